@@ -1,0 +1,27 @@
+"""The one exception that means "the input is wrong": shown as a message, never as a traceback, exit code 2."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """What was given and what is wrong with it (`message`), and what to type instead (`hint`)."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n{self.hint}" if self.hint else self.message
+
+
+def closest(given: str, known: Iterable[str], how_many: int = 3) -> list[str]:
+    """The known names most like `given`, best first.
+
+    >>> closest("lama", ["llama", "gpt2"])
+    ['llama']
+    """
+    return difflib.get_close_matches(given, list(known), n=how_many, cutoff=0.5)

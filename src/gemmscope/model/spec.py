@@ -1,0 +1,305 @@
+"""What a model is and how it is run: two frozen descriptions that every other stage starts from.
+
+`ModelSpec` holds the sizes that decide which matrix products run, layer by layer, because real models are not uniform: the
+first layers of an MoE may be dense, every sixth layer of Gemma sees the whole sequence. `RunSpec` holds the batch and how the
+work is split over GPUs. Neither knows of file formats (the readers do) nor of operations (`workload` does).
+
+Every size is checked when a spec is made, so whatever reaches the later stages is possible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from itertools import groupby
+from typing import Any, Literal
+
+from gemmscope.errors import UserError
+
+QkNorm = Literal["head", "each_head", "full"]
+"""Normalisation of queries and keys: one weight of a head's size shared by all heads; one per head; one over all heads."""
+
+# Far above anything ever trained; a larger number is a mistake in the input, and would only give absurd tables.
+LARGEST = {
+    "hidden_size": 2**20,
+    "intermediate_size": 2**24,
+    "heads": 2**16,
+    "head_dim": 2**16,
+    "layers": 10_000,
+    "vocab_size": 2**28,
+    "experts": 2**16,
+    "micro_batch_size": 2**20,
+    "sequence_length": 2**28,
+    "parallel": 2**17,
+}
+
+
+def check_size(what: str, value: object, limit: str) -> int:
+    """`value` as a positive whole number not beyond `LARGEST[limit]`, or a `UserError` that names it."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise UserError(f"{what} must be a whole number, not {value!r}")
+    if value < 1:
+        raise UserError(f"{what} must be at least 1, not {value}")
+    if value > LARGEST[limit]:
+        raise UserError(f"{what} = {value} is beyond anything trained (at most {LARGEST[limit]}): a slip in the input?")
+    return value
+
+
+@dataclass(frozen=True)
+class LatentSpec:
+    """Multi-head latent attention (DeepSeek): queries and keys/values pass through a low-rank bottleneck."""
+
+    q_rank: int | None  # None: queries are projected directly
+    kv_rank: int
+    rope_dim: int  # the part of a head that carries positions; its key is shared by all heads
+    down_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.q_rank is not None:
+            check_size("q_lora_rank", self.q_rank, "hidden_size")
+        check_size("kv_lora_rank", self.kv_rank, "hidden_size")
+        check_size("qk_rope_head_dim", self.rope_dim, "head_dim")
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Self-attention of one layer. `kv_heads` < `heads` is grouped-query attention; 1 is multi-query."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int | None = None  # a value head's size where it differs (latent attention)
+    q_bias: bool = False
+    k_bias: bool = False
+    v_bias: bool = False
+    out_bias: bool = False
+    causal: bool = True
+    window: int | None = None  # how many positions back a query sees; None: all
+    qk_norm: QkNorm | None = None
+    qk_norm_bias: bool = False
+    sinks: bool = False  # one learned logit per head
+    stored_fused: bool = False  # the checkpoint's own code keeps Q, K and V in one weight
+    latent: LatentSpec | None = None
+
+    def __post_init__(self) -> None:
+        check_size("num_attention_heads", self.heads, "heads")
+        check_size("num_key_value_heads", self.kv_heads, "heads")
+        check_size("head_dim", self.head_dim, "head_dim")
+        if self.value_dim is not None:
+            check_size("v_head_dim", self.value_dim, "head_dim")
+        if self.window is not None:
+            check_size("sliding_window", self.window, "sequence_length")
+        if self.heads % self.kv_heads:
+            raise UserError(
+                f"num_attention_heads = {self.heads} is not a multiple of num_key_value_heads = {self.kv_heads}",
+                f"key/value heads that fit {self.heads} heads: {divisors_text(self.heads)}",
+            )
+        if self.latent and self.latent.rope_dim > self.head_dim:
+            raise UserError(
+                f"qk_rope_head_dim = {self.latent.rope_dim} is larger than the whole query head ({self.head_dim})"
+            )
+
+    @property
+    def value_head_dim(self) -> int:
+        return self.value_dim if self.value_dim is not None else self.head_dim
+
+    @property
+    def q_width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def k_width(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def v_width(self) -> int:
+        return self.kv_heads * self.value_head_dim
+
+    @property
+    def out_width(self) -> int:
+        """Input features of the output projection."""
+        return self.heads * self.value_head_dim
+
+
+@dataclass(frozen=True)
+class MlpSpec:
+    """A feed-forward block: plain (up, activation, down) or gated (gate and up, activation and product, down)."""
+
+    intermediate_size: int
+    gated: bool
+    activation: str = "gelu"
+    up_bias: bool = False
+    down_bias: bool = False
+    stored_fused: bool = False  # the checkpoint's own code keeps gate and up in one weight
+
+    def __post_init__(self) -> None:
+        check_size("intermediate_size", self.intermediate_size, "intermediate_size")
+
+
+@dataclass(frozen=True)
+class MoeSpec:
+    """A mixture of experts: a router sends each token to `top_k` of `experts`; a shared expert sees every token."""
+
+    experts: int
+    top_k: int
+    expert: MlpSpec
+    shared: MlpSpec | None = None
+    shared_gate: bool = False  # the shared expert's output is scaled by a sigmoid of its own one-column linear
+    router_bias: bool = False
+
+    def __post_init__(self) -> None:
+        check_size("the number of experts", self.experts, "experts")
+        check_size("num_experts_per_tok", self.top_k, "experts")
+        if self.top_k > self.experts:
+            raise UserError(f"num_experts_per_tok = {self.top_k}, but there are only {self.experts} experts")
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One transformer layer. `norms` counts its normalisations over the hidden size."""
+
+    attention: AttentionSpec
+    mlp: MlpSpec | MoeSpec
+    norms: int = 2
+
+    @property
+    def is_moe(self) -> bool:
+        return isinstance(self.mlp, MoeSpec)
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """Which normalisation the model uses, and which parameters it has."""
+
+    kind: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    weight: bool = True
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A whole model. `vocab_size` None: only the layers are known (six plain hyperparameters), no embedding and no head."""
+
+    name: str
+    hidden_size: int
+    layers: tuple[LayerSpec, ...]
+    vocab_size: int | None = None
+    norm: NormSpec = NormSpec()
+    tied_embeddings: bool = False
+    embedding_size: int | None = None  # where it differs from the hidden size, projections stand between
+    embedding_projection_bias: bool = False
+    positions: int = 0  # learned position embeddings
+    token_types: int = 0
+    embedding_norm: bool = False
+    final_norm: bool = True
+    head_bias: bool = False
+    head_transform: bool = False  # masked-LM heads: a dense layer and a norm before the vocabulary
+    head_transform_bias: bool = True
+    head_output: bool = True  # False: an encoder without a vocabulary head
+    model_type: str = ""
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        check_size("hidden_size", self.hidden_size, "hidden_size")
+        check_size("num_hidden_layers", len(self.layers), "layers")
+        if self.vocab_size is not None:
+            check_size("vocab_size", self.vocab_size, "vocab_size")
+        if self.embedding_size is not None:
+            check_size("embedding_size", self.embedding_size, "hidden_size")
+
+    @property
+    def embedding_width(self) -> int:
+        return self.embedding_size or self.hidden_size
+
+    @property
+    def causal(self) -> bool:
+        return self.layers[0].attention.causal
+
+    def layer_groups(self, first: int = 0, last: int | None = None) -> Iterator[tuple[LayerSpec, int]]:
+        """The distinct layers among `layers[first:last]` with how often each occurs, in order of first appearance."""
+        chosen = self.layers[first:last]
+        for layer in dict.fromkeys(chosen):
+            yield layer, chosen.count(layer)
+
+    def pattern(self) -> str:
+        """The layers in a few words: `3 dense, 58 MoE`."""
+        runs = [
+            ("MoE" if moe else "dense", len(list(run)))
+            for moe, run in groupby(self.layers, key=lambda layer: layer.is_moe)
+        ]
+        if len(runs) > 4:
+            moe = sum(layer.is_moe for layer in self.layers)
+            runs = [("dense", len(self.layers) - moe), ("MoE", moe)]
+        return ", ".join(f"{count} {kind}" for kind, count in runs)
+
+
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """One micro-batch on one rank, and how the model is split.
+
+    `ep` ranks are data-parallel ranks that share the experts: each brings a micro-batch of its own. `imbalance` is the load of
+    the busiest expert over the average. `pp_layers` gives each pipeline stage its number of layers, where they differ.
+    """
+
+    micro_batch_size: int
+    sequence_length: int
+    tp: int = 1
+    sequence_parallel: bool = False
+    cp: int = 1
+    pp: int = 1
+    pp_stage: int | None = None  # None: the stage with most FLOPs
+    pp_layers: tuple[int, ...] | None = None
+    ep: int = 1
+    imbalance: float = 1.0
+    gradient_accumulation: int = 1
+    recompute: Recompute = "none"
+    vocab_multiple: int = 1  # the vocabulary is padded to a multiple of this times tp
+    separate_projections: bool = False
+
+    def __post_init__(self) -> None:
+        check_size("micro_batch_size", self.micro_batch_size, "micro_batch_size")
+        check_size("sequence_length", self.sequence_length, "sequence_length")
+        for name in ("tp", "cp", "pp", "ep", "gradient_accumulation", "vocab_multiple"):
+            check_size(name, getattr(self, name), "parallel")
+        if self.recompute not in ("none", "selective", "full"):
+            raise UserError(
+                f"recompute is {self.recompute!r}; it can be none, selective (attention only) or full (whole layers)"
+            )
+        if not isinstance(self.imbalance, (int, float)) or not 1.0 <= self.imbalance < float("inf"):
+            raise UserError(
+                f"imbalance = {self.imbalance} is the busiest expert's load over the average: it is 1 (balanced) or more"
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro-batch on one rank: context parallelism splits the sequence."""
+        return self.micro_batch_size * self.sequence_length // self.cp
+
+    def with_settings(self, **settings: Any) -> RunSpec:
+        return replace(self, **settings)
+
+
+RUN_SETTINGS = tuple(field.name for field in fields(RunSpec))
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, smallest first.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def divisors_text(number: int, most: int = 12) -> str:
+    """Divisors for a message, the first few.
+
+    >>> divisors_text(8)
+    '1, 2, 4, 8'
+    """
+    found = divisors(number)
+    return ", ".join(map(str, found[:most])) + (", …" if len(found) > most else "")

@@ -1,0 +1,304 @@
+"""Watches a module's forward and backward pass and notes every matrix product, with its module and its pass.
+
+How a product is told apart (torch is imported here, so only the trace worker imports this file):
+
+* **Is it a layer?** A product one of whose operands comes from parameters alone (a weight, its transpose, its cast, a slice
+  of it) is a GEMM of a linear layer. One without such an operand (attention scores, rotary angles) is a plain product.
+* **Which pass?** Products run while gradients are recorded are forward. Those run by the autograd engine belong to the node
+  whose sequence number the forward product left behind: if they read the weight they are dgrad, if they read the
+  activation, wgrad.
+* **Which shape?** MxKxN of fprop is tokens x in x out whatever side the weight stands on; dgrad is tokens x out x in, wgrad in
+  x tokens x out.
+
+Scaled-dot-product attention and grouped products are replaced by shape-only stand-ins, because what they dispatch on the
+meta device is not what any GPU runs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_LAYER_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
+
+
+@dataclass
+class _Forward:
+    """One forward product, kept until the backward pass asks for it."""
+
+    path: str
+    left: torch.UntypedStorage
+    right: torch.UntypedStorage
+    weight_side: str | None  # "left", "right", or None for a product of two activations
+    tokens: int
+    inputs: int
+    outputs: int
+    groups: int
+    batch: int
+    shape: tuple[int, int, int]
+
+
+@dataclass
+class Recorder:
+    """A context manager; inside it, everything that runs is recorded. See `as_json` for the result."""
+
+    module: torch.nn.Module
+    gemms: Counter[tuple[str, str, int, int, int, int]] = field(default_factory=Counter)
+    products: Counter[tuple[str, str, int, int, int, int]] = field(default_factory=Counter)
+    remainder: Counter[tuple[str, str, str, int]] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self._names = {id(module): name for name, module in self.module.named_modules()}
+        self._stack: list[str] = []
+        self._by_node: dict[int, list[_Forward]] = {}
+        self._weights = {
+            parameter.untyped_storage()._cdata: parameter.untyped_storage() for parameter in self.module.parameters()
+        }
+
+    # --- context -----------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Recorder:
+        hooks = torch.nn.modules.module
+        self._handles = [
+            hooks.register_module_forward_pre_hook(
+                lambda module, _: self._stack.append(self._names.get(id(module), "?"))
+            ),
+            hooks.register_module_forward_hook(lambda *_: self._pop(), always_call=True),
+        ]
+        self._modes = (_Dispatch(self), _Functions(self))
+        for mode in self._modes:
+            mode.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for mode in reversed(self._modes):
+            mode.__exit__(kind, error, tb)
+        for handle in self._handles:
+            handle.remove()
+
+    def _pop(self) -> None:
+        if self._stack:
+            self._stack.pop()
+
+    def path(self) -> str:
+        """The running module's path with layer numbers folded: `model.layers.*.self_attn.q_proj`."""
+        return _LAYER_INDEX.sub("*", self._stack[-1]) if self._stack else ""
+
+    # --- what was seen -----------------------------------------------------------------------------------------------
+
+    def is_weight(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._weights
+
+    def derive_weight(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        """A tensor computed from weights alone is a weight."""
+        if inputs and all(self.is_weight(tensor) for tensor in inputs):
+            for tensor in outputs:
+                storage = tensor.untyped_storage()
+                self._weights[storage._cdata] = storage
+
+    def product(self, left: torch.Tensor, right: torch.Tensor, groups: int = 1) -> None:
+        """One product left @ right; `groups` > 1 for a grouped product whose rows are split among that many weights."""
+        if not torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+            self._backward(left, right)
+        else:
+            self._forward(left, right, groups)
+
+    def _forward(self, left: torch.Tensor, right: torch.Tensor, groups: int) -> None:
+        m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
+        batch = left.shape[0] if left.dim() == 3 and right.dim() == 3 else 1
+        weight_side = None
+        if self.is_weight(left) != self.is_weight(right):
+            weight_side = "left" if self.is_weight(left) else "right"
+        weight = {"left": left, "right": right, None: None}[weight_side]
+        tokens, inputs, outputs = (n, k, m) if weight_side == "left" else (m, k, n)
+        if weight is not None and batch > 1:
+            # A batch of weights is a grouped GEMM of equal groups; one weight broadcast over a batch is just more tokens.
+            groups = 1 if weight.stride(0) == 0 else batch
+            tokens *= batch
+        record = _Forward(
+            self.path(),
+            left.untyped_storage(),
+            right.untyped_storage(),
+            weight_side,
+            tokens,
+            inputs,
+            outputs,
+            groups,
+            batch,
+            (m, k, n),
+        )
+        if torch.is_grad_enabled() and (left.requires_grad or right.requires_grad):
+            self._by_node.setdefault(torch.autograd._get_sequence_nr() - 1, []).append(record)
+        elif not torch.is_grad_enabled():
+            node = (
+                torch.autograd._get_sequence_nr() - 1
+            )  # inside a custom autograd.Function: its node was made just before
+            self._by_node.setdefault(node, []).append(record)
+        if weight_side is None:
+            self.products[(record.path, "forward", m, k, n, batch)] += 1
+        else:
+            self.gemms[(record.path, "fprop", tokens, inputs, outputs, groups)] += 1
+
+    def _backward(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        candidates = self._by_node.get(node._sequence_nr(), []) if node is not None else []
+        read = {left.untyped_storage()._cdata, right.untyped_storage()._cdata}
+        for record in candidates:
+            for side, storage in (("left", record.left), ("right", record.right)):
+                if storage._cdata in read:
+                    self._count_backward(record, side)
+                    return
+        m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
+        batch = left.shape[0] if left.dim() == 3 and right.dim() == 3 else 1
+        self.products[(candidates[0].path if candidates else "", "backward", m, k, n, batch)] += 1
+
+    def _count_backward(self, record: _Forward, operand_read: str) -> None:
+        tokens, inputs, outputs = record.tokens, record.inputs, record.outputs
+        if record.weight_side is None:
+            m, k, n = record.shape
+            shape = (m, n, k) if operand_read == "right" else (k, m, n)
+            self.products[(record.path, "backward", *shape, record.batch)] += 1
+        elif operand_read == record.weight_side:
+            self.gemms[(record.path, "dgrad", tokens, outputs, inputs, record.groups)] += 1
+        else:
+            self.gemms[(record.path, "wgrad", inputs, tokens, outputs, record.groups)] += 1
+
+    def attention(self, path: str, direction: str, shape: tuple[int, int, int, int, int]) -> None:
+        """The products inside one attention: scores and context forward; four gradients backward."""
+        batch, queries, keys, head_dim, value_dim = shape
+        forward = [(queries, head_dim, keys), (queries, keys, value_dim)]
+        backward = [
+            (queries, keys, head_dim),
+            (head_dim, queries, keys),
+            (queries, value_dim, keys),
+            (keys, queries, value_dim),
+        ]
+        for m, k, n in forward if direction == "forward" else backward:
+            self.products[(path, direction, m, k, n, batch)] += 1
+
+    def convolution(self, output: torch.Tensor, weight: torch.Tensor, transposed: bool, source: torch.Tensor) -> None:
+        positions = source if transposed else output
+        flops = 2 * positions.numel() * weight[0].numel()
+        self.remainder[(self.path(), "convolution", "forward", flops)] += 1
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain lists. `gemms` have a weight; `products` have none; `remainder` is what is neither."""
+        gemms = [
+            {"module": path, "pass": which, "m": m, "k": k, "n": n, "groups": groups, "count": count}
+            for (path, which, m, k, n, groups), count in self.gemms.items()
+        ]
+        products = [
+            {"module": path, "pass": which, "m": m, "k": k, "n": n, "batch": batch, "count": count}
+            for (path, which, m, k, n, batch), count in self.products.items()
+        ]
+        remainder = [
+            {"module": path, "kind": kind, "pass": which, "flops": flops, "count": count}
+            for (path, kind, which, flops), count in self.remainder.items()
+        ]
+        return {"gemms": gemms, "products": products, "remainder": remainder}
+
+
+class _Dispatch(TorchDispatchMode):
+    """Sees every operator below autograd, forward and backward."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = operator(*args, **(kwargs or {}))
+        recorder, name = self._recorder, operator._schema.name
+        if name in ("aten::mm", "aten::bmm", "aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_int_mm"):
+            recorder.product(args[0], args[1])
+        elif name in ("aten::addmm", "aten::baddbmm", "aten::_addmm_activation"):
+            recorder.product(args[1], args[2])
+        elif name in ("aten::mv", "aten::addmv"):
+            matrix, vector = args[-2:] if name == "aten::mv" else args[1:3]
+            recorder.product(matrix, vector.unsqueeze(-1))
+        elif name in ("aten::convolution", "aten::_convolution"):
+            recorder.convolution(output, args[1], args[6], args[0])
+        elif name == "aten::convolution_backward":
+            recorder.remainder[("", "convolution", "backward", 0)] += 1
+        tensors = [value for value in args if isinstance(value, torch.Tensor)]
+        for value in args:
+            if isinstance(value, (list, tuple)):
+                tensors += [item for item in value if isinstance(item, torch.Tensor)]
+        outputs = (
+            [output]
+            if isinstance(output, torch.Tensor)
+            else [o for o in output if isinstance(o, torch.Tensor)]
+            if isinstance(output, (list, tuple))
+            else []
+        )
+        recorder.derive_weight(tensors, outputs)
+        return output
+
+
+class _Functions(TorchFunctionMode):
+    """Replaces the functions whose meta-device behaviour is not what a GPU runs."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._grouped = {getattr(torch, "_grouped_mm", None), getattr(torch.nn.functional, "grouped_mm", None)} - {None}
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            named = dict(zip(("query", "key", "value"), args)) | kwargs
+            return _Attention.apply(self._recorder, named["query"], named["key"], named["value"])
+        if function in self._grouped:
+            return _Grouped.apply(self._recorder, args[0], args[1])
+        return function(*args, **kwargs)
+
+
+class _Attention(torch.autograd.Function):
+    """Attention by shape: query [.., heads, queries, d], key [.., kv heads, keys, d], value [.., kv heads, keys, dv]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, recorder: Recorder, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.recorder, ctx.path = recorder, recorder.path()
+        ctx.shape = (query.shape[:-2].numel(), query.shape[-2], key.shape[-2], query.shape[-1], value.shape[-1])
+        recorder.attention(ctx.path, "forward", ctx.shape)
+        return query.new_empty((*query.shape[:-1], value.shape[-1]))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.recorder.attention(ctx.path, "backward", ctx.shape)
+        return None, *(torch.empty_like(tensor) for tensor in ctx.saved_tensors)
+
+
+class _Grouped(torch.autograd.Function):
+    """A grouped product by shape: rows [tokens, in] sorted by group, weights [groups, in, out]."""
+
+    @staticmethod
+    def forward(ctx: Any, recorder: Recorder, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, weights)
+        ctx.recorder, ctx.path = recorder, recorder.path()
+        groups, inputs, outputs = weights.shape
+        recorder.gemms[(ctx.path, "fprop", rows.shape[0], inputs, outputs, groups)] += 1
+        return rows.new_empty((rows.shape[0], outputs))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        rows, weights = ctx.saved_tensors
+        groups, inputs, outputs = weights.shape
+        if ctx.needs_input_grad[1]:
+            ctx.recorder.gemms[(ctx.path, "dgrad", rows.shape[0], outputs, inputs, groups)] += 1
+        if ctx.needs_input_grad[2]:
+            ctx.recorder.gemms[(ctx.path, "wgrad", inputs, rows.shape[0], outputs, groups)] += 1
+        return None, torch.empty_like(rows), torch.empty_like(weights)

@@ -1,0 +1,280 @@
+"""The process that imports torch: runs a module on the meta device and writes down its matrix products.
+
+`trace.py` starts this file as ``python -m gemmscope.workload.trace_worker REQUEST ANSWER`` (two JSON files). The module is
+built on the meta device, where tensors have shapes but no storage, so a 405B model costs no memory. One forward and one
+backward pass then dispatch every operation that training would dispatch, and `recorder.py` notes each product.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import inspect
+import io
+import json
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gemmscope.workload.recorder import Recorder
+
+
+class TraceFailure(Exception):
+    """Something the user can act on; its text is shown as it is."""
+
+
+def trace(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Run forward and backward of `module` and return what was recorded, as plain JSON values."""
+    recorder = Recorder(module)
+    with recorder:
+        output = module(*args, **kwargs)
+        targets = [tensor for tensor in _differentiable(output) if tensor.requires_grad]
+        if not targets:
+            raise TraceFailure(
+                "the forward pass returned no tensor that requires a gradient: there is no backward pass to trace"
+            )
+        torch.autograd.backward([tensor.sum() for tensor in targets])
+    unique = {id(parameter): parameter.numel() for parameter in module.parameters()}
+    return {"class": type(module).__name__, "parameters": sum(unique.values()), **recorder.as_json()}
+
+
+def _differentiable(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors a loss would be computed from: the logits where there are any, else every float tensor returned."""
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if isinstance(logits, torch.Tensor):
+        yield logits
+    elif isinstance(output, torch.Tensor):
+        if output.is_floating_point():
+            yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _differentiable(value)
+    elif isinstance(output, (tuple, list)):
+        for value in output:
+            yield from _differentiable(value)
+
+
+# --- Hugging Face models -------------------------------------------------------------------------------------------------
+
+
+def build_huggingface(config_dict: dict[str, Any], batch: int, sequence: int) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """The training model of a `config.json` on the meta device, and its inputs."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise TraceFailure("transformers is not installed: pip install transformers") from error
+    model_type = config_dict.get("model_type")
+    settings = {key: value for key, value in config_dict.items() if key not in _STORAGE_ONLY_KEYS}
+    try:
+        config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
+    except (KeyError, ValueError) as error:
+        raise TraceFailure(
+            f"transformers {transformers.__version__} cannot read this config: {_first_line(error)}"
+        ) from error
+    config.use_cache = False
+    _treat_meta_as_fake()
+    module = _instantiate(transformers, config, model_type)
+    module.train()
+    tokens = torch.zeros((batch, sequence), dtype=torch.long, device="meta")
+    inputs = {"input_ids": tokens}
+    if getattr(config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = tokens
+    return module, inputs
+
+
+# Stored with a checkpoint, and meaningless (or harmful: a quantizer to import) for the shapes of training.
+_STORAGE_ONLY_KEYS = frozenset(
+    {
+        "architectures",
+        "torch_dtype",
+        "dtype",
+        "transformers_version",
+        "quantization_config",
+        "auto_map",
+        "_name_or_path",
+    }
+)
+
+
+def _instantiate(transformers: Any, config: Any, model_type: str | None) -> torch.nn.Module:
+    """The class people train for this config: causal LM, else masked LM, else sequence to sequence, else the bare model."""
+    auto_classes = (
+        transformers.AutoModelForCausalLM,
+        transformers.AutoModelForMaskedLM,
+        transformers.AutoModelForSeq2SeqLM,
+        transformers.AutoModel,
+    )
+    bidirectional = (
+        not getattr(config, "is_decoder", False) and type(config) in transformers.AutoModelForMaskedLM._model_mapping
+    )
+    order = (auto_classes[1], auto_classes[0], *auto_classes[2:]) if bidirectional else auto_classes
+    known = [auto for auto in order if type(config) in auto._model_mapping]
+    if not known:
+        raise TraceFailure(f"transformers {transformers.__version__} has no model class for model_type {model_type!r}")
+    errors = []
+    for attention in ("sdpa", "eager"):
+        try:
+            with torch.device("meta"):
+                module = known[0].from_config(config, attn_implementation=attention, dtype=torch.float32)
+        except (ValueError, ImportError) as error:  # "does not support SDPA", "requires the package …"
+            errors.append(_first_line(error))
+            continue
+        with contextlib.suppress(AttributeError, ValueError, KeyError):
+            module.set_experts_implementation("grouped_mm")
+        return module  # type: ignore[no-any-return]
+    raise TraceFailure(f"transformers {transformers.__version__} cannot build this config: {errors[-1]}")
+
+
+def _treat_meta_as_fake() -> None:
+    """Tell transformers that meta tensors have no values to look at, as it already knows of fake tensors.
+
+    Without this, its mask builders ask `mask.all()` of a meta tensor, which raises. The products are the same either way.
+    """
+    from transformers.utils import import_utils
+
+    original = getattr(import_utils, "is_fake_tensor", None)
+    if original is not None:
+        import_utils.is_fake_tensor = lambda tensor: tensor.device.type == "meta" or original(tensor)
+
+
+def resolve_config(name: str) -> dict[str, Any]:
+    """The `config.json` of a hub id, from the local cache or the hub, as transformers finds it."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise TraceFailure("transformers is not installed: pip install transformers") from error
+    try:
+        config, _ = transformers.PretrainedConfig.get_config_dict(name)
+    except Exception as error:
+        raise TraceFailure(
+            f"transformers {transformers.__version__} cannot find {name!r}: {_first_line(error)}"
+        ) from error
+    if not config:
+        raise TraceFailure(f"transformers {transformers.__version__} finds no config.json for {name!r}")
+    return dict(config)
+
+
+# --- the user's own module -----------------------------------------------------------------------------------------------
+
+
+def build_from_factory(
+    reference: str, batch: int, sequence: int
+) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """Call `factory` of `file.py:factory` under the meta device and return its module and inputs.
+
+    The factory returns a module, which is then called with token ids of shape (micro-batch, sequence); or a pair of the
+    module and its inputs, a tuple (positional) or a dict (by name). It may take `micro_batch_size` and `sequence_length`.
+    """
+    path_text, _, name = reference.rpartition(":")
+    path = Path(path_text)
+    if not path.is_file():
+        raise TraceFailure(f"there is no file {path_text!r}")
+    sys.path.insert(0, str(path.resolve().parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise TraceFailure(f"{path_text!r} is not a Python file")
+    python_module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = python_module
+    with _naming(f"importing {path_text}"):
+        spec.loader.exec_module(python_module)
+    factory = getattr(python_module, name, None)
+    if not callable(factory):
+        callables = [
+            key
+            for key, value in vars(python_module).items()
+            if callable(value) and getattr(value, "__module__", None) == path.stem
+        ]
+        there = f"it defines {', '.join(sorted(callables))}" if callables else "it defines no function"
+        raise TraceFailure(f"{path_text} has no function {name!r}; {there}")
+    with _naming(f"{name}()"), torch.device("meta"):
+        made = factory(**_accepted(factory, {"micro_batch_size": batch, "sequence_length": sequence}))
+    module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(module, torch.nn.Module):
+        raise TraceFailure(
+            f"{name}() returned {type(module).__name__}; it must return an nn.Module, or a pair (nn.Module, inputs)"
+        )
+    module = module.to("meta")
+    module.train()
+    if inputs is None:
+        return module, (torch.zeros((batch, sequence), dtype=torch.long, device="meta"),), {}
+    if isinstance(inputs, Mapping):
+        return module, (), {key: _to_meta(value) for key, value in inputs.items()}
+    positional = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+    return module, tuple(_to_meta(value) for value in positional), {}
+
+
+def _accepted(factory: Any, offered: dict[str, int]) -> dict[str, int]:
+    try:
+        wanted = inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        return {}
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in wanted.values()):
+        return offered
+    return {key: value for key, value in offered.items() if key in wanted}
+
+
+def _to_meta(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+
+@contextlib.contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Turn any exception of the user's code into one line that says where it came from."""
+    try:
+        yield
+    except TraceFailure:
+        raise
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        place = f" (line {frames[-1].lineno} of {frames[-1].filename})" if frames else ""
+        raise TraceFailure(f"{what} raised {type(error).__name__}: {_first_line(error)}{place}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Do what the request asks: resolve a hub id, or trace a Hugging Face config or a factory's module."""
+    if request["what"] == "resolve":
+        return {"config": resolve_config(request["name"])}
+    batch, sequence = request["micro_batch"], request["sequence"]
+    if request["what"] == "huggingface":
+        with _naming("building the model from its config"):
+            module, kwargs = build_huggingface(request["config"], batch, sequence)
+        args: tuple[Any, ...] = ()
+    else:
+        module, args, kwargs = build_from_factory(request["module"], batch, sequence)
+    with _naming("running the model on the meta device"):
+        result = trace(module, args, kwargs)
+    versions = {"torch": torch.__version__}
+    if "transformers" in sys.modules:
+        versions["transformers"] = sys.modules["transformers"].__version__
+    return {**result, "versions": versions}
+
+
+def main() -> None:
+    request_path, answer_path = sys.argv[1:3]
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    request = json.loads(Path(request_path).read_text(encoding="utf-8"))
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # what the user's module prints is not our output
+            result = answer(request)
+    except TraceFailure as failure:
+        result = {"error": str(failure)}
+    Path(answer_path).write_text(json.dumps(result), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
