@@ -78,6 +78,7 @@ class AttentionSpec:
     qk_norm: QkNorm | None = None
     qk_norm_bias: bool = False
     sinks: bool = False  # one learned logit per head
+    rotary: bool = True  # positions enter by rotating queries and keys
     stored_fused: bool = False  # the checkpoint's own code keeps Q, K and V in one weight
     latent: LatentSpec | None = None
 
@@ -189,6 +190,7 @@ class ModelSpec:
     embedding_size: int | None = None  # where it differs from the hidden size, projections stand between
     embedding_projection_bias: bool = False
     positions: int = 0  # learned position embeddings
+    positions_on_hidden: bool = False  # as wide as the hidden size, where the embedding is narrower
     token_types: int = 0
     embedding_norm: bool = False
     final_norm: bool = True
@@ -196,6 +198,7 @@ class ModelSpec:
     head_transform: bool = False  # masked-LM heads: a dense layer and a norm before the vocabulary
     head_transform_bias: bool = True
     head_output: bool = True  # False: an encoder without a vocabulary head
+    unused_parameters: int = 0  # held, but not part of the training step
     model_type: str = ""
     source: str = ""
 
@@ -253,6 +256,7 @@ class RunSpec:
     pp_stage: int | None = None  # None: the stage with most FLOPs
     pp_layers: tuple[int, ...] | None = None
     ep: int = 1
+    etp: int | None = None  # tensor parallelism inside the experts; None: as everywhere else
     imbalance: float = 1.0
     gradient_accumulation: int = 1
     recompute: Recompute = "none"
@@ -264,6 +268,8 @@ class RunSpec:
         check_size("sequence_length", self.sequence_length, "sequence_length")
         for name in ("tp", "cp", "pp", "ep", "gradient_accumulation", "vocab_multiple"):
             check_size(name, getattr(self, name), "parallel")
+        if self.etp is not None:
+            check_size("etp", self.etp, "parallel")
         if self.recompute not in ("none", "selective", "full"):
             raise UserError(
                 f"recompute is {self.recompute!r}; it can be none, selective (attention only) or full (whole layers)"
@@ -272,6 +278,10 @@ class RunSpec:
             raise UserError(
                 f"imbalance = {self.imbalance} is the busiest expert's load over the average: it is 1 (balanced) or more"
             )
+
+    @property
+    def expert_tp(self) -> int:
+        return self.etp if self.etp is not None else self.tp
 
     @property
     def tokens(self) -> int:

@@ -1,0 +1,114 @@
+"""The facts of `families.toml`: what Hugging Face's code builds for a model type, looked up for one config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from gemmscope.errors import UserError
+from gemmscope.toml import load_data
+
+_NOT_FAMILIES = frozenset({"decoder", "encoder", "gpt"})  # starting points for the others
+
+# The same size under the names that different configs give it.
+ALIASES = {
+    "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
+    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "attention_heads"),
+    "num_key_value_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "intermediate_size": ("intermediate_size", "ffn_dim", "n_inner", "hidden_dim"),
+    "vocab_size": ("vocab_size",),
+    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "num_experts_per_tok": ("num_experts_per_tok",),
+}
+
+
+@cache
+def _facts() -> Mapping[str, Mapping[str, Any]]:
+    return load_data("gemmscope.model", "families.toml")
+
+
+@cache
+def known_model_types() -> tuple[str, ...]:
+    """Every `model_type` that the closed form knows."""
+    return tuple(sorted(set(_facts()) - _NOT_FAMILIES))
+
+
+@cache
+def family(model_type: str) -> Mapping[str, Any]:
+    """The facts of one model type, with what it inherits."""
+    own = _facts()[model_type]
+    return {**(family(own["like"]) if "like" in own else {}), **own}
+
+
+@dataclass(frozen=True)
+class FamilyConfig:
+    """One config seen through its family's facts."""
+
+    model_type: str
+    config: Mapping[str, Any]
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        return family(self.model_type)
+
+    def value(self, key: str) -> Any:
+        """The config's value, else what the configuration class assumes, else None. A written null stays None."""
+        return self.config[key] if key in self.config else self.facts.get("defaults", {}).get(key)
+
+    def flag(self, fact: str, default: bool = False) -> bool:
+        """A fact that is true or false, or that names the key (or the key=value) deciding it."""
+        rule = self.facts.get(fact, default)
+        if isinstance(rule, bool):
+            return rule
+        key, _, wanted = str(rule).partition("=")
+        given = self.value(key)
+        if wanted:
+            return bool(given == wanted)
+        if given is not None and not isinstance(given, (bool, int)):
+            raise UserError(f"{key} must be true or false, not {given!r}")
+        return bool(given)
+
+    def number(self, fact: str) -> int | None:
+        """A fact that is a number, or that names the key holding it."""
+        rule = self.facts.get(fact)
+        return self.optional_size(rule) if isinstance(rule, str) and rule else rule or None
+
+    def optional_size(self, name: str) -> int | None:
+        """A whole number under any of its names; None where the config leaves it out or says null."""
+        given = {key: self.value(key) for key in ALIASES.get(name, (name,)) if self.value(key) is not None}
+        if len(set(map(repr, given.values()))) > 1:
+            pairs = " but ".join(f"{key} = {value!r}" for key, value in given.items())
+            raise UserError(f"contradictory sizes in the config: {pairs}", "these name the same thing: keep one")
+        value = next(iter(given.values()), None)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise UserError(f"{next(iter(given))} must be a whole number, not {value!r}")
+        if value is not None and value < 0:
+            raise UserError(f"{next(iter(given))} must not be negative: {value}")
+        return value
+
+    def size(self, name: str) -> int:
+        """A size that must be there."""
+        value = self.optional_size(name)
+        if value is None:
+            names = ALIASES.get(name, (name,))
+            similar = _misspelt(names, self.config)
+            raise UserError(
+                f"the config of this {self.model_type} model has no {' or '.join(names)}"
+                + (f"; it has {similar!r}" if similar else ""),
+                f'add "{names[0]}": N to it' + (f", or rename {similar!r}" if similar else ""),
+            )
+        return value
+
+
+def _misspelt(names: tuple[str, ...], config: Mapping[str, Any]) -> str:
+    """A key of the config that is nearly one of `names`, and not a known key itself."""
+    import difflib
+
+    known = {alias for aliases in ALIASES.values() for alias in aliases}
+    strangers = [key for key in config if key not in known]
+    close = (difflib.get_close_matches(name, strangers, n=1, cutoff=0.85) for name in names)
+    return next((match[0] for match in close if match), "")

@@ -1,0 +1,62 @@
+"""The six plain hyperparameters: hidden size, intermediate size, heads, layers, micro-batch and sequence length.
+
+They describe the layers of a classic transformer (multi-head attention, plain MLP, no biases) and nothing else: there is no
+vocabulary, so no embedding and no head. The optional sizes make it a modern one.
+"""
+
+from __future__ import annotations
+
+from gemmscope.errors import UserError
+from gemmscope.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, check_size, divisors_text
+
+
+def from_hyperparameters(
+    *,
+    hidden_size: int,
+    intermediate_size: int,
+    num_attention_heads: int,
+    num_hidden_layers: int,
+    num_key_value_heads: int | None = None,
+    head_dim: int | None = None,
+    vocab_size: int | None = None,
+    gated: bool = False,
+    name: str = "",
+    source: str = "",
+) -> ModelSpec:
+    """A uniform decoder of these sizes.
+
+    >>> from_hyperparameters(hidden_size=8, intermediate_size=32, num_attention_heads=2, num_hidden_layers=3).pattern()
+    '3 dense'
+    """
+    hidden = check_size("hidden_size", hidden_size, "hidden_size")
+    heads = check_size("num_attention_heads", num_attention_heads, "heads")
+    if head_dim is None:
+        head_dim = head_size(hidden, heads)
+    layer = LayerSpec(
+        attention=AttentionSpec(
+            heads=heads, kv_heads=heads if num_key_value_heads is None else num_key_value_heads, head_dim=head_dim
+        ),
+        mlp=MlpSpec(intermediate_size, gated=gated, activation="silu" if gated else "gelu"),
+    )
+    layers = check_size("num_hidden_layers", num_hidden_layers, "layers")
+    return ModelSpec(
+        name=name or f"hidden {hidden}, intermediate {intermediate_size}, {heads} heads, {layers} layers",
+        hidden_size=hidden,
+        layers=(layer,) * layers,
+        vocab_size=vocab_size,
+        source=source,
+    )
+
+
+def head_size(hidden: int, heads: int) -> int:
+    """A head's size where it is not given: hidden / heads, which must divide.
+
+    >>> head_size(4096, 32)
+    128
+    """
+    if hidden % heads:
+        raise UserError(
+            f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}, and no head_dim is given",
+            f"heads that divide {hidden}: {divisors_text(hidden, most=16)}; or give head_dim (--head-dim)",
+        )
+    return hidden // heads

@@ -1,0 +1,277 @@
+"""Reads a Hugging Face `config.json`: a file, its folder, or (through transformers) a hub id.
+
+The sizes come from the config, everything else from `families.toml`. A model type that is not in there, or a config with
+parts that the closed form does not know (linear attention, cross attention), gives a source without a model: its shapes must
+be traced.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+from gemmscope.errors import UserError
+from gemmscope.model.families import FamilyConfig, known_model_types
+from gemmscope.model.flags import head_size
+from gemmscope.model.source import ModelSource
+from gemmscope.model.spec import (
+    AttentionSpec,
+    LatentSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+    NormSpec,
+    QkNorm,
+    check_size,
+)
+
+_CLOSED_FORM_LAYERS = frozenset({"full_attention", "sliding_attention"})
+
+
+def recognises(text: str) -> bool:
+    """A JSON object. (Megatron and YAML files may begin with a brace too, but do not parse as JSON.)"""
+    return text.lstrip("\ufeff \t\r\n").startswith("{")
+
+
+def read(text: str, origin: str) -> ModelSource:
+    """The model of a config.json's text."""
+    try:
+        config = json.loads(text.lstrip("\ufeff"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{origin} is not valid JSON: {error}", "a config.json as Hugging Face writes it is expected"
+        ) from error
+    if not isinstance(config, dict):
+        raise UserError(f"{origin} holds a JSON {type(config).__name__}; a config.json is an object: {{…}}")
+    return from_config(config, origin)
+
+
+def from_config(config: Mapping[str, Any], origin: str) -> ModelSource:
+    """The model of a config given as a mapping."""
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        raise UserError(
+            f"{origin} has no model_type, so nothing says how its sizes are used",
+            'add for example "model_type": "llama"; known without torch: ' + ", ".join(known_model_types()),
+        )
+    text_part = config.get("text_config")
+    if (
+        model_type not in known_model_types()
+        and isinstance(text_part, Mapping)
+        and text_part.get("model_type") in known_model_types()
+    ):
+        inner = from_config(text_part, origin)
+        note = f"the language part of this {model_type} model; its other towers (vision, audio) are left out"
+        return replace(inner, config=config, notes=(note, *inner.notes))
+    label = f"{origin} (Hugging Face, {model_type})"
+    if model_type not in known_model_types() or _needs_tracing(config):
+        return ModelSource(origin=label, model=None, config=config)
+    model = _model(FamilyConfig(model_type, config), origin)
+    return ModelSource(origin=label, model=model, config=config, notes=tuple(_notes(config, model)))
+
+
+def _needs_tracing(config: Mapping[str, Any]) -> bool:
+    """Parts that the closed form does not describe."""
+    layer_types = config.get("layer_types")
+    if isinstance(layer_types, list) and not _CLOSED_FORM_LAYERS.issuperset(map(str, layer_types)):
+        return True
+    return bool(config.get("add_cross_attention")) or config.get("is_encoder_decoder") is True
+
+
+def _notes(config: Mapping[str, Any], model: ModelSpec) -> list[str]:
+    notes = []
+    if config.get("num_nextn_predict_layers"):
+        notes.append(
+            "multi-token-prediction layers (num_nextn_predict_layers) are not part of the Hugging Face model: left out"
+        )
+    if not any(layer.is_moe for layer in model.layers):
+        stray = [key for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)]
+        if stray:
+            notes.append(f"{stray[0]} is ignored: a {model.model_type} model has no experts in this config")
+    return notes
+
+
+def _model(family: FamilyConfig, origin: str) -> ModelSpec:
+    facts = family.facts
+    hidden = check_size("hidden_size", family.size("hidden_size"), "hidden_size")
+    count = check_size("num_hidden_layers", family.size("num_hidden_layers"), "layers")
+    attention = _attention(family, hidden)
+    windows = _windows(family, count)
+    moe_layers = _moe_layers(family, count)
+    dense = _mlp(family, hidden) if not all(moe_layers) else None
+    moe = _moe(family, hidden) if any(moe_layers) else None
+    norms = 1 if "one_norm_if" in facts and family.flag("one_norm_if") else facts["norms"]
+    layers = [
+        LayerSpec(
+            replace(attention, window=windows[index]),
+            cast("MlpSpec | MoeSpec", moe if moe_layers[index] else dense),
+            norms,
+        )
+        for index in range(count)
+    ]
+    if "first_layer_norms" in facts:
+        layers[0] = replace(layers[0], norms=facts["first_layer_norms"])
+    embedding = family.number("embedding_size")
+    positions_here = family.flag("positions_if", default=True)
+    return ModelSpec(
+        name=str(family.config.get("_name_or_path") or origin),
+        hidden_size=hidden,
+        layers=tuple(layers),
+        vocab_size=check_size("vocab_size", family.size("vocab_size"), "vocab_size"),
+        norm=NormSpec(facts["norm"], weight=family.flag("norm_weight", default=True), bias=family.flag("norm_bias")),
+        tied_embeddings=_tied(family),
+        embedding_size=embedding if embedding != hidden else None,
+        embedding_projection_bias=family.flag("embedding_projection_bias"),
+        positions=(family.number("positions") or 0) + facts.get("positions_extra", 0) if positions_here else 0,
+        positions_on_hidden=family.flag("positions_on_hidden"),
+        token_types=family.number("token_types") or 0,
+        embedding_norm=family.flag("embedding_norm"),
+        final_norm=family.flag("final_norm", default=True),
+        head_bias=family.flag("head_bias"),
+        head_transform=family.flag("head_transform"),
+        head_transform_bias=family.flag("head_transform_bias", default=True),
+        unused_parameters=count * attention.heads + 1 if facts.get("contact_head") else 0,
+        model_type=family.model_type,
+        source=origin,
+    )
+
+
+def _tied(family: FamilyConfig) -> bool:
+    value = family.value("tie_word_embeddings")
+    if value is not None and not isinstance(value, bool):
+        raise UserError(f"tie_word_embeddings must be true or false, not {value!r}")
+    return bool(value)
+
+
+def _attention(family: FamilyConfig, hidden: int) -> AttentionSpec:
+    heads = check_size("num_attention_heads", family.size("num_attention_heads"), "heads")
+    kv_heads = 1 if "multi_query_if" in family.facts and family.flag("multi_query_if") else None
+    normed = "qk_norm_if" not in family.facts or family.flag("qk_norm_if")
+    bias = family.flag("qkv_bias")
+    common = AttentionSpec(
+        heads=heads,
+        kv_heads=heads,
+        head_dim=1,
+        q_bias=bias,
+        k_bias=bias,
+        v_bias=bias,
+        out_bias=family.flag("out_bias"),
+        causal=family.flag("causal"),
+        qk_norm=cast("QkNorm | None", family.facts.get("qk_norm")) if normed else None,
+        qk_norm_bias=family.flag("qk_norm_bias"),
+        sinks=family.flag("sinks"),
+        rotary=family.flag("rotary"),
+        stored_fused=family.flag("qkv_fused"),
+    )
+    if family.flag("latent"):
+        rope = family.size("qk_rope_head_dim")
+        return replace(
+            common,
+            head_dim=family.size("qk_nope_head_dim") + rope,
+            value_dim=family.size("v_head_dim"),
+            latent=LatentSpec(
+                q_rank=family.optional_size("q_lora_rank"),
+                kv_rank=family.size("kv_lora_rank"),
+                rope_dim=rope,
+                down_bias=family.flag("down_bias"),
+            ),
+        )
+    if kv_heads is None:
+        kv_heads = family.optional_size("num_key_value_heads") or heads
+    head_dim = family.optional_size("head_dim") or head_size(hidden, heads)
+    return replace(common, kv_heads=kv_heads, head_dim=head_dim)
+
+
+def _mlp(family: FamilyConfig, hidden: int) -> MlpSpec:
+    size = family.optional_size("intermediate_size")
+    if size is None:
+        times = family.facts.get("intermediate_times_hidden")
+        size = hidden * times if times else family.size("intermediate_size")
+    bias = family.flag("mlp_bias")
+    return MlpSpec(
+        size, gated=family.flag("gated"), activation=_activation(family), up_bias=bias, down_bias=bias,
+        stored_fused=family.flag("gate_up_fused"),
+    )  # fmt: skip
+
+
+def _activation(family: FamilyConfig) -> str:
+    return str(family.value(family.facts["activation"]) or ("silu" if family.flag("gated") else "gelu"))
+
+
+def _moe(family: FamilyConfig, hidden: int) -> MoeSpec:
+    """The experts. Their gate and up are stored as one weight in every family."""
+    facts = family.facts
+    bias = family.flag("expert_bias")
+    width = family.size(facts["expert_size"])
+    expert = MlpSpec(width, gated=True, activation=_activation(family), up_bias=bias, down_bias=bias, stored_fused=True)
+    shared_width = None
+    if "shared_size" in facts:
+        shared_width = family.size(facts["shared_size"])
+    elif "shared_count" in facts:
+        shared_width = width * (family.optional_size(facts["shared_count"]) or 0)
+    shared_bias = family.flag("mlp_bias")
+    shared = MlpSpec(shared_width, True, expert.activation, shared_bias, shared_bias) if shared_width else None
+    return MoeSpec(
+        experts=family.size("num_experts"),
+        top_k=family.size("num_experts_per_tok"),
+        expert=expert,
+        shared=shared,
+        shared_gate=family.flag("shared_gate") and shared is not None,
+        router_bias=family.flag("router_bias"),
+    )
+
+
+def _moe_layers(family: FamilyConfig, count: int) -> list[bool]:
+    """Which layers have experts."""
+    rule = family.facts.get("moe_layers")
+    if rule is None:
+        return [False] * count
+    if rule == "after_first":
+        first = family.optional_size("first_k_dense_replace") or 0
+        return [index >= first for index in range(count)]
+    if rule == "sparse_step":
+        step = check_size("decoder_sparse_step", family.size("decoder_sparse_step"), "layers")
+        dense = family.value("mlp_only_layers") or []
+        if not isinstance(dense, list):
+            raise UserError(f"mlp_only_layers must be a list of layer numbers, not {dense!r}")
+        has_experts = family.optional_size("num_experts") != 0
+        return [has_experts and index not in dense and (index + 1) % step == 0 for index in range(count)]
+    return [True] * count
+
+
+def _windows(family: FamilyConfig, count: int) -> list[int | None]:
+    """The sliding window of each layer; None where a layer sees the whole sequence."""
+    facts = family.facts
+    rule = facts.get("window")
+    on = "window_if" not in facts or family.flag("window_if")
+    window = family.optional_size(facts.get("window_key", "sliding_window")) if rule and on else None
+    layer_types = family.value("layer_types")
+    if layer_types is not None:
+        if not isinstance(layer_types, list) or len(layer_types) != count:
+            length = len(layer_types) if isinstance(layer_types, list) else repr(layer_types)
+            raise UserError(f"layer_types has {length} entries, but num_hidden_layers = {count}")
+    if not window:
+        return [None] * count
+    if rule == "all":
+        return [window] * count
+    if layer_types is None:
+        slides = _sliding_pattern(family, count)
+    else:
+        slides = [kind == "sliding_attention" for kind in layer_types]
+    return [window if slide else None for slide in slides]
+
+
+def _sliding_pattern(family: FamilyConfig, count: int) -> list[bool]:
+    """Which layers slide where the config has no layer_types: the pattern of the configuration class."""
+    last, first = family.number("full_every"), family.number("full_first_of")
+    start = family.number("slides_from") or 0
+    end = family.number("slides_before")
+    return [
+        start <= index < (count if end is None else end)
+        and not (last and (index + 1) % last == 0)
+        and not (first and index % first == 0)
+        for index in range(count)
+    ]

@@ -1,0 +1,59 @@
+"""TOML, for files of the user's and for tables of facts that ship with the package.
+
+Python has a TOML parser since 3.11; on 3.10 the `tomli` package is the same parser. Whatever a text contains, the
+outcome here is a dictionary or a `UserError`: a parser's own exceptions (a syntax error, nesting too deep for its
+recursion, a number too long to convert) never reach the caller.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.resources import files
+from typing import Any
+
+from gemmscope.errors import UserError
+
+LONGEST_SHOWN = 60
+"""Characters of a value that a message quotes."""
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The tables of a TOML text.
+
+    >>> parse_toml('[model]\\nname = "llama3"')
+    {'model': {'name': 'llama3'}}
+    """
+    parser = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    try:
+        document: dict[str, Any] = parser.loads(text.removeprefix("\ufeff"))  # editors on Windows write this mark first
+    except RecursionError:
+        raise UserError("the TOML is nested too deeply to be read") from None
+    except Exception as error:  # beyond its own ValueError, any slip of the parser is still a text it cannot read
+        reason = ascii(str(error))[1:-1][:200]
+        raise UserError(
+            f"this is not valid TOML: {reason}", "correct that line: a value is written key = value"
+        ) from None
+    return document
+
+
+def load_data(package: str, name: str) -> dict[str, Any]:
+    """A TOML file of facts that ships inside `package`.
+
+    >>> sorted(load_data("gemmscope.model", "torchtitan_flavors.toml"))[:2]
+    ['deepseek_v3', 'gpt_oss']
+    """
+    return parse_toml(files(package).joinpath(name).read_text(encoding="utf-8"))
+
+
+def shown(value: object) -> str:
+    """A value of a file as a message quotes it: on one line, in plain characters, and never too long.
+
+    >>> shown("8 B"), shown([1, 2]), len(shown("x" * 1000))
+    ("'8 B'", '[1, 2]', 60)
+    """
+    try:
+        quoted = ascii(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits, a table thousands deep
+        return f"a {type(value).__name__} too large to show"
+    return quoted if len(quoted) <= LONGEST_SHOWN else quoted[: LONGEST_SHOWN - 1] + "…"

@@ -1,0 +1,366 @@
+"""From a model and a run to the operations of one micro-batch on one rank, in closed form.
+
+Read `_layer` first: it is the list of a transformer layer's operations, in the order they run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from gemmscope.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RunSpec
+from gemmscope.workload import sharding
+from gemmscope.workload.ops import (
+    Activation,
+    Attention,
+    Elementwise,
+    Embedding,
+    Gemm,
+    GroupedLinear,
+    Linear,
+    Loss,
+    Norm,
+    Op,
+    Optimizer,
+)
+
+EMBEDDING, HEAD, STEP = "embedding", "head", "step"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Everything one rank runs. `stage` is its pipeline stage; `notes` say what was padded, replicated or chosen."""
+
+    ops: tuple[Op, ...]
+    stage: int
+    notes: tuple[str, ...] = ()
+
+    def gemms(self) -> list[Gemm]:
+        """The products of all linears, equal ones of the same op counted together, in the order they run."""
+        counts: Counter[Gemm] = Counter()
+        for op in self.ops:
+            if isinstance(op, Linear):
+                for gemm in op.gemms():
+                    counts[replace(gemm, count=1)] += gemm.count
+        return [replace(gemm, count=count) for gemm, count in counts.items()]
+
+    @property
+    def parameters(self) -> int:
+        """Held by this rank."""
+        return sum(op.parameters * op.count for op in self.ops)
+
+
+def derive(model: ModelSpec, run: RunSpec) -> Workload:
+    """The operations one rank runs for one micro-batch, forward and backward, and the optimizer's for one step.
+
+    >>> from gemmscope.model.flags import from_hyperparameters
+    >>> model = from_hyperparameters(hidden_size=4096, intermediate_size=16384, num_attention_heads=32, num_hidden_layers=24)
+    >>> workload = derive(model, RunSpec(micro_batch_size=31, sequence_length=512))
+    >>> [gemm.shape for gemm in workload.gemms()][:3]
+    ['15872x4096x12288', '15872x12288x4096', '4096x15872x12288']
+    """
+    sharding.check(model, run)
+    stages = range(run.pp) if run.pp_stage is None else [run.pp_stage]
+    candidates = [(tuple(_stage(model, run, stage)), stage) for stage in stages]
+    ops, stage = max(candidates, key=lambda pair: sum(op.total().flops for op in pair[0]))
+    held = sum(op.parameters * op.count for op in ops)
+    optimizer = Optimizer(name="Optimizer", section=STEP, updated=held)
+    return Workload((*ops, optimizer), stage, tuple(_notes(model, run, stage, ops)))
+
+
+def _notes(model: ModelSpec, run: RunSpec, stage: int, ops: tuple[Op, ...]) -> Iterator[str]:
+    if run.pp > 1 and run.pp_stage is None:
+        yield f"pipeline stage {stage} of 0 to {run.pp - 1}: the one with most FLOPs; choose another with --pp-stage"
+    padded = {op.padding for op in ops if isinstance(op, Linear) and op.padding}
+    if padded and model.vocab_size is not None:
+        yield f"the vocabulary is padded from {model.vocab_size} to {sharding.padded_vocab(model.vocab_size, run)} so that it divides"
+    replicated = dict.fromkeys(op.name for op in ops if op.copies > 1 and isinstance(op, Linear))
+    if replicated:
+        yield f"every rank of a tensor-parallel group runs the same {', '.join(replicated)}"
+    if run.ep > 1:
+        yield f"each of the {run.ep} expert-parallel ranks brings a micro-batch of its own"
+    if run.imbalance != 1.0 and run.ep > 1:
+        yield f"the rank shown holds the busiest experts (imbalance {run.imbalance:g})"
+
+
+def _stage(model: ModelSpec, run: RunSpec, stage: int) -> Iterator[Op]:
+    """One pipeline stage: the first holds the embedding, the last the head, each its share of the layers."""
+    first, last = sharding.stage_layers(model, run)[stage]
+    if stage == 0:
+        yield from _embedding(model, run)
+    groups = list(model.layer_groups(first, last))
+    for layer, count in groups:
+        section = _section([group for group, _ in groups], layer)
+        for op in _layer(model, layer, run):
+            yield replace(op, count=op.count * count, section=section)
+    if stage == run.pp - 1:
+        yield from _head(model, run)
+
+
+def _section(layers: list[LayerSpec], layer: LayerSpec) -> str:
+    """What distinguishes this kind of layer from the others of the stage: `MoE layer`, `layer, window 4096`."""
+    kind = ("MoE layer" if layer.is_moe else "dense layer") if len({each.is_moe for each in layers}) > 1 else "layer"
+    if len({each.attention.window for each in layers}) > 1:
+        kind += f", window {layer.attention.window}" if layer.attention.window else ", full attention"
+    alike = [each for each in layers if each.is_moe == layer.is_moe and each.attention.window == layer.attention.window]
+    return kind if len(alike) == 1 else f"{kind} {'abcdefghijklmnopqrstuvwxyz'[alike.index(layer) % 26]}"
+
+
+def _embedding(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
+    if model.vocab_size is None:
+        return
+    vocab, width = sharding.padded_vocab(model.vocab_size, run) // run.tp, model.embedding_width
+    position_width = model.hidden_size if model.positions_on_hidden else width
+    tables = vocab * width + model.positions * position_width + model.token_types * width + model.unused_parameters
+    yield Embedding(name="Embedding", section=EMBEDDING, tokens=run.tokens, vocab=vocab, width=width, parameters=tables)
+    if model.embedding_norm:
+        yield _norm(model, run, "Embedding Norm", width, EMBEDDING)
+    if model.embedding_size is not None and model.embedding_size != model.hidden_size:
+        yield _linear(
+            "Embedding In Proj",
+            run,
+            width,
+            model.hidden_size,
+            bias=model.embedding_projection_bias,
+            section=EMBEDDING,
+            copies=run.tp,
+        )
+
+
+def _layer(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
+    """One transformer layer in the order it runs. `forward_runs` is 2 for what recomputation repeats."""
+    runs = 2 if run.recompute == "full" else 1
+    yield replace(_norm(model, run, "Norm", model.hidden_size), count=layer.norms, forward_runs=runs)
+    for op in _attention(model, layer.attention, run):
+        repeated = runs == 2 or (run.recompute == "selective" and isinstance(op, Attention))
+        yield replace(op, forward_runs=2 if repeated else 1)
+    yield replace(_residual(model, run), forward_runs=runs)
+    block = _moe if isinstance(layer.mlp, MoeSpec) else _mlp
+    for op in block(model, layer.mlp, run):  # type: ignore[operator]
+        yield replace(op, forward_runs=runs)
+
+
+def _attention(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[Op]:
+    yield from _latent_projections(model, spec, run) if spec.latent else _projections(model, spec, run)
+    if spec.qk_norm is not None:
+        yield _qk_norm(model, spec, run)
+    if spec.rotary:
+        rotated = spec.latent.rope_dim * (spec.heads + 1) if spec.latent else spec.q_width + spec.k_width
+        yield Elementwise(
+            name="Rotary",
+            rows=run.tokens,
+            width=rotated // run.tp,
+            forward_tensors=2,
+            backward_tensors=2,
+            forward_flops=3,
+            backward_flops=3,
+        )
+    queries = run.sequence_length // run.cp
+    yield Attention(
+        name="Attention", batch=run.micro_batch_size, heads=spec.heads // run.tp, kv_heads=spec.kv_heads // run.tp,
+        queries=queries, keys=run.sequence_length, head_dim=spec.head_dim, value_dim=spec.value_head_dim,
+        pairs=visible_pairs(run.sequence_length, causal=spec.causal, window=spec.window) / run.cp,
+        causal=spec.causal, window=spec.window, parameters=spec.heads // run.tp if spec.sinks else 0,
+    )  # fmt: skip
+    yield _linear("Attn Out", run, spec.out_width // run.tp, model.hidden_size, bias=spec.out_bias)
+
+
+def _projections(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[Op]:
+    """Q, K and V: one GEMM (Transformer Engine, Megatron) or three (Hugging Face), split by heads."""
+    parts = [
+        ("Q Proj", spec.q_width // run.tp, spec.q_bias),
+        ("K Proj", spec.k_width // run.tp, spec.k_bias),
+        ("V Proj", spec.v_width // run.tp, spec.v_bias),
+    ]
+    if run.separate_projections and not spec.stored_fused:
+        for name, width, bias in parts:
+            yield _linear(name, run, model.hidden_size, width, bias=bias)
+    else:
+        biased = sum(width for _, width, bias in parts if bias)
+        yield _linear("QKV Proj", run, model.hidden_size, sum(width for _, width, _ in parts), bias=biased)
+
+
+def _latent_projections(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[Op]:
+    """Latent attention: down to the bottleneck on every rank, a norm, up again to this rank's heads."""
+    assert spec.latent is not None
+    latent, heads, hidden = spec.latent, spec.heads // run.tp, model.hidden_size
+    if latent.q_rank is None:
+        yield _linear("Q Proj", run, hidden, heads * spec.head_dim, bias=spec.q_bias)
+    else:
+        yield _on_sequence_shard(_linear("Q Down Proj", run, hidden, latent.q_rank, bias=latent.down_bias), run)
+        yield _norm(model, run, "Q Latent Norm", latent.q_rank)
+        yield _linear("Q Up Proj", run, latent.q_rank, heads * spec.head_dim, bias=spec.q_bias)
+    down = _linear("KV Down Proj", run, hidden, latent.kv_rank + latent.rope_dim, bias=latent.down_bias)
+    yield _on_sequence_shard(down, run)
+    yield _norm(model, run, "KV Latent Norm", latent.kv_rank)
+    key_value = spec.head_dim - latent.rope_dim + spec.value_head_dim
+    yield _linear("KV Up Proj", run, latent.kv_rank, heads * key_value, bias=spec.k_bias)
+
+
+def _mlp(model: ModelSpec, spec: MlpSpec, run: RunSpec) -> Iterator[Op]:
+    yield from _feed_forward(model, spec, run, "MLP", run.tp)
+    yield _residual(model, run)
+
+
+def _feed_forward(
+    model: ModelSpec, spec: MlpSpec, run: RunSpec, name: str, tp: int, rows: tuple[int, ...] = ()
+) -> Iterator[Op]:
+    """Up, activation, down; with `rows`, a grouped GEMM over that many experts. Gate and up are one GEMM by default."""
+    width, hidden = spec.intermediate_size // tp, model.hidden_size
+    tokens = sum(rows) if rows else run.tokens
+    separate = run.separate_projections and not spec.stored_fused
+    ups = (
+        [f"{name} Gate", f"{name} Up"]
+        if spec.gated and separate
+        else [f"{name} Gate+Up" if spec.gated else f"{name} Up"]
+    )
+    for up in ups:
+        outputs = width * (2 if spec.gated and not separate else 1)
+        yield _linear(up, run, hidden, outputs, bias=spec.up_bias, rows=rows)
+    gated = {"forward_tensors": 3.0, "backward_tensors": 5.0, "forward_flops": 9.0, "backward_flops": 15.0}
+    yield Activation(
+        name=f"{name} Activation", rows=tokens, width=width, function=spec.activation, **(gated if spec.gated else {})
+    )
+    yield _linear(f"{name} Down", run, width, hidden, bias=spec.down_bias, rows=rows)
+
+
+def _moe(model: ModelSpec, spec: MoeSpec, run: RunSpec) -> Iterator[Op]:
+    """Router, the way to the experts, their grouped GEMMs, the way back; beside them the shared expert."""
+    hidden = model.hidden_size
+    yield _on_sequence_shard(_linear("Router", run, hidden, spec.experts, bias=spec.router_bias), run)
+    rows = sharding.expert_rows(spec, run)
+    sent = run.tokens * spec.top_k * run.expert_tp // run.tp
+    move = {
+        "width": hidden,
+        "backward_tensors": 2.0,
+        "forward_tensors": 2.0,
+        "forward_flops": 0.0,
+        "backward_flops": 1.0,
+    }
+    yield Elementwise(name="Token Dispatch", rows=sent, **move)  # type: ignore[arg-type]
+    yield from _feed_forward(model, spec.expert, run, "Expert", run.expert_tp, rows)
+    yield Elementwise(name="Token Combine", rows=sent, **move)  # type: ignore[arg-type]
+    if spec.shared is not None:
+        yield from _feed_forward(model, spec.shared, run, "Shared Expert", run.tp)
+        if spec.shared_gate:
+            yield _on_sequence_shard(_linear("Shared Expert Scale", run, hidden, 1), run)
+    yield _residual(model, run)
+
+
+def _head(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
+    """Final norm, the vocabulary's linear, the loss."""
+    if model.final_norm:
+        yield _norm(model, run, "Final Norm", model.hidden_size, HEAD)
+    if model.vocab_size is None or not model.head_output:
+        return
+    width = model.hidden_size
+    if model.head_transform:
+        transform = _linear(
+            "Head Transform", run, width, model.embedding_width, bias=model.head_transform_bias, section=HEAD
+        )
+        yield replace(transform, copies=run.tp)
+        yield _norm(model, run, "Head Norm", model.embedding_width, HEAD)
+    elif model.embedding_width != model.hidden_size:
+        yield _linear(
+            "Embedding Out Proj",
+            run,
+            width,
+            model.embedding_width,
+            bias=model.embedding_projection_bias,
+            section=HEAD,
+            copies=run.tp,
+        )
+    vocab = sharding.padded_vocab(model.vocab_size, run)
+    head = _linear("LM Head", run, model.embedding_width, vocab // run.tp, bias=model.head_bias, section=HEAD)
+    here = model.tied_embeddings and run.pp == 1  # a later stage holds a copy of the table
+    shared = model.embedding_width * (vocab // run.tp) if here else 0
+    yield replace(head, padding=(vocab - model.vocab_size), parameters=head.parameters - shared)
+    yield Loss(name="Loss", section=HEAD, rows=run.tokens, width=vocab // run.tp)
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+def _linear(
+    name: str,
+    run: RunSpec,
+    inputs: int,
+    outputs: int,
+    *,
+    bias: bool | int = False,
+    rows: tuple[int, ...] = (),
+    section: str = "",
+    copies: int = 1,
+) -> Linear:
+    """A linear on all of this rank's tokens, or on its experts' rows. `bias`: yes, no, or for how many of the outputs."""
+    biased = outputs if bias is True else int(bias)
+    if rows:
+        parameters = len(rows) * (inputs * outputs + biased)
+        return GroupedLinear(
+            name=name, tokens=sum(rows), rows=rows, inputs=inputs, outputs=outputs, parameters=parameters
+        )
+    parameters = inputs * outputs + biased
+    return Linear(
+        name=name,
+        tokens=run.tokens,
+        inputs=inputs,
+        outputs=outputs,
+        parameters=parameters,
+        section=section,
+        copies=copies,
+    )
+
+
+def _on_sequence_shard(linear: Linear, run: RunSpec) -> Linear:
+    """A linear that tensor parallelism does not split: with sequence parallelism each rank runs its own tokens, else all."""
+    if run.sequence_parallel:
+        return replace(linear, tokens=linear.tokens // run.tp)
+    return replace(linear, copies=run.tp)
+
+
+def _shard_rows(run: RunSpec) -> tuple[int, int]:
+    """(tokens, copies) of what stands between the tensor-parallel blocks."""
+    return (run.tokens // run.tp, 1) if run.sequence_parallel else (run.tokens, run.tp)
+
+
+def _norm(model: ModelSpec, run: RunSpec, name: str, width: int, section: str = "") -> Norm:
+    rows, copies = _shard_rows(run)
+    return Norm(
+        name=name, rows=rows, width=width, copies=copies, section=section,
+        parameters=width * (model.norm.weight + model.norm.bias),
+    )  # fmt: skip
+
+
+def _qk_norm(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Norm:
+    heads = (spec.heads + spec.kv_heads) // run.tp
+    weights = {"head": 2 * spec.head_dim, "each_head": heads * spec.head_dim, "full": heads * spec.head_dim}
+    biases = 2 if spec.qk_norm_bias else 1
+    return Norm(
+        name="QK Norm", rows=run.tokens * heads, width=spec.head_dim, parameters=weights[str(spec.qk_norm)] * biases
+    )
+
+
+def _residual(model: ModelSpec, run: RunSpec) -> Elementwise:
+    rows, copies = _shard_rows(run)
+    return Elementwise(
+        name="Residual Add", rows=rows, width=model.hidden_size, copies=copies, forward_tensors=3, backward_tensors=3
+    )
+
+
+def visible_pairs(sequence: int, *, causal: bool, window: int | None) -> int:
+    """How many (query, key) pairs the mask lets through in one sequence.
+
+    A causal query sees itself and what came before, at most `window` positions; a bidirectional one sees `window` // 2
+    positions to either side of itself.
+
+    >>> visible_pairs(4, causal=True, window=None), visible_pairs(4, causal=True, window=2)
+    (10, 7)
+    """
+    if causal:
+        reach = min(window or sequence, sequence)
+        return reach * (reach + 1) // 2 + (sequence - reach) * reach
+    if window is None:
+        return sequence * sequence
+    reach = min(window // 2, sequence - 1)
+    return sequence * (2 * reach + 1) - reach * (reach + 1)

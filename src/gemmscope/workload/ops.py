@@ -1,0 +1,276 @@
+"""The operations of one training step on one rank, each with its FLOPs and bytes, forward and backward.
+
+Conventions, the same for every op:
+
+* FLOPs: a multiply and an add are two. Attention counts only the pairs of positions that its mask lets through, and its
+  backward pass counts the four gradient products (kernels that recompute the scores run a fifth).
+* Bytes: each operand read once and each result written once, in bf16, nothing fused with its neighbours. It is the least
+  traffic of the op standing alone.
+* `count` is how often one micro-batch runs the op (the optimizer: how often one step does). `forward_runs` is 2 where the
+  forward pass is recomputed during backward.
+* `copies` > 1 names replicated work: that many ranks of the tensor-parallel group run the same op on the same data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+Pass = Literal["fprop", "dgrad", "wgrad"]
+PASSES: tuple[Pass, ...] = ("fprop", "dgrad", "wgrad")
+
+ELEMENT_BYTES = 2  # bf16
+
+# Fused AdamW on bf16 parameters and states: reads and writes the parameter and both moments, reads the gradient.
+OPTIMIZER_BYTES_PER_PARAMETER = 7 * ELEMENT_BYTES
+OPTIMIZER_FLOPS_PER_PARAMETER = 12
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs and bytes of some piece of work; adds up."""
+
+    flops: float = 0
+    bytes_moved: float = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flops + other.flops, self.bytes_moved + other.bytes_moved)
+
+    def times(self, factor: float) -> Work:
+        """The same work `factor` times."""
+        return Work(self.flops * factor, self.bytes_moved * factor)
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One matrix product of a linear layer, M x K x N. Grouped: the rows (wgrad: the inner dimension) are summed over groups."""
+
+    op: str
+    pass_name: Pass
+    m: int
+    k: int
+    n: int
+    groups: int = 1
+    count: int = 1
+
+    @property
+    def flops(self) -> int:
+        """Of one execution."""
+        return 2 * self.m * self.k * self.n
+
+    @property
+    def shape(self) -> str:
+        return f"{self.m}x{self.k}x{self.n}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """What all operations share. `section` says where in the model it stands: the embedding, a kind of layer, the head."""
+
+    kind: ClassVar[str]
+    name: str
+    count: int = 1
+    section: str = ""
+    forward_runs: int = 1
+    copies: int = 1
+    parameters: int = 0  # that this rank holds, of one of the `count` instances
+
+    def forward(self) -> Work:
+        """One forward execution."""
+        raise NotImplementedError
+
+    def backward(self) -> Work:
+        """One backward execution."""
+        raise NotImplementedError
+
+    def total(self) -> Work:
+        """Everything one micro-batch makes this op do (the optimizer: one step)."""
+        return (self.forward().times(self.forward_runs) + self.backward()).times(self.count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear(Op):
+    """Y = X W: three products in training. X is [tokens, inputs], W [inputs, outputs], dY [tokens, outputs].
+
+    >>> qkv = Linear(name="QKV Proj", tokens=15872, inputs=4096, outputs=12288)
+    >>> [gemm.shape for gemm in qkv.gemms()]
+    ['15872x4096x12288', '15872x12288x4096', '4096x15872x12288']
+    """
+
+    kind: ClassVar[str] = "linear"
+    tokens: int
+    inputs: int
+    outputs: int
+    padding: int = 0  # how many of the outputs are padding (a vocabulary made divisible)
+
+    @property
+    def groups(self) -> int:
+        return 1
+
+    def gemms(self) -> Iterator[Gemm]:
+        """fprop X·W, dgrad dY·Wᵀ, wgrad Xᵀ·dY."""
+        tokens, inputs, outputs = self.tokens, self.inputs, self.outputs
+        yield Gemm(self.name, "fprop", tokens, inputs, outputs, self.groups, self.count * self.forward_runs)
+        yield Gemm(self.name, "dgrad", tokens, outputs, inputs, self.groups, self.count)
+        yield Gemm(self.name, "wgrad", inputs, tokens, outputs, self.groups, self.count)
+
+    def _one_product(self) -> Work:
+        """Each of the three reads two of X, W, dY and writes the gradient or value of the third: the same traffic."""
+        elements = self.tokens * self.inputs + self.tokens * self.outputs + self.groups * self.inputs * self.outputs
+        return Work(2 * self.tokens * self.inputs * self.outputs, elements * ELEMENT_BYTES)
+
+    def forward(self) -> Work:
+        """fprop."""
+        return self._one_product()
+
+    def backward(self) -> Work:
+        """Dgrad and wgrad."""
+        return self._one_product().times(2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedLinear(Linear):
+    """The experts of one layer: `rows[i]` tokens meet weight i. `tokens` is their sum."""
+
+    kind: ClassVar[str] = "grouped linear"
+    rows: tuple[int, ...] = field(default=())
+
+    @property
+    def groups(self) -> int:
+        return len(self.rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention(Op):
+    """Scaled-dot-product attention: `batch` sequences, `pairs` (query, key) positions let through in each head of each."""
+
+    kind: ClassVar[str] = "attention"
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    value_dim: int
+    pairs: float
+    causal: bool
+    window: int | None = None
+
+    def forward(self) -> Work:
+        """Scores and context; flash attention reads Q, K, V once and writes the output."""
+        flops = 2 * self.batch * self.heads * self.pairs * (self.head_dim + self.value_dim)
+        return Work(flops, self._tensor_elements() * ELEMENT_BYTES)
+
+    def backward(self) -> Work:
+        """Gradients of Q, K, V: four products; reads Q, K, V, O, dO and writes dQ, dK, dV."""
+        output = self.batch * self.queries * self.heads * self.value_dim
+        elements = 2 * self._tensor_elements() + output
+        return Work(2 * self.forward().flops, elements * ELEMENT_BYTES)
+
+    def _tensor_elements(self) -> int:
+        """Elements of Q, K, V and O together."""
+        per_query = self.heads * (self.head_dim + self.value_dim)
+        per_key = self.kv_heads * (self.head_dim + self.value_dim)
+        return self.batch * (self.queries * per_query + self.keys * per_key)
+
+    def products(self) -> Iterator[tuple[str, int, int, int, int]]:
+        """(direction, m, k, n, batch) of the products as unfused code runs them, the mask applied after."""
+        q, k, d, v, batch = self.queries, self.keys, self.head_dim, self.value_dim, self.batch * self.heads
+        yield from (("forward", *shape, batch) for shape in ((q, d, k), (q, k, v)))
+        yield from (("backward", *shape, batch) for shape in ((q, k, d), (d, q, k), (q, v, k), (k, q, v)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elementwise(Op):
+    """Work whose time is its bytes: norms, activations, residual adds, rotary positions, moving tokens to experts.
+
+    `forward_tensors` and `backward_tensors` are how many tensors of rows x width pass through memory.
+    """
+
+    kind: ClassVar[str] = "elementwise"
+    rows: int
+    width: int
+    forward_tensors: float
+    backward_tensors: float
+    forward_flops: float = 1
+    backward_flops: float = 1
+
+    def forward(self) -> Work:
+        """Reads its inputs, writes its output."""
+        elements = self.rows * self.width
+        return Work(self.forward_flops * elements, self.forward_tensors * elements * ELEMENT_BYTES)
+
+    def backward(self) -> Work:
+        """Reads what was saved and the output's gradient, writes the input's."""
+        elements = self.rows * self.width
+        return Work(self.backward_flops * elements, self.backward_tensors * elements * ELEMENT_BYTES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norm(Elementwise):
+    """RMSNorm or LayerNorm over `width`: forward reads x, writes y; backward reads x and dy, writes dx."""
+
+    kind: ClassVar[str] = "norm"
+    forward_tensors: float = 2
+    backward_tensors: float = 3
+    forward_flops: float = 4
+    backward_flops: float = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activation(Elementwise):
+    """The MLP's non-linearity. Plain: x → y. Gated: gate and up → product."""
+
+    kind: ClassVar[str] = "activation"
+    function: str = ""
+    forward_tensors: float = 2
+    backward_tensors: float = 3
+    forward_flops: float = 8
+    backward_flops: float = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embedding(Op):
+    """Looks up a row per token; its backward pass adds them into a gradient of the whole table."""
+
+    kind: ClassVar[str] = "embedding"
+    tokens: int
+    vocab: int
+    width: int
+
+    def forward(self) -> Work:
+        """Reads one row per token and writes it."""
+        return Work(0, 2 * self.tokens * self.width * ELEMENT_BYTES)
+
+    def backward(self) -> Work:
+        """Reads the gradient rows, writes the table's gradient."""
+        elements = self.tokens * self.width + self.vocab * self.width
+        return Work(self.tokens * self.width, elements * ELEMENT_BYTES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss(Elementwise):
+    """Cross entropy over the vocabulary: forward reads the logits; backward reads them again and writes their gradient."""
+
+    kind: ClassVar[str] = "loss"
+    forward_tensors: float = 1
+    backward_tensors: float = 2
+    forward_flops: float = 5
+    backward_flops: float = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer(Op):
+    """Fused AdamW over this rank's parameters, once per step."""
+
+    kind: ClassVar[str] = "optimizer"
+    updated: int
+
+    def forward(self) -> Work:
+        """The update."""
+        return Work(OPTIMIZER_FLOPS_PER_PARAMETER * self.updated, OPTIMIZER_BYTES_PER_PARAMETER * self.updated)
+
+    def backward(self) -> Work:
+        """Nothing."""
+        return Work()
