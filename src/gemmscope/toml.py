@@ -28,7 +28,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     try:
         document: dict[str, Any] = parser.loads(text.removeprefix("\ufeff"))  # editors on Windows write this mark first
     except RecursionError:
-        raise UserError("the TOML is nested too deeply to be read") from None
+        raise UserError("the TOML is nested too deeply to be read", "remove brackets that are not needed") from None
     except Exception as error:  # beyond its own ValueError, any slip of the parser is still a text it cannot read
         reason = ascii(str(error))[1:-1][:200]
         raise UserError(
@@ -55,5 +55,5 @@ def shown(value: object) -> str:
     try:
         quoted = ascii(value)
     except (ValueError, RecursionError):  # a number of thousands of digits, a table thousands deep
-        return f"a {type(value).__name__} too large to show"
+        return f"({type(value).__name__}, too large to show)"
     return quoted if len(quoted) <= LONGEST_SHOWN else quoted[: LONGEST_SHOWN - 1] + "…"

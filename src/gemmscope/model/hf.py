@@ -116,13 +116,15 @@ def _model(family: FamilyConfig, origin: str) -> ModelSpec:
         layers[0] = replace(layers[0], norms=facts["first_layer_norms"])
     embedding = family.number("embedding_size")
     positions_here = family.flag("positions_if", default=True)
+    vocab = check_size("vocab_size", family.size("vocab_size"), "vocab_size")
+    tied = _tied(family)
     return ModelSpec(
         name=str(family.config.get("_name_or_path") or origin),
         hidden_size=hidden,
         layers=tuple(layers),
-        vocab_size=check_size("vocab_size", family.size("vocab_size"), "vocab_size"),
+        vocab_size=vocab,
         norm=NormSpec(facts["norm"], weight=family.flag("norm_weight", default=True), bias=family.flag("norm_bias")),
-        tied_embeddings=_tied(family),
+        tied_embeddings=tied,
         embedding_size=embedding if embedding != hidden else None,
         embedding_projection_bias=family.flag("embedding_projection_bias"),
         positions=(family.number("positions") or 0) + facts.get("positions_extra", 0) if positions_here else 0,
@@ -133,7 +135,8 @@ def _model(family: FamilyConfig, origin: str) -> ModelSpec:
         head_bias=family.flag("head_bias"),
         head_transform=family.flag("head_transform"),
         head_transform_bias=family.flag("head_transform_bias", default=True),
-        unused_parameters=count * attention.heads + 1 if facts.get("contact_head") else 0,
+        unused_parameters=(count * attention.heads + 1 if facts.get("contact_head") else 0)
+        + (vocab if facts.get("spare_head_bias") and not tied else 0),
         model_type=family.model_type,
         source=origin,
     )
@@ -148,7 +151,6 @@ def _tied(family: FamilyConfig) -> bool:
 
 def _attention(family: FamilyConfig, hidden: int) -> AttentionSpec:
     heads = check_size("num_attention_heads", family.size("num_attention_heads"), "heads")
-    kv_heads = 1 if "multi_query_if" in family.facts and family.flag("multi_query_if") else None
     normed = "qk_norm_if" not in family.facts or family.flag("qk_norm_if")
     bias = family.flag("qkv_bias")
     common = AttentionSpec(
@@ -179,7 +181,9 @@ def _attention(family: FamilyConfig, hidden: int) -> AttentionSpec:
                 down_bias=family.flag("down_bias"),
             ),
         )
-    if kv_heads is None:
+    if "kv_heads" in family.facts:
+        kv_heads = 1 if family.flag("kv_heads") else heads
+    else:
         kv_heads = family.optional_size("num_key_value_heads") or heads
     head_dim = family.optional_size("head_dim") or head_size(hidden, heads)
     return replace(common, kv_heads=kv_heads, head_dim=head_dim)
@@ -216,7 +220,7 @@ def _moe(family: FamilyConfig, hidden: int) -> MoeSpec:
     shared = MlpSpec(shared_width, True, expert.activation, shared_bias, shared_bias) if shared_width else None
     return MoeSpec(
         experts=family.size("num_experts"),
-        top_k=family.size("num_experts_per_tok"),
+        top_k=facts["top_k"] if "top_k" in facts else family.size("num_experts_per_tok"),
         expert=expert,
         shared=shared,
         shared_gate=family.flag("shared_gate") and shared is not None,

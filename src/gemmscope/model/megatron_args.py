@@ -117,20 +117,24 @@ class Settings:
         value = self.values.get(name)
         if value is None or isinstance(value, bool):
             return default if value is None else value
-        word = {"true": True, "1": True, "false": False, "0": False}.get(str(scalar(value)).strip().lower())
+        word = {"true": True, "1": True, "false": False, "0": False}.get(self.text(name).lower())
         if word is None:
             raise UserError(f"{self.spell(name)} is yes or no, not {shown(value)}", "write true or false")
         return word
+
+    def text(self, name: str, default: str = "") -> str:
+        """Text where the file has text."""
+        value = self.values.get(name)
+        return value.strip() if isinstance(value, str) else default
 
     def word(self, name: str, known: Sequence[str], default: str) -> str:
         """One of the known words, whatever its case."""
         if not self.given(name):
             return default
-        value = scalar(self.values[name])
         for each in known:
-            if isinstance(value, str) and value.strip().lower() == each.lower():
+            if self.text(name).lower() == each.lower():
                 return each
-        raise UserError(f"{self.spell(name)} is {shown(value)}", f"it can be {' or '.join(known)}")
+        raise UserError(f"{self.spell(name)} is {shown(self.values[name])}", f"it can be {' or '.join(known)}")
 
     def pattern(self, name: str, layers: int) -> int | list[int] | None:
         """Which layers: every N-th (a number), or one 0 or 1 for each (a list, which may be a Python expression)."""
@@ -179,10 +183,11 @@ def _require_sizes(settings: Settings, strangers: Collection[str]) -> None:
     missing = [name for name in REQUIRED if not settings.given(name)]
     if not missing:
         return
-    meant = [f"{near[0]} (did you mean {name}?)" for name in map(settings.spell, missing) if (near := closest(name, strangers))]
+    wanted = [settings.spell(name) for name in missing]
+    meant = [f"{near[0]} (did you mean {name}?)" for name in wanted if (near := closest(name, strangers, 1))]
     add = ", ".join(settings.dialect.assign.format(settings.spell(name), REQUIRED[name]) for name in missing)
     raise UserError(
-        f"no {' and no '.join(map(settings.spell, missing))} in the file" + (f", but {', '.join(meant)}" if meant else ""),
+        f"no {' and no '.join(wanted)} in the file" + (f", but {', '.join(meant)}" if meant else ""),
         f"add for example {add}",
     )
 
@@ -191,7 +196,7 @@ def _model(settings: Settings, origin: str) -> ModelSpec:
     count = settings.size("num_layers", "layers", 0)
     hidden = settings.size("hidden_size", "hidden_size", 0)
     norm = settings.word("normalization", ("LayerNorm", "RMSNorm"), "LayerNorm")
-    learned = str(settings.values.get("position_embedding_type") or "learned_absolute").strip() == "learned_absolute"
+    learned = settings.text("position_embedding_type", "learned_absolute") == "learned_absolute"
     dense, moe = _dense_mlp(settings, hidden), _moe_mlp(settings, hidden)
     is_moe = _moe_layers(settings, count) if moe else [False] * count
     full, near = _attention(settings, hidden, None), _attention(settings, hidden, _window(settings))
@@ -269,13 +274,13 @@ def _head_dim(settings: Settings, hidden: int, heads: int) -> int:
 
 
 def _dense_mlp(settings: Settings, hidden: int) -> MlpSpec:
-    gated, activation = settings.flag("gated_linear_unit"), str(settings.values.get("activation_func") or "gelu")
+    gated, activation = settings.flag("gated_linear_unit"), settings.text("activation_func", "gelu")
     width = settings.maybe_size("ffn_hidden_size", "intermediate_size")
     if width is None:
         narrow = settings.dialect.swiglu_keeps_parameters and gated and activation == "silu"
         width = int((4 * hidden * 2 / 3) / 64) * 64 if narrow else 4 * hidden
-        check_size(f"{settings.spell('ffn_hidden_size')}, by default from {settings.spell('hidden_size')} = {hidden},",
-                   width, "intermediate_size")  # fmt: skip
+        what = f"{settings.spell('ffn_hidden_size')} (by default from {settings.spell('hidden_size')} = {hidden})"
+        check_size(what, width, "intermediate_size")
     bias = settings.flag("add_bias_linear", default=True)
     return MlpSpec(width, gated=gated, activation=activation, up_bias=bias, down_bias=bias)
 
@@ -394,7 +399,7 @@ def _layout(settings: Settings, layers: int, stages: int) -> tuple[int, ...]:
     """`Et*3|(tt|)*29,m|L`: parts separated by |, t a layer; part i goes to stage i modulo the stages. Or a list of lists."""
     value = settings.values["pipeline_model_parallel_layout"]
     parts: list[int] = []
-    if isinstance(value, list):
+    if isinstance(value, list) and sum(len(part) for part in value if isinstance(part, list)) <= LARGEST["layers"] * 3:
         parts = [sum(each in ("decoder", "t") for each in part) for part in value if isinstance(part, list)]
     elif isinstance(value, str) and len(value) <= 2000:
         flat = value.replace(",", "")
@@ -473,15 +478,10 @@ def _recompute_notes(settings: Settings, run: Mapping[str, Any]) -> Iterator[str
 # ---- values
 
 
-def scalar(value: object) -> object:
-    """The value, unless the file leaves it open: then an error that says why."""
-    if isinstance(value, Unknown):
-        raise UserError(f"{value.text[:80]} is not known: {value.why}", "write the value itself")
-    return value
-
-
 def shown(value: object) -> str:
     """A value as it may stand in a message: short, whatever it is."""
+    if isinstance(value, Unknown):
+        return f"{value.text[:60]}, which is not known: {value.why}"
     if isinstance(value, str):
         return repr(value[:60] + "…" if len(value) > 60 else value)
     if isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 10**18):
@@ -497,9 +497,7 @@ def whole_number(what: str, value: object) -> int:
     32
     """
     if isinstance(value, Unknown):
-        raise UserError(
-            f"{what} is {value.text[:80]}, which is not known: {value.why}", f"write the number itself after {what}"
-        )
+        raise UserError(f"{what} is {shown(value)}", f"write the number itself after {what}")
     if isinstance(value, str) and re.fullmatch(r"[+-]?[0-9][0-9_]{0,17}", value.strip()):
         return int(value.strip().replace("_", ""))
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**18:

@@ -398,9 +398,9 @@ def _parallel(document: Document, flavor: Flavor, pp: int) -> Found:
         notes.append(f"expert_parallel_degree = {ep} is not used: the model has no experts")
     elif ep > 1 and expert_tp != tp:
         notes.append(
-            f"expert_tensor_parallel_degree = {expert_tp}, not tensor_parallel_degree = {tp}: torchtitan then splits each"
-            f" expert's weights {expert_tp} ways and counts tensor-parallel ranks among the {ep} expert-parallel ones;"
-            " this is not modelled"
+            f"expert_tensor_parallel_degree = {expert_tp}, but tensor_parallel_degree = {tp}: torchtitan then splits"
+            f" an expert's weights {expert_tp} ways and counts tensor-parallel ranks among the {ep} expert-parallel"
+            " ones; this is not modelled"
         )
     return settings, notes
 

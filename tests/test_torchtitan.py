@@ -1,0 +1,566 @@
+"""The torchtitan reader: sizes of known flavors, run settings, notes, and that every wrong text ends in a UserError."""
+
+from __future__ import annotations
+
+import doctest
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gemmscope.toml
+from gemmscope.errors import UserError
+from gemmscope.model import torchtitan
+from gemmscope.model.source import ModelSource
+from gemmscope.model.spec import RUN_SETTINGS, MlpSpec, MoeSpec, RunSpec
+from gemmscope.toml import load_data, parse_toml, shown
+
+LLAMA_8B = """
+# a job for eight GPUs
+[job]
+dump_folder = "./outputs"
+description = "Llama 3 8B"
+
+[profiling]
+enable_profiling = true
+
+[model]
+name = "llama3"
+flavor = "8B"
+hf_assets_path = "./assets/hf/Llama-3.1-8B"
+
+[optimizer]
+name = "AdamW"
+lr = 3e-4
+
+[training]
+local_batch_size = 1
+seq_len = 8192
+steps = 1_000
+dataset = "c4"
+
+[parallelism]
+data_parallel_replicate_degree = 1
+data_parallel_shard_degree = -1
+tensor_parallel_degree = 1
+pipeline_parallel_degree = 1
+context_parallel_degree = 1
+
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "op"
+
+[compile]
+enable = true
+
+[quantize.linear.float8]
+filter_fqns = ["output"]
+"""
+
+DEEPSEEK_671B = """
+[model]
+name = "deepseek_v3"
+flavor = "671B"
+
+[training]
+local_batch_size = 4
+global_batch_size = 2048
+seq_len = 4096
+
+[parallelism]
+data_parallel_replicate_degree = 2
+data_parallel_shard_degree = 64
+tensor_parallel_degree = 8
+expert_parallel_degree = 64
+expert_tensor_parallel_degree = 8
+enable_async_tensor_parallel = true
+
+[activation_checkpoint]
+mode = "full"
+"""
+
+
+def config(name: str = "llama3", flavor: str = "8B", **tables: str) -> str:
+    lines = [f'[model]\nname = "{name}"\nflavor = "{flavor}"']
+    lines += [f"[{table}]\n" + content.replace("; ", "\n") for table, content in tables.items()]
+    return "\n".join(lines)
+
+
+def read(text: str) -> ModelSource:
+    return torchtitan.read(text, "job.toml")
+
+
+def model_of(name: str, flavor: str) -> Any:
+    return read(config(name, flavor)).model
+
+
+def run_of(text: str) -> RunSpec:
+    """The settings as the next stage takes them: batch and sequence come from elsewhere if the file has none."""
+    return RunSpec(**{"micro_batch_size": 1, "sequence_length": 2048, **read(text).run_settings})
+
+
+def error_of(text: str) -> UserError:
+    with pytest.raises(UserError) as caught:
+        read(text)
+    assert caught.value.message.startswith("job.toml: ")
+    assert caught.value.hint
+    return caught.value
+
+
+# ------------------------------------------------------------------------------------------------------------- models
+
+
+def test_llama3_8b_has_its_published_sizes() -> None:
+    model = model_of("llama3", "8B")
+    assert (model.name, model.hidden_size, len(model.layers), model.vocab_size) == (
+        "torchtitan llama3 8B",
+        4096,
+        32,
+        128256,
+    )
+    attention, mlp = model.layers[0].attention, model.layers[0].mlp
+    assert (attention.heads, attention.kv_heads, attention.head_dim, attention.qk_norm) == (32, 8, 128, None)
+    assert mlp == MlpSpec(14336, gated=True, activation="silu")
+    assert not model.tied_embeddings
+    assert len(set(model.layers)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "flavor", "parameters"),
+    [
+        ("llama3", "8B", 8_030_261_248),
+        ("llama3", "70B", 70_553_706_496),
+        ("llama3", "405B", 405_853_388_800),
+        ("qwen3", "0.6B", 596_049_920),
+        ("qwen3", "1.7B", 1_720_574_976),
+        ("qwen3", "4B", 4_022_468_096),
+        ("qwen3", "8B", 8_190_735_360),
+        ("qwen3", "14B", 14_768_307_200),
+        ("qwen3", "32B", 32_762_123_264),
+        ("qwen3", "30B-A3B", 30_532_122_624),
+        ("qwen3", "235B-A22B", 235_093_634_560),
+        ("deepseek_v3", "16B", 15_706_484_224),
+        ("deepseek_v3", "236B", 235_741_434_880),
+        ("deepseek_v3", "671B", 671_026_404_352),
+        ("gpt_oss", "20b", 20_914_757_184),
+        ("gpt_oss", "120b", 116_829_156_672),
+    ],
+)
+def test_sizes_give_the_published_parameter_count(name: str, flavor: str, parameters: int) -> None:
+    assert count_parameters(model_of(name, flavor)) == parameters
+
+
+def count_parameters(model: Any) -> int:
+    dim = model.hidden_size
+    total = model.vocab_size * dim * (1 if model.tied_embeddings else 2) + dim
+    for layer in model.layers:
+        total += 2 * dim + attention_parameters(layer.attention, dim)
+        if isinstance(layer.mlp, MoeSpec):
+            total += layer.mlp.experts * (dim + layer.mlp.router_bias + mlp_parameters(layer.mlp.expert, dim))
+            total += mlp_parameters(layer.mlp.shared, dim) if layer.mlp.shared else 0
+        else:
+            total += mlp_parameters(layer.mlp, dim)
+    return int(total)
+
+
+def mlp_parameters(mlp: MlpSpec, dim: int) -> int:
+    size = mlp.intermediate_size
+    return 3 * dim * size + mlp.up_bias * 2 * size + mlp.down_bias * dim
+
+
+def attention_parameters(attention: Any, dim: int) -> int:
+    latent, out = attention.latent, attention.out_width * dim
+    if latent:
+        key_down = dim * (latent.kv_rank + latent.rope_dim) + latent.kv_rank
+        nope = attention.head_dim - latent.rope_dim
+        key_up = latent.kv_rank * attention.heads * (nope + attention.value_dim)
+        query = dim * attention.q_width
+        if latent.q_rank:
+            query = dim * latent.q_rank + latent.q_rank + latent.q_rank * attention.q_width
+        return int(query + key_down + key_up + out)
+    widths = attention.q_width + attention.k_width + attention.v_width
+    extra = attention.q_bias * widths + attention.out_bias * dim + attention.sinks * attention.heads
+    return int(dim * widths + out + extra + (2 * attention.head_dim if attention.qk_norm else 0))
+
+
+def test_llama4_alternates_and_shares_its_width_among_experts() -> None:
+    scout, maverick = model_of("llama4", "17bx16e"), model_of("llama4", "17bx128e")
+    assert scout.pattern() == "48 MoE"
+    assert [layer.is_moe for layer in maverick.layers[:4]] == [False, True, False, True]
+    assert maverick.layers[0].mlp.intermediate_size == 16384
+    assert maverick.layers[1].mlp.expert.intermediate_size == 8192
+    assert maverick.layers[1].mlp.shared.intermediate_size == 8192
+    blocks = [layer.attention.window for layer in model_of("llama4", "17bx16e_irope").layers[:5]]
+    assert blocks == [None, 8192, 8192, 8192, None]
+
+
+def test_experts_keep_gate_and_up_apart_except_in_gpt_oss() -> None:
+    assert not model_of("qwen3", "30B-A3B").layers[0].mlp.expert.stored_fused
+    assert not model_of("deepseek_v3", "16B").layers[1].mlp.expert.stored_fused
+    gpt_oss = model_of("gpt_oss", "20b")
+    assert gpt_oss.layers[0].mlp.expert.stored_fused
+    assert [layer.attention.window for layer in gpt_oss.layers[:3]] == [128, None, 128]
+
+
+def test_deepseek_has_latent_attention() -> None:
+    attention = model_of("deepseek_v3", "671B").layers[0].attention
+    assert (attention.head_dim, attention.value_dim, attention.kv_heads) == (192, 128, 128)
+    assert (attention.latent.q_rank, attention.latent.kv_rank, attention.latent.rope_dim) == (1536, 512, 64)
+    assert model_of("deepseek_v3", "16B").layers[0].attention.latent.q_rank is None
+    assert model_of("deepseek_v3", "671B").pattern() == "3 dense, 58 MoE"
+
+
+def test_qwen3_normalises_each_head_and_ties_small_models() -> None:
+    assert model_of("qwen3", "8B").layers[0].attention.qk_norm == "head"
+    assert [model_of("qwen3", flavor).tied_embeddings for flavor in ("4B", "8B")] == [True, False]
+    assert model_of("qwen3", "0.6B").layers[0].attention.q_width == 2048  # heads are wider than hidden / heads
+
+
+def test_every_known_flavor_is_read() -> None:
+    for family, facts in torchtitan.families().items():
+        assert facts["source"]
+        for name in (family, *facts.get("aliases", ()), f"simple_fsdp.{family}"):
+            for flavor in facts["flavors"]:
+                assert model_of(name, flavor).model_type == family
+
+
+# --------------------------------------------------------------------------------------------------------------- runs
+
+
+def test_a_whole_file() -> None:
+    source = read(LLAMA_8B)
+    assert source.origin == "job.toml"
+    assert source.run_settings == {
+        "sequence_length": 8192,
+        "micro_batch_size": 1,
+        "tp": 1,
+        "cp": 1,
+        "pp": 1,
+        "recompute": "none",
+        "separate_projections": True,
+    }
+    (note,) = source.notes
+    assert "every second forward GEMM" in note
+
+
+def test_moe_run_with_sharding() -> None:
+    source = read(DEEPSEEK_671B)
+    run = run_of(DEEPSEEK_671B)
+    assert (run.tp, run.ep, run.sequence_parallel, run.recompute) == (8, 64, True, "full")
+    assert run.gradient_accumulation == 2048 // (4 * 64 * 2)
+    assert [note for note in source.notes if "asynchronous" in note]
+    assert not [note for note in source.notes if "expert_tensor_parallel_degree" in note]
+    differing = read(DEEPSEEK_671B.replace("expert_tensor_parallel_degree = 8", "expert_tensor_parallel_degree = 1"))
+    assert [note for note in differing.notes if "expert_tensor_parallel_degree = 1" in note]
+
+
+def test_what_the_file_leaves_out_is_left_out() -> None:
+    settings_found = read(config()).run_settings
+    assert set(settings_found) == {"recompute", "separate_projections"}
+
+
+def test_old_spellings() -> None:
+    old = config(training="batch_size = 2; tensor_parallel_degree = 8", experimental="context_parallel_degree = 2")
+    run = run_of(old)
+    assert (run.micro_batch_size, run.tp, run.cp) == (2, 8, 2)
+    tokenizer = config().replace("flavor", 'tokenizer_path = "t.model"\nflavor')
+    assert [note for note in read(tokenizer).notes if "128256" in note]
+
+
+def test_sequence_parallelism_follows_tensor_parallelism() -> None:
+    assert not run_of(config(parallelism="tensor_parallel_degree = 1")).sequence_parallel
+    assert run_of(config(parallelism="tensor_parallel_degree = 2")).sequence_parallel
+    off = "tensor_parallel_degree = 2; enable_sequence_parallel = false"
+    assert not run_of(config(parallelism=off)).sequence_parallel
+
+
+def test_expert_parallelism_of_a_dense_model_is_dropped() -> None:
+    source = read(config(parallelism="expert_parallel_degree = 8"))
+    assert "ep" not in source.run_settings
+    assert [note for note in source.notes if "no experts" in note]
+
+
+@pytest.mark.parametrize(
+    ("training", "parallelism", "expected"),
+    [
+        ("local_batch_size = 2; global_batch_size = 64", "", None),
+        ("local_batch_size = 2; global_batch_size = 64", "data_parallel_shard_degree = 8", None),
+        ("local_batch_size = 2; global_batch_size = -1", "data_parallel_shard_degree = 8", None),
+        (
+            "local_batch_size = 2; global_batch_size = 64",
+            "data_parallel_shard_degree = 4; data_parallel_replicate_degree = 2",
+            4,
+        ),
+        ("local_batch_size = 8", "pipeline_parallel_degree = 2", 8),
+        ("local_batch_size = 8", "pipeline_parallel_degree = 2; pipeline_parallel_microbatch_size = 4", 2),
+        (
+            "local_batch_size = 8; global_batch_size = 32",
+            "pipeline_parallel_degree = 2; data_parallel_shard_degree = 2; data_parallel_replicate_degree = 1",
+            16,
+        ),
+    ],
+)
+def test_gradient_accumulation(training: str, parallelism: str, expected: int | None) -> None:
+    source = read(config(training=training, parallelism=parallelism))
+    assert source.run_settings.get("gradient_accumulation") == expected
+    undecided = expected is None and "= 64" in training
+    assert bool([note for note in source.notes if "global_batch_size = 64" in note]) == undecided
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "expected"),
+    [
+        ("pipeline_parallel_degree = 4", (8, 9, 8, 7)),
+        ("pipeline_parallel_degree = 4; pipeline_parallel_layers_per_stage = 9", (8, 9, 8, 7)),
+        (
+            "pipeline_parallel_degree = 4; pipeline_parallel_last_stage_less_layers = 0",
+            (8, 8, 8, 8),
+        ),
+        ('pipeline_parallel_degree = 4; pipeline_parallel_schedule = "Interleaved1F1B"', (8, 9, 8, 7)),
+        ('pipeline_parallel_degree = 2; pipeline_parallel_schedule = "ZBVZeroBubble"', (15, 17)),
+        ('pipeline_parallel_degree = 4; pipeline_parallel_schedule = "Novel"', None),
+        ('pipeline_parallel_degree = 2; pipeline_parallel_split_points = ["layers.16"]', None),
+    ],
+)
+def test_layers_per_pipeline_rank(parallelism: str, expected: tuple[int, ...] | None) -> None:
+    source = read(config(parallelism=parallelism))
+    assert source.run_settings.get("pp_layers") == expected
+    assert expected is None or sum(expected) == 32
+    assert source.notes if expected is None else True
+
+
+@given(st.integers(1, 200), st.integers(2, 64), st.integers(0, 3), st.integers(0, 3))
+def test_split_layers_loses_none(layers: int, stages: int, first: int, last: int) -> None:
+    try:
+        split = torchtitan.split_layers(layers, stages, first, last)
+    except UserError:
+        return
+    assert sum(split) == layers
+    assert len(split) == stages
+    assert min(split) >= 0
+
+
+@pytest.mark.parametrize(
+    ("content", "recompute", "said"),
+    [
+        ('mode = "none"', "none", ""),
+        ('mode = "full"', "full", ""),
+        ('mode = "selective"; selective_ac_option = "op"', "none", "every second forward GEMM"),
+        ('mode = "selective"; selective_ac_option = "2"', "none", "(16 of 32)"),
+        ('mode = "selective"; selective_ac_option = 3', "none", "(10 of 32)"),
+        ('mode = "selective"; selective_ac_option = "1"', "full", ""),
+        ('mode = "selective"', "none", "default"),
+        ('mode = "memory_budget"', "none", "memory budget"),
+    ],
+)
+def test_activation_checkpointing(content: str, recompute: str, said: str) -> None:
+    source = read(config(activation_checkpoint=content))
+    assert source.run_settings["recompute"] == recompute
+    assert (said in " ".join(source.notes)) if said else not source.notes
+
+
+# ------------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "[model] name is missing"),
+        ("[model]", "[model] name is missing"),
+        ('[model]\nname = "llama3"', "[model] flavor is missing"),
+        ('model = "llama3"', "model must be a table"),
+        ("[[model]]\nname = 1", "model must be a table"),
+        ('[model]\nname = 3\nflavor = "8B"', "must be a text, not 3"),
+        (config("lama3"), "llama3"),
+        (config("llama3", "9B"), "8B"),
+        (config("llama3", "\\u0000\\ud7ff"), "known: debugmodel"),
+        (config("transformers_modeling_backend"), "config.json"),
+        (config(training='seq_len = "abc"'), "[training] seq_len must be a whole number"),
+        (config(training="seq_len = 0"), "at least 1"),
+        (config(training="seq_len = -5"), "at least 1"),
+        (config(training="seq_len = true"), "whole number"),
+        (config(training="seq_len = 8192.0"), "whole number"),
+        (config(training="seq_len = [1, [2]]"), "whole number"),
+        (config(training="seq_len = 99999999999"), "beyond anything trained"),
+        (config(training=f"seq_len = 0x{'f' * 6000}"), "too large to show"),
+        (config(training=f"seq_len = {'9' * 6000}"), "TOML"),
+        (config(training="seq_len = nan"), "whole number"),
+        (config(training="seq_len = 1979-05-27"), "whole number"),
+        (config(training="seq_len." + "a." * 900 + "b = 1"), "whole number"),
+        (config(training="local_batch_size = 0"), "local_batch_size = 1"),
+        (config(training="local_batch_size = 1; global_batch_size = -2"), "global_batch_size = -1"),
+        (config(parallelism="tensor_parallel_degree = -1"), "tensor_parallel_degree = 1"),
+        (config(parallelism='enable_sequence_parallel = "no"; tensor_parallel_degree = 2'), "true or false"),
+        (config(parallelism="pipeline_parallel_degree = 64"), "cannot be split into 64"),
+        (config(parallelism="pipeline_parallel_degree = 131072"), "cannot be split"),
+        (config(parallelism="pipeline_parallel_degree = 2; pipeline_parallel_schedule = 7"), "1F1B"),
+        (config(parallelism="pipeline_parallel_degree = 3; pipeline_parallel_layers_per_stage = 9"), "do not fit"),
+        (config(activation_checkpoint='mode = "some"'), "memory_budget"),
+        (config(activation_checkpoint="mode = {}"), "memory_budget"),
+        (config(activation_checkpoint='mode = "selective"; selective_ac_option = "٣"'), "neither a number"),
+        (config(activation_checkpoint='mode = "selective"; selective_ac_option = -1'), "neither a number"),
+        ("activation_checkpoint = 1\n" + config(), "must be a table"),
+        ("[model", "not valid TOML"),
+        ("[model]\nname = \n", "line 2"),
+        ("x = " + "[" * 100_000, "TOML"),
+        ("\ud800", "TOML"),
+        (
+            config(
+                training="local_batch_size = 3; global_batch_size = 64",
+                parallelism="data_parallel_shard_degree = 4; data_parallel_replicate_degree = 1",
+            ),
+            "global_batch_size = 12",
+        ),
+        (
+            config(
+                training="local_batch_size = 3",
+                parallelism="pipeline_parallel_degree = 2; pipeline_parallel_microbatch_size = 2",
+            ),
+            "not a multiple",
+        ),
+    ],
+)
+def test_wrong_input_is_explained(text: str, expected: str) -> None:
+    assert expected in str(error_of(text))
+
+
+def test_unknown_names_suggest_the_closest() -> None:
+    assert "did you mean deepseek_v3" in error_of(config("deepseekv3")).hint
+    assert "did you mean 30B-A3B" in error_of(config("qwen3", "30B-A3")).hint
+    assert "did you mean" not in error_of(config("llama3", "§")).hint
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (LLAMA_8B, True),
+        (DEEPSEEK_671B, True),
+        (LLAMA_8B.replace('"8B"', '"8B'), True),  # broken, and still clearly one
+        ("[model]\nname = 1\n[training]\n[parallelism]", True),
+        ("", False),
+        ('{"hidden_size": 1}', False),
+        ("--num-layers 32 --hidden-size 4096", False),
+        ("model:\n  flavor: 8B\n", False),
+        ("[project]\nname = 'x'\n[tool.ruff]\nline-length = 100", False),
+        ("[model]\nhidden_size = 4096", False),
+    ],
+)
+def test_recognises(text: str, expected: bool) -> None:
+    assert torchtitan.recognises(text) is expected
+
+
+# ---------------------------------------------------------------------------------------------------------------- fuzz
+
+KEYS = sorted(
+    {
+        "name",
+        "flavor",
+        "seq_len",
+        "local_batch_size",
+        "batch_size",
+        "global_batch_size",
+        "tensor_parallel_degree",
+        "context_parallel_degree",
+        "pipeline_parallel_degree",
+        "pipeline_parallel_schedule",
+        "pipeline_parallel_microbatch_size",
+        "pipeline_parallel_layers_per_stage",
+        "pipeline_parallel_first_stage_less_layers",
+        "module_fqns_per_model_part",
+        "expert_parallel_degree",
+        "expert_tensor_parallel_degree",
+        "data_parallel_shard_degree",
+        "data_parallel_replicate_degree",
+        "enable_async_tensor_parallel",
+        "mode",
+        "selective_ac_option",
+        "converters",
+    }
+)
+SCALARS = st.one_of(
+    st.integers(-2, 16).map(str),
+    st.sampled_from(["64", "8192", "99999999999999999999999", "0x" + "f" * 5000, "true", "nan", "1e400", "1979-05-27"]),
+    st.sampled_from(
+        ['"8B"', '"llama3"', '"16B"', '"deepseek_v3"', '"selective"', '"op"', '"2"', '"full"', '"DualPipeV"']
+    ),
+    st.text(st.characters(exclude_characters="'\\"), max_size=8).map(lambda text: f"'{text}'"),
+)
+VALUES = st.one_of(
+    SCALARS,
+    st.lists(SCALARS, max_size=3).map(lambda parts: "[" + ", ".join(parts) + "]"),
+    SCALARS.map(lambda value: "{ a = " + value + " }"),
+    st.integers(1, 2000).map(lambda depth: "[" * depth + "]" * depth),
+)
+TABLE = st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6)
+VALID = st.sampled_from([{"name": '"llama3"', "flavor": '"8B"'}, {"name": '"deepseek_v3"', "flavor": '"16B"'}])
+
+
+def check_any_text(text: str) -> None:
+    """A text is either read into settings that make a run, or explained."""
+    assert torchtitan.recognises(text) in (True, False)
+    try:
+        source = read(text)
+    except UserError as error:
+        str(error).encode()  # it can be printed
+        return
+    assert set(source.run_settings) <= set(RUN_SETTINGS)
+    run = run_of(text)
+    assert source.model is not None
+    assert run.pp_layers is None or (len(run.pp_layers), sum(run.pp_layers)) == (run.pp, len(source.model.layers))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text())
+def test_any_text(text: str) -> None:
+    check_any_text(text)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_damaged_file(data: st.DataObject) -> None:
+    text = data.draw(st.sampled_from([LLAMA_8B, DEEPSEEK_671B]))
+    start = data.draw(st.integers(0, len(text)))
+    end = data.draw(st.integers(start, min(len(text), start + 20)))
+    check_any_text(text[:start] + data.draw(st.text(max_size=5)) + text[end:])
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.one_of(VALID, TABLE), TABLE, TABLE, TABLE)
+def test_any_values(
+    model: dict[str, str], training: dict[str, str], parallelism: dict[str, str], checkpoint: dict[str, str]
+) -> None:
+    tables = {
+        "model": model,
+        "training": training,
+        "parallelism": parallelism,
+        "activation_checkpoint": checkpoint,
+    }
+    lines = [
+        f"[{name}]\n" + "\n".join(f"{key} = {value}" for key, value in table.items()) for name, table in tables.items()
+    ]
+    check_any_text("\n".join(lines))
+
+
+@settings(max_examples=300, deadline=None)
+@given(VALID, st.dictionaries(st.sampled_from(KEYS[4:]), st.integers(-1, 9).map(str), max_size=9))
+def test_any_sizes(model: dict[str, str], run: dict[str, str]) -> None:
+    lines = [f"{key} = {value}" for key, value in run.items() if key not in ("name", "flavor")]
+    check_any_text(config(*(value.strip('"') for value in model.values()), parallelism="; ".join(lines)))
+
+
+# ---------------------------------------------------------------------------------------------------------------- toml
+
+
+def test_toml_helpers() -> None:
+    assert parse_toml("\ufeffa = 1") == {"a": 1}
+    assert "llama3" in load_data("gemmscope.model", "torchtitan_flavors.toml")
+    assert shown("…\n") == "'\\u2026\\n'"
+    assert shown(10**5000) == "(int, too large to show)"
+
+
+@pytest.mark.parametrize("module", [gemmscope.toml, torchtitan])
+def test_docstring_examples(module: Any) -> None:
+    outcome = doctest.testmod(module)
+    assert outcome.attempted
+    assert not outcome.failed
