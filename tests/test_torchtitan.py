@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gemmscope.toml
-from gemmscope.errors import UserError
+from gemmscope.errors import UserError, shown
 from gemmscope.model import torchtitan
 from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import RUN_SETTINGS, MlpSpec, MoeSpec, RunSpec
-from gemmscope.toml import load_data, parse_toml, shown
+from gemmscope.toml import load_data, parse_toml
 
 LLAMA_8B = """
 # a job for eight GPUs

@@ -25,3 +25,20 @@ def closest(given: str, known: Iterable[str], how_many: int = 3) -> list[str]:
     ['llama']
     """
     return difflib.get_close_matches(given, list(known), n=how_many, cutoff=0.5)
+
+
+LONGEST_SHOWN = 60
+"""Characters of a value that a message quotes."""
+
+
+def shown(value: object) -> str:
+    """A value of a file as a message quotes it: on one line, in plain characters, and never too long.
+
+    >>> shown("8 B"), shown([1, 2]), len(shown("x" * 1000))
+    ("'8 B'", '[1, 2]', 60)
+    """
+    try:
+        quoted = ascii(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits, a table thousands deep
+        return f"({type(value).__name__}, too large to show)"
+    return quoted if len(quoted) <= LONGEST_SHOWN else quoted[: LONGEST_SHOWN - 1] + "…"

@@ -14,9 +14,6 @@ from typing import Any
 
 from gemmscope.errors import UserError
 
-LONGEST_SHOWN = 60
-"""Characters of a value that a message quotes."""
-
 
 def parse_toml(text: str) -> dict[str, Any]:
     """The tables of a TOML text.
@@ -31,9 +28,7 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise UserError("the TOML is nested too deeply to be read", "remove brackets that are not needed") from None
     except Exception as error:  # beyond its own ValueError, any slip of the parser is still a text it cannot read
         reason = ascii(str(error))[1:-1][:200]
-        raise UserError(
-            f"this is not valid TOML: {reason}", "correct that line: a value is written key = value"
-        ) from None
+        raise UserError(f"this is not valid TOML: {reason}", "correct that line: a value is written key = value") from None
     return document
 
 
@@ -44,16 +39,3 @@ def load_data(package: str, name: str) -> dict[str, Any]:
     ['deepseek_v3', 'gpt_oss']
     """
     return parse_toml(files(package).joinpath(name).read_text(encoding="utf-8"))
-
-
-def shown(value: object) -> str:
-    """A value of a file as a message quotes it: on one line, in plain characters, and never too long.
-
-    >>> shown("8 B"), shown([1, 2]), len(shown("x" * 1000))
-    ("'8 B'", '[1, 2]', 60)
-    """
-    try:
-        quoted = ascii(value)
-    except (ValueError, RecursionError):  # a number of thousands of digits, a table thousands deep
-        return f"({type(value).__name__}, too large to show)"
-    return quoted if len(quoted) <= LONGEST_SHOWN else quoted[: LONGEST_SHOWN - 1] + "…"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from gemmscope.errors import UserError
+from gemmscope.errors import UserError, shown
 from gemmscope.toml import load_data
 
 _NOT_FAMILIES = frozenset({"decoder", "encoder", "gpt"})  # starting points for the others
@@ -69,7 +69,7 @@ class FamilyConfig:
         if wanted:
             return bool(given == wanted)
         if given is not None and not isinstance(given, (bool, int)):
-            raise UserError(f"{key} must be true or false, not {given!r}")
+            raise UserError(f"{key} must be true or false, not {shown(given)}")
         return bool(given)
 
     def number(self, fact: str) -> int | None:
@@ -80,14 +80,14 @@ class FamilyConfig:
     def optional_size(self, name: str) -> int | None:
         """A whole number under any of its names; None where the config leaves it out or says null."""
         given = {key: self.value(key) for key in ALIASES.get(name, (name,)) if self.value(key) is not None}
-        if len(set(map(repr, given.values()))) > 1:
-            pairs = " but ".join(f"{key} = {value!r}" for key, value in given.items())
+        if len(set(map(shown, given.values()))) > 1:
+            pairs = " but ".join(f"{key} = {shown(value)}" for key, value in given.items())
             raise UserError(f"contradictory sizes in the config: {pairs}", "these name the same thing: keep one")
         value = next(iter(given.values()), None)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise UserError(f"{next(iter(given))} must be a whole number, not {value!r}")
+            raise UserError(f"{next(iter(given))} must be a whole number, not {shown(value)}")
         if value is not None and value < 0:
-            raise UserError(f"{next(iter(given))} must not be negative: {value}")
+            raise UserError(f"{next(iter(given))} must not be negative: {shown(value)}")
         return value
 
     def size(self, name: str) -> int:

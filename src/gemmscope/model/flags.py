@@ -40,7 +40,7 @@ def from_hyperparameters(
     )
     layers = check_size("num_hidden_layers", num_hidden_layers, "layers")
     return ModelSpec(
-        name=name or f"hidden {hidden}, intermediate {intermediate_size}, {heads} heads, {layers} layers",
+        name=name or "transformer",
         hidden_size=hidden,
         layers=(layer,) * layers,
         vocab_size=vocab_size,

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-from gemmscope.errors import UserError
+from gemmscope.errors import UserError, shown
 from gemmscope.model.families import FamilyConfig, known_model_types
 from gemmscope.model.flags import head_size
 from gemmscope.model.source import ModelSource
@@ -41,9 +41,7 @@ def read(text: str, origin: str) -> ModelSource:
     try:
         config = json.loads(text.lstrip("\ufeff"))
     except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"{origin} is not valid JSON: {error}", "a config.json as Hugging Face writes it is expected"
-        ) from error
+        raise UserError(f"{origin} is not valid JSON: {error}", "a config.json as Hugging Face writes it is expected") from error
     if not isinstance(config, dict):
         raise UserError(f"{origin} holds a JSON {type(config).__name__}; a config.json is an object: {{…}}")
     return from_config(config, origin)
@@ -84,9 +82,7 @@ def _needs_tracing(config: Mapping[str, Any]) -> bool:
 def _notes(config: Mapping[str, Any], model: ModelSpec) -> list[str]:
     notes = []
     if config.get("num_nextn_predict_layers"):
-        notes.append(
-            "multi-token-prediction layers (num_nextn_predict_layers) are not part of the Hugging Face model: left out"
-        )
+        notes.append("multi-token-prediction layers (num_nextn_predict_layers) are not part of the Hugging Face model: left out")
     if not any(layer.is_moe for layer in model.layers):
         stray = [key for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)]
         if stray:
@@ -102,7 +98,7 @@ def _model(family: FamilyConfig, origin: str) -> ModelSpec:
     windows = _windows(family, count)
     moe_layers = _moe_layers(family, count)
     dense = _mlp(family, hidden) if not all(moe_layers) else None
-    moe = _moe(family, hidden) if any(moe_layers) else None
+    moe = _moe(family) if any(moe_layers) else None
     norms = 1 if "one_norm_if" in facts and family.flag("one_norm_if") else facts["norms"]
     layers = [
         LayerSpec(
@@ -145,7 +141,7 @@ def _model(family: FamilyConfig, origin: str) -> ModelSpec:
 def _tied(family: FamilyConfig) -> bool:
     value = family.value("tie_word_embeddings")
     if value is not None and not isinstance(value, bool):
-        raise UserError(f"tie_word_embeddings must be true or false, not {value!r}")
+        raise UserError(f"tie_word_embeddings must be true or false, not {shown(value)}")
     return bool(value)
 
 
@@ -205,7 +201,7 @@ def _activation(family: FamilyConfig) -> str:
     return str(family.value(family.facts["activation"]) or ("silu" if family.flag("gated") else "gelu"))
 
 
-def _moe(family: FamilyConfig, hidden: int) -> MoeSpec:
+def _moe(family: FamilyConfig) -> MoeSpec:
     """The experts. Their gate and up are stored as one weight in every family."""
     facts = family.facts
     bias = family.flag("expert_bias")
@@ -217,7 +213,9 @@ def _moe(family: FamilyConfig, hidden: int) -> MoeSpec:
     elif "shared_count" in facts:
         shared_width = width * (family.optional_size(facts["shared_count"]) or 0)
     shared_bias = family.flag("mlp_bias")
-    shared = MlpSpec(shared_width, True, expert.activation, shared_bias, shared_bias) if shared_width else None
+    shared = None
+    if shared_width:
+        shared = MlpSpec(shared_width, gated=True, activation=expert.activation, up_bias=shared_bias, down_bias=shared_bias)
     return MoeSpec(
         experts=family.size("num_experts"),
         top_k=facts["top_k"] if "top_k" in facts else family.size("num_experts_per_tok"),
@@ -240,7 +238,7 @@ def _moe_layers(family: FamilyConfig, count: int) -> list[bool]:
         step = check_size("decoder_sparse_step", family.size("decoder_sparse_step"), "layers")
         dense = family.value("mlp_only_layers") or []
         if not isinstance(dense, list):
-            raise UserError(f"mlp_only_layers must be a list of layer numbers, not {dense!r}")
+            raise UserError(f"mlp_only_layers must be a list of layer numbers, not {shown(dense)}")
         has_experts = family.optional_size("num_experts") != 0
         return [has_experts and index not in dense and (index + 1) % step == 0 for index in range(count)]
     return [True] * count
@@ -253,18 +251,15 @@ def _windows(family: FamilyConfig, count: int) -> list[int | None]:
     on = "window_if" not in facts or family.flag("window_if")
     window = family.optional_size(facts.get("window_key", "sliding_window")) if rule and on else None
     layer_types = family.value("layer_types")
-    if layer_types is not None:
-        if not isinstance(layer_types, list) or len(layer_types) != count:
-            length = len(layer_types) if isinstance(layer_types, list) else repr(layer_types)
-            raise UserError(f"layer_types has {length} entries, but num_hidden_layers = {count}")
+    if layer_types is not None and not isinstance(layer_types, list):
+        raise UserError(f"layer_types must be a list with one entry per layer, not {shown(layer_types)}")
+    if layer_types is not None and len(layer_types) != count:
+        raise UserError(f"layer_types has {len(layer_types)} entries, but num_hidden_layers = {count}")
     if not window:
         return [None] * count
     if rule == "all":
         return [window] * count
-    if layer_types is None:
-        slides = _sliding_pattern(family, count)
-    else:
-        slides = [kind == "sliding_attention" for kind in layer_types]
+    slides = [kind == "sliding_attention" for kind in layer_types or []] or _sliding_pattern(family, count)
     return [window if slide else None for slide in slides]
 
 

@@ -13,10 +13,12 @@ import ast
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from itertools import chain
 from pathlib import PurePath
 from typing import Any
 
+from gemmscope import errors
 from gemmscope.errors import UserError, closest
 from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import (
@@ -59,6 +61,12 @@ RUN_SIZES = {  # Megatron-core's name: (field of RunSpec, its limit)
     "expert_model_parallel_size": ("ep", "parallel"),
     "make_vocab_size_divisible_by": ("vocab_multiple", "parallel"),
 }
+NOT_NEEDED = {  # a run can be told otherwise, so one of these that cannot be known is left out
+    *RUN_SIZES,
+    *("sequence_parallel", "recompute_granularity", "global_batch_size", "world_size", "data_parallel_size"),
+    *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout"),
+    *("expert_tensor_parallel_size", "max_position_embeddings"),
+}
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,7 @@ class Dialect:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a file says, by Megatron-core name: text from arguments, typed values from YAML. A value of None is not given."""
+    """What a file says, by Megatron-core name: text from arguments, typed values from YAML. None: not given."""
 
     values: Mapping[str, object]
     dialect: Dialect
@@ -154,11 +162,14 @@ class Settings:
         return found
 
 
-def model_source(
-    settings: Settings, origin: str, notes: Sequence[str] = (), strangers: Collection[str] = ()
-) -> ModelSource:
-    """The model and run that the settings describe. `strangers` are names in the file that mean nothing here: where a needed
-    setting is missing, one of them may be its misspelling."""
+def model_source(settings: Settings, origin: str, notes: Sequence[str] = (), strangers: Collection[str] = ()) -> ModelSource:
+    """The model and run that the settings describe.
+
+    `strangers` are names in the file that mean nothing here: one of them may be the misspelling of a missing setting.
+    """
+    left_out = [name for name in settings.values if name in NOT_NEEDED and isinstance(settings.values[name], Unknown)]
+    notes = [*notes, *(f"{settings.spell(name)} is left out: {shown(settings.values[name])}" for name in left_out)]
+    settings = Settings({**settings.values, **dict.fromkeys(left_out)}, settings.dialect)
     _refuse_what_cannot_be_described(settings)
     _require_sizes(settings, strangers)
     model = _model(settings, origin)
@@ -184,12 +195,17 @@ def _require_sizes(settings: Settings, strangers: Collection[str]) -> None:
     if not missing:
         return
     wanted = [settings.spell(name) for name in missing]
-    meant = [f"{near[0]} (did you mean {name}?)" for name in wanted if (near := closest(name, strangers, 1))]
+    meant = [f"{near[0]} (did you mean {name}?)" for name in wanted if (near := _slips(name, strangers))]
     add = ", ".join(settings.dialect.assign.format(settings.spell(name), REQUIRED[name]) for name in missing)
     raise UserError(
         f"no {' and no '.join(wanted)} in the file" + (f", but {', '.join(meant)}" if meant else ""),
         f"add for example {add}",
     )
+
+
+def _slips(wanted: str, strangers: Collection[str]) -> list[str]:
+    """Names so like the wanted one that they may be meant for it: --hiden-size, but not --hidden-dropout."""
+    return [near for near in closest(wanted, strangers) if SequenceMatcher(None, near, wanted).ratio() > 0.8]
 
 
 def _model(settings: Settings, origin: str) -> ModelSpec:
@@ -218,6 +234,7 @@ def _model(settings: Settings, origin: str) -> ModelSpec:
 def _attention(settings: Settings, hidden: int, window: int | None) -> AttentionSpec:
     heads = settings.size("num_attention_heads", "heads", 0)
     bias = settings.flag("add_bias_linear", default=True)
+    rotary = settings.text("position_embedding_type") in ("rope", "mrope", "yarn")
     sinks = settings.word("softmax_type", ("vanilla", "off-by-one", "learnable"), "vanilla") == "learnable"
     if settings.flag("multi_latent_attention"):
         rope = settings.size("qk_pos_emb_head_dim", "head_dim", 64)
@@ -258,6 +275,7 @@ def _attention(settings: Settings, hidden: int, window: int | None) -> Attention
         qk_norm="head" if qk_norm else None,
         qk_norm_bias=qk_norm and settings.word("normalization", ("LayerNorm", "RMSNorm"), "LayerNorm") == "LayerNorm",
         sinks=sinks,
+        rotary=rotary,
     )
 
 
@@ -293,7 +311,7 @@ def _moe_mlp(settings: Settings, hidden: int) -> MoeSpec | None:
     if top_k > experts:
         raise UserError(
             f"{settings.spell('moe_router_topk')} = {top_k}, but {settings.spell('num_moe_experts')} = {experts}",
-            f"each token goes to at most {experts}: {settings.dialect.assign.format(settings.spell('moe_router_topk'), 1)}",
+            "for example " + settings.dialect.assign.format(settings.spell("moe_router_topk"), experts),
         )
     dense = _dense_mlp(settings, hidden)
     width = settings.size("moe_ffn_hidden_size", "intermediate_size", dense.intermediate_size)
@@ -396,7 +414,7 @@ def _stage_layers(settings: Settings, layers: int, stages: int) -> tuple[int, ..
 
 
 def _layout(settings: Settings, layers: int, stages: int) -> tuple[int, ...]:
-    """`Et*3|(tt|)*29,m|L`: parts separated by |, t a layer; part i goes to stage i modulo the stages. Or a list of lists."""
+    """`Et*3|(tt|)*29,m|L`, or a list of lists: part i goes to stage i modulo the number of stages; t is a layer."""
     value = settings.values["pipeline_model_parallel_layout"]
     parts: list[int] = []
     if isinstance(value, list) and sum(len(part) for part in value if isinstance(part, list)) <= LARGEST["layers"] * 3:
@@ -409,8 +427,8 @@ def _layout(settings: Settings, layers: int, stages: int) -> tuple[int, ...]:
             parts = [part.count("t") for part in flat.split("|")]
     if not parts or len(parts) % stages or sum(parts) != layers:
         raise UserError(
-            f"{settings.spell('pipeline_model_parallel_layout')} is {shown(value)}: {len(parts)} parts with {sum(parts)} "
-            f"layers, for {stages} stages and {layers} layers",
+            f"{settings.spell('pipeline_model_parallel_layout')} is {shown(value)}: {len(parts)} parts with "
+            f"{sum(parts)} layers, for {stages} stages and {layers} layers",
             "parts separated by |, each with E (embedding), t (a layer), m or L (loss), as in Et|(tt|)*14t|L",
         )
     return tuple(sum(parts[stage::stages]) for stage in range(stages))
@@ -466,10 +484,11 @@ def _recompute_notes(settings: Settings, run: Mapping[str, Any]) -> Iterator[str
     named = set(re.findall(r"\w+", modules)) if isinstance(modules, str) else set()
     if isinstance(modules, list):
         named = {each for each in modules if isinstance(each, str)}
-    if run.get("recompute") == "selective" and named - {"core_attn", "None"}:
+    named -= {"core_attn", "None"}
+    if run.get("recompute") == "selective" and named:
         yield (
-            f"{settings.spell('recompute_modules')}: recomputing {', '.join(sorted(named - {'core_attn'}))[:100]} is not "
-            "modelled, only that of attention"
+            f"{settings.spell('recompute_modules')}: recomputing {', '.join(sorted(named))[:100]} is not modelled, "
+            "only that of attention"
         )
     if run.get("recompute") == "full" and settings.values.get("recompute_method") == "block":
         yield f"{settings.spell('recompute_method')} block recomputes only some layers: all are counted as recomputed"
@@ -482,12 +501,9 @@ def shown(value: object) -> str:
     """A value as it may stand in a message: short, whatever it is."""
     if isinstance(value, Unknown):
         return f"{value.text[:60]}, which is not known: {value.why}"
-    if isinstance(value, str):
-        return repr(value[:60] + "…" if len(value) > 60 else value)
-    if isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 10**18):
-        return repr(value)
-    kinds = {int: "a number of more than 18 digits", list: "a list", dict: "a mapping"}
-    return kinds.get(type(value), f"a {type(value).__name__}")
+    if isinstance(value, (list, tuple, dict, set)):  # never written out: aliases make a short file an endless value
+        return "a mapping" if isinstance(value, dict) else "a list"
+    return errors.shown(value)
 
 
 def whole_number(what: str, value: object) -> int:
@@ -520,7 +536,7 @@ def numbers(what: str, value: object) -> int | list[int]:
 
 
 def evaluate(text: str) -> int | list[int]:
-    """The value of an expression of numbers, lists, + - * and parentheses. Nothing is executed; anything else: ValueError.
+    """The value of an expression of numbers, lists, + - * / and parentheses, without executing it; else ValueError.
 
     >>> evaluate("([0]*2+[1])*2")
     [0, 0, 1, 0, 0, 1]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from typing import Any, Literal
 
-from gemmscope.errors import UserError
+from gemmscope.errors import UserError, shown
 
 QkNorm = Literal["head", "each_head", "full"]
 """Normalisation of queries and keys: one weight of a head's size shared by all heads; one per head; one over all heads."""
@@ -37,11 +37,11 @@ LARGEST = {
 def check_size(what: str, value: object, limit: str) -> int:
     """`value` as a positive whole number not beyond `LARGEST[limit]`, or a `UserError` that names it."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise UserError(f"{what} must be a whole number, not {value!r}")
+        raise UserError(f"{what} must be a whole number, not {shown(value)}")
     if value < 1:
-        raise UserError(f"{what} must be at least 1, not {value}")
+        raise UserError(f"{what} must be at least 1, not {shown(value)}")
     if value > LARGEST[limit]:
-        raise UserError(f"{what} = {value} is beyond anything trained (at most {LARGEST[limit]}): a slip in the input?")
+        raise UserError(f"{what} = {shown(value)} is beyond anything trained (at most {LARGEST[limit]}): a slip in the input?")
     return value
 
 
@@ -96,9 +96,7 @@ class AttentionSpec:
                 f"key/value heads that fit {self.heads} heads: {divisors_text(self.heads)}",
             )
         if self.latent and self.latent.rope_dim > self.head_dim:
-            raise UserError(
-                f"qk_rope_head_dim = {self.latent.rope_dim} is larger than the whole query head ({self.head_dim})"
-            )
+            raise UserError(f"qk_rope_head_dim = {self.latent.rope_dim} is larger than the whole query head ({self.head_dim})")
 
     @property
     def value_head_dim(self) -> int:
@@ -226,14 +224,25 @@ class ModelSpec:
 
     def pattern(self) -> str:
         """The layers in a few words: `3 dense, 58 MoE`."""
-        runs = [
-            ("MoE" if moe else "dense", len(list(run)))
-            for moe, run in groupby(self.layers, key=lambda layer: layer.is_moe)
-        ]
+        runs = [("MoE" if moe else "dense", len(list(run))) for moe, run in groupby(self.layers, key=lambda layer: layer.is_moe)]
         if len(runs) > 4:
             moe = sum(layer.is_moe for layer in self.layers)
             runs = [("dense", len(self.layers) - moe), ("MoE", moe)]
         return ", ".join(f"{count} {kind}" for kind, count in runs)
+
+    def describe(self) -> str:
+        """The sizes in one line: `32 dense layers, hidden 4096, 32 heads (8 key/value), intermediate 14336`."""
+        attention, mlp = self.layers[0].attention, self.layers[0].mlp
+        heads = f"{attention.heads} heads"
+        if attention.kv_heads != attention.heads:
+            heads += f" ({attention.kv_heads} key/value)"
+        parts = [f"{self.pattern()} layers", f"hidden {self.hidden_size}", heads]
+        if isinstance(mlp, MlpSpec):
+            parts.append(f"intermediate {mlp.intermediate_size}")
+        moe = next((layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeSpec)), None)
+        if moe is not None:
+            parts.append(f"{moe.experts} experts of {moe.expert.intermediate_size}, top {moe.top_k}")
+        return ", ".join(parts)
 
 
 Recompute = Literal["none", "selective", "full"]
@@ -271,9 +280,7 @@ class RunSpec:
         if self.etp is not None:
             check_size("etp", self.etp, "parallel")
         if self.recompute not in ("none", "selective", "full"):
-            raise UserError(
-                f"recompute is {self.recompute!r}; it can be none, selective (attention only) or full (whole layers)"
-            )
+            raise UserError(f"recompute is {self.recompute!r}; it can be none, selective (attention only) or full (whole layers)")
         if not isinstance(self.imbalance, (int, float)) or not 1.0 <= self.imbalance < float("inf"):
             raise UserError(
                 f"imbalance = {self.imbalance} is the busiest expert's load over the average: it is 1 (balanced) or more"

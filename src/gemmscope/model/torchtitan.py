@@ -22,10 +22,10 @@ from functools import cache
 from math import ceil
 from typing import Any
 
-from gemmscope.errors import UserError, closest
+from gemmscope.errors import UserError, closest, shown
 from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, check_size
-from gemmscope.toml import load_data, parse_toml, shown
+from gemmscope.toml import load_data, parse_toml
 
 Document = Mapping[str, Any]
 Found = tuple[dict[str, Any], list[str]]
@@ -144,9 +144,7 @@ class Flavor:
 
     def is_moe(self, layer: int) -> bool:
         """Whether the layer of that index is a mixture of experts."""
-        return (
-            self.num_experts > 0 and layer >= self.n_dense_layers and (layer + 1) % self.interleave_moe_layer_step == 0
-        )
+        return self.num_experts > 0 and layer >= self.n_dense_layers and (layer + 1) % self.interleave_moe_layer_step == 0
 
 
 @cache
@@ -273,9 +271,7 @@ def _model_notes(document: Document, flavor: Flavor) -> list[str]:
             " [model] tokenizer_path take it from the tokenizer"
         )
     if flavor.attn_mask_type == "block_causal":
-        notes.append(
-            "attention is counted over the whole sequence; this flavor masks across documents, so it does less"
-        )
+        notes.append("attention is counted over the whole sequence; this flavor masks across documents, so it does less")
     if flavor.every_n_layers_nope:
         notes.append(
             f"attention in blocks of {flavor.fixed_attn_block_size} tokens is counted as a sliding window of that size:"
@@ -292,9 +288,7 @@ def _model_notes(document: Document, flavor: Flavor) -> list[str]:
 def _table(document: Document, name: str) -> Document:
     table = document.get(name, {})
     if not isinstance(table, dict):
-        raise UserError(
-            f"{name} must be a table, not {shown(table)}", f"write [{name}] on a line, its settings below it"
-        )
+        raise UserError(f"{name} must be a table, not {shown(table)}", f"write [{name}] on a line, its settings below it")
     return table
 
 
@@ -307,9 +301,7 @@ def _find(document: Document, key: str) -> tuple[str, Any]:
     return key, None
 
 
-def _size(
-    document: Document, key: str, limit: str = "parallel", *, example: int = 1, also: tuple[int, ...] = ()
-) -> int | None:
+def _size(document: Document, key: str, limit: str = "parallel", *, example: int = 1, also: tuple[int, ...] = ()) -> int | None:
     """A whole number of at least 1, or one of `also`, under that key; None where the file does not have it."""
     what, value = _find(document, key)
     if value is None or (type(value) is int and value in also):
@@ -467,9 +459,7 @@ def _recompute(document: Document, layers: int) -> Found:
     if mode == "none" or mode == "full":
         return {"recompute": mode}, []
     if mode == "memory_budget":
-        return {"recompute": "none"}, [
-            "activation checkpointing by memory budget is not modelled: nothing is recomputed here"
-        ]
+        return {"recompute": "none"}, ["activation checkpointing by memory budget is not modelled: nothing is recomputed here"]
     if mode != "selective":
         raise UserError(
             f"[activation_checkpoint] mode = {shown(mode)} is not a mode of torchtitan",

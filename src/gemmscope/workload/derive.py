@@ -74,7 +74,8 @@ def _notes(model: ModelSpec, run: RunSpec, stage: int, ops: tuple[Op, ...]) -> I
         yield f"pipeline stage {stage} of 0 to {run.pp - 1}: the one with most FLOPs; choose another with --pp-stage"
     padded = {op.padding for op in ops if isinstance(op, Linear) and op.padding}
     if padded and model.vocab_size is not None:
-        yield f"the vocabulary is padded from {model.vocab_size} to {sharding.padded_vocab(model.vocab_size, run)} so that it divides"
+        padded_to = sharding.padded_vocab(model.vocab_size, run)
+        yield f"the vocabulary is padded from {model.vocab_size} to {padded_to} so that it divides"
     replicated = dict.fromkeys(op.name for op in ops if op.copies > 1 and isinstance(op, Linear))
     if replicated:
         yield f"every rank of a tensor-parallel group runs the same {', '.join(replicated)}"
@@ -136,15 +137,15 @@ def _layer(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
         repeated = runs == 2 or (run.recompute == "selective" and isinstance(op, Attention))
         yield replace(op, forward_runs=2 if repeated else 1)
     yield replace(_residual(model, run), forward_runs=runs)
-    block = _moe if isinstance(layer.mlp, MoeSpec) else _mlp
-    for op in block(model, layer.mlp, run):  # type: ignore[operator]
+    block = _moe(model, layer.mlp, run) if isinstance(layer.mlp, MoeSpec) else _mlp(model, layer.mlp, run)
+    for op in block:
         yield replace(op, forward_runs=runs)
 
 
 def _attention(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[Op]:
     yield from _latent_projections(model, spec, run) if spec.latent else _projections(model, spec, run)
     if spec.qk_norm is not None:
-        yield _qk_norm(model, spec, run)
+        yield _qk_norm(spec, run)
     if spec.rotary:
         rotated = spec.latent.rope_dim * (spec.heads + 1) if spec.latent else spec.q_width + spec.k_width
         yield Elementwise(
@@ -203,25 +204,19 @@ def _mlp(model: ModelSpec, spec: MlpSpec, run: RunSpec) -> Iterator[Op]:
     yield _residual(model, run)
 
 
-def _feed_forward(
-    model: ModelSpec, spec: MlpSpec, run: RunSpec, name: str, tp: int, rows: tuple[int, ...] = ()
-) -> Iterator[Op]:
+def _feed_forward(model: ModelSpec, spec: MlpSpec, run: RunSpec, name: str, tp: int, rows: tuple[int, ...] = ()) -> Iterator[Op]:
     """Up, activation, down; with `rows`, a grouped GEMM over that many experts. Gate and up are one GEMM by default."""
     width, hidden = spec.intermediate_size // tp, model.hidden_size
     tokens = sum(rows) if rows else run.tokens
     separate = run.separate_projections and not spec.stored_fused
-    ups = (
-        [f"{name} Gate", f"{name} Up"]
-        if spec.gated and separate
-        else [f"{name} Gate+Up" if spec.gated else f"{name} Up"]
-    )
+    ups = [f"{name} Gate", f"{name} Up"] if spec.gated and separate else [f"{name} Gate+Up" if spec.gated else f"{name} Up"]
     for up in ups:
         outputs = width * (2 if spec.gated and not separate else 1)
         yield _linear(up, run, hidden, outputs, bias=spec.up_bias, rows=rows)
-    gated = {"forward_tensors": 3.0, "backward_tensors": 5.0, "forward_flops": 9.0, "backward_flops": 15.0}
-    yield Activation(
-        name=f"{name} Activation", rows=tokens, width=width, function=spec.activation, **(gated if spec.gated else {})
-    )
+    activation = Activation(name=f"{name} Activation", rows=tokens, width=width, function=spec.activation)
+    if spec.gated:  # reads gate and up, writes their product; backward also writes both gradients
+        activation = replace(activation, forward_tensors=3, backward_tensors=5, forward_flops=9, backward_flops=15)
+    yield activation
     yield _linear(f"{name} Down", run, width, hidden, bias=spec.down_bias, rows=rows)
 
 
@@ -231,16 +226,10 @@ def _moe(model: ModelSpec, spec: MoeSpec, run: RunSpec) -> Iterator[Op]:
     yield _on_sequence_shard(_linear("Router", run, hidden, spec.experts, bias=spec.router_bias), run)
     rows = sharding.expert_rows(spec, run)
     sent = run.tokens * spec.top_k * run.expert_tp // run.tp
-    move = {
-        "width": hidden,
-        "backward_tensors": 2.0,
-        "forward_tensors": 2.0,
-        "forward_flops": 0.0,
-        "backward_flops": 1.0,
-    }
-    yield Elementwise(name="Token Dispatch", rows=sent, **move)  # type: ignore[arg-type]
+    move = Elementwise(name="Token Dispatch", rows=sent, width=hidden, forward_tensors=2, backward_tensors=2, forward_flops=0)
+    yield move
     yield from _feed_forward(model, spec.expert, run, "Expert", run.expert_tp, rows)
-    yield Elementwise(name="Token Combine", rows=sent, **move)  # type: ignore[arg-type]
+    yield replace(move, name="Token Combine")
     if spec.shared is not None:
         yield from _feed_forward(model, spec.shared, run, "Shared Expert", run.tp)
         if spec.shared_gate:
@@ -256,9 +245,7 @@ def _head(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
         return
     width = model.hidden_size
     if model.head_transform:
-        transform = _linear(
-            "Head Transform", run, width, model.embedding_width, bias=model.head_transform_bias, section=HEAD
-        )
+        transform = _linear("Head Transform", run, width, model.embedding_width, bias=model.head_transform_bias, section=HEAD)
         yield replace(transform, copies=run.tp)
         yield _norm(model, run, "Head Norm", model.embedding_width, HEAD)
     elif model.embedding_width != model.hidden_size:
@@ -297,9 +284,7 @@ def _linear(
     biased = outputs if bias is True else int(bias)
     if rows:
         parameters = len(rows) * (inputs * outputs + biased)
-        return GroupedLinear(
-            name=name, tokens=sum(rows), rows=rows, inputs=inputs, outputs=outputs, parameters=parameters
-        )
+        return GroupedLinear(name=name, tokens=sum(rows), rows=rows, inputs=inputs, outputs=outputs, parameters=parameters)
     parameters = inputs * outputs + biased
     return Linear(
         name=name,
@@ -332,13 +317,11 @@ def _norm(model: ModelSpec, run: RunSpec, name: str, width: int, section: str = 
     )  # fmt: skip
 
 
-def _qk_norm(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Norm:
+def _qk_norm(spec: AttentionSpec, run: RunSpec) -> Norm:
     heads = (spec.heads + spec.kv_heads) // run.tp
     weights = {"head": 2 * spec.head_dim, "each_head": heads * spec.head_dim, "full": heads * spec.head_dim}
     biases = 2 if spec.qk_norm_bias else 1
-    return Norm(
-        name="QK Norm", rows=run.tokens * heads, width=spec.head_dim, parameters=weights[str(spec.qk_norm)] * biases
-    )
+    return Norm(name="QK Norm", rows=run.tokens * heads, width=spec.head_dim, parameters=weights[str(spec.qk_norm)] * biases)
 
 
 def _residual(model: ModelSpec, run: RunSpec) -> Elementwise:

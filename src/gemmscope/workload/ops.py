@@ -20,6 +20,8 @@ from typing import ClassVar, Literal
 Pass = Literal["fprop", "dgrad", "wgrad"]
 PASSES: tuple[Pass, ...] = ("fprop", "dgrad", "wgrad")
 
+Direction = Literal["forward", "backward"]
+
 ELEMENT_BYTES = 2  # bf16
 
 # Fused AdamW on bf16 parameters and states: reads and writes the parameter and both moments, reads the gradient.
@@ -174,7 +176,7 @@ class Attention(Op):
         per_key = self.kv_heads * (self.head_dim + self.value_dim)
         return self.batch * (self.queries * per_query + self.keys * per_key)
 
-    def products(self) -> Iterator[tuple[str, int, int, int, int]]:
+    def products(self) -> Iterator[tuple[Direction, int, int, int, int]]:
         """(direction, m, k, n, batch) of the products as unfused code runs them, the mask applied after."""
         q, k, d, v, batch = self.queries, self.keys, self.head_dim, self.value_dim, self.batch * self.heads
         yield from (("forward", *shape, batch) for shape in ((q, d, k), (q, k, v)))

@@ -58,6 +58,7 @@ class Recorder:
         self._names = {id(module): name for name, module in self.module.named_modules()}
         self._stack: list[str] = []
         self._by_node: dict[int, list[_Forward]] = {}
+        self._convolutions: dict[int, str] = {}
         self._weights = {
             parameter.untyped_storage()._cdata: parameter.untyped_storage() for parameter in self.module.parameters()
         }
@@ -67,9 +68,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         hooks = torch.nn.modules.module
         self._handles = [
-            hooks.register_module_forward_pre_hook(
-                lambda module, _: self._stack.append(self._names.get(id(module), "?"))
-            ),
+            hooks.register_module_forward_pre_hook(lambda module, _: self._stack.append(self._names.get(id(module), "?"))),
             hooks.register_module_forward_hook(lambda *_: self._pop(), always_call=True),
         ]
         self._modes = (_Dispatch(self), _Functions(self))
@@ -113,9 +112,7 @@ class Recorder:
     def _forward(self, left: torch.Tensor, right: torch.Tensor, groups: int) -> None:
         m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
         batch = left.shape[0] if left.dim() == 3 and right.dim() == 3 else 1
-        weight_side = None
-        if self.is_weight(left) != self.is_weight(right):
-            weight_side = "left" if self.is_weight(left) else "right"
+        weight_side = "right" if self.is_weight(right) else "left" if self.is_weight(left) else None
         weight = {"left": left, "right": right, None: None}[weight_side]
         tokens, inputs, outputs = (n, k, m) if weight_side == "left" else (m, k, n)
         if weight is not None and batch > 1:
@@ -137,9 +134,7 @@ class Recorder:
         if torch.is_grad_enabled() and (left.requires_grad or right.requires_grad):
             self._by_node.setdefault(torch.autograd._get_sequence_nr() - 1, []).append(record)
         elif not torch.is_grad_enabled():
-            node = (
-                torch.autograd._get_sequence_nr() - 1
-            )  # inside a custom autograd.Function: its node was made just before
+            node = torch.autograd._get_sequence_nr() - 1  # inside a custom autograd.Function: its node was made just before
             self._by_node.setdefault(node, []).append(record)
         if weight_side is None:
             self.products[(record.path, "forward", m, k, n, batch)] += 1
@@ -147,7 +142,7 @@ class Recorder:
             self.gemms[(record.path, "fprop", tokens, inputs, outputs, groups)] += 1
 
     def _backward(self, left: torch.Tensor, right: torch.Tensor) -> None:
-        node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        node = torch._C._current_autograd_node()
         candidates = self._by_node.get(node._sequence_nr(), []) if node is not None else []
         read = {left.untyped_storage()._cdata, right.untyped_storage()._cdata}
         for record in candidates:
@@ -157,14 +152,15 @@ class Recorder:
                     return
         m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
         batch = left.shape[0] if left.dim() == 3 and right.dim() == 3 else 1
-        self.products[(candidates[0].path if candidates else "", "backward", m, k, n, batch)] += 1
+        name = f"({node.name()})" if node is not None else ""  # the gradient of something that is no product itself
+        self.products[(candidates[0].path if candidates else name, "backward", m, k, n, batch)] += 1
 
     def _count_backward(self, record: _Forward, operand_read: str) -> None:
         tokens, inputs, outputs = record.tokens, record.inputs, record.outputs
         if record.weight_side is None:
             m, k, n = record.shape
-            shape = (m, n, k) if operand_read == "right" else (k, m, n)
-            self.products[(record.path, "backward", *shape, record.batch)] += 1
+            m, k, n = (m, n, k) if operand_read == "right" else (k, m, n)
+            self.products[(record.path, "backward", m, k, n, record.batch)] += 1
         elif operand_read == record.weight_side:
             self.gemms[(record.path, "dgrad", tokens, outputs, inputs, record.groups)] += 1
         else:
@@ -183,10 +179,19 @@ class Recorder:
         for m, k, n in forward if direction == "forward" else backward:
             self.products[(path, direction, m, k, n, batch)] += 1
 
-    def convolution(self, output: torch.Tensor, weight: torch.Tensor, transposed: bool, source: torch.Tensor) -> None:
-        positions = source if transposed else output
-        flops = 2 * positions.numel() * weight[0].numel()
-        self.remainder[(self.path(), "convolution", "forward", flops)] += 1
+    def convolution(self, output: torch.Tensor, weight: torch.Tensor, source: torch.Tensor, *, transposed: bool) -> None:
+        """One forward convolution: every output position (transposed: every input position) meets one filter set."""
+        path = self.path()
+        self._convolutions[torch.autograd._get_sequence_nr() - 1] = path
+        flops = 2 * (source if transposed else output).numel() * weight.shape[1:].numel()
+        self.remainder[(path, "convolution", "forward", flops)] += 1
+
+    def convolution_backward(self, output: torch.Tensor, source: torch.Tensor, weight: torch.Tensor, **how: Any) -> None:
+        """Its gradients of input and weight, as many as are asked for, each as much work as forward."""
+        node = torch._C._current_autograd_node()
+        path = self._convolutions.get(node._sequence_nr(), "") if node is not None else ""
+        one = 2 * (source if how["transposed"] else output).numel() * weight.shape[1:].numel()
+        self.remainder[(path, "convolution", "backward", one * sum(how["wanted"]))] += 1
 
     def as_json(self) -> dict[str, Any]:
         """Plain lists. `gemms` have a weight; `products` have none; `remainder` is what is neither."""
@@ -224,23 +229,23 @@ class _Dispatch(TorchDispatchMode):
         elif name in ("aten::mv", "aten::addmv"):
             matrix, vector = args[-2:] if name == "aten::mv" else args[1:3]
             recorder.product(matrix, vector.unsqueeze(-1))
-        elif name in ("aten::convolution", "aten::_convolution"):
-            recorder.convolution(output, args[1], args[6], args[0])
+        elif name == "aten::convolution":
+            recorder.convolution(output, args[1], args[0], transposed=args[6])
         elif name == "aten::convolution_backward":
-            recorder.remainder[("", "convolution", "backward", 0)] += 1
-        tensors = [value for value in args if isinstance(value, torch.Tensor)]
-        for value in args:
-            if isinstance(value, (list, tuple)):
-                tensors += [item for item in value if isinstance(item, torch.Tensor)]
-        outputs = (
-            [output]
-            if isinstance(output, torch.Tensor)
-            else [o for o in output if isinstance(o, torch.Tensor)]
-            if isinstance(output, (list, tuple))
-            else []
-        )
-        recorder.derive_weight(tensors, outputs)
+            recorder.convolution_backward(args[0], args[1], args[2], transposed=args[7], wanted=args[10][:2])
+        recorder.derive_weight(_tensors(args), _tensors((output,)))
         return output
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    """The tensors among arguments or results, those in lists included."""
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors(value)
+    return found
 
 
 class _Functions(TorchFunctionMode):
@@ -249,14 +254,15 @@ class _Functions(TorchFunctionMode):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
-        self._grouped = {getattr(torch, "_grouped_mm", None), getattr(torch.nn.functional, "grouped_mm", None)} - {None}
+        names = ((torch, "_grouped_mm"), (torch, "_scaled_grouped_mm"), (torch.nn.functional, "grouped_mm"))
+        self._grouped = {getattr(place, name) for place, name in names if hasattr(place, name)}
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if function is torch.nn.functional.scaled_dot_product_attention:
-            named = dict(zip(("query", "key", "value"), args)) | kwargs
+            named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
             return _Attention.apply(self._recorder, named["query"], named["key"], named["value"])
         if function in self._grouped:
             return _Grouped.apply(self._recorder, args[0], args[1])
@@ -267,9 +273,7 @@ class _Attention(torch.autograd.Function):
     """Attention by shape: query [.., heads, queries, d], key [.., kv heads, keys, d], value [.., kv heads, keys, dv]."""
 
     @staticmethod
-    def forward(
-        ctx: Any, recorder: Recorder, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, recorder: Recorder, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.recorder, ctx.path = recorder, recorder.path()
         ctx.shape = (query.shape[:-2].numel(), query.shape[-2], key.shape[-2], query.shape[-1], value.shape[-1])
@@ -277,7 +281,7 @@ class _Attention(torch.autograd.Function):
         return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
         ctx.recorder.attention(ctx.path, "backward", ctx.shape)
         return None, *(torch.empty_like(tensor) for tensor in ctx.saved_tensors)
 
@@ -294,7 +298,7 @@ class _Grouped(torch.autograd.Function):
         return rows.new_empty((rows.shape[0], outputs))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
         rows, weights = ctx.saved_tensors
         groups, inputs, outputs = weights.shape
         if ctx.needs_input_grad[1]:

@@ -19,9 +19,7 @@ def check(model: ModelSpec, run: RunSpec) -> None:
     _check_divides("tp", run.tp, _tensor_parallel_sizes(model, run))
     if run.expert_tp != run.tp:
         if run.tp % run.expert_tp:
-            raise UserError(
-                f"etp = {run.expert_tp} does not divide tp = {run.tp}", f"etp sizes that do: {divisors_text(run.tp)}"
-            )
+            raise UserError(f"etp = {run.expert_tp} does not divide tp = {run.tp}", f"etp sizes that do: {divisors_text(run.tp)}")
         _check_divides("etp", run.expert_tp, _expert_widths(model))
     _check_experts(model, run)
     _check_sequence(model, run)
@@ -71,7 +69,7 @@ def _check_experts(model: ModelSpec, run: RunSpec) -> None:
         _check_divides("ep", run.ep, {"the number of experts": spec.experts})
         if run.imbalance > spec.experts:
             raise UserError(
-                f"imbalance = {run.imbalance:g}: with {spec.experts} experts, the busiest has at most {spec.experts} times the average"
+                f"imbalance = {run.imbalance:g} is too much: one of {spec.experts} experts has at most {spec.experts} times the average"
             )
     if run.tokens * moe[0].top_k * run.expert_tp % run.tp:
         raise UserError(
@@ -91,7 +89,7 @@ def _check_sequence(model: ModelSpec, run: RunSpec) -> None:
         )
     if run.sequence_parallel and (run.sequence_length // run.cp) % run.tp:
         raise UserError(
-            f"sequence parallelism splits sequence_length / cp = {run.sequence_length // run.cp} over tp = {run.tp}, which does not divide it",
+            f"sequence parallelism: tp = {run.tp} does not divide sequence_length / cp = {run.sequence_length // run.cp}",
             f"the nearest sequence lengths that work: {_neighbours(run.sequence_length, chunks * run.tp)}",
         )
 

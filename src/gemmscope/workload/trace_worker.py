@@ -26,7 +26,7 @@ import torch
 from gemmscope.workload.recorder import Recorder
 
 
-class TraceFailure(Exception):
+class TraceError(Exception):
     """Something the user can act on; its text is shown as it is."""
 
 
@@ -37,9 +37,7 @@ def trace(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         output = module(*args, **kwargs)
         targets = [tensor for tensor in _differentiable(output) if tensor.requires_grad]
         if not targets:
-            raise TraceFailure(
-                "the forward pass returned no tensor that requires a gradient: there is no backward pass to trace"
-            )
+            raise TraceError("the forward pass returned no tensor that requires a gradient: there is no backward pass to trace")
         torch.autograd.backward([tensor.sum() for tensor in targets])
     unique = {id(parameter): parameter.numel() for parameter in module.parameters()}
     return {"class": type(module).__name__, "parameters": sum(unique.values()), **recorder.as_json()}
@@ -69,15 +67,13 @@ def build_huggingface(config_dict: dict[str, Any], batch: int, sequence: int) ->
     try:
         import transformers
     except ImportError as error:
-        raise TraceFailure("transformers is not installed: pip install transformers") from error
+        raise TraceError("transformers is not installed: pip install transformers") from error
     model_type = config_dict.get("model_type")
     settings = {key: value for key, value in config_dict.items() if key not in _STORAGE_ONLY_KEYS}
     try:
         config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
     except (KeyError, ValueError) as error:
-        raise TraceFailure(
-            f"transformers {transformers.__version__} cannot read this config: {_first_line(error)}"
-        ) from error
+        raise TraceError(f"transformers {transformers.__version__} cannot read this config: {_first_line(error)}") from error
     config.use_cache = False
     _treat_meta_as_fake()
     module = _instantiate(transformers, config, model_type)
@@ -111,13 +107,11 @@ def _instantiate(transformers: Any, config: Any, model_type: str | None) -> torc
         transformers.AutoModelForSeq2SeqLM,
         transformers.AutoModel,
     )
-    bidirectional = (
-        not getattr(config, "is_decoder", False) and type(config) in transformers.AutoModelForMaskedLM._model_mapping
-    )
+    bidirectional = not getattr(config, "is_decoder", False) and type(config) in transformers.AutoModelForMaskedLM._model_mapping
     order = (auto_classes[1], auto_classes[0], *auto_classes[2:]) if bidirectional else auto_classes
     known = [auto for auto in order if type(config) in auto._model_mapping]
     if not known:
-        raise TraceFailure(f"transformers {transformers.__version__} has no model class for model_type {model_type!r}")
+        raise TraceError(f"transformers {transformers.__version__} has no model class for model_type {model_type!r}")
     errors = []
     for attention in ("sdpa", "eager"):
         try:
@@ -128,8 +122,8 @@ def _instantiate(transformers: Any, config: Any, model_type: str | None) -> torc
             continue
         with contextlib.suppress(AttributeError, ValueError, KeyError):
             module.set_experts_implementation("grouped_mm")
-        return module  # type: ignore[no-any-return]
-    raise TraceFailure(f"transformers {transformers.__version__} cannot build this config: {errors[-1]}")
+        return module
+    raise TraceError(f"transformers {transformers.__version__} cannot build this config: {errors[-1]}")
 
 
 def _treat_meta_as_fake() -> None:
@@ -144,29 +138,10 @@ def _treat_meta_as_fake() -> None:
         import_utils.is_fake_tensor = lambda tensor: tensor.device.type == "meta" or original(tensor)
 
 
-def resolve_config(name: str) -> dict[str, Any]:
-    """The `config.json` of a hub id, from the local cache or the hub, as transformers finds it."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise TraceFailure("transformers is not installed: pip install transformers") from error
-    try:
-        config, _ = transformers.PretrainedConfig.get_config_dict(name)
-    except Exception as error:
-        raise TraceFailure(
-            f"transformers {transformers.__version__} cannot find {name!r}: {_first_line(error)}"
-        ) from error
-    if not config:
-        raise TraceFailure(f"transformers {transformers.__version__} finds no config.json for {name!r}")
-    return dict(config)
-
-
 # --- the user's own module -----------------------------------------------------------------------------------------------
 
 
-def build_from_factory(
-    reference: str, batch: int, sequence: int
-) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
+def build_from_factory(reference: str, batch: int, sequence: int) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
     """Call `factory` of `file.py:factory` under the meta device and return its module and inputs.
 
     The factory returns a module, which is then called with token ids of shape (micro-batch, sequence); or a pair of the
@@ -175,11 +150,11 @@ def build_from_factory(
     path_text, _, name = reference.rpartition(":")
     path = Path(path_text)
     if not path.is_file():
-        raise TraceFailure(f"there is no file {path_text!r}")
+        raise TraceError(f"there is no file {path_text!r}")
     sys.path.insert(0, str(path.resolve().parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise TraceFailure(f"{path_text!r} is not a Python file")
+        raise TraceError(f"{path_text!r} is not a Python file")
     python_module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = python_module
     with _naming(f"importing {path_text}"):
@@ -192,14 +167,12 @@ def build_from_factory(
             if callable(value) and getattr(value, "__module__", None) == path.stem
         ]
         there = f"it defines {', '.join(sorted(callables))}" if callables else "it defines no function"
-        raise TraceFailure(f"{path_text} has no function {name!r}; {there}")
+        raise TraceError(f"{path_text} has no function {name!r}; {there}")
     with _naming(f"{name}()"), torch.device("meta"):
         made = factory(**_accepted(factory, {"micro_batch_size": batch, "sequence_length": sequence}))
     module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(module, torch.nn.Module):
-        raise TraceFailure(
-            f"{name}() returned {type(module).__name__}; it must return an nn.Module, or a pair (nn.Module, inputs)"
-        )
+        raise TraceError(f"{name}() returned {type(module).__name__}; it must return an nn.Module, or a pair (nn.Module, inputs)")
     module = module.to("meta")
     module.train()
     if inputs is None:
@@ -229,12 +202,12 @@ def _naming(what: str) -> Iterator[None]:
     """Turn any exception of the user's code into one line that says where it came from."""
     try:
         yield
-    except TraceFailure:
+    except TraceError:
         raise
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         place = f" (line {frames[-1].lineno} of {frames[-1].filename})" if frames else ""
-        raise TraceFailure(f"{what} raised {type(error).__name__}: {_first_line(error)}{place}") from error
+        raise TraceError(f"{what} raised {type(error).__name__}: {_first_line(error)}{place}") from error
 
 
 def _first_line(error: BaseException) -> str:
@@ -243,11 +216,9 @@ def _first_line(error: BaseException) -> str:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Do what the request asks: resolve a hub id, or trace a Hugging Face config or a factory's module."""
-    if request["what"] == "resolve":
-        return {"config": resolve_config(request["name"])}
+    """Trace what the request names: a Hugging Face config, or the module of a factory."""
     batch, sequence = request["micro_batch"], request["sequence"]
-    if request["what"] == "huggingface":
+    if "config" in request:
         with _naming("building the model from its config"):
             module, kwargs = build_huggingface(request["config"], batch, sequence)
         args: tuple[Any, ...] = ()
@@ -262,6 +233,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Answer the request file; always leaves an answer file, unless the process itself dies."""
     request_path, answer_path = sys.argv[1:3]
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -271,7 +243,7 @@ def main() -> None:
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # what the user's module prints is not our output
             result = answer(request)
-    except TraceFailure as failure:
+    except TraceError as failure:
         result = {"error": str(failure)}
     Path(answer_path).write_text(json.dumps(result), encoding="utf-8")
 

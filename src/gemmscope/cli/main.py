@@ -1,0 +1,60 @@
+"""`gemmscope`: gathers the commands, and turns every wrong input into one message and exit code 2."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from gemmscope import __version__
+from gemmscope.cli import shapes
+from gemmscope.errors import UserError
+
+app = typer.Typer(
+    name="gemmscope",
+    help="What FP8, MXFP8 and NVFP4 will do for your transformer's training on your GPU, before you pay for the run.",
+    epilog="Start with: gemmscope shapes --preset llama-3.1-8b --micro-batch-size 1 --sequence-length 8192",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    # --hidden_size and --hidden-size are the same option
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda token: token.replace("_", "-"),
+    },
+)
+app.command("shapes", epilog=shapes.EXAMPLES)(shapes.command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"gemmscope {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line. Exit codes: 0 done, 1 a check found differences, 2 wrong input, 130 interrupted."""
+    try:
+        app()
+    except UserError as error:
+        typer.secho(f"gemmscope: {error.message}", err=True, fg="red")
+        if error.hint:
+            typer.echo(f"  {error.hint}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        typer.echo("gemmscope: interrupted", err=True)
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of our output went away: `gemmscope … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)

@@ -1,0 +1,223 @@
+"""Options that every command takes the same way: which model, which batch, how it is split.
+
+`takes(ModelOptions, RunOptions)` spreads the fields of these classes over a command's signature, so that a command names its
+own options only and gets the rest as filled-in objects.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import typer
+
+from gemmscope.errors import UserError
+from gemmscope.model.source import ModelSource
+from gemmscope.model.spec import RunSpec
+
+MODEL, RUN = "Model (one of these ways)", "Batch and parallelism"
+Result = TypeVar("Result")
+
+
+def takes(*groups: type) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """Decorate a command `f(a: GroupA, b: GroupB, own: …)` so that typer sees the groups' fields as options."""
+
+    def decorate(command: Callable[..., Result]) -> Callable[..., Result]:
+        parameters: list[inspect.Parameter] = []
+        for group in groups:
+            hints = get_type_hints(group, include_extras=True)
+            for field in fields(group):
+                default = inspect.Parameter.empty if field.default is MISSING else field.default
+                parameters.append(
+                    inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name])
+                )
+        own_hints = get_type_hints(command, include_extras=True)
+        own = list(inspect.signature(command).parameters.values())[len(groups) :]
+        parameters += [
+            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=own_hints[parameter.name]) for parameter in own
+        ]
+
+        @functools.wraps(command)
+        def run(**values: Any) -> Result:
+            made = [group(**{field.name: values.pop(field.name) for field in fields(group)}) for group in groups]
+            return command(*made, **values)
+
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        del run.__wrapped__  # or the original signature would be read through it
+        return run
+
+    return decorate
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The ways of naming a model."""
+
+    config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH|ID",
+            help="Hugging Face config.json (file, folder, hub id), Megatron-LM arguments, torchtitan TOML, Megatron-Bridge YAML.",
+            rich_help_panel=MODEL,
+        ),
+    ] = None
+    preset: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="A well-known model; --list-presets names them.", rich_help_panel=MODEL),
+    ] = None
+    module: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.py:FACTORY",
+            help="Your own nn.Module: a function that returns it, or (module, inputs). Traced with torch.",
+            rich_help_panel=MODEL,
+        ),
+    ] = None
+    hidden_size: Annotated[int | None, typer.Option(help="Plain hyperparameters: all four sizes.", rich_help_panel=MODEL)] = None
+    intermediate_size: Annotated[int | None, typer.Option(help="MLP width.", rich_help_panel=MODEL)] = None
+    num_attention_heads: Annotated[int | None, typer.Option(help="Query heads.", rich_help_panel=MODEL)] = None
+    num_hidden_layers: Annotated[int | None, typer.Option(help="Layers.", rich_help_panel=MODEL)] = None
+    num_key_value_heads: Annotated[
+        int | None,
+        typer.Option(help="With the sizes: grouped-query attention. [default: as many as heads]", rich_help_panel=MODEL),
+    ] = None
+    head_dim: Annotated[
+        int | None, typer.Option(help="With the sizes: a head's size. [default: hidden / heads]", rich_help_panel=MODEL)
+    ] = None
+    vocab_size: Annotated[
+        int | None, typer.Option(help="With the sizes: adds embedding, head and loss.", rich_help_panel=MODEL)
+    ] = None
+    gated_mlp: Annotated[
+        bool,
+        typer.Option("--gated-mlp", help="With the sizes: a gated MLP (SwiGLU) instead of a plain one.", rich_help_panel=MODEL),
+    ] = False
+
+    _REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+
+    def source(self) -> ModelSource:
+        """The model that was named; a `UserError` if none was, or more than one."""
+        sizes = {
+            name: getattr(self, name)
+            for name in (*self._REQUIRED, "num_key_value_heads", "head_dim", "vocab_size")
+            if getattr(self, name) is not None
+        }
+        ways = [f"--{name}" for name in ("config", "preset", "module") if getattr(self, name) is not None]
+        if sizes or self.gated_mlp:
+            ways.append(", ".join(f"--{name.replace('_', '-')}" for name in sizes) or "--gated-mlp")
+        if not ways:
+            raise UserError(
+                "no model is named",
+                "give --preset NAME, --config PATH, --module FILE.py:FACTORY, or the sizes: "
+                + " ".join(f"--{name.replace('_', '-')} N" for name in self._REQUIRED),
+            )
+        if len(ways) > 1:
+            raise UserError(f"the model is named in {len(ways)} ways at once: {' and '.join(ways)}", "keep one of them")
+        if self.module is not None:
+            return ModelSource(origin=self.module, model=None, module=self.module)
+        if self.preset is not None:
+            from gemmscope.model import presets
+
+            return presets.load(self.preset)
+        if self.config is not None:
+            from gemmscope.model.read import read_config
+
+            return read_config(self.config)
+        return self._from_sizes(sizes)
+
+    def _from_sizes(self, sizes: dict[str, int]) -> ModelSource:
+        from gemmscope.model.flags import from_hyperparameters
+
+        missing = [f"--{name.replace('_', '-')}" for name in self._REQUIRED if name not in sizes]
+        if missing:
+            raise UserError(f"the sizes are not complete: {', '.join(missing)} missing", f"add {' N '.join(missing)} N")
+        model = from_hyperparameters(
+            hidden_size=sizes["hidden_size"],
+            intermediate_size=sizes["intermediate_size"],
+            num_attention_heads=sizes["num_attention_heads"],
+            num_hidden_layers=sizes["num_hidden_layers"],
+            num_key_value_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            vocab_size=self.vocab_size,
+            gated=self.gated_mlp,
+        )
+        return ModelSource(origin="command line", model=model)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Batch and parallelism. What is not typed comes from the model's file, where it says."""
+
+    micro_batch_size: Annotated[int | None, typer.Option(help="Sequences per micro-batch.", rich_help_panel=RUN)] = None
+    sequence_length: Annotated[int | None, typer.Option(help="Tokens per sequence.", rich_help_panel=RUN)] = None
+    tp: Annotated[int | None, typer.Option(help="Tensor parallel size.", rich_help_panel=RUN)] = None
+    sequence_parallel: Annotated[
+        bool | None,
+        typer.Option(
+            "--sequence-parallel/--no-sequence-parallel",
+            help="Split what stands between blocks over tp too.",
+            rich_help_panel=RUN,
+        ),
+    ] = None
+    cp: Annotated[int | None, typer.Option(help="Context parallel size.", rich_help_panel=RUN)] = None
+    pp: Annotated[int | None, typer.Option(help="Pipeline parallel size.", rich_help_panel=RUN)] = None
+    pp_stage: Annotated[
+        int | None, typer.Option(help="Stage to show, from 0. [default: the one with most FLOPs]", rich_help_panel=RUN)
+    ] = None
+    pp_layers: Annotated[
+        str | None, typer.Option(metavar="N,N,…", help="Layers of each stage, where they differ.", rich_help_panel=RUN)
+    ] = None
+    ep: Annotated[int | None, typer.Option(help="Expert parallel size: ranks that share the experts.", rich_help_panel=RUN)] = (
+        None
+    )
+    etp: Annotated[int | None, typer.Option(help="Tensor parallel size inside experts. [default: tp]", rich_help_panel=RUN)] = (
+        None
+    )
+    imbalance: Annotated[
+        float | None, typer.Option(help="Busiest expert's load over the average; 1 is balanced.", rich_help_panel=RUN)
+    ] = None
+    gradient_accumulation: Annotated[int | None, typer.Option(help="Micro-batches per step.", rich_help_panel=RUN)] = None
+    recompute: Annotated[
+        str | None,
+        typer.Option(metavar="none|selective|full", help="Activations computed again in backward.", rich_help_panel=RUN),
+    ] = None
+    separate_projections: Annotated[
+        bool | None,
+        typer.Option(
+            "--separate-projections/--fused-projections",
+            help="Q, K, V (and gate, up) as GEMMs of their own, as Hugging Face runs them; or fused, as Transformer Engine does.",
+            rich_help_panel=RUN,
+        ),
+    ] = None
+
+    def run_spec(self, source: ModelSource) -> tuple[RunSpec, list[str]]:
+        """The run: options first, then what the model's file says. Also notes on what was overridden."""
+        typed = {field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) is not None}
+        if "pp_layers" in typed:
+            typed["pp_layers"] = _numbers(typed["pp_layers"])
+        notes = [
+            f"{name} = {value} as typed; {source.origin} says {source.run_settings[name]}"
+            for name, value in typed.items()
+            if name in source.run_settings and source.run_settings[name] != value
+        ]
+        settings = {**source.run_settings, **typed}
+        missing = [name for name in ("micro_batch_size", "sequence_length") if name not in settings]
+        if missing:
+            options = [f"--{name.replace('_', '-')}" for name in missing]
+            raise UserError(
+                f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not given, and {source.origin} does not say",
+                f"add {' N '.join(options)} N",
+            )
+        if settings.get("pp", 1) != source.run_settings.get("pp", 1) and "pp_layers" not in typed:
+            settings.pop("pp_layers", None)  # the file's split belongs to the file's number of stages
+        return RunSpec(**settings), notes
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UserError(f"--pp-layers {text!r} is not a list of whole numbers", "for example --pp-layers 16,15,15,15") from None

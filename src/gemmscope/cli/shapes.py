@@ -1,0 +1,212 @@
+"""`gemmscope shapes`: which GEMMs the model runs. No GPU; no torch, unless a module is traced."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gemmscope.cli.options import ModelOptions, RunOptions, takes
+from gemmscope.errors import UserError
+from gemmscope.model.source import ModelSource
+from gemmscope.model.spec import RunSpec
+
+if TYPE_CHECKING:  # what a command needs is imported when it runs, so that --help answers at once
+    from gemmscope.workload.check import Difference
+    from gemmscope.workload.derive import Workload
+    from gemmscope.workload.summary import Totals
+    from gemmscope.workload.trace import Trace
+
+OUTPUT = "Output"
+EXAMPLES = (
+    "Examples: gemmscope shapes --preset llama-3.1-8b --micro-batch-size 1 --sequence-length 8192 --tp 2 — "
+    "gemmscope shapes --config config.json --micro-batch-size 4 --sequence-length 4096 --check — "
+    "gemmscope shapes --hidden_size 4096 --intermediate_size 16384 --num_attention_heads 32 --num_hidden_layers 24 "
+    "--micro_batch_size 31 --sequence_length 512 --json -"
+)
+
+
+@takes(ModelOptions, RunOptions)
+def command(
+    model_options: ModelOptions,
+    run_options: RunOptions,
+    list_presets: Annotated[
+        bool, typer.Option("--list-presets", help="Name the presets and stop.", rich_help_panel=OUTPUT)
+    ] = False,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Compare with a trace of the live model (needs torch and transformers); exit 1 if they differ.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = False,
+    json: Annotated[str | None, typer.Option(metavar="PATH|-", help="Write the run file.", rich_help_panel=OUTPUT)] = None,
+    csv: Annotated[str | None, typer.Option(metavar="PATH|-", help="Write the GEMMs as CSV.", rich_help_panel=OUTPUT)] = None,
+    markdown: Annotated[
+        str | None, typer.Option(metavar="PATH|-", help="Write the tables as Markdown.", rich_help_panel=OUTPUT)
+    ] = None,
+) -> None:
+    """Which GEMMs a model runs in one training step, with their FLOPs.
+
+    Lists every matrix product that one rank runs for one micro-batch: three for each linear (fprop, dgrad, wgrad), as
+    MxKxN = tokens x input features x output features, and what else the step computes. --config takes Hugging Face,
+    Megatron-LM, torchtitan and Megatron-Bridge files.
+    """
+    if list_presets:
+        _list_presets()
+        return
+    if [json, csv, markdown].count("-") > 1:
+        raise UserError("two outputs to standard output at once", "give all but one of --json, --csv and --markdown a path")
+    source = model_options.source()
+    run, overridden = run_options.run_spec(source)
+    answer = _answer(source, run, overridden, check=check)
+    _deliver(answer, json=json, csv=csv, markdown=markdown)
+    if answer.found:
+        raise typer.Exit(1)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was worked out. `trace` where the live model was run; `found` the differences that --check looked for."""
+
+    source: ModelSource
+    run: RunSpec
+    workload: Workload
+    totals: Totals
+    notes: tuple[str, ...]
+    trace: Trace | None = None
+    found: tuple[Difference, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        if self.source.model is not None:
+            return self.source.model.name
+        return f"{self.trace.class_name if self.trace else 'model'} from {self.source.origin}"
+
+
+def _answer(source: ModelSource, run: RunSpec, notes: list[str], *, check: bool) -> Answer:
+    """Derive where there is a closed form, trace where there is none."""
+    if source.model is None:
+        return _traced(source, run, notes, check=check)
+    from gemmscope.workload.derive import derive
+    from gemmscope.workload.summary import totals
+
+    workload = derive(source.model, run)
+    answer = Answer(source, run, workload, totals(workload, run, source.model), (*source.notes, *notes, *workload.notes))
+    return _checked(answer) if check else answer
+
+
+def _traced(source: ModelSource, run: RunSpec, notes: list[str], *, check: bool) -> Answer:
+    from gemmscope.workload.summary import totals
+    from gemmscope.workload.trace import as_workload, trace_huggingface, trace_module
+
+    if check:
+        raise UserError(f"{source.origin} has no closed form to check: its shapes are traced anyway", "leave out --check")
+    if run != RunSpec(run.micro_batch_size, run.sequence_length, gradient_accumulation=run.gradient_accumulation):
+        raise UserError(
+            f"{source.origin} is traced as it runs in one process: it cannot be sharded, fused or recomputed here",
+            "keep --micro-batch-size, --sequence-length and --gradient-accumulation only",
+        )
+    _say("tracing the live model on the meta device (importing torch takes a few seconds) …")
+    trace = trace_module(source.module, run) if source.module is not None else trace_huggingface(source.config or {}, run)
+    workload = as_workload(trace)
+    summary = totals(workload, run, None, trace.parameters)
+    return Answer(source, run, workload, summary, (*source.notes, *notes, *workload.notes), trace)
+
+
+def _checked(answer: Answer) -> Answer:
+    """Hold the closed form against the live model."""
+    from gemmscope.workload.check import comparable_run, differences
+    from gemmscope.workload.trace import trace_huggingface
+
+    source, model = answer.source, answer.source.model
+    if source.config is None or model is None:
+        raise UserError(
+            f"--check compares with the model that transformers builds, and {source.origin} is no Hugging Face config",
+            "use --check with --config config.json or a preset made from one",
+        )
+    _say("checking against the live model on the meta device (importing torch takes a few seconds) …")
+    trace = trace_huggingface(source.config, answer.run)
+    found = tuple(differences(model, answer.run, trace))
+    notes = answer.notes
+    if comparable_run(answer.run) != answer.run:
+        notes = (*notes, "the check ran the unsharded model with separate projections, as transformers does")
+    return replace(answer, trace=trace, found=found, notes=notes)
+
+
+def _deliver(answer: Answer, *, json: str | None, csv: str | None, markdown: str | None) -> None:
+    """Files first; the tables on standard output unless something else was sent there."""
+    from gemmscope.report import formats, shapes
+
+    above = shapes.headline(answer.name, answer.source.model, answer.run, answer.workload)
+    tables = [shapes.gemm_table(answer.workload, answer.totals), shapes.other_table(answer.workload)]
+    below = [*shapes.closing(answer.totals), *(f"note: {note}" for note in answer.notes), *_verdict(answer)]
+    if json is not None:
+        _write(json, _run_file(answer))
+    if csv is not None:
+        _write(csv, formats.gemms_csv(answer.workload))
+    if markdown is not None:
+        _write(markdown, formats.markdown(tables, above, below))
+    if "-" not in (json, csv, markdown):
+        formats.print_tables(tables, above, below)
+
+
+def _run_file(answer: Answer) -> str:
+    from gemmscope.store.runfile import shapes_file
+
+    return shapes_file(
+        command=sys.argv[1:],
+        origin=answer.source.origin,
+        model=answer.source.model,
+        run=answer.run,
+        workload=answer.workload,
+        totals=answer.totals,
+        notes=answer.notes,
+        trace=answer.trace,
+        found=answer.found,
+    ).to_json()
+
+
+def _verdict(answer: Answer) -> list[str]:
+    """The outcome of --check, in words."""
+    if answer.found is None or answer.trace is None:
+        return []
+    versions = ", ".join(f"{name} {version}" for name, version in answer.trace.versions.items())
+    live = f"{answer.trace.class_name} ({versions})"
+    if not answer.found:
+        products = sum(gemm.count for gemm in answer.trace.gemms)
+        return [f"check: equal to the live {live}: {products} GEMMs, attention and parameters all agree"]
+    lines = [f"check: {len(answer.found)} differences from the live {live}:"]
+    return lines + [f"  {each.what}: derived {each.derived}, traced {each.traced}" for each in answer.found]
+
+
+def _write(where: str, text: str) -> None:
+    if where == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(where).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{where} cannot be written: {error.strerror or error}") from error
+    _say(f"wrote {where}")
+
+
+def _say(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def _list_presets() -> None:
+    from gemmscope.model import presets
+    from gemmscope.report import formats
+    from gemmscope.report.shapes import Table
+    from gemmscope.report.units import parameters
+
+    described = [presets.describe(name) for name in presets.names()]
+    rows = tuple(
+        (preset.name, parameters(preset.parameters) if preset.parameters else "", preset.description) for preset in described
+    )
+    formats.print_tables([Table("Presets", ("Name", "Parameters", "Description"), rows)], [], [])

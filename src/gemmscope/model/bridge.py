@@ -1,0 +1,178 @@
+"""Megatron-Bridge YAML: a recipe's overrides, or the run_config.yaml that Megatron-Bridge writes beside a checkpoint.
+
+The `model:` part speaks Megatron-core's own names, so `megatron_args` reads it nearly as it is; `train:` gives the
+batch, `dataset:` the sequence length. A `_target_` names the Python class that the values are handed to. A class such
+as `Llama3ModelProvider8B` has sizes of its own, which are in no file: then every setting that decides a shape must be
+written out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from gemmscope.errors import UserError
+from gemmscope.model.megatron_args import REQUIRED, RUN_SIZES, Dialect, Settings, Unknown, model_source, shown
+from gemmscope.model.source import ModelSource
+
+SHAPES = ("ffn_hidden_size", "gated_linear_unit", "num_moe_experts", "vocab_size")
+SHAPES_HEADS = ("num_query_groups", "kv_channels")
+SHAPES_MOE = ("moe_ffn_hidden_size", "moe_router_topk", "moe_layer_freq", "moe_shared_expert_intermediate_size")
+SHAPES_MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+PLAIN_CLASSES = {  # without sizes of their own: what the file leaves out has Megatron-core's defaults
+    "GPTModelProvider",
+    "GPTModelConfig",
+    "MLAModelProvider",
+    "TransformerConfig",
+    "MLATransformerConfig",
+}
+TELLTALE = (*REQUIRED, *SHAPES, *SHAPES_HEADS, *SHAPES_MOE, *SHAPES_MLA, *RUN_SIZES)
+MOST_ALIASES_WITH_MERGES = 20  # merged mappings are copied, and copies of copies grow without bound
+
+
+def recognises(text: str) -> bool:
+    """Whether the text is YAML with a Megatron `model:` in it.
+
+    >>> recognises("model:\\n  hidden_size: 4096"), recognises("model: llama")
+    (True, False)
+    """
+    if not re.search(r"^[\"']?model[\"']?[ \t]*:", text, re.MULTILINE):
+        return False
+    names = "|".join(TELLTALE)
+    return bool(
+        re.search(rf"^[ \t]+[\"']?(?:{names})[\"']?[ \t]*:", text, re.MULTILINE)
+        or re.search(rf"^[\"']?model[\"']?[ \t]*:[ \t]*\{{[^\n]*\b(?:{names})\b", text, re.MULTILINE)
+        or re.search(r"^[ \t]+_target_[ \t]*:[ \t]*[\"']?megatron\.", text, re.MULTILINE)
+    )
+
+
+def read(text: str, origin: str) -> ModelSource:
+    """The model and run of a Megatron-Bridge YAML file.
+
+    >>> read("model: {num_layers: 2, hidden_size: 64, num_attention_heads: 4}", "run.yaml").model.pattern()
+    '2 dense'
+    """
+    document = _load(text, origin)
+    model = _section(document, document, "model")
+    if not model:
+        raise UserError(
+            f"{origin}: no model: with settings in it",
+            "Megatron-Bridge YAML has them indented under model: such as num_layers: 32",
+        )
+    values = {**_section(document, model, "transformer"), **model}
+    provider = _provider(values)
+    if provider.startswith("MLA"):
+        values.setdefault("multi_latent_attention", True)
+    if re.search("mamba|hybrid", provider, re.IGNORECASE):
+        values.setdefault("is_hybrid_model", True)
+    _require_what_the_class_hides(values, provider)
+    notes = _add_run(values, document)
+    values["activation_func"] = _function_name(values.get("activation_func"))
+    if not values.get("should_pad_vocab"):
+        values.pop("make_vocab_size_divisible_by", None)
+    elif values.get("make_vocab_size_divisible_by") is None:
+        values["make_vocab_size_divisible_by"] = 128
+    strangers = [f"model.{name}" for name in values if name not in TELLTALE]
+    return model_source(Settings(values, _DIALECT), origin, notes, strangers)
+
+
+def _spell(name: str) -> str:
+    return f"train.{name}" if name in ("micro_batch_size", "global_batch_size") else f"model.{name}"
+
+
+_DIALECT = Dialect(_spell, "{}: {}", swiglu_keeps_parameters=False, q_lora_rank=512, kv_lora_rank=512, positions="seq_length")
+
+
+def _provider(values: Mapping[str, object]) -> str:
+    """The class of the model, without its module."""
+    target = values.get("_target_")
+    return target.strip().rpartition(".")[2] if isinstance(target, str) else ""
+
+
+def _require_what_the_class_hides(values: Mapping[str, object], provider: str) -> None:
+    if not provider or provider in PLAIN_CLASSES:
+        return
+    latent = values.get("multi_latent_attention") is True
+    names = [*REQUIRED, "multi_latent_attention", *SHAPES, *(SHAPES_MLA if latent else SHAPES_HEADS)]
+    names += SHAPES_MOE if values.get("num_moe_experts") else ()
+    missing = [name for name in names if name not in values or (name in REQUIRED and values[name] is None)]
+    if missing:
+        raise UserError(
+            f"model._target_ is {provider[:80]}, a class with sizes of its own that are not in the file; "
+            f"missing: {', '.join(missing)}",
+            "add them under model: (null for what the model does not have), "
+            "or use the run_config.yaml that Megatron-Bridge writes beside a checkpoint: it holds them all",
+        )
+
+
+def _add_run(values: dict[str, object], document: Mapping[str, object]) -> list[str]:
+    """Batch and sequence length from their own sections into the model's settings. What to tell the reader about it."""
+    train, dataset = (_section(document, document, name) for name in ("train", "dataset"))
+    for name in ("micro_batch_size", "global_batch_size"):
+        values[name] = train.get(name)
+    length, data_length = values.get("seq_length"), dataset.get("sequence_length", dataset.get("seq_length"))
+    if length is None:
+        values["seq_length"] = data_length
+    elif isinstance(length, int) and isinstance(data_length, int) and length != data_length:
+        return [f"model.seq_length = {shown(length)} counts, not the dataset's sequence length = {shown(data_length)}"]
+    return []
+
+
+def _function_name(value: object) -> str | None:
+    """`silu` from `torch.nn.functional.silu`, written as it is or as the `_target_` of a mapping."""
+    target = value.get("_target_") if isinstance(value, dict) else value
+    name = target.strip().rpartition(".")[2] if isinstance(target, str) else None
+    return "relu2" if name == "squared_relu" else name
+
+
+def _load(text: str, origin: str) -> dict[str, object]:
+    import yaml  # here: half of the start-up time of a command that reads no YAML
+
+    try:
+        if "<<" in text:
+            aliases = sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader))
+            if aliases > MOST_ALIASES_WITH_MERGES:
+                raise UserError(f"{origin}: {aliases} aliases (*name) and merges (<<)", "write the values out instead")
+        document = yaml.safe_load(text)
+    # Besides YAMLError: numbers too long for Python, dates that do not exist, nesting deeper than the stack.
+    except (
+        yaml.YAMLError,
+        ValueError,
+        ArithmeticError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
+        where = getattr(error, "problem_mark", None)
+        reason = str(getattr(error, "problem", None) or type(error).__name__)[:200]
+        raise UserError(
+            f"{origin} is not YAML that can be read{f', line {where.line + 1}' if where else ''}: {reason}",
+            "plain keys and values are enough: model: with num_layers: 32 indented under it",
+        ) from None
+    if not isinstance(document, dict):
+        raise UserError(f"{origin} holds {shown(document)}, not settings", "model: with num_layers: 32 indented under it")
+    return {key: value for key, value in document.items() if isinstance(key, str)}
+
+
+def _section(document: Mapping[str, object], parent: Mapping[str, object], name: str) -> dict[str, object]:
+    """A copy of a mapping, with references such as ${model.seq_length} replaced; empty where there is none."""
+    found = parent.get(name)
+    if not isinstance(found, dict):
+        return {}
+    return {key: _follow(document, value) for key, value in found.items() if isinstance(key, str)}
+
+
+def _follow(document: Mapping[str, object], value: object) -> object:
+    """What a reference to another value of the document leads to."""
+    for _ in range(5):
+        reference = re.fullmatch(r"\$\{([\w.]+)\}", value.strip()) if isinstance(value, str) else None
+        if not reference:
+            return value
+        target: object = document
+        for step in reference[1].split("."):
+            target = target.get(step) if isinstance(target, dict) else None
+        if target is None:
+            return Unknown(reference[0], "the file does not set it")
+        value = target
+    return Unknown("a reference", "it leads to another, and on, and on")

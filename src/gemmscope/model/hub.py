@@ -1,0 +1,85 @@
+"""A Hugging Face hub id, resolved by the user's own transformers in a process of its own.
+
+The command line never imports transformers; this file is also what that process runs: ``python -m gemmscope.model.hub NAME``
+prints the config, or one line that says why there is none.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+from gemmscope.errors import UserError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
+
+
+def looks_like_hub_id(name: str) -> bool:
+    """`owner/model`, or a bare model name.
+
+    >>> looks_like_hub_id("meta-llama/Llama-3.1-8B"), looks_like_hub_id("../configs/config.json")
+    (True, False)
+    """
+    is_file_name = name.lower().endswith((".json", ".toml", ".yaml", ".yml", ".sh", ".txt", ".log", ".args"))
+    return bool(_HUB_ID.fullmatch(name)) and not is_file_name
+
+
+def resolve(name: str) -> dict[str, Any]:
+    """The config.json of a hub id: from the local cache, else from the hub."""
+    instead = "give the path of its config.json instead: --config PATH"
+    if importlib.util.find_spec("transformers") is None:
+        raise UserError(
+            f"there is no file or folder {name!r}, and without transformers it cannot be looked up as a hub id",
+            f"pip install transformers, or {instead}",
+        )
+    child = subprocess.run([sys.executable, "-m", __name__, name], capture_output=True, text=True, check=False)
+    if child.returncode != 0:
+        lines = child.stderr.strip().splitlines() or ["no reason given"]
+        raise UserError(f"there is no file or folder {name!r}, and as a hub id it cannot be resolved: {lines[-1]}", instead)
+    config: dict[str, Any] = json.loads(child.stdout)
+    return config
+
+
+def _main(name: str) -> int:
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from transformers import PretrainedConfig
+
+    try:
+        config, _ = PretrainedConfig.get_config_dict(name, local_files_only=True)
+    except Exception:
+        if not _hub_reachable():
+            print("it is not in the local cache, and the hub cannot be reached from here", file=sys.stderr)  # noqa: T201
+            return 1
+        try:
+            config, _ = PretrainedConfig.get_config_dict(name)
+        except Exception as error:
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            print(reason[0], file=sys.stderr)  # noqa: T201
+            return 1
+    if not config:
+        print("it has no config.json", file=sys.stderr)  # noqa: T201
+        return 1
+    sys.stdout.write(json.dumps(config))
+    return 0
+
+
+def _hub_reachable() -> bool:
+    """Whether the hub's name resolves at all: asking it anyway would retry for half a minute."""
+    import socket
+    from urllib.parse import urlparse
+
+    host = urlparse(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname or ""
+    try:
+        socket.getaddrinfo(host, 443)
+    except OSError:
+        return bool(os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy"))
+    return True
+
+
+if __name__ == "__main__":
+    raise SystemExit(_main(sys.argv[1]))

@@ -1,0 +1,64 @@
+"""Well-known models as data: one TOML file each, with where its sizes come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from gemmscope.errors import UserError, closest
+from gemmscope.model import hf
+from gemmscope.model.flags import from_hyperparameters
+from gemmscope.model.source import ModelSource
+from gemmscope.toml import load_data
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What a preset's file says of itself. `parameters` is None where the file describes the layers only."""
+
+    name: str
+    description: str
+    source: str
+    parameters: int | None
+
+
+@cache
+def names() -> tuple[str, ...]:
+    """Every preset, in alphabetical order."""
+    return tuple(sorted(entry.name.removesuffix(".toml") for entry in files(__name__).iterdir() if entry.name.endswith(".toml")))
+
+
+def describe(name: str) -> Preset:
+    """A preset's own words."""
+    data = _load(name)
+    return Preset(name, data["description"], data["source"], data.get("parameters"))
+
+
+def load(name: str) -> ModelSource:
+    """The preset's model.
+
+    >>> load("codonfm-5b").model.hidden_size
+    4096
+    """
+    data = _load(name)
+    origin = f"preset {name}"
+    if "hyperparameters" in data:
+        model = from_hyperparameters(**data["hyperparameters"], name=name, source=data["source"])
+        return ModelSource(origin=origin, model=model)
+    nulls = dict.fromkeys(data.get("null", []))  # TOML cannot write null, and config.json means something by it
+    source = hf.from_config({**data["config"], **nulls}, origin)
+    assert source.model is not None, f"{name} needs a closed form"
+    return replace(source, origin=origin, model=replace(source.model, name=name, source=data["source"]))
+
+
+def _load(name: str) -> dict[str, Any]:
+    wanted = name.strip().lower()
+    if wanted not in names():
+        similar = closest(wanted, names())
+        raise UserError(
+            f"there is no preset {name!r}",
+            (f"did you mean {' or '.join(similar)}? " if similar else "") + "all of them: gemmscope shapes --list-presets",
+        )
+    return load_data(__name__, f"{wanted}.toml")

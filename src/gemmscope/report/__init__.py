@@ -1,0 +1,1 @@
+"""What people look at: tables on a terminal, Markdown for a pull request, CSV for a spreadsheet."""

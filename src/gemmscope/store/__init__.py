@@ -1,0 +1,1 @@
+"""Nothing measured is lost: the run file is what every command writes and every later one reads."""

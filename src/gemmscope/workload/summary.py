@@ -1,0 +1,89 @@
+"""What a workload adds up to: FLOPs per kind of layer, per micro-batch and per step, and the parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gemmscope.model.spec import ModelSpec, MoeSpec, RunSpec
+from gemmscope.workload.derive import EMBEDDING, HEAD, STEP, Workload, derive
+from gemmscope.workload.ops import Linear, Work
+
+
+@dataclass(frozen=True)
+class LayerTotal:
+    """The GEMMs of one kind of layer; `layers` of them stand in this rank's stage."""
+
+    section: str
+    layers: int
+    gemm_flops: float
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Of one rank. GEMMs are the products of linears; attention's own products are counted apart."""
+
+    layers: tuple[LayerTotal, ...]
+    gemm_flops: float  # per micro-batch
+    attention_flops: float
+    other: Work
+    micro_batches_per_step: int
+    parameters_of_rank: int
+    parameters: int  # of the whole model
+    active_parameters: int  # that one token meets
+
+    @property
+    def gemm_flops_per_step(self) -> float:
+        return self.gemm_flops * self.micro_batches_per_step
+
+
+def totals(workload: Workload, run: RunSpec, model: ModelSpec | None, traced_parameters: int = 0) -> Totals:
+    """Add up a workload. A traced one (`model` None) has no layers to tell apart."""
+    sections: dict[str, float] = {}
+    attention, other = Work(), Work()
+    for op in workload.ops:
+        if isinstance(op, Linear):
+            sections[op.section] = sections.get(op.section, 0) + op.total().flops
+        elif op.kind in ("attention", "product"):
+            attention += op.total()
+        else:
+            other += op.total()
+    total, active = count_parameters(model) if model else (traced_parameters, traced_parameters)
+    return Totals(
+        layers=tuple(_layers(workload, sections)) if model else (),
+        gemm_flops=sum(sections.values()),
+        attention_flops=attention.flops,
+        other=other,
+        micro_batches_per_step=run.gradient_accumulation,
+        parameters_of_rank=workload.parameters if model else traced_parameters,
+        parameters=total,
+        active_parameters=active,
+    )
+
+
+def _layers(workload: Workload, sections: dict[str, float]) -> list[LayerTotal]:
+    """Kinds of layers with how many there are: their output projection runs once a layer."""
+    counts = {op.section: op.count for op in workload.ops if op.name == "Attn Out"}
+    return [
+        LayerTotal(section, counts[section], flops / counts[section])
+        for section, flops in sections.items()
+        if section not in (EMBEDDING, HEAD, STEP)
+    ]
+
+
+def count_parameters(model: ModelSpec) -> tuple[int, int]:
+    """(all parameters, those that one token meets) of the unsharded model.
+
+    >>> from gemmscope.model import presets
+    >>> count_parameters(presets.load("mixtral-8x7b").model)
+    (46702792704, 12879929344)
+    """
+    whole = derive(model, RunSpec(micro_batch_size=1, sequence_length=1))
+    idle = 0
+    for layer, count in model.layer_groups():
+        if isinstance(layer.mlp, MoeSpec):
+            expert = layer.mlp.expert
+            ups = 2 if expert.gated else 1
+            weights = (ups + 1) * model.hidden_size * expert.intermediate_size
+            biases = ups * expert.intermediate_size * expert.up_bias + model.hidden_size * expert.down_bias
+            idle += count * (layer.mlp.experts - layer.mlp.top_k) * (weights + biases)
+    return whole.parameters, whole.parameters - idle

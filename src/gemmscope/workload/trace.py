@@ -1,0 +1,204 @@
+"""The real thing: a live module's matrix products, recorded in a worker process that imports torch.
+
+`trace_huggingface` and `trace_module` start the worker and return a `Trace`; `as_workload` gives it the form of a derived
+workload, so that every table and file is made the same way from both.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from gemmscope.errors import UserError
+from gemmscope.model.spec import RunSpec
+from gemmscope.workload.derive import Workload
+from gemmscope.workload.ops import ELEMENT_BYTES, PASSES, Direction, Gemm, Linear, Op, Work
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What the worker saw in one forward and backward pass of one micro-batch.
+
+    `gemms` are the products with a weight, their `op` the module's path with layer numbers folded. `products` are those
+    without one (attention), `remainder` what is no matrix product (convolutions).
+    """
+
+    class_name: str
+    parameters: int
+    gemms: tuple[Gemm, ...]
+    products: tuple[TracedProduct, ...]
+    remainder: tuple[Remainder, ...]
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedLinear(Linear):
+    """A linear as it was seen: each pass with its own count, because a frozen weight or a first layer skips some."""
+
+    seen: tuple[Gemm, ...] = ()
+    rows_of: int = 1
+
+    @property
+    def groups(self) -> int:
+        return self.rows_of
+
+    def gemms(self) -> Iterator[Gemm]:
+        """Only the passes that ran."""
+        yield from self.seen
+
+    def total(self) -> Work:
+        """As often as each pass ran."""
+        one = self._one_product()
+        return one.times(sum(gemm.count for gemm in self.seen))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedProduct(Op):
+    """A product of two activations, `batch` times M x K x N; `direction` is forward or backward."""
+
+    kind: ClassVar[str] = "product"
+    direction: Direction
+    m: int
+    k: int
+    n: int
+    batch: int
+
+    def _work(self) -> Work:
+        elements = self.batch * (self.m * self.k + self.k * self.n + self.m * self.n)
+        return Work(2 * self.batch * self.m * self.k * self.n, elements * ELEMENT_BYTES)
+
+    def forward(self) -> Work:
+        """All of it, if it ran forward."""
+        return self._work() if self.direction == "forward" else Work()
+
+    def backward(self) -> Work:
+        """All of it, if it ran backward."""
+        return self._work() if self.direction == "backward" else Work()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remainder(Op):
+    """What is no matrix product but has FLOPs: a convolution."""
+
+    kind: ClassVar[str] = "convolution"
+    direction: Direction
+    flops: int
+
+    def forward(self) -> Work:
+        """Its FLOPs, if it ran forward; its bytes are not recorded."""
+        return Work(self.flops) if self.direction == "forward" else Work()
+
+    def backward(self) -> Work:
+        """Its FLOPs, if it ran backward."""
+        return Work(self.flops) if self.direction == "backward" else Work()
+
+
+def trace_huggingface(config: Mapping[str, Any], run: RunSpec) -> Trace:
+    """Trace the model that transformers builds from a config."""
+    _require("transformers", "to build this model from its config")
+    return _ask_worker({"config": dict(config)}, run)
+
+
+def trace_module(reference: str, run: RunSpec) -> Trace:
+    """Trace the module that `file.py:factory` makes."""
+    path, colon, name = reference.rpartition(":")
+    if not colon or not path or not name.isidentifier():
+        raise UserError(f"--module {reference!r} is not FILE.py:FACTORY", "for example --module my_model.py:build")
+    return _ask_worker({"module": reference}, run)
+
+
+def _require(package: str, why: str) -> None:
+    for name in ("torch", package):
+        if importlib.util.find_spec(name) is None:
+            raise UserError(
+                f"{name} is needed {why}, and is not installed", f"pip install {name}, in the environment of gemmscope"
+            )
+
+
+def _ask_worker(request: dict[str, Any], run: RunSpec) -> Trace:
+    _require("torch", "to trace a module")
+    request |= {"micro_batch": run.micro_batch_size, "sequence": run.sequence_length}
+    with tempfile.TemporaryDirectory(prefix="gemmscope-") as folder:
+        asked, answered = Path(folder, "request.json"), Path(folder, "answer.json")
+        asked.write_text(json.dumps(request), encoding="utf-8")
+        command = [sys.executable, "-m", "gemmscope.workload.trace_worker", str(asked), str(answered)]
+        child = subprocess.run(command, capture_output=True, text=True, check=False)
+        if not answered.is_file():
+            lines = child.stderr.strip().splitlines() or [f"exit code {child.returncode}"]
+            raise UserError(f"the tracing process ended without an answer: {lines[-1]}")
+        answer = json.loads(answered.read_text(encoding="utf-8"))
+    if "error" in answer:
+        raise UserError(answer["error"])
+    return _parse(answer)
+
+
+def _parse(answer: dict[str, Any]) -> Trace:
+    return Trace(
+        class_name=answer["class"],
+        parameters=answer["parameters"],
+        gemms=tuple(
+            Gemm(row["module"] or "(root)", row["pass"], row["m"], row["k"], row["n"], row["groups"], row["count"])
+            for row in answer["gemms"]
+        ),
+        products=tuple(
+            TracedProduct(
+                name=row["module"] or "(root)", direction=row["pass"], m=row["m"], k=row["k"], n=row["n"],
+                batch=row["batch"], count=row["count"],
+            )
+            for row in answer["products"]
+        ),
+        remainder=tuple(
+            Remainder(name=row["module"] or "(root)", direction=row["pass"], flops=row["flops"], count=row["count"])
+            for row in answer["remainder"]
+        ),
+        versions=answer["versions"],
+    )  # fmt: skip
+
+
+def as_workload(trace: Trace) -> Workload:
+    """The trace as a workload: linears by module, with the passes that each ran."""
+    by_layer: dict[tuple[str, int, int, int, int], list[Gemm]] = {}
+    for gemm in trace.gemms:
+        tokens, inputs, outputs = _sizes(gemm)
+        by_layer.setdefault((gemm.op, tokens, inputs, outputs, gemm.groups), []).append(gemm)
+    linears = [
+        TracedLinear(
+            name=name,
+            tokens=tokens,
+            inputs=inputs,
+            outputs=outputs,
+            rows_of=groups,
+            seen=tuple(sorted(seen, key=lambda gemm: PASSES.index(gemm.pass_name))),
+            count=max(gemm.count for gemm in seen),
+        )
+        for (name, tokens, inputs, outputs, groups), seen in by_layer.items()
+    ]
+    notes = ["traced from the live module: norms, activations and the optimizer are not listed"]
+    if trace.remainder:
+        notes.append(f"{sum(op.count for op in trace.remainder)} convolutions are no GEMMs: they stand apart from the totals")
+    return Workload((*linears, *trace.products, *trace.remainder), stage=0, notes=tuple(notes))
+
+
+def _sizes(gemm: Gemm) -> tuple[int, int, int]:
+    """(tokens, inputs, outputs) of the linear that a pass belongs to."""
+    return {
+        "fprop": (gemm.m, gemm.k, gemm.n),
+        "dgrad": (gemm.m, gemm.n, gemm.k),
+        "wgrad": (gemm.k, gemm.m, gemm.n),
+    }[gemm.pass_name]
+
+
+def gemm_counts(gemms: list[Gemm] | tuple[Gemm, ...]) -> Counter[tuple[str, int, int, int, int]]:
+    """(pass, m, k, n, groups) → how often: what two lists of GEMMs must agree on."""
+    counts: Counter[tuple[str, int, int, int, int]] = Counter()
+    for gemm in gemms:
+        counts[(gemm.pass_name, gemm.m, gemm.k, gemm.n, gemm.groups)] += gemm.count
+    return counts

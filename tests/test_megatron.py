@@ -1,0 +1,442 @@
+"""Megatron-LM arguments: scripts, command lines and the printed list, real ones in small, and any other text."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gemmscope.errors import UserError
+from gemmscope.model import megatron
+from gemmscope.model.megatron_args import evaluate
+from gemmscope.model.source import ModelSource
+from gemmscope.model.spec import RUN_SETTINGS, ModelSpec, MoeSpec, RunSpec
+
+LLAMA3_8B = r"""
+#!/bin/bash
+# Pretrain Llama 3 8B; don't use --num-layers 99 here
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+TP_SIZE=${TP_SIZE:-2}
+SEQ_LENGTH=8192
+CHECKPOINT_PATH=$1
+DISTRIBUTED_ARGS=(--nproc_per_node 8 --nnodes 1 --master_addr "localhost")
+
+MODEL_ARGS=(
+    --use-mcore-models
+    --num-layers 32
+    --hidden-size 4096
+    --ffn-hidden-size 14336     # not the default
+    --num-attention-heads 32
+    --group-query-attention
+    --num-query-groups 8
+    --kv-channels 128
+    --seq-length $SEQ_LENGTH
+    --max-position-embeddings ${SEQ_LENGTH}
+    --position-embedding-type rope
+    --rotary-base 1000000
+    --attention-dropout 0.0
+    --swiglu
+    --disable-bias-linear
+    --untie-embeddings-and-output-weights
+    --normalization RMSNorm
+)
+PARALLEL="--tensor-model-parallel-size $TP_SIZE \
+    --sequence-parallel --context-parallel-size 1"
+
+torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py ${MODEL_ARGS[@]} \
+    --micro-batch-size 1 \
+    --global-batch-size 128 \
+    --vocab-size 128256 --save "$CHECKPOINT_PATH" $PARALLEL --bf16 --lr 1.5e-4
+"""
+
+MIXTRAL_8X7B = """
+python pretrain_gpt.py --num-layers=32 --hidden-size=4096 --ffn-hidden-size=14336 --num-attention-heads=32
+ --group-query-attention --num-query-groups 8 --num-experts 8 --moe-router-topk 2 --swiglu --disable-bias-linear
+ --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights --vocab-size 32000
+ --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 --tensor-model-parallel-size 2
+ --seq-length 4096 --micro-batch-size 1 --window-size 4095,0
+"""
+
+DEEPSEEK_V3 = """
+options="--num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 --kv-channels 128
+ --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64
+ --v-head-dim 128 --qk-layernorm --num-experts 256 --moe-layer-freq ([0]*3+[1]*58) --moe-ffn-hidden-size 2048
+ --moe-shared-expert-intermediate-size 2048 --moe-router-topk 8 --mtp-num-layers 1 --vocab-size 129280
+ --make-vocab-size-divisible-by 1 --swiglu --disable-bias-linear --normalization RMSNorm
+ --untie-embeddings-and-output-weights
+ --position-embedding-type rope --recompute-granularity selective --recompute-modules mla_up_proj moe"
+PP=16
+torchrun pretrain_gpt.py $options --pipeline-model-parallel-size $PP --expert-model-parallel-size $((PP * 4)) \\
+  --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 2
+"""
+
+DUMP = """
+[0]: using world size: 16, data-parallel size: 4
+0: ------------------------ arguments ------------------------
+[default0]:  add_bias_linear ................................. True
+0:   add_qkv_bias .................................... True
+[0]:   ffn_hidden_size ................................. 8192
+2024-05-01 10:00:00 | context_parallel_size ........................... 1
+  data_parallel_size .............................. 4
+  global_batch_size ............................... 64
+  group_query_attention ........................... False
+  hidden_size ..................................... 2048
+  kv_channels ..................................... 128
+  make_vocab_size_divisible_by .................... 128
+  max_position_embeddings ......................... 2048
+  micro_batch_size ................................ 4
+  moe_layer_freq .................................. 1
+  multi_latent_attention .......................... False
+  normalization ................................... LayerNorm
+  num_attention_heads ............................. 16
+  num_experts ..................................... None
+  num_layers ...................................... 24
+  num_query_groups ................................ 1
+  pipeline_model_parallel_size .................... 2
+  position_embedding_type ......................... learned_absolute
+  recompute_granularity ........................... full
+  seq_length ...................................... 2048
+  sequence_parallel ............................... False
+  swiglu .......................................... False
+  tensor_model_parallel_size ...................... 2
+  untie_embeddings_and_output_weights ............. False
+  vocab_size ...................................... None
+  world_size ...................................... 16
+0: -------------------- end of arguments ---------------------
+ > padded vocab (size: 50257) with 175 dummy tokens (new size: 50432)
+"""
+
+SMALL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4"
+
+
+def model_of(text: str) -> ModelSpec:
+    source = megatron.read(text, "pretrain.sh")
+    assert source.model is not None
+    return source.model
+
+
+def checked(text: str) -> ModelSource | None:
+    """What every text must come to: a source that later stages can use, or a message."""
+    megatron.recognises(text)
+    try:
+        source = megatron.read(text, "file")
+    except UserError:
+        return None
+    assert isinstance(source.model, ModelSpec)
+    assert set(source.run_settings) <= set(RUN_SETTINGS)
+    RunSpec(**{"micro_batch_size": 1, "sequence_length": 8, **source.run_settings})
+    return source
+
+
+def test_llama3_script():
+    source = megatron.read(LLAMA3_8B, "examples/llama3_8b.sh")
+    model = source.model
+    assert model is not None
+    assert (model.name, model.hidden_size, len(model.layers), model.vocab_size) == ("llama3_8b", 4096, 32, 128256)
+    attention, mlp = model.layers[0].attention, model.layers[0].mlp
+    assert (attention.heads, attention.kv_heads, attention.head_dim, attention.q_bias) == (32, 8, 128, False)
+    assert (mlp.intermediate_size, mlp.gated, mlp.activation, mlp.up_bias) == (14336, True, "silu", False)
+    assert model.norm.kind == "rmsnorm"
+    assert not model.tied_embeddings
+    assert model.positions == 0
+    assert attention.rotary
+    assert source.run_settings == {
+        "tp": 2,
+        "sequence_parallel": True,
+        "cp": 1,
+        "micro_batch_size": 1,
+        "sequence_length": 8192,
+        "vocab_multiple": 128,
+    }
+    assert any("--global-batch-size" in note for note in source.notes)
+
+
+def test_mixtral_command_line():
+    source = megatron.read(MIXTRAL_8X7B, "mixtral")
+    layer = source.model.layers[31]
+    assert isinstance(layer.mlp, MoeSpec)
+    assert (layer.mlp.experts, layer.mlp.top_k, layer.mlp.expert.intermediate_size) == (8, 2, 14336)
+    assert layer.mlp.expert.stored_fused
+    assert layer.mlp.shared is None
+    assert layer.attention.window == 4096
+    assert source.run_settings["ep"] == 8
+    assert [note for note in source.notes if "--expert-tensor-parallel-size = 1 is not modelled" in note]
+
+
+def test_deepseek_script():
+    source = megatron.read(DEEPSEEK_V3, "v3.sh")
+    model = source.model
+    assert model.pattern() == "3 dense, 58 MoE"
+    attention, moe = model.layers[60].attention, model.layers[60].mlp
+    assert (attention.head_dim, attention.value_dim, attention.kv_heads) == (192, 128, 128)
+    assert (attention.latent.q_rank, attention.latent.kv_rank, attention.latent.rope_dim) == (1536, 512, 64)
+    assert (moe.experts, moe.top_k, moe.expert.intermediate_size) == (256, 8, 2048)
+    assert moe.shared.intermediate_size == 2048
+    assert not moe.shared_gate
+    assert source.run_settings["pp_layers"] == (3, *(4,) * 14, 2)
+    assert source.run_settings["ep"] == 64
+    assert source.run_settings["recompute"] == "selective"
+    assert source.run_settings["vocab_multiple"] == 1
+    assert any("--mtp-num-layers" in note for note in source.notes)
+
+
+def test_printed_list():
+    source = megatron.read(DUMP, "train.log")
+    model = source.model
+    attention = model.layers[0].attention
+    assert attention.kv_heads == 16  # num_query_groups counts only with group_query_attention
+    assert attention.q_bias
+    assert attention.out_bias
+    assert model.positions == 2048
+    assert not attention.rotary
+    assert model.tied_embeddings
+    assert model.norm.bias
+    assert model.vocab_size == 50257
+    assert source.run_settings == {
+        "tp": 2,
+        "pp": 2,
+        "cp": 1,
+        "sequence_parallel": False,
+        "micro_batch_size": 4,
+        "sequence_length": 2048,
+        "vocab_multiple": 128,
+        "recompute": "full",
+        "gradient_accumulation": 4,
+    }
+    assert source.notes == ()
+
+
+def test_padded_vocabulary_in_the_list():
+    source = megatron.read(DUMP.split("-------------------- end")[0] + "  padded_vocab_size .... 50432\n", "log")
+    assert source.model.vocab_size == 50432
+    assert source.run_settings["vocab_multiple"] == 1
+
+
+def test_defaults_are_megatrons():
+    source = megatron.read(SMALL, "args")
+    layer = source.model.layers[0]
+    assert layer.attention.head_dim == 16
+    assert layer.attention.kv_heads == 4
+    assert layer.attention.k_bias
+    assert (layer.mlp.intermediate_size, layer.mlp.gated, layer.mlp.activation) == (256, False, "gelu")
+    assert source.model.norm.kind == "layernorm"
+    assert source.run_settings == {"vocab_multiple": 128}
+    assert len(source.notes) == 2  # the width of the MLP is a default, the vocabulary is not there
+
+
+@pytest.mark.parametrize(
+    ("flags", "width", "gated", "activation"),
+    [
+        ("", 4096, False, "gelu"),
+        ("--swiglu", 2688, True, "silu"),
+        ("--quick-geglu", 4096, True, "quick_gelu"),
+        ("--squared-relu", 4096, False, "relu2"),
+    ],
+)
+def test_default_width_of_the_mlp(flags: str, width: int, gated: bool, activation: str):
+    mlp = model_of(f"--num-layers 1 --hidden-size 1024 --num-attention-heads 8 {flags}").layers[0].mlp
+    assert (mlp.intermediate_size, mlp.gated, mlp.activation) == (width, gated, activation)
+
+
+def test_attention_switches():
+    attention = (
+        model_of(SMALL + " --add-qkv-bias --disable-bias-linear --qk-layernorm --softmax-type learnable")
+        .layers[0]
+        .attention
+    )
+    assert (attention.q_bias, attention.v_bias, attention.out_bias) == (True, True, False)
+    assert (attention.qk_norm, attention.qk_norm_bias, attention.sinks) == ("head", True, True)
+    assert model_of(SMALL + " --group-query-attention").layers[0].attention.kv_heads == 1
+    latent = model_of(SMALL + " --multi-latent-attention").layers[0].attention.latent
+    assert (latent.q_rank, latent.kv_rank) == (None, 32)
+
+
+@pytest.mark.parametrize(
+    ("value", "moe"),
+    [("1", "1111"), ("2", "1010"), ("'[0,1,1,1]'", "0111"), ('"([0]*1+[1])*2"', "0101"), (r"\([0]*3+[1]*1\)", "0001")],
+)
+def test_moe_layers(value: str, moe: str):
+    layers = model_of(f"{SMALL} --num-experts 8 --moe-layer-freq {value}").layers
+    assert "".join("01"[layer.is_moe] for layer in layers) == moe
+
+
+def test_window_layers():
+    layers = model_of(f"{SMALL} --window-size 127,0 --window-attn-skip-freq 4").layers
+    assert [layer.attention.window for layer in layers] == [128, 128, 128, None]
+
+
+@pytest.mark.parametrize(
+    ("flags", "layers"),
+    [
+        ("--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1", (1, 2, 1)),
+        ("--decoder-last-pipeline-num-layers 2", (1, 1, 2)),
+        ("--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", (1, 2, 1)),
+        ("--pipeline-model-parallel-layout 'E|t*2|(t)*2,L'", (0, 2, 2)),
+        ("--pipeline-model-parallel-layout 'Et|t|t|t||L'", (2, 1, 1)),
+    ],
+)
+def test_uneven_pipeline(flags: str, layers: tuple[int, ...]):
+    source = megatron.read(f"{SMALL} --pipeline-model-parallel-size 3 {flags}", "args")
+    assert source.run_settings["pp_layers"] == layers
+
+
+def test_last_value_wins_and_is_noted():
+    source = megatron.read(f"{SMALL} --hidden-size 128", "args")
+    assert source.model.hidden_size == 128
+    assert "--hidden-size is given more than once: the last value counts" in source.notes
+
+
+def test_python_list_and_yaml_of_flags():
+    assert (
+        model_of('ARGS = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"]').hidden_size == 64
+    )
+    assert model_of("MODEL_ARGS:\n  --num-layers: 4\n  --hidden-size: 64\n  --num-attention-heads: 4").hidden_size == 64
+
+
+def test_slip_of_an_optional_flag_is_noted():
+    source = megatron.read(f"{SMALL} --ffn-hiden-size 512", "args")
+    assert "--ffn-hiden-size is ignored; did you mean --ffn-hidden-size?" in source.notes
+
+
+def test_branches():
+    script = f"""
+    if [ $SIZE = 7B ]; then
+        HEADS=32
+    elif [ $SIZE = 13B ]; then
+        HEADS=40
+    fi
+    if [ $SP = true ]; then sp="--sequence-parallel"; fi
+    {SMALL} --train-iters $ITERS --num-query-groups $HEADS $sp
+    """
+    source = megatron.read(script, "x.sh")  # nothing needed depends on HEADS
+    assert source.run_settings["sequence_parallel"]
+    assert "taken although inside a condition of the script: --sequence-parallel" in source.notes
+    with pytest.raises(UserError, match="HEADS is 32 or 40, depending on a condition"):
+        megatron.read(script.replace("--num-query-groups", "--num-attention-heads"), "x.sh")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "no Megatron-LM arguments"),
+        (SMALL.replace("hidden", "hiden") + " --hidden-dropout 0", r"but --hiden-size \(did you mean --hidden-size"),
+        ("--num-layers 4", "no --hidden-size and no --num-attention-heads"),
+        (SMALL.replace("64", "sixty"), "--hidden-size must be a whole number, not 'sixty'"),
+        (SMALL.replace("64", "64.0"), "not '64.0'"),
+        (SMALL.replace("64", "-64"), "--hidden-size must be at least 1, not -64"),
+        (SMALL.replace("64", "0"), "at least 1"),
+        (SMALL.replace("64", "9" * 5001), "must be a whole number"),
+        (SMALL.replace("64", "9" * 12), "beyond anything trained"),
+        (SMALL.replace("64", "66"), "not a multiple of --num-attention-heads = 4, and there is no --kv-channels"),
+        (SMALL.replace("64", "$HIDDEN"), r"--hidden-size is \$HIDDEN, which is not known: the text does not set it"),
+        (SMALL.replace("64", "$(cat size)"), "which is not known"),
+        (SMALL.replace("64", ""), "--hidden-size is nothing, which is not known: --num-attention-heads follows it"),
+        (SMALL + " --group-query-attention --num-query-groups 3", "--num-attention-heads = 4 is not a multiple of"),
+        (SMALL + " --num-experts 1", "--moe-router-topk = 2, but --num-experts = 1"),
+        (SMALL + " --num-experts 8 --moe-layer-freq [0]*3", "--moe-layer-freq lists 3 layers, but --num-layers is 4"),
+        (SMALL + " --num-experts 8 --moe-layer-freq [2]*4", "other numbers than 0 and 1"),
+        (SMALL + " --num-experts 8 --moe-layer-freq __import__('os')", "must be a number or a list"),
+        (SMALL + " --num-experts 8 --moe-layer-freq [1]*99999999999", "must be a number or a list"),
+        (SMALL + " --window-size 1,2,3", "--window-size is not two numbers"),
+        (SMALL + " --normalization BatchNorm", "--normalization is 'BatchNorm'"),
+        (SMALL + " --recompute-granularity some", "--recompute-granularity is 'some'"),
+        (SMALL + " --hybrid-override-pattern M-M*", "--hybrid-override-pattern mixes Mamba layers in"),
+        (SMALL + " --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 5", "5 of 4 layers"),
+        (SMALL + " --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*9", "2 stages and 4 layers"),
+    ],
+)  # fmt: skip
+def test_messages(text: str, says: str):
+    with pytest.raises(UserError, match=says):
+        megatron.read(text, "file.sh")
+
+
+def test_recognises():
+    assert all(megatron.recognises(text) for text in (LLAMA3_8B, MIXTRAL_8X7B, DEEPSEEK_V3, DUMP))
+    assert not megatron.recognises('{"hidden_size": 4096, "num_hidden_layers": 32}')
+    assert not megatron.recognises("")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["1**9", "[1]*10**9", "-" * 9999 + "1", "(" * 9999, "[1" * 90, "a", "", "1/0", "[1]*[1]", "1_0", "[[1]]", "1 2"],
+)
+def test_only_plain_expressions(text: str):
+    with pytest.raises(ValueError, match=r"^(not|a list)"):
+        evaluate(text)
+
+
+def test_expressions():
+    assert evaluate("2*(3+4)-9/2") == 10
+    assert evaluate("2*[0,1]+[-1]") == [0, 1, 0, 1, -1]
+
+
+def test_unknown_run_settings_are_left_out():
+    source = megatron.read(
+        f"TP=$1\n{SMALL} --tensor-model-parallel-size $TP --seq-length 8 --vocab-size 64 --lr $LR", "x"
+    )
+    assert source.run_settings == {"sequence_length": 8, "vocab_multiple": 128}
+    assert "--tensor-model-parallel-size is left out: $TP, which is not known: the text does not set it" in source.notes
+
+
+def test_growing_variables_stay_small():
+    script = "A0=1234567890\n" + "\n".join(f"A{i + 1}=$A{i}$A{i}" for i in range(60)) + f"\n{SMALL} --seq-length $A60"
+    started = time.perf_counter()
+    assert checked(script) is None
+    assert time.perf_counter() - started < 2
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text())
+def test_any_text(text: str):
+    checked(text)
+    checked(SMALL + " " + text)
+    checked(f"{SMALL} --num-experts 4 --moe-layer-freq {text}")
+
+
+WORDS = st.sampled_from(
+    [f"--{name.replace('_', '-')}" for name in sorted(megatron.KNOWN)]
+    + [
+        "1",
+        "2",
+        "3",
+        "4",
+        "64",
+        "-1",
+        "0",
+        "$A",
+        "${A:-2}",
+        "$((A*2))",
+        "A=2",
+        "'",
+        '"',
+        "(",
+        ")",
+        "#",
+        "\\",
+        "if",
+        "fi",
+    ]
+    + ["true", "False", "None", "[1]*4", "1,0", "full", "RMSNorm", "=", "\n", "${", "$(", "`", "٣", "\x00", "rope"]
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(WORDS, max_size=12), st.booleans())
+def test_any_arguments(words: list[str], joined: bool):
+    checked(SMALL + " " + ("" if joined else " ").join(words))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from([LLAMA3_8B, MIXTRAL_8X7B, DEEPSEEK_V3, DUMP]), st.data())
+def test_damaged_files(text: str, data: st.DataObject):
+    start = data.draw(st.integers(0, len(text)))
+    end = min(len(text), start + data.draw(st.integers(0, 40)))
+    checked(text[:start] + data.draw(st.text(max_size=6)) + text[end:])
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(sorted(megatron.KNOWN)), st.text(st.characters(exclude_characters="\n"), max_size=20))
+def test_any_printed_value(name: str, value: str):
+    checked(DUMP.replace("------ end", f"------\n  {name} ........ {value}\n"))
