@@ -156,9 +156,7 @@ def test_defaults_are_megatron_cores():
 
 
 def test_patterns_and_windows():
-    layers = bridge.read(
-        text_of(num_moe_experts=8, moe_layer_freq="([0]*1+[1]*3)", window_size=[127, 0]), "x"
-    ).model.layers
+    layers = bridge.read(text_of(num_moe_experts=8, moe_layer_freq="([0]*1+[1]*3)", window_size=[127, 0]), "x").model.layers
     assert [layer.is_moe for layer in layers] == [False, True, True, True]
     assert layers[0].attention.window == 128
     squared = bridge.read(text_of(activation_func="megatron.core.activations.squared_relu"), "x").model.layers[0].mlp
@@ -174,10 +172,7 @@ def test_list_layout_and_nested_transformer():
 
 
 def test_references():
-    text = (
-        text_of(seq_length=256)
-        + "dataset: {sequence_length: '${model.seq_length}'}\ntrain: {micro_batch_size: '${a.b}'}\n"
-    )
+    text = text_of(seq_length=256) + "dataset: {sequence_length: '${model.seq_length}'}\ntrain: {micro_batch_size: '${a.b}'}\n"
     source = bridge.read(text, "x")
     assert "micro_batch_size" not in source.run_settings
     assert "train.micro_batch_size is left out: ${a.b}, which is not known: the file does not set it" in source.notes
@@ -193,9 +188,7 @@ def test_two_sequence_lengths_are_noted():
 
 def test_a_class_with_sizes_of_its_own():
     target = "megatron.bridge.models.llama.llama_provider.Llama3ModelProvider8B"
-    with pytest.raises(
-        UserError, match=r"Llama3ModelProvider8B.*missing: num_layers, hidden_size, num_attention_heads"
-    ):
+    with pytest.raises(UserError, match=r"Llama3ModelProvider8B.*missing: num_layers, hidden_size, num_attention_heads"):
         bridge.read(f"model:\n  _target_: {target}\n  seq_length: 8192\n", "x")
     with pytest.raises(UserError, match="missing: multi_latent_attention, ffn_hidden_size, gated_linear_unit"):
         bridge.read(text_of(_target_=target), "x")
@@ -266,9 +259,7 @@ def bomb(merge: bool) -> str:
 )
 def test_nested_aliases_stay_cheap(key: str):
     started = time.perf_counter()
-    sizes = (
-        "num_layers: 4, hidden_size: 64, num_attention_heads: 4, num_moe_experts: 2, pipeline_model_parallel_size: 2"
-    )
+    sizes = "num_layers: 4, hidden_size: 64, num_attention_heads: 4, num_moe_experts: 2, pipeline_model_parallel_size: 2"
     checked(f"{bomb(merge=False)}\nmodel: {{{sizes}, {key}: *a12}}")
     assert checked(f"{bomb(merge=True)}\nmodel: *a12") is None
     assert time.perf_counter() - started < 2
@@ -277,9 +268,7 @@ def test_nested_aliases_stay_cheap(key: str):
 def test_recursive_aliases():
     assert checked("model: &m {num_layers: 4, hidden_size: 64, num_attention_heads: *m}") is None
     assert (
-        checked(
-            "model: &m {num_layers: 4, hidden_size: 64, num_attention_heads: 4, transformer: *m, seq_length: &l [*l]}"
-        )
+        checked("model: &m {num_layers: 4, hidden_size: 64, num_attention_heads: 4, transformer: *m, seq_length: &l [*l]}")
         is None
     )
     assert checked("&d model: *d") is None

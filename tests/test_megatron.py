@@ -180,6 +180,7 @@ def test_deepseek_script():
     assert source.run_settings["recompute"] == "selective"
     assert source.run_settings["vocab_multiple"] == 1
     assert any("--mtp-num-layers" in note for note in source.notes)
+    assert any("recomputing mla_up_proj, moe is not modelled" in note for note in source.notes)
 
 
 def test_printed_list():
@@ -242,9 +243,7 @@ def test_default_width_of_the_mlp(flags: str, width: int, gated: bool, activatio
 
 def test_attention_switches():
     attention = (
-        model_of(SMALL + " --add-qkv-bias --disable-bias-linear --qk-layernorm --softmax-type learnable")
-        .layers[0]
-        .attention
+        model_of(SMALL + " --add-qkv-bias --disable-bias-linear --qk-layernorm --softmax-type learnable").layers[0].attention
     )
     assert (attention.q_bias, attention.v_bias, attention.out_bias) == (True, True, False)
     assert (attention.qk_norm, attention.qk_norm_bias, attention.sinks) == ("head", True, True)
@@ -289,9 +288,7 @@ def test_last_value_wins_and_is_noted():
 
 
 def test_python_list_and_yaml_of_flags():
-    assert (
-        model_of('ARGS = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"]').hidden_size == 64
-    )
+    assert model_of('ARGS = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"]').hidden_size == 64
     assert model_of("MODEL_ARGS:\n  --num-layers: 4\n  --hidden-size: 64\n  --num-attention-heads: 4").hidden_size == 64
 
 
@@ -373,9 +370,7 @@ def test_expressions():
 
 
 def test_unknown_run_settings_are_left_out():
-    source = megatron.read(
-        f"TP=$1\n{SMALL} --tensor-model-parallel-size $TP --seq-length 8 --vocab-size 64 --lr $LR", "x"
-    )
+    source = megatron.read(f"TP=$1\n{SMALL} --tensor-model-parallel-size $TP --seq-length 8 --vocab-size 64 --lr $LR", "x")
     assert source.run_settings == {"sequence_length": 8, "vocab_multiple": 128}
     assert "--tensor-model-parallel-size is left out: $TP, which is not known: the text does not set it" in source.notes
 

@@ -481,9 +481,7 @@ KEYS = sorted(
 SCALARS = st.one_of(
     st.integers(-2, 16).map(str),
     st.sampled_from(["64", "8192", "99999999999999999999999", "0x" + "f" * 5000, "true", "nan", "1e400", "1979-05-27"]),
-    st.sampled_from(
-        ['"8B"', '"llama3"', '"16B"', '"deepseek_v3"', '"selective"', '"op"', '"2"', '"full"', '"DualPipeV"']
-    ),
+    st.sampled_from(['"8B"', '"llama3"', '"16B"', '"deepseek_v3"', '"selective"', '"op"', '"2"', '"full"', '"DualPipeV"']),
     st.text(st.characters(exclude_characters="'\\"), max_size=8).map(lambda text: f"'{text}'"),
 )
 VALUES = st.one_of(
@@ -536,9 +534,7 @@ def test_any_values(
         "parallelism": parallelism,
         "activation_checkpoint": checkpoint,
     }
-    lines = [
-        f"[{name}]\n" + "\n".join(f"{key} = {value}" for key, value in table.items()) for name, table in tables.items()
-    ]
+    lines = [f"[{name}]\n" + "\n".join(f"{key} = {value}" for key, value in table.items()) for name, table in tables.items()]
     check_any_text("\n".join(lines))
 
 

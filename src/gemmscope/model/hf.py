@@ -127,7 +127,7 @@ def _model(family: FamilyConfig, origin: str) -> ModelSpec:
         positions_on_hidden=family.flag("positions_on_hidden"),
         token_types=family.number("token_types") or 0,
         embedding_norm=family.flag("embedding_norm"),
-        final_norm=family.flag("final_norm", default=True),
+        final_norm=family.flag("final_norm", default=True) and not family.flag("final_norm_unless"),
         head_bias=family.flag("head_bias"),
         head_transform=family.flag("head_transform"),
         head_transform_bias=family.flag("head_transform_bias", default=True),

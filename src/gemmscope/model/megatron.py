@@ -64,6 +64,7 @@ ALIKE_BUT_OTHER = {
     "decoder_seq_length",
     "o_lora_rank",
 }  # real flags that are not slips of the known ones
+RECOMPUTE_MODULES = _names("core_attn moe_act layernorm mla_up_proj mlp moe shared_experts")  # several may follow the flag
 TELLTALE = {*REQUIRED, "ffn_hidden_size", "tensor_model_parallel_size", "micro_batch_size", "seq_length"}
 
 
@@ -335,6 +336,8 @@ def _collect(text: str, shell: Shell, found: Found, *, in_branch: bool, depth: i
         elif waiting:
             found.put(waiting, shell.resolve(piece), in_branch=inside)
             waiting = ""
+        elif piece in RECOMPUTE_MODULES and found.values.get("recompute_modules"):
+            found.values["recompute_modules"] = f"{found.values['recompute_modules']} {piece}"
         elif switch and piece.lower() == "false":
             found.values[switch] = False
         else:

@@ -29,13 +29,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _LAYER_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor lies. Its transpose lies in the same place; Q, K and V cut from one tensor do not. Holds the storage alive."""
+
+    storage: torch.UntypedStorage
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Place:
+        return cls(tensor.untyped_storage(), tensor.storage_offset())
+
+    def same_as(self, other: _Place) -> bool:
+        return self.storage._cdata == other.storage._cdata and self.offset == other.offset
+
+
 @dataclass
 class _Forward:
     """One forward product, kept until the backward pass asks for it."""
 
     path: str
-    left: torch.UntypedStorage
-    right: torch.UntypedStorage
+    left: _Place
+    right: _Place
     weight_side: str | None  # "left", "right", or None for a product of two activations
     tokens: int
     inputs: int
@@ -121,8 +136,8 @@ class Recorder:
             tokens *= batch
         record = _Forward(
             self.path(),
-            left.untyped_storage(),
-            right.untyped_storage(),
+            _Place.of(left),
+            _Place.of(right),
             weight_side,
             tokens,
             inputs,
@@ -144,10 +159,10 @@ class Recorder:
     def _backward(self, left: torch.Tensor, right: torch.Tensor) -> None:
         node = torch._C._current_autograd_node()
         candidates = self._by_node.get(node._sequence_nr(), []) if node is not None else []
-        read = {left.untyped_storage()._cdata, right.untyped_storage()._cdata}
+        operands = (_Place.of(left), _Place.of(right))
         for record in candidates:
-            for side, storage in (("left", record.left), ("right", record.right)):
-                if storage._cdata in read:
+            for side, place in (("left", record.left), ("right", record.right)):
+                if any(place.same_as(operand) for operand in operands):
                     self._count_backward(record, side)
                     return
         m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]

@@ -1,0 +1,116 @@
+"""The closed form against the real thing: Hugging Face's own classes, run forward and backward on the meta device.
+
+Every product must agree: as a multiset of (pass, m, k, n, groups) with counts, attention's products too, and the number of
+parameters to the last one.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from gemmscope.model import hf, presets
+from gemmscope.model.families import known_model_types
+from gemmscope.model.spec import RunSpec
+from gemmscope.workload.check import Difference, differences
+from gemmscope.workload.derive import derive
+from gemmscope.workload.ops import Attention
+from gemmscope.workload.trace import Trace, _parse
+from hf_variants import variant
+
+transformers = pytest.importorskip("transformers", reason="the oracle needs torch and transformers")
+trace_worker = pytest.importorskip("gemmscope.workload.trace_worker", reason="the oracle needs torch and transformers")
+pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]  # warnings of torch and transformers
+
+REQUIRED = (
+    "llama mistral qwen2 qwen3 qwen2_moe qwen3_moe mixtral deepseek_v3 gpt_oss gemma2 gemma3_text phi3 gpt2 gpt_neox opt bert "
+    "roberta esm modernbert olmo2 granite starcoder2 cohere glm4 nemotron"
+).split()
+
+
+def live(config: dict[str, Any], run: RunSpec) -> Trace:
+    """The trace of the model that transformers builds from `config`, in this process."""
+    request = {"config": config, "micro_batch": run.micro_batch_size, "sequence": run.sequence_length}
+    return _parse(trace_worker.answer(request))
+
+
+def compare(config: dict[str, Any], run: RunSpec) -> list[Difference]:
+    model = hf.from_config(json.loads(json.dumps(config)), "config.json").model
+    assert model is not None
+    return differences(model, run, live(config, run))
+
+
+def test_required_families_are_known() -> None:
+    assert set(REQUIRED) <= set(known_model_types())
+    assert len(known_model_types()) >= 50
+
+
+@pytest.mark.parametrize("model_type", known_model_types())
+@pytest.mark.parametrize("seed", range(4))
+def test_random_configs(model_type: str, seed: int) -> None:
+    rng = random.Random(f"{model_type} {seed}")
+    settings = variant(model_type, transformers.AutoConfig.for_model(model_type).to_dict(), rng)
+    config = transformers.AutoConfig.for_model(model_type, **settings).to_dict()
+    assert compare(config, RunSpec(rng.choice([1, 2, 3]), rng.choice([16, 33]))) == []
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_presets(name: str) -> None:
+    """The whole model at its real size and depth, from the keys that the preset states: nothing filled in."""
+    source = presets.load(name)
+    if source.config is None:
+        pytest.skip("not a Hugging Face model")
+    run = RunSpec(1, 64)
+    trace = live(dict(source.config), run)
+    assert source.model is not None
+    assert differences(source.model, run, trace) == []
+    assert presets.describe(name).parameters == trace.parameters
+
+
+def test_zero_flops_difference() -> None:
+    """Multisets are equal, so this must be: FLOPs add up to the same number."""
+    source = presets.load("qwen3-30b-a3b")
+    assert source.model is not None
+    run = RunSpec(2, 128, separate_projections=True)
+    traced = sum(gemm.flops * gemm.count for gemm in live(dict(source.config or {}), run).gemms)
+    derived = sum(gemm.flops * gemm.count for gemm in derive(source.model, run).gemms())
+    assert traced == derived > 0
+
+
+def test_a_wrong_closed_form_is_noticed() -> None:
+    """The comparison can fail: a config that differs in one size from the model traced."""
+    config = transformers.AutoConfig.for_model("llama", hidden_size=64, num_attention_heads=4, num_hidden_layers=2).to_dict()
+    run = RunSpec(1, 16)
+    trace = live(config, run)
+    model = hf.from_config({**config, "num_key_value_heads": 2}, "x").model
+    assert model is not None
+    found = differences(model, run, trace)
+    assert {difference.what for difference in found} >= {"fprop 16x64x32", "parameters"}
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "gemma2", "gpt_oss", "modernbert", "qwen2", "olmo3", "cohere2", "gemma3_text"])
+def test_windows(model_type: str) -> None:
+    """Which layers slide: the closed form's pattern is that of the configuration class."""
+    extra = {"use_sliding_window": True} if model_type == "qwen2" else {}
+    config = transformers.AutoConfig.for_model(model_type, num_hidden_layers=12, max_window_layers=5, **extra)
+    plain = {key: value for key, value in config.to_dict().items() if key != "layer_types"}
+    model = hf.from_config(json.loads(json.dumps(plain)), "x").model
+    assert model is not None
+    slides = [layer.attention.window is not None for layer in model.layers]
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * 12
+    assert slides == [kind == "sliding_attention" for kind in kinds]
+    windows = {op.window for op in derive(model, RunSpec(1, 8192)).ops if isinstance(op, Attention)} - {None}
+    assert windows == {config.local_attention if model_type == "modernbert" else config.sliding_window}
+
+
+def test_keys_left_out_mean_what_the_class_assumes() -> None:
+    """A hub config that omits keys: every one that is not a size may go, one at a time."""
+    sizes = {"model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"}
+    run = RunSpec(1, 16)
+    for model_type in ("mistral", "qwen2", "gemma2", "starcoder2", "glm4", "cohere", "modernbert", "roberta"):
+        defaults = transformers.AutoConfig.for_model(model_type).to_dict()
+        minimal = {key: defaults[key] for key in sizes} | {"num_hidden_layers": 2}
+        assert compare(minimal, run) == [], model_type
