@@ -165,10 +165,19 @@ class Recorder:
                 if any(place.same_as(operand) for operand in operands):
                     self._count_backward(record, side)
                     return
-        m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
-        batch = left.shape[0] if left.dim() == 3 and right.dim() == 3 else 1
+        if candidates:  # recomputed: the activation that is read is a copy, made again, of the one that was recorded
+            self._count_backward(candidates[0], self._side_read(candidates[0], left, right))
+            return
+        m, k, n, batch = left.shape[-2], left.shape[-1], right.shape[-1], left.shape[0] if left.dim() == 3 else 1
         name = f"({node.name()})" if node is not None else ""  # the gradient of something that is no product itself
-        self.products[(candidates[0].path if candidates else name, "backward", m, k, n, batch)] += 1
+        self.products[(name, "backward", m, k, n, batch)] += 1
+
+    def _side_read(self, record: _Forward, left: torch.Tensor, right: torch.Tensor) -> str:
+        """Which operand of the forward product a backward one reads, told by what it is rather than by where it lies."""
+        if record.weight_side is not None:
+            reads_weight = self.is_weight(left) or self.is_weight(right)
+            return record.weight_side if reads_weight else {"left": "right", "right": "left"}[record.weight_side]
+        return "right" if left.shape[-1] == record.shape[2] else "left"  # dA = dC Bᵀ sums over n, dB = Aᵀ dC over m
 
     def _count_backward(self, record: _Forward, operand_read: str) -> None:
         tokens, inputs, outputs = record.tokens, record.inputs, record.outputs

@@ -75,7 +75,7 @@ def count_parameters(model: ModelSpec) -> tuple[int, int]:
 
     >>> from gemmscope.model import presets
     >>> count_parameters(presets.load("mixtral-8x7b").model)
-    (46702792704, 12879929344)
+    (46702792704, 12879925248)
     """
     whole = derive(model, RunSpec(micro_batch_size=1, sequence_length=1))
     idle = 0

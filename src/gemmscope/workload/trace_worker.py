@@ -173,7 +173,7 @@ def build_from_factory(reference: str, batch: int, sequence: int) -> tuple[torch
     module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(module, torch.nn.Module):
         raise TraceError(f"{name}() returned {type(module).__name__}; it must return an nn.Module, or a pair (nn.Module, inputs)")
-    module = module.to("meta")
+    move_to_meta(module)
     module.train()
     if inputs is None:
         return module, (torch.zeros((batch, sequence), dtype=torch.long, device="meta"),), {}
@@ -181,6 +181,20 @@ def build_from_factory(reference: str, batch: int, sequence: int) -> tuple[torch
         return module, (), {key: _to_meta(value) for key, value in inputs.items()}
     positional = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
     return module, tuple(_to_meta(value) for value in positional), {}
+
+
+def move_to_meta(module: torch.nn.Module) -> None:
+    """Drop the storage of a module that was built elsewhere. Tied parameters stay tied, which `module.to` would not do."""
+    moved: dict[int, Any] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in moved:
+                    moved[id(parameter)] = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+                part._parameters[name] = moved[id(parameter)]
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = moved.setdefault(id(buffer), buffer.to("meta"))
 
 
 def _accepted(factory: Any, offered: dict[str, int]) -> dict[str, int]:

@@ -1,0 +1,176 @@
+"""The model that Megatron settings describe, layer by layer.
+
+Megatron builds every layer from the same settings; two of them may differ from layer to layer: `moe_layer_freq` says which
+layers hold experts in place of one MLP, `window_attn_skip_freq` which see the whole sequence. What a file leaves out has
+Megatron's defaults, which are those of GPT-2: LayerNorm, biases everywhere, learned positions, an MLP four times as wide as the
+model, and an output head that shares the embedding's weight.
+"""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+
+from gemmscope.errors import UserError
+from gemmscope.model.megatron_values import Settings, numbers
+from gemmscope.model.spec import (
+    AttentionSpec,
+    LatentSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+    NormSpec,
+    check_size,
+    divisors_text,
+)
+
+
+def _model(settings: Settings, origin: str) -> ModelSpec:
+    count = settings.size("num_layers", "layers", 0)
+    hidden = settings.size("hidden_size", "hidden_size", 0)
+    norm = settings.word("normalization", ("LayerNorm", "RMSNorm"), "LayerNorm")
+    learned = settings.text("position_embedding_type", "learned_absolute") == "learned_absolute"
+    dense, moe = _dense_mlp(settings, hidden), _moe_mlp(settings, hidden)
+    is_moe = _moe_layers(settings, count) if moe else [False] * count
+    full, near = _attention(settings, hidden, None), _attention(settings, hidden, _window(settings))
+    return ModelSpec(
+        name=PurePath(origin).stem or "Megatron model",
+        hidden_size=hidden,
+        layers=tuple(
+            LayerSpec(near if windowed else full, moe if moe and expert else dense)
+            for windowed, expert in zip(_windowed_layers(settings, count), is_moe, strict=True)
+        ),
+        vocab_size=settings.maybe_size("vocab_size", "vocab_size"),
+        norm=NormSpec("rmsnorm") if norm == "RMSNorm" else NormSpec("layernorm", bias=True),
+        tied_embeddings=settings.flag("share_embeddings_and_output_weights", default=True),
+        positions=(settings.maybe_size(settings.dialect.positions, "sequence_length") or 0) if learned else 0,
+        source=origin,
+    )
+
+
+def _attention(settings: Settings, hidden: int, window: int | None) -> AttentionSpec:
+    heads = settings.size("num_attention_heads", "heads", 0)
+    bias = settings.flag("add_bias_linear", default=True)
+    rotary = settings.text("position_embedding_type") in ("rope", "mrope", "yarn")
+    sinks = settings.word("softmax_type", ("vanilla", "off-by-one", "learnable"), "vanilla") == "learnable"
+    if settings.flag("multi_latent_attention"):
+        rope = settings.size("qk_pos_emb_head_dim", "head_dim", 64)
+        return AttentionSpec(
+            heads=heads,
+            kv_heads=heads,
+            head_dim=settings.size("qk_head_dim", "head_dim", 128) + rope,
+            value_dim=settings.size("v_head_dim", "head_dim", 128),
+            out_bias=bias,
+            window=window,
+            sinks=sinks,
+            latent=LatentSpec(
+                q_rank=settings.maybe_size("q_lora_rank", "hidden_size")
+                if "q_lora_rank" in settings.values
+                else settings.dialect.q_lora_rank,
+                kv_rank=settings.size("kv_lora_rank", "hidden_size", settings.dialect.kv_lora_rank),
+                rope_dim=rope,
+            ),
+        )
+    groups = settings.size("num_query_groups", "heads", heads)
+    if heads % groups:
+        raise UserError(
+            f"{settings.spell('num_attention_heads')} = {heads} is not a multiple of "
+            f"{settings.spell('num_query_groups')} = {groups}",
+            f"query groups that fit {heads} heads: {divisors_text(heads)}",
+        )
+    qkv_bias = bias or settings.flag("add_qkv_bias")
+    qk_norm = settings.flag("qk_layernorm")
+    return AttentionSpec(
+        heads=heads,
+        kv_heads=groups,
+        head_dim=_head_dim(settings, hidden, heads),
+        q_bias=qkv_bias,
+        k_bias=qkv_bias,
+        v_bias=qkv_bias,
+        out_bias=bias,
+        window=window,
+        qk_norm="head" if qk_norm else None,
+        qk_norm_bias=qk_norm and settings.word("normalization", ("LayerNorm", "RMSNorm"), "LayerNorm") == "LayerNorm",
+        sinks=sinks,
+        rotary=rotary,
+    )
+
+
+def _head_dim(settings: Settings, hidden: int, heads: int) -> int:
+    given = settings.maybe_size("kv_channels", "head_dim")
+    if given is None and hidden % heads:
+        raise UserError(
+            f"{settings.spell('hidden_size')} = {hidden} is not a multiple of "
+            f"{settings.spell('num_attention_heads')} = {heads}, and there is no {settings.spell('kv_channels')}",
+            f"heads that divide {hidden}: {divisors_text(hidden)}; or add "
+            + settings.dialect.assign.format(settings.spell("kv_channels"), 128),
+        )
+    return given or hidden // heads
+
+
+def _dense_mlp(settings: Settings, hidden: int) -> MlpSpec:
+    gated, activation = settings.flag("gated_linear_unit"), settings.text("activation_func", "gelu")
+    width = settings.maybe_size("ffn_hidden_size", "intermediate_size")
+    if width is None:
+        narrow = settings.dialect.swiglu_keeps_parameters and gated and activation == "silu"
+        width = int((4 * hidden * 2 / 3) / 64) * 64 if narrow else 4 * hidden
+        what = f"{settings.spell('ffn_hidden_size')} (by default from {settings.spell('hidden_size')} = {hidden})"
+        check_size(what, width, "intermediate_size")
+    bias = settings.flag("add_bias_linear", default=True)
+    return MlpSpec(width, gated=gated, activation=activation, up_bias=bias, down_bias=bias)
+
+
+def _moe_mlp(settings: Settings, hidden: int) -> MoeSpec | None:
+    experts = settings.maybe_count("num_moe_experts", "experts")
+    if experts is None:
+        return None
+    top_k = settings.size("moe_router_topk", "experts", 2)
+    if top_k > experts:
+        raise UserError(
+            f"{settings.spell('moe_router_topk')} = {top_k}, but {settings.spell('num_moe_experts')} = {experts}",
+            "for example " + settings.dialect.assign.format(settings.spell("moe_router_topk"), experts),
+        )
+    dense = _dense_mlp(settings, hidden)
+    width = settings.size("moe_ffn_hidden_size", "intermediate_size", dense.intermediate_size)
+    shared = settings.maybe_count("moe_shared_expert_intermediate_size", "intermediate_size")
+
+    def mlp(size: int, *, fused: bool) -> MlpSpec:
+        return MlpSpec(size, dense.gated, dense.activation, dense.up_bias, dense.down_bias, stored_fused=fused)
+
+    return MoeSpec(
+        experts=experts,
+        top_k=top_k,
+        expert=mlp(width, fused=True),
+        shared=mlp(shared, fused=False) if shared else None,
+        shared_gate=bool(shared) and settings.flag("moe_shared_expert_gate"),
+        router_bias=dense.up_bias,
+    )
+
+
+def _moe_layers(settings: Settings, layers: int) -> list[bool]:
+    pattern = settings.pattern("moe_layer_freq", layers) or 1
+    if isinstance(pattern, int):
+        return [layer % pattern == 0 for layer in range(layers)]
+    return [bool(each) for each in pattern]
+
+
+def _window(settings: Settings) -> int | None:
+    """How many positions a query sees, itself among them. Megatron counts those before it, and -1 is all."""
+    if not settings.given("window_size"):
+        return None
+    what = settings.spell("window_size")
+    found = numbers(what, settings.values["window_size"])
+    left = found if isinstance(found, int) else found[0] if len(found) == 2 else -2
+    if left < -1:
+        raise UserError(f"{what} is not two numbers (positions before, positions after)", "for example 4096,0")
+    return None if left == -1 else check_size(what, left + 1, "sequence_length")
+
+
+def _windowed_layers(settings: Settings, layers: int) -> list[bool]:
+    """Every N-th layer sees the whole sequence, or those with a 0 in the list."""
+    pattern = settings.pattern("window_attn_skip_freq", layers)
+    if pattern is None:
+        return [True] * layers
+    if isinstance(pattern, int):
+        return [(layer + 1) % pattern != 0 for layer in range(layers)]
+    return [bool(each) for each in pattern]

@@ -1,0 +1,190 @@
+"""Turns what a Megatron file says into values: whole numbers, switches, words, lists with one number for each layer.
+
+A file's own text is kept as it is until a value is asked for, because only then is it clear what it should be: `32` is a size
+after `--num-layers` and "every 32nd layer" after `--moe-layer-freq`, which may as well hold `([0]*3+[1]*58)`. Such expressions
+are evaluated as Megatron does, but from their syntax tree and within bounds: no text of a file is ever executed. A value that
+cannot be known (a variable that the script does not set) is an `Unknown`: it is an error only where it is needed.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from gemmscope.errors import UserError, shown
+from gemmscope.model.spec import LARGEST, check_size
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """A value that the file leaves open: as written, and why it cannot be known."""
+
+    text: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How a file's user writes a setting, and the defaults that are not the same everywhere."""
+
+    spell: Callable[[str], str]
+    assign: str  # how a spelled name gets its value: "{} {}" for flags, "{}: {}" for YAML
+    swiglu_keeps_parameters: bool  # the default MLP of a SwiGLU model is 2/3 as wide, to have as many parameters
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    positions: str  # the setting that says how many positions a learned embedding has
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a file says, by Megatron-core name: text from arguments, typed values from YAML. None: not given."""
+
+    values: Mapping[str, object]
+    dialect: Dialect
+
+    def spell(self, name: str) -> str:
+        """The name as the file's user writes it."""
+        return self.dialect.spell(name)
+
+    def given(self, name: str) -> bool:
+        """Whether the file sets it."""
+        return self.values.get(name) is not None
+
+    def size(self, name: str, limit: str, default: int) -> int:
+        """A positive whole number, or the default."""
+        return self.maybe_size(name, limit) or default
+
+    def maybe_size(self, name: str, limit: str) -> int | None:
+        """A positive whole number where given."""
+        if not self.given(name):
+            return None
+        return check_size(self.spell(name), whole_number(self.spell(name), self.values[name]), limit)
+
+    def maybe_count(self, name: str, limit: str) -> int | None:
+        """Like `maybe_size`, where 0 says that there is none."""
+        if self.given(name) and whole_number(self.spell(name), self.values[name]) == 0:
+            return None
+        return self.maybe_size(name, limit)
+
+    def flag(self, name: str, *, default: bool = False) -> bool:
+        """Yes or no."""
+        value = self.values.get(name)
+        if value is None or isinstance(value, bool):
+            return default if value is None else value
+        word = {"true": True, "1": True, "false": False, "0": False}.get(self.text(name).lower())
+        if word is None:
+            raise UserError(f"{self.spell(name)} is yes or no, not {shown(value)}", "write true or false")
+        return word
+
+    def text(self, name: str, default: str = "") -> str:
+        """Text where the file has text."""
+        value = self.values.get(name)
+        return value.strip() if isinstance(value, str) else default
+
+    def word(self, name: str, known: Sequence[str], default: str) -> str:
+        """One of the known words, whatever its case."""
+        if not self.given(name):
+            return default
+        for each in known:
+            if self.text(name).lower() == each.lower():
+                return each
+        raise UserError(f"{self.spell(name)} is {shown(self.values[name])}", f"it can be {' or '.join(known)}")
+
+    def pattern(self, name: str, layers: int) -> int | list[int] | None:
+        """Which layers: every N-th (a number), or one 0 or 1 for each (a list, which may be a Python expression)."""
+        if not self.given(name):
+            return None
+        what = self.spell(name)
+        found = numbers(what, self.values[name])
+        if isinstance(found, int):
+            return check_size(what, found, "layers")
+        if len(found) != layers or set(found) - {0, 1}:
+            raise UserError(
+                f"{what} lists {len(found)} layers, but {self.spell('num_layers')} is {layers}"
+                if len(found) != layers
+                else f"{what} holds other numbers than 0 and 1",
+                f"one 0 or 1 for each of the {layers} layers, such as ([0]*1+[1]*{layers - 1}); or N: every N-th layer",
+            )
+        return found
+
+
+def whole_number(what: str, value: object) -> int:
+    """A whole number, from text or as it is.
+
+    >>> whole_number("--num-layers", "32")
+    32
+    """
+    if isinstance(value, Unknown):
+        raise UserError(f"{what} is {shown(value)}", f"write the number itself after {what}")
+    if isinstance(value, str) and re.fullmatch(r"[+-]?[0-9][0-9_]{0,17}", value.strip()):
+        return int(value.strip().replace("_", ""))
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**18:
+        return value
+    raise UserError(f"{what} must be a whole number, not {shown(value)}", f"for example {what} 4096")
+
+
+def numbers(what: str, value: object) -> int | list[int]:
+    """A whole number or a list of them, from YAML or from text that may be a Python expression."""
+    if isinstance(value, (list, tuple)) and len(value) <= LARGEST["layers"]:
+        return [whole_number(f"each number of {what}", each) for each in value]
+    if not isinstance(value, str):
+        return whole_number(what, value)
+    try:
+        return evaluate(value)
+    except ValueError:
+        raise UserError(
+            f"{what} must be a number or a list of numbers, not {shown(value)}", "for example 1, or ([0]*3+[1]*58)"
+        ) from None
+
+
+def evaluate(text: str) -> int | list[int]:
+    """The value of an expression of numbers, lists, + - * / and parentheses, without executing it; else ValueError.
+
+    >>> evaluate("([0]*2+[1])*2")
+    [0, 0, 1, 0, 0, 1]
+    """
+    # Depth of the syntax tree is bounded before Python's parser sees the text: it recurses.
+    if not re.fullmatch(r"[0-9\[\]()+*/,\s-]{1,100000}", text) or sum(map(text.count, "+-*/([")) > 200:
+        raise ValueError("not such an expression")
+    try:
+        return _value_of(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, MemoryError, RecursionError, TypeError) as error:
+        raise ValueError("not such an expression") from error
+
+
+def _value_of(node: ast.expr) -> int | list[int]:
+    if isinstance(node, ast.Constant) and type(node.value) is int and node.value < 10**12:
+        return node.value
+    if isinstance(node, (ast.List, ast.Tuple)):
+        return [_whole(_value_of(each)) for each in node.elts]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_whole(_value_of(node.operand))
+    if isinstance(node, ast.BinOp):
+        return _combine(node.op, _value_of(node.left), _value_of(node.right))
+    raise ValueError("not a number, a list or a sum or product of them")
+
+
+def _combine(op: ast.operator, left: int | list[int], right: int | list[int]) -> int | list[int]:
+    if isinstance(op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+        return left + right
+    if isinstance(op, ast.Mult) and isinstance(right, list) and isinstance(left, int):
+        left, right = right, left
+    if isinstance(op, ast.Mult) and isinstance(left, list):
+        if len(left) * _whole(right) > LARGEST["layers"]:
+            raise ValueError("a list longer than any model has layers")
+        return left * _whole(right)
+    a, b = _whole(left), _whole(right)
+    if isinstance(op, ast.Div | ast.FloorDiv) and b:
+        return a // b
+    results = {ast.Add: a + b, ast.Sub: a - b, ast.Mult: a * b}
+    if type(op) not in results or abs(results[type(op)]) > 10**12:
+        raise ValueError("not a sum or product of whole numbers")
+    return results[type(op)]
+
+
+def _whole(value: int | list[int]) -> int:
+    if isinstance(value, list):
+        raise ValueError("a list where a number is needed")  # noqa: TRY004 - one exception for every wrong text
+    return value

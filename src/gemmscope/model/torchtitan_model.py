@@ -1,0 +1,182 @@
+"""The models that torchtitan ships, built from their table of sizes.
+
+`[model] name = "llama3", flavor = "8B"` points into torchtitan's Python code, so the sizes ship as data here
+(`torchtitan_flavors.toml`), under torchtitan's own argument names. A `Flavor` is one row of that table; this module turns
+it into layers, by the rules of torchtitan's code: how wide an MLP is, which layers hold experts, which see only a window.
+"""
+
+from __future__ import annotations
+
+
+@dataclass(frozen=True)
+class Flavor:
+    """The sizes of one flavor, under torchtitan's argument names. None: it follows from the others."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    vocab_size: int
+    n_kv_heads: int | None = None
+    head_dim: int | None = None
+    hidden_dim: int | None = None  # of a dense feed-forward block
+    ffn_dim_multiplier: float = 1.0
+    multiple_of: int = 256
+    enable_weight_tying: bool = False
+    bias: bool = False
+    qk_norm: bool = False
+    sinks: bool = False
+    attn_mask_type: str = "causal"
+    sliding_window_size: int | None = None  # on every second layer, from the first
+    every_n_layers_nope: int | None = None  # those layers see the whole sequence, the others one block of it
+    fixed_attn_block_size: int | None = None
+    num_experts: int = 0
+    top_k: int = 1
+    num_shared_experts: int = 0
+    moe_inter_dim: int | None = None
+    fused_experts: bool = False
+    n_dense_layers: int = 0  # the first layers are dense
+    interleave_moe_layer_step: int = 1  # then every n-th is MoE
+    q_lora_rank: int = 0  # 0: queries are projected directly
+    kv_lora_rank: int = 0  # 0: no latent attention
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether the layer of that index is a mixture of experts."""
+        return self.num_experts > 0 and layer >= self.n_dense_layers and (layer + 1) % self.interleave_moe_layer_step == 0
+
+
+@cache
+def families() -> dict[str, Any]:
+    """The table of known models, as `torchtitan_flavors.toml` has it."""
+    return load_data("gemmscope.model", "torchtitan_flavors.toml")
+
+
+def load_flavor(family: str, name: str) -> Flavor:
+    """The sizes of a known flavor.
+
+    >>> load_flavor("qwen3", "0.6B").dim
+    1024
+    """
+    facts: dict[str, Any] = dict(families()[family]["flavors"][name])
+    base = families()[family]["flavors"][facts.pop("like")] if "like" in facts else {}
+    return Flavor(**{**families()[family].get("defaults", {}), **base, **facts})
+
+
+def model_and_flavor(document: Document) -> tuple[str, str]:
+    """The family and the flavor that a job config names, as spelled in the table of known models."""
+    model = _table(document, "model")
+    names = {alias: family for family, facts in families().items() for alias in (family, *facts.get("aliases", ()))}
+    given = _text(model, "name", names)
+    # Experiments wrap a stock model under a dotted name: simple_fsdp.llama3 trains llama3.
+    family = names.get(given.rsplit(".", 1)[-1])
+    if family is None:
+        raise _unknown(f"[model] name = {shown(given)} is not a torchtitan model with sizes known here", given, names)
+    flavors = families()[family]["flavors"]
+    flavor = _text(model, "flavor", flavors)
+    if flavor not in flavors:
+        raise _unknown(f"[model] flavor = {shown(flavor)} is not a known flavor of {family}", flavor, flavors)
+    return family, flavor
+
+
+def _text(model: Document, key: str, known: Mapping[str, Any]) -> str:
+    value = model.get(key)
+    if isinstance(value, str):
+        return value
+    wrong = f"[model] {key} is missing" if key not in model else f"[model] {key} must be a text, not {shown(value)}"
+    raise UserError(wrong, f'write {key} = "…" below [model], with one of: {", ".join(known)}')
+
+
+def _unknown(message: str, given: str, known: Mapping[str, Any]) -> UserError:
+    near = closest(given[:100], known)
+    suggestion = f"did you mean {' or '.join(near)}? " if near else ""
+    return UserError(message, f"{suggestion}known: {', '.join(known)}; {OTHER_WAYS}")
+
+
+def swiglu_size(dim: int, multiplier: float = 1.0, multiple_of: int = 256, shared_by: int = 1) -> int:
+    """Llama's rule for the intermediate size: two thirds of 4 x dim, scaled, shared out, rounded up.
+
+    A gated block has three weights where a plain one has two, so 2/3 of the width keeps the parameter count. Llama 4
+    divides it further among the experts that a token visits (`shared_by`).
+
+    >>> swiglu_size(4096, 1.3, 1024), swiglu_size(5120, 1.2, 2048, shared_by=2)
+    (14336, 8192)
+    """
+    size = int(multiplier * int(2 * 4 * dim / 3)) // shared_by
+    return ceil(size / multiple_of) * multiple_of
+
+
+def _layer(flavor: Flavor, index: int) -> LayerSpec:
+    return LayerSpec(_attention(flavor, index), _experts(flavor) if flavor.is_moe(index) else _dense(flavor))
+
+
+def _attention(flavor: Flavor, index: int) -> AttentionSpec:
+    if flavor.kv_lora_rank:
+        return AttentionSpec(
+            heads=flavor.n_heads,
+            kv_heads=flavor.n_heads,
+            head_dim=flavor.qk_nope_head_dim + flavor.qk_rope_head_dim,
+            value_dim=flavor.v_head_dim,
+            latent=LatentSpec(flavor.q_lora_rank or None, flavor.kv_lora_rank, flavor.qk_rope_head_dim),
+        )
+    return AttentionSpec(
+        heads=flavor.n_heads,
+        kv_heads=flavor.n_kv_heads or flavor.n_heads,
+        head_dim=flavor.head_dim or flavor.dim // flavor.n_heads,
+        q_bias=flavor.bias,
+        k_bias=flavor.bias,
+        v_bias=flavor.bias,
+        out_bias=flavor.bias,
+        window=_window(flavor, index),
+        qk_norm="head" if flavor.qk_norm else None,
+        sinks=flavor.sinks,
+    )
+
+
+def _window(flavor: Flavor, index: int) -> int | None:
+    if flavor.every_n_layers_nope and index % flavor.every_n_layers_nope:
+        return flavor.fixed_attn_block_size
+    return flavor.sliding_window_size if index % 2 == 0 else None
+
+
+def _dense(flavor: Flavor) -> MlpSpec:
+    size = flavor.hidden_dim or swiglu_size(flavor.dim, flavor.ffn_dim_multiplier, flavor.multiple_of)
+    return _mlp(size, bias=flavor.bias)
+
+
+def _mlp(size: int, *, bias: bool = False, fused: bool = False) -> MlpSpec:
+    return MlpSpec(size, gated=True, activation="silu", up_bias=bias, down_bias=bias, stored_fused=fused)
+
+
+def _experts(flavor: Flavor) -> MoeSpec:
+    visited = flavor.top_k + flavor.num_shared_experts
+    size = flavor.moe_inter_dim or swiglu_size(flavor.dim, flavor.ffn_dim_multiplier, flavor.multiple_of, visited)
+    together = size * flavor.num_shared_experts  # shared experts are one wide block
+    return MoeSpec(
+        experts=flavor.num_experts,
+        top_k=flavor.top_k,
+        expert=_mlp(size, bias=flavor.bias, fused=flavor.fused_experts),
+        shared=_mlp(together) if together else None,
+        router_bias=flavor.bias,
+    )
+
+
+def _model_notes(document: Document, flavor: Flavor) -> list[str]:
+    model = _table(document, "model")
+    notes = []
+    if "tokenizer_path" in model:
+        notes.append(
+            f"vocabulary: {flavor.vocab_size} is assumed, the flavor's own; releases of torchtitan with"
+            " [model] tokenizer_path take it from the tokenizer"
+        )
+    if flavor.attn_mask_type == "block_causal":
+        notes.append("attention is counted over the whole sequence; this flavor masks across documents, so it does less")
+    if flavor.every_n_layers_nope:
+        notes.append(
+            f"attention in blocks of {flavor.fixed_attn_block_size} tokens is counted as a sliding window of that size:"
+            " the same up to that sequence length, more work beyond it"
+        )
+    if model.get("converters"):
+        notes.append(f"[model] converters = {shown(model['converters'])} is not read: choose precisions with --recipes")
+    return notes

@@ -1,0 +1,220 @@
+"""The recorder on small modules whose products are known by heart."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="tracing needs torch")
+trace_worker = pytest.importorskip("gemmscope.workload.trace_worker", reason="tracing needs torch")
+
+nn = torch.nn
+Key = tuple[str, int, int, int, int]
+
+
+def record(module: Any, *inputs: Any) -> dict[str, Any]:
+    trace_worker.move_to_meta(module)
+    return trace_worker.trace(module, tuple(value.to("meta") for value in inputs), {})
+
+
+def gemms(result: dict[str, Any]) -> Counter[Key]:
+    counts: Counter[Key] = Counter()
+    for row in result["gemms"]:
+        counts[(row["pass"], row["m"], row["k"], row["n"], row["groups"])] += row["count"]
+    return counts
+
+
+def three(tokens: int, inputs: int, outputs: int, groups: int = 1, count: int = 1) -> Counter[Key]:
+    return Counter(
+        {
+            ("fprop", tokens, inputs, outputs, groups): count,
+            ("dgrad", tokens, outputs, inputs, groups): count,
+            ("wgrad", inputs, tokens, outputs, groups): count,
+        }
+    )
+
+
+class Wrapped(nn.Module):
+    """An embedding in front, so that inputs of the layer require a gradient as they do in training."""
+
+    def __init__(self, layer: Any, width: int = 8) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(10, width), layer
+
+    def forward(self, tokens: Any) -> Any:
+        return self.layer(self.embedding(tokens))
+
+
+TOKENS = torch.zeros((2, 3), dtype=torch.long)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear(bias: bool) -> None:
+    assert gemms(record(Wrapped(nn.Linear(8, 5, bias=bias)), TOKENS)) == three(6, 8, 5)
+
+
+def test_module_path_folds_layer_numbers() -> None:
+    result = record(Wrapped(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))), TOKENS)
+    assert {row["module"] for row in result["gemms"]} == {"layer.*"}
+    assert gemms(result) == three(6, 8, 8, count=2)
+
+
+def test_first_layer_of_float_inputs_has_no_dgrad() -> None:
+    counts = gemms(record(nn.Linear(8, 5), torch.zeros(6, 8)))
+    assert counts == Counter({("fprop", 6, 8, 5, 1): 1, ("wgrad", 8, 6, 5, 1): 1})
+
+
+def test_frozen_weight_has_no_wgrad() -> None:
+    layer = nn.Linear(8, 5)
+    layer.weight.requires_grad_(False)
+    counts = gemms(record(Wrapped(layer), TOKENS))
+    assert counts == Counter({("fprop", 6, 8, 5, 1): 1, ("dgrad", 6, 5, 8, 1): 1})
+
+
+class Transposed(nn.Module):
+    """GPT-2's Conv1D: the weight is stored [in, out]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.zeros(8, 5)), nn.Parameter(torch.zeros(5))
+
+    def forward(self, x: Any) -> Any:
+        return torch.addmm(self.bias, x.view(-1, 8), self.weight)
+
+
+class WeightOnTheLeft(Transposed):
+    def forward(self, x: Any) -> Any:
+        return torch.mm(self.weight.t(), x.view(-1, 8).t())
+
+
+class Cast(Transposed):
+    """The router of some MoE models: computed in float32 from a weight in bfloat16."""
+
+    def forward(self, x: Any) -> Any:
+        return x.float() @ self.weight.to(torch.float64).float()
+
+
+@pytest.mark.parametrize("layer", [Transposed, WeightOnTheLeft, Cast])
+def test_any_side_any_storage(layer: Any) -> None:
+    assert gemms(record(Wrapped(layer()), TOKENS)) == three(6, 8, 5)
+
+
+class BatchedExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 8, 5))
+
+    def forward(self, x: Any) -> Any:
+        return torch.bmm(x.view(1, -1, 8).expand(4, -1, -1), self.weight)
+
+
+class GroupedExperts(BatchedExperts):
+    def forward(self, x: Any) -> Any:
+        offsets = torch.zeros(4, dtype=torch.int32, device=x.device)
+        return torch.nn.functional.grouped_mm(x.view(-1, 8), self.weight, offs=offsets)
+
+
+@pytest.mark.parametrize(("layer", "tokens"), [(BatchedExperts, 24), (GroupedExperts, 6)])
+def test_experts(layer: Any, tokens: int) -> None:
+    """Rows are summed over the groups."""
+    assert gemms(record(Wrapped(layer()), TOKENS)) == three(tokens, 8, 5, groups=4)
+
+
+class SelfAttention(nn.Module):
+    """Q, K and V are the same tensor cut in three, so they share a storage."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.qkv, self.fused = nn.Linear(8, 24, bias=False), fused
+
+    def forward(self, x: Any) -> Any:
+        q, k, v = (part.view(2, 3, 2, 4).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        if self.fused:
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return (q @ k.transpose(-1, -2)).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_attention_is_the_same_fused_or_not(fused: bool) -> None:
+    result = record(Wrapped(SelfAttention(fused)), TOKENS)
+    assert gemms(result) == three(6, 8, 24)
+    products: Counter[Key] = Counter()
+    for row in result["products"]:
+        products[(row["pass"], row["m"], row["k"], row["n"], row["batch"])] += row["count"]
+    assert products == Counter(
+        {
+            ("forward", 3, 4, 3, 4): 1,
+            ("forward", 3, 3, 4, 4): 1,
+            ("backward", 3, 3, 4, 4): 2,
+            ("backward", 4, 3, 3, 4): 1,
+            ("backward", 3, 4, 3, 4): 1,
+        }
+    )
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU()), reentrant
+
+    def forward(self, x: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation_is_forward_again(reentrant: bool) -> None:
+    counts = gemms(record(Wrapped(Checkpointed(reentrant)), TOKENS))
+    assert counts == three(6, 8, 8, count=2) + Counter({("fprop", 6, 8, 8, 1): 2})
+
+
+class Fused(torch.autograd.Function):
+    """A linear written by hand, as kernels of one's own are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any) -> Any:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        return grad @ weight.t(), x.t() @ grad
+
+
+class HandWritten(Transposed):
+    def forward(self, x: Any) -> Any:
+        return Fused.apply(x.view(-1, 8), self.weight)
+
+
+def test_custom_autograd_function() -> None:
+    assert gemms(record(Wrapped(HandWritten()), TOKENS)) == three(6, 8, 5)
+
+
+def test_convolutions_are_a_named_remainder() -> None:
+    result = record(nn.Sequential(nn.Conv1d(4, 6, 3, padding=1), nn.Conv1d(6, 2, 1)), torch.zeros(2, 4, 10))
+    assert result["gemms"] == []
+    flops = {(row["module"], row["pass"]): row["flops"] * row["count"] for row in result["remainder"]}
+    first, second = 2 * (2 * 6 * 10) * (4 * 3), 2 * (2 * 2 * 10) * 6
+    assert flops[("*", "forward")] in (first, second)  # both fold to one path, told apart by their FLOPs
+    assert sum(row["flops"] for row in result["remainder"] if row["pass"] == "forward") == first + second
+    assert sum(row["flops"] for row in result["remainder"] if row["pass"] == "backward") == first + 2 * second
+
+
+def test_tied_weights_count_once_as_parameters() -> None:
+    module = Wrapped(nn.Linear(8, 10, bias=False))
+    module.layer.weight = module.embedding.weight
+    result = record(module, TOKENS)
+    assert result["parameters"] == 80
+    assert gemms(result) == three(6, 8, 10)
+
+
+def test_nothing_to_differentiate() -> None:
+    class Constant(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x.float()
+
+    with pytest.raises(trace_worker.TraceError, match="no tensor that requires a gradient"):
+        record(Constant(), TOKENS)
