@@ -180,6 +180,21 @@ def test_references():
     assert checked(text + "a: {b: '${a.b}'}\n")
 
 
+def test_tensor_parallelism_inside_experts():
+    split = {"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": 1}
+    assert bridge.read(text_of(**split, num_moe_experts=8), "x").run_settings["etp"] == 1
+    assert "etp" not in bridge.read(text_of(**split), "x").run_settings
+
+
+def test_virtual_pipeline_is_noted():
+    pieces = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    (note,) = (note for note in bridge.read(text_of(**pieces), "x").notes if "consecutive" in note)
+    assert note.startswith("model.virtual_pipeline_model_parallel_size gives a pipeline stage several pieces")
+    assert not [
+        note for note in bridge.read(text_of(**{**pieces, "pipeline_model_parallel_size": 1}), "x").notes if "piece" in note
+    ]
+
+
 def test_two_sequence_lengths_are_noted():
     source = bridge.read(text_of(seq_length=256) + "dataset: {sequence_length: 128}", "x")
     assert source.run_settings["sequence_length"] == 256

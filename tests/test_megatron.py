@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gemmscope.errors import UserError
 from gemmscope.model import megatron
-from gemmscope.model.megatron_args import evaluate
+from gemmscope.model.megatron_values import evaluate
 from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import RUN_SETTINGS, ModelSpec, MoeSpec, RunSpec
 
@@ -162,7 +162,31 @@ def test_mixtral_command_line():
     assert layer.mlp.shared is None
     assert layer.attention.window == 4096
     assert source.run_settings["ep"] == 8
-    assert [note for note in source.notes if "--expert-tensor-parallel-size = 1 is not modelled" in note]
+    assert source.run_settings["etp"] == 1
+    assert not [note for note in source.notes if "--expert-tensor-parallel-size" in note]
+
+
+@pytest.mark.parametrize(
+    ("flags", "etp"),
+    [
+        ("--num-experts 8 --tensor-model-parallel-size 4 --expert-tensor-parallel-size 2", 2),
+        ("--num-experts 8 --tensor-model-parallel-size 4 --expert-tensor-parallel-size 4", None),  # as everywhere else
+        ("--num-experts 8 --tensor-model-parallel-size 4", None),
+        ("--num-experts 8 --tensor-model-parallel-size $TP --expert-tensor-parallel-size 1", 1),  # whatever TP will be
+        ("--tensor-model-parallel-size 4 --expert-tensor-parallel-size 1", None),  # no experts
+    ],
+)
+def test_tensor_parallelism_inside_experts(flags: str, etp: int | None):
+    source = megatron.read(f"{SMALL} {flags}", "args")
+    assert source.run_settings.get("etp") == etp
+    assert not [note for note in source.notes if "--expert-tensor-parallel-size" in note]
+
+
+def test_experts_split_further_than_the_rest_are_noted():
+    flags = "--num-experts 8 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 4"
+    source = megatron.read(f"{SMALL} {flags}", "args")
+    assert "etp" not in source.run_settings
+    assert [note for note in source.notes if "--expert-tensor-parallel-size = 4 does not divide" in note]
 
 
 def test_deepseek_script():
@@ -181,6 +205,7 @@ def test_deepseek_script():
     assert source.run_settings["vocab_multiple"] == 1
     assert any("--mtp-num-layers" in note for note in source.notes)
     assert any("recomputing mla_up_proj, moe is not modelled" in note for note in source.notes)
+    assert any("attention is counted in its place" in note for note in source.notes)
 
 
 def test_printed_list():
@@ -279,6 +304,22 @@ def test_window_layers():
 def test_uneven_pipeline(flags: str, layers: tuple[int, ...]):
     source = megatron.read(f"{SMALL} --pipeline-model-parallel-size 3 {flags}", "args")
     assert source.run_settings["pp_layers"] == layers
+
+
+@pytest.mark.parametrize(
+    ("flags", "noted"),
+    [
+        ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", True),
+        ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2", True),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'Et|t|t|t,L'", True),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'Ett|tt,L'", False),
+        ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2", False),  # one piece each
+        ("--pipeline-model-parallel-size 1 --num-layers-per-virtual-pipeline-stage 1", False),
+    ],
+)
+def test_virtual_pipeline_is_noted(flags: str, noted: bool):
+    notes = megatron.read(f"{SMALL} {flags}", "args").notes
+    assert bool([note for note in notes if "counted as consecutive layers" in note]) == noted
 
 
 def test_last_value_wins_and_is_noted():

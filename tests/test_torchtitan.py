@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import gemmscope.toml
 from gemmscope.errors import UserError, shown
-from gemmscope.model import torchtitan
+from gemmscope.model import torchtitan, torchtitan_model
 from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import RUN_SETTINGS, MlpSpec, MoeSpec, RunSpec
 from gemmscope.toml import load_data, parse_toml
@@ -218,7 +218,7 @@ def test_qwen3_normalises_each_head_and_ties_small_models() -> None:
 
 
 def test_every_known_flavor_is_read() -> None:
-    for family, facts in torchtitan.families().items():
+    for family, facts in torchtitan_model.families().items():
         assert facts["source"]
         for name in (family, *facts.get("aliases", ()), f"simple_fsdp.{family}"):
             for flavor in facts["flavors"]:
@@ -252,7 +252,35 @@ def test_moe_run_with_sharding() -> None:
     assert [note for note in source.notes if "asynchronous" in note]
     assert not [note for note in source.notes if "expert_tensor_parallel_degree" in note]
     differing = read(DEEPSEEK_671B.replace("expert_tensor_parallel_degree = 8", "expert_tensor_parallel_degree = 1"))
-    assert [note for note in differing.notes if "expert_tensor_parallel_degree = 1" in note]
+    assert differing.run_settings["etp"] == 1
+    assert not [note for note in differing.notes if "expert_tensor_parallel_degree" in note]
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "etp"),
+    [
+        ("expert_parallel_degree = 8; tensor_parallel_degree = 4", 1),  # torchtitan's default
+        ("expert_parallel_degree = 8; tensor_parallel_degree = 4; expert_tensor_parallel_degree = 4", None),  # as everywhere
+        ("expert_parallel_degree = 8; tensor_parallel_degree = 4; expert_tensor_parallel_degree = 3", None),
+        ("expert_parallel_degree = 1; tensor_parallel_degree = 4; expert_tensor_parallel_degree = 1", None),  # has no effect
+        ("tensor_parallel_degree = 4", None),
+    ],
+)
+def test_tensor_parallelism_inside_experts(parallelism: str, etp: int | None) -> None:
+    source = read(config("qwen3", "30B-A3B", parallelism=parallelism))
+    assert source.run_settings.get("etp") == etp
+    noted = [note for note in source.notes if "expert_tensor_parallel_degree = 3 does not divide" in note]
+    assert bool(noted) == ("= 3" in parallelism)
+
+
+def test_what_torchtitan_does_not_split_is_noted() -> None:
+    (note,) = (note for note in read(DEEPSEEK_671B).notes if "on every tensor-parallel rank" in note)
+    assert "the latent down projections and the router on all tokens" in note
+    assert not [note for note in read(config(parallelism="tensor_parallel_degree = 8")).notes if "on all tokens" in note]
+
+
+def test_a_dense_model_has_no_expert_tensor_parallelism() -> None:
+    assert "etp" not in read(config(parallelism="expert_parallel_degree = 8; tensor_parallel_degree = 4")).run_settings
 
 
 def test_what_the_file_leaves_out_is_left_out() -> None:
@@ -553,9 +581,13 @@ def test_toml_helpers() -> None:
     assert "llama3" in load_data("gemmscope.model", "torchtitan_flavors.toml")
     assert shown("…\n") == "'\\u2026\\n'"
     assert shown(10**5000) == "(int, too large to show)"
+    assert shown([10**5000]) == "(list, too large to show)"
+    assert shown(list(range(10**6))) == "a list of 1000000"
+    assert shown(dict.fromkeys("abcdefghij")) == "a mapping of 10"
+    assert shown({"a": [1]}) == "a mapping of 1"
 
 
-@pytest.mark.parametrize("module", [gemmscope.toml, torchtitan])
+@pytest.mark.parametrize("module", [gemmscope.toml, torchtitan, torchtitan_model])
 def test_docstring_examples(module: Any) -> None:
     outcome = doctest.testmod(module)
     assert outcome.attempted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 
 class UserError(Exception):
@@ -31,14 +31,34 @@ LONGEST_SHOWN = 60
 """Characters of a value that a message quotes."""
 
 
+MOST_ITEMS_SHOWN = 8
+"""Items of a list or mapping up to which a message quotes it."""
+
+COLLECTIONS = (list, tuple, set, frozenset, dict)
+
+
 def shown(value: object) -> str:
     """A value of a file as a message quotes it: on one line, in plain characters, and never too long.
 
+    A collection is written out only if it is short and holds no other: a few lines of YAML can name a list inside a list
+    inside a list, which written out would have no end.
+
     >>> shown("8 B"), shown([1, 2]), len(shown("x" * 1000))
     ("'8 B'", '[1, 2]', 60)
+    >>> shown([[1], 2]), shown({"a": {"b": 1}})
+    ('a list of 2', 'a mapping of 1')
     """
+    if isinstance(value, COLLECTIONS) and not _is_short_and_flat(value):
+        return f"a {'mapping' if isinstance(value, dict) else type(value).__name__} of {len(value)}"
     try:
         quoted = ascii(value)
     except (ValueError, RecursionError):  # a number of thousands of digits, a table thousands deep
         return f"({type(value).__name__}, too large to show)"
     return quoted if len(quoted) <= LONGEST_SHOWN else quoted[: LONGEST_SHOWN - 1] + "…"
+
+
+def _is_short_and_flat(collection: Collection[object]) -> bool:
+    if len(collection) > MOST_ITEMS_SHOWN:
+        return False
+    items = [*collection, *(collection.values() if isinstance(collection, dict) else ())]
+    return not any(isinstance(item, COLLECTIONS) for item in items)

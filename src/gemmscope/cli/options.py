@@ -22,6 +22,18 @@ MODEL, RUN = "Model (one of these ways)", "Batch and parallelism"
 Result = TypeVar("Result")
 
 
+def _whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a whole number") from None
+
+
+def _size(text: str, panel: str) -> Any:
+    """An option that takes a whole number."""
+    return typer.Option(help=text, parser=_whole_number, metavar="N", rich_help_panel=panel)
+
+
 def takes(*groups: type) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
     """Decorate a command `f(a: GroupA, b: GroupB, own: …)` so that typer sees the groups' fields as options."""
 
@@ -77,20 +89,15 @@ class ModelOptions:
             rich_help_panel=MODEL,
         ),
     ] = None
-    hidden_size: Annotated[int | None, typer.Option(help="Plain hyperparameters: all four sizes.", rich_help_panel=MODEL)] = None
-    intermediate_size: Annotated[int | None, typer.Option(help="MLP width.", rich_help_panel=MODEL)] = None
-    num_attention_heads: Annotated[int | None, typer.Option(help="Query heads.", rich_help_panel=MODEL)] = None
-    num_hidden_layers: Annotated[int | None, typer.Option(help="Layers.", rich_help_panel=MODEL)] = None
+    hidden_size: Annotated[int | None, _size("Plain hyperparameters: all four sizes.", MODEL)] = None
+    intermediate_size: Annotated[int | None, _size("MLP width.", MODEL)] = None
+    num_attention_heads: Annotated[int | None, _size("Query heads.", MODEL)] = None
+    num_hidden_layers: Annotated[int | None, _size("Layers.", MODEL)] = None
     num_key_value_heads: Annotated[
-        int | None,
-        typer.Option(help="With the sizes: grouped-query attention. [default: as many as heads]", rich_help_panel=MODEL),
+        int | None, _size("With the sizes: grouped-query attention. [default: as many as heads]", MODEL)
     ] = None
-    head_dim: Annotated[
-        int | None, typer.Option(help="With the sizes: a head's size. [default: hidden / heads]", rich_help_panel=MODEL)
-    ] = None
-    vocab_size: Annotated[
-        int | None, typer.Option(help="With the sizes: adds embedding, head and loss.", rich_help_panel=MODEL)
-    ] = None
+    head_dim: Annotated[int | None, _size("With the sizes: a head's size. [default: hidden / heads]", MODEL)] = None
+    vocab_size: Annotated[int | None, _size("With the sizes: adds embedding, head and loss.", MODEL)] = None
     gated_mlp: Annotated[
         bool,
         typer.Option("--gated-mlp", help="With the sizes: a gated MLP (SwiGLU) instead of a plain one.", rich_help_panel=MODEL),
@@ -151,9 +158,9 @@ class ModelOptions:
 class RunOptions:
     """Batch and parallelism. What is not typed comes from the model's file, where it says."""
 
-    micro_batch_size: Annotated[int | None, typer.Option(help="Sequences per micro-batch.", rich_help_panel=RUN)] = None
-    sequence_length: Annotated[int | None, typer.Option(help="Tokens per sequence.", rich_help_panel=RUN)] = None
-    tp: Annotated[int | None, typer.Option(help="Tensor parallel size.", rich_help_panel=RUN)] = None
+    micro_batch_size: Annotated[int | None, _size("Sequences per micro-batch.", RUN)] = None
+    sequence_length: Annotated[int | None, _size("Tokens per sequence.", RUN)] = None
+    tp: Annotated[int | None, _size("Tensor parallel size.", RUN)] = None
     sequence_parallel: Annotated[
         bool | None,
         typer.Option(
@@ -162,24 +169,18 @@ class RunOptions:
             rich_help_panel=RUN,
         ),
     ] = None
-    cp: Annotated[int | None, typer.Option(help="Context parallel size.", rich_help_panel=RUN)] = None
-    pp: Annotated[int | None, typer.Option(help="Pipeline parallel size.", rich_help_panel=RUN)] = None
-    pp_stage: Annotated[
-        int | None, typer.Option(help="Stage to show, from 0. [default: the one with most FLOPs]", rich_help_panel=RUN)
-    ] = None
+    cp: Annotated[int | None, _size("Context parallel size.", RUN)] = None
+    pp: Annotated[int | None, _size("Pipeline parallel size.", RUN)] = None
+    pp_stage: Annotated[int | None, _size("Stage to show, from 0. [default: the one with most FLOPs]", RUN)] = None
     pp_layers: Annotated[
         str | None, typer.Option(metavar="N,N,…", help="Layers of each stage, where they differ.", rich_help_panel=RUN)
     ] = None
-    ep: Annotated[int | None, typer.Option(help="Expert parallel size: ranks that share the experts.", rich_help_panel=RUN)] = (
-        None
-    )
-    etp: Annotated[int | None, typer.Option(help="Tensor parallel size inside experts. [default: tp]", rich_help_panel=RUN)] = (
-        None
-    )
+    ep: Annotated[int | None, _size("Expert parallel size: ranks that share the experts.", RUN)] = None
+    etp: Annotated[int | None, _size("Tensor parallel size inside experts. [default: tp]", RUN)] = None
     imbalance: Annotated[
         float | None, typer.Option(help="Busiest expert's load over the average; 1 is balanced.", rich_help_panel=RUN)
     ] = None
-    gradient_accumulation: Annotated[int | None, typer.Option(help="Micro-batches per step.", rich_help_panel=RUN)] = None
+    gradient_accumulation: Annotated[int | None, _size("Micro-batches per step.", RUN)] = None
     recompute: Annotated[
         str | None,
         typer.Option(metavar="none|selective|full", help="Activations computed again in backward.", rich_help_panel=RUN),

@@ -11,8 +11,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from gemmscope.errors import UserError
-from gemmscope.model.megatron_args import REQUIRED, RUN_SIZES, Dialect, Settings, Unknown, model_source, shown
+from gemmscope.errors import UserError, shown
+from gemmscope.model.megatron_args import REQUIRED, RUN_SIZES, model_source
+from gemmscope.model.megatron_values import Dialect, Settings, Unknown
 from gemmscope.model.source import ModelSource
 
 SHAPES = ("ffn_hidden_size", "gated_linear_unit", "num_moe_experts", "vocab_size")
@@ -151,7 +152,8 @@ def _load(text: str, origin: str) -> dict[str, object]:
             "plain keys and values are enough: model: with num_layers: 32 indented under it",
         ) from None
     if not isinstance(document, dict):
-        raise UserError(f"{origin} holds {shown(document)}, not settings", "model: with num_layers: 32 indented under it")
+        what = "a list" if isinstance(document, list) else shown(document)
+        raise UserError(f"{origin} holds {what}, not settings", "model: with num_layers: 32 indented under it")
     return {key: value for key, value in document.items() if isinstance(key, str)}
 
 

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from gemmscope.errors import UserError
-from gemmscope.model.megatron_args import REQUIRED, Dialect, Settings, Unknown, evaluate, model_source
+from gemmscope.model.megatron_args import REQUIRED, model_source
+from gemmscope.model.megatron_values import Dialect, Settings, Unknown, evaluate
 from gemmscope.model.source import ModelSource
 
 
@@ -31,7 +32,8 @@ window_attn_skip_freq
 moe_ffn_hidden_size moe_router_topk moe_shared_expert_intermediate_size moe_layer_freq moe_latent_size
 moe_expert_capacity_factor mtp_num_layers q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
 seq_length micro_batch_size global_batch_size world_size data_parallel_size tensor_model_parallel_size
-context_parallel_size pipeline_model_parallel_size pipeline_model_parallel_layout expert_model_parallel_size
+context_parallel_size pipeline_model_parallel_size pipeline_model_parallel_layout virtual_pipeline_model_parallel_size
+num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank expert_model_parallel_size
 expert_tensor_parallel_size recompute_granularity recompute_modules recompute_method hybrid_override_pattern
 hybrid_layer_pattern heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json
 experimental_attention_variant

@@ -2,37 +2,27 @@
 
 A reader collects what its file says as `Settings`: values under Megatron-core's names (`num_moe_experts`, not
 `--num-experts`), still as written, plus a `Dialect`: how that file's user spells a name, and the few defaults in which
-Megatron-LM's arguments and Megatron-core's dataclasses differ. Everything else is decided here, once, as Megatron does.
+Megatron-LM's arguments and Megatron-core's dataclasses differ. Everything else is decided once, as Megatron does: what a text
+means as a value in `megatron_values`, the layers in `megatron_model`, their way into pipeline stages in `megatron_pipeline`,
+and here the run, what must be there, and what the reader of the result should know.
 
 What decides a shape and cannot be described is an error; what only adds work that is not counted is a note.
 """
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from itertools import chain
-from pathlib import PurePath
 from typing import Any
 
-from gemmscope import errors
 from gemmscope.errors import UserError, closest
+from gemmscope.model import megatron_pipeline
+from gemmscope.model.megatron_model import dense_mlp, model_spec
+from gemmscope.model.megatron_values import Settings, Unknown
 from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import (
-    LARGEST,
-    AttentionSpec,
-    LatentSpec,
-    LayerSpec,
-    MlpSpec,
-    ModelSpec,
-    MoeSpec,
-    NormSpec,
-    check_size,
-    divisors_text,
-)
+from gemmscope.model.spec import LARGEST, ModelSpec
 
 REQUIRED = {"num_layers": "32", "hidden_size": "4096", "num_attention_heads": "32"}
 """Without these there is no model; with a value to show in messages."""
@@ -64,7 +54,8 @@ RUN_SIZES = {  # Megatron-core's name: (field of RunSpec, its limit)
 NOT_NEEDED = {  # a run can be told otherwise, so one of these that cannot be known is left out
     *RUN_SIZES,
     *("sequence_parallel", "recompute_granularity", "global_batch_size", "world_size", "data_parallel_size"),
-    *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout"),
+    *(megatron_pipeline.FIRST, megatron_pipeline.LAST, megatron_pipeline.LAYOUT),
+    *(*megatron_pipeline.PIECES, megatron_pipeline.LAYERS_PER_PIECE),
     *("expert_tensor_parallel_size", "max_position_embeddings"),
 }
 
@@ -75,17 +66,17 @@ def model_source(settings: Settings, origin: str, notes: Sequence[str] = (), str
     `strangers` are names in the file that mean nothing here: one of them may be the misspelling of a missing setting.
     """
     left_out = [name for name in settings.values if name in NOT_NEEDED and isinstance(settings.values[name], Unknown)]
-    notes = [*notes, *(f"{settings.spell(name)} is left out: {shown(settings.values[name])}" for name in left_out)]
+    notes = [*notes, *(f"{settings.spell(name)} is left out: {settings.values[name]}" for name in left_out)]
     settings = Settings({**settings.values, **dict.fromkeys(left_out)}, settings.dialect)
     _refuse_what_cannot_be_described(settings)
     _require_sizes(settings, strangers)
-    model = _model(settings, origin)
+    model = model_spec(settings, origin)
     run = _run_settings(settings, model)
     found = dict.fromkeys(chain(notes, _notes(settings, model, run)))
     return ModelSource(origin=origin, model=model, run_settings=run, notes=tuple(found))
 
 
-# ---- the model
+# ---- what must be there, and what must not
 
 
 def _refuse_what_cannot_be_described(settings: Settings) -> None:
@@ -128,13 +119,22 @@ def _run_settings(settings: Settings, model: ModelSpec) -> dict[str, Any]:
         run["sequence_parallel"] = settings.flag("sequence_parallel")
     if settings.given("recompute_granularity"):
         run["recompute"] = settings.word("recompute_granularity", ("selective", "full"), "")
-    stages = _stage_layers(settings, len(model.layers), run.get("pp", 1))
+    expert_tp, tp = _expert_tensor_parallel(settings, model), run.get("tp", 1)
+    if expert_tp and tp % expert_tp == 0 and (expert_tp < tp or tp == 1):  # equal to tp: left to follow it
+        run["etp"] = expert_tp
+    stages = megatron_pipeline.stage_layers(settings, len(model.layers), run.get("pp", 1))
     if stages:
         run["pp_layers"] = stages
     steps = _accumulation(settings, run)
     if steps:
         run["gradient_accumulation"] = steps
     return run
+
+
+def _expert_tensor_parallel(settings: Settings, model: ModelSpec) -> int | None:
+    """Tensor parallelism inside the experts, where the model has any and the file says; Megatron's default is tp."""
+    size = settings.maybe_size("expert_tensor_parallel_size", "parallel")
+    return size if any(layer.is_moe for layer in model.layers) else None
 
 
 def _ranks(settings: Settings, run: Mapping[str, Any]) -> int | None:
@@ -160,9 +160,11 @@ def _accumulation(settings: Settings, run: Mapping[str, Any]) -> int | None:
 def _notes(settings: Settings, model: ModelSpec, run: Mapping[str, Any]) -> Iterator[str]:
     spell = settings.spell
     if model.vocab_size is None:
-        yield f"the file gives no {spell('vocab_size')}: embedding and output head are left out"
-    if not settings.given("ffn_hidden_size"):
-        width = _dense_mlp(settings, model.hidden_size).intermediate_size
+        example = settings.dialect.assign.format(spell("vocab_size"), 128256)
+        yield f"the file gives no {spell('vocab_size')}: embedding and output head are left out (add it, for example {example})"
+    uses_default = not (settings.given("moe_ffn_hidden_size") and all(layer.is_moe for layer in model.layers))
+    if uses_default and not settings.given("ffn_hidden_size"):
+        width = dense_mlp(settings, model.hidden_size).intermediate_size
         yield f"{spell('ffn_hidden_size')} is not given: {width}, Megatron's default"
     for name, meaning in NOT_COUNTED.items():
         if settings.values.get(name) not in (None, 0, "0", False):
@@ -170,15 +172,17 @@ def _notes(settings: Settings, model: ModelSpec, run: Mapping[str, Any]) -> Iter
     if settings.given("global_batch_size") and "gradient_accumulation" not in run:
         yield (
             f"{spell('global_batch_size')} is given, but the micro-batches per step do not follow from the file: "
-            "gradient accumulation is left at its default"
+            "give them with --gradient-accumulation, or else one is counted"
         )
-    if any(layer.is_moe for layer in model.layers):
-        expert_tp, tp = settings.maybe_size("expert_tensor_parallel_size", "parallel"), run.get("tp", 1)
-        if expert_tp not in (None, tp):
-            yield (
-                f"{spell('expert_tensor_parallel_size')} = {expert_tp} is not modelled: "
-                f"the experts are split like the rest, by tensor parallelism {tp}"
-            )
+    expert_tp, tp = _expert_tensor_parallel(settings, model), run.get("tp", 1)
+    if expert_tp and tp % expert_tp:
+        yield (
+            f"{spell('expert_tensor_parallel_size')} = {expert_tp} does not divide {spell('tensor_model_parallel_size')} = {tp}, "
+            "which is not modelled: the experts are split like the rest"
+        )
+    interleaved = megatron_pipeline.several_pieces(settings, len(model.layers), run.get("pp", 1))
+    if interleaved:
+        yield f"{spell(interleaved)} gives a pipeline stage several pieces of the model: they are counted as consecutive layers"
     yield from _recompute_notes(settings, run)
 
 
@@ -187,11 +191,9 @@ def _recompute_notes(settings: Settings, run: Mapping[str, Any]) -> Iterator[str
     named = set(re.findall(r"\w+", modules)) if isinstance(modules, str) else set()
     if isinstance(modules, list):
         named = {each for each in modules if isinstance(each, str)}
-    named -= {"core_attn", "None"}
-    if run.get("recompute") == "selective" and named:
-        yield (
-            f"{settings.spell('recompute_modules')}: recomputing {', '.join(sorted(named))[:100]} is not modelled, "
-            "only that of attention"
-        )
+    others = ", ".join(sorted(named - {"core_attn", "None"}))[:100]
+    if run.get("recompute") == "selective" and others:
+        counted = "only that of attention" if "core_attn" in named else "that of attention is counted in its place"
+        yield f"{settings.spell('recompute_modules')}: recomputing {others} is not modelled, {counted}"
     if run.get("recompute") == "full" and settings.values.get("recompute_method") == "block":
         yield f"{settings.spell('recompute_method')} block recomputes only some layers: all are counted as recomputed"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import PurePath
 
 from gemmscope.errors import UserError
-from gemmscope.model.megatron_values import Settings, numbers
+from gemmscope.model.megatron_values import Settings
 from gemmscope.model.spec import (
     AttentionSpec,
     LatentSpec,
@@ -25,12 +25,12 @@ from gemmscope.model.spec import (
 )
 
 
-def _model(settings: Settings, origin: str) -> ModelSpec:
+def model_spec(settings: Settings, origin: str) -> ModelSpec:
+    """The whole model, named after the file (`origin`). The settings hold the number of layers, heads and the hidden size."""
     count = settings.size("num_layers", "layers", 0)
     hidden = settings.size("hidden_size", "hidden_size", 0)
-    norm = settings.word("normalization", ("LayerNorm", "RMSNorm"), "LayerNorm")
     learned = settings.text("position_embedding_type", "learned_absolute") == "learned_absolute"
-    dense, moe = _dense_mlp(settings, hidden), _moe_mlp(settings, hidden)
+    dense, moe = dense_mlp(settings, hidden), _moe_mlp(settings, hidden)
     is_moe = _moe_layers(settings, count) if moe else [False] * count
     full, near = _attention(settings, hidden, None), _attention(settings, hidden, _window(settings))
     return ModelSpec(
@@ -41,11 +41,15 @@ def _model(settings: Settings, origin: str) -> ModelSpec:
             for windowed, expert in zip(_windowed_layers(settings, count), is_moe, strict=True)
         ),
         vocab_size=settings.maybe_size("vocab_size", "vocab_size"),
-        norm=NormSpec("rmsnorm") if norm == "RMSNorm" else NormSpec("layernorm", bias=True),
+        norm=NormSpec("layernorm", bias=True) if _has_layer_norm(settings) else NormSpec("rmsnorm"),
         tied_embeddings=settings.flag("share_embeddings_and_output_weights", default=True),
         positions=(settings.maybe_size(settings.dialect.positions, "sequence_length") or 0) if learned else 0,
         source=origin,
     )
+
+
+def _has_layer_norm(settings: Settings) -> bool:
+    return settings.word("normalization", ("LayerNorm", "RMSNorm"), "LayerNorm") == "LayerNorm"
 
 
 def _attention(settings: Settings, hidden: int, window: int | None) -> AttentionSpec:
@@ -90,7 +94,7 @@ def _attention(settings: Settings, hidden: int, window: int | None) -> Attention
         out_bias=bias,
         window=window,
         qk_norm="head" if qk_norm else None,
-        qk_norm_bias=qk_norm and settings.word("normalization", ("LayerNorm", "RMSNorm"), "LayerNorm") == "LayerNorm",
+        qk_norm_bias=qk_norm and _has_layer_norm(settings),
         sinks=sinks,
         rotary=rotary,
     )
@@ -108,7 +112,8 @@ def _head_dim(settings: Settings, hidden: int, heads: int) -> int:
     return given or hidden // heads
 
 
-def _dense_mlp(settings: Settings, hidden: int) -> MlpSpec:
+def dense_mlp(settings: Settings, hidden: int) -> MlpSpec:
+    """The feed-forward block of a layer without experts."""
     gated, activation = settings.flag("gated_linear_unit"), settings.text("activation_func", "gelu")
     width = settings.maybe_size("ffn_hidden_size", "intermediate_size")
     if width is None:
@@ -130,7 +135,7 @@ def _moe_mlp(settings: Settings, hidden: int) -> MoeSpec | None:
             f"{settings.spell('moe_router_topk')} = {top_k}, but {settings.spell('num_moe_experts')} = {experts}",
             "for example " + settings.dialect.assign.format(settings.spell("moe_router_topk"), experts),
         )
-    dense = _dense_mlp(settings, hidden)
+    dense = dense_mlp(settings, hidden)
     width = settings.size("moe_ffn_hidden_size", "intermediate_size", dense.intermediate_size)
     shared = settings.maybe_count("moe_shared_expert_intermediate_size", "intermediate_size")
 
@@ -158,8 +163,7 @@ def _window(settings: Settings) -> int | None:
     """How many positions a query sees, itself among them. Megatron counts those before it, and -1 is all."""
     if not settings.given("window_size"):
         return None
-    what = settings.spell("window_size")
-    found = numbers(what, settings.values["window_size"])
+    what, found = settings.spell("window_size"), settings.numbers("window_size")
     left = found if isinstance(found, int) else found[0] if len(found) == 2 else -2
     if left < -1:
         raise UserError(f"{what} is not two numbers (positions before, positions after)", "for example 4096,0")

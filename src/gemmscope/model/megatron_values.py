@@ -24,6 +24,9 @@ class Unknown:
     text: str
     why: str
 
+    def __str__(self) -> str:
+        return f"{self.text[:60]}, which is not known: {self.why}"
+
 
 @dataclass(frozen=True)
 class Dialect:
@@ -52,6 +55,20 @@ class Settings:
         """Whether the file sets it."""
         return self.values.get(name) is not None
 
+    def single(self, name: str) -> object:
+        """A value that the file sets and that is one value: neither left open nor a collection."""
+        value, what = self.values[name], self.spell(name)
+        if isinstance(value, Unknown):
+            raise UserError(f"{what} is {value}", f"write the value itself after {what}")
+        if isinstance(value, (list, tuple, dict, set)):
+            kind = "a mapping" if isinstance(value, dict) else "a list"
+            raise UserError(f"{what} is {kind}", f"it takes one value, not {kind}")
+        return value
+
+    def whole(self, name: str) -> int:
+        """A whole number that the file sets."""
+        return whole_number(self.spell(name), self.single(name))
+
     def size(self, name: str, limit: str, default: int) -> int:
         """A positive whole number, or the default."""
         return self.maybe_size(name, limit) or default
@@ -60,19 +77,21 @@ class Settings:
         """A positive whole number where given."""
         if not self.given(name):
             return None
-        return check_size(self.spell(name), whole_number(self.spell(name), self.values[name]), limit)
+        return check_size(self.spell(name), self.whole(name), limit)
 
     def maybe_count(self, name: str, limit: str) -> int | None:
         """Like `maybe_size`, where 0 says that there is none."""
-        if self.given(name) and whole_number(self.spell(name), self.values[name]) == 0:
+        if self.given(name) and self.whole(name) == 0:
             return None
         return self.maybe_size(name, limit)
 
     def flag(self, name: str, *, default: bool = False) -> bool:
         """Yes or no."""
-        value = self.values.get(name)
-        if value is None or isinstance(value, bool):
-            return default if value is None else value
+        if not self.given(name):
+            return default
+        value = self.single(name)
+        if isinstance(value, bool):
+            return value
         word = {"true": True, "1": True, "false": False, "0": False}.get(self.text(name).lower())
         if word is None:
             raise UserError(f"{self.spell(name)} is yes or no, not {shown(value)}", "write true or false")
@@ -87,17 +106,22 @@ class Settings:
         """One of the known words, whatever its case."""
         if not self.given(name):
             return default
+        value = self.single(name)
         for each in known:
             if self.text(name).lower() == each.lower():
                 return each
-        raise UserError(f"{self.spell(name)} is {shown(self.values[name])}", f"it can be {' or '.join(known)}")
+        raise UserError(f"{self.spell(name)} is {shown(value)}", f"it can be {' or '.join(known)}")
+
+    def numbers(self, name: str) -> int | list[int]:
+        """A whole number or a list of them that the file sets; as text it may be a Python expression."""
+        value = self.values[name]
+        return numbers(self.spell(name), value if isinstance(value, (list, tuple)) else self.single(name))
 
     def pattern(self, name: str, layers: int) -> int | list[int] | None:
-        """Which layers: every N-th (a number), or one 0 or 1 for each (a list, which may be a Python expression)."""
+        """Which layers: every N-th (a number), or one 0 or 1 for each (a list)."""
         if not self.given(name):
             return None
-        what = self.spell(name)
-        found = numbers(what, self.values[name])
+        what, found = self.spell(name), self.numbers(name)
         if isinstance(found, int):
             return check_size(what, found, "layers")
         if len(found) != layers or set(found) - {0, 1}:
@@ -116,8 +140,6 @@ def whole_number(what: str, value: object) -> int:
     >>> whole_number("--num-layers", "32")
     32
     """
-    if isinstance(value, Unknown):
-        raise UserError(f"{what} is {shown(value)}", f"write the number itself after {what}")
     if isinstance(value, str) and re.fullmatch(r"[+-]?[0-9][0-9_]{0,17}", value.strip()):
         return int(value.strip().replace("_", ""))
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**18:

@@ -1,14 +1,15 @@
 """Reads a torchtitan job config: a TOML file that names a model and says how it is trained.
 
-The file holds no sizes. `[model] name = "llama3", flavor = "8B"` points into torchtitan's Python code, so the sizes
-ship as data here (`torchtitan_flavors.toml`) and this module turns them into layers. The rest of the file fills the
-run: sequence and batch from `[training]`, the split over GPUs from `[parallelism]`, and what is computed twice from
-`[activation_checkpoint]`.
+The file holds no sizes: its `[model]` table only names a model, which `torchtitan_model` knows. The rest of the file, read
+here, fills the run: sequence and batch from `[training]`, the split over GPUs from `[parallelism]`, and what is computed
+twice from `[activation_checkpoint]`.
 
 What torchtitan does that a shape reader must know:
 
 - Q, K and V are three linears, gate (w1) and up (w3) are two: nothing is fused, except gpt_oss's experts.
 - Tensor parallelism always splits the norms along the sequence too.
+- Expert parallelism takes the experts out of tensor parallelism, unless `expert_tensor_parallel_degree` keeps them in: by
+  default each tensor-parallel rank sends its share of the tokens to whole experts, and is one of the expert-parallel ranks.
 - A pipeline cuts the local batch into micro-batches of `pipeline_parallel_microbatch_size`, by default 1, and gives
   the first and last stage fewer layers, because they also hold the embedding and the output.
 """
@@ -17,15 +18,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
 from math import ceil
 from typing import Any
 
-from gemmscope.errors import UserError, closest, shown
+from gemmscope.errors import UserError, shown
 from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, check_size
-from gemmscope.toml import load_data, parse_toml
+from gemmscope.model.spec import check_size
+from gemmscope.model.torchtitan_model import Flavor, load_flavor, model_and_flavor, model_notes, model_spec
+from gemmscope.toml import parse_toml
 
 Document = Mapping[str, Any]
 Found = tuple[dict[str, Any], list[str]]
@@ -34,7 +34,6 @@ Found = tuple[dict[str, Any], list[str]]
 TABLES = ("job", "model", "training", "parallelism", "activation_checkpoint")
 RUN_TABLES = ("parallelism", "training", "experimental")  # releases of 2024 kept the degrees in the last two
 SPLITS_BY_NAME = ("module_fqns_per_model_part", "pipeline_parallel_split_points")
-OTHER_WAYS = "for any other model give --config its Hugging Face config.json, or --module file.py:factory"
 
 # How a schedule places stages on the pipeline's ranks: one each, several in rounds, or two in a V (down and back up).
 SCHEDULES = {
@@ -82,30 +81,22 @@ def read(text: str, origin: str) -> ModelSource:
 
 
 def _source(document: Document, origin: str) -> ModelSource:
-    family, name = model_and_flavor(document)
+    named = _table(document, "model")
+    family, name = model_and_flavor(named)
     flavor = load_flavor(family, name)
-    model = ModelSpec(
-        name=f"torchtitan {family} {name}",
-        hidden_size=flavor.dim,
-        layers=tuple(_layer(flavor, index) for index in range(flavor.n_layers)),
-        vocab_size=flavor.vocab_size,
-        tied_embeddings=flavor.enable_weight_tying,
-        model_type=family,
-        source=families()[family]["source"],
-    )
     pp = _size(document, "pipeline_parallel_degree") or 1
     parts = [
         _batch(document, pp),
         _parallel(document, flavor, pp),
         _pipeline(document, flavor.n_layers, pp),
         _recompute(document, flavor.n_layers),
-        ({"separate_projections": True}, _model_notes(document, flavor)),
+        ({"separate_projections": True}, model_notes(named, flavor)),
     ]
     settings = {key: value for part, _ in parts for key, value in part.items()}
-    return ModelSource(origin, model, settings, tuple(note for _, notes in parts for note in notes))
+    return ModelSource(origin, model_spec(family, name, flavor), settings, tuple(note for _, notes in parts for note in notes))
 
 
-# ------------------------------------------------------------------------------------------------------------ the run
+# ------------------------------------------------------------------------------------------- what stands in the file
 
 
 def _table(document: Document, name: str) -> Document:
@@ -143,6 +134,9 @@ def _flag(document: Document, key: str, *, default: bool) -> bool:
     if value is None or isinstance(value, bool):
         return default if value is None else value
     raise UserError(f"{what} must be true or false, not {shown(value)}", f"for example: {key} = {str(default).lower()}")
+
+
+# ------------------------------------------------------------------------------------------------------------ the run
 
 
 def _batch(document: Document, pp: int) -> Found:
@@ -202,21 +196,27 @@ def _parallel(document: Document, flavor: Flavor, pp: int) -> Found:
     }
     settings: dict[str, Any] = {name: degree for name, degree in degrees.items() if degree is not None}
     tp, ep = settings.get("tp", 1), settings.get("ep", 1)
-    expert_tp = _size(document, "expert_tensor_parallel_degree") or 1
+    expert_tp = _size(document, "expert_tensor_parallel_degree") or 1  # torchtitan's default, whatever tp is
     notes = []
     if tp > 1:
         settings["sequence_parallel"] = _flag(document, "enable_sequence_parallel", default=True)
     if _flag(document, "enable_async_tensor_parallel", default=False) and tp > 1:
         notes.append(f"asynchronous tensor parallelism runs a GEMM in {tp} pieces, between transfers; here it is whole")
+    if settings.get("sequence_parallel") and (flavor.num_experts or flavor.kv_lora_rank):
+        unsplit = ["the latent down projections"] * bool(flavor.kv_lora_rank) + ["the router"] * bool(flavor.num_experts)
+        notes.append(
+            f"torchtitan runs {' and '.join(unsplit)} on all tokens on every tensor-parallel rank; here, on 1/{tp} of them"
+        )
     if ep > 1 and not flavor.num_experts:
         del settings["ep"]
         notes.append(f"expert_parallel_degree = {ep} is not used: the model has no experts")
-    elif ep > 1 and expert_tp != tp:
+    elif ep > 1 and tp % expert_tp:
         notes.append(
-            f"expert_tensor_parallel_degree = {expert_tp}, but tensor_parallel_degree = {tp}: torchtitan then splits"
-            f" an expert's weights {expert_tp} ways and counts tensor-parallel ranks among the {ep} expert-parallel"
-            " ones; this is not modelled"
+            f"expert_tensor_parallel_degree = {expert_tp} does not divide tensor_parallel_degree = {tp}, which is not"
+            " modelled (torchtitan takes 1 or the same): the experts are split like the rest"
         )
+    elif ep > 1 and (expert_tp < tp or tp == 1):  # equal to tp: left to follow it
+        settings["etp"] = expert_tp
     return settings, notes
 
 

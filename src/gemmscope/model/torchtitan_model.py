@@ -7,6 +7,18 @@ it into layers, by the rules of torchtitan's code: how wide an MLP is, which lay
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from math import ceil
+from typing import Any
+
+from gemmscope.errors import UserError, closest, shown
+from gemmscope.model.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
+from gemmscope.toml import load_data
+
+OTHER_WAYS = "for any other model give --config its Hugging Face config.json, or --module file.py:factory"
+
 
 @dataclass(frozen=True)
 class Flavor:
@@ -64,9 +76,12 @@ def load_flavor(family: str, name: str) -> Flavor:
     return Flavor(**{**families()[family].get("defaults", {}), **base, **facts})
 
 
-def model_and_flavor(document: Document) -> tuple[str, str]:
-    """The family and the flavor that a job config names, as spelled in the table of known models."""
-    model = _table(document, "model")
+def model_and_flavor(model: Mapping[str, Any]) -> tuple[str, str]:
+    """The family and the flavor that the `[model]` table of a job config names, as the table of known models spells them.
+
+    >>> model_and_flavor({"name": "simple_fsdp.llama3", "flavor": "8B"})
+    ('llama3', '8B')
+    """
     names = {alias: family for family, facts in families().items() for alias in (family, *facts.get("aliases", ()))}
     given = _text(model, "name", names)
     # Experiments wrap a stock model under a dotted name: simple_fsdp.llama3 trains llama3.
@@ -80,7 +95,7 @@ def model_and_flavor(document: Document) -> tuple[str, str]:
     return family, flavor
 
 
-def _text(model: Document, key: str, known: Mapping[str, Any]) -> str:
+def _text(model: Mapping[str, Any], key: str, known: Mapping[str, Any]) -> str:
     value = model.get(key)
     if isinstance(value, str):
         return value
@@ -92,6 +107,19 @@ def _unknown(message: str, given: str, known: Mapping[str, Any]) -> UserError:
     near = closest(given[:100], known)
     suggestion = f"did you mean {' or '.join(near)}? " if near else ""
     return UserError(message, f"{suggestion}known: {', '.join(known)}; {OTHER_WAYS}")
+
+
+def model_spec(family: str, name: str, flavor: Flavor) -> ModelSpec:
+    """The whole model of a flavor."""
+    return ModelSpec(
+        name=f"torchtitan {family} {name}",
+        hidden_size=flavor.dim,
+        layers=tuple(_layer(flavor, index) for index in range(flavor.n_layers)),
+        vocab_size=flavor.vocab_size,
+        tied_embeddings=flavor.enable_weight_tying,
+        model_type=family,
+        source=families()[family]["source"],
+    )
 
 
 def swiglu_size(dim: int, multiplier: float = 1.0, multiple_of: int = 256, shared_by: int = 1) -> int:
@@ -162,8 +190,8 @@ def _experts(flavor: Flavor) -> MoeSpec:
     )
 
 
-def _model_notes(document: Document, flavor: Flavor) -> list[str]:
-    model = _table(document, "model")
+def model_notes(model: Mapping[str, Any], flavor: Flavor) -> list[str]:
+    """What the sizes do not say about the model of a `[model]` table."""
     notes = []
     if "tokenizer_path" in model:
         notes.append(

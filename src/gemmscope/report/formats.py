@@ -5,20 +5,25 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from gemmscope.report.shapes import TEXT_COLUMNS, Table
 from gemmscope.workload.derive import Workload
 
+if TYPE_CHECKING:
+    from rich.console import Console
 
-def print_tables(tables: Iterable[Table], above: Iterable[str], below: Iterable[str]) -> None:
+
+def print_tables(tables: Iterable[Table], above: Iterable[str], below: Iterable[str], console: Console | None = None) -> None:
     """To standard output: coloured on a terminal, plain (and never folded) when piped."""
     from rich import box
     from rich.console import Console
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    console = Console(highlight=False, soft_wrap=True)
-    console.width = max(console.width, 200)  # a limit, not a width to fill: shapes are never cut short
+    if console is None:
+        console = Console(highlight=False, soft_wrap=True)
+        console.width = max(console.width, 200)  # a limit, not a width to fill: shapes are never cut short
     for index, line in enumerate(above):
         console.print(Text(line, style="bold" if index == 0 else ""))
     for table in tables:

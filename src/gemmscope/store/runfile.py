@@ -98,8 +98,8 @@ class ModelRecord(Record):
     name: str
     model_type: str
     source: str
-    hidden_size: int | None
-    num_hidden_layers: int | None
+    hidden_size: int | None = None
+    num_hidden_layers: int | None = None
     layers: str = Field(description="their kinds, in words")
 
 

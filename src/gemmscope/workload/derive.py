@@ -80,7 +80,7 @@ def _notes(model: ModelSpec, run: RunSpec, stage: int, ops: tuple[Op, ...]) -> I
     if replicated:
         yield f"every rank of a tensor-parallel group runs the same {', '.join(replicated)}"
     if run.ep > 1:
-        yield f"each of the {run.ep} expert-parallel ranks brings a micro-batch of its own"
+        yield f"{run.ep} expert-parallel ranks share the experts, each with tokens of its own"
     if run.imbalance != 1.0 and run.ep > 1:
         yield f"the rank shown holds the busiest experts (imbalance {run.imbalance:g})"
 

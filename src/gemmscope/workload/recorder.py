@@ -31,7 +31,7 @@ _LAYER_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor lies. Its transpose lies in the same place; Q, K and V cut from one tensor do not. Holds the storage alive."""
+    """Where a tensor lies, kept alive. Its transpose lies in the same place; Q, K and V cut from one tensor do not."""
 
     storage: torch.UntypedStorage
     offset: int

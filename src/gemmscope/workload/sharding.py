@@ -69,7 +69,8 @@ def _check_experts(model: ModelSpec, run: RunSpec) -> None:
         _check_divides("ep", run.ep, {"the number of experts": spec.experts})
         if run.imbalance > spec.experts:
             raise UserError(
-                f"imbalance = {run.imbalance:g} is too much: one of {spec.experts} experts has at most {spec.experts} times the average"
+                f"imbalance = {run.imbalance:g} is too much for {spec.experts} experts",
+                f"the busiest can have at most {spec.experts} times the average: all tokens",
             )
     if run.tokens * moe[0].top_k * run.expert_tp % run.tp:
         raise UserError(

@@ -1,0 +1,47 @@
+# Two commands do everything on a fresh machine with Python 3.10 or later: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+
+.PHONY: demo test lint types unit benchmark schema pictures clean
+
+demo: $(VENV)/.installed
+	$(BIN)/gemmscope shapes --hidden_size 4096 --intermediate_size 16384 --num_attention_heads 32 --num_hidden_layers 24 \
+		--micro_batch_size 31 --sequence_length 512
+	$(BIN)/gemmscope shapes --preset llama-3.1-8b --micro-batch-size 1 --sequence-length 8192 --tp 2 --sequence-parallel
+
+test: lint types unit
+
+lint: $(VENV)/.developing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.developing
+	$(BIN)/mypy
+
+unit: $(VENV)/.developing
+	$(BIN)/pytest -n 2 --dist worksteal
+
+benchmark: $(VENV)/.developing
+	$(BIN)/python benchmarks/startup.py
+
+schema: $(VENV)/.installed
+	$(BIN)/python -m gemmscope.store.schema > docs/schema/shapes-1.json
+
+pictures: $(VENV)/.installed
+	$(BIN)/python docs/pictures.py
+
+$(VENV)/.installed: pyproject.toml
+	@echo "setting up $(VENV) …"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.developing: $(VENV)/.installed requirements-dev.txt
+	@echo "installing what the tests need (torch among it: a minute or two) …"
+	$(PIP) --requirement requirements-dev.txt
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

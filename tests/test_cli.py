@@ -1,0 +1,295 @@
+"""The command line as people type it, right and wrong."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from gemmscope.cli.main import main
+from gemmscope.model import presets
+from gemmscope.store.runfile import ShapesFile
+
+REFERENCE = (
+    "shapes --hidden_size 4096 --intermediate_size 16384 --num_attention_heads 32 --num_hidden_layers 24 "
+    "--micro_batch_size 31 --sequence_length 512"
+)
+BATCH = "--micro-batch-size 2 --sequence-length 64"
+
+
+class Outcome(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[[str], Outcome]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(line: str) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["gemmscope", *line.split()])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capsys.readouterr()
+        return Outcome(int(ended.value.code or 0), captured.out, captured.err)
+
+    return call
+
+
+def test_reference_example(run: Run) -> None:
+    outcome = run(REFERENCE)
+    assert outcome.code == 0
+    assert "15872x4096x12288" in outcome.out
+    assert "layer: 19.17 TFLOP of GEMMs per layer, 24 layers" in outcome.out
+    assert "step: 460.1 TFLOP of GEMMs" in outcome.out
+
+
+def test_json_is_a_valid_run_file(run: Run) -> None:
+    outcome = run(f"{REFERENCE} --json -")
+    file = ShapesFile.model_validate_json(outcome.out)
+    assert len(file.gemms) == 12
+    first = json.loads(outcome.out)["gemms"][0]
+    wanted = {"op": "QKV Proj", "pass": "fprop", "m": 15872, "k": 4096, "n": 12288, "groups": 1, "count": 24}
+    assert {key: first[key] for key in wanted} == wanted
+    assert sum(gemm.share for gemm in file.gemms) == pytest.approx(1)
+
+
+def test_dashes_and_underscores_are_the_same(run: Run) -> None:
+    dashed = run(REFERENCE.replace("_", "-") + " --json -")
+    underscored = run(f"{REFERENCE} --json -")
+    assert json.loads(dashed.out)["gemms"] == json.loads(underscored.out)["gemms"]
+
+
+def test_csv_and_markdown(run: Run, tmp_path: Path) -> None:
+    rows = list(csv.DictReader(io.StringIO(run(f"{REFERENCE} --csv -").out)))
+    assert len(rows) == 12
+    assert rows[0]["n"] == "12288"
+    outcome = run(f"{REFERENCE} --markdown {tmp_path}/t.md --csv {tmp_path}/t.csv --json {tmp_path}/t.json")
+    assert "QKV Proj" in outcome.out  # the table is still printed
+    table = (tmp_path / "t.md").read_text()
+    assert "| QKV Proj | fprop | 15872x4096x12288 |" in table
+    assert f"wrote {tmp_path}/t.json" in outcome.err
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_every_preset(run: Run, name: str) -> None:
+    outcome = run(f"shapes --preset {name} {BATCH}")
+    assert outcome.code == 0
+    assert outcome.err == ""
+
+
+def test_list_presets(run: Run) -> None:
+    outcome = run("shapes --list-presets")
+    assert len(presets.names()) >= 21
+    assert all(name in outcome.out for name in presets.names())
+
+
+def test_sharded(run: Run) -> None:
+    outcome = run(f"shapes --preset mixtral-8x7b {BATCH} --tp 2 --ep 4 --pp 2 --cp 2 --sequence-parallel --imbalance 1.5")
+    assert outcome.code == 0
+    assert "tp 2, cp 2, pp 2, ep 4, sequence parallel, stage 1" in outcome.out
+    assert "busiest experts" in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("shapes", "no model is named"),
+        ("shapes --preset llama-3.1-8b", "micro_batch_size and sequence_length are not given"),
+        ("shapes --preset llama-3.1-8b --sequence-length 64", "micro_batch_size is not given"),
+        (f"shapes --preset lama-3.1-8b {BATCH}", "did you mean llama-3.1-8b"),
+        (f"shapes --preset gpt2 --config x.json {BATCH}", "the model is named in 2 ways at once: --config and --preset"),
+        (f"shapes --preset gpt2 --hidden-size 64 {BATCH}", "--preset and --hidden-size"),
+        (f"shapes --hidden-size 64 {BATCH}", "--intermediate-size, --num-attention-heads, --num-hidden-layers missing"),
+        (f"shapes --config nowhere.json {BATCH}", "there is no file or folder 'nowhere.json'"),
+        (f"shapes --module nowhere.py {BATCH}", "is not FILE.py:FACTORY"),
+        (f"shapes --preset gpt2 {BATCH} --tp 5", "tp = 5 does not divide num_attention_heads = 12"),
+        (f"shapes --preset gpt2 {BATCH} --recompute sometimes", "it can be none, selective"),
+        (f"shapes --preset gpt2 {BATCH} --pp 2 --pp-layers 6,x", "is not a list of whole numbers"),
+        (f"shapes --preset gpt2 {BATCH} --imbalance nan", "it is 1 (balanced) or more"),
+        (f"shapes --preset gpt2 {BATCH} --json - --csv -", "two outputs to standard output"),
+        (f"shapes --preset gpt2 {BATCH} --json /nowhere/x.json", "cannot be written"),
+        (f"shapes --preset codonfm-5b {BATCH} --check", "is no Hugging Face config"),
+        ("shapes --preset gpt2 --micro-batch-size 0 --sequence-length 64", "micro_batch_size must be at least 1"),
+        ("shapes --preset gpt2 --micro-batch-size -4 --sequence-length 64", "must be at least 1"),
+        ("shapes --preset gpt2 --micro-batch-size 1 --sequence-length 99999999999", "beyond anything trained"),
+        ("shapes --preset gpt2 --micro-batch-size two --sequence-length 64", "'two' is not a whole number"),
+        ("shapes --hidden_sise 64", "No such option"),
+        ("forms", "No such command"),
+    ],
+)
+def test_wrong_input_is_one_message_and_exit_code_2(run: Run, line: str, message: str) -> None:
+    outcome = run(line)
+    assert outcome.code == 2
+    assert message in " ".join(outcome.err.replace("│", " ").split())
+    assert "Traceback" not in outcome.err
+    assert outcome.out == ""
+
+
+@pytest.mark.parametrize("sizes", ["--num-attention-heads 33", "--num-key-value-heads 5", "--hidden-size 0", "--head-dim -1"])
+def test_wrong_sizes(run: Run, sizes: str) -> None:
+    outcome = run(f"{REFERENCE} {sizes}")
+    assert outcome.code == 2
+    assert sizes.split()[1] in outcome.err
+
+
+def test_options_win_over_the_file(run: Run, tmp_path: Path) -> None:
+    script = tmp_path / "pretrain.sh"
+    script.write_text(
+        "torchrun pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 512 "
+        "--micro-batch-size 2 --tensor-model-parallel-size 2 --vocab-size 1000 --max-position-embeddings 512\n"
+    )
+    from_file = json.loads(run(f"shapes --config {script} --json -").out)
+    assert (from_file["run"]["micro_batch_size"], from_file["run"]["tp"]) == (2, 2)
+    typed = json.loads(run(f"shapes --config {script} --tp 4 --micro-batch-size 3 --json -").out)
+    assert (typed["run"]["micro_batch_size"], typed["run"]["tp"]) == (3, 4)
+    assert any("tp = 4 as typed" in note for note in typed["notes"])
+
+
+def test_torch_is_not_imported() -> None:
+    """Neither by help nor by shapes; nor are transformers, numpy, pydantic for a plain table."""
+    code = (
+        "import sys; sys.argv = ['gemmscope', *sys.argv[1:]]\n"
+        "from gemmscope.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'matplotlib', 'yaml'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    for line in ("--help", "shapes --help", REFERENCE, f"shapes --preset deepseek-v3 {BATCH} --json -"):
+        child = subprocess.run([sys.executable, "-c", code, *line.split()], capture_output=True, text=True, check=False)
+        assert child.returncode == 0, child.stderr
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    command = f"{sys.executable} -m gemmscope shapes --list-presets | head -1"
+    child = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert child.stderr == ""
+
+
+def test_version_and_module_entry() -> None:
+    child = subprocess.run([sys.executable, "-m", "gemmscope", "--version"], capture_output=True, text=True, check=True)
+    assert child.stdout.startswith("gemmscope 0.")
+
+
+# --- with torch ---------------------------------------------------------------------------------------------------------
+
+FACTORY = """
+import torch
+
+def build():
+    print("a module may print")
+    return torch.nn.Sequential(torch.nn.Embedding(100, 32), torch.nn.Linear(32, 64), torch.nn.Linear(64, 100))
+
+def with_inputs(micro_batch_size, sequence_length):
+    return torch.nn.Linear(16, 8), {"input": torch.zeros(micro_batch_size * sequence_length, 16)}
+
+def raises():
+    raise RuntimeError("no such layer")
+
+def returns_nothing():
+    pass
+
+def looks_at_values():
+    class Peeking(torch.nn.Module):
+        def forward(self, tokens):
+            return tokens.float() if tokens.sum() > 0 else tokens
+    return Peeking()
+
+def leaves():
+    raise SystemExit(0)
+"""
+
+
+@pytest.fixture
+def factory(tmp_path: Path) -> Path:
+    pytest.importorskip("torch", reason="tracing needs torch")
+    path = tmp_path / "mine.py"
+    path.write_text(FACTORY)
+    return path
+
+
+def test_module(run: Run, factory: Path) -> None:
+    outcome = run(f"shapes --module {factory}:build {BATCH} --json -")
+    assert outcome.code == 0
+    file = ShapesFile.model_validate_json(outcome.out)
+    assert [(gemm.op, gemm.m, gemm.k, gemm.n) for gemm in file.gemms if gemm.pass_name == "fprop"] == [
+        ("*", 128, 32, 64),
+        ("*", 128, 64, 100),
+    ]
+    assert file.derived_by == "trace"
+
+
+def test_module_with_inputs(run: Run, factory: Path) -> None:
+    rows = list(csv.DictReader(io.StringIO(run(f"shapes --module {factory}:with_inputs {BATCH} --csv -").out)))
+    assert [(row["pass"], row["m"]) for row in rows] == [("fprop", "128"), ("wgrad", "16")]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("raises", "raises() raised RuntimeError: no such layer (line 12 of"),
+        ("returns_nothing", "returned NoneType; it must return an nn.Module"),
+        ("looks_at_values", "running the model on the meta device raised"),
+        ("leaves", "leaves() raised SystemExit"),
+        ("absent", "has no function 'absent'; it defines build"),
+    ],
+)
+def test_modules_that_fail(run: Run, factory: Path, name: str, message: str) -> None:
+    outcome = run(f"shapes --module {factory}:{name} {BATCH}")
+    assert outcome.code == 2
+    assert message in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+def test_traced_models_are_not_sharded(run: Run, factory: Path) -> None:
+    outcome = run(f"shapes --module {factory}:build {BATCH} --tp 2")
+    assert outcome.code == 2
+    assert "cannot be sharded" in outcome.err
+
+
+def config_file(tmp_path: Path, config: dict[str, Any]) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+
+
+def test_check(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the check needs transformers")
+    outcome = run(f"shapes --config {config_file(tmp_path, {'model_type': 'llama', **SMALL})} {BATCH} --tp 2 --check")
+    assert outcome.code == 0
+    assert "check: equal to the live LlamaForCausalLM" in outcome.out
+
+
+def test_a_type_without_closed_form_is_traced(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="building it needs transformers")
+    outcome = run(
+        f"shapes --config {config_file(tmp_path, {'model_type': 'gpt_neo', **SMALL, 'attention_types': [[['global'], 2]], 'num_layers': 2})} {BATCH}"
+    )
+    assert outcome.code == 0
+    assert "GPTNeoForCausalLM" in outcome.out
+
+
+def test_a_type_nobody_knows(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = config_file(tmp_path, {"model_type": "martian", **SMALL})
+    if pytest.importorskip("transformers"):
+        outcome = run(f"shapes --config {path} {BATCH}")
+        assert outcome.code == 2
+        assert "martian" in outcome.err
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    outcome = run(f"shapes --config {path} {BATCH}")
+    assert outcome.code == 2
+    assert "torch is needed" in outcome.err
+    assert "pip install torch" in outcome.err
