@@ -275,19 +275,18 @@ def test_check(run: Run, tmp_path: Path) -> None:
 
 def test_a_type_without_closed_form_is_traced(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="building it needs transformers")
-    outcome = run(
-        f"shapes --config {config_file(tmp_path, {'model_type': 'gpt_neo', **SMALL, 'attention_types': [[['global'], 2]], 'num_layers': 2})} {BATCH}"
-    )
+    config = {"model_type": "gpt_neo", **SMALL, "attention_types": [[["global"], 2]], "num_layers": 2}
+    outcome = run(f"shapes --config {config_file(tmp_path, config)} {BATCH}")
     assert outcome.code == 0
     assert "GPTNeoForCausalLM" in outcome.out
 
 
 def test_a_type_nobody_knows(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = config_file(tmp_path, {"model_type": "martian", **SMALL})
-    if pytest.importorskip("transformers"):
-        outcome = run(f"shapes --config {path} {BATCH}")
-        assert outcome.code == 2
-        assert "martian" in outcome.err
+    pytest.importorskip("transformers", reason="asking transformers needs it")
+    outcome = run(f"shapes --config {path} {BATCH}")
+    assert outcome.code == 2
+    assert "martian" in outcome.err
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     outcome = run(f"shapes --config {path} {BATCH}")
     assert outcome.code == 2

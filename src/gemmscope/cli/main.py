@@ -15,10 +15,10 @@ from gemmscope.errors import UserError
 app = typer.Typer(
     name="gemmscope",
     help="What FP8, MXFP8 and NVFP4 will do for your transformer's training on your GPU, before you pay for the run.",
-    epilog="Start with: gemmscope shapes --preset llama-3.1-8b --micro-batch-size 1 --sequence-length 8192",
+    epilog="\b\nStart with:\n  gemmscope shapes --preset llama-3.1-8b --micro-batch-size 1 --sequence-length 8192",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,  # plain help: never cut short, and in half the time
     # --hidden_size and --hidden-size are the same option
     context_settings={
         "help_option_names": ["-h", "--help"],

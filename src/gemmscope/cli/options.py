@@ -18,7 +18,6 @@ from gemmscope.errors import UserError
 from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import RunSpec
 
-MODEL, RUN = "Model (one of these ways)", "Batch and parallelism"
 Result = TypeVar("Result")
 
 
@@ -29,9 +28,9 @@ def _whole_number(text: str) -> int:
         raise typer.BadParameter(f"{text!r} is not a whole number") from None
 
 
-def _size(text: str, panel: str) -> Any:
+def _size(text: str) -> Any:
     """An option that takes a whole number."""
-    return typer.Option(help=text, parser=_whole_number, metavar="N", rich_help_panel=panel)
+    return typer.Option(help=text, parser=_whole_number, metavar="N")
 
 
 def takes(*groups: type) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
@@ -74,33 +73,31 @@ class ModelOptions:
         typer.Option(
             metavar="PATH|ID",
             help="Hugging Face config.json (file, folder, hub id), Megatron-LM arguments, torchtitan TOML, Megatron-Bridge YAML.",
-            rich_help_panel=MODEL,
         ),
     ] = None
     preset: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="A well-known model; --list-presets names them.", rich_help_panel=MODEL),
+        typer.Option(metavar="NAME", help="A well-known model; --list-presets names them."),
     ] = None
     module: Annotated[
         str | None,
         typer.Option(
             metavar="FILE.py:FACTORY",
             help="Your own nn.Module: a function that returns it, or (module, inputs). Traced with torch.",
-            rich_help_panel=MODEL,
         ),
     ] = None
-    hidden_size: Annotated[int | None, _size("Plain hyperparameters: all four sizes.", MODEL)] = None
-    intermediate_size: Annotated[int | None, _size("MLP width.", MODEL)] = None
-    num_attention_heads: Annotated[int | None, _size("Query heads.", MODEL)] = None
-    num_hidden_layers: Annotated[int | None, _size("Layers.", MODEL)] = None
-    num_key_value_heads: Annotated[
-        int | None, _size("With the sizes: grouped-query attention. [default: as many as heads]", MODEL)
-    ] = None
-    head_dim: Annotated[int | None, _size("With the sizes: a head's size. [default: hidden / heads]", MODEL)] = None
-    vocab_size: Annotated[int | None, _size("With the sizes: adds embedding, head and loss.", MODEL)] = None
+    hidden_size: Annotated[int | None, _size("Plain hyperparameters: these four sizes describe the layers.")] = None
+    intermediate_size: Annotated[int | None, _size("MLP width.")] = None
+    num_attention_heads: Annotated[int | None, _size("Query heads.")] = None
+    num_hidden_layers: Annotated[int | None, _size("Layers.")] = None
+    num_key_value_heads: Annotated[int | None, _size("With the sizes: grouped-query attention. (default: as many as heads)")] = (
+        None
+    )
+    head_dim: Annotated[int | None, _size("With the sizes: a head's size. (default: hidden / heads)")] = None
+    vocab_size: Annotated[int | None, _size("With the sizes: adds embedding, head and loss.")] = None
     gated_mlp: Annotated[
         bool,
-        typer.Option("--gated-mlp", help="With the sizes: a gated MLP (SwiGLU) instead of a plain one.", rich_help_panel=MODEL),
+        typer.Option("--gated-mlp", help="With the sizes: a gated MLP (SwiGLU) instead of a plain one."),
     ] = False
 
     _REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
@@ -158,39 +155,33 @@ class ModelOptions:
 class RunOptions:
     """Batch and parallelism. What is not typed comes from the model's file, where it says."""
 
-    micro_batch_size: Annotated[int | None, _size("Sequences per micro-batch.", RUN)] = None
-    sequence_length: Annotated[int | None, _size("Tokens per sequence.", RUN)] = None
-    tp: Annotated[int | None, _size("Tensor parallel size.", RUN)] = None
+    micro_batch_size: Annotated[int | None, _size("Sequences per micro-batch.")] = None
+    sequence_length: Annotated[int | None, _size("Tokens per sequence.")] = None
+    tp: Annotated[int | None, _size("Tensor parallel size.")] = None
     sequence_parallel: Annotated[
         bool | None,
         typer.Option(
             "--sequence-parallel/--no-sequence-parallel",
             help="Split what stands between blocks over tp too.",
-            rich_help_panel=RUN,
         ),
     ] = None
-    cp: Annotated[int | None, _size("Context parallel size.", RUN)] = None
-    pp: Annotated[int | None, _size("Pipeline parallel size.", RUN)] = None
-    pp_stage: Annotated[int | None, _size("Stage to show, from 0. [default: the one with most FLOPs]", RUN)] = None
-    pp_layers: Annotated[
-        str | None, typer.Option(metavar="N,N,…", help="Layers of each stage, where they differ.", rich_help_panel=RUN)
-    ] = None
-    ep: Annotated[int | None, _size("Expert parallel size: ranks that share the experts.", RUN)] = None
-    etp: Annotated[int | None, _size("Tensor parallel size inside experts. [default: tp]", RUN)] = None
-    imbalance: Annotated[
-        float | None, typer.Option(help="Busiest expert's load over the average; 1 is balanced.", rich_help_panel=RUN)
-    ] = None
-    gradient_accumulation: Annotated[int | None, _size("Micro-batches per step.", RUN)] = None
+    cp: Annotated[int | None, _size("Context parallel size.")] = None
+    pp: Annotated[int | None, _size("Pipeline parallel size.")] = None
+    pp_stage: Annotated[int | None, _size("Stage to show, from 0. (default: the one with most FLOPs)")] = None
+    pp_layers: Annotated[str | None, typer.Option(metavar="N,N,…", help="Layers of each stage, where they differ.")] = None
+    ep: Annotated[int | None, _size("Expert parallel size: ranks that share the experts.")] = None
+    etp: Annotated[int | None, _size("Tensor parallel size inside experts. (default: tp)")] = None
+    imbalance: Annotated[float | None, typer.Option(help="Busiest expert's load over the average; 1 is balanced.")] = None
+    gradient_accumulation: Annotated[int | None, _size("Micro-batches per step.")] = None
     recompute: Annotated[
         str | None,
-        typer.Option(metavar="none|selective|full", help="Activations computed again in backward.", rich_help_panel=RUN),
+        typer.Option(metavar="none|selective|full", help="Activations computed again in backward."),
     ] = None
     separate_projections: Annotated[
         bool | None,
         typer.Option(
             "--separate-projections/--fused-projections",
             help="Q, K, V (and gate, up) as GEMMs of their own, as Hugging Face runs them; or fused, as Transformer Engine does.",
-            rich_help_panel=RUN,
         ),
     ] = None
 

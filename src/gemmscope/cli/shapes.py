@@ -20,35 +20,33 @@ if TYPE_CHECKING:  # what a command needs is imported when it runs, so that --he
     from gemmscope.workload.summary import Totals
     from gemmscope.workload.trace import Trace
 
-OUTPUT = "Output"
-EXAMPLES = (
-    "Examples: gemmscope shapes --preset llama-3.1-8b --micro-batch-size 1 --sequence-length 8192 --tp 2 — "
-    "gemmscope shapes --config config.json --micro-batch-size 4 --sequence-length 4096 --check — "
-    "gemmscope shapes --hidden_size 4096 --intermediate_size 16384 --num_attention_heads 32 --num_hidden_layers 24 "
-    "--micro_batch_size 31 --sequence_length 512 --json -"
-)
+EXAMPLES = """\b
+Examples:
+  gemmscope shapes --preset llama-3.1-8b --micro-batch-size 1 --sequence-length 8192 --tp 2
+  gemmscope shapes --config config.json --micro-batch-size 4 --sequence-length 4096 --check
+  gemmscope shapes --config pretrain_llama.sh --json shapes.json
+  gemmscope shapes --module my_model.py:build --micro-batch-size 1 --sequence-length 2048
+
+\b
+Exit codes: 0 done, 1 --check found differences, 2 wrong input, 130 interrupted.
+"""
 
 
 @takes(ModelOptions, RunOptions)
 def command(
     model_options: ModelOptions,
     run_options: RunOptions,
-    list_presets: Annotated[
-        bool, typer.Option("--list-presets", help="Name the presets and stop.", rich_help_panel=OUTPUT)
-    ] = False,
+    list_presets: Annotated[bool, typer.Option("--list-presets", help="Name the presets and stop.")] = False,
     check: Annotated[
         bool,
         typer.Option(
             "--check",
             help="Compare with a trace of the live model (needs torch and transformers); exit 1 if they differ.",
-            rich_help_panel=OUTPUT,
         ),
     ] = False,
-    json: Annotated[str | None, typer.Option(metavar="PATH|-", help="Write the run file.", rich_help_panel=OUTPUT)] = None,
-    csv: Annotated[str | None, typer.Option(metavar="PATH|-", help="Write the GEMMs as CSV.", rich_help_panel=OUTPUT)] = None,
-    markdown: Annotated[
-        str | None, typer.Option(metavar="PATH|-", help="Write the tables as Markdown.", rich_help_panel=OUTPUT)
-    ] = None,
+    json: Annotated[str | None, typer.Option(metavar="PATH|-", help="Write the run file.")] = None,
+    csv: Annotated[str | None, typer.Option(metavar="PATH|-", help="Write the GEMMs as CSV.")] = None,
+    markdown: Annotated[str | None, typer.Option(metavar="PATH|-", help="Write the tables as Markdown.")] = None,
 ) -> None:
     """Which GEMMs a model runs in one training step, with their FLOPs.
 
