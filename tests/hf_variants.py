@@ -6,12 +6,15 @@ import random
 from typing import Any
 
 # Keys whose flips decide a shape or a parameter.
-_FLAG_WORDS = ("bias", "norm", "slid", "tie", "qk", "parallel", "multi_query", "affine")
-_NOT_OURS = {"norm_topk_prob", "sparse_prediction", "use_post_norm"}  # flags with such a word that decide neither
+_FLAG_WORDS = ("bias", "norm", "slid", "tie", "qk", "parallel", "multi_query", "affine", "task_id")
+_NOT_OURS = {"norm_topk_prob", "sparse_prediction"}  # flags with such a word that decide neither
 # Families whose own code refuses a head size other than hidden / heads, or has none.
 _OWN_HEAD_SIZE = {"deepseek_v2", "deepseek_v3", "helium"}
 # Families whose code needs a window.
-_ALWAYS_SLIDES = {"gemma2", "gemma3_text", "gpt_oss", "olmo3", "cohere2", "vaultgemma", "exaone4", "qwen2", "qwen3"}
+_ALWAYS_SLIDES = {
+    *("gemma2", "gemma3_text", "gpt_oss", "olmo3", "cohere2", "vaultgemma", "exaone4", "qwen2", "qwen3"),
+    *("ministral", "cwm", "granite_swa", "granitemoe_swa", "exaone_moe", "kolibri1"),
+}
 
 
 def variant(model_type: str, defaults: dict[str, Any], rng: random.Random) -> dict[str, Any]:
@@ -23,10 +26,10 @@ def variant(model_type: str, defaults: dict[str, Any], rng: random.Random) -> di
         ("num_hidden_layers", "n_layer", "n_layers", "num_layers"): layers,
         ("num_key_value_heads",): rng.choice([d for d in range(1, heads + 1) if heads % d == 0]),
         ("vocab_size",): rng.choice([101, 256, 1000]),
-        ("num_experts", "num_local_experts", "n_routed_experts"): rng.choice([4, 6, 8]),
-        ("num_experts_per_tok",): rng.choice([1, 2, 3]),
+        ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"): rng.choice([4, 6, 8]),
+        ("num_experts_per_tok", "moe_k"): rng.choice([1, 2, 3]),
         ("first_k_dense_replace",): rng.randint(0, layers),
-        ("n_shared_experts",): rng.choice([1, 2, 3]),
+        ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"): rng.choice([1, 2, 3]),
         ("max_window_layers",): rng.randint(0, layers),
         ("max_position_embeddings", "n_positions"): 64,
         ("n_group", "topk_group"): 1,
@@ -41,6 +44,7 @@ def variant(model_type: str, defaults: dict[str, Any], rng: random.Random) -> di
         "hidden_dim",
         "moe_intermediate_size",
         "shared_expert_intermediate_size",
+        "shared_intermediate_size",
     ):
         if key in defaults:
             config[key] = rng.choice([40, 72, 96, 130])
@@ -54,6 +58,11 @@ def variant(model_type: str, defaults: dict[str, Any], rng: random.Random) -> di
     if "decoder_sparse_step" in defaults:
         config["decoder_sparse_step"] = rng.choice([1, 2, 3])
         config["mlp_only_layers"] = rng.sample(range(layers), rng.randint(0, layers // 2))
+    if "moe_layer_interval" in defaults:
+        config |= {"moe_layer_interval": rng.choice([1, 2, 3]), "moe_layer_start_index": rng.randint(0, layers)}
+        config["moe_layer_end_index"] = rng.choice([-1, *range(layers)])
+    if "mlp_layer_types" in defaults and rng.random() < 0.5:
+        config["mlp_layer_types"] = [rng.choice(["dense", "sparse"]) for _ in range(layers)]
     if "kv_lora_rank" in defaults:
         config |= {"kv_lora_rank": 20, "q_lora_rank": rng.choice([None, 28]), "num_key_value_heads": heads}
         config.pop("head_dim", None)

@@ -80,6 +80,25 @@ def test_zero_flops_difference() -> None:
     assert traced == derived > 0
 
 
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "phi3", "bert", "opt", "gemma2", "gpt_neox", "modernbert", "starcoder2"])
+def test_flops_by_torch_itself(model_type: str) -> None:
+    """An oracle that shares no code with the recorder: torch's own FLOP counter over the same forward and backward pass."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = transformers.AutoConfig.for_model(model_type).to_dict()
+    config |= {key: 3 for key in ALIASES["num_hidden_layers"] if key in config}
+    config |= {"layer_types": None} if "layer_types" in config else {}
+    module, inputs = trace_worker.build_huggingface(config, 2, 32)
+    with FlopCounterMode(display=False) as counter:
+        module(**inputs).logits.sum().backward()
+    model = hf.from_config(json.loads(json.dumps(config)), "x").model
+    assert model is not None
+    workload = derive(model, RunSpec(2, 32, separate_projections=True))
+    gemms = sum(gemm.flops * gemm.count for gemm in workload.gemms())
+    attention = [(op.count, product) for op in workload.ops if isinstance(op, Attention) for product in op.products()]
+    assert counter.get_total_flops() == gemms + sum(2 * count * m * k * n * batch for count, (_, m, k, n, batch) in attention)
+
+
 def test_a_wrong_closed_form_is_noticed() -> None:
     """The comparison can fail: a config that differs in one size from the model traced."""
     config = transformers.AutoConfig.for_model("llama", hidden_size=64, num_attention_heads=4, num_hidden_layers=2).to_dict()
@@ -91,7 +110,10 @@ def test_a_wrong_closed_form_is_noticed() -> None:
     assert {difference.what for difference in found} >= {"fprop 16x64x32", "parameters"}
 
 
-@pytest.mark.parametrize("model_type", ["mistral", "gemma2", "gpt_oss", "modernbert", "qwen2", "olmo3", "cohere2", "gemma3_text"])
+@pytest.mark.parametrize(
+    "model_type",
+    "mistral gemma2 gpt_oss modernbert qwen2 olmo3 cohere2 gemma3_text ministral cwm granite_swa kolibri1 exaone_moe".split(),
+)
 def test_windows(model_type: str) -> None:
     """Which layers slide: the closed form's pattern is that of the configuration class."""
     extra = {"use_sliding_window": True} if model_type == "qwen2" else {}
@@ -108,7 +130,7 @@ def test_windows(model_type: str) -> None:
 
 _SIZES = {key for name, keys in ALIASES.items() if name not in ("num_key_value_heads", "head_dim") for key in keys} | {
     *("moe_intermediate_size", "shared_expert_intermediate_size", "word_embed_proj_dim"),
-    *("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
+    *("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim"),
 }
 # What a configuration class cannot do without, and does not assume either.
 _NEEDED: dict[str, dict[str, Any]] = {
@@ -117,6 +139,8 @@ _NEEDED: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 128},
     "glm4_moe": {"head_dim": 128},
     "deepseek_v2": {"num_experts_per_tok": 4},
+    "ministral": {"head_dim": 128},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
 }
 
 

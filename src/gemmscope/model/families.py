@@ -21,8 +21,8 @@ ALIASES = {
     "head_dim": ("head_dim",),
     "intermediate_size": ("intermediate_size", "ffn_dim", "n_inner", "hidden_dim"),
     "vocab_size": ("vocab_size",),
-    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
-    "num_experts_per_tok": ("num_experts_per_tok",),
+    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "num_experts_per_tok": ("num_experts_per_tok", "moe_k"),
 }
 
 

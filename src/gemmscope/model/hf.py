@@ -63,7 +63,7 @@ def from_config(config: Mapping[str, Any], origin: str) -> ModelSource:
     ):
         inner = from_config(text_part, origin)
         note = f"the language part of this {model_type} model; its other towers (vision, audio) are left out"
-        return replace(inner, config=config, notes=(note, *inner.notes))
+        return replace(inner, notes=(note, *inner.notes))
     label = f"{origin} (Hugging Face, {model_type})"
     if model_type not in known_model_types() or _needs_tracing(config):
         return ModelSource(origin=label, model=None, config=config)
@@ -100,6 +100,8 @@ def _model(family: FamilyConfig, origin: str) -> ModelSpec:
     dense = _mlp(family, hidden) if not all(moe_layers) else None
     moe = _moe(family) if any(moe_layers) else None
     norms = 1 if "one_norm_if" in facts and family.flag("one_norm_if") else facts["norms"]
+    if not family.flag("post_norms_if", default=True):
+        norms //= 2
     layers = [
         LayerSpec(
             replace(attention, window=windows[index]),
@@ -125,13 +127,14 @@ def _model(family: FamilyConfig, origin: str) -> ModelSpec:
         embedding_projection_bias=family.flag("embedding_projection_bias"),
         positions=(family.number("positions") or 0) + facts.get("positions_extra", 0) if positions_here else 0,
         positions_on_hidden=family.flag("positions_on_hidden"),
-        token_types=family.number("token_types") or 0,
+        token_types=(family.number("token_types") or 0) + (family.number("task_types") or 0) * family.flag("task_types_if"),
         embedding_norm=family.flag("embedding_norm"),
         final_norm=family.flag("final_norm", default=True) and not family.flag("final_norm_unless"),
         head_bias=family.flag("head_bias"),
         head_transform=family.flag("head_transform"),
         head_transform_bias=family.flag("head_transform_bias", default=True),
-        unused_parameters=(count * attention.heads + 1 if facts.get("contact_head") else 0)
+        unused_parameters=(family.number("relative_buckets") or 0) * attention.heads
+        + (count * attention.heads + 1 if facts.get("contact_head") else 0)
         + (vocab if facts.get("spare_head_bias") and not tied else 0),
         model_type=family.model_type,
         source=origin,
@@ -169,7 +172,7 @@ def _attention(family: FamilyConfig, hidden: int) -> AttentionSpec:
         return replace(
             common,
             head_dim=family.size("qk_nope_head_dim") + rope,
-            value_dim=family.size("v_head_dim"),
+            value_dim=family.optional_size("v_head_dim") or head_size(hidden, heads),
             latent=LatentSpec(
                 q_rank=family.optional_size("q_lora_rank"),
                 kv_rank=family.size("kv_lora_rank"),
@@ -192,8 +195,8 @@ def _mlp(family: FamilyConfig, hidden: int) -> MlpSpec:
         size = hidden * times if times else family.size("intermediate_size")
     bias = family.flag("mlp_bias")
     return MlpSpec(
-        size, gated=family.flag("gated"), activation=_activation(family), up_bias=bias, down_bias=bias,
-        stored_fused=family.flag("gate_up_fused"),
+        size, gated=family.flag("gated"), activation=_activation(family),
+        up_bias=family.flag("mlp_up_bias", default=bias), down_bias=bias, stored_fused=family.flag("gate_up_fused"),
     )  # fmt: skip
 
 
@@ -215,7 +218,10 @@ def _moe(family: FamilyConfig) -> MoeSpec:
     shared_bias = family.flag("mlp_bias")
     shared = None
     if shared_width:
-        shared = MlpSpec(shared_width, gated=True, activation=expert.activation, up_bias=shared_bias, down_bias=shared_bias)
+        shared = MlpSpec(
+            shared_width, gated=True, activation=expert.activation, up_bias=shared_bias, down_bias=shared_bias,
+            stored_fused=family.flag("shared_fused"),
+        )  # fmt: skip
     return MoeSpec(
         experts=family.size("num_experts"),
         top_k=facts["top_k"] if "top_k" in facts else family.size("num_experts_per_tok"),
@@ -241,7 +247,26 @@ def _moe_layers(family: FamilyConfig, count: int) -> list[bool]:
             raise UserError(f"mlp_only_layers must be a list of layer numbers, not {shown(dense)}")
         has_experts = family.optional_size("num_experts") != 0
         return [has_experts and index not in dense and (index + 1) % step == 0 for index in range(count)]
+    if rule == "interval":
+        step = check_size("moe_layer_interval", family.size("moe_layer_interval"), "layers")
+        first = family.size("moe_layer_start_index")
+        end = count if family.value("moe_layer_end_index") == -1 else family.size("moe_layer_end_index") + 1
+        return [first <= index < end and (index + 1) % step == 0 for index in range(count)]
+    if rule == "mlp_layer_types":
+        kinds = _per_layer(family, "mlp_layer_types", count)
+        first = family.number("dense_first") or 0
+        return [kind == "sparse" for kind in kinds] if kinds is not None else [index >= first for index in range(count)]
     return [True] * count
+
+
+def _per_layer(family: FamilyConfig, key: str, count: int) -> list[Any] | None:
+    """A list of the config with one entry for each layer; None where it is left out."""
+    given = family.value(key)
+    if given is not None and not isinstance(given, list):
+        raise UserError(f"{key} must be a list with one entry per layer, not {shown(given)}")
+    if given is not None and len(given) != count:
+        raise UserError(f"{key} has {len(given)} entries, but num_hidden_layers = {count}")
+    return given
 
 
 def _windows(family: FamilyConfig, count: int) -> list[int | None]:
@@ -250,11 +275,7 @@ def _windows(family: FamilyConfig, count: int) -> list[int | None]:
     rule = facts.get("window")
     on = "window_if" not in facts or family.flag("window_if")
     window = family.optional_size(facts.get("window_key", "sliding_window")) if rule and on else None
-    layer_types = family.value("layer_types")
-    if layer_types is not None and not isinstance(layer_types, list):
-        raise UserError(f"layer_types must be a list with one entry per layer, not {shown(layer_types)}")
-    if layer_types is not None and len(layer_types) != count:
-        raise UserError(f"layer_types has {len(layer_types)} entries, but num_hidden_layers = {count}")
+    layer_types = _per_layer(family, "layer_types", count)
     if not window:
         return [None] * count
     if rule == "all":

@@ -196,7 +196,7 @@ class ModelSpec:
     head_transform: bool = False  # masked-LM heads: a dense layer and a norm before the vocabulary
     head_transform_bias: bool = True
     head_output: bool = True  # False: an encoder without a vocabulary head
-    unused_parameters: int = 0  # held, but not part of the training step
+    unused_parameters: int = 0  # held, but in no operation of the training step that is listed
     model_type: str = ""
     source: str = ""
 

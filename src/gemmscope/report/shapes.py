@@ -95,7 +95,8 @@ def closing(totals: Totals) -> list[str]:
     lines = [
         f"{layer.section}: {si(layer.gemm_flops, 'FLOP')} of GEMMs per layer, {layer.layers} layers" for layer in totals.layers
     ]
-    step = f"micro-batch: {si(totals.gemm_flops, 'FLOP')} of GEMMs, {si(totals.attention_flops, 'FLOP')} of attention"
+    rest = "attention" if totals.layers else "products without a weight, attention's among them"
+    step = f"micro-batch: {si(totals.gemm_flops, 'FLOP')} of GEMMs, {si(totals.attention_flops, 'FLOP')} of {rest}"
     lines.append(step)
     count = totals.micro_batches_per_step
     lines.append(

@@ -145,7 +145,7 @@ def _layer(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
 def _attention(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[Op]:
     yield from _latent_projections(model, spec, run) if spec.latent else _projections(model, spec, run)
     if spec.qk_norm is not None:
-        yield _qk_norm(spec, run)
+        yield _qk_norm(model, spec, run)
     if spec.rotary:
         rotated = spec.latent.rope_dim * (spec.heads + 1) if spec.latent else spec.q_width + spec.k_width
         yield Elementwise(
@@ -213,7 +213,8 @@ def _feed_forward(model: ModelSpec, spec: MlpSpec, run: RunSpec, name: str, tp: 
     for up in ups:
         outputs = width * (2 if spec.gated and not separate else 1)
         yield _linear(up, run, hidden, outputs, bias=spec.up_bias, rows=rows)
-    activation = Activation(name=f"{name} Activation", rows=tokens, width=width, function=spec.activation)
+    learned = 2 if spec.activation == "xielu" else 0  # the slopes of its two halves
+    activation = Activation(name=f"{name} Activation", rows=tokens, width=width, function=spec.activation, parameters=learned)
     if spec.gated:  # reads gate and up, writes their product; backward also writes both gradients
         activation = replace(activation, forward_tensors=3, backward_tensors=5, forward_flops=9, backward_flops=15)
     yield activation
@@ -317,11 +318,11 @@ def _norm(model: ModelSpec, run: RunSpec, name: str, width: int, section: str = 
     )  # fmt: skip
 
 
-def _qk_norm(spec: AttentionSpec, run: RunSpec) -> Norm:
+def _qk_norm(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Norm:
     heads = (spec.heads + spec.kv_heads) // run.tp
     weights = {"head": 2 * spec.head_dim, "each_head": heads * spec.head_dim, "full": heads * spec.head_dim}
-    biases = 2 if spec.qk_norm_bias else 1
-    return Norm(name="QK Norm", rows=run.tokens * heads, width=spec.head_dim, parameters=weights[str(spec.qk_norm)] * biases)
+    parameters = weights[str(spec.qk_norm)] * (model.norm.weight + spec.qk_norm_bias)
+    return Norm(name="QK Norm", rows=run.tokens * heads, width=spec.head_dim, parameters=parameters)
 
 
 def _residual(model: ModelSpec, run: RunSpec) -> Elementwise:

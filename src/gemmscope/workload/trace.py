@@ -104,7 +104,11 @@ class Remainder(Op):
 def trace_huggingface(config: Mapping[str, Any], run: RunSpec) -> Trace:
     """Trace the model that transformers builds from a config."""
     _require("transformers", "to build this model from its config")
-    return _ask_worker({"config": dict(config)}, run)
+    try:
+        return _ask_worker({"config": dict(config)}, run)
+    except UserError as error:
+        hint = "to trace it with inputs of your own: --module FILE.py:FACTORY, a function that returns (module, inputs)"
+        raise UserError(error.message, error.hint or hint) from error
 
 
 def trace_module(reference: str, run: RunSpec) -> Trace:

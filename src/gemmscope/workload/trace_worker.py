@@ -100,15 +100,15 @@ _STORAGE_ONLY_KEYS = frozenset(
 
 
 def _instantiate(transformers: Any, config: Any, model_type: str | None) -> torch.nn.Module:
-    """The class people train for this config: causal LM, else masked LM, else sequence to sequence, else the bare model."""
-    auto_classes = (
-        transformers.AutoModelForCausalLM,
-        transformers.AutoModelForMaskedLM,
-        transformers.AutoModelForSeq2SeqLM,
-        transformers.AutoModel,
-    )
-    bidirectional = not getattr(config, "is_decoder", False) and type(config) in transformers.AutoModelForMaskedLM._model_mapping
-    order = (auto_classes[1], auto_classes[0], *auto_classes[2:]) if bidirectional else auto_classes
+    """The class people train for this config: a language model of its kind where there is one, else the bare model."""
+    causal, masked, bare = transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM, transformers.AutoModel
+    pairs = [transformers.AutoModelForSeq2SeqLM, transformers.AutoModelForSpeechSeq2Seq]
+    if getattr(config, "is_encoder_decoder", False):
+        order = [*pairs, causal, masked, bare]
+    elif type(config) in masked._model_mapping and not getattr(config, "is_decoder", False):
+        order = [masked, causal, bare]
+    else:
+        order = [causal, *pairs, masked, bare]
     known = [auto for auto in order if type(config) in auto._model_mapping]
     if not known:
         raise TraceError(f"transformers {transformers.__version__} has no model class for model_type {model_type!r}")
