@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from gemmscope import __version__
-from gemmscope.cli import shapes
+from gemmscope.cli import bench, shapes
 from gemmscope.errors import UserError
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ app = typer.Typer(
     },
 )
 app.command("shapes", epilog=shapes.EXAMPLES)(shapes.command)
+app.command("bench", epilog=bench.EXAMPLES)(bench.command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,98 @@
+"""What kernel names prove: which class of work a kernel does, and in which precision a product really ran.
+
+Names are decoded by the table in `kernel_names.toml`. `evidence` then compares what ran with what the recipe asks for: a
+product that ran in another precision is a fallback, and is never counted as a speedup.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+from gemmscope.recipe.recipes import Recipe
+from gemmscope.toml import load_data
+
+KernelClass = Literal["gemm", "quantize", "update", "memory", "other"]
+
+
+@dataclass(frozen=True)
+class KernelRun:
+    """One execution of a kernel as the profiler saw it."""
+
+    name: str
+    duration_us: float
+    stream: int = 0
+
+
+@dataclass(frozen=True)
+class KernelFacts:
+    """What a name says. `operands` and `scales` are None where it proves nothing about them."""
+
+    kernel_class: KernelClass
+    operands: tuple[str, str] | None = None
+    scales: str | None = None
+    ends_tensor: bool = False
+
+
+@cache
+def classify(name: str) -> KernelFacts:
+    """The facts in one kernel's name.
+
+    >>> classify("nvjet_sm90_qrtst_128x160_128x5_2x1_v_bz_coopA_algo2_TNT").operands
+    ('e4m3', 'e5m2')
+    """
+    for rule in _rules()["kernel"]:
+        if re.search(rule["found"], name):
+            operands, scales = _nvjet(name) if "nvjet_" in name else (rule.get("operands"), rule.get("scales"))
+            pair = (operands[0], operands[1]) if operands else None
+            return KernelFacts(rule["class"], pair, scales, rule.get("ends_tensor", False))
+    return KernelFacts("other")
+
+
+@cache
+def _rules() -> dict[str, Any]:
+    return load_data("gemmscope.measure", "kernel_names.toml")
+
+
+def _nvjet(name: str) -> tuple[list[str] | None, str | None]:
+    """Decode `nvjet_sm90_qqtst_…`: five letters name both operands, three name one format for both."""
+    tag = re.search(r"nvjet_(?:sm\d+_)?([a-z]{3,5})_", name)
+    letters = _rules()["nvjet"]["letters"]
+    if tag is None or any(letter not in letters for letter in tag[1]):
+        return None, None
+    operands = [letters[letter] for letter in (tag[1][:2] if len(tag[1]) == 5 else tag[1][0] * 2)]
+    for rule in _rules()["nvjet"]["scales"]:
+        if re.search(rule["found"], name):
+            return operands, str(rule["is"])
+    return operands, "none" if operands[0] in ("bf16", "fp16", "fp32") else "tensor"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Whether the precision asked for is the one that ran, and the kernels that show it."""
+
+    verdict: Literal["as asked", "fallback", "emulated", "unproven"]
+    words: str
+    kernels: tuple[str, ...]
+
+
+def evidence(recipe: Recipe, pass_name: str, names: Sequence[str]) -> Evidence:
+    """Hold the products that ran in a pass against what the recipe multiplies there."""
+    products = tuple(dict.fromkeys(name for name in names if classify(name).kernel_class == "gemm"))
+    if not products:
+        return Evidence("unproven", "no product was seen", products)
+    asked = recipe.operands[pass_name]
+    seen = [classify(name) for name in products if "reduce" not in name.lower()]
+    if any(facts.operands is None for facts in seen):
+        return Evidence("unproven", "the kernel's name does not tell its precision", products)
+    wrong = next((facts for facts in seen if sorted(facts.operands or ()) != sorted(asked)), None)
+    if wrong is not None:
+        ran = " x ".join(wrong.operands or ())
+        return Evidence("fallback", f"ran {ran}, asked for {' x '.join(asked)}", products)
+    other = next((facts.scales for facts in seen if facts.scales not in (None, recipe.scales)), None)
+    if other is not None:
+        return Evidence("emulated", f"scaled by {other}, asked for {recipe.scales}", products)
+    return Evidence("as asked", f"{' x '.join(asked)}, scales: {recipe.scales}", products)

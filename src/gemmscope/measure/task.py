@@ -1,0 +1,90 @@
+"""What is to be measured, as plain data that crosses the process boundary as JSON.
+
+A *case* is one op of the workload with its size. A *task* is a case in one recipe and one mode. Tasks of the same recipe and
+mode form a *group*: they run one after another in a burst, as they do in training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from gemmscope.workload.ops import PASSES, GroupedLinear, Linear
+
+Mode = Literal["autocast", "pre-quantized"]
+MODES: tuple[Mode, ...] = ("autocast", "pre-quantized")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A linear (or the experts of one layer: `rows` tokens each) of one size; `count` of them run per micro-batch."""
+
+    op: str
+    tokens: int
+    inputs: int
+    outputs: int
+    count: int = 1
+    rows: tuple[int, ...] = ()
+
+    @property
+    def flops(self) -> int:
+        """Of one product; the three passes are alike."""
+        return 2 * self.tokens * self.inputs * self.outputs
+
+    @property
+    def weights(self) -> int:
+        """Elements of the weight, all experts together."""
+        return max(len(self.rows), 1) * self.inputs * self.outputs
+
+
+@dataclass(frozen=True)
+class Task:
+    """One thing to time. Autocast: forward and backward of the linear. Pre-quantized: one pass's product alone."""
+
+    case: Case
+    recipe: str
+    mode: Mode
+    pass_name: str = ""  # pre-quantized only
+
+    @property
+    def key(self) -> str:
+        """Names the task in journals and run files."""
+        return " / ".join(part for part in (self.case.op, self.recipe, self.mode, self.pass_name) if part)
+
+    @property
+    def group(self) -> tuple[str, Mode]:
+        return (self.recipe, self.mode)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Task:
+        case = {**data["case"], "rows": tuple(data["case"]["rows"])}
+        return Task(Case(**case), data["recipe"], data["mode"], data["pass_name"])
+
+
+def cases_of(linears: Iterable[Linear]) -> list[Case]:
+    """The distinct linears of a workload; equal ones are counted together."""
+    counts: dict[Case, int] = {}
+    for linear in linears:
+        rows = linear.rows if isinstance(linear, GroupedLinear) else ()
+        case = Case(linear.name, linear.tokens, linear.inputs, linear.outputs, rows=rows)
+        counts[case] = counts.get(case, 0) + linear.count
+    return [Case(case.op, case.tokens, case.inputs, case.outputs, count, case.rows) for case, count in counts.items()]
+
+
+def tasks_of(cases: Sequence[Case], recipes: Sequence[str], modes: Sequence[Mode], same_kernels: dict[str, str]) -> list[Task]:
+    """Every combination that is a measurement of its own.
+
+    A recipe whose products are those of another one (`same_kernels`) is not measured again in pre-quantized mode.
+    """
+    tasks = []
+    for recipe in recipes:
+        for mode in modes:
+            if mode == "pre-quantized" and same_kernels.get(recipe) in recipes:
+                continue
+            passes = ("",) if mode == "autocast" else PASSES
+            tasks += [Task(case, recipe, mode, pass_name) for case in cases for pass_name in passes]
+    return tasks

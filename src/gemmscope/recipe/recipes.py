@@ -1,0 +1,71 @@
+"""The recipes of `recipes.toml` as objects. A recipe is data; every backend runs all of them through one code path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from gemmscope.errors import UserError, closest
+from gemmscope.toml import load_data
+
+BASELINE = "BF16"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One precision. `operands[pass]` are the formats of the two factors; `scales` how their values are scaled."""
+
+    name: str
+    title: str
+    backends: tuple[str, ...]
+    operands: Mapping[str, tuple[str, str]]
+    scales: str
+    bytes_read: float = 0  # per element quantized
+    bytes_written: float = 0
+    same_kernels_as: str | None = None  # quantized differently, multiplied alike
+    seen: str = ""  # the GPU on which these facts were observed
+    settings: Mapping[str, Any] = field(default_factory=dict)  # per backend: how it names the recipe
+
+    @property
+    def quantizes(self) -> bool:
+        return self.scales != "none"
+
+
+@cache
+def recipes() -> Mapping[str, Recipe]:
+    """All recipes by name, the baseline first."""
+    known = {"title", "backends", "operands", "scales", "bytes_read", "bytes_written", "same_kernels_as", "seen"}
+    made = {}
+    for name, facts in load_data("gemmscope.recipe", "recipes.toml").items():
+        plain = {key: value for key, value in facts.items() if key in known}
+        plain["backends"] = tuple(facts["backends"])
+        plain["operands"] = {which: tuple(pair) for which, pair in facts["operands"].items()}
+        settings = {key: value for key, value in facts.items() if key not in known}
+        made[name] = Recipe(name=name, settings=settings, **plain)
+    return made
+
+
+def recipe(name: str) -> Recipe:
+    """The recipe of that name, whatever its case.
+
+    >>> recipe("fp8current").operands["dgrad"]
+    ('e4m3', 'e5m2')
+    """
+    by_lower = {known.lower(): known for known in recipes()}
+    if name.lower() not in by_lower:
+        similar = [by_lower[match] for match in closest(name.lower(), by_lower)]
+        hint = f"did you mean {' or '.join(similar)}? " if similar else ""
+        raise UserError(f"there is no recipe {name!r}", f"{hint}recipes: {', '.join(recipes())}")
+    return recipes()[by_lower[name.lower()]]
+
+
+def parse_names(text: str) -> list[str]:
+    """`bf16,fp8current` as recipe names, the baseline always among them and first.
+
+    >>> parse_names("fp8block")
+    ['BF16', 'FP8Block']
+    """
+    names: Sequence[str] = [recipe(part.strip()).name for part in text.split(",") if part.strip()]
+    return list(dict.fromkeys([BASELINE, *names]))

@@ -1,0 +1,82 @@
+"""The journal: every message of a measuring process, written to disk before it is used.
+
+SQLite in write-ahead mode, one file under the user's state folder. Whatever ends a run (Ctrl-C, a crash, a power cut), what was
+measured up to then is here, and `--resume` goes on from it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from gemmscope.errors import UserError
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS campaign (
+    id INTEGER PRIMARY KEY, fingerprint TEXT NOT NULL, started REAL NOT NULL, command TEXT NOT NULL, finished REAL
+);
+CREATE TABLE IF NOT EXISTS message (
+    campaign INTEGER NOT NULL REFERENCES campaign(id), at REAL NOT NULL, content TEXT NOT NULL
+);
+CREATE INDEX IF NOT EXISTS message_of_campaign ON message (campaign);
+"""
+
+
+def state_folder() -> Path:
+    """Where this user's programs keep what must survive: $XDG_STATE_HOME/gemmscope, or ~/.local/state/gemmscope."""
+    base = os.environ.get("XDG_STATE_HOME")
+    return Path(base) / "gemmscope" if base else Path.home() / ".local" / "state" / "gemmscope"
+
+
+class Journal:
+    """One open journal, writing one campaign at a time."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._database = sqlite3.connect(path, isolation_level=None)
+            self._database.execute("PRAGMA journal_mode=WAL")
+            self._database.executescript(_SCHEMA)
+        except (OSError, sqlite3.Error) as error:
+            raise UserError(
+                f"the journal {path} cannot be written: {error}", "set XDG_STATE_HOME to a folder that can be written"
+            ) from error
+        self.path = path
+
+    def begin(self, fingerprint: str, command: list[str]) -> int:
+        """A new campaign; `fingerprint` is the same for runs that measure the same things."""
+        cursor = self._database.execute(
+            "INSERT INTO campaign (fingerprint, started, command) VALUES (?, ?, ?)",
+            (fingerprint, time.time(), json.dumps(command)),
+        )
+        return int(cursor.lastrowid or 0)
+
+    def write(self, campaign: int, message: dict[str, Any]) -> None:
+        """Keep one message."""
+        self._database.execute(
+            "INSERT INTO message (campaign, at, content) VALUES (?, ?, ?)", (campaign, time.time(), json.dumps(message))
+        )
+
+    def finish(self, campaign: int) -> None:
+        """Mark a campaign as complete: there is nothing to resume."""
+        self._database.execute("UPDATE campaign SET finished = ? WHERE id = ?", (time.time(), campaign))
+
+    def unfinished(self, fingerprint: str) -> int | None:
+        """The newest campaign that measured the same and did not come to its end."""
+        row = self._database.execute(
+            "SELECT id FROM campaign WHERE fingerprint = ? AND finished IS NULL ORDER BY id DESC LIMIT 1", (fingerprint,)
+        ).fetchone()
+        return int(row[0]) if row else None
+
+    def messages(self, campaign: int) -> Iterator[dict[str, Any]]:
+        """Everything a campaign has said, in order."""
+        for (content,) in self._database.execute("SELECT content FROM message WHERE campaign = ? ORDER BY rowid", (campaign,)):
+            yield json.loads(content)
+
+    def close(self) -> None:
+        self._database.close()

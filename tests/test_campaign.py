@@ -1,0 +1,146 @@
+"""Measuring from end to end on the CPU backend: the same path as on a GPU, and what happens when things go wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gemmscope.errors import UserError
+from gemmscope.measure.campaign import Campaign, Settings
+from gemmscope.measure.results import Results
+from gemmscope.measure.sampler import StoppingRule
+from gemmscope.measure.task import MODES, Case, Task, cases_of, tasks_of
+from gemmscope.model import presets
+from gemmscope.model.spec import RunSpec
+from gemmscope.store.journal import Journal
+from gemmscope.workload.derive import derive
+from gemmscope.workload.ops import Linear
+
+pytest.importorskip("torch", reason="measuring needs torch")
+
+CASES = [Case("QKV Proj", 32, 32, 96, 2), Case("MLP Up", 32, 32, 128, 2)]
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    opened = Journal(tmp_path / "state" / "journal.sqlite3")
+    yield opened
+    opened.close()
+
+
+def campaign(journal: Journal, recipes: list[str], on_message: Callable[..., None] = lambda *_: None, **rule: Any) -> Campaign:
+    settings = Settings("cpu", drop_ms=1, keep_ms=2, max_rounds=5, silence_s=60)
+    limits = {"least_rounds": 2, "target": 0.5} | rule
+    return Campaign(tasks_of(CASES, recipes, MODES, {}), settings, StoppingRule(**limits), journal, on_message=on_message)
+
+
+def test_measures_everything(journal: Journal) -> None:
+    results = campaign(journal, ["BF16"]).run()
+    assert results.complete_rounds >= 2
+    assert all(result.measured and result.facts["error"] < 0.01 for result in results.tasks.values())
+    total = results.totals("BF16", "autocast")
+    assert total is not None
+    assert (total > 0).all()
+
+
+def test_a_recipe_this_machine_cannot_run_is_named_not_counted(journal: Journal) -> None:
+    results = campaign(journal, ["BF16", "FP8Current"]).run()
+    assert results.speedup("FP8Current", "autocast") is None
+    assert {result.failure for result in results.of("FP8Current", "autocast")} == {"the CPU runs BF16 only"}
+    assert all(result.measured for result in results.of("BF16", "autocast"))
+
+
+def test_a_dead_worker_costs_one_task(journal: Journal) -> None:
+    """Killed while it measures: that task is recorded as failed, a new worker measures the rest."""
+    killed: list[int] = []
+
+    def kill(message: dict[str, Any], _: Results) -> None:
+        if message["type"] == "begin" and message["what"] == "measuring" and not killed:
+            child = next(int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and _is_worker(entry.name))
+            killed.append(child)
+            os.kill(child, signal.SIGKILL)
+
+    results = campaign(journal, ["BF16"], kill).run()
+    failed = [result for result in results.tasks.values() if result.failure]
+    assert len(killed) == len(failed) == 1
+    assert failed[0].failure_kind == "crash"
+    assert "signal 9" in failed[0].failure
+    assert all(result.rounds for result in results.tasks.values() if not result.failure)
+
+
+def _is_worker(pid: str) -> bool:
+    try:
+        words = Path("/proc", pid, "cmdline").read_bytes().split(b"\0")
+        parent = int(Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError):
+        return False
+    return b"gemmscope.measure.worker" in words and parent == os.getpid()
+
+
+def test_interrupted_and_resumed(journal: Journal) -> None:
+    """Ctrl-C leaves what was measured; --resume goes on from there."""
+
+    def interrupt(message: dict[str, Any], _: Results) -> None:
+        if message["type"] == "round":
+            raise KeyboardInterrupt
+
+    first = campaign(journal, ["BF16"], interrupt, target=0.0)
+    with pytest.raises(KeyboardInterrupt):
+        first.run()
+    assert first.results.complete_rounds == 1
+    again = campaign(journal, ["BF16"])
+    results = again.run(resume=True)
+    assert results.complete_rounds >= 2
+    assert len(next(iter(results.tasks.values())).rounds) >= 2
+    assert journal.unfinished(again.fingerprint) is None
+
+
+def test_a_backend_that_does_not_load_is_one_message(journal: Journal) -> None:
+    broken = campaign(journal, ["BF16"])
+    broken.settings = Settings("transformer_engine")
+    with pytest.raises(UserError, match=r"does not load|did not start"):
+        broken.run()
+
+
+def test_journal_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        Journal(tmp_path / "file" / "journal.sqlite3")
+
+
+def test_tasks_cross_the_process_boundary() -> None:
+    for task in tasks_of([Case("Expert Up", 8, 4, 4, 3, rows=(5, 3))], ["BF16"], MODES, {}):
+        assert Task.from_json(task.to_json()) == task
+
+
+def test_same_kernels_are_not_measured_twice() -> None:
+    tasks = tasks_of(CASES, ["BF16", "FP8Current", "FP8Delayed"], MODES, {"FP8Delayed": "FP8Current"})
+    assert not [task for task in tasks if task.group == ("FP8Delayed", "pre-quantized")]
+    assert [task for task in tasks if task.group == ("FP8Delayed", "autocast")]
+
+
+def test_cases_of_a_model() -> None:
+    model = presets.load("mixtral-8x7b").model
+    assert model is not None
+    cases = cases_of(op for op in derive(model, RunSpec(1, 128)).ops if isinstance(op, Linear))
+    experts = next(case for case in cases if case.op == "Expert Gate+Up")
+    assert (experts.count, len(experts.rows), sum(experts.rows)) == (32, 8, 256)
+
+
+@pytest.mark.parametrize(("target", "seconds", "why"), [(0.5, 1e9, "known to"), (0.0, 0.0, "the time limit of 0 s came first")])
+def test_stopping_rule(target: float, seconds: float, why: str) -> None:
+    tasks = tasks_of(CASES[:1], ["BF16", "FP8Current"], ["autocast"], {})
+    results = Results(tasks)
+    rule = StoppingRule(target=target, least_rounds=3, longest_s=seconds, clock=lambda: 0.0)
+    for number in range(3):
+        assert not rule.done(results, ["BF16", "FP8Current"], ["autocast"])
+        for task, time in zip(tasks, (2.0, 1.0), strict=True):
+            results.take({"type": "samples", "times_ms": {task.key: [time + 0.01 * number]}, "state": {}})
+        results.take({"type": "round", "round": number})
+    assert rule.done(results, ["BF16", "FP8Current"], ["autocast"])
+    assert why in rule.why

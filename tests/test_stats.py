@@ -1,0 +1,65 @@
+"""Statistics on distributions whose answers are known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gemmscope.measure.stats import Interval, ratio_interval, summarise, time_interval
+
+
+def bursts(rng: np.random.Generator, centre: float, rounds: int, spread: float) -> list[list[float]]:
+    """Rounds that differ by `spread` (relative), each with five samples close together: what a clock that drifts gives."""
+    return [list(rng.normal(centre * (1 + rng.normal(0, spread)), centre * 0.002, size=5)) for _ in range(rounds)]
+
+
+def test_interval_covers_the_truth_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(0)
+    trials = 300
+    covered = sum(
+        not ratio_interval(bursts(rng, 2.0, 10, 0.01), bursts(rng, 1.0, 10, 0.01), seed=trial).excludes(2.0)
+        for trial in range(trials)
+    )
+    assert 0.89 <= covered / trials <= 0.99
+
+
+def test_samples_of_one_burst_are_not_taken_for_independent() -> None:
+    """A hundred samples in each of four bursts: the doubt is that of four, not of four hundred."""
+    rng = np.random.default_rng(1)
+    rounds = [list(rng.normal(1 + shift, 0.0001, size=100)) for shift in (-0.02, -0.01, 0.01, 0.02)]
+    assert time_interval(rounds).half_width > 0.008
+
+
+def test_one_round_has_no_interval() -> None:
+    assert time_interval([[1.0, 1.1]]).half_width == float("inf")
+
+
+def test_more_rounds_narrow_it() -> None:
+    rng = np.random.default_rng(2)
+    few, many = time_interval(bursts(rng, 1.0, 5, 0.01)), time_interval(bursts(rng, 1.0, 80, 0.01))
+    assert many.half_width < few.half_width
+
+
+@given(st.lists(st.floats(0.1, 100), min_size=1, max_size=40))
+def test_summary(samples: list[float]) -> None:
+    found = summarise(samples)
+    assert min(samples) <= found.q1 <= found.median <= found.q3 <= max(samples)
+    assert 0 <= found.outliers <= len(samples) == found.count
+
+
+@given(st.floats(0.5, 3.0), st.floats(1.5, 10.0))
+def test_ratio_does_not_depend_on_units(ratio: float, unit: float) -> None:
+    slow = [[ratio * value] for value in (1.0, 1.01, 0.99, 1.02)]
+    fast = [[value] for value in (1.0, 1.01, 0.99, 1.02)]
+    plain = ratio_interval(slow, fast)
+    scaled = ratio_interval([[unit * v for v in burst] for burst in slow], [[unit * v for v in burst] for burst in fast])
+    assert plain.value == pytest.approx(ratio)
+    assert scaled.value == pytest.approx(plain.value)
+    assert scaled.low == pytest.approx(plain.low)
+
+
+def test_excludes() -> None:
+    assert Interval(1.2, 1.1, 1.3).excludes(1.0)
+    assert not Interval(1.02, 0.99, 1.05).excludes(1.0)
