@@ -50,7 +50,7 @@ def test_reference_example(run: Run) -> None:
     assert outcome.code == 0
     assert "15872x4096x12288" in outcome.out
     assert "layer: 19.17 TFLOP of GEMMs per layer, 24 layers" in outcome.out
-    assert "step: 460.1 TFLOP of GEMMs" in outcome.out
+    assert "step: 460.1 TFLOP of GEMMs, 4.803 TFLOP of attention" in outcome.out
 
 
 def test_json_is_a_valid_run_file(run: Run) -> None:
@@ -116,7 +116,7 @@ def test_sharded(run: Run) -> None:
         (f"shapes --preset gpt2 {BATCH} --recompute sometimes", "it can be none, selective"),
         (f"shapes --preset gpt2 {BATCH} --pp 2 --pp-layers 6,x", "is not a list of whole numbers"),
         (f"shapes --preset gpt2 {BATCH} --imbalance nan", "it is 1 (balanced) or more"),
-        (f"shapes --preset gpt2 {BATCH} --json - --csv -", "two outputs to standard output"),
+        (f"shapes --preset gpt2 {BATCH} --json - --csv -", "two outputs to one place"),
         (f"shapes --preset gpt2 {BATCH} --json /nowhere/x.json", "cannot be written"),
         (f"shapes --preset codonfm-5b {BATCH} --check", "is no Hugging Face config"),
         ("shapes --preset gpt2 --micro-batch-size 0 --sequence-length 64", "micro_batch_size must be at least 1"),
@@ -171,9 +171,47 @@ def test_torch_is_not_imported() -> None:
 
 
 def test_a_closed_pipe_is_no_error() -> None:
-    command = f"{sys.executable} -m gemmscope shapes --list-presets | head -1"
-    child = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    command = f"{sys.executable} -m gemmscope shapes --list-presets | head -1; echo ${{PIPESTATUS[0]}}"
+    child = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert child.stderr == ""
+    assert child.stdout.splitlines()[-1] in ("0", "141")  # done before the reader went, or ended by its going
+
+
+@pytest.mark.parametrize("arguments", ["shapes --list-presets", f"{REFERENCE} --json -"])
+def test_a_full_disk_is_one_message(arguments: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "gemmscope", *arguments.split()]
+        child = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert child.returncode == 2
+    assert "cannot be written" in child.stderr
+    assert "Traceback" not in child.stderr
+
+
+def test_a_terminal_that_lacks_letters() -> None:
+    child = subprocess.run(
+        [sys.executable, "-m", "gemmscope", *REFERENCE.split()],
+        env={"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr
+
+
+def test_the_files_accumulation_belongs_to_the_files_batch(run: Run, tmp_path: Path) -> None:
+    dump = tmp_path / "dump.log"
+    sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "max_position_embeddings": 64}
+    batch = {
+        "micro_batch_size": 2,
+        "global_batch_size": 64,
+        "world_size": 4,
+        "tensor_model_parallel_size": 2,
+        "padded_vocab_size": 256,
+    }
+    dump.write_text("".join(f"  {name} {'.' * (48 - len(name))} {value}\n" for name, value in (sizes | batch).items()))
+    assert json.loads(run(f"shapes --config {dump} --json -").out)["run"]["gradient_accumulation"] == 16
+    typed = json.loads(run(f"shapes --config {dump} --micro-batch-size 4 --json -").out)
+    assert typed["run"]["gradient_accumulation"] == 1
+    assert any("--gradient-accumulation" in note for note in typed["notes"])
 
 
 def test_version_and_module_entry() -> None:

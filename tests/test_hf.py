@@ -47,6 +47,8 @@ def model(config: dict[str, Any]) -> ModelSpec:
         ({"hidden_size": None}, "has no hidden_size"),
         ({"num_hidden_layers": 10**8}, "beyond anything trained"),
         ({"num_attention_heads": 7}, "is not a multiple of num_attention_heads = 7"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads must be at least 1"),
+        ({"head_dim": 0}, "head_dim must be at least 1"),
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads = 3"),
         ({"n_embd": 32}, "contradictory sizes in the config: hidden_size = 64 but n_embd = 32"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries, but num_hidden_layers = 2"),
@@ -54,7 +56,8 @@ def model(config: dict[str, Any]) -> ModelSpec:
         ({"attention_bias": "yes"}, "attention_bias must be true or false"),
         ({"tie_word_embeddings": 3}, "tie_word_embeddings must be true or false"),
         ({"model_type": None}, "has no model_type"),
-        ({"model_type": 3}, "has no model_type"),
+        ({"model_type": 3}, "has model_type 3, which is no name"),
+        ({"model_type": ["llama"]}, "which is no name"),
     ],
 )
 def test_wrong_values(change: dict[str, Any], message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import Annotated
 
@@ -45,17 +46,29 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0 done, 1 a check found differences, 2 wrong input, 130 interrupted."""
+    """Run the command line. Exit codes: 0 done, 1 a check found differences, 2 wrong input or output, 130 interrupted."""
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `gemmscope … | head` ends as other tools do
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a letter shows a question mark, and the rest
     try:
         app()
     except UserError as error:
-        typer.secho(f"gemmscope: {error.message}", err=True, fg="red")
-        if error.hint:
-            typer.echo(f"  {error.hint}", err=True)
+        _complain(error.message, error.hint)
         sys.exit(2)
     except KeyboardInterrupt:
-        typer.echo("gemmscope: interrupted", err=True)
+        _complain("interrupted")
         sys.exit(130)
-    except BrokenPipeError:  # the reader of our output went away: `gemmscope … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+    except OSError as error:  # standard output is full or closed
+        _complain(f"the output cannot be written: {error.strerror or error}")
+        os._exit(2)
+
+
+def _complain(message: str, hint: str = "") -> None:
+    if sys.stderr is None:
+        return
+    colour = "red" if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else None
+    typer.secho(f"gemmscope: {message}", err=True, fg=colour)
+    if hint:
+        typer.echo(f"  {hint}", err=True)

@@ -28,6 +28,13 @@ def _whole_number(text: str) -> int:
         raise typer.BadParameter(f"{text!r} is not a whole number") from None
 
 
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a number") from None
+
+
 def _size(text: str) -> Any:
     """An option that takes a whole number."""
     return typer.Option(help=text, parser=_whole_number, metavar="N")
@@ -171,7 +178,10 @@ class RunOptions:
     pp_layers: Annotated[str | None, typer.Option(metavar="N,N,…", help="Layers of each stage, where they differ.")] = None
     ep: Annotated[int | None, _size("Expert parallel size: ranks that share the experts.")] = None
     etp: Annotated[int | None, _size("Tensor parallel size inside experts. (default: tp)")] = None
-    imbalance: Annotated[float | None, typer.Option(help="Busiest expert's load over the average; 1 is balanced.")] = None
+    imbalance: Annotated[
+        float | None,
+        typer.Option(help="Busiest expert's load over the average; 1 is balanced.", parser=_number, metavar="X"),
+    ] = None
     gradient_accumulation: Annotated[int | None, _size("Micro-batches per step.")] = None
     recompute: Annotated[
         str | None,
@@ -203,8 +213,15 @@ class RunOptions:
                 f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not given, and {source.origin} does not say",
                 f"add {' N '.join(options)} N",
             )
-        if settings.get("pp", 1) != source.run_settings.get("pp", 1) and "pp_layers" not in typed:
+        changed = {name for name in typed if source.run_settings.get(name, typed[name]) != typed[name]}
+        if "pp" in changed and "pp_layers" not in typed:
             settings.pop("pp_layers", None)  # the file's split belongs to the file's number of stages
+        belongs_to_file = {"micro_batch_size", "tp", "cp", "pp"} & changed and "gradient_accumulation" not in typed
+        if belongs_to_file and settings.pop("gradient_accumulation", 1) != 1:
+            notes.append(
+                "micro-batches per step are counted as 1: the file's number belongs to the file's batch and parallel sizes; "
+                "give yours with --gradient-accumulation"
+            )
         return RunSpec(**settings), notes
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gemmscope.cli.options import ModelOptions, RunOptions, takes
-from gemmscope.errors import UserError
+from gemmscope.errors import UserError, closest, shown
 from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import RunSpec
 
@@ -44,7 +45,7 @@ def command(
             help="Compare with a trace of the live model (needs torch and transformers); exit 1 if they differ.",
         ),
     ] = False,
-    json: Annotated[str | None, typer.Option(metavar="PATH|-", help="Write the run file.")] = None,
+    json: Annotated[str | None, typer.Option(metavar="PATH|-", help="Write everything as JSON.")] = None,
     csv: Annotated[str | None, typer.Option(metavar="PATH|-", help="Write the GEMMs as CSV.")] = None,
     markdown: Annotated[str | None, typer.Option(metavar="PATH|-", help="Write the tables as Markdown.")] = None,
 ) -> None:
@@ -57,8 +58,9 @@ def command(
     if list_presets:
         _list_presets()
         return
-    if [json, csv, markdown].count("-") > 1:
-        raise UserError("two outputs to standard output at once", "give all but one of --json, --csv and --markdown a path")
+    named = [path for path in (json, csv, markdown) if path is not None]
+    if len(set(named)) < len(named):
+        raise UserError(f"two outputs to one place: {', '.join(named)}", "give --json, --csv and --markdown each its own")
     source = model_options.source()
     run, overridden = run_options.run_spec(source)
     answer = _answer(source, run, overridden, check=check)
@@ -100,7 +102,7 @@ def _answer(source: ModelSource, run: RunSpec, notes: list[str], *, check: bool)
 
 def _traced(source: ModelSource, run: RunSpec, notes: list[str], *, check: bool) -> Answer:
     from gemmscope.workload.summary import totals
-    from gemmscope.workload.trace import as_workload, trace_huggingface, trace_module
+    from gemmscope.workload.trace import as_workload, trace_module
 
     if check:
         raise UserError(f"{source.origin} has no closed form to check: its shapes are traced anyway", "leave out --check")
@@ -110,10 +112,25 @@ def _traced(source: ModelSource, run: RunSpec, notes: list[str], *, check: bool)
             "keep --micro-batch-size, --sequence-length and --gradient-accumulation only",
         )
     _say("tracing the live model on the meta device (importing torch takes a few seconds) …")
-    trace = trace_module(source.module, run) if source.module is not None else trace_huggingface(source.config or {}, run)
+    trace = trace_module(source.module, run) if source.module is not None else _trace_unknown(source.config or {}, run)
     workload = as_workload(trace)
     summary = totals(workload, run, None, trace.parameters)
     return Answer(source, run, workload, summary, (*source.notes, *notes, *workload.notes), trace)
+
+
+def _trace_unknown(config: Mapping[str, Any], run: RunSpec) -> Trace:
+    """Trace a model type without closed form; if that fails, say which known type the name is like."""
+    from gemmscope.model.families import known_model_types
+    from gemmscope.workload.trace import trace_huggingface
+
+    try:
+        return trace_huggingface(config, run)
+    except UserError as error:
+        given = str(config.get("model_type"))
+        similar = closest(given.lower(), known_model_types())
+        hint = f"did you mean model_type {' or '.join(similar)}? " if similar and given not in known_model_types() else ""
+        message = f"model_type {shown(given)} has no closed form here, so it must be traced: {error.message}"
+        raise UserError(message, hint + error.hint) from error
 
 
 def _checked(answer: Answer) -> Answer:
@@ -157,7 +174,7 @@ def _run_file(answer: Answer) -> str:
     from gemmscope.store.runfile import shapes_file
 
     return shapes_file(
-        command=sys.argv[1:],
+        command=[argument.encode("utf-8", "replace").decode() for argument in sys.argv[1:]],
         origin=answer.source.origin,
         model=answer.source.model,
         run=answer.run,

@@ -14,6 +14,7 @@ import random
 import select
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -22,7 +23,18 @@ from typing import Any
 
 os.environ.setdefault("NVTE_FRAMEWORK", "pytorch")  # Transformer Engine would import JAX too, where it is installed
 
+_TIMELINE: dict[str, float] = {}
+_BEGAN = time.perf_counter()
+
+
+def _mark(what: str) -> None:
+    """Note how long after its start the process got so far."""
+    _TIMELINE[what] = round(time.perf_counter() - _BEGAN, 2)
+
+
 import torch
+
+_mark("torch imported")
 
 from gemmscope.gpu.nvml import Gpu, open_nvml
 from gemmscope.measure.backends.base import Backend
@@ -58,7 +70,7 @@ class Worker:
             lines = str(error).strip().splitlines() or [""]
             self.say("fatal", why=f"the {self.request['backend']} backend does not load: {type(error).__name__}: {lines[0]}")
             return
-        self.say("hello", versions=dict(backend.versions()), device=_device_facts(self.gpu))
+        self.say("hello", versions=dict(backend.versions()), device=_device_facts(self.gpu), seconds=_TIMELINE.copy())
         for task in self.tasks:
             self._prepare(backend, task)
         self._rounds()
@@ -69,6 +81,7 @@ class Worker:
         with _heating() if self.on_gpu else nullcontext():  # importing a framework takes seconds in which the GPU gets warm
             module = importlib.import_module(f"gemmscope.measure.backends.{self.request['backend']}")
             backend: Backend = getattr(module, BACKENDS[self.request["backend"]])()
+        _mark("backend loaded")
         return backend
 
     def _prepare(self, backend: Backend, task: Task) -> None:
@@ -116,10 +129,11 @@ class Worker:
         if not groups:
             return
         rng = random.Random(self.request.get("seed", 0))
-        for round_number in range(self.request["max_rounds"]):
+        for round_number in range(-1, self.request["max_rounds"]):  # the first brings the chip to its state, and is dropped
             for group in rng.sample(list(groups), len(groups)):
                 self._burst(round_number, groups[group])
-            self.say("round", round=round_number)
+            if round_number >= 0:
+                self.say("round", round=round_number)
             if _told_to_stop():
                 return
 
@@ -128,6 +142,8 @@ class Worker:
         runnables = [self.ready[task.key] for task in tasks]
         samples = self.timer.burst(runnables, self.request["drop_ms"], self.request["keep_ms"])
         state = asdict(self.gpu.read()) if self.gpu else {}
+        if round_number < 0:
+            return
         times = {task.key: burst for task, burst in zip(tasks, samples, strict=True)}
         self.say("samples", round=round_number, times_ms=times, state=state)
 
@@ -192,7 +208,7 @@ def _heating() -> Iterator[None]:
 
 
 def _told_to_stop() -> bool:
-    """Whether the parent has written anything, or has gone."""
+    """Whether the parent has closed our standard input, or has gone."""
     readable, _, _ = select.select([sys.stdin], [], [], 0)
     return bool(readable)
 

@@ -8,7 +8,7 @@ be traced.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -51,8 +51,9 @@ def from_config(config: Mapping[str, Any], origin: str) -> ModelSource:
     """The model of a config given as a mapping."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
+        has = "has no model_type" if model_type is None else f"has model_type {shown(model_type)}, which is no name"
         raise UserError(
-            f"{origin} has no model_type, so nothing says how its sizes are used",
+            f"{origin} {has}, so nothing says how its sizes are used",
             'add for example "model_type": "llama"; known without torch: ' + ", ".join(known_model_types()),
         )
     text_part = config.get("text_config")
@@ -113,11 +114,10 @@ def _model(family: FamilyConfig, origin: str) -> ModelSpec:
     if "first_layer_norms" in facts:
         layers[0] = replace(layers[0], norms=facts["first_layer_norms"])
     embedding = family.number("embedding_size")
-    positions_here = family.flag("positions_if", default=True)
     vocab = check_size("vocab_size", family.size("vocab_size"), "vocab_size")
     tied = _tied(family)
     return ModelSpec(
-        name=str(family.config.get("_name_or_path") or origin),
+        name=_printable(str(family.config.get("_name_or_path") or origin)),
         hidden_size=hidden,
         layers=tuple(layers),
         vocab_size=vocab,
@@ -125,7 +125,7 @@ def _model(family: FamilyConfig, origin: str) -> ModelSpec:
         tied_embeddings=tied,
         embedding_size=embedding if embedding != hidden else None,
         embedding_projection_bias=family.flag("embedding_projection_bias"),
-        positions=(family.number("positions") or 0) + facts.get("positions_extra", 0) if positions_here else 0,
+        positions=_positions(family) if family.flag("positions_if", default=True) else 0,
         positions_on_hidden=family.flag("positions_on_hidden"),
         token_types=(family.number("token_types") or 0) + (family.number("task_types") or 0) * family.flag("task_types_if"),
         embedding_norm=family.flag("embedding_norm"),
@@ -139,6 +139,11 @@ def _model(family: FamilyConfig, origin: str) -> ModelSpec:
         model_type=family.model_type,
         source=origin,
     )
+
+
+def _printable(name: str) -> str:
+    """A name that any terminal and file can take."""
+    return "".join(letter if letter.isprintable() else "?" for letter in name[:120])
 
 
 def _tied(family: FamilyConfig) -> bool:
@@ -172,7 +177,7 @@ def _attention(family: FamilyConfig, hidden: int) -> AttentionSpec:
         return replace(
             common,
             head_dim=family.size("qk_nope_head_dim") + rope,
-            value_dim=family.optional_size("v_head_dim") or head_size(hidden, heads),
+            value_dim=_or(family.optional_size("v_head_dim"), lambda: head_size(hidden, heads)),
             latent=LatentSpec(
                 q_rank=family.optional_size("q_lora_rank"),
                 kv_rank=family.size("kv_lora_rank"),
@@ -183,9 +188,20 @@ def _attention(family: FamilyConfig, hidden: int) -> AttentionSpec:
     if "kv_heads" in family.facts:
         kv_heads = 1 if family.flag("kv_heads") else heads
     else:
-        kv_heads = family.optional_size("num_key_value_heads") or heads
-    head_dim = family.optional_size("head_dim") or head_size(hidden, heads)
+        kv_heads = _or(family.optional_size("num_key_value_heads"), lambda: heads)
+    head_dim = _or(family.optional_size("head_dim"), lambda: head_size(hidden, heads))
     return replace(common, kv_heads=kv_heads, head_dim=head_dim)
+
+
+def _positions(family: FamilyConfig) -> int:
+    """Rows of the learned position table; 0 where there is none."""
+    rows = family.number("positions")
+    return check_size(family.facts["positions"], rows, "sequence_length") + family.facts.get("positions_extra", 0) if rows else 0
+
+
+def _or(given: int | None, otherwise: Callable[[], int]) -> int:
+    """What is given, even a zero (which the spec then refuses), else what the code falls back to."""
+    return given if given is not None else otherwise()
 
 
 def _mlp(family: FamilyConfig, hidden: int) -> MlpSpec:
@@ -286,6 +302,11 @@ def _windows(family: FamilyConfig, count: int) -> list[int | None]:
 
 def _sliding_pattern(family: FamilyConfig, count: int) -> list[bool]:
     """Which layers slide where the config has no layer_types: the pattern of the configuration class."""
+    facts = family.facts
+    if "slides_every" in facts:
+        listed = _per_layer(family, facts["slides_where_zero"], count)
+        step = family.number("slides_every") or count + 1
+        return [not kind for kind in listed] if listed else [(index + 1) % step == 0 for index in range(count)]
     last, first = family.number("full_every"), family.number("full_first_of")
     start = family.number("slides_from") or 0
     end = family.number("slides_before")

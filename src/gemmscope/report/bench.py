@@ -65,7 +65,7 @@ class BenchReport:
 
     def _total(self, name: str, mode: Mode) -> str:
         totals = self.results.totals(name, mode)
-        return f"{float(sorted(totals)[len(totals) // 2]):.2f} ms" if totals is not None else "–"
+        return f"{float(sorted(totals)[len(totals) // 2]):.2f} ms" if totals is not None else "-"
 
     def _speedup(self, name: str, mode: Mode) -> str:
         if name == BASELINE:
@@ -73,7 +73,7 @@ class BenchReport:
         if self.falls_back(name, mode):
             return "FALLBACK"
         found = self.results.speedup(name, mode)
-        return _interval(found) if found else "–"
+        return _interval(found) if found else "-"
 
     def falls_back(self, name: str, mode: Mode) -> bool:
         return any(
@@ -159,14 +159,14 @@ class BenchReport:
 
 def _time(cell: Breakdown | None, pass_name: str, flops: int) -> str:
     if cell is None or pass_name not in cell.pass_ms:
-        return "–"
+        return "-"
     time_ms = cell.pass_ms[pass_name]
     return f"{time_ms:.3f} ({flops / time_ms / 1e9:.0f} TF/s)"
 
 
 def _whole(cell: Breakdown | None, baseline: Breakdown | None) -> str:
     if cell is None:
-        return "–"
+        return "-"
     gain = f" {baseline.total.value / cell.total.value:.2f}x" if baseline and cell is not baseline and not cell.fallback else ""
     return f"{cell.total.value:.3f}{gain}"
 

@@ -64,11 +64,11 @@ def _forward(op: Op) -> Work:
 
 
 def _flops(work: Work) -> str:
-    return si(work.flops, "FLOP") if work.flops else "–"
+    return si(work.flops, "FLOP") if work.flops else "-"
 
 
 def _bytes(work: Work) -> str:
-    return si(work.bytes_moved, "B") if work.bytes_moved else "–"
+    return si(work.bytes_moved, "B") if work.bytes_moved else "-"
 
 
 def headline(name: str, model: ModelSpec | None, run: RunSpec, workload: Workload) -> list[str]:
@@ -85,8 +85,14 @@ def headline(name: str, model: ModelSpec | None, run: RunSpec, workload: Workloa
         parts.append("sequence parallel")
     if run.pp > 1:
         parts.append(f"stage {workload.stage}")
+    if run.pp_layers:
+        parts.append(f"layers {','.join(map(str, run.pp_layers))}")
+    if run.imbalance != 1:
+        parts.append(f"imbalance {run.imbalance:g}")
     if run.recompute != "none":
         parts.append(f"recompute {run.recompute}")
+    if run.separate_projections:
+        parts.append("separate projections")
     return [*lines, ", ".join(parts)] if parts else lines
 
 
@@ -100,7 +106,8 @@ def closing(totals: Totals) -> list[str]:
     lines.append(step)
     count = totals.micro_batches_per_step
     lines.append(
-        f"step: {si(totals.gemm_flops_per_step, 'FLOP')} of GEMMs ({count} micro-batch{'es' if count > 1 else ''} per step)"
+        f"step: {si(totals.gemm_flops_per_step, 'FLOP')} of GEMMs, {si(totals.attention_flops * count, 'FLOP')} of attention "
+        f"({count} micro-batch{'es' if count > 1 else ''} per step)"
     )
     held = f"parameters: {totals.parameters:,} ({parameters(totals.parameters)})"
     if totals.active_parameters != totals.parameters:

@@ -87,6 +87,7 @@ class TotalsRecord(Record):
     gemm_flops_per_micro_batch: float
     gemm_flops_per_step: float
     attention_flops_per_micro_batch: float = Field(description="pairs let through by the mask only")
+    attention_flops_per_step: float
     parameters: int = Field(description="of the whole model")
     active_parameters: int = Field(description="that one token meets")
     parameters_of_rank: int
@@ -113,11 +114,13 @@ class RunRecord(Record):
     cp: int
     pp: int
     pp_stage: int
+    pp_layers: list[int] | None = None
     ep: int
     etp: int
     imbalance: float
     gradient_accumulation: int
     recompute: str
+    vocab_multiple: int
     separate_projections: bool
 
 
@@ -188,6 +191,7 @@ def shapes_file(
             gemm_flops_per_micro_batch=totals.gemm_flops,
             gemm_flops_per_step=totals.gemm_flops_per_step,
             attention_flops_per_micro_batch=totals.attention_flops,
+            attention_flops_per_step=totals.attention_flops * totals.micro_batches_per_step,
             parameters=totals.parameters,
             active_parameters=totals.active_parameters,
             parameters_of_rank=totals.parameters_of_rank,
@@ -212,8 +216,9 @@ def _model_record(model: ModelSpec | None, trace: Trace | None, origin: str) -> 
 
 
 def _run_record(run: RunSpec, workload: Workload) -> RunRecord:
-    values = {name: getattr(run, name) for name in RunRecord.model_fields if name not in ("pp_stage", "etp")}
-    return RunRecord(**values, pp_stage=workload.stage, etp=run.expert_tp)
+    values = {name: getattr(run, name) for name in RunRecord.model_fields if name not in ("pp_stage", "pp_layers", "etp")}
+    layers = list(run.pp_layers) if run.pp_layers else None
+    return RunRecord(**values, pp_stage=workload.stage, pp_layers=layers, etp=run.expert_tp)
 
 
 def _gemm_records(workload: Workload, totals: Totals) -> list[GemmRecord]:

@@ -61,8 +61,9 @@ def derive(model: ModelSpec, run: RunSpec) -> Workload:
     ['15872x4096x12288', '15872x12288x4096', '4096x15872x12288']
     """
     sharding.check(model, run)
+    bounds = sharding.stage_layers(model, run)
     stages = range(run.pp) if run.pp_stage is None else [run.pp_stage]
-    candidates = [(tuple(_stage(model, run, stage)), stage) for stage in stages]
+    candidates = [(tuple(_stage(model, run, stage, *bounds[stage])), stage) for stage in stages]
     ops, stage = max(candidates, key=lambda pair: sum(op.total().flops for op in pair[0]))
     held = sum(op.parameters * op.count for op in ops)
     optimizer = Optimizer(name="Optimizer", section=STEP, updated=held)
@@ -85,9 +86,8 @@ def _notes(model: ModelSpec, run: RunSpec, stage: int, ops: tuple[Op, ...]) -> I
         yield f"the rank shown holds the busiest experts (imbalance {run.imbalance:g})"
 
 
-def _stage(model: ModelSpec, run: RunSpec, stage: int) -> Iterator[Op]:
-    """One pipeline stage: the first holds the embedding, the last the head, each its share of the layers."""
-    first, last = sharding.stage_layers(model, run)[stage]
+def _stage(model: ModelSpec, run: RunSpec, stage: int, first: int, last: int) -> Iterator[Op]:
+    """One pipeline stage, layers[first:last]: the first stage also holds the embedding, the last one the head."""
     if stage == 0:
         yield from _embedding(model, run)
     groups = list(model.layer_groups(first, last))
