@@ -27,7 +27,7 @@ benchmark: $(VENV)/.developing
 	$(BIN)/python benchmarks/startup.py
 
 schema: $(VENV)/.installed
-	$(BIN)/python -m gemmscope.store.schema > docs/schema/shapes-1.json
+	$(BIN)/python -m gemmscope.store.schema docs/schema
 
 pictures: $(VENV)/.installed
 	$(BIN)/python docs/pictures.py

@@ -215,6 +215,34 @@ def test_a_class_with_sizes_of_its_own():
         )
 
 
+def test_other_models_are_refused():
+    with pytest.raises(UserError, match=r"^x.yaml: model._target_ is the class of T5") as caught:
+        bridge.read(text_of(_target_="megatron.bridge.models.t5_provider.T5ModelProvider"), "x.yaml")
+    assert "--module" in caught.value.hint
+
+
+def test_recomputing_other_modules_than_attention_is_not_counted():
+    selective = {"recompute_granularity": "selective"}
+    source = bridge.read(text_of(**selective, recompute_modules=["moe"]), "x")
+    assert source.run_settings["recompute"] == "none"
+    assert "model.recompute_modules: recomputing moe is not modelled, nothing is counted as recomputed" in source.notes
+    for modules in (["core_attn", "moe"], None):
+        assert bridge.read(text_of(**selective, recompute_modules=modules), "x").run_settings["recompute"] == "selective"
+
+
+def test_errors_name_the_file_and_give_a_fitting_example():
+    with pytest.raises(UserError) as caught:
+        bridge.read(text_of(num_layers="eight"), "x.yaml")
+    assert caught.value.message.startswith("x.yaml: model.num_layers must be a whole number")
+    assert caught.value.hint == "for example model.num_layers: 32"
+
+
+@pytest.mark.parametrize("deep", ["a: " + "[" * 100_000, "a:\n" + "- " * 100_000, "a: " + "{a: " * 101 + "1" + "}" * 101])
+def test_deep_nesting_ends_in_a_message(deep: str):
+    with pytest.raises(UserError, match=r"x.yaml is not YAML that can be read, line \d+: nested more than 100 deep"):
+        bridge.read(f"{deep}\n", "x.yaml")
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

@@ -120,8 +120,8 @@ def test_tasks_cross_the_process_boundary() -> None:
 
 def test_same_kernels_are_not_measured_twice() -> None:
     tasks = tasks_of(CASES, ["BF16", "FP8Current", "FP8Delayed"], MODES, {"FP8Delayed": "FP8Current"})
-    assert not [task for task in tasks if task.group == ("FP8Delayed", "pre-quantized")]
-    assert [task for task in tasks if task.group == ("FP8Delayed", "autocast")]
+    assert not [task for task in tasks if (task.recipe, task.mode) == ("FP8Delayed", "pre-quantized")]
+    assert [task for task in tasks if (task.recipe, task.mode) == ("FP8Delayed", "autocast")]
 
 
 def test_cases_of_a_model() -> None:

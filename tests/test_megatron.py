@@ -149,8 +149,9 @@ def test_llama3_script():
         "micro_batch_size": 1,
         "sequence_length": 8192,
         "vocab_multiple": 128,
+        "gradient_accumulation": 32,  # 128 sequences on 8 GPUs, 4 of them data-parallel
     }
-    assert any("--global-batch-size" in note for note in source.notes)
+    assert not any("--global-batch-size" in note for note in source.notes)
 
 
 def test_mixtral_command_line():
@@ -201,11 +202,11 @@ def test_deepseek_script():
     assert not moe.shared_gate
     assert source.run_settings["pp_layers"] == (3, *(4,) * 14, 2)
     assert source.run_settings["ep"] == 64
-    assert source.run_settings["recompute"] == "selective"
+    assert source.run_settings["recompute"] == "none"
     assert source.run_settings["vocab_multiple"] == 1
     assert any("--mtp-num-layers" in note for note in source.notes)
     assert any("recomputing mla_up_proj, moe is not modelled" in note for note in source.notes)
-    assert any("attention is counted in its place" in note for note in source.notes)
+    assert any("nothing is counted as recomputed" in note for note in source.notes)
 
 
 def test_printed_list():
@@ -336,6 +337,127 @@ def test_python_list_and_yaml_of_flags():
 def test_slip_of_an_optional_flag_is_noted():
     source = megatron.read(f"{SMALL} --ffn-hiden-size 512", "args")
     assert "--ffn-hiden-size is ignored; did you mean --ffn-hidden-size?" in source.notes
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (f"torchrun --nnodes 1 pretrain_t5.py {SMALL}", "pretrain_t5.py trains T5"),
+        (f"python tools/pretrain_bert.py {SMALL}", "pretrain_bert.py trains BERT"),
+        (f'CMD="python pretrain_mamba.py $ARGS"\nARGS="{SMALL}"', "pretrain_mamba.py trains a model with Mamba layers"),
+        (f"SCRIPT=$ROOT/pretrain_ict.py\npython $SCRIPT {SMALL}", "pretrain_ict.py trains a pair of BERT encoders"),
+        (f"python pretrain_vision_classify.py {SMALL}", "pretrain_vision_classify.py trains a vision model"),
+        (f"python pretrain_vlm.py {SMALL}", "pretrain_vlm.py trains a vision-language model"),
+        (f"{SMALL} --decoder-num-layers 4", "--decoder-num-layers belongs to T5"),
+        (f"{SMALL} --decoder-seq-length $L", "--decoder-seq-length belongs to T5"),
+        (DUMP.replace("  kv_channels", "  decoder_seq_length .... 128\n  kv_channels"), "decoder_seq_length belongs to T5"),
+        (f"{SMALL} --spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec", "--spec asks for a model with Mamba"),
+        (DUMP.replace("[0]: using", "+ torchrun /opt/pretrain_bert.py\n[0]: using"), "pretrain_bert.py trains BERT"),
+    ],
+)
+def test_other_models_are_refused(text: str, says: str):
+    with pytest.raises(UserError) as caught:
+        megatron.read(text, "file.sh")
+    assert caught.value.message.startswith(f"file.sh: {says}")
+    assert "--module" in caught.value.hint
+    assert "config.json" in caught.value.hint
+
+
+def test_what_only_looks_like_another_model_is_read():
+    assert model_of(f"# as in pretrain_t5.py\npython pretrain_gpt.py {SMALL} --spec local")
+    printed = DUMP.replace("  kv_channels", "  decoder_num_layers .... None\n  spec ..... None\n  kv_channels")
+    assert megatron.read(printed, "train.log").notes == ()
+    both = f"if $BERT; then S=pretrain_bert.py; else S=pretrain_gpt.py; fi\npython $S {SMALL}"
+    assert [note for note in megatron.read(both, "x.sh").notes if "pretrain_bert.py as well" in note]
+
+
+@pytest.mark.parametrize(
+    ("text", "noted"),
+    [
+        (f"{SMALL} --num-query-groups 2", True),
+        (f"{SMALL} --num-query-groups 2 --group-query-attention", False),
+        (f"{SMALL} --num-query-groups 2 --multi-latent-attention", False),
+        (DUMP, False),
+        (DUMP.replace("num_query_groups ................................ 1", "num_query_groups ..... 8"), True),
+    ],
+)
+def test_query_groups_that_megatron_ignores_are_noted(text: str, noted: bool):
+    source = megatron.read(text, "x")
+    assert bool([note for note in source.notes if note.startswith("Megatron ignores ")]) == noted
+    assert not noted or source.model.layers[0].attention.kv_heads == source.model.layers[0].attention.heads
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--tensor-parallel-size", "--tensor-model-parallel-size"),
+        ("--pipeline-parallel-size", "--pipeline-model-parallel-size"),
+        ("--expert-parallel-size", "--expert-model-parallel-size"),
+        ("--seq-len", "--seq-length"),
+        ("--batch-size", "--micro-batch-size"),
+    ],
+)
+def test_wrong_spelling_of_a_run_flag_is_noted(flag: str, meant: str):
+    note = f"{flag} is ignored; did you mean {meant}?"
+    assert note in megatron.read(f"{SMALL} {flag} 2", "args").notes
+    assert note not in megatron.read(f"{SMALL} {flag} 2 {meant} 2", "args").notes  # for another program of the script
+
+
+@pytest.mark.parametrize(
+    ("modules", "recompute", "said"),
+    [
+        ("", "selective", ""),
+        ("--recompute-modules core_attn", "selective", ""),
+        ("--recompute-modules mlp core_attn", "selective", "recomputing mlp is not modelled, only that of attention"),
+        ("--recompute-modules moe_act mlp", "none", "recomputing mlp, moe_act is not modelled, nothing is counted"),
+        ("--recompute-modules $MODULES moe", "selective", "--recompute-modules is left out: $MODULES"),
+    ],
+)
+def test_recompute_modules(modules: str, recompute: str, said: str):
+    source = megatron.read(f"{SMALL} --recompute-granularity selective {modules}", "args")
+    assert source.run_settings["recompute"] == recompute
+    found = [note for note in source.notes if "recompute" in note]
+    assert (said in found[0]) if said else not found
+
+
+@pytest.mark.parametrize(
+    ("launcher", "steps"),
+    [
+        ("--nproc_per_node 8 --nnodes 2", 4),
+        ("--nproc-per-node=8 --nnodes=2", 4),
+        ("--nproc_per_node $GPUS --nnodes ${NODES:-2}", 4),
+        ("--nproc_per_node gpu --nnodes 2", None),
+        ("--nproc_per_node 8 --nnodes 1:4", None),
+        ("--nproc_per_node 8 --nnodes $UNKNOWN", None),
+        ("--nproc_per_node 8", None),
+        ("--nproc_per_node 999999 --nnodes 999999", None),
+        ("--nproc_per_node 3 --nnodes 1", None),  # does not hold the model
+        ("--nproc_per_node 8 --nnodes 2 --context-parallel-size $CP", None),  # who has the same model is not known
+    ],
+)
+def test_gradient_accumulation_from_the_launcher(launcher: str, steps: int | None):
+    batch = "--tensor-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 64"
+    source = megatron.read(f"GPUS=8\ntorchrun {launcher} pretrain_gpt.py {SMALL} {batch}", "x.sh")
+    assert source.run_settings.get("gradient_accumulation") == steps
+    assert bool([note for note in source.notes if "--global-batch-size is given, but" in note]) == (steps is None)
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        (SMALL.replace("layers 4", "layers eight"), "for example --num-layers 32"),
+        (SMALL.replace("layers 4", "layers 0"), "for example --num-layers 32"),
+        (SMALL.replace("64", "sixty"), "for example --hidden-size 4096"),
+        (f"{SMALL} --micro-batch-size two", "for example --micro-batch-size 1"),
+        (f"{SMALL} --num-experts many", "for example --num-experts 8"),
+        (DUMP.replace("layers ...................................... 24", "layers ... x"), "for example num_layers ........ 32"),
+    ],
+)
+def test_errors_name_the_file_and_give_a_fitting_example(text: str, hint: str):
+    with pytest.raises(UserError) as caught:
+        megatron.read(text, "file.sh")
+    assert caught.value.message.startswith("file.sh: ")
+    assert caught.value.hint == hint
 
 
 def test_branches():

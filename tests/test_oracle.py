@@ -111,8 +111,60 @@ def test_a_wrong_closed_form_is_noticed() -> None:
 
 
 @pytest.mark.parametrize(
+    ("model_type", "live_settings", "wrong", "what"),
+    [
+        ("mistral", {"sliding_window": 8}, {"sliding_window": None}, "sliding window (0: none) of 3 layers (0, 1, 2)"),
+        ("mistral", {"sliding_window": None}, {"sliding_window": 8}, "sliding window (0: none) of 3 layers (0, 1, 2)"),
+        ("gemma3_text", {"sliding_window": 8}, {"sliding_window": 16}, "sliding window (0: none) of 2 layers (0, 2)"),
+        ("modernbert", {}, {"layer_types": ["full_attention"] * 3}, "sliding window (0: none) of 2 layers (0, 2)"),
+        ("bert", {"is_decoder": True}, {"is_decoder": False}, "layers with causal attention"),
+        ("bert", {"is_decoder": False}, {"is_decoder": True}, "layers with causal attention"),
+    ],
+)
+def test_a_wrong_mask_is_noticed(model_type: str, live_settings: dict[str, Any], wrong: dict[str, Any], what: str) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3, "head_dim": 16}
+    if model_type in ("gemma3_text", "modernbert"):
+        sizes["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
+    if model_type != "bert":
+        sizes["num_key_value_heads"] = 4
+    config = transformers.AutoConfig.for_model(model_type, **sizes, **live_settings).to_dict()
+    run = RunSpec(1, 16)
+    trace = live(config, run)
+    right, other = (hf.from_config({**config, **change}, "x").model for change in ({}, wrong))
+    assert right is not None
+    assert other is not None
+    assert differences(right, run, trace) == []
+    assert what in {difference.what for difference in differences(other, run, trace)}
+
+
+def test_a_setting_that_the_code_does_not_read() -> None:
+    """Llama has no window, whatever its config.json says."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 100}
+    config = {"model_type": "llama", **sizes, "sliding_window": 8, "layer_types": ["sliding_attention"] * 2}
+    trace = live(config, RunSpec(1, 16))
+    assert (trace.windows, trace.causal) == ((None, None), True)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "mistral", "bert", "opt", "deepseek_v3", "modernbert"])
+def test_attention_flops(model_type: str) -> None:
+    """Of traced attention, as far as its mask is known: the pairs that the closed form counts."""
+    config = transformers.AutoConfig.for_model(model_type).to_dict()
+    config |= {key: 2 for key in ALIASES["num_hidden_layers"] if key in config}
+    config |= {"layer_types": None} if "layer_types" in config else {}
+    model = hf.from_config(json.loads(json.dumps(config)), "x").model
+    assert model is not None
+    run = RunSpec(2, 32)
+    trace = live(config, run)
+    attention = [op.total().flops for op in derive(model, run).ops if isinstance(op, Attention)]
+    assert trace.explicit_masks == 0
+    assert sum(op.total().flops for op in trace.products) == sum(attention)
+
+
+@pytest.mark.parametrize(
     "model_type",
-    "smollm3 mistral gemma2 gpt_oss modernbert qwen2 olmo3 cohere2 gemma3_text ministral cwm granite_swa kolibri1 exaone_moe".split(),
+    (
+        "smollm3 mistral gemma2 gpt_oss modernbert qwen2 olmo3 cohere2 gemma3_text ministral cwm granite_swa kolibri1 exaone_moe"
+    ).split(),
 )
 def test_windows(model_type: str) -> None:
     """Which layers slide: the closed form's pattern is that of the configuration class."""

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from gemmscope.workload.trace import _parse, as_workload
+
 torch = pytest.importorskip("torch", reason="tracing needs torch")
 trace_worker = pytest.importorskip("gemmscope.workload.trace_worker", reason="tracing needs torch")
 
@@ -152,6 +154,63 @@ def test_attention_is_the_same_fused_or_not(fused: bool) -> None:
             ("backward", 3, 4, 3, 4): 1,
         }
     )
+
+
+class Masked(nn.Module):
+    """Attention of 3 queries over 3 (or 5) keys, called in different ways."""
+
+    def __init__(self, keys: int = 3, **how: Any) -> None:
+        super().__init__()
+        self.keys, self.how = keys, how
+
+    def forward(self, x: Any) -> Any:
+        q = x.view(2, 3, 2, 4).transpose(1, 2)
+        k = q[:, :, :1].expand(-1, -1, self.keys, -1)
+        how = {key: torch.ones(3, self.keys, device=x.device) if value == "tensor" else value for key, value in self.how.items()}
+        return torch.nn.functional.scaled_dot_product_attention(q, k, k, **how)
+
+
+class TorchsOwn(nn.Module):
+    """nn.MultiheadAttention, which calls the fused attention somewhere inside."""
+
+    def __init__(self, *, causal: bool) -> None:
+        super().__init__()
+        self.attention, self.causal = nn.MultiheadAttention(8, 2, batch_first=True), causal
+
+    def forward(self, x: Any) -> Any:
+        mask = torch.ones(3, 3, device=x.device) if self.causal else None
+        return self.attention(x, x, x, need_weights=False, attn_mask=mask, is_causal=self.causal)[0]
+
+
+@pytest.mark.parametrize(
+    ("layer", "visible", "mask"),
+    [
+        (Masked(), "1", "none"),
+        (Masked(is_causal=True), "2/3", "causal"),  # 6 of 9 pairs
+        (Masked(keys=5, is_causal=True), "2/5", "causal"),  # 6 of 15: the first query sees the first key
+        (Masked(keys=2, is_causal=True), "5/6", "causal"),
+        (Masked(attn_mask="tensor"), "1", "explicit"),
+        (TorchsOwn(causal=True), "2/3", "causal"),
+        (TorchsOwn(causal=False), "1", "none"),
+    ],
+)
+def test_masks_of_attention(layer: Any, visible: str, mask: str) -> None:
+    result = record(Wrapped(layer), TOKENS)
+    assert {row["visible"] for row in result["products"]} == {visible}
+    assert sum(row["count"] for row in result["products"]) == 6
+    assert result["masks"] == {mask: 1}
+
+
+def test_causal_attention_counts_what_the_mask_lets_through() -> None:
+    causal, full, explicit = (
+        as_workload(_parse({**record(Wrapped(Masked(**how)), TOKENS), "versions": {}}))
+        for how in ({"is_causal": True}, {}, {"attn_mask": "tensor"})
+    )
+    pairs = 3 * 4 // 2
+    assert sum(op.total().flops for op in causal.ops) == 6 * 2 * 2 * 2 * pairs * 4  # products, FLOPs, batch, heads, ., head size
+    assert sum(op.total().flops for op in full.ops) == sum(op.total().flops for op in explicit.ops) == 6 * 2 * 2 * 2 * 9 * 4
+    note = "attention with an explicit mask is counted in full"
+    assert [note in workload.notes for workload in (causal, full, explicit)] == [False, False, True]
 
 
 class Checkpointed(nn.Module):

@@ -8,13 +8,14 @@ import pytest
 from pydantic import ValidationError
 
 from gemmscope.store.runfile import ShapesFile
-from gemmscope.store.schema import schema_text
+from gemmscope.store.schema import FILES, schema_text
 
-SCHEMA = Path(__file__).parent.parent / "docs" / "schema" / "shapes-1.json"
+SCHEMAS = Path(__file__).parent.parent / "docs" / "schema"
 
 
-def test_published_schema_is_current() -> None:
-    assert SCHEMA.read_text() == schema_text(), "run: make schema"
+@pytest.mark.parametrize("name", FILES)
+def test_published_schemas_are_current(name: str) -> None:
+    assert (SCHEMAS / name).read_text() == schema_text(name), "run: make schema"
 
 
 def test_unknown_keys_are_refused() -> None:

@@ -13,7 +13,7 @@ from gemmscope.model import presets
 from gemmscope.model.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RunSpec
 from gemmscope.workload import sharding
 from gemmscope.workload.derive import derive
-from gemmscope.workload.ops import Attention, GroupedLinear, Linear
+from gemmscope.workload.ops import Attention, GroupedLinear, Linear, Norm
 
 
 @st.composite
@@ -34,18 +34,19 @@ def models(draw: st.DrawFn) -> ModelSpec:
 
 
 SPLITS = st.sampled_from([1, 2, 4])
+SEQUENCE_PARALLEL = st.fixed_dictionaries({"sequence_parallel": st.booleans(), "sequence_parallel_linears": st.booleans()})
 
 
 @settings(max_examples=300, deadline=None)
-@given(models(), SPLITS, SPLITS, SPLITS, SPLITS, st.booleans(), st.booleans(), st.sampled_from([1.0, 1.3, 4.0]))
+@given(models(), SPLITS, SPLITS, SPLITS, SPLITS, SEQUENCE_PARALLEL, st.booleans(), st.sampled_from([1.0, 1.3, 4.0]))
 def test_all_ranks_together_do_the_unsharded_work(
-    model: ModelSpec, tp: int, cp: int, pp: int, ep: int, sequence_parallel: bool, separate: bool, imbalance: float
+    model: ModelSpec, tp: int, cp: int, pp: int, ep: int, along_sequence: dict[str, bool], separate: bool, imbalance: float
 ) -> None:
     has_experts = any(layer.is_moe for layer in model.layers)
     if not has_experts:
         ep, imbalance = 1, 1.0
     whole = RunSpec(2, 64, separate_projections=separate)
-    run = replace(whole, tp=tp, cp=cp, pp=pp, ep=ep, sequence_parallel=sequence_parallel, imbalance=imbalance)
+    run = replace(whole, tp=tp, cp=cp, pp=pp, ep=ep, imbalance=imbalance, **along_sequence)
     expected = _work(model, whole)
     found: dict[str, float] = {}
     padding = 0.0
@@ -156,6 +157,20 @@ def test_padded_vocabulary_is_named() -> None:
     assert isinstance(head, Linear)
     assert head.outputs == 50432 // 2
     assert any("padded from 50257 to 50432" in note for note in workload.notes)
+
+
+def test_linears_that_tp_does_not_split_run_on_a_share_of_the_sequence_or_on_all_of_it() -> None:
+    model = presets.load("deepseek-v3").model
+    assert model is not None
+    shared = RunSpec(1, 4096, tp=4, sequence_parallel=True)
+    for run, tokens in ((shared, 1024), (replace(shared, sequence_parallel_linears=False), 4096)):
+        workload = derive(model, run)
+        unsplit = [op for op in workload.ops if op.name in ("Router", "Q Down Proj", "KV Down Proj")]
+        assert {op.tokens for op in unsplit if isinstance(op, Linear)} == {tokens}
+        assert {op.copies for op in unsplit} == {tokens // 1024}
+        norms = {op.name: op.rows for op in workload.ops if isinstance(op, Norm)}
+        assert (norms["Norm"], norms["Q Latent Norm"], norms["KV Latent Norm"]) == (1024, tokens, tokens)
+        assert any("runs the same Q Down Proj, KV Down Proj, Router" in note for note in workload.notes) == (tokens == 4096)
 
 
 def test_experts_without_tensor_parallelism_get_fewer_rows_of_full_width() -> None:

@@ -15,6 +15,8 @@ from gemmscope.model import torchtitan, torchtitan_model
 from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import RUN_SETTINGS, MlpSpec, MoeSpec, RunSpec
 from gemmscope.toml import load_data, parse_toml
+from gemmscope.workload.derive import derive
+from gemmscope.workload.ops import Linear
 
 LLAMA_8B = """
 # a job for eight GPUs
@@ -239,6 +241,7 @@ def test_a_whole_file() -> None:
         "pp": 1,
         "recompute": "none",
         "separate_projections": True,
+        "sequence_parallel_linears": False,
     }
     (note,) = source.notes
     assert "every second forward GEMM" in note
@@ -273,10 +276,22 @@ def test_tensor_parallelism_inside_experts(parallelism: str, etp: int | None) ->
     assert bool(noted) == ("= 3" in parallelism)
 
 
-def test_what_torchtitan_does_not_split_is_noted() -> None:
-    (note,) = (note for note in read(DEEPSEEK_671B).notes if "on every tensor-parallel rank" in note)
-    assert "the latent down projections and the router on all tokens" in note
-    assert not [note for note in read(config(parallelism="tensor_parallel_degree = 8")).notes if "on all tokens" in note]
+def test_router_and_latent_down_projections_run_on_all_tokens_on_every_rank() -> None:
+    source = read(DEEPSEEK_671B)
+    assert source.model is not None
+    workload = derive(source.model, run_of(DEEPSEEK_671B))
+    unsplit = [op for op in workload.ops if isinstance(op, Linear) and op.name in ("Router", "Q Down Proj", "KV Down Proj")]
+    assert {(op.name, op.tokens, op.copies) for op in unsplit} == {
+        (name, 4 * 4096, 8) for name in ("Router", "Q Down Proj", "KV Down Proj")
+    }
+    assert not [note for note in source.notes if "all tokens" in note]  # nothing is left to excuse
+
+
+def test_notes_name_no_options() -> None:
+    text = config().replace("flavor", 'converters = ["quantize.linear.float8"]\nflavor')
+    (note,) = (note for note in read(text).notes if "converters" in note)
+    assert "--" not in note
+    assert "not shapes" in note
 
 
 def test_a_dense_model_has_no_expert_tensor_parallelism() -> None:
@@ -285,7 +300,7 @@ def test_a_dense_model_has_no_expert_tensor_parallelism() -> None:
 
 def test_what_the_file_leaves_out_is_left_out() -> None:
     settings_found = read(config()).run_settings
-    assert set(settings_found) == {"recompute", "separate_projections"}
+    assert set(settings_found) == {"recompute", "separate_projections", "sequence_parallel_linears"}
 
 
 def test_old_spellings() -> None:
@@ -432,6 +447,7 @@ def test_activation_checkpointing(content: str, recompute: str, said: str) -> No
         ("[model", "not valid TOML"),
         ("[model]\nname = \n", "line 2"),
         ("x = " + "[" * 100_000, "TOML"),
+        ("a." * 400_000 + "b = 1", "more than 1000 dots"),
         ("\ud800", "TOML"),
         (
             config(

@@ -1,6 +1,6 @@
 """`python -m gemmscope` is `gemmscope`."""
 
-from gemmscope.cli.main import main
+from gemmscope.cli.main import run
 
 if __name__ == "__main__":
-    main()
+    run()

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from gemmscope import __version__
-from gemmscope.cli import bench, shapes
+from gemmscope.cli import bench, doctor, shapes
 from gemmscope.errors import UserError
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app = typer.Typer(
 )
 app.command("shapes", epilog=shapes.EXAMPLES)(shapes.command)
 app.command("bench", epilog=bench.EXAMPLES)(bench.command)
+app.command("doctor", epilog=doctor.EXAMPLES)(doctor.command)
 
 
 def _print_version(wanted: bool) -> None:
@@ -47,8 +48,6 @@ def _options(
 
 def main() -> None:
     """Run the command line. Exit codes: 0 done, 1 a check found differences, 2 wrong input or output, 130 interrupted."""
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `gemmscope … | head` ends as other tools do
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that lacks a letter shows a question mark, and the rest
@@ -63,6 +62,13 @@ def main() -> None:
     except OSError as error:  # standard output is full or closed
         _complain(f"the output cannot be written: {error.strerror or error}")
         os._exit(2)
+
+
+def run() -> None:
+    """The program: `main` in a process of its own."""
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `gemmscope … | head` ends as other tools do
+    main()
 
 
 def _complain(message: str, hint: str = "") -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gemmscope.cli.options import ModelOptions, RunOptions, takes
+from gemmscope.cli.output import say, write
 from gemmscope.errors import UserError, closest, shown
 from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import RunSpec
@@ -111,7 +111,7 @@ def _traced(source: ModelSource, run: RunSpec, notes: list[str], *, check: bool)
             f"{source.origin} is traced as it runs in one process: it cannot be sharded, fused or recomputed here",
             "keep --micro-batch-size, --sequence-length and --gradient-accumulation only",
         )
-    _say("tracing the live model on the meta device (importing torch takes a few seconds) …")
+    say("tracing the live model on the meta device (importing torch takes a few seconds) …")
     trace = trace_module(source.module, run) if source.module is not None else _trace_unknown(source.config or {}, run)
     workload = as_workload(trace)
     summary = totals(workload, run, None, trace.parameters)
@@ -144,7 +144,7 @@ def _checked(answer: Answer) -> Answer:
             f"--check compares with the model that transformers builds, and {source.origin} is no Hugging Face config",
             "use --check with --config config.json or a preset made from one",
         )
-    _say("checking against the live model on the meta device (importing torch takes a few seconds) …")
+    say("checking against the live model on the meta device (importing torch takes a few seconds) …")
     trace = trace_huggingface(source.config, answer.run)
     found = tuple(differences(model, answer.run, trace))
     notes = answer.notes
@@ -161,11 +161,11 @@ def _deliver(answer: Answer, *, json: str | None, csv: str | None, markdown: str
     tables = [shapes.gemm_table(answer.workload, answer.totals), shapes.other_table(answer.workload)]
     below = [*shapes.closing(answer.totals), *(f"note: {note}" for note in answer.notes), *_verdict(answer)]
     if json is not None:
-        _write(json, _run_file(answer))
+        write(json, _run_file(answer))
     if csv is not None:
-        _write(csv, formats.gemms_csv(answer.workload))
+        write(csv, formats.gemms_csv(answer.workload))
     if markdown is not None:
-        _write(markdown, formats.markdown(tables, above, below))
+        write(markdown, formats.markdown(tables, above, below))
     if "-" not in (json, csv, markdown):
         formats.print_tables(tables, above, below)
 
@@ -197,21 +197,6 @@ def _verdict(answer: Answer) -> list[str]:
         return [f"check: equal to the live {live}: {products} GEMMs, attention and parameters all agree"]
     lines = [f"check: {len(answer.found)} differences from the live {live}:"]
     return lines + [f"  {each.what}: derived {each.derived}, traced {each.traced}" for each in answer.found]
-
-
-def _write(where: str, text: str) -> None:
-    if where == "-":
-        sys.stdout.write(text)
-        return
-    try:
-        Path(where).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{where} cannot be written: {error.strerror or error}") from error
-    _say(f"wrote {where}")
-
-
-def _say(text: str) -> None:
-    typer.echo(text, err=True)
 
 
 def _list_presets() -> None:

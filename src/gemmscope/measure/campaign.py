@@ -11,7 +11,6 @@ import json
 import os
 import select
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from gemmscope.errors import UserError
 from gemmscope.measure.results import Results
 from gemmscope.measure.sampler import StoppingRule
 from gemmscope.measure.task import MODES, Mode, Task
+from gemmscope.process import worker_command
 
 
 class Keeper(Protocol):
@@ -49,8 +49,8 @@ class Settings:
     """How to measure. A burst runs `drop_ms` to reach its steady state, then `keep_ms` that count."""
 
     backend: str
-    drop_ms: float = 80.0
-    keep_ms: float = 100.0
+    drop_ms: float = 150.0
+    keep_ms: float = 120.0
     max_rounds: int = 1000
     silence_s: float = 120.0  # a worker that says nothing for so long hangs
     seed: int = 0
@@ -163,7 +163,7 @@ def _worker(tasks: Sequence[Task], settings: Settings) -> Iterator[Running]:
         path.write_text(json.dumps(request), encoding="utf-8")
         reading, writing = os.pipe()
         process = subprocess.Popen(
-            [sys.executable, "-m", "gemmscope.measure.worker", str(path), str(writing)],
+            worker_command("gemmscope.measure.worker", str(path), str(writing)),
             pass_fds=(writing,),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,

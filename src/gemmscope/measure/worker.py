@@ -45,6 +45,7 @@ from gemmscope.recipe.recipes import recipe
 BACKENDS = {"transformer_engine": "TransformerEngineBackend", "cpu": "CpuBackend"}
 LEAST_BYTES_IN_FLIGHT_OVER_L2 = 3
 MOST_COPIES = 8
+WARM_UP_ROUNDS = 2  # these bring the chip to its state, and are dropped
 
 
 class Worker:
@@ -87,7 +88,7 @@ class Worker:
     def _prepare(self, backend: Backend, task: Task) -> None:
         self.say("begin", task=task.key, what="preparing")
         asked = recipe(task.recipe)
-        reason = backend.why_not(asked)
+        reason = backend.why_not(asked) or asked.misaligned(task.case.sizes())
         if reason:
             self.say("failed", task=task.key, why=reason, kind="unsupported")
             return
@@ -121,7 +122,7 @@ class Worker:
             torch.cuda.empty_cache()
 
     def _rounds(self) -> None:
-        """Bursts of every group in random order, round after round, until told to stop."""
+        """A burst of every group in random order, round after round, until told to stop."""
         groups: dict[tuple[str, Mode], list[Task]] = {}
         for task in self.tasks:
             if task.key in self.ready:
@@ -129,7 +130,7 @@ class Worker:
         if not groups:
             return
         rng = random.Random(self.request.get("seed", 0))
-        for round_number in range(-1, self.request["max_rounds"]):  # the first brings the chip to its state, and is dropped
+        for round_number in range(-WARM_UP_ROUNDS, self.request["max_rounds"]):
             for group in rng.sample(list(groups), len(groups)):
                 self._burst(round_number, groups[group])
             if round_number >= 0:
@@ -140,7 +141,8 @@ class Worker:
     def _burst(self, round_number: int, tasks: list[Task]) -> None:
         self.say("begin", task=tasks[0].key, what="measuring")
         runnables = [self.ready[task.key] for task in tasks]
-        samples = self.timer.burst(runnables, self.request["drop_ms"], self.request["keep_ms"])
+        keep_ms = self.request["keep_ms"] if round_number >= 0 else 0
+        samples = self.timer.burst(runnables, self.request["drop_ms"], keep_ms)
         state = asdict(self.gpu.read()) if self.gpu else {}
         if round_number < 0:
             return

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 
 from gemmscope.errors import UserError, shown
-from gemmscope.model.megatron_args import REQUIRED, RUN_SIZES, model_source
+from gemmscope.model.megatron_args import REQUIRED, RUN_SIZES, model_source, other_model
 from gemmscope.model.megatron_values import Dialect, Settings, Unknown
 from gemmscope.model.source import ModelSource
 
@@ -28,7 +28,9 @@ PLAIN_CLASSES = {  # without sizes of their own: what the file leaves out has Me
     "MLATransformerConfig",
 }
 TELLTALE = (*REQUIRED, *SHAPES, *SHAPES_HEADS, *SHAPES_MOE, *SHAPES_MLA, *RUN_SIZES)
+OTHER_CLASSES = {"T5": "T5, an encoder with a decoder", "Bert": "BERT, an encoder"}  # a class's name begins so
 MOST_ALIASES_WITH_MERGES = 20  # merged mappings are copied, and copies of copies grow without bound
+DEEPEST = 100  # nested mappings and lists; far more would end the process: the parser's C code has one stack
 
 
 def recognises(text: str) -> bool:
@@ -66,7 +68,10 @@ def read(text: str, origin: str) -> ModelSource:
         values.setdefault("multi_latent_attention", True)
     if re.search("mamba|hybrid", provider, re.IGNORECASE):
         values.setdefault("is_hybrid_model", True)
-    _require_what_the_class_hides(values, provider)
+    for start, what in OTHER_CLASSES.items():
+        if provider.startswith(start):
+            raise other_model(f"{origin}: model._target_ is the class of", what)
+    _require_what_the_class_hides(values, provider, origin)
     notes = _add_run(values, document)
     values["activation_func"] = _function_name(values.get("activation_func"))
     if not values.get("should_pad_vocab"):
@@ -90,7 +95,7 @@ def _provider(values: Mapping[str, object]) -> str:
     return target.strip().rpartition(".")[2] if isinstance(target, str) else ""
 
 
-def _require_what_the_class_hides(values: Mapping[str, object], provider: str) -> None:
+def _require_what_the_class_hides(values: Mapping[str, object], provider: str, origin: str) -> None:
     if not provider or provider in PLAIN_CLASSES:
         return
     latent = values.get("multi_latent_attention") is True
@@ -99,7 +104,7 @@ def _require_what_the_class_hides(values: Mapping[str, object], provider: str) -
     missing = [name for name in names if name not in values or (name in REQUIRED and values[name] is None)]
     if missing:
         raise UserError(
-            f"model._target_ is {provider[:80]}, a class with sizes of its own that are not in the file; "
+            f"{origin}: model._target_ is {provider[:80]}, a class with sizes of its own that are not in the file; "
             f"missing: {', '.join(missing)}",
             "add them under model: (null for what the model does not have), "
             "or use the run_config.yaml that Megatron-Bridge writes beside a checkpoint: it holds them all",
@@ -129,12 +134,17 @@ def _function_name(value: object) -> str | None:
 def _load(text: str, origin: str) -> dict[str, object]:
     import yaml  # here: half of the start-up time of a command that reads no YAML
 
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where PyYAML was built with it: several times as fast
     try:
-        if "<<" in text:
-            aliases = sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader))
-            if aliases > MOST_ALIASES_WITH_MERGES:
-                raise UserError(f"{origin}: {aliases} aliases (*name) and merges (<<)", "write the values out instead")
-        document = yaml.safe_load(text)
+        depth = aliases = 0
+        for event in yaml.parse(text, Loader=loader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            aliases += isinstance(event, yaml.AliasEvent)
+            if depth > DEEPEST:
+                raise yaml.MarkedYAMLError(problem=f"nested more than {DEEPEST} deep", problem_mark=event.start_mark)
+        if "<<" in text and aliases > MOST_ALIASES_WITH_MERGES:
+            raise UserError(f"{origin}: {aliases} aliases (*name) and merges (<<)", "write the values out instead")
+        document = yaml.load(text, Loader=loader)
     # Besides YAMLError: numbers too long for Python, dates that do not exist, nesting deeper than the stack.
     except (
         yaml.YAMLError,
@@ -145,10 +155,11 @@ def _load(text: str, origin: str) -> dict[str, object]:
         AttributeError,
         RecursionError,
     ) as error:
-        where = getattr(error, "problem_mark", None)
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {min(mark.line, text.count(chr(10))) + 1}" if mark else ""  # the end may count as one line more
         reason = str(getattr(error, "problem", None) or type(error).__name__)[:200]
         raise UserError(
-            f"{origin} is not YAML that can be read{f', line {where.line + 1}' if where else ''}: {reason}",
+            f"{origin} is not YAML that can be read{where}: {reason}",
             "plain keys and values are enough: model: with num_layers: 32 indented under it",
         ) from None
     if not isinstance(document, dict):

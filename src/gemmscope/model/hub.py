@@ -1,7 +1,7 @@
 """A Hugging Face hub id, resolved by the user's own transformers in a process of its own.
 
-The command line never imports transformers; this file is also what that process runs: ``python -m gemmscope.model.hub NAME``
-prints the config, or one line that says why there is none.
+The command line never imports transformers; this file is also what that process runs: ``gemmscope.model.hub NAME`` prints the
+config, or one line that says why there is none.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 from typing import Any
 
 from gemmscope.errors import UserError
+from gemmscope.process import worker_command
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 
@@ -37,7 +38,7 @@ def resolve(name: str) -> dict[str, Any]:
             f"there is no file or folder {name!r}, and without transformers it cannot be looked up as a hub id",
             f"pip install transformers, or {instead}",
         )
-    child = subprocess.run([sys.executable, "-m", __name__, name], capture_output=True, text=True, check=False)
+    child = subprocess.run(worker_command(__name__, name), capture_output=True, text=True, check=False)
     if child.returncode != 0:
         lines = child.stderr.strip().splitlines() or ["no reason given"]
         raise UserError(f"there is no file or folder {name!r}, and as a hub id it cannot be resolved: {lines[-1]}", instead)

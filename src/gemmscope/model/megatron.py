@@ -6,6 +6,7 @@ stands: in the command, in an array, in a string. Variables that the script sets
 (or sets differently in the branches of an `if`) matters only where a size depends on it.
 
 What the flags mean is told in `megatron_args`; here they are only brought from Megatron-LM's names to Megatron-core's.
+Megatron-LM's other models (BERT, T5, Mamba, vision) take the same flags and are refused: only GPT is described by them.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from gemmscope.errors import UserError
-from gemmscope.model.megatron_args import REQUIRED, model_source
-from gemmscope.model.megatron_values import Dialect, Settings, Unknown, evaluate
+from gemmscope.model.megatron_args import REQUIRED, model_source, other_model
+from gemmscope.model.megatron_shell import ASSIGNMENT, Shell, words_of
+from gemmscope.model.megatron_values import Dialect, Settings, Unknown
 from gemmscope.model.source import ModelSource
+from gemmscope.model.spec import LARGEST
 
 
 def _names(text: str) -> frozenset[str]:
@@ -43,7 +46,9 @@ OTHER_NAME = {  # Megatron-LM: Megatron-core
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
 }
-ONLY_HERE = ("encoder_num_layers", "encoder_seq_length", "padded_vocab_size")
+LAUNCHER = ("nproc_per_node", "nnodes")  # of torchrun: together they say how many GPUs there are
+T5_ONLY = ("decoder_num_layers", "decoder_seq_length")
+ONLY_HERE = ("encoder_num_layers", "encoder_seq_length", "padded_vocab_size", "spec", *T5_ONLY, *LAUNCHER)
 SWITCHES = _names("""
 group_query_attention add_bias_linear add_qkv_bias qk_layernorm multi_latent_attention moe_shared_expert_gate
 attention_output_gate head_wise_attn_gate is_hybrid_model sequence_parallel account_for_embedding_in_pipeline_split
@@ -61,12 +66,42 @@ SWITCHES_TO_CORE = (  # Megatron-LM's switch, and what it sets
 )
 VALUED = SAME_NAME | {*OTHER_NAME, *ONLY_HERE}
 KNOWN = VALUED | SWITCHES
-ALIKE_BUT_OTHER = {
-    "decoder_num_layers",
-    "decoder_seq_length",
-    "o_lora_rank",
-}  # real flags that are not slips of the known ones
+ALIKE_BUT_OTHER = {"o_lora_rank"}  # real flags that are not slips of the known ones
+WRONG_SPELLINGS = {  # of other programs, of old releases, or just near: what Megatron-LM calls the same
+    "tensor_parallel_size": "tensor_model_parallel_size",
+    "tensor_model_parallel": "tensor_model_parallel_size",
+    "tensor_parallel": "tensor_model_parallel_size",
+    "model_parallel_size": "tensor_model_parallel_size",
+    "pipeline_parallel_size": "pipeline_model_parallel_size",
+    "pipeline_model_parallel": "pipeline_model_parallel_size",
+    "pipeline_parallel": "pipeline_model_parallel_size",
+    "context_model_parallel_size": "context_parallel_size",
+    "context_parallel": "context_parallel_size",
+    "expert_parallel_size": "expert_model_parallel_size",
+    "expert_parallel": "expert_model_parallel_size",
+    "expert_tensor_model_parallel_size": "expert_tensor_parallel_size",
+    "sequence_length": "seq_length",
+    "seq_len": "seq_length",
+    "batch_size": "micro_batch_size",
+    "micro_batch": "micro_batch_size",
+    "global_batch": "global_batch_size",
+    "intermediate_size": "ffn_hidden_size",
+    "num_key_value_heads": "num_query_groups",
+    "num_kv_heads": "num_query_groups",
+}
+OTHER_SCRIPTS = {  # pretrain_NAME….py of Megatron-LM that does not train a GPT
+    "bert": "BERT, an encoder",
+    "t5": "T5, an encoder with a decoder",
+    "mamba": "a model with Mamba layers",
+    "hybrid": "a model with Mamba layers",
+    "ict": "a pair of BERT encoders",
+    "biencoder": "a pair of BERT encoders",
+    "retro": "Retro, a decoder with a retriever",
+    "vision": "a vision model",
+    "vlm": "a vision-language model",
+}
 RECOMPUTE_MODULES = _names("core_attn moe_act layernorm mla_up_proj mlp moe shared_experts")  # several may follow the flag
+MOST_STRANGERS = 300  # more than Megatron-LM has flags: then a text is no launch script, and nothing is a slip
 TELLTALE = {*REQUIRED, "ffn_hidden_size", "tensor_model_parallel_size", "micro_batch_size", "seq_length"}
 
 
@@ -78,6 +113,11 @@ class Found:
     strangers: dict[str, None] = field(default_factory=dict)  # flags that mean nothing here, in order
     repeated: dict[str, None] = field(default_factory=dict)
     branched: dict[str, None] = field(default_factory=dict)
+    scripts: dict[str, None] = field(default_factory=dict)  # the NAME of each pretrain_NAME.py
+
+    def see_scripts(self, text: str) -> None:
+        """Remember which of Megatron-LM's programs a text runs."""
+        self.scripts.update(dict.fromkeys(re.findall(r"\bpretrain_(\w{1,40})\.py\b", text)))
 
     def put(self, name: str, value: object, *, in_branch: bool = False) -> None:
         """The last value wins, as for argparse."""
@@ -95,7 +135,12 @@ def recognises(text: str) -> bool:
     (True, True)
     """
     flags = {name.replace("-", "_") for name in re.findall(r"--([a-z][a-z_-]*)", text)}
-    return bool(TELLTALE & flags) or bool(TELLTALE & _read_dump(text).values.keys())
+    return bool(TELLTALE & flags) or prints_arguments(text)
+
+
+def prints_arguments(text: str) -> bool:
+    """Whether the text holds the list that Megatron prints when it starts: such a text may be the log of a long training."""
+    return bool(TELLTALE & _read_dump(text).values.keys())
 
 
 def read(text: str, origin: str) -> ModelSource:
@@ -130,19 +175,51 @@ def _source(found: Found, origin: str, spell_here: Callable[[str], str], assign:
         kv_lora_rank=32,
         positions="max_position_embeddings",
     )
-    notes = [f"{spell(name)} is given more than once: the last value counts" for name in found.repeated]
+    notes = _note_or_refuse_other_models(found, origin, spell)
+    notes += [f"{spell(name)} is given more than once: the last value counts" for name in found.repeated]
     if found.branched:
         notes.append(f"taken although inside a condition of the script: {', '.join(map(spell, found.branched))}")
-    notes += [f"{spell(slip)} is ignored; did you mean {spell(meant)}?" for slip, meant in _slips(found.strangers)]
+    if _groups_are_ignored(found.values):
+        notes.append(
+            f"Megatron ignores {spell('num_query_groups')} without {spell('group_query_attention')}: "
+            "every head has a key and value of its own"
+        )
+    notes += [f"{spell(slip)} is ignored; did you mean {spell(meant)}?" for slip, meant in _slips(found)]
     return model_source(Settings(_to_core(found.values), dialect), origin, notes, [*map(spell, found.strangers)])
 
 
-def _slips(strangers: Mapping[str, None]) -> Iterator[tuple[str, str]]:
-    """Unknown names a letter or two away from a known one."""
-    for stranger in strangers:
-        near = difflib.get_close_matches(stranger, VALUED, n=1, cutoff=0.9)
-        if near and stranger not in ALIKE_BUT_OTHER and len(strangers) < 300:
-            yield stranger, near[0]
+def _note_or_refuse_other_models(found: Found, origin: str, spell: Callable[[str], str]) -> list[str]:
+    """Other models than GPT have the same flags, and would be read as one. A note, if a script can train GPT as well."""
+    for name in T5_ONLY:
+        if found.values.get(name) is not None:
+            raise other_model(f"{origin}: {spell(name)} belongs to", OTHER_SCRIPTS["t5"])
+    if "mamba" in str(found.values.get("spec")).lower():
+        raise other_model(f"{origin}: {spell('spec')} asks for", OTHER_SCRIPTS["mamba"])
+    others = {name: what for name in found.scripts for kind, what in OTHER_SCRIPTS.items() if name.split("_")[0] == kind}
+    for name, what in others.items():
+        if "gpt" in found.scripts:
+            return [f"pretrain_gpt.py is in the file, and pretrain_{name}.py as well: the flags are read as those of a GPT"]
+        raise other_model(f"{origin}: pretrain_{name}.py trains", what)
+    return []
+
+
+def _groups_are_ignored(given: Mapping[str, object]) -> bool:
+    """Whether a number of query groups is there in vain. The printed list always holds one: its default is 1."""
+    used = given.get("group_query_attention") or given.get("multi_latent_attention")
+    return not used and given.get("num_query_groups") not in (None, "1")
+
+
+def _slips(found: Found) -> Iterator[tuple[str, str]]:
+    """Unknown names a letter or two away from a known one, or known to be meant for one that is not there."""
+    if len(found.strangers) >= MOST_STRANGERS:
+        return
+    for stranger in found.strangers:
+        meant = WRONG_SPELLINGS.get(stranger)
+        if meant is not None and meant not in found.values:
+            yield stranger, meant
+        elif meant is None and stranger not in ALIKE_BUT_OTHER:
+            for near in difflib.get_close_matches(stranger, VALUED - {"spec", *LAUNCHER}, n=1, cutoff=0.9):
+                yield stranger, near
 
 
 def _to_core(given: Mapping[str, object]) -> dict[str, object]:
@@ -163,6 +240,10 @@ def _to_core(given: Mapping[str, object]) -> dict[str, object]:
             core.update(settings)
     if given.get("vocab_size") is None and given.get("padded_vocab_size") is not None:
         core["vocab_size"], core["make_vocab_size_divisible_by"] = given["padded_vocab_size"], 1
+    launched = [str(given.get(name)) for name in LAUNCHER]
+    if given.get("world_size") is None and all(re.fullmatch("[1-9][0-9]{0,5}", number) for number in launched):
+        gpus = int(launched[0]) * int(launched[1])
+        core["world_size"] = gpus if gpus <= LARGEST["parallel"] else None
     return core
 
 
@@ -182,117 +263,11 @@ def _read_dump(text: str) -> Found:
     padded = re.search(r"padded vocab \(size: ([0-9]{1,12})\)", text)
     if padded and found.values.get("vocab_size", 0) is None:  # the tokenizer's size, printed after the arguments
         found.values["vocab_size"] = padded[1]
+    found.see_scripts(text)
     return found
 
 
 # ---- flags
-
-
-PART = re.compile(
-    r"""(?P<gap>\\[ \t]*\r?\n|[^\S\n]+)        # a continued line is a space
-      | (?P<end>[\n;&|]+)                        # of a command
-      | '(?P<single>[^']*)'
-      | "(?P<double>(?:[^"\\]|\\.)*)"
-      | (?P<expansion>\$\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}|\$\((?:[^()]|\([^()]*(?:\([^()]*\)[^()]*)*\))*\))
-      | \\(?P<escaped>.)
-      | (?P<comment>\#)
-      | (?P<plain>[^\s'"\\$#;&|]+|.)""",
-    re.VERBOSE | re.DOTALL,
-)
-ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?=)(.*)", re.DOTALL)
-VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)(?::?[-=]([^{}]*(?:\{[^{}]*\}[^{}]*)*))?\}")
-ARITHMETIC = re.compile(r"\$\(\(([^$]*)\)\)")
-NAME_IN_ARITHMETIC = re.compile(r"[A-Za-z_]\w*")
-LONGEST_VALUE = 1000  # of a variable: longer ones hold lists of flags, never a size
-
-
-@dataclass(frozen=True)
-class Word:
-    """A word of a script, without its quotes. `opens`: it stands where a command begins."""
-
-    text: str
-    quoted: bool
-    opens: bool
-
-
-def words_of(text: str) -> Iterator[Word]:
-    """The words of a shell script, comments left out.
-
-    >>> [word.text for word in words_of("A=( --x 'a b' ) # no")]
-    ['A=(', '--x', 'a b', ')']
-    """
-    parts: list[str] = []
-    quoted, opens, at = False, True, 0
-    while at < len(text):
-        part = PART.match(text, at)
-        assert part is not None  # the last alternative matches any character
-        at = part.end()
-        kind = part.lastgroup or ""
-        if kind in ("gap", "end"):
-            if parts or quoted:
-                yield Word("".join(parts), quoted, opens)
-                parts, quoted, opens = [], False, False
-            opens = opens or kind == "end"
-        elif kind == "comment" and not parts and not quoted:
-            end = text.find("\n", at)
-            at = len(text) if end < 0 else end
-        else:
-            quoted = quoted or kind in ("single", "double")
-            parts.append(part[kind].replace('\\"', '"') if kind == "double" else part[kind])
-    if parts or quoted:
-        yield Word("".join(parts), quoted, opens)
-
-
-@dataclass
-class Shell:
-    """The variables of a script, as far as it sets them itself."""
-
-    values: dict[str, str] = field(default_factory=dict)
-    seen: dict[str, dict[str, None]] = field(default_factory=dict)  # every value a name was given
-    open_names: set[str] = field(default_factory=set)  # those that depend on a condition
-
-    def assign(self, name: str, value: str, *, in_branch: bool) -> None:
-        """Remember a value; one that a condition may replace by another is not known."""
-        filled = self.fill_in(value) if len(value) <= LONGEST_VALUE else ""
-        self.values[name] = filled if len(filled) <= LONGEST_VALUE else ""
-        self.seen.setdefault(name, {})[self.values[name]] = None
-        if in_branch:
-            self.open_names.add(name)
-
-    def value(self, name: str) -> str | None:
-        """What the script says this variable is, if it says one thing."""
-        return None if name in self.open_names and len(self.seen[name]) > 1 else self.values.get(name)
-
-    def fill_in(self, text: str) -> str:
-        """The text with its variables and sums replaced where they are known; what is not keeps its $."""
-        for _ in range(3):  # a default may hold a variable itself
-            text = VARIABLE.sub(lambda found: self._replacement(found), text)
-        return ARITHMETIC.sub(lambda found: self._result(found), text)
-
-    def _replacement(self, found: re.Match[str]) -> str:
-        value = self.value(found[1] or found[2])
-        if value is None and found[2] not in self.open_names:
-            value = found[3]  # the default of ${NAME:-default}
-        return found[0] if value is None else value[:LONGEST_VALUE]
-
-    def _result(self, found: re.Match[str]) -> str:
-        try:
-            return str(evaluate(NAME_IN_ARITHMETIC.sub(lambda name: self.value(name[0]) or name[0], found[1])))
-        except ValueError:
-            return found[0]
-
-    def resolve(self, text: str) -> str | Unknown:
-        """The value of an argument."""
-        if len(text) > 100 * LONGEST_VALUE:
-            return Unknown(text, "it is too long")
-        filled = self.fill_in(text)
-        if "$" not in filled and "`" not in filled:
-            return filled
-        for name in NAME_IN_ARITHMETIC.findall(filled):
-            if name in self.open_names:
-                values = " or ".join(list(self.seen[name])[:6])
-                return Unknown(text, f"{name} is {values}, depending on a condition of the script")
-        return Unknown(text, "the text does not set it")
 
 
 def _read_flags(text: str) -> Found:
@@ -309,6 +284,7 @@ def _collect(text: str, shell: Shell, found: Found, *, in_branch: bool, depth: i
         if word.opens and has_branches:
             branches = max(0, branches + {"if": 1, "case": 1, "fi": -1, "esac": -1}.get(word.text, 0))
         inside, piece = in_branch or branches > 0, word.text
+        found.see_scripts(piece)
         assigned = None if waiting else ASSIGNMENT.fullmatch(piece)
         if assigned:
             piece = assigned[3]
@@ -338,7 +314,7 @@ def _collect(text: str, shell: Shell, found: Found, *, in_branch: bool, depth: i
         elif waiting:
             found.put(waiting, shell.resolve(piece), in_branch=inside)
             waiting = ""
-        elif piece in RECOMPUTE_MODULES and found.values.get("recompute_modules"):
+        elif piece in RECOMPUTE_MODULES and isinstance(found.values.get("recompute_modules"), str):
             found.values["recompute_modules"] = f"{found.values['recompute_modules']} {piece}"
         elif switch and piece.lower() == "false":
             found.values[switch] = False

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from difflib import SequenceMatcher
 from itertools import chain
 from typing import Any
@@ -24,8 +25,8 @@ from gemmscope.model.megatron_values import Settings, Unknown
 from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import LARGEST, ModelSpec
 
-REQUIRED = {"num_layers": "32", "hidden_size": "4096", "num_attention_heads": "32"}
-"""Without these there is no model; with a value to show in messages."""
+REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
+"""Without these there is no model."""
 
 NOT_DESCRIBABLE = {
     "hybrid_override_pattern": "mixes Mamba layers in",
@@ -51,13 +52,15 @@ RUN_SIZES = {  # Megatron-core's name: (field of RunSpec, its limit)
     "expert_model_parallel_size": ("ep", "parallel"),
     "make_vocab_size_divisible_by": ("vocab_multiple", "parallel"),
 }
+ATTENTION = "core_attn"  # among the modules that can be recomputed: the one that is counted
 NOT_NEEDED = {  # a run can be told otherwise, so one of these that cannot be known is left out
     *RUN_SIZES,
-    *("sequence_parallel", "recompute_granularity", "global_batch_size", "world_size", "data_parallel_size"),
+    *("sequence_parallel", "recompute_granularity", "recompute_modules", "global_batch_size", "world_size", "data_parallel_size"),
     *(megatron_pipeline.FIRST, megatron_pipeline.LAST, megatron_pipeline.LAYOUT),
     *(*megatron_pipeline.PIECES, megatron_pipeline.LAYERS_PER_PIECE),
     *("expert_tensor_parallel_size", "max_position_embeddings"),
 }
+MODEL_RANKS = {"tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size"}
 
 
 def model_source(settings: Settings, origin: str, notes: Sequence[str] = (), strangers: Collection[str] = ()) -> ModelSource:
@@ -67,13 +70,26 @@ def model_source(settings: Settings, origin: str, notes: Sequence[str] = (), str
     """
     left_out = [name for name in settings.values if name in NOT_NEEDED and isinstance(settings.values[name], Unknown)]
     notes = [*notes, *(f"{settings.spell(name)} is left out: {settings.values[name]}" for name in left_out)]
-    settings = Settings({**settings.values, **dict.fromkeys(left_out)}, settings.dialect)
-    _refuse_what_cannot_be_described(settings)
-    _require_sizes(settings, strangers)
-    model = model_spec(settings, origin)
-    run = _run_settings(settings, model)
-    found = dict.fromkeys(chain(notes, _notes(settings, model, run)))
+    if MODEL_RANKS.intersection(left_out):
+        left_out.append("world_size")  # how many of its GPUs hold the same model is not known then
+    settings = replace(settings, values={**settings.values, **dict.fromkeys(left_out)})
+    try:
+        _refuse_what_cannot_be_described(settings)
+        _require_sizes(settings, strangers)
+        model = model_spec(settings, origin)
+        run = _run_settings(settings, model)
+        found = dict.fromkeys(chain(notes, _notes(settings, model, run)))
+    except UserError as error:
+        raise UserError(f"{origin}: {error.message}", error.hint) from None
     return ModelSource(origin=origin, model=model, run_settings=run, notes=tuple(found))
+
+
+def other_model(found: str, what: str) -> UserError:
+    """The refusal of a model that has the settings of a GPT, and is none: `found` is what gave it away, as "x.sh: … trains"."""
+    return UserError(
+        f"{found} {what}: from Megatron's settings only GPT models can be read",
+        "trace the model itself with --module file.py:factory, or give --config its Hugging Face config.json",
+    )
 
 
 # ---- what must be there, and what must not
@@ -94,7 +110,7 @@ def _require_sizes(settings: Settings, strangers: Collection[str]) -> None:
         return
     wanted = [settings.spell(name) for name in missing]
     meant = [f"{near[0]} (did you mean {name}?)" for name in wanted if (near := _slips(name, strangers))]
-    add = ", ".join(settings.dialect.assign.format(settings.spell(name), REQUIRED[name]) for name in missing)
+    add = ", ".join(settings.example(name) for name in missing)
     raise UserError(
         f"no {' and no '.join(wanted)} in the file" + (f", but {', '.join(meant)}" if meant else ""),
         f"add for example {add}",
@@ -119,6 +135,9 @@ def _run_settings(settings: Settings, model: ModelSpec) -> dict[str, Any]:
         run["sequence_parallel"] = settings.flag("sequence_parallel")
     if settings.given("recompute_granularity"):
         run["recompute"] = settings.word("recompute_granularity", ("selective", "full"), "")
+        modules = _recompute_modules(settings)
+        if run["recompute"] == "selective" and modules is not None and ATTENTION not in modules:
+            run["recompute"] = "none"
     expert_tp, tp = _expert_tensor_parallel(settings, model), run.get("tp", 1)
     if expert_tp and tp % expert_tp == 0 and (expert_tp < tp or tp == 1):  # equal to tp: left to follow it
         run["etp"] = expert_tp
@@ -129,6 +148,16 @@ def _run_settings(settings: Settings, model: ModelSpec) -> dict[str, Any]:
     if steps:
         run["gradient_accumulation"] = steps
     return run
+
+
+def _recompute_modules(settings: Settings) -> set[str] | None:
+    """What selective recomputation repeats; None where the file does not say, which is attention."""
+    modules = settings.values.get("recompute_modules")
+    if isinstance(modules, str):
+        modules = re.findall(r"\w+", modules)
+    if not isinstance(modules, list) or modules == ["None"]:
+        return None
+    return {each for each in modules if isinstance(each, str)}
 
 
 def _expert_tensor_parallel(settings: Settings, model: ModelSpec) -> int | None:
@@ -160,7 +189,7 @@ def _accumulation(settings: Settings, run: Mapping[str, Any]) -> int | None:
 def _notes(settings: Settings, model: ModelSpec, run: Mapping[str, Any]) -> Iterator[str]:
     spell = settings.spell
     if model.vocab_size is None:
-        example = settings.dialect.assign.format(spell("vocab_size"), 128256)
+        example = settings.example("vocab_size")
         yield f"the file gives no {spell('vocab_size')}: embedding and output head are left out (add it, for example {example})"
     uses_default = not (settings.given("moe_ffn_hidden_size") and all(layer.is_moe for layer in model.layers))
     if uses_default and not settings.given("ffn_hidden_size"):
@@ -187,13 +216,10 @@ def _notes(settings: Settings, model: ModelSpec, run: Mapping[str, Any]) -> Iter
 
 
 def _recompute_notes(settings: Settings, run: Mapping[str, Any]) -> Iterator[str]:
-    modules = settings.values.get("recompute_modules")
-    named = set(re.findall(r"\w+", modules)) if isinstance(modules, str) else set()
-    if isinstance(modules, list):
-        named = {each for each in modules if isinstance(each, str)}
-    others = ", ".join(sorted(named - {"core_attn", "None"}))[:100]
-    if run.get("recompute") == "selective" and others:
-        counted = "only that of attention" if "core_attn" in named else "that of attention is counted in its place"
+    modules = _recompute_modules(settings) or set()
+    others = ", ".join(sorted(modules - {ATTENTION}))[:100]
+    if run.get("recompute") in ("selective", "none") and others:
+        counted = "only that of attention" if ATTENTION in modules else "nothing is counted as recomputed"
         yield f"{settings.spell('recompute_modules')}: recomputing {others} is not modelled, {counted}"
     if run.get("recompute") == "full" and settings.values.get("recompute_method") == "block":
         yield f"{settings.spell('recompute_method')} block recomputes only some layers: all are counted as recomputed"

@@ -106,8 +106,7 @@ def _head_dim(settings: Settings, hidden: int, heads: int) -> int:
         raise UserError(
             f"{settings.spell('hidden_size')} = {hidden} is not a multiple of "
             f"{settings.spell('num_attention_heads')} = {heads}, and there is no {settings.spell('kv_channels')}",
-            f"heads that divide {hidden}: {divisors_text(hidden)}; or add "
-            + settings.dialect.assign.format(settings.spell("kv_channels"), 128),
+            f"heads that divide {hidden}: {divisors_text(hidden)}; or add " + settings.example("kv_channels"),
         )
     return given or hidden // heads
 

@@ -16,6 +16,34 @@ from dataclasses import dataclass
 from gemmscope.errors import UserError, shown
 from gemmscope.model.spec import LARGEST, check_size
 
+EXAMPLES = {  # values for messages; 1 fits whatever is not here
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "ffn_hidden_size": 14336,
+    "num_attention_heads": 32,
+    "num_query_groups": 8,
+    "kv_channels": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 4096,
+    "seq_length": 4096,
+    "global_batch_size": 128,
+    "make_vocab_size_divisible_by": 128,
+    "world_size": 8,
+    "tensor_model_parallel_size": 2,
+    "context_parallel_size": 2,
+    "pipeline_model_parallel_size": 2,
+    "expert_model_parallel_size": 8,
+    "num_moe_experts": 8,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 2048,
+    "moe_shared_expert_intermediate_size": 2048,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+}
+
 
 @dataclass(frozen=True)
 class Unknown:
@@ -51,6 +79,10 @@ class Settings:
         """The name as the file's user writes it."""
         return self.dialect.spell(name)
 
+    def example(self, name: str) -> str:
+        """The setting with a value that fits it, as the file's user writes it."""
+        return self.dialect.assign.format(self.spell(name), EXAMPLES.get(name, 1))
+
     def given(self, name: str) -> bool:
         """Whether the file sets it."""
         return self.values.get(name) is not None
@@ -67,7 +99,7 @@ class Settings:
 
     def whole(self, name: str) -> int:
         """A whole number that the file sets."""
-        return whole_number(self.spell(name), self.single(name))
+        return whole_number(self.spell(name), self.single(name), f"for example {self.example(name)}")
 
     def size(self, name: str, limit: str, default: int) -> int:
         """A positive whole number, or the default."""
@@ -77,7 +109,11 @@ class Settings:
         """A positive whole number where given."""
         if not self.given(name):
             return None
-        return check_size(self.spell(name), self.whole(name), limit)
+        number = self.whole(name)
+        try:
+            return check_size(self.spell(name), number, limit)
+        except UserError as error:
+            raise UserError(error.message, f"for example {self.example(name)}") from None
 
     def maybe_count(self, name: str, limit: str) -> int | None:
         """Like `maybe_size`, where 0 says that there is none."""
@@ -134,8 +170,8 @@ class Settings:
         return found
 
 
-def whole_number(what: str, value: object) -> int:
-    """A whole number, from text or as it is.
+def whole_number(what: str, value: object, hint: str = "for example 1") -> int:
+    """A whole number, from text or as it is; `hint` says what to write where it is none.
 
     >>> whole_number("--num-layers", "32")
     32
@@ -144,7 +180,7 @@ def whole_number(what: str, value: object) -> int:
         return int(value.strip().replace("_", ""))
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**18:
         return value
-    raise UserError(f"{what} must be a whole number, not {shown(value)}", f"for example {what} 4096")
+    raise UserError(f"{what} must be a whole number, not {shown(value)}", hint)
 
 
 def numbers(what: str, value: object) -> int | list[int]:

@@ -260,6 +260,9 @@ class RunSpec:
     sequence_length: int
     tp: int = 1
     sequence_parallel: bool = False
+    # Tokens of linears that tp does not split (router, latent down-projections) are sharded with the sequence, as in Megatron;
+    # torchtitan gathers them first. Only with sequence_parallel.
+    sequence_parallel_linears: bool = True
     cp: int = 1
     pp: int = 1
     pp_stage: int | None = None  # None: the stage with most FLOPs

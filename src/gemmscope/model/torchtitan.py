@@ -7,7 +7,8 @@ twice from `[activation_checkpoint]`.
 What torchtitan does that a shape reader must know:
 
 - Q, K and V are three linears, gate (w1) and up (w3) are two: nothing is fused, except gpt_oss's experts.
-- Tensor parallelism always splits the norms along the sequence too.
+- Tensor parallelism always splits the norms along the sequence too, but not the router and the latent down projections:
+  the tokens are gathered first, and every rank runs all of them.
 - Expert parallelism takes the experts out of tensor parallelism, unless `expert_tensor_parallel_degree` keeps them in: by
   default each tensor-parallel rank sends its share of the tokens to whole experts, and is one of the expert-parallel ranks.
 - A pipeline cuts the local batch into micro-batches of `pipeline_parallel_microbatch_size`, by default 1, and gives
@@ -33,6 +34,7 @@ Found = tuple[dict[str, Any], list[str]]
 
 TABLES = ("job", "model", "training", "parallelism", "activation_checkpoint")
 RUN_TABLES = ("parallelism", "training", "experimental")  # releases of 2024 kept the degrees in the last two
+MOST_DOTS = 1000  # in a line: the parser's memory grows with the square of a dotted key's parts
 SPLITS_BY_NAME = ("module_fqns_per_model_part", "pipeline_parallel_split_points")
 
 # How a schedule places stages on the pipeline's ranks: one each, several in rounds, or two in a V (down and back up).
@@ -57,7 +59,7 @@ def recognises(text: str) -> bool:
     (True, False)
     """
     try:
-        document = parse_toml(text)
+        document = _parse(text)
     except UserError:
         headers = set(re.findall(r"^\[(\w+)\]", text, flags=re.MULTILINE))
         return "model" in headers and len(headers.intersection(TABLES)) >= 2
@@ -75,9 +77,18 @@ def read(text: str, origin: str) -> ModelSource:
     ('torchtitan llama3 8B', 4096, 8192)
     """
     try:
-        return _source(parse_toml(text), origin)
+        return _source(_parse(text), origin)
     except UserError as error:
         raise UserError(f"{origin}: {error.message}", error.hint) from None
+
+
+def _parse(text: str) -> Document:
+    """The tables of a text, unless a key in it has so many parts that the parser would take all memory for them."""
+    if any(line.count(".") > MOST_DOTS for line in text.split("\n")):
+        raise UserError(
+            f"a line with more than {MOST_DOTS} dots is not in a TOML job config", "write each setting on its own line"
+        )
+    return parse_toml(text)
 
 
 def _source(document: Document, origin: str) -> ModelSource:
@@ -90,7 +101,7 @@ def _source(document: Document, origin: str) -> ModelSource:
         _parallel(document, flavor, pp),
         _pipeline(document, flavor.n_layers, pp),
         _recompute(document, flavor.n_layers),
-        ({"separate_projections": True}, model_notes(named, flavor)),
+        ({"separate_projections": True, "sequence_parallel_linears": False}, model_notes(named, flavor)),
     ]
     settings = {key: value for part, _ in parts for key, value in part.items()}
     return ModelSource(origin, model_spec(family, name, flavor), settings, tuple(note for _, notes in parts for note in notes))
@@ -202,11 +213,6 @@ def _parallel(document: Document, flavor: Flavor, pp: int) -> Found:
         settings["sequence_parallel"] = _flag(document, "enable_sequence_parallel", default=True)
     if _flag(document, "enable_async_tensor_parallel", default=False) and tp > 1:
         notes.append(f"asynchronous tensor parallelism runs a GEMM in {tp} pieces, between transfers; here it is whole")
-    if settings.get("sequence_parallel") and (flavor.num_experts or flavor.kv_lora_rank):
-        unsplit = ["the latent down projections"] * bool(flavor.kv_lora_rank) + ["the router"] * bool(flavor.num_experts)
-        notes.append(
-            f"torchtitan runs {' and '.join(unsplit)} on all tokens on every tensor-parallel rank; here, on 1/{tp} of them"
-        )
     if ep > 1 and not flavor.num_experts:
         del settings["ep"]
         notes.append(f"expert_parallel_degree = {ep} is not used: the model has no experts")

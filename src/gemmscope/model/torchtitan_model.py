@@ -206,5 +206,5 @@ def model_notes(model: Mapping[str, Any], flavor: Flavor) -> list[str]:
             " the same up to that sequence length, more work beyond it"
         )
     if model.get("converters"):
-        notes.append(f"[model] converters = {shown(model['converters'])} is not read: choose precisions with --recipes")
+        notes.append(f"[model] converters = {shown(model['converters'])} is not read: it changes precisions, not shapes")
     return notes

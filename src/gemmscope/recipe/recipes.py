@@ -22,6 +22,7 @@ class Recipe:
     backends: tuple[str, ...]
     operands: Mapping[str, tuple[str, str]]
     scales: str
+    multiple_of: int = 1  # that tokens, input and output features must be
     bytes_read: float = 0  # per element quantized
     bytes_written: float = 0
     same_kernels_as: str | None = None  # quantized differently, multiplied alike
@@ -32,11 +33,23 @@ class Recipe:
     def quantizes(self) -> bool:
         return self.scales != "none"
 
+    def misaligned(self, sizes: Mapping[str, int]) -> str:
+        """Why products of these sizes do not run in this recipe; empty if they do.
+
+        >>> recipe("FP8Block").misaligned({"output features": 16380})
+        'output features = 16380 is no multiple of 16, which FP8Block products need: pad to 16384'
+        """
+        for name, size in sizes.items():
+            if size % self.multiple_of:
+                padded = -(-size // self.multiple_of) * self.multiple_of
+                return f"{name} = {size} is no multiple of {self.multiple_of}, which {self.name} products need: pad to {padded}"
+        return ""
+
 
 @cache
 def recipes() -> Mapping[str, Recipe]:
     """All recipes by name, the baseline first."""
-    known = {"title", "backends", "operands", "scales", "bytes_read", "bytes_written", "same_kernels_as", "seen"}
+    known = {"title", "backends", "operands", "scales", "multiple_of", "bytes_read", "bytes_written", "same_kernels_as", "seen"}
     made = {}
     for name, facts in load_data("gemmscope.recipe", "recipes.toml").items():
         plain = {key: value for key, value in facts.items() if key in known}

@@ -122,6 +122,7 @@ class RunRecord(Record):
     recompute: str
     vocab_multiple: int
     separate_projections: bool
+    sequence_parallel_linears: bool = Field(description="router and latent down-projections take part in sequence parallelism")
 
 
 class DifferenceRecord(Record):
@@ -181,8 +182,8 @@ def shapes_file(
         command=list(command),
         origin=origin,
         derived_by="closed form" if model else "trace",
-        model=_model_record(model, trace, origin),
-        run=_run_record(run, workload),
+        model=model_record(model, trace, origin),
+        run=run_record(run, workload),
         gemms=_gemm_records(workload, totals),
         ops=[_op_record(op) for op in workload.ops],
         products=[product for op in workload.ops for product in _product_records(op)],
@@ -201,7 +202,8 @@ def shapes_file(
     )
 
 
-def _model_record(model: ModelSpec | None, trace: Trace | None, origin: str) -> ModelRecord:
+def model_record(model: ModelSpec | None, trace: Trace | None, origin: str) -> ModelRecord:
+    """Which model, for any run file."""
     if model is None:
         name = trace.class_name if trace else origin
         return ModelRecord(name=name, model_type="", source=origin, hidden_size=None, num_hidden_layers=None, layers="traced")
@@ -215,7 +217,8 @@ def _model_record(model: ModelSpec | None, trace: Trace | None, origin: str) -> 
     )
 
 
-def _run_record(run: RunSpec, workload: Workload) -> RunRecord:
+def run_record(run: RunSpec, workload: Workload) -> RunRecord:
+    """Batch and parallelism, for any run file."""
     values = {name: getattr(run, name) for name in RunRecord.model_fields if name not in ("pp_stage", "pp_layers", "etp")}
     layers = list(run.pp_layers) if run.pp_layers else None
     return RunRecord(**values, pp_stage=workload.stage, pp_layers=layers, etp=run.expert_tp)

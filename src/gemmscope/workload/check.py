@@ -1,4 +1,4 @@
-"""Does the closed form say what the live model does? Every product, every count, every parameter."""
+"""Does the closed form say what the live model does? Every product, every count, every parameter, every layer's mask."""
 
 from __future__ import annotations
 
@@ -48,6 +48,22 @@ def differences(model: ModelSpec, run: RunSpec, trace: Trace) -> list[Difference
     if workload.parameters != trace.parameters:
         found.append(Difference("parameters", workload.parameters, trace.parameters))
     found += [Difference(f"{op.kind} in {op.name}", 0, op.count) for op in trace.remainder]
+    return found + _masks(model, trace)
+
+
+def _masks(model: ModelSpec, trace: Trace) -> list[Difference]:
+    """Causality and sliding windows, layer by layer, as far as the live model tells."""
+    found = []
+    causal = [layer.attention.causal for layer in model.layers]
+    if trace.causal is not None and set(causal) != {trace.causal}:
+        found.append(Difference("layers with causal attention", sum(causal), len(causal) if trace.causal else 0))
+    unequal: dict[tuple[int, int], list[int]] = {}
+    for index, (layer, traced) in enumerate(zip(model.layers, trace.windows or (), strict=False)):
+        if layer.attention.window != traced:
+            unequal.setdefault((layer.attention.window or 0, traced or 0), []).append(index)
+    for (derived, traced), layers in unequal.items():
+        shown = ", ".join(map(str, layers[:8])) + (", …" if len(layers) > 8 else "")
+        found.append(Difference(f"sliding window (0: none) of {len(layers)} layers ({shown})", derived, traced))
     return found
 
 

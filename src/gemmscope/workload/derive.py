@@ -84,6 +84,8 @@ def _notes(model: ModelSpec, run: RunSpec, stage: int, ops: tuple[Op, ...]) -> I
         yield f"{run.ep} expert-parallel ranks share the experts, each with tokens of its own"
     if run.imbalance != 1.0 and run.ep > 1:
         yield f"the rank shown holds the busiest experts (imbalance {run.imbalance:g})"
+    if 0 < model.positions < run.sequence_length:
+        yield f"the model has learned positions for {model.positions} tokens only"
 
 
 def _stage(model: ModelSpec, run: RunSpec, stage: int, first: int, last: int) -> Iterator[Op]:
@@ -186,15 +188,17 @@ def _latent_projections(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> 
     """Latent attention: down to the bottleneck on every rank, a norm, up again to this rank's heads."""
     assert spec.latent is not None
     latent, heads, hidden = spec.latent, spec.heads // run.tp, model.hidden_size
+    # The norms run on the tokens that the projections before them give.
+    narrow = replace(run, sequence_parallel=run.sequence_parallel and run.sequence_parallel_linears)
     if latent.q_rank is None:
         yield _linear("Q Proj", run, hidden, heads * spec.head_dim, bias=spec.q_bias)
     else:
         yield _on_sequence_shard(_linear("Q Down Proj", run, hidden, latent.q_rank, bias=latent.down_bias), run)
-        yield _norm(model, run, "Q Latent Norm", latent.q_rank)
+        yield _norm(model, narrow, "Q Latent Norm", latent.q_rank)
         yield _linear("Q Up Proj", run, latent.q_rank, heads * spec.head_dim, bias=spec.q_bias)
     down = _linear("KV Down Proj", run, hidden, latent.kv_rank + latent.rope_dim, bias=latent.down_bias)
     yield _on_sequence_shard(down, run)
-    yield _norm(model, run, "KV Latent Norm", latent.kv_rank)
+    yield _norm(model, narrow, "KV Latent Norm", latent.kv_rank)
     key_value = spec.head_dim - latent.rope_dim + spec.value_head_dim
     yield _linear("KV Up Proj", run, latent.kv_rank, heads * key_value, bias=spec.k_bias)
 
@@ -299,8 +303,8 @@ def _linear(
 
 
 def _on_sequence_shard(linear: Linear, run: RunSpec) -> Linear:
-    """A linear that tensor parallelism does not split: with sequence parallelism each rank runs its own tokens, else all."""
-    if run.sequence_parallel:
+    """A linear that tensor parallelism does not split: on this rank's share of the sequence, or on all of it on every rank."""
+    if run.sequence_parallel and run.sequence_parallel_linears:
         return replace(linear, tokens=linear.tokens // run.tp)
     return replace(linear, copies=run.tp)
 

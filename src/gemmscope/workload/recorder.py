@@ -19,13 +19,18 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from fractions import Fraction
 from types import TracebackType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+_ALL = Fraction(1)
+_FUSED_ATTENTION = torch.nn.functional.scaled_dot_product_attention
+_ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _LAYER_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
 
@@ -66,8 +71,9 @@ class Recorder:
 
     module: torch.nn.Module
     gemms: Counter[tuple[str, str, int, int, int, int]] = field(default_factory=Counter)
-    products: Counter[tuple[str, str, int, int, int, int]] = field(default_factory=Counter)
+    products: Counter[tuple[str, str, int, int, int, int, Fraction]] = field(default_factory=Counter)
     remainder: Counter[tuple[str, str, str, int]] = field(default_factory=Counter)
+    masks: Counter[str] = field(default_factory=Counter)  # of the attentions forward: none, causal, explicit
 
     def __post_init__(self) -> None:
         self._names = {id(module): name for name, module in self.module.named_modules()}
@@ -152,7 +158,7 @@ class Recorder:
             node = torch.autograd._get_sequence_nr() - 1  # inside a custom autograd.Function: its node was made just before
             self._by_node.setdefault(node, []).append(record)
         if weight_side is None:
-            self.products[(record.path, "forward", m, k, n, batch)] += 1
+            self.products[(record.path, "forward", m, k, n, batch, _ALL)] += 1
         else:
             self.gemms[(record.path, "fprop", tokens, inputs, outputs, groups)] += 1
 
@@ -170,7 +176,7 @@ class Recorder:
             return
         m, k, n, batch = left.shape[-2], left.shape[-1], right.shape[-1], left.shape[0] if left.dim() == 3 else 1
         name = f"({node.name()})" if node is not None else ""  # the gradient of something that is no product itself
-        self.products[(name, "backward", m, k, n, batch)] += 1
+        self.products[(name, "backward", m, k, n, batch, _ALL)] += 1
 
     def _side_read(self, record: _Forward, left: torch.Tensor, right: torch.Tensor) -> str:
         """Which operand of the forward product a backward one reads, told by what it is rather than by where it lies."""
@@ -184,15 +190,18 @@ class Recorder:
         if record.weight_side is None:
             m, k, n = record.shape
             m, k, n = (m, n, k) if operand_read == "right" else (k, m, n)
-            self.products[(record.path, "backward", m, k, n, record.batch)] += 1
+            self.products[(record.path, "backward", m, k, n, record.batch, _ALL)] += 1
         elif operand_read == record.weight_side:
             self.gemms[(record.path, "dgrad", tokens, outputs, inputs, record.groups)] += 1
         else:
             self.gemms[(record.path, "wgrad", inputs, tokens, outputs, record.groups)] += 1
 
-    def attention(self, path: str, direction: str, shape: tuple[int, int, int, int, int]) -> None:
+    def attention(self, path: str, direction: str, shape: tuple[int, int, int, int, int], *, mask: str) -> None:
         """The products inside one attention: scores and context forward; four gradients backward."""
         batch, queries, keys, head_dim, value_dim = shape
+        visible = _causal_share(queries, keys) if mask == "causal" else _ALL
+        if direction == "forward" and queries > 1:  # a single query tells nothing of causality
+            self.masks[mask] += 1
         forward = [(queries, head_dim, keys), (queries, keys, value_dim)]
         backward = [
             (queries, keys, head_dim),
@@ -201,7 +210,7 @@ class Recorder:
             (keys, queries, value_dim),
         ]
         for m, k, n in forward if direction == "forward" else backward:
-            self.products[(path, direction, m, k, n, batch)] += 1
+            self.products[(path, direction, m, k, n, batch, visible)] += 1
 
     def convolution(self, output: torch.Tensor, weight: torch.Tensor, source: torch.Tensor, *, transposed: bool) -> None:
         """One forward convolution: every output position (transposed: every input position) meets one filter set."""
@@ -218,20 +227,23 @@ class Recorder:
         self.remainder[(path, "convolution", "backward", one * sum(how["wanted"]))] += 1
 
     def as_json(self) -> dict[str, Any]:
-        """Plain lists. `gemms` have a weight; `products` have none; `remainder` is what is neither."""
+        """Plain lists. `gemms` have a weight; `products` have none; `remainder` is what is neither.
+
+        `visible` is the share of a product that the mask of its attention lets through, as a fraction.
+        """
         gemms = [
             {"module": path, "pass": which, "m": m, "k": k, "n": n, "groups": groups, "count": count}
             for (path, which, m, k, n, groups), count in self.gemms.items()
         ]
         products = [
-            {"module": path, "pass": which, "m": m, "k": k, "n": n, "batch": batch, "count": count}
-            for (path, which, m, k, n, batch), count in self.products.items()
+            {"module": path, "pass": which, "m": m, "k": k, "n": n, "batch": batch, "visible": str(visible), "count": count}
+            for (path, which, m, k, n, batch, visible), count in self.products.items()
         ]
         remainder = [
             {"module": path, "kind": kind, "pass": which, "flops": flops, "count": count}
             for (path, kind, which, flops), count in self.remainder.items()
         ]
-        return {"gemms": gemms, "products": products, "remainder": remainder}
+        return {"gemms": gemms, "products": products, "remainder": remainder, "masks": dict(self.masks)}
 
 
 class _Dispatch(TorchDispatchMode):
@@ -285,29 +297,46 @@ class _Functions(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function is torch.nn.functional.scaled_dot_product_attention:
-            named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
-            return _Attention.apply(self._recorder, named["query"], named["key"], named["value"])
+        if function is _FUSED_ATTENTION:
+            return self._attention(*args, **kwargs)
+        if function is torch.nn.functional.multi_head_attention_forward:  # calls it, out of this mode's sight
+            with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", self._attention):
+                return function(*args, **kwargs)
         if function in self._grouped:
             return _Grouped.apply(self._recorder, args[0], args[1])
         return function(*args, **kwargs)
+
+    def _attention(self, *args: Any, **kwargs: Any) -> Any:
+        named = dict(zip(_ATTENTION_ARGUMENTS, args, strict=False)) | kwargs
+        explicit = named.get("attn_mask") is not None  # a meta tensor: nobody knows what it hides
+        mask = "explicit" if explicit else "causal" if named.get("is_causal") else "none"
+        return _Attention.apply(self._recorder, mask, named["query"], named["key"], named["value"])
+
+
+def _causal_share(queries: int, keys: int) -> Fraction:
+    """How much of all pairs torch's `is_causal` lets through: the first query sees the first key, and so on."""
+    reach = min(queries, keys)
+    pairs = reach * (reach + 1) // 2 + (queries - reach) * keys
+    return Fraction(pairs, queries * keys) if pairs else _ALL
 
 
 class _Attention(torch.autograd.Function):
     """Attention by shape: query [.., heads, queries, d], key [.., kv heads, keys, d], value [.., kv heads, keys, dv]."""
 
     @staticmethod
-    def forward(ctx: Any, recorder: Recorder, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, recorder: Recorder, mask: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
         ctx.save_for_backward(query, key, value)
-        ctx.recorder, ctx.path = recorder, recorder.path()
+        ctx.recorder, ctx.path, ctx.mask = recorder, recorder.path(), mask
         ctx.shape = (query.shape[:-2].numel(), query.shape[-2], key.shape[-2], query.shape[-1], value.shape[-1])
-        recorder.attention(ctx.path, "forward", ctx.shape)
+        recorder.attention(ctx.path, "forward", ctx.shape, mask=mask)
         return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> Any:
-        ctx.recorder.attention(ctx.path, "backward", ctx.shape)
-        return None, *(torch.empty_like(tensor) for tensor in ctx.saved_tensors)
+        ctx.recorder.attention(ctx.path, "backward", ctx.shape, mask=ctx.mask)
+        return None, None, *(torch.empty_like(tensor) for tensor in ctx.saved_tensors)
 
 
 class _Grouped(torch.autograd.Function):

@@ -9,18 +9,19 @@ from __future__ import annotations
 import importlib.util
 import json
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar
 
 from gemmscope.errors import UserError
 from gemmscope.model.spec import RunSpec
+from gemmscope.process import worker_command
 from gemmscope.workload.derive import Workload
-from gemmscope.workload.ops import ELEMENT_BYTES, PASSES, Direction, Gemm, Linear, Op, Work
+from gemmscope.workload.ops import ELEMENT_BYTES, PASSES, Direction, Gemm, Linear, Op, Pass, Work
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,9 @@ class Trace:
     """What the worker saw in one forward and backward pass of one micro-batch.
 
     `gemms` are the products with a weight, their `op` the module's path with layer numbers folded. `products` are those
-    without one (attention), `remainder` what is no matrix product (convolutions).
+    without one (attention), `remainder` what is no matrix product (convolutions). `explicit_masks` is how many attentions were
+    given a mask whose values nobody knows. Of a Hugging Face model, as far as it can be told: the sliding `windows` of its
+    layers (None: a layer without one) and whether its attention is `causal`.
     """
 
     class_name: str
@@ -37,11 +40,17 @@ class Trace:
     products: tuple[TracedProduct, ...]
     remainder: tuple[Remainder, ...]
     versions: Mapping[str, str]
+    explicit_masks: int = 0
+    windows: tuple[int | None, ...] | None = None
+    causal: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TracedLinear(Linear):
-    """A linear as it was seen: each pass with its own count, because a frozen weight or a first layer skips some."""
+    """A linear as it was seen: each pass with its own count, because a frozen weight or a first layer skips some.
+
+    `forward_runs` times `count` is how often it ran forward. `backward` is the average over the `count` instances.
+    """
 
     seen: tuple[Gemm, ...] = ()
     rows_of: int = 1
@@ -54,15 +63,15 @@ class TracedLinear(Linear):
         """Only the passes that ran."""
         yield from self.seen
 
-    def total(self) -> Work:
-        """As often as each pass ran."""
-        one = self._one_product()
-        return one.times(sum(gemm.count for gemm in self.seen))
+    def backward(self) -> Work:
+        """As many products as were seen: two, or fewer where a gradient is not needed."""
+        products = sum(gemm.count for gemm in self.seen if gemm.pass_name != "fprop")
+        return self._one_product().times(products / self.count)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TracedProduct(Op):
-    """A product of two activations, `batch` times M x K x N; `direction` is forward or backward."""
+    """A product of two activations, `batch` times M x K x N; `visible` is the share of it that a causal mask lets through."""
 
     kind: ClassVar[str] = "product"
     direction: Direction
@@ -70,10 +79,11 @@ class TracedProduct(Op):
     k: int
     n: int
     batch: int
+    visible: Fraction = Fraction(1)
 
     def _work(self) -> Work:
         elements = self.batch * (self.m * self.k + self.k * self.n + self.m * self.n)
-        return Work(2 * self.batch * self.m * self.k * self.n, elements * ELEMENT_BYTES)
+        return Work(int(2 * self.batch * self.m * self.k * self.n * self.visible), elements * ELEMENT_BYTES)
 
     def forward(self) -> Work:
         """All of it, if it ran forward."""
@@ -133,7 +143,7 @@ def _ask_worker(request: dict[str, Any], run: RunSpec) -> Trace:
     with tempfile.TemporaryDirectory(prefix="gemmscope-") as folder:
         asked, answered = Path(folder, "request.json"), Path(folder, "answer.json")
         asked.write_text(json.dumps(request), encoding="utf-8")
-        command = [sys.executable, "-m", "gemmscope.workload.trace_worker", str(asked), str(answered)]
+        command = worker_command("gemmscope.workload.trace_worker", str(asked), str(answered))
         child = subprocess.run(command, capture_output=True, text=True, check=False)
         if not answered.is_file():
             lines = child.stderr.strip().splitlines() or [f"exit code {child.returncode}"]
@@ -155,7 +165,7 @@ def _parse(answer: dict[str, Any]) -> Trace:
         products=tuple(
             TracedProduct(
                 name=row["module"] or "(root)", direction=row["pass"], m=row["m"], k=row["k"], n=row["n"],
-                batch=row["batch"], count=row["count"],
+                batch=row["batch"], count=row["count"], visible=Fraction(row["visible"]),
             )
             for row in answer["products"]
         ),
@@ -164,6 +174,9 @@ def _parse(answer: dict[str, Any]) -> Trace:
             for row in answer["remainder"]
         ),
         versions=answer["versions"],
+        explicit_masks=answer["masks"].get("explicit", 0),
+        windows=tuple(answer["windows"]) if answer.get("windows") is not None else None,
+        causal=answer.get("causal"),
     )  # fmt: skip
 
 
@@ -173,22 +186,26 @@ def as_workload(trace: Trace) -> Workload:
     for gemm in trace.gemms:
         tokens, inputs, outputs = _sizes(gemm)
         by_layer.setdefault((gemm.op, tokens, inputs, outputs, gemm.groups), []).append(gemm)
-    linears = [
-        TracedLinear(
-            name=name,
-            tokens=tokens,
-            inputs=inputs,
-            outputs=outputs,
-            rows_of=groups,
-            seen=tuple(sorted(seen, key=lambda gemm: PASSES.index(gemm.pass_name))),
-            count=max(gemm.count for gemm in seen),
-        )
-        for (name, tokens, inputs, outputs, groups), seen in by_layer.items()
-    ]
+    linears = [_linear(*sizes, seen) for sizes, seen in by_layer.items()]
     notes = ["traced from the live module: norms, activations and the optimizer are not listed"]
     if trace.remainder:
         notes.append(f"{sum(op.count for op in trace.remainder)} convolutions are no GEMMs: they stand apart from the totals")
+    if trace.explicit_masks:
+        notes.append("attention with an explicit mask is counted in full")
     return Workload((*linears, *trace.products, *trace.remainder), stage=0, notes=tuple(notes))
+
+
+def _linear(name: str, tokens: int, inputs: int, outputs: int, groups: int, seen: list[Gemm]) -> TracedLinear:
+    """One linear with its passes. What ran forward several times as often as backward was recomputed."""
+    ran: dict[Pass, int] = {which: sum(gemm.count for gemm in seen if gemm.pass_name == which) for which in PASSES}
+    count = max(ran["dgrad"], ran["wgrad"])
+    if not count or ran["fprop"] % count:
+        count = ran["fprop"]
+    in_order = tuple(sorted(seen, key=lambda gemm: PASSES.index(gemm.pass_name)))
+    return TracedLinear(
+        name=name, tokens=tokens, inputs=inputs, outputs=outputs, rows_of=groups, seen=in_order,
+        count=count, forward_runs=ran["fprop"] // count,
+    )  # fmt: skip
 
 
 def _sizes(gemm: Gemm) -> tuple[int, int, int]:

@@ -1,8 +1,8 @@
 """The process that imports torch: runs a module on the meta device and writes down its matrix products.
 
-`trace.py` starts this file as ``python -m gemmscope.workload.trace_worker REQUEST ANSWER`` (two JSON files). The module is
-built on the meta device, where tensors have shapes but no storage, so a 405B model costs no memory. One forward and one
-backward pass then dispatch every operation that training would dispatch, and `recorder.py` notes each product.
+`trace.py` starts this file as ``gemmscope.workload.trace_worker REQUEST ANSWER`` (two JSON files). The module is built on
+the meta device, where tensors have shapes but no storage, so a 405B model costs no memory. One forward and one backward pass
+then dispatch every operation that training would dispatch, and `recorder.py` notes each product.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from gemmscope.errors import shown
 from gemmscope.workload.recorder import Recorder
 
 
@@ -69,13 +70,15 @@ def build_huggingface(config_dict: dict[str, Any], batch: int, sequence: int) ->
     except ImportError as error:
         raise TraceError("transformers is not installed: pip install transformers") from error
     model_type = config_dict.get("model_type")
+    if model_type not in transformers.CONFIG_MAPPING:
+        raise TraceError(f"transformers {transformers.__version__} knows no model_type {shown(model_type)}")
     settings = {key: value for key, value in config_dict.items() if key not in _STORAGE_ONLY_KEYS}
     try:
         config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
     except (KeyError, ValueError) as error:
-        raise TraceError(f"transformers {transformers.__version__} cannot read this config: {_first_line(error)}") from error
+        raise TraceError(f"transformers {transformers.__version__} cannot read this config: {_reason(error)}") from error
     config.use_cache = False
-    _treat_meta_as_fake()
+    _know_meta_tensors()
     module = _instantiate(transformers, config, model_type)
     module.train()
     tokens = torch.zeros((batch, sequence), dtype=torch.long, device="meta")
@@ -118,7 +121,7 @@ def _instantiate(transformers: Any, config: Any, model_type: str | None) -> torc
             with torch.device("meta"):
                 module = known[0].from_config(config, attn_implementation=attention, dtype=torch.float32)
         except (ValueError, ImportError) as error:  # "does not support SDPA", "requires the package …"
-            errors.append(_first_line(error))
+            errors.append(_reason(error))
             continue
         with contextlib.suppress(AttributeError, ValueError, KeyError):
             module.set_experts_implementation("grouped_mm")
@@ -126,16 +129,63 @@ def _instantiate(transformers: Any, config: Any, model_type: str | None) -> torc
     raise TraceError(f"transformers {transformers.__version__} cannot build this config: {errors[-1]}")
 
 
-def _treat_meta_as_fake() -> None:
+def _know_meta_tensors() -> None:
     """Tell transformers that meta tensors have no values to look at, as it already knows of fake tensors.
 
-    Without this, its mask builders ask `mask.all()` of a meta tensor, which raises. The products are the same either way.
+    Without this, its mask builders ask `mask.all()` of a meta tensor, which raises. Positions on the meta device are those of
+    whole sequences, not of several packed into one: so attention is called as in training, with `is_causal` where it can be.
     """
     from transformers.utils import import_utils
 
-    original = getattr(import_utils, "is_fake_tensor", None)
-    if original is not None:
-        import_utils.is_fake_tensor = lambda tensor: tensor.device.type == "meta" or original(tensor)
+    _on_meta(import_utils, "is_fake_tensor", answer=True)
+    with contextlib.suppress(ImportError):  # older versions have no such file
+        from transformers import masking_utils
+
+        _on_meta(masking_utils, "find_packed_sequence_indices", answer=None)
+
+
+def _on_meta(module: Any, name: str, answer: Any) -> None:
+    """Make a function of one tensor give this answer for a meta tensor."""
+    original = getattr(module, name, None)
+    if original is None or hasattr(original, "before_gemmscope"):
+        return
+
+    def replaced(tensor: Any) -> Any:
+        is_meta = isinstance(tensor, torch.Tensor) and tensor.device.type == "meta"
+        return answer if is_meta else original(tensor)
+
+    replaced.before_gemmscope = original  # type: ignore[attr-defined]
+    setattr(module, name, replaced)
+
+
+def live_masks(module: torch.nn.Module, seen: Mapping[str, int]) -> dict[str, Any]:
+    """What a Hugging Face model says of its masks: each layer's sliding window, and whether attention is causal.
+
+    `seen` is how its attentions were called. Where a mask tensor or unfused attention hides it, the modules know. None: nothing
+    tells.
+    """
+    by_call = {kind == "causal" for kind in ("causal", "none") if seen.get(kind)}
+    by_module = {bool(part.is_causal) for part in module.modules() if isinstance(getattr(part, "is_causal", None), bool)}
+    told = by_call or by_module
+    return {"windows": _windows(getattr(module, "config", None)), "causal": told.pop() if len(told) == 1 else None}
+
+
+def _windows(config: Any) -> list[int | None] | None:
+    """The sliding window of each layer, from the configuration with all its defaults; ModernBERT's counts both sides."""
+    layers = getattr(config, "num_hidden_layers", None)
+    if not isinstance(layers, int):
+        return None
+    window = _declared(config, "local_attention") or _declared(config, "sliding_window") or None
+    kinds = _declared(config, "layer_types")
+    if kinds is None:  # a family whose code slides in every layer, or in none
+        return [window] * layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _declared(config: Any, name: str) -> Any:
+    """A setting that the configuration class knows: the file may state others, which the code then does not read."""
+    known = hasattr(type(config), name) or name in inspect.signature(type(config).__init__).parameters
+    return getattr(config, name, None) if known else None
 
 
 # --- the user's own module -----------------------------------------------------------------------------------------------
@@ -151,28 +201,33 @@ def build_from_factory(reference: str, batch: int, sequence: int) -> tuple[torch
     path = Path(path_text)
     if not path.is_file():
         raise TraceError(f"there is no file {path_text!r}")
-    sys.path.insert(0, str(path.resolve().parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    folder = path.resolve().parent
+    sys.path.append(str(folder))  # last: a file there may have the name of something that torch imports
+    taken = path.stem in sys.modules or path.stem in sys.stdlib_module_names
+    module_name = f"{path.stem}_traced" if taken else path.stem
+    spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
         raise TraceError(f"{path_text!r} is not a Python file")
     python_module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = python_module
-    with _naming(f"importing {path_text}"):
+    sys.modules[module_name] = python_module
+    with _naming(f"importing {path_text}", folder):
         spec.loader.exec_module(python_module)
     factory = getattr(python_module, name, None)
     if not callable(factory):
         callables = [
             key
             for key, value in vars(python_module).items()
-            if callable(value) and getattr(value, "__module__", None) == path.stem
+            if callable(value) and getattr(value, "__module__", None) == module_name
         ]
         there = f"it defines {', '.join(sorted(callables))}" if callables else "it defines no function"
         raise TraceError(f"{path_text} has no function {name!r}; {there}")
-    with _naming(f"{name}()"), torch.device("meta"):
+    with _naming(f"{name}()", folder), torch.device("meta"):
         made = factory(**_accepted(factory, {"micro_batch_size": batch, "sequence_length": sequence}))
     module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(module, torch.nn.Module):
         raise TraceError(f"{name}() returned {type(module).__name__}; it must return an nn.Module, or a pair (nn.Module, inputs)")
+    if "transformers" in sys.modules:
+        _know_meta_tensors()
     move_to_meta(module)
     module.train()
     if inputs is None:
@@ -212,21 +267,43 @@ def _to_meta(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _naming(what: str) -> Iterator[None]:
-    """Turn any exception of the user's code into one line that says where it came from."""
+def _naming(what: str, folder: Path | None = None) -> Iterator[None]:
+    """Turn any exception into one line that says where it came from: which line of the user's, if any of theirs ran."""
     try:
         yield
     except TraceError:
         raise
     except (Exception, SystemExit) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        place = f" (line {frames[-1].lineno} of {frames[-1].filename})" if frames else ""
-        raise TraceError(f"{what} raised {type(error).__name__}: {_first_line(error)}{place}") from error
+        raise TraceError(f"{what} raised {type(error).__name__}: {_reason(error)}{_place(error, folder)}") from error
 
 
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+def _place(error: BaseException, folder: Path | None) -> str:
+    """Where an exception came from: the last line in `folder` that ran; without a folder, the last line of all."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" (line {error.lineno} of {error.filename})"
+    ran = list(traceback.extract_tb(error.__traceback__))
+    frames = ran if folder is None else [frame for frame in ran if _is_in(Path(frame.filename), folder)]
+    return f" (line {frames[-1].lineno} of {frames[-1].filename})" if frames else ""
+
+
+def _is_in(path: Path, folder: Path) -> bool:
+    """Whether a file is in a folder or below it, but not in a Python environment that lies there."""
+    try:
+        below = path.resolve().relative_to(folder)
+    except (ValueError, OSError):
+        return False
+    return not {"site-packages", "dist-packages"} & set(below.parts)
+
+
+LONGEST_REASON = 300
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of an exception's text, with the next where that one only announces it; never too long."""
+    message = str(error.msg if isinstance(error, SyntaxError) else error)
+    lines = [line.strip() for line in message.splitlines() if line.strip()] or [type(error).__name__]
+    reason = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return reason if len(reason) <= LONGEST_REASON else reason[: LONGEST_REASON - 1] + "…"
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -236,10 +313,14 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         with _naming("building the model from its config"):
             module, kwargs = build_huggingface(request["config"], batch, sequence)
         args: tuple[Any, ...] = ()
+        folder = None
     else:
         module, args, kwargs = build_from_factory(request["module"], batch, sequence)
-    with _naming("running the model on the meta device"):
+        folder = Path(request["module"].rpartition(":")[0]).resolve().parent
+    with _naming("running the model on the meta device", folder):
         result = trace(module, args, kwargs)
+    if "config" in request:
+        result |= live_masks(module, result["masks"])
     versions = {"torch": torch.__version__}
     if "transformers" in sys.modules:
         versions["transformers"] = sys.modules["transformers"].__version__

@@ -1,0 +1,31 @@
+"""Asks the frameworks what they can run here: ``python -m gemmscope.measure.probe`` prints JSON. Imports torch."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from typing import Any
+
+from gemmscope.measure.worker import BACKENDS
+from gemmscope.recipe.recipes import recipes
+
+
+def main() -> None:
+    """For each backend: its versions and, for each recipe, why not (empty: it runs); or why it does not load."""
+    answer: dict[str, Any] = {}
+    for name, class_name in BACKENDS.items():
+        try:
+            backend = getattr(importlib.import_module(f"gemmscope.measure.backends.{name}"), class_name)()
+            reasons = {each.name: backend.why_not(each) for each in recipes().values()}
+            answer[name] = {"versions": dict(backend.versions()), "why_not": reasons}
+        except ModuleNotFoundError as error:
+            answer[name] = {"broken": f"{error.name} is not installed"}
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            answer[name] = {"broken": f"{type(error).__name__}: {lines[0]}"}
+    sys.stdout.write("\n" + json.dumps(answer) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Which GPU runs which recipe, from the table: what can be said without asking a framework."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from gemmscope.recipe.recipes import recipe
+from gemmscope.toml import load_data
+
+
+@dataclass(frozen=True)
+class Support:
+    """Whether a recipe runs, and the reason or the reservation."""
+
+    runs: bool
+    words: str = ""
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return load_data("gemmscope.recipe", "support.toml")
+
+
+def support(name: str, capability: tuple[int, int]) -> Support:
+    """What a GPU of this compute capability does with a recipe.
+
+    >>> support("MXFP8", (9, 0))
+    Support(runs=False, words='MXFP8 products need compute capability 10.0')
+    >>> support("FP8Block", (10, 0)).words
+    'emulated with MXFP8 kernels on Blackwell'
+    """
+    if not recipe(name).quantizes:
+        return (
+            Support(runs=True) if capability >= (8, 0) else Support(runs=False, words="BF16 products need compute capability 8.0")
+        )
+    facts = _table()[name]
+    architecture = f"{capability[0]}.{capability[1]}"
+    if architecture in facts["yes"]:
+        return Support(runs=True)
+    if architecture in facts.get("emulated", ()):
+        return Support(runs=True, words=facts["emulated_as"])
+    return Support(runs=False, words=facts["otherwise"])
+
+
+def architecture_name(capability: tuple[int, int]) -> str:
+    """A capability in words.
+
+    >>> architecture_name((9, 0))
+    'Hopper (H100, H200)'
+    """
+    found = _table()["architectures"].get(f"{capability[0]}.{capability[1]}")
+    return str(found) if found else f"compute capability {capability[0]}.{capability[1]}"

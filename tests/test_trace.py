@@ -1,0 +1,256 @@
+"""Tracing as a whole: the worker process, and the workload that is made of what it saw."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gemmscope.errors import UserError
+from gemmscope.model import presets
+from gemmscope.model.spec import RunSpec
+from gemmscope.process import worker_command
+from gemmscope.workload.derive import derive
+from gemmscope.workload.ops import Linear
+from gemmscope.workload.summary import totals
+from gemmscope.workload.trace import Trace, TracedLinear, _parse, as_workload, trace_module
+
+RUN = RunSpec(2, 16)
+SHADOWS = "random queue types inspect select token string io json logging traceback warnings"
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition: Any, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.1)
+    return bool(condition())
+
+
+# --- the process ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shadowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory whose files have the names of the standard library's."""
+    for name in SHADOWS.split():
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('not the standard library')\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_working_directory_is_not_on_the_workers_path(shadowed: Path) -> None:
+    child = subprocess.run(worker_command("gemmscope", "--version"), capture_output=True, text=True, check=False)
+    assert child.stderr == ""
+    assert child.stdout.startswith("gemmscope 0.")
+
+
+def test_the_worker_finds_the_package_of_its_parent(tmp_path: Path) -> None:
+    """Also where nothing but the parent's own import path led to it."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    command = worker_command("gemmscope", "--version")
+    root = Path(command[3])
+    assert (root / "gemmscope" / "process.py").is_file()
+    child = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+    assert child.returncode == 0, child.stderr
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes in /proc")
+def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
+    stays = "from gemmscope.process import end_with_parent; import time; end_with_parent(); time.sleep(60)"
+    starts = (
+        f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {stays!r}]).pid, flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", starts], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        time.sleep(1.5)
+        assert alive(child)
+        parent.kill()
+    assert wait_until(lambda: not alive(child), 10)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes in /proc")
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP])
+def test_ending_the_command_ends_the_tracing(tmp_path: Path, ending: signal.Signals) -> None:
+    pytest.importorskip("torch", reason="tracing needs torch")
+    note, factory = tmp_path / "pid", tmp_path / "slow.py"
+    says = f"pathlib.Path({str(note)!r}).write_text(str(os.getpid()))"
+    factory.write_text(f"import os, pathlib, time\ndef build():\n    {says}\n    time.sleep(60)\n")
+    command = [sys.executable, "-m", "gemmscope", "shapes", "--module", f"{factory}:build"]
+    command += ["--micro-batch-size", "1", "--sequence-length", "8"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as parent:
+        assert wait_until(lambda: note.exists() and note.read_text(), 60)
+        worker = int(note.read_text())
+        parent.send_signal(ending)
+    assert wait_until(lambda: not alive(worker), 10)
+
+
+def test_a_module_among_files_with_names_of_the_standard_library(shadowed: Path) -> None:
+    pytest.importorskip("torch", reason="tracing needs torch")
+    (shadowed / "sizes.py").write_text("WIDTH = 32\n")
+    text = "import torch\nfrom sizes import WIDTH\ndef build():\n    return torch.nn.Sequential(torch.nn.Embedding(9, WIDTH))\n"
+    for name in ("mine.py", "random.py"):  # the traced file may have such a name too
+        Path(name).write_text(text)
+        assert trace_module(f"{name}:build", RUN).parameters == 9 * 32
+
+
+# --- the workload ---------------------------------------------------------------------------------------------------------
+
+
+def traced(module: Any, *inputs: Any) -> Trace:
+    worker = pytest.importorskip("gemmscope.workload.trace_worker", reason="tracing needs torch")
+    worker.move_to_meta(module)
+    return _parse({**worker.trace(module, tuple(value.to("meta") for value in inputs), {}), "versions": {}})
+
+
+def modules() -> dict[str, Any]:
+    torch = pytest.importorskip("torch", reason="tracing needs torch")
+    nn = torch.nn
+
+    class Recomputed(nn.Module):
+        """Of its layers, the first `recomputed` run again in the backward pass."""
+
+        def __init__(self, recomputed: int, frozen: bool = False) -> None:
+            super().__init__()
+            self.embedding, self.recomputed = nn.Embedding(10, 8), recomputed
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+            for layer in self.layers:
+                layer.weight.requires_grad_(not frozen)
+
+        def forward(self, x: Any) -> Any:
+            x = self.embedding(x)
+            for index, layer in enumerate(self.layers):
+                block = nn.Sequential(layer, nn.GELU())
+                again = index < self.recomputed
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) if again else block(x)
+            return x
+
+    return {
+        "plain": Recomputed(0),
+        "recomputed": Recomputed(3),
+        "partly recomputed": Recomputed(1),
+        "frozen": Recomputed(0, frozen=True),
+        "frozen and recomputed": Recomputed(3, frozen=True),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "forward_runs", "backward_products"),
+    [
+        ("plain", 3, 1, 2),
+        ("recomputed", 3, 2, 2),
+        ("partly recomputed", 4, 1, 1.5),
+        ("frozen", 3, 1, 1),
+        ("frozen and recomputed", 3, 2, 1),
+    ],
+)
+def test_ops_add_up_to_the_gemms(name: str, count: int, forward_runs: int, backward_products: float) -> None:
+    torch = pytest.importorskip("torch", reason="tracing needs torch")
+    workload = as_workload(traced(modules()[name], torch.zeros((2, 3), dtype=torch.long)))
+    linears = [op for op in workload.ops if isinstance(op, Linear)]
+    (linear,) = linears
+    assert isinstance(linear, TracedLinear)
+    assert (linear.count, linear.forward_runs) == (count, forward_runs)
+    assert linear.forward().flops == 2 * 6 * 8 * 8
+    assert linear.backward().flops == backward_products * linear.forward().flops
+    of_gemms = sum(gemm.flops * gemm.count for gemm in workload.gemms())
+    written = sum(op.count * (op.forward_runs * op.forward().flops + op.backward().flops) for op in linears)
+    assert written == of_gemms == totals(workload, RUN, None).gemm_flops
+
+
+def test_a_linear_without_a_backward_pass() -> None:
+    torch = pytest.importorskip("torch", reason="tracing needs torch")
+    frozen = torch.nn.Linear(8, 8)
+    frozen.requires_grad_(False)
+    workload = as_workload(traced(torch.nn.Sequential(frozen, torch.nn.Linear(8, 4)), torch.zeros(6, 8)))
+    first = workload.ops[0]
+    assert (first.count, first.forward_runs, first.backward().flops) == (1, 1, 0)
+
+
+@pytest.mark.parametrize(("sequence", "noted"), [(1024, False), (1025, True)])
+def test_a_sequence_longer_than_the_learned_positions_is_noted(sequence: int, noted: bool) -> None:
+    """Embedding tables on the meta device are never looked at, so that no trace would notice."""
+    model = presets.load("gpt2").model
+    assert model is not None
+    assert ("the model has learned positions for 1024 tokens only" in derive(model, RunSpec(1, sequence)).notes) == noted
+
+
+# --- what is said -----------------------------------------------------------------------------------------------------------
+
+FACTORY = """
+import torch
+from helper import deep
+
+class Peeking(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(9, 4)
+    def forward(self, tokens):
+        tokens.float().nonzero().tolist()
+        return self.table(tokens)
+
+def fails_in_torch():
+    torch.nn.Linear(4, "four")
+
+def fails_below():
+    deep()
+
+def long_reason():
+    raise ValueError("it cannot be built:\\n  - the width is odd\\n  - and more")
+
+def endless_reason():
+    raise ValueError("x" * 10_000)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Peeking", r"\(line 10 of .*mine\.py\)"),
+        ("fails_in_torch", r"\(line 14 of .*mine\.py\)"),
+        ("fails_below", r"RuntimeError: too deep \(line 2 of .*helper\.py\)"),
+        ("long_reason", r"ValueError: it cannot be built: - the width is odd \(line 20"),
+        ("endless_reason", r"ValueError: x{299}… \(line 23"),
+    ],
+)
+def test_errors_name_the_line_of_the_user(tmp_path: Path, name: str, message: str) -> None:
+    pytest.importorskip("torch", reason="tracing needs torch")
+    (tmp_path / "mine.py").write_text(FACTORY)
+    (tmp_path / "helper.py").write_text("def deep():\n    raise RuntimeError('too deep')\n")
+    with pytest.raises(UserError, match=message):
+        trace_module(f"{tmp_path}/mine.py:{name}", RUN)
+
+
+@pytest.mark.parametrize("where", ["mine.py", "helper.py"])
+def test_a_syntax_error_is_named_by_its_own_line(tmp_path: Path, where: str) -> None:
+    pytest.importorskip("torch", reason="tracing needs torch")
+    (tmp_path / "mine.py").write_text("import helper\n")
+    (tmp_path / where).write_text("x = 1\ny = (\n")
+    with pytest.raises(UserError, match=rf"SyntaxError: '\(' was never closed \(line 2 of .*{where}\)"):
+        trace_module(f"{tmp_path}/mine.py:build", RUN)
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_a_factory_of_a_hugging_face_model(tmp_path: Path, use_cache: bool) -> None:
+    pytest.importorskip("transformers", reason="the model is one of transformers")
+    (tmp_path / "mine.py").write_text(
+        "def build():\n    from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, vocab_size=50)\n"
+        f"    return LlamaForCausalLM(LlamaConfig(use_cache={use_cache}, **sizes))\n"
+    )
+    workload = as_workload(trace_module(f"{tmp_path}/mine.py:build", RUN))
+    attention = totals(workload, RUN, None).attention_flops
+    assert attention == 2 * 6 * 2 * 2 * (16 * 17 // 2) * 2 * 8  # layers, products, batch, heads, pairs, FLOPs, head size
