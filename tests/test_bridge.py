@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from gemmscope.errors import UserError
 from gemmscope.model import bridge
-from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import RUN_SETTINGS, ModelSpec, RunSpec
+from reading import checked
 
 LLAMA = """
 dataset:
@@ -95,19 +94,6 @@ def text_of(**model: object) -> str:
     return yaml.safe_dump({"model": {**SMALL, **model}})
 
 
-def checked(text: str) -> ModelSource | None:
-    """What every text must come to: a source that later stages can use, or a message."""
-    bridge.recognises(text)
-    try:
-        source = bridge.read(text, "file")
-    except UserError:
-        return None
-    assert isinstance(source.model, ModelSpec)
-    assert set(source.run_settings) <= set(RUN_SETTINGS)
-    RunSpec(**{"micro_batch_size": 1, "sequence_length": 8, **source.run_settings})
-    return source
-
-
 def test_llama_run_config():
     source = bridge.read(LLAMA, "run_config.yaml")
     model = source.model
@@ -177,7 +163,7 @@ def test_references():
     assert "micro_batch_size" not in source.run_settings
     assert "train.micro_batch_size is left out: ${a.b}, which is not known: the file does not set it" in source.notes
     assert bridge.read(text + "a: {b: 3}\n", "x").run_settings["micro_batch_size"] == 3
-    assert checked(text + "a: {b: '${a.b}'}\n")
+    assert checked(bridge, text + "a: {b: '${a.b}'}\n")
 
 
 def test_tensor_parallelism_inside_experts():
@@ -303,27 +289,29 @@ def bomb(merge: bool) -> str:
 def test_nested_aliases_stay_cheap(key: str):
     started = time.perf_counter()
     sizes = "num_layers: 4, hidden_size: 64, num_attention_heads: 4, num_moe_experts: 2, pipeline_model_parallel_size: 2"
-    checked(f"{bomb(merge=False)}\nmodel: {{{sizes}, {key}: *a12}}")
-    assert checked(f"{bomb(merge=True)}\nmodel: *a12") is None
+    checked(bridge, f"{bomb(merge=False)}\nmodel: {{{sizes}, {key}: *a12}}")
+    assert checked(bridge, f"{bomb(merge=True)}\nmodel: *a12") is None
     assert time.perf_counter() - started < 2
 
 
 def test_recursive_aliases():
-    assert checked("model: &m {num_layers: 4, hidden_size: 64, num_attention_heads: *m}") is None
+    assert checked(bridge, "model: &m {num_layers: 4, hidden_size: 64, num_attention_heads: *m}") is None
     assert (
-        checked("model: &m {num_layers: 4, hidden_size: 64, num_attention_heads: 4, transformer: *m, seq_length: &l [*l]}")
+        checked(
+            bridge, "model: &m {num_layers: 4, hidden_size: 64, num_attention_heads: 4, transformer: *m, seq_length: &l [*l]}"
+        )
         is None
     )
-    assert checked("&d model: *d") is None
-    assert checked("model: {1: 2, [a]: 3, ~: 4, num_layers: 4, hidden_size: 64, num_attention_heads: 4}") is None
-    assert checked("model: {1: 2, ~: 4, num_layers: 4, hidden_size: 64, num_attention_heads: 4}")
+    assert checked(bridge, "&d model: *d") is None
+    assert checked(bridge, "model: {1: 2, [a]: 3, ~: 4, num_layers: 4, hidden_size: 64, num_attention_heads: 4}") is None
+    assert checked(bridge, "model: {1: 2, ~: 4, num_layers: 4, hidden_size: 64, num_attention_heads: 4}")
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.text())
 def test_any_text(text: str):
-    checked(text)
-    checked("model:\n  num_layers: 4\n  hidden_size: 64\n  num_attention_heads: 4\n  " + text)
+    checked(bridge, text)
+    checked(bridge, "model:\n  num_layers: 4\n  hidden_size: 64\n  num_attention_heads: 4\n  " + text)
 
 
 VALUES = st.recursive(
@@ -340,7 +328,7 @@ NAMES = st.sampled_from([*bridge.TELLTALE, *re.findall(r"\w+", OTHERS)])
 @settings(max_examples=250, deadline=None)
 @given(st.dictionaries(NAMES, VALUES, max_size=5), VALUES, VALUES)
 def test_any_values(model: dict[str, object], train: object, dataset: object):
-    checked(yaml.safe_dump({"model": {**SMALL, **model}, "train": train, "dataset": dataset}))
+    checked(bridge, yaml.safe_dump({"model": {**SMALL, **model}, "train": train, "dataset": dataset}))
 
 
 @settings(max_examples=150, deadline=None)
@@ -348,4 +336,4 @@ def test_any_values(model: dict[str, object], train: object, dataset: object):
 def test_damaged_files(text: str, data: st.DataObject):
     start = data.draw(st.integers(0, len(text)))
     end = min(len(text), start + data.draw(st.integers(0, 30)))
-    checked(text[:start] + data.draw(st.text(max_size=6)) + text[end:])
+    checked(bridge, text[:start] + data.draw(st.text(max_size=6)) + text[end:])

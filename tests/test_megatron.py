@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from gemmscope.errors import UserError
 from gemmscope.model import megatron
 from gemmscope.model.megatron_values import evaluate
-from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import RUN_SETTINGS, ModelSpec, MoeSpec, RunSpec
+from gemmscope.model.spec import ModelSpec, MoeSpec
+from reading import checked
 
 LLAMA3_8B = r"""
 #!/bin/bash
@@ -115,19 +115,6 @@ def model_of(text: str) -> ModelSpec:
     source = megatron.read(text, "pretrain.sh")
     assert source.model is not None
     return source.model
-
-
-def checked(text: str) -> ModelSource | None:
-    """What every text must come to: a source that later stages can use, or a message."""
-    megatron.recognises(text)
-    try:
-        source = megatron.read(text, "file")
-    except UserError:
-        return None
-    assert isinstance(source.model, ModelSpec)
-    assert set(source.run_settings) <= set(RUN_SETTINGS)
-    RunSpec(**{"micro_batch_size": 1, "sequence_length": 8, **source.run_settings})
-    return source
 
 
 def test_llama3_script():
@@ -541,16 +528,16 @@ def test_unknown_run_settings_are_left_out():
 def test_growing_variables_stay_small():
     script = "A0=1234567890\n" + "\n".join(f"A{i + 1}=$A{i}$A{i}" for i in range(60)) + f"\n{SMALL} --seq-length $A60"
     started = time.perf_counter()
-    assert checked(script) is None
+    assert checked(megatron, script) is None
     assert time.perf_counter() - started < 2
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.text())
 def test_any_text(text: str):
-    checked(text)
-    checked(SMALL + " " + text)
-    checked(f"{SMALL} --num-experts 4 --moe-layer-freq {text}")
+    checked(megatron, text)
+    checked(megatron, SMALL + " " + text)
+    checked(megatron, f"{SMALL} --num-experts 4 --moe-layer-freq {text}")
 
 
 WORDS = st.sampled_from(
@@ -583,7 +570,7 @@ WORDS = st.sampled_from(
 @settings(max_examples=200, deadline=None)
 @given(st.lists(WORDS, max_size=12), st.booleans())
 def test_any_arguments(words: list[str], joined: bool):
-    checked(SMALL + " " + ("" if joined else " ").join(words))
+    checked(megatron, SMALL + " " + ("" if joined else " ").join(words))
 
 
 @settings(max_examples=150, deadline=None)
@@ -591,10 +578,10 @@ def test_any_arguments(words: list[str], joined: bool):
 def test_damaged_files(text: str, data: st.DataObject):
     start = data.draw(st.integers(0, len(text)))
     end = min(len(text), start + data.draw(st.integers(0, 40)))
-    checked(text[:start] + data.draw(st.text(max_size=6)) + text[end:])
+    checked(megatron, text[:start] + data.draw(st.text(max_size=6)) + text[end:])
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(sorted(megatron.KNOWN)), st.text(st.characters(exclude_characters="\n"), max_size=20))
 def test_any_printed_value(name: str, value: str):
-    checked(DUMP.replace("------ end", f"------\n  {name} ........ {value}\n"))
+    checked(megatron, DUMP.replace("------ end", f"------\n  {name} ........ {value}\n"))

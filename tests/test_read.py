@@ -196,3 +196,21 @@ def test_every_message_names_the_file_once(text: str) -> None:
     with pytest.raises(UserError) as caught:
         read_text(text, "some-file")
     assert caught.value.message.count("some-file") == 1
+
+
+def test_a_hub_id_from_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub id is resolved by transformers, from its cache where there is no way to the hub."""
+    pytest.importorskip("transformers", reason="resolving a hub id needs transformers")
+    model = tmp_path / "hub" / "models--acme--tiny"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text("abc")
+    (model / "snapshots" / "abc").mkdir(parents=True)
+    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100}
+    (model / "snapshots" / "abc" / "config.json").write_text(json.dumps(config))
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    source = read_config("acme/tiny")
+    assert source.model is not None
+    assert source.model.hidden_size == 64
+    with pytest.raises(UserError, match="as a hub id it cannot be resolved"):
+        read_config("acme/absent")

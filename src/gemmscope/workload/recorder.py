@@ -123,19 +123,20 @@ class Recorder:
                 storage = tensor.untyped_storage()
                 self._weights[storage._cdata] = storage
 
-    def product(self, left: torch.Tensor, right: torch.Tensor, groups: int = 1) -> None:
-        """One product left @ right; `groups` > 1 for a grouped product whose rows are split among that many weights."""
+    def product(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        """One product left @ right, forward or backward."""
         if not torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
             self._backward(left, right)
         else:
-            self._forward(left, right, groups)
+            self._forward(left, right)
 
-    def _forward(self, left: torch.Tensor, right: torch.Tensor, groups: int) -> None:
+    def _forward(self, left: torch.Tensor, right: torch.Tensor) -> None:
         m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
         batch = left.shape[0] if left.dim() == 3 and right.dim() == 3 else 1
         weight_side = "right" if self.is_weight(right) else "left" if self.is_weight(left) else None
         weight = {"left": left, "right": right, None: None}[weight_side]
         tokens, inputs, outputs = (n, k, m) if weight_side == "left" else (m, k, n)
+        groups = 1
         if weight is not None and batch > 1:
             # A batch of weights is a grouped GEMM of equal groups; one weight broadcast over a batch is just more tokens.
             groups = 1 if weight.stride(0) == 0 else batch

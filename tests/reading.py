@@ -1,0 +1,22 @@
+"""What every text must come to in any reader: a source that later stages can use, or a message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gemmscope.errors import UserError
+from gemmscope.model.source import ModelSource
+from gemmscope.model.spec import RUN_SETTINGS, ModelSpec, RunSpec
+
+
+def checked(reader: Any, text: str) -> ModelSource | None:
+    """Read a text; None where the reader refuses it with a message. Anything else it raises is a defect."""
+    reader.recognises(text)
+    try:
+        source: ModelSource = reader.read(text, "file")
+    except UserError:
+        return None
+    assert isinstance(source.model, ModelSpec)
+    assert set(source.run_settings) <= set(RUN_SETTINGS)
+    RunSpec(**{"micro_batch_size": 1, "sequence_length": 8, **source.run_settings})
+    return source
