@@ -120,15 +120,15 @@ def _traced(source: ModelSource, run: RunSpec, notes: list[str], *, check: bool)
 
 def _trace_unknown(config: Mapping[str, Any], run: RunSpec) -> Trace:
     """Trace a model type without closed form; if that fails, say which known type the name is like."""
-    from gemmscope.model.families import known_model_types
+    from gemmscope.model.families import known_model_types, named_by_architecture
     from gemmscope.workload.trace import trace_huggingface
 
     try:
         return trace_huggingface(config, run)
     except UserError as error:
         given = str(config.get("model_type"))
-        similar = closest(given.lower(), known_model_types())
-        hint = f"did you mean model_type {' or '.join(similar)}? " if similar and given not in known_model_types() else ""
+        similar = [named] if (named := named_by_architecture(config)) else closest(given.lower(), known_model_types())
+        hint = f'if it is built alike, say "model_type": "{similar[0]}"; ' if similar and given not in known_model_types() else ""
         message = f"model_type {shown(given)} has no closed form here, so it must be traced: {error.message}"
         raise UserError(message, hint + error.hint) from error
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -35,6 +37,18 @@ def _facts() -> Mapping[str, Mapping[str, Any]]:
 def known_model_types() -> tuple[str, ...]:
     """Every `model_type` that the closed form knows."""
     return tuple(sorted(set(_facts()) - _NOT_FAMILIES))
+
+
+def named_by_architecture(config: Mapping[str, Any]) -> str:
+    """The known model type that a config's `architectures` names, though its model_type does not; empty if none does.
+
+    >>> named_by_architecture({"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]})
+    'deepseek_v3'
+    """
+    listed = config.get("architectures")
+    first = str(listed[0]) if isinstance(listed, list) and listed else ""
+    wanted = first.partition("For")[0].lower()
+    return next((name for name in known_model_types() if wanted and re.sub(r"[_-]", "", name) == wanted), "")
 
 
 @cache
@@ -106,8 +120,6 @@ class FamilyConfig:
 
 def _misspelt(names: tuple[str, ...], config: Mapping[str, Any]) -> str:
     """A key of the config that is nearly one of `names`, and not a known key itself."""
-    import difflib
-
     known = {alias for aliases in ALIASES.values() for alias in aliases}
     strangers = [key for key in config if key not in known]
     close = (difflib.get_close_matches(name, strangers, n=1, cutoff=0.85) for name in names)

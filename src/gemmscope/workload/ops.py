@@ -104,7 +104,7 @@ class Linear(Op):
     tokens: int
     inputs: int
     outputs: int
-    padding: int = 0  # how many of the outputs are padding (a vocabulary made divisible)
+    padding: int = 0  # how many outputs, over all ranks, are padding (a vocabulary made divisible)
 
     @property
     def groups(self) -> int:
