@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from gemmscope.errors import UserError
 from gemmscope.gpu.environment import Environment, GpuFacts
 from gemmscope.gpu.nvml import Reading
 from gemmscope.measure.results import Results
 from gemmscope.measure.task import MODES, Case, tasks_of
 from gemmscope.report.bench import BenchReport
 from gemmscope.report.formats import markdown
+from gemmscope.report.plot import save_plot
 from gemmscope.store.benchfile import BenchFile
 from test_cli import Run, run
 
@@ -141,6 +143,20 @@ def test_report_of_a_correct_run_raises_no_alarm() -> None:
     assert sum(cell.pass_ms.values()) == pytest.approx(cell.total.value)
     assert 0.05 < cell.quantize_share < 0.2
     assert report.columns("pre-quantized") == ["BF16", "FP8Current", "FP8Block"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_plot(tmp_path: Path) -> None:
+    """Every recipe has its bar, quantizing is drawn apart, and bars add up to the times measured."""
+    report = BenchReport(recorded_results(), RECIPES, list(MODES))
+    save_plot(report, "QKV Proj on NVIDIA H200", str(tmp_path / "bench.svg"))
+    drawn = (tmp_path / "bench.svg").read_text()
+    assert drawn.count("<path") > 20
+    cell = report.cell(QKV, "FP8Block", "autocast")
+    assert cell is not None
+    assert sum(cell.product_ms().values()) + sum(cell.quantize_ms.values()) == pytest.approx(cell.total.value)
+    with pytest.raises(UserError, match="cannot be written"):
+        save_plot(report, "x", str(tmp_path / "bench.nonsense"))
 
 
 def test_report_of_a_fallback() -> None:

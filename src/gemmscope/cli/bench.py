@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gemmscope.cli.options import ModelOptions, RunOptions, takes
-from gemmscope.cli.output import write
+from gemmscope.cli.output import say, write
 from gemmscope.errors import UserError
 
 if TYPE_CHECKING:
@@ -44,6 +44,9 @@ def command(
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 if anything ran in another precision.")] = False,
     json: Annotated[str | None, typer.Option(metavar="PATH|-", help="Write everything as JSON, samples included.")] = None,
     markdown: Annotated[str | None, typer.Option(metavar="PATH|-", help="Write the tables as Markdown.")] = None,
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", metavar="PATH", help="Draw the bars (.png, .svg, .pdf).")
+    ] = None,
 ) -> None:
     """Time a model's linears in every precision, in the state that training runs in.
 
@@ -108,6 +111,11 @@ def command(
     above = [f"{source.model.name} on {results.hello.get('device', {}).get('name', 'this machine')}"]
     above += [f"{results.complete_rounds} rounds: {ended}"]
     below = [*report.sentences(), *(f"note: {note}" for note in notes)]
+    if output is not None:
+        from gemmscope.report.plot import save_plot
+
+        save_plot(report, above[0], output)
+        say(f"wrote {output}")
     if markdown is not None:
         write(markdown, formats.markdown(tables, above, below))
     if "-" not in (json, markdown):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gemmscope.measure.attribution import AttributionError, Parts, attribute
+from gemmscope.measure.attribution import TENSOR_PASSES, AttributionError, Parts, attribute
 from gemmscope.measure.kernels import Evidence, KernelRun, evidence
 from gemmscope.measure.results import Results, TaskResult
 from gemmscope.measure.stats import Interval, summarise, time_interval
@@ -27,6 +27,14 @@ class Breakdown:
     evidence: dict[str, Evidence]
     host_ms: float
     note: str = ""
+
+    def product_ms(self) -> dict[str, float]:
+        """The passes without their share of the quantization."""
+        shares = {
+            name: sum(self.quantize_ms.get(tensor, 0.0) / 2 for tensor, passes in TENSOR_PASSES.items() if name in passes)
+            for name in self.pass_ms
+        }
+        return {name: time - shares[name] for name, time in self.pass_ms.items()}
 
     @property
     def quantize_share(self) -> float:
