@@ -314,7 +314,7 @@ def test_check(run: Run, tmp_path: Path) -> None:
 def test_a_type_without_closed_form_is_traced(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="building it needs transformers")
     config = {"model_type": "gpt_neo", **SMALL, "attention_types": [[["global"], 2]], "num_layers": 2}
-    outcome = run(f"shapes --config {config_file(tmp_path, config)} {BATCH}")
+    outcome = run(f"shapes --config {config_file(tmp_path, config)} {BATCH} --separate-projections")
     assert outcome.code == 0
     assert "GPTNeoForCausalLM" in outcome.out
 

@@ -213,7 +213,8 @@ class RunOptions:
                 f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not given, and {source.origin} does not say",
                 f"add {' N '.join(options)} N",
             )
-        changed = {name for name in typed if source.run_settings.get(name, typed[name]) != typed[name]}
+        of_file = {"tp": 1, "cp": 1, "pp": 1, **source.run_settings}
+        changed = {name for name in typed if of_file.get(name, typed[name]) != typed[name]}
         if "pp" in changed and "pp_layers" not in typed:
             settings.pop("pp_layers", None)  # the file's split belongs to the file's number of stages
         belongs_to_file = {"micro_batch_size", "tp", "cp", "pp"} & changed and "gradient_accumulation" not in typed

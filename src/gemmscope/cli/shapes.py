@@ -106,9 +106,10 @@ def _traced(source: ModelSource, run: RunSpec, notes: list[str], *, check: bool)
 
     if check:
         raise UserError(f"{source.origin} has no closed form to check: its shapes are traced anyway", "leave out --check")
-    if run != RunSpec(run.micro_batch_size, run.sequence_length, gradient_accumulation=run.gradient_accumulation):
+    plain = RunSpec(run.micro_batch_size, run.sequence_length, gradient_accumulation=run.gradient_accumulation)
+    if replace(run, separate_projections=False) != plain:  # a trace shows projections as the module has them
         raise UserError(
-            f"{source.origin} is traced as it runs in one process: it cannot be sharded, fused or recomputed here",
+            f"{source.origin} is traced as it runs in one process: it cannot be sharded or recomputed here",
             "keep --micro-batch-size, --sequence-length and --gradient-accumulation only",
         )
     say("tracing the live model on the meta device (importing torch takes a few seconds) …")
