@@ -131,7 +131,7 @@ def test_what_does_not_divide_is_refused(preset: str, settings: dict[str, object
     model = presets.load(preset).model
     assert model is not None
     with pytest.raises(UserError) as caught:
-        derive(model, RunSpec(1, 4096).with_settings(**settings))
+        derive(model, replace(RunSpec(1, 4096), **settings))
     assert message in caught.value.message
     assert advice in caught.value.hint
 

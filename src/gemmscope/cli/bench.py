@@ -88,12 +88,14 @@ def command(
         Journal(state_folder() / "journal.sqlite3"),
         command=sys.argv[1:],
     )
+    interrupted = False
     with _Progress(campaign) as show:
         campaign.on_message = show
         try:
             campaign.run(resume=resume)
             ended = campaign.rule.why or "all that could be measured was"
         except KeyboardInterrupt:
+            interrupted = True
             ended = "interrupted: what was measured stands below; go on with --resume"
     results = campaign.results
     measured = [name for name in names if any(result.measured for mode in modes for result in results.of(name, mode))]
@@ -120,6 +122,8 @@ def command(
         write(markdown, formats.markdown(tables, above, below))
     if "-" not in (json, markdown):
         formats.print_tables(tables, above, below)
+    if interrupted:
+        raise typer.Exit(130)
     if strict and any(cell is not None and cell.fallback for cell in report.cells.values()):
         raise typer.Exit(3)
 

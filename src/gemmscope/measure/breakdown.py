@@ -37,10 +37,6 @@ class Breakdown:
         return {name: time - shares[name] for name, time in self.pass_ms.items()}
 
     @property
-    def quantize_share(self) -> float:
-        return sum(self.quantize_ms.values()) / self.total.value
-
-    @property
     def host_bound(self) -> bool:
         """Dispatching it takes longer than running it: without CUDA graphs the GPU waits."""
         return self.mode == "autocast" and self.host_ms > self.total.value

@@ -35,10 +35,6 @@ class Interval:
         """Relative to the value: 0.01 is plus or minus one per cent."""
         return (self.high - self.low) / 2 / self.value
 
-    def excludes(self, other: float) -> bool:
-        """Whether the interval leaves `other` out: a difference that is more than noise."""
-        return not self.low <= other <= self.high
-
 
 @dataclass(frozen=True)
 class Summary:

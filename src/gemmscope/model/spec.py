@@ -10,9 +10,9 @@ Every size is checked when a spec is made, so whatever reaches the later stages 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import groupby
-from typing import Any, Literal
+from typing import Literal
 
 from gemmscope.errors import UserError, shown
 
@@ -297,9 +297,6 @@ class RunSpec:
     def tokens(self) -> int:
         """Tokens of one micro-batch on one rank: context parallelism splits the sequence."""
         return self.micro_batch_size * self.sequence_length // self.cp
-
-    def with_settings(self, **settings: Any) -> RunSpec:
-        return replace(self, **settings)
 
 
 RUN_SETTINGS = tuple(field.name for field in fields(RunSpec))
