@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json as json_format
 import subprocess
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -49,9 +48,9 @@ def _ask_frameworks() -> dict[str, Any]:
     """What the backends say for themselves, from a process that may import torch; empty without torch."""
     if importlib.util.find_spec("torch") is None:
         return {}
-    child = subprocess.run(
-        [sys.executable, "-m", "gemmscope.measure.probe"], capture_output=True, text=True, timeout=180, check=False
-    )
+    from gemmscope.process import worker_command
+
+    child = subprocess.run(worker_command("gemmscope.measure.probe"), capture_output=True, text=True, timeout=180, check=False)
     lines = child.stdout.strip().splitlines()
     try:
         answer: dict[str, Any] = json_format.loads(lines[-1])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from gemmscope.measure.attribution import TENSOR_PASSES, AttributionError, Parts, attribute
 from gemmscope.measure.kernels import Evidence, KernelRun, evidence
 from gemmscope.measure.results import Results, TaskResult
-from gemmscope.measure.stats import Interval, summarise, time_interval
+from gemmscope.measure.stats import Interval, per_round, time_interval
 from gemmscope.measure.task import Case, Mode
 from gemmscope.recipe.recipes import recipe
 from gemmscope.workload.ops import PASSES
@@ -84,9 +86,9 @@ def _parts(result: TaskResult) -> Parts:
 def _products(found: list[TaskResult]) -> Breakdown:
     """The three passes were timed one by one."""
     task = found[0].task
-    pass_ms = {result.task.pass_name: summarise([time for burst in result.rounds for time in burst]).median for result in found}
+    pass_ms = {result.task.pass_name: time_interval(result.rounds).value for result in found}
     rounds = min(len(result.rounds) for result in found)
-    summed = [[sum(summarise(result.rounds[index]).median for result in found)] for index in range(rounds)]
+    summed = [[time] for time in np.sum([per_round(result.rounds[:rounds]) for result in found], axis=0)]
     proofs = {
         result.task.pass_name: evidence(recipe(task.recipe), result.task.pass_name, [kernel[0] for kernel in result.kernels])
         for result in found

@@ -1,4 +1,4 @@
-"""Asks the frameworks what they can run here: ``python -m gemmscope.measure.probe`` prints JSON. Imports torch."""
+"""Asks the frameworks what they can run here, in a process of its own (it imports torch), and prints JSON."""
 
 from __future__ import annotations
 

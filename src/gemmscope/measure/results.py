@@ -44,7 +44,7 @@ class Results:
         if kind == "hello":
             self.hello = message
         elif kind == "ready":
-            self.tasks[message["task"]].facts = {key: message[key] for key in ("error", "host_ms", "copies", "graphed")}
+            self.tasks[message["task"]].facts = {key: message[key] for key in ("error", "host_ms", "copies")}
         elif kind == "failed":
             result = self.tasks[message["task"]]
             result.failure, result.failure_kind = message["why"], message["kind"]

@@ -2,8 +2,8 @@
 
 A *case* is one op of the workload with its size. A *task* is a case in one recipe and one mode. The tasks of one recipe and mode
 form a *group*: they run one after another in a burst, as they do in training. The chip then runs at the clock that their power
-allows it. That differs from group to group by several per cent, so groups must not share a burst: on an H200, FP8Block came
-out 3% slower beside its bare products, which draw more power than it does.
+allows it. That differs from group to group by several per cent, so groups must not share a burst: on an H200, FP8Block's
+speedup came out 3% lower when it shared one with its bare products, which draw more power than it does.
 """
 
 from __future__ import annotations

@@ -29,10 +29,7 @@ class Runnable:
 
     run: Callable[[], None]
     prepared: Prepared
-    copies: int
-    error: float
     host_ms: float
-    graphed: bool
 
 
 class CpuTimer:
@@ -40,7 +37,7 @@ class CpuTimer:
 
     def ready(self, prepared: Prepared) -> Runnable:
         prepared.run()
-        return Runnable(prepared.run, prepared, prepared.copies, prepared.error, host_ms=0.0, graphed=False)
+        return Runnable(prepared.run, prepared, host_ms=0.0)
 
     def burst(self, tasks: Sequence[Runnable], drop_ms: float, keep_ms: float) -> list[list[float]]:
         samples: list[list[float]] = [[] for _ in tasks]
@@ -51,7 +48,7 @@ class CpuTimer:
                 begin = time.perf_counter()
                 task.run()
                 if not warming:
-                    samples[index].append((time.perf_counter() - begin) * 1000 / task.copies)
+                    samples[index].append((time.perf_counter() - begin) * 1000 / task.prepared.copies)
         return samples
 
     def kernels(self, tasks: Sequence[Runnable]) -> list[list[KernelRun]]:
@@ -83,7 +80,7 @@ class CudaTimer:
             prepared.run()
         graph.replay()
         torch.cuda.synchronize()
-        return Runnable(graph.replay, prepared, prepared.copies, prepared.error, host_ms, graphed=True)
+        return Runnable(graph.replay, prepared, host_ms)
 
     def burst(self, tasks: Sequence[Runnable], drop_ms: float, keep_ms: float) -> list[list[float]]:
         cycle_ms = self._cycle(tasks)
@@ -100,7 +97,8 @@ class CudaTimer:
             marks.append(events)
         torch.cuda.synchronize()
         return [
-            [events[index].elapsed_time(events[index + 1]) / task.copies for events in marks] for index, task in enumerate(tasks)
+            [events[index].elapsed_time(events[index + 1]) / task.prepared.copies for events in marks]
+            for index, task in enumerate(tasks)
         ]
 
     def _cycle(self, tasks: Sequence[Runnable]) -> float:

@@ -1,8 +1,8 @@
 """The measuring process: the only one that imports torch and touches the GPU.
 
-Started as ``python -m gemmscope.measure.worker REQUEST FD``. It prepares every task, then runs rounds of bursts until it is told
-to stop on standard input, and writes one JSON message a line to the file descriptor, as things happen: whatever was measured
-is in the parent's hands before anything can go wrong. `begin` names the task at work, so that a crash has a name.
+Started by `campaign.py` with a request file and the number of an open descriptor. It prepares every task, then runs rounds of
+bursts until its standard input ends, and writes one JSON message a line to the descriptor, as things happen: whatever was
+measured is in the parent's hands before anything can go wrong. `begin` names the task at work, so that a crash has a name.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Worker:
             self._failed(task, error)
         else:
             made = self.ready[task.key]
-            self.say("ready", task=task.key, error=made.error, host_ms=made.host_ms, copies=made.copies, graphed=made.graphed)
+            self.say("ready", task=task.key, error=made.prepared.error, host_ms=made.host_ms, copies=made.prepared.copies)
 
     def _copies(self, task: Task) -> int:
         """Enough sets of buffers that they do not fit into the cache, or the cache would be measured."""

@@ -65,7 +65,7 @@ class BenchReport:
 
     def _total(self, name: str, mode: Mode) -> str:
         totals = self.results.totals(name, mode)
-        return f"{float(sorted(totals)[len(totals) // 2]):.2f} ms" if totals is not None else "-"
+        return f"{totals.mean():.2f} ms" if totals is not None else "-"
 
     def _speedup(self, name: str, mode: Mode) -> str:
         if name == BASELINE:
