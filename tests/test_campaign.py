@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,9 @@ def test_a_dead_worker_costs_one_task(journal: Journal) -> None:
             killed.append(child)
             os.kill(child, signal.SIGKILL)
 
-    results = campaign(journal, ["BF16"], kill).run()
+    slow = campaign(journal, ["BF16"], kill)
+    slow.settings = replace(slow.settings, keep_ms=150, max_rounds=1000)  # it cannot be through before the signal arrives
+    results = slow.run()
     failed = [result for result in results.tasks.values() if result.failure]
     assert len(killed) == len(failed) == 1
     assert failed[0].failure_kind == "crash"
