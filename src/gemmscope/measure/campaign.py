@@ -14,9 +14,9 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Literal, Protocol
 
 from gemmscope.errors import UserError
 from gemmscope.measure.results import Results
@@ -45,13 +45,31 @@ class Keeper(Protocol):
 
 
 @dataclass(frozen=True)
+class Counts:
+    """Fixed numbers of runs, where they were asked for: `num_iters` of each task in all, spread over a few rounds, `num_warmup`
+    before those of each round, and `gpu_warmup` seconds of heating before the first."""
+
+    num_warmup: int = 10
+    num_iters: int = 100
+    gpu_warmup: float = 5.0
+
+    @property
+    def rounds(self) -> int:
+        return min(5, self.num_iters)
+
+
+@dataclass(frozen=True)
 class Settings:
     """How to measure. A burst runs `drop_ms` to reach its steady state, then `keep_ms` that count."""
 
     backend: str
-    drop_ms: float = 150.0
-    keep_ms: float = 120.0
+    drop_ms: float = 70.0
+    keep_ms: float = 130.0
     max_rounds: int = 1000
+    counts: Counts | None = None  # instead of times and a stopping rule
+    timing: Literal["cuda-events", "profiler"] = "cuda-events"
+    cache_weights: bool = False  # quantized once per step: the timed micro-batch is not the first
+    for_nsight: bool = False  # run everything once between cudaProfilerStart and Stop, in NVTX ranges, and time nothing
     silence_s: float = 120.0  # a worker that says nothing for so long hangs
     seed: int = 0
 
@@ -76,7 +94,7 @@ class Campaign:
     @property
     def fingerprint(self) -> str:
         """The same for campaigns that measure the same."""
-        content = json.dumps([self.settings.backend, [task.to_json() for task in self.tasks]], sort_keys=True)
+        content = json.dumps([asdict(self.settings), [task.to_json() for task in self.tasks]], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def run(self, *, resume: bool = False) -> Results:
@@ -150,14 +168,7 @@ Running = tuple[subprocess.Popen[bytes], Iterator[str | None], IO[bytes]]
 @contextmanager
 def _worker(tasks: Sequence[Task], settings: Settings) -> Iterator[Running]:
     """A running worker, its messages (a line each; None for too long a silence) and its error output. Leaves none behind."""
-    request = {
-        "backend": settings.backend,
-        "tasks": [task.to_json() for task in tasks],
-        "max_rounds": settings.max_rounds,
-        "drop_ms": settings.drop_ms,
-        "keep_ms": settings.keep_ms,
-        "seed": settings.seed,
-    }
+    request = {**asdict(settings), "tasks": [task.to_json() for task in tasks]}
     with tempfile.TemporaryDirectory(prefix="gemmscope-") as folder, tempfile.TemporaryFile() as errors:
         path = Path(folder, "request.json")
         path.write_text(json.dumps(request), encoding="utf-8")

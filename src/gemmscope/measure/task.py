@@ -20,7 +20,10 @@ MODES: tuple[Mode, ...] = ("autocast", "pre-quantized")
 
 @dataclass(frozen=True)
 class Case:
-    """A linear (or the experts of one layer: `rows` tokens each) of one size; `count` of them run per micro-batch."""
+    """A linear (or the experts of one layer: `rows` tokens each) of one size; `count` of them run per micro-batch.
+
+    `passes` are those that are run: all three, or fprop alone where a bare product was asked for (`--shapes`).
+    """
 
     op: str
     tokens: int
@@ -28,6 +31,7 @@ class Case:
     outputs: int
     count: int = 1
     rows: tuple[int, ...] = ()
+    passes: tuple[str, ...] = PASSES
 
     @property
     def flops(self) -> int:
@@ -68,7 +72,7 @@ class Task:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Task:
-        case = {**data["case"], "rows": tuple(data["case"]["rows"])}
+        case = {**data["case"], "rows": tuple(data["case"]["rows"]), "passes": tuple(data["case"]["passes"])}
         return Task(Case(**case), data["recipe"], data["mode"], data["pass_name"])
 
 
@@ -92,6 +96,18 @@ def tasks_of(cases: Sequence[Case], recipes: Sequence[str], modes: Sequence[Mode
         for mode in modes:
             if mode == "pre-quantized" and same_kernels.get(recipe) in recipes:
                 continue
-            passes = ("",) if mode == "autocast" else PASSES
-            tasks += [Task(case, recipe, mode, pass_name) for case in cases for pass_name in passes]
+            tasks += [
+                Task(case, recipe, mode, pass_name)
+                for case in cases
+                for pass_name in (case.passes if mode == "pre-quantized" else ("",))
+            ]
     return tasks
+
+
+def bare_products(shapes: Iterable[tuple[int, int, int]]) -> list[Case]:
+    """MxKxN triplets as cases: one product each, fprop of a linear with M tokens, K input and N output features.
+
+    >>> bare_products([(256, 512, 128)])[0].op
+    '256x512x128'
+    """
+    return [Case(f"{m}x{k}x{n}", m, k, n, passes=PASSES[:1]) for m, k, n in dict.fromkeys(shapes)]
