@@ -3,8 +3,8 @@
     python benchmarks/bench_on_gpu.py docs/measured/h200.md
 
 What it shows: how long the reference's model takes, whether two runs agree, whether the autocast total is what an independent
-loop of `te.Linear` takes in the same state, and that fallbacks, unaligned shapes, host-bound models, shapes too large for memory
-and a killed worker are reported as what they are.
+loop of `te.Linear` takes in the same state and what its parts add up to; and that fallbacks, unaligned shapes, layers that a filter
+skips, host-bound models, shapes too large for memory and a killed worker are reported as what they are. Some five minutes.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -28,33 +30,39 @@ SMALL = (
     "--hidden_size 2048 --intermediate_size 8192 --num_attention_heads 16 --num_hidden_layers 24 "
     "--micro_batch_size 8 --sequence_length 1024"
 )
+TINY = "--hidden_size 512 --intermediate_size 2048 --num_attention_heads 8 --num_hidden_layers 4 --micro_batch_size 4"
+UNALIGNED = "--hidden_size 4096 --intermediate_size 16380 --num_attention_heads 32 --num_hidden_layers 2 --micro_batch_size 4"
+HUGE = "--hidden_size 65536 --intermediate_size 524288 --num_attention_heads 512 --num_hidden_layers 2 --micro_batch_size 1"
 EXPERTS = "--preset mixtral-8x7b --micro-batch-size 1 --sequence-length 4096"
 
+# Anyone's loop: every (op, recipe) in turn, a second or so to get hot and power-limited, then twenty times ten steps.
 PLAIN_LOOP = """
 import json, sys, torch, transformer_engine.pytorch as te
 from transformer_engine.common import recipe
-tokens, inputs, outputs = map(int, sys.argv[1:4])
-precision = {"BF16": None, "FP8Current": recipe.Float8CurrentScaling(), "FP8Delayed": recipe.DelayedScaling(),
-             "FP8Block": recipe.Float8BlockScaling()}[sys.argv[4]]
-layer = te.Linear(inputs, outputs, bias=False, params_dtype=torch.bfloat16)
-x = torch.randn(tokens, inputs, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-grad = torch.randn(tokens, outputs, device="cuda", dtype=torch.bfloat16)
-def step():
-    with te.autocast(enabled=precision is not None, recipe=precision):
-        y = layer(x)
-    y.backward(grad)
-    x.grad = layer.weight.grad = None
-for _ in range(400):  # a second or two: hot and at its power limit
-    step()
-times = []
-for _ in range(20):
-    a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    a.record()
-    for _ in range(10):
+made = {"BF16": None, "FP8Current": recipe.Float8CurrentScaling(), "FP8Delayed": recipe.DelayedScaling(),
+        "FP8Block": recipe.Float8BlockScaling()}
+answers = []
+for tokens, inputs, outputs, name in json.loads(sys.argv[1]):
+    layer = te.Linear(inputs, outputs, bias=False, params_dtype=torch.bfloat16)
+    x = torch.randn(tokens, inputs, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(tokens, outputs, device="cuda", dtype=torch.bfloat16)
+    def step():
+        with te.autocast(enabled=made[name] is not None, recipe=made[name]):
+            y = layer(x)
+        y.backward(grad)
+        x.grad = layer.weight.grad = None
+    for _ in range(250):
         step()
-    b.record(); torch.cuda.synchronize()
-    times.append(a.elapsed_time(b) / 10)
-print(json.dumps(sorted(times)[10]))
+    times = []
+    for _ in range(20):
+        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        a.record()
+        for _ in range(10):
+            step()
+        b.record(); torch.cuda.synchronize()
+        times.append(a.elapsed_time(b) / 10)
+    answers.append(sum(times) / len(times))
+print(json.dumps(answers))
 """
 
 
@@ -66,6 +74,7 @@ def bench(options: str, **environment: str) -> tuple[dict[str, Any], float, int]
         begin = time.perf_counter()
         child = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
         seconds = time.perf_counter() - begin
+        print(f"{seconds:6.1f} s, exit {child.returncode}: {options}", flush=True)
         if not path.exists():
             print(child.stderr[-2000:])
             return {}, seconds, child.returncode
@@ -73,15 +82,18 @@ def bench(options: str, **environment: str) -> tuple[dict[str, Any], float, int]
 
 
 def speedups(run: dict[str, Any]) -> dict[tuple[str, str], dict[str, float]]:
-    """Of all linears together, by (mode, recipe)."""
-    return {(each["mode"], each["recipe"]): each["speedup"] for each in run.get("speedups", []) if not each["op"]}
+    """Over BF16, of all linears together, by (mode, recipe)."""
+    whole = [each for each in run.get("speedups", []) if not each["op"] and each["over"] == "BF16"]
+    return {(each["mode"], each["recipe"]): each["speedup"] for each in whole}
 
 
 def reference_twice() -> tuple[list[str], dict[str, Any]]:
     """The reference's model, all recipes, both modes, two runs in a row."""
     (first, seconds, _), (second, again, _) = bench(REFERENCE), bench(REFERENCE)
+    widths = [(each["speedup"]["high"] - each["speedup"]["low"]) / 2 / each["speedup"]["value"] for each in first["speedups"]]
     lines = [
-        f"Wall time {seconds:.1f} s and {again:.1f} s ({first['rounds']} and {second['rounds']} rounds; {first['ended']}).",
+        f"Wall time {seconds:.1f} s and {again:.1f} s ({first['rounds']} and {second['rounds']} rounds; {first['ended']}). "
+        f"The widest interval of all {len(widths)} speedups, single ops and pairs of recipes included: ±{max(widths):.2%}.",
         "",
         "| mode | recipe | speedup | 95% interval | again | difference |",
         "| --- | --- | ---: | ---: | ---: | ---: |",
@@ -92,30 +104,35 @@ def reference_twice() -> tuple[list[str], dict[str, Any]]:
         interval = f"[{found['low']:.3f}, {found['high']:.3f}]"
         difference = f"{repeated / found['value'] - 1:+.2%}"
         lines.append(f"| {mode} | {name} | {found['value']:.3f} | {interval} | {repeated:.3f} | {difference} |")
-    return lines, first
+    repeats = {(each["op"], each["recipe"], each["mode"], each["over"]): each["speedup"]["value"] for each in second["speedups"]}
+    moved = [
+        abs(repeats[(each["op"], each["recipe"], each["mode"], each["over"])] / each["speedup"]["value"] - 1)
+        for each in first["speedups"]
+        if each["op"] and each["over"] == "BF16"
+    ]
+    return [*lines, "", f"Speedups of single ops moved by {max(moved):.2%} at most between the two runs."], first
 
 
 def plain_loops(run: dict[str, Any]) -> list[str]:
     """The autocast total of a linear against a loop that anyone would write, in its own process, hot."""
     lines = [
-        "| op | recipe | gemmscope ms | plain loop ms | difference | profiled kernels / total |",
-        "| --- | --- | ---: | ---: | ---: | ---: |",
+        "| op | recipe | gemmscope ms | plain loop ms | difference | sum of the parts | profiled kernels |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for row in run["rows"]:
-        if row["mode"] != "autocast" or row["op"] not in ("QKV Proj", "MLP Down"):
-            continue
-        sizes = [str(row[name]) for name in ("tokens", "inputs", "outputs")]
-        child = subprocess.run(
-            [sys.executable, "-c", PLAIN_LOOP, *sizes, row["recipe"]], capture_output=True, text=True, check=False
-        )
-        if child.returncode:
-            print(child.stderr[-1000:])
-            continue
-        loop, total = json.loads(child.stdout.splitlines()[-1]), row["total_ms"]["value"]
+    rows = [row for row in run["rows"] if row["mode"] == "autocast"]
+    wanted = [[row["tokens"], row["inputs"], row["outputs"], row["recipe"]] for row in rows]
+    child = subprocess.run([sys.executable, "-c", PLAIN_LOOP, json.dumps(wanted)], capture_output=True, text=True, check=False)
+    if child.returncode:
+        return [f"The loop failed: {child.stderr[-500:]}"]
+    for row, loop in zip(rows, json.loads(child.stdout.splitlines()[-1]), strict=True):
+        total = row["total_ms"]["value"]
         named = (row["op"], row["recipe"], row["mode"])
         task = next(task for task in run["tasks"] if (task["op"], task["recipe"], task["mode"]) == named)
         profiled = sum(kernel[1] for kernel in task["kernels"]) / 1000 / task["facts"]["copies"] / total
-        lines.append(f"| {row['op']} | {row['recipe']} | {total:.3f} | {loop:.3f} | {total / loop - 1:+.2%} | {profiled:.3f} |")
+        parts = sum(row["pass_ms"].values()) / total
+        lines.append(
+            f"| {row['op']} | {row['recipe']} | {total:.3f} | {loop:.3f} | {total / loop - 1:+.2%} | {parts:.3f} | {profiled:.3f} |"
+        )
     return lines
 
 
@@ -123,60 +140,100 @@ def told_apart() -> list[str]:
     """What must be reported as what it is."""
     lines = []
     run, _, code = bench(
-        f"{REFERENCE} --recipes fp8current --autocast-only --longest 6 --strict", NVTE_BACKWARD_OVERRIDE="high_precision"
+        f"{REFERENCE} --recipes fp8current --autocast-only --longest 4 --strict", NVTE_BACKWARD_OVERRIDE="high_precision"
     )
     words = {row["evidence"]["dgrad"]["words"] for row in run["rows"] if row["recipe"] == "FP8Current"}
-    lines.append(f"- `NVTE_BACKWARD_OVERRIDE=high_precision`, `--strict`: exit code {code}; dgrad {', '.join(sorted(words))}")
-    odd = "--hidden_size 4096 --intermediate_size 16380 --num_attention_heads 32 --num_hidden_layers 2 --micro_batch_size 4"
-    run, _, _ = bench(f"{odd} --sequence_length 1024 --recipes fp8current --longest 6")
+    counted = [each for each in run["speedups"] if each["recipe"] == "FP8Current"]
+    lines.append(
+        f"- `NVTE_BACKWARD_OVERRIDE=high_precision`, `--strict`: exit code {code}; dgrad {', '.join(sorted(words))}; "
+        f"{len(counted)} speedups formed"
+    )
+    run, _, _ = bench(f"{UNALIGNED} --sequence_length 1024 --recipes fp8current --longest 4")
     failures = dict.fromkeys(f"{task['op']}: {task['failure']}" for task in run["tasks"] if task["failure"])
     lines.append(f"- an intermediate size of 16380: {'; '.join(failures)}")
-    run, _, _ = bench(f"{SMALL} --longest 15")
-    bound = [f"{row['op']} {row['recipe']}" for row in run["rows"] if row["host_bound"]]
-    lines.append(f"- a small model: host-bound are {', '.join(bound) or 'none'}")
-    huge = "--hidden_size 65536 --intermediate_size 524288 --num_attention_heads 512 --num_hidden_layers 2 --micro_batch_size 1"
-    run, _, code = bench(f"{huge} --sequence_length 8192 --recipes fp8current --autocast-only --longest 10")
+    run, _, _ = bench(f"{TINY} --sequence_length 1024 --recipes fp8rowwise --longest 4")
+    notes = dict.fromkeys(f"{task['op']}: {task['facts']['note']}" for task in run["tasks"] if task["facts"].get("note"))
+    lines.append(f"- torchao, layers of 512: {'; '.join(notes)}")
+    run, _, code = bench(f"{HUGE} --sequence_length 8192 --recipes fp8current --autocast-only --longest 6")
     failed = {task["op"]: task["failure_kind"] for task in run.get("tasks", []) if task["failure"]}
     measured = sorted({row["op"] for row in run.get("rows", [])})
     lines.append(f"- shapes too large for memory: exit code {code}; failed {json.dumps(failed)}; measured {', '.join(measured)}")
     return [*lines, *killed()]
 
 
+def host_bound() -> list[str]:
+    """Small layers: what the GPU takes, and what launching takes the CPU."""
+    run, _, _ = bench(f"{SMALL} --longest 15")
+    lines = [
+        "| op | recipe | GPU ms | profiled kernels, ms | launching, ms | host-bound | quantizing |",
+        "| --- | --- | ---: | ---: | ---: | --- | ---: |",
+    ]
+    for row in run["rows"]:
+        if row["mode"] == "autocast":
+            named = (row["op"], row["recipe"], row["mode"])
+            task = next(task for task in run["tasks"] if (task["op"], task["recipe"], task["mode"]) == named)
+            kernels = sum(kernel[1] for kernel in task["kernels"]) / 1000 / task["facts"]["copies"]
+            bound = "yes" if row["host_bound"] else "no"
+            total, spent = row["total_ms"]["value"], sum(row["quantize_ms"].values())
+            lines.append(
+                f"| {row['op']} | {row['recipe']} | {total:.3f} | {kernels:.3f} | {row['host_ms']:.3f} | {bound} | {spent:.3f} |"
+            )
+    return lines
+
+
 def killed() -> list[str]:
     """Kill the worker in the middle of measuring."""
+    with tempfile.TemporaryDirectory() as state:
 
-    def kill() -> None:
-        time.sleep(16)
-        found = subprocess.run(["pgrep", "-f", "gemmscope.measure.worker"], capture_output=True, text=True, check=False)
-        for pid in found.stdout.split():
-            os.kill(int(pid), signal.SIGKILL)
+        def kill() -> None:
+            deadline = time.monotonic() + 60
+            while time.monotonic() < deadline and _rounds(Path(state, "gemmscope", "journal.sqlite3")) < 1:
+                time.sleep(0.2)
+            found = subprocess.run(["pgrep", "-f", "gemmscope.measure.worker"], capture_output=True, text=True, check=False)
+            for pid in found.stdout.split():
+                os.kill(int(pid), signal.SIGKILL)
 
-    thread = threading.Thread(target=kill)
-    thread.start()
-    run, _, code = bench(f"{REFERENCE} --recipes fp8current --longest 12")
-    thread.join()
+        thread = threading.Thread(target=kill)
+        thread.start()
+        run, _, code = bench(f"{REFERENCE} --recipes fp8current --longest 6", XDG_STATE_HOME=state)
+        thread.join()
     failed = [f"{task['op']} {task['recipe']} {task['mode']}: {task['failure']}" for task in run["tasks"] if task["failure"]]
     counts = f"{sum(not task['failure'] for task in run['tasks'])} of {len(run['tasks'])} tasks measured"
     return [f"- worker killed: exit code {code}; {counts}; failed: {'; '.join(failed) or 'none'}"]
 
 
-def experts() -> list[str]:
-    """A Mixtral layer's grouped products."""
-    run, _, _ = bench(f"{EXPERTS} --recipes fp8current,fp8block --autocast-only --longest 15")
-    lines = ["| op | recipe | ms | TFLOP/s | quantizing |", "| --- | --- | ---: | ---: | ---: |"]
+def _rounds(journal: Path) -> int:
+    if not journal.exists():
+        return 0
+    with closing(sqlite3.connect(journal)) as database:
+        try:
+            return sum('"type": "round"' in content for (content,) in database.execute("SELECT content FROM message"))
+        except sqlite3.Error:
+            return 0
+
+
+def rows_of(options: str, groups: int = 0) -> list[str]:
+    """A table of what another backend, or experts, take."""
+    run, _, _ = bench(options)
+    if not run:
+        return ["It failed."]
+    gains = {(each["op"], each["recipe"], each["mode"]): each["speedup"] for each in run["speedups"] if each["over"] == "BF16"}
+    lines = ["| op | recipe | mode | ms | TFLOP/s | quantizing | speedup |", "| --- | --- | --- | ---: | ---: | ---: | ---: |"]
     for row in run["rows"]:
-        if row["groups"] > 1:
+        if row["groups"] > groups:
             total = row["total_ms"]["value"]
             rate = 6 * row["tokens"] * row["inputs"] * row["outputs"] / total / 1e9
-            lines.append(
-                f"| {row['op']} | {row['recipe']} | {total:.3f} | {rate:.0f} | {sum(row['quantize_ms'].values()) / total:.1%} |"
-            )
+            share = f"{sum(row['quantize_ms'].values()) / total:.1%}" if row["mode"] == "autocast" else ""
+            gain = gains.get((row["op"], row["recipe"], row["mode"]))
+            known = f"{gain['value']:.3f} [{gain['low']:.3f}, {gain['high']:.3f}]" if gain else ""
+            lines.append(f"| {row['op']} | {row['recipe']} | {row['mode']} | {total:.3f} | {rate:.0f} | {share} | {known} |")
     return lines
 
 
 def main() -> None:
     """Run everything and write it down."""
     target = Path(sys.argv[1])
+    subprocess.run([sys.executable, "-m", "gemmscope", "doctor"], check=True)  # and the frameworks have been imported once
     table, run = reference_twice()
     device, versions = run["device"], run["versions"]
     text = [
@@ -186,7 +243,10 @@ def main() -> None:
         f"CUDA {device['cuda']}, driver {run['environment']['driver']}, power limit {device['power_limit_w']:.0f} W.",
         *("", "## The reference's model, twice", "", f"`gemmscope bench {REFERENCE}`", "", *table),
         *("", "## Against a plain loop of `te.Linear`", "", *plain_loops(run)),
-        *("", "## Experts (Mixtral 8x7B, 4096 tokens)", "", *experts()),
+        *("", "## A small model", "", f"`gemmscope bench {SMALL}`", "", *host_bound()),
+        *("", "## Experts (Mixtral 8x7B, 4096 tokens)", "", *rows_of(f"{EXPERTS} --no-fp8-delayed --longest 12", groups=1)),
+        *("", "## torchao, compiled", "", *rows_of(f"{REFERENCE} --backend torchao --longest 15")),
+        *("", "## PyTorch's own products", "", *rows_of(f"{REFERENCE} --backend torch --longest 12")),
         *("", "## Told apart", "", *told_apart()),
     ]
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
+import csv
+import importlib.util
+import io
 import json
 import os
 import re
@@ -11,26 +13,35 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from bench_results import record
+from gemmscope.cli.bench_options import TimingOptions, parse_shapes
+from gemmscope.cli.progress import Estimate, Progress
 from gemmscope.errors import UserError
 from gemmscope.gpu.environment import Environment, GpuFacts
 from gemmscope.gpu.nvml import Reading
+from gemmscope.measure.campaign import Campaign, Counts
 from gemmscope.measure.results import Results
-from gemmscope.measure.task import MODES, Case, tasks_of
-from gemmscope.report.bench import BenchReport
-from gemmscope.report.formats import markdown
-from gemmscope.report.plot import save_plot
+from gemmscope.measure.task import MODES, bare_products, tasks_of
 from gemmscope.store.benchfile import BenchFile
+from gemmscope.store.journal import Journal
 from test_cli import Run, run
 
 __all__ = ["run"]  # the fixture
 
 SIZES = "--hidden-size 32 --intermediate-size 64 --num-attention-heads 2 --num-hidden-layers 2"
 SMALL = f"{SIZES} --micro-batch-size 1 --sequence-length 32"
+ON_CPU = f"{SMALL} --device cpu"
+REFERENCE = (
+    "--hidden_size 4096 --intermediate_size 16384 --num_attention_heads 32 --num_hidden_layers 24 "
+    "--micro_batch_size 31 --sequence_length 512"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +49,7 @@ def _own_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
-def machine(**gpu: object) -> Environment:
+def machine(capability: tuple[int, int] = (9, 0), visible: str | None = None, **gpu: object) -> Environment:
     reading = Reading(1980, 100.0, 40, ())
     facts = {
         "memory_bytes": 2**37,
@@ -48,146 +59,108 @@ def machine(**gpu: object) -> Environment:
         "utilization": 0,
         "processes": (),
     }
-    found = GpuFacts(0, "NVIDIA H200", (9, 0), now=reading, **(facts | gpu))  # type: ignore[arg-type]
-    return Environment("Linux", "3.12", 16, {}, "580", (found,), None)
+    found = GpuFacts(0, "NVIDIA H200", capability, now=reading, **(facts | gpu))  # type: ignore[arg-type]
+    return Environment("Linux", "3.12", 16, {}, "580", (found,), visible)
 
 
 NOTHING = Environment("Linux", "3.12", 16, {}, None, (), None)
 
-
-def test_bench_on_the_cpu(run: Run, tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="measuring needs torch")
-    outcome = run(f"bench {SMALL} --device cpu --longest 1 --json {tmp_path}/run.json --markdown {tmp_path}/run.md")
-    assert outcome.code == 0
-    assert "Pre-quantized: the products alone" in outcome.out
-    file = BenchFile.model_validate_json((tmp_path / "run.json").read_text())
-    assert {row.op for row in file.rows} == {"QKV Proj", "Attn Out", "MLP Up", "MLP Down"}
-    assert all(task.rounds_ms for task in file.tasks)
-    assert "| QKV Proj |" in (tmp_path / "run.md").read_text()
+Pretend = Callable[..., list[Campaign]]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (f"{SMALL}", "there is no NVIDIA GPU here"),
-        (f"{SMALL} --device tpu", "--device 'tpu' is not known"),
-        (f"{SMALL} --device cpu --recipes fp9", "there is no recipe 'fp9'"),
-        (f"{SMALL} --device cpu --pre-quantize --autocast-only", "leave nothing to measure"),
-        ("--device cpu", "no model is named"),
-    ],
-)
-def test_bad_input(run: Run, options: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gemmscope.gpu.environment.environment", lambda: NOTHING)
-    outcome = run(f"bench {options}")
-    assert outcome.code == 2
-    assert message in outcome.err
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
+    """As if this machine had that GPU and those packages; campaigns take recorded kernels, and are handed back as they ran."""
+    real = importlib.util.find_spec
+
+    def prepare(found: Environment | None = None, packages: str = "torch transformer_engine", **how: Any) -> list[Campaign]:
+        known = {"torch", "transformer_engine", "torchao"}
+        monkeypatch.setattr("gemmscope.gpu.environment.environment", lambda: found or machine())
+        monkeypatch.setattr(
+            "importlib.util.find_spec", lambda name: (name in packages.split() or None) if name in known else real(name)
+        )
+        ran: list[Campaign] = []
+
+        def campaign_run(self: Campaign, *, resume: bool = False) -> Results:
+            number = self.journal.begin(self.fingerprint, list(self.command))
+            ran.append(self)
+            record(self.results, **how)
+            self.journal.finish(number)
+            return self.results
+
+        monkeypatch.setattr(Campaign, "run", campaign_run)
+        return ran
+
+    return prepare
 
 
-@pytest.mark.parametrize(
-    ("busy", "message"), [({"processes": (4711,)}, "in use by processes 4711"), ({"utilization": 60}, "keeps it 60% busy")]
-)
-def test_a_busy_gpu_is_refused(run: Run, busy: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gemmscope.gpu.environment.environment", lambda: machine(**busy))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    outcome = run(f"bench {SMALL}")
-    assert outcome.code == 2
-    assert message in outcome.err
-    assert "--share-gpu" in outcome.err
-
-
-def test_doctor_without_anything(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr("gemmscope.gpu.environment.environment", lambda: NOTHING)
-    outcome = run("doctor")
-    assert outcome.code == 0
-    assert "driver: no NVIDIA driver found" in outcome.out
-    assert re.search(r"BF16 +cpu +no +torch is not installed", outcome.out)
-    assert "to measure: " in outcome.out
-
-
-def test_doctor_knows_what_a_gpu_runs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a framework to ask, the table of architectures answers."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr("gemmscope.gpu.environment.environment", lambda: machine(processes=(4711,)))
-    out = run("doctor").out
-    assert re.search(r"MXFP8 +transformer_engine +no +MXFP8 products need compute capability 10.0", out)
-    assert re.search(r"FP8Block +transformer_engine +no +transformer_engine is not installed", out)
-    assert "in use by other processes (4711)" in out
-    assert json.loads(run("doctor --json -").out)["environment"]["gpus"][0]["name"] == "NVIDIA H200"
-
-
-# --- the report, from kernels recorded on an H200 ---------------------------------------------------------------------
-
-RECORDED = json.loads(gzip.decompress((Path(__file__).parent / "data" / "h200_linear_kernels.json.gz").read_bytes()))["runs"]
-QKV = Case("QKV Proj", 15872, 4096, 12288, 24)
-RECIPES = ["BF16", "FP8Current", "FP8Delayed", "FP8Block"]
-
-
-def recorded_results(kernels_of: dict[str, str] | None = None) -> Results:
-    """A campaign whose kernels are the recorded ones, timed as they ran there; `kernels_of` swaps a recipe's for another's."""
-    tasks = tasks_of([QKV], RECIPES, MODES, {"FP8Delayed": "FP8Current"})
-    results = Results(tasks)
-    results.take({"type": "hello", "device": {"name": "NVIDIA H200"}, "versions": {}})
-    for task in tasks:
-        source = (kernels_of or {}).get(task.recipe, task.recipe)
-        label = f"QKV {source} graph" if task.mode == "autocast" else f"Up pre {source} {task.pass_name}"
-        kernels = RECORDED[label]
-        time_ms = sum(kernel[1] for kernel in kernels) / 1000
-        host_ms = 9.0 if task.recipe == "FP8Block" else 1.0
-        results.take({"type": "ready", "task": task.key, "error": 0.04, "host_ms": host_ms, "copies": 1})
-        results.take({"type": "kernels", "task": task.key, "kernels": kernels})
-        for number in range(4):
-            state = {"sm_mhz": 1400, "power_w": 690.0, "temperature_c": 60, "throttle": ["SW power cap"]}
-            results.take({"type": "samples", "times_ms": {task.key: [time_ms * (1 + number / 1000)]}, "state": state})
-    return results
-
-
-def test_report_of_a_correct_run_raises_no_alarm() -> None:
-    report = BenchReport(recorded_results(), RECIPES, list(MODES))
-    text = markdown(report.tables(), ["x"], report.sentences())
-    assert "FALLBACK" not in text
-    assert "FP8Delayed is the same kernel as FP8Current" in text
-    assert "HOST-BOUND: 1 of the linears" in text
-    assert "held back by SW power cap" in text
-    cell = report.cell(QKV, "FP8Current", "autocast")
-    assert cell is not None
-    assert sum(cell.pass_ms.values()) == pytest.approx(cell.total.value)
-    assert 0.05 < sum(cell.quantize_ms.values()) / cell.total.value < 0.2
-    assert report.columns("pre-quantized") == ["BF16", "FP8Current", "FP8Block"]
+# --- on the CPU, for real ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_plot(tmp_path: Path) -> None:
-    """Every recipe has its bar, quantizing is drawn apart, and bars add up to the times measured."""
-    report = BenchReport(recorded_results(), RECIPES, list(MODES))
-    save_plot(report, "QKV Proj on NVIDIA H200", str(tmp_path / "bench.svg"))
-    drawn = (tmp_path / "bench.svg").read_text()
-    assert drawn.count("<path") > 20
-    cell = report.cell(QKV, "FP8Block", "autocast")
-    assert cell is not None
-    assert sum(cell.product_ms().values()) + sum(cell.quantize_ms.values()) == pytest.approx(cell.total.value)
-    with pytest.raises(UserError, match="cannot be written"):
-        save_plot(report, "x", str(tmp_path / "bench.nonsense"))
+def test_bench_on_the_cpu(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="measuring needs torch")
+    files = {name: tmp_path / f"run.{name}" for name in ("json", "csv", "markdown", "png")}
+    options = " ".join(f"--{name} {path}" if name != "png" else f"-o {path}" for name, path in files.items())
+    outcome = run(f"bench {ON_CPU} --longest 1 --verify-dgrad {options}")
+    assert outcome.code == 0
+    assert "Pre-quantized: the products alone" in outcome.out
+    assert "One layer" in outcome.out
+    assert "computed, not measured" in outcome.out
+    assert "dgrad is always measured" in outcome.out
+    file = BenchFile.model_validate_json(files["json"].read_text())
+    assert {row.op for row in file.rows} == {"QKV Proj", "Attn Out", "MLP Up", "MLP Down"}
+    assert all(task.rounds_ms for task in file.tasks)
+    assert (file.settings.backend, file.layers) == ("cpu", 2)
+    assert "| QKV Proj |" in files["markdown"].read_text()
+    assert len(list(csv.DictReader(io.StringIO(files["csv"].read_text())))) == 4 * 2 * 4
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+    assert outcome.err.count("wrote ") == 4
 
 
-def test_report_of_a_fallback() -> None:
-    """FP8 asked for, BF16 kernels seen: said loudly, and no speedup is formed."""
-    report = BenchReport(recorded_results({"FP8Current": "BF16"}), RECIPES, list(MODES))
-    text = markdown(report.tables(), ["x"], report.sentences())
-    assert "FALLBACK: QKV Proj in FP8Current, autocast: fprop: ran bf16 x bf16, asked for e4m3 x e4m3" in text
-    assert report.falls_back("FP8Current", "autocast")
+def test_bare_shapes_on_the_cpu_with_fixed_counts(run: Run) -> None:
+    pytest.importorskip("torch", reason="measuring needs torch")
+    outcome = run("bench --shapes 32,64x32x16 --device cpu --num-iters 10 --num-warmup 1 --gpu-warmup 0 --json -")
+    assert outcome.code == 0
+    file = BenchFile.model_validate_json(outcome.out)
+    assert file.model is None
+    assert file.ended.startswith("fixed counts: 10 runs of each, 1 to warm up")
+    assert file.rounds == 5
+    assert {row.op for row in file.rows} == {"32x32x32", "64x32x16"}
+    assert {tuple(row.passes) for row in file.rows} == {("fprop",)}
 
 
-def test_what_failed_is_a_dash_and_a_sentence_never_a_zero() -> None:
-    results = recorded_results()
-    key = next(task.key for task in tasks_of([QKV], ["FP8Block"], ["autocast"], {}))
-    results.take({"type": "failed", "task": key, "why": "OutOfMemoryError: too large", "kind": "out of memory"})
-    report = BenchReport(results, RECIPES, list(MODES))
-    table = report.tables()[0]
-    column = table.columns.index("FP8Block")
-    assert {row[column] for row in table.rows} == {"-"}
-    assert "not measured: FP8Block, QKV Proj: OutOfMemoryError: too large" in report.sentences()
-    assert results.speedup("FP8Block", "autocast") is None
+def test_a_module_is_traced_and_measured(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="measuring needs torch")
+    (tmp_path / "mine.py").write_text(
+        "import torch\n\n"
+        "def build():\n"
+        "    class Mine(torch.nn.Module):\n"
+        "        def __init__(self):\n"
+        "            super().__init__()\n"
+        "            self.emb = torch.nn.Embedding(64, 32)\n"
+        "            self.up = torch.nn.Linear(32, 64)\n"
+        "        def forward(self, ids):\n"
+        "            return self.up(self.emb(ids))\n"
+        "    return Mine(), (torch.zeros(1, 16, dtype=torch.long),)\n"
+    )
+    batch = "--micro-batch-size 1 --sequence-length 16 --num-iters 4 --num-warmup 0 --gpu-warmup 0"
+    outcome = run(f"bench --module {tmp_path}/mine.py:build {batch} --device cpu --json -")
+    assert outcome.code == 0, outcome.err
+    file = BenchFile.model_validate_json(outcome.out)
+    assert file.model is not None
+    assert (file.model.name, file.model.layers) == ("Mine", "traced")
+    assert {(row.op, row.tokens, row.inputs, row.outputs) for row in file.rows} == {("up", 16, 32, 64)}
+
+
+def test_profile_runs_one_shape_and_times_nothing(run: Run) -> None:
+    pytest.importorskip("torch", reason="measuring needs torch")
+    outcome = run("bench --device cpu --profile --profile-shape 32x16x8")
+    assert outcome.code == 0
+    line = "nsys profile --capture-range=cudaProfilerApi --trace=cuda,nvtx -o gemmscope"
+    assert f"{line} --capture-range-end=stop gemmscope bench --device cpu --profile --profile-shape 32x16x8" in outcome.err
+    assert "2 of 2 tasks ran, each in an NVTX range of its name; nothing was timed" in outcome.err
+    assert outcome.out == ""
 
 
 def test_ctrl_c_shows_what_was_measured(tmp_path: Path) -> None:
@@ -217,3 +190,410 @@ def _rounds_in(journal: Path) -> int:
         except sqlite3.Error:
             return 0
     return sum('"type": "round"' in content for (content,) in messages)
+
+
+# --- wrong input ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (f"{SMALL}", "there is no NVIDIA GPU here"),
+        (f"{SMALL} --device tpu", "--device 'tpu' is not known"),
+        (f"{ON_CPU} --recipes fp9", "there is no recipe 'fp9'"),
+        (f"{ON_CPU} --recipes ,", "--recipes names no recipe"),
+        (f"{ON_CPU} --recipes fp8current", "FP8Current cannot be measured here: the cpu backend does not have it"),
+        (f"{ON_CPU} --pre-quantize --autocast-only", "leave nothing to measure"),
+        ("--micro-batch-size 4 --device cpu", "no model is named"),
+        ("--shapes 12x --device cpu", "'12x' is not a shape"),
+        ("--shapes 0x4x4 --device cpu", "a size of 0 leaves nothing to multiply"),
+        ("--shapes abc --device cpu", "'abc' is not a shape"),
+        ("--shapes 4x4 --device cpu", "'4x4' is not a shape"),
+        ("--shapes -5 --device cpu", "'-5' is not a shape"),
+        ("--shapes 16,-5 --device cpu", "'-5' is not a shape"),
+        ("--shapes , --device cpu", "--shapes names no shape"),
+        ("--shapes= --device cpu", "--shapes names no shape"),
+        ("--shapes 10000001 --device cpu", "beyond any matrix (at most 10000000 a side)"),
+        (f"--shapes {'9' * 5000} --device cpu", "beyond any matrix"),
+        (f"--shapes 64 {ON_CPU}", "--shapes measures bare products, and --hidden-size"),
+        ("--shapes 64 --micro-batch-size 4 --device cpu", "and --micro-batch-size describes a model"),
+        ("--shapes --preset gpt2 --device cpu", "and --preset describes a model"),
+        (f"{ON_CPU} --timing stopwatch", "--timing 'stopwatch' is not known"),
+        (f"{ON_CPU} --num-iters 0", "--num-iters 0 measures nothing"),
+        (f"{ON_CPU} --num-warmup -1", "--num-warmup -1 is not possible"),
+        (f"{ON_CPU} --gpu-warmup -1", "--gpu-warmup -1 is not possible"),
+        (f"{ON_CPU} --gpu-warmup inf", "--gpu-warmup inf is not possible"),
+        (f"{ON_CPU} --num-iters many", "'many' is not a whole number"),
+        (f"{ON_CPU} --precision 0", "--precision 0 is no share"),
+        (f"{ON_CPU} --longest nan", "--longest nan leaves no time"),
+        (f"{ON_CPU} --cache-weights", "--cache-weights is not possible with the cpu backend"),
+        (f"{ON_CPU} --backend torch", "the torch backend does not measure on cpu"),
+        (f"{ON_CPU} --backend jax", "--backend 'jax' is not known"),
+        (f"{ON_CPU} --profile-shape 64", "--profile-shape says what --profile runs"),
+        (f"{ON_CPU} --profile --profile-shape 64", "the model that is named, or --profile-shape, not both"),
+        ("--profile --profile-shape 64x --device cpu", "'64x' is not a shape"),
+        ("--profile --profile-shape 64,128 --device cpu", "'64,128' is not a shape"),
+        ("--profile --micro-batch-size 2 --device cpu", "no model is named"),
+        (f"{ON_CPU} --json /nowhere/run.json", "--json /nowhere/run.json cannot be written: there is no folder /nowhere"),
+        (f"{ON_CPU} --csv /", "--csv / cannot be written: it is a folder"),
+        (f"{ON_CPU} --markdown /nowhere/run.md", "--markdown /nowhere/run.md cannot be written"),
+        (f"{ON_CPU} -o /nowhere/run.png", "--output /nowhere/run.png cannot be written"),
+        (f"{ON_CPU} -o run.xlsx", "--output 'run.xlsx' is no picture"),
+        (f"{ON_CPU} -o -", "--output '-' is no picture"),
+        (f"{ON_CPU} --json - --csv -", "two outputs to one place: -, -"),
+    ],
+)
+def test_bad_input(run: Run, options: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said at once: no campaign is even begun."""
+    monkeypatch.setattr("gemmscope.gpu.environment.environment", lambda: NOTHING)
+    monkeypatch.setattr(Campaign, "run", lambda *_, **__: pytest.fail("it started to measure"))
+    outcome = run(f"bench {options}")
+    assert outcome.code == 2
+    assert message in outcome.err
+
+
+def test_a_place_without_permission(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    outcome = run(f"bench {ON_CPU} --json {tmp_path}/run.json")
+    assert outcome.code == 2
+    assert "no permission" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("busy", "message"), [({"processes": (4711,)}, "in use by processes 4711"), ({"utilization": 60}, "keeps it 60% busy")]
+)
+def test_a_busy_gpu_is_refused(run: Run, busy: dict[str, object], message: str, pretend: Pretend) -> None:
+    pretend(machine(**busy))
+    outcome = run(f"bench {SMALL}")
+    assert outcome.code == 2
+    assert message in outcome.err
+    assert "--share-gpu" in outcome.err
+
+
+def test_a_hidden_gpu_is_no_gpu(run: Run, pretend: Pretend) -> None:
+    pretend(machine(visible="-1"))
+    outcome = run(f"bench {SMALL}")
+    assert outcome.code == 2
+    assert "CUDA_VISIBLE_DEVICES is '-1'" in outcome.err
+
+
+# --- which shapes, recipes and backend ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", ["", "--shapes", "--shapes default", "--shapes --pre-quantize"])
+def test_the_ladder_is_measured_where_nothing_is_named(run: Run, options: str, pretend: Pretend) -> None:
+    ran = pretend()
+    outcome = run(f"bench {options}")
+    assert outcome.code == 0, outcome.err
+    sides = [256, 512, 1024, 2048, 4096, 8192, 16384]
+    assert [case.op for case in ran[0].results.cases()] == [f"{side}x{side}x{side}" for side in sides]
+    assert "16384x16384x16384" in outcome.out
+    assert "Full model" not in outcome.out
+
+
+def test_shapes_are_squares_and_triplets() -> None:
+    assert parse_shapes("1024,8192x5120x10240") == [(1024, 1024, 1024), (8192, 5120, 10240)]
+    assert parse_shapes(" 16X32X64 , ,7") == [(16, 32, 64), (7, 7, 7)]
+    with pytest.raises(UserError, match="names no shape"):
+        parse_shapes("")
+
+
+def recipes_of(ran: list[Campaign]) -> list[str]:
+    return ran[0].recipes
+
+
+def test_recipes_are_those_that_the_gpu_runs(run: Run, pretend: Pretend) -> None:
+    """Nothing is tried that cannot run here, and nothing is said of it."""
+    ran = pretend()
+    outcome = run(f"bench {REFERENCE}")
+    assert outcome.code == 0, outcome.err
+    assert recipes_of(ran) == ["BF16", "FP8Current", "FP8Delayed", "FP8Block"]
+    assert "MXFP8" not in outcome.out
+    assert "15872x4096x12288" in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        ("--no-fp8-current --no-fp8-delayed", ["BF16", "FP8Block"]),
+        ("--no_fp8_block --no-fp8 --no-fp4", ["BF16", "FP8Current", "FP8Delayed"]),
+        ("--recipes fp8block,fp8current --no-fp8-block", ["BF16", "FP8Current"]),
+        ("--recipes mxfp8,fp8current --no-fp8", ["BF16", "FP8Current"]),
+        ("--recipes bf16", ["BF16"]),
+    ],
+)
+def test_recipes_can_be_left_out(run: Run, options: str, left: list[str], pretend: Pretend) -> None:
+    ran = pretend()
+    assert run(f"bench {REFERENCE} {options}").code == 0
+    assert recipes_of(ran) == left
+
+
+def test_a_recipe_that_the_gpu_cannot_run_is_refused(run: Run, pretend: Pretend) -> None:
+    ran = pretend()
+    outcome = run(f"bench {REFERENCE} --recipes nvfp4")
+    assert outcome.code == 2
+    assert "NVFP4 cannot be measured here: " in outcome.err
+    assert "NVFP4 products need compute capability 10.0, and this NVIDIA H200 is 9.0" in outcome.err
+    assert "recipes that can run here: BF16, FP8Current, FP8Delayed, FP8Block" in outcome.err
+    assert ran == []
+
+
+def test_blackwell_runs_more(run: Run, pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = pretend(machine(capability=(10, 0)))
+    monkeypatch.setattr("bench_results.recorded_kernels", lambda task, recipe: [["nvjet_sm100_tst_x", 100.0, 7]] * 3)
+    run(f"bench {REFERENCE} --recipes mxfp8,nvfp4 --pre-quantize")
+    assert recipes_of(ran) == ["BF16", "MXFP8", "NVFP4"]
+
+
+def test_an_old_gpu_has_not_even_the_baseline(run: Run, pretend: Pretend) -> None:
+    pretend(machine(capability=(7, 0)))
+    outcome = run(f"bench {REFERENCE}")
+    assert outcome.code == 2
+    assert "BF16 products need compute capability 8.0" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("packages", "options", "backend"),
+    [
+        ("torch transformer_engine torchao", "", "transformer_engine"),
+        ("torch torchao", "", "torchao"),
+        ("torch", "", "torch"),
+        ("torch transformer_engine torchao", "--backend torchao", "torchao"),
+        ("torch transformer_engine", "--backend transformer-engine", "transformer_engine"),
+        ("torch transformer_engine torchao", "--recipes fp8block", "transformer_engine"),
+    ],
+)
+def test_the_backend_that_is_installed(run: Run, packages: str, options: str, backend: str, pretend: Pretend) -> None:
+    from gemmscope.recipe.recipes import recipe
+
+    if backend not in recipe("BF16").backends:
+        pytest.skip(f"no recipes for {backend} yet")
+    ran = pretend(packages=packages)
+    outcome = run(f"bench {REFERENCE} --recipes bf16 {options}" if "--recipes" not in options else f"bench {REFERENCE} {options}")
+    assert outcome.code == 0, outcome.err
+    assert ran[0].settings.backend == backend
+    assert ran[0].modes == (["pre-quantized"] if backend == "torch" else list(MODES))
+    assert ("the torch backend measures products alone" in outcome.out) == (backend == "torch")
+
+
+@pytest.mark.parametrize(
+    ("packages", "options", "message"),
+    [
+        ("", "", "measuring on cuda needs torch, which is not installed"),
+        ("torch", "--recipes fp8delayed", "needs transformer_engine"),
+        ("torch", "--backend torchao", "needs torchao, which is not installed"),
+        ("torch", "--backend torch --autocast-only", "the torch backend has no autocast mode"),
+        ("torch torchao", "--backend torchao --cache-weights", "--cache-weights is not possible with the torchao backend"),
+        ("torch", "--backend torch --cache-weights", "--cache-weights is not possible with the torch backend"),
+        ("torch transformer_engine", "--backend cpu --device cuda", "the cpu backend does not measure on cuda"),
+    ],
+)
+def test_a_backend_that_is_not_there(run: Run, packages: str, options: str, message: str, pretend: Pretend) -> None:
+    pretend(packages=packages)
+    outcome = run(f"bench {REFERENCE} {options}")
+    assert outcome.code == 2
+    assert message in outcome.err
+
+
+# --- how it is timed ------------------------------------------------------------------------------------------------------
+
+
+def test_settings_reach_the_worker(run: Run, pretend: Pretend) -> None:
+    ran = pretend()
+    outcome = run(f"bench {REFERENCE} --timing profiler --num_iters 50 --cache_weights --no-torchao-filter --recipes fp8current")
+    assert outcome.code == 0, outcome.err
+    settings = ran[0].settings
+    assert settings.counts == Counts(num_warmup=10, num_iters=50, gpu_warmup=5.0)
+    assert settings.max_rounds == settings.counts.rounds
+    assert (settings.timing, settings.cache_weights, settings.filter_layers) == ("profiler", True, False)
+    assert not ran[0].rule.done(ran[0].results, ran[0].recipes, ran[0].modes)  # counts decide, not doubt
+    assert "rounds: fixed counts: 50 runs of each, 10 to warm up before those of every round, 5 s of heating first" in outcome.out
+    assert "timed by the kernels' own timestamps" in outcome.out
+    assert "quantizing W is left out, as it is done once per step" in outcome.out
+
+
+def test_without_counts_doubt_decides() -> None:
+    timing = TimingOptions(precision=0.02, longest=30)
+    assert timing.counts() is None
+    assert (timing.rule().target, timing.rule().longest_s) == (0.02, 30)
+    assert timing.settings("cpu").max_rounds > 100
+
+
+def test_profile_of_a_model(run: Run, pretend: Pretend) -> None:
+    ran = pretend()
+    outcome = run(f"bench {REFERENCE} --profile --recipes fp8current --autocast-only")
+    assert outcome.code == 0
+    assert ran[0].settings.for_nsight
+    assert "8 of 8 tasks ran" in outcome.err
+    ran.clear()
+    outcome = run("bench --profile --shapes 64 --recipes bf16 --csv -")
+    assert [case.op for case in ran[0].results.cases()] == ["4096x4096x4096"]
+    assert "--profile runs --profile-shape 4096 alone: --shapes is left aside" in outcome.err
+    assert "--profile times nothing, so --csv gets nothing to write" in outcome.err
+
+
+# --- what comes of it -----------------------------------------------------------------------------------------------------
+
+
+def test_strict_exits_with_3(run: Run, pretend: Pretend) -> None:
+    pretend(kernels_of={"FP8Current": "BF16"})
+    assert run(f"bench {REFERENCE} --strict --recipes fp8block").code == 0
+    outcome = run(f"bench {REFERENCE} --strict --recipes fp8current")
+    assert outcome.code == 3
+    assert "FALLBACK" in outcome.out
+
+
+def test_nothing_measured_is_no_success(run: Run, pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend()
+
+    def fail(self: Campaign, *, resume: bool = False) -> Results:
+        for key in self.results.tasks:
+            self.results.take({"type": "failed", "task": key, "why": "OutOfMemoryError", "kind": "out of memory"})
+        return self.results
+
+    monkeypatch.setattr(Campaign, "run", fail)
+    outcome = run(f"bench {REFERENCE}")
+    assert outcome.code == 1
+    assert "nothing could be measured" in outcome.out
+    assert "not measured: BF16, QKV Proj, Attn Out, MLP Up, MLP Down: OutOfMemoryError" in outcome.out
+
+
+def test_a_named_recipe_keeps_its_column(run: Run, pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = pretend()
+    measure = Campaign.run
+
+    def run_and_fail(self: Campaign, *, resume: bool = False) -> Results:
+        results = measure(self, resume=resume)
+        for key, result in results.tasks.items():
+            if result.task.recipe == "FP8Block":
+                results.take({"type": "failed", "task": key, "why": "cublas says no", "kind": "error"})
+        return results
+
+    monkeypatch.setattr(Campaign, "run", run_and_fail)
+    header = re.compile(r"Op +Pass +M x K x N +BF16 +FP8Block")
+    assert header.search(run(f"bench {REFERENCE} --recipes fp8block").out)
+    assert not header.search(run(f"bench {REFERENCE} --no-fp8-current --no-fp8-delayed").out)
+    assert len(ran) == 2
+
+
+def test_a_disk_that_fills_up_costs_no_measurement(
+    run: Run, pretend: Pretend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tables are printed, the other files are written, and the campaign can be resumed."""
+    ran = pretend()
+    write_text = Path.write_text
+
+    def full(self: Path, *arguments: Any, **named: Any) -> int:
+        if self.suffix == ".json":
+            raise OSError(28, "No space left on device")
+        return write_text(self, *arguments, **named)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    outcome = run(f"bench {REFERENCE} --json {tmp_path}/run.json --csv {tmp_path}/run.csv")
+    assert outcome.code == 2
+    assert "Full model" in outcome.out
+    assert "No space left on device" in outcome.err
+    assert "nothing is lost: all samples are in the journal" in outcome.err
+    assert "--resume" in outcome.err
+    assert (tmp_path / "run.csv").exists()
+    journal = Journal(tmp_path / "state" / "gemmscope" / "journal.sqlite3")
+    assert journal.unfinished(ran[0].fingerprint) is not None
+    journal.close()
+
+
+# --- progress -------------------------------------------------------------------------------------------------------------
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def campaign_for_progress(tmp_path: Path, timing: TimingOptions) -> Campaign:
+    tasks = tasks_of(bare_products([(64, 64, 64)]), ["BF16", "FP8Current"], ["autocast"], {})
+    return Campaign(tasks, timing.settings("cpu"), timing.rule(), Journal(tmp_path / "journal.sqlite3"))
+
+
+def messages(campaign: Campaign) -> list[dict[str, Any]]:
+    keys = list(campaign.results.tasks)
+    ready = [{"type": "ready", "task": key, "error": 0, "host_ms": 0.1, "copies": 1, "note": ""} for key in keys]
+    measuring = {"type": "begin", "task": keys[0], "what": "measuring"}
+    rounds: list[dict[str, Any]] = []
+    for number in range(5):
+        times = {key: [1.0 + index + number / 100] for index, key in enumerate(keys)}
+        rounds += [measuring, {"type": "samples", "times_ms": times, "state": {}}, {"type": "round", "round": number}]
+    return [{"type": "hello"}, {"type": "begin", "task": keys[0], "what": "compiling"}, *ready, *rounds]
+
+
+def test_progress_says_what_it_does_and_how_long_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Screen())
+    monkeypatch.setenv("TERM", "xterm")
+    campaign = campaign_for_progress(tmp_path, TimingOptions(precision=0.0001))
+    progress = Progress(campaign)
+    said = []
+    with progress as show:
+        for message in messages(campaign):
+            campaign.results.take(message)
+            said.append(progress.text(message, campaign.results))
+            show(message, campaign.results)
+    assert said[:4] == ["preparing 0 of 2", "compiling kernels", "preparing 1 of 2", "preparing 2 of 2"]
+    assert re.fullmatch(r"round 5, speedups known to ±\d+\.\d%, about \d+ s left", said[-1])
+    assert "loading the framework" in sys.stderr.getvalue()  # type: ignore[attr-defined]
+    campaign.journal.close()  # type: ignore[attr-defined]
+
+
+def test_progress_is_silent_where_nobody_looks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    campaign = campaign_for_progress(tmp_path, TimingOptions())
+    with Progress(campaign) as show:
+        for message in messages(campaign):
+            campaign.results.take(message)
+            show(message, campaign.results)
+    assert capsys.readouterr() == ("", "")
+    campaign.journal.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("timing", "half_width", "left"),
+    [
+        (TimingOptions(precision=0.01, longest=1000), 0.02, 24.0),  # four times as many rounds: 12 more of 2 s
+        (TimingOptions(precision=0.01, longest=10), 0.02, 2.0),  # the limit comes first
+        (TimingOptions(precision=0.01, longest=1000), 0.005, 0.0),
+        (TimingOptions(num_iters=100), 0.02, 2.0),  # five rounds in all, whatever the doubt
+        (TimingOptions(precision=0.01, longest=10), None, 2.0),
+    ],
+)
+def test_time_left(tmp_path: Path, timing: TimingOptions, half_width: float | None, left: float) -> None:
+    """Four rounds came in 8 s."""
+    now = [100.0]
+    campaign = campaign_for_progress(tmp_path, timing)
+    campaign.rule.started = now[0]
+    estimate = Estimate(campaign, clock=lambda: now[0])
+    assert estimate.seconds_left(0, None) is None
+    estimate.begin(0)
+    now[0] += 8
+    assert estimate.seconds_left(4, half_width) == pytest.approx(left)
+    campaign.journal.close()  # type: ignore[attr-defined]
+
+
+# --- doctor ---------------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_without_anything(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("gemmscope.gpu.environment.environment", lambda: NOTHING)
+    outcome = run("doctor")
+    assert outcome.code == 0
+    assert "driver: no NVIDIA driver found" in outcome.out
+    assert re.search(r"BF16 +cpu +no +torch is not installed", outcome.out)
+    assert "to measure: " in outcome.out
+
+
+def test_doctor_knows_what_a_gpu_runs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a framework to ask, the table of architectures answers."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("gemmscope.gpu.environment.environment", lambda: machine(processes=(4711,)))
+    out = run("doctor").out
+    assert re.search(r"MXFP8 +transformer_engine +no +MXFP8 products need compute capability 10.0", out)
+    assert re.search(r"FP8Block +transformer_engine +no +transformer_engine is not installed", out)
+    assert "in use by other processes (4711)" in out
+    assert json.loads(run("doctor --json -").out)["environment"]["gpus"][0]["name"] == "NVIDIA H200"

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from gemmscope.errors import UserError
-from gemmscope.measure.campaign import Campaign, Settings
+from gemmscope.measure.campaign import Campaign, Counts, Settings, _of_one_case, _of_one_recipe
 from gemmscope.measure.results import Results
 from gemmscope.measure.sampler import StoppingRule
-from gemmscope.measure.task import MODES, Case, Task, cases_of, tasks_of
+from gemmscope.measure.task import MODES, Case, Task, bare_products, cases_of, tasks_of
 from gemmscope.model import presets
 from gemmscope.model.spec import RunSpec
 from gemmscope.store.journal import Journal
@@ -46,7 +46,7 @@ def test_measures_everything(journal: Journal) -> None:
     assert all(result.measured and result.facts["error"] < 0.01 for result in results.tasks.values())
     total = results.totals("BF16", "autocast")
     assert total is not None
-    assert (total > 0).all()
+    assert all(piece > 0 for burst in total for piece in burst)
 
 
 def test_a_recipe_this_machine_cannot_run_is_named_not_counted(journal: Journal) -> None:
@@ -108,6 +108,40 @@ def test_a_backend_that_does_not_load_is_one_message(journal: Journal) -> None:
     broken.settings = Settings("transformer_engine")
     with pytest.raises(UserError, match=r"does not load|did not start"):
         broken.run()
+
+
+def test_what_ran_out_of_memory_gets_another_try_among_fewer(journal: Journal) -> None:
+    """First its case alone, then its recipe beside the baseline; never what was tried already."""
+    run = campaign(journal, ["BF16", "FP8Current"])
+    key = Task(CASES[0], "FP8Current", "autocast").key
+    run._note(journal.begin("x", []), {"type": "failed", "task": key, "why": "too large", "kind": "out of memory"})
+    alone = run._crowded_out(_of_one_case)
+    assert [{task.case for task in tasks} for tasks in alone] == [{CASES[0]}]
+    assert {task.recipe for task in alone[0]} == {"BF16", "FP8Current"}
+    assert [[task.key for task in tasks] for tasks in run._crowded_out(_of_one_recipe)] == [
+        [Task(CASES[0], "BF16", "autocast").key, key]
+    ]
+    run.results.take({"type": "again", "tasks": [key]})
+    assert not run.results.tasks[key].failure
+    assert run._crowded_out(_of_one_case) == []
+
+
+def test_fixed_counts(journal: Journal) -> None:
+    """Every task runs as often as was asked for, spread over a few rounds."""
+    counts = Counts(num_warmup=1, num_iters=13, gpu_warmup=0)
+    fixed = campaign(journal, ["BF16"], target=0.0)
+    fixed.settings = replace(fixed.settings, counts=counts, max_rounds=counts.rounds)
+    results = fixed.run()
+    assert {sum(map(len, result.rounds)) for result in results.tasks.values()} == {13}
+    assert results.complete_rounds == 5
+
+
+def test_a_bare_product_is_fprop_alone(journal: Journal) -> None:
+    tasks = tasks_of(bare_products([(32, 64, 16)]), ["BF16"], MODES, {})
+    assert [task.pass_name for task in tasks] == ["", "fprop"]
+    settings = Settings("cpu", drop_ms=1, keep_ms=2, max_rounds=3)
+    results = Campaign(tasks, settings, StoppingRule(target=0.9, least_rounds=2), journal).run()
+    assert all(result.measured for result in results.tasks.values())
 
 
 def test_journal_cannot_be_written(tmp_path: Path) -> None:

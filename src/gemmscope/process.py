@@ -6,6 +6,7 @@ of the standard library's. (``python -P`` does not, but Python 3.10 has no such 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 import threading
@@ -26,6 +27,31 @@ def worker_command(module: str, *arguments: str) -> list[str]:
     """
     root = Path(__file__).resolve().parent.parent  # wherever this package was imported from, its worker finds it too
     return [sys.executable, "-c", _START, str(root), module, *arguments]
+
+
+def worker_environment() -> dict[str, str]:
+    """The environment for a worker that imports torch: this one's, with a place for compiled modules where there is none.
+
+    Container images often forbid Python to write bytecode beside its sources (PYTHONDONTWRITEBYTECODE). Importing torch and
+    Transformer Engine then compiles some three thousand modules every time: 12 s instead of 5 s on the machine where this was
+    found. Workers keep theirs under the user's cache folder.
+    """
+    environment = dict(os.environ)
+    found = importlib.util.find_spec("torch")
+    if found is None or not found.origin or sys.pycache_prefix:
+        return environment
+    compiled = Path(importlib.util.cache_from_source(found.origin))
+    writable = not sys.dont_write_bytecode and os.access(Path(found.origin).parent, os.W_OK)
+    if not compiled.exists() and not writable:
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        environment["PYTHONPYCACHEPREFIX"] = str(cache_folder() / "bytecode")
+    return environment
+
+
+def cache_folder() -> Path:
+    """Where this user's programs keep what can be made again: $XDG_CACHE_HOME/gemmscope, or ~/.cache/gemmscope."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return Path(base) / "gemmscope" if base else Path.home() / ".cache" / "gemmscope"
 
 
 def _run_worker() -> None:

@@ -48,9 +48,13 @@ def _ask_frameworks() -> dict[str, Any]:
     """What the backends say for themselves, from a process that may import torch; empty without torch."""
     if importlib.util.find_spec("torch") is None:
         return {}
-    from gemmscope.process import worker_command
+    from gemmscope.process import worker_command, worker_environment
 
-    child = subprocess.run(worker_command("gemmscope.measure.probe"), capture_output=True, text=True, timeout=180, check=False)
+    command = worker_command("gemmscope.measure.probe")
+    try:
+        child = subprocess.run(command, env=worker_environment(), capture_output=True, text=True, timeout=180, check=False)
+    except subprocess.TimeoutExpired:
+        return {"torch": {"broken": "importing it took more than three minutes"}}
     lines = child.stdout.strip().splitlines()
     try:
         answer: dict[str, Any] = json_format.loads(lines[-1])

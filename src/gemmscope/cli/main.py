@@ -11,6 +11,7 @@ import typer
 
 from gemmscope import __version__
 from gemmscope.cli import bench, doctor, shapes
+from gemmscope.cli.bench_options import BenchCommand
 from gemmscope.errors import UserError
 
 app = typer.Typer(
@@ -27,7 +28,7 @@ app = typer.Typer(
     },
 )
 app.command("shapes", epilog=shapes.EXAMPLES)(shapes.command)
-app.command("bench", epilog=bench.EXAMPLES)(bench.command)
+app.command("bench", cls=BenchCommand, epilog=bench.EXAMPLES)(bench.command)
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.command)
 
 

@@ -21,23 +21,25 @@ from gemmscope.model.spec import RunSpec
 Result = TypeVar("Result")
 
 
-def _whole_number(text: str) -> int:
+def whole_number(text: str) -> int:
+    """The value of an option that counts something."""
     try:
         return int(text)
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a whole number") from None
 
 
-def _number(text: str) -> float:
+def number(text: str) -> float:
+    """The value of an option that measures something."""
     try:
         return float(text)
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a number") from None
 
 
-def _size(text: str) -> Any:
+def size(text: str) -> Any:
     """An option that takes a whole number."""
-    return typer.Option(help=text, parser=_whole_number, metavar="N")
+    return typer.Option(help=text, parser=whole_number, metavar="N")
 
 
 def takes(*groups: type) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
@@ -93,15 +95,15 @@ class ModelOptions:
             help="Your own nn.Module: a function that returns it, or (module, inputs). Traced with torch.",
         ),
     ] = None
-    hidden_size: Annotated[int | None, _size("Plain hyperparameters: these four sizes describe the layers.")] = None
-    intermediate_size: Annotated[int | None, _size("MLP width.")] = None
-    num_attention_heads: Annotated[int | None, _size("Query heads.")] = None
-    num_hidden_layers: Annotated[int | None, _size("Layers.")] = None
-    num_key_value_heads: Annotated[int | None, _size("With the sizes: grouped-query attention. (default: as many as heads)")] = (
+    hidden_size: Annotated[int | None, size("Plain hyperparameters: these four sizes describe the layers.")] = None
+    intermediate_size: Annotated[int | None, size("MLP width.")] = None
+    num_attention_heads: Annotated[int | None, size("Query heads.")] = None
+    num_hidden_layers: Annotated[int | None, size("Layers.")] = None
+    num_key_value_heads: Annotated[int | None, size("With the sizes: grouped-query attention. (default: as many as heads)")] = (
         None
     )
-    head_dim: Annotated[int | None, _size("With the sizes: a head's size. (default: hidden / heads)")] = None
-    vocab_size: Annotated[int | None, _size("With the sizes: adds embedding, head and loss.")] = None
+    head_dim: Annotated[int | None, size("With the sizes: a head's size. (default: hidden / heads)")] = None
+    vocab_size: Annotated[int | None, size("With the sizes: adds embedding, head and loss.")] = None
     gated_mlp: Annotated[
         bool,
         typer.Option("--gated-mlp", help="With the sizes: a gated MLP (SwiGLU) instead of a plain one."),
@@ -109,16 +111,22 @@ class ModelOptions:
 
     _REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
 
-    def source(self) -> ModelSource:
-        """The model that was named; a `UserError` if none was, or more than one."""
-        sizes = {
-            name: getattr(self, name)
-            for name in (*self._REQUIRED, "num_key_value_heads", "head_dim", "vocab_size")
-            if getattr(self, name) is not None
-        }
+    def sizes(self) -> dict[str, int]:
+        """The plain hyperparameters that were typed."""
+        names = (*self._REQUIRED, "num_key_value_heads", "head_dim", "vocab_size")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def ways(self) -> list[str]:
+        """How the model is named: one way is right."""
+        sizes = self.sizes()
         ways = [f"--{name}" for name in ("config", "preset", "module") if getattr(self, name) is not None]
         if sizes or self.gated_mlp:
             ways.append(", ".join(f"--{name.replace('_', '-')}" for name in sizes) or "--gated-mlp")
+        return ways
+
+    def source(self) -> ModelSource:
+        """The model that was named; a `UserError` if none was, or more than one."""
+        ways = self.ways()
         if not ways:
             raise UserError(
                 "no model is named",
@@ -137,7 +145,7 @@ class ModelOptions:
             from gemmscope.model.read import read_config
 
             return read_config(self.config)
-        return self._from_sizes(sizes)
+        return self._from_sizes(self.sizes())
 
     def _from_sizes(self, sizes: dict[str, int]) -> ModelSource:
         from gemmscope.model.flags import from_hyperparameters
@@ -162,9 +170,9 @@ class ModelOptions:
 class RunOptions:
     """Batch and parallelism. What is not typed comes from the model's file, where it says."""
 
-    micro_batch_size: Annotated[int | None, _size("Sequences per micro-batch.")] = None
-    sequence_length: Annotated[int | None, _size("Tokens per sequence.")] = None
-    tp: Annotated[int | None, _size("Tensor parallel size.")] = None
+    micro_batch_size: Annotated[int | None, size("Sequences per micro-batch.")] = None
+    sequence_length: Annotated[int | None, size("Tokens per sequence.")] = None
+    tp: Annotated[int | None, size("Tensor parallel size.")] = None
     sequence_parallel: Annotated[
         bool | None,
         typer.Option(
@@ -172,17 +180,17 @@ class RunOptions:
             help="Split what stands between blocks over tp too.",
         ),
     ] = None
-    cp: Annotated[int | None, _size("Context parallel size.")] = None
-    pp: Annotated[int | None, _size("Pipeline parallel size.")] = None
-    pp_stage: Annotated[int | None, _size("Stage to show, from 0. (default: the one with most FLOPs)")] = None
+    cp: Annotated[int | None, size("Context parallel size.")] = None
+    pp: Annotated[int | None, size("Pipeline parallel size.")] = None
+    pp_stage: Annotated[int | None, size("Stage to show, from 0. (default: the one with most FLOPs)")] = None
     pp_layers: Annotated[str | None, typer.Option(metavar="N,N,…", help="Layers of each stage, where they differ.")] = None
-    ep: Annotated[int | None, _size("Expert parallel size: ranks that share the experts.")] = None
-    etp: Annotated[int | None, _size("Tensor parallel size inside experts. (default: tp)")] = None
+    ep: Annotated[int | None, size("Expert parallel size: ranks that share the experts.")] = None
+    etp: Annotated[int | None, size("Tensor parallel size inside experts. (default: tp)")] = None
     imbalance: Annotated[
         float | None,
-        typer.Option(help="Busiest expert's load over the average; 1 is balanced.", parser=_number, metavar="X"),
+        typer.Option(help="Busiest expert's load over the average; 1 is balanced.", parser=number, metavar="X"),
     ] = None
-    gradient_accumulation: Annotated[int | None, _size("Micro-batches per step.")] = None
+    gradient_accumulation: Annotated[int | None, size("Micro-batches per step.")] = None
     recompute: Annotated[
         str | None,
         typer.Option(metavar="none|selective|full", help="Activations computed again in backward."),
@@ -195,9 +203,13 @@ class RunOptions:
         ),
     ] = None
 
+    def typed(self) -> dict[str, Any]:
+        """The options that were given."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) is not None}
+
     def run_spec(self, source: ModelSource) -> tuple[RunSpec, list[str]]:
         """The run: options first, then what the model's file says. Also notes on what was overridden."""
-        typed = {field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) is not None}
+        typed = self.typed()
         if "pp_layers" in typed:
             typed["pp_layers"] = _numbers(typed["pp_layers"])
         notes = [

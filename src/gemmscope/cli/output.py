@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import typer
@@ -20,6 +22,27 @@ def write(where: str, text: str) -> None:
     except (OSError, ValueError) as error:
         raise UserError(f"{where} cannot be written: {getattr(error, 'strerror', None) or error}") from error
     say(f"wrote {where}")
+
+
+def check_targets(named: Mapping[str, str]) -> None:
+    """Before long work: a `UserError` if an option's result could not be written to where it says. Nothing is created."""
+    if len(set(named.values())) < len(named):
+        raise UserError(f"two outputs to one place: {', '.join(named.values())}", f"give {', '.join(named)} each its own")
+    for option, where in named.items():
+        reason = "" if where == "-" else _why_not_writable(Path(where))
+        if reason:
+            raise UserError(f"{option} {where} cannot be written: {reason}", "name a file in a folder that can be written")
+
+
+def _why_not_writable(path: Path) -> str:
+    try:
+        if path.is_dir():
+            return "it is a folder"
+        if not path.parent.is_dir():
+            return f"there is no folder {path.parent}"
+        return "" if os.access(path if path.exists() else path.parent, os.W_OK) else "no permission"
+    except (OSError, ValueError) as error:  # a name too long, a zero byte
+        return str(getattr(error, "strerror", None) or error)
 
 
 def say(text: str) -> None:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gemmscope.cli.options import ModelOptions, RunOptions, takes
 from gemmscope.cli.output import say, write
-from gemmscope.errors import UserError, closest, shown
+from gemmscope.cli.workload import Subject, subject_of
+from gemmscope.errors import UserError
 from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import RunSpec
 
 if TYPE_CHECKING:  # what a command needs is imported when it runs, so that --help answers at once
     from gemmscope.workload.check import Difference
-    from gemmscope.workload.derive import Workload
     from gemmscope.workload.summary import Totals
     from gemmscope.workload.trace import Trace
 
@@ -73,65 +72,23 @@ def command(
 class Answer:
     """What was worked out. `trace` where the live model was run; `found` the differences that --check looked for."""
 
-    source: ModelSource
-    run: RunSpec
-    workload: Workload
+    subject: Subject
     totals: Totals
     notes: tuple[str, ...]
     trace: Trace | None = None
     found: tuple[Difference, ...] | None = None
 
-    @property
-    def name(self) -> str:
-        if self.source.model is not None:
-            return self.source.model.name
-        return f"{self.trace.class_name if self.trace else 'model'} from {self.source.origin}"
-
 
 def _answer(source: ModelSource, run: RunSpec, notes: list[str], *, check: bool) -> Answer:
-    """Derive where there is a closed form, trace where there is none."""
-    if source.model is None:
-        return _traced(source, run, notes, check=check)
-    from gemmscope.workload.derive import derive
+    """What the model runs, what that adds up to and, if asked for, whether the live model agrees."""
     from gemmscope.workload.summary import totals
 
-    workload = derive(source.model, run)
-    answer = Answer(source, run, workload, totals(workload, run, source.model), (*source.notes, *notes, *workload.notes))
-    return _checked(answer) if check else answer
-
-
-def _traced(source: ModelSource, run: RunSpec, notes: list[str], *, check: bool) -> Answer:
-    from gemmscope.workload.summary import totals
-    from gemmscope.workload.trace import as_workload, trace_module
-
-    if check:
+    if check and source.model is None:
         raise UserError(f"{source.origin} has no closed form to check: its shapes are traced anyway", "leave out --check")
-    plain = RunSpec(run.micro_batch_size, run.sequence_length, gradient_accumulation=run.gradient_accumulation)
-    if replace(run, separate_projections=False) != plain:  # a trace shows projections as the module has them
-        raise UserError(
-            f"{source.origin} is traced as it runs in one process: it cannot be sharded or recomputed here",
-            "keep --micro-batch-size, --sequence-length and --gradient-accumulation only",
-        )
-    say("tracing the live model on the meta device (importing torch takes a few seconds) …")
-    trace = trace_module(source.module, run) if source.module is not None else _trace_unknown(source.config or {}, run)
-    workload = as_workload(trace)
-    summary = totals(workload, run, None, trace.parameters)
-    return Answer(source, run, workload, summary, (*source.notes, *notes, *workload.notes), trace)
-
-
-def _trace_unknown(config: Mapping[str, Any], run: RunSpec) -> Trace:
-    """Trace a model type without closed form; if that fails, say which known type the name is like."""
-    from gemmscope.model.families import known_model_types, named_by_architecture
-    from gemmscope.workload.trace import trace_huggingface
-
-    try:
-        return trace_huggingface(config, run)
-    except UserError as error:
-        given = str(config.get("model_type"))
-        similar = [named] if (named := named_by_architecture(config)) else closest(given.lower(), known_model_types())
-        hint = f'if it is built alike, say "model_type": "{similar[0]}"; ' if similar and given not in known_model_types() else ""
-        message = f"model_type {shown(given)} has no closed form here, so it must be traced: {error.message}"
-        raise UserError(message, hint + error.hint) from error
+    subject = subject_of(source, run, notes)
+    summary = totals(subject.workload, run, source.model, subject.trace.parameters if subject.trace else 0)
+    answer = Answer(subject, summary, subject.notes, subject.trace)
+    return _checked(answer) if check else answer
 
 
 def _checked(answer: Answer) -> Answer:
@@ -139,17 +96,17 @@ def _checked(answer: Answer) -> Answer:
     from gemmscope.workload.check import comparable_run, differences
     from gemmscope.workload.trace import trace_huggingface
 
-    source, model = answer.source, answer.source.model
+    source, run, model = answer.subject.source, answer.subject.run, answer.subject.source.model
     if source.config is None or model is None:
         raise UserError(
             f"--check compares with the model that transformers builds, and {source.origin} is no Hugging Face config",
             "use --check with --config config.json or a preset made from one",
         )
     say("checking against the live model on the meta device (importing torch takes a few seconds) …")
-    trace = trace_huggingface(source.config, answer.run)
-    found = tuple(differences(model, answer.run, trace))
+    trace = trace_huggingface(source.config, run)
+    found = tuple(differences(model, run, trace))
     notes = answer.notes
-    if comparable_run(answer.run) != answer.run:
+    if comparable_run(run) != run:
         notes = (*notes, "the check ran the unsharded model with separate projections, as transformers does")
     return replace(answer, trace=trace, found=found, notes=notes)
 
@@ -158,13 +115,14 @@ def _deliver(answer: Answer, *, json: str | None, csv: str | None, markdown: str
     """Files first; the tables on standard output unless something else was sent there."""
     from gemmscope.report import formats, shapes
 
-    above = shapes.headline(answer.name, answer.source.model, answer.run, answer.workload)
-    tables = [shapes.gemm_table(answer.workload, answer.totals), shapes.other_table(answer.workload)]
+    subject, workload = answer.subject, answer.subject.workload
+    above = shapes.headline(subject.name, subject.source.model, subject.run, workload)
+    tables = [shapes.gemm_table(workload, answer.totals), shapes.other_table(workload)]
     below = [*shapes.closing(answer.totals), *(f"note: {note}" for note in answer.notes), *_verdict(answer)]
     if json is not None:
         write(json, _run_file(answer))
     if csv is not None:
-        write(csv, formats.gemms_csv(answer.workload))
+        write(csv, formats.gemms_csv(workload))
     if markdown is not None:
         write(markdown, formats.markdown(tables, above, below))
     if "-" not in (json, csv, markdown):
@@ -176,10 +134,10 @@ def _run_file(answer: Answer) -> str:
 
     return shapes_file(
         command=[argument.encode("utf-8", "replace").decode() for argument in sys.argv[1:]],
-        origin=answer.source.origin,
-        model=answer.source.model,
-        run=answer.run,
-        workload=answer.workload,
+        origin=answer.subject.source.origin,
+        model=answer.subject.source.model,
+        run=answer.subject.run,
+        workload=answer.subject.workload,
         totals=answer.totals,
         notes=answer.notes,
         trace=answer.trace,

@@ -1,20 +1,32 @@
 """Splits the kernels of one linear's forward and backward pass into its parts.
 
-A linear in training runs three products (fprop, dgrad, wgrad, in this order) and quantizes three tensors: X and W before fprop,
-dY before dgrad. Each quantized copy serves two passes, so its time is charged half to each: X to fprop and wgrad, W to fprop and
-dgrad, dY to dgrad and wgrad. Nothing is left over: fills and copies go with the kernel they precede, and what is no product
-and no quantization is kept as `other`.
+A linear in training runs three products and quantizes what they multiply. The forward pass comes first; a compiler may put
+wgrad before dgrad. Frameworks quantize in one of two ways, which the recipe's facts name:
+
+- `once`: X and W before fprop, dY before dgrad, each for both of its products. A tensor's time is charged half to each pass that
+  it serves: X to fprop and wgrad, W to fprop and dgrad, dY to dgrad and wgrad; wholly to fprop where nothing else is run.
+- `per product`: every product's factors are cast again, by kernels that a compiler has mixed, so tensors are not told apart. What
+  runs since the product before is charged to the product that follows. (Compiled code may cast for the last product ahead of the
+  second, so between these two the split goes by order, not by use.) A kernel that scales a product's output belongs to it.
+
+Nothing is left over: fills and copies go with the kernel they precede, and what is no product and no quantization is kept as
+`other`. Experts run on several streams at once; the parts then sum to more than the time that passed, and are proportions only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from gemmscope.measure.kernels import KernelRun, classify
+from gemmscope.measure.kernels import KernelFacts, KernelRun, classify
 from gemmscope.workload.ops import PASSES
 
-TENSOR_PASSES = {"X": ("fprop", "wgrad"), "W": ("fprop", "dgrad"), "dY": ("dgrad", "wgrad")}
+# What is quantized, and the passes that it serves: under each of the two ways.
+LABELS: dict[str, dict[str, tuple[str, ...]]] = {
+    "once": {"X": ("fprop", "wgrad"), "W": ("fprop", "dgrad"), "dY": ("dgrad", "wgrad")},
+    "per product": {f"for {name}": (name,) for name in PASSES},
+}
+SERVES = {label: passes for labels in LABELS.values() for label, passes in labels.items()}
 
 
 class AttributionError(ValueError):
@@ -26,7 +38,7 @@ class Parts:
     """Microseconds by part; `kernels` are the names behind each."""
 
     gemm_us: dict[str, float]  # by pass
-    quantize_us: dict[str, float]  # by tensor
+    quantize_us: dict[str, float]  # by what is quantized: see LABELS
     other_us: float
     kernels: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -36,51 +48,123 @@ class Parts:
 
     def charged_us(self) -> dict[str, float]:
         """Time by pass, quantization and the rest included: sums to the total."""
-        charged = dict(self.gemm_us)
-        for tensor, passes in TENSOR_PASSES.items():
-            for pass_name in passes:
-                charged[pass_name] += self.quantize_us[tensor] / 2
-        return {pass_name: time + self.other_us / len(PASSES) for pass_name, time in charged.items()}
+        shares = quantization_by_pass(self.quantize_us, self.gemm_us)
+        return {name: time + shares[name] + self.other_us / len(self.gemm_us) for name, time in self.gemm_us.items()}
 
 
-def attribute(runs: Sequence[KernelRun], *, weight_cached: bool = False, products_per_pass: int = 1) -> Parts:
-    """Walk through the kernels in the order they ran.
+def quantization_by_pass(quantize: dict[str, float], passes: Iterable[str]) -> dict[str, float]:
+    """Each pass's share of the quantization: what serves several of the passes that are run is divided among them.
 
-    A tensor's quantization ends with its cast; every kernel since the one before belongs to it. The first product ends the
-    forward pass, so what is quantized before it is X and then W (`weight_cached`: X alone), and what comes after is dY. Experts
-    run `products_per_pass` products, and quantize as many weights.
+    >>> quantization_by_pass({"X": 4.0, "W": 2.0, "dY": 6.0}, ("fprop", "dgrad", "wgrad"))
+    {'fprop': 3.0, 'dgrad': 4.0, 'wgrad': 5.0}
+    >>> quantization_by_pass({"X": 4.0, "W": 2.0}, ("fprop",))
+    {'fprop': 6.0}
     """
-    gemm_us: dict[str, float] = dict.fromkeys(PASSES, 0.0)
-    quantize_us = dict.fromkeys(TENSOR_PASSES, 0.0)
+    shares = dict.fromkeys(passes, 0.0)
+    for label, time in quantize.items():
+        served = [name for name in SERVES[label] if name in shares]
+        for name in served:
+            shares[name] += time / len(served)
+    return shares
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A kernel with the fills and copies that precede it."""
+
+    name: str
+    facts: KernelFacts
+    time_us: float
+
+    @property
+    def starts_product(self) -> bool:
+        """A product, and not the second half of one (split-K)."""
+        return self.facts.kernel_class == "gemm" and "reduce" not in self.name.lower()
+
+
+def attribute(
+    runs: Sequence[KernelRun],
+    *,
+    passes: Sequence[str] = PASSES,
+    casts: str = "once",
+    weight_cached: bool = False,
+    rows: Sequence[int] = (),
+) -> Parts:
+    """Walk through the kernels in the order they ran, and say of each what it was for.
+
+    `passes` are those that were run, in their order. `weight_cached`: W was quantized earlier. `rows` are the tokens of each
+    expert: those that have any run a product of their own in every pass, and all of them have a weight.
+    """
+    pieces, left_us = _pieces(runs)
+    each = max(sum(1 for row in rows if row), 1)
+    found = sum(piece.starts_product for piece in pieces)
+    if found != len(passes) * each:
+        raise AttributionError(f"{found} products where {len(passes) * each} were expected")
+    labels = [label for label, served in LABELS[casts].items() if set(served) & set(passes)]
+    times_us = dict.fromkeys([*passes, *labels, "other"], 0.0)
     kernels: dict[str, list[str]] = {}
-    waiting: list[KernelRun] = []  # fills and copies, until it is known what for
-    forward_tensors = ["X"] if weight_cached else ["X", "W"]
-    casts = products = 0
-    other_us = 0.0
+    of_x = _casts_of_x(pieces, weights=0 if weight_cached else max(len(rows), 1))
+    walk = _Walk([name for name in passes for _ in range(each)], casts, of_x)
+    for piece in pieces:
+        part = walk.part_of(piece)
+        part = part if part in times_us else "other"
+        times_us[part] += piece.time_us
+        kernels.setdefault(part, []).append(piece.name)
+    return Parts(
+        {name: times_us[name] for name in passes},
+        {label: times_us[label] for label in labels},
+        times_us["other"] + left_us,
+        {part: tuple(names) for part, names in kernels.items()},
+    )
+
+
+def _pieces(runs: Sequence[KernelRun]) -> tuple[list[_Piece], float]:
+    """Fills and copies go with the next kernel of their stream; what none follows is left, in microseconds."""
+    pieces: list[_Piece] = []
+    waiting: dict[int, float] = {}
     for run in runs:
         facts = classify(run.name)
         if facts.kernel_class == "memory":
-            waiting.append(run)
-            continue
-        time_us = run.duration_us + sum(each.duration_us for each in waiting)
-        waiting = []
-        if facts.kernel_class == "gemm":
-            is_tail = "reduce" in run.name.lower()  # split-K: the second half of the product before
-            products += 0 if is_tail else 1
-            if products > len(PASSES) * products_per_pass:
-                raise AttributionError(f"more than {len(PASSES) * products_per_pass} products: {run.name}")
-            pass_name = PASSES[(products - 1) // products_per_pass]
-            gemm_us[pass_name] += time_us
-            kernels.setdefault(pass_name, []).append(run.name)
-        elif facts.kernel_class == "quantize":
-            tensor = forward_tensors[min(casts, len(forward_tensors) - 1)] if products == 0 else "dY"
-            quantize_us[tensor] += time_us
-            kernels.setdefault(tensor, []).append(run.name)
-            casts += 1 if facts.ends_tensor and products == 0 else 0
+            waiting[run.stream] = waiting.get(run.stream, 0.0) + run.duration_us
         else:
-            other_us += time_us
-            kernels.setdefault("other", []).append(run.name)
-    other_us += sum(each.duration_us for each in waiting)
-    if products != len(PASSES) * products_per_pass:
-        raise AttributionError(f"{products} products where {len(PASSES) * products_per_pass} were expected")
-    return Parts(gemm_us, quantize_us, other_us, {part: tuple(names) for part, names in kernels.items()})
+            pieces.append(_Piece(run.name, facts, run.duration_us + waiting.pop(run.stream, 0.0)))
+    return pieces, sum(waiting.values())
+
+
+def _casts_of_x(pieces: Sequence[_Piece], weights: int) -> int:
+    """How many casts before the first product are X's. Every weight has one; X has the others: one, or one per expert."""
+    forward = next(index for index, piece in enumerate(pieces) if piece.starts_product)
+    return max(sum(piece.facts.ends_tensor for piece in pieces[:forward]) - weights, 1)
+
+
+class _Walk:
+    """Where we are among the kernels: how many products and casts lie behind."""
+
+    def __init__(self, pass_of: Sequence[str], casts: str, of_x: int) -> None:
+        self._pass_of, self._casts, self._of_x = pass_of, casts, of_x  # pass_of the first product, the second, …
+        self._products = self._cast = 0
+        self._after_product = False
+
+    def part_of(self, piece: _Piece) -> str:
+        """What the next kernel was for: a pass, something that is quantized, or neither."""
+        kind = piece.facts.kernel_class
+        part = "other"
+        if kind == "gemm":
+            self._products += piece.starts_product
+            part = self._pass_of[max(self._products - 1, 0)]
+        elif kind == "quantize":
+            part = self._tensor() if self._casts == "once" else self._product(piece)
+            self._cast += piece.facts.ends_tensor
+        self._after_product = kind == "gemm"
+        return part
+
+    def _tensor(self) -> str:
+        if self._products:
+            return "dY"
+        return "X" if self._cast < self._of_x else "W"
+
+    def _product(self, piece: _Piece) -> str:
+        """The product to come; the one before, if this scales its output; the last one, if none is to come."""
+        scales_it = self._after_product and piece.facts.scales_output
+        index = self._products - 1 if scales_it else self._products
+        return f"for {self._pass_of[min(index, len(self._pass_of) - 1)]}"

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
-
-from gemmscope.measure.attribution import TENSOR_PASSES, AttributionError, Parts, attribute
+from gemmscope.measure.attribution import AttributionError, Parts, attribute, quantization_by_pass
 from gemmscope.measure.kernels import Evidence, KernelRun, evidence
-from gemmscope.measure.results import Results, TaskResult
-from gemmscope.measure.stats import Interval, per_round, time_interval
+from gemmscope.measure.results import Results, TaskResult, added
+from gemmscope.measure.stats import Interval, time_interval
 from gemmscope.measure.task import Case, Mode
 from gemmscope.recipe.recipes import recipe
-from gemmscope.workload.ops import PASSES
 
 
 @dataclass(frozen=True)
 class Breakdown:
     """Milliseconds of one execution. Autocast: `pass_ms` holds each pass with its share of the quantization, and they sum to
-    `total`; `quantize_ms` is that share by tensor. Pre-quantized: the products alone."""
+    `total`; `quantize_ms` is that share by what is quantized. Both are empty where it cannot be told, and `note` says why.
+    Pre-quantized: the products alone. `left_as_is` is what the framework did otherwise than asked, on purpose; also in `note`."""
 
     case: Case
     recipe: str
@@ -29,13 +29,11 @@ class Breakdown:
     evidence: dict[str, Evidence]
     host_ms: float
     note: str = ""
+    left_as_is: str = ""
 
     def product_ms(self) -> dict[str, float]:
         """The passes without their share of the quantization."""
-        shares = {
-            name: sum(self.quantize_ms.get(tensor, 0.0) / 2 for tensor, passes in TENSOR_PASSES.items() if name in passes)
-            for name in self.pass_ms
-        }
+        shares = quantization_by_pass(self.quantize_ms, self.pass_ms)
         return {name: time - shares[name] for name, time in self.pass_ms.items()}
 
     @property
@@ -45,8 +43,15 @@ class Breakdown:
 
     @property
     def fallback(self) -> str:
-        """Which pass did not run in the precision asked for, in words; empty if all did."""
+        """Which pass did not run in the precision asked for, in words; empty if all did, or if the framework says so itself."""
+        if self.left_as_is:
+            return ""
         return "; ".join(f"{name}: {found.words}" for name, found in self.evidence.items() if found.verdict == "fallback")
+
+    @property
+    def counts(self) -> bool:
+        """Whether its speedup is one of the recipe asked for."""
+        return not self.left_as_is and not self.fallback
 
 
 def breakdown(results: Results, case: Case, recipe_name: str, mode: Mode) -> Breakdown | None:
@@ -54,44 +59,71 @@ def breakdown(results: Results, case: Case, recipe_name: str, mode: Mode) -> Bre
     found = results.of(recipe_name, mode, case)
     if not found or not all(result.measured for result in found):
         return None
-    return _autocast(found[0]) if mode == "autocast" else _products(found)
+    return _autocast(found[0], _habits(results, recipe_name)) if mode == "autocast" else _products(found)
 
 
-def _autocast(result: TaskResult) -> Breakdown:
+def _habits(results: Results, recipe_name: str) -> Mapping[str, Any]:
+    """What is known of the recipe in the framework that was measured: when it casts. Its version tells which one that was."""
+    asked, versions = recipe(recipe_name), results.hello.get("versions", {})
+    backend = next((name for name in asked.backends if name in versions), "")
+    habits: Mapping[str, Any] = asked.settings.get(backend, {})
+    return habits
+
+
+def _autocast(result: TaskResult, habits: Mapping[str, Any]) -> Breakdown:
     """Split the measured time in the proportions that the profiler saw."""
-    task, total = result.task, time_interval(result.rounds)
+    task, total = result.task, time_interval(result.pieces)
     proofs: dict[str, Evidence] = {}
-    pass_ms, quantize_ms, note = {}, {}, ""
+    pass_ms, quantize_ms, unsplit = {}, {}, ""
+    left_as_is = str(result.facts.get("note", ""))
     if result.kernels:
         try:
-            parts = _parts(result)
+            parts = _parts(result, habits)
         except AttributionError as error:
-            note = f"not split into passes: {error}"
+            unsplit = f"not split into passes: {error}"
         else:
-            scale = total.value / parts.total_us
-            pass_ms = {name: time * scale for name, time in parts.charged_us().items()}
+            scale, charged_us = total.value / parts.total_us, parts.charged_us()
+            pass_ms = {name: charged_us[name] * scale for name in task.case.passes}
             quantize_ms = {name: time * scale for name, time in parts.quantize_us.items()}
-            proofs = {name: evidence(recipe(task.recipe), name, parts.kernels.get(name, ())) for name in PASSES}
-    host_ms = float(result.facts.get("host_ms", 0.0))
-    return Breakdown(task.case, task.recipe, task.mode, total, pass_ms, quantize_ms, proofs, host_ms, note)
+            asked = recipe(task.recipe)
+            proofs = {name: evidence(asked, name, parts.kernels.get(name, ())) for name in task.case.passes}
+    return Breakdown(
+        task.case,
+        task.recipe,
+        task.mode,
+        total,
+        pass_ms,
+        quantize_ms,
+        proofs,
+        host_ms=float(result.facts.get("host_ms", 0.0)),
+        note="; ".join(filter(None, (left_as_is, unsplit))),
+        left_as_is=left_as_is,
+    )
 
 
-def _parts(result: TaskResult) -> Parts:
+def _parts(result: TaskResult, habits: Mapping[str, Any]) -> Parts:
     """The kernels of one run; a graph with several sets of buffers holds as many runs, of which the first serves."""
     runs = [KernelRun(*kernel) for kernel in result.kernels]
-    copies = int(result.facts.get("copies", 1))
-    return attribute(runs[: len(runs) // copies], products_per_pass=max(len(result.task.case.rows), 1))
+    facts, case = result.facts, result.task.case
+    order = facts.get("order") or habits.get("order", ())
+    return attribute(
+        runs[: len(runs) // int(facts.get("copies", 1))],
+        passes=tuple(order) if set(order) == set(case.passes) else case.passes,
+        casts=habits.get("casts", "once"),
+        weight_cached=bool(facts.get("cache_weights")),
+        rows=case.rows,
+    )
 
 
 def _products(found: list[TaskResult]) -> Breakdown:
-    """The three passes were timed one by one."""
+    """The passes were timed one by one."""
     task = found[0].task
-    pass_ms = {result.task.pass_name: time_interval(result.rounds).value for result in found}
-    rounds = min(len(result.rounds) for result in found)
-    summed = [[time] for time in np.sum([per_round(result.rounds[:rounds]) for result in found], axis=0)]
+    pass_ms = {result.task.pass_name: time_interval(result.pieces).value for result in found}
     proofs = {
         result.task.pass_name: evidence(recipe(task.recipe), result.task.pass_name, [kernel[0] for kernel in result.kernels])
         for result in found
         if result.kernels
     }
-    return Breakdown(task.case, task.recipe, task.mode, time_interval(summed), pass_ms, {}, proofs, host_ms=0.0)
+    note = next((str(note) for result in found if (note := result.facts.get("note"))), "")
+    total = time_interval(added([(result.pieces, 1) for result in found]))
+    return Breakdown(task.case, task.recipe, task.mode, total, pass_ms, {}, proofs, host_ms=0.0, note=note, left_as_is=note)

@@ -1,28 +1,24 @@
 """Runs a campaign from the parent's side: starts the worker, journals what it says, restarts it when it dies.
 
 The parent never imports torch. It knows which task the worker is at (`begin`), so a crash, a CUDA fault or a hang costs that task
-and nothing else: it is recorded as failed, and a new worker takes the remaining ones.
+and nothing else: it is recorded as failed, and a new worker takes the remaining ones. All tasks are held in memory at once, so
+that rounds can interleave them; those for which there was no room get another try among fewer.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import select
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import IO, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from gemmscope.errors import UserError
+from gemmscope.measure.link import Link
 from gemmscope.measure.results import Results
 from gemmscope.measure.sampler import StoppingRule
 from gemmscope.measure.task import MODES, Mode, Task
-from gemmscope.process import worker_command
+from gemmscope.recipe.recipes import BASELINE
 
 
 class Keeper(Protocol):
@@ -63,12 +59,13 @@ class Settings:
     """How to measure. A burst runs `drop_ms` to reach its steady state, then `keep_ms` that count."""
 
     backend: str
-    drop_ms: float = 70.0
-    keep_ms: float = 130.0
+    drop_ms: float = 80.0
+    keep_ms: float = 300.0
     max_rounds: int = 1000
     counts: Counts | None = None  # instead of times and a stopping rule
     timing: Literal["cuda-events", "profiler"] = "cuda-events"
     cache_weights: bool = False  # quantized once per step: the timed micro-batch is not the first
+    filter_layers: bool = True  # leave layers in BF16 that the framework's own filter would leave
     for_nsight: bool = False  # run everything once between cudaProfilerStart and Stop, in NVTX ranges, and time nothing
     silence_s: float = 120.0  # a worker that says nothing for so long hangs
     seed: int = 0
@@ -84,6 +81,7 @@ class Campaign:
     journal: Keeper
     command: Sequence[str] = ()
     on_message: Callable[[dict[str, Any], Results], None] = lambda *_: None
+    started: Link | None = None  # a worker that was started early, for the first set of tasks
     results: Results = field(init=False)
 
     def __post_init__(self) -> None:
@@ -104,14 +102,32 @@ class Campaign:
         if earlier is not None:
             for message in self.journal.messages(earlier):
                 self.results.take(message)
-        while True:
-            left = [result.task for result in self.results.tasks.values() if not result.failure]
-            blamed = self._one_worker(number, left) if left else None
-            if blamed is None:
-                break
-            self._note(number, blamed)
+        self._measure(number, self.tasks)
+        for narrow in (_of_one_case, _of_one_recipe):
+            for tasks in self._crowded_out(narrow):
+                self._note(number, {"type": "again", "tasks": [task.key for task in tasks]})
+                self.rule.restart()
+                self._measure(number, tasks)
         self.journal.finish(number)
         return self.results
+
+    def _measure(self, number: int, tasks: Sequence[Task]) -> None:
+        """One worker after another, until one comes to a good end: each that dies costs the task it died at."""
+        while True:
+            left = [task for task in tasks if not self.results.tasks[task.key].failure]
+            blamed = self._one_worker(number, left) if left else None
+            if blamed is None:
+                return
+            self._note(number, blamed)
+
+    def _crowded_out(self, narrow: Callable[[Task, Task], bool]) -> list[list[Task]]:
+        """Smaller sets in which tasks that ran out of memory get another try; none that is as large as all together."""
+        failed = [result.task for result in self.results.tasks.values() if result.failure_kind == "out of memory"]
+        sets = dict.fromkeys(tuple(each for each in self.tasks if narrow(task, each)) for task in failed)
+        return [list(tasks) for tasks in sets if len(tasks) < len(self.tasks)]
+
+    def _enough(self) -> bool:
+        return self.settings.counts is None and self.rule.done(self.results, self.recipes, self.modes)
 
     def _note(self, number: int, message: dict[str, Any]) -> None:
         self.journal.write(number, message)
@@ -121,86 +137,36 @@ class Campaign:
     def _one_worker(self, number: int, tasks: Sequence[Task]) -> dict[str, Any] | None:
         """One worker's life. None if it came to a good end, else the failure of the task it died at."""
         at = tasks[0].key
-        with _worker(tasks, self.settings) as (process, lines, errors):
-            for line in lines:
-                if line is None:
-                    process.kill()
+        started, self.started = self.started or Link(), None
+        with started as link:
+            link.ask({**asdict(self.settings), "tasks": [task.to_json() for task in tasks]})
+            for message in link.messages(self.settings.silence_s):
+                if message is None:
                     return _failure(at, f"nothing was heard from it for {self.settings.silence_s:g} s", "hang")
-                message = json.loads(line)
                 if message["type"] == "fatal":
                     raise UserError(message["why"], "gemmscope doctor tells what this machine can measure")
                 at = message["task"] if message["type"] == "begin" else at
                 self._note(number, message)
-                if message["type"] == "round" and self.rule.done(self.results, self.recipes, self.modes):
-                    _tell_to_stop(process)
+                if message["type"] == "round" and self._enough():
+                    link.tell_to_stop()
                 if message["type"] == "done":
                     return None
             if not self.results.hello:
-                raise UserError(f"the measuring process did not start {_last_words(process, errors)}")
+                raise UserError(f"the measuring process did not start {link.last_words()}")
             already = self.results.tasks[at].failure
             if already:  # it said so itself before it went
                 return _failure(at, already, self.results.tasks[at].failure_kind)
-            return _failure(at, f"the measuring process died {_last_words(process, errors)}", "crash")
+            return _failure(at, f"the measuring process died {link.last_words()}", "crash")
+
+
+def _of_one_case(task: Task, other: Task) -> bool:
+    return other.case == task.case
+
+
+def _of_one_recipe(task: Task, other: Task) -> bool:
+    """The same op and mode, in this recipe or the baseline."""
+    return other.case == task.case and other.mode == task.mode and other.recipe in (task.recipe, BASELINE)
 
 
 def _failure(task: str, why: str, kind: str) -> dict[str, Any]:
     return {"type": "failed", "task": task, "why": why, "kind": kind}
-
-
-def _last_words(process: subprocess.Popen[bytes], errors: IO[bytes]) -> str:
-    """How it ended: the signal or exit code, and the last line of its error output."""
-    code = process.wait()
-    errors.seek(0)
-    lines = [line.strip() for line in errors.read().decode(errors="replace").splitlines() if line.strip()]
-    ended = f"signal {-code}" if code < 0 else f"exit code {code}"
-    return f"({ended})" + (f": {lines[-1][:200]}" if lines else "")
-
-
-def _tell_to_stop(process: subprocess.Popen[bytes]) -> None:
-    """The end of its standard input is the sign."""
-    assert process.stdin is not None
-    process.stdin.close()
-
-
-Running = tuple[subprocess.Popen[bytes], Iterator[str | None], IO[bytes]]
-
-
-@contextmanager
-def _worker(tasks: Sequence[Task], settings: Settings) -> Iterator[Running]:
-    """A running worker, its messages (a line each; None for too long a silence) and its error output. Leaves none behind."""
-    request = {**asdict(settings), "tasks": [task.to_json() for task in tasks]}
-    with tempfile.TemporaryDirectory(prefix="gemmscope-") as folder, tempfile.TemporaryFile() as errors:
-        path = Path(folder, "request.json")
-        path.write_text(json.dumps(request), encoding="utf-8")
-        reading, writing = os.pipe()
-        process = subprocess.Popen(
-            worker_command("gemmscope.measure.worker", str(path), str(writing)),
-            pass_fds=(writing,),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            start_new_session=True,  # Ctrl-C reaches the parent alone, which then ends the worker
-        )
-        os.close(writing)
-        try:
-            yield process, _lines(reading, settings.silence_s), errors
-        finally:
-            process.kill()
-            process.communicate()
-            os.close(reading)
-
-
-def _lines(descriptor: int, silence_s: float) -> Iterator[str | None]:
-    """Complete lines as they arrive; None once nothing came for too long; ends when the other side closes."""
-    pending = b""
-    while True:
-        readable, _, _ = select.select([descriptor], [], [], silence_s)
-        if not readable:
-            yield None
-            return
-        piece = os.read(descriptor, 1 << 16)
-        if not piece:
-            return
-        *whole, pending = (pending + piece).split(b"\n")
-        for line in whole:
-            yield line.decode()

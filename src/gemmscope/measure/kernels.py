@@ -34,7 +34,8 @@ class KernelFacts:
     kernel_class: KernelClass
     operands: tuple[str, str] | None = None
     scales: str | None = None
-    ends_tensor: bool = False
+    ends_tensor: bool = False  # the last kernel of one tensor's quantization
+    scales_output: bool = False  # right after a product: applies the scales that the product left out
 
 
 @cache
@@ -48,7 +49,7 @@ def classify(name: str) -> KernelFacts:
         if re.search(rule["found"], name):
             operands, scales = _nvjet(name) if "nvjet_" in name else (rule.get("operands"), rule.get("scales"))
             pair = (operands[0], operands[1]) if operands else None
-            return KernelFacts(rule["class"], pair, scales, rule.get("ends_tensor", False))
+            return KernelFacts(rule["class"], pair, scales, rule.get("ends_tensor", False), rule.get("scales_output", False))
     return KernelFacts("other")
 
 
@@ -80,7 +81,12 @@ class Evidence:
 
 
 def evidence(recipe: Recipe, pass_name: str, names: Sequence[str]) -> Evidence:
-    """Hold the products that ran in a pass against what the recipe multiplies there."""
+    """Hold the products that ran in a pass against what the recipe multiplies there.
+
+    >>> from gemmscope.recipe.recipes import recipe
+    >>> evidence(recipe("FP8Rowwise"), "fprop", ["nvjet_sm90_tst_192x192_64x4_2x1_v_bz_coopB_TNN"]).words
+    'ran bf16 x bf16, asked for e4m3 x e4m3'
+    """
     products = tuple(dict.fromkeys(name for name in names if classify(name).kernel_class == "gemm"))
     if not products:
         return Evidence("unproven", "no product was seen", products)
@@ -92,7 +98,9 @@ def evidence(recipe: Recipe, pass_name: str, names: Sequence[str]) -> Evidence:
     if wrong is not None:
         ran = " x ".join(wrong.operands or ())
         return Evidence("fallback", f"ran {ran}, asked for {' x '.join(asked)}", products)
-    other = next((facts.scales for facts in seen if facts.scales not in (None, recipe.scales)), None)
+    own, *instead = recipe.scales_of(pass_name)
+    other = next((facts.scales for facts in seen if facts.scales not in (None, own, *instead)), None)
     if other is not None:
-        return Evidence("emulated", f"scaled by {other}, asked for {recipe.scales}", products)
-    return Evidence("as asked", f"{' x '.join(asked)}, scales: {recipe.scales}", products)
+        return Evidence("emulated", f"scaled by {other}, asked for {own}", products)
+    outside = ", applied outside of the product" if any(facts.scales in instead for facts in seen) else ""
+    return Evidence("as asked", f"{' x '.join(asked)}, scales: {own}{outside}", products)

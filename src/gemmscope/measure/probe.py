@@ -7,16 +7,18 @@ import json
 import sys
 from typing import Any
 
-from gemmscope.measure.worker import BACKENDS
+from gemmscope.measure.backends import BACKENDS
+from gemmscope.measure.backends.base import Options
+from gemmscope.measure.backends.reference import OperandStore
 from gemmscope.recipe.recipes import recipes
 
 
 def main() -> None:
     """For each backend: its versions and, for each recipe, why not (empty: it runs); or why it does not load."""
     answer: dict[str, Any] = {}
-    for name, class_name in BACKENDS.items():
+    for name, (module, class_name) in BACKENDS.items():
         try:
-            backend = getattr(importlib.import_module(f"gemmscope.measure.backends.{name}"), class_name)()
+            backend = getattr(importlib.import_module(module), class_name)(OperandStore("cpu"), Options())
             reasons = {each.name: backend.why_not(each) for each in recipes().values()}
             answer[name] = {"versions": dict(backend.versions()), "why_not": reasons}
         except ModuleNotFoundError as error:

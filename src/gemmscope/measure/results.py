@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from gemmscope.measure.stats import Floats, Interval, per_round, ratio_interval
+from gemmscope.measure.stats import Bursts, Interval, correlation, pieces, ratio_interval
 from gemmscope.measure.task import Case, Mode, Task
 from gemmscope.recipe.recipes import BASELINE
 
 
 @dataclass
 class TaskResult:
-    """One task: its bursts, round by round, and what is known of it. `failure` says why there is nothing to show."""
+    """One task: its bursts, round by round, and what is known of it. `failure` says why there is nothing to show.
+
+    `rounds` are all samples, `pieces` what statistics are made of (`stats.py`).
+    """
 
     task: Task
     rounds: list[list[float]] = field(default_factory=list)
+    pieces: list[list[float]] = field(default_factory=list)
     states: list[dict[str, Any]] = field(default_factory=list)
     kernels: list[list[Any]] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
@@ -36,6 +38,7 @@ class Results:
     def __init__(self, tasks: Iterable[Task]) -> None:
         self.tasks = {task.key: TaskResult(task) for task in tasks}
         self.hello: dict[str, Any] = {}
+        self.warnings: list[str] = []
         self.complete_rounds = 0
 
     def take(self, message: dict[str, Any]) -> None:
@@ -44,18 +47,32 @@ class Results:
         if kind == "hello":
             self.hello = message
         elif kind == "ready":
-            self.tasks[message["task"]].facts = {key: message[key] for key in ("error", "host_ms", "copies")}
+            self.tasks[message["task"]].facts = {key: value for key, value in message.items() if key not in ("type", "task")}
         elif kind == "failed":
             result = self.tasks[message["task"]]
             result.failure, result.failure_kind = message["why"], message["kind"]
         elif kind == "samples":
+            duration_ms = sum(self._took_ms(key, burst) for key, burst in message["times_ms"].items())
             for key, burst in message["times_ms"].items():
                 self.tasks[key].rounds.append(burst)
+                self.tasks[key].pieces.append(pieces(burst, duration_ms))
                 self.tasks[key].states.append(message["state"])
         elif kind == "kernels":
             self.tasks[message["task"]].kernels = message["kernels"]
+        elif kind == "again":
+            for key in message["tasks"]:
+                self.tasks[key] = TaskResult(self.tasks[key].task)
+        elif kind == "sum":
+            self.tasks[message["task"]].facts["sum_of"] = message["of"]
+        elif kind == "warning":
+            self.warnings.append(message["words"])
         elif kind == "round":
             self.complete_rounds += 1
+
+    def _took_ms(self, key: str, burst: Sequence[float]) -> float:
+        """GPU time of a task's samples, which are those of one set of buffers each; none for a sum of others."""
+        facts = self.tasks[key].facts
+        return 0.0 if "sum_of" in facts else sum(burst) * int(facts.get("copies", 1))
 
     def cases(self) -> list[Case]:
         return list(dict.fromkeys(result.task.case for result in self.tasks.values()))
@@ -68,8 +85,8 @@ class Results:
             if result.task.group == (recipe, mode) and (case is None or result.task.case == case)
         ]
 
-    def totals(self, recipe: str, mode: Mode, cases: Iterable[Case] | None = None) -> Floats | None:
-        """Milliseconds of one micro-batch's linears, round by round; None if any part is missing.
+    def totals(self, recipe: str, mode: Mode, cases: Iterable[Case] | None = None) -> list[list[float]] | None:
+        """Milliseconds of one micro-batch's linears, burst by burst in pieces; None if any part is missing.
 
         Every case counts as often as the model runs it. A round in which a burst is missing (the worker died) is left out.
         """
@@ -77,9 +94,14 @@ class Results:
         parts = [(result, case.count) for case in chosen for result in self.of(recipe, mode, case)]
         if not parts or any(not result.measured for result, _ in parts):
             return None
-        rounds = min(len(result.rounds) for result, _ in parts)
-        summed: Floats = np.sum([per_round(result.rounds[:rounds]) * count for result, count in parts], axis=0)
-        return summed
+        return added([(result.pieces, count) for result, count in parts])
+
+    def alike(self) -> float:
+        """How alike the pieces of a burst are, over everything that was measured."""
+        return correlation(totals for group in self._groups() if (totals := self.totals(*group)) is not None)
+
+    def _groups(self) -> list[tuple[str, Mode]]:
+        return list(dict.fromkeys(result.task.group for result in self.tasks.values() if "sum_of" not in result.facts))
 
     def speedup(self, recipe: str, mode: Mode, cases: Iterable[Case] | None = None, over: str = BASELINE) -> Interval | None:
         """How many times faster than `over`, with its interval; None if either side is missing."""
@@ -87,4 +109,22 @@ class Results:
         slow, fast = self.totals(over, mode, chosen), self.totals(recipe, mode, chosen)
         if slow is None or fast is None:
             return None
-        return ratio_interval([[time] for time in slow], [[time] for time in fast])
+        return ratio_interval(slow, fast, self.alike())
+
+
+def added(parts: Sequence[tuple[Bursts, int]]) -> list[list[float]]:
+    """Bursts of several tasks added up piece by piece, each as often as its count says.
+
+    >>> added([([[1.0, 2.0]], 1), ([[10.0, 20.0]], 2)])
+    [[21.0, 42.0]]
+    """
+    rounds = min(len(bursts) for bursts, _ in parts)
+    return [_add([(bursts[number], count) for bursts, count in parts]) for number in range(rounds)]
+
+
+def _add(bursts: Sequence[tuple[Sequence[float], int]]) -> list[float]:
+    """Tasks that were measured apart may be cut into other numbers of pieces: then their means are added."""
+    size = len(bursts[0][0])
+    if any(len(burst) != size for burst, _ in bursts):
+        return [sum(count * sum(burst) / len(burst) for burst, count in bursts)]
+    return [sum(count * burst[index] for burst, count in bursts) for index in range(size)]

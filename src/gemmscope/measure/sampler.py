@@ -28,6 +28,10 @@ class StoppingRule:
     why: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin anew: the time limit counts from here."""
         self.started = self.clock()
 
     def done(self, results: Results, recipes: Sequence[str], modes: Sequence[Mode]) -> bool:
@@ -45,14 +49,15 @@ class StoppingRule:
         return False
 
     def widest(self, results: Results, recipes: Sequence[str], modes: Sequence[Mode]) -> float | None:
-        """The largest half-width among the speedups; with a baseline alone, of its own time."""
+        """The largest half-width among the speedups, of every op and of all together; with a baseline alone, of its own time."""
         if list(recipes) == [BASELINE]:
             totals = [results.totals(BASELINE, mode) for mode in modes]
-            return max((time_interval([[t] for t in total]).half_width for total in totals if total is not None), default=None)
+            return max((time_interval(total, results.alike()).half_width for total in totals if total is not None), default=None)
         found = [
             interval.half_width
             for recipe in recipes
             for mode in modes
-            if recipe != BASELINE and (interval := results.speedup(recipe, mode)) is not None
+            for cases in (None, *([case] for case in results.cases()))
+            if recipe != BASELINE and (interval := results.speedup(recipe, mode, cases)) is not None
         ]
         return max(found, default=None)

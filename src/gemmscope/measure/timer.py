@@ -1,7 +1,8 @@
 """Clocks. A timer makes a prepared task repeatable and times bursts of tasks: on the GPU with CUDA graphs and events.
 
 A burst runs the tasks of a group one after another, over and over, as a training step runs its layers. What precedes the steady
-state is dropped by its time, never by its value.
+state is dropped by its time, never by its value. Bursts are launched ahead: the next one is queued while the last one runs, since
+a gap of a few milliseconds between them lets the chip's clock jump (on an H200 that doubled the spread from burst to burst).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -32,6 +33,61 @@ class Runnable:
     host_ms: float
 
 
+@dataclass(frozen=True)
+class Amount:
+    """How much of a burst is dropped and how much counts, in milliseconds; or in cycles through its tasks."""
+
+    drop: float
+    keep: float
+    in_cycles: bool = False
+
+    def cycles(self, cycle_ms: float) -> tuple[int, int]:
+        """(dropped, kept) for tasks that take so long together.
+
+        >>> Amount(70, 130).cycles(20.0)
+        (4, 7)
+        """
+        if self.in_cycles:
+            return int(self.drop), int(self.keep)
+        return math.ceil(self.drop / cycle_ms), max(1, math.ceil(self.keep / cycle_ms)) if self.keep else 0
+
+
+class Burst(Protocol):
+    """A burst that has been launched."""
+
+    def nearly_done(self) -> None:
+        """Wait until it is in the part that counts."""
+
+    def times_ms(self) -> list[list[float]]:
+        """Wait for its end. Milliseconds of each run of each task that counts."""
+
+
+class Timer(Protocol):
+    """What the worker asks of a clock."""
+
+    def ready(self, prepared: Prepared) -> Runnable:
+        """Make it repeatable."""
+
+    def launch(self, tasks: Sequence[Runnable], amount: Amount) -> Burst:
+        """Start a burst, behind those that were launched before."""
+
+    def kernels(self, groups: Sequence[Sequence[Runnable]], drop_ms: float) -> list[list[list[KernelRun]]]:
+        """The kernels of one run of each task of each group, in the state that the group brings the chip to."""
+
+
+@dataclass(frozen=True)
+class DoneBurst:
+    """One that ran while it was launched."""
+
+    samples: list[list[float]]
+
+    def nearly_done(self) -> None:
+        """It is."""
+
+    def times_ms(self) -> list[list[float]]:
+        return self.samples
+
+
 class CpuTimer:
     """perf_counter around each run."""
 
@@ -39,41 +95,61 @@ class CpuTimer:
         prepared.run()
         return Runnable(prepared.run, prepared, host_ms=0.0)
 
-    def burst(self, tasks: Sequence[Runnable], drop_ms: float, keep_ms: float) -> list[list[float]]:
+    def launch(self, tasks: Sequence[Runnable], amount: Amount) -> Burst:
         samples: list[list[float]] = [[] for _ in tasks]
-        started = time.perf_counter()
-        while not samples[0] or time.perf_counter() - started < (drop_ms + keep_ms) / 1000:
-            warming = time.perf_counter() - started < drop_ms / 1000
+        cycle_ms = max(self._time_cycle(tasks), 1e-3)
+        dropped, kept = amount.cycles(cycle_ms)
+        for number in range(dropped + kept):
             for index, task in enumerate(tasks):
                 begin = time.perf_counter()
                 task.run()
-                if not warming:
+                if number >= dropped:
                     samples[index].append((time.perf_counter() - begin) * 1000 / task.prepared.copies)
-        return samples
+        return DoneBurst(samples)
 
-    def kernels(self, tasks: Sequence[Runnable]) -> list[list[KernelRun]]:
+    def _time_cycle(self, tasks: Sequence[Runnable]) -> float:
+        begin = time.perf_counter()
+        for task in tasks:
+            task.run()
+        return (time.perf_counter() - begin) * 1000
+
+    def kernels(self, groups: Sequence[Sequence[Runnable]], drop_ms: float) -> list[list[list[KernelRun]]]:  # noqa: ARG002
         """None to be seen."""
-        return [[] for _ in tasks]
+        return [[[] for _ in tasks] for tasks in groups]
+
+
+@dataclass(frozen=True)
+class _CudaBurst:
+    """Events before and after each task, cycle by cycle."""
+
+    tasks: Sequence[Runnable]
+    marks: list[list[Any]]
+
+    def nearly_done(self) -> None:
+        self.marks[len(self.marks) // 2][0].synchronize()
+
+    def times_ms(self) -> list[list[float]]:
+        self.marks[-1][-1].synchronize()
+        return [
+            [events[index].elapsed_time(events[index + 1]) / task.prepared.copies for events in self.marks]
+            for index, task in enumerate(self.tasks)
+        ]
 
 
 class CudaTimer:
-    """CUDA graphs, so that the host's pace does not show, and events around each replay."""
+    """CUDA graphs, so that the host's pace does not show, and events around each replay (or its kernels' own timestamps)."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_kernels: bool = False) -> None:
+        self._by_kernels = by_kernels
         self._cycles: dict[tuple[int, ...], float] = {}
 
     def ready(self, prepared: Prepared) -> Runnable:
-        """Warm up, time the eager dispatch, capture."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                prepared.run()
-        torch.cuda.current_stream().wait_stream(side)
+        """Time the eager dispatch, capture. (Preparing has run it before, so that nothing is compiled or loaded any more.)"""
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        prepared.run()
-        host_ms = (time.perf_counter() - begin) * 1000 / prepared.copies
+        for _ in range(2):
+            prepared.run()
+        host_ms = (time.perf_counter() - begin) * 1000 / 2 / prepared.copies
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -82,22 +158,32 @@ class CudaTimer:
         torch.cuda.synchronize()
         return Runnable(graph.replay, prepared, host_ms)
 
-    def burst(self, tasks: Sequence[Runnable], drop_ms: float, keep_ms: float) -> list[list[float]]:
-        cycle_ms = self._cycle(tasks)
-        for _ in range(math.ceil(drop_ms / cycle_ms)):
-            for task in tasks:
-                task.run()
+    def launch(self, tasks: Sequence[Runnable], amount: Amount) -> Burst:
+        dropped, kept = amount.cycles(self._cycle(tasks))
+        if self._by_kernels:
+            return DoneBurst(self._burst_by_kernels(tasks, dropped, kept))
+        _run(tasks, dropped)
         marks: list[list[Any]] = []
-        for _ in range(max(1, math.ceil(keep_ms / cycle_ms))):
+        for _ in range(kept):
             events = [torch.cuda.Event(enable_timing=True) for _ in range(len(tasks) + 1)]
             events[0].record()
             for task, after in zip(tasks, events[1:], strict=True):
                 task.run()
                 after.record()
             marks.append(events)
-        torch.cuda.synchronize()
+        return _CudaBurst(tasks, marks)
+
+    def _burst_by_kernels(self, tasks: Sequence[Runnable], dropped: int, kept: int) -> list[list[float]]:
+        """Time in which any kernel of a run was at work: gaps between kernels do not count."""
+
+        def work() -> None:
+            _run(tasks, dropped)
+            for _ in range(kept):
+                _run_marked(tasks)
+
+        segments = _segments(work, kept * len(tasks))
         return [
-            [events[index].elapsed_time(events[index + 1]) / task.prepared.copies for events in marks]
+            [_busy_ms(segments[number * len(tasks) + index]) / task.prepared.copies for number in range(kept)]
             for index, task in enumerate(tasks)
         ]
 
@@ -105,34 +191,80 @@ class CudaTimer:
         """One cycle's time in ms, to plan bursts by; measured once for a group."""
         group = tuple(id(task) for task in tasks)
         if group not in self._cycles:
-            self._cycles[group] = max(self._time_cycle(tasks), 1e-3)
+            before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            before.record()
+            _run(tasks, 1)
+            after.record()
+            torch.cuda.synchronize()
+            self._cycles[group] = max(float(before.elapsed_time(after)), 1e-3)
         return self._cycles[group]
 
-    def _time_cycle(self, tasks: Sequence[Runnable]) -> float:
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before.record()
+    def kernels(self, groups: Sequence[Sequence[Runnable]], drop_ms: float) -> list[list[list[KernelRun]]]:
+        """One profiler session for all (starting one costs more than running it); every group heats up before it is looked at."""
+        warm_up = [Amount(drop_ms, 0).cycles(self._cycle(tasks))[0] for tasks in groups]
+
+        def work() -> None:
+            for tasks, cycles in zip(groups, warm_up, strict=True):
+                _run(tasks, cycles)
+                _run_marked(tasks)
+                torch.cuda._sleep(1)  # ends the last task
+
+        segments = iter(_segments(work, sum(len(tasks) + 1 for tasks in groups)))
+        found = []
+        for tasks in groups:
+            found.append([[_kernel_run(event) for event in next(segments)] for _ in tasks])
+            next(segments)  # the next group warming up
+        return found
+
+
+def start_profiler() -> None:
+    """Load the profiler's library, which takes most of a second the first time."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]):
+        torch.cuda.synchronize()
+
+
+def _run(tasks: Sequence[Runnable], cycles: int) -> None:
+    for _ in range(cycles):
         for task in tasks:
             task.run()
-        after.record()
+
+
+def _run_marked(tasks: Sequence[Runnable]) -> None:
+    for task in tasks:
+        torch.cuda._sleep(1)
+        task.run()
+
+
+def _segments(work: Callable[[], None], expected: int) -> list[list[Any]]:
+    """Profile `work`, and part what it ran at the markers: a list of GPU events after each."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as session:
+        work()
         torch.cuda.synchronize()
-        return float(before.elapsed_time(after))
+    events = [event for event in session.profiler.kineto_results.events() if str(event.device_type()).endswith("CUDA")]
+    found: list[list[Any]] = []
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if _MARKER in event.name():
+            found.append([])
+        elif found:
+            found[-1].append(event)
+    if len(found) != expected:
+        raise RuntimeError(f"the profiler saw {len(found)} of {expected} runs")
+    return found
 
-    def kernels(self, tasks: Sequence[Runnable]) -> list[list[KernelRun]]:
-        """The kernels of one run of each task, from one profiler session (starting a session costs more than running it)."""
-        from torch.profiler import ProfilerActivity, profile
 
-        with profile(activities=[ProfilerActivity.CUDA]) as session:
-            for task in tasks:
-                torch.cuda._sleep(1)
-                task.run()
-            torch.cuda.synchronize()
-        events = [event for event in session.profiler.kineto_results.events() if str(event.device_type()).endswith("CUDA")]
-        found: list[list[KernelRun]] = []
-        for event in sorted(events, key=lambda event: event.start_ns()):
-            if _MARKER in event.name():
-                found.append([])
-            elif found:
-                found[-1].append(KernelRun(event.name(), event.duration_ns() / 1000, event.device_resource_id()))
-        if len(found) != len(tasks):
-            raise RuntimeError(f"the profiler saw {len(found)} of {len(tasks)} tasks")
-        return found
+def _kernel_run(event: Any) -> KernelRun:
+    return KernelRun(event.name(), event.duration_ns() / 1000, event.device_resource_id())
+
+
+def _busy_ms(events: Sequence[Any]) -> float:
+    """Kernels on several streams overlap: the time in which at least one ran."""
+    busy_ns, until = 0, 0
+    for event in events:  # in the order of their start
+        start, end = event.start_ns(), event.start_ns() + event.duration_ns()
+        busy_ns += max(0, end - max(start, until))
+        until = max(until, end)
+    return busy_ns / 1e6

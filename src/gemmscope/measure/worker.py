@@ -1,8 +1,9 @@
 """The measuring process: the only one that imports torch and touches the GPU.
 
-Started by `campaign.py` with a request file and the number of an open descriptor. It prepares every task, then runs rounds of
-bursts until its standard input ends, and writes one JSON message a line to the descriptor, as things happen: whatever was
-measured is in the parent's hands before anything can go wrong. `begin` names the task at work, so that a crash has a name.
+Started by `link.py` with the number of an open descriptor; the request is the first line of its input. It prepares every task,
+looks at the kernels of each (in the state that it will be measured in), then runs rounds of bursts until its input ends, and
+writes one JSON message a line to the descriptor, as things happen: whatever was measured is in the parent's hands before anything
+can go wrong. `begin` names the task at work, so that a crash has a name.
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ import os
 import random
 import select
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
-from pathlib import Path
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from typing import Any
 
 os.environ.setdefault("NVTE_FRAMEWORK", "pytorch")  # Transformer Engine would import JAX too, where it is installed
@@ -37,15 +37,41 @@ import torch
 _mark("torch imported")
 
 from gemmscope.gpu.nvml import Gpu, open_nvml
-from gemmscope.measure.backends.base import Backend
-from gemmscope.measure.task import Mode, Task
-from gemmscope.measure.timer import CpuTimer, CudaTimer, Runnable
+from gemmscope.measure.backends import BACKENDS
+from gemmscope.measure.backends.base import Backend, Options
+from gemmscope.measure.backends.reference import OperandStore
+from gemmscope.measure.heat import Heater, heating
+from gemmscope.measure.kernels import KernelRun
+from gemmscope.measure.task import Task
+from gemmscope.measure.timer import Amount, Burst, CpuTimer, CudaTimer, Runnable, Timer
 from gemmscope.recipe.recipes import recipe
+from gemmscope.workload.ops import PASSES
 
-BACKENDS = {"transformer_engine": "TransformerEngineBackend", "cpu": "CpuBackend"}
 LEAST_BYTES_IN_FLIGHT_OVER_L2 = 3
 MOST_COPIES = 8
-WARM_UP_ROUNDS = 2  # these bring the chip to its state, and are dropped
+RUNS_FOR_NSIGHT = 3
+HEAT_PER_TASK_MS = 5
+HEAT_WHILE_PROFILER_STARTS_MS = 100
+WARM_UP_MS, WARM_UP_ROUNDS = 1800, 2
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """A burst on its way."""
+
+    number: int
+    tasks: list[Task]
+    burst: Burst
+    ends_round: bool
+
+
+def _plan(groups: Sequence[list[Task]], rounds: int, seed: int) -> Iterator[tuple[int, list[Task], bool]]:
+    """Every group once a round, in random order: the round's number, the group, whether it is the round's last."""
+    rng = random.Random(seed)
+    for number in range(rounds):
+        order = rng.sample(groups, len(groups))
+        for index, tasks in enumerate(order):
+            yield number, tasks, index + 1 == len(order)
 
 
 class Worker:
@@ -55,50 +81,80 @@ class Worker:
         self.request, self.out = request, out
         self.tasks = [Task.from_json(task) for task in request["tasks"]]
         self.ready: dict[str, Runnable] = {}
+        self.sums: dict[str, list[str]] = {}  # tasks that are the sum of others, by key
         self.on_gpu = request["backend"] != "cpu"
-        self.timer: CpuTimer | CudaTimer = CudaTimer() if self.on_gpu else CpuTimer()
+        self.timer: Timer = CudaTimer(by_kernels=request["timing"] == "profiler") if self.on_gpu else CpuTimer()
+        self.operands = OperandStore("cuda" if self.on_gpu else "cpu")
         self.gpu = _gpu() if self.on_gpu else None
+        self.heater: Heater | None = None
 
     def say(self, message_type: str, **content: Any) -> None:
         self.out.write(json.dumps({"type": message_type, **content}) + "\n")
         self.out.flush()
 
     def main(self) -> None:
-        """Prepare, measure, profile."""
-        try:
-            backend = self._backend()
-        except Exception as error:
-            lines = str(error).strip().splitlines() or [""]
-            self.say("fatal", why=f"the {self.request['backend']} backend does not load: {type(error).__name__}: {lines[0]}")
-            return
-        self.say("hello", versions=dict(backend.versions()), device=_device_facts(self.gpu), seconds=_TIMELINE.copy())
+        """Load, prepare, look at the kernels, measure."""
+        cases = list(dict.fromkeys(task.case for task in self.tasks))
+        with heating(self.operands, cases, profile=self._profiles()) if self.on_gpu else nullcontext():
+            try:
+                backend = self._backend()
+            except Exception as error:
+                lines = str(error).strip().splitlines() or [""]
+                self.say("fatal", why=f"the {self.request['backend']} backend does not load: {type(error).__name__}: {lines[0]}")
+                return
+            self.say("hello", versions=dict(backend.versions()), device=_device_facts(self.gpu), seconds=_TIMELINE)
+            self.say("begin", task=self.tasks[0].key, what="compiling")
+            possible = [task for task in self.tasks if not self._why_not(backend, task)]
+            backend.get_ready(possible)
+        _mark("compiled")
+        self.heater = Heater() if self.on_gpu else None
         for task in self.tasks:
             self._prepare(backend, task)
-        self._rounds()
-        self._profile()
-        self.say("done")
+            self._keep_warm(HEAT_PER_TASK_MS)
+        _mark("prepared")
+        if self.request["for_nsight"]:
+            self._run_for_nsight()
+        else:
+            self._profile()
+            _mark("profiled")
+            self._rounds()
+        self.say("done", seconds=_TIMELINE)
+
+    def _profiles(self) -> bool:
+        """Whether torch's own profiler is used: Nsight would stand in its way."""
+        return self.on_gpu and not self.request["for_nsight"]
 
     def _backend(self) -> Backend:
-        with _heating() if self.on_gpu else nullcontext():  # importing a framework takes seconds in which the GPU gets warm
-            module = importlib.import_module(f"gemmscope.measure.backends.{self.request['backend']}")
-            backend: Backend = getattr(module, BACKENDS[self.request["backend"]])()
+        module, class_name = BACKENDS[self.request["backend"]]
+        options = Options(self.request["cache_weights"], self.request["filter_layers"])
+        backend: Backend = getattr(importlib.import_module(module), class_name)(self.operands, options)
         _mark("backend loaded")
         return backend
 
+    @staticmethod
+    def _why_not(backend: Backend, task: Task) -> str:
+        asked = recipe(task.recipe)
+        return backend.why_not(asked) or backend.why_not_task(task)
+
     def _prepare(self, backend: Backend, task: Task) -> None:
         self.say("begin", task=task.key, what="preparing")
-        asked = recipe(task.recipe)
-        reason = backend.why_not(asked) or asked.misaligned(task.case.sizes())
+        reason = self._why_not(backend, task)
         if reason:
             self.say("failed", task=task.key, why=reason, kind="unsupported")
             return
         try:
-            self.ready[task.key] = self.timer.ready(backend.prepare(task, asked, self._copies(task)))
+            made = self.timer.ready(backend.prepare(task, recipe(task.recipe), self._copies(task)))
         except Exception as error:
             self._failed(task, error)
         else:
-            made = self.ready[task.key]
-            self.say("ready", task=task.key, error=made.prepared.error, host_ms=made.host_ms, copies=made.prepared.copies)
+            self.ready[task.key] = made
+            prepared = made.prepared
+            facts = {"error": prepared.error, "host_ms": made.host_ms, "copies": prepared.copies, "note": prepared.note}
+            if self.request["cache_weights"]:
+                facts["cache_weights"] = True
+            if prepared.order:
+                facts["order"] = list(prepared.order)
+            self.say("ready", task=task.key, **facts)
 
     def _copies(self, task: Task) -> int:
         """Enough sets of buffers that they do not fit into the cache, or the cache would be measured."""
@@ -121,44 +177,110 @@ class Worker:
         if self.on_gpu:
             torch.cuda.empty_cache()
 
-    def _rounds(self) -> None:
-        """A burst of every group in random order, round after round, until told to stop."""
-        groups: dict[tuple[str, Mode], list[Task]] = {}
+    def _groups(self) -> list[list[Task]]:
+        """The tasks that are measured, those of a recipe and mode together."""
+        groups: dict[tuple[str, str], list[Task]] = {}
         for task in self.tasks:
-            if task.key in self.ready:
+            if task.key in self.ready and task.key not in self.sums:
                 groups.setdefault(task.group, []).append(task)
-        if not groups:
-            return
-        rng = random.Random(self.request.get("seed", 0))
-        for round_number in range(-WARM_UP_ROUNDS, self.request["max_rounds"]):
-            for group in rng.sample(list(groups), len(groups)):
-                self._burst(round_number, groups[group])
-            if round_number >= 0:
-                self.say("round", round=round_number)
-            if _told_to_stop():
-                return
-
-    def _burst(self, round_number: int, tasks: list[Task]) -> None:
-        self.say("begin", task=tasks[0].key, what="measuring")
-        runnables = [self.ready[task.key] for task in tasks]
-        keep_ms = self.request["keep_ms"] if round_number >= 0 else 0
-        samples = self.timer.burst(runnables, self.request["drop_ms"], keep_ms)
-        state = asdict(self.gpu.read()) if self.gpu else {}
-        if round_number < 0:
-            return
-        times = {task.key: burst for task, burst in zip(tasks, samples, strict=True)}
-        self.say("samples", round=round_number, times_ms=times, state=state)
+        return list(groups.values())
 
     def _profile(self) -> None:
-        """Which kernels ran, in the state that was measured."""
-        tasks = [task for task in self.tasks if task.key in self.ready]
-        if not tasks or not self.on_gpu:
+        """Which kernels run, each group in its own state. It brings the chip to that state, too."""
+        groups = self._groups()
+        if not groups:
             return
-        self.say("begin", task=tasks[0].key, what="profiling")
-        self.timer.burst([self.ready[task.key] for task in tasks[: max(1, len(tasks) // 4)]], 0, 20)
-        for task, runs in zip(tasks, self.timer.kernels([self.ready[task.key] for task in tasks]), strict=True):
-            kernels = [[run.name, round(run.duration_us, 3), run.stream] for run in runs]
-            self.say("kernels", task=task.key, kernels=kernels)
+        self.say("begin", task=groups[0][0].key, what="looking at the kernels")
+        self._keep_warm(HEAT_WHILE_PROFILER_STARTS_MS)
+        try:
+            found = self.timer.kernels([[self.ready[task.key] for task in tasks] for tasks in groups], self.request["drop_ms"])
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            self.say(
+                "warning", words=f"the kernels could not be looked at ({lines[0]}): no precision is proven, no time is split"
+            )
+            return
+        kernels = {
+            task.key: runs for tasks, seen in zip(groups, found, strict=True) for task, runs in zip(tasks, seen, strict=True)
+        }
+        for key, runs in kernels.items():
+            self.say("kernels", task=key, kernels=[[run.name, round(run.duration_us, 3), run.stream] for run in runs])
+        self._find_sums(kernels)
+
+    def _keep_warm(self, duration_ms: float) -> None:
+        if self.heater is not None and duration_ms > 0:
+            self.heater.queue(duration_ms)
+            self.heater.precede()
+
+    def _find_sums(self, kernels: dict[str, list[KernelRun]]) -> None:
+        """A linear that runs the very kernels of its products and nothing else (BF16 does) is their sum: it is measured once."""
+        for task in self.tasks:
+            parts = [Task(task.case, task.recipe, "pre-quantized", name).key for name in PASSES]
+            once = task.mode == "autocast" and task.case.passes == PASSES and kernels.get(task.key)
+            if not once or not all(kernels.get(key) for key in parts) or self.ready[task.key].prepared.copies != 1:
+                continue
+            names = Counter(run.name for run in kernels[task.key])
+            if names == Counter(run.name for key in parts for run in kernels[key]):
+                self.sums[task.key] = parts
+                self.say("sum", task=task.key, of=parts)
+
+    def _rounds(self) -> None:
+        """A burst of every group in random order, round after round, until told to stop. The GPU is never left waiting."""
+        groups, counts = self._groups(), self.request["counts"]
+        if counts and groups:
+            self._keep_warm(1000 * counts["gpu_warmup"])
+        elif self.on_gpu:
+            self._warm_up(groups)
+        waiting: _Launched | None = None
+        for number, tasks, ends_round in _plan(groups, self.request["max_rounds"], self.request["seed"]):
+            if _told_to_stop():
+                return  # what was launched last belongs to no complete round
+            self.say("begin", task=tasks[0].key, what="measuring")
+            runnables = [self.ready[task.key] for task in tasks]
+            burst = self.timer.launch(runnables, self._amount(number))
+            if waiting is not None:
+                self._collect(waiting)
+            waiting = _Launched(number, tasks, burst, ends_round)
+        if waiting is not None:
+            self._collect(waiting)
+
+    def _warm_up(self, groups: Sequence[list[Task]]) -> None:
+        """Bursts that nobody looks at: the power control needs a few seconds of this very mixture to settle."""
+        share_ms = WARM_UP_MS / WARM_UP_ROUNDS / max(len(groups), 1)
+        for _, tasks, _ in _plan(groups, WARM_UP_ROUNDS, self.request["seed"] + 1):
+            self.timer.launch([self.ready[task.key] for task in tasks], Amount(share_ms, 0))
+
+    def _amount(self, number: int) -> Amount:
+        counts = self.request["counts"]
+        if not counts:
+            return Amount(self.request["drop_ms"], self.request["keep_ms"])
+        rounds = self.request["max_rounds"]
+        return Amount(counts["num_warmup"], (counts["num_iters"] + number) // rounds, in_cycles=True)
+
+    def _collect(self, launched: _Launched) -> None:
+        launched.burst.nearly_done()
+        state = asdict(self.gpu.read()) if self.gpu else {}
+        times = {task.key: samples for task, samples in zip(launched.tasks, launched.burst.times_ms(), strict=True)}
+        for whole, parts in self.sums.items():
+            if parts[0] in times:
+                times[whole] = [sum(run) for run in zip(*(times[part] for part in parts), strict=True)]
+        self.say("samples", round=launched.number, times_ms=times, state=state)
+        if launched.ends_round:
+            self.say("round", round=launched.number)
+
+    def _run_for_nsight(self) -> None:
+        """Everything a few times, each in an NVTX range of its name, between the calls that Nsight Systems waits for."""
+        if self.on_gpu:
+            torch.cuda.cudart().cudaProfilerStart()
+        for task in self.tasks:
+            if task.key in self.ready:
+                with torch.cuda.nvtx.range(task.key) if self.on_gpu else nullcontext():
+                    for _ in range(RUNS_FOR_NSIGHT):
+                        self.ready[task.key].prepared.run()
+                if self.on_gpu:
+                    torch.cuda.synchronize()
+        if self.on_gpu:
+            torch.cuda.cudart().cudaProfilerStop()
 
 
 def _gpu() -> Gpu | None:
@@ -184,31 +306,6 @@ def _device_facts(gpu: Gpu | None) -> dict[str, Any]:
     return facts | ({"power_limit_w": gpu.power_limit_w(), "max_sm_mhz": gpu.max_sm_mhz()} if gpu else {})
 
 
-@contextmanager
-def _heating() -> Iterator[None]:
-    """Large products in the background, so that the chip is hot and at its power limit when measuring begins."""
-    stop = threading.Event()
-    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    torch.mm(a, a)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(100):
-            torch.mm(a, a)
-
-    def heat() -> None:
-        while not stop.is_set():  # one call keeps the chip busy for a good while, and the interpreter free to import
-            graph.replay()
-            torch.cuda.synchronize()
-
-    thread = threading.Thread(target=heat, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-
-
 def _told_to_stop() -> bool:
     """Whether the parent has closed our standard input, or has gone."""
     readable, _, _ = select.select([sys.stdin], [], [], 0)
@@ -217,9 +314,11 @@ def _told_to_stop() -> bool:
 
 def main() -> None:
     """Read the request, say everything to the descriptor."""
-    request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    with os.fdopen(int(sys.argv[2]), "w", encoding="utf-8") as out:
-        Worker(request, out).main()
+    line = sys.stdin.readline()
+    if not line:
+        return  # started early, and not needed after all
+    with os.fdopen(int(sys.argv[1]), "w", encoding="utf-8") as out:
+        Worker(json.loads(line), out).main()
 
 
 if __name__ == "__main__":

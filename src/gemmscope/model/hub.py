@@ -15,7 +15,7 @@ import sys
 from typing import Any
 
 from gemmscope.errors import UserError
-from gemmscope.process import worker_command
+from gemmscope.process import worker_command, worker_environment
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 
@@ -38,7 +38,7 @@ def resolve(name: str) -> dict[str, Any]:
             f"there is no file or folder {name!r}, and without transformers it cannot be looked up as a hub id",
             f"pip install transformers, or {instead}",
         )
-    child = subprocess.run(worker_command(__name__, name), capture_output=True, text=True, check=False)
+    child = subprocess.run(worker_command(__name__, name), env=worker_environment(), capture_output=True, text=True, check=False)
     if child.returncode != 0:
         lines = child.stderr.strip().splitlines() or ["no reason given"]
         raise UserError(f"there is no file or folder {name!r}, and as a hub id it cannot be resolved: {lines[-1]}", instead)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
 
@@ -22,9 +22,12 @@ class Recipe:
     backends: tuple[str, ...]
     operands: Mapping[str, tuple[str, str]]
     scales: str
+    also_scaled: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by pass: what a kernel may show instead
     multiple_of: int = 1  # that tokens, input and output features must be
     bytes_read: float = 0  # per element quantized
     bytes_written: float = 0
+    weight_copy_bytes: float = 0  # per weight element: the quantized copies, both directions together
+    kept_bytes: float = 2  # per element of X, from forward to backward
     same_kernels_as: str | None = None  # quantized differently, multiplied alike
     seen: str = ""  # the GPU on which these facts were observed
     settings: Mapping[str, Any] = field(default_factory=dict)  # per backend: how it names the recipe
@@ -32,6 +35,16 @@ class Recipe:
     @property
     def quantizes(self) -> bool:
         return self.scales != "none"
+
+    def scales_of(self, pass_name: str) -> tuple[str, ...]:
+        """How the factors of a pass may be scaled, the recipe's own way first; a product of BF16 has no scales in any recipe.
+
+        >>> recipe("FP8Rowwise").scales_of("dgrad"), recipe("FP8RowwiseGWHP").scales_of("wgrad")
+        (('row', 'tensor'), ('none',))
+        """
+        if set(self.operands[pass_name]) == {"bf16"}:
+            return ("none",)
+        return (self.scales, *self.also_scaled.get(pass_name, ()))
 
     def misaligned(self, sizes: Mapping[str, int]) -> str:
         """Why products of these sizes do not run in this recipe; empty if they do.
@@ -49,12 +62,13 @@ class Recipe:
 @cache
 def recipes() -> Mapping[str, Recipe]:
     """All recipes by name, the baseline first."""
-    known = {"title", "backends", "operands", "scales", "multiple_of", "bytes_read", "bytes_written", "same_kernels_as", "seen"}
+    known = {each.name for each in fields(Recipe)} - {"name", "settings"}
     made = {}
     for name, facts in load_data("gemmscope.recipe", "recipes.toml").items():
         plain = {key: value for key, value in facts.items() if key in known}
         plain["backends"] = tuple(facts["backends"])
         plain["operands"] = {which: tuple(pair) for which, pair in facts["operands"].items()}
+        plain["also_scaled"] = {which: tuple(kinds) for which, kinds in facts.get("also_scaled", {}).items()}
         settings = {key: value for key, value in facts.items() if key not in known}
         made[name] = Recipe(name=name, settings=settings, **plain)
     return made

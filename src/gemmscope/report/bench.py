@@ -1,175 +1,193 @@
-"""The result of `gemmscope bench` as tables and sentences. A number that was not measured is a dash, never a zero."""
+"""The result of `gemmscope bench` as tables: each pass of each op, sums and speedups, pairs of precisions, memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from itertools import combinations
 
-from gemmscope.measure.breakdown import Breakdown, breakdown
-from gemmscope.measure.results import Results
+from gemmscope.measure.breakdown import Breakdown
+from gemmscope.measure.findings import Findings, known, too_close
 from gemmscope.measure.stats import Interval
 from gemmscope.measure.task import Case, Mode
-from gemmscope.recipe.recipes import BASELINE, recipe
+from gemmscope.recipe.recipes import BASELINE
 from gemmscope.report.shapes import Table
-from gemmscope.report.units import percent
+from gemmscope.report.units import si
 from gemmscope.workload.ops import PASSES
 
-TITLES: dict[Mode, str] = {
-    "autocast": "Autocast: forward and backward, X, W and dY quantized once each (ms; quantization charged to its passes)",
-    "pre-quantized": "Pre-quantized: the products alone (ms)",
-}
+TITLES: dict[Mode, str] = {"autocast": "Autocast", "pre-quantized": "Pre-quantized"}
+SUMS = {"fprop": "Fprop sum", "dgrad": "Dgrad sum", "wgrad": "Wgrad sum"}
 
 
-class BenchReport:
-    """Everything to be said about a campaign's results."""
-
-    def __init__(self, results: Results, recipes: Sequence[str], modes: Sequence[Mode]) -> None:
-        self.results, self.recipes, self.modes = results, list(recipes), list(modes)
-        self.cells: dict[tuple[Case, str, Mode], Breakdown | None] = {
-            (case, name, mode): breakdown(results, case, name, mode)
-            for case in results.cases()
-            for name in recipes
-            for mode in modes
-        }
-
-    def cell(self, case: Case, name: str, mode: Mode) -> Breakdown | None:
-        """One op in one recipe. A recipe with another's products shows that one's, in pre-quantized mode."""
-        return self.cells.get((case, self.measured_as(name, mode), mode))
-
-    def measured_as(self, name: str, mode: Mode) -> str:
-        other = recipe(name).same_kernels_as
-        return other if mode == "pre-quantized" and other in self.recipes else name
-
-    def columns(self, mode: Mode) -> list[str]:
-        """The recipes that have numbers of their own in this mode."""
-        return [name for name in self.recipes if self.measured_as(name, mode) == name]
-
-    def tables(self) -> list[Table]:
-        return [self._table(mode) for mode in self.modes]
-
-    def _table(self, mode: Mode) -> Table:
-        names = self.columns(mode)
-        rows = [row for case in self.results.cases() for row in self._rows(case, mode, names)]
-        totals = ["Model", "all", "", *(self._total(name, mode) for name in names)]
-        speedups = ["", "speedup", "", *(self._speedup(name, mode) for name in names)]
-        return Table(TITLES[mode], ("Op", "Pass", "M x K x N", *names), (*rows, tuple(totals), tuple(speedups)))
-
-    def _rows(self, case: Case, mode: Mode, names: Sequence[str]) -> list[tuple[str, ...]]:
-        t, k, n = case.tokens, case.inputs, case.outputs
-        shapes = {"fprop": f"{t}x{k}x{n}", "dgrad": f"{t}x{n}x{k}", "wgrad": f"{k}x{t}x{n}"}
-        cells = [self.cell(case, name, mode) for name in names]
-        rows = []
-        for index, pass_name in enumerate(PASSES):
-            texts = [_time(cell, pass_name, case.flops) for cell in cells]
-            rows.append((case.op if index == 0 else "", pass_name, shapes[pass_name], *texts))
-        return [*rows, ("", "all", f"x {case.count}", *(_whole(cell, cells[0]) for cell in cells))]
-
-    def _total(self, name: str, mode: Mode) -> str:
-        totals = self.results.totals(name, mode)
-        return f"{totals.mean():.2f} ms" if totals is not None else "-"
-
-    def _speedup(self, name: str, mode: Mode) -> str:
-        if name == BASELINE:
-            return "1"
-        if self.falls_back(name, mode):
-            return "FALLBACK"
-        found = self.results.speedup(name, mode)
-        return _interval(found) if found else "-"
-
-    def falls_back(self, name: str, mode: Mode) -> bool:
-        return any(
-            cell.fallback
-            for (_, cell_name, cell_mode), cell in self.cells.items()
-            if cell and (cell_name, cell_mode) == (name, mode)
-        )
-
-    def sentences(self) -> list[str]:
-        """What to know beside the numbers: fallbacks, failures, losers, quantization, host, clocks."""
-        return [
-            *self._fallbacks(),
-            *self._failures(),
-            *self._same(),
-            *self._quantization(),
-            *self._losers(),
-            *self._host(),
-            *self._state(),
-        ]
-
-    def _fallbacks(self) -> list[str]:
-        return [
-            f"FALLBACK: {case.op} in {name}, {mode}: {cell.fallback}; left out of the speedups"
-            for (case, name, mode), cell in self.cells.items()
-            if cell and cell.fallback
-        ]
-
-    def _failures(self) -> list[str]:
-        by_reason: dict[tuple[str, str], list[str]] = {}
-        for result in self.results.tasks.values():
-            if result.failure:
-                by_reason.setdefault((result.task.recipe, result.failure), []).append(result.task.case.op)
-        return [f"not measured: {name}, {', '.join(dict.fromkeys(ops))}: {reason}" for (name, reason), ops in by_reason.items()]
-
-    def _same(self) -> list[str]:
-        return [
-            f"pre-quantized {name} is the same kernel as {self.measured_as(name, 'pre-quantized')}: see there"
-            for name in self.recipes
-            if "pre-quantized" in self.modes and self.measured_as(name, "pre-quantized") != name
-        ]
-
-    def _quantization(self) -> list[str]:
-        shares = []
-        for name in self.recipes:
-            cells = [cell for case in self.results.cases() if (cell := self.cell(case, name, "autocast")) and cell.quantize_ms]
-            if cells and recipe(name).quantizes:
-                spent = sum(sum(cell.quantize_ms.values()) * cell.case.count for cell in cells)
-                shares.append(f"{name} {percent(spent / sum(cell.total.value * cell.case.count for cell in cells))}")
-        return [f"time spent quantizing: {', '.join(shares)}"] if shares else []
-
-    def _losers(self) -> list[str]:
-        lines = []
-        for name in self.recipes[1:]:
-            for case in self.results.cases():
-                found = self.results.speedup(name, "autocast", [case])
-                if found is not None and found.high < 1:
-                    lines.append(f"{case.op} loses with {name}: {_interval(found)}")
-        return lines
-
-    def _host(self) -> list[str]:
-        bound = [cell for cell in self.cells.values() if cell and cell.host_bound]
-        if not bound:
-            return []
-        worst = max(bound, key=lambda cell: cell.host_ms / cell.total.value)
-        times = f"{worst.host_ms:.2f} ms against {worst.total.value:.2f} ms"
-        return [
-            f"HOST-BOUND: {len(bound)} of the linears take the CPU longer to launch than the GPU to run (worst: {worst.case.op} "
-            f"in {worst.recipe}, {times}); without CUDA graphs, training waits there"
-        ]
-
-    def _state(self) -> list[str]:
-        states = [state for result in self.results.tasks.values() for state in result.states if state.get("sm_mhz")]
-        if not states:
-            return []
-        clocks = sorted(state["sm_mhz"] for state in states)
-        power = sorted(state["power_w"] for state in states if state["power_w"])
-        reasons = sorted({reason for state in states for reason in state["throttle"]})
-        return [
-            f"while measuring: SM clock {clocks[0]} to {clocks[-1]} MHz, power {power[len(power) // 2]:.0f} W"
-            + (f", held back by {', '.join(reasons)}" if reasons else "")
-        ]
+def tables(report: Findings) -> list[Table]:
+    """All of them, in the order of reading."""
+    if report.bare:
+        return [table for mode in report.modes for table in _bare(report, mode)]
+    per_mode = [table for mode in report.modes for table in (_passes(report, mode), _sums(report, mode))]
+    pairs = [_pairs(report)] if len(report.recipes) > 1 else []
+    return [*per_mode, *pairs, *([_memory(report)] if report.memory() else [])]
 
 
-def _time(cell: Breakdown | None, pass_name: str, flops: int) -> str:
-    if cell is None or pass_name not in cell.pass_ms:
-        return "-"
-    time_ms = cell.pass_ms[pass_name]
-    return f"{time_ms:.3f} ({flops / time_ms / 1e9:.0f} TF/s)"
+def what_is_timed(report: Findings, mode: Mode) -> str:
+    """What one number of this mode stands for, in words."""
+    if mode == "pre-quantized":
+        return "each product alone, on quantized operands" if report.bare else "the products alone"
+    if report.bare:
+        return "X and W quantized once each, then the product"
+    if report.cache_weights:
+        return "forward and backward, X and dY quantized once each; quantizing W is left out, as it is done once per step"
+    return "forward and backward, X, W and dY quantized once each"
 
 
-def _whole(cell: Breakdown | None, baseline: Breakdown | None) -> str:
+def _passes(report: Findings, mode: Mode) -> Table:
+    """Milliseconds and TFLOP/s of every pass."""
+    names = report.columns(mode)
+    charged = "; quantization charged to its passes" if mode == "autocast" else ""
+    title = f"{TITLES[mode]}: {what_is_timed(report, mode)} (ms, TFLOP/s in brackets{charged})"
+    rows = []
+    for case in report.cases:
+        for index, pass_name in enumerate(case.passes):
+            times = (_time(report, case, name, mode, pass_name) for name in names)
+            rows.append((case.op if index == 0 else "", pass_name, _shape(case, pass_name), *times))
+    return Table(title, ("Op", "Pass", "M x K x N", *names), tuple(rows))
+
+
+def _sums(report: Findings, mode: Mode) -> Table:
+    """Each op with its speedup; then the passes summed, one layer, and the model."""
+    names = report.columns(mode)
+    rows = [
+        (case.op, str(case.count), *(_op(report.cell(case, name, mode), report, name, mode) for name in names))
+        for case in report.cases
+    ]
+    sums = {name: report.pass_ms(name, mode) for name in names}
+    of_what = "1 layer" if report.layer else "model"
+    rows += [(SUMS[each], of_what, *(_ms(sums[name][each]) for name in names)) for each in PASSES]
+    if report.layer:
+        rows.append(("One layer", of_what, *(_ms(report.layer_ms(name, mode)) for name in names)))
+    layers = f"{report.layer.layers} layers" if report.layer else "model"
+    rows.append(("Full model", layers, *(_model(report, name, mode) for name in names)))
+    what = "each op once, one layer, the model" if report.layer else "each op once, the model"
+    title = f"{TITLES[mode]}: {what} in one micro-batch (ms; times faster than {BASELINE}, 95% interval)"
+    return Table(title, ("Op", "Count", *names), tuple(rows))
+
+
+def _pairs(report: Findings) -> Table:
+    """Every recipe over the baseline, then every low precision over every other."""
+    low = [name for name in report.recipes if name != BASELINE]
+    pairs = [(name, BASELINE) for name in low] + [(later, earlier) for earlier, later in combinations(low, 2)]
+    rows = [(name, over, *(_verdict(report, name, mode, over) for mode in report.modes)) for name, over in pairs]
+    return Table("Times faster, all linears together (95% interval)", ("Recipe", "Over", *report.modes), tuple(rows))
+
+
+def _bare(report: Findings, mode: Mode) -> list[Table]:
+    """A row for each shape: times, then speedups."""
+    names = report.columns(mode)
+    title = f"{TITLES[mode]}: {what_is_timed(report, mode)} (ms, TFLOP/s in brackets)"
+    times = [(case.op, *(_time(report, case, name, mode, PASSES[0]) for name in names)) for case in report.cases]
+    made = [Table(title, ("M x K x N", *names), tuple(times))]
+    low = [name for name in names if name != BASELINE]
+    if low:
+        rows = [(case.op, *(_verdict(report, name, mode, BASELINE, case) for name in low)) for case in report.cases]
+        made.append(Table(f"{TITLES[mode]}: times faster than {BASELINE} (95% interval)", ("M x K x N", *low), tuple(rows)))
+    return made
+
+
+def _memory(report: Findings) -> Table:
+    """A row for each recipe."""
+    rows = []
+    for name, found in report.memory().items():
+        rows.append((name, *(si(size, "B") for size in (found.weights, found.copies, found.weights + found.copies, found.kept))))
+    columns = ("Recipe", "BF16 weights", "Quantized copies", "Weights in all", "X kept for backward")
+    return Table("Memory of the linears on one rank, one micro-batch (computed, not measured)", columns, tuple(rows))
+
+
+def _shape(case: Case, pass_name: str) -> str:
+    return "x".join(map(str, gemm_sizes(case, pass_name)))
+
+
+def gemm_sizes(case: Case, pass_name: str) -> tuple[int, int, int]:
+    """M, K and N of one pass's product.
+
+    >>> gemm_sizes(Case("Attn Out", 512, 64, 32), "wgrad")
+    (64, 512, 32)
+    """
+    tokens, inputs, outputs = case.tokens, case.inputs, case.outputs
+    return {
+        "dgrad": (tokens, outputs, inputs),
+        "wgrad": (inputs, tokens, outputs),
+    }.get(pass_name, (tokens, inputs, outputs))
+
+
+def _time(report: Findings, case: Case, name: str, mode: Mode, pass_name: str) -> str:
+    """Milliseconds and TFLOP/s of one pass. A bare product that could not be split is its whole time."""
+    cell = report.cell(case, name, mode)
     if cell is None:
         return "-"
-    gain = f" {baseline.total.value / cell.total.value:.2f}x" if baseline and cell is not baseline and not cell.fallback else ""
-    return f"{cell.total.value:.3f}{gain}"
+    time_ms = cell.total.value if case.passes == PASSES[:1] else cell.pass_ms.get(pass_name)
+    if time_ms is None:
+        return "-"
+    shown = f"{digits(time_ms)} ({_rate(case.flops / time_ms / 1e9)})"
+    proof = cell.evidence.get(pass_name)
+    fell_back = proof is not None and proof.verdict == "fallback" and report.fallback(case, name, mode)
+    return f"{shown} FALLBACK" if fell_back else shown
 
 
-def _interval(found: Interval) -> str:
-    return f"{found.value:.3f}x [{found.low:.3f}, {found.high:.3f}]"
+def _op(cell: Breakdown | None, report: Findings, name: str, mode: Mode) -> str:
+    """One op's time and speedup."""
+    if cell is None:
+        return "-"
+    time_ms = digits(cell.total.value)
+    if report.fallback(cell.case, name, mode):
+        return f"{time_ms} FALLBACK"
+    found = report.speedup(name, mode, cell.case)
+    return time_ms if found is None else f"{time_ms} {times_faster(found)}"
+
+
+def _model(report: Findings, name: str, mode: Mode) -> str:
+    found = report.total(name, mode)
+    if found is None:
+        return "-"
+    gain = report.speedup(name, mode)
+    words = "FALLBACK" if report.falls_back(name, mode) else times_faster(gain) if gain else ""
+    return f"{digits(found.value)} {words}".rstrip()
+
+
+def _verdict(report: Findings, name: str, mode: Mode, over: str, case: Case | None = None) -> str:
+    """A speedup, or why there is none."""
+    if any(report.falls_back(report.measured_as(each, mode), mode, case) for each in (name, over)):
+        return "FALLBACK"
+    if report.measured_as(name, mode) == report.measured_as(over, mode):
+        return "same kernels"
+    found = report.speedup(name, mode, case, over)
+    return times_faster(found) + (" too close to call" if found and too_close(found) else "")
+
+
+def _ms(time_ms: float | None) -> str:
+    return "-" if time_ms is None else digits(time_ms)
+
+
+def digits(time_ms: float) -> str:
+    """Milliseconds with enough digits for a speedup to be checked by hand.
+
+    >>> digits(0.012345), digits(1.2345), digits(674.881)
+    ('0.01235', '1.234', '674.88')
+    """
+    return f"{time_ms:.5f}" if time_ms < 0.1 else f"{time_ms:.3f}" if time_ms < 100 else f"{time_ms:.2f}"
+
+
+def _rate(tflops: float) -> str:
+    """TFLOP/s to three digits or so.
+
+    >>> _rate(1223.4), _rate(5.07), _rate(0.0213)
+    ('1223', '5.1', '0.021')
+    """
+    return f"{tflops:.0f}" if tflops >= 10 else f"{tflops:.1f}" if tflops >= 1 else f"{tflops:.3f}"
+
+
+def times_faster(found: Interval | None) -> str:
+    """A speedup with its 95% interval.
+
+    >>> times_faster(Interval(1.6543, 1.6421, 1.6668)), times_faster(None), times_faster(Interval(2.0, 0.0, float("inf")))
+    ('1.654x [1.642, 1.667]', '-', '2.000x [?]')
+    """
+    if found is None:
+        return "-"
+    return f"{found.value:.3f}x " + (f"[{max(found.low, 0.0):.3f}, {found.high:.3f}]" if known(found) else "[?]")

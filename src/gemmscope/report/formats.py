@@ -31,11 +31,18 @@ def print_tables(tables: Iterable[Table], above: Iterable[str], below: Iterable[
         for column in table.columns:
             rich_table.add_column(column, justify="left" if column in TEXT_COLUMNS else "right", no_wrap=True)
         for row in table.rows:
-            rich_table.add_row(*(Text(cell) for cell in row))
+            rich_table.add_row(*(Text(cell, style=_style(cell)) for cell in row))
         console.print()
         console.print(rich_table)
     for line in below:
-        console.print(Text(line))
+        console.print(Text(line, style=_style(line)))
+
+
+def _style(text: str) -> str:
+    """What must not be overlooked is coloured; a terminal without colours, or a pipe, shows the plain words."""
+    if "FALLBACK" in text:
+        return "bold red"
+    return "yellow" if text.startswith(("warning: ", "HOST-BOUND: ", "not measured: ", "unproven: ", "emulated: ")) else ""
 
 
 def markdown(tables: Iterable[Table], above: Iterable[str], below: Iterable[str]) -> str:

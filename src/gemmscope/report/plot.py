@@ -1,98 +1,223 @@
-"""The picture of a bench run: one stacked bar per recipe, for papers and pull requests.
+"""The picture of a bench run, for papers and pull requests. Colours can be told apart by those who see red and green alike.
 
-Each bar is a model's linears in one micro-batch: every op in its colour, fprop and dgrad plain, wgrad lighter, and what
-quantizing takes as a hatched part of its own on top. Above stands the speedup over BF16 with its 95% interval.
+A model: one stacked bar per recipe, its linears in one micro-batch, every op in its colour, fprop and dgrad plain, wgrad lighter,
+and what quantizing takes as a hatched part of its own on top; above stands the speedup over BF16 with its 95% interval. Bare
+shapes: TFLOP/s of every recipe side by side, with the interval as an error bar. The two modes have a panel each.
 """
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gemmscope.errors import UserError
+from gemmscope.measure.findings import Findings, known
 from gemmscope.recipe.recipes import BASELINE
-from gemmscope.report.bench import BenchReport
 
 if TYPE_CHECKING:
     from gemmscope.measure.breakdown import Breakdown
-    from gemmscope.measure.task import Mode
+    from gemmscope.measure.task import Case, Mode
 
-COLOURS = ("#2f6b9a", "#d98032", "#4f9d69", "#a4557f", "#8c7b5a", "#5b6fb5", "#c0524a", "#6aa3a0")
-HEADS = {"autocast": "Autocast: forward and backward, quantizing included", "pre-quantized": "Pre-quantized: products alone"}
+# Okabe and Ito's set, made to be told apart with every kind of colour vision; wine for its black, and yellow last, because it is
+# faint on white.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#882255", "#F0E442")
+DARK, REST = "#4D4D4D", "#9A9A9A"
+MOST_OPS = 7  # in colours of their own; the smallest of more are drawn together
+WIDTH = 0.62
+HEADS = {"autocast": "Autocast: quantizing included", "pre-quantized": "Pre-quantized: products alone"}
+QUANTIZING: dict[str, Any] = {"facecolor": "white", "edgecolor": "#555555", "hatch": "/////", "linewidth": 0.6}
+ALARM = "#B00020"
+CLEAR: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # behind text, or lines would cross it
+STYLE: Any = {
+    "font.size": 9,
+    "hatch.linewidth": 0.5,
+    "svg.fonttype": "none",  # text stays text
+    "text.parse_math": False,  # a dollar in a name is a dollar
+    "pdf.fonttype": 42,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+}
 
 
-def save_plot(report: BenchReport, title: str, path: str) -> None:
-    """Draw both modes side by side and write the file; its ending says in which format (png, svg, pdf)."""
+def save_plot(report: Findings, title: str, path: str) -> None:
+    """Draw both modes and write the file; its ending says in which format (png, svg, pdf)."""
     import matplotlib as mpl
+    from matplotlib.figure import Figure
 
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
+    with mpl.rc_context(STYLE):
+        figure = Figure(layout="constrained")
+        if report.bare:
+            _draw_shapes(figure, report)
+        else:
+            _draw_model(figure, report)
+        letters = int(figure.get_size_inches()[0] * 10)  # that fit into a line of this size
+        figure.suptitle(textwrap.fill(title, letters), fontsize=11, fontweight="bold")
+        try:
+            figure.savefig(Path(path), dpi=200)
+        except (OSError, ValueError) as error:
+            raise UserError(f"the plot cannot be written to {path}: {error}", "for example -o bench.png") from error
 
+
+# --- a model: stacked bars --------------------------------------------------------------------------------------------
+
+
+def _draw_model(figure: Any, report: Findings) -> None:
     widths = [max(len(report.columns(mode)), 1) for mode in report.modes]
-    size = (2 + 1.5 * sum(widths), 5.6)
-    figure, panels = plt.subplots(1, len(widths), figsize=size, squeeze=False, sharey=True, width_ratios=widths)
-    for panel, mode in zip(panels[0], report.modes, strict=True):
-        _bars(panel, report, mode)
-    panels[0][0].set_ylabel("ms per micro-batch, all linears (lighter: wgrad)")
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=min(len(labels), 6), frameon=False, fontsize=9)
-    figure.suptitle(title, fontsize=12)
-    figure.tight_layout(rect=(0, 0.04 + 0.035 * (len(labels) // 6 + 1), 1, 1))
-    try:
-        figure.savefig(Path(path), dpi=160)
-    except (OSError, ValueError) as error:
-        raise UserError(f"the plot cannot be written to {path}: {error}", "for example -o bench.png") from error
-    finally:
-        plt.close(figure)
+    figure.set_size_inches(3.2 + 1.15 * sum(widths), 4.6)
+    panels = figure.subplots(1, len(widths), squeeze=False, sharey=True, width_ratios=widths)[0]
+    colours = _colours(report)
+    for panel, mode in zip(panels, report.modes, strict=True):
+        _bars(panel, report, mode, colours)
+    panels[0].set_ylabel("ms per micro-batch, all linears")
+    tallest = max((panel.get_ylim()[1] for panel in panels), default=1.0)
+    panels[0].set_ylim(0, tallest * 1.16)  # room for what stands above the bars
+    figure.legend(handles=_legend(report, colours), loc="outside right center", frameon=False, fontsize=8.5)
 
 
-def _bars(panel: Any, report: BenchReport, mode: Mode) -> None:
+def _colours(report: Findings) -> dict[Case, str]:
+    """The largest ops in colours of their own, in the order they run; grey for the rest."""
+    work = {case: case.flops * case.count for case in report.cases}
+    largest = sorted(work, key=lambda case: -work[case])[: len(work) if len(work) <= len(COLOURS) else MOST_OPS]
+    own = [case for case in report.cases if case in largest]
+    return {case: COLOURS[own.index(case)] if case in largest else REST for case in report.cases}
+
+
+def _legend(report: Findings, colours: dict[Case, str]) -> list[Any]:
+    """Ops from the top of a bar down, then what shades mean."""
+    from matplotlib.patches import Patch
+
+    own = [Patch(facecolor=colour, label=case.op) for case, colour in colours.items() if colour != REST]
+    rest = sum(colour == REST for colour in colours.values())
+    shades = [Patch(facecolor=DARK, label="fprop + dgrad"), Patch(facecolor=_lighter(DARK), label="wgrad (lighter)")]
+    if any(report.quantizing_ms(name, mode) for mode in report.modes for name in report.columns(mode)):
+        shades.insert(0, Patch(**QUANTIZING, label="quantizing"))
+    others = [Patch(facecolor=REST, label=f"{rest} smaller ops")] if rest else []
+    return [*others, *reversed(own), Patch(alpha=0.0, label=""), *shades]
+
+
+def _bars(panel: Any, report: Findings, mode: Mode, colours: dict[Case, str]) -> None:
     """One mode: a bar for every recipe that has all its parts."""
-    names = [name for name in report.columns(mode) if report.results.totals(name, mode) is not None]
-    tallest = 0.0
+    names = report.columns(mode)
     for position, name in enumerate(names):
+        total = report.total(name, mode)
+        if total is None:
+            panel.text(position, 0, "not\nmeasured", ha="center", va="bottom", fontsize=8, color="#777777")
+            continue
         height = 0.0
-        for index, case in enumerate(report.results.cases()):
-            cell = report.cell(case, name, mode)
-            if cell is not None:
-                height = _stack(panel, cell, position, height, COLOURS[index % len(COLOURS)], first=position == 0)
-        height = _quantizing(panel, report, name, mode, position, height)
-        panel.text(position, height, _above(report, name, mode, height), ha="center", va="bottom", fontsize=9)
-        tallest = max(tallest, height)
+        for colour in dict.fromkeys(sorted(colours.values(), key=lambda each: each == REST)):  # the rest on top
+            cells = [report.cell(case, name, mode) for case in report.cases if colours[case] == colour]
+            height = _stack(panel, [cell for cell in cells if cell is not None], position, height, colour)
+        spent = report.quantizing_ms(name, mode)
+        if spent:
+            panel.bar(position, spent, bottom=height, width=WIDTH, **QUANTIZING)
+        _label(panel, report, name, mode, position, height + spent)
     panel.set_xticks(range(len(names)), names)
-    panel.set_title(HEADS[mode], fontsize=10)
-    panel.set_ylim(0, max(tallest * 1.18, panel.get_ylim()[1]))
-    panel.spines[["top", "right"]].set_visible(False)
+    panel.set_xlim(*((-0.6, len(names) - 0.4) if len(names) > 1 else (-0.9, 0.9)))
+    panel.set_title(HEADS[mode], fontsize=9.5)
+    panel.yaxis.grid(visible=True, color="#DDDDDD", linewidth=0.6)
+    panel.tick_params(axis="x", length=0)
 
 
-def _stack(panel: Any, cell: Breakdown, position: int, bottom: float, colour: str, *, first: bool) -> float:
-    """The products of one op: fprop and dgrad together, wgrad lighter. Returns the new height."""
-    count = cell.case.count
-    products = cell.product_ms()
-    if not products:  # not split into passes: one plain block
-        products = {"fprop": cell.total.value, "dgrad": 0.0, "wgrad": 0.0}
-    forward, wgrad = (products["fprop"] + products["dgrad"]) * count, products["wgrad"] * count
-    label = cell.case.op if first else None
-    panel.bar(position, forward, bottom=bottom, color=colour, width=0.62, edgecolor="white", linewidth=0.6, label=label)
-    panel.bar(position, wgrad, bottom=bottom + forward, color=colour, alpha=0.6, width=0.62, edgecolor="white", linewidth=0.6)
+def _stack(panel: Any, cells: list[Breakdown], position: int, bottom: float, colour: str) -> float:
+    """The products of one op (or the smallest ones): fprop and dgrad together, wgrad lighter. Returns the new height."""
+    forward = wgrad = 0.0
+    for cell in cells:
+        products = cell.product_ms() or {"fprop": cell.total.value}  # not split into passes: one plain block
+        wgrad += products.get("wgrad", 0.0) * cell.case.count
+        forward += sum(time for name, time in products.items() if name != "wgrad") * cell.case.count
+    edge = {"edgecolor": "white", "linewidth": 0.5, "width": WIDTH}
+    panel.bar(position, forward, bottom=bottom, facecolor=colour, **edge)
+    if wgrad:
+        panel.bar(position, wgrad, bottom=bottom + forward, facecolor=_lighter(colour), **edge)
     return bottom + forward + wgrad
 
 
-def _quantizing(panel: Any, report: BenchReport, name: str, mode: Mode, position: int, bottom: float) -> float:
-    cells = [cell for case in report.results.cases() if (cell := report.cell(case, name, mode))]
-    spent = sum(sum(cell.quantize_ms.values()) * cell.case.count for cell in cells)
-    if spent:
-        label = None if "quantizing" in panel.get_legend_handles_labels()[1] else "quantizing"
-        style = {"facecolor": "#e8e8e8", "edgecolor": "#555555", "hatch": "////", "linewidth": 0.6}
-        panel.bar(position, spent, bottom=bottom, width=0.62, label=label, **style)
-    return bottom + spent
+def _lighter(colour: str) -> tuple[float, float, float]:
+    """Half-way to white."""
+    from matplotlib.colors import to_rgb
+
+    red, green, blue = to_rgb(colour)
+    return (1 + red) / 2, (1 + green) / 2, (1 + blue) / 2
 
 
-def _above(report: BenchReport, name: str, mode: Mode, height: float) -> str:
-    """The speedup with its interval, or what stands in its way."""
-    if name == BASELINE:
-        return f"{height:.0f} ms"
-    if report.falls_back(name, mode):
-        return f"{height:.0f} ms\nFALLBACK"
-    found = report.results.speedup(name, mode)
-    return f"{height:.0f} ms\n{found.value:.2f}x\n[{found.low:.2f}, {found.high:.2f}]" if found else f"{height:.0f} ms"
+def _label(panel: Any, report: Findings, name: str, mode: Mode, position: int, height: float) -> None:
+    """The speedup with its interval, or what stands in its way; the time below it."""
+    falls_back = report.falls_back(name, mode)
+    found = report.speedup(name, mode)
+    head = "FALLBACK" if falls_back else "1.00x" if name == BASELINE else f"{found.value:.2f}x" if found else ""
+    interval = f"[{found.low:.2f}, {found.high:.2f}]\n" if found and known(found) else ""
+    small = panel.annotate(
+        f"{interval}{_milliseconds(height)}", (position, height), (0, 2), textcoords="offset points",
+        ha="center", va="bottom", fontsize=7.5, color="#333333", linespacing=1.15, bbox=CLEAR,
+    )  # fmt: skip
+    panel.annotate(
+        head, (0.5, 1.0), (0, 0.5), xycoords=small, textcoords="offset points",
+        ha="center", va="bottom", fontsize=10, fontweight="bold", color=ALARM if falls_back else "black", bbox=CLEAR,
+    )  # fmt: skip
+
+
+def _milliseconds(time_ms: float) -> str:
+    """Three digits.
+
+    >>> _milliseconds(674.9), _milliseconds(0.01234)
+    ('675 ms', '0.0123 ms')
+    """
+    return f"{time_ms:.0f} ms" if time_ms >= 100 else f"{time_ms:.3g} ms"
+
+
+# --- bare shapes: grouped bars ----------------------------------------------------------------------------------------
+
+
+def _recipe_colour(report: Findings, name: str) -> str:
+    """The baseline is dark; the others follow in their order."""
+    return (DARK, *COLOURS)[report.recipes.index(name) % (len(COLOURS) + 1)]
+
+
+def _draw_shapes(figure: Any, report: Findings) -> None:
+    from matplotlib.patches import Patch
+
+    recipes, shapes = len(report.recipes), len(report.cases)
+    figure.set_size_inches(max(4.5, 2.4 + shapes * (0.3 + 0.19 * recipes)), 1.0 + 2.5 * len(report.modes))
+    panels = figure.subplots(len(report.modes), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
+    for panel, mode in zip(panels, report.modes, strict=True):
+        _groups(panel, report, mode)
+    drawn = [name for name in report.recipes if any(name in report.columns(mode) for mode in report.modes)]
+    handles = [Patch(facecolor=_recipe_colour(report, name), label=name) for name in drawn]
+    figure.legend(handles=handles, loc="outside right center", frameon=False)
+    square = all(case.tokens == case.inputs == case.outputs for case in report.cases)
+    labels = [str(case.tokens) if square else case.op for case in report.cases]
+    panels[-1].set_xticks(range(shapes), labels, **({} if square else {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}))
+    panels[-1].set_xlabel("side of square matrices" if square else "M x K x N")
+
+
+def _groups(panel: Any, report: Findings, mode: Mode) -> None:
+    """One mode: the recipes of each shape side by side."""
+    names = report.columns(mode)
+    width = 0.8 / max(len(report.recipes), 1)
+    for name in names:
+        offset = (names.index(name) - (len(names) - 1) / 2) * width
+        for index, case in enumerate(report.cases):
+            cell = report.cell(case, name, mode)
+            if cell is None:
+                continue
+            rate = case.flops / cell.total.value / 1e9
+            fell_back = bool(report.fallback(case, name, mode))
+            look: dict[str, Any] = {"hatch": "xxx", "edgecolor": ALARM} if fell_back else {"edgecolor": "white"}
+            panel.bar(index + offset, rate, width, facecolor=_recipe_colour(report, name), linewidth=0.4, **look)
+            if known(cell.total):
+                _error_bar(panel, index + offset, case.flops, rate, cell)
+            if fell_back:
+                panel.annotate("FALLBACK", (index + offset, rate), (0, 3), textcoords="offset points",
+                               ha="center", va="bottom", rotation=90, fontsize=7, color=ALARM)  # fmt: skip
+    panel.set_title(HEADS[mode], fontsize=9.5)
+    panel.set_ylabel("TFLOP/s")
+    panel.yaxis.grid(visible=True, color="#DDDDDD", linewidth=0.6)
+    panel.tick_params(axis="x", length=0)
+
+
+def _error_bar(panel: Any, x: float, flops: int, rate: float, cell: Breakdown) -> None:
+    low, high = flops / cell.total.high / 1e9, flops / max(cell.total.low, 1e-9) / 1e9
+    reach = [[max(rate - low, 0.0)], [max(high - rate, 0.0)]]
+    panel.errorbar(x, rate, yerr=reach, color="black", linewidth=0.7, capsize=1.8, capthick=0.7)

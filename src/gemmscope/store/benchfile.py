@@ -2,28 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any, Literal
 
 from pydantic import Field
 
 from gemmscope import __version__
-from gemmscope.measure.breakdown import Breakdown, breakdown
-from gemmscope.measure.results import Results, TaskResult
+from gemmscope.measure.breakdown import Breakdown
+from gemmscope.measure.campaign import Settings
+from gemmscope.measure.findings import Findings, known
+from gemmscope.measure.results import TaskResult
+from gemmscope.measure.sampler import StoppingRule
 from gemmscope.measure.stats import Interval
-from gemmscope.measure.task import Mode
-from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.recipe.recipes import BASELINE
-from gemmscope.store.runfile import ModelRecord, Record, RunRecord, model_record, run_record
-from gemmscope.workload.derive import Workload
+from gemmscope.store.runfile import ModelRecord, Record, RunRecord
 
 
 class IntervalRecord(Record):
     """An estimate with its 95% interval."""
 
     value: float
-    low: float
-    high: float
+    low: float | None = Field(description="null: one round alone has no interval")
+    high: float | None
+
+
+class CountsRecord(Record):
+    """Fixed numbers of runs, where they were asked for."""
+
+    num_warmup: int
+    num_iters: int
+    gpu_warmup: float = Field(description="seconds")
+
+
+class SettingsRecord(Record):
+    """How it was measured."""
+
+    backend: str
+    timing: str
+    counts: CountsRecord | None = Field(None, description="instead of a precision and a time limit")
+    precision: float | None = Field(None, description="measured until every speedup was known this well")
+    longest_s: float | None = Field(None, description="or until so much time had passed")
+    cache_weights: bool = Field(description="quantizing weights is left out: it is done once per step")
+    filter_layers: bool = Field(description="layers are left in BF16 that the framework's own filter would leave")
+    drop_ms: float = Field(description="of each burst, before its steady state")
+    keep_ms: float
 
 
 class TaskRecord(Record):
@@ -61,20 +85,43 @@ class RowRecord(Record):
     groups: int
     count: int
     total_ms: IntervalRecord
+    passes: list[str] = Field(description="those that were run: all three, or fprop alone for a bare product")
     pass_ms: dict[str, float]
     quantize_ms: dict[str, float]
     host_ms: float
     host_bound: bool
     evidence: dict[str, EvidenceRecord]
+    note: str = Field("", description="what the framework did otherwise than asked, or why the time is not split into passes")
 
 
 class SpeedupRecord(Record):
-    """How many times faster than the baseline: one op, or the model's linears together."""
+    """How many times faster than another recipe: one op, or the model's linears together."""
 
     recipe: str
+    over: str = Field(description="the slower side: the baseline, or another recipe")
     mode: str
     op: str = Field("", description="empty: all linears of the model")
     speedup: IntervalRecord
+
+
+class TotalRecord(Record):
+    """A recipe's linears together: milliseconds of one micro-batch."""
+
+    recipe: str
+    mode: str
+    total_ms: IntervalRecord
+    quantize_ms: float
+    layer_ms: float | None = Field(None, description="one layer, where all are alike")
+    pass_ms: dict[str, float] = Field(description="one layer's passes; the whole model's where layers differ")
+
+
+class MemoryRecord(Record):
+    """Bytes of a recipe's linears on one rank: computed from sizes, not measured."""
+
+    recipe: str
+    weights_bytes: float
+    copies_bytes: float
+    kept_bytes: float = Field(description="of their inputs, from forward to backward of one micro-batch")
 
 
 class BenchFile(Record):
@@ -85,8 +132,10 @@ class BenchFile(Record):
     gemmscope_version: str = __version__
     command: list[str]
     origin: str
-    model: ModelRecord
-    run: RunRecord
+    model: ModelRecord | None = Field(None, description="none: bare products were measured")
+    run: RunRecord | None = None
+    layers: int | None = Field(None, description="how many the rank holds, where all are alike")
+    settings: SettingsRecord
     environment: dict[str, Any]
     device: dict[str, Any]
     versions: dict[str, str]
@@ -94,7 +143,10 @@ class BenchFile(Record):
     ended: str = Field(description="why measuring stopped")
     rows: list[RowRecord]
     speedups: list[SpeedupRecord]
+    totals: list[TotalRecord]
+    memory: list[MemoryRecord]
     tasks: list[TaskRecord]
+    warnings: list[str]
     notes: list[str]
 
     def to_json(self) -> str:
@@ -106,32 +158,54 @@ def bench_file(
     *,
     command: Sequence[str],
     origin: str,
-    model: ModelSpec,
-    run: RunSpec,
-    workload: Workload,
+    model: ModelRecord | None,
+    run: RunRecord | None,
+    settings: Settings,
+    rule: StoppingRule,
     environment: dict[str, Any],
-    results: Results,
-    recipes: Sequence[str],
-    modes: Sequence[Mode],
+    findings: Findings,
     ended: str,
     notes: Sequence[str],
 ) -> BenchFile:
     """Put together what a campaign found."""
-    cells = [breakdown(results, case, name, mode) for case in results.cases() for name in recipes for mode in modes]
+    results = findings.results
     return BenchFile(
         command=list(command),
         origin=origin,
-        model=model_record(model, None, origin),
-        run=run_record(run, workload),
+        model=model,
+        run=run,
+        layers=findings.layer.layers if findings.layer else None,
+        settings=_settings(settings, rule),
         environment=environment,
         device=results.hello.get("device", {}),
         versions=results.hello.get("versions", {}),
         rounds=results.complete_rounds,
         ended=ended,
-        rows=[_row(cell) for cell in cells if cell is not None],
-        speedups=list(_speedups(results, recipes, modes, cells)),
+        rows=[_row(cell) for cell in findings.cells()],
+        speedups=list(_speedups(findings)),
+        totals=[] if findings.bare else list(_totals(findings)),
+        memory=[
+            MemoryRecord(recipe=name, weights_bytes=found.weights, copies_bytes=found.copies, kept_bytes=found.kept)
+            for name, found in findings.memory().items()
+        ],
         tasks=[_task(result) for result in results.tasks.values()],
+        warnings=list(results.warnings),
         notes=list(notes),
+    )
+
+
+def _settings(settings: Settings, rule: StoppingRule) -> SettingsRecord:
+    counts = settings.counts
+    return SettingsRecord(
+        backend=settings.backend,
+        timing=settings.timing,
+        counts=CountsRecord(**asdict(counts)) if counts else None,
+        precision=None if counts else rule.target,
+        longest_s=rule.longest_s if math.isfinite(rule.longest_s) else None,
+        cache_weights=settings.cache_weights,
+        filter_layers=settings.filter_layers,
+        drop_ms=settings.drop_ms,
+        keep_ms=settings.keep_ms,
     )
 
 
@@ -147,6 +221,7 @@ def _row(cell: Breakdown) -> RowRecord:
         groups=max(len(case.rows), 1),
         count=case.count,
         total_ms=_interval(cell.total),
+        passes=list(case.passes),
         pass_ms=cell.pass_ms,
         quantize_ms=cell.quantize_ms,
         host_ms=cell.host_ms,
@@ -155,31 +230,40 @@ def _row(cell: Breakdown) -> RowRecord:
             name: EvidenceRecord(verdict=found.verdict, words=found.words, kernels=list(found.kernels))
             for name, found in cell.evidence.items()
         },
+        note=cell.note,
     )
 
 
-def _speedups(
-    results: Results, recipes: Sequence[str], modes: Sequence[Mode], cells: Sequence[Breakdown | None]
-) -> list[SpeedupRecord]:
-    """Of every op and of all together; none for what fell back to another precision."""
-    fallen = {(cell.recipe, cell.mode, cell.case.op) for cell in cells if cell is not None and cell.fallback}
-    records = []
-    for name in recipes:
-        for mode in modes:
-            if name == BASELINE:
-                continue
-            for case in results.cases():
-                found = results.speedup(name, mode, [case])
-                if found is not None and (name, mode, case.op) not in fallen:
-                    records.append(SpeedupRecord(recipe=name, mode=mode, op=case.op, speedup=_interval(found)))
-            whole = results.speedup(name, mode)
-            if whole is not None and not any(each[:2] == (name, mode) for each in fallen):
-                records.append(SpeedupRecord(recipe=name, mode=mode, op="", speedup=_interval(whole)))
-    return records
+def _speedups(findings: Findings) -> Iterator[SpeedupRecord]:
+    """Of every op over the baseline, and of all together over the baseline and over each other low precision."""
+    for mode in findings.modes:
+        names = findings.columns(mode)
+        for index, name in enumerate(names):
+            for case in findings.cases:
+                if (found := findings.speedup(name, mode, case)) is not None:
+                    yield SpeedupRecord(recipe=name, over=BASELINE, mode=mode, op=case.op, speedup=_interval(found))
+            for over in [] if findings.bare else names[:index]:
+                if (found := findings.speedup(name, mode, over=over)) is not None:
+                    yield SpeedupRecord(recipe=name, over=over, mode=mode, op="", speedup=_interval(found))
+
+
+def _totals(findings: Findings) -> Iterator[TotalRecord]:
+    for mode in findings.modes:
+        for name in findings.columns(mode):
+            total = findings.total(name, mode)
+            if total is not None:
+                yield TotalRecord(
+                    recipe=name,
+                    mode=mode,
+                    total_ms=_interval(total),
+                    quantize_ms=findings.quantizing_ms(name, mode),
+                    layer_ms=findings.layer_ms(name, mode),
+                    pass_ms={each: time for each, time in findings.pass_ms(name, mode).items() if time is not None},
+                )
 
 
 def _interval(found: Interval) -> IntervalRecord:
-    return IntervalRecord(value=found.value, low=found.low, high=found.high)
+    return IntervalRecord(value=found.value, low=found.low if known(found) else None, high=found.high if known(found) else None)
 
 
 def _task(result: TaskResult) -> TaskRecord:

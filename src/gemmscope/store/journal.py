@@ -66,6 +66,12 @@ class Journal:
         """Mark a campaign as complete: there is nothing to resume."""
         self._database.execute("UPDATE campaign SET finished = ? WHERE id = ?", (time.time(), campaign))
 
+    def reopen(self, fingerprint: str) -> None:
+        """The newest campaign that measured the same can be resumed again, though it came to its end."""
+        self._database.execute(
+            "UPDATE campaign SET finished = NULL WHERE id = (SELECT MAX(id) FROM campaign WHERE fingerprint = ?)", (fingerprint,)
+        )
+
     def unfinished(self, fingerprint: str) -> int | None:
         """The newest campaign that measured the same and did not come to its end."""
         row = self._database.execute(

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from gemmscope.errors import UserError
 from gemmscope.model.spec import RunSpec
-from gemmscope.process import worker_command
+from gemmscope.process import worker_command, worker_environment
 from gemmscope.workload.derive import Workload
 from gemmscope.workload.ops import ELEMENT_BYTES, PASSES, Direction, Gemm, Linear, Op, Pass, Work
 
@@ -144,7 +144,7 @@ def _ask_worker(request: dict[str, Any], run: RunSpec) -> Trace:
         asked, answered = Path(folder, "request.json"), Path(folder, "answer.json")
         asked.write_text(json.dumps(request), encoding="utf-8")
         command = worker_command("gemmscope.workload.trace_worker", str(asked), str(answered))
-        child = subprocess.run(command, capture_output=True, text=True, check=False)
+        child = subprocess.run(command, env=worker_environment(), capture_output=True, text=True, check=False)
         if not answered.is_file():
             lines = child.stderr.strip().splitlines() or [f"exit code {child.returncode}"]
             raise UserError(f"the tracing process ended without an answer: {lines[-1]}")

@@ -22,13 +22,15 @@ class Options:
 class Prepared:
     """A task ready to run. `run` does it `copies` times over as many sets of buffers; `error` is its relative error.
 
-    `note` says what the framework did otherwise than asked, in words: "torchao's filter leaves this layer in BF16".
+    `note` says what the framework did otherwise than asked, in words: "torchao's filter leaves this layer in BF16". `order` is
+    that of the passes where it is not the usual one and could be found out: a compiler may put wgrad before dgrad.
     """
 
     run: Callable[[], None]
     copies: int
     error: float
     note: str = ""
+    order: tuple[str, ...] = ()
 
 
 class Backend(Protocol):

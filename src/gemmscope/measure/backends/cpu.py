@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from gemmscope.measure.backends.base import Prepared
+from gemmscope.measure.backends.base import Options, Prepared
 from gemmscope.measure.backends.reference import OperandStore
 from gemmscope.measure.task import Task
 from gemmscope.recipe.recipes import Recipe
@@ -18,8 +18,8 @@ class CpuBackend:
 
     name = "cpu"
 
-    def __init__(self) -> None:
-        self._operands = OperandStore("cpu")
+    def __init__(self, operands: OperandStore, options: Options) -> None:
+        self._operands, self._options = operands, options
 
     def versions(self) -> Mapping[str, str]:
         return {"torch": torch.__version__}
@@ -27,9 +27,15 @@ class CpuBackend:
     def why_not(self, recipe: Recipe) -> str:
         return "" if self.name in recipe.backends else "the CPU runs BF16 only"
 
+    def why_not_task(self, task: Task) -> str:
+        if self._options.cache_weights:
+            return "the CPU quantizes nothing that could be cached"
+        return "grouped products are not measured on the CPU" if task.case.rows else ""
+
+    def get_ready(self, tasks: Sequence[Task]) -> None:
+        """Nothing to compile."""
+
     def prepare(self, task: Task, recipe: Recipe, copies: int) -> Prepared:  # noqa: ARG002
-        if task.case.rows:
-            raise NotImplementedError("grouped products are not measured on the CPU")
         operands = self._operands.get(task.case)
         x, weight, grad = operands.x, operands.weights[0], operands.grad
         passes: dict[str, Callable[[], Any]] = {
@@ -37,7 +43,7 @@ class CpuBackend:
             "dgrad": lambda: grad @ weight,
             "wgrad": lambda: grad.t() @ x,
         }
-        wanted = {task.pass_name: passes[task.pass_name]} if task.pass_name else passes
+        wanted = {name: passes[name] for name in ((task.pass_name,) if task.pass_name else task.case.passes)}
         error = operands.error({name: product() for name, product in wanted.items()})
         if task.mode == "pre-quantized":
             return Prepared(lambda: (passes[task.pass_name](), None)[1], 1, error)
@@ -47,4 +53,7 @@ class CpuBackend:
             torch.nn.functional.linear(leaf_x, leaf_weight).backward(grad)
             leaf_x.grad = leaf_weight.grad = None
 
-        return Prepared(step, 1, error)
+        def forward() -> None:
+            torch.nn.functional.linear(leaf_x, leaf_weight)
+
+        return Prepared(step if "dgrad" in task.case.passes else forward, 1, error)

@@ -31,6 +31,14 @@ class Operands:
         scale = case.inputs**-0.5
         self.weights = [torch.randn(case.outputs, case.inputs, **make) * scale for _ in range(max(len(case.rows), 1))]
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By the names that recipes use; of experts, the first one's weight."""
+        return {"X": self.x, "W": self.weights[0], "dY": self.grad}
+
+    def prepare_references(self) -> None:
+        """Compute what results will be held against, ahead of time."""
+        _ = self._references
+
     @cached_property
     def _references(self) -> dict[str, torch.Tensor]:
         x, grad, weight = self.x[: self.rows], self.grad[: self.rows], self.weights[0].double()

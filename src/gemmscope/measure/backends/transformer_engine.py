@@ -2,28 +2,32 @@
 
 Autocast runs `te.Linear` (or `te.GroupedLinear`) forward and backward as training does: X, W and dY are quantized once each.
 Pre-quantized asks the recipe's own quantizers for X, W and dY and times `general_gemm` on them, with the layouts that the
-modules use: fprop TN, dgrad NN, wgrad NT. MXFP8 and NVFP4 differ from FP8 in the recipe object and nowhere else.
+modules use (fprop TN, dgrad NN, wgrad NT) and the accumulation that the recipe asks for in each pass. MXFP8 and NVFP4 differ
+from FP8 in the recipe object and nowhere else.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 import transformer_engine
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as te_recipes
-from transformer_engine.pytorch.cpp_extensions import general_gemm
+from transformer_engine.pytorch.cpp_extensions import general_gemm, general_grouped_gemm
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, RecipeState
 
-from gemmscope.measure.backends.base import Prepared
+from gemmscope.measure.backends.base import Options, Prepared
 from gemmscope.measure.backends.reference import Operands, OperandStore
 from gemmscope.measure.task import Case, Task
-from gemmscope.recipe.recipes import Recipe
+from gemmscope.recipe.recipes import Recipe, recipe
 
 LAYOUTS = {"fprop": ("W", "X", "TN"), "dgrad": ("W", "dY", "NN"), "wgrad": ("X", "dY", "NT")}
+SPLIT_ACCUMULATION = {"fprop": False, "dgrad": True, "wgrad": True}  # where a recipe has no word of its own
+COMPILING_THREADS = 12
 
 
 class TransformerEngineBackend:
@@ -31,8 +35,8 @@ class TransformerEngineBackend:
 
     name = "transformer_engine"
 
-    def __init__(self) -> None:
-        self._operands = OperandStore("cuda")
+    def __init__(self, operands: OperandStore, options: Options) -> None:
+        self._operands, self._options = operands, options
 
     def versions(self) -> Mapping[str, str]:
         return {"torch": torch.__version__, "transformer_engine": transformer_engine.__version__}
@@ -48,8 +52,30 @@ class TransformerEngineBackend:
         available, reason = getattr(te, facts["available"])(return_reason=True)
         return "" if available else reason
 
+    def why_not_task(self, task: Task) -> str:
+        return recipe(task.recipe).misaligned(task.case.sizes())
+
+    def get_ready(self, tasks: Sequence[Task]) -> None:
+        """Quantize every tensor once, side by side: the first use of a cast compiles it for its shape, half a second each."""
+        jobs = {
+            (task.case, name, which): None
+            for task in tasks
+            for name in (recipe(task.recipe).same_kernels_as or task.recipe,)
+            for which in ("X", "W", "dY")
+            if recipe(name).quantizes and not task.case.rows
+        }
+
+        def quantize(job: tuple[Case, str, str]) -> None:
+            case, name, which = job
+            with contextlib.suppress(Exception):  # it will be said when the task is prepared
+                self._quantizers(self._recipe(recipe(name)))[which](self._operands.get(case).tensors()[which])
+
+        with ThreadPoolExecutor(COMPILING_THREADS) as threads:
+            list(threads.map(quantize, jobs))
+        torch.cuda.synchronize()
+
     def prepare(self, task: Task, recipe: Recipe, copies: int) -> Prepared:
-        made = self._autocast if task.mode == "autocast" else self._product
+        made = self._autocast if task.mode == "autocast" else self._grouped_product if task.case.rows else self._product
         sets = [made(task, recipe, self._operands.get(task.case, copy)) for copy in range(copies)]
         steps, errors = zip(*sets, strict=True)
 
@@ -57,6 +83,7 @@ class TransformerEngineBackend:
             for step in steps:
                 step()
 
+        run()
         return Prepared(run, copies, max(errors))
 
     def _autocast(self, task: Task, recipe: Recipe, operands: Operands) -> tuple[Callable[[], None], float]:
@@ -65,10 +92,12 @@ class TransformerEngineBackend:
         x, grad = operands.x.detach().requires_grad_(), operands.grad
         call, parameters = _module(task.case, operands)
         precision = self._recipe(recipe)
+        first: dict[str, Any] = {"is_first_microbatch": True} if self._options.cache_weights else {}
+        later: dict[str, Any] = {"is_first_microbatch": False} if self._options.cache_weights else {}
 
-        def forward() -> torch.Tensor:
+        def forward(which: dict[str, Any] = later) -> torch.Tensor:
             with te.autocast(enabled=True, recipe=precision) if precision is not None else contextlib.nullcontext():
-                return call(x)
+                return call(x, **which)
 
         def forget() -> None:
             x.grad = None
@@ -79,44 +108,83 @@ class TransformerEngineBackend:
             forward().backward(grad)
             forget()
 
-        step()  # delayed scaling knows its scales from the second step on
-        y = forward()
-        y.backward(grad)
-        rows = operands.rows
-        error = operands.error({"fprop": y.detach()[:rows], "dgrad": x.grad[:rows], "wgrad": parameters[0].grad})
+        forward(first).backward(grad)  # delayed scaling knows its scales from the second step on
         forget()
-        return step, error
+        y = forward()
+        rows, results = operands.rows, {"fprop": y.detach()[: operands.rows]}
+        if "dgrad" in task.case.passes:
+            y.backward(grad)
+            results |= {"dgrad": x.grad[:rows], "wgrad": parameters[0].grad}
+        error = operands.error(results)
+        forget()
+        return (step if "dgrad" in task.case.passes else lambda _kept=kept: (forward(), None)[1]), error
 
     def _product(self, task: Task, recipe: Recipe, operands: Operands) -> tuple[Callable[[], None], float]:
         """One pass's product on operands that the recipe's quantizers made."""
-        if task.case.rows:
-            raise NotImplementedError("grouped products are measured in autocast mode only")
-        quantized = self._quantize(recipe, {"X": operands.x, "W": operands.weights[0], "dY": operands.grad})
-        left, right, layout = LAYOUTS[task.pass_name]
-        backward = {} if task.pass_name == "fprop" else {"grad": True}
+        precision = self._recipe(recipe)
+        quantizers = self._quantizers(precision)
+        quantized = {name: quantizers[name](tensor) for name, tensor in operands.tensors().items()}
+        left, right, _ = LAYOUTS[task.pass_name]
+        settings = _product_settings(task.pass_name, precision)
 
         def product() -> Any:
-            return general_gemm(quantized[left], quantized[right], out_dtype=torch.bfloat16, layout=layout, **backward)
+            return general_gemm(quantized[left], quantized[right], out_dtype=torch.bfloat16, **settings)
 
         error = operands.error({task.pass_name: product()[0]})
         return lambda: (product(), None)[1], error
 
-    def _quantize(self, recipe: Recipe, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """X, W and dY in the recipe's format, for both directions, laid out as the products want them."""
+    def _grouped_product(self, task: Task, recipe: Recipe, operands: Operands) -> tuple[Callable[[], None], float]:
+        """The same for experts: one product for each that has tokens, as `te.GroupedLinear` runs them."""
         precision = self._recipe(recipe)
+        rows = task.case.rows
+        busy = [index for index, count in enumerate(rows) if count]
+        pieces = {
+            "X": [operands.x.split(rows)[index] for index in busy],
+            "W": [operands.weights[index] for index in busy],
+            "dY": [operands.grad.split(rows)[index] for index in busy],
+        }
+        quantized = {
+            name: [self._quantizers(precision)[name](piece.contiguous()) for piece in tensors] for name, tensors in pieces.items()
+        }
+        left, right, _ = LAYOUTS[task.pass_name]
+        make: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+        if task.pass_name == "wgrad":
+            out = [torch.empty(task.case.outputs, task.case.inputs, **make) for _ in busy]
+        else:
+            out = [torch.empty(task.case.tokens, task.case.outputs if task.pass_name == "fprop" else task.case.inputs, **make)]
+        settings = _product_settings(task.pass_name, precision) | {
+            "single_output": task.pass_name != "wgrad",
+            "m_splits": [rows[index] for index in busy],
+        }
+
+        def product() -> None:
+            general_grouped_gemm(quantized[left], quantized[right], out, [None] * len(busy), torch.bfloat16, **settings)
+
+        product()
+        first = out[0] if task.pass_name == "wgrad" else out[0][: rows[busy[0]]]
+        error = operands.error({task.pass_name: first}) if busy[0] == 0 else float("nan")
+        return product, error
+
+    def _quantizers(self, precision: Any) -> dict[str, Callable[[torch.Tensor], Any]]:
+        """How X, W and dY get into the recipe's format, for both directions, laid out as the products want them."""
         if precision is None:
-            return dict(tensors)
+            return dict.fromkeys(("X", "W", "dY"), lambda tensor: tensor)
         for_x, for_w, _ = RecipeState.create(precision, mode="forward", num_quantizers=3).make_quantizers()
         for_grad, _ = RecipeState.create(precision, mode="backward", num_quantizers=2).make_quantizers()
-        quantized = {}
-        for name, quantizer in (("X", for_x), ("W", for_w), ("dY", for_grad)):
+        for quantizer in (for_x, for_w, for_grad):
             quantizer.set_usage(rowwise=True, columnwise=True)
             quantizer.optimize_for_gemm = True  # or MXFP8 and NVFP4 would rearrange their scales inside the timed region
-            quantized[name] = quantizer(tensors[name])
-        return quantized
+        return {"X": for_x, "W": for_w, "dY": for_grad}
 
     def _recipe(self, recipe: Recipe) -> Any:
         return getattr(te_recipes, recipe.settings[self.name]["class"])() if recipe.quantizes else None
+
+
+def _product_settings(pass_name: str, precision: Any) -> dict[str, Any]:
+    """Layout and accumulation of a pass, as Transformer Engine's modules choose them."""
+    asked = getattr(precision, f"fp8_gemm_{pass_name}", None)
+    split = asked.use_split_accumulator if asked is not None else SPLIT_ACCUMULATION[pass_name]
+    return {"layout": LAYOUTS[pass_name][2], "grad": pass_name != "fprop", "use_split_accumulator": split}
 
 
 def _start_afresh() -> list[Any]:
@@ -129,7 +197,7 @@ def _start_afresh() -> list[Any]:
     return kept
 
 
-def _module(case: Case, operands: Operands) -> tuple[Callable[[torch.Tensor], torch.Tensor], list[Any]]:
+def _module(case: Case, operands: Operands) -> tuple[Callable[..., torch.Tensor], list[Any]]:
     """The Transformer Engine module on these weights, as a function of x, and its parameters."""
     make = {"bias": False, "params_dtype": torch.bfloat16, "device": "cuda"}
     if not case.rows:
@@ -140,4 +208,4 @@ def _module(case: Case, operands: Operands) -> tuple[Callable[[torch.Tensor], to
     with torch.no_grad():
         for parameter, values in zip(grouped.parameters(), operands.weights, strict=True):
             parameter.copy_(values)
-    return (lambda x: grouped(x, list(case.rows))), list(grouped.parameters())
+    return (lambda x, **which: grouped(x, list(case.rows), **which)), list(grouped.parameters())

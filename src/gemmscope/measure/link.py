@@ -1,0 +1,87 @@
+"""The line between the parent and a measuring process.
+
+The request goes to the process's standard input as one line of JSON; the end of that input is the sign to stop. Messages come
+back over a pipe of their own, a line each, so that whatever frameworks print is in nobody's way. A process can be started before
+it is known what it will measure: importing torch takes seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from gemmscope.process import worker_command, worker_environment
+
+
+class Link:
+    """One measuring process. Close it, and none is left behind."""
+
+    def __init__(self) -> None:
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        self._reading, writing = os.pipe()
+        self._process = subprocess.Popen(
+            worker_command("gemmscope.measure.worker", str(writing)),
+            pass_fds=(writing,),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=self._errors,
+            env=worker_environment(),
+            start_new_session=True,  # Ctrl-C reaches the parent alone, which then ends the worker
+        )
+        os.close(writing)
+
+    def __enter__(self) -> Link:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def ask(self, request: dict[str, Any]) -> None:
+        """Hand it its task."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it is gone already: the end of its messages will say so
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def tell_to_stop(self) -> None:
+        """The end of its standard input is the sign."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+    def messages(self, silence_s: float) -> Iterator[dict[str, Any] | None]:
+        """What it says, as it arrives; None once nothing came for too long; ends when the process does."""
+        pending = b""
+        while True:
+            readable, _, _ = select.select([self._reading], [], [], silence_s)
+            if not readable:
+                yield None
+                return
+            piece = os.read(self._reading, 1 << 16)
+            if not piece:
+                return
+            *whole, pending = (pending + piece).split(b"\n")
+            for line in whole:
+                yield json.loads(line)
+
+    def last_words(self) -> str:
+        """How it ended: the signal or exit code, and the last line of its error output."""
+        code = self._process.wait()
+        self._errors.seek(0)
+        lines = [line.strip() for line in self._errors.read().decode(errors="replace").splitlines() if line.strip()]
+        ended = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return f"({ended})" + (f": {lines[-1][:200]}" if lines else "")
+
+    def close(self) -> None:
+        """End the process, however it is doing."""
+        if not self._errors.closed:
+            self._process.kill()
+            self._process.communicate()
+            os.close(self._reading)
+            self._errors.close()
