@@ -3,8 +3,8 @@
     python benchmarks/bench_on_gpu.py docs/measured/h200.md
 
 What it shows: how long the reference's model takes, whether two runs agree, whether the autocast total is what an independent
-loop of `te.Linear` takes in the same state and what its parts add up to; and that fallbacks, unaligned shapes, layers that a filter
-skips, host-bound models, shapes too large for memory and a killed worker are reported as what they are. Some five minutes.
+loop of `te.Linear` takes in the same state and what its parts add up to; and that fallbacks, unaligned shapes, layers that a
+filter skips, host-bound models, shapes too large for memory and a killed worker are reported as what they are. Five minutes.
 """
 
 from __future__ import annotations
@@ -130,9 +130,8 @@ def plain_loops(run: dict[str, Any]) -> list[str]:
         task = next(task for task in run["tasks"] if (task["op"], task["recipe"], task["mode"]) == named)
         profiled = sum(kernel[1] for kernel in task["kernels"]) / 1000 / task["facts"]["copies"] / total
         parts = sum(row["pass_ms"].values()) / total
-        lines.append(
-            f"| {row['op']} | {row['recipe']} | {total:.3f} | {loop:.3f} | {total / loop - 1:+.2%} | {parts:.3f} | {profiled:.3f} |"
-        )
+        cells = (row["op"], row["recipe"], f"{total:.3f}", f"{loop:.3f}", f"{total / loop - 1:+.2%}", f"{parts:.3f}")
+        lines.append(f"| {' | '.join(cells)} | {profiled:.3f} |")
     return lines
 
 

@@ -113,7 +113,7 @@ def test_bench_on_the_cpu(run: Run, tmp_path: Path) -> None:
     assert all(task.rounds_ms for task in file.tasks)
     assert (file.settings.backend, file.layers) == ("cpu", 2)
     assert "| QKV Proj |" in files["markdown"].read_text()
-    assert len(list(csv.DictReader(io.StringIO(files["csv"].read_text())))) == 4 * 2 * 4
+    assert len(list(csv.DictReader(io.StringIO(files["csv"].read_text())))) == 4 * 2 * 4 * 2
     assert files["png"].read_bytes().startswith(b"\x89PNG")
     assert outcome.err.count("wrote ") == 4
 
@@ -159,7 +159,7 @@ def test_profile_runs_one_shape_and_times_nothing(run: Run) -> None:
     assert outcome.code == 0
     line = "nsys profile --capture-range=cudaProfilerApi --trace=cuda,nvtx -o gemmscope"
     assert f"{line} --capture-range-end=stop gemmscope bench --device cpu --profile --profile-shape 32x16x8" in outcome.err
-    assert "2 of 2 tasks ran, each in an NVTX range of its name; nothing was timed" in outcome.err
+    assert "4 of 4 tasks ran, each in an NVTX range of its name; nothing was timed" in outcome.err
     assert outcome.out == ""
 
 

@@ -139,7 +139,6 @@ def test_bare_products_have_no_totals() -> None:
 def test_cached_weights_are_named_in_the_title() -> None:
     results = recorded_results()
     report = Findings(results, RECIPES, list(MODES), cache_weights=True)
-    assert all(result.facts["cache_weights"] for result in results.tasks.values())  # or W's casts would be looked for
     assert "quantizing W is left out, as it is done once per step" in tables(report)[0].title
 
 

@@ -81,7 +81,6 @@ class Campaign:
     journal: Keeper
     command: Sequence[str] = ()
     on_message: Callable[[dict[str, Any], Results], None] = lambda *_: None
-    started: Link | None = None  # a worker that was started early, for the first set of tasks
     results: Results = field(init=False)
 
     def __post_init__(self) -> None:
@@ -137,8 +136,7 @@ class Campaign:
     def _one_worker(self, number: int, tasks: Sequence[Task]) -> dict[str, Any] | None:
         """One worker's life. None if it came to a good end, else the failure of the task it died at."""
         at = tasks[0].key
-        started, self.started = self.started or Link(), None
-        with started as link:
+        with Link() as link:
             link.ask({**asdict(self.settings), "tasks": [task.to_json() for task in tasks]})
             for message in link.messages(self.settings.silence_s):
                 if message is None:

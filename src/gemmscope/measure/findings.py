@@ -43,9 +43,6 @@ class Findings:
         self.results, self.recipes, self.modes = results, list(recipes), list(modes)
         self.layer, self.backend, self.cache_weights = layer, backend, cache_weights
         self.cases = results.cases()
-        if cache_weights:  # the split into passes has to know that no W is quantized
-            for result in results.tasks.values():
-                result.facts["cache_weights"] = True
         self._cells = {
             (case, name, mode): breakdown(results, case, name, mode)
             for case in self.cases

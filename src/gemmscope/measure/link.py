@@ -1,8 +1,7 @@
 """The line between the parent and a measuring process.
 
 The request goes to the process's standard input as one line of JSON; the end of that input is the sign to stop. Messages come
-back over a pipe of their own, a line each, so that whatever frameworks print is in nobody's way. A process can be started before
-it is known what it will measure: importing torch takes seconds.
+back over a pipe of their own, a line each, so that whatever frameworks print is in nobody's way.
 """
 
 from __future__ import annotations

@@ -96,6 +96,16 @@ class Results:
             return None
         return added([(result.pieces, count) for result, count in parts])
 
+    def speedup_leaving(self, recipe: str, mode: Mode, left: Iterable[Case]) -> Interval | None:
+        """As `speedup` of all together, with some cases left in the baseline's precision."""
+        outside = set(left)
+        inside = [case for case in self.cases() if case not in outside]
+        slow, low = self.totals(BASELINE, mode), self.totals(recipe, mode, inside)
+        high = self.totals(BASELINE, mode, outside)
+        if slow is None or low is None or high is None:
+            return None
+        return ratio_interval(slow, added([(low, 1), (high, 1)]), self.alike())
+
     def alike(self) -> float:
         """How alike the pieces of a burst are, over everything that was measured."""
         return correlation(totals for group in self._groups() if (totals := self.totals(*group)) is not None)

@@ -314,11 +314,9 @@ def _told_to_stop() -> bool:
 
 def main() -> None:
     """Read the request, say everything to the descriptor."""
-    line = sys.stdin.readline()
-    if not line:
-        return  # started early, and not needed after all
+    request = json.loads(sys.stdin.readline())
     with os.fdopen(int(sys.argv[1]), "w", encoding="utf-8") as out:
-        Worker(json.loads(line), out).main()
+        Worker(request, out).main()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from gemmscope.report.units import percent
 SLOWED_DOWN = ("HW slowdown", "SW thermal slowdown", "HW thermal slowdown", "HW power brake")
 CLOCKS_MOVED = 0.15  # between rounds of one recipe and mode
 MOST_NAMED = 8  # ops in one sentence
+LEFT_HIGH = ("LM Head", "Router")  # most frameworks do not quantize these
 
 
 def sentences(report: Findings) -> list[str]:
@@ -30,6 +31,7 @@ def sentences(report: Findings) -> list[str]:
         *_sums(report),
         *_dgrad(report),
         *_quantization(report),
+        *_left_high(report),
         *_losers(report),
         *_too_close(report),
         *_no_interval(report),
@@ -82,6 +84,23 @@ def _left_as_is(report: Findings) -> list[str]:
                 if words := report.left_as_is(case, name, mode):
                     found.setdefault((name, words), []).append(case.op)
     return [f"{name}, {_names(ops)}: {words}; no speedup is formed for it alone" for (name, words), ops in found.items()]
+
+
+def _left_high(report: Findings) -> list[str]:
+    """What frameworks keep in high precision was measured in low precision too: what all together gain without it."""
+    left = [case for case in report.cases if case.op in LEFT_HIGH]
+    if not left or len(left) == len(report.cases):
+        return []
+    lines = []
+    for mode in report.modes:
+        for name in report.columns(mode):
+            if recipe(name).quantizes and report.speedup(name, mode) is not None:
+                found = report.results.speedup_leaving(name, mode, left)
+                if found is not None:
+                    lines.append(
+                        f"{mode}, {name}, with {_names([case.op for case in left])} left in {BASELINE}: {times_faster(found)}"
+                    )
+    return lines
 
 
 def _not_split(report: Findings) -> list[str]:

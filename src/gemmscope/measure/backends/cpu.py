@@ -14,7 +14,7 @@ from gemmscope.recipe.recipes import Recipe
 
 
 class CpuBackend:
-    """BF16 with torch's own products."""
+    """BF16 and FP32 with torch's own products."""
 
     name = "cpu"
 
@@ -25,7 +25,7 @@ class CpuBackend:
         return {"torch": torch.__version__}
 
     def why_not(self, recipe: Recipe) -> str:
-        return "" if self.name in recipe.backends else "the CPU runs BF16 only"
+        return "" if self.name in recipe.backends else "the CPU runs BF16 and FP32 only"
 
     def why_not_task(self, task: Task) -> str:
         if self._options.cache_weights:
@@ -37,7 +37,8 @@ class CpuBackend:
 
     def prepare(self, task: Task, recipe: Recipe, copies: int) -> Prepared:  # noqa: ARG002
         operands = self._operands.get(task.case)
-        x, weight, grad = operands.x, operands.weights[0], operands.grad
+        precision = torch.float32 if recipe.name == "FP32" else torch.bfloat16
+        x, weight, grad = (tensor.to(precision) for tensor in (operands.x, operands.weights[0], operands.grad))
         passes: dict[str, Callable[[], Any]] = {
             "fprop": lambda: x @ weight.t(),
             "dgrad": lambda: grad @ weight,
