@@ -77,7 +77,7 @@ def bench(options: str, **environment: str) -> tuple[dict[str, Any], float, int]
         print(f"{seconds:6.1f} s, exit {child.returncode}: {options}", flush=True)
         if not path.exists():
             print(child.stderr[-2000:])
-            return {}, seconds, child.returncode
+            return {"tasks": [], "rows": [], "speedups": []}, seconds, child.returncode
         return json.loads(path.read_text()), seconds, child.returncode
 
 
@@ -214,7 +214,7 @@ def _rounds(journal: Path) -> int:
 def rows_of(options: str, groups: int = 0) -> list[str]:
     """A table of what another backend, or experts, take."""
     run, _, _ = bench(options)
-    if not run:
+    if not run["rows"]:
         return ["It failed."]
     gains = {(each["op"], each["recipe"], each["mode"]): each["speedup"] for each in run["speedups"] if each["over"] == "BF16"}
     lines = ["| op | recipe | mode | ms | TFLOP/s | quantizing | speedup |", "| --- | --- | --- | ---: | ---: | ---: | ---: |"]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shlex
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gemmscope.cli.bench_options import LADDERS, ChoiceOptions, OutputOptions, TimingOptions, parse_shape, parse_shapes
-from gemmscope.cli.bench_output import Measured, Target
+from gemmscope.cli.bench_output import Measured, Target, load_reporting
 from gemmscope.cli.choose import choose
 from gemmscope.cli.options import ModelOptions, RunOptions, takes
 from gemmscope.cli.output import say
@@ -21,6 +21,7 @@ from gemmscope.model.spec import RunSpec
 
 if TYPE_CHECKING:
     from gemmscope.measure.campaign import Campaign, Counts
+    from gemmscope.measure.results import Results
 
 EXAMPLES = """\b
 Examples:
@@ -154,7 +155,13 @@ def _to_profile(shapes: str | None, shape: str | None, *, profile: bool, named: 
 def _measure(campaign: Campaign, *, resume: bool) -> tuple[str, bool]:
     """Run it. Returns why it ended, and whether that was Ctrl-C."""
     with Progress(campaign) as show:
-        campaign.on_message = show
+
+        def on_message(message: dict[str, Any], results: Results) -> None:
+            if message["type"] == "hello":
+                load_reporting()  # while the worker prepares
+            show(message, results)
+
+        campaign.on_message = on_message
         try:
             campaign.run(resume=resume)
         except KeyboardInterrupt:

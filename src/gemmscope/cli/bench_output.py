@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
     from gemmscope.measure.findings import Findings, Layer
     from gemmscope.measure.task import Case
     from gemmscope.store.journal import Journal
+
+
+def load_reporting() -> None:
+    """Import what the answer will be written with. It takes a moment, which a measuring process may use too."""
+    for module in ("rich.table", "gemmscope.report.bench_csv", "gemmscope.report.bench_notes", "gemmscope.store.benchfile"):
+        importlib.import_module(module)
 
 
 @dataclass(frozen=True)

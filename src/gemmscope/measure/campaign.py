@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
@@ -85,6 +86,7 @@ class Campaign:
 
     def __post_init__(self) -> None:
         self.results = Results(self.tasks)
+        self._look_again = 0.0
         self.recipes = list(dict.fromkeys(task.recipe for task in self.tasks))
         self.modes: list[Mode] = [mode for mode in MODES if any(task.mode == mode for task in self.tasks)]
 
@@ -126,7 +128,13 @@ class Campaign:
         return [list(tasks) for tasks in sets if len(tasks) < len(self.tasks)]
 
     def _enough(self) -> bool:
-        return self.settings.counts is None and self.rule.done(self.results, self.recipes, self.modes)
+        """Asked after every burst; but looking takes a moment where there are many ops, and must not hold up the messages."""
+        began = time.monotonic()
+        if self.settings.counts is not None or began < self._look_again:
+            return False
+        enough = self.rule.done(self.results, self.recipes, self.modes)
+        self._look_again = began + 4 * (time.monotonic() - began)
+        return enough
 
     def _note(self, number: int, message: dict[str, Any]) -> None:
         self.journal.write(number, message)
@@ -145,7 +153,7 @@ class Campaign:
                     raise UserError(message["why"], "gemmscope doctor tells what this machine can measure")
                 at = message["task"] if message["type"] == "begin" else at
                 self._note(number, message)
-                if message["type"] == "round" and self._enough():
+                if message["type"] == "samples" and self._enough():
                     link.tell_to_stop()
                 if message["type"] == "done":
                     return None

@@ -1,8 +1,7 @@
 """Keeps the GPU busy while the process loads and prepares, so that measuring begins on a chip that is hot and power-limited.
 
 Importing a framework and compiling its kernels takes seconds of one CPU core. In that time a second thread makes the operands,
-loads the profiler's library and runs large products. While tasks are prepared, some are queued behind each. A chip that has idled
-for a second takes two or three to come back to the clock that it holds in training.
+loads the profiler's library and runs large products.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from gemmscope.measure.backends.reference import OperandStore
 from gemmscope.measure.task import Case
 from gemmscope.measure.timer import start_profiler
 
-_SIZE, _PRODUCTS = 8192, 10
-_LEAST_PIECE_MS = 5.0  # a guess, until the first piece has been timed
+_SIZE, _PRODUCTS = 8192, 40  # one run keeps the chip busy for some 60 ms, and leaves the interpreter free
 
 
 class Heater:
@@ -35,23 +33,11 @@ class Heater:
         with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
             for _ in range(_PRODUCTS):
                 torch.mm(self._factor, self._factor)
-        begin = time.perf_counter()
-        self.queue(_LEAST_PIECE_MS, piece_ms=_LEAST_PIECE_MS)
-        self.wait()
-        self._piece_ms = (time.perf_counter() - begin) * 1000
 
-    def queue(self, duration_ms: float, piece_ms: float | None = None) -> None:
-        """Have the GPU heat for about so long, without waiting for it."""
+    def run(self) -> None:
         with torch.cuda.stream(self._stream):
-            for _ in range(max(1, round(duration_ms / (piece_ms or self._piece_ms)))):
-                self._graph.replay()
-
-    def wait(self) -> None:
+            self._graph.replay()
         self._stream.synchronize()
-
-    def precede(self) -> None:
-        """Whatever this thread launches next on the GPU comes after what is queued here."""
-        torch.cuda.current_stream().wait_stream(self._stream)
 
 
 @contextmanager
@@ -69,8 +55,7 @@ def heating(operands: OperandStore, cases: Sequence[Case], *, profile: bool) -> 
                 operands.get(case).prepare_references()
         heater = Heater()
         while not stop.is_set():
-            heater.queue(50)
-            heater.wait()
+            heater.run()
 
     thread = threading.Thread(target=work, name="heating", daemon=True)
     thread.start()
@@ -79,3 +64,11 @@ def heating(operands: OperandStore, cases: Sequence[Case], *, profile: bool) -> 
     finally:
         stop.set()
         thread.join()
+
+
+def heat_for(seconds: float) -> None:
+    """Nothing but heat, for so long."""
+    begin = time.perf_counter()
+    heater = Heater() if seconds > 0 else None
+    while heater is not None and time.perf_counter() - begin < seconds:
+        heater.run()

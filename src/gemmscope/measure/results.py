@@ -40,10 +40,11 @@ class Results:
         self.hello: dict[str, Any] = {}
         self.warnings: list[str] = []
         self.complete_rounds = 0
+        self._alike: float | None = None  # until there are more samples
 
     def take(self, message: dict[str, Any]) -> None:
         """Note one message of the worker."""
-        kind = message["type"]
+        kind, self._alike = message["type"], None
         if kind == "hello":
             self.hello = message
         elif kind == "ready":
@@ -108,7 +109,9 @@ class Results:
 
     def alike(self) -> float:
         """How alike the pieces of a burst are, over everything that was measured."""
-        return correlation(totals for group in self._groups() if (totals := self.totals(*group)) is not None)
+        if self._alike is None:
+            self._alike = correlation(totals for group in self._groups() if (totals := self.totals(*group)) is not None)
+        return self._alike
 
     def _groups(self) -> list[tuple[str, Mode]]:
         return list(dict.fromkeys(result.task.group for result in self.tasks.values() if "sum_of" not in result.facts))

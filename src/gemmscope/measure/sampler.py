@@ -17,11 +17,11 @@ class StoppingRule:
     """Go on until every recipe's speedup is known to within `target`, within a least number of rounds and a longest time.
 
     >>> StoppingRule(target=0.01).least_rounds
-    4
+    3
     """
 
     target: float = 0.01
-    least_rounds: int = 4
+    least_rounds: int = 3
     longest_s: float = 120.0
     clock: Callable[[], float] = time.monotonic
     started: float = field(init=False)
@@ -35,7 +35,7 @@ class StoppingRule:
         self.started = self.clock()
 
     def done(self, results: Results, recipes: Sequence[str], modes: Sequence[Mode]) -> bool:
-        """Whether it is enough, after a complete round; `why` says which limit was met."""
+        """Whether it is enough; `why` says which limit was met."""
         if results.complete_rounds < self.least_rounds:
             return False
         widest = self.widest(results, recipes, modes)

@@ -219,10 +219,13 @@ class CudaTimer:
 
 def start_profiler() -> None:
     """Load the profiler's library, which takes most of a second the first time."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]):
+    with _profiler():
         torch.cuda.synchronize()
+
+
+def _profiler() -> Any:
+    """GPU activity alone. (torch.profiler.profile would also import the compiler, to write its settings down.)"""
+    return torch.autograd.profiler.profile(use_device="cuda", use_kineto=True, use_cpu=False)
 
 
 def _run(tasks: Sequence[Runnable], cycles: int) -> None:
@@ -239,12 +242,10 @@ def _run_marked(tasks: Sequence[Runnable]) -> None:
 
 def _segments(work: Callable[[], None], expected: int) -> list[list[Any]]:
     """Profile `work`, and part what it ran at the markers: a list of GPU events after each."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as session:
+    with _profiler() as session:
         work()
         torch.cuda.synchronize()
-    events = [event for event in session.profiler.kineto_results.events() if str(event.device_type()).endswith("CUDA")]
+    events = [event for event in session.kineto_results.events() if str(event.device_type()).endswith("CUDA")]
     found: list[list[Any]] = []
     for event in sorted(events, key=lambda event: event.start_ns()):
         if _MARKER in event.name():

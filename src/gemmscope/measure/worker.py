@@ -40,19 +40,18 @@ from gemmscope.gpu.nvml import Gpu, open_nvml
 from gemmscope.measure.backends import BACKENDS
 from gemmscope.measure.backends.base import Backend, Options
 from gemmscope.measure.backends.reference import OperandStore
-from gemmscope.measure.heat import Heater, heating
+from gemmscope.measure.heat import heat_for, heating
 from gemmscope.measure.kernels import KernelRun
 from gemmscope.measure.task import Task
 from gemmscope.measure.timer import Amount, Burst, CpuTimer, CudaTimer, Runnable, Timer
-from gemmscope.recipe.recipes import recipe
+from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.workload.ops import PASSES
 
 LEAST_BYTES_IN_FLIGHT_OVER_L2 = 3
 MOST_COPIES = 8
 RUNS_FOR_NSIGHT = 3
-HEAT_PER_TASK_MS = 5
-HEAT_WHILE_PROFILER_STARTS_MS = 100
-WARM_UP_MS, WARM_UP_ROUNDS = 1800, 2
+HEAT_BEFORE_KERNELS_MS = 50
+WARM_UP_MS, WARM_UP_ROUNDS = 1500, 2
 
 
 @dataclass(frozen=True)
@@ -65,11 +64,17 @@ class _Launched:
     ends_round: bool
 
 
-def _plan(groups: Sequence[list[Task]], rounds: int, seed: int) -> Iterator[tuple[int, list[Task], bool]]:
-    """Every group once a round, in random order: the round's number, the group, whether it is the round's last."""
+def _plan(
+    groups: Sequence[list[Task]], rounds: int, seed: int, *, baseline_twice: bool = False
+) -> Iterator[tuple[int, list[Task], bool]]:
+    """Every group once a round, in random order: the round's number, the group, whether it is the round's last.
+
+    The baseline is one side of every speedup, so what is not known of it counts in all of them: it may come twice.
+    """
     rng = random.Random(seed)
+    twice = [tasks for tasks in groups if tasks[0].recipe == BASELINE] if baseline_twice else []
     for number in range(rounds):
-        order = rng.sample(groups, len(groups))
+        order = rng.sample([*groups, *twice], len(groups) + len(twice))
         for index, tasks in enumerate(order):
             yield number, tasks, index + 1 == len(order)
 
@@ -86,7 +91,6 @@ class Worker:
         self.timer: Timer = CudaTimer(by_kernels=request["timing"] == "profiler") if self.on_gpu else CpuTimer()
         self.operands = OperandStore("cuda" if self.on_gpu else "cpu")
         self.gpu = _gpu() if self.on_gpu else None
-        self.heater: Heater | None = None
 
     def say(self, message_type: str, **content: Any) -> None:
         self.out.write(json.dumps({"type": message_type, **content}) + "\n")
@@ -107,10 +111,8 @@ class Worker:
             possible = [task for task in self.tasks if not self._why_not(backend, task)]
             backend.get_ready(possible)
         _mark("compiled")
-        self.heater = Heater() if self.on_gpu else None
         for task in self.tasks:
             self._prepare(backend, task)
-            self._keep_warm(HEAT_PER_TASK_MS)
         _mark("prepared")
         if self.request["for_nsight"]:
             self._run_for_nsight()
@@ -191,9 +193,8 @@ class Worker:
         if not groups:
             return
         self.say("begin", task=groups[0][0].key, what="looking at the kernels")
-        self._keep_warm(HEAT_WHILE_PROFILER_STARTS_MS)
         try:
-            found = self.timer.kernels([[self.ready[task.key] for task in tasks] for tasks in groups], self.request["drop_ms"])
+            found = self.timer.kernels([[self.ready[task.key] for task in tasks] for tasks in groups], HEAT_BEFORE_KERNELS_MS)
         except Exception as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             self.say(
@@ -206,11 +207,6 @@ class Worker:
         for key, runs in kernels.items():
             self.say("kernels", task=key, kernels=[[run.name, round(run.duration_us, 3), run.stream] for run in runs])
         self._find_sums(kernels)
-
-    def _keep_warm(self, duration_ms: float) -> None:
-        if self.heater is not None and duration_ms > 0:
-            self.heater.queue(duration_ms)
-            self.heater.precede()
 
     def _find_sums(self, kernels: dict[str, list[KernelRun]]) -> None:
         """A linear that runs the very kernels of its products and nothing else (BF16 does) is their sum: it is measured once."""
@@ -227,12 +223,13 @@ class Worker:
     def _rounds(self) -> None:
         """A burst of every group in random order, round after round, until told to stop. The GPU is never left waiting."""
         groups, counts = self._groups(), self.request["counts"]
-        if counts and groups:
-            self._keep_warm(1000 * counts["gpu_warmup"])
+        if self.on_gpu and counts:
+            heat_for(counts["gpu_warmup"])
         elif self.on_gpu:
             self._warm_up(groups)
         waiting: _Launched | None = None
-        for number, tasks, ends_round in _plan(groups, self.request["max_rounds"], self.request["seed"]):
+        twice = not counts and len({tasks[0].recipe for tasks in groups}) > 2
+        for number, tasks, ends_round in _plan(groups, self.request["max_rounds"], self.request["seed"], baseline_twice=twice):
             if _told_to_stop():
                 return  # what was launched last belongs to no complete round
             self.say("begin", task=tasks[0].key, what="measuring")
