@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemmscope.measure.stats import ratio_interval, summarise, time_interval
+from gemmscope.measure.stats import Noise, noise_of, ratio_interval, summarise, time_interval
 
 
 def bursts(rng: np.random.Generator, centre: float, rounds: int, spread: float) -> list[list[float]]:
@@ -36,15 +36,31 @@ def test_pieces_that_are_independent_count_as_more() -> None:
     trials, covered, widths = 300, 0, []
     for trial in range(trials):
         slow, fast = (rng.normal(centre, 0.01 * centre, size=(4, 3)).tolist() for centre in (2.0, 1.0))
-        found = ratio_interval(slow, fast, alike=0.2, seed=trial)
+        found = ratio_interval(slow, fast, Noise(alike=0.2), seed=trial)
         covered += found.low <= 2.0 <= found.high
         widths.append(found.half_width)
     assert covered / trials >= 0.93
     assert np.mean(widths) < 0.013
 
 
+@pytest.mark.parametrize("spreads", [(0.01,) * 6, (0.006, 0.008, 0.01, 0.01, 0.012, 0.014)])
+def test_common_noise_narrows_without_lying(spreads: tuple[float, ...]) -> None:
+    """Six things on one chip, three bursts of three pieces each: intervals hold as often as they say, also if spreads differ."""
+    rng = np.random.default_rng(4)
+    trials, covered, narrower = 200, 0, 0
+    for trial in range(trials):
+        series = [rng.normal(index + 1, (index + 1) * spread, size=(3, 3)).tolist() for index, spread in enumerate(spreads)]
+        common = noise_of(series)
+        for index in range(1, 6):
+            found = ratio_interval(series[index], series[0], common, seed=trial)
+            covered += found.low <= index + 1 <= found.high
+            narrower += found.half_width < ratio_interval(series[index], series[0], Noise(common.alike), seed=trial).half_width
+    assert 0.93 <= covered / trials / 5 <= 0.995
+    assert narrower / trials / 5 > 0.6
+
+
 def test_one_round_has_no_interval() -> None:
-    assert time_interval([[1.0, 1.1]], alike=1.0).half_width == float("inf")
+    assert time_interval([[1.0, 1.1]], Noise(alike=1.0)).half_width == float("inf")
     assert time_interval([[1.0]]).half_width == float("inf")
 
 

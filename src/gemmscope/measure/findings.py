@@ -119,7 +119,7 @@ class Findings:
     def total(self, name: str, mode: Mode) -> Interval | None:
         """Milliseconds of one micro-batch's linears."""
         totals = self.results.totals(self.measured_as(name, mode), mode)
-        return time_interval(totals, self.results.alike()) if totals is not None else None
+        return time_interval(totals, self.results.noise()) if totals is not None else None
 
     def counts(self) -> Mapping[Case, int]:
         """How often one layer runs each case; where layers differ, how often the model does."""

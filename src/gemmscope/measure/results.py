@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gemmscope.measure.stats import Bursts, Interval, correlation, pieces, ratio_interval
+from gemmscope.measure.stats import Bursts, Interval, Noise, noise_of, pieces, ratio_interval
 from gemmscope.measure.task import Case, Mode, Task
 from gemmscope.recipe.recipes import BASELINE
 
@@ -40,11 +40,11 @@ class Results:
         self.hello: dict[str, Any] = {}
         self.warnings: list[str] = []
         self.complete_rounds = 0
-        self._alike: float | None = None  # until there are more samples
+        self._noise: Noise | None = None  # until there are more samples
 
     def take(self, message: dict[str, Any]) -> None:
         """Note one message of the worker."""
-        kind, self._alike = message["type"], None
+        kind, self._noise = message["type"], None
         if kind == "hello":
             self.hello = message
         elif kind == "ready":
@@ -105,13 +105,13 @@ class Results:
         high = self.totals(BASELINE, mode, outside)
         if slow is None or low is None or high is None:
             return None
-        return ratio_interval(slow, added([(low, 1), (high, 1)]), self.alike())
+        return ratio_interval(slow, added([(low, 1), (high, 1)]), self.noise())
 
-    def alike(self) -> float:
-        """How alike the pieces of a burst are, over everything that was measured."""
-        if self._alike is None:
-            self._alike = correlation(totals for group in self._groups() if (totals := self.totals(*group)) is not None)
-        return self._alike
+    def noise(self) -> Noise:
+        """What everything that was measured tells of the noise."""
+        if self._noise is None:
+            self._noise = noise_of(totals for group in self._groups() if (totals := self.totals(*group)) is not None)
+        return self._noise
 
     def _groups(self) -> list[tuple[str, Mode]]:
         return list(dict.fromkeys(result.task.group for result in self.tasks.values() if "sum_of" not in result.facts))
@@ -122,7 +122,7 @@ class Results:
         slow, fast = self.totals(over, mode, chosen), self.totals(recipe, mode, chosen)
         if slow is None or fast is None:
             return None
-        return ratio_interval(slow, fast, self.alike())
+        return ratio_interval(slow, fast, self.noise())
 
 
 def added(parts: Sequence[tuple[Bursts, int]]) -> list[list[float]]:

@@ -52,7 +52,7 @@ class StoppingRule:
         """The largest half-width among the speedups, of every op and of all together; with a baseline alone, of its own time."""
         if list(recipes) == [BASELINE]:
             totals = [results.totals(BASELINE, mode) for mode in modes]
-            return max((time_interval(total, results.alike()).half_width for total in totals if total is not None), default=None)
+            return max((time_interval(total, results.noise()).half_width for total in totals if total is not None), default=None)
         found = [
             interval.half_width
             for recipe in recipes

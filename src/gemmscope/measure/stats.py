@@ -4,9 +4,16 @@ At the power limit a chip moves its clock by a per cent or two about every 100 m
 and are not independent; so a burst is cut into *pieces* of about that length, and each piece counts as one number, the mean of
 its samples (training pays for the average clock). A stray sample counts as no more than a far outlier would.
 
-Pieces of one burst may still be alike: it began hotter, or after a heavier neighbour. How much is estimated from the pieces
-themselves (intraclass correlation, by analysis of variance), and they then count as fewer (Kish's design effect). Intervals come
-from resampling pieces, both sides of a ratio independently, and are widened for that, and as Student's t is for small numbers.
+What is known of the noise comes from everything that was measured together (`Noise`):
+
+* Pieces of one burst may be alike: it began hotter, or after a heavier neighbour. How much is estimated by analysis of variance
+  (intraclass correlation), and pieces then count as fewer (Kish's design effect).
+* It is one chip whose clock moves, so all bursts spread about alike, and a handful of them tells its own spread badly. Each
+  estimate is therefore drawn towards the common spread, as if twelve more pieces had been seen that have it (an empirical Bayes
+  estimate of the variance, as the moderated t of microarrays has it).
+
+Intervals come from resampling pieces, both sides of a ratio independently, scaled to the spread so estimated, and widened as
+Student's t is for small numbers.
 """
 
 from __future__ import annotations
@@ -87,61 +94,86 @@ def _fenced(burst: Floats) -> Floats:
 
 
 LEAST_CORRELATION = 0.2  # of neighbouring pieces, as seen on an H200; a few bursts cannot prove that it is less
+PRIOR_PIECES = 12  # that the common spread counts for
 
 
-def correlation(series: Iterable[Bursts]) -> float:
-    """How alike the pieces of one burst are, from 0.2 to 1, over several series of bursts.
+@dataclass(frozen=True)
+class Noise:
+    """`alike`: the correlation of pieces of one burst. `spread`: the relative standard deviation of pieces; None if unknown."""
 
-    >>> correlation([[[1.0, 1.0], [2.0, 2.0]]]), correlation([[[1.0, 2.0], [1.0, 2.0]]])
+    alike: float
+    spread: float | None = None
+
+
+def noise_of(series: Iterable[Bursts]) -> Noise:
+    """What several series of bursts, each of one thing, tell of the noise that they share.
+
+    >>> noise_of([[[1.0, 1.0], [2.0, 2.0]]]).alike, noise_of([[[1.0, 2.0], [1.0, 2.0]]]).alike
     (1.0, 0.2)
     """
-    between = within = between_freedom = within_freedom = 0.0
-    sizes = []
-    for bursts in series:
-        relative = [
-            np.asarray(burst) / np.mean([piece for each in bursts for piece in each]) for burst in bursts if len(burst) > 1
-        ]
-        if len(relative) < 2:
-            continue
-        centre = np.mean(np.concatenate(relative))
-        between += sum(len(burst) * float(burst.mean() - centre) ** 2 for burst in relative)
-        within += sum(float(((burst - burst.mean()) ** 2).sum()) for burst in relative)
-        between_freedom += len(relative) - 1
-        within_freedom += sum(len(burst) - 1 for burst in relative)
-        sizes += [len(burst) for burst in relative]
-    if not sizes:
+    relative = [[np.asarray(burst) / _mean(bursts) for burst in bursts] for bursts in series if bursts]
+    flat = [np.concatenate(bursts) for bursts in relative]
+    freedom = sum(len(pieces) - 1 for pieces in flat)
+    spread = float(np.sqrt(sum(float(((pieces - 1) ** 2).sum()) for pieces in flat) / freedom)) if freedom else None
+    return Noise(_correlation([bursts for bursts in relative if len(bursts) > 1]), spread)
+
+
+def _mean(bursts: Bursts) -> float:
+    return float(np.mean([piece for burst in bursts for piece in burst]))
+
+
+def _correlation(series: Sequence[Sequence[Floats]]) -> float:
+    """Of the pieces of one burst, which are relative to the mean of their series: from 0.2 to 1; 1 if nothing tells."""
+    bursts = [burst for each in series for burst in each if len(burst) > 1]
+    between_freedom = sum(sum(len(burst) > 1 for burst in each) - 1 for each in series)
+    if not bursts or between_freedom < 1:
         return 1.0
-    size, between, within = float(np.mean(sizes)), between / between_freedom, within / within_freedom
-    total = between + (size - 1) * within
+    between = sum(len(burst) * float(burst.mean() - 1) ** 2 for burst in bursts) / between_freedom
+    within = sum(float(((burst - burst.mean()) ** 2).sum()) for burst in bursts) / sum(len(burst) - 1 for burst in bursts)
+    total = between + (float(np.mean([len(burst) for burst in bursts])) - 1) * within
     return float(np.clip((between - within) / total if total else 1.0, LEAST_CORRELATION, 1.0))
 
 
-def time_interval(bursts: Bursts, alike: float | None = None, seed: int = 0) -> Interval:
-    """The typical time, and how far it would move with other bursts. `alike`: the correlation, where it is known better."""
-    known = correlation([bursts]) if alike is None else alike
-    return _interval([bursts], lambda means: means[0], known, seed)
+def time_interval(bursts: Bursts, noise: Noise | None = None, seed: int = 0) -> Interval:
+    """The typical time, and how far it would move with other bursts. `noise`: where more is known of it than from these alone."""
+    return _interval([bursts], lambda means: means[0], noise or Noise(noise_of([bursts]).alike), seed)
 
 
-def ratio_interval(slow: Bursts, fast: Bursts, alike: float | None = None, seed: int = 0) -> Interval:
+def ratio_interval(slow: Bursts, fast: Bursts, noise: Noise | None = None, seed: int = 0) -> Interval:
     """How many times faster `fast` is."""
-    known = correlation([slow, fast]) if alike is None else alike
+    known = noise or Noise(noise_of([slow, fast]).alike)
     return _interval([slow, fast], lambda means: means[0] / means[1], known, seed)
 
 
-def _interval(sides: Sequence[Bursts], estimate: Callable[[list[Floats]], Floats], alike: float, seed: int) -> Interval:
+def _interval(sides: Sequence[Bursts], estimate: Callable[[list[Floats]], Floats], noise: Noise, seed: int) -> Interval:
     """Percentile bootstrap over pieces; what counts as one piece alone has no interval."""
-    flat = [np.array([piece for burst in side for piece in burst]) for side in sides]
-    value = float(estimate([np.array([side.mean()]) for side in flat])[0])
-    if any(len(side) < 2 or _effective(bursts, alike) <= 1.5 for side, bursts in zip(flat, sides, strict=True)):
+    value = float(estimate([np.array([_mean(side)]) for side in sides])[0])
+    if any(_effective(side, noise.alike) <= 1.5 for side in sides):
         return Interval(value, 0.0, float("inf"))
     rng = np.random.default_rng(seed)
-    means = []
-    for side, bursts in zip(flat, sides, strict=True):
-        drawn = side[rng.integers(0, len(side), size=(RESAMPLES, len(side)))].mean(axis=1)
-        means.append(side.mean() + (drawn - side.mean()) * _widen(len(side), _effective(bursts, alike)))
+    means = [_mean(side) * (1 + _draws(side, rng) * _doubt(side, noise)) for side in sides]
     tail = 100 * (1 - CONFIDENCE) / 2
     low, high = np.percentile(estimate(means), [tail, 100 - tail])
     return Interval(value, float(low), float(high))
+
+
+def _draws(bursts: Bursts, rng: np.random.Generator) -> Floats:
+    """Means of resampled pieces, in standard deviations from the mean: the shape of the doubt."""
+    flat = np.array([piece for burst in bursts for piece in burst])
+    drawn = flat[rng.integers(0, len(flat), size=(RESAMPLES, len(flat)))].mean(axis=1) - flat.mean()
+    deviation = float(drawn.std())
+    return drawn / deviation if deviation else rng.standard_normal(RESAMPLES)
+
+
+def _doubt(bursts: Bursts, noise: Noise) -> float:
+    """The size of the doubt: the relative standard error of the mean, as Student's t widens it."""
+    flat = np.array([piece for burst in bursts for piece in burst])
+    effective = _effective(bursts, noise.alike)
+    freedom, variance = effective - 1, float(flat.var(ddof=1)) / float(flat.mean()) ** 2
+    if noise.spread is not None:
+        variance = (freedom * variance + PRIOR_PIECES * noise.spread**2) / (freedom + PRIOR_PIECES)
+        freedom += PRIOR_PIECES
+    return float(np.sqrt(variance / effective)) * _student(freedom) / _NORMAL
 
 
 def _effective(bursts: Bursts, alike: float) -> float:
@@ -151,15 +183,6 @@ def _effective(bursts: Bursts, alike: float) -> float:
     (4.0, 8.6)
     """
     return sum(len(burst) / (1 + (len(burst) - 1) * alike) for burst in bursts)
-
-
-def _widen(count: int, effective: float) -> float:
-    """What a resampled mean falls short of the truth's spread: fewer effective pieces, a sample's spread, Student's t.
-
-    >>> round(_widen(8, 8.0), 2), round(_widen(1000, 1000.0), 2)
-    (1.29, 1.0)
-    """
-    return _student(effective - 1) / _NORMAL * float(np.sqrt(count / (count - 1) * count / effective))
 
 
 # Two-sided 95% points of Student's t for 1 to 10 degrees of freedom; beyond that the expansion below is good to 0.1%.
