@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
-from gemmscope.errors import UserError
 from gemmscope.measure.link import Link
 from gemmscope.measure.results import Results
 from gemmscope.measure.sampler import StoppingRule
@@ -143,26 +142,20 @@ class Campaign:
 
     def _one_worker(self, number: int, tasks: Sequence[Task]) -> dict[str, Any] | None:
         """One worker's life. None if it came to a good end, else the failure of the task it died at."""
-        at = tasks[0].key
         with Link() as link:
-            link.ask({**asdict(self.settings), "tasks": [task.to_json() for task in tasks]})
-            for message in link.messages(self.settings.silence_s):
-                if message is None:
-                    return _failure(at, f"nothing was heard from it for {self.settings.silence_s:g} s", "hang")
-                if message["type"] == "fatal":
-                    raise UserError(message["why"], "gemmscope doctor tells what this machine can measure")
-                at = message["task"] if message["type"] == "begin" else at
-                self._note(number, message)
-                if message["type"] == "samples" and self._enough():
-                    link.tell_to_stop()
-                if message["type"] == "done":
-                    return None
-            if not self.results.hello:
-                raise UserError(f"the measuring process did not start {link.last_words()}")
-            already = self.results.tasks[at].failure
-            if already:  # it said so itself before it went
-                return _failure(at, already, self.results.tasks[at].failure_kind)
-            return _failure(at, f"the measuring process died {link.last_words()}", "crash")
+            death = link.converse(
+                {**asdict(self.settings), "tasks": [task.to_json() for task in tasks]},
+                silence_s=self.settings.silence_s,
+                note=lambda message: self._note(number, message),
+                enough=self._enough,
+            )
+        if death is None:
+            return None
+        at = death.task or tasks[0].key
+        known = self.results.tasks[at]
+        if known.failure:  # it said so itself before it went
+            return _failure(at, known.failure, known.failure_kind)
+        return _failure(at, death.why, death.kind)
 
 
 def _of_one_case(task: Task, other: Task) -> bool:

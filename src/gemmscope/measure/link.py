@@ -11,21 +11,32 @@ import os
 import select
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
+from gemmscope.errors import UserError
 from gemmscope.process import worker_command, worker_environment
+
+
+@dataclass(frozen=True)
+class Death:
+    """A process that did not come to a good end: the task it was at, and what is known of the cause."""
+
+    task: str
+    why: str
+    kind: str
 
 
 class Link:
     """One measuring process. Close it, and none is left behind."""
 
-    def __init__(self) -> None:
+    def __init__(self, worker: str = "gemmscope.measure.worker") -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._reading, writing = os.pipe()
         self._process = subprocess.Popen(
-            worker_command("gemmscope.measure.worker", str(writing)),
+            worker_command(worker, str(writing)),
             pass_fds=(writing,),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -68,6 +79,33 @@ class Link:
             *whole, pending = (pending + piece).split(b"\n")
             for line in whole:
                 yield json.loads(line)
+
+    def converse(
+        self,
+        request: dict[str, Any],
+        *,
+        silence_s: float,
+        note: Callable[[dict[str, Any]], None],
+        enough: Callable[[], bool],
+    ) -> Death | None:
+        """Ask, note every message, and tell it to stop once it is enough. None if it came to a good end, else how it died."""
+        self.ask(request)
+        at, greeted = "", False
+        for message in self.messages(silence_s):
+            if message is None:
+                return Death(at, f"nothing was heard from it for {silence_s:g} s", "hang")
+            if message["type"] == "fatal":
+                raise UserError(message["why"], "gemmscope doctor tells what this machine can measure")
+            greeted = greeted or message["type"] == "hello"
+            at = message["task"] if message["type"] == "begin" else at
+            note(message)
+            if message["type"] == "samples" and enough():
+                self.tell_to_stop()
+            if message["type"] == "done":
+                return None
+        if not greeted:
+            raise UserError(f"the measuring process did not start {self.last_words()}")
+        return Death(at, f"the measuring process died {self.last_words()}", "crash")
 
     def last_words(self) -> str:
         """How it ended: the signal or exit code, and the last line of its error output."""

@@ -36,9 +36,10 @@ class StoppingRule:
 
     def done(self, results: Results, recipes: Sequence[str], modes: Sequence[Mode]) -> bool:
         """Whether it is enough; `why` says which limit was met."""
-        if results.complete_rounds < self.least_rounds:
-            return False
-        widest = self.widest(results, recipes, modes)
+        return results.complete_rounds >= self.least_rounds and self.settle(self.widest(results, recipes, modes))
+
+    def settle(self, widest: float | None) -> bool:
+        """Decide from the largest doubt (None: nothing is known at all), the least number of rounds being there."""
         if widest is not None and widest <= self.target:
             self.why = f"known to ±{self.target:.1%}"
             return True

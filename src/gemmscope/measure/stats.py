@@ -136,17 +136,20 @@ def _correlation(series: Sequence[Sequence[Floats]]) -> float:
 
 def time_interval(bursts: Bursts, noise: Noise | None = None, seed: int = 0) -> Interval:
     """The typical time, and how far it would move with other bursts. `noise`: where more is known of it than from these alone."""
-    return _interval([bursts], lambda means: means[0], noise or Noise(noise_of([bursts]).alike), seed)
+    return interval_of([bursts], lambda means: means[0], noise or Noise(noise_of([bursts]).alike), seed)
 
 
 def ratio_interval(slow: Bursts, fast: Bursts, noise: Noise | None = None, seed: int = 0) -> Interval:
     """How many times faster `fast` is."""
     known = noise or Noise(noise_of([slow, fast]).alike)
-    return _interval([slow, fast], lambda means: means[0] / means[1], known, seed)
+    return interval_of([slow, fast], lambda means: means[0] / means[1], known, seed)
 
 
-def _interval(sides: Sequence[Bursts], estimate: Callable[[list[Floats]], Floats], noise: Noise, seed: int) -> Interval:
-    """Percentile bootstrap over pieces; what counts as one piece alone has no interval."""
+def interval_of(sides: Sequence[Bursts], estimate: Callable[[list[Floats]], Floats], noise: Noise, seed: int) -> Interval:
+    """Of anything computed from the means of several series: percentile bootstrap over pieces.
+
+    What counts as one piece alone has no interval.
+    """
     value = float(estimate([np.array([_mean(side)]) for side in sides])[0])
     if any(_effective(side, noise.alike) <= 1.5 for side in sides):
         return Interval(value, 0.0, float("inf"))

@@ -181,9 +181,9 @@ class CudaTimer:
             for _ in range(kept):
                 _run_marked(tasks)
 
-        segments = _segments(work, kept * len(tasks))
+        found = _expected(segments(work), kept * len(tasks))
         return [
-            [_busy_ms(segments[number * len(tasks) + index]) / task.prepared.copies for number in range(kept)]
+            [busy_ms(found[number * len(tasks) + index]) / task.prepared.copies for number in range(kept)]
             for index, task in enumerate(tasks)
         ]
 
@@ -209,11 +209,11 @@ class CudaTimer:
                 _run_marked(tasks)
                 torch.cuda._sleep(1)  # ends the last task
 
-        segments = iter(_segments(work, sum(len(tasks) + 1 for tasks in groups)))
+        seen = iter(_expected(segments(work), sum(len(tasks) + 1 for tasks in groups)))
         found = []
         for tasks in groups:
-            found.append([[_kernel_run(event) for event in next(segments)] for _ in tasks])
-            next(segments)  # the next group warming up
+            found.append([[kernel_run(event) for event in next(seen)] for _ in tasks])
+            next(seen)  # the next group warming up
         return found
 
 
@@ -240,8 +240,8 @@ def _run_marked(tasks: Sequence[Runnable]) -> None:
         task.run()
 
 
-def _segments(work: Callable[[], None], expected: int) -> list[list[Any]]:
-    """Profile `work`, and part what it ran at the markers: a list of GPU events after each."""
+def segments(work: Callable[[], None]) -> list[list[Any]]:
+    """Profile `work`, and part what it ran at the markers (`torch.cuda._sleep`): a list of GPU events after each."""
     with _profiler() as session:
         work()
         torch.cuda.synchronize()
@@ -252,16 +252,21 @@ def _segments(work: Callable[[], None], expected: int) -> list[list[Any]]:
             found.append([])
         elif found:
             found[-1].append(event)
-    if len(found) != expected:
-        raise RuntimeError(f"the profiler saw {len(found)} of {expected} runs")
     return found
 
 
-def _kernel_run(event: Any) -> KernelRun:
+def _expected(found: list[list[Any]], count: int) -> list[list[Any]]:
+    if len(found) != count:
+        raise RuntimeError(f"the profiler saw {len(found)} of {count} runs")
+    return found
+
+
+def kernel_run(event: Any) -> KernelRun:
+    """As plain data."""
     return KernelRun(event.name(), event.duration_ns() / 1000, event.device_resource_id())
 
 
-def _busy_ms(events: Sequence[Any]) -> float:
+def busy_ms(events: Sequence[Any]) -> float:
     """Kernels on several streams overlap: the time in which at least one ran."""
     busy_ns, until = 0, 0
     for event in events:  # in the order of their start

@@ -12,7 +12,6 @@ import importlib
 import json
 import os
 import random
-import select
 import sys
 import time
 from collections import Counter
@@ -36,10 +35,10 @@ import torch
 
 _mark("torch imported")
 
-from gemmscope.gpu.nvml import Gpu, open_nvml
 from gemmscope.measure.backends import BACKENDS
 from gemmscope.measure.backends.base import Backend, Options
 from gemmscope.measure.backends.reference import OperandStore
+from gemmscope.measure.device import device_facts, gpu_in_use, told_to_stop
 from gemmscope.measure.heat import heat_for, heating
 from gemmscope.measure.kernels import KernelRun
 from gemmscope.measure.task import Task
@@ -90,7 +89,7 @@ class Worker:
         self.on_gpu = request["backend"] != "cpu"
         self.timer: Timer = CudaTimer(by_kernels=request["timing"] == "profiler") if self.on_gpu else CpuTimer()
         self.operands = OperandStore("cuda" if self.on_gpu else "cpu")
-        self.gpu = _gpu() if self.on_gpu else None
+        self.gpu = gpu_in_use() if self.on_gpu else None
 
     def say(self, message_type: str, **content: Any) -> None:
         self.out.write(json.dumps({"type": message_type, **content}) + "\n")
@@ -106,7 +105,7 @@ class Worker:
                 lines = str(error).strip().splitlines() or [""]
                 self.say("fatal", why=f"the {self.request['backend']} backend does not load: {type(error).__name__}: {lines[0]}")
                 return
-            self.say("hello", versions=dict(backend.versions()), device=_device_facts(self.gpu), seconds=_TIMELINE)
+            self.say("hello", versions=dict(backend.versions()), device=device_facts(self.gpu), seconds=_TIMELINE)
             self.say("begin", task=self.tasks[0].key, what="compiling")
             possible = [task for task in self.tasks if not self._why_not(backend, task)]
             backend.get_ready(possible)
@@ -230,7 +229,7 @@ class Worker:
         waiting: _Launched | None = None
         twice = not counts and len({tasks[0].recipe for tasks in groups}) > 2
         for number, tasks, ends_round in _plan(groups, self.request["max_rounds"], self.request["seed"], baseline_twice=twice):
-            if _told_to_stop():
+            if told_to_stop():
                 return  # what was launched last belongs to no complete round
             self.say("begin", task=tasks[0].key, what="measuring")
             runnables = [self.ready[task.key] for task in tasks]
@@ -278,35 +277,6 @@ class Worker:
                     torch.cuda.synchronize()
         if self.on_gpu:
             torch.cuda.cudart().cudaProfilerStop()
-
-
-def _gpu() -> Gpu | None:
-    nvml = open_nvml()
-    if nvml is None:
-        return None
-    uuid = str(torch.cuda.get_device_properties(0).uuid)
-    return nvml.gpu_by_uuid(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}") or nvml.gpu(0)
-
-
-def _device_facts(gpu: Gpu | None) -> dict[str, Any]:
-    if not torch.cuda.is_available():
-        return {"name": "CPU"}
-    properties = torch.cuda.get_device_properties(0)
-    facts = {
-        "name": properties.name,
-        "compute_capability": f"{properties.major}.{properties.minor}",
-        "memory_bytes": properties.total_memory,
-        "multiprocessors": properties.multi_processor_count,
-        "l2_bytes": properties.L2_cache_size,
-        "cuda": torch.version.cuda,
-    }
-    return facts | ({"power_limit_w": gpu.power_limit_w(), "max_sm_mhz": gpu.max_sm_mhz()} if gpu else {})
-
-
-def _told_to_stop() -> bool:
-    """Whether the parent has closed our standard input, or has gone."""
-    readable, _, _ = select.select([sys.stdin], [], [], 0)
-    return bool(readable)
 
 
 def main() -> None:

@@ -1,0 +1,210 @@
+"""The parts of a transformer that are the same in every framework: a layer's order, attention itself, experts' routing.
+
+What multiplies (projections, MLPs, experts) comes from a kit (`kits/`), which knows one framework. Positions and routing are
+fixed beforehand: they cost what they cost in training, and nothing waits for the host.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from gemmscope.model.spec import AttentionSpec, LayerSpec, MlpSpec, MoeSpec, NormSpec
+from gemmscope.step.marks import mark
+
+EPS = 1e-5
+
+
+class Kit(Protocol):
+    """One framework's layers in one recipe. `left_out` parts run in BF16."""
+
+    name: str
+    precision: torch.dtype  # of parameters and activations
+
+    def norm_linear(self, norm: NormSpec, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
+        """A norm and the linear behind it."""
+
+    def linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
+        """A linear."""
+
+    def norm_mlp(self, norm: NormSpec, hidden: int, spec: MlpSpec) -> nn.Module:
+        """A norm and the feed-forward block behind it."""
+
+    def experts(self, hidden: int, spec: MlpSpec, count: int) -> nn.Module:
+        """Feed-forward blocks side by side: called with tokens and how many of them each gets."""
+
+    def norm(self, norm: NormSpec, width: int) -> nn.Module:
+        """A norm alone."""
+
+    def finish(self, block: nn.Module) -> nn.Module:
+        """Convert and compile a layer, where the framework does."""
+
+    def low_precision(self) -> AbstractContextManager[Any]:
+        """Around all layers."""
+
+    def high_precision(self, part: str) -> AbstractContextManager[Any]:
+        """Around a part that may be left out of low precision."""
+
+    def arguments(self, *, first: bool | None) -> dict[str, Any]:
+        """What its modules are told of the micro-batch: whether it is the step's first (None: the only one)."""
+
+    def checkpoint(self, function: Any, x: torch.Tensor) -> torch.Tensor:
+        """Run it without keeping activations, and again in backward."""
+
+
+class Rotary(nn.Module):
+    """Positions enter by rotating halves of queries and keys."""
+
+    def __init__(self, head_dim: int, sequence: int, device: torch.device | str) -> None:
+        super().__init__()
+        frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, device=device).float() / head_dim)
+        angles = torch.outer(torch.arange(sequence, device=device).float(), frequencies).repeat(1, 2)
+        self.cos, self.sin = angles.cos().to(torch.bfloat16), angles.sin().to(torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` is [batch, heads, sequence, head]."""
+        half = x.shape[-1] // 2
+        turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+        return x * self.cos + turned * self.sin
+
+
+class Core(nn.Module):
+    """Attention itself, on projected queries, keys and values."""
+
+    def __init__(self, spec: AttentionSpec, sequence: int, rotary: nn.Module | None) -> None:
+        super().__init__()
+        self.spec, self.sequence, self.rotary = spec, sequence, rotary
+
+    def forward(self, projected: torch.Tensor) -> torch.Tensor:
+        """`projected` is [tokens, Q + K + V]; gives [tokens, output width]."""
+        spec = self.spec
+        q, k, v = projected.view(-1, self.sequence, projected.shape[-1]).split([spec.q_width, spec.k_width, spec.v_width], dim=-1)
+        q = q.unflatten(-1, (spec.heads, spec.head_dim)).transpose(1, 2)
+        k = k.unflatten(-1, (spec.kv_heads, spec.head_dim)).transpose(1, 2)
+        v = v.unflatten(-1, (spec.kv_heads, spec.value_head_dim)).transpose(1, 2)
+        return attend(spec, q, k, v, self.rotary)
+
+
+def attend(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: nn.Module | None) -> torch.Tensor:
+    """All are [batch, heads, sequence, head]; gives [tokens, output width]."""
+    if rotary is not None:
+        q, k = rotary(q), rotary(k)
+    grouped = q.shape[1] != k.shape[1]
+    out = functional.scaled_dot_product_attention(q, k, v, is_causal=spec.causal, enable_gqa=grouped)
+    return out.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+class LatentAttention(nn.Module):
+    """Queries, keys and values through a bottleneck (DeepSeek)."""
+
+    def __init__(self, kit: Kit, norm: NormSpec, hidden: int, spec: AttentionSpec, sequence: int, rotary: nn.Module) -> None:
+        super().__init__()
+        latent = spec.latent
+        assert latent is not None
+        self.spec, self.latent, self.sequence, self.rotary = spec, latent, sequence, rotary
+        plain = spec.head_dim - latent.rope_dim
+        self.norm = kit.norm(norm, hidden)
+        if latent.q_rank is None:
+            self.q_down, self.q_up = None, kit.linear(hidden, spec.q_width, bias=spec.q_bias)
+        else:
+            self.q_down = kit.linear(hidden, latent.q_rank, bias=latent.down_bias)
+            self.q_up = kit.norm_linear(norm, latent.q_rank, spec.q_width, bias=spec.q_bias)
+        self.kv_down = kit.linear(hidden, latent.kv_rank + latent.rope_dim, bias=latent.down_bias)
+        self.kv_up = kit.norm_linear(norm, latent.kv_rank, spec.heads * (plain + spec.value_head_dim), bias=spec.k_bias)
+
+    def forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
+        spec, latent = self.spec, self.latent
+        x = self.norm(x)
+        q = self.q_up(x if self.q_down is None else self.q_down(x, **how), **how)
+        low, shared = self.kv_down(x, **how).split([latent.kv_rank, latent.rope_dim], dim=-1)
+        plain = spec.head_dim - latent.rope_dim
+        kv = self.kv_up(low.contiguous(), **how).view(-1, self.sequence, spec.heads, plain + spec.value_head_dim).transpose(1, 2)
+        q = q.view(-1, self.sequence, spec.heads, spec.head_dim).transpose(1, 2)
+        q_plain, q_turned = q.split([plain, latent.rope_dim], dim=-1)
+        turned = self.rotary(shared.view(-1, self.sequence, 1, latent.rope_dim).transpose(1, 2)).expand(-1, spec.heads, -1, -1)
+        k_plain, v = kv.split([plain, spec.value_head_dim], dim=-1)
+        q = torch.cat((q_plain, self.rotary(q_turned)), dim=-1)
+        return attend(spec, mark(q, "attention"), torch.cat((k_plain, turned), dim=-1), v, None)
+
+
+class Experts(nn.Module):
+    """Router, the way to the experts, the experts, the way back; a shared expert beside them.
+
+    The router is computed, but where tokens go is fixed: as many to each expert as planned.
+    """
+
+    def __init__(
+        self, kit: Kit, norm: NormSpec, hidden: int, spec: MoeSpec, rows: tuple[int, ...], device: torch.device | str
+    ) -> None:
+        super().__init__()
+        self.spec, self.rows = spec, rows
+        self.norm = kit.norm(norm, hidden)
+        self.router = nn.Linear(hidden, spec.experts, bias=spec.router_bias, device=device, dtype=kit.precision)
+        self.experts = kit.experts(hidden, spec.expert, len(rows))
+        self.shared = kit.experts(hidden, spec.shared, 1) if spec.shared is not None else None
+        self._order: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
+        normed = self.norm(x)
+        normed = mark(normed, "router")
+        weights = torch.softmax(self.router(normed).float(), dim=-1).topk(self.spec.top_k, dim=-1).values.to(x.dtype)
+        order, choice = self._places(x.shape[0], x.device)
+        sent = mark(normed.index_select(0, order), "experts")
+        made = mark(self.experts(sent, list(self.rows), **how), "combine")
+        out = torch.zeros_like(x).index_add(0, order, made * weights.flatten().index_select(0, choice)[:, None])
+        if self.shared is not None:
+            out = out + self.shared(mark(normed, "shared expert"), [x.shape[0]], **how)
+        return out
+
+    def _places(self, tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which token each row of the experts' input is, and which of the router's choices sent it there."""
+        if tokens not in self._order:
+            generator = torch.Generator().manual_seed(0)
+            order = torch.randint(tokens, (sum(self.rows),), generator=generator)
+            choice = order * self.spec.top_k + torch.randint(self.spec.top_k, order.shape, generator=generator)
+            self._order[tokens] = order.to(device), choice.to(device)
+        return self._order[tokens]
+
+
+class Block(nn.Module):
+    """One layer: attention and the feed-forward block, each added to what comes in."""
+
+    def __init__(
+        self, kit: Kit, layer: LayerSpec, norm: NormSpec, hidden: int, sequence: int, rows: tuple[int, ...], device: Any
+    ) -> None:
+        super().__init__()
+        spec = layer.attention
+        self.kit, self.selective = kit, False
+        turned = spec.latent.rope_dim if spec.latent else spec.head_dim
+        rotary = Rotary(turned, sequence, device) if spec.rotary and turned % 2 == 0 else None
+        if spec.latent is not None:
+            assert rotary is not None
+            self.attention_in: nn.Module = LatentAttention(kit, norm, hidden, spec, sequence, rotary)
+            self.core: nn.Module | None = None
+        else:
+            width = spec.q_width + spec.k_width + spec.v_width
+            self.attention_in = kit.norm_linear(norm, hidden, width, bias=spec.q_bias or spec.k_bias or spec.v_bias)
+            self.core = Core(spec, sequence, rotary)
+        self.attention_out = kit.linear(spec.out_width, hidden, bias=spec.out_bias)
+        if isinstance(layer.mlp, MoeSpec):
+            self.feed_forward: nn.Module = Experts(kit, norm, hidden, layer.mlp, rows, device)
+        else:
+            self.feed_forward = kit.norm_mlp(norm, hidden, layer.mlp)
+
+    def forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
+        x = mark(x, "qkv")
+        with self.kit.high_precision("qkv"):
+            inner = self.attention_in(x, **how)
+        if self.core is not None:
+            inner = mark(inner, "attention")
+            inner = self.kit.checkpoint(self.core, inner) if self.selective else self.core(inner)
+        inner = mark(inner, "attn out")
+        with self.kit.high_precision("attn out"):
+            x = x + self.attention_out(inner, **how)
+        x = mark(x, "mlp")
+        with self.kit.high_precision("mlp"):
+            return x + self.feed_forward(x, **how)

@@ -1,0 +1,10 @@
+"""One file per framework: how it builds the parts of a layer, in any recipe."""
+
+from __future__ import annotations
+
+# Backend -> its module and class; loaded by the worker alone, for they import frameworks.
+KITS = {
+    "transformer_engine": ("gemmscope.step.kits.transformer_engine", "TransformerEngineKit"),
+    "torchao": ("gemmscope.step.kits.torchao", "TorchaoKit"),
+    "cpu": ("gemmscope.step.kits.plain", "PlainKit"),
+}

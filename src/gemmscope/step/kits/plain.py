@@ -1,0 +1,115 @@
+"""Plain PyTorch: norms and linears as they are. The CPU's kit, and what torchao converts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils import checkpoint
+
+from gemmscope.model.spec import MlpSpec, NormSpec
+from gemmscope.recipe.recipes import Recipe
+from gemmscope.step.blocks import EPS
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "relu": functional.relu,
+    "relu2": lambda x: functional.relu(x).square(),
+}
+
+
+class PlainKit:
+    """BF16 or FP32."""
+
+    name = "cpu"
+
+    def __init__(self, recipe: Recipe, left_out: frozenset[str] = frozenset(), device: str = "cpu") -> None:
+        self.recipe, self.left_out, self.device = recipe, left_out, device
+        self.precision = torch.float32 if recipe.name == "FP32" else torch.bfloat16
+
+    def norm(self, norm: NormSpec, width: int) -> nn.Module:
+        make: dict[str, Any] = {"eps": EPS, "device": self.device, "dtype": self.precision}
+        return nn.RMSNorm(width, **make) if norm.kind == "rmsnorm" else nn.LayerNorm(width, bias=norm.bias, **make)
+
+    def linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
+        return Linear(inputs, outputs, bias=bias, device=self.device, dtype=self.precision)
+
+    def norm_linear(self, norm: NormSpec, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
+        return Chain(self.norm(norm, inputs), self.linear(inputs, outputs, bias=bias))
+
+    def norm_mlp(self, norm: NormSpec, hidden: int, spec: MlpSpec) -> nn.Module:
+        return Chain(self.norm(norm, hidden), FeedForward(self, hidden, spec))
+
+    def experts(self, hidden: int, spec: MlpSpec, count: int) -> nn.Module:
+        return PlainExperts([FeedForward(self, hidden, spec) for _ in range(count)])
+
+    def finish(self, block: nn.Module) -> nn.Module:
+        return block
+
+    def low_precision(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def high_precision(self, part: str) -> AbstractContextManager[Any]:  # noqa: ARG002
+        return nullcontext()
+
+    def arguments(self, *, first: bool | None) -> dict[str, Any]:  # noqa: ARG002
+        return {}
+
+    def checkpoint(self, function: Any, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = checkpoint.checkpoint(function, x, use_reentrant=False)
+        return result
+
+
+class Linear(nn.Linear):
+    """A linear that listens to nothing."""
+
+    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+
+class Chain(nn.Module):
+    """One after the other."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
+        result: torch.Tensor = self.second(self.first(x), **how)
+        return result
+
+
+class FeedForward(nn.Module):
+    """Up, activation, down; gate and up are one product."""
+
+    def __init__(self, kit: PlainKit, hidden: int, spec: MlpSpec) -> None:
+        super().__init__()
+        self.gated = spec.gated
+        self.activation = ACTIVATIONS.get(spec.activation, lambda x: functional.gelu(x, approximate="tanh"))
+        self.up = kit.linear(hidden, spec.intermediate_size * (2 if spec.gated else 1), bias=spec.up_bias)
+        self.down = kit.linear(spec.intermediate_size, hidden, bias=spec.down_bias)
+
+    def forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
+        inner = self.up(x, **how)
+        if self.gated:
+            gate, up = inner.chunk(2, dim=-1)
+            inner = self.activation(gate) * up
+        else:
+            inner = self.activation(inner)
+        result: torch.Tensor = self.down(inner, **how)
+        return result
+
+
+class PlainExperts(nn.Module):
+    """One after the other, each on its own tokens."""
+
+    def __init__(self, experts: list[FeedForward]) -> None:
+        super().__init__()
+        self.each = nn.ModuleList(experts)
+
+    def forward(self, x: torch.Tensor, rows: list[int], **how: Any) -> torch.Tensor:
+        return torch.cat([expert(piece, **how) for expert, piece in zip(self.each, x.split(rows), strict=True)])

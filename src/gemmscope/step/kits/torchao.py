@@ -1,0 +1,41 @@
+"""torchao: plain norms and linears, each layer converted to the recipe and compiled, as torchtitan trains them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import nn
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+from gemmscope.recipe.recipes import Recipe
+from gemmscope.step.kits.plain import PlainKit
+
+MODULES = {"qkv": "attention_in", "attn out": "attention_out", "mlp": "feed_forward"}  # part -> its module in a layer
+
+
+class TorchaoKit(PlainKit):
+    """BF16 is compiled too, unconverted. `left_out` parts are not converted."""
+
+    name = "torchao"
+
+    def __init__(self, recipe: Recipe, left_out: frozenset[str] = frozenset(), device: str = "cuda") -> None:
+        super().__init__(recipe, left_out, device)
+        torch._dynamo.config.recompile_limit = 64
+
+    def finish(self, block: nn.Module) -> nn.Module:
+        settings = self.recipe.settings.get(self.name, {})
+        if "float8" in settings:
+            spared = [MODULES[part] for part in self.left_out]
+            convert_to_float8_training(
+                block,
+                config=Float8LinearConfig.from_recipe_name(settings["float8"]),
+                module_filter_fn=lambda module, name: _fits(module) and not name.startswith(tuple(spared)),
+            )
+        compiled: nn.Module = torch.compile(block, dynamic=False)
+        return compiled
+
+
+def _fits(module: Any) -> bool:
+    return isinstance(module, nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0

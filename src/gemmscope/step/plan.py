@@ -1,0 +1,169 @@
+"""What a training step computes, as plain data that crosses the process boundary as JSON: a model with the sizes of one rank.
+
+Layers of a kind are alike, so a step of the real depth needs the weights of a few only: `slots` says which weights each layer
+uses. Layers that share a slot share its memory, not its gradients: every layer runs the kernels it would run in the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from gemmscope.errors import UserError
+from gemmscope.model.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RunSpec
+from gemmscope.workload import sharding
+
+MOST_WEIGHTS = 4  # layers whose weights are held, of all kinds together
+
+
+@dataclass(frozen=True)
+class StackPlan:
+    """One rank's step: `layers` in the order they run, `slots[i]` the weights that layer i uses, `expert_rows` by layer."""
+
+    hidden_size: int
+    layers: tuple[LayerSpec, ...]
+    slots: tuple[int, ...]
+    norm: NormSpec
+    vocab_size: int | None
+    tied_embeddings: bool
+    head_bias: bool
+    micro_batch_size: int
+    sequence_length: int
+    expert_rows: tuple[int, ...] = ()
+    accumulation: int = 1
+    recompute: str = "none"
+
+    @property
+    def depth(self) -> int:
+        return len(self.layers)
+
+    @property
+    def tokens(self) -> int:
+        return self.micro_batch_size * self.sequence_length
+
+    def with_depth(self, depth: int) -> StackPlan:
+        """The first so many layers."""
+        return replace(self, layers=self.layers[:depth], slots=self.slots[:depth])
+
+    def with_batch(self, micro_batch_size: int, sequence_length: int) -> StackPlan:
+        """The same layers on another batch."""
+        rows = tuple(max(16, row * micro_batch_size * sequence_length // self.tokens // 16 * 16) for row in self.expert_rows)
+        return replace(self, micro_batch_size=micro_batch_size, sequence_length=sequence_length, expert_rows=rows)
+
+    def unrolled(self) -> StackPlan:
+        """Every layer with weights of its own: the real model."""
+        return replace(self, slots=tuple(range(self.depth)))
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> StackPlan:
+        """The inverse of `to_json`.
+
+        >>> plan = StackPlan(64, (), (), NormSpec(), None, False, False, 1, 16)
+        >>> StackPlan.from_json(plan.to_json()) == plan
+        True
+        """
+        layers = tuple(_layer_from(layer) for layer in data["layers"])
+        plain = {**data, "layers": layers, "norm": NormSpec(**data["norm"])}
+        plain |= {name: tuple(data[name]) for name in ("slots", "expert_rows")}
+        return StackPlan(**plain)
+
+
+def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[str]]:
+    """The step of one rank, and notes on what it runs otherwise than the model."""
+    sharding.check(model, run)
+    first, last = sharding.stage_layers(model, run)[run.pp_stage or 0]
+    chosen = model.layers[first:last]
+    holds_vocab = model.vocab_size is not None and (run.pp == 1 or (run.pp_stage or 0) in (0, run.pp - 1))
+    vocab = sharding.padded_vocab(model.vocab_size, run) // run.tp if holds_vocab and model.vocab_size is not None else None
+    layers = tuple(_of_rank(layer, run) for layer in chosen)
+    moe = next((layer.mlp for layer in chosen if isinstance(layer.mlp, MoeSpec)), None)
+    plan = StackPlan(
+        hidden_size=model.hidden_size,
+        layers=layers,
+        slots=share_weights(layers),
+        norm=model.norm,
+        vocab_size=vocab,
+        tied_embeddings=model.tied_embeddings,
+        head_bias=model.head_bias,
+        micro_batch_size=run.micro_batch_size,
+        sequence_length=run.sequence_length // run.cp,
+        expert_rows=tuple(sharding.expert_rows(moe, run)) if moe is not None else (),
+        accumulation=run.gradient_accumulation,
+        recompute=run.recompute,
+    )
+    return plan, list(_notes(model, run, chosen))
+
+
+def share_weights(layers: tuple[LayerSpec, ...], most: int = MOST_WEIGHTS) -> tuple[int, ...]:
+    """Which weights each layer uses: those of a few layers in turn, at least one of every kind.
+
+    >>> a, b = "dense", "MoE"
+    >>> share_weights((a, a, a, a, a, a)), share_weights((a, b, b, b, b, b))
+    ((0, 1, 2, 3, 0, 1), (0, 1, 2, 3, 1, 2))
+    """
+    kinds = list(dict.fromkeys(layers))
+    if len(kinds) > most:
+        raise UserError(
+            f"the model has {len(kinds)} kinds of layers, and a stack holds the weights of {most} at most",
+            "choose a pipeline stage with fewer kinds: --pp and --pp-stage",
+        )
+    held = dict.fromkeys(kinds, 1)
+    for _ in range(most - len(kinds)):  # one more for the kind with most layers for each that it holds
+        growing = max(kinds, key=lambda kind: layers.count(kind) / held[kind])
+        held[growing] += 1 if held[growing] < layers.count(growing) else 0
+    offsets, used = {}, 0
+    for kind in kinds:
+        offsets[kind] = used
+        used += held[kind]
+    seen = dict.fromkeys(kinds, 0)
+    slots = []
+    for layer in layers:
+        slots.append(offsets[layer] + seen[layer] % held[layer])
+        seen[layer] += 1
+    return tuple(slots)
+
+
+def _of_rank(layer: LayerSpec, run: RunSpec) -> LayerSpec:
+    """A layer with the heads and widths that one tensor-parallel rank holds."""
+    attention = replace(
+        layer.attention, heads=layer.attention.heads // run.tp, kv_heads=max(1, layer.attention.kv_heads // run.tp)
+    )
+    if isinstance(layer.mlp, MlpSpec):
+        return replace(layer, attention=attention, mlp=_narrow(layer.mlp, run.tp))
+    shared = _narrow(layer.mlp.shared, run.tp) if layer.mlp.shared is not None else None
+    return replace(
+        layer, attention=attention, mlp=replace(layer.mlp, expert=_narrow(layer.mlp.expert, run.expert_tp), shared=shared)
+    )
+
+
+def _narrow(mlp: MlpSpec, parts: int) -> MlpSpec:
+    return replace(mlp, intermediate_size=mlp.intermediate_size // parts)
+
+
+def _notes(model: ModelSpec, run: RunSpec, layers: tuple[LayerSpec, ...]) -> list[str]:
+    notes = []
+    if any(layer.attention.window for layer in layers):
+        notes.append("attention sees the whole sequence: windows are not run")
+    if any(layer.attention.sinks for layer in layers):
+        notes.append("attention sinks are not run")
+    if run.tp * run.cp * run.ep * run.pp > 1:
+        notes.append("one rank's computation on one GPU: communication is not run")
+    if model.head_transform or (model.embedding_size not in (None, model.hidden_size)):
+        notes.append("the head's own transform is not run")
+    return notes
+
+
+def _layer_from(data: Mapping[str, Any]) -> LayerSpec:
+    attention = dict(data["attention"])
+    attention["latent"] = LatentSpec(**attention["latent"]) if attention["latent"] else None
+    mlp = data["mlp"]
+    if "experts" in mlp:
+        shared = MlpSpec(**mlp["shared"]) if mlp["shared"] else None
+        made: MlpSpec | MoeSpec = MoeSpec(**{**mlp, "expert": MlpSpec(**mlp["expert"]), "shared": shared})
+    else:
+        made = MlpSpec(**mlp)
+    return LayerSpec(AttentionSpec(**attention), made, data["norms"])

@@ -1,0 +1,129 @@
+"""Predicts the training step: runs it at the real depth with the weights of a few layers, in every recipe, until the speedups
+are known well enough. Where the whole depth does not fit into memory, two shallower stacks, and the line through them.
+
+The parent's side; `worker.py` is the one that runs steps. Every message is journaled before it is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from gemmscope.errors import UserError
+from gemmscope.measure.campaign import Keeper
+from gemmscope.measure.link import Link
+from gemmscope.measure.sampler import StoppingRule
+from gemmscope.recipe.recipes import BASELINE
+from gemmscope.step.plan import StackPlan
+from gemmscope.step.results import StepResults, Variant
+
+SHRINK = 0.6  # of the depth, when memory does not suffice
+LEAST_DEPTH = 2
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """How to measure. A burst runs steps for `drop_ms`, then for `keep_ms` (and at least `least_steps`) that count."""
+
+    backend: str
+    drop_ms: float = 400.0
+    keep_ms: float = 1000.0
+    least_steps: int = 3
+    max_rounds: int = 1000
+    host: bool = True  # also measure what launching takes the CPU
+    silence_s: float = 180.0
+    seed: int = 0
+
+
+@dataclass
+class StepRun:
+    """A plan in several recipes. `real`: run the real model instead, as deep as memory allows (`--verify`)."""
+
+    plan: StackPlan
+    recipes: Sequence[str]
+    settings: StepSettings
+    rule: StoppingRule
+    journal: Keeper
+    command: Sequence[str] = ()
+    real: bool = False
+    on_message: Callable[[dict[str, Any], StepResults], None] = lambda *_: None
+    results: StepResults = field(init=False)
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.results = StepResults(self._variants(self.plan.depth), self.plan.depth)
+
+    def _variants(self, depth: int) -> list[Variant]:
+        """Every recipe at this depth; if it is not the whole one, at half of it too."""
+        depths = [depth] if self.real or depth == self.plan.depth else [depth, max(1, depth // 2)]
+        return [Variant(recipe, each, real=self.real) for recipe in self.recipes for each in depths]
+
+    @property
+    def fingerprint(self) -> str:
+        content = json.dumps([asdict(self.settings), self.plan.to_json(), list(self.recipes), self.real], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    def run(self) -> StepResults:
+        """Measure until the rule is content, at the largest depth that fits."""
+        number = self.journal.begin(self.fingerprint, list(self.command))
+        depth = self.plan.depth
+        while not self._try(number, depth):
+            smaller = int(depth * SHRINK)
+            if smaller < LEAST_DEPTH:
+                raise UserError(
+                    f"the model does not fit into this GPU's memory even with {depth} layers",
+                    "a smaller --micro-batch-size or --sequence-length fits, or --recompute full, or --tp to split it",
+                )
+            self.notes.append(f"{depth} layers do not fit into memory: measured with {smaller}")
+            depth = smaller
+            self.results = StepResults(self._variants(depth), self.plan.depth)
+        self.journal.finish(number)
+        return self.results
+
+    def _try(self, number: int, depth: int) -> bool:
+        """One depth. False if memory did not suffice for the baseline or for all others."""
+        left = self._variants(depth)
+        while left:
+            with Link("gemmscope.step.worker") as link:
+                death = link.converse(
+                    self._request(left),
+                    silence_s=self.settings.silence_s,
+                    note=lambda message: self._note(number, message),
+                    enough=self._enough,
+                )
+            if self._crowded():
+                return False
+            if death is None:
+                return True
+            at = death.task or left[0].name
+            if not self.results.variants[at].failure:
+                self._note(number, {"type": "failed", "task": at, "why": death.why, "kind": death.kind})
+            left = [variant for variant in left if not self.results.variants[variant.name].failure]
+        return True
+
+    def _request(self, variants: Sequence[Variant]) -> dict[str, Any]:
+        plain = {key: value for key, value in asdict(self.settings).items() if key != "silence_s"}
+        return {**plain, "plan": self.plan.to_json(), "variants": [variant.to_json() for variant in variants]}
+
+    def _crowded(self) -> bool:
+        failed = [result for result in self.results.variants.values() if result.failure_kind == "out of memory"]
+        return any(result.variant.recipe == BASELINE for result in failed) or len(failed) == len(self.results.variants)
+
+    def _note(self, number: int, message: dict[str, Any]) -> None:
+        self.journal.write(number, message)
+        self.results.take(message)
+        self.on_message(message, self.results)
+
+    def _enough(self) -> bool:
+        return self.results.complete_rounds >= self.rule.least_rounds and self.rule.settle(self.widest())
+
+    def widest(self) -> float | None:
+        """The largest half-width among the speedups; with a baseline alone, of its own time."""
+        others = [name for name in self.recipes if name != BASELINE]
+        found = [self.results.speedup(name, real=self.real) for name in others]
+        if not others:
+            found = [self.results.step(BASELINE, real=self.real)]
+        return max((interval.half_width for interval in found if interval is not None), default=None)

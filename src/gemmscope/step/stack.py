@@ -1,0 +1,156 @@
+"""The real training computation, from embedding to optimizer, at any depth, with the weights of a few layers.
+
+Layers beyond the first few use the memory of their weights again (`plan.slots`), each through parameters of its own, and every
+gradient is dropped as soon as it is complete: no gradient is summed into another, so a layer runs the very kernels that it runs
+in the whole model. The optimizer likewise goes over one parameter for every layer, of which some share memory: the bytes it
+moves are those of the whole model, its learning rate is zero.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from gemmscope.step.blocks import Block, Kit
+from gemmscope.step.marks import mark, mark_step
+from gemmscope.step.plan import StackPlan
+
+
+class Weights:
+    """The memory that layers of one slot share, in every recipe alike."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[int, str, torch.dtype], torch.Tensor] = {}
+        self._gradients: dict[int, torch.Tensor] = {}
+
+    def adopt(self, module: nn.Module, slot: int) -> list[nn.Parameter]:
+        """Let a module's parameters live in the slot's memory; what is new there stays as the module made it."""
+        adopted = []
+        for name, parameter in list(module.named_parameters()):
+            held = self._held.setdefault((slot, name, parameter.dtype), parameter.data)
+            owner, _, own_name = name.rpartition(".")
+            shared = nn.Parameter(held)
+            setattr(module.get_submodule(owner), own_name, shared)
+            adopted.append(shared)
+        return adopted
+
+    def gradient(self, parameter: nn.Parameter) -> torch.Tensor:
+        """A gradient's memory, one for all parameters that share theirs."""
+        address = parameter.data_ptr()
+        if address not in self._gradients:
+            self._gradients[address] = torch.randn_like(parameter) * 1e-3
+        return self._gradients[address]
+
+
+class Stack(nn.Module):
+    """Embedding, layers, final norm, head and loss in one recipe."""
+
+    def __init__(self, plan: StackPlan, kit: Kit, weights: Weights, device: str) -> None:
+        super().__init__()
+        self.plan, self.kit = plan, kit
+        make: dict[str, Any] = {"device": device, "dtype": kit.precision}
+        self.embedding = nn.Embedding(plan.vocab_size, plan.hidden_size, **make) if plan.vocab_size else None
+        self.head = nn.Linear(plan.hidden_size, plan.vocab_size, bias=plan.head_bias, **make) if plan.vocab_size else None
+        self.final_norm = kit.norm(plan.norm, plan.hidden_size)
+        self.ends = weights.adopt(self, -1)
+        if plan.tied_embeddings and self.head is not None and self.embedding is not None:
+            self.head.weight = self.embedding.weight
+            self.ends = list(dict.fromkeys(self.parameters()))
+        blocks, self.inner = [], []
+        for layer, slot in zip(plan.layers, plan.slots, strict=True):
+            block = Block(kit, layer, plan.norm, plan.hidden_size, plan.sequence_length, plan.expert_rows, device)
+            self.inner += weights.adopt(block, slot)
+            block.selective = plan.recompute == "selective"
+            blocks.append(kit.finish(block))
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, *, first: bool | None = None) -> torch.Tensor:
+        """`x` are token numbers, or states where there is no vocabulary; gives the loss."""
+        if self.embedding is not None:
+            x = self.embedding(x)
+        how = self.kit.arguments(first=first)
+        with self.kit.low_precision():
+            for block in self.blocks:
+                x = self._run(block, x, how)
+        x = self.final_norm(mark(x, "head"))
+        if self.head is None:
+            return x.float().square().mean()
+        logits = mark(self.head(x), "loss")
+        return functional.cross_entropy(logits.view(-1, logits.shape[-1]), labels)
+
+    def _run(self, block: nn.Module, x: torch.Tensor, how: dict[str, Any]) -> torch.Tensor:
+        if self.plan.recompute == "full":
+            return self.kit.checkpoint(lambda states: block(states, **how), x)
+        result: torch.Tensor = block(x, **how)
+        return result
+
+
+class Step:
+    """One optimizer step: `run` it again and again. `rolled`: layers share memory, and gradients are dropped."""
+
+    def __init__(self, plan: StackPlan, kit: Kit, weights: Weights, device: str) -> None:
+        self.plan, self.device = plan, device
+        self.stack = Stack(plan, kit, weights, device)
+        self._weights = weights
+        self._every = [*self.stack.inner, *self.stack.ends]
+        for parameter in self._every:
+            parameter.register_post_accumulate_grad_hook(_drop)
+        self._updated = [_with_gradient(parameter, weights) for parameter in self._every]
+        self._optimizer = _optimizer(self._updated)
+        self._x, self._labels = _batch(plan, device, kit.precision)
+
+    def run(self) -> None:
+        """All micro-batches, forward and backward, then the optimizer."""
+        for number in range(self.plan.accumulation):
+            if number:  # later micro-batches add to the gradients of earlier ones
+                for parameter in self._every:
+                    parameter.grad = self._weights.gradient(parameter)
+            first = None if self.plan.accumulation == 1 else number == 0
+            self.stack(self._x, self._labels, first=first).backward()
+        mark_step("optimizer")
+        self._optimizer.step()
+
+    def loss(self) -> float:
+        """One forward pass, to see that it computes."""
+        with torch.no_grad():
+            loss = float(self.stack(self._x, self._labels))
+        if not math.isfinite(loss):
+            raise ArithmeticError(f"the loss is {loss}")
+        return loss
+
+
+def _drop(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def _with_gradient(parameter: nn.Parameter, weights: Weights) -> nn.Parameter:
+    """Another parameter on the same memory that always has a gradient: what the optimizer sees."""
+    updated = nn.Parameter(parameter.data)
+    updated.grad = weights.gradient(parameter)
+    return updated
+
+
+def _optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW with a learning rate of zero; parameters that share memory share its moments too."""
+    fused = parameters[0].is_cuda
+    optimizer = torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.0, fused=fused)
+    moments: dict[int, dict[str, torch.Tensor]] = {}
+    for parameter in parameters:
+        shared = moments.setdefault(
+            parameter.data_ptr(), {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+        )
+        step = torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu")
+        optimizer.state[parameter] = {"step": step, **shared}
+    return optimizer
+
+
+def _batch(plan: StackPlan, device: str, precision: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    if plan.vocab_size:
+        tokens = torch.randint(plan.vocab_size, (plan.tokens,), device=device)
+        return tokens, torch.randint(plan.vocab_size, (plan.tokens,), device=device)
+    states = torch.randn(plan.tokens, plan.hidden_size, device=device, dtype=precision, requires_grad=True)
+    return states, torch.zeros(0, device=device)

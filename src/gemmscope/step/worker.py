@@ -1,0 +1,231 @@
+"""The process that runs training steps: builds the stack in every variant, looks at the kernels of one step of each, then runs
+bursts of steps, variant after variant in random order, until its input ends. Messages as in `measure/worker.py`.
+
+A *variant* is a recipe, with the parts that are left in BF16, at a depth. All variants live in the memory of the same weights.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from itertools import pairwise
+from typing import Any
+
+os.environ.setdefault("NVTE_FRAMEWORK", "pytorch")  # Transformer Engine would import JAX too, where it is installed
+
+import torch
+
+from gemmscope.measure.device import device_facts, gpu_in_use, told_to_stop
+from gemmscope.measure.timer import busy_ms, kernel_run, segments
+from gemmscope.recipe.recipes import recipe
+from gemmscope.step.kits import KITS
+from gemmscope.step.marks import recording
+from gemmscope.step.plan import StackPlan
+from gemmscope.step.stack import Step, Weights
+
+STEPS_BEFORE_PROFILE = 4
+HOST_BATCH = (1, 128)  # so small that the GPU waits for the host all the time
+HOST_STEPS = 4
+
+
+class StepWorker:
+    """One request: a plan and its variants."""
+
+    def __init__(self, request: dict[str, Any], out: Any) -> None:
+        self.request, self.out = request, out
+        self.plan = StackPlan.from_json(request["plan"])
+        self.variants: list[dict[str, Any]] = request["variants"]
+        self.on_gpu = request["backend"] != "cpu"
+        self.device = "cuda" if self.on_gpu else "cpu"
+        self.weights = Weights()
+        self.steps: dict[str, Step] = {}
+        self.gpu = gpu_in_use() if self.on_gpu else None
+
+    def say(self, message_type: str, **content: Any) -> None:
+        self.out.write(json.dumps({"type": message_type, **content}) + "\n")
+        self.out.flush()
+
+    def main(self) -> None:
+        """Build, look, measure."""
+        module, class_name = KITS[self.request["backend"]]
+        try:
+            self.kit = getattr(importlib.import_module(module), class_name)
+        except Exception as error:
+            self.say("fatal", why=f"the {self.request['backend']} backend does not load: {_words(error)}")
+            return
+        self.say("hello", device=device_facts(self.gpu), versions=_versions(self.request["backend"]))
+        for variant in self.variants:
+            self._build(variant)
+        for name, step in self.steps.items():
+            self._look(name, step)
+        if self.request["host"]:
+            for variant in self.variants:
+                self._host(variant)
+        self._rounds()
+        self.say("done")
+
+    def _make(self, variant: dict[str, Any], plan: StackPlan) -> Step:
+        kit = self.kit(recipe(variant["recipe"]), frozenset(variant["left_out"]), device=self.device)
+        rolled = plan.with_depth(variant["depth"]) if variant["depth"] else plan
+        return Step(
+            rolled.unrolled() if variant["real"] else rolled, kit, Weights() if variant["real"] else self.weights, self.device
+        )
+
+    def _build(self, variant: dict[str, Any]) -> None:
+        name = variant["name"]
+        self.say("begin", task=name, what="preparing")
+        before = torch.cuda.memory_allocated() if self.on_gpu else 0
+        try:
+            step = self._make(variant, self.plan)
+            if self.on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            step.run()
+            step.run()  # delayed scaling knows its scales from the second step on
+            loss = step.loss()
+        except Exception as error:
+            self._failed(name, error)
+            return
+        self.steps[name] = step
+        held = torch.cuda.memory_allocated() - before if self.on_gpu else 0
+        peak = torch.cuda.max_memory_allocated() - before if self.on_gpu else 0
+        self.say("ready", task=name, loss=loss, held_bytes=held, peak_bytes=peak)
+
+    def _failed(self, name: str, error: Exception) -> None:
+        out_of_memory = isinstance(error, torch.OutOfMemoryError)
+        sticky = self.on_gpu and not out_of_memory and "CUDA error" in str(error)
+        kind = "out of memory" if out_of_memory else "CUDA fault" if sticky else "error"
+        self.say("failed", task=name, why=_words(error), kind=kind)
+        if sticky:
+            os._exit(70)
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+
+    def _look(self, name: str, step: Step) -> None:
+        """The kernels of one step, part by part, in the state that the step brings the chip to."""
+        if not self.on_gpu:
+            return
+        self.say("begin", task=name, what="looking at the kernels")
+        labels: list[tuple[str, str]] = []
+
+        def work() -> None:
+            for _ in range(STEPS_BEFORE_PROFILE):
+                step.run()
+            torch.cuda.synchronize()
+            with recording() as marks:
+                marks.passed("embedding", "forward")
+                step.run()
+                torch.cuda.synchronize()
+                marks.passed("end", "step")
+            labels.extend(marks.labels)
+
+        try:
+            found = segments(work)
+        except Exception as error:
+            self.say("warning", words=f"the kernels of {name} could not be looked at: {_words(error)}")
+            return
+        if len(found) != len(labels):
+            self.say("warning", words=f"the kernels of {name} could not be parted: {len(found)} marks seen of {len(labels)}")
+            return
+        parts = [
+            [part, way, [[run.name, round(run.duration_us, 3), run.stream] for run in map(kernel_run, events)]]
+            for (part, way), events in zip(labels, found, strict=True)
+        ]
+        every = [event for events in found for event in events]
+        self.say("profile", task=name, parts=parts, busy_ms=busy_ms(every))
+
+    def _host(self, variant: dict[str, Any]) -> None:
+        """What launching a step takes the CPU: the same layers on a batch that leaves the GPU waiting."""
+        name = variant["name"]
+        if name not in self.steps:
+            return
+        batch, sequence = HOST_BATCH
+        small = self.plan.with_batch(min(batch, self.plan.micro_batch_size), min(sequence, self.plan.sequence_length))
+        try:
+            step = self._make({**variant, "real": False}, small)
+            for _ in range(2):
+                step.run()
+            self._synchronize()
+            begin = time.perf_counter()
+            for _ in range(HOST_STEPS):
+                step.run()
+            self._synchronize()
+            self.say("host", task=name, host_ms=(time.perf_counter() - begin) * 1000 / HOST_STEPS)
+        except Exception as error:
+            self.say("warning", words=f"the host's time for {name} could not be measured: {_words(error)}")
+
+    def _synchronize(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def _rounds(self) -> None:
+        rng = random.Random(self.request["seed"])
+        names = list(self.steps)
+        for number in range(self.request["max_rounds"] if names else 0):
+            for name in rng.sample(names, len(names)):
+                if told_to_stop():
+                    return
+                self.say("begin", task=name, what="measuring")
+                times = self._burst(self.steps[name].run)
+                state = asdict(self.gpu.read()) if self.gpu else {}
+                self.say("samples", round=number, times_ms={name: times}, state=state)
+            self.say("round", round=number)
+
+    def _burst(self, run: Callable[[], None]) -> list[float]:
+        """Milliseconds from the start of a step to the start of the next, for those that count."""
+        begin = time.perf_counter()
+        run()
+        self._synchronize()
+        once_ms = (time.perf_counter() - begin) * 1000
+        dropped = max(1, round(self.request["drop_ms"] / once_ms))
+        kept = max(self.request["least_steps"], round(self.request["keep_ms"] / once_ms))
+        for _ in range(dropped):
+            run()
+        return self._timed_on_gpu(run, kept) if self.on_gpu else self._timed_here(run, kept)
+
+    @staticmethod
+    def _timed_on_gpu(run: Callable[[], None], kept: int) -> list[float]:
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(kept + 1)]
+        for mark in marks[:-1]:
+            mark.record()
+            run()
+        marks[-1].record()
+        torch.cuda.synchronize()
+        return [before.elapsed_time(after) for before, after in pairwise(marks)]
+
+    @staticmethod
+    def _timed_here(run: Callable[[], None], kept: int) -> list[float]:
+        times = []
+        for _ in range(kept):
+            begin = time.perf_counter()
+            run()
+            times.append((time.perf_counter() - begin) * 1000)
+        return times
+
+
+def _versions(backend: str) -> dict[str, str]:
+    found = {"torch": torch.__version__}
+    if backend in ("transformer_engine", "torchao"):
+        found[backend] = importlib.import_module(backend).__version__
+    return found
+
+
+def _words(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def main() -> None:
+    """Read the request, say everything to the descriptor."""
+    request = json.loads(sys.stdin.readline())
+    with os.fdopen(int(sys.argv[1]), "w", encoding="utf-8") as out:
+        StepWorker(request, out).main()
+
+
+if __name__ == "__main__":
+    main()
