@@ -15,7 +15,10 @@ from typing import Any, Literal
 from gemmscope.recipe.recipes import Recipe
 from gemmscope.toml import load_data
 
-KernelClass = Literal["gemm", "quantize", "update", "memory", "other"]
+KernelClass = Literal[
+    "gemm", "quantize", "update", "memory",
+    "attention", "norm", "activation", "loss", "embedding", "optimizer", "elementwise", "other",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

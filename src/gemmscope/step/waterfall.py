@@ -1,0 +1,195 @@
+"""Explains a step's speedup: from the products alone, down through everything that dilutes it, to the step.
+
+Every kernel of a profiled step belongs to a part (`marks.py`) and has a class (`measure/kernels.py`); together they say which row
+of the waterfall it falls into. Each row adds its time to both sides, and the speedup after it is that of everything so far: the
+first row is what the hardware gives, the last one what training gains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+from gemmscope.measure.kernels import classify, evidence
+from gemmscope.recipe.recipes import Recipe
+from gemmscope.step.results import Part
+
+Row = Literal[
+    "products", "quantization", "norms and activations", "attention", "routing", "head and loss", "embedding", "optimizer",
+    "waiting for the host",
+]  # fmt: skip
+ROWS: tuple[Row, ...] = (
+    "products", "quantization", "norms and activations", "attention", "routing", "head and loss", "embedding", "optimizer",
+    "waiting for the host",
+)  # fmt: skip
+
+LINEARS = ("qkv", "attn out", "mlp", "experts", "shared expert")
+WHOLE_PARTS: dict[str, Row] = {
+    "attention": "attention",
+    "head": "head and loss",
+    "loss": "head and loss",
+    "embedding": "embedding",
+    "optimizer": "optimizer",
+    "router": "routing",
+    "combine": "routing",
+}
+BY_CLASS: dict[str, Row] = {
+    "gemm": "products", "quantize": "quantization", "update": "quantization", "attention": "attention", "optimizer": "optimizer",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One kernel with the part of the step that it belongs to."""
+
+    part: str
+    direction: str
+    name: str
+    time_us: float
+
+    @property
+    def row(self) -> Row:
+        """Where it falls: by its part, and within linears by its class."""
+        if self.part in WHOLE_PARTS:
+            return WHOLE_PARTS[self.part]
+        return BY_CLASS.get(classify(self.name).kernel_class, "norms and activations")
+
+
+def place(parts: Sequence[Part]) -> list[Placed]:
+    """Give every kernel to a part. Forward, a mark opens its part; backward it closes it: what came before belongs to it.
+
+    What follows the last forward mark is that part's, its own backward included; what follows the last backward mark, up to the
+    optimizer, is the embedding's.
+
+    >>> marks = [("mlp", "forward"), ("loss", "forward"), ("loss", "backward"), ("mlp", "backward"), ("optimizer", "step")]
+    >>> [(each.part, each.direction) for each in place([(*mark, [["kernel", 1.0, 7]]) for mark in marks])]
+    [('mlp', 'forward'), ('loss', 'forward'), ('mlp', 'backward'), ('embedding', 'backward'), ('optimizer', 'step')]
+    """
+    placed = []
+    for (part, direction, kernels), (next_part, next_direction, _) in pairwise([*parts, ("end", "step", [])]):
+        owner = part
+        if direction == "backward":
+            owner = "embedding" if next_direction == "step" else next_part
+        placed += [Placed(owner, direction, str(name), float(time)) for name, time, *_ in kernels]
+    return placed
+
+
+@dataclass(frozen=True)
+class Level:
+    """One row: its time on both sides, and the speedup of everything down to it."""
+
+    row: Row
+    slow_ms: float
+    fast_ms: float
+    speedup: float
+
+
+@dataclass(frozen=True)
+class Waterfall:
+    """From products to the step. `named` is the share of GPU time whose kernels have a known class."""
+
+    levels: tuple[Level, ...]
+    named: float
+    unknown: tuple[str, ...]
+
+    @property
+    def products(self) -> float:
+        return self.levels[0].speedup
+
+    @property
+    def step(self) -> float:
+        return self.levels[-1].speedup
+
+
+def waterfall(slow: Sequence[Placed], fast: Sequence[Placed], slow_wall_ms: float, fast_wall_ms: float) -> Waterfall:
+    """Hold a recipe's step against the baseline's. Walls are what a step takes; kernels are scaled to the part that is busy.
+
+    Kernels were seen in one step, at the clock of that moment: each side's are scaled so that they and what the step waits for
+    add up to the measured step.
+    """
+    sums = [_sums(slow, slow_wall_ms), _sums(fast, fast_wall_ms)]
+    levels, slow_ms, fast_ms = [], 0.0, 0.0
+    for row in ROWS:
+        slow_ms, fast_ms = slow_ms + sums[0].get(row, 0.0), fast_ms + sums[1].get(row, 0.0)
+        if row in sums[0] or row in sums[1]:
+            levels.append(
+                Level(row, sums[0].get(row, 0.0), sums[1].get(row, 0.0), slow_ms / fast_ms if fast_ms else float("nan"))
+            )
+    every = [*slow, *fast]
+    unknown = [each for each in every if classify(each.name).kernel_class == "other"]
+    total = sum(each.time_us for each in every)
+    named = 1 - sum(each.time_us for each in unknown) / total if total else 0.0
+    return Waterfall(tuple(levels), named, tuple(dict.fromkeys(each.name for each in unknown)))
+
+
+def _sums(placed: Sequence[Placed], wall_ms: float) -> dict[Row, float]:
+    sums: dict[Row, float] = {}
+    for each in placed:
+        sums[each.row] = sums.get(each.row, 0.0) + each.time_us / 1000
+    busy = sum(sums.values())
+    if busy > wall_ms:  # the profiled step ran slower than those that were timed
+        return {row: time * wall_ms / busy for row, time in sums.items()}
+    return {**sums, "waiting for the host": wall_ms - busy}
+
+
+HOST_BOUND = 0.05  # of the step spent waiting
+EATEN = 0.5  # of what is lost between products and step
+AS_EXPECTED = 0.9  # of the products' speedup reaches the step
+
+
+def verdict(found: Waterfall, recipe: Recipe, fast: Sequence[Placed]) -> str:
+    """The number in words: why the step gains what it gains."""
+    fallen = fallbacks(recipe, fast)
+    if fallen:
+        return f"not running in low precision: {fallen}"
+    lost = _losses(found)
+    worst = max(lost, key=lambda row: lost[row]) if lost else None
+    waiting = next((level.fast_ms for level in found.levels if level.row == "waiting for the host"), 0.0)
+    if waiting > HOST_BOUND * sum(level.fast_ms for level in found.levels) and worst == "waiting for the host":
+        return f"host-bound: the GPU waits {waiting:.1f} ms of each step for the CPU"
+    if found.step >= AS_EXPECTED * found.products or worst is None:
+        return "GEMM-bound, as expected"
+    share = lost[worst] / sum(lost.values())
+    if worst == "quantization" and share >= EATEN:
+        return f"eaten by quantization, which takes {_time(found, worst):.1f} ms of each step"
+    main = sorted(lost, key=lambda row: -lost[row])[:3]
+    return "diluted by " + ", ".join(
+        f"{row} ({_time(found, row):.1f} ms)" for row in main if lost[row] > 0.1 * sum(lost.values())
+    )
+
+
+def _time(found: Waterfall, row: str) -> float:
+    return next(level.fast_ms for level in found.levels if level.row == row)
+
+
+def _losses(found: Waterfall) -> dict[str, float]:
+    """How far each row pulls the speedup down."""
+    lost, before = {}, found.products
+    for level in found.levels[1:]:
+        lost[str(level.row)] = max(before - level.speedup, 0.0)
+        before = level.speedup
+    return {row: drop for row, drop in lost.items() if drop > 0}
+
+
+def fallbacks(recipe: Recipe, placed: Sequence[Placed]) -> str:
+    """Which parts' products ran in another precision than the recipe asks for, in words; empty if none did."""
+    found: dict[str, list[str]] = {}
+    for part in LINEARS:
+        for direction, passes in (("forward", ("fprop",)), ("backward", ("dgrad", "wgrad"))):
+            names = [each.name for each in placed if (each.part, each.direction) == (part, direction)]
+            proofs = [evidence(recipe, name, names) for name in passes]
+            if names and all(proof.verdict == "fallback" for proof in proofs):
+                found.setdefault(proofs[0].words, []).append(f"{part} {direction}")
+    return "; ".join(f"{', '.join(where)}: {words}" for words, where in found.items())
+
+
+def by_part(placed: Sequence[Placed]) -> Mapping[str, dict[str, float]]:
+    """Milliseconds by part and kernel class, for tables."""
+    found: dict[str, dict[str, Any]] = {}
+    for each in placed:
+        kind = classify(each.name).kernel_class
+        of_part = found.setdefault(each.part, {})
+        of_part[kind] = of_part.get(kind, 0.0) + each.time_us / 1000
+    return found

@@ -1,0 +1,78 @@
+"""The waterfall on steps whose times are known."""
+
+from __future__ import annotations
+
+import pytest
+
+from gemmscope.recipe.recipes import recipe
+from gemmscope.step.results import Part
+from gemmscope.step.waterfall import fallbacks, place, verdict, waterfall
+
+BF16 = "nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NTN"
+FP8, FP8_GRAD = "nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_TNT", "nvjet_sm90_qrtst_128x160_128x5_2x1_v_bz_TNT"
+CAST, FLASH = "cast_transpose_optimized_kernel(…)", "void pytorch_flash::flash_fwd_kernel<…cutlass::bfloat16_t>"
+ADAM, NORM = "multi_tensor_apply_kernel<…FusedAdam…>", "transformer_engine::normalization::rmsnorm_fwd_tuned_kernel"
+
+
+def step(products: float, casts: float = 0.0, attention: float = 10.0, low: bool = False, grad: str = "") -> list[Part]:
+    """One layer: half of the products forward, half backward, in milliseconds."""
+    forward, backward = (FP8, grad or FP8_GRAD) if low else (BF16, BF16)
+
+    def linear(name: str) -> list[list[object]]:
+        return [[NORM, 500.0, 7], [CAST, casts * 500, 7], [name, products * 500, 7]]
+
+    return [
+        ("embedding", "forward", [["embedding_kernel", 100.0, 7]]),
+        ("qkv", "forward", linear(forward)),
+        ("attention", "forward", [[FLASH, attention * 1000, 7]]),
+        ("loss", "forward", [["cunn_SoftMaxForward", 1000.0, 7]]),
+        ("loss", "backward", []),
+        ("attention", "backward", linear(backward)),
+        ("qkv", "backward", [["embedding_backward", 100.0, 7]]),
+        ("optimizer", "step", [[ADAM, 2000.0, 7]]),
+    ]
+
+
+def total(parts: list[Part]) -> float:
+    return sum(kernel[1] for _, _, kernels in parts for kernel in kernels) / 1000
+
+
+def test_rows_add_up_to_the_step() -> None:
+    slow, fast = place(step(100)), place(step(50, casts=10, low=True))
+    found = waterfall(slow, fast, 120.0, 80.0)
+    assert sum(level.slow_ms for level in found.levels) == pytest.approx(120.0)
+    assert sum(level.fast_ms for level in found.levels) == pytest.approx(80.0)
+    assert found.products == pytest.approx(2.0)
+    assert found.step == pytest.approx(120 / 80)
+    assert [level.row for level in found.levels][:4] == ["products", "quantization", "norms and activations", "attention"]
+    assert found.named == 1.0
+
+
+@pytest.mark.parametrize(
+    ("fast", "wall", "words"),
+    [
+        (step(50, casts=1, attention=1, low=True), None, "GEMM-bound, as expected"),
+        (step(50, casts=40, attention=1, low=True), None, "eaten by quantization"),
+        (step(50, casts=1, attention=60, low=True), None, "diluted by attention"),
+        (step(50, casts=1, attention=1, low=True), 95.0, "host-bound: the GPU waits"),
+        (step(100, attention=1), None, "not running in low precision: qkv forward: ran bf16 x bf16"),
+        (step(70, attention=1, low=True, grad=BF16), None, "not running in low precision: qkv backward"),
+    ],
+)
+def test_verdicts(fast: list[Part], wall: float | None, words: str) -> None:
+    attention = next(kernels[0][1] for part, _, kernels in fast if part == "attention") / 1000
+    slow = step(100, attention=attention)
+    placed = place(fast)
+    found = waterfall(place(slow), placed, total(slow), wall or total(fast))
+    assert words in verdict(found, recipe("FP8Current"), placed)
+
+
+def test_unknown_kernels_are_listed() -> None:
+    parts = [*step(10), ("optimizer", "step", [["nobody knows", 10_000.0, 7]])]
+    found = waterfall(place(parts), place(parts), 60.0, 60.0)
+    assert found.unknown == ("nobody knows",)
+    assert found.named < 0.9
+
+
+def test_a_baseline_has_no_fallbacks() -> None:
+    assert fallbacks(recipe("BF16"), place(step(100))) == ""
