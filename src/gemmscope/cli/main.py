@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from gemmscope import __version__
-from gemmscope.cli import bench, doctor, shapes
+from gemmscope.cli import bench, doctor, shapes, step
 from gemmscope.cli.bench_options import BenchCommand
 from gemmscope.errors import UserError
 
@@ -29,6 +29,7 @@ app = typer.Typer(
 )
 app.command("shapes", epilog=shapes.EXAMPLES)(shapes.command)
 app.command("bench", cls=BenchCommand, epilog=bench.EXAMPLES)(bench.command)
+app.command("step", epilog=step.EXAMPLES, hidden=True)(step.command)  # until it is proven on a GPU
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.command)
 
 

@@ -1,0 +1,80 @@
+"""The result of `gemmscope step` as tables and sentences."""
+
+from __future__ import annotations
+
+from gemmscope.recipe.recipes import BASELINE
+from gemmscope.report.bench import times_faster
+from gemmscope.report.shapes import Table
+from gemmscope.report.units import percent, si
+from gemmscope.step.answer import RecipeAnswer, StepAnswer
+
+STEP_COLUMNS = ("Name", "Step ms", "Tokens/s", "Model TFLOP/s", "Speedup [95%]", "GPU busy ms", "Launching ms", "Peak memory")
+
+
+def tables(found: StepAnswer) -> list[Table]:
+    """The answer, the way to it, and, where it was verified, the truth."""
+    rows = tuple(_row(each) for each in found.recipes)
+    made = [Table("The training step of one rank, predicted", STEP_COLUMNS, rows)]
+    made += [_waterfall(each) for each in found.recipes if each.waterfall is not None]
+    if any(each.verified for each in found.recipes):
+        made.append(_verified(found))
+    return made
+
+
+def _row(each: RecipeAnswer) -> tuple[str, ...]:
+    return (
+        each.recipe,
+        f"{each.step.value:.2f}",
+        f"{each.tokens_per_s:,.0f}",
+        f"{each.model_tflops:.0f}",
+        times_faster(each.speedup) if each.speedup is not None else "1",
+        f"{each.busy_ms:.2f}" if each.busy_ms is not None else "-",
+        f"{each.host_ms:.2f}" if each.host_ms is not None else "-",
+        si(each.peak_bytes, "B") if each.peak_bytes is not None else "-",
+    )
+
+
+def _waterfall(each: RecipeAnswer) -> Table:
+    assert each.waterfall is not None
+    rows = tuple(
+        (level.row, f"{level.slow_ms:.2f}", f"{level.fast_ms:.2f}", f"{level.speedup:.3f}x") for level in each.waterfall.levels
+    )
+    title = f"From products to the step: {BASELINE} against {each.recipe} (ms; the speedup of everything down to each row)"
+    return Table(title, ("Description", BASELINE, each.recipe, "Speedup so far"), rows)
+
+
+def _verified(found: StepAnswer) -> Table:
+    rows = []
+    for each in found.recipes:
+        if each.verified is not None:
+            unit = " ms" if each.recipe == BASELINE else "x"
+            predicted, actual = each.verified.predicted, each.verified.actual
+            held = actual.low <= predicted.high and predicted.low <= actual.high
+            rows.append(
+                (
+                    each.recipe,
+                    f"{predicted.value:.3f}{unit} [{predicted.low:.3f}, {predicted.high:.3f}]",
+                    f"{actual.value:.3f}{unit} [{actual.low:.3f}, {actual.high:.3f}]",
+                    f"{each.verified.error:+.2%}",
+                    "yes" if held else "no",
+                )
+            )
+    return Table("Predicted against the real model", ("Name", "Predicted", "Real", "Error", "Intervals meet"), tuple(rows))
+
+
+def sentences(found: StepAnswer) -> list[str]:
+    """What to know beside the numbers."""
+    lines = [f"{each.recipe}: {each.words}" for each in found.recipes if each.words]
+    for each in found.recipes:
+        if each.waterfall is not None and each.waterfall.unknown:
+            names = ", ".join(each.waterfall.unknown[:5])
+            lines.append(f"{each.recipe}: {percent(1 - each.waterfall.named)} of GPU time is in kernels of unknown kind: {names}")
+        if each.host_bound and each.host_ms is not None and each.busy_ms is not None:
+            times = f"the CPU {each.host_ms:.1f} ms to launch and the GPU {each.busy_ms:.1f} ms to run"
+            lines.append(f"HOST-BOUND: {each.recipe} takes {times}")
+        if each.speedup is not None and each.speedup.low <= 1 <= each.speedup.high:
+            lines.append(f"too close to call: {each.recipe} against {BASELINE}")
+    lines += [f"not measured: {name}: {reason}" for name, reason in found.failures.items()]
+    if found.depth and found.depth < found.layers:
+        lines.append(f"the whole {found.layers} layers follow from stacks of {found.depth} and {max(1, found.depth // 2)}")
+    return lines

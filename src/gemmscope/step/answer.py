@@ -1,0 +1,129 @@
+"""What a run of steps says: per precision the step, its speedup, and why. Run files, tables and pages are made from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gemmscope.measure.stats import Interval
+from gemmscope.recipe.recipes import BASELINE, recipe
+from gemmscope.step.results import StepResults, VariantResult
+from gemmscope.step.waterfall import Waterfall, place, verdict, waterfall
+from gemmscope.workload.summary import Totals
+
+BYTES_PER_PARAMETER = 8  # in training: the weight, its gradient and both moments, in bf16
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The real model's step beside the prediction of the same run."""
+
+    depth: int
+    predicted: Interval
+    actual: Interval
+
+    @property
+    def error(self) -> float:
+        return self.predicted.value / self.actual.value - 1
+
+
+@dataclass(frozen=True)
+class RecipeAnswer:
+    """One precision. Times in milliseconds of one step on one rank; None where it was not measured."""
+
+    recipe: str
+    step: Interval
+    speedup: Interval | None
+    tokens_per_s: float
+    model_tflops: float
+    busy_ms: float | None
+    host_ms: float | None
+    peak_bytes: float | None
+    waterfall: Waterfall | None
+    words: str
+    verified: Verified | None = None
+
+    @property
+    def host_bound(self) -> bool:
+        """Launching takes longer than running: the step takes what the CPU takes."""
+        return self.host_ms is not None and self.busy_ms is not None and self.host_ms > self.busy_ms
+
+
+@dataclass(frozen=True)
+class StepAnswer:
+    """All precisions that were measured, the baseline first, and why the others were not."""
+
+    recipes: tuple[RecipeAnswer, ...]
+    failures: dict[str, str]
+    depth: int
+    layers: int
+
+    def of(self, name: str) -> RecipeAnswer | None:
+        return next((each for each in self.recipes if each.recipe == name), None)
+
+
+def answer(
+    results: StepResults, names: Sequence[str], totals: Totals, tokens_per_step: int, real: StepResults | None = None
+) -> StepAnswer:
+    """Put it together. `real`: what `--verify` measured."""
+    baseline = _deepest(results, BASELINE)
+    base_step = results.step(BASELINE)
+    made, failures = [], {}
+    for name in names:
+        found, step = _deepest(results, name), results.step(name)
+        if found is None or step is None:
+            failures[name] = next((each.failure for each in results.of(name) if each.failure), "it was not measured")
+            continue
+        fall, words = None, ""
+        if name != BASELINE and baseline is not None and base_step is not None and baseline.parts and found.parts:
+            placed = place(found.parts)
+            fall = waterfall(place(baseline.parts), placed, _wall(baseline), _wall(found))
+            words = verdict(fall, recipe(name), placed)
+        flops = (totals.gemm_flops + totals.attention_flops) * totals.micro_batches_per_step
+        made.append(
+            RecipeAnswer(
+                recipe=name,
+                step=step,
+                speedup=results.speedup(name) if name != BASELINE else None,
+                tokens_per_s=tokens_per_step / step.value * 1000,
+                model_tflops=flops / step.value / 1e9,
+                busy_ms=found.busy_ms,
+                host_ms=found.host_ms,
+                peak_bytes=_peak(found, totals),
+                waterfall=fall,
+                words=words,
+                verified=_verified(results, real, name) if real is not None else None,
+            )
+        )
+    depth = baseline.variant.depth if baseline is not None else 0
+    return StepAnswer(tuple(made), failures, depth, results.layers)
+
+
+def _deepest(results: StepResults, name: str) -> VariantResult | None:
+    found = [result for result in results.of(name) if result.measured]
+    return found[0] if found else None
+
+
+def _wall(result: VariantResult) -> float:
+    """The measured step of this very variant, at its own depth."""
+    flat = [piece for burst in result.pieces for piece in burst]
+    return sum(flat) / len(flat)
+
+
+def _peak(result: VariantResult, totals: Totals) -> float | None:
+    """Of the real model: what the step held beyond its own weights, and weights, gradients and moments of all layers."""
+    peak, held = result.facts.get("peak_bytes"), result.facts.get("held_bytes")
+    if not peak or held is None:
+        return None
+    return float(peak - held + BYTES_PER_PARAMETER * totals.parameters_of_rank)
+
+
+def _verified(results: StepResults, real: StepResults, name: str) -> Verified | None:
+    """Compared at the depth that was really run: the prediction's own stack must have been as deep."""
+    actual, predicted = real.speedup(name, real=True), results.speedup(name)
+    if name == BASELINE:
+        actual, predicted = real.step(name, real=True), results.step(name)
+    deepest = real.of(name, real=True)
+    if actual is None or predicted is None or not deepest:
+        return None
+    return Verified(deepest[0].variant.depth, predicted, actual)
