@@ -18,6 +18,7 @@ from gemmscope.measure.link import Link
 from gemmscope.measure.sampler import StoppingRule
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.step.plan import StackPlan
+from gemmscope.step.recommend import Plan
 from gemmscope.step.results import StepResults, Variant
 
 SHRINK = 0.6  # of the depth, when memory does not suffice
@@ -49,6 +50,7 @@ class StepRun:
     journal: Keeper
     command: Sequence[str] = ()
     real: bool = False
+    mixed: Sequence[Plan] = ()  # plans that leave parts in BF16, measured beside the recipes
     on_message: Callable[[dict[str, Any], StepResults], None] = lambda *_: None
     results: StepResults = field(init=False)
     notes: list[str] = field(default_factory=list)
@@ -59,11 +61,13 @@ class StepRun:
     def _variants(self, depth: int) -> list[Variant]:
         """Every recipe at this depth; if it is not the whole one, at half of it too."""
         depths = [depth] if self.real or depth == self.plan.depth else [depth, max(1, depth // 2)]
-        return [Variant(recipe, each, real=self.real) for recipe in self.recipes for each in depths]
+        plans = [*(Plan(recipe) for recipe in self.recipes), *self.mixed]
+        return [Variant(plan.recipe, each, plan.left_out, real=self.real) for plan in plans for each in depths]
 
     @property
     def fingerprint(self) -> str:
-        content = json.dumps([asdict(self.settings), self.plan.to_json(), list(self.recipes), self.real], sort_keys=True)
+        variants = [variant.to_json() for variant in self._variants(self.plan.depth)]
+        content = json.dumps([asdict(self.settings), self.plan.to_json(), variants], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def run(self) -> StepResults:
@@ -124,6 +128,7 @@ class StepRun:
         """The largest half-width among the speedups; with a baseline alone, of its own time."""
         others = [name for name in self.recipes if name != BASELINE]
         found = [self.results.speedup(name, real=self.real) for name in others]
+        found += [self.results.speedup(plan.recipe, plan.left_out, real=self.real) for plan in self.mixed]
         if not others:
             found = [self.results.step(BASELINE, real=self.real)]
         return max((interval.half_width for interval in found if interval is not None), default=None)

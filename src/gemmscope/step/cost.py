@@ -1,0 +1,59 @@
+"""What a run costs: days, GPU-hours and money for a number of tokens, with the step's interval carried through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gemmscope.errors import UserError
+from gemmscope.measure.stats import Interval
+from gemmscope.model.spec import RunSpec
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many tokens, on how many GPUs, at what price for one GPU and hour (None: not asked)."""
+
+    tokens: float
+    gpus: int
+    price: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.tokens < float("inf"):
+            raise UserError(f"--tokens {self.tokens:g} is no number of tokens", "for example --tokens 1e12")
+        if self.gpus < 1:
+            raise UserError(f"--gpus {self.gpus} leaves nothing to train on", "it is 1 or more")
+        if self.price is not None and not 0 <= self.price < float("inf"):
+            raise UserError(f"--price {self.price:g} is no price", "for one GPU and one hour, for example --price 2.5")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of the whole run in one precision."""
+
+    days: Interval
+    gpu_hours: Interval
+    money: Interval | None
+
+
+def cost(step: Interval, run: RunSpec, budget: Budget) -> Cost:
+    """Every GPU computes all the time: communication, pipeline bubbles and restarts are not in it.
+
+    >>> run = RunSpec(micro_batch_size=1, sequence_length=1000)
+    >>> found = cost(Interval(100.0, 99.0, 101.0), run, Budget(tokens=8.64e9, gpus=10, price=2.0))
+    >>> round(found.days.value, 3), round(found.gpu_hours.value), round(found.money.value)
+    (1.0, 240, 480)
+    """
+    group = run.tp * run.cp * run.pp
+    if budget.gpus % group:
+        raise UserError(
+            f"{budget.gpus} GPUs do not divide into groups of {group} (tp x cp x pp)", f"for example --gpus {group * 8}"
+        )
+    replicas = budget.gpus // group
+    tokens_per_step = run.micro_batch_size * run.sequence_length * run.gradient_accumulation * replicas
+    days = _times(step, budget.tokens / tokens_per_step / 1000 / 86400)
+    hours = _times(days, 24 * budget.gpus)
+    return Cost(days, hours, _times(hours, budget.price) if budget.price is not None else None)
+
+
+def _times(found: Interval, factor: float) -> Interval:
+    return Interval(found.value * factor, found.low * factor, found.high * factor)

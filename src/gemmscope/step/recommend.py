@@ -1,0 +1,107 @@
+"""Which precision to use, and which linears to leave in BF16: from the measured times of every part, proven by measuring it.
+
+A part (the QKV projection, the output projection, the MLP) loses if its products, casts and norms take longer in low precision
+than in BF16. The best recipe without the parts that lose is a candidate; it is run against the best single recipe, and wins only
+if it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gemmscope.measure.stats import Interval
+from gemmscope.recipe.recipes import BASELINE
+from gemmscope.step.answer import StepAnswer
+from gemmscope.step.results import StepResults
+from gemmscope.step.waterfall import LINEARS, place
+
+LEAVABLE = ("qkv", "attn out", "mlp")  # modules that can be told to stay in BF16
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A recipe, and the parts of every layer that stay in BF16."""
+
+    recipe: str
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        return self.recipe + (f", with {' and '.join(self.left_out)} in {BASELINE}" if self.left_out else "")
+
+
+@dataclass(frozen=True)
+class PartGain:
+    """One part of all layers: milliseconds of a step in BF16 and in the recipe."""
+
+    part: str
+    baseline_ms: float
+    recipe_ms: float
+
+    @property
+    def loses(self) -> bool:
+        return self.recipe_ms > self.baseline_ms
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What to use. `rival` is the next best plan; `certain` is False where the two are too close to call."""
+
+    plan: Plan
+    speedup: Interval | None
+    rival: Plan | None
+    certain: bool
+
+    @property
+    def words(self) -> str:
+        if self.plan.recipe == BASELINE:
+            return f"stay with {BASELINE}: no precision that was measured is faster"
+        gain = f" ({self.speedup.value:.2f}x [{self.speedup.low:.2f}, {self.speedup.high:.2f}])" if self.speedup else ""
+        doubt = f"; too close to call against {self.rival.words}" if self.rival and not self.certain else ""
+        return f"use {self.plan.words}{gain}{doubt}"
+
+
+def part_gains(results: StepResults, recipe: str) -> list[PartGain]:
+    """Every part of the layers, forward and backward, in BF16 and in the recipe; nothing where kernels were not seen."""
+    sides = []
+    for name in (BASELINE, recipe):
+        found = next((result for result in results.of(name) if result.parts), None)
+        if found is None:
+            return []
+        sums: dict[str, float] = {}
+        for kernel in place(found.parts):
+            if kernel.part in LINEARS:
+                sums[kernel.part] = sums.get(kernel.part, 0.0) + kernel.time_us / 1000
+        sides.append(sums)
+    return [PartGain(part, sides[0][part], sides[1].get(part, 0.0)) for part in LINEARS if part in sides[0]]
+
+
+def best_recipe(found: StepAnswer) -> str:
+    """The one with the shortest step."""
+    return min(found.recipes, key=lambda each: each.step.value).recipe
+
+
+def candidate(results: StepResults, found: StepAnswer) -> Plan | None:
+    """A mixed plan that could beat every single recipe; None if no part loses, or all do."""
+    best = best_recipe(found)
+    if best == BASELINE:  # a recipe may still win without the parts that lose
+        others = [each for each in found.recipes if each.recipe != BASELINE]
+        if not others:
+            return None
+        best = min(others, key=lambda each: each.step.value).recipe
+    losing = tuple(gain.part for gain in part_gains(results, best) if gain.loses and gain.part in LEAVABLE)
+    return Plan(best, losing) if losing and len(losing) < len(LEAVABLE) else None
+
+
+def recommend(results: StepResults, plans: Sequence[Plan]) -> Recommendation:
+    """Among what was measured: the plan with the shortest step, and whether that is sure."""
+    timed = [(plan, step) for plan in plans if (step := results.step(plan.recipe, plan.left_out)) is not None]
+    if not timed:
+        return Recommendation(Plan(BASELINE), None, None, certain=False)
+    timed.sort(key=lambda pair: pair[1].value)
+    best, best_step = timed[0]
+    rival, rival_step = timed[1] if len(timed) > 1 else (None, None)
+    certain = rival_step is None or best_step.high < rival_step.low
+    gain = results.speedup(best.recipe, best.left_out) if best.recipe != BASELINE else None
+    return Recommendation(best, gain, rival, certain)
