@@ -1,58 +1,102 @@
-"""`gemmscope step`: predicts the training step in every precision, and verifies it where asked."""
+"""`gemmscope step`: predicts the training step in every precision, says what to use, and verifies it where asked."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
 
 from gemmscope.cli.bench_options import ChoiceOptions
 from gemmscope.cli.choose import choose
-from gemmscope.cli.options import ModelOptions, RunOptions, takes
-from gemmscope.cli.output import write
+from gemmscope.cli.options import ModelOptions, RunOptions, number, size, takes
+from gemmscope.cli.output import check_targets, say, write
 from gemmscope.cli.workload import Subject, subject_of
 from gemmscope.errors import UserError
 
 if TYPE_CHECKING:
+    from gemmscope.gpu.environment import Environment
     from gemmscope.step.answer import StepAnswer
-    from gemmscope.step.predict import StepRun
+    from gemmscope.step.cost import Budget, Cost
+    from gemmscope.step.predict import StepRun, StepSettings
+    from gemmscope.step.recommend import Plan, Recommendation
 
 EXAMPLES = """\b
 Examples:
   gemmscope step --preset llama-3.1-8b --micro-batch-size 1 --sequence-length 8192 --pp 4
   gemmscope step --config config.json --micro-batch-size 4 --sequence-length 4096 --recipes fp8current --verify
+  gemmscope step --preset llama-3.1-8b --micro-batch-size 1 --sequence-length 8192 --tokens 1e12 --gpus 256 --price 2.5
 """
 
 
-@takes(ModelOptions, RunOptions, ChoiceOptions)
-def command(
-    model_options: ModelOptions,
-    run_options: RunOptions,
-    choices: ChoiceOptions,
-    verify: Annotated[bool, typer.Option("--verify", help="Also run the real model, as deep as memory allows.")] = False,
-    precision: Annotated[float, typer.Option(metavar="SHARE", help="Go on until every speedup is known this well.")] = 0.01,
-    longest: Annotated[float, typer.Option(metavar="SECONDS", help="Stop measuring after so long all the same.")] = 40.0,
-    markdown: Annotated[str | None, typer.Option(metavar="PATH|-", help="Write the tables as Markdown.")] = None,
-) -> None:
+class Measure(Protocol):
+    """Runs steps, saying what for."""
+
+    def __call__(
+        self, what: str, *, real: bool = False, recipes: list[str] | None = None, mixed: tuple[Plan, ...] = ()
+    ) -> StepRun: ...
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What is asked of the step beside the model."""
+
+    verify: Annotated[bool, typer.Option("--verify", help="Also run the real model, as deep as memory allows.")] = False
+    precision: Annotated[float, typer.Option(metavar="SHARE", help="Go on until every speedup is known this well.")] = 0.01
+    longest: Annotated[float, typer.Option(metavar="SECONDS", help="Stop measuring after so long all the same.")] = 30.0
+    observed_speedup: Annotated[
+        float | None, typer.Option(parser=number, metavar="X", help="What your own run gained: held against the prediction.")
+    ] = None
+    tokens: Annotated[float | None, typer.Option(parser=number, metavar="N", help="Of the whole run, for its cost.")] = None
+    gpus: Annotated[int | None, size("That it will run on.")] = None
+    price: Annotated[float | None, typer.Option(parser=number, metavar="X", help="For one GPU and hour.")] = None
+    json: Annotated[str | None, typer.Option(metavar="PATH|-", help="Write everything as JSON, samples included.")] = None
+    markdown: Annotated[str | None, typer.Option(metavar="PATH|-", help="Write the tables as Markdown.")] = None
+
+    def check(self) -> None:
+        """Whatever cannot be meant, or could not be written, is said before measuring begins."""
+        places = {"--json": self.json, "--markdown": self.markdown}
+        check_targets({option: place for option, place in places.items() if place is not None})
+        if not 0 < self.precision < 1:
+            raise UserError(f"--precision {self.precision:g} is no share", "for example --precision 0.01 for one per cent")
+        if self.observed_speedup is not None and not 0 < self.observed_speedup < 100:
+            raise UserError(f"--observed-speedup {self.observed_speedup:g} is no speedup", "for example 1.2, over BF16")
+        self.budget()
+
+    def budget(self) -> Budget | None:
+        """Tokens, GPUs and price, if they were asked for."""
+        from gemmscope.step.cost import Budget
+
+        if self.tokens is None and self.gpus is None and self.price is None:
+            return None
+        if self.tokens is None or self.gpus is None:
+            raise UserError("a run's cost needs --tokens and --gpus", "for example --tokens 1e12 --gpus 256 --price 2.5")
+        return Budget(self.tokens, self.gpus, self.price)
+
+
+@takes(ModelOptions, RunOptions, ChoiceOptions, StepOptions)
+def command(model_options: ModelOptions, run_options: RunOptions, choices: ChoiceOptions, options: StepOptions) -> None:
     """Predict the training step: forward, backward and optimizer of the whole model, in every precision.
 
     The step is run at the model's own depth with the weights of at most four layers, in the state that training runs in,
-    precisions in turn. A waterfall says what becomes of the products' speedup on its way to the step.
+    precisions in turn. A waterfall says what becomes of the products' speedup on its way to the step, and a recommendation
+    which precision to use, and where not.
     """
     from gemmscope.gpu.environment import environment
     from gemmscope.measure.sampler import StoppingRule
-    from gemmscope.report import formats
-    from gemmscope.report.step import sentences, tables
+    from gemmscope.step.cost import cost
     from gemmscope.step.plan import plan_step
     from gemmscope.step.predict import StepRun, StepSettings
     from gemmscope.store.journal import Journal, state_folder
 
+    options.check()
     source = model_options.source()
     run, overridden = run_options.run_spec(source)
     if source.model is None:
         raise UserError(f"{source.origin} has no closed form: its step cannot be built", "gemmscope shapes traces it")
-    choice = choose(choices, environment())
+    machine = environment()
+    choice = choose(choices, machine)
     if choice.backend == "torch":
         raise UserError("PyTorch alone has no layers in low precision to train with", "install transformer_engine or torchao")
     subject = subject_of(source, run, overridden)
@@ -60,24 +104,22 @@ def command(
     settings = StepSettings(choice.backend, host=choice.backend != "torchao")
     journal = Journal(state_folder() / "journal.sqlite3")
 
-    def step_run(*, real: bool) -> StepRun:
-        rule = StoppingRule(target=precision, longest_s=longest)
-        return StepRun(plan, choice.recipes, settings, rule, journal, command=sys.argv[1:], real=real)
+    def measure(what: str, *, real: bool = False, recipes: list[str] | None = None, mixed: tuple[Plan, ...] = ()) -> StepRun:
+        say(what)
+        rule = StoppingRule(target=options.precision, longest_s=options.longest)
+        made = StepRun(plan, recipes or choice.recipes, settings, rule, journal, command=sys.argv[1:], real=real, mixed=mixed)
+        made.run()
+        return made
 
-    predicted = step_run(real=False)
-    predicted.run()
-    truth = step_run(real=True) if verify else None
-    if truth is not None:
-        truth.run()
+    predicted = measure(f"running the step of {plan.depth} layers in {', '.join(choice.recipes)} …")
+    truth = measure("running the real model …", real=True) if options.verify else None
     found = _answer(predicted, truth, subject)
-    above = [f"{subject.name} on {predicted.results.hello.get('device', {}).get('name', 'this machine')}", predicted.rule.why]
-    warnings = [f"warning: {words}" for words in predicted.results.warnings]
-    said = [*subject.notes, *notes, *predicted.notes, *(truth.notes if truth else ())]
-    below = [*warnings, *sentences(found), *(f"note: {note}" for note in said)]
-    if markdown is not None:
-        write(markdown, formats.markdown(tables(found), above, below))
-    if markdown != "-":
-        formats.print_tables(tables(found), above, below)
+    recommended, mixed = _recommend(predicted, found, measure)
+    budget = options.budget()
+    costs = {each.recipe: cost(each.step, run, budget) for each in found.recipes} if budget is not None else {}
+    runs = [made for made in (predicted, truth, mixed) if made is not None]
+    said = [*subject.notes, *notes, *(note for made in runs for note in made.notes)]
+    _deliver(options, subject, machine, settings, runs, found, costs, recommended, said)
 
 
 def _answer(predicted: StepRun, truth: StepRun | None, subject: Subject) -> StepAnswer:
@@ -87,3 +129,72 @@ def _answer(predicted: StepRun, truth: StepRun | None, subject: Subject) -> Step
     summed = totals(subject.workload, subject.run, subject.source.model)
     tokens = subject.run.tokens * subject.run.gradient_accumulation
     return answer(predicted.results, predicted.recipes, summed, tokens, truth.results if truth else None)
+
+
+def _recommend(predicted: StepRun, found: StepAnswer, measure: Measure) -> tuple[Recommendation | None, StepRun | None]:
+    """The fastest plan; a mixed one only after it was run beside the best single recipe, and won."""
+    from gemmscope.recipe.recipes import BASELINE
+    from gemmscope.step.recommend import Plan, best_recipe, candidate, recommend
+
+    if not any(each.recipe != BASELINE for each in found.recipes):
+        return None, None
+    singles = [Plan(each.recipe) for each in found.recipes]
+    mixed = candidate(predicted.results, found)
+    if mixed is None:
+        return recommend(predicted.results, singles), None
+    rivals = list(dict.fromkeys([BASELINE, best_recipe(found), mixed.recipe]))
+    proof = measure(f"measuring {mixed.words} against {', '.join(rivals)} …", recipes=rivals, mixed=(mixed,))
+    return recommend(proof.results, [*(Plan(name) for name in rivals), mixed]), proof
+
+
+def _deliver(
+    options: StepOptions,
+    subject: Subject,
+    machine: Environment,
+    settings: StepSettings,
+    runs: list[StepRun],
+    found: StepAnswer,
+    costs: dict[str, Cost],
+    recommended: Recommendation | None,
+    notes: list[str],
+) -> None:
+    """Files first, then the tables."""
+    from gemmscope.report import formats
+    from gemmscope.report.step import cost_table, observed, sentences, tables
+    from gemmscope.step.emit import ready_to_paste
+
+    pasted = ready_to_paste(recommended.plan) if recommended is not None else {}
+    ended = runs[0].rule.why or "all that could be measured was"
+    made = [*tables(found), *([cost_table(costs)] if costs else [])]
+    above = [f"{subject.name} on {runs[0].results.hello.get('device', {}).get('name', 'this machine')}", ended]
+    below = [f"warning: {words}" for each in runs for words in each.results.warnings] + sentences(found)
+    if options.observed_speedup is not None:
+        below += observed(found, options.observed_speedup)
+    if recommended is not None:
+        below.append(f"recommended: {recommended.words}")
+    below += [f"{framework}:\n{text}" for framework, text in pasted.items()]
+    below += [f"note: {note}" for note in notes]
+    if options.json is not None:
+        from gemmscope.store.runfile import model_record, run_record
+        from gemmscope.store.stepfile import step_file
+
+        file = step_file(
+            command=[argument.encode("utf-8", "replace").decode() for argument in sys.argv[1:]],
+            origin=subject.source.origin,
+            model=model_record(subject.source.model, subject.trace, subject.source.origin),
+            run=run_record(subject.run, subject.workload),
+            environment=asdict(machine),
+            settings=settings,
+            results=[each.results for each in runs],
+            found=found,
+            costs=costs,
+            recommended=recommended,
+            pasted=pasted,
+            ended=ended,
+            notes=notes,
+        )
+        write(options.json, file.to_json())
+    if options.markdown is not None:
+        write(options.markdown, formats.markdown(made, above, below))
+    if "-" not in (options.json, options.markdown):
+        formats.print_tables(made, above, below)

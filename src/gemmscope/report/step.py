@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from gemmscope.measure.stats import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.report.bench import times_faster
 from gemmscope.report.shapes import Table
 from gemmscope.report.units import percent, si
 from gemmscope.step.answer import RecipeAnswer, StepAnswer
+from gemmscope.step.cost import Cost
 
 STEP_COLUMNS = ("Name", "Step ms", "Tokens/s", "Model TFLOP/s", "Speedup [95%]", "GPU busy ms", "Launching ms", "Peak memory")
 
@@ -60,6 +64,41 @@ def _verified(found: StepAnswer) -> Table:
                 )
             )
     return Table("Predicted against the real model", ("Name", "Predicted", "Real", "Error", "Intervals meet"), tuple(rows))
+
+
+def cost_table(costs: Mapping[str, Cost]) -> Table:
+    """What a whole run costs, every GPU computing all the time."""
+    rows = tuple(
+        (name, _range(cost.days), _range(cost.gpu_hours), _range(cost.money) if cost.money is not None else "-")
+        for name, cost in costs.items()
+    )
+    return Table("The whole run, without communication", ("Name", "Days [95%]", "GPU-hours", "Money"), rows)
+
+
+def _range(found: Interval) -> str:
+    digits = 2 if found.value < 100 else 0
+    return f"{found.value:,.{digits}f} [{found.low:,.{digits}f}, {found.high:,.{digits}f}]"
+
+
+def observed(found: StepAnswer, gain: float) -> list[str]:
+    """The reader's own figure against the prediction: as expected, lost outside of the GEMMs, or kernels that are not right."""
+    lines = []
+    for each in found.recipes:
+        if each.speedup is None:
+            continue
+        if each.words.startswith("not running"):
+            why = f"kernels are not what they should be: {each.words}"
+        elif gain >= each.speedup.low:
+            why = (
+                "as expected" if gain <= each.speedup.high else "more than this step gains: the two runs differ in something else"
+            )
+        else:
+            products = f"; the products alone gain {each.waterfall.products:.2f}x" if each.waterfall is not None else ""
+            why = (
+                f"less than this step gains: time is lost outside of what one GPU computes (communication, data, host){products}"
+            )
+        lines.append(f"observed {gain:g}x against {times_faster(each.speedup)} predicted for {each.recipe}: {why}")
+    return lines
 
 
 def sentences(found: StepAnswer) -> list[str]:

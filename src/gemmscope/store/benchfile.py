@@ -220,7 +220,7 @@ def _row(cell: Breakdown) -> RowRecord:
         outputs=case.outputs,
         groups=max(len(case.rows), 1),
         count=case.count,
-        total_ms=_interval(cell.total),
+        total_ms=interval_record(cell.total),
         passes=list(case.passes),
         pass_ms=cell.pass_ms,
         quantize_ms=cell.quantize_ms,
@@ -241,10 +241,10 @@ def _speedups(findings: Findings) -> Iterator[SpeedupRecord]:
         for index, name in enumerate(names):
             for case in findings.cases:
                 if (found := findings.speedup(name, mode, case)) is not None:
-                    yield SpeedupRecord(recipe=name, over=BASELINE, mode=mode, op=case.op, speedup=_interval(found))
+                    yield SpeedupRecord(recipe=name, over=BASELINE, mode=mode, op=case.op, speedup=interval_record(found))
             for over in [] if findings.bare else names[:index]:
                 if (found := findings.speedup(name, mode, over=over)) is not None:
-                    yield SpeedupRecord(recipe=name, over=over, mode=mode, op="", speedup=_interval(found))
+                    yield SpeedupRecord(recipe=name, over=over, mode=mode, op="", speedup=interval_record(found))
 
 
 def _totals(findings: Findings) -> Iterator[TotalRecord]:
@@ -255,14 +255,15 @@ def _totals(findings: Findings) -> Iterator[TotalRecord]:
                 yield TotalRecord(
                     recipe=name,
                     mode=mode,
-                    total_ms=_interval(total),
+                    total_ms=interval_record(total),
                     quantize_ms=findings.quantizing_ms(name, mode),
                     layer_ms=findings.layer_ms(name, mode),
                     pass_ms={each: time for each, time in findings.pass_ms(name, mode).items() if time is not None},
                 )
 
 
-def _interval(found: Interval) -> IntervalRecord:
+def interval_record(found: Interval) -> IntervalRecord:
+    """An interval as it is written; one that is not known has no ends."""
     return IntervalRecord(value=found.value, low=found.low if known(found) else None, high=found.high if known(found) else None)
 
 

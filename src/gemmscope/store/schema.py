@@ -10,8 +10,9 @@ from pydantic import BaseModel
 
 from gemmscope.store.benchfile import BenchFile
 from gemmscope.store.runfile import ShapesFile
+from gemmscope.store.stepfile import StepFile
 
-FILES: dict[str, type[BaseModel]] = {"shapes-1.json": ShapesFile, "bench-1.json": BenchFile}
+FILES: dict[str, type[BaseModel]] = {"shapes-1.json": ShapesFile, "bench-1.json": BenchFile, "step-1.json": StepFile}
 
 
 def schema_text(name: str) -> str:
