@@ -25,6 +25,10 @@ class Kit(Protocol):
     name: str
     precision: torch.dtype  # of parameters and activations
 
+    @staticmethod
+    def start_afresh() -> None:
+        """Forget what the framework keeps of modules that are gone."""
+
     def norm_linear(self, norm: NormSpec, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         """A norm and the linear behind it."""
 
@@ -39,6 +43,9 @@ class Kit(Protocol):
 
     def norm(self, norm: NormSpec, width: int) -> nn.Module:
         """A norm alone."""
+
+    def rotary(self, head_dim: int, sequence: int) -> nn.Module:
+        """Turns heads by their positions: [batch, sequence, heads, head] to the same."""
 
     def finish(self, block: nn.Module) -> nn.Module:
         """Convert and compile a layer, where the framework does."""
@@ -56,22 +63,6 @@ class Kit(Protocol):
         """Run it without keeping activations, and again in backward."""
 
 
-class Rotary(nn.Module):
-    """Positions enter by rotating halves of queries and keys."""
-
-    def __init__(self, head_dim: int, sequence: int, device: torch.device | str) -> None:
-        super().__init__()
-        frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, device=device).float() / head_dim)
-        angles = torch.outer(torch.arange(sequence, device=device).float(), frequencies).repeat(1, 2)
-        self.cos, self.sin = angles.cos().to(torch.bfloat16), angles.sin().to(torch.bfloat16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` is [batch, heads, sequence, head]."""
-        half = x.shape[-1] // 2
-        turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-        return x * self.cos + turned * self.sin
-
-
 class Core(nn.Module):
     """Attention itself, on projected queries, keys and values."""
 
@@ -83,16 +74,17 @@ class Core(nn.Module):
         """`projected` is [tokens, Q + K + V]; gives [tokens, output width]."""
         spec = self.spec
         q, k, v = projected.view(-1, self.sequence, projected.shape[-1]).split([spec.q_width, spec.k_width, spec.v_width], dim=-1)
-        q = q.unflatten(-1, (spec.heads, spec.head_dim)).transpose(1, 2)
-        k = k.unflatten(-1, (spec.kv_heads, spec.head_dim)).transpose(1, 2)
-        v = v.unflatten(-1, (spec.kv_heads, spec.value_head_dim)).transpose(1, 2)
-        return attend(spec, q, k, v, self.rotary)
+        q = q.unflatten(-1, (spec.heads, spec.head_dim))
+        k = k.unflatten(-1, (spec.kv_heads, spec.head_dim))
+        v = v.unflatten(-1, (spec.kv_heads, spec.value_head_dim))
+        if self.rotary is not None:
+            q, k = self.rotary(q), self.rotary(k)
+        return attend(spec, q, k, v)
 
 
-def attend(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: nn.Module | None) -> torch.Tensor:
-    """All are [batch, heads, sequence, head]; gives [tokens, output width]."""
-    if rotary is not None:
-        q, k = rotary(q), rotary(k)
+def attend(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """All are [batch, sequence, heads, head]; gives [tokens, output width]."""
+    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     out = functional.scaled_dot_product_attention(q, k, v, is_causal=spec.causal, enable_gqa=grouped)
     return out.transpose(1, 2).flatten(2).flatten(0, 1)
@@ -122,13 +114,12 @@ class LatentAttention(nn.Module):
         q = self.q_up(x if self.q_down is None else self.q_down(x, **how), **how)
         low, shared = self.kv_down(x, **how).split([latent.kv_rank, latent.rope_dim], dim=-1)
         plain = spec.head_dim - latent.rope_dim
-        kv = self.kv_up(low.contiguous(), **how).view(-1, self.sequence, spec.heads, plain + spec.value_head_dim).transpose(1, 2)
-        q = q.view(-1, self.sequence, spec.heads, spec.head_dim).transpose(1, 2)
-        q_plain, q_turned = q.split([plain, latent.rope_dim], dim=-1)
-        turned = self.rotary(shared.view(-1, self.sequence, 1, latent.rope_dim).transpose(1, 2)).expand(-1, spec.heads, -1, -1)
+        kv = self.kv_up(low.contiguous(), **how).view(-1, self.sequence, spec.heads, plain + spec.value_head_dim)
+        q_plain, q_turned = q.view(-1, self.sequence, spec.heads, spec.head_dim).split([plain, latent.rope_dim], dim=-1)
+        turned = self.rotary(shared.reshape(-1, self.sequence, 1, latent.rope_dim)).expand(-1, -1, spec.heads, -1)
         k_plain, v = kv.split([plain, spec.value_head_dim], dim=-1)
         q = torch.cat((q_plain, self.rotary(q_turned)), dim=-1)
-        return attend(spec, mark(q, "attention"), torch.cat((k_plain, turned), dim=-1), v, None)
+        return attend(spec, mark(q, "attention"), torch.cat((k_plain, turned), dim=-1), v)
 
 
 class Experts(nn.Module):
@@ -180,7 +171,7 @@ class Block(nn.Module):
         spec = layer.attention
         self.kit, self.selective = kit, False
         turned = spec.latent.rope_dim if spec.latent else spec.head_dim
-        rotary = Rotary(turned, sequence, device) if spec.rotary and turned % 2 == 0 else None
+        rotary = kit.rotary(turned, sequence) if (spec.rotary or spec.latent) and turned % 2 == 0 else None
         if spec.latent is not None:
             assert rotary is not None
             self.attention_in: nn.Module = LatentAttention(kit, norm, hidden, spec, sequence, rotary)

@@ -60,13 +60,14 @@ class StepWorker:
             self.say("fatal", why=f"the {self.request['backend']} backend does not load: {_words(error)}")
             return
         self.say("hello", device=device_facts(self.gpu), versions=_versions(self.request["backend"]))
+        if self.request["host"]:
+            for variant in self.variants:
+                self._host(variant)
+            self.kit.start_afresh()
         for variant in self.variants:
             self._build(variant)
         for name, step in self.steps.items():
             self._look(name, step)
-        if self.request["host"]:
-            for variant in self.variants:
-                self._host(variant)
         self._rounds()
         self.say("done")
 
@@ -142,8 +143,7 @@ class StepWorker:
     def _host(self, variant: dict[str, Any]) -> None:
         """What launching a step takes the CPU: the same layers on a batch that leaves the GPU waiting."""
         name = variant["name"]
-        if name not in self.steps:
-            return
+        self.say("begin", task=name, what="launching")
         batch, sequence = HOST_BATCH
         small = self.plan.with_batch(min(batch, self.plan.micro_batch_size), min(sequence, self.plan.sequence_length))
         try:

@@ -31,9 +31,16 @@ class PlainKit:
         self.recipe, self.left_out, self.device = recipe, left_out, device
         self.precision = torch.float32 if recipe.name == "FP32" else torch.bfloat16
 
+    @staticmethod
+    def start_afresh() -> None:
+        """Nothing is kept."""
+
     def norm(self, norm: NormSpec, width: int) -> nn.Module:
         make: dict[str, Any] = {"eps": EPS, "device": self.device, "dtype": self.precision}
         return nn.RMSNorm(width, **make) if norm.kind == "rmsnorm" else nn.LayerNorm(width, bias=norm.bias, **make)
+
+    def rotary(self, head_dim: int, sequence: int) -> nn.Module:
+        return Rotary(head_dim, sequence, self.device, self.precision)
 
     def linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         return Linear(inputs, outputs, bias=bias, device=self.device, dtype=self.precision)
@@ -62,6 +69,21 @@ class PlainKit:
     def checkpoint(self, function: Any, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = checkpoint.checkpoint(function, x, use_reentrant=False)
         return result
+
+
+class Rotary(nn.Module):
+    """Positions enter by rotating halves of queries and keys."""
+
+    def __init__(self, head_dim: int, sequence: int, device: str, precision: torch.dtype) -> None:
+        super().__init__()
+        frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, device=device).float() / head_dim)
+        angles = torch.outer(torch.arange(sequence, device=device).float(), frequencies).repeat(1, 2)[:, None, :]
+        self.cos, self.sin = angles.cos().to(precision), angles.sin().to(precision)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        half = x.shape[-1] // 2
+        turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+        return x * self.cos + turned * self.sin
 
 
 class Linear(nn.Linear):

@@ -13,6 +13,8 @@ import transformer_engine.pytorch as te
 from torch import nn
 from torch.nn import functional
 from transformer_engine.common import recipe as te_recipes
+from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from gemmscope.errors import UserError
 from gemmscope.model.spec import MlpSpec, NormSpec
@@ -38,10 +40,18 @@ class TransformerEngineKit:
         self._make: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": device}
         self._precision = getattr(te_recipes, recipe.settings[self.name]["class"])() if recipe.quantizes else None
 
+    @staticmethod
+    def start_afresh() -> None:
+        """Forget the delayed scaling of modules that are gone: its bookkeeping would run in every later step."""
+        FP8GlobalStateManager.reset()
+
     def norm(self, norm: NormSpec, width: int) -> nn.Module:
         made = te.RMSNorm if norm.kind == "rmsnorm" else te.LayerNorm
         module: nn.Module = made(width, eps=EPS, dtype=torch.bfloat16, device=self._make["device"])
         return module
+
+    def rotary(self, head_dim: int, sequence: int) -> nn.Module:
+        return FusedRotary(head_dim, sequence, self._make["device"])
 
     def linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         module: nn.Module = te.Linear(inputs, outputs, bias=bias, **self._make)
@@ -95,6 +105,18 @@ def _activation(spec: MlpSpec) -> str:
     if found is None:
         raise UserError(f"Transformer Engine has no {'gated ' if spec.gated else ''}{spec.activation} MLP")
     return found
+
+
+class FusedRotary(nn.Module):
+    """Transformer Engine's kernel for it."""
+
+    def __init__(self, head_dim: int, sequence: int, device: str) -> None:
+        super().__init__()
+        self.angles = te.RotaryPositionEmbedding(head_dim)(sequence).to(device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turned: torch.Tensor = apply_rotary_pos_emb(x, self.angles, tensor_format="bshd", fused=True)
+        return turned
 
 
 class GroupedExperts(nn.Module):
