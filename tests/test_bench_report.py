@@ -53,7 +53,7 @@ def test_report_of_a_correct_run_raises_no_alarm() -> None:
     for alarm in ("FALLBACK", "warning", "unproven", "emulated", "not measured:", "loses"):
         assert alarm not in text
     assert "FP8Delayed is the same kernel as FP8Current" in text
-    assert "HOST-BOUND: 1 of the linears" in text
+    assert "HOST-BOUND: FP8Block: all linears take the CPU 216.0" in text
     assert "held back by SW power cap" in text
     assert "dgrad takes so many times as long as fprop, autocast: BF16 1.00, FP8Current 1.05" in text
     cell = report.cell(QKV, "FP8Current", "autocast")

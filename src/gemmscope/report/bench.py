@@ -156,6 +156,9 @@ def _verdict(report: Findings, name: str, mode: Mode, over: str, case: Case | No
         return "FALLBACK"
     if report.measured_as(name, mode) == report.measured_as(over, mode):
         return "same kernels"
+    stand_ins = [report.measured_as(each, mode) for each in (name, over) if report.measured_as(each, mode) != each]
+    if stand_ins:  # no number of its own: it stands where it was measured
+        return f"as {stand_ins[0]}"
     found = report.speedup(name, mode, case, over)
     return times_faster(found) + (" too close to call" if found and too_close(found) else "")
 

@@ -180,15 +180,22 @@ def _no_interval(report: Findings) -> list[str]:
 
 
 def _host(report: Findings) -> list[str]:
-    bound = [cell for cell in report.cells() if cell.host_bound]
-    if not bound:
-        return []
-    worst = max(bound, key=lambda cell: cell.host_ms / cell.total.value)
-    times = f"{digits(worst.host_ms)} ms against {digits(worst.total.value)} ms"
-    return [
-        f"HOST-BOUND: {len(bound)} of the linears take the CPU longer to launch than the GPU to run (worst: {worst.case.op} "
-        f"in {worst.recipe}, {times}); without CUDA graphs, training waits there"
-    ]
+    """Where launching takes longer than running. One linear may: others give the CPU time to catch up. All together may not."""
+    lines = []
+    for name in report.recipes:
+        cells = [cell for case in report.cases if (cell := report.cell(case, name, "autocast"))]
+        bound = [cell for cell in cells if cell.host_bound]
+        if report.bare and bound:
+            lines.append(f"HOST-BOUND: {name}: {_names([cell.case.op for cell in bound])} take longer to launch than to run")
+            continue
+        host_ms = sum(cell.host_ms * cell.case.count for cell in cells)
+        gpu_ms = sum(cell.total.value * cell.case.count for cell in cells)
+        if bound and host_ms > gpu_ms:
+            worst = max(bound, key=lambda cell: cell.host_ms / cell.total.value)
+            times = f"the CPU {digits(host_ms)} ms to launch and the GPU {digits(gpu_ms)} ms to run"
+            of_worst = f"worst: {worst.case.op}, {digits(worst.host_ms)} against {digits(worst.total.value)} ms"
+            lines.append(f"HOST-BOUND: {name}: all linears take {times} ({of_worst}); without CUDA graphs, training waits there")
+    return lines
 
 
 def _states(report: Findings, name: str, mode: Mode) -> list[dict[str, Any]]:
