@@ -169,7 +169,9 @@ class TimingOptions:
 
         counts = self.counts()
         timing: Literal["cuda-events", "profiler"] = "profiler" if self.timing == "profiler" else "cuda-events"
-        rounds = {"max_rounds": counts.rounds} if counts else {}
+        fixed: dict[str, Any] = {"max_rounds": counts.rounds} if counts else {}
+        if backend == "cpu":  # it has no clock to settle
+            fixed |= {"drop_ms": 5.0, "keep_ms": 30.0}
         return Settings(
             backend,
             counts=counts,
@@ -177,7 +179,7 @@ class TimingOptions:
             cache_weights=self.cache_weights,
             filter_layers=self.torchao_filter,
             for_nsight=for_nsight,
-            **rounds,
+            **fixed,
         )
 
     def rule(self) -> StoppingRule:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
@@ -102,6 +102,8 @@ def command(model_options: ModelOptions, run_options: RunOptions, choices: Choic
     subject = subject_of(source, run, overridden)
     plan, notes = plan_step(source.model, run)
     settings = StepSettings(choice.backend, host=choice.backend != "torchao")
+    if choice.backend == "cpu":  # it has no clock to settle
+        settings = replace(settings, drop_ms=5.0, keep_ms=30.0)
     journal = Journal(state_folder() / "journal.sqlite3")
 
     def measure(what: str, *, real: bool = False, recipes: list[str] | None = None, mixed: tuple[Plan, ...] = ()) -> StepRun:
