@@ -142,6 +142,13 @@ def test_cached_weights_are_named_in_the_title() -> None:
     assert "quantizing W is left out, as it is done once per step" in tables(report)[0].title
 
 
+def test_what_stays_in_the_cache_is_said() -> None:
+    results = recorded_results()
+    assert "stay in the cache" not in " ".join(sentences(Findings(results, RECIPES, list(MODES))))
+    results.hello["device"]["l2_bytes"] = 10**12
+    assert "stay in the cache, and measured so: QKV Proj" in " ".join(sentences(Findings(results, RECIPES, list(MODES))))
+
+
 # --- what must not be overlooked ------------------------------------------------------------------------------------------
 
 

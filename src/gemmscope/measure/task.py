@@ -17,6 +17,8 @@ from gemmscope.workload.ops import PASSES, GroupedLinear, Linear
 Mode = Literal["autocast", "pre-quantized"]
 MODES: tuple[Mode, ...] = ("autocast", "pre-quantized")
 
+LEAST_BYTES_IN_FLIGHT_OVER_L2 = 3  # or the cache would be measured
+
 
 @dataclass(frozen=True)
 class Case:
@@ -42,6 +44,11 @@ class Case:
         """Tokens and features, by the names that messages use."""
         rows = {f"tokens of expert {index}": row for index, row in enumerate(self.rows)} or {"tokens": self.tokens}
         return rows | {"input features": self.inputs, "output features": self.outputs}
+
+    @property
+    def bytes_touched(self) -> int:
+        """Of X, W and Y in bf16: what one set of buffers takes."""
+        return 2 * (self.tokens * self.inputs + self.tokens * self.outputs + self.weights)
 
     @property
     def weights(self) -> int:

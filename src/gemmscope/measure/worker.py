@@ -41,12 +41,11 @@ from gemmscope.measure.backends.reference import OperandStore
 from gemmscope.measure.device import device_facts, gpu_in_use, told_to_stop
 from gemmscope.measure.heat import heat_for, heating
 from gemmscope.measure.kernels import KernelRun
-from gemmscope.measure.task import Task
+from gemmscope.measure.task import LEAST_BYTES_IN_FLIGHT_OVER_L2, Task
 from gemmscope.measure.timer import Amount, Burst, CpuTimer, CudaTimer, Runnable, Timer
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.workload.ops import PASSES
 
-LEAST_BYTES_IN_FLIGHT_OVER_L2 = 3
 MOST_COPIES = 8
 RUNS_FOR_NSIGHT = 3
 HEAT_BEFORE_KERNELS_MS = 50
@@ -161,10 +160,8 @@ class Worker:
         """Enough sets of buffers that they do not fit into the cache, or the cache would be measured."""
         if not self.on_gpu:
             return 1
-        case = task.case
-        touched = 2 * (case.tokens * case.inputs + case.tokens * case.outputs + case.weights)
-        cache = int(torch.cuda.get_device_properties(0).L2_cache_size)
-        return max(1, min(MOST_COPIES, -(-LEAST_BYTES_IN_FLIGHT_OVER_L2 * cache // touched)))
+        wanted = LEAST_BYTES_IN_FLIGHT_OVER_L2 * int(torch.cuda.get_device_properties(0).L2_cache_size)
+        return max(1, min(MOST_COPIES, -(-wanted // task.case.bytes_touched)))
 
     def _failed(self, task: Task, error: Exception) -> None:
         """One task's failure; a sticky CUDA error is the whole process's."""

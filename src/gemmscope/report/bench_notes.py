@@ -7,7 +7,7 @@ from typing import Any
 
 from gemmscope.measure.findings import Findings, known, too_close
 from gemmscope.measure.stats import Interval
-from gemmscope.measure.task import Case, Mode
+from gemmscope.measure.task import LEAST_BYTES_IN_FLIGHT_OVER_L2, Case, Mode
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.report.bench import digits, times_faster
 from gemmscope.report.units import percent
@@ -35,6 +35,7 @@ def sentences(report: Findings) -> list[str]:
         *_losers(report),
         *_too_close(report),
         *_no_interval(report),
+        *_warm_cache(report),
         *_host(report),
         *_state(report),
         *_slowed_down(report),
@@ -196,6 +197,18 @@ def _host(report: Findings) -> list[str]:
             of_worst = f"worst: {worst.case.op}, {digits(worst.host_ms)} against {digits(worst.total.value)} ms"
             lines.append(f"HOST-BOUND: {name}: all linears take {times} ({of_worst}); without CUDA graphs, training waits there")
     return lines
+
+
+def _warm_cache(report: Findings) -> list[str]:
+    """Shapes so small that all their sets of buffers together stay in the cache."""
+    cache = report.results.hello.get("device", {}).get("l2_bytes") or 0
+    warm = [
+        result.task.case.op
+        for result in report.results.tasks.values()
+        if result.measured
+        and result.task.case.bytes_touched * int(result.facts.get("copies", 1)) < LEAST_BYTES_IN_FLIGHT_OVER_L2 * cache
+    ]
+    return [f"small enough to stay in the cache, and measured so: {_names(warm)}"] if warm else []
 
 
 def _states(report: Findings, name: str, mode: Mode) -> list[dict[str, Any]]:
