@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,13 +169,21 @@ def test_ctrl_c_shows_what_was_measured(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="measuring needs torch")
     command = [sys.executable, "-m", "gemmscope", "bench", *SMALL.split(), "--device", "cpu", "--precision", "0.000001"]
     environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
-    process = subprocess.Popen([*command, "--json", str(tmp_path / "run.json")], env=environment, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [*command, "--json", str(tmp_path / "run.json")],
+        env=environment,
+        stdout=subprocess.PIPE,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # whoever runs the tests in the background ignores it
+    )
     journal = tmp_path / "gemmscope" / "journal.sqlite3"
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and _rounds_in(journal) < 2:
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    try:
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130
     file = BenchFile.model_validate_json((tmp_path / "run.json").read_text())
     assert file.rounds >= 2
