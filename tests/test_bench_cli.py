@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
             return self.results
 
         monkeypatch.setattr(Campaign, "run", campaign_run)
+        monkeypatch.setattr("gemmscope.measure.link.Link", nullcontext)  # no worker is started
         return ran
 
     return prepare

@@ -10,7 +10,7 @@ import typer
 
 from gemmscope.cli.bench_options import LADDERS, ChoiceOptions, OutputOptions, TimingOptions, parse_shape, parse_shapes
 from gemmscope.cli.bench_output import Measured, Target, load_reporting
-from gemmscope.cli.choose import choose
+from gemmscope.cli.choose import Choice, choose
 from gemmscope.cli.options import ModelOptions, RunOptions, takes
 from gemmscope.cli.output import say
 from gemmscope.cli.progress import Progress
@@ -21,7 +21,9 @@ from gemmscope.model.spec import RunSpec
 
 if TYPE_CHECKING:
     from gemmscope.measure.campaign import Campaign, Counts
+    from gemmscope.measure.link import Link
     from gemmscope.measure.results import Results
+    from gemmscope.store.journal import Journal
 
 EXAMPLES = """\b
 Examples:
@@ -63,10 +65,7 @@ def command(
     narrow enough. Kernel names prove which precision ran. Without a model, bare products are measured.
     """
     from gemmscope.gpu.environment import environment
-    from gemmscope.measure.campaign import Campaign
-    from gemmscope.measure.task import tasks_of
-    from gemmscope.recipe.recipes import recipes
-    from gemmscope.store.journal import Journal, state_folder
+    from gemmscope.measure.link import Link
 
     outputs.check()
     timing.check()
@@ -78,26 +77,19 @@ def command(
     run, overridden = run_options.run_spec(source) if source is not None else (None, [])
     machine = environment()
     choice = choose(choices, machine, cache_weights=timing.cache_weights)
-    if source is not None and run is not None:  # last, because it may have to be traced
-        target = _model(source, run, overridden)
-    assert target is not None
-    if verify_dgrad:
-        target.notes.append("dgrad is always measured: --verify-dgrad changes nothing")
-    same = {name: other for name, each in recipes().items() if (other := each.same_kernels_as)}
-    journal = Journal(state_folder() / "journal.sqlite3")
-    campaign = Campaign(
-        tasks_of(target.cases, choice.recipes, choice.modes, same),
-        timing.settings(choice.backend, for_nsight=profile),
-        timing.rule(),
-        journal,
-        command=sys.argv[1:],
-    )
-    if profile:
-        if outputs.named():
-            say(f"note: --profile times nothing, so {', '.join(outputs.named())} gets nothing to write")
-        _run_for_nsight(campaign)
-        return
-    ended, interrupted = _measure(campaign, resume=timing.resume)
+    with Link() as started:  # it imports torch, which takes seconds, while the rest is read and derived
+        if source is not None and run is not None:
+            target = _model(source, run, overridden)
+        assert target is not None
+        if verify_dgrad:
+            target.notes.append("dgrad is always measured: --verify-dgrad changes nothing")
+        campaign, journal = _campaign(target, choice, timing, started, for_nsight=profile)
+        if profile:
+            if outputs.named():
+                say(f"note: --profile times nothing, so {', '.join(outputs.named())} gets nothing to write")
+            _run_for_nsight(campaign)
+            return
+        ended, interrupted = _measure(campaign, resume=timing.resume)
     measured = Measured(target, choice, campaign, journal, machine, ended, named=choices.recipes is not None)
     measured.deliver(outputs)
     if interrupted:
@@ -106,6 +98,27 @@ def command(
         raise typer.Exit(1)
     if outputs.strict and measured.fell_back():
         raise typer.Exit(3)
+
+
+def _campaign(
+    target: Target, choice: Choice, timing: TimingOptions, started: Link, *, for_nsight: bool
+) -> tuple[Campaign, Journal]:
+    from gemmscope.measure.campaign import Campaign
+    from gemmscope.measure.task import tasks_of
+    from gemmscope.recipe.recipes import recipes
+    from gemmscope.store.journal import Journal, state_folder
+
+    same = {name: other for name, each in recipes().items() if (other := each.same_kernels_as)}
+    journal = Journal(state_folder() / "journal.sqlite3")
+    campaign = Campaign(
+        tasks_of(target.cases, choice.recipes, choice.modes, same),
+        timing.settings(choice.backend, for_nsight=for_nsight),
+        timing.rule(),
+        journal,
+        command=sys.argv[1:],
+        started=started,
+    )
+    return campaign, journal
 
 
 def _bare(model: ModelOptions, run: RunOptions, shapes: str | None, *, on_cpu: bool) -> Target | None:

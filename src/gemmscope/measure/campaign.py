@@ -81,6 +81,7 @@ class Campaign:
     journal: Keeper
     command: Sequence[str] = ()
     on_message: Callable[[dict[str, Any], Results], None] = lambda *_: None
+    started: Link | None = None  # a worker that was started early: it imports torch while others read the model
     results: Results = field(init=False)
 
     def __post_init__(self) -> None:
@@ -142,7 +143,8 @@ class Campaign:
 
     def _one_worker(self, number: int, tasks: Sequence[Task]) -> dict[str, Any] | None:
         """One worker's life. None if it came to a good end, else the failure of the task it died at."""
-        with Link() as link:
+        early, self.started = self.started, None
+        with early or Link() as link:
             death = link.converse(
                 {**asdict(self.settings), "tasks": [task.to_json() for task in tasks]},
                 silence_s=self.settings.silence_s,

@@ -278,7 +278,10 @@ class Worker:
 
 def main() -> None:
     """Read the request, say everything to the descriptor."""
-    request = json.loads(sys.stdin.readline())
+    line = sys.stdin.readline()
+    if not line:
+        return  # started early, and not needed after all
+    request = json.loads(line)
     with os.fdopen(int(sys.argv[1]), "w", encoding="utf-8") as out:
         Worker(request, out).main()
 
