@@ -103,6 +103,16 @@ def test_interrupted_and_resumed(journal: Journal) -> None:
     assert journal.unfinished(again.fingerprint) is None
 
 
+def test_resuming_elsewhere_is_refused(journal: Journal) -> None:
+    """Another GPU's rounds are not averaged with this one's."""
+    run = campaign(journal, ["BF16"])
+    number = journal.begin("x", [])
+    run._note(number, {"type": "hello", "device": {"name": "NVIDIA H100"}, "versions": {"torch": "2.11"}})
+    run._note(number, {"type": "hello", "device": {"name": "NVIDIA H100"}, "versions": {"torch": "2.11"}})
+    with pytest.raises(UserError, match="GPU was NVIDIA H100 and is NVIDIA H200"):
+        run._note(number, {"type": "hello", "device": {"name": "NVIDIA H200"}, "versions": {"torch": "2.11"}})
+
+
 def test_a_backend_that_does_not_load_is_one_message(journal: Journal) -> None:
     broken = campaign(journal, ["BF16"])
     broken.settings = Settings("transformer_engine")

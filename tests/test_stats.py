@@ -59,6 +59,22 @@ def test_common_noise_narrows_without_lying(spreads: tuple[float, ...]) -> None:
     assert narrower / trials / 5 > 0.6
 
 
+@pytest.mark.parametrize(("rounds", "alike"), [(3, 0.3), (3, 0.6), (6, 0.6)])
+def test_intervals_hold_where_pieces_of_a_burst_are_alike(rounds: int, alike: float) -> None:
+    """Six things, few bursts, each with a shift of its own that its three pieces share."""
+    rng = np.random.default_rng(5)
+    trials, covered = 200, 0
+    for trial in range(trials):
+        series = []
+        for index in range(6):
+            shift = rng.normal(0, 0.01 * alike**0.5, size=(rounds, 1))
+            series.append(((index + 1) * (1 + shift + rng.normal(0, 0.01 * (1 - alike) ** 0.5, size=(rounds, 3)))).tolist())
+        common = noise_of(series)
+        found = [ratio_interval(series[index], series[0], common, seed=trial) for index in range(1, 6)]
+        covered += sum(each.low <= index <= each.high for index, each in enumerate(found, start=2))
+    assert covered / trials / 5 >= 0.9
+
+
 def test_one_round_has_no_interval() -> None:
     assert time_interval([[1.0, 1.1]], Noise(alike=1.0)).half_width == float("inf")
     assert time_interval([[1.0]]).half_width == float("inf")

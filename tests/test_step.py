@@ -139,7 +139,7 @@ def test_marks_come_in_the_order_of_the_parts() -> None:
     layer = ["qkv", "attention", "attn out", "mlp"]
     forward = [part for part, way in marks.labels if way == "forward"]
     backward = [part for part, way in marks.labels if way == "backward"]
-    assert forward == [*(layer * 6), "head", "loss"]
+    assert forward == ["embedding", *(layer * 6), "head", "loss"]
     assert backward == ["loss", "head", *(list(reversed(layer)) * 6)]
     assert marks.labels[-1] == ("optimizer", "step")
 

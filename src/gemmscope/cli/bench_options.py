@@ -170,6 +170,8 @@ class TimingOptions:
         counts = self.counts()
         timing: Literal["cuda-events", "profiler"] = "profiler" if self.timing == "profiler" else "cuda-events"
         fixed: dict[str, Any] = {"max_rounds": counts.rounds} if counts else {}
+        if counts:  # a burst says nothing until its end, and may be asked to be as long as one likes
+            fixed["silence_s"] = 3600.0
         if backend == "cpu":  # it has no clock to settle
             fixed |= {"drop_ms": 5.0, "keep_ms": 30.0}
         return Settings(

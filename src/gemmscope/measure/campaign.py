@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
+from gemmscope.errors import UserError
 from gemmscope.measure.link import Link
 from gemmscope.measure.results import Results
 from gemmscope.measure.sampler import StoppingRule
@@ -137,6 +138,8 @@ class Campaign:
         return enough
 
     def _note(self, number: int, message: dict[str, Any]) -> None:
+        if message["type"] == "hello" and self.results.hello:
+            _must_be_alike(self.results.hello, message)
         self.journal.write(number, message)
         self.results.take(message)
         self.on_message(message, self.results)
@@ -167,6 +170,19 @@ def _of_one_case(task: Task, other: Task) -> bool:
 def _of_one_recipe(task: Task, other: Task) -> bool:
     """The same op and mode, in this recipe or the baseline."""
     return other.case == task.case and other.mode == task.mode and other.recipe in (task.recipe, BASELINE)
+
+
+def _must_be_alike(earlier: dict[str, Any], now: dict[str, Any]) -> None:
+    """What is measured together must come from one GPU and one set of versions: refuse to go on with another's measurement."""
+    before, after = _identity(earlier), _identity(now)
+    changed = [f"{key} was {before.get(key)} and is {value}" for key, value in after.items() if before.get(key) != value]
+    if changed:
+        raise UserError(f"what was measured before was measured elsewhere: {', '.join(changed)}", "begin anew, without --resume")
+
+
+def _identity(hello: dict[str, Any]) -> dict[str, Any]:
+    device = hello.get("device", {})
+    return {**hello.get("versions", {}), "GPU": device.get("name"), "power limit": device.get("power_limit_w")}
 
 
 def _failure(task: str, why: str, kind: str) -> dict[str, Any]:

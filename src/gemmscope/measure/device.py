@@ -20,9 +20,9 @@ def gpu_in_use() -> Gpu | None:
     return nvml.gpu_by_uuid(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}") or nvml.gpu(0)
 
 
-def device_facts(gpu: Gpu | None) -> dict[str, Any]:
+def device_facts(gpu: Gpu | None, *, on_gpu: bool) -> dict[str, Any]:
     """What a result should say of the device."""
-    if not torch.cuda.is_available():
+    if not on_gpu or not torch.cuda.is_available():
         return {"name": "CPU"}
     properties = torch.cuda.get_device_properties(0)
     facts = {

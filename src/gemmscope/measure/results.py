@@ -40,11 +40,11 @@ class Results:
         self.hello: dict[str, Any] = {}
         self.warnings: list[str] = []
         self.complete_rounds = 0
-        self._noise: Noise | None = None  # until there are more samples
+        self._noise: dict[tuple[Case, ...], Noise] = {}  # until there are more samples
 
     def take(self, message: dict[str, Any]) -> None:
         """Note one message of the worker."""
-        kind, self._noise = message["type"], None
+        kind, self._noise = message["type"], {}
         if kind == "hello":
             self.hello = message
         elif kind == "ready":
@@ -107,11 +107,13 @@ class Results:
             return None
         return ratio_interval(slow, added([(low, 1), (high, 1)]), self.noise())
 
-    def noise(self) -> Noise:
-        """What everything that was measured tells of the noise."""
-        if self._noise is None:
-            self._noise = noise_of(totals for group in self._groups() if (totals := self.totals(*group)) is not None)
-        return self._noise
+    def noise(self, cases: Sequence[Case] | None = None) -> Noise:
+        """What everything that was measured tells of the noise; of one op, which may be noisier than all together."""
+        key = tuple(cases) if cases is not None else ()
+        if key not in self._noise:
+            series = (self.totals(*group, cases) for group in self._groups())
+            self._noise[key] = noise_of(totals for totals in series if totals is not None)
+        return self._noise[key]
 
     def _groups(self) -> list[tuple[str, Mode]]:
         return list(dict.fromkeys(result.task.group for result in self.tasks.values() if "sum_of" not in result.facts))
@@ -122,7 +124,7 @@ class Results:
         slow, fast = self.totals(over, mode, chosen), self.totals(recipe, mode, chosen)
         if slow is None or fast is None:
             return None
-        return ratio_interval(slow, fast, self.noise())
+        return ratio_interval(slow, fast, self.noise(chosen))
 
 
 def added(parts: Sequence[tuple[Bursts, int]]) -> list[list[float]]:

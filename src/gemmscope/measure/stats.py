@@ -90,6 +90,9 @@ def _fenced(burst: Floats) -> Floats:
     median = float(np.median(burst))
     spread = 1.4826 * float(np.median(np.abs(burst - median)))
     reach = FAR * max(spread, 0.01 * median)
+    outside = int((np.abs(burst - median) > reach).sum())
+    if outside > max(1, 0.1 * len(burst)):  # too many to be strays: the chip did run so
+        return burst
     return np.clip(burst, median - reach, median + reach)
 
 
@@ -99,10 +102,14 @@ PRIOR_PIECES = 12  # that the common spread counts for
 
 @dataclass(frozen=True)
 class Noise:
-    """`alike`: the correlation of pieces of one burst. `spread`: the relative standard deviation of pieces; None if unknown."""
+    """`alike`: the correlation of pieces of one burst. `spread`: the relative standard deviation of pieces; None if unknown.
+
+    `freedom`: how many independent pieces it was estimated from, less one for each series.
+    """
 
     alike: float
     spread: float | None = None
+    freedom: float = float("inf")
 
 
 def noise_of(series: Iterable[Bursts]) -> Noise:
@@ -112,10 +119,17 @@ def noise_of(series: Iterable[Bursts]) -> Noise:
     (1.0, 0.2)
     """
     relative = [[np.asarray(burst) / _mean(bursts) for burst in bursts] for bursts in series if bursts]
-    flat = [np.concatenate(bursts) for bursts in relative]
-    freedom = sum(len(pieces) - 1 for pieces in flat)
-    spread = float(np.sqrt(sum(float(((pieces - 1) ** 2).sum()) for pieces in flat) / freedom)) if freedom else None
-    return Noise(_correlation([bursts for bursts in relative if len(bursts) > 1]), spread)
+    alike = _correlation([bursts for bursts in relative if len(bursts) > 1])
+    squares = sum(float(((np.concatenate(bursts) - 1) ** 2).sum()) for bursts in relative)
+    weight = sum(_unbiased(bursts, alike) for bursts in relative)
+    freedom = sum(_effective(bursts, alike) - 1 for bursts in relative)
+    return Noise(alike, float(np.sqrt(squares / weight)) if weight > 0 else None, freedom)
+
+
+def _unbiased(bursts: Sequence[Sequence[float] | Floats], alike: float) -> float:
+    """What the sum of squares is divided by: fewer than the pieces less one, where they are alike."""
+    count = sum(len(burst) for burst in bursts)
+    return count - count / _effective(bursts, alike)
 
 
 def _mean(bursts: Bursts) -> float:
@@ -172,14 +186,16 @@ def _doubt(bursts: Bursts, noise: Noise) -> float:
     """The size of the doubt: the relative standard error of the mean, as Student's t widens it."""
     flat = np.array([piece for burst in bursts for piece in burst])
     effective = _effective(bursts, noise.alike)
-    freedom, variance = effective - 1, float(flat.var(ddof=1)) / float(flat.mean()) ** 2
+    squares = float(((flat / flat.mean() - 1) ** 2).sum())
+    freedom, variance = effective - 1, squares / _unbiased(bursts, noise.alike)
     if noise.spread is not None:
-        variance = (freedom * variance + PRIOR_PIECES * noise.spread**2) / (freedom + PRIOR_PIECES)
-        freedom += PRIOR_PIECES
+        prior = min(PRIOR_PIECES, noise.freedom)
+        variance = (freedom * variance + prior * noise.spread**2) / (freedom + prior)
+        freedom += prior
     return float(np.sqrt(variance / effective)) * _student(freedom) / _NORMAL
 
 
-def _effective(bursts: Bursts, alike: float) -> float:
+def _effective(bursts: Sequence[Sequence[float] | Floats], alike: float) -> float:
     """As how many independent pieces these count.
 
     >>> _effective([[1.0, 1.0, 1.0]] * 4, 1.0), round(_effective([[1.0, 1.0, 1.0]] * 4, 0.2), 1)

@@ -104,7 +104,9 @@ class Worker:
                 lines = str(error).strip().splitlines() or [""]
                 self.say("fatal", why=f"the {self.request['backend']} backend does not load: {type(error).__name__}: {lines[0]}")
                 return
-            self.say("hello", versions=dict(backend.versions()), device=device_facts(self.gpu), seconds=_TIMELINE)
+            self.say(
+                "hello", versions=dict(backend.versions()), device=device_facts(self.gpu, on_gpu=self.on_gpu), seconds=_TIMELINE
+            )
             self.say("begin", task=self.tasks[0].key, what="compiling")
             possible = [task for task in self.tasks if not self._why_not(backend, task)]
             backend.get_ready(possible)
@@ -166,7 +168,8 @@ class Worker:
     def _failed(self, task: Task, error: Exception) -> None:
         """One task's failure; a sticky CUDA error is the whole process's."""
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        out_of_memory = isinstance(error, torch.OutOfMemoryError)
+        text = str(error).lower()  # libraries have words of their own for it
+        out_of_memory = isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "alloc_failed" in text
         kind = "out of memory" if out_of_memory else "error"
         sticky = self.on_gpu and not out_of_memory and ("CUDA error" in str(error) or "cudaError" in str(error))
         self.say("failed", task=task.key, why=f"{type(error).__name__}: {lines[0]}", kind="CUDA fault" if sticky else kind)
@@ -205,7 +208,11 @@ class Worker:
         self._find_sums(kernels)
 
     def _find_sums(self, kernels: dict[str, list[KernelRun]]) -> None:
-        """A linear that runs the very kernels of its products and nothing else (BF16 does) is their sum: it is measured once."""
+        """A linear that runs the very kernels of its products and nothing else (BF16 does) is their sum: it is measured once.
+
+        All linears of a recipe, or none: a burst of some of them would bring the chip to another state than one of all.
+        """
+        sums: dict[str, dict[str, list[str]]] = {}
         for task in self.tasks:
             parts = [Task(task.case, task.recipe, "pre-quantized", name).key for name in PASSES]
             once = task.mode == "autocast" and task.case.passes == PASSES and kernels.get(task.key)
@@ -213,13 +220,19 @@ class Worker:
                 continue
             names = Counter(run.name for run in kernels[task.key])
             if names == Counter(run.name for key in parts for run in kernels[key]):
-                self.sums[task.key] = parts
-                self.say("sum", task=task.key, of=parts)
+                sums.setdefault(task.recipe, {})[task.key] = parts
+        for name, found in sums.items():
+            every = [task for task in self.tasks if task.group == (name, "autocast") and task.key in self.ready]
+            if len(found) == len(every):
+                self.sums |= found
+        for key, parts in self.sums.items():
+            self.say("sum", task=key, of=parts)
 
     def _rounds(self) -> None:
         """A burst of every group in random order, round after round, until told to stop. The GPU is never left waiting."""
         groups, counts = self._groups(), self.request["counts"]
         if self.on_gpu and counts:
+            self.say("begin", task=self.tasks[0].key, what="heating")
             heat_for(counts["gpu_warmup"])
         elif self.on_gpu:
             self._warm_up(groups)
@@ -228,13 +241,14 @@ class Worker:
         for number, tasks, ends_round in _plan(groups, self.request["max_rounds"], self.request["seed"], baseline_twice=twice):
             if told_to_stop():
                 return  # what was launched last belongs to no complete round
-            self.say("begin", task=tasks[0].key, what="measuring")
             runnables = [self.ready[task.key] for task in tasks]
             burst = self.timer.launch(runnables, self._amount(number))
             if waiting is not None:
+                self.say("begin", task=waiting.tasks[0].key, what="measuring")  # a fault shows where its burst is waited for
                 self._collect(waiting)
             waiting = _Launched(number, tasks, burst, ends_round)
         if waiting is not None:
+            self.say("begin", task=waiting.tasks[0].key, what="measuring")
             self._collect(waiting)
 
     def _warm_up(self, groups: Sequence[list[Task]]) -> None:

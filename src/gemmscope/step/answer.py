@@ -119,11 +119,11 @@ def _peak(result: VariantResult, totals: Totals) -> float | None:
 
 
 def _verified(results: StepResults, real: StepResults, name: str) -> Verified | None:
-    """Compared at the depth that was really run: the prediction's own stack must have been as deep."""
+    """The whole model's; None where memory did not suffice to run it."""
     actual, predicted = real.speedup(name, real=True), results.speedup(name)
     if name == BASELINE:
         actual, predicted = real.step(name, real=True), results.step(name)
     deepest = real.of(name, real=True)
-    if actual is None or predicted is None or not deepest:
-        return None
+    if actual is None or predicted is None or not deepest or deepest[0].variant.depth != results.layers:
+        return None  # a shallower real model is another one
     return Verified(deepest[0].variant.depth, predicted, actual)

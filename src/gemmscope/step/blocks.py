@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from gemmscope.model.spec import AttentionSpec, LayerSpec, MlpSpec, MoeSpec, NormSpec
 from gemmscope.step.marks import mark
+from gemmscope.step.plan import StackPlan
 
 EPS = 1e-5
 
@@ -24,10 +25,6 @@ class Kit(Protocol):
 
     name: str
     precision: torch.dtype  # of parameters and activations
-
-    @staticmethod
-    def start_afresh() -> None:
-        """Forget what the framework keeps of modules that are gone."""
 
     def norm_linear(self, norm: NormSpec, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         """A norm and the linear behind it."""
@@ -129,7 +126,7 @@ class Experts(nn.Module):
     """
 
     def __init__(
-        self, kit: Kit, norm: NormSpec, hidden: int, spec: MoeSpec, rows: tuple[int, ...], device: torch.device | str
+        self, kit: Kit, norm: NormSpec, hidden: int, spec: MoeSpec, rows: tuple[int, ...], tokens: int, device: Any
     ) -> None:
         super().__init__()
         self.spec, self.rows = spec, rows
@@ -137,38 +134,34 @@ class Experts(nn.Module):
         self.router = nn.Linear(hidden, spec.experts, bias=spec.router_bias, device=device, dtype=kit.precision)
         self.experts = kit.experts(hidden, spec.expert, len(rows))
         self.shared = kit.experts(hidden, spec.shared, 1) if spec.shared is not None else None
-        self._order: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._order, self._choice = _places(tokens, rows, spec.top_k, device)
 
     def forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
         normed = self.norm(x)
         normed = mark(normed, "router")
         weights = torch.softmax(self.router(normed).float(), dim=-1).topk(self.spec.top_k, dim=-1).values.to(x.dtype)
-        order, choice = self._places(x.shape[0], x.device)
-        sent = mark(normed.index_select(0, order), "experts")
+        sent = mark(normed.index_select(0, self._order), "experts")
         made = mark(self.experts(sent, list(self.rows), **how), "combine")
-        out = torch.zeros_like(x).index_add(0, order, made * weights.flatten().index_select(0, choice)[:, None])
+        out = torch.zeros_like(x).index_add(0, self._order, made * weights.flatten().index_select(0, self._choice)[:, None])
         if self.shared is not None:
             out = out + self.shared(mark(normed, "shared expert"), [x.shape[0]], **how)
         return out
 
-    def _places(self, tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which token each row of the experts' input is, and which of the router's choices sent it there."""
-        if tokens not in self._order:
-            generator = torch.Generator().manual_seed(0)
-            order = torch.randint(tokens, (sum(self.rows),), generator=generator)
-            choice = order * self.spec.top_k + torch.randint(self.spec.top_k, order.shape, generator=generator)
-            self._order[tokens] = order.to(device), choice.to(device)
-        return self._order[tokens]
+
+def _places(tokens: int, rows: tuple[int, ...], top_k: int, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which token each row of the experts' input is, and which of the router's choices sent it there."""
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randint(tokens, (sum(rows),), generator=generator)
+    choice = order * top_k + torch.randint(top_k, order.shape, generator=generator)
+    return order.to(device), choice.to(device)
 
 
 class Block(nn.Module):
     """One layer: attention and the feed-forward block, each added to what comes in."""
 
-    def __init__(
-        self, kit: Kit, layer: LayerSpec, norm: NormSpec, hidden: int, sequence: int, rows: tuple[int, ...], device: Any
-    ) -> None:
+    def __init__(self, kit: Kit, layer: LayerSpec, plan: StackPlan, device: Any) -> None:
         super().__init__()
-        spec = layer.attention
+        spec, norm, hidden, sequence = layer.attention, plan.norm, plan.hidden_size, plan.sequence_length
         self.kit, self.selective = kit, False
         turned = spec.latent.rope_dim if spec.latent else spec.head_dim
         rotary = kit.rotary(turned, sequence) if (spec.rotary or spec.latent) and turned % 2 == 0 else None
@@ -182,7 +175,7 @@ class Block(nn.Module):
             self.core = Core(spec, sequence, rotary)
         self.attention_out = kit.linear(spec.out_width, hidden, bias=spec.out_bias)
         if isinstance(layer.mlp, MoeSpec):
-            self.feed_forward: nn.Module = Experts(kit, norm, hidden, layer.mlp, rows, device)
+            self.feed_forward: nn.Module = Experts(kit, norm, hidden, layer.mlp, plan.expert_rows, plan.tokens, device)
         else:
             self.feed_forward = kit.norm_mlp(norm, hidden, layer.mlp)
 

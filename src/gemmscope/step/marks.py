@@ -7,7 +7,7 @@ what was before it belongs to it. Outside of a recording marks cost nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -59,14 +59,19 @@ class _Mark(torch.autograd.Function):
 
 
 def mark(x: torch.Tensor, part: str) -> torch.Tensor:
-    """`part` begins here."""
-    if _current is None:
-        return x
+    """`part` begins here. In compiled layers a recording cuts fusions at the marks; without one they are not there."""
+    return x if _current is None else _pass(x, part)
+
+
+def _apply(x: torch.Tensor, part: str) -> torch.Tensor:
     result: torch.Tensor = _Mark.apply(x, part)
     return result
 
 
-def mark_step(part: str) -> None:
-    """A part that is no part of the computation of gradients begins: the optimizer."""
+_pass: Callable[[torch.Tensor, str], torch.Tensor] = torch._disable_dynamo(_apply)  # or each mark would be compiled on its own
+
+
+def mark_step(part: str, direction: Direction = "step") -> None:
+    """A part begins that gradients do not flow through: the optimizer, or a look at the embedding's table."""
     if _current is not None:
-        _current.passed(part, "step")
+        _current.passed(part, direction)

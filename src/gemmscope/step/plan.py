@@ -91,7 +91,7 @@ def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[str]]:
         head_bias=model.head_bias,
         micro_batch_size=run.micro_batch_size,
         sequence_length=run.sequence_length // run.cp,
-        expert_rows=tuple(sharding.expert_rows(moe, run)) if moe is not None else (),
+        expert_rows=tuple(_padded(rows) for rows in sharding.expert_rows(moe, run)) if moe is not None else (),
         accumulation=run.gradient_accumulation,
         recompute=run.recompute,
     )
@@ -138,6 +138,15 @@ def _of_rank(layer: LayerSpec, run: RunSpec) -> LayerSpec:
     return replace(
         layer, attention=attention, mlp=replace(layer.mlp, expert=_narrow(layer.mlp.expert, run.expert_tp), shared=shared)
     )
+
+
+def _padded(rows: int) -> int:
+    """Low-precision products need a multiple of 16 tokens: frameworks pad each expert's.
+
+    >>> _padded(33), _padded(0)
+    (48, 16)
+    """
+    return max(16, -(-rows // 16) * 16)
 
 
 def _narrow(mlp: MlpSpec, parts: int) -> MlpSpec:

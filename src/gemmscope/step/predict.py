@@ -88,7 +88,7 @@ class StepRun:
         return self.results
 
     def _try(self, number: int, depth: int) -> bool:
-        """One depth. False if memory did not suffice for the baseline or for all others."""
+        """One depth. False if memory did not suffice for all of them."""
         left = self._variants(depth)
         while left:
             with Link("gemmscope.step.worker") as link:
@@ -113,10 +113,11 @@ class StepRun:
         return {**plain, "plan": self.plan.to_json(), "variants": [variant.to_json() for variant in variants]}
 
     def _crowded(self) -> bool:
-        failed = [result for result in self.results.variants.values() if result.failure_kind == "out of memory"]
-        return any(result.variant.recipe == BASELINE for result in failed) or len(failed) == len(self.results.variants)
+        return any(result.failure_kind == "out of memory" for result in self.results.variants.values())
 
     def _note(self, number: int, message: dict[str, Any]) -> None:
+        if message["type"] == "samples" and not self.results.any_samples():
+            self.rule.restart()  # loading and building are not measuring
         self.journal.write(number, message)
         self.results.take(message)
         self.on_message(message, self.results)

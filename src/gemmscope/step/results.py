@@ -96,6 +96,9 @@ class StepResults:
         elif found is not None and kind == "host":
             found.host_ms = message["host_ms"]
 
+    def any_samples(self) -> bool:
+        return any(result.rounds for result in self.variants.values())
+
     def noise(self) -> Noise:
         """What everything that was measured tells of the noise."""
         return noise_of(result.pieces for result in self.variants.values() if result.measured)

@@ -26,6 +26,7 @@ class Weights:
     def __init__(self) -> None:
         self._held: dict[tuple[int, str, torch.dtype], torch.Tensor] = {}
         self._gradients: dict[int, torch.Tensor] = {}
+        self._moments: dict[int, dict[str, torch.Tensor]] = {}
 
     def adopt(self, module: nn.Module, slot: int) -> list[nn.Parameter]:
         """Let a module's parameters live in the slot's memory; what is new there stays as the module made it."""
@@ -45,6 +46,13 @@ class Weights:
             self._gradients[address] = torch.randn_like(parameter) * 1e-3
         return self._gradients[address]
 
+    def moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """What AdamW keeps, one for all parameters that share their memory."""
+        address = parameter.data_ptr()
+        if address not in self._moments:
+            self._moments[address] = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+        return self._moments[address]
+
 
 class Stack(nn.Module):
     """Embedding, layers, final norm, head and loss in one recipe."""
@@ -56,13 +64,15 @@ class Stack(nn.Module):
         self.embedding = nn.Embedding(plan.vocab_size, plan.hidden_size, **make) if plan.vocab_size else None
         self.head = nn.Linear(plan.hidden_size, plan.vocab_size, bias=plan.head_bias, **make) if plan.vocab_size else None
         self.final_norm = kit.norm(plan.norm, plan.hidden_size)
+        tied = self.head if plan.tied_embeddings else None
+        if tied is not None:
+            tied.weight = None
         self.ends = weights.adopt(self, -1)
-        if plan.tied_embeddings and self.head is not None and self.embedding is not None:
-            self.head.weight = self.embedding.weight
-            self.ends = list(dict.fromkeys(self.parameters()))
+        if tied is not None and self.embedding is not None:
+            tied.weight = self.embedding.weight
         blocks, self.inner = [], []
         for layer, slot in zip(plan.layers, plan.slots, strict=True):
-            block = Block(kit, layer, plan.norm, plan.hidden_size, plan.sequence_length, plan.expert_rows, device)
+            block = Block(kit, layer, plan, device)
             self.inner += weights.adopt(block, slot)
             block.selective = plan.recompute == "selective"
             blocks.append(kit.finish(block))
@@ -100,8 +110,10 @@ class Step:
         for parameter in self._every:
             parameter.register_post_accumulate_grad_hook(_drop)
         self._updated = [_with_gradient(parameter, weights) for parameter in self._every]
-        self._optimizer = _optimizer(self._updated)
+        self._optimizer = _optimizer(self._updated, weights)
         self._x, self._labels = _batch(plan, device, kit.precision)
+        if self._x.requires_grad:
+            self._x.register_post_accumulate_grad_hook(_drop)
 
     def run(self) -> None:
         """All micro-batches, forward and backward, then the optimizer."""
@@ -109,6 +121,7 @@ class Step:
             if number:  # later micro-batches add to the gradients of earlier ones
                 for parameter in self._every:
                     parameter.grad = self._weights.gradient(parameter)
+            mark_step("embedding", "forward")
             first = None if self.plan.accumulation == 1 else number == 0
             self.stack(self._x, self._labels, first=first).backward()
         mark_step("optimizer")
@@ -134,17 +147,13 @@ def _with_gradient(parameter: nn.Parameter, weights: Weights) -> nn.Parameter:
     return updated
 
 
-def _optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def _optimizer(parameters: list[nn.Parameter], weights: Weights) -> torch.optim.Optimizer:
     """AdamW with a learning rate of zero; parameters that share memory share its moments too."""
     fused = parameters[0].is_cuda
     optimizer = torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.0, fused=fused)
-    moments: dict[int, dict[str, torch.Tensor]] = {}
     for parameter in parameters:
-        shared = moments.setdefault(
-            parameter.data_ptr(), {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
-        )
         step = torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu")
-        optimizer.state[parameter] = {"step": step, **shared}
+        optimizer.state[parameter] = {"step": step, **weights.moments(parameter)}
     return optimizer
 
 

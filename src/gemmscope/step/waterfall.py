@@ -70,7 +70,7 @@ def place(parts: Sequence[Part]) -> list[Placed]:
     placed = []
     for (part, direction, kernels), (next_part, next_direction, _) in pairwise([*parts, ("end", "step", [])]):
         owner = part
-        if direction == "backward":
+        if direction == "backward":  # of the first layer: what is left is the embedding's
             owner = "embedding" if next_direction == "step" else next_part
         placed += [Placed(owner, direction, str(name), float(time)) for name, time, *_ in kernels]
     return placed
@@ -174,14 +174,21 @@ def _losses(found: Waterfall) -> dict[str, float]:
 
 
 def fallbacks(recipe: Recipe, placed: Sequence[Placed]) -> str:
-    """Which parts' products ran in another precision than the recipe asks for, in words; empty if none did."""
+    """Which parts' products ran in BF16 though the recipe asks for less, in words; empty if none did.
+
+    Forward, a product is wrong if it is no fprop of the recipe; backward, if it is neither dgrad nor wgrad. Where activations are
+    computed again, backward products stand among forward ones: only BF16 is wrong there.
+    """
     found: dict[str, list[str]] = {}
     for part in LINEARS:
         for direction, passes in (("forward", ("fprop",)), ("backward", ("dgrad", "wgrad"))):
-            names = [each.name for each in placed if (each.part, each.direction) == (part, direction)]
-            proofs = [evidence(recipe, name, names) for name in passes]
-            if names and all(proof.verdict == "fallback" for proof in proofs):
-                found.setdefault(proofs[0].words, []).append(f"{part} {direction}")
+            names = dict.fromkeys(each.name for each in placed if (each.part, each.direction) == (part, direction))
+            for name in names:
+                proofs = [evidence(recipe, each, [name]) for each in passes]
+                in_bf16 = classify(name).operands == ("bf16", "bf16")
+                if in_bf16 and all(proof.verdict == "fallback" for proof in proofs):
+                    found.setdefault(proofs[0].words, []).append(f"{part} {direction}")
+                    break
     return "; ".join(f"{', '.join(where)}: {words}" for words, where in found.items())
 
 

@@ -6,6 +6,7 @@ A *variant* is a recipe, with the parts that are left in BF16, at a depth. All v
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -43,7 +44,7 @@ class StepWorker:
         self.variants: list[dict[str, Any]] = request["variants"]
         self.on_gpu = request["backend"] != "cpu"
         self.device = "cuda" if self.on_gpu else "cpu"
-        self.weights = Weights()
+        self.weights, self.real_weights = Weights(), Weights()
         self.steps: dict[str, Step] = {}
         self.gpu = gpu_in_use() if self.on_gpu else None
 
@@ -59,11 +60,10 @@ class StepWorker:
         except Exception as error:
             self.say("fatal", why=f"the {self.request['backend']} backend does not load: {_words(error)}")
             return
-        self.say("hello", device=device_facts(self.gpu), versions=_versions(self.request["backend"]))
+        self.say("hello", device=device_facts(self.gpu, on_gpu=self.on_gpu), versions=_versions(self.request["backend"]))
         if self.request["host"]:
             for variant in self.variants:
                 self._host(variant)
-            self.kit.start_afresh()
         for variant in self.variants:
             self._build(variant)
         for name, step in self.steps.items():
@@ -73,24 +73,31 @@ class StepWorker:
 
     def _make(self, variant: dict[str, Any], plan: StackPlan) -> Step:
         kit = self.kit(recipe(variant["recipe"]), frozenset(variant["left_out"]), device=self.device)
-        rolled = plan.with_depth(variant["depth"]) if variant["depth"] else plan
-        return Step(
-            rolled.unrolled() if variant["real"] else rolled, kit, Weights() if variant["real"] else self.weights, self.device
-        )
+        plan = plan.with_depth(variant["depth"])
+        if variant["real"]:
+            return Step(plan.unrolled(), kit, self.real_weights, self.device)
+        return Step(plan, kit, self.weights, self.device)
 
     def _build(self, variant: dict[str, Any]) -> None:
         name = variant["name"]
         self.say("begin", task=name, what="preparing")
         before = torch.cuda.memory_allocated() if self.on_gpu else 0
+        step: Step | None = None
         try:
             step = self._make(variant, self.plan)
             if self.on_gpu:
                 torch.cuda.reset_peak_memory_stats()
             step.run()
             step.run()  # delayed scaling knows its scales from the second step on
+            self.say("begin", task=name, what="preparing")
             loss = step.loss()
         except Exception as error:
             self._failed(name, error)
+            step = None
+        if step is None:
+            gc.collect()
+            if self.on_gpu:
+                torch.cuda.empty_cache()
             return
         self.steps[name] = step
         held = torch.cuda.memory_allocated() - before if self.on_gpu else 0
@@ -104,8 +111,6 @@ class StepWorker:
         self.say("failed", task=name, why=_words(error), kind=kind)
         if sticky:
             os._exit(70)
-        if self.on_gpu:
-            torch.cuda.empty_cache()
 
     def _look(self, name: str, step: Step) -> None:
         """The kernels of one step, part by part, in the state that the step brings the chip to."""
@@ -119,13 +124,14 @@ class StepWorker:
                 step.run()
             torch.cuda.synchronize()
             with recording() as marks:
-                marks.passed("embedding", "forward")
                 step.run()
                 torch.cuda.synchronize()
                 marks.passed("end", "step")
             labels.extend(marks.labels)
 
         try:
+            with recording():  # once for nothing: compiled layers are compiled again with marks in them
+                step.run()
             found = segments(work)
         except Exception as error:
             self.say("warning", words=f"the kernels of {name} could not be looked at: {_words(error)}")

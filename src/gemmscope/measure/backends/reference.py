@@ -6,6 +6,7 @@ product is held against float64 on a slice before it is timed.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -67,9 +68,11 @@ class OperandStore:
     def __init__(self, device: str) -> None:
         self._device = device
         self._made: dict[tuple[Case, int], Operands] = {}
+        self._lock = threading.Lock()  # they are asked for while kernels are compiled side by side
 
     def get(self, case: Case, copy: int = 0) -> Operands:
         """Set number `copy` of the case's operands."""
-        if (case, copy) not in self._made:
-            self._made[(case, copy)] = Operands(case, self._device)
-        return self._made[(case, copy)]
+        with self._lock:
+            if (case, copy) not in self._made:
+                self._made[(case, copy)] = Operands(case, self._device)
+            return self._made[(case, copy)]

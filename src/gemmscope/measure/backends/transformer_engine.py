@@ -123,8 +123,8 @@ class TransformerEngineBackend:
         """One pass's product on operands that the recipe's quantizers made."""
         precision = self._recipe(recipe)
         quantizers = self._quantizers(precision)
-        quantized = {name: quantizers[name](tensor) for name, tensor in operands.tensors().items()}
         left, right, _ = LAYOUTS[task.pass_name]
+        quantized = {name: quantizers[name](operands.tensors()[name]) for name in (left, right)}
         settings = _product_settings(task.pass_name, precision)
 
         def product() -> Any:

@@ -31,10 +31,6 @@ class PlainKit:
         self.recipe, self.left_out, self.device = recipe, left_out, device
         self.precision = torch.float32 if recipe.name == "FP32" else torch.bfloat16
 
-    @staticmethod
-    def start_afresh() -> None:
-        """Nothing is kept."""
-
     def norm(self, norm: NormSpec, width: int) -> nn.Module:
         make: dict[str, Any] = {"eps": EPS, "device": self.device, "dtype": self.precision}
         return nn.RMSNorm(width, **make) if norm.kind == "rmsnorm" else nn.LayerNorm(width, bias=norm.bias, **make)

@@ -27,11 +27,11 @@ class TorchaoKit(PlainKit):
     def finish(self, block: nn.Module) -> nn.Module:
         settings = self.recipe.settings.get(self.name, {})
         if "float8" in settings:
-            spared = [MODULES[part] for part in self.left_out]
+            spared = [MODULES[part] for part in sorted(self.left_out)]
             convert_to_float8_training(
                 block,
                 config=Float8LinearConfig.from_recipe_name(settings["float8"]),
-                module_filter_fn=lambda module, name: _fits(module) and not name.startswith(tuple(spared)),
+                module_filter_fn=lambda module, name: _fits(module) and not name.startswith((*spared, "feed_forward.router")),
             )
         compiled: nn.Module = torch.compile(block, dynamic=False)
         return compiled

@@ -5,6 +5,7 @@ They write FP8 straight from the norm or the activation, which is why a step gai
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 from transformer_engine.common import recipe as te_recipes
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+from transformer_engine.pytorch.quantization import FP8GlobalState, FP8GlobalStateManager
 
 from gemmscope.errors import UserError
 from gemmscope.model.spec import MlpSpec, NormSpec
@@ -26,6 +27,11 @@ ACTIVATIONS = {
     ("silu", True): "swiglu", ("gelu", True): "geglu", ("relu", True): "reglu", ("relu2", True): "sreglu",
     ("silu", False): "silu", ("gelu", False): "gelu", ("relu", False): "relu", ("relu2", False): "srelu",
 }  # fmt: skip
+ACTIVATION_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "relu": functional.relu,
+    "relu2": lambda x: functional.relu(x).square(),
+}
 NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
 
 
@@ -38,12 +44,8 @@ class TransformerEngineKit:
     def __init__(self, recipe: Recipe, left_out: frozenset[str] = frozenset(), device: str = "cuda") -> None:
         self.recipe, self.left_out = recipe, left_out
         self._make: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": device}
+        self._state = FP8GlobalState()  # of its own: delayed scaling's bookkeeping would else run in every other recipe's steps
         self._precision = getattr(te_recipes, recipe.settings[self.name]["class"])() if recipe.quantizes else None
-
-    @staticmethod
-    def start_afresh() -> None:
-        """Forget the delayed scaling of modules that are gone: its bookkeeping would run in every later step."""
-        FP8GlobalStateManager.reset()
 
     def norm(self, norm: NormSpec, width: int) -> nn.Module:
         made = te.RMSNorm if norm.kind == "rmsnorm" else te.LayerNorm
@@ -80,6 +82,7 @@ class TransformerEngineKit:
         return block
 
     def low_precision(self) -> AbstractContextManager[Any]:
+        FP8GlobalStateManager.quantization_state = self._state
         if self._precision is None:
             return nullcontext()
         entered: AbstractContextManager[Any] = te.autocast(enabled=True, recipe=self._precision)
@@ -125,7 +128,7 @@ class GroupedExperts(nn.Module):
     def __init__(self, hidden: int, spec: MlpSpec, count: int, make: dict[str, Any]) -> None:
         super().__init__()
         self.gated = spec.gated
-        self.activation = functional.silu if spec.activation == "silu" else functional.gelu
+        self.activation = ACTIVATION_FUNCTIONS.get(spec.activation, functional.gelu)
         self.up = te.GroupedLinear(count, hidden, spec.intermediate_size * (2 if spec.gated else 1), bias=spec.up_bias, **make)
         self.down = te.GroupedLinear(count, spec.intermediate_size, hidden, bias=spec.down_bias, **make)
 
