@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemmscope.measure.stats import Noise, noise_of, ratio_interval, summarise, time_interval
+from gemmscope.measure.stats import Noise, noise_of, pieces, ratio_interval, time_interval
 
 
 def bursts(rng: np.random.Generator, centre: float, rounds: int, spread: float) -> list[list[float]]:
@@ -86,11 +86,11 @@ def test_more_rounds_narrow_it() -> None:
     assert many.half_width < few.half_width
 
 
-@given(st.lists(st.floats(0.1, 100), min_size=1, max_size=40))
-def test_summary(samples: list[float]) -> None:
-    found = summarise(samples)
-    assert min(samples) <= found.q1 <= found.median <= found.q3 <= max(samples)
-    assert 0 <= found.outliers <= len(samples) == found.count
+@given(st.lists(st.floats(0.1, 100), min_size=1, max_size=40), st.floats(1.0, 1000.0))
+def test_pieces_stay_within_the_samples(samples: list[float], duration_ms: float) -> None:
+    found = pieces(samples, duration_ms)
+    assert 1 <= len(found) <= len(samples)
+    assert all(min(samples) * 0.999999 <= piece <= max(samples) * 1.000001 for piece in found)
 
 
 @given(st.floats(0.5, 3.0), st.floats(1.5, 10.0))

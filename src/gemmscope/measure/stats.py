@@ -43,30 +43,6 @@ class Interval:
         return (self.high - self.low) / 2 / self.value
 
 
-@dataclass(frozen=True)
-class Summary:
-    """A distribution of times. Outliers lie more than 1.5 quartile ranges outside the quartiles; none is dropped."""
-
-    median: float
-    q1: float
-    q3: float
-    outliers: int
-    count: int
-
-
-def summarise(samples: Sequence[float]) -> Summary:
-    """Median, quartiles, outliers.
-
-    >>> summarise([1.0, 2.0, 3.0, 4.0, 100.0]).outliers
-    1
-    """
-    values = np.asarray(samples, dtype=float)
-    q1, median, q3 = (float(value) for value in np.percentile(values, [25, 50, 75]))
-    reach = 1.5 * (q3 - q1)
-    outliers = int(((values < q1 - reach) | (values > q3 + reach)).sum())
-    return Summary(median, q1, q3, outliers, len(values))
-
-
 FAR = 5.0  # standard deviations, as the median deviation estimates them, and at least so many per cent
 
 

@@ -30,7 +30,7 @@ def _row(each: RecipeAnswer) -> tuple[str, ...]:
         each.recipe,
         f"{each.step.value:.2f}",
         f"{each.tokens_per_s:,.0f}",
-        f"{each.model_tflops:.0f}",
+        f"{each.model_tflops:.3g}",
         times_faster(each.speedup) if each.speedup is not None else "1",
         f"{each.busy_ms:.2f}" if each.busy_ms is not None else "-",
         f"{each.host_ms:.2f}" if each.host_ms is not None else "-",

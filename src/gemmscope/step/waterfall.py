@@ -7,10 +7,10 @@ first row is what the hardware gives, the last one what training gains.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 from gemmscope.measure.kernels import classify, evidence
 from gemmscope.recipe.recipes import Recipe
@@ -190,13 +190,3 @@ def fallbacks(recipe: Recipe, placed: Sequence[Placed]) -> str:
                     found.setdefault(proofs[0].words, []).append(f"{part} {direction}")
                     break
     return "; ".join(f"{', '.join(where)}: {words}" for words, where in found.items())
-
-
-def by_part(placed: Sequence[Placed]) -> Mapping[str, dict[str, float]]:
-    """Milliseconds by part and kernel class, for tables."""
-    found: dict[str, dict[str, Any]] = {}
-    for each in placed:
-        kind = classify(each.name).kernel_class
-        of_part = found.setdefault(each.part, {})
-        of_part[kind] = of_part.get(kind, 0.0) + each.time_us / 1000
-    return found
