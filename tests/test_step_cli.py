@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from gemmscope.gpu.environment import Environment
+from gemmscope.step.predict import StepRun
+from gemmscope.step.results import StepResults
 from gemmscope.store.stepfile import StepFile
 from test_cli import Run, run
 
@@ -36,6 +38,24 @@ def test_step_on_the_cpu(run: Run, tmp_path: Path) -> None:
     assert {variant.real for variant in file.variants} == {True, False}
     assert all(each.verified is not None and each.cost is not None for each in file.recipes)
     assert "| BF16 |" in (tmp_path / "step.md").read_text()
+
+
+def test_ctrl_c_shows_what_was_measured(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After two rounds of each: the prediction so far, no verification, exit code 130."""
+
+    def interrupt(self: StepRun) -> StepResults:
+        for number in range(2):
+            for variant in self.results.variants.values():
+                burst = [10.0 + number] * 4
+                self.results.take({"type": "samples", "times_ms": {variant.variant.name: burst}, "state": {}})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(StepRun, "run", interrupt)
+    outcome = run(f"step {SMALL} --verify")
+    assert outcome.code == 130
+    assert "interrupted: what was measured stands below" in outcome.out
+    assert "10.50" in outcome.out
+    assert "Predicted against the real model" not in outcome.out
 
 
 @pytest.mark.parametrize(

@@ -106,22 +106,30 @@ def command(model_options: ModelOptions, run_options: RunOptions, choices: Choic
         settings = replace(settings, drop_ms=5.0, keep_ms=30.0)
     journal = Journal(state_folder() / "journal.sqlite3")
 
+    interrupted: list[str] = []
+
     def measure(what: str, *, real: bool = False, recipes: list[str] | None = None, mixed: tuple[Plan, ...] = ()) -> StepRun:
         say(what)
         rule = StoppingRule(target=options.precision, longest_s=options.longest)
         made = StepRun(plan, recipes or choice.recipes, settings, rule, journal, command=sys.argv[1:], real=real, mixed=mixed)
-        made.run()
+        try:
+            made.run()
+        except KeyboardInterrupt:
+            made.rule.why = "interrupted: what was measured stands below"
+            interrupted.append(what)
         return made
 
     predicted = measure(f"running the step of {plan.depth} layers in {', '.join(choice.recipes)} …")
-    truth = measure("running the real model …", real=True) if options.verify else None
+    truth = measure("running the real model …", real=True) if options.verify and not interrupted else None
     found = _answer(predicted, truth, subject)
-    recommended, mixed = _recommend(predicted, found, measure)
+    recommended, mixed = _recommend(predicted, found, measure) if not interrupted else (None, None)
     budget = options.budget()
     costs = {each.recipe: cost(each.step, run, budget) for each in found.recipes} if budget is not None else {}
     runs = [made for made in (predicted, truth, mixed) if made is not None]
     said = [*subject.notes, *notes, *(note for made in runs for note in made.notes)]
     _deliver(options, subject, machine, settings, runs, found, costs, recommended, said)
+    if interrupted:
+        raise typer.Exit(130)
 
 
 def _answer(predicted: StepRun, truth: StepRun | None, subject: Subject) -> StepAnswer:
