@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import importlib.util
 import io
-import json
 import os
 import re
 import signal
@@ -23,15 +22,14 @@ import pytest
 
 from bench_results import record
 from gemmscope.cli.bench_options import TimingOptions, parse_shapes
-from gemmscope.cli.progress import Estimate, Progress
 from gemmscope.errors import UserError
-from gemmscope.gpu.environment import Environment, GpuFacts
-from gemmscope.gpu.nvml import Reading
+from gemmscope.gpu.environment import Environment
 from gemmscope.measure.campaign import Campaign, Counts
 from gemmscope.measure.results import Results
-from gemmscope.measure.task import MODES, bare_products, tasks_of
+from gemmscope.measure.task import MODES
 from gemmscope.store.benchfile import BenchFile
 from gemmscope.store.journal import Journal
+from machines import NOTHING, machine
 from test_cli import Run, run
 
 __all__ = ["run"]  # the fixture
@@ -49,22 +47,6 @@ REFERENCE = (
 def _own_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
-
-def machine(capability: tuple[int, int] = (9, 0), visible: str | None = None, **gpu: object) -> Environment:
-    reading = Reading(1980, 100.0, 40, ())
-    facts = {
-        "memory_bytes": 2**37,
-        "memory_used_bytes": 0,
-        "power_limit_w": 700.0,
-        "max_sm_mhz": 1980,
-        "utilization": 0,
-        "processes": (),
-    }
-    found = GpuFacts(0, "NVIDIA H200", capability, now=reading, **(facts | gpu))  # type: ignore[arg-type]
-    return Environment("Linux", "3.12", 16, {}, "580", (found,), visible)
-
-
-NOTHING = Environment("Linux", "3.12", 16, {}, None, (), None)
 
 Pretend = Callable[..., list[Campaign]]
 
@@ -509,101 +491,3 @@ def test_a_disk_that_fills_up_costs_no_measurement(
     journal = Journal(tmp_path / "state" / "gemmscope" / "journal.sqlite3")
     assert journal.unfinished(ran[0].fingerprint) is not None
     journal.close()
-
-
-# --- progress -------------------------------------------------------------------------------------------------------------
-
-
-class Screen(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def campaign_for_progress(tmp_path: Path, timing: TimingOptions) -> Campaign:
-    tasks = tasks_of(bare_products([(64, 64, 64)]), ["BF16", "FP8Current"], ["autocast"], {})
-    return Campaign(tasks, timing.settings("cpu"), timing.rule(), Journal(tmp_path / "journal.sqlite3"))
-
-
-def messages(campaign: Campaign) -> list[dict[str, Any]]:
-    keys = list(campaign.results.tasks)
-    ready = [{"type": "ready", "task": key, "error": 0, "host_ms": 0.1, "copies": 1, "note": ""} for key in keys]
-    measuring = {"type": "begin", "task": keys[0], "what": "measuring"}
-    rounds: list[dict[str, Any]] = []
-    for number in range(5):
-        times = {key: [1.0 + index + number / 100] for index, key in enumerate(keys)}
-        rounds += [measuring, {"type": "samples", "times_ms": times, "state": {}}, {"type": "round", "round": number}]
-    return [{"type": "hello"}, {"type": "begin", "task": keys[0], "what": "compiling"}, *ready, *rounds]
-
-
-def test_progress_says_what_it_does_and_how_long_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", Screen())
-    monkeypatch.setenv("TERM", "xterm")
-    campaign = campaign_for_progress(tmp_path, TimingOptions(precision=0.0001))
-    progress = Progress(campaign)
-    said = []
-    with progress as show:
-        for message in messages(campaign):
-            campaign.results.take(message)
-            said.append(progress.text(message, campaign.results))
-            show(message, campaign.results)
-    assert said[:4] == ["preparing 0 of 2", "compiling kernels", "preparing 1 of 2", "preparing 2 of 2"]
-    assert re.fullmatch(r"round 5, speedups known to ±\d+\.\d%, about \d+ s left", said[-1])
-    assert "loading the framework" in sys.stderr.getvalue()  # type: ignore[attr-defined]
-    campaign.journal.close()  # type: ignore[attr-defined]
-
-
-def test_progress_is_silent_where_nobody_looks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    campaign = campaign_for_progress(tmp_path, TimingOptions())
-    with Progress(campaign) as show:
-        for message in messages(campaign):
-            campaign.results.take(message)
-            show(message, campaign.results)
-    assert capsys.readouterr() == ("", "")
-    campaign.journal.close()  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    ("timing", "half_width", "left"),
-    [
-        (TimingOptions(precision=0.01, longest=1000), 0.02, 24.0),  # four times as many rounds: 12 more of 2 s
-        (TimingOptions(precision=0.01, longest=10), 0.02, 2.0),  # the limit comes first
-        (TimingOptions(precision=0.01, longest=1000), 0.005, 0.0),
-        (TimingOptions(num_iters=100), 0.02, 2.0),  # five rounds in all, whatever the doubt
-        (TimingOptions(precision=0.01, longest=10), None, 2.0),
-    ],
-)
-def test_time_left(tmp_path: Path, timing: TimingOptions, half_width: float | None, left: float) -> None:
-    """Four rounds came in 8 s."""
-    now = [100.0]
-    campaign = campaign_for_progress(tmp_path, timing)
-    campaign.rule.started = now[0]
-    estimate = Estimate(campaign, clock=lambda: now[0])
-    assert estimate.seconds_left(0, None) is None
-    estimate.begin(0)
-    now[0] += 8
-    assert estimate.seconds_left(4, half_width) == pytest.approx(left)
-    campaign.journal.close()  # type: ignore[attr-defined]
-
-
-# --- doctor ---------------------------------------------------------------------------------------------------------------
-
-
-def test_doctor_without_anything(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr("gemmscope.gpu.environment.environment", lambda: NOTHING)
-    outcome = run("doctor")
-    assert outcome.code == 0
-    assert "driver: no NVIDIA driver found" in outcome.out
-    assert re.search(r"BF16 +cpu +no +torch is not installed", outcome.out)
-    assert "to measure: " in outcome.out
-
-
-def test_doctor_knows_what_a_gpu_runs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a framework to ask, the table of architectures answers."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr("gemmscope.gpu.environment.environment", lambda: machine(processes=(4711,)))
-    out = run("doctor").out
-    assert re.search(r"MXFP8 +transformer_engine +no +MXFP8 products need compute capability 10.0", out)
-    assert re.search(r"FP8Block +transformer_engine +no +transformer_engine is not installed", out)
-    assert "in use by other processes (4711)" in out
-    assert json.loads(run("doctor --json -").out)["environment"]["gpus"][0]["name"] == "NVIDIA H200"

@@ -6,17 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from gemmscope.gpu.environment import Environment
 from gemmscope.step.predict import StepRun
 from gemmscope.step.results import StepResults
 from gemmscope.store.stepfile import StepFile
+from machines import NOTHING
 from test_cli import Run, run
 
 __all__ = ["run"]  # the fixture
 
 SIZES = "--hidden-size 32 --intermediate-size 64 --num-attention-heads 2 --num-hidden-layers 5 --vocab-size 61"
 SMALL = f"{SIZES} --micro-batch-size 1 --sequence-length 16 --device cpu"
-NOTHING = Environment("Linux", "3.12", 16, {}, None, (), None)
 
 
 @pytest.fixture(autouse=True)
