@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -230,7 +231,7 @@ def rows_of(options: str, groups: int = 0) -> list[str]:
 
 
 def main() -> None:
-    """Run everything and write it down."""
+    """Run everything; the file is written anew after each section, so that nothing is lost."""
     target = Path(sys.argv[1])
     subprocess.run([sys.executable, "-m", "gemmscope", "doctor"], check=True)  # and the frameworks have been imported once
     table, run = reference_twice()
@@ -240,16 +241,20 @@ def main() -> None:
         "",
         f"Written by `benchmarks/bench_on_gpu.py`. {', '.join(f'{name} {version}' for name, version in versions.items())}, "
         f"CUDA {device['cuda']}, driver {run['environment']['driver']}, power limit {device['power_limit_w']:.0f} W.",
-        *("", "## The reference's model, twice", "", f"`gemmscope bench {REFERENCE}`", "", *table),
-        *("", "## Against a plain loop of `te.Linear`", "", *plain_loops(run)),
-        *("", "## A small model", "", f"`gemmscope bench {SMALL}`", "", *host_bound()),
-        *("", "## Experts (Mixtral 8x7B, 4096 tokens)", "", *rows_of(f"{EXPERTS} --no-fp8-delayed --longest 12", groups=1)),
-        *("", "## torchao, compiled", "", *rows_of(f"{REFERENCE} --backend torchao --longest 15")),
-        *("", "## PyTorch's own products", "", *rows_of(f"{REFERENCE} --backend torch --longest 12")),
-        *("", "## Told apart", "", *told_apart()),
     ]
+    sections: dict[str, Callable[[], list[str]]] = {
+        "The reference's model, twice": lambda: [f"`gemmscope bench {REFERENCE}`", "", *table],
+        "Against a plain loop of `te.Linear`": lambda: plain_loops(run),
+        "Told apart": told_apart,
+        "A small model": lambda: [f"`gemmscope bench {SMALL}`", "", *host_bound()],
+        "Experts (Mixtral 8x7B, 4096 tokens)": lambda: rows_of(f"{EXPERTS} --no-fp8-delayed --longest 12", groups=1),
+        "PyTorch's own products": lambda: rows_of(f"{REFERENCE} --backend torch --longest 12"),
+        "torchao, compiled": lambda: rows_of(f"{REFERENCE} --backend torchao --longest 15"),
+    }
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text("\n".join(text) + "\n", encoding="utf-8")
+    for title, section in sections.items():
+        text += ["", f"## {title}", "", *section()]
+        target.write_text("\n".join(text) + "\n", encoding="utf-8")
     print("\n".join(text))
 
 
