@@ -36,34 +36,47 @@ UNALIGNED = "--hidden_size 4096 --intermediate_size 16380 --num_attention_heads 
 HUGE = "--hidden_size 65536 --intermediate_size 524288 --num_attention_heads 512 --num_hidden_layers 2 --micro_batch_size 1"
 EXPERTS = "--preset mixtral-8x7b --micro-batch-size 1 --sequence-length 4096"
 
-# Anyone's loop: every (op, recipe) in turn, a second or so to get hot and power-limited, then twenty times ten steps.
+# Anyone's loop, in the state that is asked about: all ops of all recipes take turns, so that the chip is as hot and as limited in
+# power as it is among them. Each turn runs for 0.1 s, then for 0.3 s that count; the first two rounds count for nothing.
 PLAIN_LOOP = """
-import json, sys, torch, transformer_engine.pytorch as te
+import json, random, sys, time, torch, transformer_engine.pytorch as te
 from transformer_engine.common import recipe
 made = {"BF16": None, "FP8Current": recipe.Float8CurrentScaling(), "FP8Delayed": recipe.DelayedScaling(),
         "FP8Block": recipe.Float8BlockScaling()}
-answers = []
-for tokens, inputs, outputs, name in json.loads(sys.argv[1]):
+steps, times, data = [], [], {}
+def add(tokens, inputs, outputs, name):
     layer = te.Linear(inputs, outputs, bias=False, params_dtype=torch.bfloat16)
-    x = torch.randn(tokens, inputs, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    grad = torch.randn(tokens, outputs, device="cuda", dtype=torch.bfloat16)
+    if (inputs, outputs) not in data:
+        data[inputs, outputs] = (torch.randn(tokens, inputs, device="cuda", dtype=torch.bfloat16, requires_grad=True),
+                                 torch.randn(tokens, outputs, device="cuda", dtype=torch.bfloat16))
+    x, grad = data[inputs, outputs]
     def step():
         with te.autocast(enabled=made[name] is not None, recipe=made[name]):
             y = layer(x)
         y.backward(grad)
         x.grad = layer.weight.grad = None
-    for _ in range(250):
-        step()
-    times = []
-    for _ in range(20):
+    steps.append(step)
+    times.append([])
+for each in json.loads(sys.argv[1]):
+    add(*each)
+for step in steps:
+    step(); step()
+for turn in range(8):
+    for index in random.sample(range(len(steps)), len(steps)):
+        step = steps[index]
+        torch.cuda.synchronize(); begin = time.perf_counter()
+        step(); torch.cuda.synchronize(); once = time.perf_counter() - begin
+        for _ in range(round(0.1 / once)):
+            step()
+        count = round(0.3 / once)
         a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         a.record()
-        for _ in range(10):
+        for _ in range(count):
             step()
         b.record(); torch.cuda.synchronize()
-        times.append(a.elapsed_time(b) / 10)
-    answers.append(sum(times) / len(times))
-print(json.dumps(answers))
+        if turn > 1:
+            times[index].append(a.elapsed_time(b) / count)
+print(json.dumps([sum(each) / len(each) for each in times]))
 """
 
 
@@ -115,7 +128,7 @@ def reference_twice() -> tuple[list[str], dict[str, Any]]:
 
 
 def plain_loops(run: dict[str, Any]) -> list[str]:
-    """The autocast total of a linear against a loop that anyone would write, in its own process, hot."""
+    """The autocast total of a linear against a loop that anyone would write, in its own process, in the same state."""
     lines = [
         "| op | recipe | gemmscope ms | plain loop ms | difference | sum of the parts | profiled kernels |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: |",

@@ -12,6 +12,7 @@ from gemmscope.cli.bench_options import ChoiceOptions
 from gemmscope.cli.choose import choose
 from gemmscope.cli.options import ModelOptions, RunOptions, number, size, takes
 from gemmscope.cli.output import check_targets, say, write
+from gemmscope.cli.progress import Progress
 from gemmscope.cli.workload import Subject, subject_of
 from gemmscope.errors import UserError
 
@@ -112,11 +113,13 @@ def command(model_options: ModelOptions, run_options: RunOptions, choices: Choic
         say(what)
         rule = StoppingRule(target=options.precision, longest_s=options.longest)
         made = StepRun(plan, recipes or choice.recipes, settings, rule, journal, command=sys.argv[1:], real=real, mixed=mixed)
-        try:
-            made.run()
-        except KeyboardInterrupt:
-            made.rule.why = "interrupted: what was measured stands below"
-            interrupted.append(what)
+        with Progress(made) as show:
+            made.on_message = show
+            try:
+                made.run()
+            except KeyboardInterrupt:
+                made.rule.why = "interrupted: what was measured stands below"
+                interrupted.append(what)
         return made
 
     predicted = measure(f"running the step of {plan.depth} layers in {', '.join(choice.recipes)} …")

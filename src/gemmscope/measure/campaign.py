@@ -61,7 +61,7 @@ class Settings:
 
     backend: str
     drop_ms: float = 80.0
-    keep_ms: float = 300.0
+    keep_ms: float = 200.0
     max_rounds: int = 1000
     counts: Counts | None = None  # instead of times and a stopping rule
     timing: Literal["cuda-events", "profiler"] = "cuda-events"
@@ -90,6 +90,15 @@ class Campaign:
         self._look_again = 0.0
         self.recipes = list(dict.fromkeys(task.recipe for task in self.tasks))
         self.modes: list[Mode] = [mode for mode in MODES if any(task.mode == mode for task in self.tasks)]
+
+    @property
+    def counts(self) -> Counts | None:
+        """Fixed numbers of runs, if they were asked for."""
+        return self.settings.counts
+
+    def widest(self) -> float | None:
+        """The largest doubt among the speedups."""
+        return self.rule.widest(self.results, self.recipes, self.modes)
 
     @property
     def fingerprint(self) -> str:

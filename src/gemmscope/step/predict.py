@@ -65,6 +65,11 @@ class StepRun:
         return [Variant(plan.recipe, each, plan.left_out, real=self.real) for plan in plans for each in depths]
 
     @property
+    def counts(self) -> None:
+        """There are no fixed numbers of steps."""
+        return None
+
+    @property
     def fingerprint(self) -> str:
         variants = [variant.to_json() for variant in self._variants(self.plan.depth)]
         content = json.dumps([asdict(self.settings), self.plan.to_json(), variants], sort_keys=True)

@@ -172,11 +172,13 @@ class StepWorker:
     def _rounds(self) -> None:
         rng = random.Random(self.request["seed"])
         names = list(self.steps)
+        gc.disable()  # it would stop the launching for tens of milliseconds now and then; between bursts it may
         for number in range(self.request["max_rounds"] if names else 0):
             for name in rng.sample(names, len(names)):
                 if told_to_stop():
                     return
                 self.say("begin", task=name, what="measuring")
+                gc.collect()
                 times = self._burst(self.steps[name].run)
                 state = asdict(self.gpu.read()) if self.gpu else {}
                 self.say("samples", round=number, times_ms={name: times}, state=state)
