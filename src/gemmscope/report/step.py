@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from gemmscope.measure.stats import Interval
 from gemmscope.recipe.recipes import BASELINE
@@ -10,6 +10,7 @@ from gemmscope.report.bench import times_faster
 from gemmscope.report.shapes import Table
 from gemmscope.report.units import percent, si
 from gemmscope.step.answer import RecipeAnswer, StepAnswer
+from gemmscope.step.breakeven import AtBatch
 from gemmscope.step.cost import Cost
 
 STEP_COLUMNS = ("Name", "Step ms", "Tokens/s", "Model TFLOP/s", "Speedup [95%]", "GPU busy ms", "Launching ms", "Peak memory")
@@ -73,6 +74,15 @@ def cost_table(costs: Mapping[str, Cost]) -> Table:
         for name, cost in costs.items()
     )
     return Table("The whole run, without communication", ("Name", "Days [95%]", "GPU-hours", "Money"), rows)
+
+
+def break_even_table(batches: Sequence[AtBatch]) -> Table:
+    """The speedup of every precision on smaller batches, and on this one."""
+    names = list(batches[-1].speedups)
+    rows = tuple(
+        (each.words, *(times_faster(each.speedups[name]) if name in each.speedups else "-" for name in names)) for each in batches
+    )
+    return Table("On smaller batches (micro-batch x sequence)", ("Batch", *names), rows)
 
 
 def _range(found: Interval) -> str:

@@ -37,6 +37,7 @@ WHOLE_PARTS: dict[str, Row] = {
 }
 BY_CLASS: dict[str, Row] = {
     "gemm": "products", "quantize": "quantization", "update": "quantization", "attention": "attention", "optimizer": "optimizer",
+    "loss": "head and loss", "embedding": "embedding",
 }  # fmt: skip
 
 
@@ -154,7 +155,7 @@ def waterfall(slow: Side, fast: Side) -> Waterfall:
 
 RUNS_AHEAD = 0.85  # of the step: a CPU that needs less to launch it is ahead of the GPU all the time
 HOST_BOUND = 0.05  # of the step spent waiting
-EATEN = 0.5  # of what is lost between products and step
+EATEN = 0.5  # of what the products gain
 AS_EXPECTED = 0.9  # of the products' speedup reaches the step
 
 
@@ -170,8 +171,7 @@ def verdict(found: Waterfall, recipe: Recipe, fast: Sequence[Placed]) -> str:
         return f"host-bound: the GPU waits {waiting:.1f} ms of each step for the CPU"
     if found.step >= AS_EXPECTED * found.products or worst is None:
         return "GEMM-bound, as expected"
-    share = lost[worst] / sum(lost.values())
-    if worst == "quantization" and share >= EATEN:
+    if worst == "quantization" and lost[worst] >= EATEN * (found.products - 1):
         return f"eaten by quantization, which takes {_time(found, worst):.1f} ms of each step"
     main = sorted(lost, key=lambda row: -lost[row])[:3]
     return "diluted by " + ", ".join(
