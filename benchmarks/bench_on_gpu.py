@@ -1,6 +1,6 @@
 """Holds `gemmscope bench` against itself and against plain loops, on the GPU at hand, and writes the findings as Markdown.
 
-    python benchmarks/bench_on_gpu.py docs/measured/h200.md
+    python benchmarks/bench_on_gpu.py docs/measured/h200.md [1 3 …]     # all sections, or those numbers anew
 
 What it shows: how long the reference's model takes, whether two runs agree, whether the autocast total is what an independent
 loop of `te.Linear` takes in the same state and what its parts add up to; and that fallbacks, unaligned shapes, layers that a
@@ -167,11 +167,16 @@ def told_apart() -> list[str]:
     run, _, _ = bench(f"{TINY} --sequence_length 1024 --recipes fp8rowwise --longest 4")
     notes = dict.fromkeys(f"{task['op']}: {task['facts']['note']}" for task in run["tasks"] if task["facts"].get("note"))
     lines.append(f"- torchao, layers of 512: {'; '.join(notes)}")
+    return lines
+
+
+def too_large_and_killed() -> list[str]:
+    """Faults that cost what they hit, and nothing else."""
     run, _, code = bench(f"{HUGE} --sequence_length 8192 --recipes fp8current --autocast-only --longest 6")
     failed = {task["op"]: task["failure_kind"] for task in run.get("tasks", []) if task["failure"]}
     measured = sorted({row["op"] for row in run.get("rows", [])})
-    lines.append(f"- shapes too large for memory: exit code {code}; failed {json.dumps(failed)}; measured {', '.join(measured)}")
-    return [*lines, *killed()]
+    large = f"- shapes too large for memory: exit code {code}; failed {json.dumps(failed)}; measured {', '.join(measured)}"
+    return [large, *killed()]
 
 
 def host_bound() -> list[str]:
@@ -244,31 +249,35 @@ def rows_of(options: str, groups: int = 0) -> list[str]:
 
 
 def main() -> None:
-    """Run everything; the file is written anew after each section, so that nothing is lost."""
-    target = Path(sys.argv[1])
+    """Run everything, or the sections named; the file is written anew after each section, so that nothing is lost."""
+    target, wanted = Path(sys.argv[1]), sys.argv[2:]
     subprocess.run([sys.executable, "-m", "gemmscope", "doctor"], check=True)  # and the frameworks have been imported once
     table, run = reference_twice()
     device, versions = run["device"], run["versions"]
-    text = [
-        f"# `gemmscope bench` on {device['name']}",
-        "",
+    head = (
+        f"# `gemmscope bench` on {device['name']}\n\n"
         f"Written by `benchmarks/bench_on_gpu.py`. {', '.join(f'{name} {version}' for name, version in versions.items())}, "
-        f"CUDA {device['cuda']}, driver {run['environment']['driver']}, power limit {device['power_limit_w']:.0f} W.",
-    ]
+        f"CUDA {device['cuda']}, driver {run['environment']['driver']}, power limit {device['power_limit_w']:.0f} W.\n"
+    )
     sections: dict[str, Callable[[], list[str]]] = {
         "The reference's model, twice": lambda: [f"`gemmscope bench {REFERENCE}`", "", *table],
         "Against a plain loop of `te.Linear`": lambda: plain_loops(run),
+        "Too large, and killed": too_large_and_killed,
         "Told apart": told_apart,
         "A small model": lambda: [f"`gemmscope bench {SMALL}`", "", *host_bound()],
         "Experts (Mixtral 8x7B, 4096 tokens)": lambda: rows_of(f"{EXPERTS} --no-fp8-delayed --longest 12", groups=1),
         "PyTorch's own products": lambda: rows_of(f"{REFERENCE} --backend torch --longest 12"),
         "torchao, compiled": lambda: rows_of(f"{REFERENCE} --backend torchao --longest 15"),
     }
+    earlier = target.read_text(encoding="utf-8").split("\n## ")[1:] if target.exists() else []
+    texts = {title: text.strip() for title, _, text in (section.partition("\n") for section in earlier)}
     target.parent.mkdir(parents=True, exist_ok=True)
-    for title, section in sections.items():
-        text += ["", f"## {title}", "", *section()]
-        target.write_text("\n".join(text) + "\n", encoding="utf-8")
-    print("\n".join(text))
+    for number, (title, section) in enumerate(sections.items(), 1):
+        if not wanted or str(number) in wanted:
+            texts[title] = "\n".join([f"{time.strftime('%Y-%m-%d')}.", "", *section()])
+        parts = [f"\n## {each}\n\n{texts[each]}\n" for each in sections if each in texts]
+        target.write_text(head + "".join(parts), encoding="utf-8")
+    print(target.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -68,8 +68,9 @@ class StepWorker:
                 self._host(variant)
         for variant in self.variants:
             self._build(variant)
-        for name, step in self.steps.items():
-            self._look(name, step)
+        if self.request["look"]:
+            for name, step in self.steps.items():
+                self._look(name, step)
         self._rounds()
         self.say("done")
 
