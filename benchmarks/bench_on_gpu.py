@@ -36,47 +36,50 @@ UNALIGNED = "--hidden_size 4096 --intermediate_size 16380 --num_attention_heads 
 HUGE = "--hidden_size 65536 --intermediate_size 524288 --num_attention_heads 512 --num_hidden_layers 2 --micro_batch_size 1"
 EXPERTS = "--preset mixtral-8x7b --micro-batch-size 1 --sequence-length 4096"
 
-# Anyone's loop, in the state that is asked about: all ops of all recipes take turns, so that the chip is as hot and as limited in
-# power as it is among them. Each turn runs for 0.1 s, then for 0.3 s that count; the first two rounds count for nothing.
+# Anyone's loop, in the state that is asked about: the linears of a layer one after the other, recipes in turn, so that the chip is
+# as hot and as limited in power as it is among them. Each turn runs for 0.4 s, then for 0.8 s that count; the first two rounds
+# count for nothing.
 PLAIN_LOOP = """
 import json, random, sys, time, torch, transformer_engine.pytorch as te
 from transformer_engine.common import recipe
 made = {"BF16": None, "FP8Current": recipe.Float8CurrentScaling(), "FP8Delayed": recipe.DelayedScaling(),
         "FP8Block": recipe.Float8BlockScaling()}
-steps, times, data = [], [], {}
-def add(tokens, inputs, outputs, name):
+data, layers, times = {}, {}, {}
+for tokens, inputs, outputs, name in json.loads(sys.argv[1]):
     layer = te.Linear(inputs, outputs, bias=False, params_dtype=torch.bfloat16)
     if (inputs, outputs) not in data:
         data[inputs, outputs] = (torch.randn(tokens, inputs, device="cuda", dtype=torch.bfloat16, requires_grad=True),
                                  torch.randn(tokens, outputs, device="cuda", dtype=torch.bfloat16))
-    x, grad = data[inputs, outputs]
-    def step():
-        with te.autocast(enabled=made[name] is not None, recipe=made[name]):
-            y = layer(x)
-        y.backward(grad)
-        x.grad = layer.weight.grad = None
-    steps.append(step)
-    times.append([])
-for each in json.loads(sys.argv[1]):
-    add(*each)
-for step in steps:
-    step(); step()
+    layers.setdefault(name, []).append((layer, *data[inputs, outputs]))
+    times[inputs, outputs, name] = []
+def run(name, layer, x, grad):
+    with te.autocast(enabled=made[name] is not None, recipe=made[name]):
+        y = layer(x)
+    y.backward(grad)
+    x.grad = layer.weight.grad = None
+def cycle(name):
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(layers[name]) + 1)]
+    for mark, each in zip(marks, layers[name]):
+        mark.record()
+        run(name, *each)
+    marks[-1].record()
+    return marks
+def took(marks):
+    marks[-1].synchronize()
+    return [a.elapsed_time(b) for a, b in zip(marks, marks[1:])]
+for name in layers:
+    cycle(name)
+once = {name: sum(took(cycle(name))) for name in layers}
 for turn in range(8):
-    for index in random.sample(range(len(steps)), len(steps)):
-        step = steps[index]
-        torch.cuda.synchronize(); begin = time.perf_counter()
-        step(); torch.cuda.synchronize(); once = time.perf_counter() - begin
-        for _ in range(round(0.1 / once)):
-            step()
-        count = round(0.3 / once)
-        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        a.record()
-        for _ in range(count):
-            step()
-        b.record(); torch.cuda.synchronize()
+    for name in random.sample(list(layers), len(layers)):
+        for _ in range(round(400 / once[name])):
+            cycle(name)
+        seen = [cycle(name) for _ in range(round(800 / once[name]))]
         if turn > 1:
-            times[index].append(a.elapsed_time(b) / count)
-print(json.dumps([sum(each) / len(each) for each in times]))
+            for marks in seen:
+                for (layer, x, grad), ms in zip(layers[name], took(marks)):
+                    times[layer.in_features, layer.out_features, name].append(ms)
+print(json.dumps([sum(times[i, o, n]) / len(times[i, o, n]) for _, i, o, n in json.loads(sys.argv[1])]))
 """
 
 

@@ -60,8 +60,8 @@ class Settings:
     """How to measure. A burst runs `drop_ms` to reach its steady state, then `keep_ms` that count."""
 
     backend: str
-    drop_ms: float = 80.0
-    keep_ms: float = 200.0
+    drop_ms: float = 120.0
+    keep_ms: float = 400.0
     max_rounds: int = 1000
     counts: Counts | None = None  # instead of times and a stopping rule
     timing: Literal["cuda-events", "profiler"] = "cuda-events"
