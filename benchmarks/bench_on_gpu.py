@@ -36,8 +36,8 @@ UNALIGNED = "--hidden_size 4096 --intermediate_size 16380 --num_attention_heads 
 HUGE = "--hidden_size 65536 --intermediate_size 524288 --num_attention_heads 512 --num_hidden_layers 2 --micro_batch_size 1"
 EXPERTS = "--preset mixtral-8x7b --micro-batch-size 1 --sequence-length 4096"
 
-# Anyone's loop, in the state that is asked about: the linears of a layer one after the other, recipes in turn, so that the chip is
-# as hot and as limited in power as it is among them. Each turn runs for 0.4 s, then for 0.8 s that count; the first two rounds
+# Anyone's loop, in the state that is asked about: the linears of a layer one after the other, recipes in turn, so that the chip
+# is as hot and as limited in power as it is among them. Each turn runs for 0.4 s, then for 0.8 s that count; the first two rounds
 # count for nothing.
 PLAIN_LOOP = """
 import json, random, sys, time, torch, transformer_engine.pytorch as te

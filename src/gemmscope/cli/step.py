@@ -227,6 +227,10 @@ def _for_hugging_face(source: ModelSource, run: RunSpec, choices: ChoiceOptions,
     return choices if choices.backend or choices.device == "cpu" else replace(choices, backend="torchao")
 
 
+def _purpose(run: StepRun) -> str:
+    return "verifying" if run.real else "trying mixed plans" if run.mixed else "predicting"
+
+
 def _deliver(
     options: StepOptions,
     subject: Subject,
@@ -276,6 +280,7 @@ def _deliver(
             batches=batches,
             pasted=pasted,
             ended=ended,
+            seconds={_purpose(each): round(each.seconds, 1) for each in runs},
             notes=notes,
         )
         write(options.json, file.to_json())

@@ -116,7 +116,9 @@ def sentences(found: StepAnswer) -> list[str]:
     lines = [f"{each.recipe}: {each.words}" for each in found.recipes if each.words]
     for each in found.recipes:
         if each.waterfall is not None and each.waterfall.unknown:
-            names = ", ".join(name.split("(")[0][:60] for name in each.waterfall.unknown[:5])
+            names = ", ".join(
+                name.replace("(anonymous namespace)::", "").split("(")[0][:60] for name in each.waterfall.unknown[:5]
+            )
             lines.append(f"{each.recipe}: {percent(1 - each.waterfall.named)} of GPU time is in kernels of unknown kind: {names}")
         if each.host_bound and each.host_ms is not None and each.busy_ms is not None:
             times = f"the CPU {each.host_ms:.1f} ms to launch and the GPU {each.busy_ms:.1f} ms to run"

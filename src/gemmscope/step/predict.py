@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -54,6 +55,7 @@ class StepRun:
     config: Mapping[str, Any] | None = None  # of a Hugging Face model, which then runs its own layers, truncated to a few
     on_message: Callable[[dict[str, Any], StepResults], None] = lambda *_: None
     results: StepResults = field(init=False)
+    seconds: float = field(init=False, default=0.0)  # that it took in all
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -83,6 +85,13 @@ class StepRun:
 
     def run(self) -> StepResults:
         """Measure until the rule is content, at the largest depth that fits."""
+        begin = time.monotonic()
+        try:
+            return self._run()
+        finally:
+            self.seconds = time.monotonic() - begin
+
+    def _run(self) -> StepResults:
         number = self.journal.begin(self.fingerprint, list(self.command))
         depth = self.first_depth
         while not self._try(number, depth):

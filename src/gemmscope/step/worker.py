@@ -31,7 +31,7 @@ from gemmscope.step.marks import recording
 from gemmscope.step.plan import StackPlan
 from gemmscope.step.stack import Step, Weights
 
-STEPS_BEFORE_PROFILE = 2
+LOOK_AFTER_MS = 1200.0  # of steps: the clock overshoots first, then falls too low, and has settled then
 HOST_BATCH = (1, 128)  # so small that the GPU waits for the host all the time
 HOST_STEPS = 4
 
@@ -132,7 +132,7 @@ class StepWorker:
         labels: list[tuple[str, str]] = []
 
         def work() -> None:
-            for _ in range(STEPS_BEFORE_PROFILE):
+            for _ in range(max(2, round(LOOK_AFTER_MS / self.once_ms[name]))):
                 step.run()
             torch.cuda.synchronize()
             with recording() as marks:

@@ -115,6 +115,7 @@ class StepFile(Record):
     depth: int = Field(description="of the stacks that were run")
     layers: int
     ended: str
+    seconds: dict[str, float] = Field(default={}, description="what predicting took, and verifying")
     recipes: list[RecipeRecord]
     recommendation: RecommendationRecord | None
     break_even: list[AtBatchRecord] = Field(default=[], description="smaller batches, and this one last")
@@ -141,6 +142,7 @@ def step_file(
     batches: Sequence[AtBatch],
     pasted: Mapping[str, str],
     ended: str,
+    seconds: Mapping[str, float],
     notes: Sequence[str],
 ) -> StepFile:
     """Put together what was found. `results`: the prediction's, and those of `--verify` and of mixed plans."""
@@ -156,6 +158,7 @@ def step_file(
         depth=found.depth,
         layers=found.layers,
         ended=ended,
+        seconds=dict(seconds),
         recipes=[_recipe(each, costs.get(each.recipe)) for each in found.recipes],
         recommendation=_recommendation(recommended, pasted) if recommended is not None else None,
         break_even=[
