@@ -4,8 +4,8 @@
 
 STEPS.json holds measured steps: {"models": {name: {"config": {sizes}, backend: {recipe: {"median_ms": …}}}}}. Every model is
 predicted from a stack that holds the weights of at most four layers, and verified in the same run. The second file keeps what was
-found; the third is made from it, so that models and backends can be run one by one. A minute and a half for each; torchao compiles
-for as long again.
+found; the third is made from it, so that models and backends can be run one by one. A minute and a half for each; torchao
+compiles for as long again.
 """
 
 from __future__ import annotations
