@@ -78,8 +78,9 @@ def test_every_preset_can_be_built_and_run(name: str) -> None:
     """Two layers of it on the meta device, forward and backward; what FP8 needs of sizes, they all have."""
     made, kit = two_layers(name), PlainKit(recipe("BF16"), device="meta")
     stack = Stack(made, kit, Weights(), "meta")
-    tokens = torch.zeros(made.tokens, dtype=torch.long, device="meta")
-    stack(tokens, tokens).backward()
+    labels = torch.zeros(made.tokens, dtype=torch.long, device="meta")
+    states = torch.zeros(made.tokens, made.hidden_size, dtype=kit.precision, device="meta")
+    stack(labels if made.vocab_size else states, labels).backward()
     assert all(parameter.grad is not None for parameter in stack.inner)
     assert not recipe("FP8Current").misaligned(made.low_precision_sizes())
 
