@@ -7,8 +7,8 @@
             train(batch)
             trace.step()                                   # 2: after every optimizer step
 
-It waits until the run is warm, records a few steps with the shapes of all operators, and writes one small gzipped file. Before and
-after that it costs nothing. torch is the user's own, and imported here only when the recording begins.
+It waits until the run is warm, records a few steps with the shapes of all operators, and writes one small gzipped file. Before
+and after that it costs nothing. torch is the user's own, and imported here only when the recording begins.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 CLOCK_SECONDS = 0.02  # between two looks at the GPU's clock
 
 
-class trace_me:  # noqa: N801: read as a verb, as context managers are
+class trace_me:  # noqa: N801 (it reads as a verb where it is used)
     """Record `steps` training steps after `after` of them have passed.
 
     `ranks`: which processes of a distributed job write a file; the others pass through at no cost. With more than one, the rank

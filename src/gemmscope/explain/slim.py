@@ -1,7 +1,8 @@
 """Makes a profiler trace small: keeps what explains a step, drops what only a person with a viewer would look at.
 
-Kept are GPU work, the calls that launched it, the operators those calls came from (with the shapes of their inputs), marks of steps
-and whatever a person marked. Python frames, allocator events, arrows and operators that launched nothing go.
+Kept are GPU work, the calls that launched it, the operators those calls came from (with the shapes of their inputs) or that
+frameworks named, marks of steps and whatever a person marked. Python frames, allocator events and arrows go, and PyTorch's own
+operators that launched nothing.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def _explains(event: dict[str, Any], wanted: Iterable[Any]) -> bool:
     if category in LAUNCHES:
         return any(word in name for word in LAUNCH_WORDS)
     if category == "cpu_op":
-        return _arguments(event).get("External id") in wanted or name.startswith("autograd::engine::evaluate_function")
+        return not name.startswith("aten::") or _arguments(event).get("External id") in wanted
     return False
 
 
@@ -67,7 +68,7 @@ def _arguments(event: dict[str, Any]) -> dict[str, Any]:
 def _trimmed(event: dict[str, Any]) -> dict[str, Any]:
     if event.get("ph") == "M":
         return event
-    small = {key: event[key] for key in ("ph", "cat", "name", "pid", "tid") if key in event}
+    small: dict[str, Any] = {key: event[key] for key in ("ph", "cat", "name", "pid", "tid") if key in event}
     small.update({key: _rounded(event[key]) for key in ("ts", "dur") if key in event})
     arguments = {key: value for key, value in _arguments(event).items() if key in KEPT_ARGUMENTS and value not in ([], "", None)}
     return {**small, "args": arguments} if arguments else small
