@@ -56,7 +56,8 @@ SMALL = replace(
 )
 LONG = replace(LLAMA, hidden=2048, heads=16, kv_heads=16, intermediate=5632, layers=3, batch=1, sequence=32768, vocab=4096)
 HEAD = replace(LLAMA, hidden=1024, heads=8, kv_heads=8, intermediate=2816, layers=4, vocab=262144, batch=2)
-ACCUMULATE = replace(LLAMA, batch=1, sequence=1024, micro_batches=4, layers=3)
+ACCUMULATE = replace(LLAMA, hidden=8192, heads=64, intermediate=28672, batch=1, sequence=1024, micro_batches=4, layers=2)
+WAITING = replace(LLAMA, batch=1, sequence=1024, micro_batches=4, layers=3)  # micro-batches too small for the host to keep up
 SHARDED = replace(LLAMA, heads=4, kv_heads=1, intermediate=1792, layers=6, batch=4)  # one rank of eight
 CASES = {
     "healthy_te_current": LLAMA,
@@ -70,7 +71,11 @@ CASES = {
     "recast_weights": ACCUMULATE,
     "cached_weights": replace(ACCUMULATE, cached_weights=True),
     "recast_weights_bf16": replace(ACCUMULATE, recipe=None),
+    "accumulation_host_bound": WAITING,
+    "accumulation_host_bound_bf16": replace(WAITING, recipe=None),
     "recompute": replace(LLAMA, recompute=True),
+    "recompute_torch": replace(LLAMA, kit="torchao-compiled", recipe="tensorwise", recompute=True, layers=2),
+    "unaligned_torchao": replace(LLAMA, kit="torchao-compiled", recipe="tensorwise", intermediate=14328, layers=3),
     "recompute_bf16": replace(LLAMA, recompute=True, recipe=None),
     "long_sequence": LONG,
     "long_sequence_bf16": replace(LONG, recipe=None),
@@ -214,7 +219,11 @@ def build(case: Case, device: str) -> Any:
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
             config = Float8LinearConfig.from_recipe_name(case.recipe)
-            convert_to_float8_training(model.layers, config=config)
+
+            def aligned(module: Any, name: str) -> bool:  # noqa: ARG001
+                return isinstance(module, nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0
+
+            convert_to_float8_training(model.layers, config=config, module_filter_fn=aligned)
         if case.kit == "torchao-compiled":
             for number, layer in enumerate(model.layers):
                 model.layers[number] = torch.compile(layer, dynamic=False)
