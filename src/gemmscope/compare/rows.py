@@ -71,7 +71,9 @@ class Comparison:
     def failing(self, limit: float) -> list[Line]:
         """Rows that are slower beyond doubt, and not shown to be slower by less than `limit`; of the last run."""
         return [
-            line for line in self.lines if line.changes and line.changes[-1].verdict == "slower" and line.changes[-1].high >= 1 + limit
+            line
+            for line in self.lines
+            if line.changes and line.changes[-1].verdict == "slower" and line.changes[-1].high >= 1 + limit
         ]
 
 
@@ -129,7 +131,9 @@ def _refuse_strangers(runs: Sequence[RunFile], names: Sequence[str]) -> None:
     first = runs[0]
     for run, name in zip(runs[1:], names[1:], strict=True):
         if run.kind != first.kind:
-            raise UserError(f"{names[0]} is of {first.kind}, {name} of {run.kind}: they have no rows in common", "give two of a kind")
+            raise UserError(
+                f"{names[0]} is of {first.kind}, {name} of {run.kind}: they have no rows in common", "give two of a kind"
+            )
         found = [words for words in (_sizes(first, run), _batches(first, run)) if words]
         if found:
             raise UserError(f"{names[0]} and {name} are not runs of the same thing: {'; '.join(found)}", "measure one with both")
@@ -147,7 +151,9 @@ def _sizes(first: RunFile, run: RunFile) -> str:
             return ""
         return "no op is in both"
     if first.model is not None and run.model is not None:
-        models = [(each.model.hidden_size, each.model.num_hidden_layers, each.model.layers) for each in (first, run) if each.model]
+        models = [
+            (each.model.hidden_size, each.model.num_hidden_layers, each.model.layers) for each in (first, run) if each.model
+        ]
         if models[0] != models[1]:
             described = [f"hidden size {hidden}, {layers} layers" for hidden, layers, _ in models]
             return f"the models differ ({described[0]}; {described[1]})"

@@ -108,7 +108,7 @@ def look(trace: Trace, step_count: int | None = None) -> Look:
     products = {product.work: product for product in census(trace, found, placed)}
     ranks = [each.rank for each in placed]
     calls = sorted(call.end for call in trace.launches.values())
-    shares = [share_out(trace, step, ranks, calls) for step in steps.chosen]
+    shares = [share_out(trace, found, step, ranks, calls) for step in steps.chosen]
     return Look(trace, steps, found, placed, products, shares)
 
 

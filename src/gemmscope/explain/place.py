@@ -34,12 +34,15 @@ TORCH_TYPES = (("Float4", "FP4"), ("Float8", "FP8"), ("BFloat16", "BF16"), ("Hal
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """One piece of work with its class. `name`: as in `ORDER`; `unfused`: a cast by PyTorch's own elementwise kernels."""
+    """One piece of work with its class. `name`: as in `ORDER`; `unfused`: a cast by PyTorch's own elementwise kernels;
+    `rides`: a cast in a kernel that does a norm or an activation as well.
+    """
 
     name: str
     facts: KernelFacts
     precision: str = ""
     unfused: bool = False
+    rides: bool = False
 
     @property
     def is_product(self) -> bool:
@@ -77,9 +80,9 @@ def _place(trace: Trace, work: Work, scope: Scope, operator: Operator | None) ->
         return Placed("optimizer", facts)
     if kind == "gemm":
         return Placed(f"GEMM {_precision(facts, operator)}", facts, _precision(facts, operator))
-    unfused = False
+    unfused = rides = False
     if work.name.startswith("triton_") and kind in ("quantize", "elementwise"):
-        kind = _fused(work.name, facts)
+        kind, rides = _fused(work.name, facts)
     elif kind in ANONYMOUS and not work.copy:
         told = _told((*(each.name for each in scope.operators), launched_by(trace, work)))
         unfused = told == "quantize"
@@ -87,7 +90,7 @@ def _place(trace: Trace, work: Work, scope: Scope, operator: Operator | None) ->
     elif kind == "loss" and "LogSoftMax" not in work.name and launched_by(trace, work).startswith("aten::_softmax"):
         kind = "attention"
     unfused = unfused or (kind == "quantize" and "at::native" in work.name)
-    return Placed(CLASS_NAMES[kind], facts, unfused=unfused)
+    return Placed(CLASS_NAMES[kind], facts, unfused=unfused, rides=rides)
 
 
 def _precision(facts: KernelFacts, operator: Operator | None) -> str:
@@ -113,16 +116,18 @@ def _told(names: tuple[str, ...]) -> str:
 
 
 @cache
-def _fused(name: str, facts: KernelFacts) -> str:
-    """What a kernel of Inductor's mainly does: a cast that rides along with a norm is the norm's.
+def _fused(name: str, facts: KernelFacts) -> tuple[str, bool]:
+    """What a kernel of Inductor's mainly does, and whether it is a cast that does other things as well.
 
     >>> _fused("triton_poi_fused_mul_silu_3", classify("triton_poi_fused_mul_silu_3"))
-    'activation'
+    ('activation', False)
+    >>> _fused("triton_red_fused_abs_max_mul_silu_16", classify("triton_red_fused_abs_max_mul_silu_16"))
+    ('quantize', True)
     """
-    for rule in _rules()["fused"]:
-        if re.search(rule["found"], name):
-            return str(rule["class"])
-    return "elementwise" if facts.scales_output else facts.kernel_class
+    base = next((str(rule["class"]) for rule in _rules()["fused"] if re.search(rule["found"], name)), "")
+    if any(re.search(rule["found"], name) for rule in _rules()["cast"]):
+        return "quantize", bool(base)
+    return base or ("elementwise" if facts.scales_output else facts.kernel_class), False
 
 
 @cache

@@ -7,7 +7,7 @@ anonymous elementwise kernel does.
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from gemmscope.explain.trace import Operator, Trace, Work
@@ -58,7 +58,29 @@ def scopes(trace: Trace) -> list[Scope]:
                 held = tuple(opened)
             phase = _phase(held, trace) if not _within(optimizing, moment) else "optimizer"
             found[number] = Scope(held, moment, phase)
-    return found
+    return _whole_layers(found)
+
+
+def _whole_layers(found: list[Scope]) -> list[Scope]:
+    """A layer that is computed again is so from its first function to its last, what has no function of its own included."""
+    spans: dict[int, tuple[float, float]] = {}
+    for scope in found:
+        if scope.phase == "again" and scope.launched is not None:
+            node = id(_node(scope))
+            first, last = spans.get(node, (scope.launched, scope.launched))
+            spans[node] = min(first, scope.launched), max(last, scope.launched)
+    return [
+        replace(scope, phase="again") if scope.phase == "backward" and _between(spans.get(id(_node(scope))), scope) else scope
+        for scope in found
+    ]
+
+
+def _node(scope: Scope) -> Operator | None:
+    return next((each for each in scope.operators if each.name.startswith(EVALUATES)), None)
+
+
+def _between(span: tuple[float, float] | None, scope: Scope) -> bool:
+    return span is not None and scope.launched is not None and span[0] <= scope.launched <= span[1]
 
 
 def _phase(held: tuple[Operator, ...], trace: Trace) -> Phase:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from gemmscope.explain.scopes import Scope
 from gemmscope.explain.steps import Step
 from gemmscope.explain.trace import Trace, Work
 
@@ -28,6 +29,7 @@ class Gap:
     end: float
     why: Idle
     until: Work | None = None
+    scope: Scope = Scope()
 
     @property
     def time(self) -> float:
@@ -44,7 +46,7 @@ class Shares:
     overlapped: float = 0.0  # microseconds in which several kernels computed at once
 
 
-def share_out(trace: Trace, step: Step, ranks: Sequence[int], calls: Sequence[float]) -> Shares:
+def share_out(trace: Trace, found_in: Sequence[Scope], step: Step, ranks: Sequence[int], calls: Sequence[float]) -> Shares:
     """`ranks`: of all work, 0 computation, 1 copies, 2 communication. `calls`: the moments of all launches, in order."""
     found = Shares()
     edges: list[tuple[float, int, int]] = []
@@ -68,7 +70,7 @@ def share_out(trace: Trace, step: Step, ranks: Sequence[int], calls: Sequence[fl
         group = active[ranks[number]]
         if opens:
             if idle_from is not None and moment > idle_from:
-                found.gaps.append(_gap(trace, idle_from, moment, trace.work[number], calls))
+                found.gaps.append(_gap(trace, idle_from, moment, trace.work[number], found_in[number], calls))
             idle_from = None
             group[number] = None
         else:
@@ -77,7 +79,7 @@ def share_out(trace: Trace, step: Step, ranks: Sequence[int], calls: Sequence[fl
                 idle_from = moment
     if idle_from is not None and step.end > idle_from:
         after = next((work for work in trace.work if work.start >= step.end - 1e-3), None)
-        found.gaps.append(_gap(trace, idle_from, step.end, after, calls))
+        found.gaps.append(_gap(trace, idle_from, step.end, after, Scope(), calls))
     return found
 
 
@@ -93,7 +95,7 @@ def _divide(found: Shares, active: tuple[dict[int, None], ...], time: float) -> 
         found.hidden += time
 
 
-def _gap(trace: Trace, begin: float, end: float, until: Work | None, calls: Sequence[float]) -> Gap:
+def _gap(trace: Trace, begin: float, end: float, until: Work | None, scope: Scope, calls: Sequence[float]) -> Gap:
     """Why the GPU was idle: was the work that ended it launched in time?"""
     call = trace.launches.get(until.correlation) if until is not None else None
     if call is None:
@@ -104,9 +106,10 @@ def _gap(trace: Trace, begin: float, end: float, until: Work | None, calls: Sequ
         return Gap(begin, end, "between kernels" if end - begin < SHORT_US else "another stream", until)
     awaited = _waited_until(trace, begin, call.start)
     previous = calls[bisect_left(calls, call.start) - 1] if calls and calls[0] < call.start else begin
-    if call.start - max(previous, awaited or previous, begin - ELSEWHERE_US) > ELSEWHERE_US:
-        return Gap(begin, end, "host elsewhere", until)
-    return Gap(begin, end, "after a wait" if awaited is not None else "launching", until)
+    entered = min((each.start for each in scope.operators), default=call.start)  # a framework's function takes its time
+    if min(entered, call.start) - max(previous, awaited or previous, begin - ELSEWHERE_US) > ELSEWHERE_US:
+        return Gap(begin, end, "host elsewhere", until, scope)
+    return Gap(begin, end, "after a wait" if awaited is not None else "launching", until, scope)
 
 
 def _waited_until(trace: Trace, begin: float, launched: float) -> float | None:

@@ -65,7 +65,9 @@ def _json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}", "name a run file, as --json writes it") from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON: {ascii(str(error))[1:-1][:120]}", "name a run file, as --json writes it") from None
+        raise UserError(
+            f"{path} is not valid JSON: {ascii(str(error))[1:-1][:120]}", "name a run file, as --json writes it"
+        ) from None
     if not isinstance(found, dict):
         raise UserError(f"{path} is JSON, but not a run file", "write one with --json PATH")
     return found
