@@ -143,7 +143,7 @@ def _sizes(first: RunFile, run: RunFile) -> str:
     if isinstance(first, BenchFile) and isinstance(run, BenchFile):
         sizes = [{(row.op, row.tokens, row.inputs, row.outputs, row.groups) for row in each.rows} for each in (first, run)]
         if {size[0] for size in sizes[0]} & {size[0] for size in sizes[1]}:
-            both = [dict((size[0], size[1:]) for size in side) for side in sizes]
+            both = [{size[0]: size[1:] for size in side} for side in sizes]
             for op in both[0].keys() & both[1].keys():
                 if both[0][op] != both[1][op]:
                     old, new = ("x".join(str(size) for size in side[op][:3]) for side in both)
@@ -185,7 +185,7 @@ def _facts(run: RunFile) -> dict[str, str]:
     facts |= {name: str(run.environment.get(name, "")) for name in ("driver", "python", "system", "cpus")}
     packages = run.environment.get("packages")
     facts |= {str(name): str(version) for name, version in (packages if isinstance(packages, dict) else {}).items()}
-    facts |= {name: version for name, version in run.versions.items()}
+    facts |= dict(run.versions)
     settings = run.settings if isinstance(run.settings, dict) else run.settings.model_dump()
     facts |= {f"setting {name}": str(value) for name, value in settings.items() if name not in ("longest_s",)}
     clocks = _clocks(run)

@@ -162,7 +162,7 @@ def _idle(gaps: list[Gap], count: int) -> dict[str, float]:
     found: dict[str, float] = {}
     for gap in gaps:
         found[gap.why] = found.get(gap.why, 0.0) + gap.time / 1000 / count
-    return found
+    return dict(sorted(found.items(), key=lambda each: -each[1]))
 
 
 def _census(items: list[Item], count: int) -> tuple[Row, ...]:

@@ -32,7 +32,7 @@ class Diagnosis:
         found = self.evidence
         return (
             f"as expected: {found.low_share:.0%} {found.counted_in} of the linears run low, the GPU is busy "
-            f"{1 - self.account.idle_share:.0%} of the time, quantization takes {self.account.share('quantization'):.0%} of the step"
+            f"{1 - self.account.idle_share:.0%} of the time, quantization takes {self.account.share('quantization'):.0%} of it"
         )
 
 
@@ -41,5 +41,6 @@ def diagnose(trace: Trace, step_count: int | None = None) -> Diagnosis:
     seen = look(trace, step_count)
     found = account(seen)
     evidence = Evidence(seen, found)
-    causes = [cause for cause in (*low_causes(evidence), *step_causes(evidence)) if cause.cost_ms > NAMED * found.step_ms]
+    every = (*low_causes(evidence), *step_causes(evidence))
+    causes = [cause for cause in every if cause.cost_ms > NAMED * found.step_ms or cause.key == "not_low"]
     return Diagnosis(seen, found, evidence, tuple(sorted(causes, key=lambda cause: -cause.cost_ms)))

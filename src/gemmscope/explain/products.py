@@ -166,13 +166,23 @@ def _tell_passes(made: Sequence[Product]) -> None:
 
 
 def _tell_head(made: Sequence[Product], placed: Sequence[Placed]) -> None:
-    """The last forward product before the loss, and those of the same sizes."""
-    losses = [number for number, each in enumerate(placed) if each.name == "loss"]
-    if not losses:
+    """The last forward product before the loss, in most cases, and those of the same sizes."""
+    forward = {product.work: product for product in made if product.pass_name in ("fprop", "") and product.size}
+    votes: Counter[Size] = Counter()
+    latest: Product | None = None
+    for number, each in enumerate(placed):
+        if number in forward:
+            latest = forward[number]
+        elif each.name == "loss" and latest is not None:
+            votes[_sorted(latest)] += 1
+            latest = None
+    if not votes:
         return
-    before = [product for product in made if product.work < losses[0] and product.pass_name in ("fprop", "") and product.size]
-    if not before:
-        return
-    sizes = sorted(before[-1].size or ())
+    sizes = votes.most_common(1)[0][0]
     for product in made:
-        product.head = sorted(product.size or ()) == sizes and not product.low
+        product.head = product.size is not None and _sorted(product) == sizes and not product.low
+
+
+def _sorted(product: Product) -> Size:
+    a, b, c = sorted(product.size or (0, 0, 0))
+    return a, b, c

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import threading
 from pathlib import Path
 from types import TracebackType
@@ -89,6 +88,8 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
             self._clock.stop()
 
     def _write(self, profiler: Any) -> None:
+        import tempfile
+
         from gemmscope.explain.slim import slim_file
 
         if self._clock is not None:

@@ -6,6 +6,7 @@ anonymous elementwise kernel does.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -13,6 +14,9 @@ from typing import Any, Literal
 from gemmscope.explain.trace import Operator, Trace, Work
 
 Phase = Literal["forward", "backward", "again", "optimizer", ""]
+FORWARD_FUNCTIONS = re.compile(
+    r"^aten::linear$|Linear|MLP|RMSNorm|LayerNorm|FlashAttn|FusedAttn|^CompiledFunction$|^matmul_with_hp_or"
+)
 EVALUATES = "autograd::engine::evaluate_function"
 OPTIMIZER_MARKS = ("Optimizer.step", "optimizer.step", "optimizer_step", "optimizer")
 
@@ -94,12 +98,12 @@ def _phase(held: tuple[Operator, ...], trace: Trace) -> Phase:
 
 
 def is_forward_function(name: str) -> bool:
-    """Operators that no backward calls.
+    """Operators that no backward calls: found inside of one, they compute a layer again.
 
     >>> [is_forward_function(name) for name in ("_LayerNormLinear", "aten::linear", "aten::mm", "_LinearBackward")]
     [True, True, False, False]
     """
-    return name == "aten::linear" or (name.startswith("_") and name[1:2].isupper() and not _is_backward(name))
+    return FORWARD_FUNCTIONS.search(name) is not None and not _is_backward(name)
 
 
 def _is_backward(name: str) -> bool:

@@ -48,8 +48,8 @@ def _waiting(found: Evidence) -> Iterator[Cause]:
     if late_ms > WAITING * found.step_ms:
         account = found.account
         evidence = [
-            f"GPU idle {late_ms:.1f} ms per step ({late_ms / found.step_ms:.0%}): {found.per_step(late):.0f} times it had finished "
-            f"before the next kernel was launched",
+            f"GPU idle {late_ms:.1f} ms per step ({late_ms / found.step_ms:.0%}): {found.per_step(late):.0f} times it had "
+            f"finished before the next kernel was launched",
             f"{account.launches:.0f} launches per step, one every {1000 * found.step_ms / max(account.launches, 1):.0f} µs, "
             f"of kernels that run {1000 * account.busy_ms / max(account.kernels, 1):.0f} µs on average",
             "recording slows the host itself: without it the GPU waits less",
@@ -77,11 +77,11 @@ def _ms(found: Evidence, gaps: list[Gap]) -> float:
 
 
 def _waits(found: Evidence) -> float:
-    """Calls that wait for the GPU, per step; the profiler's own at the end is not in a step."""
+    """Calls that wait for the GPU, per step."""
     steps = found.seen.steps.chosen
     inside = [
         wait for wait in found.seen.trace.waits
-        if wait.end - wait.start > 50.0 and "Async" not in wait.name and any(step.begin <= wait.start < step.end for step in steps)
+        if "Synchronize" in wait.name and "Event" not in wait.name and any(step.begin <= wait.start < step.end for step in steps)
     ]  # fmt: skip
     return len(inside) / found.steps
 
@@ -135,8 +135,8 @@ def _recompute(found: Evidence) -> Iterator[Cause]:
         time = found.ms(forward) * 0.5 + found.ms(linear) * (0.5 if found.account.micro_batches else 0)
         if any(item.product and item.product.pass_name == "fprop" for item in linear):
             time = found.ms(forward) * 0.5
-        evidence = (f"attention runs forward {len(forward) / most:.1f} times for each time backward",)
-        yield Cause("recompute", time, evidence, main_kernels(forward), "backward")
+        told = f"attention runs forward {len(forward) / most:.1f} times for each time backward"
+        yield Cause("recompute", time, (told,), main_kernels(forward), "backward")
 
 
 def _is(item: Item, *words: str) -> bool:

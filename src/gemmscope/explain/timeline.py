@@ -17,6 +17,7 @@ from gemmscope.explain.trace import Trace, Work
 
 Idle = Literal["launching", "after a wait", "host elsewhere", "between kernels", "another stream", "not recorded"]
 HOST_IDLE: tuple[Idle, ...] = ("launching", "after a wait", "host elsewhere")
+NOWHERE = Scope()
 SHORT_US = 10.0  # from one kernel to the next that was waiting in line
 ELSEWHERE_US = 1000.0  # without a single launch: the host does something else
 
@@ -29,7 +30,7 @@ class Gap:
     end: float
     why: Idle
     until: Work | None = None
-    scope: Scope = Scope()
+    scope: Scope = NOWHERE
 
     @property
     def time(self) -> float:
@@ -107,7 +108,10 @@ def _gap(trace: Trace, begin: float, end: float, until: Work | None, scope: Scop
     awaited = _waited_until(trace, begin, call.start)
     previous = calls[bisect_left(calls, call.start) - 1] if calls and calls[0] < call.start else begin
     entered = min((each.start for each in scope.operators), default=call.start)  # a framework's function takes its time
-    if min(entered, call.start) - max(previous, awaited or previous, begin - ELSEWHERE_US) > ELSEWHERE_US:
+    if (
+        scope.phase != "optimizer"
+        and min(entered, call.start) - max(previous, awaited or previous, begin - ELSEWHERE_US) > ELSEWHERE_US
+    ):
         return Gap(begin, end, "host elsewhere", until, scope)
     return Gap(begin, end, "after a wait" if awaited is not None else "launching", until, scope)
 
