@@ -62,8 +62,8 @@ def command(
     """Print the lines that record a trace from your own training loop.
 
     Put them around the loop: they wait until the run is warm, record a few steps with the shapes of all operators, and write
-    one small gzipped file (and what the GPU's clock was). In a distributed job rank 0 writes; `ranks=(0, 1)` for more. Record BF16 the
-    same way for a twin, and read both: gemmscope explain fp8.json.gz --baseline bf16.json.gz
+    one small gzipped file (and what the GPU's clock was). In a distributed job rank 0 writes; `ranks=(0, 1)` for more.
+    Record BF16 the same way for a twin, and read both: gemmscope explain fp8.json.gz --baseline bf16.json.gz
     """
     typer.echo(KINDS[kind], nl=False)
     typer.echo("\n# then: gemmscope explain step.json.gz", nl=True)

@@ -45,6 +45,9 @@ def _high_products(found: Evidence) -> Iterator[Cause]:
     low_forward = [item for item in found.low if item.product and item.product.pass_name in ("fprop", "again")]
     low_sizes = {_key(item) for item in low_forward if _key(item)}
     kept = [item for item in backward if _key(item) in low_sizes]
+    if not kept and not found.flops_known and low_forward:  # by passes alone
+        forward = [item for item in found.products if item.product and item.product.pass_name == "fprop"]
+        kept = backward if found.weight(low_forward) > 0.9 * found.weight(forward) else []
     if kept and found.weight(kept) > 0.05 * whole:
         passes = sorted({item.product.pass_name for item in kept if item.product})
         evidence = [

@@ -27,6 +27,7 @@ ORDER = (
     *(f"GEMM {precision}" for precision in PRECISIONS), "quantization", "attention", "norms", "activations", "elementwise",
     "loss", "embedding and indexing", "optimizer", "communication", "copies", "other",
 )  # fmt: skip
+CHAIN = 14  # kernels that an eager cast takes at most
 ANONYMOUS = ("elementwise", "memory", "other")
 DTYPES = {"e4m3": "FP8", "e5m2": "FP8", "e2m1": "FP4", "bf16": "BF16", "fp16": "FP16", "fp32": "FP32"}
 TORCH_TYPES = (("Float4", "FP4"), ("Float8", "FP8"), ("BFloat16", "BF16"), ("Half", "FP16"), ("float", "FP32"))
@@ -66,7 +67,22 @@ def place(trace: Trace, found: list[Scope]) -> list[Placed]:
                 made = latest[work.stream]
             latest[work.stream] = made
         placed.append(made)
-    return placed
+    return placed if trace.operators else _cast_chains(trace, placed)
+
+
+def _cast_chains(trace: Trace, placed: list[Placed]) -> list[Placed]:
+    """Without operators: PyTorch's small kernels that lead up to a copy into FP8 are that cast."""
+    made = list(placed)
+    for number, work in enumerate(trace.work):
+        if "float8_copy" not in work.name:
+            continue
+        for before in range(number - 1, max(number - CHAIN, -1), -1):
+            each = trace.work[before]
+            if made[before].name not in ("elementwise", "quantization", "copies") or not (each.copy or "at::native" in each.name):
+                break
+            if made[before].name == "elementwise":
+                made[before] = Placed("quantization", made[before].facts, unfused=True)
+    return made
 
 
 def _place(trace: Trace, work: Work, scope: Scope, operator: Operator | None) -> Placed:

@@ -167,15 +167,22 @@ def _tell_passes(made: Sequence[Product]) -> None:
 
 def _tell_head(made: Sequence[Product], placed: Sequence[Placed]) -> None:
     """The last forward product before the loss, in most cases, and those of the same sizes."""
-    forward = {product.work: product for product in made if product.pass_name in ("fprop", "") and product.size}
+    by_work = {product.work: product for product in made}
     votes: Counter[Size] = Counter()
     latest: Product | None = None
+    after = 0  # products behind the loss that are still the head's: of its input's and its weight's gradient
     for number, each in enumerate(placed):
-        if number in forward:
-            latest = forward[number]
-        elif each.name == "loss" and latest is not None:
-            votes[_sorted(latest)] += 1
-            latest = None
+        product = by_work.get(number)
+        if product is not None and not product.reduces:
+            latest = product if product.pass_name in ("fprop", "") else latest
+            product.head = product.size is None and after > 0 and not product.low
+            after -= 1
+        elif each.name == "loss":
+            if latest is not None and latest.size is not None:
+                votes[_sorted(latest)] += 1
+            elif latest is not None:
+                latest.head = not latest.low
+            latest, after = None, 2
     if not votes:
         return
     sizes = votes.most_common(1)[0][0]

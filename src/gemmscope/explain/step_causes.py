@@ -26,6 +26,7 @@ BAD_REASONS = ("HW slowdown", "SW thermal slowdown", "HW thermal slowdown", "HW 
 def step_causes(found: Evidence) -> Iterator[Cause]:
     """In no order."""
     yield from _waiting(found)
+    yield from _idle_unexplained(found)
     yield from _recompute(found)
     yield from _communication(found)
     yield from _throttled(found)
@@ -70,6 +71,21 @@ def _waiting(found: Evidence) -> Iterator[Cause]:
             blocked = _ms(found, [gap for gap in late if gap.why == "after a wait"])
             key = "syncs" if blocked > 0.5 * late_ms else key
         yield Cause(key, late_ms, tuple(evidence), (), "", _gap_spans(late, "waiting for a launch"))
+
+
+def _idle_unexplained(found: Evidence) -> Iterator[Cause]:
+    """Idle time of which the trace does not say why."""
+    gaps = [gap for shares in found.seen.shares for gap in shares.gaps if gap.why in ("not recorded", "another stream")]
+    time = _ms(found, gaps)
+    if time > WAITING * found.step_ms:
+        recorded = bool(found.seen.trace.launches)
+        evidence = [
+            f"GPU idle {time:.1f} ms per step ({time / found.step_ms:.0%}) in {found.per_step(gaps):.0f} gaps",
+            "their next kernels had been launched in time: they wait for other streams, or for an event"
+            if recorded
+            else "launches were not recorded: whether the host was late cannot be told",
+        ]
+        yield Cause("idle", time, tuple(evidence), (), "", _gap_spans(gaps, "idle"))
 
 
 def _ms(found: Evidence, gaps: list[Gap]) -> float:

@@ -17,8 +17,9 @@ from gemmscope.explain.trace import Operator, Trace, Work
 from gemmscope.measure.kernels import classify
 
 QUEUED_US = 100.0  # a kernel that starts this long after its launch waited for the GPU, not for the host
-ADAM = re.compile(r"adam|sgd|lamb|lion|muon|adagrad|optimizer", re.IGNORECASE)
+ADAM = re.compile(r"[Aa]dam|[Ss]gd|Lion|lion_|Muon|[Ll]amb(?!da)|[Oo]ptimizer")
 SIMILAR = 1.25  # steps this many times longer than the median are not like the others
+APART = 4.0  # of two, which may differ: the first was recorded without what precedes it
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ def find_steps(trace: Trace, count: int | None = None) -> Steps:
 def _alike(steps: Sequence[Step]) -> tuple[Step, ...]:
     """All but those that took much longer: a compilation or a checkpoint is not the training."""
     times = sorted(step.time for step in steps)
-    middle = times[(len(times) - 1) // 2]
-    return tuple(step for step in steps if step.time <= SIMILAR * middle)
+    longest = SIMILAR * times[len(times) // 2] if len(times) > 2 else APART * times[0]
+    return tuple(step for step in steps if step.time <= longest)
 
 
 def _marked(trace: Trace) -> list[Step]:
@@ -77,8 +78,10 @@ def _marked(trace: Trace) -> list[Step]:
         return _host_windows(trace, sorted(marks.values(), key=lambda mark: mark.start))
     shadows = {mark.name: mark for mark in reversed(trace.gpu_marks) if mark.name.startswith("ProfilerStep")}
     ordered = sorted(shadows.values(), key=lambda mark: mark.start)
-    begins = [*(mark.start for mark in ordered[1:]), ordered[-1].end] if ordered else []
-    return [Step(mark.name, mark.start, end) for mark, end in zip(ordered, begins, strict=True) if end > mark.start]
+    if not ordered:
+        return []
+    ends = [*(mark.start for mark in ordered[1:]), max(work.end for work in trace.work)]  # a shadow leaves backward out
+    return [Step(mark.name, mark.start, end) for mark, end in zip(ordered, ends, strict=True) if end > mark.start]
 
 
 def _host_windows(trace: Trace, windows: Sequence[Operator]) -> list[Step]:
@@ -121,6 +124,8 @@ def _window_of(windows: Sequence[Operator], moment: float) -> int | None:
 def _optimizer_marks(trace: Trace) -> list[Step]:
     """A step ends with `Optimizer.step`; what comes before the first one counts if it is as much work as the others."""
     marks = [mark for mark in trace.marks if mark.name.startswith(OPTIMIZER_MARKS)]
+    if not marks:
+        return []
     ends = [mark.end for mark, later in zip(marks, [*marks[1:], None], strict=True) if _trains_between(trace, mark, later)]
     if not ends:
         return []

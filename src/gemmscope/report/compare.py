@@ -14,12 +14,12 @@ def tables(found: Comparison) -> list[Table]:
     made = []
     if found.environment:
         rows = [(name, *(value or "-" for value in values)) for name, values in found.environment]
-        made.append(Table("what differs beside the times", ("what", *_columns(found)), tuple(rows)))
+        made.append(Table("what differs beside the times", ("Row", *_columns(found)), tuple(rows)))
     if len(found.names) == 2:
-        columns = ("row", *(f"{name} ms" for name in _columns(found)), "change", "interval", "verdict")
+        columns = ("Row", *(f"{name} ms" for name in _columns(found)), "change", "interval", "Verdict")
         made.append(Table("row by row", columns, tuple(_pair(line) for line in found.lines)))
     else:
-        columns = ("row", *(f"{name} ms" for name in _columns(found)), "since the first", "interval", "verdict")
+        columns = ("Row", *(f"{name} ms" for name in _columns(found)), "since the first", "interval", "Verdict")
         made.append(Table("over time", columns, tuple(_pair(line) for line in found.lines)))
     return made
 
