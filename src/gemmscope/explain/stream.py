@@ -12,6 +12,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -141,14 +142,16 @@ class EventStream:
         return UserError(f"{self.path} is not valid JSON from character {place:,} on", HOW_TO_RECORD)
 
 
-def _opened(path: Path) -> io.TextIOBase:
+@contextmanager
+def _opened(path: Path) -> Iterator[io.TextIOBase]:
     """The text of a file, unpacked if it is gzipped, whatever its name."""
     try:
         raw = path.open("rb")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{path} cannot be read: {reason}", "name a trace file, as the PyTorch profiler writes it") from error
-    magic = raw.read(2)
-    raw.seek(0)
-    unpacked: Any = gzip.GzipFile(fileobj=raw) if magic == _GZIP_MAGIC else raw
-    return io.TextIOWrapper(io.BufferedReader(unpacked, 1 << 20), encoding="utf-8-sig", errors="replace")
+    with raw:
+        magic = raw.read(2)
+        raw.seek(0)
+        unpacked: Any = gzip.GzipFile(fileobj=raw) if magic == _GZIP_MAGIC else raw
+        yield io.TextIOWrapper(io.BufferedReader(unpacked, 1 << 20), encoding="utf-8-sig", errors="replace")
