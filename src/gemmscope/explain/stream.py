@@ -88,9 +88,9 @@ class EventStream:
                 if at < len(self._buffer) and self._buffer[at] == "]":
                     self._at += 1
                     return
-                if at >= len(self._buffer) and self._ended and may_stop:
-                    return
                 if not self._more():
+                    if may_stop and self._at >= len(self._buffer):
+                        return
                     raise self._broken() from None
                 continue
             if isinstance(value, dict):

@@ -74,7 +74,7 @@ def below(found: Comparison, limit: float | None) -> list[str]:
         failing = found.failing(limit)
         worst = max(failing, key=lambda line: line.changes[-1].ratio, default=None)
         lines.append(
-            f"FAILED --fail-if-slower {limit:.3g}: {len(failing)} rows, worst {worst.key} {percent_change(worst.changes[-1])}"
+            f"FAILED --fail-if-slower {100 * limit:.3g}%: {len(failing)} rows, worst {worst.key} {percent_change(worst.changes[-1])}"
             if worst is not None
             else f"passed: no row is slower beyond doubt that may be slower by {100 * limit:.3g}%"
         )
