@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -108,7 +109,9 @@ def look(trace: Trace, step_count: int | None = None) -> Look:
     products = {product.work: product for product in census(trace, found, placed)}
     ranks = [each.rank for each in placed]
     calls = sorted(call.end for call in trace.launches.values())
-    shares = [share_out(trace, found, step, ranks, calls) for step in steps.chosen]
+    starts = [work.start for work in trace.work]
+    longest = max(work.time for work in trace.work)
+    shares = [share_out(trace, found, step, ranks, calls, bisect_left(starts, step.begin - longest)) for step in steps.chosen]
     return Look(trace, steps, found, placed, products, shares)
 
 
@@ -124,7 +127,7 @@ def account(seen: Look) -> Account:
     idle = _idle([gap for shares in seen.shares for gap in shares.gaps], count)
     classes[HOST] = sum(time for why, time in idle.items() if why in HOST_IDLE)
     classes[IDLE] = sum(time for why, time in idle.items() if why not in HOST_IDLE)
-    own = [item for item in items if _begins(item, seen.steps.chosen)]
+    own = [item for step, each in zip(seen.steps.chosen, seen.items(), strict=True) for item in each if _begins(item, step)]
     products = [item for item in own if item.product is not None and not item.product.reduces]
     casts = [item for item in own if item.placed.name == "quantization"]
     unknown: dict[str, tuple[float, float]] = {}
@@ -153,9 +156,9 @@ def account(seen: Look) -> Account:
     )
 
 
-def _begins(item: Item, steps: tuple[Step, ...]) -> bool:
+def _begins(item: Item, step: Step) -> bool:
     """Work that runs over the end of a step counts for the one it began in."""
-    return any(step.begin <= item.work.start < step.end for step in steps)
+    return step.begin <= item.work.start < step.end
 
 
 def _idle(gaps: list[Gap], count: int) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 
 from gemmscope.explain.account import EXPOSED, Item
@@ -94,12 +95,13 @@ def _ms(found: Evidence, gaps: list[Gap]) -> float:
 
 def _waits(found: Evidence) -> float:
     """Calls that wait for the GPU, per step."""
-    steps = found.seen.steps.chosen
-    inside = [
-        wait for wait in found.seen.trace.waits
-        if "Synchronize" in wait.name and "Event" not in wait.name and any(step.begin <= wait.start < step.end for step in steps)
-    ]  # fmt: skip
-    return len(inside) / found.steps
+    begins = [step.begin for step in found.seen.steps.chosen]
+    ends = [step.end for step in found.seen.steps.chosen]
+    inside = 0
+    for wait in found.seen.trace.waits:
+        at = bisect_right(begins, wait.start) - 1
+        inside += "Synchronize" in wait.name and "Event" not in wait.name and at >= 0 and wait.start < ends[at]
+    return inside / found.steps
 
 
 def _marks_in(found: Evidence, gap: Gap) -> list[str]:

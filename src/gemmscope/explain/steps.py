@@ -7,6 +7,7 @@ out, whether the host runs ahead or the GPU waits for it. Where no profiler mark
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -115,10 +116,8 @@ def _host_windows(trace: Trace, windows: Sequence[Operator]) -> list[Step]:
 
 
 def _window_of(windows: Sequence[Operator], moment: float) -> int | None:
-    for number, window in enumerate(windows):
-        if window.start <= moment <= window.end:
-            return number
-    return None
+    at = bisect_right(windows, moment, key=lambda window: window.start) - 1
+    return at if at >= 0 and moment <= windows[at].end else None
 
 
 def _optimizer_marks(trace: Trace) -> list[Step]:

@@ -47,12 +47,15 @@ class Shares:
     overlapped: float = 0.0  # microseconds in which several kernels computed at once
 
 
-def share_out(trace: Trace, found_in: Sequence[Scope], step: Step, ranks: Sequence[int], calls: Sequence[float]) -> Shares:
-    """`ranks`: of all work, 0 computation, 1 copies, 2 communication. `calls`: the moments of all launches, in order."""
+def share_out(
+    trace: Trace, found_in: Sequence[Scope], step: Step, ranks: Sequence[int], calls: Sequence[float], first: int = 0
+) -> Shares:
+    """`ranks`: of all work, 0 computation, 1 copies, 2 communication. `calls`: the moments of all launches, in order.
+
+    `first`: where in the trace's work the step's may begin.
+    """
     found = Shares()
     edges: list[tuple[float, int, int]] = []
-    longest = max(work.time for work in trace.work)
-    first = bisect_left(trace.work, step.begin - longest, key=lambda work: work.start)
     for number in range(first, len(trace.work)):
         work = trace.work[number]
         if work.start >= step.end:
@@ -79,7 +82,8 @@ def share_out(trace: Trace, found_in: Sequence[Scope], step: Step, ranks: Sequen
             if not any(active):
                 idle_from = moment
     if idle_from is not None and step.end > idle_from:
-        after = next((work for work in trace.work if work.start >= step.end - 1e-3), None)
+        at = bisect_left(trace.work, step.end - 1e-3, key=lambda work: work.start)
+        after = trace.work[at] if at < len(trace.work) else None
         found.gaps.append(_gap(trace, idle_from, step.end, after, Scope(), calls))
     return found
 
