@@ -40,7 +40,7 @@ def recipe_of(found: Diagnosis, known: list[str], asked: str | None, origin: str
 def _with_step(found: Diagnosis, run: StepFile, asked: str | None, origin: str) -> Pair:
     name = recipe_of(found, [each.recipe for each in run.recipes], asked, origin)
     record = next(each for each in run.recipes if each.recipe == name)
-    _refuse_other_step(found, record, origin)
+    _refuse_other_step(found, run, record, origin)
     expected: dict[str, float] = {}
     for level in record.waterfall:
         row = ALIASES.get(level.row, level.row)
@@ -63,8 +63,14 @@ def _with_step(found: Diagnosis, run: StepFile, asked: str | None, origin: str) 
     return Pair(f"against the prediction of {origin}", f"predicted, {name}", tuple(rows), tuple(words))
 
 
-def _refuse_other_step(found: Diagnosis, record: RecipeRecord, origin: str) -> None:
-    """The prediction's FLOPs include attention's, the trace's do not."""
+def _refuse_other_step(found: Diagnosis, run: StepFile, record: RecipeRecord, origin: str) -> None:
+    """By the hidden size, which is a side of most products, and by FLOPs: the prediction's include attention's."""
+    sizes = {side for item in found.evidence.products if item.product and item.product.size for side in item.product.size}
+    if sizes and run.model.hidden_size and run.model.hidden_size not in sizes:
+        raise UserError(
+            f"{origin} is of another model than {found.trace.path}: its hidden size {run.model.hidden_size} is no side of any product",
+            "predict with the model of the recorded run",
+        )
     flops, planned = step_flops(found), record.model_tflops * record.step_ms.value * 1e9
     if flops and planned and not 0.25 < flops / planned < 1.15:
         raise UserError(

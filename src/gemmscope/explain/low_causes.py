@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from gemmscope.explain.account import Item
 from gemmscope.explain.cause import Cause, Evidence, main_kernels, sizes_of
+from gemmscope.explain.rates import chip
 
 EATEN = 0.5  # of the products' gain
 UNFUSED_KERNELS = 4.0  # PyTorch kernels per product
@@ -32,6 +33,10 @@ def _not_low(found: Evidence) -> Cause:
     precisions = ", ".join(f"{row.count:.0f} in {row.precision}" for row in found.account.census)
     saved = found.ms(found.products) * (1 - 1 / found.ratio)
     evidence = [f"products per step: {precisions}; none in FP8 or below"]
+    known = chip(found.seen.trace.gpu_name)
+    if known is not None and "fp8" not in known.peaks:
+        evidence.append(f"{found.seen.trace.gpu_name} has no FP8 units: nothing is to be gained on it")
+        saved = 0.0
     if found.casts:
         evidence.append(f"yet {found.per_step(found.casts):.0f} quantization kernels run")
     return Cause("not_low", saved, tuple(evidence), main_kernels(found.products), "every layer")

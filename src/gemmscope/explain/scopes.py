@@ -11,7 +11,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from gemmscope.explain.trace import Operator, Trace, Work
+from gemmscope.explain.trace import ATTENTION_FORWARD, Operator, Trace, Work
 
 Phase = Literal["forward", "backward", "again", "optimizer", ""]
 FORWARD_FUNCTIONS = re.compile(
@@ -103,7 +103,9 @@ def is_forward_function(name: str) -> bool:
     >>> [is_forward_function(name) for name in ("_LayerNormLinear", "aten::linear", "aten::mm", "_LinearBackward")]
     [True, True, False, False]
     """
-    return FORWARD_FUNCTIONS.search(name) is not None and not _is_backward(name)
+    if _is_backward(name) or name.endswith("_backward"):
+        return False
+    return FORWARD_FUNCTIONS.search(name) is not None or ATTENTION_FORWARD.match(name) is not None
 
 
 def _is_backward(name: str) -> bool:

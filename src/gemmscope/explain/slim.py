@@ -56,7 +56,7 @@ def _explains(event: dict[str, Any], wanted: Iterable[Any]) -> bool:
     if category in LAUNCHES:
         return any(word in name for word in LAUNCH_WORDS)
     if category == "cpu_op":
-        return not name.startswith("aten::") or _arguments(event).get("External id") in wanted
+        return not name.startswith("aten::") or name == "aten::linear" or _arguments(event).get("External id") in wanted
     return False
 
 

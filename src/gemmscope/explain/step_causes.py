@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator
 
 from gemmscope.explain.account import EXPOSED, Item
@@ -147,14 +148,44 @@ def _recompute(found: Evidence) -> Iterator[Cause]:
     attention = [item for item in found.items if item.placed.name == "attention"]
     forward = [item for item in attention if _is(item, "fprop", "fwd", "forward", "Forward")]
     backward = [item for item in attention if _is(item, "bprop", "bwd", "backward", "Backward")]
-    most = max((sum(item.work.name == name for item in backward) for name in {item.work.name for item in backward}), default=0)
+    most = _most_of_a_name(backward)
+    repeated_ms = _repeated_products(found)
     if most and len(forward) > 1.5 * most:
-        linear = [item for item in found.products if item.product and item.product.pass_name in ("fprop", "again", "")]
-        time = found.ms(forward) * 0.5 + found.ms(linear) * (0.5 if found.account.micro_batches else 0)
-        if any(item.product and item.product.pass_name == "fprop" for item in linear):
-            time = found.ms(forward) * 0.5
-        told = f"attention runs forward {len(forward) / most:.1f} times for each time backward"
-        yield Cause("recompute", time, (told,), main_kernels(forward), "backward")
+        told = [f"attention runs forward {len(forward) / most:.1f} times for each time backward"]
+        if repeated_ms:
+            told.append(f"products are repeated as well: about {repeated_ms:.1f} ms of them")
+        yield Cause("recompute", found.ms(forward) * 0.5 + repeated_ms, tuple(told), main_kernels(forward), "backward")
+
+
+def _most_of_a_name(items: list[Item]) -> int:
+    """How often the work ran that takes several kernels each time."""
+    return max(Counter(item.work.name for item in items).values(), default=0)
+
+
+def _repeated_products(found: Evidence) -> float:
+    """Where the compiler repeats forward inside of backward no function tells: products of each size are counted.
+
+    Without sizes, norms are: if they, too, run forward twice, whole layers do, and a quarter of their products is repeated.
+    """
+    if not found.flops_known:
+        norms = [item for item in found.items if item.placed.name == "norms"]
+        once = _most_of_a_name([item for item in norms if _is(item, "bwd", "backward", "Backward")])
+        twice = _most_of_a_name([item for item in norms if _is(item, "fwd", "forward", "Forward")])
+        return found.ms(found.products) / 4 if once and twice > 1.8 * once else 0.0
+    forward: Counter[tuple[int, ...]] = Counter()
+    backward: Counter[tuple[int, ...]] = Counter()
+    times: Counter[tuple[int, ...]] = Counter()
+    for item in found.products:
+        if item.product is None or item.product.size is None or item.product.reduces:
+            continue
+        size = tuple(sorted(item.product.size))
+        if item.product.pass_name == "fprop":
+            forward[size] += 1
+        else:
+            backward[size] += 1
+            times[size] += item.share  # type: ignore[assignment]
+    extra = {size: backward[size] - 2 * count for size, count in forward.items() if backward[size] > 2.4 * count}
+    return sum(times[size] * count / backward[size] for size, count in extra.items()) / 1000 / found.steps
 
 
 def _is(item: Item, *words: str) -> bool:

@@ -10,6 +10,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from gemmscope.errors import UserError
 from gemmscope.explain.scopes import OPTIMIZER_MARKS
@@ -76,13 +77,26 @@ def _marked(trace: Trace) -> list[Step]:
     """`ProfilerStep#N` on the host; where there is none, its shadow on the GPU."""
     marks = {mark.name: mark for mark in reversed(trace.marks) if mark.name.startswith("ProfilerStep")}
     if marks:
-        return _host_windows(trace, sorted(marks.values(), key=lambda mark: mark.start))
+        return _host_windows(trace, _with_optimizer(trace, sorted(marks.values(), key=lambda mark: mark.start)))
     shadows = {mark.name: mark for mark in reversed(trace.gpu_marks) if mark.name.startswith("ProfilerStep")}
     ordered = sorted(shadows.values(), key=lambda mark: mark.start)
     if not ordered:
         return []
     ends = [*(mark.start for mark in ordered[1:]), max(work.end for work in trace.work)]  # a shadow leaves backward out
     return [Step(mark.name, mark.start, end) for mark, end in zip(ordered, ends, strict=True) if end > mark.start]
+
+
+def _with_optimizer(trace: Trace, windows: list[Operator]) -> list[Operator]:
+    """Where `prof.step()` was called for every micro-batch: windows joined so that each ends with its optimizer."""
+    moments = [mark.start for mark in trace.marks if mark.name.startswith("Optimizer.step")]
+    ends = sorted({at for moment in moments if (at := _window_of(windows, moment)) is not None})
+    if not ends or len(ends) > 0.6 * len(windows):
+        return windows
+    edges = [ends[0] - (ends[1] - ends[0]) if len(ends) > 1 else -1, *ends]
+    joined = [(max(first, -1) + 1, last) for first, last in pairwise(edges) if first >= -1]
+    return [
+        Operator(windows[first].name, windows[first].start, windows[last].end, windows[first].thread) for first, last in joined
+    ]
 
 
 def _host_windows(trace: Trace, windows: Sequence[Operator]) -> list[Step]:

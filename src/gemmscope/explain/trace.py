@@ -25,7 +25,7 @@ CATEGORIES = {
     "gpu_user_annotation": "gpu mark",
 }  # fmt: skip
 PRODUCT_OPERATORS = re.compile(r"aten::(_scaled|_grouped|_scaled_grouped)?_?(mm|addmm|bmm|baddbmm|linear|matmul|addmv|mv)(_v2)?$")
-COMMUNICATION_ARGUMENTS = ("Collective name", "In msg nelems", "Group size", "dtype")
+ATTENTION_FORWARD = re.compile(r"aten::_?(scaled_dot_product\w*attention|(flash|efficient|cudnn)_attention_forward)$")
 
 
 @dataclass(slots=True)
@@ -181,7 +181,7 @@ def _take_operator(trace: Trace, kind: str, operator: Operator, arguments: dict[
     if external is not None:
         trace.operator_names[external] = operator.name
     product = operator.name.startswith("aten::") and PRODUCT_OPERATORS.match(operator.name) is not None
-    if operator.name.startswith(("aten::", "triton_")) and not product:
+    if operator.name.startswith(("aten::", "triton_")) and not product and not ATTENTION_FORWARD.match(operator.name):
         return
     operator.external = external
     operator.shapes = _list(arguments.get("Input Dims", arguments.get("Input dims")))
