@@ -14,7 +14,10 @@ import pytest
 
 from gemmscope.explain.record import trace_me
 from gemmscope.explain.trace import read_trace
+from gemmscope.store.benchfile import IntervalRecord
 from gemmscope.store.explainfile import ExplainFile
+from gemmscope.store.runfile import ModelRecord, RunRecord
+from gemmscope.store.stepfile import LevelRecord, RecipeRecord, StepFile
 from test_cli import Run, run
 from traces import DATA, recorded, steady
 
@@ -160,3 +163,90 @@ def test_a_copy_without_a_name_ending_is_read(tmp_path: Path) -> None:
 def test_help_teaches(run: Run) -> None:
     outcome = run("explain --help")
     assert re.search(r"gemmscope explain fp8.json.gz --baseline bf16.json.gz", outcome.out)
+
+
+def test_a_folder_of_ranks(run: Run, tmp_path: Path) -> None:
+    for rank in range(2):
+        steady().write(tmp_path / f"host_{rank}.pt.trace.json.gz", distributedInfo={"rank": rank, "world_size": 2})
+    outcome = run(f"explain {tmp_path}")
+    assert outcome.code == 0, outcome.err
+    assert "2 ranks compute equally long" in outcome.out
+    (tmp_path / "empty").mkdir()
+    assert "folder without traces" in run(f"explain {tmp_path}/empty").err
+
+
+def step_run(tmp_path: Path, hidden: int = 4096) -> Path:
+    """A run file of `step` that planned 58 ms for the recorded training: rows as the waterfall has them."""
+    planned = {
+        "products": 31.0,
+        "quantization": 4.4,
+        "attention": 9.2,
+        "norms and activations": 5.0,
+        "head and loss": 5.0,
+        "optimizer": 3.4,
+    }
+
+    def recipe(name: str, step_ms: float, rows: dict[str, float]) -> RecipeRecord:
+        return RecipeRecord(
+            recipe=name, step_ms=IntervalRecord(value=step_ms, low=step_ms * 0.99, high=step_ms * 1.01), speedup=None,
+            tokens_per_s=1.0, model_tflops=50e3 / step_ms, gpu_busy_ms=None, host_ms=None, host_bound=False, peak_bytes=None, named_share=1.0,
+            verdict="", waterfall=[LevelRecord(row=row, baseline_ms=time, recipe_ms=time, speedup=1.0) for row, time in rows.items()],
+        )  # fmt: skip
+
+    run = RunRecord(
+        micro_batch_size=2, sequence_length=4096, tp=1, sequence_parallel=False, cp=1, pp=1, pp_stage=0, ep=1, etp=1,
+        imbalance=1.0, gradient_accumulation=1, recompute="none", vocab_multiple=1, separate_projections=False,
+        sequence_parallel_linears=False,
+    )  # fmt: skip
+    model = ModelRecord(name="llama", model_type="", source="", hidden_size=hidden, num_hidden_layers=4, layers="4 x dense")
+    file = StepFile(
+        command=[], origin="", model=model, run=run, environment={}, device={}, versions={}, settings={}, depth=4,
+        layers=4, ended="", recipes=[recipe("BF16", 80.0, {}), recipe("FP8Current", 58.0, planned), recipe("FP8Delayed", 56.0, planned)],
+        recommendation=None, variants=[], notes=[],
+    )  # fmt: skip
+    path = tmp_path / f"step{hidden}.json"
+    path.write_text(file.to_json())
+    return path
+
+
+def test_against_a_prediction(run: Run, tmp_path: Path) -> None:
+    outcome = run(f"explain {recorded('healthy_te_current')} --against {step_run(tmp_path)} --json {tmp_path}/e.json")
+    assert outcome.code == 0, outcome.err
+    assert "predicted 58.0 ms for FP8Current, found 62.2 ms: +7.3%" in outcome.out
+    assert "1.29x, 1.38x predicted" in outcome.out
+    held = ExplainFile.model_validate_json((tmp_path / "e.json").read_text()).held[0]
+    assert sum(row.found_ms - (row.expected_ms or 0) for row in held.rows) == pytest.approx(62.25 - 58.0, abs=0.01)
+    assert "predicted, FP8Delayed" in run(f"explain {recorded('healthy_te_delayed')} --against {step_run(tmp_path)}").out
+    chosen = run(f"explain {recorded('healthy_te_current')} --against {step_run(tmp_path)} --recipe fp8delayed")
+    assert "predicted, FP8Delayed" in chosen.out
+
+
+@pytest.mark.parametrize(
+    ("trace", "hidden", "more", "words"),
+    [
+        ("healthy_te_current", 5120, "", "hidden size 5120"),
+        ("healthy_te_block", 4096, "", "no recipe that runs FP8 blocks"),
+        ("healthy_te_current", 4096, "--recipe nvfp4", "has no recipe nvfp4"),
+    ],
+)
+def test_predictions_of_something_else(trace: str, hidden: int, more: str, words: str, run: Run, tmp_path: Path) -> None:
+    outcome = run(f"explain {recorded(trace)} --against {step_run(tmp_path, hidden)} {more}")
+    assert outcome.code == 2
+    assert words in outcome.err
+
+
+def test_against_a_bench(run: Run, tmp_path: Path) -> None:
+    """A bench of the recorded model's four linears: the recorded run file with its sizes and times changed."""
+    raw = json.loads(gzip.decompress((DATA / "h200_bench_first.json.gz").read_bytes()))
+    sizes = {"QKV Proj": (4096, 6144), "Attn Out": (4096, 4096), "MLP Up": (4096, 28672), "MLP Down": (14336, 4096)}
+    for row in raw["rows"]:
+        row["tokens"], row["count"] = 8192, 4
+        row["inputs"], row["outputs"] = sizes[row["op"]]
+    for total in raw["totals"]:
+        total["total_ms"] = {"value": 34.0 if total["recipe"] != "BF16" else 58.0, "low": None, "high": None}
+        total["quantize_ms"] = 4.0
+    (tmp_path / "bench.json").write_text(json.dumps(raw))
+    outcome = run(f"explain {recorded('healthy_te_current')} --against {tmp_path}/bench.json")
+    assert outcome.code == 0, outcome.err
+    assert "34.0 ms measured by bench for FP8Current" in outcome.out
+    assert "linears gain 1.71x: 24.0 ms" in outcome.out

@@ -140,6 +140,9 @@ def test_events_of_other_tools_do_not_disturb(tmp_path: Path) -> None:
     [
         ("ampere_bf16_s16816gemm_bf16_128x256_ldg8_f2f_stages_32x3_tn", "gemm", ("bf16", "bf16")),
         ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1", "gemm", ("bf16", "bf16")),
+        ("cutlass3x_sm90_tensorop_s64x128x32gemm_e4m3_e4m3_f32_bf16_bf16_128x128x128_0_tnn_align16", "gemm", ("e4m3", "e4m3")),
+        ("cutlass3x_sm100_tensorop_s256x256x16gemm_bf16_bf16_f32_bf16_bf16_256x256x64_0_tnn_align8", "gemm", ("bf16", "bf16")),
+        ("nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_NNN", "gemm", ("fp16", "fp16")),
         ("sm90_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize128x128x128", "gemm", ("e4m3", "e4m3")),
         ("ampere_fp16_s16816gemm_fp16_128x128_ldg8_f2f_stages_32x5_nn", "gemm", ("fp16", "fp16")),
         ("ampere_sgemm_128x64_tn", "gemm", ("fp32", "fp32")),
@@ -183,3 +186,47 @@ def test_slow_products_without_a_clock_are_a_slow_gpu(tmp_path: Path) -> None:
     found = made.diagnose(tmp_path / "t.json")
     assert found.causes[0].key in ("throttled", "left_out")
     assert "throttled" in [cause.key for cause in found.causes]
+
+
+def test_marks_for_every_micro_batch_are_joined(tmp_path: Path) -> None:
+    """prof.step() in the accumulation loop: a step ends with its optimizer all the same."""
+    made = steady(8)
+    optimizers = sorted((event for event in made.events if event["name"] == ADAM), key=lambda event: event["ts"])
+    for number, event in enumerate(optimizers):
+        if number % 4 != 3:
+            event["name"] = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add>"
+    marks = sorted((event for event in made.events if event["name"].startswith("Prof")), key=lambda event: event["ts"])
+    for number in (3, 7):
+        made.mark("Optimizer.step#AdamW.step", marks[number]["ts"] + marks[number]["dur"] - 5, 4.0)
+    found = made.diagnose(tmp_path / "t.json")
+    assert len(found.seen.steps.chosen) == 2
+    assert found.account.step_ms == pytest.approx(9.0, rel=0.02)
+
+
+def test_a_gpu_without_low_precision_is_said(tmp_path: Path) -> None:
+    found = steady(product=BF16).diagnose(tmp_path / "t.json", deviceProperties=[{"name": "NVIDIA A100-SXM4-80GB"}])
+    assert found.causes[0].key == "not_low"
+    assert "no FP8 units" in " ".join(found.causes[0].evidence)
+
+
+def test_repeated_products_of_a_compiled_backward(tmp_path: Path) -> None:
+    """No function tells: three products of each size in backward for one in forward, and attention forward twice."""
+    made = Builder()
+    flash = ("flash_fwd_kernel", "flash_bwd_kernel")
+    for step in range(2):
+        base, launch = 10_000.0 + 10_000 * step, 500.0 + 10_000 * step
+        made.mark(f"ProfilerStep#{step}", launch - 100, 9990)
+        for number, (name, backward) in enumerate(
+            [(FP8, False), (flash[0], False), (FP8, True), (flash[0], True), (FP8, True), (flash[1], True), (FP8, True)] * 8
+        ):
+            key = 1000 * step + number + 1
+            moment = launch + 50 * number
+            if backward:
+                made.mark("autograd::engine::evaluate_function: CompiledFunctionBackward", moment - 5, 40, "cpu_op")
+            if name == FP8:
+                told = {"External id": key, "Input Dims": [[4096, 4096], [4096, 8192]]}
+                made.mark("aten::_scaled_mm", moment - 1, 20, "cpu_op", args=told)
+            made.kernel(name, base + 150.0 * number, 150.0, launched=moment, args={"External id": key})
+    found = made.diagnose(tmp_path / "t.json")
+    assert found.causes[0].key == "recompute"
+    assert found.causes[0].cost_ms == pytest.approx(8 * 0.15 * 2, rel=0.01)

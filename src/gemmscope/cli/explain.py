@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -36,7 +37,8 @@ class ExplainOptions:
     """What to hold the trace against, and where to write."""
 
     traces: Annotated[
-        list[str], typer.Argument(metavar="TRACE…", help="One trace; or several ranks of one job; or BF16 and low precision.")
+        list[str],
+        typer.Argument(metavar="TRACE…", help="One trace; ranks of one job, or their folder; or BF16 and low precision."),
     ]
     baseline: Annotated[str | None, typer.Option(metavar="TRACE", help="The same training in BF16.")] = None
     against: Annotated[str | None, typer.Option(metavar="RUNFILE", help="A run file of step or bench: what was predicted.")] = (
@@ -116,10 +118,11 @@ def _diagnose(options: ExplainOptions) -> tuple[Diagnosis, list[Pair], list[Tabl
     from gemmscope.report.explain import rank_table
     from gemmscope.store.read import looks_like_run
 
-    for path in (*options.traces, *([options.baseline] if options.baseline else [])):
+    paths = [path for given in options.traces for path in _files(given)]
+    for path in (*paths, *([options.baseline] if options.baseline else [])):
         if looks_like_run(path):
             raise UserError(f"{path} is a run file, not a trace", f"gemmscope explain TRACE --against {path}")
-    every = [diagnose(read_trace(path), options.steps) for path in options.traces]
+    every = [diagnose(read_trace(path), options.steps) for path in paths]
     slow = diagnose(read_trace(options.baseline), options.steps) if options.baseline else None
     ranks = [each.trace.rank for each in every]
     made: list[Table] = []
@@ -138,6 +141,17 @@ def _diagnose(options: ExplainOptions) -> tuple[Diagnosis, list[Pair], list[Tabl
             "give one trace, and the same training in BF16 with --baseline",
         )
     return found, [with_twin(slow, found)] if slow is not None else [], made, words
+
+
+def _files(given: str) -> list[str]:
+    """The traces of a folder, as the profiler's TensorBoard handler leaves them: one of each rank."""
+    folder = Path(given)
+    if not folder.is_dir():
+        return [given]
+    found = sorted(str(path) for path in folder.iterdir() if path.name.endswith((".json", ".json.gz")))
+    if not found:
+        raise UserError(f"{given} is a folder without traces (.json, .json.gz)", "name a trace, or the folder that holds them")
+    return found
 
 
 def _against_model(found: Diagnosis, model_options: ModelOptions, run_options: RunOptions) -> list[str]:

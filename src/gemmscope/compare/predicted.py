@@ -68,7 +68,7 @@ def _refuse_other_step(found: Diagnosis, run: StepFile, record: RecipeRecord, or
     sizes = {side for item in found.evidence.products if item.product and item.product.size for side in item.product.size}
     if sizes and run.model.hidden_size and run.model.hidden_size not in sizes:
         raise UserError(
-            f"{origin} is of another model than {found.trace.path}: its hidden size {run.model.hidden_size} is no side of any product",
+            f"{origin} is of another model than {found.trace.path}: hidden size {run.model.hidden_size} is in no product",
             "predict with the model of the recorded run",
         )
     flops, planned = step_flops(found), record.model_tflops * record.step_ms.value * 1e9

@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from gemmscope.explain.stream import EventStream
+
 GPU_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation"})
 MARKS = frozenset({"user_annotation"})
 LAUNCHES = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime"})
@@ -38,11 +40,18 @@ def slim(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def slim_file(raw_path: Path, target: Path, facts: dict[str, Any]) -> None:
-    """Write the small, gzipped form of a trace file, with facts about the run beside its events."""
-    raw = json.loads(raw_path.read_bytes())
-    small = slim(raw)
-    text = json.dumps({"gemmscope": facts, **small}, separators=(",", ":"))
-    target.write_bytes(gzip.compress(text.encode(), mtime=0))
+    """Write the small, gzipped form of a trace file, with facts about the run beside its events. Memory is bounded."""
+    first = EventStream(raw_path)
+    wanted = {_arguments(event).get("External id") for event in first if event.get("cat") in GPU_CATEGORIES} - {None}
+    head = {"gemmscope": facts, **{key: value for key, value in first.head.items() if key in KEPT_HEAD}}
+    with gzip.open(target, "wt", encoding="utf-8") as out:
+        out.write(json.dumps(head, separators=(",", ":"))[:-1] + ',"traceEvents":[')
+        behind = ""
+        for event in EventStream(raw_path):
+            if _explains(event, wanted):
+                out.write(behind + json.dumps(_trimmed(event), separators=(",", ":")))
+                behind = ","
+        out.write("]}")
 
 
 def _explains(event: dict[str, Any], wanted: Iterable[Any]) -> bool:
