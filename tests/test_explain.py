@@ -19,6 +19,7 @@ FIRST_CAUSE = {
     "host_bound": "host",
     "host_bound_bf16": "host",
     "accumulation_host_bound": "host",
+    "accumulation_host_bound_cached": "host",
     "syncs": "host",
     "backward_in_bf16": "backward_high",
     "unaligned_mlp": "left_out",
@@ -93,9 +94,16 @@ def test_counts() -> None:
     assert current.low_products == delayed.low_products == 48  # four linears, three passes, four layers
     assert current.casts > 3 * delayed.casts - 5  # maxima and scales of their own
     assert found_in("accumulation_host_bound").account.micro_batches == 4
-    again = [cause for cause in found_in("accumulation_host_bound").causes if cause.key == "recast"]
-    assert again
-    assert "4 micro-batches" in again[0].evidence[0]
+
+
+def test_weights_cast_again_cost_what_caching_saves() -> None:
+    """The same training with `is_first_microbatch`: its quantization is shorter by what was named."""
+    again = next(cause for cause in found_in("accumulation_host_bound").causes if cause.key == "recast")
+    assert "4 micro-batches" in again.evidence[0]
+    cached = found_in("accumulation_host_bound_cached")
+    assert "recast" not in [cause.key for cause in cached.causes]
+    saved = found_in("accumulation_host_bound").account.classes["quantization"] - cached.account.classes["quantization"]
+    assert again.cost_ms == pytest.approx(saved, rel=0.1)
 
 
 def test_evidence_is_concrete() -> None:

@@ -189,8 +189,9 @@ def step_run(tmp_path: Path, hidden: int = 4096) -> Path:
     def recipe(name: str, step_ms: float, rows: dict[str, float]) -> RecipeRecord:
         return RecipeRecord(
             recipe=name, step_ms=IntervalRecord(value=step_ms, low=step_ms * 0.99, high=step_ms * 1.01), speedup=None,
-            tokens_per_s=1.0, model_tflops=50e3 / step_ms, gpu_busy_ms=None, host_ms=None, host_bound=False, peak_bytes=None, named_share=1.0,
-            verdict="", waterfall=[LevelRecord(row=row, baseline_ms=time, recipe_ms=time, speedup=1.0) for row, time in rows.items()],
+            tokens_per_s=1.0, model_tflops=50e3 / step_ms, gpu_busy_ms=None, host_ms=None, host_bound=False, peak_bytes=None,
+            named_share=1.0, verdict="",
+            waterfall=[LevelRecord(row=row, baseline_ms=time, recipe_ms=time, speedup=1.0) for row, time in rows.items()],
         )  # fmt: skip
 
     run = RunRecord(
@@ -201,7 +202,8 @@ def step_run(tmp_path: Path, hidden: int = 4096) -> Path:
     model = ModelRecord(name="llama", model_type="", source="", hidden_size=hidden, num_hidden_layers=4, layers="4 x dense")
     file = StepFile(
         command=[], origin="", model=model, run=run, environment={}, device={}, versions={}, settings={}, depth=4,
-        layers=4, ended="", recipes=[recipe("BF16", 80.0, {}), recipe("FP8Current", 58.0, planned), recipe("FP8Delayed", 56.0, planned)],
+        layers=4, ended="",
+        recipes=[recipe("BF16", 80.0, {}), recipe("FP8Current", 58.0, planned), recipe("FP8Delayed", 56.0, planned)],
         recommendation=None, variants=[], notes=[],
     )  # fmt: skip
     path = tmp_path / f"step{hidden}.json"

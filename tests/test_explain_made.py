@@ -230,3 +230,18 @@ def test_repeated_products_of_a_compiled_backward(tmp_path: Path) -> None:
     found = made.diagnose(tmp_path / "t.json")
     assert found.causes[0].key == "recompute"
     assert found.causes[0].cost_ms == pytest.approx(8 * 0.15 * 2, rel=0.01)
+
+
+@pytest.mark.parametrize("skew", [-3_000_000.0, -200.0, 90_000_000.0])
+def test_clocks_that_disagree_are_set_right(skew: float, tmp_path: Path) -> None:
+    made = Builder()
+    for step in range(3):
+        base = 1000.0 + 3000 * step
+        made.mark(f"ProfilerStep#{step}", base, 2990)
+        for number in range(20):
+            begin = base + 150 * number
+            made.kernel(FP8, begin + 5 + skew, 20.0, launched=begin)
+    found = made.diagnose(tmp_path / "t.json")
+    assert found.causes[0].key == "host"
+    assert found.account.step_ms == pytest.approx(3.0, rel=0.01)
+    assert any("clock was" in note for note in found.account.notes)

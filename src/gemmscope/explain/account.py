@@ -203,6 +203,8 @@ def _notes(seen: Look) -> Iterator[str]:
         yield "one step only: what varies from step to step cannot be seen"
     if trace.others:
         yield f"{len(trace.others) + 1} GPUs are in this file; the one with most kernels is looked at"
+    if trace.skew_us:
+        yield f"the GPU's clock was {trace.skew_us / 1000:+.3f} ms off the host's in this file, and was set right"
     if not trace.launches:
         yield "launches were not recorded: what the GPU waited for cannot be told"
     if not trace.operators:

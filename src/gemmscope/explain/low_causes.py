@@ -63,7 +63,8 @@ def _high_products(found: Evidence) -> Iterator[Cause]:
         yield Cause(
             "backward_high", _saved(found, kept), tuple(evidence), main_kernels(kept), "backward", _spans(kept, "in BF16")
         )
-    left = [item for item in high if item not in kept] if kept else high
+    counted = {item.index for item in kept}
+    left = [item for item in high if item.index not in counted]
     if left and found.weight(left) > 0.05 * whole:
         odd = sorted({size for item in left for size in _odd_sizes(item)})
         evidence = [

@@ -26,6 +26,8 @@ CATEGORIES = {
 }  # fmt: skip
 PRODUCT_OPERATORS = re.compile(r"aten::(_scaled|_grouped|_scaled_grouped)?_?(mm|addmm|bmm|baddbmm|linear|matmul|addmv|mv)(_v2)?$")
 ATTENTION_FORWARD = re.compile(r"aten::_?(scaled_dot_product\w*attention|(flash|efficient|cudnn)_attention_forward)$")
+SKEW_US = 20.0
+LONGEST_QUEUE_US = 10e6  # a kernel that begins so long after its launch is on another clock
 
 
 @dataclass(slots=True)
@@ -87,6 +89,7 @@ class Trace:
     others: dict[Any, int] = field(default_factory=dict)  # kernels of devices that are not looked at
     events: int = 0
     shapes_recorded: bool = False
+    skew_us: float = 0.0  # of the GPU's clock against the host's, as written
 
     @property
     def rank(self) -> int | None:
@@ -124,6 +127,7 @@ def read_trace(path: str | Path) -> Trace:
     trace.head = stream.head
     _refuse_without_gpu(trace)
     _one_device(trace)
+    _align(trace)
     _from_zero(trace)
     return trace
 
@@ -212,6 +216,21 @@ def _one_device(trace: Trace) -> None:
     chosen = max(counts, key=lambda device: counts[device])
     trace.others = {device: count for device, count in counts.items() if device != chosen}
     trace.work = [each for each in trace.work if each.device == chosen]
+
+
+def _align(trace: Trace) -> None:
+    """No kernel starts before it is launched: where the GPU's clock says so, it is set right."""
+    lags = sorted(work.start - call.start for work in trace.work if (call := trace.launches.get(work.correlation)) is not None)
+    if not lags:
+        return
+    least = lags[len(lags) // 200]
+    if -SKEW_US <= least <= LONGEST_QUEUE_US:
+        return
+    trace.skew_us = least
+    timed: list[Any] = [*trace.work, *trace.gpu_marks]
+    for each in timed:
+        each.start -= least
+        each.end -= least
 
 
 def _from_zero(trace: Trace) -> None:
