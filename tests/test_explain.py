@@ -96,6 +96,13 @@ def test_counts() -> None:
     assert found_in("accumulation_host_bound").account.micro_batches == 4
 
 
+@pytest.mark.parametrize("name", ["low_clock", "idle_loader", "recompute", "unaligned_mlp"])
+def test_a_cost_is_what_the_healthy_run_saves(name: str) -> None:
+    """The same training without the cause takes about what the step takes less the cost."""
+    found, healthy = found_in(name), found_in("healthy_te_current").account.step_ms
+    assert found.account.step_ms - found.causes[0].cost_ms == pytest.approx(healthy, rel=0.07)
+
+
 def test_weights_cast_again_cost_what_caching_saves() -> None:
     """The same training with `is_first_microbatch`: its quantization is shorter by what was named."""
     again = next(cause for cause in found_in("accumulation_host_bound").causes if cause.key == "recast")

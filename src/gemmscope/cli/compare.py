@@ -35,7 +35,7 @@ def share(text: str) -> float:
 
 
 def command(
-    files: Annotated[list[str], typer.Argument(metavar="A B [C…]", help="Run files of bench or step, the oldest first.")],
+    files: Annotated[list[str], typer.Argument(metavar="RUNFILE", help="Run files of bench or step, the oldest first.")],
     fail_if_slower: Annotated[
         float | None,
         typer.Option(

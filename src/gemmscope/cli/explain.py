@@ -38,7 +38,7 @@ class ExplainOptions:
 
     traces: Annotated[
         list[str],
-        typer.Argument(metavar="TRACE…", help="One trace; ranks of one job, or their folder; or BF16 and low precision."),
+        typer.Argument(metavar="TRACE", help="One trace; ranks of one job, or their folder; or BF16 and low precision."),
     ]
     baseline: Annotated[str | None, typer.Option(metavar="TRACE", help="The same training in BF16.")] = None
     against: Annotated[str | None, typer.Option(metavar="RUNFILE", help="A run file of step or bench: what was predicted.")] = (
