@@ -107,6 +107,15 @@ def test_no_step_boundary_is_refused(tmp_path: Path) -> None:
     assert "trace-me" in caught.value.hint
 
 
+def test_events_without_a_phase_or_ids_are_read(tmp_path: Path) -> None:
+    """As other tools write them: a category, a name, a time."""
+    made = steady()
+    made.events = [{key: event[key] for key in ("cat", "name", "ts", "dur")} for event in made.events if event["cat"] == "kernel"]
+    found = made.diagnose(tmp_path / "t.json")
+    assert found.words.startswith("as expected")
+    assert found.account.step_ms == pytest.approx(2.25)
+
+
 def test_ranks(tmp_path: Path) -> None:
     found = []
     for rank, count in enumerate((20, 20, 26, 20)):

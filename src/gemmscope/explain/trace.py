@@ -133,7 +133,7 @@ def read_trace(path: str | Path) -> Trace:
 
 
 def _take(trace: Trace, event: dict[str, Any], threads: dict[tuple[Any, Any], str]) -> None:
-    phase = event.get("ph")
+    phase = event.get("ph", "X" if "dur" in event else None)  # some tools leave it out
     if phase != "X":
         if phase == "M" and event.get("name") == "thread_name" and isinstance(event.get("args"), dict):
             threads[_key(event.get("pid")), _key(event.get("tid"))] = str(event["args"].get("name", ""))
