@@ -35,7 +35,7 @@ def main() -> None:
     lines, errors = [], []
     for name, file in FILES.items():
         mine = rows[rows.file.str.startswith(file)]
-        lines.append(f'\n[{name}]\n')
+        lines.append(f"\n[{name}]\n")
         for op, of_op in mine.groupby("op_name"):
             parts = []
             for ranks, each in of_op.groupby("num_gpus"):

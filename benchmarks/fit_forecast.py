@@ -97,7 +97,10 @@ def quantize_prior(folder: Path, names: list[dict[str, str]]) -> np.ndarray:
         passes = 1.3
         if each["fmt"] == "fp8":
             mine = times[(times.gpu == each["gpu"]) & (times.framework.astype(str) == each["library"])]
-            mine = mine[mine.fw_version.astype(str) == sorted(mine.fw_version.astype(str).unique())[-1 if each["library"] == "trtllm" else 0]]
+            mine = mine[
+                mine.fw_version.astype(str)
+                == sorted(mine.fw_version.astype(str).unique())[-1 if each["library"] == "trtllm" else 0]
+            ]
             ideal = quantize_bytes_ms((mine.m * mine.k).to_numpy(dtype=float), gpu(each["gpu"]).bandwidth_tbps)
             ratio = (mine.latency_ms / ideal).groupby(mine.op_name.astype(str)).median()
             passes = float(ratio.sum())
@@ -241,7 +244,9 @@ def evaluate(data: Data, document: dict) -> None:
             f"{held['p90']:.1%} | {covered:.0%} | {held['roofline_median']:.0%} |"
         )
         print(lines[-1], flush=True)
-    head = "| GPU | format | state | library | rows | median error | p90 error | inside the 90% bar | plain roofline, median error |"
+    head = (
+        "| GPU | format | state | library | rows | median error | p90 error | inside the 90% bar | plain roofline, median error |"
+    )
     table = "\n".join([head, "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: |", *lines])
     write_table(table)
 
@@ -258,7 +263,8 @@ def sample(data: Data) -> None:
     """Some held-out rows of each series, for the tests."""
     left = data.rows[data.rows.part == HELD_OUT]
     chosen = pd.concat(
-        mine.sample(min(SAMPLE_ROWS, len(mine)), random_state=0).sort_values(["n", "k", "m"]) for _, mine in left.groupby("series")
+        mine.sample(min(SAMPLE_ROWS, len(mine)), random_state=0).sort_values(["n", "k", "m"])
+        for _, mine in left.groupby("series")
     )
     columns = ["gpu", "fmt", "state", "library", "m", "k", "n", "latency_ms"]
     text = chosen[columns].to_csv(index=False, float_format="%.5g", lineterminator="\n")

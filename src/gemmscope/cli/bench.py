@@ -72,14 +72,14 @@ def command(
     if profile or profile_shape is not None:
         named = bool(model_options.ways() or run_options.typed())
         shapes = _to_profile(shapes, profile_shape, profile=profile, named=named)
-    target = _bare(model_options, run_options, shapes, on_cpu="cpu" in (choices.device, choices.backend))
+    target = bare_target(model_options, run_options, shapes, on_cpu="cpu" in (choices.device, choices.backend))
     source = model_options.source() if target is None else None
     run, overridden = run_options.run_spec(source) if source is not None else (None, [])
     machine = environment()
     choice = choose(choices, machine, cache_weights=timing.cache_weights)
     with Link() as started:  # it imports torch, which takes seconds, while the rest is read and derived
         if source is not None and run is not None:
-            target = _model(source, run, overridden)
+            target = model_target(source, run, overridden)
         assert target is not None
         if verify_dgrad:
             target.notes.append("dgrad is always measured: --verify-dgrad changes nothing")
@@ -121,7 +121,7 @@ def _campaign(
     return campaign, journal
 
 
-def _bare(model: ModelOptions, run: RunOptions, shapes: str | None, *, on_cpu: bool) -> Target | None:
+def bare_target(model: ModelOptions, run: RunOptions, shapes: str | None, *, on_cpu: bool) -> Target | None:
     """Bare products, where shapes are named or nothing is; None where a model is."""
     from gemmscope.measure.task import bare_products
 
@@ -138,7 +138,7 @@ def _bare(model: ModelOptions, run: RunOptions, shapes: str | None, *, on_cpu: b
     return None
 
 
-def _model(source: ModelSource, run: RunSpec, overridden: list[str]) -> Target:
+def model_target(source: ModelSource, run: RunSpec, overridden: list[str]) -> Target:
     """The model's linears."""
     from gemmscope.measure.task import cases_of
 

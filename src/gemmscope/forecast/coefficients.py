@@ -8,13 +8,11 @@ networks fitted from different starts; numbers are stored as 16-bit floats in ba
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -81,7 +79,8 @@ def unpack(stored: Mapping[str, Any]) -> NDArray[np.float32]:
     >>> unpack(pack([[1.0, 0.5]])).tolist()
     [[1.0, 0.5]]
     """
-    return np.frombuffer(base64.b64decode(stored["float16"]), dtype="<f2").reshape(stored["shape"]).astype(np.float32)
+    array = np.frombuffer(base64.b64decode(stored["float16"]), dtype="<f2").reshape(stored["shape"])
+    return np.asarray(array, dtype=np.float32)
 
 
 def read_coefficients(text: str, origin: str) -> Coefficients:
@@ -89,26 +88,32 @@ def read_coefficients(text: str, origin: str) -> Coefficients:
     again = "fit it again with this version of gemmscope, or remove the file to use the coefficients that ship with it"
     try:
         data = json.loads(text)
-        version = (data["version"], data["features_version"])
-        if version != (VERSION, FEATURES_VERSION):
-            raise UserError(f"{origin} is a coefficients file of version {version[0]}.{version[1]}, not {VERSION}.{FEATURES_VERSION}", again)
+        version = f"{data['version']}.{data['features_version']}"
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"{origin} is a damaged coefficients file: {_short(error)}", again) from None
+    if version != f"{VERSION}.{FEATURES_VERSION}":
+        raise UserError(f"{origin} is a coefficients file of version {version}, not {VERSION}.{FEATURES_VERSION}", again)
+    try:
         series = tuple(
             Series(index=index, **{**facts, "quantize": tuple(facts["quantize"])}) for index, facts in enumerate(data["series"])
         )
         networks = tuple({name: unpack(net[name]) for name in LAYERS} for net in data["networks"])
         low, high = (np.asarray(data["ranges"][end], dtype=np.float32) for end in ("low", "high"))
-        if not networks or any(len(net["s1"]) != len(series) for net in networks):
-            raise ValueError("networks and series do not fit together")
-    except UserError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, binascii.Error) as error:
-        raise UserError(f"{origin} is a damaged coefficients file: {type(error).__name__}: {str(error)[:120]}", again) from None
+        fit_together = bool(networks) and all(len(net["s1"]) == len(series) for net in networks)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{origin} is a damaged coefficients file: {_short(error)}", again) from None
+    if not fit_together:
+        raise UserError(f"{origin} is a damaged coefficients file: its networks and its series do not fit together", again)
     about = {key: value for key, value in data.items() if key not in ("series", "networks", "ranges")}
     return Coefficients(series, networks, (low, high), about)
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:120]}"
 
 
 @cache
 def shipped() -> Coefficients:
     """Those of the package."""
     place = files("gemmscope.forecast").joinpath("coefficients/gemm.json")
-    return read_coefficients(place.read_text(encoding="utf-8"), Path("gemm.json").name)
+    return read_coefficients(place.read_text(encoding="utf-8"), "gemm.json")

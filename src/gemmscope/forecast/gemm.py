@@ -7,7 +7,7 @@ error bar says so by being wider (`transfer.toml`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
@@ -36,12 +36,16 @@ def quantize_bytes_ms(elements: Array, bandwidth_tbps: float) -> Array:
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds of products, as arrays. `low` and `high` are logarithmic half-widths of the 90% error bar of their sum."""
+    """Milliseconds of products, as arrays. `low` and `high` are logarithmic half-widths of the 90% error bar of their sum.
+
+    `shared` is the part of it that products of this kind have in common, so that it does not average out in a sum.
+    """
 
     gemm_ms: Array
     quantize_ms: Array
     low: Array
     high: Array
+    shared: Array
 
     @property
     def total_ms(self) -> Array:
@@ -108,10 +112,9 @@ class GemmModel:
             distance, doubt = _distance(chip, gpu(series.gpu), facts)
             if not np.isfinite(distance):
                 continue
-            if series.fmt != fmt:
-                doubt, distance = float(np.hypot(doubt, facts["doubt"]["other_format"])), distance + 0.1
-            if series.state != state:
-                doubt, distance = float(np.hypot(doubt, facts["doubt"]["other_state"])), distance + facts["distance"]["other_state"]
+            for differs, how in ((series.fmt != fmt, "other_format"), (series.state != state, "other_state")):
+                if differs:
+                    doubt, distance = float(np.hypot(doubt, facts["doubt"][how])), distance + facts["distance"][how]
             found.append((distance + (not series.default) * 0.01, doubt, series))
         if not found:
             libraries = sorted({series.library for series in self.coefficients.series})
@@ -156,7 +159,7 @@ class GemmModel:
             quantize = launch + passes * quantize_bytes_ms(shapes.m * shapes.k, chip.bandwidth_tbps)
         doubt = np.hypot(np.hypot(basis.doubt, doubts), _outside(shapes))
         low, high = np.maximum(-series.low * scale, 0.005), np.maximum(series.high * scale, 0.005)
-        return Times(gemm, quantize, np.hypot(low, doubt), np.hypot(high, doubt))
+        return Times(gemm, quantize, np.hypot(low, doubt), np.hypot(high, doubt), doubt)
 
 
 @cache
@@ -211,9 +214,5 @@ def _outside(shapes: Shapes) -> Array:
     for name, (least, most) in MEASURED_SIZES.items():
         sizes = getattr(shapes, name)
         octaves = octaves + np.maximum(np.log2(least / sizes), 0) + np.maximum(np.log2(sizes / most), 0)
-    return np.hypot(octaves * doubt["per_octave_outside"], np.where(shapes.groups > 1, doubt["grouped"], 0.0))
-
-
-def with_quantize(times: Times, quantize_ms: Array) -> Times:
-    """The same products with another quantization."""
-    return replace(times, quantize_ms=quantize_ms)
+    beyond: Array = np.hypot(octaves * doubt["per_octave_outside"], np.where(shapes.groups > 1, doubt["grouped"], 0.0))
+    return beyond

@@ -58,7 +58,9 @@ def gpu(name: str) -> GpuSpec:
     """
     wanted = name.strip().lower().replace("_", "-").replace(" ", "-").removeprefix("nvidia-")
     if wanted not in gpus():
-        raise UserError(f"there is no GPU {shown(name)} in the tables", f"known, nearest name first: {', '.join(by_likeness(wanted))}")
+        raise UserError(
+            f"there is no GPU {shown(name)} in the tables", f"known, nearest name first: {', '.join(by_likeness(wanted))}"
+        )
     return gpus()[wanted]
 
 
