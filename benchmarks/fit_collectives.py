@@ -23,8 +23,8 @@ FILES = {
 }  # fmt: skip
 HEAD = """# Times of collectives inside one node, by GPU, operation and number of GPUs:
 # [launch in ms, ms per root of a byte, ms per byte] of the whole message in bytes (of all ranks together, before reducing).
-# Fitted by benchmarks/fit_collectives.py (non-negative least squares of relative errors) to NCCL times of ai-dynamo/aiconfigurator
-# (Apache-2.0, 2026-08-21). held_out_median_error is that of every fourth message size, which was left out.
+# Fitted by benchmarks/fit_collectives.py (non-negative least squares of relative errors) to NCCL times of
+# ai-dynamo/aiconfigurator (Apache-2.0, 2026-08-21). Every fourth message size was left out: held_out_….
 """
 
 
