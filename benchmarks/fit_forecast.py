@@ -224,7 +224,7 @@ def main() -> None:
     document = {
         "version": VERSION, "features_version": FEATURES_VERSION, "source": SOURCE,
         "fitted": "benchmarks/fit_forecast.py: Laplace likelihood of log times, AdamW, mean of "
-        f"{len(SEEDS)} networks; sites of part {HELD_OUT} never seen, the width of error bars from parts {CALIBRATION}, each left out once",
+        f"{len(SEEDS)} networks; sites of part {HELD_OUT} never seen; error bars from parts {CALIBRATION}, each left out once",
         "ranges": {end: [round(float(v), 4) for v in edge] for end, edge in (("low", fitted.min(0)), ("high", fitted.max(0)))},
         "series": series, "networks": [stored(network) for network in networks],
     }  # fmt: skip

@@ -20,7 +20,6 @@ from gemmscope.workload.ops import ELEMENT_BYTES
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "alltoall"]
 NEAREST = {"h200-nvl": "h200", "rtx-5090": "rtx-pro-6000"}
-MEASURED_RANKS = (2, 4, 8)
 
 
 @cache
@@ -41,7 +40,7 @@ def collective_ms(chip: GpuSpec, operation: Collective, ranks: int, message_byte
     domain = network["domain"].get(chip.name, network["domain"]["default"])
     inside = min(ranks, domain)
     known = _table()[NEAREST.get(chip.name, chip.name)][operation]
-    nearest = max((each for each in MEASURED_RANKS if each <= inside), default=2)
+    nearest = max(int(each) for each in known if int(each) <= inside)
     launch, root, per_byte = known[str(nearest)]
     scale = ((inside - 1) / inside) / ((nearest - 1) / nearest)  # the share that travels
     within = launch + scale * (root * sqrt(message_bytes) + per_byte * message_bytes)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from gemmscope.forecast.estimate import Estimate, ratio, total
 from gemmscope.forecast.linears import Forecaster, in_common
+from gemmscope.forecast.training import NEVER_QUANTIZED
 from gemmscope.measure.attribution import quantization_by_pass
 from gemmscope.measure.breakdown import Breakdown
 from gemmscope.measure.findings import Findings, Layer
@@ -46,23 +47,26 @@ class ForecastFindings(Findings):
 
     def _make(self, case: Case, name: str, mode: Mode) -> Breakdown | None:
         """One cell; None where the sizes do not fit the recipe, as nothing pads them."""
-        asked = recipe(name)
-        if asked.quantizes and asked.misaligned(case.sizes()):
+        asked, left = recipe(name), ""
+        if asked.quantizes and case.op in NEVER_QUANTIZED:
+            asked, left = recipe(BASELINE), f"left in {BASELINE}, as frameworks do"
+        elif asked.quantizes and asked.misaligned(case.sizes()):
             return None
-        found = self.forecaster.linear(case, name)
+        found = self.forecaster.linear(case, asked.name)
         quantize = found.quantize_ms if mode == "autocast" else {}
         shares = quantization_by_pass(quantize, case.passes)
         estimate = total([found.product(), found.quantizing()]) if mode == "autocast" else found.product()
         self._estimates[case, name, mode] = estimate
         pass_ms = {each: part.value + shares[each] for each, part in found.products.items()}
-        return Breakdown(case, name, mode, estimate.interval(), pass_ms, quantize, {}, host_ms=0.0)
+        return Breakdown(case, name, mode, estimate.interval(), pass_ms, quantize, {}, host_ms=0.0, note=left, left_as_is=left)
 
     def misaligned(self) -> list[str]:
         """What cannot run, in words."""
         said: dict[str, None] = {}
         for name in self.recipes:
             for case in self.cases:
-                words = recipe(name).misaligned(case.sizes()) if recipe(name).quantizes else ""
+                applies = recipe(name).quantizes and case.op not in NEVER_QUANTIZED
+                words = recipe(name).misaligned(case.sizes()) if applies else ""
                 if words:
                     said[f"{case.op}: {words}"] = None
         return list(said)
@@ -84,6 +88,8 @@ class ForecastFindings(Findings):
         sides = [self.measured_as(name, mode), self.measured_as(over, mode)]
         fast, slow = self.estimate(sides[0], mode, case), self.estimate(sides[1], mode, case)
         if sides[0] == sides[1] or fast is None or slow is None:
+            return None
+        if case is not None and any(self.left_as_is(case, side, mode) for side in sides):
             return None
         common = 1.0 if BASELINE not in sides and self._same_products(*sides) else in_common()
         return ratio(slow, fast, common).interval()

@@ -7,7 +7,7 @@ error bar says so by being wider (`transfer.toml`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -72,6 +72,11 @@ class Basis:
     doubt: float  # logarithmic, added to the error bar
 
     @property
+    def direct(self) -> bool:
+        """Whether this very thing was measured."""
+        return (self.series.gpu, self.series.state, self.series.fmt) == (self.chip.name, self.state, self.fmt)
+
+    @property
     def words(self) -> str:
         """Where it comes from.
 
@@ -79,9 +84,10 @@ class Basis:
         'bf16: corrections measured on h200 (sustained, vllm)'
         """
         measured = f"{self.series.gpu} ({self.series.state}, {self.series.library})"
-        same = (self.series.gpu, self.series.state, self.series.fmt) == (self.chip.name, self.state, self.fmt)
         as_what = "" if self.series.fmt == self.fmt else f" in {self.series.fmt}"
-        return f"{self.fmt}: measured on {measured}" if same else f"{self.fmt}: corrections measured on {measured}{as_what}"
+        return (
+            f"{self.fmt}: measured on {measured}" if self.direct else f"{self.fmt}: corrections measured on {measured}{as_what}"
+        )
 
 
 class GemmModel:
@@ -101,8 +107,8 @@ class GemmModel:
     def _find(self, chip: GpuSpec, fmt: str, state: State, library: str | None) -> Basis:
         if fmt not in RATE_OF:
             raise UserError(f"there is no format {fmt!r}", f"formats: {', '.join(FORMATS)}")
-        if RATE_OF[fmt] not in chip.tflops:
-            able = [each for each in FORMATS if RATE_OF[each] in chip.tflops]
+        able = [each for each in FORMATS if _multiplies(chip, each)]
+        if fmt not in able:
             raise UserError(f"{chip.name} has no {fmt} products", f"formats that it multiplies: {', '.join(able)}")
         facts = _transfer()
         found: list[tuple[float, float, Series]] = []
@@ -126,14 +132,25 @@ class GemmModel:
         return Basis(chip, fmt, state, series, _factor(chip, fmt, state, series, facts), doubt)
 
     def time(
-        self, chip: GpuSpec, fmt: str, shapes: Shapes, state: State = "sustained", library: str | None = None, layout: Any = "tn"
+        self,
+        chip: GpuSpec,
+        fmt: str,
+        shapes: Shapes,
+        state: State = "sustained",
+        library: str | None = None,
+        layout: Any = "tn",
+        *,
+        in_training: bool = False,
     ) -> Times:
-        """Products of one format. `layout` is one for all, or one for each.
+        """Products of one format. `layout` is one for all, or one for each. `in_training`: by training's library, which is known.
 
         >>> model().time(gpu("h200"), "bf16", Shapes.of(8192, 8192, 8192)).gemm_ms.round(1).tolist()
         [1.6]
         """
-        return self._time(self.basis(chip, fmt, state, library), shapes, layout)
+        basis = self.basis(chip, fmt, state, library)
+        if library is None and not basis.direct and not in_training:  # whose product it will be is not known either
+            basis = replace(basis, doubt=float(np.hypot(basis.doubt, _transfer()["doubt"]["other_library"])))
+        return self._time(basis, shapes, layout)
 
     def series_time(self, series: Series, shapes: Shapes) -> Times:
         """Products as this very series measured them."""
@@ -171,6 +188,11 @@ def model() -> GemmModel:
 @cache
 def _transfer() -> dict[str, Any]:
     return load_data("gemmscope.forecast", "coefficients/transfer.toml")
+
+
+def _multiplies(chip: GpuSpec, fmt: str) -> bool:
+    """Whether the chip has instructions for it: scales inside the product came with Blackwell."""
+    return RATE_OF[fmt] in chip.tflops and (fmt != "mxfp8" or chip.capability >= (10, 0))
 
 
 def _distance(chip: GpuSpec, other: GpuSpec, facts: dict[str, Any]) -> tuple[float, float]:

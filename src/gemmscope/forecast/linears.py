@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from gemmscope.forecast.estimate import Estimate, total
 from gemmscope.forecast.gemm import LAYOUT_OF, GemmModel, State, model
 from gemmscope.forecast.physics import Shapes
-from gemmscope.forecast.training import doubt_of, facts, product_factor, product_format, quantize_ms
+from gemmscope.forecast.training import Quantizing, doubt_of, facts, product_factor, product_format, quantizing
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.measure.task import Case
-from gemmscope.recipe.recipes import Recipe, recipe
+from gemmscope.recipe.recipes import recipe
 
 Key = tuple[int, int, int, int, str]  # tokens, inputs, outputs, groups, pass
 
 
-@dataclass(frozen=True)
-class LinearTime:
-    """One linear in one recipe: its products by pass, and what quantizing each tensor takes (alone, and inside a step)."""
+class LinearTime(NamedTuple):
+    """One linear in one recipe: its products by pass, and what quantizing each tensor takes, alone and inside a step."""
 
     products: dict[str, Estimate]
     quantize_ms: dict[str, float]
@@ -35,6 +34,14 @@ class LinearTime:
         return Estimate(time_ms, 0.0, self.quantize_doubt)
 
 
+class Habits(NamedTuple):
+    """What a recipe does on one chip: the format of each pass's products, and its quantization."""
+
+    formats: dict[str, str]
+    quantizes: bool
+    quantizing: Quantizing
+
+
 class Forecaster:
     """Times of linears on one chip in one state. What was computed once is kept: models share shapes, sweeps share more."""
 
@@ -42,24 +49,32 @@ class Forecaster:
         self.chip, self.state, self.cache_weights = chip, state, cache_weights
         self.gemms = gemms or model()
         self._known: dict[tuple[str, Key], Estimate] = {}
+        self._habits: dict[str, Habits] = {}
+        self._common, self._doubt = doubt_of("common", chip), doubt_of("quantize", chip)
+
+    def habits(self, name: str) -> Habits:
+        """Of a recipe on this chip."""
+        if name not in self._habits:
+            asked = recipe(name)
+            formats = {each: product_format(asked, each, self.chip) for each in LAYOUT_OF}
+            self._habits[name] = Habits(formats, asked.quantizes, quantizing(asked, self.chip))
+        return self._habits[name]
 
     def prepare(self, cases: Iterable[Case], recipes: Sequence[str]) -> None:
         """Compute every product of these linears at once."""
         wanted: dict[str, dict[Key, None]] = {}
-        formats = {(name, each): product_format(recipe(name), each, self.chip) for name in recipes for each in LAYOUT_OF}
+        formats = {each: {self.habits(name).formats[each] for name in recipes} for each in LAYOUT_OF}
         for case in cases:
             for each in case.passes:
                 key = _key(case, each)
-                for name in recipes:
-                    fmt = formats[name, each]
+                for fmt in formats[each]:
                     if (fmt, key) not in self._known:
                         wanted.setdefault(fmt, {})[key] = None
         for fmt, keys in wanted.items():
             self._compute(fmt, list(keys))
 
     def _compute(self, fmt: str, keys: list[Key]) -> None:
-        columns = np.array([key[:4] for key in keys], dtype=np.float64).T
-        tokens, inputs, outputs, groups = columns
+        tokens, inputs, outputs, groups = np.array([key[:4] for key in keys], dtype=np.float64).T
         passes = np.array([key[4] for key in keys])
         dgrad, wgrad = passes == "dgrad", passes == "wgrad"
         shapes = Shapes.of(
@@ -69,39 +84,38 @@ class Forecaster:
             groups,
             wgrad & (groups > 1),
         )
-        layouts = np.array([LAYOUT_OF[str(each)] for each in passes])
-        found = self.gemms.time(self.chip, fmt, shapes, self.state, layout=layouts)
+        layouts = np.select([dgrad, wgrad], [LAYOUT_OF["dgrad"], LAYOUT_OF["wgrad"]], LAYOUT_OF["fprop"])
+        found = self.gemms.time(self.chip, fmt, shapes, self.state, layout=layouts, in_training=True)
         times = found.gemm_ms * product_factor(fmt, self.chip)
         own = np.sqrt(np.maximum(((found.low + found.high) / 2) ** 2 - found.shared**2, 0.0))
-        for key, time_ms, alone, shared in zip(keys, times.tolist(), own.tolist(), found.shared.tolist(), strict=True):
-            self._known[fmt, key] = Estimate(time_ms, alone, shared)
+        shared = np.hypot(found.shared, self._common)
+        for key, time_ms, alone, together in zip(keys, times.tolist(), own.tolist(), shared.tolist(), strict=True):
+            self._known[fmt, key] = Estimate(time_ms, alone, together)
 
     def linear(self, case: Case, name: str) -> LinearTime:
         """One linear in one recipe."""
-        asked = recipe(name)
-        formats = {each: product_format(asked, each, self.chip) for each in case.passes}
-        if any((fmt, _key(case, each)) not in self._known for each, fmt in formats.items()):
+        habits = self.habits(name)
+        keys = {each: (habits.formats[each], _key(case, each)) for each in case.passes}
+        if any(key not in self._known for key in keys.values()):
             self.prepare([case], [name])
-        common = doubt_of("common", self.chip)
-        products = {each: self._known[fmt, _key(case, each)].with_shared(common) for each, fmt in formats.items()}
-        spent = self._quantize(case, asked, in_step=False)
-        in_step = sum(self._quantize(case, asked, in_step=True).values())
-        return LinearTime(products, spent, in_step, doubt_of("quantize", self.chip))
+        products = {each: self._known[key] for each, key in keys.items()}
+        if not habits.quantizes:
+            return LinearTime(products, {}, 0.0, 0.0)
+        quantize = self._quantize(case, habits.quantizing)
+        return LinearTime(products, quantize, sum(quantize.values()) * habits.quantizing.in_step, self._doubt)
 
-    def _quantize(self, case: Case, asked: Recipe, *, in_step: bool) -> dict[str, float]:
+    def _quantize(self, case: Case, costs: Quantizing) -> dict[str, float]:
         """X, W and dY; bare products have no dY, and cached weights are not quantized here."""
-        if not asked.quantizes:
-            return {}
         elements = {"X": case.tokens * case.inputs, "W": case.weights, "dY": case.tokens * case.outputs}
         if len(case.passes) == 1:
             del elements["dY"]
         if self.cache_weights:
             del elements["W"]
-        return {label: quantize_ms(asked, size, self.chip, in_step=in_step) for label, size in elements.items()}
+        return {label: costs.time_ms(size) for label, size in elements.items()}
 
 
 def _key(case: Case, pass_name: str) -> Key:
-    return case.tokens, case.inputs, case.outputs, max(len(case.rows), 1), pass_name
+    return case.tokens, case.inputs, case.outputs, len(case.rows) or 1, pass_name
 
 
 def in_common() -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from gemmscope.forecast.comm import Communication, communication
 from gemmscope.forecast.estimate import Estimate, ratio, total
 from gemmscope.forecast.linears import Forecaster, in_common
-from gemmscope.forecast.training import doubt_of, facts, op_ms
+from gemmscope.forecast.training import NEVER_QUANTIZED, doubt_of, facts, op_ms
 from gemmscope.measure.task import Case
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.recipe.recipes import BASELINE, recipe
@@ -22,7 +22,6 @@ from gemmscope.workload.derive import EMBEDDING, HEAD, Workload
 from gemmscope.workload.ops import GroupedLinear, Linear, Op, Optimizer
 from gemmscope.workload.summary import totals
 
-HIGH_PRECISION = {"Router": "routing", "Shared Expert Scale": "routing"}  # never quantized, whatever the recipe
 ROUTING_OPS = ("Token Dispatch", "Token Combine")
 BACKWARD_SHARE = 0.6  # of a micro-batch's time
 
@@ -53,8 +52,9 @@ class StepForecast:
     def __init__(self, forecaster: Forecaster, model: ModelSpec, run: RunSpec, workload: Workload, dp: int = 1) -> None:
         self.forecaster, self.run = forecaster, run
         self.linears = [op for op in workload.ops if isinstance(op, Linear)]
-        self.quantized = [op for op in self.linears if _row_of_linear(op) == "products"]
         self.cases = [_case(op) for op in self.linears]
+        pairs = zip(self.linears, self.cases, strict=True)
+        self.quantized = [(op, case) for op, case in pairs if _row_of_linear(op) == "products"]
         self._workload, self._model, self._dp = workload, model, dp
         self._fixed: _Fixed | None = None
 
@@ -62,22 +62,22 @@ class StepForecast:
         """Why a recipe cannot run this model; empty if it can."""
         asked = recipe(name)
         if asked.quantizes:
-            for op in self.quantized:
-                words = asked.misaligned(_case(op).sizes())
+            for _, case in self.quantized:
+                words = asked.misaligned(case.sizes())
                 if words:
-                    return f"{op.name}: {words}"
+                    return f"{case.op}: {words}"
         return ""
 
     def step(self, name: str) -> Step:
         """All rows in one recipe."""
         fixed = self.fixed()
         parts: dict[Row, list[Estimate]] = {row: [found] for row, found in fixed.per_micro_batch.items()}
-        for op in self.quantized:
-            found = self.forecaster.linear(_case(op), name)
+        for op, case in self.quantized:
+            found = self.forecaster.linear(case, name)
             again = op.forward_runs - 1
             products = [part.times(op.count * (1 + again * (each == "fprop"))) for each, part in found.products.items()]
             parts.setdefault("products", []).extend(products)
-            if recipe(name).quantizes:
+            if found.quantize_ms:
                 parts.setdefault("quantization", []).append(found.quantizing(in_step=True).times(op.count * (1 + again / 3)))
         batches = self.run.gradient_accumulation
         one = self._at_step_clock({row: total(parts[row]) for row in ROWS if row in parts})
@@ -142,7 +142,7 @@ def _case(op: Linear) -> Case:
 
 
 def _row_of_linear(op: Linear) -> Row:
-    if op.name in HIGH_PRECISION:
+    if op.name in NEVER_QUANTIZED:
         return "routing"
     if op.section in (HEAD, EMBEDDING):  # left in BF16, as frameworks do
         return "head and loss" if op.section == HEAD else "embedding"
@@ -187,8 +187,8 @@ def step_answer(forecast: StepForecast, names: Sequence[str], model: ModelSpec, 
                 speedup=speedup(baseline, found).interval() if name != BASELINE else None,
                 tokens_per_s=tokens / time_ms * 1000,
                 model_tflops=flops / time_ms / 1e9,
-                busy_ms=None,
-                host_ms=None,
+                busy_ms=time_ms,
+                host_ms=launching_ms(forecast, name),
                 peak_bytes=None,
                 waterfall=fall,
                 words=words,
@@ -197,15 +197,25 @@ def step_answer(forecast: StepForecast, names: Sequence[str], model: ModelSpec, 
     return StepAnswer(tuple(made), failures, 0, len(model.layers))
 
 
+def launching_ms(forecast: StepForecast, name: str) -> float:
+    """Roughly what the CPU takes to launch a step."""
+    table = facts()["host"]["layer_ms"]
+    layers = sum(op.count for op in forecast.linears if op.name == "Attn Out")
+    return float(table.get(name, table["other"]) * layers * forecast.run.gradient_accumulation)
+
+
+CHANGED: tuple[Row, ...] = ("products", "quantization")
+PROPORTIONAL: Row = "pipeline bubble"
+
+
 def speedup(slow: Step, fast: Step) -> Estimate:
     """How many times faster. What both sides run alike errs alike, and so hardly moves the ratio."""
-    alike = [row for row in slow.rows if row in fast.rows and slow.rows[row] == fast.rows[row]]
-    constant = total(slow.rows[row] for row in alike)
-    sides = [total(part for row, part in each.rows.items() if row not in alike) for each in (slow, fast)]
-    if not sides[1].value:
-        return Estimate(1.0)
-    changed = ratio(sides[0], sides[1], in_common())
-    value = (sides[0].value + constant.value) / (sides[1].value + constant.value)
-    share = sides[1].value / (sides[1].value + constant.value)  # how much of the step the precision touches
+    value = slow.total.value / fast.total.value
+    changed = [total(part for row, part in each.rows.items() if row in CHANGED) for each in (slow, fast)]
+    if not changed[1].value:
+        return Estimate(value)
+    constant = total(part for row, part in fast.rows.items() if row not in (*CHANGED, PROPORTIONAL))
+    share = changed[1].value / (changed[1].value + constant.value)  # how much of the step the precision touches
+    gain = ratio(changed[0], changed[1], in_common())
     dilution = constant.shared * (1 - share) * abs(1 - 1 / value)  # a wrong constant dilutes more or less
-    return Estimate(value, changed.own * share, ((changed.shared * share) ** 2 + dilution**2) ** 0.5)
+    return Estimate(value, gain.own * share, ((gain.shared * share) ** 2 + dilution**2) ** 0.5)

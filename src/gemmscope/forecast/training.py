@@ -7,13 +7,16 @@ real kernels reach, with their source.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from gemmscope.gpu.specs import GpuSpec, gpu
 from gemmscope.recipe.recipes import Recipe
 from gemmscope.recipe.support import support
 from gemmscope.toml import load_data
 from gemmscope.workload.ops import ELEMENT_BYTES, Attention, Op
+
+# Linears that frameworks leave in BF16 whatever the recipe: they are small, and routing must be exact.
+NEVER_QUANTIZED = ("Router", "Shared Expert Scale")
 
 
 @cache
@@ -51,21 +54,31 @@ def product_factor(fmt: str, chip: GpuSpec) -> float:
     return float(facts()["products"].get(chip.architecture, {}).get(fmt, 1.0))
 
 
-def quantize_ms(recipe: Recipe, elements: float, chip: GpuSpec, *, in_step: bool = False) -> float:
+class Quantizing(NamedTuple):
+    """What quantizing one tensor takes: launches, and a time per element; and how a step's differs from that of bare linears."""
+
+    launch_ms: float
+    element_ms: float
+    in_step: float
+
+    def time_ms(self, elements: float) -> float:
+        return self.launch_ms + self.element_ms * elements
+
+
+def quantizing(recipe: Recipe, chip: GpuSpec) -> Quantizing:
     """One tensor, for all its products.
 
     >>> from gemmscope.recipe.recipes import recipe
-    >>> round(quantize_ms(recipe("FP8Delayed"), 16384 * 4096, gpu("h200")), 3)
+    >>> round(quantizing(recipe("FP8Delayed"), gpu("h200")).time_ms(16384 * 4096), 3)
     0.082
     """
     if not recipe.quantizes:
-        return 0.0
+        return Quantizing(0.0, 0.0, 1.0)
     table = facts()["quantize"]
     known = table.get(recipe.name, table["other"])
     written = table["written"].get(chip.architecture, {}).get(recipe.name, recipe.bytes_written)
-    moved = elements * (recipe.bytes_read + written)
-    time_ms = moved / (chip.bandwidth_tbps * 1e9 * known["bandwidth"]) + known["kernels"] * facts()["launch_ms"]
-    return float(time_ms * (known["in_step"] if in_step else 1.0))
+    element_ms = (recipe.bytes_read + written) / (chip.bandwidth_tbps * 1e9 * known["bandwidth"])
+    return Quantizing(known["kernels"] * facts()["launch_ms"], element_ms, known["in_step"])
 
 
 def op_ms(op: Op, chip: GpuSpec) -> float:

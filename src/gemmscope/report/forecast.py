@@ -111,6 +111,11 @@ def verdicts(reports: Sequence[ForecastFindings], answers: Mapping[str, StepAnsw
         lines.append(f"{chip}: {best.recipe} is forecast fastest, {times_faster(best.speedup)} over {BASELINE}{close}")
         lines.append(f"{chip}: {best.recipe}: {best.words}")
     for report in reports:
+        bound = [each for each in _recipes(answers, report.chip.name) if each.host_bound and each.host_ms and each.busy_ms]
+        if bound:
+            times = ", ".join(f"{each.recipe} {each.busy_ms:.0f} ms" for each in bound)
+            most = max(each.host_ms or 0.0 for each in bound)
+            lines.append(f"HOST-BOUND: {report.chip.name}: the GPU needs {times}; launching takes a CPU about {most:.0f} ms")
         lines += [f"not possible: {report.chip.name}: {words}" for words in report.misaligned()]
     return lines
 
@@ -165,12 +170,15 @@ def sweep_sentences(points: Sequence[Point], names: Sequence[str], recipes: Sequ
     for name in recipes:
         if name == BASELINE:
             continue
-        parts = []
+        begins: dict[int | None, list[str]] = {}
         for second in seconds:
             line = [point for point in points if second is None or point.values[1] == second]
-            since = break_even(line, name)
-            where = "" if second is None else f" ({names[1]} {second})"
-            parts.append((f"from {names[0]} {since} on" if since is not None else "nowhere for certain") + where)
+            begins.setdefault(break_even(line, name), []).append(str(second))
+        parts = [
+            (f"from {names[0]} {since} on" if since is not None else "nowhere for certain")
+            + (f" ({names[1]} {', '.join(where)})" if len(names) == 2 else "")
+            for since, where in begins.items()
+        ]
         lines.append(f"{gpu}: break-even: {name} gains {'; '.join(parts)}")
     impossible: dict[str, list[str]] = {}
     for point in points:
