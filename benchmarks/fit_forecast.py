@@ -3,8 +3,8 @@
     python benchmarks/fit_forecast.py DATA_FOLDER
 
 DATA_FOLDER holds `gemm_times.parquet` (one row per measured product: system, framework, gemm_dtype, m, n, k, latency_ms,
-sustained). Needs torch, pandas and pyarrow; takes about six minutes on two cores. Writes the coefficients that ship with the
-package, the sample of held-out rows that the tests use, and the table of held-out errors in docs/accuracy.md.
+sustained). Needs torch, pandas and pyarrow; takes about seven minutes on two cores. Writes the coefficients that ship with the
+package and the sample of held-out rows that the tests use; forecast_accuracy.py then writes docs/accuracy.md.
 
 Times of fp8, fp8-block and nvfp4 include quantizing the activations, whose time does not depend on n: the fit separates the two
 as launch + passes x bytes, starting from measured times of quantizing alone where there are some.
@@ -31,7 +31,6 @@ from gemmscope.gpu.specs import gpu
 ROOT = Path(__file__).resolve().parent.parent
 COEFFICIENTS = ROOT / "src/gemmscope/forecast/coefficients/gemm.json"
 SAMPLE = ROOT / "tests/data/held_out_gemms.csv.gz"
-ACCURACY = ROOT / "docs/accuracy.md"
 GPUS = {
     "a100_sxm": "a100", "h100_sxm": "h100", "h200_sxm": "h200", "b200_sxm": "b200", "b300_sxm": "b300", "gb200": "gb200",
     "rtx_pro_6000_server": "rtx-pro-6000",
@@ -231,16 +230,16 @@ def main() -> None:
     evaluate(data, document)
     COEFFICIENTS.write_text(json.dumps(document, separators=(",", ":")).replace('{"gpu"', '\n{"gpu"') + "\n")
     sample(data)
+    print("now run: python benchmarks/forecast_accuracy.py")
     print(f"done after {time.time() - began:.0f} s; {COEFFICIENTS.stat().st_size / 1e3:.0f} kB", flush=True)
 
 
 def evaluate(data: Data, document: dict) -> None:
-    """Held-out error of every series, through the code that the package runs; fills in `held_out` and writes the table."""
+    """Held-out error of every series, through the code that the package runs; fills in `held_out`."""
     from gemmscope.forecast.gemm import GemmModel
 
     model = GemmModel(read_coefficients(json.dumps(document), "what was just fitted"))
     left = data.rows[data.rows.part == HELD_OUT]
-    lines = []
     for number, facts in enumerate(document["series"]):
         mine = left[left.series == number]
         found = model.series_time(model.coefficients.series[number], Shapes.of(mine.m, mine.k, mine.n))
@@ -253,24 +252,8 @@ def evaluate(data: Data, document: dict) -> None:
             "covered": round(covered, 3), "roofline_median": round(float(np.median(plain)), 4),
         }  # fmt: skip
         held = facts["held_out"]
-        lines.append(
-            f"| {facts['gpu']} | {facts['fmt']} | {facts['state']} | {facts['library']} | {held['rows']} "
-            f"| {held['median']:.1%} | {held['p90']:.1%} | {covered:.0%} | {held['roofline_median']:.0%} |"
-        )
-        print(lines[-1], flush=True)
-    head = (
-        "| GPU | format | state | library | rows | median error | p90 error | inside the 90% bar | plain roofline, median error |"
-    )
-    table = "\n".join([head, "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: |", *lines])
-    write_table(table)
-
-
-def write_table(table: str) -> None:
-    """Between the marks of docs/accuracy.md."""
-    begin, end = "<!-- held-out: begin -->", "<!-- held-out: end -->"
-    text = ACCURACY.read_text() if ACCURACY.exists() else f"# Accuracy\n\n{begin}\n{end}\n"
-    before, rest = text.split(begin)
-    ACCURACY.write_text(f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}")
+        name = " ".join(facts[key] for key in ("gpu", "fmt", "state", "library"))
+        print(f"{name}: median {held['median']:.1%}, p90 {held['p90']:.1%}, covered {covered:.0%}", flush=True)
 
 
 def sample(data: Data) -> None:

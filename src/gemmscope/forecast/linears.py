@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -73,6 +74,11 @@ class Forecaster:
         for fmt, keys in wanted.items():
             self._compute(fmt, list(keys))
 
+    def forget(self, beyond: int) -> None:
+        """Drop what was computed if it has become more than that."""
+        if len(self._known) > beyond:
+            self._known.clear()
+
     def _compute(self, fmt: str, keys: list[Key]) -> None:
         tokens, inputs, outputs, groups = np.array([key[:4] for key in keys], dtype=np.float64).T
         passes = np.array([key[4] for key in keys])
@@ -103,6 +109,24 @@ class Forecaster:
             return LinearTime(products, {}, 0.0, 0.0)
         quantize = self._quantize(case, habits.quantizing)
         return LinearTime(products, quantize, sum(quantize.values()) * habits.quantizing.in_step, self._doubt)
+
+    def together(self, linears: Sequence[tuple[Case, int, int]], name: str) -> tuple[Estimate, Estimate]:
+        """Products, and quantization inside a step, of many linears: (case, count, forward runs) each. Sweeps take this way."""
+        formats, quantizes, costs = self.habits(name)
+        known, value, squares, shared, quantize = self._known, 0.0, 0.0, 0.0, 0.0
+        for case, count, runs in linears:
+            tokens, inputs, outputs, groups = case.tokens, case.inputs, case.outputs, len(case.rows) or 1
+            for each in case.passes:
+                found = known.get((formats[each], (tokens, inputs, outputs, groups, each)))
+                part = found if found is not None else self.linear(case, name).products[each]
+                time_ms = part[0] * (count * runs if each == "fprop" else count)
+                value += time_ms
+                squares += (time_ms * part[1]) ** 2
+                shared += time_ms * part[2]
+            if quantizes:
+                quantize += sum(self._quantize(case, costs).values()) * costs.in_step * count * (2 + runs) / 3
+        products = Estimate(value, sqrt(squares) / value, shared / value) if value else Estimate(0.0)
+        return products, Estimate(quantize, 0.0, self._doubt)
 
     def _quantize(self, case: Case, costs: Quantizing) -> dict[str, float]:
         """X, W and dY; bare products have no dY, and cached weights are not quantized here."""

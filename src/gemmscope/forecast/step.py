@@ -54,7 +54,7 @@ class StepForecast:
         self.linears = [op for op in workload.ops if isinstance(op, Linear)]
         self.cases = [_case(op) for op in self.linears]
         pairs = zip(self.linears, self.cases, strict=True)
-        self.quantized = [(op, case) for op, case in pairs if _row_of_linear(op) == "products"]
+        self.quantized = [(case, op.count, op.forward_runs) for op, case in pairs if _row_of_linear(op) == "products"]
         self._workload, self._model, self._dp = workload, model, dp
         self._fixed: _Fixed | None = None
 
@@ -62,7 +62,7 @@ class StepForecast:
         """Why a recipe cannot run this model; empty if it can."""
         asked = recipe(name)
         if asked.quantizes:
-            for _, case in self.quantized:
+            for case, _, _ in self.quantized:
                 words = asked.misaligned(case.sizes())
                 if words:
                     return f"{case.op}: {words}"
@@ -71,16 +71,10 @@ class StepForecast:
     def step(self, name: str) -> Step:
         """All rows in one recipe."""
         fixed = self.fixed()
-        parts: dict[Row, list[Estimate]] = {row: [found] for row, found in fixed.per_micro_batch.items()}
-        for op, case in self.quantized:
-            found = self.forecaster.linear(case, name)
-            again = op.forward_runs - 1
-            products = [part.times(op.count * (1 + again * (each == "fprop"))) for each, part in found.products.items()]
-            parts.setdefault("products", []).extend(products)
-            if found.quantize_ms:
-                parts.setdefault("quantization", []).append(found.quantizing(in_step=True).times(op.count * (1 + again / 3)))
+        products, quantizing = self.forecaster.together(self.quantized, name)
+        parts: dict[Row, Estimate] = {"products": products, "quantization": quantizing, **fixed.per_micro_batch}
         batches = self.run.gradient_accumulation
-        one = self._at_step_clock({row: total(parts[row]) for row in ROWS if row in parts})
+        one = self._at_step_clock({row: part for row, part in parts.items() if part.value})
         rows = {row: found.times(batches) for row, found in one.items()}
         if fixed.optimizer.value:
             rows["optimizer"] = fixed.optimizer

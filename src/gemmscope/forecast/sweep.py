@@ -38,23 +38,28 @@ class Point:
         return dict(self.speedups).get(name)
 
 
+AT_A_TIME = 400
+MOST_KEPT = 50_000  # products remembered from one batch to the next
 Configuration = tuple[tuple[int, ...], ModelSpec, RunSpec]
 
 
 def forecast_points(forecaster: Forecaster, wanted: Sequence[Configuration], recipes: Sequence[str], dp: int = 1) -> list[Point]:
-    """All of them: products are gathered first and computed together."""
-    steps = [StepForecast(forecaster, model, run, derive(model, run), dp) for _, model, run in wanted]
-    forecaster.prepare((case for step in steps for case in step.cases), [BASELINE, *recipes])
-    points = []
-    for (values, _, _), step in zip(wanted, steps, strict=True):
-        baseline = step.step(BASELINE)
-        found = [
-            (name, speedup(baseline, step.step(name)).interval())
-            for name in recipes
-            if name != BASELINE and not step.why_not(name)
-        ]
-        points.append(Point(values, baseline.total.value, tuple(found)))
+    """All of them, some hundreds at a time: their products are gathered first and computed together."""
+    points: list[Point] = []
+    for first in range(0, len(wanted), AT_A_TIME):
+        some = wanted[first : first + AT_A_TIME]
+        steps = [StepForecast(forecaster, model, run, derive(model, run), dp) for _, model, run in some]
+        forecaster.prepare((case for step in steps for case in step.cases), [BASELINE, *recipes])
+        points += [_point(values, step, recipes) for (values, _, _), step in zip(some, steps, strict=True)]
+        forecaster.forget(beyond=MOST_KEPT)
     return points
+
+
+def _point(values: tuple[int, ...], step: StepForecast, recipes: Sequence[str]) -> Point:
+    baseline = step.step(BASELINE)
+    able = [name for name in recipes if name != BASELINE and not step.why_not(name)]
+    gains = tuple((name, speedup(baseline, step.step(name)).interval()) for name in able)
+    return Point(values, baseline.total.value, gains)
 
 
 def break_even(points: Sequence[Point], name: str) -> int | None:
