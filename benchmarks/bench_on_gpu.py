@@ -1,6 +1,6 @@
 """Holds `gemmscope bench` against itself and against plain loops, on the GPU at hand, and writes the findings as Markdown.
 
-    python benchmarks/bench_on_gpu.py docs/measured/h200.md
+    python benchmarks/bench_on_gpu.py docs/measured/h200.md [1 3 …]     # all sections, or those numbers anew
 
 What it shows: how long the reference's model takes, whether two runs agree, whether the autocast total is what an independent
 loop of `te.Linear` takes in the same state and what its parts add up to; and that fallbacks, unaligned shapes, layers that a
@@ -36,34 +36,50 @@ UNALIGNED = "--hidden_size 4096 --intermediate_size 16380 --num_attention_heads 
 HUGE = "--hidden_size 65536 --intermediate_size 524288 --num_attention_heads 512 --num_hidden_layers 2 --micro_batch_size 1"
 EXPERTS = "--preset mixtral-8x7b --micro-batch-size 1 --sequence-length 4096"
 
-# Anyone's loop: every (op, recipe) in turn, a second or so to get hot and power-limited, then twenty times ten steps.
+# Anyone's loop, in the state that is asked about: the linears of a layer one after the other, recipes in turn, so that the chip
+# is as hot and as limited in power as it is among them. Each turn runs for 0.4 s, then for 0.8 s that count; the first two rounds
+# count for nothing.
 PLAIN_LOOP = """
-import json, sys, torch, transformer_engine.pytorch as te
+import json, random, sys, time, torch, transformer_engine.pytorch as te
 from transformer_engine.common import recipe
 made = {"BF16": None, "FP8Current": recipe.Float8CurrentScaling(), "FP8Delayed": recipe.DelayedScaling(),
         "FP8Block": recipe.Float8BlockScaling()}
-answers = []
+data, layers, times = {}, {}, {}
 for tokens, inputs, outputs, name in json.loads(sys.argv[1]):
     layer = te.Linear(inputs, outputs, bias=False, params_dtype=torch.bfloat16)
-    x = torch.randn(tokens, inputs, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    grad = torch.randn(tokens, outputs, device="cuda", dtype=torch.bfloat16)
-    def step():
-        with te.autocast(enabled=made[name] is not None, recipe=made[name]):
-            y = layer(x)
-        y.backward(grad)
-        x.grad = layer.weight.grad = None
-    for _ in range(250):
-        step()
-    times = []
-    for _ in range(20):
-        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        a.record()
-        for _ in range(10):
-            step()
-        b.record(); torch.cuda.synchronize()
-        times.append(a.elapsed_time(b) / 10)
-    answers.append(sum(times) / len(times))
-print(json.dumps(answers))
+    if (inputs, outputs) not in data:
+        data[inputs, outputs] = (torch.randn(tokens, inputs, device="cuda", dtype=torch.bfloat16, requires_grad=True),
+                                 torch.randn(tokens, outputs, device="cuda", dtype=torch.bfloat16))
+    layers.setdefault(name, []).append((layer, *data[inputs, outputs]))
+    times[inputs, outputs, name] = []
+def run(name, layer, x, grad):
+    with te.autocast(enabled=made[name] is not None, recipe=made[name]):
+        y = layer(x)
+    y.backward(grad)
+    x.grad = layer.weight.grad = None
+def cycle(name):
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(layers[name]) + 1)]
+    for mark, each in zip(marks, layers[name]):
+        mark.record()
+        run(name, *each)
+    marks[-1].record()
+    return marks
+def took(marks):
+    marks[-1].synchronize()
+    return [a.elapsed_time(b) for a, b in zip(marks, marks[1:])]
+for name in layers:
+    cycle(name)
+once = {name: sum(took(cycle(name))) for name in layers}
+for turn in range(8):
+    for name in random.sample(list(layers), len(layers)):
+        for _ in range(round(400 / once[name])):
+            cycle(name)
+        seen = [cycle(name) for _ in range(round(800 / once[name]))]
+        if turn > 1:
+            for marks in seen:
+                for (layer, x, grad), ms in zip(layers[name], took(marks)):
+                    times[layer.in_features, layer.out_features, name].append(ms)
+print(json.dumps([sum(times[i, o, n]) / len(times[i, o, n]) for _, i, o, n in json.loads(sys.argv[1])]))
 """
 
 
@@ -115,7 +131,7 @@ def reference_twice() -> tuple[list[str], dict[str, Any]]:
 
 
 def plain_loops(run: dict[str, Any]) -> list[str]:
-    """The autocast total of a linear against a loop that anyone would write, in its own process, hot."""
+    """The autocast total of a linear against a loop that anyone would write, in its own process, in the same state."""
     lines = [
         "| op | recipe | gemmscope ms | plain loop ms | difference | sum of the parts | profiled kernels |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
@@ -154,11 +170,16 @@ def told_apart() -> list[str]:
     run, _, _ = bench(f"{TINY} --sequence_length 1024 --recipes fp8rowwise --longest 4")
     notes = dict.fromkeys(f"{task['op']}: {task['facts']['note']}" for task in run["tasks"] if task["facts"].get("note"))
     lines.append(f"- torchao, layers of 512: {'; '.join(notes)}")
+    return lines
+
+
+def too_large_and_killed() -> list[str]:
+    """Faults that cost what they hit, and nothing else."""
     run, _, code = bench(f"{HUGE} --sequence_length 8192 --recipes fp8current --autocast-only --longest 6")
     failed = {task["op"]: task["failure_kind"] for task in run.get("tasks", []) if task["failure"]}
     measured = sorted({row["op"] for row in run.get("rows", [])})
-    lines.append(f"- shapes too large for memory: exit code {code}; failed {json.dumps(failed)}; measured {', '.join(measured)}")
-    return [*lines, *killed()]
+    large = f"- shapes too large for memory: exit code {code}; failed {json.dumps(failed)}; measured {', '.join(measured)}"
+    return [large, *killed()]
 
 
 def host_bound() -> list[str]:
@@ -231,31 +252,35 @@ def rows_of(options: str, groups: int = 0) -> list[str]:
 
 
 def main() -> None:
-    """Run everything; the file is written anew after each section, so that nothing is lost."""
-    target = Path(sys.argv[1])
+    """Run everything, or the sections named; the file is written anew after each section, so that nothing is lost."""
+    target, wanted = Path(sys.argv[1]), sys.argv[2:]
     subprocess.run([sys.executable, "-m", "gemmscope", "doctor"], check=True)  # and the frameworks have been imported once
     table, run = reference_twice()
     device, versions = run["device"], run["versions"]
-    text = [
-        f"# `gemmscope bench` on {device['name']}",
-        "",
+    head = (
+        f"# `gemmscope bench` on {device['name']}\n\n"
         f"Written by `benchmarks/bench_on_gpu.py`. {', '.join(f'{name} {version}' for name, version in versions.items())}, "
-        f"CUDA {device['cuda']}, driver {run['environment']['driver']}, power limit {device['power_limit_w']:.0f} W.",
-    ]
+        f"CUDA {device['cuda']}, driver {run['environment']['driver']}, power limit {device['power_limit_w']:.0f} W.\n"
+    )
     sections: dict[str, Callable[[], list[str]]] = {
         "The reference's model, twice": lambda: [f"`gemmscope bench {REFERENCE}`", "", *table],
         "Against a plain loop of `te.Linear`": lambda: plain_loops(run),
+        "Too large, and killed": too_large_and_killed,
         "Told apart": told_apart,
         "A small model": lambda: [f"`gemmscope bench {SMALL}`", "", *host_bound()],
         "Experts (Mixtral 8x7B, 4096 tokens)": lambda: rows_of(f"{EXPERTS} --no-fp8-delayed --longest 12", groups=1),
         "PyTorch's own products": lambda: rows_of(f"{REFERENCE} --backend torch --longest 12"),
         "torchao, compiled": lambda: rows_of(f"{REFERENCE} --backend torchao --longest 15"),
     }
+    earlier = target.read_text(encoding="utf-8").split("\n## ")[1:] if target.exists() else []
+    texts = {title: text.strip() for title, _, text in (section.partition("\n") for section in earlier)}
     target.parent.mkdir(parents=True, exist_ok=True)
-    for title, section in sections.items():
-        text += ["", f"## {title}", "", *section()]
-        target.write_text("\n".join(text) + "\n", encoding="utf-8")
-    print("\n".join(text))
+    for number, (title, section) in enumerate(sections.items(), 1):
+        if not wanted or str(number) in wanted:
+            texts[title] = "\n".join([f"{time.strftime('%Y-%m-%d')}.", "", *section()])
+        parts = [f"\n## {each}\n\n{texts[each]}\n" for each in sections if each in texts]
+        target.write_text(head + "".join(parts), encoding="utf-8")
+    print(target.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes docs/accuracy.md: how far forecasts are off, from the coefficients, the held-out sample and the measured steps alone.
+"""Writes the forecasts' part of docs/accuracy.md: how far forecasts are off, from the coefficients, the held-out sample and the measured steps alone.
 
 python benchmarks/forecast_accuracy.py
 """
@@ -25,6 +25,7 @@ from gemmscope.gpu.specs import gpu
 from gemmscope.model.flags import from_hyperparameters
 from gemmscope.model.spec import RunSpec
 from gemmscope.workload.derive import derive
+from step_on_gpu import FORECASTS
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "docs/accuracy.md"
@@ -36,11 +37,12 @@ Written by `python benchmarks/forecast_accuracy.py`; [forecast.md](forecast.md) 
 
 A fifth of all (n, k) sites was kept out of fitting; these are the errors on them, through the code that ships. Goals: a median of
 at most 4%, a 90th percentile of at most 12%, and 85 to 95% of measured times inside the 90% error bar, for every GPU and format.
-The plain roofline is the larger of FLOPs over the published rate and bytes over the bandwidth. Measured by ai-dynamo/aiconfigurator.
+The plain roofline is the larger of FLOPs over the published rate and bytes over the bandwidth. Times are those of
+ai-dynamo/aiconfigurator.
 
 """
-AS_IF = """The series of the GPU are left out and its relatives stand in (the networks' shared weights did see it). Where the library
-or its version differs from that of the relative, that is part of the error.
+AS_IF = """The series of the GPU are left out and its relatives stand in (the networks' shared weights did see it). Where the
+library or its version differs from that of the relative, that is part of the error.
 
 """
 
@@ -142,7 +144,8 @@ def text(coefficients: Coefficients) -> str:
 
 def main() -> None:
     """Write it."""
-    OUT.write_text(text(model().coefficients), encoding="utf-8")
+    before = OUT.read_text(encoding="utf-8").partition(FORECASTS)[0] if OUT.exists() else ""
+    OUT.write_text(before + FORECASTS + "\n" + text(model().coefficients), encoding="utf-8")
     print(f"wrote {OUT}")
 
 

@@ -1,13 +1,16 @@
-"""Holds the predictions of `gemmscope step` against real training steps, on the GPU at hand, and writes the findings as Markdown.
+"""Holds the predictions of `gemmscope step` against real training steps, on the GPU at hand, and writes the findings down.
 
-    python benchmarks/step_on_gpu.py STEPS.json docs/accuracy.md
+    python benchmarks/step_on_gpu.py STEPS.json docs/measured/h200_steps.json docs/accuracy.md [--backend torchao] [MODEL …]
 
-STEPS.json holds measured steps: {"models": {name: {"config": {sizes}, "transformer_engine": {recipe: {"median_ms": …}}}}}. Every
-model is predicted from a stack that holds the weights of at most four layers, and verified in the same run.
+STEPS.json holds measured steps: {"models": {name: {"config": {sizes}, backend: {recipe: {"median_ms": …}}}}}. Every model is
+predicted from a stack that holds the weights of at most four layers, and verified in the same run. The second file keeps what was
+found; the third is made from it, so that models and backends can be run one by one. A minute and a half for each; torchao
+compiles for as long again.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import subprocess
@@ -18,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 
-def step(config: dict[str, Any], *options: str) -> tuple[dict[str, Any], float, str]:
-    """One run of the command: its run file, its seconds, what it said if it failed."""
+def step(config: dict[str, Any], *options: str) -> dict[str, Any]:
+    """One run of the command: its run file; stops here if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "run.json")
         sizes = [f"--{name.replace('_', '-')}={value}" for name, value in config.items() if not isinstance(value, bool)]
@@ -27,53 +30,123 @@ def step(config: dict[str, Any], *options: str) -> tuple[dict[str, Any], float, 
         command = [sys.executable, "-m", "gemmscope", "step", *sizes, *flags, *options, "--json", str(path)]
         begin = time.perf_counter()
         child = subprocess.run(command, capture_output=True, text=True, check=False)
-        seconds = time.perf_counter() - begin
-        print(f"{seconds:6.1f} s, exit {child.returncode}: {' '.join(command[3:])}", flush=True)
-        return (json.loads(path.read_text()) if path.exists() else {}), seconds, child.stderr[-1500:]
+        print(f"{time.perf_counter() - begin:6.1f} s, exit {child.returncode}: {' '.join(command[3:])}", flush=True)
+        if not path.exists():
+            print(child.stderr[-1500:], flush=True)
+            return {}
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+
+
+NAMES = {"FP8Tensorwise": "tensorwise", "FP8Rowwise": "rowwise"}  # of torchao's recipes, as torchao calls them
+
+
+def findings(run: dict[str, Any], model: dict[str, Any], backend: str) -> dict[str, Any]:
+    """What is kept of one model's run."""
+    real = {name.replace("bf16", "BF16"): found["median_ms"] for name, found in model[backend].items()}
+    base = statistics.mean([real["BF16"], real.get("BF16_again", real["BF16"])])
+    kept = {}
+    for each in run["recipes"]:
+        before = real.get(NAMES.get(each["recipe"], each["recipe"]))
+        if each["recipe"] != "BF16" and before is not None:
+            kept[each["recipe"]] = {
+                "predicted": {key: round(each["speedup"][key], 4) for key in ("value", "low", "high")},
+                "before": round(base / before, 4),
+                "real": round(each["verified"]["actual"]["value"], 4) if each["verified"] else None,
+                "verdict": each["verdict"],
+            }
+    named = min(each["named_share"] for each in run["recipes"] if each["named_share"] is not None)
+    recommended = run["recommendation"]["words"] if run["recommendation"] else "nothing"
+    return {
+        "date": time.strftime("%Y-%m-%d"), "config": model["config"], "seconds": run["seconds"], "named": round(named, 4),
+        "recommended": recommended, "recipes": kept, "device": run["device"]["name"], "driver": run["environment"]["driver"],
+        "versions": run["versions"],
+    }  # fmt: skip
+
+
+def _errors(models: dict[str, Any], truth: str) -> list[float]:
+    every = [each for model in models.values() for each in model["recipes"].values() if each[truth]]
+    return [abs(each["predicted"]["value"] / each[truth] - 1) for each in every]
+
+
+def _in_words(errors: list[float]) -> str:
+    return f"{statistics.mean(errors):.2%} mean error, {max(errors):.2%} at worst ({len(errors)} cases)"
+
+
+def markdown(kept: dict[str, Any]) -> str:
+    """The page, of {backend: {model: findings}}."""
+    some = next(iter(next(iter(kept.values())).values()))
+    versions = {key: value for models in kept.values() for model in models.values() for key, value in model["versions"].items()}
+    lines = [
+        "# Predicted against real training steps",
+        "",
+        f"Written by `benchmarks/step_on_gpu.py` on {some['device']}, "
+        f"{', '.join(f'{key} {value}' for key, value in versions.items())}, driver {some['driver']}.",
+        "",
+        "The speedup of the training step over BF16, predicted from a stack that holds the weights of at most four layers; then "
+        "the real model at its full depth, run right after it (`--verify`); and the same models measured earlier on another "
+        "machine with a script of its own, whose layers and optimizer are the same and whose numbers were not used. "
+        "gpt1b_l16 is partly host-bound: there another machine's host is no truth for this one.",
+    ]
+    for backend, models in kept.items():
+        lines += ["", f"## {backend}", *_section(models)]
+    return "\n".join(lines) + "\n"
+
+
+def _section(models: dict[str, Any]) -> list[str]:
+    same, before = _errors(models, "real"), _errors(models, "before")
+    lines = [
+        "",
+        f"* against the real model in the same run: {_in_words(same)}",
+        f"* against the other machine: {_in_words(before)}",
+        "",
+        "| model | recipe | predicted [95%] | real | error | other machine | error | why |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for name, model in models.items():
+        for recipe, each in model["recipes"].items():
+            found = each["predicted"]
+            cells = [name, recipe, f"{found['value']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"]
+            for truth in (each["real"], each["before"]):
+                cells += [f"{truth:.3f}", f"{found['value'] / truth - 1:+.1%}"] if truth else ["", ""]
+            lines.append(f"| {' | '.join([*cells, each['verdict']])} |")
+    lines += ["", "| model | predicting takes | verifying | GPU time named | recommended |", "| --- | ---: | ---: | ---: | --- |"]
+    for name, model in models.items():
+        seconds = model["seconds"]
+        lines.append(
+            f"| {name} | {seconds['predicting']:.0f} s | {seconds['verifying']:.0f} s | {model['named']:.1%} | "
+            f"{model['recommended']} |"
+        )
+    return lines
+
+
+FORECASTS = "\n<!-- forecasts: what follows is written by benchmarks/forecast_accuracy.py -->\n"
+
+
+def write_page(path: Path, text: str) -> None:
+    """The part of the page that is about steps; the forecasts' part stays."""
+    _, mark, forecasts = (path.read_text(encoding="utf-8") if path.exists() else "").partition(FORECASTS)
+    path.write_text(text + mark + forecasts, encoding="utf-8")
 
 
 def main() -> None:
-    """Every model; the file is written anew after each, so that nothing is lost."""
-    truth, target = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    rows, errors, notes = [], [], []
-    for name, model in truth["models"].items():
-        run, seconds, complaint = step(model["config"], "--verify")
-        if not run:
-            notes.append(f"- {name} failed: {complaint}")
-            continue
-        real = model["transformer_engine"]
-        base = statistics.mean([real["BF16"]["median_ms"], real.get("BF16_again", real["BF16"])["median_ms"]])
-        for each in run["recipes"]:
-            if each["recipe"] == "BF16" or each["recipe"] not in real:
-                continue
-            gain = base / real[each["recipe"]]["median_ms"]
-            found, verified = each["speedup"], each["verified"]
-            errors.append(found["value"] / gain - 1)
-            cells = (
-                name, each["recipe"], f"{found['value']:.3f} [{found['low']:.3f}, {found['high']:.3f}]", f"{gain:.3f}",
-                f"{errors[-1]:+.1%}", f"{verified['actual']['value']:.3f}" if verified else "",
-                f"{verified['error']:+.1%}" if verified else "", each["verdict"],
-            )  # fmt: skip
-            rows.append(f"| {' | '.join(cells)} |")
-        named = min((each["named_share"] for each in run["recipes"] if each["named_share"] is not None), default=0.0)
-        recommended = run["recommendation"]["words"] if run["recommendation"] else "nothing"
-        notes.append(f"- {name}: {seconds:.0f} s with verification; {named:.1%} of GPU time named; {recommended}")
-        text = [
-            "# Predicted against real training steps",
-            "",
-            f"Written by `benchmarks/step_on_gpu.py` on {run['device']['name']}, "
-            f"{', '.join(f'{key} {value}' for key, value in run['versions'].items())}, driver {run['environment']['driver']}.",
-            "",
-            f"Mean error {statistics.mean(map(abs, errors)):.2%}, worst {max(map(abs, errors)):.2%} over {len(errors)} cases.",
-            "",
-            "| model | recipe | predicted speedup | measured before | error | real, same run | error | why |",
-            "| --- | --- | --- | ---: | ---: | ---: | ---: | --- |",
-            *rows,
-            "",
-            *notes,
-        ]
-        target.write_text("\n".join(text) + "\n", encoding="utf-8")
-    print(target.read_text() if target.exists() else "\n".join(notes))
+    """Every model; the files are written anew after each, so that nothing is lost."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("steps", type=Path)
+    parser.add_argument("kept", type=Path)
+    parser.add_argument("page", type=Path)
+    parser.add_argument("--backend", default="transformer_engine")
+    parser.add_argument("models", nargs="*")
+    asked = parser.parse_args()
+    truth = json.loads(asked.steps.read_text())["models"]
+    kept = json.loads(asked.kept.read_text()) if asked.kept.exists() else {}
+    for name in asked.models or truth:
+        run = step(truth[name]["config"], "--verify", "--backend", asked.backend)
+        if run:
+            kept.setdefault(asked.backend, {})[name] = findings(run, truth[name], asked.backend)
+            asked.kept.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+            write_page(asked.page, markdown(kept))
+    print(asked.page.read_text() if asked.page.exists() else "nothing was measured")
 
 
 if __name__ == "__main__":

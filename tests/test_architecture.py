@@ -57,7 +57,7 @@ def test_only_workers_import_torch(path: Path) -> None:
     if heavy:
         in_worker = (
             path.name in ("trace_worker.py", "recorder.py", "hub.py", "worker.py", "timer.py", "heat.py", "device.py")
-            or path.name in ("marks.py", "blocks.py", "stack.py")
+            or path.name in ("marks.py", "blocks.py", "stack.py", "huggingface.py")
             or path.parent.name in ("backends", "kits")
         )
         assert in_worker, f"{path.name} imports {heavy}"

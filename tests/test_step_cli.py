@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,49 @@ def test_step_on_the_cpu(run: Run, tmp_path: Path) -> None:
     assert {variant.real for variant in file.variants} == {True, False}
     assert all(each.verified is not None and each.cost is not None for each in file.recipes)
     assert "| BF16 |" in (tmp_path / "step.md").read_text()
+
+
+def test_smaller_batches(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="steps need torch")
+    outcome = run(f"step {SMALL.replace('--micro-batch-size 1', '--micro-batch-size 2')} --longest 1 --break-even --json -")
+    assert outcome.code == 0, outcome.err
+    file = StepFile.model_validate_json(outcome.out)
+    assert [(each.micro_batch_size, each.sequence_length) for each in file.break_even] == [(1, 16), (2, 16)]
+    assert all(set(each.speedups) == {"FP32"} for each in file.break_even)
+
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "num_hidden_layers": 6, "vocab_size": 64, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def test_a_hugging_face_model_of_a_few_layers(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="its own class is built by transformers")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    sizes = "--micro-batch-size 1 --sequence-length 16 --device cpu"
+    outcome = run(f"step --config {tmp_path}/config.json {sizes} --hugging-face --longest 1 --json {tmp_path}/step.json")
+    assert outcome.code == 0, outcome.err
+    assert "the whole 6 layers follow from stacks of 4 and 2" in outcome.out
+    file = StepFile.model_validate_json((tmp_path / "step.json").read_text())
+    assert {variant.depth for variant in file.variants} == {4, 2}
+    assert not any(variant.failure for variant in file.variants)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (SMALL, "needs a Hugging Face config"),
+        ("--config {} --micro-batch-size 1 --sequence-length 16 --device cpu --verify", "nothing to verify"),
+        ("--config {} --micro-batch-size 1 --sequence-length 16 --device cpu --tp 2", "cannot split them"),
+        ("--config {} --micro-batch-size 1 --sequence-length 16 --backend transformer_engine", "runs with torchao"),
+    ],
+)
+def test_what_a_hugging_face_model_cannot(run: Run, tmp_path: Path, options: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "num_key_value_heads": 2}))
+    outcome = run(f"step {options.format(tmp_path / 'config.json')} --hugging-face")
+    assert outcome.code == 2
+    assert message in " ".join(outcome.err.split())
 
 
 def test_ctrl_c_shows_what_was_measured(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

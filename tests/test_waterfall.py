@@ -6,7 +6,7 @@ import pytest
 
 from gemmscope.recipe.recipes import recipe
 from gemmscope.step.results import Part
-from gemmscope.step.waterfall import fallbacks, place, verdict, waterfall
+from gemmscope.step.waterfall import Side, fallbacks, place, verdict, waterfall
 
 BF16 = "nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NTN"
 FP8, FP8_GRAD = "nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_TNT", "nvjet_sm90_qrtst_128x160_128x5_2x1_v_bz_TNT"
@@ -39,7 +39,7 @@ def total(parts: list[Part]) -> float:
 
 def test_rows_add_up_to_the_step() -> None:
     slow, fast = place(step(100)), place(step(50, casts=10, low=True))
-    found = waterfall(slow, fast, 120.0, 80.0)
+    found = waterfall(Side(slow, 120.0), Side(fast, 80.0))
     assert sum(level.slow_ms for level in found.levels) == pytest.approx(120.0)
     assert sum(level.fast_ms for level in found.levels) == pytest.approx(80.0)
     assert found.products == pytest.approx(2.0)
@@ -63,13 +63,13 @@ def test_verdicts(fast: list[Part], wall: float | None, words: str) -> None:
     attention = next(kernels[0][1] for part, _, kernels in fast if part == "attention") / 1000
     slow = step(100, attention=attention)
     placed = place(fast)
-    found = waterfall(place(slow), placed, total(slow), wall or total(fast))
+    found = waterfall(Side(place(slow), total(slow)), Side(placed, wall or total(fast)))
     assert words in verdict(found, recipe("FP8Current"), placed)
 
 
 def test_unknown_kernels_are_listed() -> None:
     parts = [*step(10), ("optimizer", "step", [["nobody knows", 10_000.0, 7]])]
-    found = waterfall(place(parts), place(parts), 60.0, 60.0)
+    found = waterfall(Side(place(parts), 60.0), Side(place(parts), 60.0))
     assert found.unknown == ("nobody knows",)
     assert found.named < 0.9
 

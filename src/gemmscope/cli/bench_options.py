@@ -220,7 +220,7 @@ class TimingOptions:
 
         if self.counts():
             return StoppingRule(target=-1.0, longest_s=float("inf"))
-        return StoppingRule(target=self.precision, longest_s=self.longest)
+        return StoppingRule(target=self.precision, least_rounds=2, longest_s=self.longest)
 
 
 PLOT_ENDINGS = (".png", ".svg", ".pdf", ".eps", ".jpg", ".webp")

@@ -29,7 +29,7 @@ app = typer.Typer(
 )
 app.command("shapes", epilog=shapes.EXAMPLES)(shapes.command)
 app.command("bench", cls=BenchCommand, epilog=bench.EXAMPLES)(bench.command)
-app.command("step", epilog=step.EXAMPLES, hidden=True)(step.command)  # until it is proven on a GPU
+app.command("step", epilog=step.EXAMPLES)(step.command)
 app.command("forecast", epilog=forecast.EXAMPLES)(forecast.command)
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.command)
 

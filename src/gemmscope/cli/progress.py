@@ -6,13 +6,45 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from gemmscope.measure.campaign import Campaign
-    from gemmscope.measure.results import Results
+    from collections.abc import Sequence
 
-STAGES = {"compiling": "compiling kernels", "looking at the kernels": "looking at the kernels"}
+    from gemmscope.measure.campaign import Counts
+    from gemmscope.measure.sampler import StoppingRule
+
+STAGES = {
+    "compiling": "compiling kernels",
+    "looking at the kernels": "looking at the kernels",
+    "launching": "timing what launching takes the CPU",
+}
+
+
+class Found(Protocol):
+    """What was measured so far."""
+
+    complete_rounds: int
+
+    def prepared(self) -> tuple[int, int]:
+        """How many are ready to be measured, or will never be; of how many."""
+
+
+class Measuring(Protocol):
+    """Something that goes on round by round until it is known well enough: a campaign, or a run of steps."""
+
+    rule: StoppingRule
+
+    @property
+    def recipes(self) -> Sequence[str]:
+        """The precisions."""
+
+    @property
+    def counts(self) -> Counts | None:
+        """Fixed numbers instead of the rule."""
+
+    def widest(self) -> float | None:
+        """The largest doubt."""
 
 
 def rounds_left(rounds: int, half_width: float | None, target: float, least: int) -> float | None:
@@ -29,7 +61,7 @@ def rounds_left(rounds: int, half_width: float | None, target: float, least: int
 class Estimate:
     """Seconds left, from the rounds that were seen and how fast they came."""
 
-    def __init__(self, campaign: Campaign, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, campaign: Measuring, clock: Callable[[], float] = time.monotonic) -> None:
         self._campaign, self._clock = campaign, clock
         self._since: float | None = None
         self._rounds_then = 0
@@ -41,7 +73,7 @@ class Estimate:
 
     def seconds_left(self, rounds: int, half_width: float | None) -> float | None:
         """None if it cannot be told."""
-        rule, counts = self._campaign.rule, self._campaign.settings.counts
+        rule, counts = self._campaign.rule, self._campaign.counts
         seen = rounds - self._rounds_then
         if self._since is None or seen < 1:
             return None
@@ -58,12 +90,12 @@ class Estimate:
 class Progress:
     """A context that gives the function to call after each message of the worker."""
 
-    def __init__(self, campaign: Campaign) -> None:
+    def __init__(self, campaign: Measuring) -> None:
         self._campaign, self._estimate = campaign, Estimate(campaign)
         self._live: Any = None
         self._stage = "loading the framework"
 
-    def __enter__(self) -> Callable[[dict[str, Any], Results], None]:
+    def __enter__(self) -> Callable[[dict[str, Any], Found], None]:
         if sys.stderr.isatty():
             from rich import progress
             from rich.console import Console
@@ -78,7 +110,7 @@ class Progress:
         if self._live is not None:
             self._live.stop()
 
-    def show(self, message: dict[str, Any], results: Results) -> None:
+    def show(self, message: dict[str, Any], results: Found) -> None:
         """Redraw, if the message changes what is to be said."""
         if self._live is None:
             return
@@ -86,7 +118,7 @@ class Progress:
         if text:
             self._live.update(self._live.task_ids[0], description=text)
 
-    def text(self, message: dict[str, Any], results: Results) -> str:
+    def text(self, message: dict[str, Any], results: Found) -> str:
         """What the line says after this message; empty if nothing new."""
         kind, rounds = message["type"], results.complete_rounds
         if kind == "begin" and message.get("what") == "measuring":
@@ -95,12 +127,12 @@ class Progress:
         if kind == "begin":
             return STAGES.get(str(message.get("what")), "")
         if kind in ("hello", "ready", "failed") and not rounds:
-            done = sum(bool(result.facts) or bool(result.failure) for result in results.tasks.values())
-            return f"preparing {done} of {len(results.tasks)}"
+            done, every = results.prepared()
+            return f"preparing {done} of {every}"
         return self._measuring(results) if kind == "round" else ""
 
-    def _measuring(self, results: Results) -> str:
-        widest = self._campaign.rule.widest(results, self._campaign.recipes, self._campaign.modes)
+    def _measuring(self, results: Found) -> str:
+        widest = self._campaign.widest()
         left = self._estimate.seconds_left(results.complete_rounds, widest)
         what = "speedups" if len(self._campaign.recipes) > 1 else "times"
         known = f", {what} known to ±{widest:.1%}" if widest is not None and math.isfinite(widest) else ""

@@ -12,13 +12,19 @@ from gemmscope.cli.bench_options import ChoiceOptions
 from gemmscope.cli.choose import choose
 from gemmscope.cli.options import ModelOptions, RunOptions, number, size, takes
 from gemmscope.cli.output import check_targets, say, write
+from gemmscope.cli.progress import Progress
 from gemmscope.cli.workload import Subject, subject_of
 from gemmscope.errors import UserError
+from gemmscope.recipe.recipes import BASELINE
 
 if TYPE_CHECKING:
     from gemmscope.gpu.environment import Environment
+    from gemmscope.model.source import ModelSource
+    from gemmscope.model.spec import RunSpec
     from gemmscope.step.answer import StepAnswer
+    from gemmscope.step.breakeven import AtBatch
     from gemmscope.step.cost import Budget, Cost
+    from gemmscope.step.plan import StackPlan
     from gemmscope.step.predict import StepRun, StepSettings
     from gemmscope.step.recommend import Plan, Recommendation
 
@@ -34,7 +40,13 @@ class Measure(Protocol):
     """Runs steps, saying what for."""
 
     def __call__(
-        self, what: str, *, real: bool = False, recipes: list[str] | None = None, mixed: tuple[Plan, ...] = ()
+        self,
+        what: str,
+        *,
+        real: bool = False,
+        recipes: list[str] | None = None,
+        mixed: tuple[Plan, ...] = (),
+        batch: tuple[int, int] | None = None,
     ) -> StepRun: ...
 
 
@@ -43,6 +55,12 @@ class StepOptions:
     """What is asked of the step beside the model."""
 
     verify: Annotated[bool, typer.Option("--verify", help="Also run the real model, as deep as memory allows.")] = False
+    break_even: Annotated[
+        bool, typer.Option("--break-even", help="Also run smaller batches: from which on does each precision win?")
+    ] = False
+    hugging_face: Annotated[
+        bool, typer.Option("--hugging-face", help="Run the config's own Hugging Face class, a few layers of it, with torchao.")
+    ] = False
     precision: Annotated[float, typer.Option(metavar="SHARE", help="Go on until every speedup is known this well.")] = 0.01
     longest: Annotated[float, typer.Option(metavar="SECONDS", help="Stop measuring after so long all the same.")] = 30.0
     observed_speedup: Annotated[
@@ -93,6 +111,8 @@ def command(model_options: ModelOptions, run_options: RunOptions, choices: Choic
     options.check()
     source = model_options.source()
     run, overridden = run_options.run_spec(source)
+    if options.hugging_face:
+        choices = _for_hugging_face(source, run, choices, options)
     if source.model is None:
         raise UserError(f"{source.origin} has no closed form: its step cannot be built", "gemmscope shapes traces it")
     machine = environment()
@@ -102,32 +122,47 @@ def command(model_options: ModelOptions, run_options: RunOptions, choices: Choic
     subject = subject_of(source, run, overridden)
     plan, notes = plan_step(source.model, run)
     settings = StepSettings(choice.backend, host=choice.backend != "torchao")
+    config = source.config if options.hugging_face else None
     if choice.backend == "cpu":  # it has no clock to settle
         settings = replace(settings, drop_ms=5.0, keep_ms=30.0)
     journal = Journal(state_folder() / "journal.sqlite3")
 
     interrupted: list[str] = []
 
-    def measure(what: str, *, real: bool = False, recipes: list[str] | None = None, mixed: tuple[Plan, ...] = ()) -> StepRun:
+    def measure(
+        what: str,
+        *,
+        real: bool = False,
+        recipes: list[str] | None = None,
+        mixed: tuple[Plan, ...] = (),
+        batch: tuple[int, int] | None = None,
+    ) -> StepRun:
         say(what)
-        rule = StoppingRule(target=options.precision, longest_s=options.longest)
-        made = StepRun(plan, recipes or choice.recipes, settings, rule, journal, command=sys.argv[1:], real=real, mixed=mixed)
-        try:
-            made.run()
-        except KeyboardInterrupt:
-            made.rule.why = "interrupted: what was measured stands below"
-            interrupted.append(what)
+        rule, how, of = StoppingRule(target=options.precision, longest_s=options.longest), settings, plan
+        if batch is not None:
+            rule, how, of = StoppingRule(target=0.02, longest_s=10.0), replace(settings, host=False), plan.with_batch(*batch)
+        made = StepRun(
+            of, recipes or choice.recipes, how, rule, journal, command=sys.argv[1:], real=real, mixed=mixed, config=config
+        )
+        with Progress(made) as show:
+            made.on_message = show
+            try:
+                made.run()
+            except KeyboardInterrupt:
+                made.rule.why = "interrupted: what was measured stands below"
+                interrupted.append(what)
         return made
 
     predicted = measure(f"running the step of {plan.depth} layers in {', '.join(choice.recipes)} …")
     truth = measure("running the real model …", real=True) if options.verify and not interrupted else None
     found = _answer(predicted, truth, subject)
     recommended, mixed = _recommend(predicted, found, measure) if not interrupted else (None, None)
+    batches = _break_even(found, plan, measure, interrupted) if options.break_even else []
     budget = options.budget()
     costs = {each.recipe: cost(each.step, run, budget) for each in found.recipes} if budget is not None else {}
     runs = [made for made in (predicted, truth, mixed) if made is not None]
     said = [*subject.notes, *notes, *(note for made in runs for note in made.notes)]
-    _deliver(options, subject, machine, settings, runs, found, costs, recommended, said)
+    _deliver(options, subject, machine, settings, runs, found, costs, recommended, batches, said)
     if interrupted:
         raise typer.Exit(130)
 
@@ -143,7 +178,6 @@ def _answer(predicted: StepRun, truth: StepRun | None, subject: Subject) -> Step
 
 def _recommend(predicted: StepRun, found: StepAnswer, measure: Measure) -> tuple[Recommendation | None, StepRun | None]:
     """The fastest plan; a mixed one only after it was run beside the best single recipe, and won."""
-    from gemmscope.recipe.recipes import BASELINE
     from gemmscope.step.recommend import Plan, best_recipe, candidate, recommend
 
     if not any(each.recipe != BASELINE for each in found.recipes):
@@ -157,6 +191,46 @@ def _recommend(predicted: StepRun, found: StepAnswer, measure: Measure) -> tuple
     return recommend(proof.results, [*(Plan(name) for name in rivals), mixed]), proof
 
 
+def _break_even(found: StepAnswer, plan: StackPlan, measure: Measure, interrupted: list[str]) -> list[AtBatch]:
+    """The step on smaller batches; this one last."""
+    from gemmscope.step.breakeven import AtBatch, smaller_batches
+
+    measured = []
+    for batch in smaller_batches(plan.micro_batch_size, plan.sequence_length):
+        if interrupted:
+            break
+        made = measure(f"running a batch of {batch[0]} x {batch[1]} tokens …", batch=batch)
+        gains = {name: gain for name in made.recipes if (gain := made.results.speedup(name)) is not None}
+        measured.append(AtBatch(*batch, {name: gain for name, gain in gains.items() if name != BASELINE}))
+    here = {each.recipe: each.speedup for each in found.recipes if each.speedup is not None}
+    return [*measured, AtBatch(plan.micro_batch_size, plan.sequence_length, here)]
+
+
+def _for_hugging_face(source: ModelSource, run: RunSpec, choices: ChoiceOptions, options: StepOptions) -> ChoiceOptions:
+    """What `--hugging-face` asks of the rest."""
+    if source.config is None or source.model is None:
+        raise UserError(
+            "--hugging-face needs a Hugging Face config", "give it with --config: config.json, its folder, or a hub id"
+        )
+    if options.verify:
+        raise UserError("--hugging-face runs the real layers already: there is nothing to verify them against", "leave out one")
+    if len(set(source.model.layers)) > 1:
+        raise UserError(
+            f"{source.origin} has layers of several kinds: a few of them do not stand for all", "leave out --hugging-face"
+        )
+    if run.tp * run.cp * run.ep * run.pp > 1:
+        raise UserError(
+            "--hugging-face runs whole layers: it cannot split them", "leave out --hugging-face, or --tp and the like"
+        )
+    if choices.backend not in (None, "torchao", "cpu"):
+        raise UserError(f"--hugging-face runs with torchao, not with {choices.backend}", "leave out --backend")
+    return choices if choices.backend or choices.device == "cpu" else replace(choices, backend="torchao")
+
+
+def _purpose(run: StepRun) -> str:
+    return "verifying" if run.real else "trying mixed plans" if run.mixed else "predicting"
+
+
 def _deliver(
     options: StepOptions,
     subject: Subject,
@@ -166,20 +240,24 @@ def _deliver(
     found: StepAnswer,
     costs: dict[str, Cost],
     recommended: Recommendation | None,
+    batches: list[AtBatch],
     notes: list[str],
 ) -> None:
     """Files first, then the tables."""
     from gemmscope.report import formats
-    from gemmscope.report.step import cost_table, observed, sentences, tables
+    from gemmscope.report.step import break_even_table, cost_table, observed, sentences, tables
+    from gemmscope.step.breakeven import words as break_even_words
     from gemmscope.step.emit import ready_to_paste
 
     pasted = ready_to_paste(recommended.plan) if recommended is not None else {}
     ended = runs[0].rule.why or "all that could be measured was"
-    made = [*tables(found), *([cost_table(costs)] if costs else [])]
+    made = [*tables(found), *([cost_table(costs)] if costs else []), *([break_even_table(batches)] if batches else [])]
     above = [f"{subject.name} on {runs[0].results.hello.get('device', {}).get('name', 'this machine')}", ended]
     below = [f"warning: {words}" for each in runs for words in each.results.warnings] + sentences(found)
     if options.observed_speedup is not None:
         below += observed(found, options.observed_speedup)
+    if batches:
+        below += [break_even_words(batches, name) for name in batches[-1].speedups]
     if recommended is not None:
         below.append(f"recommended: {recommended.words}")
     below += [f"{framework}:\n{text}" for framework, text in pasted.items()]
@@ -199,8 +277,10 @@ def _deliver(
             found=found,
             costs=costs,
             recommended=recommended,
+            batches=batches,
             pasted=pasted,
             ended=ended,
+            seconds={_purpose(each): round(each.seconds, 1) for each in runs},
             notes=notes,
         )
         write(options.json, file.to_json())

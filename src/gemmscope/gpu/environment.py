@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import time
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -15,6 +16,9 @@ PACKAGES = (
     *("torch", "transformer_engine", "torchao", "transformers", "triton"),
     *("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
 )
+
+
+LOOKS, LOOK_S = 4, 0.3  # how often, and how long after another, a busy GPU is looked at again
 
 
 @dataclass(frozen=True)
@@ -86,10 +90,22 @@ def _facts(index: int, gpu: Gpu) -> GpuFacts:
         memory_used_bytes=memory[1] if memory else None,
         power_limit_w=gpu.power_limit_w(),
         max_sm_mhz=gpu.max_sm_mhz(),
-        utilization=gpu.utilization(),
+        utilization=_utilization(gpu),
         processes=tuple(pid for pid in gpu.compute_processes() if pid != os.getpid()),
         now=gpu.read(),
     )
+
+
+def _utilization(gpu: Gpu) -> int | None:
+    """How busy it is. The driver tells of the last second: what has just ended is given that long to fade."""
+    found = gpu.utilization()
+    for _ in range(LOOKS):
+        if not found:
+            break
+        time.sleep(LOOK_S)
+        again = gpu.utilization()
+        found = min(found, again) if again is not None else found
+    return found
 
 
 def python_command() -> str:

@@ -18,7 +18,7 @@ from gemmscope.errors import UserError
 from gemmscope.measure.link import Link
 from gemmscope.measure.results import Results
 from gemmscope.measure.sampler import StoppingRule
-from gemmscope.measure.task import MODES, Mode, Task
+from gemmscope.measure.task import MODES, Case, Mode, Task
 from gemmscope.recipe.recipes import BASELINE
 
 
@@ -60,8 +60,8 @@ class Settings:
     """How to measure. A burst runs `drop_ms` to reach its steady state, then `keep_ms` that count."""
 
     backend: str
-    drop_ms: float = 80.0
-    keep_ms: float = 300.0
+    drop_ms: float = 120.0
+    keep_ms: float = 400.0
     max_rounds: int = 1000
     counts: Counts | None = None  # instead of times and a stopping rule
     timing: Literal["cuda-events", "profiler"] = "cuda-events"
@@ -88,8 +88,18 @@ class Campaign:
     def __post_init__(self) -> None:
         self.results = Results(self.tasks)
         self._look_again = 0.0
+        self._cases: list[Case] | None = None  # the only ones that are being measured, in another try
         self.recipes = list(dict.fromkeys(task.recipe for task in self.tasks))
         self.modes: list[Mode] = [mode for mode in MODES if any(task.mode == mode for task in self.tasks)]
+
+    @property
+    def counts(self) -> Counts | None:
+        """Fixed numbers of runs, if they were asked for."""
+        return self.settings.counts
+
+    def widest(self) -> float | None:
+        """The largest doubt among the speedups."""
+        return self.rule.widest(self.results, self.recipes, self.modes)
 
     @property
     def fingerprint(self) -> str:
@@ -109,6 +119,7 @@ class Campaign:
             for tasks in self._crowded_out(narrow):
                 self._note(number, {"type": "again", "tasks": [task.key for task in tasks]})
                 self.rule.restart()
+                self._cases = list(dict.fromkeys(task.case for task in tasks))
                 self._measure(number, tasks)
         self.journal.finish(number)
         return self.results
@@ -133,7 +144,7 @@ class Campaign:
         began = time.monotonic()
         if self.settings.counts is not None or began < self._look_again:
             return False
-        enough = self.rule.done(self.results, self.recipes, self.modes)
+        enough = self.rule.done(self.results, self.recipes, self.modes, self._cases)
         self._look_again = began + 4 * (time.monotonic() - began)
         return enough
 

@@ -42,6 +42,10 @@ class Results:
         self.complete_rounds = 0
         self._noise: dict[tuple[Case, ...], Noise] = {}  # until there are more samples
 
+    def prepared(self) -> tuple[int, int]:
+        """How many tasks are ready, or will never be; of how many."""
+        return sum(bool(result.facts) or bool(result.failure) for result in self.tasks.values()), len(self.tasks)
+
     def take(self, message: dict[str, Any]) -> None:
         """Note one message of the worker."""
         kind, self._noise = message["type"], {}

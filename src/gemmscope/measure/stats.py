@@ -72,7 +72,7 @@ def _fenced(burst: Floats) -> Floats:
     return np.clip(burst, median - reach, median + reach)
 
 
-LEAST_CORRELATION = 0.2  # of neighbouring pieces, as seen on an H200; a few bursts cannot prove that it is less
+LEAST_CORRELATION = 0.2  # of neighbouring pieces, fading with distance, as seen on an H200; a few bursts cannot prove less
 PRIOR_PIECES = 12  # that the common spread counts for
 
 
@@ -92,7 +92,7 @@ def noise_of(series: Iterable[Bursts]) -> Noise:
     """What several series of bursts, each of one thing, tell of the noise that they share.
 
     >>> noise_of([[[1.0, 1.0], [2.0, 2.0]]]).alike, noise_of([[[1.0, 2.0], [1.0, 2.0]]]).alike
-    (1.0, 0.2)
+    (1.0, 0.0)
     """
     relative = [[np.asarray(burst) / _mean(bursts) for burst in bursts] for bursts in series if bursts]
     alike = _correlation([bursts for bursts in relative if len(bursts) > 1])
@@ -113,7 +113,7 @@ def _mean(bursts: Bursts) -> float:
 
 
 def _correlation(series: Sequence[Sequence[Floats]]) -> float:
-    """Of the pieces of one burst, which are relative to the mean of their series: from 0.2 to 1; 1 if nothing tells."""
+    """Of the pieces of one burst, which are relative to the mean of their series: from 0 to 1; 1 if nothing tells."""
     bursts = [burst for each in series for burst in each if len(burst) > 1]
     between_freedom = sum(sum(len(burst) > 1 for burst in each) - 1 for each in series)
     if not bursts or between_freedom < 1:
@@ -121,7 +121,7 @@ def _correlation(series: Sequence[Sequence[Floats]]) -> float:
     between = sum(len(burst) * float(burst.mean() - 1) ** 2 for burst in bursts) / between_freedom
     within = sum(float(((burst - burst.mean()) ** 2).sum()) for burst in bursts) / sum(len(burst) - 1 for burst in bursts)
     total = between + (float(np.mean([len(burst) for burst in bursts])) - 1) * within
-    return float(np.clip((between - within) / total if total else 1.0, LEAST_CORRELATION, 1.0))
+    return float(np.clip((between - within) / total if total else 1.0, 0.0, 1.0))
 
 
 def time_interval(bursts: Bursts, noise: Noise | None = None, seed: int = 0) -> Interval:
@@ -174,10 +174,22 @@ def _doubt(bursts: Bursts, noise: Noise) -> float:
 def _effective(bursts: Sequence[Sequence[float] | Floats], alike: float) -> float:
     """As how many independent pieces these count.
 
-    >>> _effective([[1.0, 1.0, 1.0]] * 4, 1.0), round(_effective([[1.0, 1.0, 1.0]] * 4, 0.2), 1)
-    (4.0, 8.6)
+    >>> _effective([[1.0, 1.0, 1.0]] * 4, 1.0), round(_effective([[1.0, 1.0, 1.0]] * 4, 0.0), 1)
+    (4.0, 9.3)
     """
-    return sum(len(burst) / (1 + (len(burst) - 1) * alike) for burst in bursts)
+    return sum(len(burst) / _design_effect(len(burst), alike) for burst in bursts)
+
+
+def _design_effect(count: int, alike: float) -> float:
+    """By how much the variance of a mean of so many pieces of one burst is larger than if they were independent: by their
+    common correlation as estimated, and at least by that of neighbours.
+
+    >>> _design_effect(1, 0.5), _design_effect(3, 0.5), round(_design_effect(12, 0.0), 2)
+    (1.0, 2.0, 1.45)
+    """
+    distances = np.arange(1, count)
+    neighbours = 1 + 2 * float(((1 - distances / count) * LEAST_CORRELATION**distances).sum())
+    return max(1 + (count - 1) * alike, neighbours)
 
 
 # Two-sided 95% points of Student's t for 1 to 10 degrees of freedom; beyond that the expansion below is good to 0.1%.

@@ -51,6 +51,11 @@ class Case:
         return 2 * (self.tokens * self.inputs + self.tokens * self.outputs + self.weights)
 
     @property
+    def least_bytes(self) -> int:
+        """What forward and backward cannot do without, in any precision: X, W and Y in bf16, and their gradients."""
+        return 2 * self.bytes_touched
+
+    @property
     def weights(self) -> int:
         """Elements of the weight, all experts together."""
         return max(len(self.rows), 1) * self.inputs * self.outputs

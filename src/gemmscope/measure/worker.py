@@ -140,9 +140,9 @@ class Worker:
 
     def _prepare(self, backend: Backend, task: Task) -> None:
         self.say("begin", task=task.key, what="preparing")
-        reason = self._why_not(backend, task)
-        if reason:
-            self.say("failed", task=task.key, why=reason, kind="unsupported")
+        reason, too_large = self._why_not(backend, task), self._too_large(task)
+        if reason or too_large:
+            self.say("failed", task=task.key, why=reason or too_large, kind="unsupported" if reason else "too large")
             return
         try:
             made = self.timer.ready(backend.prepare(task, recipe(task.recipe), self._copies(task)))
@@ -157,6 +157,13 @@ class Worker:
             if prepared.order:
                 facts["order"] = list(prepared.order)
             self.say("ready", task=task.key, **facts)
+
+    def _too_large(self, task: Task) -> str:
+        """Why no try is worth it; empty where memory may suffice."""
+        if not self.on_gpu or task.mode != "autocast":
+            return ""
+        needed, there = task.case.least_bytes, torch.cuda.get_device_properties(0).total_memory
+        return f"it needs {needed / 1e9:.0f} GB at least, and this GPU has {there / 1e9:.0f} GB" if needed > there else ""
 
     def _copies(self, task: Task) -> int:
         """Enough sets of buffers that they do not fit into the cache, or the cache would be measured."""

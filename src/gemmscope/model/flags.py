@@ -1,7 +1,7 @@
 """The six plain hyperparameters: hidden size, intermediate size, heads, layers, micro-batch and sequence length.
 
-They describe the layers of a classic transformer (multi-head attention, plain MLP, no biases) and nothing else: there is no
-vocabulary, so no embedding and no head. The optional sizes make it a modern one.
+They describe the layers of a classic transformer (multi-head attention, plain MLP, no biases, no rotary positions) and nothing
+else: there is no vocabulary, so no embedding and no head. The optional sizes make it a modern one; a config says more.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ def from_hyperparameters(
         head_dim = head_size(hidden, heads)
     layer = LayerSpec(
         attention=AttentionSpec(
-            heads=heads, kv_heads=heads if num_key_value_heads is None else num_key_value_heads, head_dim=head_dim
+            heads=heads,
+            kv_heads=heads if num_key_value_heads is None else num_key_value_heads,
+            head_dim=head_dim,
+            rotary=False,
         ),
         mlp=MlpSpec(intermediate_size, gated=gated, activation="silu" if gated else "gelu"),
     )

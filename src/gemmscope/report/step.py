@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from gemmscope.measure.stats import Interval
 from gemmscope.recipe.recipes import BASELINE
@@ -10,6 +10,7 @@ from gemmscope.report.bench import times_faster
 from gemmscope.report.shapes import Table
 from gemmscope.report.units import percent, si
 from gemmscope.step.answer import RecipeAnswer, StepAnswer
+from gemmscope.step.breakeven import AtBatch
 from gemmscope.step.cost import Cost
 
 STEP_COLUMNS = ("Name", "Step ms", "Tokens/s", "Model TFLOP/s", "Speedup [95%]", "GPU busy ms", "Launching ms", "Peak memory")
@@ -75,6 +76,15 @@ def cost_table(costs: Mapping[str, Cost]) -> Table:
     return Table("The whole run, without communication", ("Name", "Days [95%]", "GPU-hours", "Money"), rows)
 
 
+def break_even_table(batches: Sequence[AtBatch]) -> Table:
+    """The speedup of every precision on smaller batches, and on this one."""
+    names = list(batches[-1].speedups)
+    rows = tuple(
+        (each.words, *(times_faster(each.speedups[name]) if name in each.speedups else "-" for name in names)) for each in batches
+    )
+    return Table("On smaller batches (micro-batch x sequence)", ("Batch", *names), rows)
+
+
 def _range(found: Interval) -> str:
     digits = 2 if found.value < 100 else 0
     return f"{found.value:,.{digits}f} [{found.low:,.{digits}f}, {found.high:,.{digits}f}]"
@@ -106,7 +116,9 @@ def sentences(found: StepAnswer) -> list[str]:
     lines = [f"{each.recipe}: {each.words}" for each in found.recipes if each.words]
     for each in found.recipes:
         if each.waterfall is not None and each.waterfall.unknown:
-            names = ", ".join(each.waterfall.unknown[:5])
+            names = ", ".join(
+                name.replace("(anonymous namespace)::", "").split("(")[0][:60] for name in each.waterfall.unknown[:5]
+            )
             lines.append(f"{each.recipe}: {percent(1 - each.waterfall.named)} of GPU time is in kernels of unknown kind: {names}")
         if each.host_bound and each.host_ms is not None and each.busy_ms is not None:
             times = f"the CPU {each.host_ms:.1f} ms to launch and the GPU {each.busy_ms:.1f} ms to run"

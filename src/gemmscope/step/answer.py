@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from gemmscope.measure.stats import Interval
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.step.results import StepResults, VariantResult
-from gemmscope.step.waterfall import Waterfall, place, verdict, waterfall
+from gemmscope.step.waterfall import Side, Waterfall, place, verdict, waterfall
 from gemmscope.workload.summary import Totals
 
 BYTES_PER_PARAMETER = 8  # in training: the weight, its gradient and both moments, in bf16
@@ -67,18 +67,16 @@ def answer(
 ) -> StepAnswer:
     """Put it together. `real`: what `--verify` measured."""
     baseline = _deepest(results, BASELINE)
-    base_step = results.step(BASELINE)
     made, failures = [], {}
     for name in names:
         found, step = _deepest(results, name), results.step(name)
         if found is None or step is None:
             failures[name] = next((each.failure for each in results.of(name) if each.failure), "it was not measured")
             continue
-        fall, words = None, ""
-        if name != BASELINE and baseline is not None and base_step is not None and baseline.parts and found.parts:
-            placed = place(found.parts)
-            fall = waterfall(place(baseline.parts), placed, _wall(baseline), _wall(found))
-            words = verdict(fall, recipe(name), placed)
+        fall, words, side = None, "", _side(found)
+        if name != BASELINE and baseline is not None and side is not None and (slow := _side(baseline)) is not None:
+            fall = waterfall(slow, side)
+            words = verdict(fall, recipe(name), side.placed)
         flops = (totals.gemm_flops + totals.attention_flops) * totals.micro_batches_per_step
         made.append(
             RecipeAnswer(
@@ -87,7 +85,7 @@ def answer(
                 speedup=results.speedup(name) if name != BASELINE else None,
                 tokens_per_s=tokens_per_step / step.value * 1000,
                 model_tflops=flops / step.value / 1e9,
-                busy_ms=found.busy_ms,
+                busy_ms=side.wall_ms - side.waiting_ms if side is not None else None,
                 host_ms=found.host_ms,
                 peak_bytes=_peak(found, totals),
                 waterfall=fall,
@@ -102,6 +100,13 @@ def answer(
 def _deepest(results: StepResults, name: str) -> VariantResult | None:
     found = [result for result in results.of(name) if result.measured]
     return found[0] if found else None
+
+
+def _side(result: VariantResult) -> Side | None:
+    """What its waterfall is made of; None where its kernels were not seen."""
+    if not result.parts:
+        return None
+    return Side(place(result.parts, quantizes=recipe(result.variant.recipe).quantizes), _wall(result), result.host_ms)
 
 
 def _wall(result: VariantResult) -> float:

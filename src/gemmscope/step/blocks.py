@@ -24,6 +24,7 @@ class Kit(Protocol):
     """One framework's layers in one recipe. `left_out` parts run in BF16."""
 
     name: str
+    compiles: bool  # its layers, when they are first run
     precision: torch.dtype  # of parameters and activations
 
     def norm_linear(self, norm: NormSpec, inputs: int, outputs: int, *, bias: bool) -> nn.Module:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from gemmscope.measure.campaign import Keeper
 from gemmscope.measure.link import Link
 from gemmscope.measure.sampler import StoppingRule
 from gemmscope.recipe.recipes import BASELINE
-from gemmscope.step.plan import StackPlan
+from gemmscope.step.plan import MOST_WEIGHTS, StackPlan
 from gemmscope.step.recommend import Plan
 from gemmscope.step.results import StepResults, Variant
 
@@ -51,12 +52,19 @@ class StepRun:
     command: Sequence[str] = ()
     real: bool = False
     mixed: Sequence[Plan] = ()  # plans that leave parts in BF16, measured beside the recipes
+    config: Mapping[str, Any] | None = None  # of a Hugging Face model, which then runs its own layers, truncated to a few
     on_message: Callable[[dict[str, Any], StepResults], None] = lambda *_: None
     results: StepResults = field(init=False)
+    seconds: float = field(init=False, default=0.0)  # that it took in all
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.results = StepResults(self._variants(self.plan.depth), self.plan.depth)
+        self.results = StepResults(self._variants(self.first_depth), self.plan.depth)
+
+    @property
+    def first_depth(self) -> int:
+        """To try: the whole one, where layers share weights."""
+        return min(self.plan.depth, MOST_WEIGHTS) if self.config is not None else self.plan.depth
 
     def _variants(self, depth: int) -> list[Variant]:
         """Every recipe at this depth; if it is not the whole one, at half of it too."""
@@ -65,15 +73,27 @@ class StepRun:
         return [Variant(plan.recipe, each, plan.left_out, real=self.real) for plan in plans for each in depths]
 
     @property
+    def counts(self) -> None:
+        """There are no fixed numbers of steps."""
+        return None
+
+    @property
     def fingerprint(self) -> str:
-        variants = [variant.to_json() for variant in self._variants(self.plan.depth)]
-        content = json.dumps([asdict(self.settings), self.plan.to_json(), variants], sort_keys=True)
+        variants = [variant.to_json() for variant in self._variants(self.first_depth)]
+        content = json.dumps([asdict(self.settings), self.plan.to_json(), variants, self.config], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def run(self) -> StepResults:
         """Measure until the rule is content, at the largest depth that fits."""
+        begin = time.monotonic()
+        try:
+            return self._run()
+        finally:
+            self.seconds = time.monotonic() - begin
+
+    def _run(self) -> StepResults:
         number = self.journal.begin(self.fingerprint, list(self.command))
-        depth = self.plan.depth
+        depth = self.first_depth
         while not self._try(number, depth):
             smaller = int(depth * SHRINK)
             if smaller < LEAST_DEPTH:
@@ -110,7 +130,9 @@ class StepRun:
 
     def _request(self, variants: Sequence[Variant]) -> dict[str, Any]:
         plain = {key: value for key, value in asdict(self.settings).items() if key != "silence_s"}
-        return {**plain, "plan": self.plan.to_json(), "variants": [variant.to_json() for variant in variants]}
+        plain |= {"host": self.settings.host and not self.real, "look": not self.real}  # a real model is only timed
+        config = dict(self.config) if self.config is not None else None
+        return {**plain, "plan": self.plan.to_json(), "config": config, "variants": [each.to_json() for each in variants]}
 
     def _crowded(self) -> bool:
         return any(result.failure_kind == "out of memory" for result in self.results.variants.values())

@@ -71,6 +71,10 @@ class StepResults:
         self.warnings: list[str] = []
         self.complete_rounds = 0
 
+    def prepared(self) -> tuple[int, int]:
+        """How many variants are ready, or will never be; of how many."""
+        return sum(bool(result.facts) or bool(result.failure) for result in self.variants.values()), len(self.variants)
+
     def take(self, message: dict[str, Any]) -> None:
         """Note one message of the worker."""
         kind = message["type"]

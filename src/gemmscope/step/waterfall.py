@@ -37,6 +37,7 @@ WHOLE_PARTS: dict[str, Row] = {
 }
 BY_CLASS: dict[str, Row] = {
     "gemm": "products", "quantize": "quantization", "update": "quantization", "attention": "attention", "optimizer": "optimizer",
+    "loss": "head and loss", "embedding": "embedding",
 }  # fmt: skip
 
 
@@ -48,16 +49,18 @@ class Placed:
     direction: str
     name: str
     time_us: float
+    quantizes: bool = True  # the recipe does
 
     @property
     def row(self) -> Row:
-        """Where it falls: by its part, and within linears by its class."""
+        """Where it falls: by its part, and within linears by its class. What looks like a cast is none where nothing is cast."""
         if self.part in WHOLE_PARTS:
             return WHOLE_PARTS[self.part]
-        return BY_CLASS.get(classify(self.name).kernel_class, "norms and activations")
+        row = BY_CLASS.get(classify(self.name).kernel_class, "norms and activations")
+        return "norms and activations" if row == "quantization" and not self.quantizes else row
 
 
-def place(parts: Sequence[Part]) -> list[Placed]:
+def place(parts: Sequence[Part], *, quantizes: bool = True) -> list[Placed]:
     """Give every kernel to a part. Forward, a mark opens its part; backward it closes it: what came before belongs to it.
 
     What follows the last forward mark is that part's, its own backward included; what follows the last backward mark, up to the
@@ -72,7 +75,7 @@ def place(parts: Sequence[Part]) -> list[Placed]:
         owner = part
         if direction == "backward":  # of the first layer: what is left is the embedding's
             owner = "embedding" if next_direction == "step" else next_part
-        placed += [Placed(owner, direction, str(name), float(time)) for name, time, *_ in kernels]
+        placed += [Placed(owner, direction, str(name), float(time), quantizes) for name, time, *_ in kernels]
     return placed
 
 
@@ -103,14 +106,40 @@ class Waterfall:
         return self.levels[-1].speedup
 
 
-def waterfall(slow: Sequence[Placed], fast: Sequence[Placed], slow_wall_ms: float, fast_wall_ms: float) -> Waterfall:
-    """Hold a recipe's step against the baseline's. Walls are what a step takes; kernels are scaled to the part that is busy.
+@dataclass(frozen=True)
+class Side:
+    """One precision: its kernels in one step, what a step takes, and what launching it takes the CPU (None: not known).
 
-    Kernels were seen in one step, at the clock of that moment: each side's are scaled so that they and what the step waits for
-    add up to the measured step.
+    Kernels were seen in one step, at the clock of that moment: they are scaled so that they and what the step waits for add up to
+    the measured one. A step waits only where launching takes about as long as running.
     """
-    levels = levels_of(_sums(slow, slow_wall_ms), _sums(fast, fast_wall_ms))
-    every = [*slow, *fast]
+
+    placed: Sequence[Placed]
+    wall_ms: float
+    host_ms: float | None = None
+
+    @property
+    def waiting_ms(self) -> float:
+        """For the CPU, of each step."""
+        if self.host_ms is not None and self.host_ms < RUNS_AHEAD * self.wall_ms:
+            return 0.0
+        return max(self.wall_ms - sum(each.time_us for each in self.placed) / 1000, 0.0)
+
+    def sums(self) -> dict[Row, float]:
+        """Milliseconds of each row; together they are the step."""
+        found: dict[Row, float] = {}
+        for each in self.placed:
+            found[each.row] = found.get(each.row, 0.0) + each.time_us / 1000
+        waiting = self.waiting_ms
+        scale = (self.wall_ms - waiting) / sum(found.values())
+        rows = {row: time * scale for row, time in found.items()}
+        return {**rows, "waiting for the host": waiting} if waiting else rows
+
+
+def waterfall(slow: Side, fast: Side) -> Waterfall:
+    """Hold a recipe's step against the baseline's."""
+    levels = levels_of(slow.sums(), fast.sums())
+    every = [*slow.placed, *fast.placed]
     unknown = [each for each in every if classify(each.name).kernel_class == "other"]
     total = sum(each.time_us for each in every)
     named = 1 - sum(each.time_us for each in unknown) / total if total else 0.0
@@ -131,18 +160,9 @@ def levels_of(slow: Mapping[Row, float], fast: Mapping[Row, float]) -> tuple[Lev
     return tuple(levels)
 
 
-def _sums(placed: Sequence[Placed], wall_ms: float) -> dict[Row, float]:
-    sums: dict[Row, float] = {}
-    for each in placed:
-        sums[each.row] = sums.get(each.row, 0.0) + each.time_us / 1000
-    busy = sum(sums.values())
-    if busy > wall_ms:  # the profiled step ran slower than those that were timed
-        return {row: time * wall_ms / busy for row, time in sums.items()}
-    return {**sums, "waiting for the host": wall_ms - busy}
-
-
+RUNS_AHEAD = 0.85  # of the step: a CPU that needs less to launch it is ahead of the GPU all the time
 HOST_BOUND = 0.05  # of the step spent waiting
-EATEN = 0.5  # of what is lost between products and step
+EATEN = 0.5  # of what the products gain
 AS_EXPECTED = 0.9  # of the products' speedup reaches the step
 
 
@@ -158,8 +178,7 @@ def verdict(found: Waterfall, recipe: Recipe, fast: Sequence[Placed]) -> str:
         return f"host-bound: the GPU waits {waiting:.1f} ms of each step for the CPU"
     if found.step >= AS_EXPECTED * found.products or worst is None:
         return "GEMM-bound, as expected"
-    share = lost[worst] / sum(lost.values())
-    if worst == "quantization" and share >= EATEN:
+    if worst == "quantization" and lost[worst] >= EATEN * (found.products - 1):
         return f"eaten by quantization, which takes {_time(found, worst):.1f} ms of each step"
     main = sorted(lost, key=lambda row: -lost[row])[:3]
     return "diluted by " + ", ".join(

@@ -14,7 +14,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -25,12 +25,13 @@ import torch
 from gemmscope.measure.device import device_facts, gpu_in_use, told_to_stop
 from gemmscope.measure.timer import busy_ms, kernel_run, segments
 from gemmscope.recipe.recipes import recipe
+from gemmscope.step.huggingface import HuggingFaceStep
 from gemmscope.step.kits import KITS
 from gemmscope.step.marks import recording
 from gemmscope.step.plan import StackPlan
 from gemmscope.step.stack import Step, Weights
 
-STEPS_BEFORE_PROFILE = 4
+LOOK_AFTER_MS = 1200.0  # of steps: the clock overshoots first, then falls too low, and has settled then
 HOST_BATCH = (1, 128)  # so small that the GPU waits for the host all the time
 HOST_STEPS = 4
 
@@ -45,7 +46,8 @@ class StepWorker:
         self.on_gpu = request["backend"] != "cpu"
         self.device = "cuda" if self.on_gpu else "cpu"
         self.weights, self.real_weights = Weights(), Weights()
-        self.steps: dict[str, Step] = {}
+        self.steps: dict[str, Step | HuggingFaceStep] = {}
+        self.once_ms: dict[str, float] = {}  # about what a step takes
         self.gpu = gpu_in_use() if self.on_gpu else None
 
     def say(self, message_type: str, **content: Any) -> None:
@@ -66,14 +68,17 @@ class StepWorker:
                 self._host(variant)
         for variant in self.variants:
             self._build(variant)
-        for name, step in self.steps.items():
-            self._look(name, step)
+        if self.request["look"]:
+            for name, step in self.steps.items():
+                self._look(name, step)
         self._rounds()
         self.say("done")
 
-    def _make(self, variant: dict[str, Any], plan: StackPlan) -> Step:
+    def _make(self, variant: dict[str, Any], plan: StackPlan) -> Step | HuggingFaceStep:
         kit = self.kit(recipe(variant["recipe"]), frozenset(variant["left_out"]), device=self.device)
         plan = plan.with_depth(variant["depth"])
+        if self.request["config"] is not None:
+            return HuggingFaceStep(self.request["config"], plan, kit, self.device)
         if variant["real"]:
             return Step(plan.unrolled(), kit, self.real_weights, self.device)
         return Step(plan, kit, self.weights, self.device)
@@ -82,7 +87,7 @@ class StepWorker:
         name = variant["name"]
         self.say("begin", task=name, what="preparing")
         before = torch.cuda.memory_allocated() if self.on_gpu else 0
-        step: Step | None = None
+        step: Step | HuggingFaceStep | None = None
         try:
             step = self._make(variant, self.plan)
             if self.on_gpu:
@@ -90,7 +95,7 @@ class StepWorker:
             step.run()
             step.run()  # delayed scaling knows its scales from the second step on
             self.say("begin", task=name, what="preparing")
-            loss = step.loss()
+            loss, self.once_ms[name] = step.loss(), self._time_once(step)
         except Exception as error:
             self._failed(name, error)
             step = None
@@ -104,6 +109,13 @@ class StepWorker:
         peak = torch.cuda.max_memory_allocated() - before if self.on_gpu else 0
         self.say("ready", task=name, loss=loss, held_bytes=held, peak_bytes=peak)
 
+    def _time_once(self, step: Step | HuggingFaceStep) -> float:
+        self._synchronize()
+        begin = time.perf_counter()
+        step.run()
+        self._synchronize()
+        return (time.perf_counter() - begin) * 1000
+
     def _failed(self, name: str, error: Exception) -> None:
         out_of_memory = isinstance(error, torch.OutOfMemoryError)
         sticky = self.on_gpu and not out_of_memory and "CUDA error" in str(error)
@@ -112,7 +124,7 @@ class StepWorker:
         if sticky:
             os._exit(70)
 
-    def _look(self, name: str, step: Step) -> None:
+    def _look(self, name: str, step: Step | HuggingFaceStep) -> None:
         """The kernels of one step, part by part, in the state that the step brings the chip to."""
         if not self.on_gpu:
             return
@@ -120,7 +132,7 @@ class StepWorker:
         labels: list[tuple[str, str]] = []
 
         def work() -> None:
-            for _ in range(STEPS_BEFORE_PROFILE):
+            for _ in range(max(2, round(LOOK_AFTER_MS / self.once_ms[name]))):
                 step.run()
             torch.cuda.synchronize()
             with recording() as marks:
@@ -130,8 +142,9 @@ class StepWorker:
             labels.extend(marks.labels)
 
         try:
-            with recording():  # once for nothing: compiled layers are compiled again with marks in them
-                step.run()
+            if self.kit.compiles:  # its layers are compiled again with marks in them
+                with recording():
+                    step.run()
             found = segments(work)
         except Exception as error:
             self.say("warning", words=f"the kernels of {name} could not be looked at: {_words(error)}")
@@ -170,48 +183,80 @@ class StepWorker:
             torch.cuda.synchronize()
 
     def _rounds(self) -> None:
+        """A burst of every variant in random order, round after round, until told to stop.
+
+        The next burst is launched before the last one is looked at: after a moment without work the power control lets the chip
+        run too fast, and then too slow, for half a second.
+        """
         rng = random.Random(self.request["seed"])
         names = list(self.steps)
+        gc.collect()
+        gc.freeze()
+        gc.disable()  # it would stop the launching for tens of milliseconds now and then; between bursts it may
+        waiting: _Launched | None = None
         for number in range(self.request["max_rounds"] if names else 0):
-            for name in rng.sample(names, len(names)):
+            order = rng.sample(names, len(names))
+            for name in order:
                 if told_to_stop():
                     return
-                self.say("begin", task=name, what="measuring")
-                times = self._burst(self.steps[name].run)
-                state = asdict(self.gpu.read()) if self.gpu else {}
-                self.say("samples", round=number, times_ms={name: times}, state=state)
-            self.say("round", round=number)
+                launched = self._launch(number, name, ends_round=name == order[-1])
+                if waiting is not None:
+                    self._collect(waiting)
+                waiting = launched
+                gc.collect()
+        if waiting is not None:
+            self._collect(waiting)
 
-    def _burst(self, run: Callable[[], None]) -> list[float]:
-        """Milliseconds from the start of a step to the start of the next, for those that count."""
-        begin = time.perf_counter()
-        run()
-        self._synchronize()
-        once_ms = (time.perf_counter() - begin) * 1000
-        dropped = max(1, round(self.request["drop_ms"] / once_ms))
-        kept = max(self.request["least_steps"], round(self.request["keep_ms"] / once_ms))
-        for _ in range(dropped):
+    def _launch(self, number: int, name: str, *, ends_round: bool) -> _Launched:
+        """Steps that reach the steady state, then those that count."""
+        run, once_ms = self.steps[name].run, self.once_ms[name]
+        for _ in range(max(1, round(self.request["drop_ms"] / once_ms))):
             run()
-        return self._timed_on_gpu(run, kept) if self.on_gpu else self._timed_here(run, kept)
+        kept = max(self.request["least_steps"], round(self.request["keep_ms"] / once_ms))
+        return _Launched(number, name, self._timed_on_gpu(run, kept) if self.on_gpu else self._timed_here(run, kept), ends_round)
+
+    def _collect(self, launched: _Launched) -> None:
+        """Wait for a burst, and say what its steps took."""
+        self.say("begin", task=launched.name, what="measuring")
+        times = launched.times_ms()
+        state = asdict(self.gpu.read()) if self.gpu else {}
+        self.say("samples", round=launched.number, times_ms={launched.name: times}, state=state)
+        if launched.ends_round:
+            self.say("round", round=launched.number)
 
     @staticmethod
-    def _timed_on_gpu(run: Callable[[], None], kept: int) -> list[float]:
+    def _timed_on_gpu(run: Callable[[], None], kept: int) -> Callable[[], list[float]]:
+        """Milliseconds from the start of a step to the start of the next."""
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(kept + 1)]
         for mark in marks[:-1]:
             mark.record()
             run()
         marks[-1].record()
-        torch.cuda.synchronize()
-        return [before.elapsed_time(after) for before, after in pairwise(marks)]
+
+        def times_ms() -> list[float]:
+            marks[-1].synchronize()
+            return [before.elapsed_time(after) for before, after in pairwise(marks)]
+
+        return times_ms
 
     @staticmethod
-    def _timed_here(run: Callable[[], None], kept: int) -> list[float]:
+    def _timed_here(run: Callable[[], None], kept: int) -> Callable[[], list[float]]:
         times = []
         for _ in range(kept):
             begin = time.perf_counter()
             run()
             times.append((time.perf_counter() - begin) * 1000)
-        return times
+        return lambda: times
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """A burst under way."""
+
+    number: int
+    name: str
+    times_ms: Callable[[], list[float]]
+    ends_round: bool
 
 
 def _versions(backend: str) -> dict[str, str]:

@@ -11,6 +11,7 @@ from pydantic import Field
 from gemmscope import __version__
 from gemmscope.measure.stats import Interval
 from gemmscope.step.answer import RecipeAnswer, StepAnswer
+from gemmscope.step.breakeven import AtBatch
 from gemmscope.step.cost import Cost
 from gemmscope.step.predict import StepSettings
 from gemmscope.step.recommend import Recommendation
@@ -64,6 +65,14 @@ class RecipeRecord(Record):
     cost: CostRecord | None = None
 
 
+class AtBatchRecord(Record):
+    """What every precision gains on one batch."""
+
+    micro_batch_size: int
+    sequence_length: int
+    speedups: dict[str, IntervalRecord]
+
+
 class VariantRecord(Record):
     """What was run, with every sample."""
 
@@ -106,8 +115,10 @@ class StepFile(Record):
     depth: int = Field(description="of the stacks that were run")
     layers: int
     ended: str
+    seconds: dict[str, float] = Field(default={}, description="what predicting took, and verifying")
     recipes: list[RecipeRecord]
     recommendation: RecommendationRecord | None
+    break_even: list[AtBatchRecord] = Field(default=[], description="smaller batches, and this one last")
     variants: list[VariantRecord]
     notes: list[str]
 
@@ -128,8 +139,10 @@ def step_file(
     found: StepAnswer,
     costs: Mapping[str, Cost],
     recommended: Recommendation | None,
+    batches: Sequence[AtBatch],
     pasted: Mapping[str, str],
     ended: str,
+    seconds: Mapping[str, float],
     notes: Sequence[str],
 ) -> StepFile:
     """Put together what was found. `results`: the prediction's, and those of `--verify` and of mixed plans."""
@@ -145,8 +158,17 @@ def step_file(
         depth=found.depth,
         layers=found.layers,
         ended=ended,
+        seconds=dict(seconds),
         recipes=[_recipe(each, costs.get(each.recipe)) for each in found.recipes],
         recommendation=_recommendation(recommended, pasted) if recommended is not None else None,
+        break_even=[
+            AtBatchRecord(
+                micro_batch_size=each.micro_batch_size,
+                sequence_length=each.sequence_length,
+                speedups={name: interval_record(gain) for name, gain in each.speedups.items()},
+            )
+            for each in batches
+        ],
         variants=[_variant(each) for result in results for each in result.variants.values()],
         notes=list(notes),
     )

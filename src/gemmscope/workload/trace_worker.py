@@ -65,6 +65,17 @@ def _differentiable(output: Any) -> Iterator[torch.Tensor]:
 
 def build_huggingface(config_dict: dict[str, Any], batch: int, sequence: int) -> tuple[torch.nn.Module, dict[str, Any]]:
     """The training model of a `config.json` on the meta device, and its inputs."""
+    _know_meta_tensors()
+    module = huggingface_model(config_dict, "meta", torch.float32)
+    tokens = torch.zeros((batch, sequence), dtype=torch.long, device="meta")
+    inputs = {"input_ids": tokens}
+    if getattr(module.config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = tokens
+    return module, inputs
+
+
+def huggingface_model(config_dict: dict[str, Any], device: str, precision: torch.dtype) -> Any:
+    """The training model of a `config.json`, with weights of its own making."""
     try:
         import transformers
     except ImportError as error:
@@ -78,14 +89,9 @@ def build_huggingface(config_dict: dict[str, Any], batch: int, sequence: int) ->
     except (KeyError, ValueError) as error:
         raise TraceError(f"transformers {transformers.__version__} cannot read this config: {_reason(error)}") from error
     config.use_cache = False
-    _know_meta_tensors()
-    module = _instantiate(transformers, config, model_type)
+    module = _instantiate(transformers, config, device, precision)
     module.train()
-    tokens = torch.zeros((batch, sequence), dtype=torch.long, device="meta")
-    inputs = {"input_ids": tokens}
-    if getattr(config, "is_encoder_decoder", False):
-        inputs["decoder_input_ids"] = tokens
-    return module, inputs
+    return module
 
 
 # Stored with a checkpoint, and meaningless (or harmful: a quantizer to import) for the shapes of training.
@@ -102,7 +108,7 @@ _STORAGE_ONLY_KEYS = frozenset(
 )
 
 
-def _instantiate(transformers: Any, config: Any, model_type: str | None) -> torch.nn.Module:
+def _instantiate(transformers: Any, config: Any, device: str, precision: torch.dtype) -> torch.nn.Module:
     """The class people train for this config: a language model of its kind where there is one, else the bare model."""
     causal, masked, bare = transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM, transformers.AutoModel
     pairs = [transformers.AutoModelForSeq2SeqLM, transformers.AutoModelForSpeechSeq2Seq]
@@ -114,12 +120,12 @@ def _instantiate(transformers: Any, config: Any, model_type: str | None) -> torc
         order = [causal, *pairs, masked, bare]
     known = [auto for auto in order if type(config) in auto._model_mapping]
     if not known:
-        raise TraceError(f"transformers {transformers.__version__} has no model class for model_type {model_type!r}")
+        raise TraceError(f"transformers {transformers.__version__} has no model class for model_type {config.model_type!r}")
     errors = []
     for attention in ("sdpa", "eager"):
         try:
-            with torch.device("meta"):
-                module = known[0].from_config(config, attn_implementation=attention, dtype=torch.float32)
+            with torch.device(device):
+                module = known[0].from_config(config, attn_implementation=attention, dtype=precision)
         except (ValueError, ImportError) as error:  # "does not support SDPA", "requires the package …"
             errors.append(_reason(error))
             continue

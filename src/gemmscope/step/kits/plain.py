@@ -26,6 +26,7 @@ class PlainKit:
     """BF16 or FP32."""
 
     name = "cpu"
+    compiles = False
 
     def __init__(self, recipe: Recipe, left_out: frozenset[str] = frozenset(), device: str = "cpu") -> None:
         self.recipe, self.left_out, self.device = recipe, left_out, device

@@ -19,6 +19,7 @@ class TorchaoKit(PlainKit):
     """BF16 is compiled too, unconverted. `left_out` parts are not converted."""
 
     name = "torchao"
+    compiles = True
 
     def __init__(self, recipe: Recipe, left_out: frozenset[str] = frozenset(), device: str = "cuda") -> None:
         super().__init__(recipe, left_out, device)
@@ -31,11 +32,13 @@ class TorchaoKit(PlainKit):
             convert_to_float8_training(
                 block,
                 config=Float8LinearConfig.from_recipe_name(settings["float8"]),
-                module_filter_fn=lambda module, name: _fits(module) and not name.startswith((*spared, "feed_forward.router")),
+                module_filter_fn=lambda module, name: _fits(module, name) and not name.startswith(tuple(spared)),
             )
         compiled: nn.Module = torch.compile(block, dynamic=False)
         return compiled
 
 
-def _fits(module: Any) -> bool:
-    return isinstance(module, nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0
+def _fits(module: Any, name: str) -> bool:
+    """Sizes that products in FP8 can have; and routers stay as they are."""
+    aligned = isinstance(module, nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0
+    return aligned and not name.endswith((".router", ".gate"))

@@ -39,6 +39,7 @@ class TransformerEngineKit:
     """Its modules in one recipe; `left_out` parts run in BF16."""
 
     name = "transformer_engine"
+    compiles = False
     precision = torch.bfloat16
 
     def __init__(self, recipe: Recipe, left_out: frozenset[str] = frozenset(), device: str = "cuda") -> None:

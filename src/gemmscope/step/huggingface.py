@@ -1,0 +1,76 @@
+"""A Hugging Face model by its config, truncated to a few layers, as a step: its own class and attention, fused AdamW.
+
+Weights are real ones, one set for each layer; the whole model's step follows from two depths. Layers come from the kit converted
+and compiled; embedding, final norm and head stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemmscope.errors import UserError
+from gemmscope.step.blocks import Kit
+from gemmscope.step.marks import mark_step
+from gemmscope.step.plan import StackPlan
+from gemmscope.workload.trace_worker import huggingface_model
+
+
+class HuggingFaceStep:
+    """One optimizer step of the first `plan.depth` layers: `run` it again and again."""
+
+    def __init__(self, config: Mapping[str, Any], plan: StackPlan, kit: Kit, device: str) -> None:
+        self._model = huggingface_model(_truncated(config, plan.depth), device, kit.precision)
+        layers = _layers(self._model, plan.depth)
+        for index, layer in enumerate(layers):
+            layers[index] = kit.finish(layer)
+        self._accumulation = plan.accumulation
+        if plan.recompute == "full":
+            self._model.gradient_checkpointing_enable({"use_reentrant": False})
+        parameters = list(self._model.parameters())
+        self._optimizer = torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.0, fused=parameters[0].is_cuda)
+        vocabulary = int(self._model.config.get_text_config().vocab_size)
+        self._tokens = torch.randint(vocabulary, (plan.micro_batch_size, plan.sequence_length), device=device)
+
+    def run(self) -> None:
+        """All micro-batches, forward and backward, then the optimizer."""
+        for _ in range(self._accumulation):
+            mark_step("model", "forward")
+            self._model(input_ids=self._tokens, labels=self._tokens).loss.backward()
+        mark_step("optimizer")
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def loss(self) -> float:
+        """One forward pass, to see that it computes."""
+        with torch.no_grad():
+            loss = float(self._model(input_ids=self._tokens, labels=self._tokens).loss)
+        if not math.isfinite(loss):
+            raise ArithmeticError(f"the loss is {loss}")
+        return loss
+
+
+def _truncated(config: Mapping[str, Any], depth: int) -> dict[str, Any]:
+    """The same model with fewer layers.
+
+    >>> _truncated({"num_hidden_layers": 3, "layer_types": ["a", "b", "a"]}, 2)
+    {'num_hidden_layers': 2, 'layer_types': ['a', 'b']}
+    """
+    name = next((each for each in ("num_hidden_layers", "n_layer", "num_layers", "n_layers") if each in config), None)
+    if name is None:
+        raise UserError("this config does not say how many layers there are", "leave out --hugging-face")
+    whole = config[name]
+    by_layer = {key: value[:depth] for key, value in config.items() if isinstance(value, list) and len(value) == whole}
+    return {**config, **by_layer, name: depth}
+
+
+def _layers(model: nn.Module, depth: int) -> nn.ModuleList:
+    """Where its layers are: the first list that is so long."""
+    found = next((each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) == depth), None)
+    if found is None:
+        raise UserError("the layers of this model cannot be found: it holds them in no list", "leave out --hugging-face")
+    return found
