@@ -1,4 +1,4 @@
-"""Writes the forecasts' part of docs/accuracy.md: how far forecasts are off, from the coefficients, the held-out sample and the measured steps alone.
+"""Writes the forecasts' part of docs/accuracy.md, from the coefficients, the held-out sample and the measured steps alone.
 
 python benchmarks/forecast_accuracy.py
 """

@@ -69,7 +69,7 @@ def _range(found: Interval) -> str:
     """Milliseconds with their error bar.
 
     >>> _range(Interval(102.04, 97.1, 107.2))
-    '102.04 [97.10, 107.20]'
+    '102.04 [97.100, 107.20]'
     """
     return f"{digits(found.value)} [{digits(found.low)}, {digits(found.high)}]"
 
