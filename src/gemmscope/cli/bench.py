@@ -83,13 +83,13 @@ def command(
         assert target is not None
         if verify_dgrad:
             target.notes.append("dgrad is always measured: --verify-dgrad changes nothing")
-        campaign, journal = _campaign(target, choice, timing, started, for_nsight=profile)
+        campaign, journal = campaign_of(target, choice, timing, started, for_nsight=profile)
         if profile:
             if outputs.named():
                 say(f"note: --profile times nothing, so {', '.join(outputs.named())} gets nothing to write")
             _run_for_nsight(campaign)
             return
-        ended, interrupted = _measure(campaign, resume=timing.resume)
+        ended, interrupted = measure(campaign, resume=timing.resume)
     measured = Measured(target, choice, campaign, journal, machine, ended, named=choices.recipes is not None)
     measured.deliver(outputs)
     if interrupted:
@@ -100,9 +100,10 @@ def command(
         raise typer.Exit(3)
 
 
-def _campaign(
+def campaign_of(
     target: Target, choice: Choice, timing: TimingOptions, started: Link, *, for_nsight: bool
 ) -> tuple[Campaign, Journal]:
+    """The campaign that measures a target, and the journal it writes."""
     from gemmscope.measure.campaign import Campaign
     from gemmscope.measure.task import tasks_of
     from gemmscope.recipe.recipes import recipes
@@ -165,7 +166,7 @@ def _to_profile(shapes: str | None, shape: str | None, *, profile: bool, named: 
     return chosen
 
 
-def _measure(campaign: Campaign, *, resume: bool) -> tuple[str, bool]:
+def measure(campaign: Campaign, *, resume: bool) -> tuple[str, bool]:
     """Run it. Returns why it ended, and whether that was Ctrl-C."""
     with Progress(campaign) as show:
 

@@ -70,6 +70,7 @@ def command(
     target = bare_target(model_options, run_options, shapes, on_cpu=False) or _model(model_options, run_options)
 
     from gemmscope.cli.forecast_output import Forecast
+    from gemmscope.forecast.calibration import load, place
     from gemmscope.forecast.findings import ForecastFindings
     from gemmscope.forecast.linears import Forecaster
     from gemmscope.forecast.step import StepForecast, step_answer
@@ -78,11 +79,15 @@ def command(
     answers: dict[str, StepAnswer] = {}
     subject = target.subject
     for chip in chips:
-        forecaster = Forecaster(chip, state, cache_weights=options.cache_weights)
+        calibration = load(chip.name)
+        measured = calibration.adjustment() if calibration is not None else None
+        if calibration is not None and state == "sustained":
+            notes.append(f"{chip.name}: calibrated on {calibration.device} by gemmscope calibrate ({place(chip.name)})")
+        forecaster = Forecaster(chip, state, cache_weights=options.cache_weights, measured=measured)
         reports.append(ForecastFindings(forecaster, target.cases, recipes[chip.name], modes, target.layer))
         if subject is not None and subject.source.model is not None:
             model, run, workload = subject.source.model, subject.run, subject.workload
-            step = StepForecast(Forecaster(chip, state), model, run, workload, dp)
+            step = StepForecast(Forecaster(chip, state, measured=measured), model, run, workload, dp)
             answers[chip.name] = step_answer(step, recipes[chip.name], model, run, workload)
     if subject is not None and subject.source.model is None:
         notes.append("a traced model's linears are forecast, not its step")
@@ -123,6 +128,7 @@ def _sweep(
 ) -> None:
     """The plane of configurations on every GPU."""
     from gemmscope.cli.forecast_output import Swept
+    from gemmscope.forecast.calibration import load
     from gemmscope.forecast.linears import Forecaster
     from gemmscope.forecast.sweep import forecast_points
 
@@ -130,7 +136,10 @@ def _sweep(
     possible, impossible = _configurations(axes, model_options, run_options)
     swept: dict[str, list[Point]] = {}
     for chip in options.chips():
-        points = forecast_points(Forecaster(chip, options.known_state()), possible, recipes[chip.name], options.replicas())
+        calibration = load(chip.name)
+        measured = calibration.adjustment() if calibration is not None else None
+        forecaster = Forecaster(chip, options.known_state(), measured=measured)
+        points = forecast_points(forecaster, possible, recipes[chip.name], options.replicas())
         order = {point.values: point for point in [*points, *impossible]}
         swept[chip.name] = [order[values] for values in sorted(order)]
     Swept(axes, swept, recipes, options.known_state(), notes).deliver(outputs)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from gemmscope import __version__
-from gemmscope.cli import bench, doctor, forecast, shapes, step
+from gemmscope.cli import bench, calibrate, doctor, forecast, shapes, step
 from gemmscope.cli.bench_options import BenchCommand
 from gemmscope.errors import UserError
 
@@ -31,6 +31,7 @@ app.command("shapes", epilog=shapes.EXAMPLES)(shapes.command)
 app.command("bench", cls=BenchCommand, epilog=bench.EXAMPLES)(bench.command)
 app.command("step", epilog=step.EXAMPLES)(step.command)
 app.command("forecast", epilog=forecast.EXAMPLES)(forecast.command)
+app.command("calibrate", epilog=calibrate.EXAMPLES)(calibrate.command)
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.command)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import sqrt
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from gemmscope.gpu.specs import GpuSpec
 from gemmscope.measure.task import Case
 from gemmscope.recipe.recipes import recipe
 
+CALIBRATED_DOUBT = 0.03
 Key = tuple[int, int, int, int, str]  # tokens, inputs, outputs, groups, pass
 
 
@@ -35,6 +36,13 @@ class LinearTime(NamedTuple):
         return Estimate(time_ms, 0.0, self.quantize_doubt)
 
 
+class Adjustment(NamedTuple):
+    """Measured over forecast: factors on products by format and pass, and on quantizing by recipe."""
+
+    products: Mapping[str, Mapping[str, float]]
+    quantize: Mapping[str, float]
+
+
 class Habits(NamedTuple):
     """What a recipe does on one chip: the format of each pass's products, and its quantization."""
 
@@ -46,9 +54,17 @@ class Habits(NamedTuple):
 class Forecaster:
     """Times of linears on one chip in one state. What was computed once is kept: models share shapes, sweeps share more."""
 
-    def __init__(self, chip: GpuSpec, state: State, *, cache_weights: bool = False, gemms: GemmModel | None = None) -> None:
+    def __init__(
+        self,
+        chip: GpuSpec,
+        state: State,
+        *,
+        cache_weights: bool = False,
+        gemms: GemmModel | None = None,
+        measured: Adjustment | None = None,
+    ) -> None:
         self.chip, self.state, self.cache_weights = chip, state, cache_weights
-        self.gemms = gemms or model()
+        self.gemms, self.measured = gemms or model(), measured if state == "sustained" else None
         self._known: dict[tuple[str, Key], Estimate] = {}
         self._habits: dict[str, Habits] = {}
         self._common, self._doubt = doubt_of("common", chip), doubt_of("quantize", chip)
@@ -58,7 +74,11 @@ class Forecaster:
         if name not in self._habits:
             asked = recipe(name)
             formats = {each: product_format(asked, each, self.chip) for each in LAYOUT_OF}
-            self._habits[name] = Habits(formats, asked.quantizes, quantizing(asked, self.chip))
+            costs = quantizing(asked, self.chip)
+            if self.measured is not None and name in self.measured.quantize:
+                factor = self.measured.quantize[name]
+                costs = Quantizing(costs.launch_ms * factor, costs.element_ms * factor, costs.in_step)
+            self._habits[name] = Habits(formats, asked.quantizes, costs)
         return self._habits[name]
 
     def prepare(self, cases: Iterable[Case], recipes: Sequence[str]) -> None:
@@ -95,6 +115,10 @@ class Forecaster:
         times = found.gemm_ms * product_factor(fmt, self.chip)
         own = np.sqrt(np.maximum(((found.low + found.high) / 2) ** 2 - found.shared**2, 0.0))
         shared = np.hypot(found.shared, self._common)
+        known = self.measured.products.get(fmt, {}) if self.measured is not None else {}
+        for name, factor in known.items():  # measured on this very chip: what all shapes share is known
+            times[passes == name] *= factor
+            shared[passes == name] = CALIBRATED_DOUBT
         for key, time_ms, alone, together in zip(keys, times.tolist(), own.tolist(), shared.tolist(), strict=True):
             self._known[fmt, key] = Estimate(time_ms, alone, together)
 
