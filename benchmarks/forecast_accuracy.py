@@ -41,7 +41,7 @@ The plain roofline is the larger of FLOPs over the published rate and bytes over
 ai-dynamo/aiconfigurator.
 
 """
-STEPS = """Nothing was fitted to these speedups. The clock's gain inside a step was chosen with the BF16 times in view (forecast.md).
+STEPS = """Nothing was fitted to these speedups; the clock's gain inside a step was chosen with the BF16 times in view.
 
 """
 AS_IF = """The series of the GPU are left out and its relatives stand in (the networks' shared weights did see it). Where the

@@ -10,6 +10,8 @@ from gemmscope.recipe.recipes import BASELINE
 from gemmscope.report.plot import COLOURS, STYLE, write_figure
 
 MOST_LABELS = 24  # that can be read along a side
+CENTRED: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6.5}
+MOST_WORDS = 8  # columns that have room for a recipe's name
 
 
 def save_sweep(sweeps: Sequence[tuple[str, Sequence[Point]]], names: Sequence[str], recipes: Sequence[str], path: str) -> None:
@@ -42,31 +44,36 @@ def _line(_: Any, panel: Any, points: Sequence[Point], names: Sequence[str], rec
 
 
 def _plane(figure: Any, panel: Any, points: Sequence[Point], names: Sequence[str], recipes: Sequence[str]) -> None:
-    """The best gain as colour, the best recipe's number in each field, the break-even line where gains become certain."""
+    """The best gain as colour, the best recipe in each field, the break-even line where gains become certain."""
     import numpy as np
     from matplotlib.lines import Line2D
 
     firsts, seconds = (list(dict.fromkeys(point.values[side] for point in points)) for side in (0, 1))
     gain, sure = np.full((len(firsts), len(seconds)), np.nan), np.full((len(firsts), len(seconds)), np.nan)
-    crowded = max(len(firsts), len(seconds)) > MOST_LABELS
-    for point in points:
-        row, column = firsts.index(point.values[0]), seconds.index(point.values[1])
-        if point.why_not:
-            continue
+    possible = [point for point in points if not point.why_not]
+    for point in possible:
+        place = firsts.index(point.values[0]), seconds.index(point.values[1])
         name, found = point.best
-        gain[row, column], sure[row, column] = found.value, found.low if name != BASELINE else 0.0
-        if not crowded:
-            panel.text(column, row, f"{_short(name, recipes)}\n{found.value:.2f}", ha="center", va="center", fontsize=6)
-    image = panel.imshow(
-        gain, origin="lower", aspect="auto", cmap="cividis_r", vmin=1.0, vmax=max(1.05, float(np.nanmax(gain, initial=1.0)))
-    )
+        gain[place], sure[place] = found.value, found.low if name != BASELINE else 0.0
+    most = max(1.05, float(np.nanmax(gain, initial=1.0)))
+    image = panel.imshow(gain, origin="lower", aspect="auto", cmap="cividis_r", vmin=1.0, vmax=most)
     figure.colorbar(image, ax=panel, label="times faster, best precision")
+    in_words, crowded = len(seconds) <= MOST_WORDS, max(len(firsts), len(seconds)) > MOST_LABELS
+    for point in [] if crowded else possible:
+        name, found = point.best
+        label = f"{name if in_words else _short(name, recipes)}\n{found.value:.2f}"
+        colour = "white" if found.value > (1 + most) / 2 else "black"
+        panel.text(seconds.index(point.values[1]), firsts.index(point.values[0]), label, color=colour, **CENTRED)
     known = sure[~np.isnan(sure)]
+    legend = []
     if min(sure.shape) > 1 and known.size and known.min() < 1.0 < known.max():
         panel.contour(np.nan_to_num(sure, nan=0.0), levels=[1.0], colors="#D55E00", linewidths=2)
-    legend = [Line2D([], [], color="#D55E00", linewidth=2, label="break-even (gain certain beyond)")]
-    legend += [Line2D([], [], linestyle="", label=f"{_short(name, recipes)} = {name}") for name in recipes]
-    panel.legend(handles=legend, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncol=3, frameon=False, fontsize=7)
+        legend.append(Line2D([], [], color="#D55E00", linewidth=2, label="break-even (gain certain beyond)"))
+    if not in_words and not crowded:
+        used = dict.fromkeys(point.best[0] for point in possible)
+        legend += [Line2D([], [], linestyle="", label=f"{_short(name, recipes)} = {name}") for name in used]
+    if legend:
+        panel.legend(handles=legend, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncol=3, frameon=False, fontsize=7)
     panel.set_xticks(*_ticks(seconds))
     panel.set_yticks(*_ticks(firsts))
     panel.set_xlabel(names[1])
