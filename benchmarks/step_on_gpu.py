@@ -120,6 +120,15 @@ def _section(models: dict[str, Any]) -> list[str]:
     return lines
 
 
+FORECASTS = "\n<!-- forecasts: what follows is written by benchmarks/forecast_accuracy.py -->\n"
+
+
+def write_page(path: Path, text: str) -> None:
+    """The part of the page that is about steps; the forecasts' part stays."""
+    _, mark, forecasts = (path.read_text(encoding="utf-8") if path.exists() else "").partition(FORECASTS)
+    path.write_text(text + mark + forecasts, encoding="utf-8")
+
+
 def main() -> None:
     """Every model; the files are written anew after each, so that nothing is lost."""
     parser = argparse.ArgumentParser()
@@ -136,7 +145,7 @@ def main() -> None:
         if run:
             kept.setdefault(asked.backend, {})[name] = findings(run, truth[name], asked.backend)
             asked.kept.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-            asked.page.write_text(markdown(kept), encoding="utf-8")
+            write_page(asked.page, markdown(kept))
     print(asked.page.read_text() if asked.page.exists() else "nothing was measured")
 
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from gemmscope.store.benchfile import BenchFile
 from gemmscope.store.explainfile import ExplainFile
+from gemmscope.store.forecastfile import ForecastFile
 from gemmscope.store.runfile import ShapesFile
 from gemmscope.store.stepfile import StepFile
 
@@ -18,6 +19,7 @@ FILES: dict[str, type[BaseModel]] = {
     "bench-1.json": BenchFile,
     "step-1.json": StepFile,
     "explain-1.json": ExplainFile,
+    "forecast-1.json": ForecastFile,
 }
 
 
