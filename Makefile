@@ -31,6 +31,7 @@ schema: $(VENV)/.installed
 
 pictures: $(VENV)/.installed
 	$(BIN)/python docs/pictures.py
+	$(BIN)/python docs/outputs.py
 
 $(VENV)/.installed: pyproject.toml
 	@echo "setting up $(VENV) …"

@@ -82,3 +82,13 @@ def test_forecasts_accuracy_is_current() -> None:
         sys.path.pop(0)
     page = (ROOT / "docs" / "accuracy.md").read_text()
     assert "".join(steps()) in page, "run: python benchmarks/forecast_accuracy.py"
+
+
+def test_output_blocks_are_current() -> None:
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        from outputs import renewed
+    finally:
+        sys.path.pop(0)
+    for path in (ROOT / "docs").glob("*.md"):
+        assert renewed(path.read_text()) == path.read_text(), f"{path.name} is stale: make pictures"
