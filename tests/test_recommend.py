@@ -63,7 +63,7 @@ def test_the_plan_that_was_measured_fastest_wins() -> None:
 def test_too_close_to_call() -> None:
     results, plans = run(83.9)
     assert "too close to call against FP8Current" in recommend(results, plans).words
-    assert recommend(StepResults([], 1), []).words == "stay with BF16: no precision that was measured is faster"
+    assert recommend(StepResults([], 1), []) is None
 
 
 def test_ready_to_paste() -> None:

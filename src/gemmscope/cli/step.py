@@ -47,6 +47,7 @@ class Measure(Protocol):
         recipes: list[str] | None = None,
         mixed: tuple[Plan, ...] = (),
         batch: tuple[int, int] | None = None,
+        depth: int | None = None,
     ) -> StepRun: ...
 
 
@@ -119,6 +120,9 @@ def run_steps(source: ModelSource, run: RunSpec, overridden: list[str], choices:
     from gemmscope.step.predict import StepRun, StepSettings
     from gemmscope.store.journal import Journal, state_folder
 
+    budget = options.budget()
+    if budget is not None:
+        budget.replicas(run)  # says if the GPUs do not divide, before anything is measured
     if options.hugging_face:
         choices = _for_hugging_face(source, run, choices, options)
     if source.model is None:
@@ -144,11 +148,14 @@ def run_steps(source: ModelSource, run: RunSpec, overridden: list[str], choices:
         recipes: list[str] | None = None,
         mixed: tuple[Plan, ...] = (),
         batch: tuple[int, int] | None = None,
+        depth: int | None = None,
     ) -> StepRun:
         say(what)
         rule, how, of = StoppingRule(target=options.precision, longest_s=options.longest), settings, plan
         if batch is not None:
             rule, how, of = StoppingRule(target=0.02, longest_s=10.0), replace(settings, host=False), plan.with_batch(*batch)
+        if depth is not None:
+            how, of = replace(settings, host=False), plan.with_depth(depth)
         made = StepRun(
             of, recipes or choice.recipes, how, rule, journal, command=sys.argv[1:], real=real, mixed=mixed, config=config
         )
@@ -162,26 +169,40 @@ def run_steps(source: ModelSource, run: RunSpec, overridden: list[str], choices:
         return made
 
     predicted = measure(f"running the step of {plan.depth} layers in {', '.join(choice.recipes)} …")
-    truth = measure("running the real model …", real=True) if options.verify and not interrupted else None
-    found = _answer(predicted, truth, subject)
+    truth, as_deep = _verify(measure, plan, notes) if options.verify and not interrupted else (None, None)
+    found = _answer(predicted, truth, as_deep, subject)
     recommended, mixed = _recommend(predicted, found, measure) if not interrupted else (None, None)
     batches = _break_even(found, plan, measure, interrupted) if options.break_even else []
-    budget = options.budget()
     costs = {each.recipe: cost(each.step, run, budget) for each in found.recipes} if budget is not None else {}
-    runs = [made for made in (predicted, truth, mixed) if made is not None]
+    runs = [made for made in (predicted, truth, as_deep, mixed) if made is not None]
     said = [*subject.notes, *notes, *(note for made in runs for note in made.notes)]
     return Stepped(
         subject, machine, settings, runs, found, costs, recommended, batches, said, options.observed_speedup, bool(interrupted)
     )
 
 
-def _answer(predicted: StepRun, truth: StepRun | None, subject: Subject) -> StepAnswer:
+def _verify(measure: Measure, plan: StackPlan, notes: list[str]) -> tuple[StepRun | None, StepRun | None]:
+    """The real model; and, where only some of its layers fit into memory, the prediction of as many."""
+    try:
+        truth = measure("running the real model …", real=True)
+        depth = max((each.variant.depth for each in truth.results.variants.values() if each.measured), default=plan.depth)
+        if depth == plan.depth:
+            return truth, None
+        notes.append(f"the real model fits into memory with {depth} layers: verified against the prediction of as many")
+        return truth, measure(f"predicting {depth} layers …", depth=depth)
+    except UserError as error:
+        notes.append(f"not verified: {error.message}")
+        return None, None
+
+
+def _answer(predicted: StepRun, truth: StepRun | None, as_deep: StepRun | None, subject: Subject) -> StepAnswer:
     from gemmscope.step.answer import answer
     from gemmscope.workload.summary import totals
 
     summed = totals(subject.workload, subject.run, subject.source.model)
     tokens = subject.run.tokens * subject.run.gradient_accumulation
-    return answer(predicted.results, predicted.recipes, summed, tokens, truth.results if truth else None)
+    real, alike = truth.results if truth else None, as_deep.results if as_deep else None
+    return answer(predicted.results, predicted.recipes, summed, tokens, real, alike)
 
 
 def _recommend(predicted: StepRun, found: StepAnswer, measure: Measure) -> tuple[Recommendation | None, StepRun | None]:
@@ -196,7 +217,8 @@ def _recommend(predicted: StepRun, found: StepAnswer, measure: Measure) -> tuple
         return recommend(predicted.results, singles), None
     rivals = list(dict.fromkeys([BASELINE, best_recipe(found), mixed.recipe]))
     proof = measure(f"measuring {mixed.words} against {', '.join(rivals)} …", recipes=rivals, mixed=(mixed,))
-    return recommend(proof.results, [*(Plan(name) for name in rivals), mixed]), proof
+    proven = recommend(proof.results, [*(Plan(name) for name in rivals), mixed])
+    return proven or recommend(predicted.results, singles), proof
 
 
 def _break_even(found: StepAnswer, plan: StackPlan, measure: Measure, interrupted: list[str]) -> list[AtBatch]:

@@ -13,6 +13,8 @@ from gemmscope.step.answer import RecipeAnswer, StepAnswer
 from gemmscope.step.breakeven import AtBatch
 from gemmscope.step.cost import Cost
 
+RUN_TO_RUN = 0.02  # the same step, another day or machine
+NO_GAIN = 0.25  # of the gain: less of it is not dilution any more
 STEP_COLUMNS = (
     "Name",
     "Step ms",
@@ -65,17 +67,16 @@ def _verified(found: StepAnswer) -> Table:
         if each.verified is not None:
             unit = " ms" if each.recipe == BASELINE else "x"
             predicted, actual = each.verified.predicted, each.verified.actual
-            held = actual.low <= predicted.high and predicted.low <= actual.high
             rows.append(
                 (
                     each.recipe,
                     f"{predicted.value:.3f}{unit} [{predicted.low:.3f}, {predicted.high:.3f}]",
                     f"{actual.value:.3f}{unit} [{actual.low:.3f}, {actual.high:.3f}]",
                     f"{each.verified.error:+.2%}",
-                    "yes" if held else "no",
+                    "yes" if each.verified.agrees else "no",
                 )
             )
-    return Table("Predicted against the real model", ("Name", "Predicted", "Real", "Error", "Intervals meet"), tuple(rows))
+    return Table("Predicted against the real model", ("Name", "Predicted", "Real", "Error", "Within doubt"), tuple(rows))
 
 
 def cost_table(costs: Mapping[str, Cost]) -> Table:
@@ -107,16 +108,22 @@ def observed(found: StepAnswer, gain: float) -> list[str]:
     for each in found.recipes:
         if each.speedup is None:
             continue
+        low, high = each.speedup.low * (1 - RUN_TO_RUN), each.speedup.high * (1 + RUN_TO_RUN)
         if each.words.startswith("not running"):
             why = f"kernels are not what they should be: {each.words}"
-        elif gain >= each.speedup.low:
+        elif low <= gain <= high:
+            why = "as expected"
+        elif gain > high:
+            why = "more than this step gains: the two runs differ in something else"
+        elif gain <= 1 + NO_GAIN * (each.speedup.value - 1):
             why = (
-                "as expected" if gain <= each.speedup.high else "more than this step gains: the two runs differ in something else"
+                "next to nothing of it: most likely the kernels are not what they should be (low precision is not running, or "
+                "not in all layers); record a trace (gemmscope trace-me) and let gemmscope explain say which products ran in what"
             )
         else:
-            products = f"; the products alone gain {each.waterfall.products:.2f}x" if each.waterfall is not None else ""
             why = (
-                f"less than this step gains: time is lost outside of what one GPU computes (communication, data, host){products}"
+                "less than this step gains: overhead outside of the GEMMs and of what one GPU computes (communication, data, "
+                "host, recompute); gemmscope explain finds it in a trace"
             )
         lines.append(f"observed {gain:g}x against {times_faster(each.speedup)} predicted for {each.recipe}: {why}")
     return lines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import hypot
 
 from gemmscope.gpu.specs import spec_of
 from gemmscope.measure.stats import Interval
@@ -26,6 +27,11 @@ class Verified:
     @property
     def error(self) -> float:
         return self.predicted.value / self.actual.value - 1
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the error is within what both are known to."""
+        return abs(self.error) <= hypot(self.predicted.half_width, self.actual.half_width)
 
 
 @dataclass(frozen=True)
@@ -65,9 +71,14 @@ class StepAnswer:
 
 
 def answer(
-    results: StepResults, names: Sequence[str], totals: Totals, tokens_per_step: int, real: StepResults | None = None
+    results: StepResults,
+    names: Sequence[str],
+    totals: Totals,
+    tokens_per_step: int,
+    real: StepResults | None = None,
+    as_deep: StepResults | None = None,
 ) -> StepAnswer:
-    """Put it together. `real`: what `--verify` measured."""
+    """Put it together. `real`: what `--verify` measured; `as_deep`: the prediction of as many layers, if it did not run all."""
     baseline = _deepest(results, BASELINE)
     chip = spec_of(str(results.hello.get("device", {}).get("name", "")))
     made, failures = [], {}
@@ -89,12 +100,12 @@ def answer(
                 tokens_per_s=tokens_per_step / step.value * 1000,
                 model_tflops=flops / step.value / 1e9,
                 utilisation=flops / step.value / 1e9 / chip.tflops["bf16"] if chip is not None else None,
-                busy_ms=side.wall_ms - side.waiting_ms if side is not None else None,
-                host_ms=found.host_ms,
-                peak_bytes=_peak(found, totals),
+                busy_ms=results.extrapolated(name, _busy),
+                host_ms=results.extrapolated(name, lambda result: result.host_ms),
+                peak_bytes=_peak(results, name, totals),
                 waterfall=fall,
                 words=words,
-                verified=_verified(results, real, name) if real is not None else None,
+                verified=_verified(as_deep or results, real, name) if real is not None else None,
             )
         )
     depth = baseline.variant.depth if baseline is not None else 0
@@ -119,16 +130,24 @@ def _wall(result: VariantResult) -> float:
     return sum(flat) / len(flat)
 
 
-def _peak(result: VariantResult, totals: Totals) -> float | None:
+def _busy(result: VariantResult) -> float | None:
+    side = _side(result)
+    return side.wall_ms - side.waiting_ms if side is not None else None
+
+
+def _peak(results: StepResults, name: str, totals: Totals) -> float | None:
     """Of the real model: what the step held beyond its own weights, and weights, gradients and moments of all layers."""
-    peak, held = result.facts.get("peak_bytes"), result.facts.get("held_bytes")
-    if not peak or held is None:
-        return None
-    return float(peak - held + BYTES_PER_PARAMETER * totals.parameters_of_rank)
+
+    def beyond(result: VariantResult) -> float | None:
+        peak, held = result.facts.get("peak_bytes"), result.facts.get("held_bytes")
+        return float(peak - held) if peak and held is not None else None
+
+    activations = results.extrapolated(name, beyond)
+    return activations + BYTES_PER_PARAMETER * totals.parameters_of_rank if activations is not None else None
 
 
 def _verified(results: StepResults, real: StepResults, name: str) -> Verified | None:
-    """The whole model's; None where memory did not suffice to run it."""
+    """The real step beside the prediction of as many layers; None if one of them is missing."""
     actual, predicted = real.speedup(name, real=True), results.speedup(name)
     if name == BASELINE:
         actual, predicted = real.step(name, real=True), results.step(name)

@@ -25,6 +25,20 @@ class Budget:
         if self.price is not None and not 0 <= self.price < float("inf"):
             raise UserError(f"--price {self.price:g} is no price", "for one GPU and one hour, for example --price 2.5")
 
+    def replicas(self, run: RunSpec) -> int:
+        """How many copies of the model the GPUs hold; experts are shared among `ep` of them."""
+        group = run.tp * run.cp * run.pp
+        if self.gpus % group:
+            raise UserError(
+                f"{self.gpus} GPUs do not divide into groups of {group} (tp x cp x pp)", f"for example --gpus {group * 8}"
+            )
+        if (self.gpus // group) % run.ep:
+            raise UserError(
+                f"{self.gpus // group} replicas do not divide into the {run.ep} that share the experts",
+                f"for example --gpus {group * run.ep}",
+            )
+        return self.gpus // group
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -43,13 +57,7 @@ def cost(step: Interval, run: RunSpec, budget: Budget) -> Cost:
     >>> round(found.days.value, 3), round(found.gpu_hours.value), round(found.money.value)
     (1.0, 240, 480)
     """
-    group = run.tp * run.cp * run.pp
-    if budget.gpus % group:
-        raise UserError(
-            f"{budget.gpus} GPUs do not divide into groups of {group} (tp x cp x pp)", f"for example --gpus {group * 8}"
-        )
-    replicas = budget.gpus // group
-    tokens_per_step = run.micro_batch_size * run.sequence_length * run.gradient_accumulation * replicas
+    tokens_per_step = run.micro_batch_size * run.sequence_length * run.gradient_accumulation * budget.replicas(run)
     days = _times(step, budget.tokens / tokens_per_step / 1000 / 86400)
     hours = _times(days, 24 * budget.gpus)
     return Cost(days, hours, _times(hours, budget.price) if budget.price is not None else None)

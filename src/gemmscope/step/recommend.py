@@ -17,6 +17,8 @@ from gemmscope.step.results import StepResults
 from gemmscope.step.waterfall import LINEARS, place
 
 LEAVABLE = ("qkv", "attn out", "mlp")  # modules that can be told to stay in BF16
+MODULE_OF = {"experts": "mlp", "shared expert": "mlp"}  # parts that go with another's module
+MARGIN = 0.02  # a part that takes longer by less does not lose: two profiled steps differ by as much
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class PartGain:
 
     @property
     def loses(self) -> bool:
-        return self.recipe_ms > self.baseline_ms
+        return self.recipe_ms > self.baseline_ms * (1 + MARGIN)
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,10 @@ class Recommendation:
 
     @property
     def words(self) -> str:
-        if self.plan.recipe == BASELINE:
-            return f"stay with {BASELINE}: no precision that was measured is faster"
-        gain = f" ({self.speedup.value:.2f}x [{self.speedup.low:.2f}, {self.speedup.high:.2f}])" if self.speedup else ""
         doubt = f"; too close to call against {self.rival.words}" if self.rival and not self.certain else ""
+        if self.plan.recipe == BASELINE:
+            return f"stay with {BASELINE}: no precision that was measured is faster{doubt}"
+        gain = f" ({self.speedup.value:.2f}x [{self.speedup.low:.2f}, {self.speedup.high:.2f}])" if self.speedup else ""
         return f"use {self.plan.words}{gain}{doubt}"
 
 
@@ -72,9 +74,10 @@ def part_gains(results: StepResults, recipe: str) -> list[PartGain]:
         sums: dict[str, float] = {}
         for kernel in place(found.parts):
             if kernel.part in LINEARS:
-                sums[kernel.part] = sums.get(kernel.part, 0.0) + kernel.time_us / 1000
+                part = MODULE_OF.get(kernel.part, kernel.part)
+                sums[part] = sums.get(part, 0.0) + kernel.time_us / 1000
         sides.append(sums)
-    return [PartGain(part, sides[0][part], sides[1].get(part, 0.0)) for part in LINEARS if part in sides[0]]
+    return [PartGain(part, sides[0][part], sides[1].get(part, 0.0)) for part in LEAVABLE if part in sides[0]]
 
 
 def best_recipe(found: StepAnswer) -> str:
@@ -94,11 +97,11 @@ def candidate(results: StepResults, found: StepAnswer) -> Plan | None:
     return Plan(best, losing) if losing and len(losing) < len(LEAVABLE) else None
 
 
-def recommend(results: StepResults, plans: Sequence[Plan]) -> Recommendation:
-    """Among what was measured: the plan with the shortest step, and whether that is sure."""
+def recommend(results: StepResults, plans: Sequence[Plan]) -> Recommendation | None:
+    """Among what was measured: the plan with the shortest step, and whether that is sure; None if nothing was."""
     timed = [(plan, step) for plan in plans if (step := results.step(plan.recipe, plan.left_out)) is not None]
     if not timed:
-        return Recommendation(Plan(BASELINE), None, None, certain=False)
+        return None
     timed.sort(key=lambda pair: pair[1].value)
     best, best_step = timed[0]
     rival, rival_step = timed[1] if len(timed) > 1 else (None, None)

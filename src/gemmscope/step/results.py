@@ -6,7 +6,7 @@ recipe is run at two depths, and the whole model's step follows from the line th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -137,6 +137,18 @@ class StepResults:
             return _weighted(slow_weights, means[:split]) / _weighted(fast_weights, means[split:])
 
         return interval_of([*slow, *fast], ratio, self.noise(), 0)
+
+    def extrapolated(self, recipe: str, figure: Callable[[VariantResult], float | None]) -> float | None:
+        """A figure of the whole model: as it was measured, or on the line through two depths."""
+        found = [result for result in self.of(recipe) if result.measured]
+        values = [figure(result) for result in found]
+        if not values or any(value is None for value in values):
+            return None
+        known = [value for value in values if value is not None]
+        if found[0].variant.depth == self.layers or len(found) == 1:
+            return known[0]
+        depths = [result.variant.depth for result in found]
+        return known[0] + (known[0] - known[1]) * (self.layers - depths[0]) / (depths[0] - depths[1])
 
     def _line(self, found: list[VariantResult]) -> tuple[list[Bursts], list[float]]:
         """What to add up, and how often each, to get the whole model's step; nothing if a part is missing."""

@@ -103,8 +103,8 @@ class Stack(nn.Module):
 class Step:
     """One optimizer step: `run` it again and again.
 
-    `real`: every layer has weights of its own, gradients stay until the optimizer has used them, as in training. Else layers share
-    memory, gradients are dropped as soon as they are complete, and the optimizer goes over buffers that stand for them.
+    `real`: every layer has weights of its own, gradients stay until the optimizer has used them, as in training. Else layers
+    share memory, gradients are dropped as soon as they are complete, and the optimizer goes over buffers that stand for them.
     """
 
     def __init__(self, plan: StackPlan, kit: Kit, weights: Weights, device: str, *, real: bool = False) -> None:

@@ -176,6 +176,8 @@ def verdict(found: Waterfall, recipe: Recipe, fast: Sequence[Placed]) -> str:
     waiting = next((level.fast_ms for level in found.levels if level.row == "waiting for the host"), 0.0)
     if waiting > HOST_BOUND * sum(level.fast_ms for level in found.levels) and worst == "waiting for the host":
         return f"host-bound: the GPU waits {waiting:.1f} ms of each step for the CPU"
+    if found.products <= 1:
+        return f"it loses: its products alone take longer than BF16's ({found.products:.2f}x)"
     if found.step >= AS_EXPECTED * found.products or worst is None:
         return "GEMM-bound, as expected"
     if worst == "quantization" and lost[worst] >= EATEN * (found.products - 1):

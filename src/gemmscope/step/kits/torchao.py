@@ -11,6 +11,7 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from gemmscope.recipe.recipes import Recipe
 from gemmscope.step.kits.plain import PlainKit
+from gemmscope.step.plan import StackPlan
 
 MODULES = {"qkv": "attention_in", "attn out": "attention_out", "mlp": "feed_forward"}  # part -> its module in a layer
 
@@ -24,6 +25,11 @@ class TorchaoKit(PlainKit):
     def __init__(self, recipe: Recipe, left_out: frozenset[str] = frozenset(), device: str = "cuda") -> None:
         super().__init__(recipe, left_out, device)
         torch._dynamo.config.recompile_limit = 64
+
+    def why_not(self, plan: StackPlan) -> str:  # noqa: ARG002
+        if self.recipe.quantizes and "float8" not in self.recipe.settings.get(self.name, {}):
+            return f"{self.recipe.name} is not run in steps with torchao yet"
+        return ""
 
     def finish(self, block: nn.Module) -> nn.Module:
         settings = self.recipe.settings.get(self.name, {})
