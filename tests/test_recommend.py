@@ -73,7 +73,7 @@ def test_ready_to_paste() -> None:
     assert texts["Megatron-LM"].startswith("--transformer-impl transformer_engine --fp8-format e4m3 --fp8-recipe blockwise")
     compile(texts["Transformer Engine"], "plan", "exec")
     titan = ready_to_paste(Plan("FP8Rowwise", ("attn out",)))["torchtitan"]
-    assert 'filter_fqns = ["output", "attention.wo"]' in titan
+    assert 'filter_fqns = ["output", "lm_head", "attention.wo"]' in titan
     assert ready_to_paste(Plan("BF16")) == {}
 
 
@@ -96,3 +96,10 @@ def test_cost_carries_the_interval() -> None:
 def test_bad_budgets(budget: tuple[float, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
         cost(Interval(1.0, 1.0, 1.0), RunSpec(1, 16, tp=2), Budget(budget[0], int(budget[1]), *budget[2:]))
+
+
+def test_torchao_code_is_code() -> None:
+    text = ready_to_paste(Plan("FP8Tensorwise", ("mlp",)))["torchao"]
+    compile(text, "plan", "exec")
+    assert '"feed_forward"' in text
+    assert "torch.compile(layer)" in text

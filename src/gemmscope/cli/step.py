@@ -33,6 +33,9 @@ Examples:
   gemmscope step --preset llama-3.1-8b --micro-batch-size 1 --sequence-length 8192 --pp 4
   gemmscope step --config config.json --micro-batch-size 4 --sequence-length 4096 --recipes fp8current --verify
   gemmscope step --preset llama-3.1-8b --micro-batch-size 1 --sequence-length 8192 --tokens 1e12 --gpus 256 --price 2.5
+
+\b
+Exit codes: 0 done, 1 nothing could be measured, 2 wrong input, 130 interrupted.
 """
 
 
@@ -109,6 +112,8 @@ def command(model_options: ModelOptions, run_options: RunOptions, choices: Choic
     outcome.deliver(options.json, options.markdown)
     if outcome.interrupted:
         raise typer.Exit(130)
+    if not outcome.found.recipes:
+        raise typer.Exit(1)
 
 
 def run_steps(source: ModelSource, run: RunSpec, overridden: list[str], choices: ChoiceOptions, options: StepOptions) -> Stepped:
@@ -171,8 +176,8 @@ def run_steps(source: ModelSource, run: RunSpec, overridden: list[str], choices:
     predicted = measure(f"running the step of {plan.depth} layers in {', '.join(choice.recipes)} …")
     truth, as_deep = _verify(measure, plan, notes) if options.verify and not interrupted else (None, None)
     found = _answer(predicted, truth, as_deep, subject)
-    recommended, mixed = _recommend(predicted, found, measure) if not interrupted else (None, None)
-    batches = _break_even(found, plan, measure, interrupted) if options.break_even else []
+    recommended, mixed = _recommend(predicted, found, measure, notes) if not interrupted else (None, None)
+    batches = _break_even(found, plan, measure, interrupted, notes) if options.break_even else []
     costs = {each.recipe: cost(each.step, run, budget) for each in found.recipes} if budget is not None else {}
     runs = [made for made in (predicted, truth, as_deep, mixed) if made is not None]
     said = [*subject.notes, *notes, *(note for made in runs for note in made.notes)]
@@ -205,7 +210,9 @@ def _answer(predicted: StepRun, truth: StepRun | None, as_deep: StepRun | None, 
     return answer(predicted.results, predicted.recipes, summed, tokens, real, alike)
 
 
-def _recommend(predicted: StepRun, found: StepAnswer, measure: Measure) -> tuple[Recommendation | None, StepRun | None]:
+def _recommend(
+    predicted: StepRun, found: StepAnswer, measure: Measure, notes: list[str]
+) -> tuple[Recommendation | None, StepRun | None]:
     """The fastest plan; a mixed one only after it was run beside the best single recipe, and won."""
     from gemmscope.step.recommend import Plan, best_recipe, candidate, recommend
 
@@ -216,12 +223,16 @@ def _recommend(predicted: StepRun, found: StepAnswer, measure: Measure) -> tuple
     if mixed is None:
         return recommend(predicted.results, singles), None
     rivals = list(dict.fromkeys([BASELINE, best_recipe(found), mixed.recipe]))
-    proof = measure(f"measuring {mixed.words} against {', '.join(rivals)} …", recipes=rivals, mixed=(mixed,))
+    try:
+        proof = measure(f"measuring {mixed.words} against {', '.join(rivals)} …", recipes=rivals, mixed=(mixed,))
+    except UserError as error:
+        notes.append(f"{mixed.words} could not be tried: {error.message}")
+        return recommend(predicted.results, singles), None
     proven = recommend(proof.results, [*(Plan(name) for name in rivals), mixed])
     return proven or recommend(predicted.results, singles), proof
 
 
-def _break_even(found: StepAnswer, plan: StackPlan, measure: Measure, interrupted: list[str]) -> list[AtBatch]:
+def _break_even(found: StepAnswer, plan: StackPlan, measure: Measure, interrupted: list[str], notes: list[str]) -> list[AtBatch]:
     """The step on smaller batches; this one last."""
     from gemmscope.step.breakeven import AtBatch, smaller_batches
 
@@ -229,7 +240,11 @@ def _break_even(found: StepAnswer, plan: StackPlan, measure: Measure, interrupte
     for batch in smaller_batches(plan.micro_batch_size, plan.sequence_length):
         if interrupted:
             break
-        made = measure(f"running a batch of {batch[0]} x {batch[1]} tokens …", batch=batch)
+        try:
+            made = measure(f"running a batch of {batch[0]} x {batch[1]} tokens …", batch=batch)
+        except UserError as error:
+            notes.append(f"a batch of {batch[0]} x {batch[1]} tokens could not be run: {error.message}")
+            continue
         gains = {name: gain for name in made.recipes if (gain := made.results.speedup(name)) is not None}
         measured.append(AtBatch(*batch, {name: gain for name, gain in gains.items() if name != BASELINE}))
     here = {each.recipe: each.speedup for each in found.recipes if each.speedup is not None}

@@ -121,7 +121,8 @@ def _side(result: VariantResult) -> Side | None:
     """What its waterfall is made of; None where its kernels were not seen."""
     if not result.parts:
         return None
-    return Side(place(result.parts, quantizes=recipe(result.variant.recipe).quantizes), _wall(result), result.host_ms)
+    placed = place(result.parts, quantizes=recipe(result.variant.recipe).quantizes)
+    return Side(placed, _wall(result), result.host_ms, result.busy_ms)
 
 
 def _wall(result: VariantResult) -> float:

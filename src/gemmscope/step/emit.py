@@ -1,4 +1,4 @@
-"""A plan in the words of the frameworks: code for Transformer Engine, options for torchtitan and Megatron-LM.
+"""A plan in the words of the frameworks: code for Transformer Engine and torchao, options for torchtitan and Megatron-LM.
 
 How each framework names a recipe is data (`recipe/recipes.toml`: `class`, `float8`, `megatron`); what stays in BF16 is named as
 its models name the modules.
@@ -30,6 +30,7 @@ def ready_to_paste(plan: Plan) -> dict[str, str]:
     if "transformer_engine" in asked.settings:
         texts["Transformer Engine"] = _transformer_engine(plan, asked.settings["transformer_engine"]["class"])
     if "float8" in asked.settings.get("torchao", {}):
+        texts["torchao"] = _torchao(plan, asked.settings["torchao"]["float8"])
         texts["torchtitan"] = _torchtitan(plan, asked.settings["torchao"]["float8"])
     if "megatron" in asked.settings:
         left = f"  (Megatron-LM cannot leave out {' and '.join(plan.left_out)} alone)" if plan.left_out else ""
@@ -56,13 +57,39 @@ def _transformer_engine(plan: Plan, class_name: str) -> str:
     return "\n".join(lines)
 
 
+def _spared(plan: Plan) -> list[str]:
+    """Names, or parts of names, of modules that stay as they are: the head, under both names it has, and what is left out."""
+    return ["output", "lm_head", *(module for part in plan.left_out for module in TORCHTITAN_MODULES[part])]
+
+
+def _torchao(plan: Plan, name: str) -> str:
+    listed = ", ".join(f'"{each}"' for each in _spared(plan))
+    return "\n".join(
+        [
+            "from torchao.float8 import Float8LinearConfig, convert_to_float8_training",
+            "",
+            f"spared = ({listed})",
+            "convert_to_float8_training(",
+            "    model,",
+            f'    config=Float8LinearConfig.from_recipe_name("{name}"),',
+            "    module_filter_fn=lambda module, name: not any(each in name for each in spared),",
+            ")",
+            "for index, layer in enumerate(model.layers):  # measured compiled: casts fuse",
+            "    model.layers[index] = torch.compile(layer)",
+        ]
+    )
+
+
 def _torchtitan(plan: Plan, name: str) -> str:
-    spared = ["output", *(module for part in plan.left_out for module in TORCHTITAN_MODULES[part])]
-    listed = ", ".join(f'"{each}"' for each in spared)
+    """As its TOML files name it (0.1 and 0.2); versions configured in Python take the same two values."""
+    listed = ", ".join(f'"{each}"' for each in _spared(plan))
     return "\n".join(
         [
             "[model]",
-            'converters = ["float8"]',
+            'converters = ["quantize.linear.float8"]',
+            "",
+            "[compile]",
+            "enable = true",
             "",
             "[quantize.linear.float8]",
             f'recipe_name = "{name}"',

@@ -117,13 +117,15 @@ class Side:
     placed: Sequence[Placed]
     wall_ms: float
     host_ms: float | None = None
+    busy_ms: float | None = None  # of the profiled step, kernels that run at once counted once
 
     @property
     def waiting_ms(self) -> float:
         """For the CPU, of each step."""
         if self.host_ms is not None and self.host_ms < RUNS_AHEAD * self.wall_ms:
             return 0.0
-        return max(self.wall_ms - sum(each.time_us for each in self.placed) / 1000, 0.0)
+        busy = self.busy_ms if self.busy_ms is not None else sum(each.time_us for each in self.placed) / 1000
+        return max(self.wall_ms - busy, 0.0)
 
     def sums(self) -> dict[Row, float]:
         """Milliseconds of each row; together they are the step."""
