@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from gemmscope import __version__
-from gemmscope.cli import bench, doctor, shapes, step
+from gemmscope.cli import bench, doctor, report, shapes, step
 from gemmscope.cli.bench_options import BenchCommand
 from gemmscope.errors import UserError
 
@@ -30,6 +30,7 @@ app = typer.Typer(
 app.command("shapes", epilog=shapes.EXAMPLES)(shapes.command)
 app.command("bench", cls=BenchCommand, epilog=bench.EXAMPLES)(bench.command)
 app.command("step", epilog=step.EXAMPLES)(step.command)
+app.command("report", epilog=report.EXAMPLES)(report.command)
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.command)
 
 

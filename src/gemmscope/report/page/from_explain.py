@@ -1,0 +1,150 @@
+"""A run file of `gemmscope explain` as a part of a report: where a real run's step went, and why it gained less."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from gemmscope.report.page.facts import command_facts
+from gemmscope.report.page.from_forecast import View
+from gemmscope.report.page.parts import REST, Bar, Bars, Cell, Finding, RunPart, Segment, Subject, Table
+from gemmscope.report.plot import COLOURS
+from gemmscope.report.units import percent
+
+
+class CauseView(View):
+    """One cause."""
+
+    title: str
+    cost_ms: float
+    speedup_without: float
+    evidence: list[str] = Field(default=[])
+    kernels: list[str] = Field(default=[])
+    where: str = ""
+    advice: list[str] = Field(default=[])
+
+
+class ProductsView(View):
+    """Products of one precision."""
+
+    precision: str
+    count: float
+    time_ms: float
+
+
+class HeldView(View):
+    """One row of a comparison."""
+
+    row: str
+    expected_ms: float | None
+    found_ms: float
+
+
+class PairView(View):
+    """What the step was held against."""
+
+    title: str
+    expected: str
+    rows: list[HeldView]
+    words: list[str] = Field(default=[])
+
+
+class ExplainView(View):
+    """The file."""
+
+    gemmscope_version: str = ""
+    command: list[str] = Field(default=[])
+    trace: str
+    gpu: str = ""
+    steps: int
+    steps_found_by: str = ""
+    step_ms: float
+    busy_ms: float
+    classes_ms: dict[str, float]
+    products: list[ProductsView] = Field(default=[])
+    verdict: str
+    causes: list[CauseView] = Field(default=[])
+    held: list[PairView] = Field(default=[])
+    notes: list[str] = Field(default=[])
+
+
+def from_explain(file: ExplainView, name: str) -> RunPart:
+    """Everything that the file says."""
+    verdict = file.verdict[:1].upper() + file.verdict[1:]
+    return RunPart(
+        kind="explain",
+        name=name,
+        subject=Subject(f"The trace {file.trace.rsplit('/', 1)[-1]}"),
+        where=file.gpu or "the traced GPU",
+        answer=verdict if verdict.endswith((".", "!")) else f"{verdict}.",
+        because=(f"A step takes {file.step_ms:.2f} ms, of which the GPU is busy {file.busy_ms:.2f} ms.",),
+        bars=_bars(file),
+        ops=_causes(file.causes),
+        tables=(*_products(file.products), *(_held(pair) for pair in file.held)),
+        findings=(
+            *(Finding("note", f"{cause.title}: {words}") for cause in file.causes for words in (*cause.evidence, *cause.advice)),
+            *(Finding("note", words) for pair in file.held for words in pair.words),
+            *(Finding("note", words) for words in file.notes),
+        ),
+        method=(
+            ("trace", file.trace),
+            ("steps", f"{file.steps}, found by {file.steps_found_by}" if file.steps_found_by else str(file.steps)),
+            *command_facts(file.command, file.gemmscope_version),
+        ),
+    )
+
+
+def _bars(file: ExplainView) -> tuple[Bars, ...]:
+    """One bar: what the step's time goes into."""
+    longest = sorted(file.classes_ms, key=lambda name: -file.classes_ms[name])
+    segments = tuple(
+        Segment(
+            name,
+            time,
+            REST if name == "quantization" or longest.index(name) >= len(COLOURS) else longest.index(name),
+            "hatched" if name == "quantization" else "plain",
+            ((name, f"{time:.2f} ms"), ("share", percent(time / file.step_ms))),
+        )
+        for name, time in file.classes_ms.items()
+        if time > 0
+    )
+    return (
+        (Bars("The traced step", "What the step's time goes into, ms", "ms per step", (Bar("traced", segments),)),)
+        if segments
+        else ()
+    )
+
+
+def _causes(causes: list[CauseView]) -> tuple[Table, ...]:
+    rows = tuple(
+        (
+            Cell(cause.title),
+            Cell(f"{cause.cost_ms:.2f}", cause.cost_ms),
+            Cell(f"{cause.speedup_without:.3f}x", cause.speedup_without),
+            Cell(cause.where),
+        )
+        for cause in causes
+    )
+    columns = {"Cause": False, "Costs, ms a step": True, "Step without it": True, "Where": False}
+    return (Table("What the step would save", columns, rows),) if rows else ()
+
+
+def _products(products: list[ProductsView]) -> tuple[Table, ...]:
+    rows = tuple(
+        (Cell(one.precision), Cell(f"{one.count:g}", one.count), Cell(f"{one.time_ms:.2f}", one.time_ms)) for one in products
+    )
+    return (Table("Products by precision", {"Precision": False, "A step": True, "ms": True}, rows),) if rows else ()
+
+
+def _held(pair: PairView) -> Table:
+    rows = tuple(
+        (
+            Cell(one.row),
+            Cell(f"{one.expected_ms:.2f}", one.expected_ms) if one.expected_ms is not None else Cell("-"),
+            Cell(f"{one.found_ms:.2f}", one.found_ms),
+            Cell(f"{one.found_ms - one.expected_ms:+.2f}", one.found_ms - one.expected_ms)
+            if one.expected_ms is not None
+            else Cell("-"),
+        )
+        for one in pair.rows
+    )
+    return Table(pair.title, {"Row": False, f"{pair.expected}, ms": True, "found, ms": True, "difference": True}, rows)
