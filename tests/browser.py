@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
-PATIENCE_S = 60.0
+PATIENCE_S = 30.0
 
 
 class Browser:

@@ -7,8 +7,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gemmscope.report.bench import digits
-from gemmscope.report.page.parts import Bar, Bars, Cell, Curve, Estimate, Facts, Gain, Report, Segment, Table, Waterfall
-from gemmscope.report.units import percent
+from gemmscope.report.page.parts import Bar, Bars, Cell, Curve, Estimate, Facts, Report, Segment, Shade, Table, Waterfall
+
+ORDER = ("training step", "linears")  # of what stands side by side; the rest follows
+PARTS: dict[Shade, str] = {"plain": "fprop + dgrad", "light": "wgrad", "hatched": ""}
 
 
 def bars_chart(found: Bars, top_ms: float) -> dict[str, Any]:
@@ -75,6 +77,7 @@ def curve_chart(found: Curve, lowest: float, highest: float) -> dict[str, Any]:
         "series": [
             {
                 "name": name,
+                "colour": found.colour(name),
                 "points": [
                     {"at": found.places.index(point.at), **_estimate(point.gain), "facts": _facts(point.facts)}
                     for point in points
@@ -85,28 +88,28 @@ def curve_chart(found: Curve, lowest: float, highest: float) -> dict[str, Any]:
     }
 
 
-def gains_chart(report: Report) -> dict[str, Any] | None:
-    """Every speedup of every run as a dot with its interval, those of one thing below one another."""
-    groups: dict[tuple[str, str], list[tuple[str, Gain]]] = {}
+def gain_rows(report: Report) -> list[tuple[str, str, dict[str, Estimate]]]:
+    """What, in which recipe, and the speedup of every run that has one: the step first, then linears, then products."""
+    found: dict[tuple[str, str], dict[str, Estimate]] = {}
     for run in report.runs:
         for gain in run.gains:
-            groups.setdefault((gain.what, gain.recipe), []).append((report.letter(run), gain))
-    if not groups:
+            found.setdefault((gain.what, gain.recipe), {})[report.letter(run)] = gain.gain
+    rows = [(what, recipe, by_run) for (what, recipe), by_run in found.items()]
+    return sorted(rows, key=lambda row: next((place for place, word in enumerate(ORDER) if word in row[0]), len(ORDER)))
+
+
+def gains_chart(report: Report) -> dict[str, Any] | None:
+    """Every speedup of every run as a dot with its interval, those of one thing below one another."""
+    rows = gain_rows(report)
+    if not rows:
         return None
-    ends = [
-        end for group in groups.values() for _, gain in group for end in (gain.gain.low, gain.gain.high, gain.gain.value) if end
-    ]
-    low, high = axis_ends([*ends, 1.0])
-    rows = []
-    for (what, recipe), group in sorted(groups.items(), key=lambda pair: _order(pair[0][0])):
-        dots = [{"run": run, **_estimate(gain.gain), "facts": [[f"run {run}", gain.gain.times]]} for run, gain in group]
-        rows.append({"what": what, "recipe": recipe, "dots": dots})
-    return {"type": "gains", "rows": rows, "low": low, "high": high, "runs": [report.letter(run) for run in report.runs]}
-
-
-def _order(what: str) -> int:
-    """The step first, then linears, then products."""
-    return next((place for place, word in enumerate(("training step", "linears")) if word in what), 2)
+    every = [gain for _, _, by_run in rows for gain in by_run.values()]
+    low, high = axis_ends([1.0, *(end for gain in every for end in (gain.low, gain.high, gain.value) if end is not None)])
+    made = []
+    for what, recipe, by_run in rows:
+        dots = [{"run": run, **_estimate(gain), "facts": [[f"run {run}", gain.times]]} for run, gain in by_run.items()]
+        made.append({"what": what, "recipe": recipe, "dots": dots})
+    return {"type": "gains", "rows": made, "low": low, "high": high, "runs": [report.letter(run) for run in report.runs]}
 
 
 def axis_ends(values: Iterable[float]) -> tuple[float, float]:
@@ -138,24 +141,21 @@ def _number(value: float | None) -> float | None:
 def bars_table(found: Bars) -> Table:
     """A row per segment, a column per recipe."""
     bars = [bar for bar in found.bars if bar.segments]
-    keys = list(dict.fromkeys((one.name, _part(one.shade, found)) for bar in bars for one in bar.segments))
+    passes = any(one.shade == "light" for bar in bars for one in bar.segments)
+
+    def row(name: str, part: str, *cells: Cell) -> tuple[Cell, ...]:
+        return (Cell(name), *([Cell(part)] if passes else []), *cells)
+
     rows = []
-    for name, part in keys:
-        times = [sum(one.time_ms for one in bar.segments if (one.name, _part(one.shade, found)) == (name, part)) for bar in bars]
-        rows.append((Cell(name), Cell(part), *(Cell(digits(time), time) if time else Cell("-") for time in times)))
-    rows.append((Cell("in all"), Cell(""), *(Cell(digits(bar.total_ms), bar.total_ms) for bar in bars)))
-    gains = (Cell(bar.alarm or (bar.gain.times if bar.gain else head(bar)), None, "alarm" if bar.alarm else "") for bar in bars)
-    rows.append((Cell("speedup"), Cell(""), *gains))
-    return Table(
-        f"{found.title} ({found.unit})", {"What": False, "Part": False, **{bar.label: True for bar in bars}}, tuple(rows)
-    )
-
-
-def _part(shade: str, found: Bars) -> str:
-    """What a shade stands for: passes where light ones are drawn, else nothing."""
-    if not any(one.shade == "light" for bar in found.bars for one in bar.segments):
-        return ""
-    return {"plain": "fprop + dgrad", "light": "wgrad"}.get(shade, "")
+    for name, shade in dict.fromkeys((one.name, one.shade) for bar in bars for one in bar.segments):
+        times = [sum(one.time_ms for one in bar.segments if (one.name, one.shade) == (name, shade)) for bar in bars]
+        rows.append(row(name, PARTS[shade], *(Cell(digits(time), time) if time else Cell("-") for time in times)))
+    rows.append(row("in all", "", *(Cell(digits(bar.total_ms), bar.total_ms) for bar in bars)))
+    gains = [Cell(bar.alarm or (bar.gain.times if bar.gain else head(bar)), None, "alarm" if bar.alarm else "") for bar in bars]
+    if any(cell.text for cell in gains):
+        rows.append(row("speedup", "", *gains))
+    columns = {"What": False, **({"Part": False} if passes else {}), **{bar.label: True for bar in bars}}
+    return Table(f"{found.title} ({found.unit})", columns, tuple(rows))
 
 
 def waterfall_table(found: Waterfall) -> Table:
@@ -181,13 +181,9 @@ def curve_table(found: Curve) -> Table:
 
 def gains_table(report: Report) -> Table:
     """Every speedup, a column per run; for two runs, how far they are apart."""
-    found: dict[tuple[str, str], dict[str, Estimate]] = {}
-    for run in report.runs:
-        for gain in run.gains:
-            found.setdefault((gain.what, gain.recipe), {})[report.letter(run)] = gain.gain
     letters = [report.letter(run) for run in report.runs]
     rows = []
-    for (what, recipe), by_run in sorted(found.items(), key=lambda pair: _order(pair[0][0])):
+    for what, recipe, by_run in gain_rows(report):
         cells = [Cell(by_run[letter].times, by_run[letter].value) if letter in by_run else Cell("-") for letter in letters]
         rows.append((Cell(what), Cell(recipe), *cells, *(_apart(by_run, letters))))
     columns = {"What": False, "Recipe": False, **dict.fromkeys(letters, True)}
@@ -205,5 +201,4 @@ def _apart(by_run: dict[str, Estimate], letters: Sequence[str]) -> list[Cell]:
     ratio = second.value / first.value - 1
     ends = (first.low, first.high, second.low, second.high)
     meet = None not in ends and (second.low or 0) <= (first.high or 0) and (first.low or 0) <= (second.high or 0)
-    sign = "+" if ratio >= 0 else "−"
-    return [Cell(f"{sign}{percent(abs(ratio))}" + (", intervals meet" if meet else ""), ratio)]
+    return [Cell(f"{ratio:+.1%}".replace("-", "−") + (", intervals meet" if meet else ""), ratio)]

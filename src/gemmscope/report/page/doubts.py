@@ -85,6 +85,11 @@ def _host(found: Rows) -> Iterator[Finding]:
     """Where launching all linears takes the CPU longer than running them takes the GPU."""
     for name in found.recipes:
         rows = [row for row in found.rows if (row.recipe, row.mode) == (name, "autocast")]
+        if found.bare:
+            bound = names_of(row.op for row in rows if row.host_bound)
+            if bound:
+                yield Finding("warning", f"HOST-BOUND: {name}: {bound} take longer to launch than to run")
+            continue
         host_ms = sum(row.host_ms * row.count for row in rows)
         gpu_ms = sum(row.total_ms.value * row.count for row in rows)
         if any(row.host_bound for row in rows) and host_ms > gpu_ms:

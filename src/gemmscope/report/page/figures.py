@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from gemmscope.errors import UserError
-from gemmscope.report.page.charts import axis_ends, head
+from gemmscope.report.page.charts import axis_ends, gain_rows, head
 from gemmscope.report.page.markup import slug
-from gemmscope.report.page.parts import REST, Bar, Bars, Curve, Report, RunPart, Segment, Waterfall, legend
+from gemmscope.report.page.parts import REST, Bar, Bars, Curve, Report, Segment, Waterfall, legend
 from gemmscope.report.plot import ALARM, CLEAR, COLOURS, DARK, QUANTIZING, STYLE, WIDTH, lighter
 from gemmscope.report.plot import REST as GREY
 
@@ -158,14 +158,14 @@ def _curve(figure: Any, curve: Curve) -> None:
     places = curve.places
     figure.set_size_inches(max(4.5, 2.0 + 0.6 * len(places)), 3.4)
     axis = figure.subplots()
-    for index, (name, points) in enumerate(curve.series.items()):
+    for name, points in curve.series.items():
         x = [places.index(point.at) for point in points]
         y = [point.gain.value for point in points]
         low = [value - (point.gain.low if point.gain.low is not None else value) for point, value in zip(points, y, strict=True)]
         high = [
             (point.gain.high if point.gain.high is not None else value) - value for point, value in zip(points, y, strict=True)
         ]
-        axis.errorbar(x, y, yerr=[low, high], label=name, **_dot(index))
+        axis.errorbar(x, y, yerr=[low, high], label=name, **_dot(curve.colour(name)))
     turned: dict[str, Any] = {"rotation": 30, "ha": "right"} if any(len(place) > 8 for place in places) else {}
     axis.set_xticks(range(len(places)), places, **turned)
     axis.set_xlabel(curve.axis)
@@ -176,25 +176,23 @@ def _curve(figure: Any, curve: Curve) -> None:
 
 
 def _gains(figure: Any, report: Report) -> None:
-    names = list(dict.fromkeys((gain.what, gain.recipe) for run in report.runs for gain in run.gains))
-    figure.set_size_inches(6.5, 1.0 + 0.2 * len(names) * (len(report.runs) + 1))
+    rows = gain_rows(report)
+    figure.set_size_inches(6.5, 1.0 + 0.16 * len(rows) * (len(report.runs) + 1))
     axis = figure.subplots()
     for index, run in enumerate(report.runs):
-        _dots(axis, run, names, index, len(report.runs), f"{report.label(run)} ({run.name})")
-    axis.set_yticks(range(len(names)), [f"{recipe}\n{what}" for what, recipe in names], fontsize=8)
+        shift = (index - (len(report.runs) - 1) / 2) * 0.7 / len(report.runs)
+        label: str | None = f"{report.label(run)} ({run.name})"
+        for place, (_, _, by_run) in enumerate(rows):
+            if (gain := by_run.get(report.letter(run))) is not None:
+                known = gain.low is not None and gain.high is not None
+                reach = [[gain.value - (gain.low or 0.0)], [(gain.high or 0.0) - gain.value]] if known else None
+                axis.errorbar(gain.value, place + shift, xerr=reach, label=label, **_dot(index))
+                label = None  # once in the legend
+    axis.set_yticks(range(len(rows)), [f"{recipe}\n{what}" for what, recipe, _ in rows], fontsize=8)
     axis.invert_yaxis()
     axis.axvline(1, color="#777777", linewidth=0.8, linestyle="--")
     axis.set_xlabel("times faster than BF16")
     axis.legend(frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.4, 1.0))
-
-
-def _dots(axis: Any, run: RunPart, names: Sequence[tuple[str, str]], index: int, runs: int, label: str) -> None:
-    shift = (index - (runs - 1) / 2) * 0.7 / runs
-    for place, gain in enumerate(run.gains):
-        value, low, high = gain.gain.value, gain.gain.low, gain.gain.high
-        reach = [[value - low], [high - value]] if low is not None and high is not None else None
-        y = names.index((gain.what, gain.recipe)) + shift
-        axis.errorbar(value, y, xerr=reach, label=label if place == 0 else None, **_dot(index))
 
 
 def _dot(index: int) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def from_explain(file: ExplainView, name: str) -> RunPart:
         ops=_causes(file.causes),
         tables=(*_products(file.products), *(_held(pair) for pair in file.held)),
         findings=(
-            *(Finding("note", f"{cause.title}: {words}") for cause in file.causes for words in (*cause.evidence, *cause.advice)),
+            *(Finding("warning", _cause_words(cause)) for cause in file.causes),
             *(Finding("note", words) for pair in file.held for words in pair.words),
             *(Finding("note", words) for words in file.notes),
         ),
@@ -93,14 +93,20 @@ def from_explain(file: ExplainView, name: str) -> RunPart:
     )
 
 
+def _cause_words(cause: CauseView) -> str:
+    """One cause with what shows it, and what to do about it."""
+    advice = f". What to do: {'; '.join(cause.advice)}" if cause.advice else ""
+    return f"{cause.title}: {'; '.join(cause.evidence)}{advice}" if cause.evidence else f"{cause.title}{advice}"
+
+
 def _bars(file: ExplainView) -> tuple[Bars, ...]:
     """One bar: what the step's time goes into."""
-    longest = sorted(file.classes_ms, key=lambda name: -file.classes_ms[name])
+    longest = sorted((name for name in file.classes_ms if name != "quantization"), key=lambda name: -file.classes_ms[name])
     segments = tuple(
         Segment(
             name,
             time,
-            REST if name == "quantization" or longest.index(name) >= len(COLOURS) else longest.index(name),
+            longest.index(name) if name in longest[: len(COLOURS)] else REST,
             "hatched" if name == "quantization" else "plain",
             ((name, f"{time:.2f} ms"), ("share", percent(time / file.step_ms))),
         )

@@ -67,7 +67,7 @@ def from_forecast(file: ForecastView, name: str) -> list[RunPart]:
 
 
 def _part(file: ForecastView, gpu: GpuView, name: str) -> RunPart:
-    found = Rows(gpu.rows, gpu.speedups, gpu.totals)
+    found = Rows(gpu.rows, gpu.speedups, gpu.totals, doubt="90% error bar")
     steps = [(each.recipe, each.waterfall, each.step_ms, each.speedup) for each in gpu.step]
     answer, because = _answer(gpu, found)
     return RunPart(
@@ -90,7 +90,7 @@ def _part(file: ForecastView, gpu: GpuView, name: str) -> RunPart:
             *gains(found),
         ),
         findings=(
-            Finding("warning", "FORECAST: nothing here was measured on this GPU; intervals are error bars of the forecast"),
+            Finding("warning", "FORECAST: nothing here was measured on this GPU; intervals are its 90% error bars"),
             *(Finding("warning", f"not possible: {recipe}: {why}") for recipe, why in gpu.not_possible.items()),
             *findings(found),
             *(Finding("note", words) for words in file.notes),
@@ -139,5 +139,5 @@ def _steps(steps: list[StepView]) -> tuple[Table, ...]:
                 Cell(gain.times, gain.value) if gain else Cell("1", 1.0),
             )
         )
-    columns = {"Recipe": False, "Step ms": True, "Tokens/s": True, "Model TFLOP/s": True, "Speedup [error bar]": True}
+    columns = {"Recipe": False, "Step ms": True, "Tokens/s": True, "Model TFLOP/s": True, "Speedup [90% error bar]": True}
     return (Table("The training step of one rank, FORECAST", columns, tuple(rows)),) if rows else ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from string import Template
 from typing import Any
@@ -75,7 +75,7 @@ class Page:
                     "div",
                     *([tag("p", tag("b", label), f", {run.name}", class_="run")] if label else []),
                     tag("p", _emphasised(run.answer), class_="answer"),
-                    *(tag("p", words, class_="because") for words in run.because),
+                    *(tag("p", _unbroken(words), class_="because") for words in run.because),
                     class_="forecast" if run.forecast else None,
                 )
             )
@@ -107,37 +107,37 @@ class Page:
         )
 
     def _titled(self, run: RunPart, title: str) -> str:
-        return f"{self.report.letter(run)} · {title}" if len(self.report.runs) > 1 else title
+        """With the run's letter beside others, and never without saying that a forecast is one."""
+        marked = f"{title}, FORECAST" if run.forecast and "FORECAST" not in title else title
+        return f"{self.report.letter(run)} · {marked}" if len(self.report.runs) > 1 else marked
 
     def _side_by_side(self) -> list[Markup]:
         chart = charts.gains_chart(self.report) if len(self.report.runs) > 1 else None
         if chart is None:
             return []
-        runs = tag(
-            "p", *_spaced(f"{self.report.label(run)} ({run.kind}, {run.name})" for run in self.report.runs), class_="because"
-        )
         numbers = charts.gains_table(self.report)
         figure = self._chart(chart, "Times faster than BF16", "Dots with their intervals; further right is better.", None)
-        return [runs, tag("div", figure, tag("div", _table(numbers)), class_="grid")]
+        return [figure, _table(numbers)]
 
     def _bars(self) -> list[Markup]:
         made: list[Markup] = []
+        shown = Markup()  # the last legend: one serves all charts below it that are alike
         tops: dict[str, float] = {}
         for each in (each for run in self.report.runs for each in run.bars):
             tops[each.unit] = max(tops.get(each.unit, 0.0), *(bar.total_ms for bar in each.bars))
         for run in self.report.runs:
-            figures = [
-                self._chart(charts.bars_chart(each, tops[each.unit]), self._titled(run, each.title), "", charts.bars_table(each))
-                for each in run.bars
-            ]
-            if figures:
-                units = dict.fromkeys(each.unit for each in run.bars)
-                legends = [_legend([each for each in run.bars if each.unit == unit]) for unit in units]
-                made += [each for each in legends if each not in made]
-                made.append(tag("div", *figures, class_="grid"))
+            for unit in dict.fromkeys(each.unit for each in run.bars):
+                panels = [each for each in run.bars if each.unit == unit]
+                explained = _legend(panels)
+                made += [explained] if explained != shown else []
+                shown = explained
+                made.append(tag("div", *(self._bars_figure(run, each, tops[unit]) for each in panels), class_="grid"))
             if run.modes is not None:
                 made.append(self._sortable(run.modes, run))
         return made
+
+    def _bars_figure(self, run: RunPart, found: Bars, top_ms: float) -> Markup:
+        return self._chart(charts.bars_chart(found, top_ms), self._titled(run, found.title), "", charts.bars_table(found))
 
     def _waterfalls(self) -> list[Markup]:
         every = [found for run in self.report.runs for found in run.waterfalls]
@@ -213,16 +213,21 @@ def _where(run: RunPart) -> str:
     return ", ".join(part for part in (run.where, batch) if part)
 
 
-def _spaced(words: Iterator[str]) -> list[Markup]:
-    return [joined(tag("span", each), " ") for each in words]
-
-
 def _emphasised(words: str) -> Markup:
     """A speedup bold, its interval beside it."""
+    return _with_speedups(words, lambda found: joined(tag("strong", found[1]), tag("span", found[2], class_="interval")))
+
+
+def _unbroken(words: str) -> Markup:
+    """A speedup and its interval on one line."""
+    return _with_speedups(words, lambda found: tag("span", found[0], class_="unbroken"))
+
+
+def _with_speedups(words: str, look: Callable[[re.Match[str]], Markup]) -> Markup:
     parts: list[str] = []
     end = 0
     for found in SPEEDUP.finditer(words):
-        parts += [words[end : found.start()], tag("strong", found[1]), tag("span", found[2], class_="interval")]
+        parts += [words[end : found.start()], look(found)]
         end = found.end()
     return joined(*parts, words[end:])
 
@@ -232,7 +237,7 @@ def _legend(bars: Sequence[Bars]) -> Markup:
     shades = {segment.shade for each in bars for bar in each.bars for segment in bar.segments}
     items = [_swatch(f"c{colour}" if colour != REST else "rest", name) for name, colour in legend(bars).items()]
     if "light" in shades:
-        items += [_swatch("dark", "fprop + dgrad"), _swatch("light", "wgrad (lighter)")]
+        items += [_swatch("dark", "fprop + dgrad"), _swatch("light", "wgrad (fainter)")]
     if "hatched" in shades:
         hatched = next(one.name for each in bars for bar in each.bars for one in bar.segments if one.shade == "hatched")
         items.append(_swatch("hatched", hatched))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 
 from gemmscope.report.page.charts import bars_table, curve_table, gains_table, waterfall_table
 from gemmscope.report.page.parts import Facts, Finding, Report, RunPart, Table
 
-SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\`*_[]<>|#"})
+SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\`*_<>|#"})
 
 
 def markdown(report: Report) -> str:
@@ -86,8 +87,8 @@ def _facts(facts: Facts) -> str:
 
 
 def _plain(words: str) -> str:
-    """On one line, and nothing in it is markup."""
-    return " ".join(words.split()).translate(SPECIAL)
+    """On one line, and nothing in it is markup; brackets of intervals stay, those of links do not."""
+    return re.sub(r"\](?=[(\[:])|^\[|!\[", lambda found: "\\" + found[0], " ".join(words.split()).translate(SPECIAL))
 
 
 def _fenced(words: str) -> str:

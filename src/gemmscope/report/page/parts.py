@@ -124,12 +124,17 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """Speedups against a size: of shapes, or of batches. `series`: recipe → points."""
+    """Speedups against a size: of shapes, or of batches. `series`: recipe → points; `order` gives each recipe its colour."""
 
     title: str
     words: str
     axis: str
     series: Mapping[str, tuple[Point, ...]]
+    order: tuple[str, ...] = ()
+
+    def colour(self, name: str) -> int:
+        """The same in every picture of a run."""
+        return self.order.index(name) if name in self.order else list(self.series).index(name)
 
     @property
     def places(self) -> list[str]:

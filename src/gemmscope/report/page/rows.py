@@ -30,6 +30,7 @@ class Rows:
     speedups: Sequence[SpeedupRecord]
     totals: Sequence[TotalRecord]
     tasks: Sequence[TaskRecord] = ()
+    doubt: str = "95%"  # what intervals are
 
     @cached_property
     def modes(self) -> list[str]:
@@ -274,36 +275,36 @@ def gain_cell(found: Rows, name: str, mode: str, op: str = "") -> Cell:
 
 
 def ops_table(found: Rows) -> Table:
-    """Every op in every recipe and mode: one execution."""
-    columns = {
-        "Op": False,
-        "Recipe": False,
-        "Mode": False,
-        "Tokens x in x out": False,
-        "Count": True,
-        "ms": True,
-        "TFLOP/s": True,
-    }
-    columns |= {} if found.bare else dict.fromkeys(("fprop", "dgrad", "wgrad"), True)
-    columns |= {"Quantizing": True, "Speedup [95%]": True, "Kernels prove": False}
+    """Every op (or bare product) in every recipe and mode: one execution."""
+    speedup = f"Speedup [{found.doubt}]"
+    if found.bare:
+        columns = {"M x K x N": False, "Recipe": False, "Mode": False, "ms": True, "TFLOP/s": True, "Quantizing": True}
+    else:
+        columns = {"Op": False, "Recipe": False, "Mode": False, "Tokens x in x out": False, "Count": True, "ms": True}
+        columns |= {"TFLOP/s": True, "fprop": True, "dgrad": True, "wgrad": True, "Quantizing": True}
     rows = tuple(_op_cells(found, row) for row in found.rows)
-    return Table("Every op, one execution", columns, rows, "Passes in ms, each with its share of the quantization.")
+    words = "" if found.bare else "Passes in ms, each with its share of the quantization."
+    title = "Every product" if found.bare else "Every op, one execution"
+    return Table(title, {**columns, speedup: True, "Kernels prove": False}, rows, words)
 
 
 def _op_cells(found: Rows, row: RowRecord) -> tuple[Cell, ...]:
-    time_ms = row.total_ms.value
-    rate = 2 * row.tokens * row.inputs * row.outputs * len(row.passes) / time_ms / 1e9
+    time_ms, work = row.total_ms.value, float(row.tokens * row.inputs * row.outputs)
+    rate = 2 * work * len(row.passes) / time_ms / 1e9
     spent = sum(row.quantize_ms.values()) / time_ms
-    passes = () if found.bare else ("fprop", "dgrad", "wgrad")
+    names = (Cell(row.op, work if found.bare else None), Cell(row.recipe), Cell(row.mode))
+    sizes = () if found.bare else (Cell(shape(row), work), Cell(str(row.count), row.count))
+    passes = [row.pass_ms.get(name) for name in (() if found.bare else ("fprop", "dgrad", "wgrad"))]
     return (
-        Cell(row.op), Cell(row.recipe), Cell(row.mode),
-        Cell(shape(row), float(row.tokens * row.inputs * row.outputs)), Cell(str(row.count), row.count),
-        Cell(digits(time_ms), time_ms), Cell(f"{rate:.0f}" if rate >= 10 else f"{rate:.3g}", rate),
-        *(Cell(digits(row.pass_ms[name]), row.pass_ms[name]) if name in row.pass_ms else Cell("-") for name in passes),
+        *names,
+        *sizes,
+        Cell(digits(time_ms), time_ms),
+        Cell(f"{rate:.0f}" if rate >= 10 else f"{rate:.3g}", rate),
+        *(Cell(digits(time), time) if time is not None else Cell("-") for time in passes),
         Cell(percent(spent), spent) if spent else Cell("-"),
         Cell("1.000x", 1.0) if row.recipe == BASELINE else gain_cell(found, row.recipe, row.mode, row.op),
         _proof(row),
-    )  # fmt: skip
+    )
 
 
 def _proof(row: RowRecord) -> Cell:
@@ -331,7 +332,7 @@ def curves(found: Rows) -> tuple[Curve, ...]:
         series = {name: _points(found, name, mode, square) for name in found.recipes if name != BASELINE}
         kept = {name: points for name, points in series.items() if points}
         if kept:
-            made.append(Curve(HEADS[mode], f"Times faster than {BASELINE}, {mode}", axis, kept))
+            made.append(Curve(HEADS[mode], f"Times faster than {BASELINE}, {mode}", axis, kept, tuple(series)))
     return tuple(made)
 
 

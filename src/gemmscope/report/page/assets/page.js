@@ -81,7 +81,7 @@
     };
     const small = width < 430;
     const series = keys.map((key) => ({
-      name: key, type: "bar", stack: "all", barWidth: "62%", data: spec.bars.map((bar) => datum(bar, key)),
+      name: key, type: "bar", stack: "all", barWidth: "62%", barMaxWidth: 120, data: spec.bars.map((bar) => datum(bar, key)),
       emphasis: { itemStyle: { borderColor: look.ink, borderWidth: 1.4 } },
     }));
     series.push({
@@ -159,8 +159,7 @@
 
   /* An axis of speedups, with as many lines as have room. */
   function speedups(spec, look, room) {
-    const interval = [0.1, 0.2, 0.5, 1, 2, 5, 10, 50].find((step) => ((spec.high - spec.low) / step) * 38 < room) || 100;
-    return { type: "value", min: spec.low, max: spec.high, interval, ...axis(look),
+    return { type: "value", min: spec.low, max: spec.high, splitNumber: Math.max(2, Math.floor(room / 62)), ...axis(look),
       axisLabel: { color: look.soft, fontSize: 11, showMinLabel: false, showMaxLabel: false, formatter: (value) => `${Math.round(value * 100) / 100}x` } };
   }
 
@@ -181,11 +180,11 @@
   /* Speedups against a size, each with its interval. */
   function curve(spec, look, width) {
     const crowded = spec.places.length * 46 > width || spec.places.some((place) => place.length > 9);
-    const made = spec.series.flatMap((line, index) => {
-      const own = look.ops[index % look.ops.length];
+    const made = spec.series.flatMap((line) => {
+      const own = look.ops[line.colour % look.ops.length];
       const data = line.points.map((point) => ({ value: [point.at, point.value, point.low, point.high], title: `${line.name}, ${spec.places[point.at]}`, facts: point.facts }));
       return [
-        { name: line.name, type: "line", data, symbol: SYMBOLS[index % SYMBOLS.length], symbolSize: 8, color: own, lineStyle: { width: 1.4 }, emphasis: { scale: 1.5 } },
+        { name: line.name, type: "line", data, symbol: SYMBOLS[line.colour % SYMBOLS.length], symbolSize: 8, color: own, lineStyle: { width: 1.4 }, emphasis: { scale: 1.5 } },
         {
           type: "custom", data: data.filter((point) => point.value[2] !== null), silent: true, z: 3,
           renderItem: (_, api) => whisker(api.coord([api.value(0), api.value(2)]), api.coord([api.value(0), api.value(3)]), api.coord([api.value(0), api.value(1)]), look, own, true),
