@@ -247,6 +247,9 @@ def test_charts_have_text_beside_them(browser: Browser, pages: dict[str, Path]) 
 def test_it_prints(browser: Browser, pages: dict[str, Path]) -> None:
     tab = browser.open(pages["bench"], dark=True)
     try:
+        tab.theme(dark=True, paper=True)
+        tab.wait_for("[...document.querySelectorAll('.plot svg')].every((svg) => svg.getBoundingClientRect().height > 100)")
+        tab.theme(dark=True)
         printed = tab.pdf()
         assert printed[:5] == b"%PDF-"
         assert len(printed) > 20_000

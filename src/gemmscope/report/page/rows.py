@@ -184,7 +184,7 @@ def _facts(found: Rows, row: RowRecord, part: str, time_ms: float, passes: Seque
     ]
     for name in passes:
         if name in row.evidence:
-            lines += [(f"{name} ran", row.evidence[name].words)]
+            lines += [(f"{name} ran", row.evidence[name].words.removeprefix("ran "))]
             lines += [(f"{name} kernel", short(kernel)) for kernel in row.evidence[name].kernels[:MOST_KERNELS]]
     tasks = [task for task in found.tasks if (task.op, task.recipe, task.mode) == (row.op, row.recipe, row.mode)]
     lines += [("samples", samples([task.rounds_ms for task in tasks])), *clocks([s for task in tasks for s in task.states])]

@@ -39,13 +39,24 @@
     return box;
   }
 
-  function base(look) {
+  /* Beside what is pointed at, so that it stays in sight; on a phone below it. */
+  function beside(plot, at, box) {
+    const frame = plot.getBoundingClientRect();
+    const room = document.documentElement.clientWidth;
+    const [width, height] = [box.offsetWidth, box.offsetHeight];
+    const fits = (x) => frame.left + x >= 4 && frame.left + x + width <= room - 4;
+    const x = [at[0] + 18, at[0] - width - 18].find(fits);
+    if (x === undefined) return [Math.max(4, Math.min(room - width - 4, frame.left + at[0] - width / 2)) - frame.left, at[1] + 22];
+    return [x, Math.max(4, Math.min(innerHeight - height - 4, frame.top + at[1] - height / 2)) - frame.top];
+  }
+
+  function base(look, plot) {
     return {
       animation: false,
       textStyle: { fontFamily: look.font, color: look.ink },
       tooltip: {
-        trigger: "item", confine: true, className: "tip", backgroundColor: look.paper, borderColor: look.soft, borderWidth: 1,
-        padding: [6, 9], transitionDuration: 0, textStyle: { color: look.ink, fontFamily: look.font, fontSize: 12.5 },
+        trigger: "item", position: (at, _, box) => beside(plot, at, box), className: "tip", backgroundColor: look.paper, borderColor: look.soft, borderWidth: 1,
+        padding: [6, 9], transitionDuration: 0, textStyle: { color: look.ink, fontFamily: look.font, fontSize: 12 },
         formatter: (at) => (at.data && at.data.facts ? tip(at.data.title, at.data.facts) : ""),
       },
     };
@@ -59,7 +70,7 @@
   // --- the kinds of charts ------------------------------------------------------------------------------------------------
 
   /* One stacked bar per recipe; its speedup, interval and time above it. */
-  function bars(spec, look, width) {
+  function bars(spec, look, width, plot) {
     const keys = [];
     for (const bar of spec.bars) {
       for (const part of bar.segments) {
@@ -103,7 +114,7 @@
       })),
     });
     return {
-      ...base(look),
+      ...base(look, plot),
       grid: { left: 44, right: 4, top: 24, bottom: 28 },
       xAxis: { type: "category", data: spec.bars.map((bar) => bar.label), ...axis(look), axisLabel: { color: look.ink, fontSize: small ? 11 : 12, interval: 0 } },
       yAxis: { type: "value", ...rounded(spec.top * 1.17), name: spec.unit, nameLocation: "end", nameGap: 10, ...axis(look), nameTextStyle: { color: look.soft, fontSize: 11.5, align: "left", padding: [0, 0, 0, -40] } },
@@ -119,7 +130,7 @@
   }
 
   /* From the products' speedup down to the step's, row by row. */
-  function waterfall(spec, look, width) {
+  function waterfall(spec, look, width, plot) {
     const rows = spec.rows;
     const colours = { start: look.ops[0], down: look.down, up: look.up, end: look.dark };
     const across = (row, index, api) => {
@@ -129,7 +140,7 @@
       return { x: left, y: from[1] - height / 2, width: Math.max(Math.abs(from[0] - to[0]), 1.5), height };
     };
     return {
-      ...base(look),
+      ...base(look, plot),
       grid: { left: 138, right: 62, top: 6, bottom: 24 },
       xAxis: speedups(spec, look, width - 200),
       yAxis: { type: "category", inverse: true, data: rows.map((row) => row.name), ...axis(look), axisLabel: { color: look.ink, fontSize: 11.5, interval: 0 } },
@@ -178,7 +189,7 @@
   const SYMBOLS = ["circle", "rect", "triangle", "diamond", "pin", "roundRect", "arrow", "circle"];
 
   /* Speedups against a size, each with its interval. */
-  function curve(spec, look, width) {
+  function curve(spec, look, width, plot) {
     const crowded = spec.places.length * 46 > width || spec.places.some((place) => place.length > 9);
     const made = spec.series.flatMap((line) => {
       const own = look.ops[line.colour % look.ops.length];
@@ -192,7 +203,7 @@
       ];
     });
     return {
-      ...base(look),
+      ...base(look, plot),
       legend: { data: spec.series.map((line) => line.name), top: 0, left: 40, itemWidth: 18, textStyle: { color: look.ink, fontSize: 12 }, selectedMode: false },
       grid: { left: 44, right: 10, top: 34, bottom: crowded ? 84 : 48 },
       xAxis: { type: "category", data: spec.places, name: spec.axis, nameLocation: "middle", nameGap: crowded ? 66 : 28, ...axis(look), axisLabel: { color: look.ink, fontSize: 11, interval: 0, rotate: crowded ? 38 : 0 } },
@@ -202,7 +213,7 @@
   }
 
   /* All runs' speedups below one another: dots with their intervals. */
-  function gains(spec, look, width) {
+  function gains(spec, look, width, plot) {
     const names = spec.rows.map((row) => `${row.recipe}\n{what|${row.what}}`);
     const made = spec.runs.map((run, place) => {
       const own = look.ops[place % look.ops.length];
@@ -223,7 +234,7 @@
       };
     });
     return {
-      ...base(look),
+      ...base(look, plot),
       grid: { left: width < 430 ? 126 : 170, right: 26, top: 6, bottom: 24 },
       xAxis: speedups(spec, look, width - 196),
       yAxis: { type: "category", inverse: true, data: names, ...axis(look), axisLabel: { color: look.ink, fontSize: 12, interval: 0, lineHeight: 14, rich: { what: { fontSize: 10.5, color: look.soft, lineHeight: 13 } } }, splitLine: { show: true, lineStyle: { color: look.line } } },
@@ -236,22 +247,26 @@
 
   // --- drawing, again when the window or the theme changes ----------------------------------------------------------------
 
+  const paper = matchMedia("print");
   function draw(place) {
     const plot = plots[place];
     const spec = specs[Number(plot.dataset.chart)];
-    plot.style.height = `${height(spec)}px`;
-    drawn[place] = drawn[place] || echarts.init(plot, null, { renderer: "svg" });
-    drawn[place].resize();
-    drawn[place].setOption(KINDS[spec.type](spec, looks(), plot.clientWidth), true);
+    drawn[place] = drawn[place] || echarts.init(plot, null, { renderer: "svg", width: 100, height: 100 });
+    if (!paper.matches) { // on paper a drawing is scaled as it is, in the colours of paper
+      plot.style.height = `${height(spec)}px`;
+      drawn[place].resize({ width: plot.clientWidth, height: height(spec) });
+    }
+    drawn[place].setOption(KINDS[spec.type](spec, looks(), drawn[place].getWidth(), plot), true);
+    const svg = plot.querySelector("svg");
+    svg.setAttribute("viewBox", `0 0 ${drawn[place].getWidth()} ${drawn[place].getHeight()}`);
   }
   const drawAll = () => plots.forEach((_, place) => draw(place));
   drawAll();
   let waiting = 0;
-  const later = () => { clearTimeout(waiting); waiting = setTimeout(drawAll, 80); };
+  const later = () => { clearTimeout(waiting); if (!paper.matches) waiting = setTimeout(drawAll, 80); };
   addEventListener("resize", later);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
-  matchMedia("print").addEventListener("change", drawAll);
-  addEventListener("beforeprint", drawAll);
+  paper.addEventListener("change", drawAll);
 
   // --- sorting ------------------------------------------------------------------------------------------------------------
 
