@@ -7,9 +7,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 .PHONY: demo test lint types unit benchmark schema pictures clean
 
 demo: $(VENV)/.installed
-	$(BIN)/gemmscope shapes --hidden_size 4096 --intermediate_size 16384 --num_attention_heads 32 --num_hidden_layers 24 \
-		--micro_batch_size 31 --sequence_length 512
-	$(BIN)/gemmscope shapes --preset llama-3.1-8b --micro-batch-size 1 --sequence-length 8192 --tp 2 --sequence-parallel
+	$(BIN)/gemmscope forecast --hidden_size 4096 --intermediate_size 16384 --num_attention_heads 32 --num_hidden_layers 24 \
+		--micro_batch_size 31 --sequence_length 512 --gpu b300,h200 -o forecast-demo.png
 
 test: lint types unit
 
@@ -25,6 +24,7 @@ unit: $(VENV)/.developing
 
 benchmark: $(VENV)/.developing
 	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/forecast_speed.py
 
 schema: $(VENV)/.installed
 	$(BIN)/python -m gemmscope.store.schema docs/schema

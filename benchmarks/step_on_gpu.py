@@ -1,14 +1,16 @@
 """Holds the predictions of `gemmscope step` against real training steps, on the GPU at hand, and writes the findings down.
 
-    python benchmarks/step_on_gpu.py STEPS.json docs/measured/h200_steps.json docs/accuracy.md [MODEL …]
+    python benchmarks/step_on_gpu.py STEPS.json docs/measured/h200_steps.json docs/accuracy.md [--backend torchao] [MODEL …]
 
-STEPS.json holds measured steps: {"models": {name: {"config": {sizes}, "transformer_engine": {recipe: {"median_ms": …}}}}}. Every
-model is predicted from a stack that holds the weights of at most four layers, and verified in the same run. The second file keeps
-what was found; the third is made from it, so that models can be run one by one. A minute and a half for each.
+STEPS.json holds measured steps: {"models": {name: {"config": {sizes}, backend: {recipe: {"median_ms": …}}}}}. Every model is
+predicted from a stack that holds the weights of at most four layers, and verified in the same run. The second file keeps what was
+found; the third is made from it, so that models and backends can be run one by one. A minute and a half for each; torchao
+compiles for as long again.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import subprocess
@@ -36,16 +38,20 @@ def step(config: dict[str, Any], *options: str) -> dict[str, Any]:
         return found
 
 
-def findings(run: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
+NAMES = {"FP8Tensorwise": "tensorwise", "FP8Rowwise": "rowwise"}  # of torchao's recipes, as torchao calls them
+
+
+def findings(run: dict[str, Any], model: dict[str, Any], backend: str) -> dict[str, Any]:
     """What is kept of one model's run."""
-    real = model["transformer_engine"]
-    base = statistics.mean([real["BF16"]["median_ms"], real.get("BF16_again", real["BF16"])["median_ms"]])
+    real = {name.replace("bf16", "BF16"): found["median_ms"] for name, found in model[backend].items()}
+    base = statistics.mean([real["BF16"], real.get("BF16_again", real["BF16"])])
     kept = {}
     for each in run["recipes"]:
-        if each["recipe"] != "BF16" and each["recipe"] in real:
+        before = real.get(NAMES.get(each["recipe"], each["recipe"]))
+        if each["recipe"] != "BF16" and before is not None:
             kept[each["recipe"]] = {
                 "predicted": {key: round(each["speedup"][key], 4) for key in ("value", "low", "high")},
-                "before": round(base / real[each["recipe"]]["median_ms"], 4),
+                "before": round(base / before, 4),
                 "real": round(each["verified"]["actual"]["value"], 4) if each["verified"] else None,
                 "verdict": each["verdict"],
             }
@@ -67,20 +73,29 @@ def _in_words(errors: list[float]) -> str:
     return f"{statistics.mean(errors):.2%} mean error, {max(errors):.2%} at worst ({len(errors)} cases)"
 
 
-def markdown(models: dict[str, Any]) -> str:
-    """The page."""
-    some = next(iter(models.values()))
-    same, before = _errors(models, "real"), _errors(models, "before")
+def markdown(kept: dict[str, Any]) -> str:
+    """The page, of {backend: {model: findings}}."""
+    some = next(iter(next(iter(kept.values())).values()))
+    versions = {key: value for models in kept.values() for model in models.values() for key, value in model["versions"].items()}
     lines = [
         "# Predicted against real training steps",
         "",
         f"Written by `benchmarks/step_on_gpu.py` on {some['device']}, "
-        f"{', '.join(f'{key} {value}' for key, value in some['versions'].items())}, driver {some['driver']}.",
+        f"{', '.join(f'{key} {value}' for key, value in versions.items())}, driver {some['driver']}.",
         "",
         "The speedup of the training step over BF16, predicted from a stack that holds the weights of at most four layers; then "
         "the real model at its full depth, run right after it (`--verify`); and the same models measured earlier on another "
         "machine with a script of its own, whose layers and optimizer are the same and whose numbers were not used. "
         "gpt1b_l16 is partly host-bound: there another machine's host is no truth for this one.",
+    ]
+    for backend, models in kept.items():
+        lines += ["", f"## {backend}", *_section(models)]
+    return "\n".join(lines) + "\n"
+
+
+def _section(models: dict[str, Any]) -> list[str]:
+    same, before = _errors(models, "real"), _errors(models, "before")
+    lines = [
         "",
         f"* against the real model in the same run: {_in_words(same)}",
         f"* against the other machine: {_in_words(before)}",
@@ -102,20 +117,36 @@ def markdown(models: dict[str, Any]) -> str:
             f"| {name} | {seconds['predicting']:.0f} s | {seconds['verifying']:.0f} s | {model['named']:.1%} | "
             f"{model['recommended']} |"
         )
-    return "\n".join(lines) + "\n"
+    return lines
+
+
+FORECASTS = "\n<!-- forecasts: what follows is written by benchmarks/forecast_accuracy.py -->\n"
+
+
+def write_page(path: Path, text: str) -> None:
+    """The part of the page that is about steps; the forecasts' part stays."""
+    _, mark, forecasts = (path.read_text(encoding="utf-8") if path.exists() else "").partition(FORECASTS)
+    path.write_text(text + mark + forecasts, encoding="utf-8")
 
 
 def main() -> None:
     """Every model; the files are written anew after each, so that nothing is lost."""
-    truth, kept, page = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]), Path(sys.argv[3])
-    models = json.loads(kept.read_text()) if kept.exists() else {}
-    for name in sys.argv[4:] or truth["models"]:
-        run = step(truth["models"][name]["config"], "--verify")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("steps", type=Path)
+    parser.add_argument("kept", type=Path)
+    parser.add_argument("page", type=Path)
+    parser.add_argument("--backend", default="transformer_engine")
+    parser.add_argument("models", nargs="*")
+    asked = parser.parse_args()
+    truth = json.loads(asked.steps.read_text())["models"]
+    kept = json.loads(asked.kept.read_text()) if asked.kept.exists() else {}
+    for name in asked.models or truth:
+        run = step(truth[name]["config"], "--verify", "--backend", asked.backend)
         if run:
-            models[name] = findings(run, truth["models"][name])
-            kept.write_text(json.dumps(models, indent=1) + "\n", encoding="utf-8")
-            page.write_text(markdown(models), encoding="utf-8")
-    print(page.read_text() if page.exists() else "nothing was measured")
+            kept.setdefault(asked.backend, {})[name] = findings(run, truth[name], asked.backend)
+            asked.kept.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+            write_page(asked.page, markdown(kept))
+    print(asked.page.read_text() if asked.page.exists() else "nothing was measured")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from bench_results import MODEL, recorded_results
 from gemmscope.errors import UserError
 from gemmscope.measure.campaign import Campaign, Counts, Settings, _of_one_case, _of_one_recipe
 from gemmscope.measure.results import Results
@@ -191,3 +192,17 @@ def test_stopping_rule(target: float, seconds: float, why: str) -> None:
         results.take({"type": "round", "round": number})
     assert rule.done(results, ["BF16", "FP8Current"], ["autocast"])
     assert why in rule.why
+
+
+def test_another_try_looks_at_its_own_ops_only() -> None:
+    """What the first try left wide would else keep the second going to its time limit."""
+    wide, narrow = MODEL[0], MODEL[1]
+    results = recorded_results([wide, narrow], spread=0.0001)
+    for result in results.tasks.values():
+        if result.task.case == wide:
+            result.pieces[:] = [[piece * (1 + 0.2 * (index % 2)) for piece in burst] for index, burst in enumerate(result.pieces)]
+    rule = StoppingRule()
+    every, own = (rule.widest(results, ["BF16", "FP8Current"], MODES, cases) for cases in (None, [narrow]))
+    assert every is not None
+    assert own is not None
+    assert own < every / 2

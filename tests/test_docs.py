@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -61,3 +62,23 @@ def test_picture_is_current() -> None:
         for shape in re.findall(r"\d+x\d+x\d+", line):
             assert shape in words, "run: make pictures"
     assert child.stdout.splitlines()[0].split(":")[1].strip()[:40] in words, "run: make pictures"
+
+
+def test_accuracy_is_made_from_what_was_measured() -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        from step_on_gpu import FORECASTS, markdown
+    finally:
+        sys.path.pop(0)
+    kept = json.loads((ROOT / "docs" / "measured" / "h200_steps.json").read_text())
+    assert (ROOT / "docs" / "accuracy.md").read_text().partition(FORECASTS)[0] == markdown(kept)
+
+
+def test_forecasts_accuracy_is_current() -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        from forecast_accuracy import steps
+    finally:
+        sys.path.pop(0)
+    page = (ROOT / "docs" / "accuracy.md").read_text()
+    assert "".join(steps()) in page, "run: python benchmarks/forecast_accuracy.py"

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from gemmscope.errors import UserError
 from gemmscope.measure.sampler import StoppingRule
+from gemmscope.model import presets
 from gemmscope.model.flags import from_hyperparameters
 from gemmscope.model.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RunSpec
 from gemmscope.recipe.recipes import recipe
@@ -21,12 +22,13 @@ from gemmscope.step.predict import StepRun, StepSettings
 from gemmscope.step.results import StepResults, Variant
 from gemmscope.store.journal import Journal
 from gemmscope.workload.derive import derive
+from small_steps import two_layers
 
 torch = pytest.importorskip("torch", reason="steps need torch")
 
 from gemmscope.step.kits.plain import PlainKit  # noqa: E402
 from gemmscope.step.marks import recording  # noqa: E402
-from gemmscope.step.stack import Step, Weights  # noqa: E402
+from gemmscope.step.stack import Stack, Step, Weights  # noqa: E402
 
 RUN = RunSpec(2, 16)
 ATTENTION = AttentionSpec(4, 2, 16)
@@ -69,6 +71,24 @@ def test_weights_are_shared_among_layers_of_a_kind(kinds: list[str]) -> None:
     assert len(set(slots)) <= 4
     assert sorted(set(slots)) == list(range(len(set(slots))))
     assert all(len({layers[index] for index, slot in enumerate(slots) if slot == each}) == 1 for each in slots)
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_every_preset_can_be_built_and_run(name: str) -> None:
+    """Two layers of it on the meta device, forward and backward; what FP8 needs of sizes, they all have."""
+    made, kit = two_layers(name), PlainKit(recipe("BF16"), device="meta")
+    stack = Stack(made, kit, Weights(), "meta")
+    labels = torch.zeros(made.tokens, dtype=torch.long, device="meta")
+    states = torch.zeros(made.tokens, made.hidden_size, dtype=kit.precision, device="meta")
+    stack(labels if made.vocab_size else states, labels).backward()
+    assert all(parameter.grad is not None for parameter in stack.inner)
+    assert not recipe("FP8Current").misaligned(made.low_precision_sizes())
+
+
+def test_unaligned_sizes_are_told() -> None:
+    odd = from_hyperparameters(hidden_size=64, intermediate_size=90, num_attention_heads=4, num_hidden_layers=2)
+    sizes = plan_step(odd, RunSpec(2, 16))[0].low_precision_sizes()
+    assert "intermediate size = 90 is no multiple of 16" in recipe("FP8Current").misaligned(sizes)
 
 
 def test_too_many_kinds_of_layers() -> None:

@@ -72,24 +72,24 @@ def command(
     if profile or profile_shape is not None:
         named = bool(model_options.ways() or run_options.typed())
         shapes = _to_profile(shapes, profile_shape, profile=profile, named=named)
-    target = _bare(model_options, run_options, shapes, on_cpu="cpu" in (choices.device, choices.backend))
+    target = bare_target(model_options, run_options, shapes, on_cpu="cpu" in (choices.device, choices.backend))
     source = model_options.source() if target is None else None
     run, overridden = run_options.run_spec(source) if source is not None else (None, [])
     machine = environment()
     choice = choose(choices, machine, cache_weights=timing.cache_weights)
     with Link() as started:  # it imports torch, which takes seconds, while the rest is read and derived
         if source is not None and run is not None:
-            target = _model(source, run, overridden)
+            target = model_target(source, run, overridden)
         assert target is not None
         if verify_dgrad:
             target.notes.append("dgrad is always measured: --verify-dgrad changes nothing")
-        campaign, journal = _campaign(target, choice, timing, started, for_nsight=profile)
+        campaign, journal = campaign_of(target, choice, timing, started, for_nsight=profile)
         if profile:
             if outputs.named():
                 say(f"note: --profile times nothing, so {', '.join(outputs.named())} gets nothing to write")
             _run_for_nsight(campaign)
             return
-        ended, interrupted = _measure(campaign, resume=timing.resume)
+        ended, interrupted = measure(campaign, resume=timing.resume)
     measured = Measured(target, choice, campaign, journal, machine, ended, named=choices.recipes is not None)
     measured.deliver(outputs)
     if interrupted:
@@ -100,9 +100,10 @@ def command(
         raise typer.Exit(3)
 
 
-def _campaign(
+def campaign_of(
     target: Target, choice: Choice, timing: TimingOptions, started: Link, *, for_nsight: bool
 ) -> tuple[Campaign, Journal]:
+    """The campaign that measures a target, and the journal it writes."""
     from gemmscope.measure.campaign import Campaign
     from gemmscope.measure.task import tasks_of
     from gemmscope.recipe.recipes import recipes
@@ -121,7 +122,7 @@ def _campaign(
     return campaign, journal
 
 
-def _bare(model: ModelOptions, run: RunOptions, shapes: str | None, *, on_cpu: bool) -> Target | None:
+def bare_target(model: ModelOptions, run: RunOptions, shapes: str | None, *, on_cpu: bool) -> Target | None:
     """Bare products, where shapes are named or nothing is; None where a model is."""
     from gemmscope.measure.task import bare_products
 
@@ -138,7 +139,7 @@ def _bare(model: ModelOptions, run: RunOptions, shapes: str | None, *, on_cpu: b
     return None
 
 
-def _model(source: ModelSource, run: RunSpec, overridden: list[str]) -> Target:
+def model_target(source: ModelSource, run: RunSpec, overridden: list[str]) -> Target:
     """The model's linears."""
     from gemmscope.measure.task import cases_of
 
@@ -165,7 +166,7 @@ def _to_profile(shapes: str | None, shape: str | None, *, profile: bool, named: 
     return chosen
 
 
-def _measure(campaign: Campaign, *, resume: bool) -> tuple[str, bool]:
+def measure(campaign: Campaign, *, resume: bool) -> tuple[str, bool]:
     """Run it. Returns why it ended, and whether that was Ctrl-C."""
     with Progress(campaign) as show:
 

@@ -15,6 +15,7 @@ from gemmscope.errors import UserError, shown
 if TYPE_CHECKING:
     from gemmscope.measure.campaign import Counts, Settings
     from gemmscope.measure.sampler import StoppingRule
+    from gemmscope.measure.task import Mode
 
 Shape = tuple[int, int, int]
 
@@ -78,10 +79,10 @@ def with_default_shapes(arguments: list[str]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class ChoiceOptions:
-    """Which precisions are measured, by which framework, in which modes."""
+class RecipeOptions:
+    """Which precisions, in which modes."""
 
-    recipes: Annotated[str | None, typer.Option(metavar="NAME,…", help="Precisions to measure. (default: all this GPU runs)")] = (
+    recipes: Annotated[str | None, typer.Option(metavar="NAME,…", help="Precisions to compare. (default: all the GPU runs)")] = (
         None
     )
     no_fp8_current: Annotated[bool, typer.Option("--no-fp8-current", help="Leave out FP8Current.")] = False
@@ -91,17 +92,6 @@ class ChoiceOptions:
     no_fp4: Annotated[bool, typer.Option("--no-fp4", help="Leave out NVFP4.")] = False
     pre_quantize: Annotated[bool, typer.Option("--pre-quantize", help="Only the products alone, on quantized operands.")] = False
     autocast_only: Annotated[bool, typer.Option("--autocast-only", help="Only forward and backward with quantization.")] = False
-    device: Annotated[
-        str | None, typer.Option(metavar="cuda|cpu", help="Where to measure; the CPU only proves that it works. (default: cuda)")
-    ] = None
-    backend: Annotated[
-        str | None,
-        typer.Option(
-            metavar="transformer_engine|torchao|torch|cpu",
-            help="Whose code to measure. (default: the first of these that is installed and has the recipes named)",
-        ),
-    ] = None
-    share_gpu: Annotated[bool, typer.Option("--share-gpu", help="Measure although others use the GPU.")] = False
 
     def left_out(self) -> set[str]:
         """The recipes that the --no options name."""
@@ -113,6 +103,46 @@ class ChoiceOptions:
             "NVFP4": self.no_fp4,
         }
         return {name for name, out in named.items() if out}
+
+    def modes(self) -> list[Mode]:
+        """Both, or the one that was asked for."""
+        from gemmscope.measure.task import MODES
+
+        if self.pre_quantize and self.autocast_only:
+            raise UserError(
+                "--pre-quantize and --autocast-only leave nothing to measure", "keep one of them, or neither for both"
+            )
+        if self.pre_quantize:
+            return ["pre-quantized"]
+        return ["autocast"] if self.autocast_only else list(MODES)
+
+    def named(self) -> list[str] | None:
+        """The recipes of --recipes; None if they are to be chosen."""
+        from gemmscope.recipe.recipes import parse_names
+        from gemmscope.recipe.recipes import recipes as all_recipes
+
+        if self.recipes is None:
+            return None
+        if not any(part.strip() for part in self.recipes.split(",")):
+            raise UserError("--recipes names no recipe", f"recipes: {', '.join(all_recipes())}")
+        return parse_names(self.recipes)
+
+
+@dataclass(frozen=True)
+class ChoiceOptions(RecipeOptions):
+    """And by which framework, on what."""
+
+    device: Annotated[
+        str | None, typer.Option(metavar="cuda|cpu", help="Where to measure; the CPU only proves that it works. (default: cuda)")
+    ] = None
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            metavar="transformer_engine|torchao|torch|cpu",
+            help="Whose code to measure. (default: the first of these that is installed and has the recipes named)",
+        ),
+    ] = None
+    share_gpu: Annotated[bool, typer.Option("--share-gpu", help="Measure although others use the GPU.")] = False
 
 
 @dataclass(frozen=True)
@@ -197,14 +227,13 @@ PLOT_ENDINGS = (".png", ".svg", ".pdf", ".eps", ".jpg", ".webp")
 
 
 @dataclass(frozen=True)
-class OutputOptions:
+class FileOptions:
     """Where results go."""
 
-    json: Annotated[str | None, typer.Option(metavar="PATH|-", help="Write everything as JSON, samples included.")] = None
+    json: Annotated[str | None, typer.Option(metavar="PATH|-", help="Write everything as JSON.")] = None
     csv: Annotated[str | None, typer.Option(metavar="PATH|-", help="Write the times and speedups as CSV.")] = None
     markdown: Annotated[str | None, typer.Option(metavar="PATH|-", help="Write the tables as Markdown.")] = None
     output: Annotated[str | None, typer.Option("--output", "-o", metavar="PATH", help="Draw the bars (.png, .svg, .pdf).")] = None
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 if anything ran in another precision.")] = False
 
     def named(self) -> dict[str, str]:
         """What was asked for: option → place."""
@@ -212,7 +241,7 @@ class OutputOptions:
         return {option: place for option, place in places.items() if place is not None}
 
     def check(self) -> None:
-        """Whatever would go wrong with writing is said before measuring begins."""
+        """Whatever would go wrong with writing is said before long work begins."""
         from gemmscope.cli.output import check_targets
 
         check_targets(self.named())
@@ -221,3 +250,10 @@ class OutputOptions:
                 f"--output {shown(self.output)} is no picture that can be drawn: it ends in none of {', '.join(PLOT_ENDINGS)}",
                 "for example -o bench.png",
             )
+
+
+@dataclass(frozen=True)
+class OutputOptions(FileOptions):
+    """Where a measurement goes, and how strict to be with it."""
+
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 if anything ran in another precision.")] = False

@@ -42,8 +42,8 @@ class Choice:
 
 def choose(options: ChoiceOptions, machine: Environment, *, cache_weights: bool = False) -> Choice:
     """Settle it, or a `UserError` with the reason."""
-    modes = _modes(options)
-    named = _named(options)
+    modes = options.modes()
+    named = options.named()
     device = _device(options)
     gpu = _gpu(machine, share=options.share_gpu) if device == "cuda" else None
     backend = _backend(options.backend, device, named)
@@ -62,28 +62,6 @@ def choose(options: ChoiceOptions, machine: Environment, *, cache_weights: bool 
         modes, notes = ["pre-quantized"], (f"the {backend} backend measures products alone: no autocast mode",)
     recipes = _recipes(named, options.left_out(), backend, gpu)
     return Choice(backend, recipes, modes, notes)
-
-
-def _modes(options: ChoiceOptions) -> list[Mode]:
-    from gemmscope.measure.task import MODES
-
-    if options.pre_quantize and options.autocast_only:
-        raise UserError("--pre-quantize and --autocast-only leave nothing to measure", "keep one of them, or neither for both")
-    if options.pre_quantize:
-        return ["pre-quantized"]
-    return ["autocast"] if options.autocast_only else list(MODES)
-
-
-def _named(options: ChoiceOptions) -> list[str] | None:
-    """The recipes of --recipes; None if they are to be chosen."""
-    from gemmscope.recipe.recipes import parse_names
-    from gemmscope.recipe.recipes import recipes as all_recipes
-
-    if options.recipes is None:
-        return None
-    if not any(part.strip() for part in options.recipes.split(",")):
-        raise UserError("--recipes names no recipe", f"recipes: {', '.join(all_recipes())}")
-    return parse_names(options.recipes)
 
 
 def _device(options: ChoiceOptions) -> str:

@@ -48,6 +48,7 @@ class Reading:
     power_w: float | None
     temperature_c: int | None
     throttle: tuple[str, ...]
+    energy_j: float | None = None  # that it has taken since the driver was loaded
 
 
 class Nvml:
@@ -142,10 +143,12 @@ class Gpu:
         reasons = self._nvml._read("nvmlDeviceGetCurrentClocksThrottleReasons", ctypes.c_ulonglong, self._handle)
         bits = int(reasons.value) if reasons is not None else 0
         milliwatts = self._number("nvmlDeviceGetPowerUsage")
+        millijoules = self._nvml._read("nvmlDeviceGetTotalEnergyConsumption", ctypes.c_ulonglong, self._handle)
         return Reading(
             sm_mhz=self._number("nvmlDeviceGetClockInfo", ctypes.c_int(_SM_CLOCK)),
             power_w=milliwatts / 1000 if milliwatts is not None else None,
             temperature_c=self._number("nvmlDeviceGetTemperature", ctypes.c_int(_GPU_TEMPERATURE)),
+            energy_j=int(millijoules.value) / 1000 if millijoules is not None else None,
             throttle=tuple(words for bit, words in THROTTLE_REASONS.items() if bits & bit and words != "idle"),
         )
 

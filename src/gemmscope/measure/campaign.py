@@ -18,7 +18,7 @@ from gemmscope.errors import UserError
 from gemmscope.measure.link import Link
 from gemmscope.measure.results import Results
 from gemmscope.measure.sampler import StoppingRule
-from gemmscope.measure.task import MODES, Mode, Task
+from gemmscope.measure.task import MODES, Case, Mode, Task
 from gemmscope.recipe.recipes import BASELINE
 
 
@@ -88,6 +88,7 @@ class Campaign:
     def __post_init__(self) -> None:
         self.results = Results(self.tasks)
         self._look_again = 0.0
+        self._cases: list[Case] | None = None  # the only ones that are being measured, in another try
         self.recipes = list(dict.fromkeys(task.recipe for task in self.tasks))
         self.modes: list[Mode] = [mode for mode in MODES if any(task.mode == mode for task in self.tasks)]
 
@@ -118,6 +119,7 @@ class Campaign:
             for tasks in self._crowded_out(narrow):
                 self._note(number, {"type": "again", "tasks": [task.key for task in tasks]})
                 self.rule.restart()
+                self._cases = list(dict.fromkeys(task.case for task in tasks))
                 self._measure(number, tasks)
         self.journal.finish(number)
         return self.results
@@ -142,7 +144,7 @@ class Campaign:
         began = time.monotonic()
         if self.settings.counts is not None or began < self._look_again:
             return False
-        enough = self.rule.done(self.results, self.recipes, self.modes)
+        enough = self.rule.done(self.results, self.recipes, self.modes, self._cases)
         self._look_again = began + 4 * (time.monotonic() - began)
         return enough
 

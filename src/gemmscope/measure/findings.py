@@ -30,6 +30,9 @@ class Layer:
 class Findings:
     """Everything that can be said about a campaign's results."""
 
+    interval_name = "95% interval"
+    kind = ""  # what to call the numbers where they are not measured
+
     def __init__(
         self,
         results: Results,

@@ -17,7 +17,7 @@ from gemmscope.toml import load_data
 
 KernelClass = Literal[
     "gemm", "quantize", "update", "memory",
-    "attention", "norm", "activation", "loss", "embedding", "optimizer", "elementwise", "other",
+    "attention", "norm", "activation", "loss", "embedding", "optimizer", "elementwise", "communication", "other",
 ]  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from gemmscope.measure.results import Results
 from gemmscope.measure.stats import time_interval
-from gemmscope.measure.task import Mode
+from gemmscope.measure.task import Case, Mode
 from gemmscope.recipe.recipes import BASELINE
 
 
@@ -34,9 +34,9 @@ class StoppingRule:
         """Begin anew: the time limit counts from here."""
         self.started = self.clock()
 
-    def done(self, results: Results, recipes: Sequence[str], modes: Sequence[Mode]) -> bool:
-        """Whether it is enough; `why` says which limit was met."""
-        return results.complete_rounds >= self.least_rounds and self.settle(self.widest(results, recipes, modes))
+    def done(self, results: Results, recipes: Sequence[str], modes: Sequence[Mode], cases: Sequence[Case] | None = None) -> bool:
+        """Whether it is enough; `why` says which limit was met. `cases`: those that are being measured, if not all are."""
+        return results.complete_rounds >= self.least_rounds and self.settle(self.widest(results, recipes, modes, cases))
 
     def settle(self, widest: float | None) -> bool:
         """Decide from the largest doubt (None: nothing is known at all), the least number of rounds being there."""
@@ -49,8 +49,11 @@ class StoppingRule:
             return True
         return False
 
-    def widest(self, results: Results, recipes: Sequence[str], modes: Sequence[Mode]) -> float | None:
+    def widest(
+        self, results: Results, recipes: Sequence[str], modes: Sequence[Mode], cases: Sequence[Case] | None = None
+    ) -> float | None:
         """The largest half-width among the speedups, of every op and of all together; with a baseline alone, of its own time."""
+        wanted = [None, *([case] for case in results.cases())] if cases is None else [[case] for case in cases]
         if list(recipes) == [BASELINE]:
             totals = [results.totals(BASELINE, mode) for mode in modes]
             return max((time_interval(total, results.noise()).half_width for total in totals if total is not None), default=None)
@@ -58,7 +61,7 @@ class StoppingRule:
             interval.half_width
             for recipe in recipes
             for mode in modes
-            for cases in (None, *([case] for case in results.cases()))
-            if recipe != BASELINE and (interval := results.speedup(recipe, mode, cases)) is not None
+            for some in wanted
+            if recipe != BASELINE and (interval := results.speedup(recipe, mode, some)) is not None
         ]
         return max(found, default=None)

@@ -26,6 +26,15 @@ def tables(report: Findings) -> list[Table]:
     return [*per_mode, *pairs, *([_memory(report)] if report.memory() else [])]
 
 
+def heading(report: Findings, mode: Mode) -> str:
+    """The mode, and what the numbers are where nothing was measured."""
+    return _kind(report) + TITLES[mode]
+
+
+def _kind(report: Findings) -> str:
+    return f"{report.kind} " if report.kind else ""
+
+
 def what_is_timed(report: Findings, mode: Mode) -> str:
     """What one number of this mode stands for, in words."""
     if mode == "pre-quantized":
@@ -41,7 +50,7 @@ def _passes(report: Findings, mode: Mode) -> Table:
     """Milliseconds and TFLOP/s of every pass."""
     names = report.columns(mode)
     charged = "; quantization charged to its passes" if mode == "autocast" else ""
-    title = f"{TITLES[mode]}: {what_is_timed(report, mode)} (ms, TFLOP/s in brackets{charged})"
+    title = f"{heading(report, mode)}: {what_is_timed(report, mode)} (ms, TFLOP/s in brackets{charged})"
     rows = []
     for case in report.cases:
         for index, pass_name in enumerate(case.passes):
@@ -65,7 +74,7 @@ def _sums(report: Findings, mode: Mode) -> Table:
     layers = f"{report.layer.layers} layers" if report.layer else "model"
     rows.append(("Full model", layers, *(_model(report, name, mode) for name in names)))
     what = "each op once, one layer, the model" if report.layer else "each op once, the model"
-    title = f"{TITLES[mode]}: {what} in one micro-batch (ms; times faster than {BASELINE}, 95% interval)"
+    title = f"{heading(report, mode)}: {what} in one micro-batch (ms; times faster than {BASELINE}, {report.interval_name})"
     return Table(title, ("Op", "Count", *names), tuple(rows))
 
 
@@ -74,19 +83,21 @@ def _pairs(report: Findings) -> Table:
     low = [name for name in report.recipes if name != BASELINE]
     pairs = [(name, BASELINE) for name in low] + [(later, earlier) for earlier, later in combinations(low, 2)]
     rows = [(name, over, *(_verdict(report, name, mode, over) for mode in report.modes)) for name, over in pairs]
-    return Table("Times faster, all linears together (95% interval)", ("Recipe", "Over", *report.modes), tuple(rows))
+    title = f"{_kind(report)}Times faster, all linears together ({report.interval_name})"
+    return Table(title, ("Recipe", "Over", *report.modes), tuple(rows))
 
 
 def _bare(report: Findings, mode: Mode) -> list[Table]:
     """A row for each shape: times, then speedups."""
     names = report.columns(mode)
-    title = f"{TITLES[mode]}: {what_is_timed(report, mode)} (ms, TFLOP/s in brackets)"
+    title = f"{heading(report, mode)}: {what_is_timed(report, mode)} (ms, TFLOP/s in brackets)"
     times = [(case.op, *(_time(report, case, name, mode, PASSES[0]) for name in names)) for case in report.cases]
     made = [Table(title, ("M x K x N", *names), tuple(times))]
     low = [name for name in names if name != BASELINE]
     if low:
         rows = [(case.op, *(_verdict(report, name, mode, BASELINE, case) for name in low)) for case in report.cases]
-        made.append(Table(f"{TITLES[mode]}: times faster than {BASELINE} (95% interval)", ("M x K x N", *low), tuple(rows)))
+        title = f"{heading(report, mode)}: times faster than {BASELINE} ({report.interval_name})"
+        made.append(Table(title, ("M x K x N", *low), tuple(rows)))
     return made
 
 

@@ -40,7 +40,7 @@ def _lines(report: Findings, case: Case, name: str, mode: Mode) -> Iterator[dict
         m, k, n = gemm_sizes(case, pass_name)
         line: dict[str, Any] = {
             "op": case.op, "recipe": name, "mode": mode, "pass": pass_name, "m": m, "k": k, "n": n,
-            "groups": max(len(case.rows), 1), "count": case.count, "verdict": _verdict(cell, pass_name),
+            "groups": max(len(case.rows), 1), "count": case.count, "verdict": _verdict(report, cell, pass_name),
         }  # fmt: skip
         if cell is not None:
             whole = pass_name == WHOLE or len(case.passes) == 1
@@ -48,10 +48,12 @@ def _lines(report: Findings, case: Case, name: str, mode: Mode) -> Iterator[dict
         yield line
 
 
-def _verdict(cell: Breakdown | None, pass_name: str) -> str:
+def _verdict(report: Findings, cell: Breakdown | None, pass_name: str) -> str:
     """What the kernels prove of this pass; of a whole op, what they prove of its weakest."""
     if cell is None:
-        return "not measured"
+        return "not possible" if report.kind else "not measured"
+    if report.kind:
+        return report.kind
     if cell.left_as_is:
         return "left as is"
     verdicts = [proof.verdict for each, proof in cell.evidence.items() if pass_name in (each, WHOLE)]

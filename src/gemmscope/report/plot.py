@@ -8,6 +8,7 @@ shapes: TFLOP/s of every recipe side by side, with the interval as an error bar.
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,29 +44,41 @@ STYLE: Any = {
 
 def save_plot(report: Findings, title: str, path: str) -> None:
     """Draw both modes and write the file; its ending says in which format (png, svg, pdf)."""
+    save_plots([(title, report)], "", path)
+
+
+def save_plots(reports: Sequence[tuple[str, Findings]], title: str, path: str) -> None:
+    """Several, one below the other, each with its own heading; `title` above them all."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     with mpl.rc_context(STYLE):
-        figure = Figure(layout="constrained")
-        if report.bare:
-            _draw_shapes(figure, report)
-        else:
-            _draw_model(figure, report)
-        letters = int(figure.get_size_inches()[0] * 10)  # that fit into a line of this size
-        figure.suptitle(textwrap.fill(title, letters), fontsize=11, fontweight="bold")
-        try:
-            figure.savefig(Path(path), dpi=200)
-        except (OSError, ValueError) as error:
-            raise UserError(f"the plot cannot be written to {path}: {error}", "for example -o bench.png") from error
+        sizes = [_shapes_size(report) if report.bare else _model_size(report) for _, report in reports]
+        width = max(width for width, _ in sizes)
+        figure = Figure(figsize=(width, sum(height for _, height in sizes)), layout="constrained")
+        parts = figure.subfigures(len(reports), 1, squeeze=False, height_ratios=[height for _, height in sizes])[:, 0]
+        letters = int(width * 10)  # that fit into a line of this size
+        for part, (heading, report) in zip(parts, reports, strict=True):
+            (_draw_shapes if report.bare else _draw_model)(part, report)
+            part.suptitle(textwrap.fill(heading, letters), fontsize=11, fontweight="bold")
+        if title:
+            figure.suptitle(textwrap.fill(title, letters), fontsize=11, fontweight="bold")
+        write_figure(figure, path)
+
+
+def write_figure(figure: Any, path: str) -> None:
+    """To a file; its ending says in which format."""
+    try:
+        figure.savefig(Path(path), dpi=200)
+    except (OSError, ValueError) as error:
+        raise UserError(f"the plot cannot be written to {path}: {error}", "for example -o bench.png") from error
 
 
 # --- a model: stacked bars --------------------------------------------------------------------------------------------
 
 
 def _draw_model(figure: Any, report: Findings) -> None:
-    widths = [max(len(report.columns(mode)), 1) for mode in report.modes]
-    figure.set_size_inches(3.2 + 1.15 * sum(widths), 4.6)
+    widths = _widths(report)
     panels = figure.subplots(1, len(widths), squeeze=False, sharey=True, width_ratios=widths)[0]
     colours = _colours(report)
     for panel, mode in zip(panels, report.modes, strict=True):
@@ -74,6 +87,15 @@ def _draw_model(figure: Any, report: Findings) -> None:
     tallest = max((panel.get_ylim()[1] for panel in panels), default=1.0)
     panels[0].set_ylim(0, tallest * 1.16)  # room for what stands above the bars
     figure.legend(handles=_legend(report, colours), loc="outside right center", frameon=False, fontsize=8.5)
+
+
+def _widths(report: Findings) -> list[int]:
+    """Bars in each panel."""
+    return [max(len(report.columns(mode)), 1) for mode in report.modes]
+
+
+def _model_size(report: Findings) -> tuple[float, float]:
+    return 3.2 + 1.15 * sum(_widths(report)), 4.6
 
 
 def _colours(report: Findings) -> dict[Case, str]:
@@ -103,7 +125,15 @@ def _bars(panel: Any, report: Findings, mode: Mode, colours: dict[Case, str]) ->
     for position, name in enumerate(names):
         total = report.total(name, mode)
         if total is None:
-            panel.text(position, 0, "not\nmeasured", ha="center", va="bottom", fontsize=8, color="#777777")
+            panel.text(
+                position,
+                0,
+                "not\npossible" if report.kind else "not\nmeasured",
+                ha="center",
+                va="bottom",
+                fontsize=8,
+                color="#777777",
+            )
             continue
         height = 0.0
         for colour in dict.fromkeys(sorted(colours.values(), key=lambda each: each == REST)):  # the rest on top
@@ -115,7 +145,7 @@ def _bars(panel: Any, report: Findings, mode: Mode, colours: dict[Case, str]) ->
         _label(panel, report, name, mode, position, height + spent)
     panel.set_xticks(range(len(names)), names)
     panel.set_xlim(*((-0.6, len(names) - 0.4) if len(names) > 1 else (-0.9, 0.9)))
-    panel.set_title(HEADS[mode], fontsize=9.5)
+    panel.set_title(f"{report.kind} {HEADS[mode]}".strip(), fontsize=9.5)
     panel.yaxis.grid(visible=True, color="#DDDDDD", linewidth=0.6)
     panel.tick_params(axis="x", length=0)
 
@@ -175,11 +205,14 @@ def _recipe_colour(report: Findings, name: str) -> str:
     return (DARK, *COLOURS)[report.recipes.index(name) % (len(COLOURS) + 1)]
 
 
+def _shapes_size(report: Findings) -> tuple[float, float]:
+    return max(4.5, 2.4 + len(report.cases) * (0.3 + 0.19 * len(report.recipes))), 1.0 + 2.5 * len(report.modes)
+
+
 def _draw_shapes(figure: Any, report: Findings) -> None:
     from matplotlib.patches import Patch
 
-    recipes, shapes = len(report.recipes), len(report.cases)
-    figure.set_size_inches(max(4.5, 2.4 + shapes * (0.3 + 0.19 * recipes)), 1.0 + 2.5 * len(report.modes))
+    shapes = len(report.cases)
     panels = figure.subplots(len(report.modes), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
     for panel, mode in zip(panels, report.modes, strict=True):
         _groups(panel, report, mode)
@@ -211,7 +244,7 @@ def _groups(panel: Any, report: Findings, mode: Mode) -> None:
             if fell_back:
                 panel.annotate("FALLBACK", (index + offset, rate), (0, 3), textcoords="offset points",
                                ha="center", va="bottom", rotation=90, fontsize=7, color=ALARM)  # fmt: skip
-    panel.set_title(HEADS[mode], fontsize=9.5)
+    panel.set_title(f"{report.kind} {HEADS[mode]}".strip(), fontsize=9.5)
     panel.set_ylabel("TFLOP/s")
     panel.yaxis.grid(visible=True, color="#DDDDDD", linewidth=0.6)
     panel.tick_params(axis="x", length=0)

@@ -13,7 +13,7 @@ from gemmscope.workload.summary import Totals
 GEMM_COLUMNS = ("Op", "Pass", "M x K x N", "Groups", "Count", "FLOPs each", "FLOPs", "Share")
 OTHER_COLUMNS = ("Op", "Count", "Forward FLOPs", "Forward bytes", "Backward FLOPs", "Backward bytes")
 # Aligned left; numbers stand right.
-TEXT_COLUMNS = frozenset({"Op", "Pass", "Name", "Description", "Backend", "Measured", "Recipe", "Over"})
+TEXT_COLUMNS = frozenset({"Op", "Pass", "Name", "Description", "Backend", "Measured", "Recipe", "Over", "Row", "Verdict"})
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,9 @@ class Kit(Protocol):
     compiles: bool  # its layers, when they are first run
     precision: torch.dtype  # of parameters and activations
 
+    def why_not(self, plan: StackPlan) -> str:
+        """Why this recipe cannot run these layers; empty if it can."""
+
     def norm_linear(self, norm: NormSpec, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         """A norm and the linear behind it."""
 

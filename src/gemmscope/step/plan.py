@@ -42,6 +42,24 @@ class StackPlan:
     def tokens(self) -> int:
         return self.micro_batch_size * self.sequence_length
 
+    def low_precision_sizes(self) -> dict[str, int]:
+        """The sizes of all products that may run in low precision, by what they are."""
+        sizes = {"tokens": self.tokens, "hidden size": self.hidden_size}
+        for layer in dict.fromkeys(self.layers):
+            attention, mlp = layer.attention, layer.mlp
+            sizes |= {"width of queries": attention.q_width, "attention's output width": attention.out_width}
+            if attention.latent is None:
+                sizes |= {"width of keys": attention.k_width, "width of values": attention.v_width}
+            else:
+                sizes["key/value rank"] = attention.latent.kv_rank + attention.latent.rope_dim
+                sizes |= {"query rank": attention.latent.q_rank} if attention.latent.q_rank is not None else {}
+            if isinstance(mlp, MoeSpec):
+                sizes["expert's intermediate size"] = mlp.expert.intermediate_size
+                sizes |= {"shared expert's intermediate size": mlp.shared.intermediate_size} if mlp.shared is not None else {}
+            else:
+                sizes["intermediate size"] = mlp.intermediate_size
+        return sizes
+
     def with_depth(self, depth: int) -> StackPlan:
         """The first so many layers."""
         return replace(self, layers=self.layers[:depth], slots=self.slots[:depth])

@@ -7,7 +7,7 @@ first row is what the hardware gives, the last one what training gains.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -18,11 +18,11 @@ from gemmscope.step.results import Part
 
 Row = Literal[
     "products", "quantization", "norms and activations", "attention", "routing", "head and loss", "embedding", "optimizer",
-    "waiting for the host",
+    "communication", "pipeline bubble", "waiting for the host",
 ]  # fmt: skip
 ROWS: tuple[Row, ...] = (
     "products", "quantization", "norms and activations", "attention", "routing", "head and loss", "embedding", "optimizer",
-    "waiting for the host",
+    "communication", "pipeline bubble", "waiting for the host",
 )  # fmt: skip
 
 LINEARS = ("qkv", "attn out", "mlp", "experts", "shared expert")
@@ -138,19 +138,26 @@ class Side:
 
 def waterfall(slow: Side, fast: Side) -> Waterfall:
     """Hold a recipe's step against the baseline's."""
-    sums = [slow.sums(), fast.sums()]
-    levels, slow_ms, fast_ms = [], 0.0, 0.0
-    for row in ROWS:
-        slow_ms, fast_ms = slow_ms + sums[0].get(row, 0.0), fast_ms + sums[1].get(row, 0.0)
-        if row in sums[0] or row in sums[1]:
-            levels.append(
-                Level(row, sums[0].get(row, 0.0), sums[1].get(row, 0.0), slow_ms / fast_ms if fast_ms else float("nan"))
-            )
+    levels = levels_of(slow.sums(), fast.sums())
     every = [*slow.placed, *fast.placed]
     unknown = [each for each in every if classify(each.name).kernel_class == "other"]
     total = sum(each.time_us for each in every)
     named = 1 - sum(each.time_us for each in unknown) / total if total else 0.0
-    return Waterfall(tuple(levels), named, tuple(dict.fromkeys(each.name for each in unknown)))
+    return Waterfall(levels, named, tuple(dict.fromkeys(each.name for each in unknown)))
+
+
+def levels_of(slow: Mapping[Row, float], fast: Mapping[Row, float]) -> tuple[Level, ...]:
+    """The rows that either side has, each with the speedup of everything down to it.
+
+    >>> [level.speedup for level in levels_of({"products": 4.0, "attention": 2.0}, {"products": 2.0, "attention": 2.0})]
+    [2.0, 1.5]
+    """
+    levels, slow_ms, fast_ms = [], 0.0, 0.0
+    for row in ROWS:
+        slow_ms, fast_ms = slow_ms + slow.get(row, 0.0), fast_ms + fast.get(row, 0.0)
+        if row in slow or row in fast:
+            levels.append(Level(row, slow.get(row, 0.0), fast.get(row, 0.0), slow_ms / fast_ms if fast_ms else float("nan")))
+    return tuple(levels)
 
 
 RUNS_AHEAD = 0.85  # of the step: a CPU that needs less to launch it is ahead of the GPU all the time

@@ -25,6 +25,7 @@ import torch
 from gemmscope.measure.device import device_facts, gpu_in_use, told_to_stop
 from gemmscope.measure.timer import busy_ms, kernel_run, segments
 from gemmscope.recipe.recipes import recipe
+from gemmscope.step.blocks import Kit
 from gemmscope.step.huggingface import HuggingFaceStep
 from gemmscope.step.kits import KITS
 from gemmscope.step.marks import recording
@@ -65,7 +66,8 @@ class StepWorker:
         self.say("hello", device=device_facts(self.gpu, on_gpu=self.on_gpu), versions=_versions(self.request["backend"]))
         if self.request["host"]:
             for variant in self.variants:
-                self._host(variant)
+                if not self._kit_of(variant).why_not(self.plan):
+                    self._host(variant)
         for variant in self.variants:
             self._build(variant)
         if self.request["look"]:
@@ -74,8 +76,12 @@ class StepWorker:
         self._rounds()
         self.say("done")
 
+    def _kit_of(self, variant: dict[str, Any]) -> Kit:
+        made: Kit = self.kit(recipe(variant["recipe"]), frozenset(variant["left_out"]), device=self.device)
+        return made
+
     def _make(self, variant: dict[str, Any], plan: StackPlan) -> Step | HuggingFaceStep:
-        kit = self.kit(recipe(variant["recipe"]), frozenset(variant["left_out"]), device=self.device)
+        kit = self._kit_of(variant)
         plan = plan.with_depth(variant["depth"])
         if self.request["config"] is not None:
             return HuggingFaceStep(self.request["config"], plan, kit, self.device)
@@ -86,6 +92,10 @@ class StepWorker:
     def _build(self, variant: dict[str, Any]) -> None:
         name = variant["name"]
         self.say("begin", task=name, what="preparing")
+        why_not = self._kit_of(variant).why_not(self.plan)
+        if why_not:
+            self.say("failed", task=name, why=why_not, kind="unsupported")
+            return
         before = torch.cuda.memory_allocated() if self.on_gpu else 0
         step: Step | HuggingFaceStep | None = None
         try:

@@ -181,13 +181,10 @@ def bench_file(
         versions=results.hello.get("versions", {}),
         rounds=results.complete_rounds,
         ended=ended,
-        rows=[_row(cell) for cell in findings.cells()],
-        speedups=list(_speedups(findings)),
-        totals=[] if findings.bare else list(_totals(findings)),
-        memory=[
-            MemoryRecord(recipe=name, weights_bytes=found.weights, copies_bytes=found.copies, kept_bytes=found.kept)
-            for name, found in findings.memory().items()
-        ],
+        rows=[row_record(cell) for cell in findings.cells()],
+        speedups=list(speedup_records(findings)),
+        totals=[] if findings.bare else list(total_records(findings)),
+        memory=memory_records(findings),
         tasks=[_task(result) for result in results.tasks.values()],
         warnings=list(results.warnings),
         notes=list(notes),
@@ -209,7 +206,8 @@ def _settings(settings: Settings, rule: StoppingRule) -> SettingsRecord:
     )
 
 
-def _row(cell: Breakdown) -> RowRecord:
+def row_record(cell: Breakdown) -> RowRecord:
+    """One cell."""
     case = cell.case
     return RowRecord(
         op=case.op,
@@ -234,7 +232,7 @@ def _row(cell: Breakdown) -> RowRecord:
     )
 
 
-def _speedups(findings: Findings) -> Iterator[SpeedupRecord]:
+def speedup_records(findings: Findings) -> Iterator[SpeedupRecord]:
     """Of every op over the baseline, and of all together over the baseline and over each other low precision."""
     for mode in findings.modes:
         names = findings.columns(mode)
@@ -247,7 +245,8 @@ def _speedups(findings: Findings) -> Iterator[SpeedupRecord]:
                     yield SpeedupRecord(recipe=name, over=over, mode=mode, op="", speedup=interval_record(found))
 
 
-def _totals(findings: Findings) -> Iterator[TotalRecord]:
+def total_records(findings: Findings) -> Iterator[TotalRecord]:
+    """Of every mode and recipe that has all its parts."""
     for mode in findings.modes:
         for name in findings.columns(mode):
             total = findings.total(name, mode)
@@ -260,6 +259,14 @@ def _totals(findings: Findings) -> Iterator[TotalRecord]:
                     layer_ms=findings.layer_ms(name, mode),
                     pass_ms={each: time for each, time in findings.pass_ms(name, mode).items() if time is not None},
                 )
+
+
+def memory_records(findings: Findings) -> list[MemoryRecord]:
+    """A record for each recipe."""
+    return [
+        MemoryRecord(recipe=name, weights_bytes=found.weights, copies_bytes=found.copies, kept_bytes=found.kept)
+        for name, found in findings.memory().items()
+    ]
 
 
 def interval_record(found: Interval) -> IntervalRecord:

@@ -9,10 +9,18 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from gemmscope.store.benchfile import BenchFile
+from gemmscope.store.explainfile import ExplainFile
+from gemmscope.store.forecastfile import ForecastFile
 from gemmscope.store.runfile import ShapesFile
 from gemmscope.store.stepfile import StepFile
 
-FILES: dict[str, type[BaseModel]] = {"shapes-1.json": ShapesFile, "bench-1.json": BenchFile, "step-1.json": StepFile}
+FILES: dict[str, type[BaseModel]] = {
+    "shapes-1.json": ShapesFile,
+    "bench-1.json": BenchFile,
+    "step-1.json": StepFile,
+    "explain-1.json": ExplainFile,
+    "forecast-1.json": ForecastFile,
+}
 
 
 def schema_text(name: str) -> str:

@@ -14,6 +14,7 @@ from torch.utils import checkpoint
 from gemmscope.model.spec import MlpSpec, NormSpec
 from gemmscope.recipe.recipes import Recipe
 from gemmscope.step.blocks import EPS
+from gemmscope.step.plan import StackPlan
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
@@ -31,6 +32,9 @@ class PlainKit:
     def __init__(self, recipe: Recipe, left_out: frozenset[str] = frozenset(), device: str = "cpu") -> None:
         self.recipe, self.left_out, self.device = recipe, left_out, device
         self.precision = torch.float32 if recipe.name == "FP32" else torch.bfloat16
+
+    def why_not(self, plan: StackPlan) -> str:  # noqa: ARG002
+        return ""
 
     def norm(self, norm: NormSpec, width: int) -> nn.Module:
         make: dict[str, Any] = {"eps": EPS, "device": self.device, "dtype": self.precision}

@@ -21,6 +21,7 @@ from gemmscope.errors import UserError
 from gemmscope.model.spec import MlpSpec, NormSpec
 from gemmscope.recipe.recipes import Recipe
 from gemmscope.step.blocks import EPS
+from gemmscope.step.plan import StackPlan
 
 # (activation, gated) -> Transformer Engine's name
 ACTIVATIONS = {
@@ -47,6 +48,9 @@ class TransformerEngineKit:
         self._make: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": device}
         self._state = FP8GlobalState()  # of its own: delayed scaling's bookkeeping would else run in every other recipe's steps
         self._precision = getattr(te_recipes, recipe.settings[self.name]["class"])() if recipe.quantizes else None
+
+    def why_not(self, plan: StackPlan) -> str:
+        return self.recipe.misaligned(plan.low_precision_sizes())
 
     def norm(self, norm: NormSpec, width: int) -> nn.Module:
         made = te.RMSNorm if norm.kind == "rmsnorm" else te.LayerNorm

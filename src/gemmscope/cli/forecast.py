@@ -1,0 +1,181 @@
+"""`gemmscope forecast`: the same answer for a GPU that is not here. Nothing is measured and torch is not needed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gemmscope.cli.bench import bare_target, model_target
+from gemmscope.cli.bench_options import FileOptions, RecipeOptions
+from gemmscope.cli.bench_output import Target
+from gemmscope.cli.forecast_options import Axis, ForecastOptions, parse_sweeps, recipes_for, with_value
+from gemmscope.cli.options import ModelOptions, RunOptions, takes
+from gemmscope.cli.output import check_targets, write
+from gemmscope.errors import UserError
+
+if TYPE_CHECKING:
+    from gemmscope.forecast.findings import ForecastFindings
+    from gemmscope.forecast.sweep import Configuration, Point
+    from gemmscope.model.spec import ModelSpec, RunSpec
+    from gemmscope.step.answer import StepAnswer
+
+EXAMPLES = """\b
+Examples:
+  gemmscope forecast --preset llama-3.1-8b --micro-batch-size 1 --sequence-length 8192 --gpu b300,h200
+  gemmscope forecast --preset llama-3.1-70b --micro-batch-size 1 --sequence-length 8192 --tp 4 --gpu b200 -o b200.png
+  gemmscope forecast --hidden-size 4096 --intermediate-size 16384 --num-attention-heads 32 --num-hidden-layers 24 \\
+    --sequence-length 4096 --gpu b300 --sweep hidden_size=2048:8192:1024 --sweep micro_batch_size=1,2,4,8 -o sweep.png
+  gemmscope forecast --gpu b200 --gemms products.csv
+"""
+
+
+@takes(ModelOptions, RunOptions, RecipeOptions, ForecastOptions, FileOptions)
+def command(
+    model_options: ModelOptions,
+    run_options: RunOptions,
+    choices: RecipeOptions,
+    options: ForecastOptions,
+    outputs: FileOptions,
+    shapes: Annotated[
+        str | None,
+        typer.Option(metavar="N,MxKxN,…", help="Bare products instead of a model: squares and triplets."),
+    ] = None,
+) -> None:
+    """Forecast a model's linears and its training step on GPUs you do not have, in every precision they run.
+
+    Times come from the chip's published rates and from what libraries were measured to make of them; each has a 90% error
+    bar, and precisions whose bars overlap are too close to call. --sweep varies a size or two and shows the best precision
+    at each; --gemms forecasts single products from a file.
+    """
+    chips, state = options.chips(), options.known_state()
+    named = [*model_options.ways(), *(f"--{name.replace('_', '-')}" for name in run_options.typed())]
+    if options.gemms is not None:
+        _gemms(options, outputs, [*named, *(["--shapes"] if shapes is not None else []), *(["--sweep"] if options.sweep else [])])
+        return
+    if options.library is not None:
+        raise UserError("--library belongs to --gemms: a model's forecast is that of training's own library", "leave it out")
+    outputs.check()
+    modes, dp = choices.modes(), options.replicas()
+    recipes, notes = recipes_for(choices, chips)
+    if options.sweep:
+        if shapes is not None:
+            raise UserError(
+                "--sweep varies a model, and --shapes names bare products: it is one or the other", "keep one of them"
+            )
+        _sweep(model_options, run_options, options, outputs, recipes, notes)
+        return
+    if not named and shapes is None:
+        model_options.source()  # says how a model is named
+    target = bare_target(model_options, run_options, shapes, on_cpu=False) or _model(model_options, run_options)
+
+    from gemmscope.cli.forecast_output import Forecast
+    from gemmscope.forecast.calibration import load, place
+    from gemmscope.forecast.findings import ForecastFindings
+    from gemmscope.forecast.linears import Forecaster
+    from gemmscope.forecast.step import StepForecast, step_answer
+
+    reports: list[ForecastFindings] = []
+    answers: dict[str, StepAnswer] = {}
+    subject = target.subject
+    for chip in chips:
+        calibration = load(chip.name)
+        measured = calibration.adjustment() if calibration is not None else None
+        if calibration is not None and state == "sustained":
+            notes.append(f"{chip.name}: calibrated on {calibration.device} by gemmscope calibrate ({place(chip.name)})")
+        forecaster = Forecaster(chip, state, cache_weights=options.cache_weights, measured=measured)
+        reports.append(ForecastFindings(forecaster, target.cases, recipes[chip.name], modes, target.layer))
+        if subject is not None and subject.source.model is not None:
+            model, run, workload = subject.source.model, subject.run, subject.workload
+            step = StepForecast(Forecaster(chip, state, measured=measured), model, run, workload, dp)
+            answers[chip.name] = step_answer(step, recipes[chip.name], model, run, workload)
+    if subject is not None and subject.source.model is None:
+        notes.append("a traced model's linears are forecast, not its step")
+    Forecast(target, reports, answers, state, dp, [*target.notes, *notes]).deliver(outputs)
+
+
+def _model(model_options: ModelOptions, run_options: RunOptions) -> Target:
+    source = model_options.source()
+    run, overridden = run_options.run_spec(source)
+    return model_target(source, run, overridden)
+
+
+def _gemms(options: ForecastOptions, outputs: FileOptions, named: list[str]) -> None:
+    """Single products from a file, as CSV to where -o or --csv says, else to standard output."""
+    from gemmscope.cli.forecast_gemms import gemms_csv
+
+    if named:
+        raise UserError(f"--gemms forecasts single products, and {', '.join(named)} describes a model", "keep one of them")
+    for option, place in (("--json", outputs.json), ("--markdown", outputs.markdown)):
+        if place is not None:
+            raise UserError(f"--gemms writes CSV only, not {option}", "name a place with --csv or -o; without, it is printed")
+    if outputs.csv is not None and outputs.output is not None:
+        raise UserError("--csv and -o both name a place for the products", "keep one of them")
+    where = outputs.csv or outputs.output or "-"
+    check_targets({"--csv" if outputs.csv else "-o": where})
+    assert options.gemms is not None
+    library = options.library.strip().lower() if options.library else None
+    write(where, gemms_csv(options.gemms, options.chips(), options.known_state(), library))
+
+
+def _sweep(
+    model_options: ModelOptions,
+    run_options: RunOptions,
+    options: ForecastOptions,
+    outputs: FileOptions,
+    recipes: dict[str, list[str]],
+    notes: list[str],
+) -> None:
+    """The plane of configurations on every GPU."""
+    from gemmscope.cli.forecast_output import Swept
+    from gemmscope.forecast.calibration import load
+    from gemmscope.forecast.linears import Forecaster
+    from gemmscope.forecast.sweep import forecast_points
+
+    axes = parse_sweeps(options.sweep or [])
+    possible, impossible = _configurations(axes, model_options, run_options)
+    swept: dict[str, list[Point]] = {}
+    for chip in options.chips():
+        calibration = load(chip.name)
+        measured = calibration.adjustment() if calibration is not None else None
+        forecaster = Forecaster(chip, options.known_state(), measured=measured)
+        points = forecast_points(forecaster, possible, recipes[chip.name], options.replicas())
+        order = {point.values: point for point in [*points, *impossible]}
+        swept[chip.name] = [order[values] for values in sorted(order)]
+    Swept(axes, swept, recipes, options.known_state(), notes).deliver(outputs)
+
+
+def _described(model: ModelOptions, run: RunOptions) -> tuple[ModelSpec, RunSpec]:
+    """The model and the run of these options; only a closed form can be varied."""
+    source = model.source()
+    if source.model is None:
+        raise UserError(f"{source.origin} is traced: it cannot be varied", "give a model that has a closed form")
+    return source.model, run.run_spec(source)[0]
+
+
+def _configurations(
+    axes: list[Axis], model_options: ModelOptions, run_options: RunOptions
+) -> tuple[list[Configuration], list[Point]]:
+    """Every combination that is possible, and the others with the reason. If none is, that reason is the answer."""
+    from itertools import product
+
+    from gemmscope.forecast.sweep import Point
+    from gemmscope.workload.sharding import check
+
+    possible: list[Configuration] = []
+    impossible: list[Point] = []
+    first: UserError | None = None
+    for values in product(*(axis.values for axis in axes)):
+        model, run = model_options, run_options
+        for axis, value in zip(axes, values, strict=True):
+            model, run = with_value(model, run, axis.name, value)
+        try:
+            described, spec = _described(model, run)
+            check(described, spec)
+            possible.append((values, described, spec))
+        except UserError as error:
+            first = first or error
+            impossible.append(Point(values, why_not=error.message))
+    if not possible and first is not None:
+        raise first
+    return possible, impossible

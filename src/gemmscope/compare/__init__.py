@@ -1,0 +1,1 @@
+"""Two or more runs of the same thing, row by row."""

@@ -1,0 +1,1 @@
+"""What a recorded training step really did, and why it gained what it gained."""

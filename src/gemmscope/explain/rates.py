@@ -1,0 +1,79 @@
+"""How fast products ran: against each other, and against what the chip can do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from gemmscope.explain.account import Item
+from gemmscope.explain.place import LOW
+from gemmscope.toml import load_data
+
+LARGE_FLOPS = 5e10  # a product that fills the chip
+# Low over BF16 rate of large products, where the trace itself does not tell: seen on an H200 (FP8 1.85, blocks 1.5).
+USUAL_RATIO = {"FP8": 1.85, "FP8 blocks": 1.5, "MXFP8": 1.7, "FP4": 2.5}
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Peaks in TFLOP/s. `usual`: the share of them that large products reach in training."""
+
+    peaks: dict[str, float]
+    gb_per_s: float
+    usual: float
+
+    def peak(self, precision: str) -> float | None:
+        names = {"FP8": "fp8", "FP8 blocks": "fp8", "MXFP8": "fp8", "FP4": "fp4", "BF16": "bf16", "FP16": "bf16"}
+        return self.peaks.get(names.get(precision, ""))
+
+
+@cache
+def chip(name: str) -> Chip | None:
+    """By the name that the driver gives it.
+
+    >>> chip("NVIDIA H200").peak("BF16"), chip("NVIDIA Something")
+    (989.0, None)
+    """
+    for rule in load_data("gemmscope.explain", "chips.toml")["chip"]:
+        if re.search(rule["found"], name):
+            peaks = {key: float(rule[key]) for key in ("bf16", "fp8", "fp4") if key in rule}
+            return Chip(peaks, float(rule["gb_per_s"]), float(rule["usual"]))
+    return None
+
+
+def rates(items: Sequence[Item]) -> dict[str, float]:
+    """TFLOP/s of large products by precision: what the time of all of them and their FLOPs give."""
+    sums: dict[str, list[float]] = {}
+    for item in items:
+        product = item.product
+        if product is not None and product.flops >= LARGE_FLOPS and item.work.time > 0:
+            found = sums.setdefault(product.precision, [0.0, 0.0])
+            found[0] += product.flops
+            found[1] += item.work.time
+    return {precision: flops / time / 1e6 for precision, (flops, time) in sums.items()}
+
+
+def gain_ratio(items: Sequence[Item]) -> float:
+    """How many times faster low precision multiplies than BF16: as this trace shows, else as is usual."""
+    found = rates(items)
+    low = [(precision, found[precision]) for precision in LOW if precision in found]
+    if low and "BF16" in found:
+        return max(max(rate for _, rate in low) / found["BF16"], 1.05)
+    present = {item.product.precision for item in items if item.product is not None}
+    return max((USUAL_RATIO[precision] for precision in LOW if precision in present), default=USUAL_RATIO["FP8"])
+
+
+def facts_clock(facts: dict[str, Any]) -> tuple[float, float, list[str]] | None:
+    """Mean and greatest SM clock in MHz while recording, and what held it back; None if nobody looked."""
+    clock = facts.get("clock")
+    if not isinstance(clock, dict) or not isinstance(clock.get("readings"), list):
+        return None
+    readings = [each for each in clock["readings"] if isinstance(each, dict) and isinstance(each.get("sm_mhz"), (int, float))]
+    greatest = clock.get("max_sm_mhz")
+    if not readings or not isinstance(greatest, (int, float)) or greatest <= 0:
+        return None
+    reasons = sorted({str(reason) for each in readings for reason in each.get("throttle") or ()})
+    return sum(each["sm_mhz"] for each in readings) / len(readings), float(greatest), reasons

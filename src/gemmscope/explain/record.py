@@ -1,0 +1,160 @@
+"""Records a trace from a training loop, with the settings that `gemmscope explain` needs: three lines in the user's own code.
+
+    import gemmscope
+
+    with gemmscope.trace_me("step.json.gz") as trace:      # 1
+        for batch in loader:
+            train(batch)
+            trace.step()                                   # 2: after every optimizer step
+
+It waits until the run is warm, records a few steps with the shapes of all operators, and writes one small gzipped file. Before
+and after that it costs nothing. torch is the user's own, and imported here only when the recording begins.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+CLOCK_SECONDS = 0.02  # between two looks at the GPU's clock
+
+
+class trace_me:  # noqa: N801 (it reads as a verb where it is used)
+    """Record `steps` training steps after `after` of them have passed.
+
+    `ranks`: which processes of a distributed job write a file; the others pass through at no cost. With more than one, the rank
+    goes into each file's name.
+    """
+
+    def __init__(self, path: str | Path, *, steps: int = 3, after: int = 10, ranks: tuple[int, ...] = (0,)) -> None:
+        if steps < 1 or after < 0:
+            raise ValueError(f"steps={steps}, after={after}: at least one step is recorded, after none or more")
+        rank = int(os.environ.get("RANK", "0") or 0)
+        self.path = Path(path) if len(ranks) < 2 else _with_rank(Path(path), rank)
+        self.steps, self.after = steps, after
+        self.recorded = False
+        self._wanted = rank in ranks
+        self._passed = 0
+        self._profiler: Any = None
+        self._clock: _Clock | None = None
+
+    def __enter__(self) -> trace_me:
+        if self._wanted:
+            from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
+
+            activities = [ProfilerActivity.CPU, *({ProfilerActivity.CUDA} & supported_activities())]
+            planned = schedule(wait=max(self.after - 1, 0), warmup=min(self.after, 1), active=self.steps, repeat=1)
+            self._profiler = profile(activities=activities, schedule=planned, on_trace_ready=self._write, record_shapes=True)
+            self._profiler.__enter__()
+            self._watch()
+        return self
+
+    def step(self) -> None:
+        """One training step has passed: call it after `optimizer.step()`."""
+        self._passed += 1
+        if self._profiler is None:
+            return
+        self._profiler.step()
+        self._watch()
+        if self.recorded:
+            self._profiler.__exit__(None, None, None)
+            self._profiler = None
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None:
+        if self._clock is not None:
+            self._clock.stop()
+        if self._profiler is None:
+            return
+        if not self.recorded:
+            self._profiler.on_trace_ready = None
+        self._profiler.__exit__(kind, value, traceback)
+        self._profiler = None
+        if not self.recorded and kind is None:
+            needed = self.after + self.steps
+            sys.stderr.write(
+                f"gemmscope: nothing was recorded: {self._passed} steps passed, {needed} were needed; "
+                f"call trace.step() after every step, or give a smaller after= than {self.after}\n"
+            )
+
+    def _watch(self) -> None:
+        """Look at the clock while steps are recorded."""
+        if self._passed == self.after:
+            self._clock = _Clock()
+        if self._passed == self.after + self.steps and self._clock is not None:
+            self._clock.stop()
+
+    def _write(self, profiler: Any) -> None:
+        import tempfile
+
+        from gemmscope.explain.slim import slim_file
+
+        if self._clock is not None:
+            self._clock.stop()
+        with tempfile.TemporaryDirectory() as folder:
+            raw = Path(folder, "trace.json")
+            profiler.export_chrome_trace(str(raw))
+            slim_file(raw, self.path, _facts(self._clock))
+        self.recorded = True
+        sys.stderr.write(f"gemmscope: wrote {self.path}; now: gemmscope explain {self.path}\n")
+
+
+class _Clock:
+    """Reads clock and power of the GPU in use now and then, in a thread of its own, until stopped."""
+
+    def __init__(self) -> None:
+        self.readings: list[dict[str, Any]] = []
+        self._done = threading.Event()
+        self._gpu: Any = None
+        try:
+            import torch
+
+            from gemmscope.gpu.nvml import open_nvml
+
+            nvml = open_nvml() if torch.cuda.is_available() else None
+            if nvml is not None:
+                uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+                self._gpu = nvml.gpu_by_uuid(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+        except Exception:  # the trace is worth having without it
+            self._gpu = None
+        if self._gpu is not None:
+            threading.Thread(target=self._look, daemon=True).start()
+
+    def _look(self) -> None:
+        from dataclasses import asdict
+
+        while not self._done.wait(CLOCK_SECONDS):
+            self.readings.append(asdict(self._gpu.read()))
+
+    def stop(self) -> None:
+        self._done.set()
+
+    @property
+    def max_sm_mhz(self) -> int | None:
+        return self._gpu.max_sm_mhz() if self._gpu is not None else None
+
+
+def _facts(clock: _Clock | None) -> dict[str, Any]:
+    """What a trace does not tell of itself."""
+    from importlib import metadata
+
+    import torch
+
+    found: dict[str, Any] = {"recorded_with": "trace_me", "versions": {"torch": torch.__version__}}
+    for package in ("transformer_engine", "torchao", "megatron-core", "torchtitan", "transformers", "accelerate"):
+        try:
+            found["versions"][package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    if clock is not None and clock.readings:
+        found["clock"] = {"max_sm_mhz": clock.max_sm_mhz, "readings": clock.readings[-200:]}
+    return found
+
+
+def _with_rank(path: Path, rank: int) -> Path:
+    """`step.json.gz` of rank 3 is `step.rank3.json.gz`."""
+    stem, dot, endings = path.name.partition(".")
+    return path.with_name(f"{stem}.rank{rank}{dot}{endings}")

@@ -1,0 +1,126 @@
+"""From which operators a piece of GPU work came: those that were open on the launching thread when it was launched.
+
+This tells forward from backward, a layer computed again in backward from one computed for the first time, and whose casts an
+anonymous elementwise kernel does.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from gemmscope.explain.trace import ATTENTION_FORWARD, Operator, Trace, Work
+
+Phase = Literal["forward", "backward", "again", "optimizer", ""]
+FORWARD_FUNCTIONS = re.compile(
+    r"^aten::linear$|Linear|MLP|RMSNorm|LayerNorm|FlashAttn|FusedAttn|^CompiledFunction$|^matmul_with_hp_or"
+)
+EVALUATES = "autograd::engine::evaluate_function"
+OPTIMIZER_MARKS = ("Optimizer.step", "optimizer.step", "optimizer_step", "optimizer")
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Where a piece of work came from. `operators` from the outermost to the innermost; `launched` None if it is not known."""
+
+    operators: tuple[Operator, ...] = ()
+    launched: float | None = None
+    phase: Phase = ""
+
+    def inside(self, *words: str) -> bool:
+        return any(word in each.name for each in self.operators for word in words)
+
+
+def scopes(trace: Trace) -> list[Scope]:
+    """One for every piece of work, in its order."""
+    by_thread: dict[Any, list[tuple[float, int]]] = {}
+    for number, work in enumerate(trace.work):
+        call = trace.launches.get(work.correlation)
+        if call is not None:
+            by_thread.setdefault(call.thread, []).append((call.start, number))
+    operators: dict[Any, list[Operator]] = {}
+    for operator in trace.operators:
+        operators.setdefault(operator.thread, []).append(operator)
+    optimizing = _spans([mark for mark in trace.marks if mark.name.startswith(OPTIMIZER_MARKS)])
+    found = [Scope()] * len(trace.work)
+    for thread, launches in by_thread.items():
+        launches.sort()
+        opened: list[Operator] = []
+        waiting = operators.get(thread, [])
+        at = 0
+        held: tuple[Operator, ...] = ()
+        for moment, number in launches:
+            changed = False
+            while at < len(waiting) and waiting[at].start <= moment:
+                opened = [each for each in opened if each.end > waiting[at].start]
+                opened.append(waiting[at])
+                at, changed = at + 1, True
+            if changed or any(each.end < moment for each in opened):
+                opened = [each for each in opened if each.end >= moment]
+                held = tuple(opened)
+            phase = _phase(held, trace) if not _within(optimizing, moment) else "optimizer"
+            found[number] = Scope(held, moment, phase)
+    return _whole_layers(found)
+
+
+def _whole_layers(found: list[Scope]) -> list[Scope]:
+    """A layer that is computed again is so from its first function to its last, what has no function of its own included."""
+    spans: dict[int, tuple[float, float]] = {}
+    for scope in found:
+        if scope.phase == "again" and scope.launched is not None:
+            node = id(_node(scope))
+            first, last = spans.get(node, (scope.launched, scope.launched))
+            spans[node] = min(first, scope.launched), max(last, scope.launched)
+    return [
+        replace(scope, phase="again") if scope.phase == "backward" and _between(spans.get(id(_node(scope))), scope) else scope
+        for scope in found
+    ]
+
+
+def _node(scope: Scope) -> Operator | None:
+    return next((each for each in scope.operators if each.name.startswith(EVALUATES)), None)
+
+
+def _between(span: tuple[float, float] | None, scope: Scope) -> bool:
+    return span is not None and scope.launched is not None and span[0] <= scope.launched <= span[1]
+
+
+def _phase(held: tuple[Operator, ...], trace: Trace) -> Phase:
+    """Forward functions inside of a node of backward are computed again."""
+    if not trace.operators:
+        return ""
+    node = next((number for number, each in enumerate(held) if each.name.startswith(EVALUATES)), None)
+    if node is None:
+        return "backward" if any(_is_backward(each.name) for each in held) else "forward"
+    return "again" if any(is_forward_function(each.name) for each in held[node + 1 :]) else "backward"
+
+
+def is_forward_function(name: str) -> bool:
+    """Operators that no backward calls: found inside of one, they compute a layer again.
+
+    >>> [is_forward_function(name) for name in ("_LayerNormLinear", "aten::linear", "aten::mm", "_LinearBackward")]
+    [True, True, False, False]
+    """
+    if _is_backward(name) or name.endswith("_backward"):
+        return False
+    return FORWARD_FUNCTIONS.search(name) is not None or ATTENTION_FORWARD.match(name) is not None
+
+
+def _is_backward(name: str) -> bool:
+    return "Backward" in name
+
+
+def _spans(marks: list[Operator]) -> list[tuple[float, float]]:
+    return sorted((mark.start, mark.end) for mark in marks)
+
+
+def _within(spans: list[tuple[float, float]], moment: float) -> bool:
+    at = bisect_right(spans, (moment, float("inf"))) - 1
+    return at >= 0 and spans[at][1] >= moment
+
+
+def launched_by(trace: Trace, work: Work) -> str:
+    """The name of the operator that launched it, if the trace tells."""
+    return trace.operator_names.get(work.external, "") if work.external is not None else ""

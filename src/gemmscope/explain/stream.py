@@ -1,0 +1,157 @@
+"""Reads a Chrome trace one event at a time, however large the file is: plain or gzipped JSON, an object or a bare array.
+
+The text is read in pieces. Each event is decoded as soon as it is whole, handed out and forgotten; what surrounds the events (the
+`head`: device properties, ranks, versions) is kept. Memory is bound by one piece and one event, never by the file.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from gemmscope.errors import UserError
+
+PIECE = 4 << 20  # characters read at once
+LONGEST_EVENT = 64 << 20  # characters: no event is that long, so the text is broken
+HOW_TO_RECORD = "record one with three lines in your training loop: gemmscope trace-me"
+_SPACE = re.compile(r"[ \t\r\n]*")
+_BETWEEN = re.compile(r"[ \t\r\n,]*")
+_GZIP_MAGIC = b"\x1f\x8b"
+
+
+class EventStream:
+    """Iterate over it for the events; afterwards `head` holds everything else that the file says."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.head: dict[str, Any] = {}
+        self.characters = 0
+        self._text: io.TextIOBase | None = None
+        self._buffer, self._at, self._ended = "", 0, False
+        self._decode = json.JSONDecoder(strict=False).raw_decode
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        try:
+            with _opened(self.path) as text:
+                self._text = text
+                yield from self._whole()
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise UserError(f"{self.path} is cut short or damaged: its gzip data does not end well", "copy it again") from error
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be read: {error.strerror or error}", "name a trace file") from error
+
+    def _whole(self) -> Iterator[dict[str, Any]]:
+        first = self._peek()
+        if first == "[":
+            self._at += 1
+            yield from self._events(may_stop=True)
+        elif first == "{":
+            self._at += 1
+            yield from self._members()
+        else:
+            raise UserError(f"{self.path} is not a trace: it does not begin as JSON does", HOW_TO_RECORD)
+
+    def _members(self) -> Iterator[dict[str, Any]]:
+        """Of the outermost object: `traceEvents` is streamed, the rest kept."""
+        found = False
+        while self._peek(_BETWEEN) != "}":
+            key = self._value()
+            if not isinstance(key, str) or self._peek() != ":":
+                raise self._broken()
+            self._at += 1
+            if key == "traceEvents" and self._peek() == "[":
+                found = True
+                self._at += 1
+                yield from self._events(may_stop=False)
+            else:
+                self.head[key] = self._value()
+        if not found:
+            known = ", ".join(list(self.head)[:4]) or "nothing"
+            raise UserError(f"{self.path} is JSON, but not a trace: it has no traceEvents (it has {known})", HOW_TO_RECORD)
+
+    def _events(self, *, may_stop: bool) -> Iterator[dict[str, Any]]:
+        """The elements of an array; Chrome allows a bare array to stop without its bracket."""
+        decode = self._decode
+        while True:
+            at = _BETWEEN.match(self._buffer, self._at).end()  # type: ignore[union-attr]
+            try:
+                value, self._at = decode(self._buffer, at)
+            except (json.JSONDecodeError, RecursionError):
+                self._at = at
+                if at < len(self._buffer) and self._buffer[at] == "]":
+                    self._at += 1
+                    return
+                if not self._more():
+                    if may_stop and self._at >= len(self._buffer):
+                        return
+                    raise self._broken() from None
+                continue
+            if isinstance(value, dict):
+                yield value
+
+    def _value(self) -> Any:
+        while True:
+            at = _SPACE.match(self._buffer, self._at).end()  # type: ignore[union-attr]
+            try:
+                value, end = self._decode(self._buffer, at)
+            except (json.JSONDecodeError, RecursionError):
+                end = len(self._buffer)
+            if end < len(self._buffer):  # a number that touches the end may go on
+                self._at = end
+                return value
+            self._at = at
+            if not self._more():
+                raise self._broken()
+
+    def _peek(self, skipped: re.Pattern[str] = _SPACE) -> str:
+        """The next character that is not space."""
+        while True:
+            self._at = skipped.match(self._buffer, self._at).end()  # type: ignore[union-attr]
+            if self._at < len(self._buffer):
+                return self._buffer[self._at]
+            if not self._more():
+                raise self._broken()
+
+    def _more(self) -> bool:
+        """Read another piece behind what is not decoded yet; False if there is none, or if what waits cannot be an event."""
+        if self._ended or len(self._buffer) - self._at > LONGEST_EVENT:
+            return False
+        assert self._text is not None
+        piece = self._text.read(max(PIECE, len(self._buffer) - self._at))
+        self.characters += len(piece)
+        self._ended = not piece
+        self._buffer, self._at = self._buffer[self._at :] + piece, 0
+        return not self._ended
+
+    def _broken(self) -> UserError:
+        place = self.characters - (len(self._buffer) - self._at)
+        if not self.characters:
+            return UserError(f"{self.path} is empty", HOW_TO_RECORD)
+        if self._ended:
+            return UserError(
+                f"{self.path} is cut short: it ends after {self.characters:,} characters in the middle of the JSON",
+                "copy it again, or let the profiler finish writing before the job ends",
+            )
+        return UserError(f"{self.path} is not valid JSON from character {place:,} on", HOW_TO_RECORD)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[io.TextIOBase]:
+    """The text of a file, unpacked if it is gzipped, whatever its name."""
+    try:
+        raw = path.open("rb")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path} cannot be read: {reason}", "name a trace file, as the PyTorch profiler writes it") from error
+    with raw:
+        magic = raw.read(2)
+        raw.seek(0)
+        unpacked: Any = gzip.GzipFile(fileobj=raw) if magic == _GZIP_MAGIC else raw
+        yield io.TextIOWrapper(io.BufferedReader(unpacked, 1 << 20), encoding="utf-8-sig", errors="replace")

@@ -1,0 +1,280 @@
+"""What a trace holds, as plain records: work on the GPU, the calls that launched it, the operators and marks on the host.
+
+Profilers have named things differently over the years, and other tools write the same format: categories are folded into a few,
+times may be text, numbers may be missing. Whatever cannot be read is left out; only a trace without any GPU work is refused.
+Times are microseconds from the trace's first event.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from sys import intern
+from typing import Any
+
+from gemmscope.errors import UserError
+from gemmscope.explain.stream import HOW_TO_RECORD, EventStream
+
+# Category, in lower case, as any version writes it -> ours
+CATEGORIES = {
+    "kernel": "kernel", "concurrent_kernel": "kernel", "gpu_memcpy": "copy", "memcpy": "copy", "gpu_memset": "copy",
+    "memset": "copy",
+    "cuda_runtime": "launch", "cuda_driver": "launch", "runtime": "launch", "hip_runtime": "launch", "hip_driver": "launch",
+    "xpu_runtime": "launch", "cpu_op": "operator", "operator": "operator", "user_annotation": "mark",
+    "gpu_user_annotation": "gpu mark",
+}  # fmt: skip
+PRODUCT_OPERATORS = re.compile(r"aten::(_scaled|_grouped|_scaled_grouped)?_?(mm|addmm|bmm|baddbmm|linear|matmul|addmv|mv)(_v2)?$")
+ATTENTION_FORWARD = re.compile(r"aten::_?(scaled_dot_product\w*attention|(flash|efficient|cudnn)_attention_forward)$")
+SKEW_US = 20.0
+LONGEST_QUEUE_US = 10e6  # a kernel that begins so long after its launch is on another clock
+
+
+@dataclass(slots=True)
+class Work:
+    """A kernel, copy or fill on the GPU."""
+
+    name: str
+    start: float
+    end: float
+    stream: int | str
+    device: int | str
+    correlation: Any
+    external: Any
+    copy: bool = False
+    collective: str = ""
+
+    @property
+    def time(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(slots=True)
+class Call:
+    """A call of the driver's interface on the host: a launch, a copy, a wait."""
+
+    name: str
+    start: float
+    end: float
+    thread: Any
+
+
+@dataclass(slots=True)
+class Operator:
+    """An operator on the host, or a mark that a person or a framework set there."""
+
+    name: str
+    start: float
+    end: float
+    thread: Any
+    external: Any = None
+    shapes: list[Any] = field(default_factory=list)
+    types: list[Any] = field(default_factory=list)
+    sequence: int | None = None
+
+
+@dataclass
+class Trace:
+    """One rank's trace. `operator_names`: by external id, of operators that are not kept whole."""
+
+    path: Path
+    work: list[Work] = field(default_factory=list)
+    launches: dict[Any, Call] = field(default_factory=dict)
+    waits: list[Call] = field(default_factory=list)
+    operators: list[Operator] = field(default_factory=list)
+    operator_names: dict[Any, str] = field(default_factory=dict)
+    marks: list[Operator] = field(default_factory=list)
+    gpu_marks: list[Operator] = field(default_factory=list)
+    head: dict[str, Any] = field(default_factory=dict)
+    others: dict[Any, int] = field(default_factory=dict)  # kernels of devices that are not looked at
+    events: int = 0
+    shapes_recorded: bool = False
+    skew_us: float = 0.0  # of the GPU's clock against the host's, as written
+
+    @property
+    def rank(self) -> int | None:
+        found = self.head.get("distributedInfo")
+        return _integer(found.get("rank")) if isinstance(found, dict) else None
+
+    @property
+    def world_size(self) -> int:
+        found = self.head.get("distributedInfo")
+        return (_integer(found.get("world_size")) if isinstance(found, dict) else None) or 1
+
+    @property
+    def gpu_name(self) -> str:
+        found = self.head.get("deviceProperties")
+        for device in found if isinstance(found, list) else ():
+            if isinstance(device, dict) and device.get("name"):
+                return str(device["name"])
+        return ""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What `trace_me` wrote beside the events."""
+        found = self.head.get("gemmscope")
+        return found if isinstance(found, dict) else {}
+
+
+def read_trace(path: str | Path) -> Trace:
+    """Read one file; a `UserError` if it is no trace, or has no work of a GPU in it."""
+    stream = EventStream(path)
+    trace = Trace(Path(path))
+    threads: dict[tuple[Any, Any], str] = {}
+    for event in stream:
+        trace.events += 1
+        _take(trace, event, threads)
+    trace.head = stream.head
+    _refuse_without_gpu(trace)
+    _one_device(trace)
+    _align(trace)
+    _from_zero(trace)
+    return trace
+
+
+def _take(trace: Trace, event: dict[str, Any], threads: dict[tuple[Any, Any], str]) -> None:
+    phase = event.get("ph", "X" if "dur" in event else None)  # some tools leave it out
+    if phase != "X":
+        if phase == "M" and event.get("name") == "thread_name" and isinstance(event.get("args"), dict):
+            threads[_key(event.get("pid")), _key(event.get("tid"))] = str(event["args"].get("name", ""))
+        return
+    raw = event.get("cat")
+    kind = CATEGORIES.get(raw.lower()) if isinstance(raw, str) else None
+    if kind is None:
+        if raw in (None, "") and threads.get((_key(event.get("pid")), _key(event.get("tid"))), "").startswith("Stream #"):
+            kind = "kernel"  # XLA's traces have no categories
+        else:
+            return
+    start, duration = _number(event.get("ts")), _number(event.get("dur", 0))
+    if start is None or duration is None or duration < 0:
+        return
+    arguments = event.get("args")
+    if not isinstance(arguments, dict):
+        arguments = {}
+    name, end = intern(str(event.get("name", ""))), start + duration
+    if kind in ("kernel", "copy"):
+        copy = kind == "copy" or name.startswith(("Memcpy", "Memset"))
+        collective = str(arguments.get("Collective name") or "")
+        stream, device = arguments.get("stream", event.get("tid")), arguments.get("device", event.get("pid"))
+        trace.work.append(
+            Work(
+                name, start, end, _key(stream), _key(device), _key(arguments.get("correlation")),
+                _key(arguments.get("External id", arguments.get("external id"))), copy,
+                intern(collective),
+            )
+        )  # fmt: skip
+    elif kind == "launch":
+        call = Call(name, start, end, _key(event.get("tid")))
+        correlation = _key(arguments.get("correlation"))
+        if correlation is not None:
+            trace.launches[correlation] = call
+        if "Synchronize" in name or "cudaMemcpy" in name or "hipMemcpy" in name:
+            trace.waits.append(call)
+    else:
+        _take_operator(trace, kind, Operator(name, start, end, _key(event.get("tid"))), arguments)
+
+
+def _take_operator(trace: Trace, kind: str, operator: Operator, arguments: dict[str, Any]) -> None:
+    external = _key(arguments.get("External id", arguments.get("external id")))
+    if kind == "gpu mark":
+        trace.gpu_marks.append(operator)
+        return
+    if kind == "mark" or operator.name.startswith(("ProfilerStep", "Optimizer.step")):
+        trace.marks.append(operator)
+        return
+    if external is not None:
+        trace.operator_names[external] = operator.name
+    product = operator.name.startswith("aten::") and PRODUCT_OPERATORS.match(operator.name) is not None
+    if operator.name.startswith(("aten::", "triton_")) and not product and not ATTENTION_FORWARD.match(operator.name):
+        return
+    operator.external = external
+    operator.shapes = _list(arguments.get("Input Dims", arguments.get("Input dims")))
+    operator.types = _list(arguments.get("Input type"))
+    operator.sequence = _integer(arguments.get("Sequence number"))
+    trace.shapes_recorded = trace.shapes_recorded or (product and bool(operator.shapes))
+    trace.operators.append(operator)
+
+
+def _refuse_without_gpu(trace: Trace) -> None:
+    if any(not each.copy for each in trace.work):
+        return
+    if not trace.events:
+        raise UserError(f"{trace.path} holds no events: nothing was recorded", HOW_TO_RECORD)
+    raise UserError(
+        f"{trace.path} holds no GPU kernels: of its {trace.events:,} events none ran on a GPU",
+        f"profile with ProfilerActivity.CUDA, or {HOW_TO_RECORD}",
+    )
+
+
+def _one_device(trace: Trace) -> None:
+    """Where several GPUs are in one file, the one with most kernels is looked at."""
+    counts: dict[Any, int] = {}
+    for each in trace.work:
+        counts[each.device] = counts.get(each.device, 0) + 1
+    if len(counts) < 2:
+        return
+    chosen = max(counts, key=lambda device: counts[device])
+    trace.others = {device: count for device, count in counts.items() if device != chosen}
+    trace.work = [each for each in trace.work if each.device == chosen]
+
+
+def _align(trace: Trace) -> None:
+    """No kernel starts before it is launched: where the GPU's clock says so, it is set right."""
+    lags = sorted(work.start - call.start for work in trace.work if (call := trace.launches.get(work.correlation)) is not None)
+    if not lags:
+        return
+    least = lags[len(lags) // 200]
+    if -SKEW_US <= least <= LONGEST_QUEUE_US:
+        return
+    trace.skew_us = least
+    timed: list[Any] = [*trace.work, *trace.gpu_marks]
+    for each in timed:
+        each.start -= least
+        each.end -= least
+
+
+def _from_zero(trace: Trace) -> None:
+    """Count time from the first event: nanoseconds since 1970 leave a float no digits."""
+    timed: list[Any] = [*trace.work, *trace.launches.values(), *trace.operators, *trace.marks, *trace.gpu_marks]
+    zero = min(each.start for each in timed)
+    seen = set()
+    for each in [*timed, *trace.waits]:
+        if id(each) not in seen:
+            seen.add(id(each))
+            each.start -= zero
+            each.end -= zero
+    trace.head["gemmscope zero"] = zero
+    trace.work.sort(key=lambda each: (each.start, each.end))
+    trace.operators.sort(key=lambda each: (each.start, -each.end))
+    trace.waits.sort(key=lambda each: each.start)
+    trace.marks.sort(key=lambda each: (each.start, -each.end))
+    trace.gpu_marks.sort(key=lambda each: (each.start, -each.end))
+
+
+def _number(value: Any) -> float | None:
+    """A time, which some tools write as text.
+
+    >>> _number("1.5"), _number(None), _number("soon"), _number(float("nan"))
+    (1.5, None, None, None)
+    """
+    try:
+        found = float(value)
+    except (TypeError, ValueError):
+        return None
+    return found if found - found == 0 else None
+
+
+def _integer(value: Any) -> int | None:
+    found = _number(value)
+    return int(found) if found is not None else None
+
+
+def _key(value: Any) -> Any:
+    """An id that can be looked up: numbers as text are numbers."""
+    if isinstance(value, str):
+        return int(value) if value.lstrip("-").isdigit() and len(value) < 20 else value
+    return value if isinstance(value, (int, float)) else None
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

@@ -1,0 +1,151 @@
+"""What was measured on the reader's own GPU, as factors on its forecast: `gemmscope calibrate` writes them, forecasts use them.
+
+A forecast of a chip that stands on public measurements is right on average; this library version, this cooling and this power
+limit are not. A few linears measured here give a factor for each format and pass, and one for each recipe's quantization. Error
+bars then hold what differs from shape to shape, and no longer what all shapes share.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gemmscope.errors import UserError
+from gemmscope.forecast.findings import ForecastFindings
+from gemmscope.forecast.linears import Adjustment
+from gemmscope.forecast.training import product_format
+from gemmscope.gpu.specs import GpuSpec, gpus
+from gemmscope.measure.findings import Findings
+from gemmscope.measure.task import Case
+from gemmscope.recipe.recipes import recipe
+
+VERSION = 1
+LARGEST_FACTOR = 5.0  # more than that is no calibration, but another chip
+AGAIN = "run gemmscope calibrate again, or remove the file to forecast from public measurements"
+
+# Linears from small to large, wide and narrow, few tokens and many: a minute or two for every precision.
+CASES = tuple(
+    Case(f"{tokens}x{inputs}x{outputs}", tokens, inputs, outputs)
+    for tokens, inputs, outputs in (
+        (2048, 2048, 6144), (8192, 2048, 8192), (4096, 4096, 4096), (8192, 4096, 14336), (16384, 4096, 12288),
+        (16384, 14336, 4096), (8192, 8192, 8192), (4096, 8192, 28672),
+    )
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Factors of one GPU: `products[format][pass]` and `quantize[recipe]`, measured over forecast."""
+
+    gpu: str
+    device: str
+    products: dict[str, dict[str, float]]
+    quantize: dict[str, float]
+    versions: dict[str, str] = field(default_factory=dict)
+    version: int = VERSION
+
+    def adjustment(self) -> Adjustment:
+        """As forecasts of linears take it."""
+        return Adjustment(self.products, self.quantize)
+
+
+def place(gpu: str) -> Path:
+    """Where a GPU's calibration lies: $XDG_CONFIG_HOME/gemmscope or ~/.config/gemmscope."""
+    base = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(base) if base else Path.home() / ".config") / "gemmscope" / "calibration" / f"{gpu}.json"
+
+
+def load(gpu: str) -> Calibration | None:
+    """The calibration of a GPU, if there is one; a `UserError` if its file is damaged or of another version."""
+    path = place(gpu)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}", AGAIN) from None
+    try:
+        data = json.loads(text)
+        version = data["version"]
+        if version == VERSION:
+            return _checked(Calibration(**data))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path} is a damaged calibration: {type(error).__name__}: {str(error)[:100]}", AGAIN) from None
+    raise UserError(f"{path} is a calibration of version {str(version)[:20]}, not {VERSION}", AGAIN)
+
+
+def _checked(found: Calibration) -> Calibration:
+    """Its factors are numbers that a chip can have."""
+    every = [*found.quantize.values(), *(factor for passes in found.products.values() for factor in passes.values())]
+    wrong = [factor for factor in every if not 1 / LARGEST_FACTOR <= float(factor) <= LARGEST_FACTOR]
+    if wrong:
+        raise ValueError(f"a factor of {wrong[0]} is none that a GPU has")
+    return found
+
+
+def save(found: Calibration) -> Path:
+    """Write it where forecasts look for it."""
+    path = place(found.gpu)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        hint = "set XDG_CONFIG_HOME to a folder that can be written"
+        raise UserError(f"{path} cannot be written: {error.strerror or error}", hint) from None
+    return path
+
+
+def known_gpu(device: str) -> GpuSpec:
+    """The chip of the tables that a driver's name means.
+
+    >>> known_gpu("NVIDIA H200 NVL").name, known_gpu("NVIDIA RTX PRO 6000 Blackwell Server Edition").name
+    ('h200-nvl', 'rtx-pro-6000')
+    """
+    words = f" {device.lower().replace('-', ' ')} "
+    found = [chip for name, chip in gpus().items() if f" {name.replace('-', ' ')} " in words]
+    if not found:
+        raise UserError(f"{device} is in no table of GPUs: its forecast cannot be calibrated", f"known: {', '.join(gpus())}")
+    return max(found, key=lambda chip: len(chip.name))
+
+
+def compare(measured: Findings, forecast: ForecastFindings) -> Calibration:
+    """Factors from the same linears, measured and forecast: geometric means over linears."""
+    ratios: dict[tuple[str, str], list[float]] = {}
+    quantize: dict[str, list[float]] = {}
+    for format_and_pass, ratio in _product_ratios(measured, forecast):
+        ratios.setdefault(format_and_pass, []).append(ratio)
+    for name in measured.columns("autocast") if "autocast" in measured.modes else ():
+        for case in measured.cases:
+            seen, expected = measured.cell(case, name, "autocast"), forecast.cell(case, name, "autocast")
+            if seen and expected and sum(seen.quantize_ms.values()) > 0 and seen.counts:
+                quantize.setdefault(name, []).append(sum(seen.quantize_ms.values()) / sum(expected.quantize_ms.values()))
+    products: dict[str, dict[str, float]] = {}
+    for (fmt, pass_name), found in ratios.items():
+        products.setdefault(fmt, {})[pass_name] = _mean(found)
+    hello: Mapping[str, Any] = measured.results.hello
+    return Calibration(
+        gpu=forecast.chip.name,
+        device=str(hello.get("device", {}).get("name", "")),
+        products=products,
+        quantize={name: _mean(each) for name, each in quantize.items()},
+        versions=dict(hello.get("versions", {})),
+    )
+
+
+def _product_ratios(measured: Findings, forecast: ForecastFindings) -> Iterator[tuple[tuple[str, str], float]]:
+    for name in measured.columns("pre-quantized"):
+        for case in measured.cases:
+            seen, expected = measured.cell(case, name, "pre-quantized"), forecast.cell(case, name, "pre-quantized")
+            if seen is None or expected is None or not seen.counts:
+                continue
+            for pass_name, time_ms in seen.pass_ms.items():
+                yield (product_format(recipe(name), pass_name, forecast.chip), pass_name), time_ms / expected.pass_ms[pass_name]
+
+
+def _mean(ratios: list[float]) -> float:
+    return round(math.exp(sum(map(math.log, ratios)) / len(ratios)), 4)

@@ -1,0 +1,94 @@
+"""Collectives: their time from message size and link, and which ones a split model runs.
+
+Inside a node (or an NVLink domain) times were measured and fitted (`coefficients/collectives.toml`); between nodes they follow
+from the network's bandwidth. What tensor, context and expert parallelism exchange is waited for; gradients of data parallelism
+are exchanged behind the backward pass, as far as that lasts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from math import sqrt
+from typing import Any, Literal
+
+from gemmscope.forecast.training import facts
+from gemmscope.gpu.specs import GpuSpec
+from gemmscope.model.spec import ModelSpec, MoeSpec, RunSpec
+from gemmscope.toml import load_data
+from gemmscope.workload.ops import ELEMENT_BYTES
+
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "alltoall"]
+NEAREST = {"h200-nvl": "h200", "rtx-5090": "rtx-pro-6000"}
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return load_data("gemmscope.forecast", "coefficients/collectives.toml")
+
+
+def collective_ms(chip: GpuSpec, operation: Collective, ranks: int, message_bytes: float) -> float:
+    """One collective of `ranks` GPUs on a message of that many bytes, all ranks' parts together.
+
+    >>> from gemmscope.gpu.specs import gpu
+    >>> 0.2 < collective_ms(gpu("h200"), "all_gather", 8, 128e6) < 0.5
+    True
+    """
+    if ranks < 2 or message_bytes <= 0:
+        return 0.0
+    network = facts()["network"]
+    domain = network["domain"].get(chip.name, network["domain"]["default"])
+    inside = min(ranks, domain)
+    known = _table()[NEAREST.get(chip.name, chip.name)][operation]
+    nearest = max(int(each) for each in known if int(each) <= inside)
+    launch, root, per_byte = known[str(nearest)]
+    scale = ((inside - 1) / inside) / ((nearest - 1) / nearest)  # the share that travels
+    within = launch + scale * (root * sqrt(message_bytes) + per_byte * message_bytes)
+    if ranks <= domain:
+        return float(within)
+    travels = (2 if operation == "all_reduce" else 1) * message_bytes * (ranks - 1) / ranks
+    shared = 1 if operation == "alltoall" else domain  # the node's ports work together on what its GPUs have in common
+    between = network["latency_ms"] + travels / (shared * network["gbps"] * network["reached"] * 1e6)
+    return float(max(within, between) + network["latency_ms"])
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Milliseconds: of one micro-batch, waited for; and of gradients, once a step, before any of it is hidden."""
+
+    tensor_ms: float = 0.0
+    context_ms: float = 0.0
+    expert_ms: float = 0.0
+    data_ms: float = 0.0
+
+    @property
+    def per_micro_batch_ms(self) -> float:
+        return self.tensor_ms + self.context_ms + self.expert_ms
+
+
+def communication(chip: GpuSpec, model: ModelSpec, run: RunSpec, layers: int, parameters: int, dp: int) -> Communication:
+    """What one rank of this layout exchanges. `layers` and `parameters` are those it holds; `dp` replicas share gradients."""
+    activations = run.tokens * model.hidden_size * ELEMENT_BYTES
+    runs = 2 if run.recompute == "full" else 1  # of forward
+    tensor = 0.0
+    if run.tp > 1 and run.sequence_parallel:  # before and after each block; the inputs once more for wgrad
+        gathers, scatters = 2 * (runs + 2), 2 * (runs + 1)
+        tensor = layers * (
+            gathers * collective_ms(chip, "all_gather", run.tp, activations)
+            + scatters * collective_ms(chip, "reduce_scatter", run.tp, activations)
+        )
+    elif run.tp > 1:
+        tensor = layers * 2 * (runs + 1) * collective_ms(chip, "all_reduce", run.tp, activations)
+    attention = model.layers[0].attention
+    kept = run.micro_batch_size * run.sequence_length * (attention.k_width + attention.v_width) / run.tp * ELEMENT_BYTES
+    context = layers * (
+        (runs + 1) * collective_ms(chip, "all_gather", run.cp, kept) + collective_ms(chip, "reduce_scatter", run.cp, kept)
+    )
+    expert = 0.0
+    moe = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MoeSpec)]
+    if run.ep > 1 and moe:
+        sent = run.tokens * moe[0].top_k * model.hidden_size * ELEMENT_BYTES * run.expert_tp / run.tp
+        expert = layers * len(moe) / len(model.layers) * 2 * (runs + 1) * collective_ms(chip, "alltoall", run.ep, sent)
+    gradients = parameters * ELEMENT_BYTES
+    data = collective_ms(chip, "reduce_scatter", dp, gradients) + collective_ms(chip, "all_gather", dp, gradients)
+    return Communication(tensor, context if run.cp > 1 else 0.0, expert, data)

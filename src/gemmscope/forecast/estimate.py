@@ -1,0 +1,66 @@
+"""A forecast number with its doubt, and how doubts combine in sums and ratios.
+
+Each number has two doubts, both logarithmic half-widths of a 90% error bar. Its `own` errs up for one part and down for another,
+so it shrinks in a sum. What is `shared` errs the same way in all parts (the library's version, a chip that was not measured), so
+it does not; but where both sides of a speedup have it, part of it cancels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import exp, hypot, sqrt
+from typing import NamedTuple
+
+from gemmscope.measure.stats import Interval
+
+
+class Estimate(NamedTuple):
+    """One number. A plain tuple: sweeps make millions of them."""
+
+    value: float
+    own: float = 0.0
+    shared: float = 0.0
+
+    @property
+    def doubt(self) -> float:
+        return hypot(self.own, self.shared)
+
+    def interval(self) -> Interval:
+        """With its 90% error bar.
+
+        >>> Estimate(100.0, own=0.03, shared=0.04).interval().high.__round__(1)
+        105.1
+        """
+        return Interval(self.value, self.value * exp(-self.doubt), self.value * exp(self.doubt))
+
+    def times(self, factor: float) -> Estimate:
+        """So many of it."""
+        return Estimate(self.value * factor, self.own, self.shared)
+
+    def with_shared(self, doubt: float) -> Estimate:
+        """The same with one more doubt that all its parts share."""
+        return Estimate(self.value, self.own, hypot(self.shared, doubt))
+
+
+def total(parts: Iterable[Estimate]) -> Estimate:
+    """The sum.
+
+    >>> total([Estimate(1.0, own=0.1), Estimate(1.0, own=0.1)]).own.__round__(3)
+    0.071
+    """
+    value = squares = shared = 0.0
+    for part_value, part_own, part_shared in parts:
+        value += part_value
+        squares += (part_value * part_own) ** 2
+        shared += part_value * part_shared
+    return Estimate(value, sqrt(squares) / value, shared / value) if value else Estimate(0.0)
+
+
+def ratio(slow: Estimate, fast: Estimate, in_common: float) -> Estimate:
+    """How many times faster. `in_common` is the share of the shared doubts that both sides have alike.
+
+    >>> ratio(Estimate(2.0, shared=0.1), Estimate(1.0, shared=0.1), in_common=1.0)
+    Estimate(value=2.0, own=0.0, shared=0.0)
+    """
+    shared = slow.shared**2 + fast.shared**2 - 2 * in_common * slow.shared * fast.shared
+    return Estimate(slow.value / fast.value, hypot(slow.own, fast.own), sqrt(max(shared, 0.0)))

@@ -1,0 +1,240 @@
+"""The time of a matrix product: physics, times what was learned of the libraries, with a 90% error bar.
+
+A GPU, format and state that were measured use their own series. Otherwise a relative stands in: the same chip in its other state,
+or a chip of the same architecture. The physics is always that of the chip asked for; only the correction is borrowed, and the
+error bar says so by being wider (`transfer.toml`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal
+
+import numpy as np
+
+from gemmscope.errors import UserError
+from gemmscope.forecast.coefficients import Coefficients, Series, shipped
+from gemmscope.forecast.physics import RATE_OF, Array, Shapes, memory_ms, roofline_ms, tile_work
+from gemmscope.gpu.specs import GpuSpec, gpu
+from gemmscope.toml import load_data
+
+State = Literal["sustained", "burst"]
+STATES: tuple[State, ...] = ("sustained", "burst")
+FORMATS = tuple(RATE_OF)
+Layout = Literal["tn", "nn", "nt"]
+LAYOUTS: tuple[Layout, ...] = ("tn", "nn", "nt")
+LAYOUT_OF: dict[str, Layout] = {"fprop": "tn", "dgrad": "nn", "wgrad": "nt"}
+CAST_BYTES = 3.0  # per element: bf16 read, eight bits written
+MEASURED_SIZES = {"m": (512, 32768), "k": (512, 65536), "n": (512, 65536)}
+
+
+def quantize_bytes_ms(elements: Array, bandwidth_tbps: float) -> Array:
+    """One pass over the bytes of a cast at the data sheet's bandwidth."""
+    return elements * (CAST_BYTES / (bandwidth_tbps * 1e9))
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of products, as arrays. `low` and `high` are logarithmic half-widths of the 90% error bar of their sum.
+
+    `shared` is the part of it that products of this kind have in common, so that it does not average out in a sum.
+    """
+
+    gemm_ms: Array
+    quantize_ms: Array
+    low: Array
+    high: Array
+    shared: Array
+
+    @property
+    def total_ms(self) -> Array:
+        return self.gemm_ms + self.quantize_ms
+
+    @property
+    def low_ms(self) -> Array:
+        return self.total_ms * np.exp(-self.low)
+
+    @property
+    def high_ms(self) -> Array:
+        return self.total_ms * np.exp(self.high)
+
+
+@dataclass(frozen=True)
+class Basis:
+    """What a forecast stands on: a measured series, and what separates it from what was asked."""
+
+    chip: GpuSpec
+    fmt: str
+    state: State
+    series: Series
+    factor: float  # on compute time, for the other state and for a format that was not measured itself
+    doubt: float  # logarithmic, added to the error bar
+
+    @property
+    def direct(self) -> bool:
+        """Whether this very thing was measured."""
+        return (self.series.gpu, self.series.state, self.series.fmt) == (self.chip.name, self.state, self.fmt)
+
+    @property
+    def words(self) -> str:
+        """Where it comes from.
+
+        >>> model().basis(gpu("h100"), "bf16", "sustained").words
+        'bf16: corrections measured on h200 (sustained, vllm)'
+        """
+        measured = f"{self.series.gpu} ({self.series.state}, {self.series.library})"
+        as_what = "" if self.series.fmt == self.fmt else f" in {self.series.fmt}"
+        return (
+            f"{self.fmt}: measured on {measured}" if self.direct else f"{self.fmt}: corrections measured on {measured}{as_what}"
+        )
+
+
+class GemmModel:
+    """Times of products from one set of coefficients."""
+
+    def __init__(self, coefficients: Coefficients) -> None:
+        self.coefficients = coefficients
+        self._bases: dict[tuple[str, str, str, str | None], Basis] = {}
+
+    def basis(self, chip: GpuSpec, fmt: str, state: State, library: str | None = None) -> Basis:
+        """The series that stands for this GPU, format and state; a `UserError` where the chip cannot multiply the format."""
+        key = (chip.name, fmt, state, library)
+        if key not in self._bases:
+            self._bases[key] = self._find(chip, fmt, state, library)
+        return self._bases[key]
+
+    def _find(self, chip: GpuSpec, fmt: str, state: State, library: str | None) -> Basis:
+        if fmt not in RATE_OF:
+            raise UserError(f"there is no format {fmt!r}", f"formats: {', '.join(FORMATS)}")
+        able = [each for each in FORMATS if _multiplies(chip, each)]
+        if fmt not in able:
+            raise UserError(f"{chip.name} has no {fmt} products", f"formats that it multiplies: {', '.join(able)}")
+        facts = _transfer()
+        found: list[tuple[float, float, Series]] = []
+        for series in self.coefficients.series:
+            if series.fmt not in (fmt, *facts["stands_for"].get(fmt, ())) or (library is not None and series.library != library):
+                continue
+            distance, doubt = _distance(chip, gpu(series.gpu), facts)
+            if not np.isfinite(distance):
+                continue
+            for differs, how in ((series.fmt != fmt, "other_format"), (series.state != state, "other_state")):
+                if differs:
+                    doubt, distance = float(np.hypot(doubt, facts["doubt"][how])), distance + facts["distance"][how]
+            found.append((distance + (not series.default) * 0.01, doubt, series))
+        if not found:
+            libraries = sorted({series.library for series in self.coefficients.series})
+            raise UserError(
+                f"nothing measured comes near {fmt} products on {chip.name}" + (f" by {library}" if library else ""),
+                f"libraries with measurements: {', '.join(libraries)}" if library else "",
+            )
+        _, doubt, series = min(found, key=lambda each: each[0])
+        return Basis(chip, fmt, state, series, _factor(chip, fmt, state, series, facts), doubt)
+
+    def time(
+        self,
+        chip: GpuSpec,
+        fmt: str,
+        shapes: Shapes,
+        state: State = "sustained",
+        library: str | None = None,
+        layout: Any = "tn",
+        *,
+        in_training: bool = False,
+    ) -> Times:
+        """Products of one format. `layout` is one for all, or one for each. `in_training`: by training's library, which is known.
+
+        >>> model().time(gpu("h200"), "bf16", Shapes.of(8192, 8192, 8192)).gemm_ms.round(1).tolist()
+        [1.6]
+        """
+        basis = self.basis(chip, fmt, state, library)
+        if library is None and not basis.direct and not in_training:  # whose product it will be is not known either
+            basis = replace(basis, doubt=float(np.hypot(basis.doubt, _transfer()["doubt"]["other_library"])))
+        return self._time(basis, shapes, layout)
+
+    def series_time(self, series: Series, shapes: Shapes) -> Times:
+        """Products as this very series measured them."""
+        state: State = "sustained" if series.state == "sustained" else "burst"
+        return self._time(Basis(gpu(series.gpu), series.fmt, state, series, 1.0, 0.0), shapes, "tn")
+
+    def _time(self, basis: Basis, shapes: Shapes, layout: Any) -> Times:
+        chip, series, fmt = basis.chip, basis.series, basis.fmt
+        rates = {"tflops": chip.tflops[RATE_OF[fmt]], "bandwidth_tbps": chip.bandwidth_tbps}
+        work = tile_work(shapes, chip.sms)
+        physics = roofline_ms(shapes, fmt, sms=chip.sms, work=work, **rates)
+        index = np.full(len(physics), series.index)
+        correction, scale = self.coefficients.correction(shapes, chip.sms, work, index)
+        compute, moved = work.min(axis=1) / (rates["tflops"] * 1e9), memory_ms(shapes, fmt, chip.bandwidth_tbps)
+        bound = 1 / (1 + (moved / compute) ** 4)  # how far it is compute that takes the time
+        factors, doubts = _layouts(layout, chip, fmt, len(physics))
+        gemm = physics * np.exp(correction) * (1 + (basis.factor * factors - 1) * bound)
+        launch, passes = series.quantize
+        quantize = np.zeros(len(physics))
+        if fmt != "bf16":
+            if series.fmt != fmt:
+                launch, passes = _transfer()["quantize"][fmt]
+            quantize = launch + passes * quantize_bytes_ms(shapes.m * shapes.k, chip.bandwidth_tbps)
+        doubt = np.hypot(np.hypot(basis.doubt, doubts), _outside(shapes))
+        low, high = np.maximum(-series.low * scale, 0.005), np.maximum(series.high * scale, 0.005)
+        return Times(gemm, quantize, np.hypot(low, doubt), np.hypot(high, doubt), doubt)
+
+
+@cache
+def model() -> GemmModel:
+    """The one of the package."""
+    return GemmModel(shipped())
+
+
+@cache
+def _transfer() -> dict[str, Any]:
+    return load_data("gemmscope.forecast", "coefficients/transfer.toml")
+
+
+def _multiplies(chip: GpuSpec, fmt: str) -> bool:
+    """Whether the chip has instructions for it: scales inside the product came with Blackwell."""
+    return RATE_OF[fmt] in chip.tflops and (fmt != "mxfp8" or chip.capability >= (10, 0))
+
+
+def _distance(chip: GpuSpec, other: GpuSpec, facts: dict[str, Any]) -> tuple[float, float]:
+    """How far a measured chip is from the one asked for, and the doubt that this adds; infinite if it is no relative."""
+    if chip.name == other.name:
+        return 0.0, 0.0
+    if chip.architecture == other.architecture:
+        return facts["distance"]["same_architecture"], facts["doubt"]["same_architecture"]
+    relatives = facts["relatives"].get(chip.architecture, [])
+    if other.architecture in relatives:
+        return facts["distance"]["relative"] + relatives.index(other.architecture), facts["doubt"]["relative"]
+    return float("inf"), 0.0
+
+
+def _factor(chip: GpuSpec, fmt: str, state: State, series: Series, facts: dict[str, Any]) -> float:
+    """On compute time: the other state, and a format that stands in for another."""
+    factor = 1.0
+    if series.fmt != fmt:
+        factor *= facts["slower_than_stand_in"].get(fmt, 1.0)
+    if series.state != state:
+        slower = facts["sustained_over_burst"].get(chip.architecture, {}).get(series.fmt, facts["sustained_over_burst"]["other"])
+        factor *= slower if state == "sustained" else 1 / slower
+    return float(factor)
+
+
+def _layouts(layout: Any, chip: GpuSpec, fmt: str, length: int) -> tuple[Array, Array]:
+    """The factor on compute time of each product's layout, and the doubt of it: only TN was measured widely."""
+    table = _transfer()["layouts"]
+    known = table.get(chip.architecture, {}).get(fmt, table["other"])
+    names = np.broadcast_to(np.asarray(layout), (length,))
+    factors, doubts = np.ones(length), np.zeros(length)
+    for name, (factor, doubt) in known.items():
+        factors[names == name], doubts[names == name] = factor, doubt
+    return factors, doubts
+
+
+def _outside(shapes: Shapes) -> Array:
+    """The doubt of sizes beyond those measured, and of products in groups."""
+    doubt = _transfer()["doubt"]
+    octaves = np.zeros(len(shapes.m))
+    for name, (least, most) in MEASURED_SIZES.items():
+        sizes = getattr(shapes, name)
+        octaves = octaves + np.maximum(np.log2(least / sizes), 0) + np.maximum(np.log2(sizes / most), 0)
+    beyond: Array = np.hypot(octaves * doubt["per_octave_outside"], np.where(shapes.groups > 1, doubt["grouped"], 0.0))
+    return beyond

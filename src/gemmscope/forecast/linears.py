@@ -1,0 +1,171 @@
+"""The linears of a model in every precision: three products each, and quantizing X, W and dY once each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import sqrt
+from typing import NamedTuple
+
+import numpy as np
+
+from gemmscope.forecast.estimate import Estimate, total
+from gemmscope.forecast.gemm import LAYOUT_OF, GemmModel, State, model
+from gemmscope.forecast.physics import Shapes
+from gemmscope.forecast.training import Quantizing, doubt_of, facts, product_factor, product_format, quantizing
+from gemmscope.gpu.specs import GpuSpec
+from gemmscope.measure.task import Case
+from gemmscope.recipe.recipes import recipe
+
+CALIBRATED_DOUBT = 0.03
+Key = tuple[int, int, int, int, str]  # tokens, inputs, outputs, groups, pass
+
+
+class LinearTime(NamedTuple):
+    """One linear in one recipe: its products by pass, and what quantizing each tensor takes, alone and inside a step."""
+
+    products: dict[str, Estimate]
+    quantize_ms: dict[str, float]
+    in_step_ms: float
+    quantize_doubt: float
+
+    def product(self) -> Estimate:
+        return total(self.products.values())
+
+    def quantizing(self, *, in_step: bool = False) -> Estimate:
+        time_ms = self.in_step_ms if in_step else sum(self.quantize_ms.values())
+        return Estimate(time_ms, 0.0, self.quantize_doubt)
+
+
+class Adjustment(NamedTuple):
+    """Measured over forecast: factors on products by format and pass, and on quantizing by recipe."""
+
+    products: Mapping[str, Mapping[str, float]]
+    quantize: Mapping[str, float]
+
+
+class Habits(NamedTuple):
+    """What a recipe does on one chip: the format of each pass's products, and its quantization."""
+
+    formats: dict[str, str]
+    quantizes: bool
+    quantizing: Quantizing
+
+
+class Forecaster:
+    """Times of linears on one chip in one state. What was computed once is kept: models share shapes, sweeps share more."""
+
+    def __init__(
+        self,
+        chip: GpuSpec,
+        state: State,
+        *,
+        cache_weights: bool = False,
+        gemms: GemmModel | None = None,
+        measured: Adjustment | None = None,
+    ) -> None:
+        self.chip, self.state, self.cache_weights = chip, state, cache_weights
+        self.gemms, self.measured = gemms or model(), measured if state == "sustained" else None
+        self._known: dict[tuple[str, Key], Estimate] = {}
+        self._habits: dict[str, Habits] = {}
+        self._common, self._doubt = doubt_of("common", chip), doubt_of("quantize", chip)
+
+    def habits(self, name: str) -> Habits:
+        """Of a recipe on this chip."""
+        if name not in self._habits:
+            asked = recipe(name)
+            formats = {each: product_format(asked, each, self.chip) for each in LAYOUT_OF}
+            costs = quantizing(asked, self.chip)
+            if self.measured is not None and name in self.measured.quantize:
+                factor = self.measured.quantize[name]
+                costs = Quantizing(costs.launch_ms * factor, costs.element_ms * factor, costs.in_step)
+            self._habits[name] = Habits(formats, asked.quantizes, costs)
+        return self._habits[name]
+
+    def prepare(self, cases: Iterable[Case], recipes: Sequence[str]) -> None:
+        """Compute every product of these linears at once."""
+        wanted: dict[str, dict[Key, None]] = {}
+        formats = {each: {self.habits(name).formats[each] for name in recipes} for each in LAYOUT_OF}
+        for case in cases:
+            for each in case.passes:
+                key = _key(case, each)
+                for fmt in formats[each]:
+                    if (fmt, key) not in self._known:
+                        wanted.setdefault(fmt, {})[key] = None
+        for fmt, keys in wanted.items():
+            self._compute(fmt, list(keys))
+
+    def forget(self, beyond: int) -> None:
+        """Drop what was computed if it has become more than that."""
+        if len(self._known) > beyond:
+            self._known.clear()
+
+    def _compute(self, fmt: str, keys: list[Key]) -> None:
+        tokens, inputs, outputs, groups = np.array([key[:4] for key in keys], dtype=np.float64).T
+        passes = np.array([key[4] for key in keys])
+        dgrad, wgrad = passes == "dgrad", passes == "wgrad"
+        shapes = Shapes.of(
+            np.where(wgrad, inputs, tokens),
+            np.where(wgrad, tokens, np.where(dgrad, outputs, inputs)),
+            np.where(dgrad, inputs, outputs),
+            groups,
+            wgrad & (groups > 1),
+        )
+        layouts = np.select([dgrad, wgrad], [LAYOUT_OF["dgrad"], LAYOUT_OF["wgrad"]], LAYOUT_OF["fprop"])
+        found = self.gemms.time(self.chip, fmt, shapes, self.state, layout=layouts, in_training=True)
+        times = found.gemm_ms * product_factor(fmt, self.chip)
+        own = np.sqrt(np.maximum(((found.low + found.high) / 2) ** 2 - found.shared**2, 0.0))
+        shared = np.hypot(found.shared, self._common)
+        known = self.measured.products.get(fmt, {}) if self.measured is not None else {}
+        for name, factor in known.items():  # measured on this very chip: what all shapes share is known
+            times[passes == name] *= factor
+            shared[passes == name] = CALIBRATED_DOUBT
+        for key, time_ms, alone, together in zip(keys, times.tolist(), own.tolist(), shared.tolist(), strict=True):
+            self._known[fmt, key] = Estimate(time_ms, alone, together)
+
+    def linear(self, case: Case, name: str) -> LinearTime:
+        """One linear in one recipe."""
+        habits = self.habits(name)
+        keys = {each: (habits.formats[each], _key(case, each)) for each in case.passes}
+        if any(key not in self._known for key in keys.values()):
+            self.prepare([case], [name])
+        products = {each: self._known[key] for each, key in keys.items()}
+        if not habits.quantizes:
+            return LinearTime(products, {}, 0.0, 0.0)
+        quantize = self._quantize(case, habits.quantizing)
+        return LinearTime(products, quantize, sum(quantize.values()) * habits.quantizing.in_step, self._doubt)
+
+    def together(self, linears: Sequence[tuple[Case, int, int]], name: str) -> tuple[Estimate, Estimate]:
+        """Products, and quantization inside a step, of many linears: (case, count, forward runs) each. Sweeps take this way."""
+        formats, quantizes, costs = self.habits(name)
+        known, value, squares, shared, quantize = self._known, 0.0, 0.0, 0.0, 0.0
+        for case, count, runs in linears:
+            tokens, inputs, outputs, groups = case.tokens, case.inputs, case.outputs, len(case.rows) or 1
+            for each in case.passes:
+                found = known.get((formats[each], (tokens, inputs, outputs, groups, each)))
+                part = found if found is not None else self.linear(case, name).products[each]
+                time_ms = part[0] * (count * runs if each == "fprop" else count)
+                value += time_ms
+                squares += (time_ms * part[1]) ** 2
+                shared += time_ms * part[2]
+            if quantizes:
+                quantize += sum(self._quantize(case, costs).values()) * costs.in_step * count * (2 + runs) / 3
+        products = Estimate(value, sqrt(squares) / value, shared / value) if value else Estimate(0.0)
+        return products, Estimate(quantize, 0.0, self._doubt)
+
+    def _quantize(self, case: Case, costs: Quantizing) -> dict[str, float]:
+        """X, W and dY; bare products have no dY, and cached weights are not quantized here."""
+        elements = {"X": case.tokens * case.inputs, "W": case.weights, "dY": case.tokens * case.outputs}
+        if len(case.passes) == 1:
+            del elements["dY"]
+        if self.cache_weights:
+            del elements["W"]
+        return {label: costs.time_ms(size) for label, size in elements.items()}
+
+
+def _key(case: Case, pass_name: str) -> Key:
+    return case.tokens, case.inputs, case.outputs, len(case.rows) or 1, pass_name
+
+
+def in_common() -> float:
+    """The share of shared doubts that a baseline and a recipe have alike."""
+    return float(facts()["common"]["shared_between_formats"])

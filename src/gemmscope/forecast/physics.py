@@ -1,0 +1,120 @@
+"""What a matrix product must take, from the chip's rates and the product's sizes alone; and how well it fills the chip.
+
+A product is cut into tiles of the result; as many tiles as the chip has multiprocessors run at a time, in waves. The last wave is
+rarely full, and the edge tiles reach beyond the matrix: that is the steps one sees when a size grows smoothly. Beside that stand
+the bytes that must come from memory, and the time to launch. `roofline_ms` combines the three for the best of a few tile sizes.
+
+What libraries make of it (which tile they choose, how they schedule) is learned from measurements, as a correction to this
+time. `features` is what the correction may know: shapes and how they fill the chip, never the chip's rates. So a faster memory or
+a higher rate acts through the physics alone, and always in the right direction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array: TypeAlias = NDArray[np.float64]
+
+TILES = ((256, 256), (256, 128), (128, 256), (256, 192), (192, 192), (320, 128), (128, 128), (256, 64), (64, 256))
+SMALL_TILE_COST = 24.0  # a tile of side s moves 1/s as much per FLOP: the smaller, the longer it waits for its operands
+FILL_K = 200.0  # elements of K that filling and draining a tile's pipeline is worth
+BANDWIDTH_REACHED = 0.92  # of the data sheet's
+LAUNCH_MS = 0.0025
+SHARPNESS = 4.0  # how sudden the change from memory-bound to compute-bound is
+FEATURES_VERSION = 1
+
+# Bytes per element of an operand, scales included.
+OPERAND_BYTES = {"bf16": 2.0, "fp8": 1.0, "fp8-block": 1.03, "mxfp8": 1.03, "nvfp4": 0.5625}
+# Which of the chip's rates multiplies it.
+RATE_OF = {"bf16": "bf16", "fp8": "fp8", "fp8-block": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}
+RESULT_BYTES = 2.0
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Products M x K x N, as arrays of one length. With `groups` > 1, `split` says which of M and K is the sum over groups."""
+
+    m: Array
+    k: Array
+    n: Array
+    groups: Array
+    split_k: NDArray[np.bool_]
+
+    @staticmethod
+    def of(m: Any, k: Any, n: Any, groups: Any = 1, split_k: Any = False) -> Shapes:
+        """From numbers or sequences."""
+        parts = np.broadcast_arrays(*(np.atleast_1d(np.asarray(each, dtype=np.float64)) for each in (m, k, n, groups, split_k)))
+        return Shapes(parts[0], parts[1], parts[2], parts[3], parts[4].astype(bool))
+
+    def take(self, index: NDArray[Any]) -> Shapes:
+        """Some of them."""
+        return Shapes(self.m[index], self.k[index], self.n[index], self.groups[index], self.split_k[index])
+
+    @property
+    def flops(self) -> Array:
+        return 2 * self.m * self.k * self.n
+
+    @property
+    def rows(self) -> Array:
+        """Rows of one group's result."""
+        return np.where(self.split_k, self.m, self.m / self.groups)
+
+    @property
+    def inner(self) -> Array:
+        """The inner dimension of one group."""
+        return np.where(self.split_k, self.k / self.groups, self.k)
+
+    def bytes_moved(self, fmt: str) -> Array:
+        """Operands read once, results written once."""
+        rows, inner = self.rows, self.inner
+        return self.groups * ((rows * inner + inner * self.n) * OPERAND_BYTES[fmt] + rows * self.n * RESULT_BYTES)
+
+
+def tile_work(shapes: Shapes, sms: int) -> Array:
+    """For each tile size: FLOPs of all waves, empty places and the pipeline's filling counted as if they were work."""
+    columns = []
+    for rows, cols in TILES:
+        tiles = shapes.groups * np.ceil(shapes.rows / rows) * np.ceil(shapes.n / cols)
+        cost = 1 + SMALL_TILE_COST * (1 / rows + 1 / cols)
+        columns.append(np.ceil(tiles / sms) * sms * (rows * cols * 2.0) * (shapes.inner + FILL_K) * cost)
+    return np.stack(columns, axis=1)
+
+
+def memory_ms(shapes: Shapes, fmt: str, bandwidth_tbps: float) -> Array:
+    """Time for the bytes."""
+    return shapes.bytes_moved(fmt) / (bandwidth_tbps * 1e9 * BANDWIDTH_REACHED)
+
+
+def roofline_ms(shapes: Shapes, fmt: str, *, sms: int, tflops: float, bandwidth_tbps: float, work: Array | None = None) -> Array:
+    """Compute, memory and launch together.
+
+    >>> float(roofline_ms(Shapes.of(8192, 8192, 8192), "bf16", sms=132, tflops=989, bandwidth_tbps=4.8).round(3)[0])
+    1.397
+    """
+    compute = (tile_work(shapes, sms) if work is None else work).min(axis=1) / (tflops * 1e9)
+    moved = memory_ms(shapes, fmt, bandwidth_tbps)
+    peak = np.maximum(compute, moved)
+    total: Array = peak * ((compute / peak) ** SHARPNESS + (moved / peak) ** SHARPNESS) ** (1 / SHARPNESS) + LAUNCH_MS
+    return total
+
+
+def features(shapes: Shapes, sms: int, work: Array | None = None) -> NDArray[np.float32]:
+    """What the correction knows of a product: its sizes, its intensity, and how every tile size would fill the chip."""
+    work = tile_work(shapes, sms) if work is None else work
+    m, k, n = shapes.m, shapes.k, shapes.n
+    best = work.min(axis=1)
+    intensity = shapes.flops / (shapes.bytes_moved("bf16"))
+    fills = []
+    for rows, cols in TILES:
+        tiles = shapes.groups * np.ceil(shapes.rows / rows) * np.ceil(shapes.n / cols)
+        fills.append(shapes.groups * shapes.rows * n / (np.ceil(tiles / sms) * sms * rows * cols))
+    sizes = (
+        np.log2(m / 2048) / 3, np.log2(n / 4096) / 3, np.log2(k / 4096) / 3, np.log2(m * n * k) / 6 - 5.5,
+        np.log2(m * n / sms) / 5 - 3, np.log2(intensity) / 3 - 3, np.log2(best) / 6 - 6, np.log2(m / n) / 4,
+    )  # fmt: skip
+    chosen = np.log(work / best[:, None]).clip(0, 1)
+    return np.concatenate([np.stack(sizes, axis=1), np.stack(fills, axis=1) * 2 - 1, chosen], axis=1).astype(np.float32)

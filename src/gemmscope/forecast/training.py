@@ -1,0 +1,103 @@
+"""What training adds to products: which ones a recipe runs, what quantizing takes, and everything that is no product.
+
+All of it is bytes over bandwidth or FLOPs over a rate; `coefficients/training.toml` holds the shares of the chip's rates that
+real kernels reach, with their source.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+from gemmscope.gpu.specs import GpuSpec, gpu
+from gemmscope.recipe.recipes import Recipe
+from gemmscope.recipe.support import support
+from gemmscope.toml import load_data
+from gemmscope.workload.ops import ELEMENT_BYTES, Attention, Op
+
+# Linears that frameworks leave in BF16 whatever the recipe: they are small, and routing must be exact.
+NEVER_QUANTIZED = ("Router", "Shared Expert Scale")
+
+
+@cache
+def facts() -> dict[str, Any]:
+    """The table."""
+    return load_data("gemmscope.forecast", "coefficients/training.toml")
+
+
+def measured_here(chip: GpuSpec) -> bool:
+    """Whether the shares were measured on a chip of this architecture."""
+    return chip.architecture == gpu(facts()["measured_on"]).architecture
+
+
+def doubt_of(table: str, chip: GpuSpec) -> float:
+    """The doubt of a part, larger on architectures that were not measured in training."""
+    return float(facts()[table]["doubt_measured" if measured_here(chip) else "doubt"])
+
+
+def product_format(recipe: Recipe, pass_name: str, chip: GpuSpec) -> str:
+    """The format of a pass's products, as the forecast of products names it.
+
+    >>> from gemmscope.recipe.recipes import recipe
+    >>> product_format(recipe("FP8Block"), "fprop", gpu("h200")), product_format(recipe("FP8Block"), "fprop", gpu("b300"))
+    ('fp8-block', 'mxfp8')
+    """
+    if set(recipe.operands[pass_name]) == {"bf16"} or not recipe.quantizes:
+        return "bf16"
+    if recipe.scales == "block128" and support(recipe.name, chip.capability).words:  # emulated
+        return "mxfp8"
+    return str(facts()["product_format"][recipe.scales])
+
+
+def product_factor(fmt: str, chip: GpuSpec) -> float:
+    """Training's products over those of the library that was measured widely."""
+    return float(facts()["products"].get(chip.architecture, {}).get(fmt, 1.0))
+
+
+class Quantizing(NamedTuple):
+    """What quantizing one tensor takes: launches, and a time per element; and how a step's differs from that of bare linears."""
+
+    launch_ms: float
+    element_ms: float
+    in_step: float
+
+    def time_ms(self, elements: float) -> float:
+        return self.launch_ms + self.element_ms * elements
+
+
+def quantizing(recipe: Recipe, chip: GpuSpec) -> Quantizing:
+    """One tensor, for all its products.
+
+    >>> from gemmscope.recipe.recipes import recipe
+    >>> round(quantizing(recipe("FP8Delayed"), gpu("h200")).time_ms(16384 * 4096), 3)
+    0.082
+    """
+    if not recipe.quantizes:
+        return Quantizing(0.0, 0.0, 1.0)
+    table = facts()["quantize"]
+    known = table.get(recipe.name, table["other"])
+    written = table["written"].get(chip.architecture, {}).get(recipe.name, recipe.bytes_written)
+    element_ms = (recipe.bytes_read + written) / (chip.bandwidth_tbps * 1e9 * known["bandwidth"])
+    return Quantizing(known["kernels"] * facts()["launch_ms"], element_ms, known["in_step"])
+
+
+def op_ms(op: Op, chip: GpuSpec) -> float:
+    """All runs of an op that is no linear, in one micro-batch (the optimizer: in one step)."""
+    if isinstance(op, Attention):
+        return op.count * (op.forward_runs * attention_ms(op, chip, "forward") + attention_ms(op, chip, "backward"))
+    table = facts()["bandwidth"]
+    kind = "rotary" if op.name == "Rotary" else op.kind if op.kind in table else "elementwise"
+    reached = chip.bandwidth_tbps * 1e9 * table[kind]
+    launches = 2 if op.backward().bytes_moved else 1
+    return float(op.total().bytes_moved / reached + op.count * launches * facts()["launch_ms"])
+
+
+def attention_ms(op: Attention, chip: GpuSpec, direction: str) -> float:
+    """One forward or backward run: FLOPs at a rate that long sequences reach, and what is rearranged around it."""
+    table = facts()["attention"][direction]
+    sequence = min(op.keys, op.window or op.keys)
+    rate = chip.tflops["bf16"] * 1e9 * table["rate"] * sequence / (sequence + table["half_at"])
+    work = op.forward() if direction == "forward" else op.backward()
+    bandwidth = chip.bandwidth_tbps * 1e9 * facts()["bandwidth"]["elementwise"]
+    extra = table.get("extra_tensors", 0) * op.batch * op.queries * op.heads * op.head_dim * ELEMENT_BYTES
+    return float(max(work.flops / rate, work.bytes_moved / bandwidth) + extra / bandwidth + facts()["launch_ms"])

@@ -1,0 +1,24 @@
+"""Well-known models cut down to two layers, to see that their steps can be built."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from gemmscope.model import presets
+from gemmscope.model.spec import MoeSpec, RunSpec
+from gemmscope.step.plan import StackPlan, plan_step, share_weights
+
+MOST_EXPERTS = 8
+
+
+def two_layers(name: str, **run: Any) -> StackPlan:
+    """One layer of each of two kinds, or two of the same; experts are shared among many ranks."""
+    model = presets.load(name).model
+    assert model is not None
+    experts = next((layer.mlp.experts for layer in model.layers if isinstance(layer.mlp, MoeSpec)), 1)
+    ranks = next(ep for ep in range(1, experts + 1) if experts % ep == 0 and experts // ep <= MOST_EXPERTS)
+    whole, _ = plan_step(model, RunSpec(1, 512, ep=ranks, **run))
+    kinds = tuple(dict.fromkeys(whole.layers))[:2]
+    layers = kinds if len(kinds) == 2 else kinds * 2
+    return replace(whole, layers=layers, slots=share_weights(layers))

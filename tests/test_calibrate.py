@@ -1,0 +1,112 @@
+"""`gemmscope calibrate`: what is measured moves the forecast of this GPU, and of no other; damaged files are one message."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench_results import MODEL, RECIPES, recorded_results
+from gemmscope.errors import UserError
+from gemmscope.forecast.calibration import Calibration, compare, load, place, save
+from gemmscope.forecast.findings import ForecastFindings
+from gemmscope.forecast.linears import Forecaster
+from gemmscope.gpu.specs import gpu
+from gemmscope.measure.findings import Findings
+from gemmscope.measure.task import MODES
+from machines import machine
+from test_bench_cli import Pretend, pretend
+from test_cli import Run, run
+
+__all__ = ["pretend", "run"]  # fixtures
+
+LINE = (
+    "forecast --hidden_size 4096 --intermediate_size 16384 --num_attention_heads 32 --num_hidden_layers 24 "
+    "--micro_batch_size 31 --sequence_length 512"
+)
+
+
+@pytest.fixture(autouse=True)
+def _own_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+
+def findings(**how: object) -> Findings:
+    return Findings(recorded_results(MODEL, **how), RECIPES, list(MODES))  # type: ignore[arg-type]
+
+
+def forecast(calibration: Calibration | None = None) -> ForecastFindings:
+    measured = calibration.adjustment() if calibration else None
+    return ForecastFindings(Forecaster(gpu("h200"), "sustained", measured=measured), MODEL, RECIPES, list(MODES))
+
+
+def test_a_calibrated_forecast_is_what_was_measured() -> None:
+    seen = findings()
+    calibrated = forecast(compare(seen, forecast()))
+    for name in RECIPES:
+        for mode in MODES:
+            real, found = seen.total(name, mode), calibrated.total(name, mode)
+            assert real is not None
+            assert found is not None
+            # the two modes were recorded at clocks that differ by a tenth; factors come from the products alone
+            assert found.value == pytest.approx(real.value, rel=0.03 if mode == "pre-quantized" else 0.12)
+
+
+def test_a_slower_chip_makes_a_slower_forecast() -> None:
+    plain, slow = compare(findings(), forecast()), compare(findings(slower={"FP8Current": 1.5}), forecast())
+    assert slow.products["fp8"]["fprop"] == pytest.approx(1.5 * plain.products["fp8"]["fprop"], rel=0.01)
+    assert slow.products["bf16"] == pytest.approx(plain.products["bf16"])
+
+
+def test_saved_and_loaded() -> None:
+    assert load("h200") is None
+    found = compare(findings(), forecast())
+    save(found)
+    assert load("h200") == found
+    assert load("b200") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "is a damaged calibration"),
+        ("[]", "is a damaged calibration"),
+        ("{}", "is a damaged calibration"),
+        ('{"version": 7}', "of version 7, not 1"),
+        ('{"version": 1}', "is a damaged calibration"),
+        ('{"version": 1, "gpu": "h200", "device": "", "products": {"bf16": {"fprop": 99}}, "quantize": {}}', "a factor of 99"),
+        ('{"version": 1, "gpu": "h200", "device": "", "products": 3, "quantize": {}}', "is a damaged calibration"),
+    ],
+)
+def test_damaged_files_are_one_message(run: Run, text: str, says: str) -> None:
+    place("h200").parent.mkdir(parents=True)
+    place("h200").write_text(text)
+    with pytest.raises(UserError, match=says):
+        load("h200")
+    outcome = run(f"{LINE} --gpu h200")
+    assert outcome.code == 2
+    assert says in outcome.err
+    assert "gemmscope calibrate again" in outcome.err
+    assert run(f"{LINE} --gpu b200").code == 0
+
+
+def test_the_command(run: Run, pretend: Pretend) -> None:
+    plain = run(f"{LINE} --gpu h200 --json -").out
+    pretend(machine())
+    outcome = run("calibrate")
+    assert outcome.code == 0, outcome.err
+    assert "bf16: measured over forecast: fprop" in outcome.err
+    assert "quantizing for FP8Current" in outcome.err
+    assert json.loads(place("h200").read_text())["device"] == "NVIDIA H200"
+    calibrated = run(f"{LINE} --gpu h200 --json -").out
+    assert json.loads(plain)["gpus"][0]["totals"] != json.loads(calibrated)["gpus"][0]["totals"]
+    assert "calibrated on NVIDIA H200" in run(f"{LINE} --gpu h200").out
+    assert run("calibrate --device cpu").code == 2
+
+
+def test_without_a_gpu(run: Run) -> None:
+    outcome = run("calibrate")
+    assert outcome.code == 2
+    assert len(outcome.err.splitlines()) <= 2

@@ -1,0 +1,212 @@
+"""`gemmscope forecast` as people type it, right and wrong."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import pytest
+
+from gemmscope.store.forecastfile import ForecastFile
+from test_cli import Run, run
+
+__all__ = ["run"]  # the fixture
+
+SIZES = "--hidden_size 4096 --intermediate_size 16384 --num_attention_heads 32 --num_hidden_layers 24"
+REFERENCE = f"forecast {SIZES} --micro_batch_size 31 --sequence_length 512"
+GEMMS = "m,k,n,format\n4096,4096,4096,bf16\n8192,8192,8192,fp8\n"
+
+
+def test_reference_on_two_gpus(run: Run) -> None:
+    outcome = run(f"{REFERENCE} --gpu b300,h200")
+    assert outcome.code == 0
+    assert outcome.out.startswith("FORECAST, not measured: transformer on B300")
+    assert "15872x4096x12288" in outcome.out
+    assert "b300: FORECAST Autocast" in outcome.out
+    assert "h200: FORECAST of the training step" in outcome.out
+    assert "too close to call" in outcome.out
+    assert "NVFP4" in outcome.out
+    assert "90% error bar" in outcome.out
+    assert "95%" not in outcome.out
+
+
+def test_json_is_a_valid_run_file(run: Run) -> None:
+    file = ForecastFile.model_validate_json(run(f"{REFERENCE} --gpu h200,b300 --json -").out)
+    assert [each.gpu for each in file.gpus] == ["h200", "b300"]
+    h200, b300 = file.gpus
+    assert {row.recipe for row in h200.rows} == {"BF16", "FP8Current", "FP8Delayed", "FP8Block"}
+    assert "NVFP4" in {row.recipe for row in b300.rows}
+    assert all(row.total_ms.low is not None and row.total_ms.low < row.total_ms.value for row in h200.rows)
+    assert all(each.step_ms.value > 0 for each in h200.step)
+    assert h200.basis
+
+
+def test_csv_names_the_gpu_and_says_forecast(run: Run) -> None:
+    lines = list(csv.DictReader(io.StringIO(run(f"{REFERENCE} --gpu b200,h200 --csv -").out)))
+    assert {line["gpu"] for line in lines} == {"b200", "h200"}
+    assert {line["verdict"] for line in lines} == {"FORECAST"}
+    step = next(line for line in lines if line["op"] == "training step" and line["recipe"] == "FP8Current")
+    assert float(step["low_ms"]) < float(step["time_ms"]) < float(step["high_ms"])
+    assert float(step["speedup"]) > 1
+
+
+def test_markdown_and_picture(run: Run, tmp_path: Path) -> None:
+    outcome = run(f"{REFERENCE} --gpu h200 --markdown {tmp_path}/a.md -o {tmp_path}/a.svg")
+    assert outcome.code == 0
+    assert "| QKV Proj |" in (tmp_path / "a.md").read_text()
+    assert "FORECAST" in (tmp_path / "a.svg").read_text()
+
+
+def test_burst_is_faster(run: Run) -> None:
+    times = [
+        ForecastFile.model_validate_json(run(f"{REFERENCE} --gpu h200 --state {state} --json -").out)
+        .gpus[0]
+        .step[0]
+        .step_ms.value
+        for state in ("burst", "sustained")
+    ]
+    assert times[0] < times[1]
+
+
+def test_only_one_mode(run: Run) -> None:
+    assert "Autocast" not in run(f"{REFERENCE} --gpu h200 --pre-quantize").out
+
+
+def test_bare_shapes(run: Run) -> None:
+    outcome = run("forecast --gpu b200 --shapes 4096,8192x4096x14336")
+    assert "8192x4096x14336" in outcome.out
+    assert "training step" not in outcome.out
+
+
+def test_a_split_model(run: Run) -> None:
+    line = (
+        "forecast --preset llama-3.1-70b --micro-batch-size 1 --sequence-length 8192 --tp 4 --sequence-parallel --dp 8 --gpu b200"
+    )
+    outcome = run(line)
+    assert outcome.code == 0
+    assert "communication" in outcome.out
+
+
+# --- single products --------------------------------------------------------------------------------------------------
+
+
+def test_gemms_come_back_with_times(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "g.csv").write_text(GEMMS)
+    outcome = run(f"forecast --gpu b200 --gemms {tmp_path}/g.csv")
+    rows = list(csv.DictReader(io.StringIO(outcome.out)))
+    assert [row["format"] for row in rows] == ["bf16", "fp8"]
+    assert float(rows[0]["quantize_ms"]) == 0
+    assert float(rows[1]["quantize_ms"]) > 0
+    for row in rows:
+        whole = float(row["gemm_ms"]) + float(row["quantize_ms"])
+        assert float(row["low_ms"]) < whole < float(row["high_ms"])
+    assert run(f"forecast --gpu b200 --gemms {tmp_path}/g.csv -o {tmp_path}/out.csv").code == 0
+    assert (tmp_path / "out.csv").read_text() == outcome.out
+
+
+def test_gemms_keep_other_columns_and_take_layouts_and_groups(run: Run, tmp_path: Path) -> None:
+    rows = "id,M,K,N,format,layout,groups\na,4096,4096,4096,bf16,nt,1\nb,16384,4096,4096,bf16,tn,8\nc,512,512,512,nvfp4,,\n"
+    (tmp_path / "g.csv").write_text(rows)
+    outcome = run(f"forecast --gpu b200,b300 --gemms {tmp_path}/g.csv --state burst")
+    found = list(csv.DictReader(io.StringIO(outcome.out)))
+    assert outcome.out.splitlines()[0] == "id,M,K,N,format,layout,groups,gpu,gemm_ms,quantize_ms,low_ms,high_ms"
+    assert [(row["id"], row["gpu"]) for row in found] == [(each, gpu) for gpu in ("b200", "b300") for each in "abc"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("m,k,n\n1,2,3\n", "no column format"),
+        ("m,k,n,format\n", "no products"),
+        ("", "no column m, k, n, format"),
+        ("m,k,n,format\n0,2,3,bf16\n", "line 2: m is '0'"),
+        ("m,k,n,format\n512,2.5,3,bf16\n", "line 2: k is '2.5'"),
+        ("m,k,n,format\n512,512,512,int8\n", "line 2: there is no format 'int8'"),
+        ("m,k,n,format\n512,512,512,nvfp4\n", "h200 has no nvfp4 products"),
+        ("m,k,n,format,layout\n512,512,512,bf16,xy\n", "no layout 'xy'"),
+        ("m,k,n,format,library\n512,512,512,bf16,mine\n", "by mine"),
+    ],
+)
+def test_wrong_gemms(run: Run, tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "g.csv").write_text(text)
+    outcome = run(f"forecast --gpu h200 --gemms {tmp_path}/g.csv")
+    assert outcome.code == 2
+    assert says in outcome.err
+    assert len(outcome.err.splitlines()) <= 2
+
+
+# --- sweeps -----------------------------------------------------------------------------------------------------------
+
+
+def test_sweep_of_two_sizes(run: Run, tmp_path: Path) -> None:
+    sweep = "--sweep hidden_size=1024:4096:1024 --sweep micro_batch_size=1,4"
+    outcome = run(f"forecast {SIZES} --sequence-length 2048 --gpu b300,h200 {sweep} -o {tmp_path}/heat.png")
+    assert outcome.code == 0
+    assert "micro_batch_size=4" in outcome.out
+    assert "break-even: FP8Current gains" in outcome.out
+    assert (tmp_path / "heat.png").stat().st_size > 10_000
+
+
+def test_sweep_of_one_size_as_files(run: Run, tmp_path: Path) -> None:
+    line = f"forecast --preset llama-3.1-8b --sequence-length 4096 --gpu h200 --sweep micro-batch-size=1,2 -o {tmp_path}/a.svg"
+    file = ForecastFile.model_validate_json(run(f"{line} --json -").out)
+    assert [point.values for point in file.sweeps[0].points] == [{"micro_batch_size": 1}, {"micro_batch_size": 2}]
+    assert file.sweeps[0].points[1].speedups["FP8Delayed"].value > 1
+    rows = list(csv.DictReader(io.StringIO(run(f"{line} --csv -").out)))
+    assert {row["recipe"] for row in rows} == {"FP8Current", "FP8Delayed", "FP8Block"}
+
+
+def test_impossible_points_are_shown_as_such(run: Run) -> None:
+    outcome = run(f"forecast {SIZES} --micro-batch-size 1 --sequence-length 2048 --gpu h200 --sweep hidden_size=4000,4096")
+    assert outcome.code == 0
+    assert "not possible" in outcome.out or "4000" in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says", "hint"),
+    [
+        ("--gpu b3000", "there is no GPU 'b3000'", "b300, gb300"),
+        ("", "no GPU is named", "--gpu b300,h200"),
+        ("--gpu h200 --recipes nvfp4", "NVFP4 cannot run on h200", "FP8Current"),
+        ("--gpu h200 --recipes nvfp5", "no recipe 'nvfp5'", "NVFP4"),
+        ("--gpu h200 --state hot", "--state 'hot' is not known", "sustained"),
+        ("--gpu h200 --dp 0", "--dp 0", "1 or more"),
+        ("--gpu h200 --sweep hidden_size=1:9:0", "a step of zero", "--sweep hidden_size=2048"),
+        ("--gpu h200 --sweep hidden_size=9:1:1", "ends before it begins", "hidden_size=1:9:1"),
+        ("--gpu h200 --sweep hiden_size=1,2", "no size that can vary", "hidden_size"),
+        ("--gpu h200 --sweep hidden_size=a", "neither", "--sweep"),
+        ("--gpu h200 --sweep hidden_size=1:100000000:1", "more than", "larger steps"),
+        ("--gpu h200 --sweep tp=1,2 --sweep pp=1,2 --sweep cp=1,2", "3 times", "two"),
+        ("--gpu h200 --sweep tp=1,2 --sweep tp=1,2", "twice", "another"),
+        ("--gpu h200 --library vllm", "--library belongs to --gemms", "leave it out"),
+        ("--gpu h200 --gemms x.csv", "describes a model", "keep one"),
+        ("--gpu h200 --pre-quantize --autocast-only", "leave nothing", "keep one"),
+        ("--gpu h200 -o picture.txt", "no picture", ".png"),
+    ],
+)
+def test_wrong_input_is_one_message(run: Run, arguments: str, says: str, hint: str) -> None:
+    outcome = run(f"{REFERENCE} {arguments}")
+    assert outcome.code == 2
+    assert says in outcome.err
+    assert hint in outcome.err
+    assert len(outcome.err.splitlines()) <= 2
+    assert not outcome.out
+
+
+def test_sweeping_the_sizes_of_a_preset(run: Run) -> None:
+    outcome = run("forecast --preset llama-3.1-8b --gpu h200 --micro-batch-size 1 --sequence-length 512 --sweep hidden_size=1,2")
+    assert outcome.code == 2
+    assert "varies a model given by its sizes" in outcome.err
+
+
+def test_nothing_named(run: Run) -> None:
+    outcome = run("forecast --gpu h200")
+    assert outcome.code == 2
+    assert "no model is named" in outcome.err
+
+
+def test_a_recipe_only_one_of_two_gpus_runs(run: Run) -> None:
+    outcome = run(f"{REFERENCE} --gpu b300,h200 --recipes nvfp4,fp8current")
+    assert outcome.code == 0
+    assert "left out: NVFP4" in outcome.out

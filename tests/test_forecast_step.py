@@ -1,0 +1,171 @@
+"""The forecast of training steps, against steps that were measured and never fitted on; and how it follows the layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gemmscope.forecast.comm import collective_ms
+from gemmscope.forecast.estimate import Estimate, ratio, total
+from gemmscope.forecast.findings import ForecastFindings
+from gemmscope.forecast.linears import Forecaster
+from gemmscope.forecast.step import Step, StepForecast, speedup, step_answer
+from gemmscope.forecast.sweep import forecast_points
+from gemmscope.gpu.specs import gpu, gpus
+from gemmscope.measure.task import MODES, cases_of
+from gemmscope.model import presets
+from gemmscope.model.flags import from_hyperparameters
+from gemmscope.model.spec import ModelSpec, RunSpec
+from gemmscope.step.waterfall import ROWS
+from gemmscope.workload.derive import derive
+from gemmscope.workload.ops import Linear
+
+MEASURED: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "h200_training_steps.json").read_text())["models"]
+TE = ("FP8Current", "FP8Delayed", "FP8Block")
+
+
+def model_of(config: dict[str, Any]) -> tuple[ModelSpec, RunSpec]:
+    sizes = dict(config)
+    run = RunSpec(sizes.pop("micro_batch_size"), sizes.pop("sequence_length"))
+    gated = sizes.pop("gated_mlp")
+    return from_hyperparameters(**sizes, gated=gated), run
+
+
+def steps(name: str, model: ModelSpec, run: RunSpec, dp: int = 1) -> StepForecast:
+    return StepForecast(Forecaster(gpu(name), "sustained"), model, run, derive(model, run), dp)
+
+
+def test_speedups_of_real_steps_on_an_h200() -> None:
+    """Twelve cases: 6% on average; and the error bar holds the truth in most of them."""
+    errors, held = [], 0
+    for facts in MEASURED.values():
+        forecast, real = steps("h200", *model_of(facts["config"])), facts["median_ms"]
+        baseline = (real["BF16"] + real["BF16_again"]) / 2
+        for name in TE:
+            found = speedup(forecast.step("BF16"), forecast.step(name)).interval()
+            errors.append(abs(found.value * real[name] / baseline - 1))
+            held += found.low <= baseline / real[name] <= found.high
+    assert sum(errors) / len(errors) < 0.06
+    assert max(errors) < 0.10
+    assert held >= 10
+
+
+def test_times_of_real_steps_on_an_h200() -> None:
+    for facts in MEASURED.values():
+        forecast = steps("h200", *model_of(facts["config"]))
+        for name in ("BF16", *TE):
+            assert forecast.step(name).total.value == pytest.approx(facts["median_ms"][name], rel=0.12)
+
+
+def test_rows_are_those_of_a_measured_step() -> None:
+    model = presets.load("mixtral-8x7b").model
+    assert model is not None
+    run = RunSpec(1, 4096, tp=2, sequence_parallel=True, ep=4, pp=2, gradient_accumulation=4)
+    found = steps("b200", model, run, dp=16).step("MXFP8")
+    assert set(found.rows) <= set(ROWS)
+    assert {"products", "quantization", "attention", "routing", "communication", "pipeline bubble"} <= set(found.rows)
+    assert found.total.value == pytest.approx(sum(part.value for part in found.rows.values()))
+
+
+def test_answer_like_that_of_step() -> None:
+    model, run = model_of(MEASURED["llama8b_l8"]["config"])
+    found = step_answer(steps("h200", model, run), ["BF16", *TE], model, run, derive(model, run))
+    assert [each.recipe for each in found.recipes] == ["BF16", *TE]
+    current = found.of("FP8Current")
+    assert current is not None
+    assert current.waterfall is not None
+    assert current.speedup is not None
+    assert current.waterfall.step == pytest.approx(current.speedup.value)
+    assert current.waterfall.products > current.waterfall.step
+
+
+def test_sizes_that_do_not_fit_are_said() -> None:
+    model = from_hyperparameters(hidden_size=4096, intermediate_size=16380, num_attention_heads=32, num_hidden_layers=2)
+    forecast = steps("h200", model, RunSpec(1, 4096))
+    assert "pad to 16384" in forecast.why_not("FP8Current")
+    assert not forecast.why_not("BF16")
+
+
+def test_routers_stay_in_bf16() -> None:
+    model = presets.load("mixtral-8x7b").model
+    assert model is not None
+    workload = derive(model, RunSpec(1, 4096))
+    cases = cases_of(op for op in workload.ops if isinstance(op, Linear))
+    report = ForecastFindings(Forecaster(gpu("h200"), "sustained"), cases, ["BF16", "FP8Current"], list(MODES))
+    router = next(case for case in cases if case.op == "Router")
+    assert report.speedup("FP8Current", "autocast", router) is None
+    assert report.speedup("FP8Current", "autocast") is not None
+    assert not report.misaligned()
+
+
+@pytest.mark.parametrize("name", gpus())
+def test_every_gpu_answers(name: str) -> None:
+    model, run = model_of(MEASURED["gpt1b_l16"]["config"])
+    found = steps(name, model, run).step("BF16").total
+    assert found.value > 0
+    assert 0.01 < found.doubt < 0.6
+
+
+# --- how doubts combine -----------------------------------------------------------------------------------------------
+
+DOUBTS = st.floats(0.0, 0.5)
+ESTIMATES = st.builds(Estimate, st.floats(0.001, 1e4), DOUBTS, DOUBTS)
+
+
+@given(st.lists(ESTIMATES, min_size=1, max_size=8))
+def test_a_sum_is_no_surer_than_what_its_parts_share(parts: list[Estimate]) -> None:
+    found = total(parts)
+    assert found.value == pytest.approx(sum(part.value for part in parts))
+    assert min(part.shared for part in parts) - 1e-9 <= found.shared <= max(part.shared for part in parts) + 1e-9
+    assert found.own <= max(part.own for part in parts) + 1e-9
+
+
+@given(ESTIMATES, ESTIMATES)
+def test_what_is_in_common_makes_a_ratio_surer(slow: Estimate, fast: Estimate) -> None:
+    assert ratio(slow, fast, 0.5).doubt <= ratio(slow, fast, 0.0).doubt + 1e-9
+    assert ratio(slow, fast, 0.0).interval().low <= slow.value / fast.value
+
+
+def test_what_does_not_change_dilutes() -> None:
+    slow = Step({"products": Estimate(100.0, 0.02, 0.05), "attention": Estimate(50.0, 0.0, 0.1)})
+    fast = Step({"products": Estimate(50.0, 0.02, 0.05), "attention": Estimate(50.0, 0.0, 0.1)})
+    alone = speedup(Step({"products": slow.rows["products"]}), Step({"products": fast.rows["products"]}))
+    assert speedup(slow, fast).value == pytest.approx(1.5)
+    assert speedup(slow, fast).doubt < alone.doubt
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(sorted(gpus())), st.sampled_from(["all_gather", "all_reduce", "alltoall"]), st.integers(1, 10**9))
+def test_larger_messages_take_longer(name: str, operation: Any, size: int) -> None:
+    for ranks in (2, 8, 64):
+        assert collective_ms(gpu(name), operation, ranks, size) <= collective_ms(gpu(name), operation, ranks, size * 2)
+    assert collective_ms(gpu(name), operation, 1, size) == 0.0
+
+
+def test_sharding_divides_the_products_and_adds_communication() -> None:
+    model = presets.load("llama-3.1-70b").model
+    assert model is not None
+    one, four = (steps("b200", model, RunSpec(1, 8192, tp=tp, sequence_parallel=tp > 1)).step("BF16") for tp in (1, 4))
+    assert 0.2 < four.rows["products"].value / one.rows["products"].value < 0.35
+    assert "communication" in four.rows
+    assert "communication" not in one.rows
+
+
+def test_points_of_a_sweep_are_single_forecasts() -> None:
+    model, run = model_of(MEASURED["llama8b_l8"]["config"])
+    [point] = forecast_points(Forecaster(gpu("h200"), "sustained"), [((1,), model, run)], ["BF16", "FP8Current"])
+    forecast = steps("h200", model, run)
+    assert point.step_ms == pytest.approx(forecast.step("BF16").total.value)
+    alone = speedup(forecast.step("BF16"), forecast.step("FP8Current")).interval()
+    gain = point.of("FP8Current")
+    assert gain is not None
+    assert (gain.low, gain.value, gain.high) == pytest.approx((alone.low, alone.value, alone.high), rel=1e-5)
+    assert point.best[0] == "FP8Current"
