@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +33,9 @@ from test_recorded_steps import MODELS, answered, replayed
 DATA = Path(__file__).parent / "data"
 
 
-def recorded_bench(name: str = "") -> dict[str, Any]:
-    """A bench of the worked example on an H200: '', 'again' or 'fallback'."""
-    found: dict[str, Any] = json.loads(gzip.decompress((DATA / f"report_bench{name and '_' + name}.json.gz").read_bytes()))
+def recorded_bench(name: str = "first") -> dict[str, Any]:
+    """A bench of the worked example on an H200: 'first', 'again' or 'fallback'."""
+    found: dict[str, Any] = json.loads(gzip.decompress((DATA / f"h200_bench_{name}.json.gz").read_bytes()))
     return found
 
 
@@ -90,59 +93,31 @@ def derived(model: ModelSpec, run: RunSpec) -> dict[str, Any]:
     return as_written(shapes_file(model=model, run=run, workload=workload, totals=summed, **about).to_json())
 
 
+SIZES = "--hidden-size 4096 --intermediate-size 16384 --num-attention-heads 32 --num-hidden-layers 24"
+
+
+@cache
+def _made(command: str) -> str:
+    """What a command of its own writes with `--json -`."""
+    child = subprocess.run(
+        [sys.executable, "-m", "gemmscope", *command.split(), "--json", "-"], capture_output=True, text=True, check=True
+    )
+    return child.stdout
+
+
 def forecast() -> dict[str, Any]:
-    """What `gemmscope forecast` would write, with the numbers of a measured run: only its form matters here."""
-    bench, step = recorded_bench(), recorded_step()
-    keys = ("recipe", "step_ms", "speedup", "tokens_per_s", "model_tflops", "waterfall", "verdict")
-    gpu = {
-        "gpu": "b300", "title": "B300", "capability": "10.3", "basis": ["bf16: measured elsewhere"],
-        **{key: bench[key] for key in ("rows", "speedups", "totals", "memory")},
-        "step": [{key: each[key] for key in keys} for each in step["recipes"]], "not_possible": {"FP8Block": "not on this GPU"},
-    }  # fmt: skip
-    head = {
-        "schema_version": 1,
-        "kind": "forecast",
-        "gemmscope_version": "0.1.0",
-        "command": ["forecast"],
-        "origin": "command line",
-    }
-    body = {
-        "coefficients": "fitted",
-        "state": "sustained",
-        "model": bench["model"],
-        "run": bench["run"],
-        "gpus": [gpu],
-        "notes": [],
-    }
-    return {**head, **body, "sweeps": [], "something_new": 1}
+    """The worked example on a B300."""
+    return as_written(_made(f"forecast {SIZES} --micro-batch-size 31 --sequence-length 512 --gpu b300"))
+
+
+def sweep() -> dict[str, Any]:
+    """A forecast over batches, of two GPUs."""
+    return as_written(_made(f"forecast {SIZES} --sequence-length 512 --gpu b300,h200 --sweep micro_batch_size=1,4,16"))
 
 
 def explanation() -> dict[str, Any]:
-    """What `gemmscope explain --json` writes, made up: only its form matters here."""
-    words = {"title": "the host cannot keep up", "evidence": ["GPU idle 42%"], "advice": ["CUDA graphs"]}
-    cause = {"cause": "host", "cost_ms": 12.0, "speedup_without": 1.3, "kernels": [], "where": "forward", **words}
-    rows = [
-        {"row": "products", "expected_ms": 20.0, "found_ms": 22.0},
-        {"row": "other", "expected_ms": None, "found_ms": 1.0},
-    ]
-    held = {"title": "Against the prediction", "expected": "predicted", "words": ["12 ms more"], "rows": rows}
-    return {
-        "schema_version": 1,
-        "kind": "explain",
-        "command": ["explain", "trace.json"],
-        "trace": "trace.json",
-        "gpu": "NVIDIA H200",
-        "steps": 2,
-        "steps_found_by": "marks",
-        "step_ms": 50.0,
-        "busy_ms": 38.0,
-        "classes_ms": {"GEMM FP8": 20.0, "quantization": 6.0, "attention": 12.0, "idle": 12.0},
-        "products": [{"precision": "FP8", "count": 144, "time_ms": 20.0, "flops": 1e12}],
-        "verdict": "the host cannot keep up",
-        "causes": [cause],
-        "held": [held],
-        "notes": ["made up"],
-    }
+    """Of a trace recorded on an H200."""
+    return as_written(_made(f"explain {DATA / 'traces' / 'recompute.json.gz'}"))
 
 
 def as_written(text: str) -> dict[str, Any]:

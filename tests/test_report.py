@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import html
 import json
 import re
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from gemmscope.model.spec import RunSpec
 from gemmscope.report.page.html import asset, page
 from gemmscope.report.page.kinds import KINDS, report_of
 from gemmscope.report.page.markdown import markdown
-from run_files import derived, explanation, forecast, put, recorded_bench, recorded_step, squares
+from run_files import derived, explanation, forecast, put, recorded_bench, recorded_step, squares, sweep
 from test_cli import Run, run
 from test_recorded_steps import LLAMA
 
@@ -29,6 +30,7 @@ MAKERS: dict[str, Callable[[], dict[str, Any]]] = {
     "squares": squares,
     "shapes": lambda: derived(LLAMA, RunSpec(micro_batch_size=4, sequence_length=4096)),
     "forecast": forecast,
+    "sweep": sweep,
     "explain": explanation,
 }
 LARGEST_PAGE = 6_000_000
@@ -43,9 +45,9 @@ def test_every_kind_has_a_page(run: Run, tmp_path: Path, name: str) -> None:
     text = (tmp_path / "page.html").read_text()
     assert len(text) < LARGEST_PAGE
     assert "How it was measured" in text
-    assert outcome.out.strip()
-    answer = outcome.out.strip()
-    assert answer.split("[")[0] in re.sub(r"<[^>]+>", "", text)  # the page opens with what the terminal says
+    answer = report_of([path]).runs[0].answer
+    assert answer in outcome.out
+    assert answer in html.unescape(re.sub(r"<[^>]+>", "", text))
     assert (tmp_path / "page.md").read_text().startswith("# ")
 
 
@@ -118,7 +120,7 @@ def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
     text = page(report)
     assert "<h2>Side by side</h2>" in text
     assert [report.letter(part) for part in report.runs] == ["A", "B", "C"]
-    assert "C · B300, FORECAST" in text
+    assert "C · B300 SXM6 288 GB, FORECAST" in text
     two = markdown(report_of(paths))
     assert re.search(r"linears, autocast \| FP8Delayed \| 1\.682x .* \| 1\.681x .* \| −0\.1%, intervals meet", two)
 
@@ -182,17 +184,17 @@ def _changed(**changes: Any) -> dict[str, Any]:
     ("content", "message"),
     [
         ("{", "not valid JSON"),
-        ("[1]", "no run file"),
+        ("[1]", "not a run file"),
         ("{}", "without a kind"),
         ('{"kind": "weather"}', "of kind 'weather'"),
         ('{"kind": ["bench"]}', "of kind"),
-        ('{"traceEvents": []}', "a profiler's trace"),
+        ('{"traceEvents": []}', "a profiler trace"),
         (json.dumps(_changed(schema_version=2)), "schema version 2; this gemmscope reads version 1"),
         (json.dumps(_changed(schema_version=None)), "schema version None"),
-        (json.dumps(_changed(rows=[{}])), "damaged, or no bench run file: rows.0.op"),
-        (json.dumps(_changed(surprise=1)), "damaged, or no bench run file: surprise"),
+        (json.dumps(_changed(rows=[{}])), "not a whole run file: rows.0.op"),
+        (json.dumps(_changed(surprise=1)), "not a whole run file: surprise"),
         (json.dumps(_changed(device={"memory_bytes": "much"})), "its numbers make no sense"),
-        ("[" * 100_000, "damaged, or no run file"),
+        ("[" * 100_000, "not valid JSON"),
     ],
 )
 def test_damaged_files(run: Run, tmp_path: Path, content: str, message: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 from browser import CHROMIUM, Browser, Tab
 from gemmscope.report.page.html import page
 from gemmscope.report.page.kinds import report_of
-from run_files import explanation, forecast, put, recorded_bench, recorded_step, squares
+from run_files import explanation, forecast, put, recorded_bench, recorded_step, squares, sweep
 
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed"),
@@ -41,6 +41,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "step": [recorded_step("gpt1b", verified=True, batches=True)],
         "squares": [squares()],
         "explain": [explanation()],
+        "sweep": [sweep()],
         "several": [recorded_bench(), recorded_bench("again"), forecast()],
     }
     evil = recorded_bench()
@@ -60,7 +61,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-CHARTS = {"bench": 2, "fallback": 1, "step": 5, "squares": 2, "explain": 1, "several": 11, "evil": 2}
+CHARTS = {"bench": 2, "fallback": 1, "step": 5, "squares": 2, "explain": 1, "sweep": 2, "several": 13, "evil": 2}
 DRAWN = """[...document.querySelectorAll(".plot")].filter((plot) => {
   const box = plot.querySelector("svg")?.getBoundingClientRect();
   return box && box.width > 200 && box.height > 100 && plot.querySelectorAll("svg path").length > 5;

@@ -2,72 +2,14 @@
 
 from __future__ import annotations
 
-from pydantic import Field
-
 from gemmscope.report.page.facts import command_facts
-from gemmscope.report.page.from_forecast import View
 from gemmscope.report.page.parts import REST, Bar, Bars, Cell, Finding, RunPart, Segment, Subject, Table
 from gemmscope.report.plot import COLOURS
 from gemmscope.report.units import percent
+from gemmscope.store.explainfile import CauseRecord, CensusRecord, ExplainFile, PairRecord
 
 
-class CauseView(View):
-    """One cause."""
-
-    title: str
-    cost_ms: float
-    speedup_without: float
-    evidence: list[str] = Field(default=[])
-    kernels: list[str] = Field(default=[])
-    where: str = ""
-    advice: list[str] = Field(default=[])
-
-
-class ProductsView(View):
-    """Products of one precision."""
-
-    precision: str
-    count: float
-    time_ms: float
-
-
-class HeldView(View):
-    """One row of a comparison."""
-
-    row: str
-    expected_ms: float | None
-    found_ms: float
-
-
-class PairView(View):
-    """What the step was held against."""
-
-    title: str
-    expected: str
-    rows: list[HeldView]
-    words: list[str] = Field(default=[])
-
-
-class ExplainView(View):
-    """The file."""
-
-    gemmscope_version: str = ""
-    command: list[str] = Field(default=[])
-    trace: str
-    gpu: str = ""
-    steps: int
-    steps_found_by: str = ""
-    step_ms: float
-    busy_ms: float
-    classes_ms: dict[str, float]
-    products: list[ProductsView] = Field(default=[])
-    verdict: str
-    causes: list[CauseView] = Field(default=[])
-    held: list[PairView] = Field(default=[])
-    notes: list[str] = Field(default=[])
-
-
-def from_explain(file: ExplainView, name: str) -> RunPart:
+def from_explain(file: ExplainFile, name: str) -> RunPart:
     """Everything that the file says."""
     verdict = file.verdict[:1].upper() + file.verdict[1:]
     return RunPart(
@@ -93,13 +35,13 @@ def from_explain(file: ExplainView, name: str) -> RunPart:
     )
 
 
-def _cause_words(cause: CauseView) -> str:
+def _cause_words(cause: CauseRecord) -> str:
     """One cause with what shows it, and what to do about it."""
     advice = f". What to do: {'; '.join(cause.advice)}" if cause.advice else ""
     return f"{cause.title}: {'; '.join(cause.evidence)}{advice}" if cause.evidence else f"{cause.title}{advice}"
 
 
-def _bars(file: ExplainView) -> tuple[Bars, ...]:
+def _bars(file: ExplainFile) -> tuple[Bars, ...]:
     """One bar: what the step's time goes into."""
     longest = sorted((name for name in file.classes_ms if name != "quantization"), key=lambda name: -file.classes_ms[name])
     segments = tuple(
@@ -120,7 +62,7 @@ def _bars(file: ExplainView) -> tuple[Bars, ...]:
     )
 
 
-def _causes(causes: list[CauseView]) -> tuple[Table, ...]:
+def _causes(causes: list[CauseRecord]) -> tuple[Table, ...]:
     rows = tuple(
         (
             Cell(cause.title),
@@ -134,14 +76,14 @@ def _causes(causes: list[CauseView]) -> tuple[Table, ...]:
     return (Table("What the step would save", columns, rows),) if rows else ()
 
 
-def _products(products: list[ProductsView]) -> tuple[Table, ...]:
+def _products(products: list[CensusRecord]) -> tuple[Table, ...]:
     rows = tuple(
         (Cell(one.precision), Cell(f"{one.count:g}", one.count), Cell(f"{one.time_ms:.2f}", one.time_ms)) for one in products
     )
     return (Table("Products by precision", {"Precision": False, "A step": True, "ms": True}, rows),) if rows else ()
 
 
-def _held(pair: PairView) -> Table:
+def _held(pair: PairRecord) -> Table:
     rows = tuple(
         (
             Cell(one.row),

@@ -2,71 +2,24 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.report.page.doubts import findings
 from gemmscope.report.page.facts import batch_facts, command_facts, subject
 from gemmscope.report.page.from_bench import answer_of, memory_table
 from gemmscope.report.page.from_step import step_bars, waterfall
-from gemmscope.report.page.parts import Cell, Estimate, Finding, Gain, RunPart, Table
+from gemmscope.report.page.parts import Cell, Curve, Estimate, Finding, Gain, Point, RunPart, Subject, Table
 from gemmscope.report.page.rows import Rows, bars, curves, gains, modes_table, ops_table
-from gemmscope.store.benchfile import IntervalRecord, MemoryRecord, RowRecord, SpeedupRecord, TotalRecord
-from gemmscope.store.runfile import ModelRecord, RunRecord
-from gemmscope.store.stepfile import LevelRecord
+from gemmscope.store.forecastfile import ForecastFile, GpuForecastRecord, PointRecord, StepForecastRecord, SweepRecord
+
+NOT_MEASURED = "FORECAST: nothing here was measured on this GPU; intervals are 90% error bars"
 
 
-class View(BaseModel):
-    """What a report needs of a file; whatever else stands in it is left alone."""
-
-    model_config = ConfigDict(extra="ignore")
-
-
-class StepView(View):
-    """One recipe's step."""
-
-    recipe: str
-    step_ms: IntervalRecord
-    speedup: IntervalRecord | None
-    tokens_per_s: float
-    model_tflops: float
-    waterfall: list[LevelRecord]
-    verdict: str = ""
+def from_forecast(file: ForecastFile, name: str) -> list[RunPart]:
+    """One part for each GPU, and one for each GPU of a sweep."""
+    return [*(_part(file, gpu, name) for gpu in file.gpus), *(_sweep(file, sweep, name) for sweep in file.sweeps if sweep.points)]
 
 
-class GpuView(View):
-    """One GPU."""
-
-    gpu: str
-    title: str
-    basis: list[str] = Field(default=[])
-    rows: list[RowRecord]
-    speedups: list[SpeedupRecord]
-    totals: list[TotalRecord]
-    memory: list[MemoryRecord] = Field(default=[])
-    step: list[StepView] = Field(default=[])
-    not_possible: dict[str, str] = Field(default={})
-
-
-class ForecastView(View):
-    """The file."""
-
-    gemmscope_version: str = ""
-    command: list[str] = Field(default=[])
-    coefficients: str = ""
-    state: str = Field("", description="cool, or held by its power limit")
-    model: ModelRecord | None = None
-    run: RunRecord | None = None
-    gpus: list[GpuView]
-    notes: list[str] = Field(default=[])
-
-
-def from_forecast(file: ForecastView, name: str) -> list[RunPart]:
-    """One part for each GPU."""
-    return [_part(file, gpu, name) for gpu in file.gpus]
-
-
-def _part(file: ForecastView, gpu: GpuView, name: str) -> RunPart:
+def _part(file: ForecastFile, gpu: GpuForecastRecord, name: str) -> RunPart:
     found = Rows(gpu.rows, gpu.speedups, gpu.totals, doubt="90% error bar")
     steps = [(each.recipe, each.waterfall, each.step_ms, each.speedup) for each in gpu.step]
     answer, because = _answer(gpu, found)
@@ -90,7 +43,7 @@ def _part(file: ForecastView, gpu: GpuView, name: str) -> RunPart:
             *gains(found),
         ),
         findings=(
-            Finding("warning", "FORECAST: nothing here was measured on this GPU; intervals are its 90% error bars"),
+            Finding("warning", NOT_MEASURED),
             *(Finding("warning", f"not possible: {recipe}: {why}") for recipe, why in gpu.not_possible.items()),
             *findings(found),
             *(Finding("note", words) for words in file.notes),
@@ -106,7 +59,7 @@ def _part(file: ForecastView, gpu: GpuView, name: str) -> RunPart:
     )
 
 
-def _answer(gpu: GpuView, found: Rows) -> tuple[str, list[str]]:
+def _answer(gpu: GpuForecastRecord, found: Rows) -> tuple[str, list[str]]:
     """From the step where there is one, else from the linears."""
     gains = {each.recipe: each for each in gpu.step if each.speedup is not None}
     where = gpu.title
@@ -126,7 +79,7 @@ def _answer(gpu: GpuView, found: Rows) -> tuple[str, list[str]]:
     return f"FORECAST: on {where} a training step in {best.recipe} would be {gain.times} as fast as in {BASELINE}.", because
 
 
-def _steps(steps: list[StepView]) -> tuple[Table, ...]:
+def _steps(steps: list[StepForecastRecord]) -> tuple[Table, ...]:
     rows = []
     for each in steps:
         gain = Estimate.of(each.speedup) if each.speedup else None
@@ -141,3 +94,73 @@ def _steps(steps: list[StepView]) -> tuple[Table, ...]:
         )
     columns = {"Recipe": False, "Step ms": True, "Tokens/s": True, "Model TFLOP/s": True, "Speedup [90% error bar]": True}
     return (Table("The training step of one rank, FORECAST", columns, tuple(rows)),) if rows else ()
+
+
+# --- sweeps ----------------------------------------------------------------------------------------------------------------
+
+
+def _sweep(file: ForecastFile, sweep: SweepRecord, name: str) -> RunPart:
+    """One GPU over one size or two: the speedups as a curve (over one), and as a table."""
+    swept = " and ".join(words.replace("_", " ") for words in sweep.points[0].values)
+    certain = [point for point in sweep.points if point.certain and point.best]
+    best = max(certain, key=lambda point: point.speedups[str(point.best)].value, default=None)
+    where = sweep.gpu.upper()
+    if best is None:
+        answer = f"FORECAST: on {where} no precision is sure to beat {BASELINE} at any {swept} of the sweep."
+    else:
+        gain = Estimate.of(best.speedups[str(best.best)])
+        answer = f"FORECAST: on {where} {best.best} gains most at {_at(best)}: {gain.times} as fast as {BASELINE}."
+    return RunPart(
+        kind="forecast",
+        name=name,
+        subject=Subject(f"A sweep over {swept}"),
+        where=f"{where}, FORECAST",
+        answer=answer,
+        because=(f"{len(certain)} of {len(sweep.points)} points have a precision that is faster beyond its error bar.",),
+        curves=_sweep_curve(sweep, swept),
+        ops=(_sweep_table(sweep),),
+        findings=(Finding("warning", NOT_MEASURED), *(Finding("note", words) for words in file.notes)),
+        method=(
+            ("state", file.state),
+            ("fitted on", file.coefficients),
+            *command_facts(file.command, file.gemmscope_version),
+        ),
+        forecast=True,
+    )
+
+
+def _at(point: PointRecord) -> str:
+    return ", ".join(f"{name} {value}" for name, value in point.values.items())
+
+
+def _sweep_curve(sweep: SweepRecord, swept: str) -> tuple[Curve, ...]:
+    if len(sweep.points[0].values) != 1:
+        return ()
+    series: dict[str, list[Point]] = {}
+    for point in sweep.points:
+        [at] = point.values.values()
+        for name, found in point.speedups.items():
+            gain = Estimate.of(found)
+            series.setdefault(name, []).append(Point(str(at), gain, ((swept, str(at)), ("speedup", gain.times))))
+    made = {name: tuple(points) for name, points in series.items()}
+    return (Curve("The training step", f"Times faster than {BASELINE}, with 90% error bars", swept, made),) if made else ()
+
+
+def _sweep_table(sweep: SweepRecord) -> Table:
+    names = list(dict.fromkeys(name for point in sweep.points for name in point.speedups))
+    keys = list(sweep.points[0].values)
+    rows = []
+    for point in sweep.points:
+        sizes = [Cell(str(point.values.get(key, "")), float(point.values.get(key, 0))) for key in keys]
+        gains = [Estimate.of(point.speedups[name]) if name in point.speedups else None for name in names]
+        doubt = "" if point.certain else " (too close to call)"
+        best = point.why_not or (f"{point.best}{doubt}" if point.best else "-")
+        rows.append(
+            (*sizes, _step_ms(point), *(Cell(gain.times, gain.value) if gain else Cell("-") for gain in gains), Cell(best))
+        )
+    columns = {**dict.fromkeys(keys, True), f"{BASELINE} step ms": True, **dict.fromkeys(names, True), "Best": False}
+    return Table("Every point of the sweep, FORECAST", columns, tuple(rows))
+
+
+def _step_ms(point: PointRecord) -> Cell:
+    return Cell(f"{point.baseline_step_ms:.2f}", point.baseline_step_ms) if point.baseline_step_ms is not None else Cell("-")

@@ -15,13 +15,15 @@ from pydantic import BaseModel
 
 from gemmscope.errors import UserError
 from gemmscope.report.page.from_bench import from_bench
-from gemmscope.report.page.from_explain import ExplainView, from_explain
-from gemmscope.report.page.from_forecast import ForecastView, from_forecast
+from gemmscope.report.page.from_explain import from_explain
+from gemmscope.report.page.from_forecast import from_forecast
 from gemmscope.report.page.from_shapes import from_shapes
 from gemmscope.report.page.from_step import from_step
 from gemmscope.report.page.parts import Finding, Report, RunPart
 from gemmscope.store.benchfile import BenchFile
-from gemmscope.store.load import load_run
+from gemmscope.store.explainfile import ExplainFile
+from gemmscope.store.forecastfile import ForecastFile
+from gemmscope.store.read import read_kind
 from gemmscope.store.runfile import ShapesFile
 from gemmscope.store.stepfile import StepFile
 
@@ -40,8 +42,8 @@ KINDS: dict[str, Kind] = {
     "shapes": Kind(ShapesFile, from_shapes),
     "bench": Kind(BenchFile, from_bench),
     "step": Kind(StepFile, from_step),
-    "forecast": Kind(ForecastView, from_forecast),
-    "explain": Kind(ExplainView, from_explain),
+    "forecast": Kind(ForecastFile, from_forecast),
+    "explain": Kind(ExplainFile, from_explain),
 }
 
 
@@ -62,7 +64,7 @@ def report_of(paths: Sequence[Path]) -> Report:
 
 
 def _parts(path: Path, name: str) -> list[RunPart]:
-    kind, file = load_run(path, {kind: known.file for kind, known in KINDS.items()})
+    kind, file = read_kind(path, {kind: known.file for kind, known in KINDS.items()})
     try:
         made = KINDS[kind].parts(file, name)
     except UserError:
