@@ -130,7 +130,7 @@ def _sweep(file: ForecastFile, sweep: SweepRecord, name: str) -> RunPart:
 
 
 def _at(point: PointRecord) -> str:
-    return ", ".join(f"{name} {value}" for name, value in point.values.items())
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in point.values.items())
 
 
 def _sweep_curve(sweep: SweepRecord, swept: str) -> tuple[Curve, ...]:

@@ -181,24 +181,28 @@
   });
 
   /* An estimate with its interval, lying or standing. */
-  function whisker(low, high, middle, look, stroke, upright) {
+  function whisker(low, high, middle, stroke, upright) {
     const ends = upright ? { x1: middle[0], x2: middle[0], y1: low[1], y2: high[1] } : { x1: low[0], x2: high[0], y1: middle[1], y2: middle[1] };
     return { type: "line", shape: ends, style: { stroke, lineWidth: 2 } };
   }
 
-  const SYMBOLS = ["circle", "rect", "triangle", "diamond", "pin", "roundRect", "arrow", "circle"];
+  const SYMBOLS = ["circle", "rect", "triangle", "diamond", "emptyCircle", "emptyRect", "emptyTriangle", "emptyDiamond"];
 
   /* Speedups against a size, each with its interval. */
   function curve(spec, look, width, plot) {
     const crowded = spec.places.length * 46 > width || spec.places.some((place) => place.length > 9);
-    const made = spec.series.flatMap((line) => {
+    const made = spec.series.flatMap((line, index) => {
+      const shift = (index - (spec.series.length - 1) / 2) * 5; // or intervals would hide each other
       const own = look.ops[line.colour % look.ops.length];
       const data = line.points.map((point) => ({ value: [point.at, point.value, point.low, point.high], title: `${line.name}, ${spec.places[point.at]}`, facts: point.facts }));
       return [
-        { name: line.name, type: "line", data, symbol: SYMBOLS[line.colour % SYMBOLS.length], symbolSize: 8, color: own, lineStyle: { width: 1.4 }, emphasis: { scale: 1.5 } },
+        { name: line.name, type: "line", data, symbol: SYMBOLS[line.colour % SYMBOLS.length], symbolSize: 8, symbolOffset: [shift, 0], color: own, lineStyle: { width: 1.4 }, emphasis: { scale: 1.5 } },
         {
           type: "custom", data: data.filter((point) => point.value[2] !== null), silent: true, z: 3,
-          renderItem: (_, api) => whisker(api.coord([api.value(0), api.value(2)]), api.coord([api.value(0), api.value(3)]), api.coord([api.value(0), api.value(1)]), look, own, true),
+          renderItem: (_, api) => {
+            const at = (value) => { const [x, y] = api.coord([api.value(0), value]); return [x + shift, y]; };
+            return whisker(at(api.value(2)), at(api.value(3)), at(api.value(1)), own, true);
+          },
         },
       ];
     });
@@ -227,7 +231,7 @@
           const at = (value) => { const [x, y] = api.coord([value, api.value(1)]); return [x, y + shift]; };
           const middle = at(api.value(0));
           const children = [{ type: "circle", shape: { cx: middle[0], cy: middle[1], r: 4.2 }, style: { fill: own }, emphasis: { style: { stroke: look.ink, lineWidth: 1.4 } } }];
-          if (Number.isFinite(api.value(2))) children.unshift(whisker(at(api.value(2)), at(api.value(3)), middle, look, own, false));
+          if (Number.isFinite(api.value(2))) children.unshift(whisker(at(api.value(2)), at(api.value(3)), middle, own, false));
           children.push({ type: "text", silent: true, x: at(Number.isFinite(api.value(3)) ? api.value(3) : api.value(0))[0] + 6, y: middle[1], style: { text: run, fill: look.soft, font: `10.5px ${look.font}`, verticalAlign: "middle" } });
           return { type: "group", children };
         },
