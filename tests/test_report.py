@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gemmscope.errors import UserError
 from gemmscope.model.spec import RunSpec
@@ -282,3 +284,40 @@ def test_the_library_is_what_it_says() -> None:
     assert hashlib.sha256(text.encode()).hexdigest() == "b66b25aeb4df84e33199dc21694014d336d222cbd9deb0e5a7c14bd6aa0d0fd0"
     assert "</script" not in text.lower()
     assert "Apache License" in asset("echarts.LICENSE")
+
+
+STRANGE = st.one_of(st.none(), st.integers(), st.floats(), st.text(max_size=8), st.just([]), st.just({}), st.booleans())
+
+
+def _leaves(value: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The ways to some of the places of a file: of long lists the first ones."""
+    if isinstance(value, dict):
+        return [way, *(leaf for key, each in value.items() for leaf in _leaves(each, (*way, key)))]
+    if isinstance(value, list):
+        return [way, *(leaf for index, each in enumerate(value[:3]) for leaf in _leaves(each, (*way, index)))]
+    return [way]
+
+
+@pytest.mark.parametrize("name", ["fallback", "step", "forecast", "explain"])
+def test_nonsense_is_a_message_or_a_page(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Whatever stands at some place of a file: a page is made of it, or it is refused, and nothing else."""
+    original = json.dumps(MAKERS[name]())
+    ways = [way for way in _leaves(json.loads(original)) if way]
+    folder = tmp_path_factory.mktemp("nonsense")
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.sampled_from(ways), STRANGE)
+    def hold(way: tuple[Any, ...], strange: Any) -> None:
+        file = json.loads(original)
+        place = file
+        for key in way[:-1]:
+            place = place[key]
+        place[way[-1]] = strange
+        try:
+            report = report_of([put(folder, "run.json", file)])
+        except UserError:
+            return
+        page(report)
+        markdown(report)
+
+    hold()

@@ -18,7 +18,7 @@ def bars_chart(found: Bars, top_ms: float) -> dict[str, Any]:
     return {
         "type": "bars",
         "unit": found.unit,
-        "top": top_ms,
+        "top": _number(top_ms),
         "bars": [
             {
                 "label": bar.label,

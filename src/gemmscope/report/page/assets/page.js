@@ -117,7 +117,7 @@
       ...base(look, plot),
       grid: { left: 44, right: 4, top: 24, bottom: 28 },
       xAxis: { type: "category", data: spec.bars.map((bar) => bar.label), ...axis(look), axisLabel: { color: look.ink, fontSize: small ? 11 : 12, interval: 0 } },
-      yAxis: { type: "value", ...rounded(spec.top * 1.17), name: spec.unit, nameLocation: "end", nameGap: 10, ...axis(look), nameTextStyle: { color: look.soft, fontSize: 11.5, align: "left", padding: [0, 0, 0, -40] } },
+      yAxis: { type: "value", ...rounded((spec.top || 1) * 1.17), name: spec.unit, nameLocation: "end", nameGap: 10, ...axis(look), nameTextStyle: { color: look.soft, fontSize: 11.5, align: "left", padding: [0, 0, 0, -40] } },
       series,
     };
   }
