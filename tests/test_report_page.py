@@ -16,10 +16,7 @@ from gemmscope.report.page.html import page
 from gemmscope.report.page.kinds import report_of
 from run_files import explanation, forecast, put, recorded_bench, recorded_step, squares, sweep
 
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed"),
-    pytest.mark.xdist_group("browser"),  # one is enough
-]
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 EVIL = "</script><script>window.broken = true</script><img src=x onerror='window.broken = true'>"
 WIDTHS = (390, 1400)
 

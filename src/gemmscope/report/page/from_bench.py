@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.report.page.doubts import findings
 from gemmscope.report.page.facts import batch_facts, command_facts, machine_facts, subject
-from gemmscope.report.page.parts import Cell, Estimate, Facts, Finding, Recommendation, RunPart, Table
+from gemmscope.report.page.parts import Cell, Estimate, Facts, Finding, Recommendation, RunPart, Table, noted
 from gemmscope.report.page.rows import Rows, bars, curves, gains, modes_table, ops_table
 from gemmscope.report.units import percent, si
 from gemmscope.step.emit import ready_to_paste
@@ -36,7 +36,7 @@ def from_bench(file: BenchFile, name: str) -> RunPart:
         findings=(
             *(Finding("warning", words) for words in file.warnings),
             *findings(found),
-            *(Finding("note", words) for words in file.notes),
+            *map(noted, file.notes),
         ),
         method=_method(file, file.settings),
         environment=machine_facts(file.environment, file.device, file.versions),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gemmscope.report.page.facts import command_facts
-from gemmscope.report.page.parts import REST, Bar, Bars, Cell, Finding, RunPart, Segment, Subject, Table
+from gemmscope.report.page.parts import REST, Bar, Bars, Cell, Finding, RunPart, Segment, Subject, Table, noted
 from gemmscope.report.plot import COLOURS
 from gemmscope.report.units import percent
 from gemmscope.store.explainfile import CauseRecord, CensusRecord, ExplainFile, PairRecord
@@ -25,7 +25,7 @@ def from_explain(file: ExplainFile, name: str) -> RunPart:
         findings=(
             *(Finding("warning", _cause_words(cause)) for cause in file.causes),
             *(Finding("note", words) for pair in file.held for words in pair.words),
-            *(Finding("note", words) for words in file.notes),
+            *map(noted, file.notes),
         ),
         method=(
             ("trace", file.trace),

@@ -7,7 +7,7 @@ from gemmscope.report.page.doubts import findings
 from gemmscope.report.page.facts import batch_facts, command_facts, subject
 from gemmscope.report.page.from_bench import answer_of, memory_table
 from gemmscope.report.page.from_step import step_bars, waterfall
-from gemmscope.report.page.parts import Cell, Curve, Estimate, Finding, Gain, Point, RunPart, Subject, Table
+from gemmscope.report.page.parts import Cell, Curve, Estimate, Finding, Gain, Point, RunPart, Subject, Table, noted
 from gemmscope.report.page.rows import Rows, bars, curves, gains, modes_table, ops_table
 from gemmscope.store.forecastfile import ForecastFile, GpuForecastRecord, PointRecord, StepForecastRecord, SweepRecord
 
@@ -46,7 +46,7 @@ def _part(file: ForecastFile, gpu: GpuForecastRecord, name: str) -> RunPart:
             Finding("warning", NOT_MEASURED),
             *(Finding("warning", f"not possible: {recipe}: {why}") for recipe, why in gpu.not_possible.items()),
             *findings(found),
-            *(Finding("note", words) for words in file.notes),
+            *map(noted, file.notes),
         ),
         method=(
             *batch_facts(file.model, file.run),
@@ -119,7 +119,7 @@ def _sweep(file: ForecastFile, sweep: SweepRecord, name: str) -> RunPart:
         because=(f"{len(certain)} of {len(sweep.points)} points have a precision that is faster beyond its error bar.",),
         curves=_sweep_curve(sweep, swept),
         ops=(_sweep_table(sweep),),
-        findings=(Finding("warning", NOT_MEASURED), *(Finding("note", words) for words in file.notes)),
+        findings=(Finding("warning", NOT_MEASURED), *map(noted, file.notes)),
         method=(
             ("state", file.state),
             ("fitted on", file.coefficients),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gemmscope.report.page.facts import batch_facts, command_facts, subject
-from gemmscope.report.page.parts import Cell, Finding, RunPart, Table
+from gemmscope.report.page.parts import Cell, Finding, RunPart, Table, noted
 from gemmscope.report.units import parameters, percent, si
 from gemmscope.store.runfile import ShapesFile
 
@@ -37,7 +37,7 @@ def from_shapes(file: ShapesFile, name: str) -> RunPart:
             f"{parameters(totals.parameters)} parameters, {parameters(totals.parameters_of_rank)} on this rank.",
         ),
         ops=(Table("GEMMs of one micro-batch on one rank", COLUMNS, rows),),
-        findings=(*check, *(Finding("note", words) for words in file.notes)),
+        findings=(*check, *map(noted, file.notes)),
         method=(
             *batch_facts(file.model, file.run),
             ("derived by", file.derived_by),

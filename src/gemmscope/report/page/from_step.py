@@ -26,6 +26,7 @@ from gemmscope.report.page.parts import (
     Shade,
     Table,
     Waterfall,
+    noted,
 )
 from gemmscope.report.page.rows import clocks, samples, short
 from gemmscope.report.units import percent, si
@@ -290,7 +291,7 @@ def _findings(file: StepFile) -> list[Finding]:
         made += [Finding("note", break_even_words(batches, name)) for name in batches[-1].speedups]
     states = [state for variant in file.variants for state in variant.states if state.get("sm_mhz")]
     made += [Finding("note", state_words(states))] if states else []
-    return [*made, *(Finding("note", words) for words in file.notes)]
+    return [*made, *map(noted, file.notes)]
 
 
 def _interval(found: IntervalRecord) -> Interval:

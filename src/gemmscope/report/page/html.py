@@ -13,7 +13,7 @@ from typing import Any
 from gemmscope import __version__
 from gemmscope.report.page import charts
 from gemmscope.report.page.markup import Markup, joined, script_json, slug, tag
-from gemmscope.report.page.parts import REST, Bars, Facts, Finding, Report, RunPart, Table, legend
+from gemmscope.report.page.parts import REST, Bars, Facts, Finding, Report, RunPart, Table, how, legend
 
 SPEEDUP = re.compile(r"(\d+\.\d+x)( \[[^\]]*\])")
 Section = tuple[str, list[Markup]]
@@ -47,7 +47,7 @@ class Page:
             ("Row by row", [self._sortable(table, run) for run in self.report.runs for table in run.ops]),
             ("Beside the time", [self._sortable(table, run) for run in self.report.runs for table in run.tables]),
             ("Evidence and warnings", self._findings()),
-            ("How it was measured", _facts(self.report, lambda run: run.method)),
+            (how(self.report), _facts(self.report, lambda run: run.method)),
             ("Environment", _facts(self.report, lambda run: run.environment)),
         ]
         shown = [(title, parts) for title, parts in sections if parts]
@@ -287,12 +287,17 @@ def _facts(report: Report, of: Callable[[RunPart], Facts]) -> list[Markup]:
                 "tr",
                 tag("th", name, scope="row"),
                 *(tag("td", value) for value in row),
-                class_="differs" if len(set(row)) > 1 else None,
+                class_="differs" if _differ(row) else None,
             )
         )
     heads = tag("tr", tag("th", "", scope="col"), *(tag("th", report.label(run), scope="col") for run in runs))
     table = tag("table", tag("thead", heads), tag("tbody", *rows), class_="facts")
     return [tag("div", table, class_="scroll", tabindex="0", role="region", aria_label="side by side")]
+
+
+def _differ(values: Sequence[str]) -> bool:
+    """Whether runs that both have it have it differently; what was typed always differs."""
+    return len({value for value in values if value != "-" and not value.startswith("gemmscope ")}) > 1
 
 
 def _by_name(facts: Facts) -> dict[str, str]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 
 from gemmscope.report.page.charts import bars_table, curve_table, gains_table, waterfall_table
-from gemmscope.report.page.parts import Facts, Finding, Report, RunPart, Table
+from gemmscope.report.page.parts import Facts, Finding, Report, RunPart, Table, how
 
 SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\`*_<>|#"})
 
@@ -33,7 +33,7 @@ def _blocks(report: Report) -> Iterator[str]:
     for title, of in SECTIONS.items():
         found = [(run, block) for run in report.runs for block in of(run)]
         if found:
-            yield f"## {title}"
+            yield f"## {how(report) if title == HOW else title}"
         for run, block in found:
             yield f"*{_plain(report.label(run))}*\n\n{block}" if several else block
 
@@ -50,6 +50,7 @@ def _recommendation(run: RunPart) -> list[str]:
     return [_plain(run.recommendation.words), *texts]
 
 
+HOW = "How it was measured"
 SECTIONS: dict[str, Callable[[RunPart], list[str]]] = {
     "Where the time goes": _bars,
     "From products to the step": lambda run: [_titled(waterfall_table(each)) for each in run.waterfalls],
@@ -58,7 +59,7 @@ SECTIONS: dict[str, Callable[[RunPart], list[str]]] = {
     "Row by row": lambda run: [_titled(table) for table in run.ops],
     "Beside the time": lambda run: [_titled(table) for table in run.tables],
     "Evidence and warnings": lambda run: [_findings(run.findings)] if run.findings else [],
-    "How it was measured": lambda run: [_facts(run.method)] if run.method else [],
+    HOW: lambda run: [_facts(run.method)] if run.method else [],
     "Environment": lambda run: [_facts(run.environment)] if run.environment else [],
 }
 

@@ -169,6 +169,15 @@ class Finding:
     words: str
 
 
+LOUD = ("emulated:", "unproven:", "not measured:", "not possible:", "warning:", "HOST-BOUND")
+
+
+def noted(words: str) -> Finding:
+    """A sentence of a run file, as loud as it begins."""
+    level: Level = "alarm" if words.startswith("FALLBACK") else "warning" if words.startswith(LOUD) else "note"
+    return Finding(level, words)
+
+
 @dataclass(frozen=True)
 class Recommendation:
     """What to use, and the text to paste: framework → text."""
@@ -246,3 +255,11 @@ def legend(bars: Sequence[Bars]) -> dict[str, int]:
             if segment.shade != "hatched":
                 found.setdefault(segment.name, segment.colour)
     return found
+
+
+def how(report: Report) -> str:
+    """The title of what was done: a forecast is no measurement."""
+    forecasts = [run.forecast for run in report.runs]
+    if all(forecasts):
+        return "How it was forecast"
+    return "How it was measured and forecast" if any(forecasts) else "How it was measured"
