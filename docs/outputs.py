@@ -1,30 +1,64 @@
-"""Fills the output blocks of the documentation with what commands print now: `make pictures`.
+"""Writes the output blocks of the documentation anew: `make pictures`. A test fails when one is stale.
 
-A block is ``<!-- output: COMMAND -->``, optionally ``<!-- from: WORDS -->`` (the part that begins with the line that holds them,
-up to the next blank line), the fenced output, and ``<!-- /output -->``. A test fails when a block is not what the command prints.
+A block behind a line `<!-- output: NAME -->` is made from recorded data. A block between `<!-- prints: COMMAND -->` and
+`<!-- /prints -->` is what the command prints now; `<!-- from: WORDS -->` below the first mark shows only the table whose title
+holds these words.
 """
 
 from __future__ import annotations
 
+import io
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
-BLOCK = re.compile(r"<!-- output: (?P<command>.*?) -->\n(?:<!-- from: (?P<words>.*?) -->\n)?.*?<!-- /output -->", flags=re.DOTALL)
+from rich.console import Console
+
+from gemmscope.report import formats
+from gemmscope.report.step import sentences, tables
+from gemmscope.step.recommend import Plan, recommend
+
+DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS.parent / "tests"))
+from recorded_steps import RECIPES, answered  # noqa: E402
 
 
-def filled(text: str) -> str:
-    """The text with every block as it should be."""
-    return BLOCK.sub(_block, text)
+def step() -> str:
+    """The recorded Llama step: the step's table, the first waterfall, and what is said of it."""
+    results, found = answered("llama8b")
+    recommended = recommend(results, [Plan(name) for name in RECIPES])
+    out = io.StringIO()
+    console = Console(file=out, width=200, highlight=False, soft_wrap=True)
+    formats.print_tables(tables(found)[:2], [], [*sentences(found), f"recommended: {recommended.words}"], console)
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
 
 
-def _block(found: re.Match[str]) -> str:
+BLOCKS = {"step": step}
+
+
+def renewed(page: str) -> str:
+    """A page with its blocks as they are now."""
+    for name, make in BLOCKS.items():
+        pattern = rf"(<!-- output: {name} -->\n```\n).*?(\n```)"
+        found = re.search(pattern, page, flags=re.DOTALL)
+        if found is not None:
+            page = page[: found.start()] + found[1] + make() + found[2] + page[found.end() :]
+    return PRINTS.sub(_printed_block, page)
+
+
+PRINTS = re.compile(
+    r"<!-- prints: (?P<command>.*?) -->\n(?:<!-- from: (?P<words>.*?) -->\n)?.*?<!-- /prints -->", flags=re.DOTALL
+)
+
+
+def _printed_block(found: re.Match[str]) -> str:
     command, words = found["command"], found["words"]
-    shown = _part(_printed(command), words) if words else _printed(command)
-    marks = f"<!-- output: {command} -->\n" + (f"<!-- from: {words} -->\n" if words else "")
-    return f"{marks}```\n$ {command}\n{shown}\n```\n<!-- /output -->"
+    shown = _table(_printed(command), words) if words else _printed(command)
+    marks = f"<!-- prints: {command} -->\n" + (f"<!-- from: {words} -->\n" if words else "")
+    return f"{marks}```\n$ {command}\n{shown}\n```\n<!-- /prints -->"
 
 
 def _printed(command: str) -> str:
@@ -33,7 +67,7 @@ def _printed(command: str) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _part(printed: str, words: str) -> str:
+def _table(printed: str, words: str) -> str:
     """From the line that holds the words: a title, the blank line of its table, and the table."""
     lines = printed.splitlines()
     first = next(index for index, line in enumerate(lines) if words in line)
@@ -41,9 +75,11 @@ def _part(printed: str, words: str) -> str:
     return "\n".join(["…", *lines[first:last]])
 
 
+def main() -> None:
+    """All pages."""
+    for path in sorted(DOCS.glob("*.md")):
+        path.write_text(renewed(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    for page in sorted(Path(__file__).parent.glob("*.md")):
-        before = page.read_text(encoding="utf-8")
-        after = filled(before)
-        if after != before:
-            page.write_text(after, encoding="utf-8")
+    main()

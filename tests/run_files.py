@@ -28,7 +28,7 @@ from gemmscope.store.stepfile import step_file
 from gemmscope.workload.derive import derive
 from gemmscope.workload.summary import totals
 from machines import machine
-from test_recorded_steps import MODELS, answered, replayed
+from recorded_steps import MODELS, answered, replayed
 
 DATA = Path(__file__).parent / "data"
 

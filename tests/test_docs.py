@@ -82,3 +82,23 @@ def test_forecasts_accuracy_is_current() -> None:
         sys.path.pop(0)
     page = (ROOT / "docs" / "accuracy.md").read_text()
     assert "".join(steps()) in page, "run: python benchmarks/forecast_accuracy.py"
+
+
+def test_output_blocks_are_current() -> None:
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        from outputs import renewed
+    finally:
+        sys.path.pop(0)
+    for path in (ROOT / "docs").glob("*.md"):
+        assert renewed(path.read_text()) == path.read_text(), f"{path.name} is stale: make pictures"
+
+
+def test_python_examples_run() -> None:
+    """Those of the API's page, what needs a GPU left out."""
+    text = (ROOT / "docs" / "api.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines() if "needs a GPU" not in line]
+    child = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr
+    assert "b300 NVFP4" in child.stdout

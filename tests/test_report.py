@@ -19,9 +19,9 @@ from gemmscope.model.spec import RunSpec
 from gemmscope.report.page.html import asset, page
 from gemmscope.report.page.kinds import KINDS, report_of
 from gemmscope.report.page.markdown import markdown
+from recorded_steps import LLAMA
 from run_files import derived, explanation, forecast, put, recorded_bench, recorded_step, squares, sweep
 from test_cli import Run, run
-from test_recorded_steps import LLAMA
 
 __all__ = ["run"]  # the fixture
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shlex
@@ -51,18 +50,6 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 def test_every_page_is_in_the_navigation() -> None:
     listed = re.findall(r"[\w/.-]+\.md", str(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
     assert {str(path.relative_to(DOCS)) for path in PAGES} == set(listed)
-
-
-def test_output_blocks_are_what_commands_print() -> None:
-    spec = importlib.util.spec_from_file_location("outputs", DOCS / "outputs.py")
-    assert spec is not None
-    assert spec.loader is not None
-    outputs = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(outputs)
-    found = [path for path in PAGES if "<!-- output:" in path.read_text()]
-    assert found
-    for path in found:
-        assert outputs.filled(path.read_text()) == path.read_text(), f"{path.name} is stale, run: make pictures"
 
 
 def test_measured_numbers_of_the_tutorial_are_those_measured() -> None:

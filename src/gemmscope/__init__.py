@@ -2,6 +2,8 @@
 
 __version__ = "0.1.0"
 
+from gemmscope.api import Job, Model, Result, load
+from gemmscope.errors import UserError
 from gemmscope.explain.record import trace_me
 
-__all__ = ["__version__", "trace_me"]
+__all__ = ["Job", "Model", "Result", "UserError", "__version__", "load", "trace_me"]

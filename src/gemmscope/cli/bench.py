@@ -20,6 +20,7 @@ from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import RunSpec
 
 if TYPE_CHECKING:
+    from gemmscope.gpu.environment import Environment
     from gemmscope.measure.campaign import Campaign, Counts
     from gemmscope.measure.link import Link
     from gemmscope.measure.results import Results
@@ -89,10 +90,9 @@ def command(
                 say(f"note: --profile times nothing, so {', '.join(outputs.named())} gets nothing to write")
             _run_for_nsight(campaign)
             return
-        ended, interrupted = measure(campaign, resume=timing.resume)
-    measured = Measured(target, choice, campaign, journal, machine, ended, named=choices.recipes is not None)
+        measured = measured_of(target, choice, campaign, journal, machine, resume=timing.resume, named=bool(choices.recipes))
     measured.deliver(outputs)
-    if interrupted:
+    if measured.interrupted:
         raise typer.Exit(130)
     if not measured.findings.cells():
         raise typer.Exit(1)
@@ -120,6 +120,21 @@ def campaign_of(
         started=started,
     )
     return campaign, journal
+
+
+def measured_of(
+    target: Target,
+    choice: Choice,
+    campaign: Campaign,
+    journal: Journal,
+    machine: Environment,
+    *,
+    resume: bool = False,
+    named: bool = False,
+) -> Measured:
+    """Run the campaign."""
+    ended, interrupted = measure(campaign, resume=resume)
+    return Measured(target, choice, campaign, journal, machine, ended, named, interrupted)
 
 
 def bare_target(model: ModelOptions, run: RunOptions, shapes: str | None, *, on_cpu: bool) -> Target | None:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from gemmscope.measure.campaign import Campaign
     from gemmscope.measure.findings import Findings, Layer
     from gemmscope.measure.task import Case
+    from gemmscope.report.shapes import Table
+    from gemmscope.store.benchfile import BenchFile
     from gemmscope.store.journal import Journal
 
 
@@ -52,6 +54,7 @@ class Measured:
     machine: Environment
     ended: str
     named: bool
+    interrupted: bool = False
 
     @cached_property
     def findings(self) -> Findings:
@@ -68,16 +71,20 @@ class Measured:
         """Whether anything ran in another precision than asked for."""
         return any(self.findings.falls_back(name, mode) for mode in self.choice.modes for name in self.findings.columns(mode))
 
+    def tables(self) -> list[Table]:
+        """All of them; none if nothing was measured."""
+        from gemmscope.report.bench import tables
+
+        return tables(self.findings) if self.findings.cells() else []
+
     def deliver(self, outputs: OutputOptions) -> None:
         """Write what was asked for and print the tables; a file that fails costs neither the others nor the tables."""
         from gemmscope.report import formats
-        from gemmscope.report.bench import tables
         from gemmscope.report.bench_csv import bench_csv
 
-        made = tables(self.findings) if self.findings.cells() else []
-        above, below = self.above(), self.below()
+        made, above, below = self.tables(), self.above(), self.below()
         texts: list[tuple[str | None, Callable[[], str]]] = [
-            (outputs.json, self.run_file),
+            (outputs.json, lambda: self.file().to_json()),
             (outputs.csv, lambda: bench_csv(self.findings)),
             (outputs.markdown, lambda: formats.markdown(made, above, below)),
         ]
@@ -96,17 +103,21 @@ class Measured:
 
     def _why_not_drawn(self, path: str) -> str:
         """Draw the picture; empty if that went well."""
-        from gemmscope.report.plot import save_plot
-
         try:
-            save_plot(self.findings, self.above()[0], path)
+            self.draw(path)
         except UserError as error:
             return error.message
         say(f"wrote {path}")
         return ""
 
-    def run_file(self) -> str:
-        """Everything, as JSON."""
+    def draw(self, path: str) -> None:
+        """The stacked bars, or those of bare products."""
+        from gemmscope.report.plot import save_plot
+
+        save_plot(self.findings, self.above()[0], path)
+
+    def file(self) -> BenchFile:
+        """The run file."""
         from gemmscope.store.benchfile import bench_file
         from gemmscope.store.runfile import model_record, run_record
 
@@ -122,7 +133,7 @@ class Measured:
             findings=self.findings,
             ended=self.ended,
             notes=self.target.notes + list(self.choice.notes),
-        ).to_json()
+        )
 
     def above(self) -> list[str]:
         """What was measured, on what, with what, and for how long."""

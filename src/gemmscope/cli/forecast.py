@@ -15,8 +15,14 @@ from gemmscope.cli.output import check_targets, write
 from gemmscope.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from gemmscope.cli.forecast_output import Forecast
     from gemmscope.forecast.findings import ForecastFindings
+    from gemmscope.forecast.gemm import State
     from gemmscope.forecast.sweep import Configuration, Point
+    from gemmscope.gpu.specs import GpuSpec
+    from gemmscope.measure.task import Mode
     from gemmscope.model.spec import ModelSpec, RunSpec
     from gemmscope.step.answer import StepAnswer
 
@@ -68,7 +74,22 @@ def command(
     if not named and shapes is None:
         model_options.source()  # says how a model is named
     target = bare_target(model_options, run_options, shapes, on_cpu=False) or _model(model_options, run_options)
+    found = forecast_of(target, chips, recipes, modes, state=state, dp=dp, notes=notes, cache_weights=options.cache_weights)
+    found.deliver(outputs)
 
+
+def forecast_of(
+    target: Target,
+    chips: Sequence[GpuSpec],
+    recipes: Mapping[str, list[str]],
+    modes: list[Mode],
+    *,
+    state: State = "sustained",
+    dp: int = 1,
+    notes: Sequence[str] = (),
+    cache_weights: bool = False,
+) -> Forecast:
+    """A model's linears and its step, or bare products, on each chip."""
     from gemmscope.cli.forecast_output import Forecast
     from gemmscope.forecast.calibration import load, place
     from gemmscope.forecast.findings import ForecastFindings
@@ -77,21 +98,21 @@ def command(
 
     reports: list[ForecastFindings] = []
     answers: dict[str, StepAnswer] = {}
-    subject = target.subject
+    subject, said = target.subject, list(notes)
     for chip in chips:
         calibration = load(chip.name)
         measured = calibration.adjustment() if calibration is not None else None
         if calibration is not None and state == "sustained":
-            notes.append(f"{chip.name}: calibrated on {calibration.device} by gemmscope calibrate ({place(chip.name)})")
-        forecaster = Forecaster(chip, state, cache_weights=options.cache_weights, measured=measured)
+            said.append(f"{chip.name}: calibrated on {calibration.device} by gemmscope calibrate ({place(chip.name)})")
+        forecaster = Forecaster(chip, state, cache_weights=cache_weights, measured=measured)
         reports.append(ForecastFindings(forecaster, target.cases, recipes[chip.name], modes, target.layer))
         if subject is not None and subject.source.model is not None:
             model, run, workload = subject.source.model, subject.run, subject.workload
             step = StepForecast(Forecaster(chip, state, measured=measured), model, run, workload, dp)
             answers[chip.name] = step_answer(step, recipes[chip.name], model, run, workload)
     if subject is not None and subject.source.model is None:
-        notes.append("a traced model's linears are forecast, not its step")
-    Forecast(target, reports, answers, state, dp, [*target.notes, *notes]).deliver(outputs)
+        said.append("a traced model's linears are forecast, not its step")
+    return Forecast(target, reports, answers, state, dp, [*target.notes, *said])
 
 
 def _model(model_options: ModelOptions, run_options: RunOptions) -> Target:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gemmscope.forecast.sweep import Point
     from gemmscope.report.shapes import Table
     from gemmscope.step.answer import StepAnswer
+    from gemmscope.store.forecastfile import ForecastFile
 
 SWEEP_COLUMNS = ("speedup", "speedup_low", "speedup_high", "baseline_step_ms", "best", "verdict")
 STATES = {
@@ -64,14 +65,19 @@ class Forecast:
     dp: int
     notes: Sequence[str]
 
-    def deliver(self, outputs: FileOptions) -> None:
-        """Files and tables."""
+    def tables(self) -> list[Table]:
+        """All GPUs side by side, then each."""
         from gemmscope.report.forecast import gpu_tables, side_by_side
 
         tables = [] if self.reports[0].bare else [side_by_side(self.reports, self.answers)]
         for report in self.reports:
             tables += gpu_tables(report, self.answers.get(report.chip.name))
-        _deliver(outputs, {"--json": self._json, "--csv": self._csv}, self._draw, (tables, self.above(), self.below()))
+        return tables
+
+    def deliver(self, outputs: FileOptions) -> None:
+        """Files and tables."""
+        texts: dict[str, Callable[[], str]] = {"--json": lambda: self.file().to_json(), "--csv": self._csv}
+        _deliver(outputs, texts, self.draw, (self.tables(), self.above(), self.below()))
 
     def title(self) -> str:
         chips = ", ".join(report.chip.title for report in self.reports)
@@ -97,13 +103,15 @@ class Forecast:
             lines.append(f"{report.chip.name}: {'; '.join(basis_of(report))}")
         return [*lines, *(note if note.startswith(("emulated: ", "left out: ")) else f"note: {note}" for note in self.notes)]
 
-    def _draw(self, path: str) -> None:
+    def draw(self, path: str) -> None:
+        """The stacked bars of every GPU."""
         from gemmscope.report.plot import save_plots
 
         headings = [f"FORECAST: {self.target.name} on {report.chip.title}, {self.state}" for report in self.reports]
         save_plots(list(zip(headings, self.reports, strict=True)), "", path)
 
-    def _json(self) -> str:
+    def file(self) -> ForecastFile:
+        """The run file."""
         from gemmscope.store.forecastfile import ForecastFile, coefficients_source, gpu_record
         from gemmscope.store.runfile import model_record, run_record
 
@@ -120,7 +128,7 @@ class Forecast:
             gpus=[gpu_record(report, self.answers.get(report.chip.name)) for report in self.reports],
             sweeps=[],
             notes=list(self.notes),
-        ).to_json()
+        )
 
     def _csv(self) -> str:
         """The lines of bench with the GPU before each; then the step's, whole and by part."""

@@ -16,6 +16,8 @@ from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import RunSpec
 
 if TYPE_CHECKING:  # what a command needs is imported when it runs, so that --help answers at once
+    from gemmscope.report.shapes import Table
+    from gemmscope.store.runfile import ShapesFile
     from gemmscope.workload.check import Difference
     from gemmscope.workload.summary import Totals
     from gemmscope.workload.trace import Trace
@@ -62,7 +64,7 @@ def command(
         raise UserError(f"two outputs to one place: {', '.join(named)}", "give --json, --csv and --markdown each its own")
     source = model_options.source()
     run, overridden = run_options.run_spec(source)
-    answer = _answer(source, run, overridden, check=check)
+    answer = answer_of(source, run, overridden, check=check)
     _deliver(answer, json=json, csv=csv, markdown=markdown)
     if answer.found:
         raise typer.Exit(1)
@@ -78,8 +80,42 @@ class Answer:
     trace: Trace | None = None
     found: tuple[Difference, ...] | None = None
 
+    def tables(self) -> list[Table]:
+        """The products, and what else is computed."""
+        from gemmscope.report import shapes
 
-def _answer(source: ModelSource, run: RunSpec, notes: list[str], *, check: bool) -> Answer:
+        return [shapes.gemm_table(self.subject.workload, self.totals), shapes.other_table(self.subject.workload)]
+
+    def above(self) -> list[str]:
+        """What it is."""
+        from gemmscope.report import shapes
+
+        return shapes.headline(self.subject.name, self.subject.source.model, self.subject.run, self.subject.workload)
+
+    def below(self) -> list[str]:
+        """What it adds up to."""
+        from gemmscope.report import shapes
+
+        return [*shapes.closing(self.totals), *(f"note: {note}" for note in self.notes), *_verdict(self)]
+
+    def file(self) -> ShapesFile:
+        """The run file."""
+        from gemmscope.store.runfile import shapes_file
+
+        return shapes_file(
+            command=[argument.encode("utf-8", "replace").decode() for argument in sys.argv[1:]],
+            origin=self.subject.source.origin,
+            model=self.subject.source.model,
+            run=self.subject.run,
+            workload=self.subject.workload,
+            totals=self.totals,
+            notes=self.notes,
+            trace=self.trace,
+            found=self.found,
+        )
+
+
+def answer_of(source: ModelSource, run: RunSpec, notes: list[str], *, check: bool) -> Answer:
     """What the model runs, what that adds up to and, if asked for, whether the live model agrees."""
     from gemmscope.workload.summary import totals
 
@@ -113,36 +149,17 @@ def _checked(answer: Answer) -> Answer:
 
 def _deliver(answer: Answer, *, json: str | None, csv: str | None, markdown: str | None) -> None:
     """Files first; the tables on standard output unless something else was sent there."""
-    from gemmscope.report import formats, shapes
+    from gemmscope.report import formats
 
-    subject, workload = answer.subject, answer.subject.workload
-    above = shapes.headline(subject.name, subject.source.model, subject.run, workload)
-    tables = [shapes.gemm_table(workload, answer.totals), shapes.other_table(workload)]
-    below = [*shapes.closing(answer.totals), *(f"note: {note}" for note in answer.notes), *_verdict(answer)]
+    tables, above, below = answer.tables(), answer.above(), answer.below()
     if json is not None:
-        write(json, _run_file(answer))
+        write(json, answer.file().to_json())
     if csv is not None:
-        write(csv, formats.gemms_csv(workload))
+        write(csv, formats.gemms_csv(answer.subject.workload))
     if markdown is not None:
         write(markdown, formats.markdown(tables, above, below))
     if "-" not in (json, csv, markdown):
         formats.print_tables(tables, above, below)
-
-
-def _run_file(answer: Answer) -> str:
-    from gemmscope.store.runfile import shapes_file
-
-    return shapes_file(
-        command=[argument.encode("utf-8", "replace").decode() for argument in sys.argv[1:]],
-        origin=answer.subject.source.origin,
-        model=answer.subject.source.model,
-        run=answer.subject.run,
-        workload=answer.subject.workload,
-        totals=answer.totals,
-        notes=answer.notes,
-        trace=answer.trace,
-        found=answer.found,
-    ).to_json()
 
 
 def _verdict(answer: Answer) -> list[str]:

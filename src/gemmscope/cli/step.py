@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
@@ -11,21 +11,21 @@ import typer
 from gemmscope.cli.bench_options import ChoiceOptions
 from gemmscope.cli.choose import choose
 from gemmscope.cli.options import ModelOptions, RunOptions, number, size, takes
-from gemmscope.cli.output import check_targets, say, write
+from gemmscope.cli.output import check_targets, say
 from gemmscope.cli.progress import Progress
+from gemmscope.cli.step_output import Stepped
 from gemmscope.cli.workload import Subject, subject_of
 from gemmscope.errors import UserError
 from gemmscope.recipe.recipes import BASELINE
 
 if TYPE_CHECKING:
-    from gemmscope.gpu.environment import Environment
     from gemmscope.model.source import ModelSource
     from gemmscope.model.spec import RunSpec
     from gemmscope.step.answer import StepAnswer
     from gemmscope.step.breakeven import AtBatch
-    from gemmscope.step.cost import Budget, Cost
+    from gemmscope.step.cost import Budget
     from gemmscope.step.plan import StackPlan
-    from gemmscope.step.predict import StepRun, StepSettings
+    from gemmscope.step.predict import StepRun
     from gemmscope.step.recommend import Plan, Recommendation
 
 EXAMPLES = """\b
@@ -101,6 +101,17 @@ def command(model_options: ModelOptions, run_options: RunOptions, choices: Choic
     precisions in turn. A waterfall says what becomes of the products' speedup on its way to the step, and a recommendation
     which precision to use, and where not.
     """
+    options.check()
+    source = model_options.source()
+    run, overridden = run_options.run_spec(source)
+    outcome = run_steps(source, run, overridden, choices, options)
+    outcome.deliver(options.json, options.markdown)
+    if outcome.interrupted:
+        raise typer.Exit(130)
+
+
+def run_steps(source: ModelSource, run: RunSpec, overridden: list[str], choices: ChoiceOptions, options: StepOptions) -> Stepped:
+    """Run everything that was asked for."""
     from gemmscope.gpu.environment import environment
     from gemmscope.measure.sampler import StoppingRule
     from gemmscope.step.cost import cost
@@ -108,9 +119,6 @@ def command(model_options: ModelOptions, run_options: RunOptions, choices: Choic
     from gemmscope.step.predict import StepRun, StepSettings
     from gemmscope.store.journal import Journal, state_folder
 
-    options.check()
-    source = model_options.source()
-    run, overridden = run_options.run_spec(source)
     if options.hugging_face:
         choices = _for_hugging_face(source, run, choices, options)
     if source.model is None:
@@ -162,9 +170,9 @@ def command(model_options: ModelOptions, run_options: RunOptions, choices: Choic
     costs = {each.recipe: cost(each.step, run, budget) for each in found.recipes} if budget is not None else {}
     runs = [made for made in (predicted, truth, mixed) if made is not None]
     said = [*subject.notes, *notes, *(note for made in runs for note in made.notes)]
-    _deliver(options, subject, machine, settings, runs, found, costs, recommended, batches, said)
-    if interrupted:
-        raise typer.Exit(130)
+    return Stepped(
+        subject, machine, settings, runs, found, costs, recommended, batches, said, options.observed_speedup, bool(interrupted)
+    )
 
 
 def _answer(predicted: StepRun, truth: StepRun | None, subject: Subject) -> StepAnswer:
@@ -225,66 +233,3 @@ def _for_hugging_face(source: ModelSource, run: RunSpec, choices: ChoiceOptions,
     if choices.backend not in (None, "torchao", "cpu"):
         raise UserError(f"--hugging-face runs with torchao, not with {choices.backend}", "leave out --backend")
     return choices if choices.backend or choices.device == "cpu" else replace(choices, backend="torchao")
-
-
-def _purpose(run: StepRun) -> str:
-    return "verifying" if run.real else "trying mixed plans" if run.mixed else "predicting"
-
-
-def _deliver(
-    options: StepOptions,
-    subject: Subject,
-    machine: Environment,
-    settings: StepSettings,
-    runs: list[StepRun],
-    found: StepAnswer,
-    costs: dict[str, Cost],
-    recommended: Recommendation | None,
-    batches: list[AtBatch],
-    notes: list[str],
-) -> None:
-    """Files first, then the tables."""
-    from gemmscope.report import formats
-    from gemmscope.report.step import break_even_table, cost_table, observed, sentences, tables
-    from gemmscope.step.breakeven import words as break_even_words
-    from gemmscope.step.emit import ready_to_paste
-
-    pasted = ready_to_paste(recommended.plan) if recommended is not None else {}
-    ended = runs[0].rule.why or "all that could be measured was"
-    made = [*tables(found), *([cost_table(costs)] if costs else []), *([break_even_table(batches)] if batches else [])]
-    above = [f"{subject.name} on {runs[0].results.hello.get('device', {}).get('name', 'this machine')}", ended]
-    below = [f"warning: {words}" for each in runs for words in each.results.warnings] + sentences(found)
-    if options.observed_speedup is not None:
-        below += observed(found, options.observed_speedup)
-    if batches:
-        below += [break_even_words(batches, name) for name in batches[-1].speedups]
-    if recommended is not None:
-        below.append(f"recommended: {recommended.words}")
-    below += [f"{framework}:\n{text}" for framework, text in pasted.items()]
-    below += [f"note: {note}" for note in notes]
-    if options.json is not None:
-        from gemmscope.store.runfile import model_record, run_record
-        from gemmscope.store.stepfile import step_file
-
-        file = step_file(
-            command=[argument.encode("utf-8", "replace").decode() for argument in sys.argv[1:]],
-            origin=subject.source.origin,
-            model=model_record(subject.source.model, subject.trace, subject.source.origin),
-            run=run_record(subject.run, subject.workload),
-            environment=asdict(machine),
-            settings=settings,
-            results=[each.results for each in runs],
-            found=found,
-            costs=costs,
-            recommended=recommended,
-            batches=batches,
-            pasted=pasted,
-            ended=ended,
-            seconds={_purpose(each): round(each.seconds, 1) for each in runs},
-            notes=notes,
-        )
-        write(options.json, file.to_json())
-    if options.markdown is not None:
-        write(options.markdown, formats.markdown(made, above, below))
-    if "-" not in (options.json, options.markdown):
-        formats.print_tables(made, above, below)

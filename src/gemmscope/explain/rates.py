@@ -10,6 +10,7 @@ from typing import Any
 
 from gemmscope.explain.account import Item
 from gemmscope.explain.place import LOW
+from gemmscope.gpu.specs import spec_of
 from gemmscope.toml import load_data
 
 LARGE_FLOPS = 5e10  # a product that fills the chip
@@ -37,7 +38,12 @@ def chip(name: str) -> Chip | None:
     >>> chip("NVIDIA H200").peak("BF16"), chip("NVIDIA Something")
     (989.0, None)
     """
-    for rule in load_data("gemmscope.explain", "chips.toml")["chip"]:
+    facts = load_data("gemmscope.explain", "chips.toml")
+    spec = spec_of(name)
+    if spec is not None:
+        peaks = {name: float(rate) for name, rate in spec.tflops.items()}
+        return Chip(peaks, spec.bandwidth_tbps * 1000, facts["usual"].get(spec.name, facts["usual"]["other"]))
+    for rule in facts["chip"]:
         if re.search(rule["found"], name):
             peaks = {key: float(rule[key]) for key in ("bf16", "fp8", "fp4") if key in rule}
             return Chip(peaks, float(rule["gb_per_s"]), float(rule["usual"]))

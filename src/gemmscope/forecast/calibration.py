@@ -19,7 +19,7 @@ from gemmscope.errors import UserError
 from gemmscope.forecast.findings import ForecastFindings
 from gemmscope.forecast.linears import Adjustment
 from gemmscope.forecast.training import product_format
-from gemmscope.gpu.specs import GpuSpec, gpus
+from gemmscope.gpu.specs import GpuSpec, gpus, spec_of
 from gemmscope.measure.findings import Findings
 from gemmscope.measure.task import Case
 from gemmscope.recipe.recipes import recipe
@@ -106,11 +106,10 @@ def known_gpu(device: str) -> GpuSpec:
     >>> known_gpu("NVIDIA H200 NVL").name, known_gpu("NVIDIA RTX PRO 6000 Blackwell Server Edition").name
     ('h200-nvl', 'rtx-pro-6000')
     """
-    words = f" {device.lower().replace('-', ' ')} "
-    found = [chip for name, chip in gpus().items() if f" {name.replace('-', ' ')} " in words]
-    if not found:
+    found = spec_of(device)
+    if found is None:
         raise UserError(f"{device} is in no table of GPUs: its forecast cannot be calibrated", f"known: {', '.join(gpus())}")
-    return max(found, key=lambda chip: len(chip.name))
+    return found
 
 
 def compare(measured: Findings, forecast: ForecastFindings) -> Calibration:

@@ -59,6 +59,11 @@ class Times:
     def high_ms(self) -> Array:
         return self.total_ms * np.exp(self.high)
 
+    def reaching(self, other: Times) -> Times:
+        """The same with an error bar that reaches the ends of another's."""
+        low = np.maximum(self.low, np.log(self.total_ms / other.low_ms))
+        return replace(self, low=low, high=np.maximum(self.high, np.log(other.high_ms / self.total_ms)))
+
 
 @dataclass(frozen=True)
 class Basis:
@@ -150,7 +155,16 @@ class GemmModel:
         basis = self.basis(chip, fmt, state, library)
         if library is None and not basis.direct and not in_training:  # whose product it will be is not known either
             basis = replace(basis, doubt=float(np.hypot(basis.doubt, _transfer()["doubt"]["other_library"])))
-        return self._time(basis, shapes, layout)
+        times = self._time(basis, shapes, layout)
+        if library is None and basis.direct and not in_training:
+            for series in self._others(basis.series):
+                times = times.reaching(self._time(replace(basis, series=series), shapes, layout))
+        return times
+
+    def _others(self, series: Series) -> list[Series]:
+        """The same thing as other libraries do it: where none is named, error bars reach theirs, too."""
+        own = (series.gpu, series.fmt, series.state)
+        return [each for each in self.coefficients.series if (each.gpu, each.fmt, each.state) == own and each is not series]
 
     def series_time(self, series: Series, shapes: Shapes) -> Times:
         """Products as this very series measured them."""

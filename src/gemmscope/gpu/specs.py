@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +17,7 @@ class GpuSpec:
     """One chip. Rates are dense TFLOP/s by format (bf16, fp8, fp4); bandwidth is TB/s; the rest is in the unit of its name."""
 
     name: str
+    device: str
     title: str
     capability: tuple[int, int]
     sms: int
@@ -62,6 +64,16 @@ def gpu(name: str) -> GpuSpec:
             f"there is no GPU {shown(name)} in the tables", f"known, nearest name first: {', '.join(by_likeness(wanted))}"
         )
     return gpus()[wanted]
+
+
+def spec_of(device: str) -> GpuSpec | None:
+    """The chip that the driver, or a trace, names so; None if it is in no table.
+
+    >>> [found.name for each in ("NVIDIA GB200", "NVIDIA H200 NVL", "NVIDIA H100 80GB HBM3") if (found := spec_of(each))]
+    ['gb200', 'h200-nvl', 'h100']
+    >>> spec_of("NVIDIA H100 PCIe")
+    """
+    return next((spec for spec in gpus().values() if re.search(spec.device, device)), None)
 
 
 def by_likeness(name: str) -> list[str]:

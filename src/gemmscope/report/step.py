@@ -13,7 +13,17 @@ from gemmscope.step.answer import RecipeAnswer, StepAnswer
 from gemmscope.step.breakeven import AtBatch
 from gemmscope.step.cost import Cost
 
-STEP_COLUMNS = ("Name", "Step ms", "Tokens/s", "Model TFLOP/s", "Speedup [95%]", "GPU busy ms", "Launching ms", "Peak memory")
+STEP_COLUMNS = (
+    "Name",
+    "Step ms",
+    "Tokens/s",
+    "Model TFLOP/s",
+    "MFU",
+    "Speedup [95%]",
+    "GPU busy ms",
+    "Launching ms",
+    "Peak memory",
+)
 
 
 def tables(found: StepAnswer) -> list[Table]:
@@ -32,6 +42,7 @@ def _row(each: RecipeAnswer) -> tuple[str, ...]:
         f"{each.step.value:.2f}",
         f"{each.tokens_per_s:,.0f}",
         f"{each.model_tflops:.3g}",
+        percent(each.utilisation) if each.utilisation is not None else "-",
         times_faster(each.speedup) if each.speedup is not None else "1",
         f"{each.busy_ms:.2f}" if each.busy_ms is not None else "-",
         f"{each.host_ms:.2f}" if each.host_ms is not None else "-",
@@ -114,6 +125,10 @@ def observed(found: StepAnswer, gain: float) -> list[str]:
 def sentences(found: StepAnswer) -> list[str]:
     """What to know beside the numbers."""
     lines = [f"{each.recipe}: {each.words}" for each in found.recipes if each.words]
+    if any(each.utilisation is not None for each in found.recipes):
+        lines.append(
+            "MFU: model FLOPs (linears and attention, no recomputation) over the chip's dense BF16 rate, in every precision"
+        )
     for each in found.recipes:
         if each.waterfall is not None and each.waterfall.unknown:
             names = ", ".join(

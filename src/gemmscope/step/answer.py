@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gemmscope.gpu.specs import spec_of
 from gemmscope.measure.stats import Interval
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.step.results import StepResults, VariantResult
@@ -36,6 +37,7 @@ class RecipeAnswer:
     speedup: Interval | None
     tokens_per_s: float
     model_tflops: float
+    utilisation: float | None  # of the chip's dense BF16 rate, whatever the precision; None where that is not known
     busy_ms: float | None
     host_ms: float | None
     peak_bytes: float | None
@@ -67,6 +69,7 @@ def answer(
 ) -> StepAnswer:
     """Put it together. `real`: what `--verify` measured."""
     baseline = _deepest(results, BASELINE)
+    chip = spec_of(str(results.hello.get("device", {}).get("name", "")))
     made, failures = [], {}
     for name in names:
         found, step = _deepest(results, name), results.step(name)
@@ -85,6 +88,7 @@ def answer(
                 speedup=results.speedup(name) if name != BASELINE else None,
                 tokens_per_s=tokens_per_step / step.value * 1000,
                 model_tflops=flops / step.value / 1e9,
+                utilisation=flops / step.value / 1e9 / chip.tflops["bf16"] if chip is not None else None,
                 busy_ms=side.wall_ms - side.waiting_ms if side is not None else None,
                 host_ms=found.host_ms,
                 peak_bytes=_peak(found, totals),

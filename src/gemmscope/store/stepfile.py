@@ -54,6 +54,9 @@ class RecipeRecord(Record):
     speedup: IntervalRecord | None
     tokens_per_s: float
     model_tflops: float = Field(description="FLOPs of linears and attention, recomputation left out, over the step's time")
+    model_flops_utilisation: float | None = Field(
+        default=None, description="model_tflops over the chip's dense BF16 rate, in every precision"
+    )
     gpu_busy_ms: float | None
     host_ms: float | None = Field(description="what launching the step takes the CPU")
     host_bound: bool
@@ -187,6 +190,7 @@ def _recipe(each: RecipeAnswer, cost: Cost | None) -> RecipeRecord:
         speedup=_maybe(each.speedup),
         tokens_per_s=each.tokens_per_s,
         model_tflops=each.model_tflops,
+        model_flops_utilisation=each.utilisation,
         gpu_busy_ms=each.busy_ms,
         host_ms=each.host_ms,
         host_bound=each.host_bound,
