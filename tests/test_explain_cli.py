@@ -80,6 +80,7 @@ BAD = {
     "recipe without run file": ("{low} --recipe fp8current", "--against"),
     "no steps": ("{low} --steps 0", "at least one step"),
     "overwrites": ("{low} --perfetto {low}", "would overwrite"),
+    "overwrites with JSON": ("{low} --json {low}", "would overwrite"),
     "missing": ("nowhere.json", "cannot be read"),
 }
 

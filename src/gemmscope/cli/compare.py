@@ -60,7 +60,7 @@ def command(
     if len(files) < 2:
         raise UserError("one run file has nothing to be compared with", "gemmscope compare before.json after.json")
     places = {"--markdown": markdown, "--csv": csv}
-    check_targets({option: place for option, place in places.items() if place is not None})
+    check_targets({option: place for option, place in places.items() if place is not None}, files)
     found = compare([read_run(path) for path in files], files)
     made, above, below = report.tables(found), report.above(found), report.below(found, fail_if_slower)
     if csv is not None:

@@ -58,13 +58,13 @@ class ExplainOptions:
     def check(self) -> None:
         """Whatever could not be written is said before a large trace is read."""
         places = {"--json": self.json, "--csv": self.csv, "--markdown": self.markdown, "--perfetto": self.perfetto}
-        check_targets({option: place for option, place in places.items() if place is not None})
+        read = [path for given in self.traces for path in _files(given)]
+        read += [path for path in (self.baseline, self.against) if path is not None]
+        check_targets({option: place for option, place in places.items() if place is not None}, read)
         if self.steps is not None and self.steps < 1:
             raise UserError(f"--steps {self.steps}: a trace holds at least one step", "for example --steps 3")
         if self.perfetto == "-":
             raise UserError("--perfetto writes a file, not to standard output", "for example --perfetto annotated.json.gz")
-        if self.perfetto is not None and self.perfetto in (*self.traces, self.baseline):
-            raise UserError(f"--perfetto {self.perfetto} would overwrite the trace it reads", "name another file")
         if self.recipe is not None and self.against is None:
             raise UserError("--recipe names a recipe of a run file, and none is given", "add --against RUNFILE")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import typer
@@ -24,11 +24,16 @@ def write(where: str, text: str) -> None:
     say(f"wrote {where}")
 
 
-def check_targets(named: Mapping[str, str]) -> None:
-    """Before long work: a `UserError` if an option's result could not be written to where it says. Nothing is created."""
-    if len(set(named.values())) < len(named):
+def check_targets(named: Mapping[str, str], reads: Iterable[str] = ()) -> None:
+    """Before long work: a `UserError` if an option's result could not be written to where it says, or would be written over
+    something that is read. Nothing is created."""
+    places = {option: os.path.realpath(where) if where != "-" else where for option, where in named.items()}
+    if len(set(places.values())) < len(places):
         raise UserError(f"two outputs to one place: {', '.join(named.values())}", f"give {', '.join(named)} each its own")
+    read = {os.path.realpath(path) for path in reads}
     for option, where in named.items():
+        if places[option] in read:
+            raise UserError(f"{option} {where} would overwrite what is read", "name another file")
         reason = "" if where == "-" else _why_not_writable(Path(where))
         if reason:
             raise UserError(f"{option} {where} cannot be written: {reason}", "name a file in a folder that can be written")

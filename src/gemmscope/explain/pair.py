@@ -81,7 +81,8 @@ def with_twin(slow: Diagnosis, fast: Diagnosis) -> Pair:
         words.append(f"a bad comparison: {slow.trace.world_size} ranks on one side, {fast.trace.world_size} on the other")
     if slow.account.micro_batches != fast.account.micro_batches:
         words.append(f"{slow.account.micro_batches} micro-batches on one side, {fast.account.micro_batches} on the other")
-    return Pair("against the BF16 trace", slow.trace.path.name, tuple(rows), tuple(words))
+    what = "BF16 trace" if slow.evidence.low_share < 0.01 else "other trace"
+    return Pair(f"against the {what}", slow.trace.path.name, tuple(rows), tuple(words))
 
 
 def refuse_other_model(slow: Diagnosis, fast: Diagnosis) -> None:

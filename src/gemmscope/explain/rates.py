@@ -77,9 +77,19 @@ def facts_clock(facts: dict[str, Any]) -> tuple[float, float, list[str]] | None:
     clock = facts.get("clock")
     if not isinstance(clock, dict) or not isinstance(clock.get("readings"), list):
         return None
-    readings = [each for each in clock["readings"] if isinstance(each, dict) and isinstance(each.get("sm_mhz"), (int, float))]
+    readings = [each for each in clock["readings"] if isinstance(each, dict) and _is_clock(each.get("sm_mhz"))]
     greatest = clock.get("max_sm_mhz")
-    if not readings or not isinstance(greatest, (int, float)) or greatest <= 0:
+    if not readings or not _is_clock(greatest):
         return None
-    reasons = sorted({str(reason) for each in readings for reason in each.get("throttle") or ()})
-    return sum(each["sm_mhz"] for each in readings) / len(readings), float(greatest), reasons
+    held = [each.get("throttle") for each in readings]
+    reasons = sorted({str(reason) for each in held if isinstance(each, list) for reason in each})
+    return sum(each["sm_mhz"] for each in readings) / len(readings), float(greatest or 0.0), reasons
+
+
+def _is_clock(value: Any) -> bool:
+    """A number that a clock can have.
+
+    >>> _is_clock(1980), _is_clock(float("nan")), _is_clock("1980"), _is_clock(True)
+    (True, False, False, False)
+    """
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e6

@@ -232,7 +232,7 @@ def _throttled(found: Evidence) -> Iterator[Cause]:
             yield Cause("throttled", found.account.busy_ms * lost, (f"the clock was held back by {', '.join(bad)}", *slow))
         return
     if slow and known is not None:
-        share = max(rate / (known.peak(precision) or rate) / known.usual for precision, rate in found.rates.items())
+        share = max(rate / peak / known.usual for precision, rate in found.rates.items() if (peak := known.peak(precision)))
         yield Cause("throttled", found.account.busy_ms * max(1 - share, 0.0), tuple(slow))
 
 

@@ -136,7 +136,7 @@ class EventStream:
             return UserError(f"{self.path} is empty", HOW_TO_RECORD)
         if self._ended:
             return UserError(
-                f"{self.path} is cut short: it ends after {self.characters:,} characters in the middle of the JSON",
+                f"{self.path} is cut short or damaged: no whole JSON from character {place:,} to its end at {self.characters:,}",
                 "copy it again, or let the profiler finish writing before the job ends",
             )
         return UserError(f"{self.path} is not valid JSON from character {place:,} on", HOW_TO_RECORD)

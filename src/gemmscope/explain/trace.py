@@ -259,7 +259,7 @@ def _number(value: Any) -> float | None:
     """
     try:
         found = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return found if found - found == 0 else None
 

@@ -10,7 +10,8 @@ What is known of the noise comes from everything that was measured together (`No
   (intraclass correlation), and pieces then count as fewer (Kish's design effect).
 * It is one chip whose clock moves, so all bursts spread about alike, and a handful of them tells its own spread badly. Each
   estimate is therefore drawn towards the common spread, as if twelve more pieces had been seen that have it (an empirical Bayes
-  estimate of the variance, as the moderated t of microarrays has it).
+  estimate of the variance, as the moderated t of microarrays has it); unless it is noisier than chance would have it, as what
+  the host paces is.
 
 Intervals come from resampling pieces, both sides of a ratio independently, scaled to the spread so estimated, and widened as
 Student's t is for small numbers.
@@ -39,8 +40,8 @@ class Interval:
 
     @property
     def half_width(self) -> float:
-        """Relative to the value: 0.01 is plus or minus one per cent."""
-        return (self.high - self.low) / 2 / self.value
+        """Relative to the value: 0.01 is plus or minus one per cent. Of what may be nothing, or less, it is infinite."""
+        return (self.high - self.low) / 2 / self.value if self.low > 0 else float("inf")
 
 
 FAR = 5.0  # standard deviations, as the median deviation estimates them, and at least so many per cent
@@ -166,8 +167,10 @@ def _doubt(bursts: Bursts, noise: Noise) -> float:
     freedom, variance = effective - 1, squares / _unbiased(bursts, noise.alike)
     if noise.spread is not None:
         prior = min(PRIOR_PIECES, noise.freedom)
-        variance = (freedom * variance + prior * noise.spread**2) / (freedom + prior)
-        freedom += prior
+        noisier = variance > noise.spread**2 * (1 + 2 * np.sqrt(2 / max(freedom, 1)))  # than chance would have it
+        if not noisier:
+            variance = (freedom * variance + prior * noise.spread**2) / (freedom + prior)
+        freedom += prior if not noisier else 0
     return float(np.sqrt(variance / effective)) * _student(freedom) / _NORMAL
 
 

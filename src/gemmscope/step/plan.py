@@ -13,6 +13,7 @@ from typing import Any
 from gemmscope.errors import UserError
 from gemmscope.model.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RunSpec
 from gemmscope.workload import sharding
+from gemmscope.workload.derive import derive
 
 MOST_WEIGHTS = 4  # layers whose weights are held, of all kinds together
 
@@ -31,6 +32,8 @@ class StackPlan:
     micro_batch_size: int
     sequence_length: int
     expert_rows: tuple[int, ...] = ()
+    embeds: bool = True  # the first pipeline stage does
+    heads: bool = True  # the last one does
     accumulation: int = 1
     recompute: str = "none"
 
@@ -61,8 +64,9 @@ class StackPlan:
         return sizes
 
     def with_depth(self, depth: int) -> StackPlan:
-        """The first so many layers."""
-        return replace(self, layers=self.layers[:depth], slots=self.slots[:depth])
+        """So many of its layers, evenly chosen, so that each kind keeps its share."""
+        chosen = [index * self.depth // depth for index in range(depth)]
+        return replace(self, layers=tuple(self.layers[i] for i in chosen), slots=tuple(self.slots[i] for i in chosen))
 
     def with_batch(self, micro_batch_size: int, sequence_length: int) -> StackPlan:
         """The same layers on another batch."""
@@ -93,10 +97,16 @@ class StackPlan:
 def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[str]]:
     """The step of one rank, and notes on what it runs otherwise than the model."""
     sharding.check(model, run)
-    first, last = sharding.stage_layers(model, run)[run.pp_stage or 0]
+    if run.cp > 1:
+        raise UserError(
+            "a step under context parallelism cannot be run on one GPU: its queries attend to keys of other ranks",
+            "leave out --cp, or see gemmscope forecast, which takes it",
+        )
+    stage = derive(model, run).stage
+    first, last = sharding.stage_layers(model, run)[stage]
     chosen = model.layers[first:last]
-    holds_vocab = model.vocab_size is not None and (run.pp == 1 or (run.pp_stage or 0) in (0, run.pp - 1))
-    vocab = sharding.padded_vocab(model.vocab_size, run) // run.tp if holds_vocab and model.vocab_size is not None else None
+    embeds, heads = stage == 0, stage == run.pp - 1
+    vocab = sharding.padded_vocab(model.vocab_size, run) // run.tp if model.vocab_size is not None else None
     layers = tuple(_of_rank(layer, run) for layer in chosen)
     moe = next((layer.mlp for layer in chosen if isinstance(layer.mlp, MoeSpec)), None)
     plan = StackPlan(
@@ -104,8 +114,10 @@ def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[str]]:
         layers=layers,
         slots=share_weights(layers),
         norm=model.norm,
-        vocab_size=vocab,
-        tied_embeddings=model.tied_embeddings,
+        vocab_size=vocab if embeds or heads else None,
+        embeds=embeds,
+        heads=heads,
+        tied_embeddings=model.tied_embeddings and embeds and heads,
         head_bias=model.head_bias,
         micro_batch_size=run.micro_batch_size,
         sequence_length=run.sequence_length // run.cp,

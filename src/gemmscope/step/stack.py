@@ -61,9 +61,10 @@ class Stack(nn.Module):
         super().__init__()
         self.plan, self.kit = plan, kit
         make: dict[str, Any] = {"device": device, "dtype": kit.precision}
-        self.embedding = nn.Embedding(plan.vocab_size, plan.hidden_size, **make) if plan.vocab_size else None
-        self.head = nn.Linear(plan.hidden_size, plan.vocab_size, bias=plan.head_bias, **make) if plan.vocab_size else None
-        self.final_norm = kit.norm(plan.norm, plan.hidden_size)
+        words, hidden = plan.vocab_size, plan.hidden_size
+        self.embedding = nn.Embedding(words, hidden, **make) if words and plan.embeds else None
+        self.head = nn.Linear(hidden, words, bias=plan.head_bias, **make) if words and plan.heads else None
+        self.final_norm = kit.norm(plan.norm, hidden) if plan.heads else nn.Identity()
         tied = self.head if plan.tied_embeddings else None
         if tied is not None:
             tied.weight = None
@@ -100,16 +101,23 @@ class Stack(nn.Module):
 
 
 class Step:
-    """One optimizer step: `run` it again and again. `rolled`: layers share memory, and gradients are dropped."""
+    """One optimizer step: `run` it again and again.
 
-    def __init__(self, plan: StackPlan, kit: Kit, weights: Weights, device: str) -> None:
+    `real`: every layer has weights of its own, gradients stay until the optimizer has used them, as in training. Else layers share
+    memory, gradients are dropped as soon as they are complete, and the optimizer goes over buffers that stand for them.
+    """
+
+    def __init__(self, plan: StackPlan, kit: Kit, weights: Weights, device: str, *, real: bool = False) -> None:
         self.plan, self.device = plan, device
         self.stack = Stack(plan, kit, weights, device)
         self._weights = weights
+        self._real = real
         self._every = [*self.stack.inner, *self.stack.ends]
-        for parameter in self._every:
-            parameter.register_post_accumulate_grad_hook(_drop)
-        self._updated = [_with_gradient(parameter, weights) for parameter in self._every]
+        self._updated = self._every
+        if not real:
+            for parameter in self._every:
+                parameter.register_post_accumulate_grad_hook(_drop)
+            self._updated = [_with_gradient(parameter, weights) for parameter in self._every]
         self._optimizer = _optimizer(self._updated, weights)
         self._x, self._labels = _batch(plan, device, kit.precision)
         if self._x.requires_grad:
@@ -118,7 +126,7 @@ class Step:
     def run(self) -> None:
         """All micro-batches, forward and backward, then the optimizer."""
         for number in range(self.plan.accumulation):
-            if number:  # later micro-batches add to the gradients of earlier ones
+            if number and not self._real:  # later micro-batches add to the gradients of earlier ones
                 for parameter in self._every:
                     parameter.grad = self._weights.gradient(parameter)
             mark_step("embedding", "forward")
@@ -126,6 +134,8 @@ class Step:
             self.stack(self._x, self._labels, first=first).backward()
         mark_step("optimizer")
         self._optimizer.step()
+        if self._real:
+            self._optimizer.zero_grad(set_to_none=True)
 
     def loss(self) -> float:
         """One forward pass, to see that it computes."""
@@ -158,8 +168,8 @@ def _optimizer(parameters: list[nn.Parameter], weights: Weights) -> torch.optim.
 
 
 def _batch(plan: StackPlan, device: str, precision: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    if plan.vocab_size:
-        tokens = torch.randint(plan.vocab_size, (plan.tokens,), device=device)
-        return tokens, torch.randint(plan.vocab_size, (plan.tokens,), device=device)
-    states = torch.randn(plan.tokens, plan.hidden_size, device=device, dtype=precision, requires_grad=True)
-    return states, torch.zeros(0, device=device)
+    words = plan.vocab_size
+    labels = torch.randint(words, (plan.tokens,), device=device) if words else torch.zeros(0, device=device)
+    if words and plan.embeds:
+        return torch.randint(words, (plan.tokens,), device=device), labels
+    return torch.randn(plan.tokens, plan.hidden_size, device=device, dtype=precision, requires_grad=True), labels

@@ -15,8 +15,9 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 os.environ.setdefault("NVTE_FRAMEWORK", "pytorch")  # Transformer Engine would import JAX too, where it is installed
 
@@ -35,6 +36,8 @@ from gemmscope.step.stack import Step, Weights
 LOOK_AFTER_MS = 1200.0  # of steps: the clock overshoots first, then falls too low, and has settled then
 HOST_BATCH = (1, 128)  # so small that the GPU waits for the host all the time
 HOST_STEPS = 4
+LONG_STEP_MS = 2000.0
+Made = TypeVar("Made")
 
 
 class StepWorker:
@@ -70,10 +73,10 @@ class StepWorker:
                     self._host(variant)
         for variant in self.variants:
             self._build(variant)
-        if self.request["look"]:
+        self._rounds()
+        if self.request["look"]:  # afterwards: the chip is in its steady state, and compiled layers were not yet cut by marks
             for name, step in self.steps.items():
                 self._look(name, step)
-        self._rounds()
         self.say("done")
 
     def _kit_of(self, variant: dict[str, Any]) -> Kit:
@@ -86,7 +89,7 @@ class StepWorker:
         if self.request["config"] is not None:
             return HuggingFaceStep(self.request["config"], plan, kit, self.device)
         if variant["real"]:
-            return Step(plan.unrolled(), kit, self.real_weights, self.device)
+            return Step(plan.unrolled(), kit, self.real_weights, self.device, real=True)
         return Step(plan, kit, self.weights, self.device)
 
     def _build(self, variant: dict[str, Any]) -> None:
@@ -209,25 +212,37 @@ class StepWorker:
             for name in order:
                 if told_to_stop():
                     return
-                launched = self._launch(number, name, ends_round=name == order[-1])
+                launched = self._guarded(name, partial(self._launch, number, name, ends_round=name == order[-1]))
                 if waiting is not None:
-                    self._collect(waiting)
+                    self._guarded(waiting.name, partial(self._collect, waiting))
+                if launched is None:
+                    names.remove(name)
                 waiting = launched
                 gc.collect()
         if waiting is not None:
-            self._collect(waiting)
+            self._guarded(waiting.name, partial(self._collect, waiting))
+
+    def _guarded(self, name: str, work: Callable[[], Made]) -> Made | None:
+        """Do it; what fails costs this variant, and is said to be its."""
+        self.say("begin", task=name, what="measuring")
+        try:
+            return work()
+        except Exception as error:
+            self._failed(name, error)
+            self.steps.pop(name, None)
+            return None
 
     def _launch(self, number: int, name: str, *, ends_round: bool) -> _Launched:
-        """Steps that reach the steady state, then those that count."""
+        """Steps that reach the steady state, then those that count; of steps that take seconds, one is enough."""
         run, once_ms = self.steps[name].run, self.once_ms[name]
+        least = 1 if once_ms > LONG_STEP_MS else self.request["least_steps"]
         for _ in range(max(1, round(self.request["drop_ms"] / once_ms))):
             run()
-        kept = max(self.request["least_steps"], round(self.request["keep_ms"] / once_ms))
+        kept = max(least, round(self.request["keep_ms"] / once_ms))
         return _Launched(number, name, self._timed_on_gpu(run, kept) if self.on_gpu else self._timed_here(run, kept), ends_round)
 
     def _collect(self, launched: _Launched) -> None:
         """Wait for a burst, and say what its steps took."""
-        self.say("begin", task=launched.name, what="measuring")
         times = launched.times_ms()
         state = asdict(self.gpu.read()) if self.gpu else {}
         self.say("samples", round=launched.number, times_ms={launched.name: times}, state=state)
