@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test lint types unit benchmark schema pictures clean
+.PHONY: demo test lint types unit docs package benchmark schema pictures clean
 
 demo: $(VENV)/.installed
 	$(BIN)/gemmscope forecast --hidden_size 4096 --intermediate_size 16384 --num_attention_heads 32 --num_hidden_layers 24 \
@@ -22,6 +22,20 @@ types: $(VENV)/.developing
 unit: $(VENV)/.developing
 	$(BIN)/pytest -n 2 --dist worksteal
 
+# The documentation site, warnings as errors: open build/site/index.html.
+docs: $(VENV)/.developing
+	$(BIN)/mkdocs build --strict --quiet
+
+# Wheel and sdist; then each in an environment of its own, which must have gemmscope and no torch.
+package: $(VENV)/.developing
+	rm -rf dist build/installed
+	$(BIN)/hatchling build -d dist
+	for made in dist/*.whl dist/*.tar.gz; do \
+		rm -rf build/installed && $(PYTHON) -m venv build/installed && \
+		build/installed/bin/python -m pip --disable-pip-version-check install --quiet $$made && \
+		build/installed/bin/python benchmarks/newcomer.py build/installed/bin/gemmscope || exit 1; \
+	done
+
 benchmark: $(VENV)/.developing
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/forecast_speed.py
@@ -29,9 +43,10 @@ benchmark: $(VENV)/.developing
 schema: $(VENV)/.installed
 	$(BIN)/python -m gemmscope.store.schema docs/schema
 
-pictures: $(VENV)/.installed
+pictures: $(VENV)/.developing
 	$(BIN)/python docs/pictures.py
 	$(BIN)/python docs/outputs.py
+	$(BIN)/python docs/report_picture.py
 
 $(VENV)/.installed: pyproject.toml
 	@echo "setting up $(VENV) …"

@@ -1,12 +1,16 @@
-"""Writes the output blocks of the documentation anew from recorded data: `make pictures`.
+"""Writes the output blocks of the documentation anew: `make pictures`. A test fails when one is stale.
 
-A block stands behind a line `<!-- output: NAME -->` in a page. A test fails when one is stale.
+A block behind a line `<!-- output: NAME -->` is made from recorded data. A block between `<!-- prints: COMMAND -->` and
+`<!-- /prints -->` is what the command prints now; `<!-- from: WORDS -->` below the first mark shows only the table whose title
+holds these words.
 """
 
 from __future__ import annotations
 
 import io
 import re
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -42,7 +46,33 @@ def renewed(page: str) -> str:
         found = re.search(pattern, page, flags=re.DOTALL)
         if found is not None:
             page = page[: found.start()] + found[1] + make() + found[2] + page[found.end() :]
-    return page
+    return PRINTS.sub(_printed_block, page)
+
+
+PRINTS = re.compile(
+    r"<!-- prints: (?P<command>.*?) -->\n(?:<!-- from: (?P<words>.*?) -->\n)?.*?<!-- /prints -->", flags=re.DOTALL
+)
+
+
+def _printed_block(found: re.Match[str]) -> str:
+    command, words = found["command"], found["words"]
+    shown = _table(_printed(command), words) if words else _printed(command)
+    marks = f"<!-- prints: {command} -->\n" + (f"<!-- from: {words} -->\n" if words else "")
+    return f"{marks}```\n$ {command}\n{shown}\n```\n<!-- /prints -->"
+
+
+def _printed(command: str) -> str:
+    arguments = [sys.executable, "-m", *shlex.split(command)]
+    lines = subprocess.run(arguments, capture_output=True, text=True, check=True).stdout.splitlines()
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _table(printed: str, words: str) -> str:
+    """From the line that holds the words: a title, the blank line of its table, and the table."""
+    lines = printed.splitlines()
+    first = next(index for index, line in enumerate(lines) if words in line)
+    last = next((index for index in range(first + 2, len(lines)) if not lines[index]), len(lines))
+    return "\n".join(["…", *lines[first:last]])
 
 
 def main() -> None:

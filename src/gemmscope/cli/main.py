@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from gemmscope import __version__
-from gemmscope.cli import bench, calibrate, compare, doctor, explain, forecast, shapes, step, trace_me
+from gemmscope.cli import bench, calibrate, compare, doctor, explain, forecast, report, shapes, step, trace_me
 from gemmscope.cli.bench_options import BenchCommand
 from gemmscope.errors import UserError
 
@@ -35,6 +35,7 @@ app.command("calibrate", epilog=calibrate.EXAMPLES)(calibrate.command)
 app.command("explain", epilog=explain.EXAMPLES)(explain.command)
 app.command("trace-me", epilog=trace_me.EXAMPLES)(trace_me.command)
 app.command("compare", epilog=compare.EXAMPLES)(compare.command)
+app.command("report", epilog=report.EXAMPLES)(report.command)
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.command)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gemmscope.measure.findings import Findings, known, too_close
@@ -50,7 +50,7 @@ def _fallbacks(report: Findings) -> list[str]:
                 if words := report.fallback(case, name, mode):
                     found.setdefault((name, mode, words), []).append(case.op)
     return [
-        f"FALLBACK: {_names(ops)} in {name}, {mode}: {words}; left out of the speedups"
+        f"FALLBACK: {names_of(ops)} in {name}, {mode}: {words}; left out of the speedups"
         for (name, mode, words), ops in found.items()
     ]
 
@@ -60,7 +60,7 @@ def _failures(report: Findings) -> list[str]:
     for result in report.results.tasks.values():
         if result.failure:
             by_reason.setdefault((result.task.recipe, result.failure), []).append(result.task.case.op)
-    return [f"not measured: {name}, {_names(ops)}: {reason}" for (name, reason), ops in by_reason.items()]
+    return [f"not measured: {name}, {names_of(ops)}: {reason}" for (name, reason), ops in by_reason.items()]
 
 
 def _doubts(report: Findings) -> list[str]:
@@ -70,7 +70,7 @@ def _doubts(report: Findings) -> list[str]:
         for pass_name, proof in cell.evidence.items():
             if not cell.left_as_is and proof.verdict in ("unproven", "emulated"):
                 found.setdefault((proof.verdict, cell.recipe, proof.words), []).append(f"{cell.case.op} {pass_name}")
-    lines = [f"{verdict}: {name}: {words} ({_names(where)})" for (verdict, name, words), where in found.items()]
+    lines = [f"{verdict}: {name}: {words} ({names_of(where)})" for (verdict, name, words), where in found.items()]
     blind = dict.fromkeys(
         cell.recipe for cell in report.cells() if recipe(cell.recipe).quantizes and not cell.evidence and not cell.left_as_is
     )
@@ -84,7 +84,7 @@ def _left_as_is(report: Findings) -> list[str]:
             for case in report.cases:
                 if words := report.left_as_is(case, name, mode):
                     found.setdefault((name, words), []).append(case.op)
-    return [f"{name}, {_names(ops)}: {words}; no speedup is formed for it alone" for (name, words), ops in found.items()]
+    return [f"{name}, {names_of(ops)}: {words}; no speedup is formed for it alone" for (name, words), ops in found.items()]
 
 
 def _left_high(report: Findings) -> list[str]:
@@ -99,7 +99,7 @@ def _left_high(report: Findings) -> list[str]:
                 found = report.results.speedup_leaving(name, mode, left)
                 if found is not None:
                     lines.append(
-                        f"{mode}, {name}, with {_names([case.op for case in left])} left in {BASELINE}: {times_faster(found)}"
+                        f"{mode}, {name}, with {names_of([case.op for case in left])} left in {BASELINE}: {times_faster(found)}"
                     )
     return lines
 
@@ -109,7 +109,7 @@ def _not_split(report: Findings) -> list[str]:
     for cell in report.cells():
         if cell.note and not cell.left_as_is:
             found.setdefault((cell.recipe, cell.note), []).append(cell.case.op)
-    return [f"{name}, {_names(ops)}: {words}" for (name, words), ops in found.items()]
+    return [f"{name}, {names_of(ops)}: {words}" for (name, words), ops in found.items()]
 
 
 def _same(report: Findings) -> list[str]:
@@ -171,7 +171,7 @@ def _too_close(report: Findings) -> list[str]:
         if too_close(found):
             close.setdefault((name, mode), []).append(case.op)
     return [
-        f"too close to call: whether {name}, {mode}, is faster than {BASELINE} for {_names(ops)}"
+        f"too close to call: whether {name}, {mode}, is faster than {BASELINE} for {names_of(ops)}"
         for (name, mode), ops in close.items()
     ]
 
@@ -187,7 +187,7 @@ def _host(report: Findings) -> list[str]:
         cells = [cell for case in report.cases if (cell := report.cell(case, name, "autocast"))]
         bound = [cell for cell in cells if cell.host_bound]
         if report.bare and bound:
-            lines.append(f"HOST-BOUND: {name}: {_names([cell.case.op for cell in bound])} take longer to launch than to run")
+            lines.append(f"HOST-BOUND: {name}: {names_of([cell.case.op for cell in bound])} take longer to launch than to run")
             continue
         host_ms = sum(cell.host_ms * cell.case.count for cell in cells)
         gpu_ms = sum(cell.total.value * cell.case.count for cell in cells)
@@ -208,7 +208,7 @@ def _warm_cache(report: Findings) -> list[str]:
         if result.measured
         and result.task.case.bytes_touched * int(result.facts.get("copies", 1)) < LEAST_BYTES_IN_FLIGHT_OVER_L2 * cache
     ]
-    return [f"small enough to stay in the cache, and measured so: {_names(warm)}"] if warm else []
+    return [f"small enough to stay in the cache, and measured so: {names_of(warm)}"] if warm else []
 
 
 def _states(report: Findings, name: str, mode: Mode) -> list[dict[str, Any]]:
@@ -216,10 +216,12 @@ def _states(report: Findings, name: str, mode: Mode) -> list[dict[str, Any]]:
 
 
 def _state(report: Findings) -> list[str]:
-    """Clock, power, temperature and what held the chip back, over all bursts."""
     states = [state for name in report.recipes for mode in report.modes for state in _states(report, name, mode)]
-    if not states:
-        return []
+    return [state_words(states)] if states else []
+
+
+def state_words(states: Sequence[Mapping[str, Any]]) -> str:
+    """Clock, power, temperature and what held the chip back, over all bursts."""
     clocks = sorted(state["sm_mhz"] for state in states)
     power = sorted(state["power_w"] for state in states if state.get("power_w"))
     hottest = max((state["temperature_c"] for state in states if state.get("temperature_c")), default=None)
@@ -227,7 +229,7 @@ def _state(report: Findings) -> list[str]:
     line = f"while measuring: SM clock {clocks[0]} to {clocks[-1]} MHz"
     line += f", power {power[len(power) // 2]:.0f} W" if power else ""
     line += f", up to {hottest} °C" if hottest else ""
-    return [line + (f", held back by {', '.join(reasons)}" if reasons else "")]
+    return line + (f", held back by {', '.join(reasons)}" if reasons else "")
 
 
 def _slowed_down(report: Findings) -> list[str]:
@@ -248,10 +250,10 @@ def _slowed_down(report: Findings) -> list[str]:
     return lines
 
 
-def _names(ops: Iterable[str], most: int = MOST_NAMED) -> str:
+def names_of(ops: Iterable[str], most: int = MOST_NAMED) -> str:
     """Each once, and not too many.
 
-    >>> _names(["a", "b", "a"]), _names("abcdef", 4)
+    >>> names_of(["a", "b", "a"]), names_of("abcdef", 4)
     ('a, b', 'a, b, c, d and 2 more')
     """
     distinct: Sequence[str] = list(dict.fromkeys(ops))

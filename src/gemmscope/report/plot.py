@@ -112,7 +112,7 @@ def _legend(report: Findings, colours: dict[Case, str]) -> list[Any]:
 
     own = [Patch(facecolor=colour, label=case.op) for case, colour in colours.items() if colour != REST]
     rest = sum(colour == REST for colour in colours.values())
-    shades = [Patch(facecolor=DARK, label="fprop + dgrad"), Patch(facecolor=_lighter(DARK), label="wgrad (lighter)")]
+    shades = [Patch(facecolor=DARK, label="fprop + dgrad"), Patch(facecolor=lighter(DARK), label="wgrad (lighter)")]
     if any(report.quantizing_ms(name, mode) for mode in report.modes for name in report.columns(mode)):
         shades.insert(0, Patch(**QUANTIZING, label="quantizing"))
     others = [Patch(facecolor=REST, label=f"{rest} smaller ops")] if rest else []
@@ -160,11 +160,11 @@ def _stack(panel: Any, cells: list[Breakdown], position: int, bottom: float, col
     edge = {"edgecolor": "white", "linewidth": 0.5, "width": WIDTH}
     panel.bar(position, forward, bottom=bottom, facecolor=colour, **edge)
     if wgrad:
-        panel.bar(position, wgrad, bottom=bottom + forward, facecolor=_lighter(colour), **edge)
+        panel.bar(position, wgrad, bottom=bottom + forward, facecolor=lighter(colour), **edge)
     return bottom + forward + wgrad
 
 
-def _lighter(colour: str) -> tuple[float, float, float]:
+def lighter(colour: str) -> tuple[float, float, float]:
     """Half-way to white."""
     from matplotlib.colors import to_rgb
 

@@ -1,0 +1,181 @@
+"""Chromium without a window, spoken to over its debugging pipe: opens pages, points, types, and listens to what they complain of.
+
+Messages are JSON with a zero byte at their end, written to the browser's file descriptor 3 and read from its 4.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import select
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+PATIENCE_S = 30.0
+
+
+class Browser:
+    """One process. `profile` is a folder of its own."""
+
+    def __init__(self, profile: Path) -> None:
+        assert CHROMIUM is not None
+        read_commands, self._commands = os.pipe()
+        self._answers, write_answers = os.pipe()
+        options = [
+            "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--no-first-run",
+            "--disable-background-networking", "--disable-component-update", "--disable-extensions", f"--user-data-dir={profile}",
+            "--remote-debugging-pipe", "about:blank",
+        ]  # fmt: skip
+        shell = f'exec "$@" 3<&{read_commands} 4>&{write_answers}'
+        command = ["bash", "-c", shell, "chromium", CHROMIUM, *options]
+        self._process = subprocess.Popen(
+            command, pass_fds=(read_commands, write_answers), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        os.close(read_commands)
+        os.close(write_answers)
+        self._buffer, self._count = b"", 0
+        self.events: list[dict[str, Any]] = []
+
+    def call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
+        """One command and its answer; what the browser says meanwhile is kept in `events`."""
+        self._count += 1
+        message: dict[str, Any] = {"id": self._count, "method": method, "params": parameters}
+        if session is not None:
+            message["sessionId"] = session
+        os.write(self._commands, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._next(PATIENCE_S)
+            assert answer is not None, f"no answer to {method}"
+            if answer.get("id") == self._count:
+                assert "error" not in answer, f"{method}: {answer['error']}"
+                result: dict[str, Any] = answer["result"]
+                return result
+            self.events.append(answer)
+
+    def listen(self, seconds: float) -> None:
+        """Take in what is said of its own accord."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0 and (message := self._next(left)) is not None:
+            self.events.append(message)
+
+    def _next(self, patience_s: float) -> dict[str, Any] | None:
+        end = time.monotonic() + patience_s
+        while b"\0" not in self._buffer:
+            ready, _, _ = select.select([self._answers], [], [], max(end - time.monotonic(), 0))
+            if not ready:
+                return None
+            read = os.read(self._answers, 1 << 20)
+            assert read, "the browser ended"
+            self._buffer += read
+        message, self._buffer = self._buffer.split(b"\0", 1)
+        found: dict[str, Any] = json.loads(message)
+        return found
+
+    def open(self, path: Path, *, width: int = 1400, height: int = 900, dark: bool = False) -> Tab:
+        """A page from a file, on a screen of that size and in that theme."""
+        return Tab(self, path, width, height, dark)
+
+    def close(self) -> None:
+        """End it, and wait for the end."""
+        try:
+            self.call("Browser.close")
+        except (AssertionError, OSError):
+            self._process.kill()
+        self._process.wait(timeout=PATIENCE_S)
+        for descriptor in (self._commands, self._answers):
+            os.close(descriptor)
+
+
+class Tab:
+    """One page."""
+
+    def __init__(self, browser: Browser, path: Path, width: int, height: int, dark: bool) -> None:
+        self._browser = browser
+        target = browser.call("Target.createTarget", url="about:blank")["targetId"]
+        self._target = target
+        self._session = browser.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            self.call(f"{domain}.enable")
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        self.theme(dark=dark)
+        self.call("Page.navigate", url=path.resolve().as_uri())
+        self.wait_for("document.readyState === 'complete'")
+        browser.listen(0.2)
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        return self._browser.call(method, self._session, **parameters)
+
+    def theme(self, *, dark: bool, paper: bool = False) -> None:
+        """Light or dark, on a screen or on paper."""
+        feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[feature], media="print" if paper else "")
+
+    def evaluate(self, expression: str) -> Any:
+        """The value of some JavaScript in the page."""
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def wait_for(self, condition: str) -> None:
+        end = time.monotonic() + PATIENCE_S
+        while not self.evaluate(condition):
+            assert time.monotonic() < end, f"never came true: {condition}"
+            time.sleep(0.05)
+
+    def point(self, x: float, y: float) -> None:
+        """Move the mouse there."""
+        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def click(self, x: float, y: float) -> None:
+        self.point(x, y)
+        for kind in ("mousePressed", "mouseReleased"):
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
+    def press(self, key: str, code: int, text: str = "") -> None:
+        """One key, down and up."""
+        for kind in ("keyDown", "keyUp"):
+            self.call(
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=key,
+                code=key,
+                windowsVirtualKeyCode=code,
+                text=text if kind == "keyDown" else "",
+            )
+
+    def screenshot(self, path: Path, *, whole: bool = True) -> None:
+        """The whole page, or what is in view."""
+        answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+        path.write_bytes(base64.b64decode(answer["data"]))
+
+    def pdf(self) -> bytes:
+        return base64.b64decode(self.call("Page.printToPDF", printBackground=False)["data"])
+
+    def complaints(self) -> list[str]:
+        """Errors on the console, exceptions, and everything the log calls an error."""
+        found = []
+        for event in self._mine():
+            parameters = event["params"]
+            if event["method"] == "Runtime.exceptionThrown":
+                found.append(str(parameters["exceptionDetails"]))
+            elif event["method"] == "Runtime.consoleAPICalled" and parameters["type"] in ("error", "warning", "assert"):
+                found.append(str(parameters["args"]))
+            elif event["method"] == "Log.entryAdded" and parameters["entry"]["level"] in ("error", "warning"):
+                found.append(str(parameters["entry"]))
+        return found
+
+    def requests(self) -> list[str]:
+        """Every address the page asked for."""
+        return [event["params"]["request"]["url"] for event in self._mine() if event["method"] == "Network.requestWillBeSent"]
+
+    def _mine(self) -> list[dict[str, Any]]:
+        self._browser.listen(0.05)
+        return [event for event in self._browser.events if event.get("sessionId") == self._session and "method" in event]
+
+    def close(self) -> None:
+        self._browser.call("Target.closeTarget", targetId=self._target)
