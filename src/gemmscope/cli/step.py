@@ -158,7 +158,8 @@ def run_steps(source: ModelSource, run: RunSpec, overridden: list[str], choices:
         say(what)
         rule, how, of = StoppingRule(target=options.precision, longest_s=options.longest), settings, plan
         if batch is not None:
-            rule, how, of = StoppingRule(target=0.02, longest_s=10.0), replace(settings, host=False), plan.with_batch(*batch)
+            rule = StoppingRule(target=0.02, longest_s=min(options.longest, 10.0))
+            how, of = replace(settings, host=False), plan.with_batch(*batch)
         if depth is not None:
             how, of = replace(settings, host=False), plan.with_depth(depth)
         made = StepRun(
