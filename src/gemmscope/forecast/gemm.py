@@ -15,7 +15,7 @@ import numpy as np
 
 from gemmscope.errors import UserError
 from gemmscope.forecast.coefficients import Coefficients, Series, shipped
-from gemmscope.forecast.physics import RATE_OF, Array, Shapes, memory_ms, roofline_ms, tile_work
+from gemmscope.forecast.physics import RATE_OF, Array, Shapes, least_ms, memory_ms, roofline_ms, tile_work
 from gemmscope.gpu.specs import GpuSpec, gpu
 from gemmscope.toml import load_data
 
@@ -26,6 +26,7 @@ Layout = Literal["tn", "nn", "nt"]
 LAYOUTS: tuple[Layout, ...] = ("tn", "nn", "nt")
 LAYOUT_OF: dict[str, Layout] = {"fprop": "tn", "dgrad": "nn", "wgrad": "nt"}
 CAST_BYTES = 3.0  # per element: bf16 read, eight bits written
+LEAST_QUANTIZING = 0.1  # of what the fit gives it: so much of it is left where the product needs the rest
 MEASURED_SIZES = {"m": (512, 32768), "k": (512, 65536), "n": (512, 65536)}
 
 
@@ -63,6 +64,14 @@ class Times:
         """The same with an error bar that reaches the ends of another's."""
         low = np.maximum(self.low, np.log(self.total_ms / other.low_ms))
         return replace(self, low=low, high=np.maximum(self.high, np.log(other.high_ms / self.total_ms)))
+
+    def at_least(self, gemm_ms: Array, total_ms: Array | None = None) -> Times:
+        """The same with products that take no less. Quantization gives what they gain: the sum was measured, its parts were not."""
+        gemm = np.maximum(self.gemm_ms, gemm_ms)
+        quantize = np.maximum(self.quantize_ms - (gemm - self.gemm_ms), LEAST_QUANTIZING * self.quantize_ms)
+        if total_ms is not None:
+            gemm = np.maximum(gemm, total_ms - quantize)
+        return replace(self, gemm_ms=gemm, quantize_ms=quantize)
 
 
 @dataclass(frozen=True)
@@ -190,7 +199,8 @@ class GemmModel:
             quantize = launch + passes * quantize_bytes_ms(shapes.m * shapes.k, chip.bandwidth_tbps)
         doubt = np.hypot(np.hypot(basis.doubt, doubts), _outside(shapes))
         low, high = np.maximum(-series.low * scale, 0.005), np.maximum(series.high * scale, 0.005)
-        return Times(gemm, quantize, np.hypot(low, doubt), np.hypot(high, doubt), doubt)
+        found = Times(gemm, quantize, np.hypot(low, doubt), np.hypot(high, doubt), doubt)
+        return found.at_least(least_ms(shapes, fmt, **rates))
 
 
 @cache
