@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from gemmscope.measure.task import MODES, cases_of
 from gemmscope.model import presets
 from gemmscope.model.flags import from_hyperparameters
 from gemmscope.model.spec import ModelSpec, RunSpec
+from gemmscope.recipe.support import support
 from gemmscope.step.waterfall import ROWS
 from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import Linear
@@ -109,6 +111,38 @@ def test_every_gpu_answers(name: str) -> None:
     found = steps(name, model, run).step("BF16").total
     assert found.value > 0
     assert 0.01 < found.doubt < 0.6
+
+
+@pytest.mark.parametrize("name", gpus())
+@pytest.mark.parametrize("tokens", [512, 8192])
+def test_no_row_is_faster_sustained_than_in_a_burst(name: str, tokens: int) -> None:
+    model = presets.load("llama-3.1-8b").model
+    assert model is not None
+    run, chip = RunSpec(1, tokens), gpu(name)
+    workload = derive(model, run)
+    sustained, burst = (StepForecast(Forecaster(chip, state), model, run, workload) for state in ("sustained", "burst"))  # type: ignore[arg-type]
+    for each in ("BF16", *TE, "MXFP8", "NVFP4"):
+        if support(each, chip.capability).runs:
+            slow, fast = sustained.step(each), burst.step(each)
+            assert all(slow.rows[row].value >= fast.rows[row].value * (1 - 1e-9) for row in slow.rows), each
+
+
+def test_weights_are_quantized_once_per_step() -> None:
+    """Four micro-batches quantize four times the activations, and the weights once."""
+    model, run = model_of(MEASURED["llama8b_l8"]["config"])
+    one = steps("h200", model, run).step("FP8Current").rows["quantization"].value
+    four = steps("h200", model, replace(run, gradient_accumulation=4)).step("FP8Current").rows["quantization"].value
+    forecaster = Forecaster(gpu("h200"), "sustained")
+    weights = forecaster.together(steps("h200", model, run).quantized, "FP8Current").weights.value
+    assert weights > 0
+    assert four == pytest.approx(4 * one - 3 * weights)
+    again = replace(run, recompute="full")
+    kept, plain = (
+        StepForecast(Forecaster(gpu("h200"), "sustained", cache_weights=kept), model, again, derive(model, again))
+        for kept in (True, False)
+    )
+    times = [each.step("FP8Current").rows["quantization"].value for each in (plain, kept)]
+    assert times[0] - times[1] == pytest.approx(weights / 3)
 
 
 # --- how doubts combine -----------------------------------------------------------------------------------------------

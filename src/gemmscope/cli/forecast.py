@@ -108,7 +108,7 @@ def forecast_of(
         reports.append(ForecastFindings(forecaster, target.cases, recipes[chip.name], modes, target.layer))
         if subject is not None and subject.source.model is not None:
             model, run, workload = subject.source.model, subject.run, subject.workload
-            step = StepForecast(Forecaster(chip, state, measured=measured), model, run, workload, dp)
+            step = StepForecast(forecaster, model, run, workload, dp)
             answers[chip.name] = step_answer(step, recipes[chip.name], model, run, workload)
     if subject is not None and subject.source.model is None:
         said.append("a traced model's linears are forecast, not its step")
