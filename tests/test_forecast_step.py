@@ -193,6 +193,25 @@ def test_sharding_divides_the_products_and_adds_communication() -> None:
     assert "communication" not in one.rows
 
 
+def test_a_full_node_leaves_the_network_to_others() -> None:
+    """Gradients of replicas in other nodes are not exchanged over NVLink."""
+    h200 = gpu("h200")
+    near, apart, half = (collective_ms(h200, "reduce_scatter", 2, 1e9, apart) for apart in (1, 8, 4))
+    assert apart > 5 * near
+    assert half == near
+    model = presets.load("llama-3.1-70b").model
+    assert model is not None
+    slow, fast = (steps("h200", model, RunSpec(1, 4096, tp=tp), dp=8).fixed().exchanged for tp in (8, 4))
+    assert slow.data_ms == pytest.approx(fast.data_ms, rel=0.01)  # half the gradients, and half the ports for each group
+    wide = [collective_ms(gpu("gb200"), "reduce_scatter", 8, 1e9, each) for each in (1, 8)]
+    assert wide[0] == wide[1]
+
+
+def test_bridges_join_four_cards() -> None:
+    four, eight = (collective_ms(gpu("h200-nvl"), "all_gather", ranks, 1e9) for ranks in (4, 8))
+    assert eight > 3 * four
+
+
 def test_points_of_a_sweep_are_single_forecasts() -> None:
     model, run = model_of(MEASURED["llama8b_l8"]["config"])
     [point] = forecast_points(Forecaster(gpu("h200"), "sustained"), [((1,), model, run)], ["BF16", "FP8Current"])
