@@ -69,6 +69,11 @@ def test_burst_is_faster(run: Run) -> None:
     assert times[0] < times[1]
 
 
+def test_what_is_computed_again_is_in_the_step(run: Run) -> None:
+    note = "computed again in backward is not in the linears' tables: each pass counts once; the step includes it"
+    assert note in run(f"{REFERENCE} --gpu h200 --recompute full").out
+
+
 def test_only_one_mode(run: Run) -> None:
     assert "Autocast" not in run(f"{REFERENCE} --gpu h200 --pre-quantize").out
 

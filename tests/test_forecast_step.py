@@ -26,6 +26,7 @@ from gemmscope.recipe.support import support
 from gemmscope.step.waterfall import ROWS
 from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import Linear
+from gemmscope.workload.summary import totals
 
 MEASURED: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "h200_training_steps.json").read_text())["models"]
 TE = ("FP8Current", "FP8Delayed", "FP8Block")
@@ -84,6 +85,20 @@ def test_answer_like_that_of_step() -> None:
     assert current.speedup is not None
     assert current.waterfall.step == pytest.approx(current.speedup.value)
     assert current.waterfall.products > current.waterfall.step
+
+
+def test_model_flops_leave_recomputation_out() -> None:
+    """What is computed again takes time, and is no progress."""
+    model, run = model_of(MEASURED["llama8b_l8"]["config"])
+    again = replace(run, recompute="full")
+    plain, full = (totals(derive(model, each), each, model) for each in (run, again))
+    assert plain.model_flops == plain.gemm_flops + plain.attention_flops
+    assert full.model_flops == plain.model_flops < full.gemm_flops + full.attention_flops
+    found = [
+        step_answer(steps("h200", model, each), ["BF16"], model, each, derive(model, each)).recipes[0] for each in (run, again)
+    ]
+    assert found[1].model_tflops < found[0].model_tflops
+    assert found[1].model_tflops * found[1].step.value == pytest.approx(found[0].model_tflops * found[0].step.value)
 
 
 def test_sizes_that_do_not_fit_are_said() -> None:

@@ -91,6 +91,7 @@ def forecast_of(
 ) -> Forecast:
     """A model's linears and its step, or bare products, on each chip."""
     from gemmscope.cli.forecast_output import Forecast
+    from gemmscope.cli.workload import COMPUTED_AGAIN
     from gemmscope.forecast.calibration import load, place
     from gemmscope.forecast.findings import ForecastFindings
     from gemmscope.forecast.linears import Forecaster
@@ -112,7 +113,8 @@ def forecast_of(
             answers[chip.name] = step_answer(step, recipes[chip.name], model, run, workload)
     if subject is not None and subject.source.model is None:
         said.append("a traced model's linears are forecast, not its step")
-    return Forecast(target, reports, answers, state, dp, [*target.notes, *said])
+    about = [f"{note}; the step includes it" if answers and note == COMPUTED_AGAIN else note for note in target.notes]
+    return Forecast(target, reports, answers, state, dp, [*about, *said])
 
 
 def _model(model_options: ModelOptions, run_options: RunOptions) -> Target:

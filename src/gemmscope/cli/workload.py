@@ -39,6 +39,9 @@ class Subject:
         return f"{self.trace.class_name if self.trace else 'model'} from {self.source.origin}"
 
 
+COMPUTED_AGAIN = "what is computed again in backward is not in the linears' tables: each pass counts once"
+
+
 def subject_of(source: ModelSource, run: RunSpec, notes: list[str]) -> Subject:
     """Derive where there is a closed form, trace where there is none."""
     from gemmscope.workload.derive import derive
@@ -96,7 +99,7 @@ def linears_of(workload: Workload) -> tuple[list[Linear], list[str]]:
         if isinstance(op, TracedLinear) and len({gemm.pass_name for gemm in op.seen}) < 3:
             notes.append(f"{op.name}: all three passes are measured, though the model runs fewer")
     if any(op.forward_runs > 1 for op in linears):
-        notes.append("what is computed again in backward is not in these times: each pass counts once")
+        notes.append(COMPUTED_AGAIN)
     return _told_apart(linears), notes
 
 

@@ -28,6 +28,7 @@ LAYOUTS: tuple[Layout, ...] = ("tn", "nn", "nt")
 LAYOUT_OF: dict[str, Layout] = {"fprop": "tn", "dgrad": "nn", "wgrad": "nt"}
 CAST_BYTES = 3.0  # per element: bf16 read, eight bits written
 LEAST_QUANTIZING = 0.1  # of what the fit gives it: so much of it is left where the product needs the rest
+Corrections = dict[int, tuple[Array, Array]]  # by series, for the same products
 MEASURED_SIZES = {"m": (512, 32768), "k": (512, 65536), "n": (512, 65536)}
 
 
@@ -177,12 +178,13 @@ class GemmModel:
         if library is None and not basis.direct and not in_training:  # whose product it will be is not known either
             basis = replace(basis, doubt=float(np.hypot(basis.doubt, _transfer()["doubt"]["other_library"])))
         work = tile_work(shapes, chip.sms)
-        times = self._time(basis, shapes, layout, work)
+        known: Corrections = {}
+        times = self._time(basis, shapes, layout, work, known)
         if library is None and basis.direct and not in_training:
             for series in self._others(basis.series):
-                times = times.reaching(self._time(replace(basis, series=series), shapes, layout, work))
+                times = times.reaching(self._time(replace(basis, series=series), shapes, layout, work, known))
         if state == "sustained":
-            first = self._time(self.basis(chip, fmt, "burst", library), shapes, layout, work)
+            first = self._time(self.basis(chip, fmt, "burst", library), shapes, layout, work, known)
             if library is None:  # a library that is named is forecast as it was measured
                 times = times.at_least(first.gemm_ms, first.total_ms).reaching(times)
             times = replace(times, burst_ms=np.minimum(first.gemm_ms, times.gemm_ms))
@@ -197,14 +199,15 @@ class GemmModel:
         """Products as this very series measured them."""
         state: State = "sustained" if series.state == "sustained" else "burst"
         chip = gpu(series.gpu)
-        return self._time(Basis(chip, series.fmt, state, series, 1.0, 0.0), shapes, "tn", tile_work(shapes, chip.sms))
+        return self._time(Basis(chip, series.fmt, state, series, 1.0, 0.0), shapes, "tn", tile_work(shapes, chip.sms), {})
 
-    def _time(self, basis: Basis, shapes: Shapes, layout: Any, work: Array) -> Times:
+    def _time(self, basis: Basis, shapes: Shapes, layout: Any, work: Array, known: Corrections) -> Times:
         chip, series, fmt = basis.chip, basis.series, basis.fmt
         rates = {"tflops": chip.tflops[RATE_OF[fmt]], "bandwidth_tbps": chip.bandwidth_tbps}
         physics = roofline_ms(shapes, fmt, sms=chip.sms, work=work, **rates)
-        index = np.full(len(physics), series.index)
-        correction, scale = self.coefficients.correction(shapes, chip.sms, work, index)
+        if series.index not in known:
+            known[series.index] = self.coefficients.correction(shapes, chip.sms, work, np.full(len(physics), series.index))
+        correction, scale = known[series.index]
         compute, moved = work.min(axis=1) / (rates["tflops"] * 1e9), memory_ms(shapes, fmt, chip.bandwidth_tbps)
         bound = 1 / (1 + (moved / compute) ** 4)  # how far it is compute that takes the time
         factors, doubts = _layouts(layout, chip, fmt, len(physics))

@@ -177,8 +177,7 @@ def _row_of(op: Op) -> tuple[Row, str]:
 
 def step_answer(forecast: StepForecast, names: Sequence[str], model: ModelSpec, run: RunSpec, workload: Workload) -> StepAnswer:
     """All recipes in the form that `gemmscope step` reports: speedups, tokens per second, the way from products to the step."""
-    summed = totals(workload, run, model)
-    flops = (summed.gemm_flops + summed.attention_flops) * run.gradient_accumulation
+    flops = totals(workload, run, model).model_flops * run.gradient_accumulation
     tokens = run.tokens * run.cp * run.gradient_accumulation
     baseline = forecast.step(BASELINE)
     made, failures = [], {}

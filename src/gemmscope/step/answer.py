@@ -80,7 +80,7 @@ def answer(
         if name != BASELINE and baseline is not None and side is not None and (slow := _side(baseline)) is not None:
             fall = waterfall(slow, side)
             words = verdict(fall, recipe(name), side.placed)
-        flops = (totals.gemm_flops + totals.attention_flops) * totals.micro_batches_per_step
+        flops = totals.model_flops * totals.micro_batches_per_step
         made.append(
             RecipeAnswer(
                 recipe=name,
