@@ -103,6 +103,10 @@ def test_the_command(run: Run, pretend: Pretend) -> None:
     calibrated = run(f"{LINE} --gpu h200 --json -").out
     assert json.loads(plain)["gpus"][0]["totals"] != json.loads(calibrated)["gpus"][0]["totals"]
     assert "calibrated on NVIDIA H200" in run(f"{LINE} --gpu h200").out
+    assert (
+        "calibrated on NVIDIA H200"
+        in run(f"{LINE.replace('--micro_batch_size 31', '')} --gpu h200 --sweep micro_batch_size=1,2").out
+    )
     assert run("calibrate --device cpu").code == 2
 
 

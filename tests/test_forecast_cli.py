@@ -162,6 +162,23 @@ def test_sweep_of_one_size_as_files(run: Run, tmp_path: Path) -> None:
     assert {row["recipe"] for row in rows} == {"FP8Current", "FP8Delayed", "FP8Block"}
 
 
+def test_sweeps_say_what_is_too_close_and_what_the_host_bounds(run: Run) -> None:
+    line = f"forecast {SIZES} --sequence-length 512 --gpu h200 --sweep micro_batch_size=1,32"
+    outcome = run(line)
+    assert "FP8Delayed 1.07x HOST-BOUND" in outcome.out
+    assert "FP8Delayed 1.60x ?" in outcome.out
+    assert "FP8Delayed gains from micro_batch_size 32 on" in outcome.out
+    assert "HOST-BOUND: h200: launching takes a CPU longer than the GPU at 1" in outcome.out
+    rows = list(csv.DictReader(io.StringIO(run(f"{line} --csv -").out)))
+    said = {(row["micro_batch_size"], row["recipe"]): row["verdict"] for row in rows}
+    assert said["1", "FP8Delayed"] == "FORECAST, HOST-BOUND"
+    assert said["32", "FP8Delayed"] == "FORECAST, too close to call"
+    assert said["32", "FP8Block"] == "FORECAST"
+    points = ForecastFile.model_validate_json(run(f"{line} --json -").out).sweeps[0].points
+    assert "FP8Delayed" in points[0].host_bound
+    assert not points[1].certain
+
+
 def test_impossible_points_are_shown_as_such(run: Run) -> None:
     outcome = run(f"forecast {SIZES} --micro-batch-size 1 --sequence-length 2048 --gpu h200 --sweep hidden_size=4000,4096")
     assert outcome.code == 0

@@ -16,8 +16,9 @@ from gemmscope.forecast.estimate import Estimate, ratio, total
 from gemmscope.forecast.findings import ForecastFindings
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.step import Step, StepForecast, speedup, step_answer
-from gemmscope.forecast.sweep import forecast_points
+from gemmscope.forecast.sweep import Point, break_even, forecast_points
 from gemmscope.gpu.specs import gpu, gpus
+from gemmscope.measure.stats import Interval
 from gemmscope.measure.task import MODES, cases_of
 from gemmscope.model import presets
 from gemmscope.model.flags import from_hyperparameters
@@ -225,6 +226,18 @@ def test_a_full_node_leaves_the_network_to_others() -> None:
 def test_bridges_join_four_cards() -> None:
     four, eight = (collective_ms(gpu("h200-nvl"), "all_gather", ranks, 1e9) for ranks in (4, 8))
     assert eight > 3 * four
+
+
+def test_what_is_certain() -> None:
+    """The best one is so for certain if no other's error bar reaches its own, and no CPU stands in its way."""
+    low, high, over = Interval(1.1, 1.05, 1.15), Interval(1.3, 1.2, 1.4), Interval(1.25, 1.2, 1.3)
+    assert Point((1,), 1.0, (("A", low), ("B", high))).certain
+    assert Point((1,), 1.0, (("A", over), ("B", high))).rivals == ["A"]
+    assert not Point((1,), 1.0, (("A", Interval(1.1, 0.9, 1.3)),)).certain
+    assert Point((1,), 1.0, (("A", Interval(0.9, 0.8, 0.95)),)).certain
+    assert not Point((1,), 1.0, (("A", Interval(0.9, 0.8, 1.1)),)).certain
+    points = [Point((1,), 1.0, (("A", high),), host_bound=("A",)), Point((2,), 1.0, (("A", high),))]
+    assert break_even(points, "A") == 2
 
 
 def test_points_of_a_sweep_are_single_forecasts() -> None:

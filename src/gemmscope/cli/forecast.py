@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gemmscope.cli.forecast_output import Forecast
     from gemmscope.forecast.findings import ForecastFindings
     from gemmscope.forecast.gemm import State
+    from gemmscope.forecast.linears import Adjustment
     from gemmscope.forecast.sweep import Configuration, Point
     from gemmscope.gpu.specs import GpuSpec
     from gemmscope.measure.task import Mode
@@ -92,7 +93,6 @@ def forecast_of(
     """A model's linears and its step, or bare products, on each chip."""
     from gemmscope.cli.forecast_output import Forecast
     from gemmscope.cli.workload import COMPUTED_AGAIN
-    from gemmscope.forecast.calibration import load, place
     from gemmscope.forecast.findings import ForecastFindings
     from gemmscope.forecast.linears import Forecaster
     from gemmscope.forecast.step import StepForecast, step_answer
@@ -101,10 +101,7 @@ def forecast_of(
     answers: dict[str, StepAnswer] = {}
     subject, said = target.subject, list(notes)
     for chip in chips:
-        calibration = load(chip.name)
-        measured = calibration.adjustment() if calibration is not None else None
-        if calibration is not None and state == "sustained":
-            said.append(f"{chip.name}: calibrated on {calibration.device} by gemmscope calibrate ({place(chip.name)})")
+        measured = calibrated(chip, state, said)
         forecaster = Forecaster(chip, state, cache_weights=cache_weights, measured=measured)
         reports.append(ForecastFindings(forecaster, target.cases, recipes[chip.name], modes, target.layer))
         if subject is not None and subject.source.model is not None:
@@ -115,6 +112,17 @@ def forecast_of(
         said.append("a traced model's linears are forecast, not its step")
     about = [f"{note}; the step includes it" if answers and note == COMPUTED_AGAIN else note for note in target.notes]
     return Forecast(target, reports, answers, state, dp, [*about, *said])
+
+
+def calibrated(chip: GpuSpec, state: State, notes: list[str]) -> Adjustment | None:
+    """What was measured on this chip, for a sustained forecast; a note says so."""
+    from gemmscope.forecast.calibration import load, place
+
+    found = load(chip.name)
+    if found is None or state != "sustained":
+        return None
+    notes.append(f"{chip.name}: calibrated on {found.device} by gemmscope calibrate ({place(chip.name)})")
+    return found.adjustment()
 
 
 def _model(model_options: ModelOptions, run_options: RunOptions) -> Target:
@@ -151,7 +159,6 @@ def _sweep(
 ) -> None:
     """The plane of configurations on every GPU."""
     from gemmscope.cli.forecast_output import Swept
-    from gemmscope.forecast.calibration import load
     from gemmscope.forecast.linears import Forecaster
     from gemmscope.forecast.sweep import forecast_points
 
@@ -159,9 +166,7 @@ def _sweep(
     possible, impossible = _configurations(axes, model_options, run_options)
     swept: dict[str, list[Point]] = {}
     for chip in options.chips():
-        calibration = load(chip.name)
-        measured = calibration.adjustment() if calibration is not None else None
-        forecaster = Forecaster(chip, options.known_state(), measured=measured)
+        forecaster = Forecaster(chip, options.known_state(), measured=calibrated(chip, options.known_state(), notes))
         points = forecast_points(forecaster, possible, recipes[chip.name], options.replicas())
         order = {point.values: point for point in [*points, *impossible]}
         swept[chip.name] = [order[values] for values in sorted(order)]

@@ -219,7 +219,8 @@ class Swept:
                     writer.writerow([gpu, *point.values, "", "", "", "", "", "", point.why_not])
                 for name, found in point.speedups:
                     best = int(point.best[0] == name)
-                    writer.writerow(
-                        [gpu, *point.values, name, found.value, found.low, found.high, point.step_ms, best, "FORECAST"]
-                    )
+                    said = ["FORECAST", *(["too close to call"] if best and not point.certain else [])]
+                    said += ["HOST-BOUND"] if name in point.host_bound else []
+                    times = [found.value, found.low, found.high, point.step_ms]
+                    writer.writerow([gpu, *point.values, name, *times, best, ", ".join(said)])
         return out.getvalue()

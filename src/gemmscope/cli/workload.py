@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from gemmscope.workload.ops import Linear
     from gemmscope.workload.trace import Trace
 
+COMPUTED_AGAIN = "what is computed again in backward is not in the linears' tables: each pass counts once"
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -37,9 +39,6 @@ class Subject:
         if self.source.model is not None:
             return self.source.model.name
         return f"{self.trace.class_name if self.trace else 'model'} from {self.source.origin}"
-
-
-COMPUTED_AGAIN = "what is computed again in backward is not in the linears' tables: each pass counts once"
 
 
 def subject_of(source: ModelSource, run: RunSpec, notes: list[str]) -> Subject:

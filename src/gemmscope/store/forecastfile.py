@@ -65,7 +65,8 @@ class PointRecord(Record):
     baseline_step_ms: float | None
     speedups: dict[str, IntervalRecord]
     best: str | None
-    certain: bool = Field(description="whether its error bar excludes 1")
+    certain: bool = Field(description="whether no other recipe's error bar, nor 1, overlaps its own")
+    host_bound: list[str] = Field(default=[], description="recipes whose step takes a CPU longer to launch than the GPU to run")
     why_not: str = ""
 
 
@@ -162,6 +163,7 @@ def sweep_records(sweeps: Mapping[str, Sequence[Point]], names: Sequence[str]) -
                     speedups={name: interval_record(found) for name, found in point.speedups},
                     best=None if point.why_not else point.best[0],
                     certain=point.certain and not point.why_not,
+                    host_bound=list(point.host_bound),
                     why_not=point.why_not,
                 )
                 for point in points
