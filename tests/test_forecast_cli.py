@@ -131,6 +131,10 @@ def test_gemms_keep_other_columns_and_take_layouts_and_groups(run: Run, tmp_path
         ("m,k,n,format\n512,512,512,nvfp4\n", "h200 has no nvfp4 products"),
         ("m,k,n,format,layout\n512,512,512,bf16,xy\n", "no layout 'xy'"),
         ("m,k,n,format,library\n512,512,512,bf16,mine\n", "by mine"),
+        ("m,k,n,format,M\n512,512,512,bf16,1\n", "the column 'm' twice"),
+        ("m,k,n,format,groups\n512,512,512,bf16,513\n", "513 groups share m = 512"),
+        ("m,k,n,format,groups,layout\n512,256,512,bf16,257,nt\n", "257 groups share k = 256"),
+        ("m,k,n,format\n\n\n512,512,512,bf16\n\n0,1,1,bf16\n", "line 6: m is '0'"),
     ],
 )
 def test_wrong_gemms(run: Run, tmp_path: Path, text: str, says: str) -> None:
@@ -138,6 +142,44 @@ def test_wrong_gemms(run: Run, tmp_path: Path, text: str, says: str) -> None:
     outcome = run(f"forecast --gpu h200 --gemms {tmp_path}/g.csv")
     assert outcome.code == 2
     assert says in outcome.err
+    assert len(outcome.err.splitlines()) <= 2
+
+
+def test_gemms_say_that_they_are_forecast(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "g.csv").write_text(GEMMS)
+    outcome = run(f"forecast --gpu b200 --gemms {tmp_path}/g.csv")
+    assert outcome.err.startswith("FORECAST, not measured")
+    assert "b200: bf16: measured on b200 (sustained, trtllm); fp8: measured on b200" in outcome.err
+
+
+def test_a_format_that_one_of_two_gpus_lacks(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "g.csv").write_text("m,k,n,format\n512,512,512,nvfp4\n512,512,512,bf16\n")
+    outcome = run(f"forecast --gpu h200,b200 --gemms {tmp_path}/g.csv")
+    assert outcome.code == 0
+    rows = list(csv.DictReader(io.StringIO(outcome.out)))
+    assert [row["gemm_ms"] != "" for row in rows] == [False, True, True, True]
+    assert rows[0]["high_ms"] == ""
+    assert "left empty: h200 has no nvfp4 products" in outcome.err
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--recipes fp8current",
+        "--dp 2",
+        "--cache-weights",
+        "--pre-quantize",
+        "--autocast-only",
+        "--no-fp4",
+        "-o a.png",
+        "-o a.SVG",
+    ],
+)
+def test_options_that_change_nothing_for_gemms(run: Run, tmp_path: Path, option: str) -> None:
+    (tmp_path / "g.csv").write_text(GEMMS)
+    outcome = run(f"forecast --gpu h200 --gemms {tmp_path}/g.csv {option}")
+    assert outcome.code == 2
+    assert option.split()[0] in outcome.err
     assert len(outcome.err.splitlines()) <= 2
 
 
@@ -203,6 +245,10 @@ def test_impossible_points_are_shown_as_such(run: Run) -> None:
         ("--gpu h200 --sweep tp=1,2 --sweep tp=1,2", "twice", "another"),
         ("--gpu h200 --library vllm", "--library belongs to --gemms", "leave it out"),
         ("--gpu h200 --gemms x.csv", "describes a model", "keep one"),
+        ("--gpu h200 --sweep tp=1,2 --cache-weights", "--cache-weights is about its linears", "leave it out"),
+        ("--gpu h200 --sweep tp=1,2 --pre-quantize", "--pre-quantize is about its linears", "leave it out"),
+        ("--gpu h200 --sweep tp=1,2 --autocast-only", "--autocast-only is about its linears", "leave it out"),
+        ("--gpu h200 --recipes fp8block --no-fp8-block", "--no-fp8-block leaves it out", "keep one"),
         ("--gpu h200 --pre-quantize --autocast-only", "leave nothing", "keep one"),
         ("--gpu h200 -o picture.txt", "no picture", ".png"),
     ],

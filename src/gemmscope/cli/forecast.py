@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gemmscope.cli.bench import bare_target, model_target
-from gemmscope.cli.bench_options import FileOptions, RecipeOptions
+from gemmscope.cli.bench_options import PLOT_ENDINGS, FileOptions, RecipeOptions
 from gemmscope.cli.bench_output import Target
 from gemmscope.cli.forecast_options import Axis, ForecastOptions, parse_sweeps, recipes_for, with_value
 from gemmscope.cli.options import ModelOptions, RunOptions, takes
-from gemmscope.cli.output import check_targets, write
-from gemmscope.errors import UserError
+from gemmscope.cli.output import check_targets, say, write
+from gemmscope.errors import UserError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,6 +36,8 @@ Examples:
   gemmscope forecast --gpu b200 --gemms products.csv
 """
 
+ONLY_LINEARS = ("--cache-weights", "--pre-quantize", "--autocast-only")
+
 
 @takes(ModelOptions, RunOptions, RecipeOptions, ForecastOptions, FileOptions)
 def command(
@@ -58,7 +60,8 @@ def command(
     chips, state = options.chips(), options.known_state()
     named = [*model_options.ways(), *(f"--{name.replace('_', '-')}" for name in run_options.typed())]
     if options.gemms is not None:
-        _gemms(options, outputs, [*named, *(["--shapes"] if shapes is not None else []), *(["--sweep"] if options.sweep else [])])
+        named += [*(["--shapes"] if shapes is not None else []), *(["--sweep"] if options.sweep else [])]
+        _gemms(options, outputs, named, [*choices.typed(), *options.typed()])
         return
     if options.library is not None:
         raise UserError("--library belongs to --gemms: a model's forecast is that of training's own library", "leave it out")
@@ -70,6 +73,9 @@ def command(
             raise UserError(
                 "--sweep varies a model, and --shapes names bare products: it is one or the other", "keep one of them"
             )
+        only = [each for each in (*choices.typed(), *options.typed()) if each in ONLY_LINEARS]
+        if only:
+            raise UserError(f"--sweep shows the training step, and {', '.join(only)} is about its linears alone", "leave it out")
         _sweep(model_options, run_options, options, outputs, recipes, notes)
         return
     if not named and shapes is None:
@@ -131,12 +137,18 @@ def _model(model_options: ModelOptions, run_options: RunOptions) -> Target:
     return model_target(source, run, overridden)
 
 
-def _gemms(options: ForecastOptions, outputs: FileOptions, named: list[str]) -> None:
+def _gemms(options: ForecastOptions, outputs: FileOptions, named: list[str], unused: list[str]) -> None:
     """Single products from a file, as CSV to where -o or --csv says, else to standard output."""
     from gemmscope.cli.forecast_gemms import gemms_csv
 
     if named:
         raise UserError(f"--gemms forecasts single products, and {', '.join(named)} describes a model", "keep one of them")
+    if unused:
+        raise UserError(
+            f"--gemms forecasts single products in the formats of its file: {', '.join(unused)} changes nothing", "leave it out"
+        )
+    if outputs.output is not None and outputs.output.lower().endswith(PLOT_ENDINGS):
+        raise UserError(f"--gemms draws no picture, and -o {shown(outputs.output)} names one", "for example -o times.csv")
     for option, place in (("--json", outputs.json), ("--markdown", outputs.markdown)):
         if place is not None:
             raise UserError(f"--gemms writes CSV only, not {option}", "name a place with --csv or -o; without, it is printed")
@@ -146,7 +158,13 @@ def _gemms(options: ForecastOptions, outputs: FileOptions, named: list[str]) -> 
     check_targets({"--csv" if outputs.csv else "-o": where})
     assert options.gemms is not None
     library = options.library.strip().lower() if options.library else None
-    write(where, gemms_csv(options.gemms, options.chips(), options.known_state(), library))
+    state, notes = options.known_state(), list[str]()
+    chips = [(chip, calibrated(chip, state, notes) if library is None else None) for chip in options.chips()]
+    text, basis = gemms_csv(options.gemms, chips, state, library)
+    write(where, text)
+    say("FORECAST, not measured; low_ms and high_ms are the ends of the 90% error bar")
+    for line in (*basis, *(f"note: {note}, products only" for note in notes)):
+        say(line)
 
 
 def _sweep(

@@ -52,6 +52,10 @@ class ForecastOptions:
         bool, typer.Option("--cache-weights", help="Weights are quantized once per step: leave that out of the linears' times.")
     ] = False
 
+    def typed(self) -> list[str]:
+        """Options of a model's forecast that were given."""
+        return [*(["--dp"] if self.dp is not None else []), *(["--cache-weights"] if self.cache_weights else [])]
+
     def chips(self) -> list[GpuSpec]:
         """The GPUs in the order they were named."""
         from gemmscope.gpu.specs import gpu, gpus
