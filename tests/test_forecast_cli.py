@@ -93,6 +93,51 @@ def test_a_split_model(run: Run) -> None:
     assert "communication" in outcome.out
 
 
+PRESET = "forecast --preset llama-3.1-8b --micro-batch-size 1 --sequence-length 8192"
+
+
+def test_the_step_by_part_without_a_low_precision(run: Run) -> None:
+    outcome = run(f"{PRESET} --gpu h200 --recipes bf16")
+    assert " optimizer " in outcome.out
+    lines = list(csv.DictReader(io.StringIO(run(f"{PRESET} --gpu h200 --recipes bf16 --csv -").out)))
+    parts = {line["op"]: float(line["time_ms"]) for line in lines if line["mode"] == "step"}
+    assert sum(parts.values()) == pytest.approx(2 * parts["training step"])
+    assert ForecastFile.model_validate_json(run(f"{PRESET} --gpu h200 --recipes bf16 --json -").out).gpus[0].step[0].parts_ms
+
+
+def test_what_does_not_fit_is_said(run: Run) -> None:
+    outcome = run(f"{PRESET} --gpu h200,l40s")
+    assert "does not fit: l40s: BF16 78 GB" in outcome.out
+    assert "48 GB there; --tp" in outcome.out
+    assert "does not fit: h200" not in outcome.out
+    assert "does not fit" not in run(f"{PRESET} --gpu l40s --tp 4 --recompute full").out
+
+
+def test_the_head_differs_between_tables(run: Run) -> None:
+    words = "LM Head: in low precision in the linears' tables, and in BF16 in the step"
+    assert words in run(f"{PRESET} --gpu h200").out
+    assert words not in run(f"{PRESET} --gpu h200 --recipes bf16").out
+
+
+def test_each_reason_is_said_once(run: Run) -> None:
+    out = run("forecast --preset llama-3.1-8b --micro-batch-size 1 --sequence-length 8191 --gpu h200").out
+    lines = [line for line in out.splitlines() if line.startswith("not possible: ")]
+    assert len(lines) == 1
+    assert "QKV Proj, Attn Out" in lines[0]
+    assert "which FP8Current, FP8Delayed, FP8Block products need" in lines[0]
+
+
+def test_block_scales_on_rtx_are_its_own(run: Run) -> None:
+    outcome = run(f"{PRESET} --gpu rtx-pro-6000,b200 --recipes fp8block,mxfp8")
+    assert "fp8-block: corrections measured on rtx-pro-6000" in outcome.out
+    assert "emulated: FP8Block on rtx-pro-6000" not in outcome.out
+    assert "left out: MXFP8: Transformer Engine has none for compute capability 12.0\n" in outcome.out
+
+
+def test_presets_are_named_by_shapes(run: Run) -> None:
+    assert "gemmscopeshapes--list-presets" in "".join(run("forecast --help").out.split())  # wherever lines are broken
+
+
 # --- single products --------------------------------------------------------------------------------------------------
 
 

@@ -101,7 +101,7 @@ def recipes_for(options: RecipeOptions, chips: list[GpuSpec]) -> tuple[dict[str,
             if recipe(name).backends == ("cpu",):
                 reasons.setdefault(name, []).append("it only runs on CPUs")
             elif not known.runs:
-                reasons.setdefault(name, []).append(f"{known.words}, and {chip.name} is {chip.architecture}")
+                reasons.setdefault(name, []).append(known.why_not(chip.name, chip.capability))
             else:
                 chosen[chip.name].append(name)
                 if known.words:

@@ -205,6 +205,7 @@ def step_answer(forecast: StepForecast, names: Sequence[str], model: ModelSpec, 
                 peak_bytes=None,
                 waterfall=fall,
                 words=words,
+                rows={row: part.value for row, part in found.rows.items()},
             )
         )
     return StepAnswer(tuple(made), failures, 0, len(model.layers))

@@ -41,6 +41,8 @@ def product_format(recipe: Recipe, pass_name: str, chip: GpuSpec) -> str:
     >>> from gemmscope.recipe.recipes import recipe
     >>> product_format(recipe("FP8Block"), "fprop", gpu("h200")), product_format(recipe("FP8Block"), "fprop", gpu("b300"))
     ('fp8-block', 'mxfp8')
+    >>> product_format(recipe("FP8Block"), "fprop", gpu("rtx-pro-6000"))
+    'fp8-block'
     """
     if set(recipe.operands[pass_name]) == {"bf16"} or not recipe.quantizes:
         return "bf16"

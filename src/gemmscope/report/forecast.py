@@ -13,7 +13,7 @@ from gemmscope.recipe.recipes import BASELINE
 from gemmscope.report.bench import digits, tables, times_faster
 from gemmscope.report.shapes import Table
 from gemmscope.step.answer import RecipeAnswer, StepAnswer
-from gemmscope.step.waterfall import ROWS, Row
+from gemmscope.step.waterfall import ROWS
 
 BAR = "90% error bar"
 
@@ -76,16 +76,9 @@ def _range(found: Interval) -> str:
 
 def _parts(answer: StepAnswer) -> Table:
     """The step's rows in every recipe; the last line is what training gains."""
-    by_recipe: dict[str, dict[Row, float]] = {}
-    for each in answer.recipes:
-        if each.waterfall is not None:
-            by_recipe[each.recipe] = {level.row: level.fast_ms for level in each.waterfall.levels}
-            by_recipe[BASELINE] = {level.row: level.slow_ms for level in each.waterfall.levels}
     names = [each.recipe for each in answer.recipes]
-    if not by_recipe:
-        by_recipe = {BASELINE: {}}
-    present = [row for row in ROWS if any(row in by_recipe.get(name, {}) for name in names)]
-    rows = [(str(row), *(f"{by_recipe.get(name, {}).get(row, 0.0):.2f}" for name in names)) for row in present]
+    present = [row for row in ROWS if any(row in each.rows for each in answer.recipes)]
+    rows = [(str(row), *(f"{each.rows.get(row, 0.0):.2f}" for each in answer.recipes)) for row in present]
     rows.append(("whole step", *(f"{each.step.value:.2f}" for each in answer.recipes)))
     rows.append(("times faster", *(times_faster(each.speedup) if each.speedup else "1" for each in answer.recipes)))
     return Table(f"FORECAST of the training step of one rank, by part (ms; {BAR})", ("Description", *names), tuple(rows))

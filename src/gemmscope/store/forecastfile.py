@@ -39,6 +39,7 @@ class StepForecastRecord(Record):
     speedup: IntervalRecord | None = Field(description="over BF16 on the same GPU")
     tokens_per_s: float
     model_tflops: float
+    parts_ms: dict[str, float] = Field(default={}, description="milliseconds of each part of the step")
     waterfall: list[LevelRecord]
     verdict: str
 
@@ -137,6 +138,7 @@ def _steps(answer: StepAnswer) -> list[StepForecastRecord]:
             speedup=_maybe(each.speedup),
             tokens_per_s=each.tokens_per_s,
             model_tflops=each.model_tflops,
+            parts_ms={str(row): time_ms for row, time_ms in each.rows.items()},
             waterfall=[
                 LevelRecord(row=level.row, baseline_ms=level.slow_ms, recipe_ms=level.fast_ms, speedup=level.speedup)
                 for level in (each.waterfall.levels if each.waterfall is not None else ())
