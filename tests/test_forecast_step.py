@@ -19,7 +19,7 @@ from gemmscope.forecast.step import Step, StepForecast, speedup, step_answer
 from gemmscope.forecast.sweep import Point, break_even, forecast_points
 from gemmscope.gpu.specs import gpu, gpus
 from gemmscope.measure.stats import Interval
-from gemmscope.measure.task import MODES, cases_of
+from gemmscope.measure.task import MODES, Case, cases_of
 from gemmscope.model import presets
 from gemmscope.model.flags import from_hyperparameters
 from gemmscope.model.spec import ModelSpec, RunSpec
@@ -141,6 +141,16 @@ def test_no_row_is_faster_sustained_than_in_a_burst(name: str, tokens: int) -> N
         if support(each, chip.capability).runs:
             slow, fast = sustained.step(each), burst.step(each)
             assert all(slow.rows[row].value >= fast.rows[row].value * (1 - 1e-9) for row in slow.rows), each
+
+
+@pytest.mark.parametrize("name", ["h200", "b300", "l40s"])
+def test_linears_do_not_beat_the_chip(name: str) -> None:
+    chip, case = gpu(name), Case("wide", 20768, 52032, 688)
+    for each in ("BF16", "FP8Current", "FP8Block"):
+        if support(each, chip.capability).runs:
+            rate = chip.tflops["bf16" if each == "BF16" else "fp8"] * 1e9
+            products = Forecaster(chip, "burst").linear(case, each).products.values()
+            assert all(part.value >= 2 * 20768 * 52032 * 688 / rate * (1 - 1e-9) for part in products)
 
 
 def test_weights_are_quantized_once_per_step() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from gemmscope.forecast.estimate import Estimate, total
 from gemmscope.forecast.gemm import LAYOUT_OF, GemmModel, State, model
-from gemmscope.forecast.physics import Shapes
+from gemmscope.forecast.physics import RATE_OF, Shapes, least_ms
 from gemmscope.forecast.training import Quantizing, doubt_of, facts, product_factor, product_format, quantizing
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.measure.task import Case
@@ -126,7 +126,8 @@ class Forecaster:
         )
         layouts = np.select([dgrad, wgrad], [LAYOUT_OF["dgrad"], LAYOUT_OF["wgrad"]], LAYOUT_OF["fprop"])
         found = self.gemms.time(self.chip, fmt, shapes, self.state, layout=layouts, in_training=True)
-        times = found.gemm_ms * product_factor(fmt, self.chip)
+        rates = {"tflops": self.chip.tflops[RATE_OF[fmt]], "bandwidth_tbps": self.chip.bandwidth_tbps}
+        times = np.maximum(found.gemm_ms * product_factor(fmt, self.chip), least_ms(shapes, fmt, **rates))
         own = np.sqrt(np.maximum(((found.low + found.high) / 2) ** 2 - found.shared**2, 0.0))
         shared = np.hypot(found.shared, self._common)
         known = self.measured.products.get(fmt, {}) if self.measured is not None else {}
