@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from pathlib import Path
 
@@ -78,6 +80,18 @@ def test_saved_and_loaded() -> None:
         ('{"version": 1}', "is a damaged calibration"),
         ('{"version": 1, "gpu": "h200", "device": "", "products": {"bf16": {"fprop": 99}}, "quantize": {}}', "a factor of 99"),
         ('{"version": 1, "gpu": "h200", "device": "", "products": 3, "quantize": {}}', "is a damaged calibration"),
+        ('{"version": 1, "gpu": "h200", "device": "", "products": {"bf16": {"fprop": "1.0"}}, "quantize": {}}', "no number"),
+        ('{"version": 1, "gpu": "h200", "device": "", "products": {"bf16": {"fprop": true}}, "quantize": {}}', "no number"),
+        ('{"version": 1, "gpu": "h200", "device": "", "products": {"bf16": {"fprop": NaN}}, "quantize": {}}', "a factor of nan"),
+        ('{"version": 1, "gpu": "h200", "device": "", "products": {"bf16": {"fprop": -1.0}}, "quantize": {}}', "a factor of -1"),
+        ('{"version": 1, "gpu": "h200", "device": "", "products": {"int3": {"fprop": 1.0}}, "quantize": {}}', "no format 'int3'"),
+        (
+            '{"version": 1, "gpu": "h200", "device": "", "products": {"bf16": {"sideways": 1.0}}, "quantize": {}}',
+            "no pass 'sideways'",
+        ),
+        ('{"version": 1, "gpu": "h200", "device": "", "products": {}, "quantize": {"FP9": 1.0}}', "no recipe 'FP9'"),
+        ('{"version": 1, "gpu": "h200", "device": "", "products": {"bf16": [1]}, "quantize": {}}', "is no table"),
+        ('{"version": 1, "gpu": "b200", "device": "", "products": {}, "quantize": {}}', "it is of 'b200', not of 'h200'"),
     ],
 )
 def test_damaged_files_are_one_message(run: Run, text: str, says: str) -> None:
@@ -103,7 +117,23 @@ def test_the_command(run: Run, pretend: Pretend) -> None:
     calibrated = run(f"{LINE} --gpu h200 --json -").out
     assert json.loads(plain)["gpus"][0]["totals"] != json.loads(calibrated)["gpus"][0]["totals"]
     assert "calibrated on NVIDIA H200" in run(f"{LINE} --gpu h200").out
+    assert (
+        "calibrated on NVIDIA H200"
+        in run(f"{LINE.replace('--micro_batch_size 31', '')} --gpu h200 --sweep micro_batch_size=1,2").out
+    )
     assert run("calibrate --device cpu").code == 2
+
+
+def test_single_products_are_calibrated(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "g.csv").write_text("m,k,n,format,layout\n8192,4096,4096,bf16,tn\n8192,4096,4096,bf16,nn\n")
+    line = f"forecast --gpu h200 --gemms {tmp_path}/g.csv"
+    times = [[float(row["gemm_ms"]) for row in csv.DictReader(io.StringIO(run(line).out))]]
+    save(Calibration("h200", "NVIDIA H200", {"bf16": {"fprop": 1.5}}, {}))
+    outcome = run(line)
+    times.append([float(row["gemm_ms"]) for row in csv.DictReader(io.StringIO(outcome.out))])
+    assert times[1] == pytest.approx([1.5 * times[0][0], times[0][1]], rel=1e-4)
+    assert "h200: calibrated on NVIDIA H200" in outcome.err
+    assert "calibrated" not in run(f"{line} --state burst").err
 
 
 def test_without_a_gpu(run: Run) -> None:

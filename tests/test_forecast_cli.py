@@ -69,6 +69,11 @@ def test_burst_is_faster(run: Run) -> None:
     assert times[0] < times[1]
 
 
+def test_what_is_computed_again_is_in_the_step(run: Run) -> None:
+    note = "computed again in backward is not in the linears' tables: each pass counts once; the step includes it"
+    assert note in run(f"{REFERENCE} --gpu h200 --recompute full").out
+
+
 def test_only_one_mode(run: Run) -> None:
     assert "Autocast" not in run(f"{REFERENCE} --gpu h200 --pre-quantize").out
 
@@ -86,6 +91,50 @@ def test_a_split_model(run: Run) -> None:
     outcome = run(line)
     assert outcome.code == 0
     assert "communication" in outcome.out
+
+
+PRESET = "forecast --preset llama-3.1-8b --micro-batch-size 1 --sequence-length 8192"
+
+
+def test_the_step_by_part_without_a_low_precision(run: Run) -> None:
+    outcome = run(f"{PRESET} --gpu h200 --recipes bf16")
+    assert " optimizer " in outcome.out
+    lines = list(csv.DictReader(io.StringIO(run(f"{PRESET} --gpu h200 --recipes bf16 --csv -").out)))
+    parts = {line["op"]: float(line["time_ms"]) for line in lines if line["mode"] == "step"}
+    assert sum(parts.values()) == pytest.approx(2 * parts["training step"])
+    assert ForecastFile.model_validate_json(run(f"{PRESET} --gpu h200 --recipes bf16 --json -").out).gpus[0].step[0].parts_ms
+
+
+def test_what_does_not_fit_is_said(run: Run) -> None:
+    outcome = run(f"{PRESET} --gpu h200,l40s")
+    assert "does not fit: l40s: BF16 78 GB" in outcome.out
+    assert "48 GB there; --tp" in outcome.out
+    assert "does not fit: h200" not in outcome.out
+    assert "does not fit" not in run(f"{PRESET} --gpu l40s --tp 4 --recompute full").out
+
+
+def test_the_head_differs_between_tables(run: Run) -> None:
+    words = "LM Head: in low precision in the linears' tables, and in BF16 in the step"
+    assert words in run(f"{PRESET} --gpu h200").out
+    assert words not in run(f"{PRESET} --gpu h200 --recipes bf16").out
+
+
+def test_each_reason_is_said_once(run: Run) -> None:
+    out = run("forecast --preset llama-3.1-8b --micro-batch-size 1 --sequence-length 8191 --gpu h200").out
+    lines = [line for line in out.splitlines() if line.startswith("not possible: ")]
+    assert len(lines) == 1
+    assert "QKV Proj, Attn Out" in lines[0]
+    assert "which FP8Current, FP8Delayed, FP8Block products need" in lines[0]
+
+
+def test_block_scales_on_rtx_are_its_own(run: Run) -> None:
+    outcome = run(f"{PRESET} --gpu rtx-pro-6000,b200 --recipes fp8block,mxfp8")
+    assert "fp8-block: corrections measured on rtx-pro-6000" in outcome.out
+    assert "left out: MXFP8: Transformer Engine has none for compute capability 12.0\n" in outcome.out
+
+
+def test_presets_are_named_by_shapes(run: Run) -> None:
+    assert "gemmscopeshapes--list-presets" in "".join(run("forecast --help").out.split())  # wherever lines are broken
 
 
 # --- single products --------------------------------------------------------------------------------------------------
@@ -126,6 +175,10 @@ def test_gemms_keep_other_columns_and_take_layouts_and_groups(run: Run, tmp_path
         ("m,k,n,format\n512,512,512,nvfp4\n", "h200 has no nvfp4 products"),
         ("m,k,n,format,layout\n512,512,512,bf16,xy\n", "no layout 'xy'"),
         ("m,k,n,format,library\n512,512,512,bf16,mine\n", "by mine"),
+        ("m,k,n,format,M\n512,512,512,bf16,1\n", "the column 'm' twice"),
+        ("m,k,n,format,groups\n512,512,512,bf16,513\n", "513 groups share m = 512"),
+        ("m,k,n,format,groups,layout\n512,256,512,bf16,257,nt\n", "257 groups share k = 256"),
+        ("m,k,n,format\n\n\n512,512,512,bf16\n\n0,1,1,bf16\n", "line 6: m is '0'"),
     ],
 )
 def test_wrong_gemms(run: Run, tmp_path: Path, text: str, says: str) -> None:
@@ -133,6 +186,44 @@ def test_wrong_gemms(run: Run, tmp_path: Path, text: str, says: str) -> None:
     outcome = run(f"forecast --gpu h200 --gemms {tmp_path}/g.csv")
     assert outcome.code == 2
     assert says in outcome.err
+    assert len(outcome.err.splitlines()) <= 2
+
+
+def test_gemms_say_that_they_are_forecast(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "g.csv").write_text(GEMMS)
+    outcome = run(f"forecast --gpu b200 --gemms {tmp_path}/g.csv")
+    assert outcome.err.startswith("FORECAST, not measured")
+    assert "b200: bf16: measured on b200 (sustained, trtllm); fp8: measured on b200" in outcome.err
+
+
+def test_a_format_that_one_of_two_gpus_lacks(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "g.csv").write_text("m,k,n,format\n512,512,512,nvfp4\n512,512,512,bf16\n")
+    outcome = run(f"forecast --gpu h200,b200 --gemms {tmp_path}/g.csv")
+    assert outcome.code == 0
+    rows = list(csv.DictReader(io.StringIO(outcome.out)))
+    assert [row["gemm_ms"] != "" for row in rows] == [False, True, True, True]
+    assert rows[0]["high_ms"] == ""
+    assert "left empty: h200 has no nvfp4 products" in outcome.err
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--recipes fp8current",
+        "--dp 2",
+        "--cache-weights",
+        "--pre-quantize",
+        "--autocast-only",
+        "--no-fp4",
+        "-o a.png",
+        "-o a.SVG",
+    ],
+)
+def test_options_that_change_nothing_for_gemms(run: Run, tmp_path: Path, option: str) -> None:
+    (tmp_path / "g.csv").write_text(GEMMS)
+    outcome = run(f"forecast --gpu h200 --gemms {tmp_path}/g.csv {option}")
+    assert outcome.code == 2
+    assert option.split()[0] in outcome.err
     assert len(outcome.err.splitlines()) <= 2
 
 
@@ -155,6 +246,23 @@ def test_sweep_of_one_size_as_files(run: Run, tmp_path: Path) -> None:
     assert file.sweeps[0].points[1].speedups["FP8Delayed"].value > 1
     rows = list(csv.DictReader(io.StringIO(run(f"{line} --csv -").out)))
     assert {row["recipe"] for row in rows} == {"FP8Current", "FP8Delayed", "FP8Block"}
+
+
+def test_sweeps_say_what_is_too_close_and_what_the_host_bounds(run: Run) -> None:
+    line = f"forecast {SIZES} --sequence-length 512 --gpu h200 --sweep micro_batch_size=1,32"
+    outcome = run(line)
+    assert "FP8Delayed 1.07x HOST-BOUND" in outcome.out
+    assert "FP8Delayed 1.60x ?" in outcome.out
+    assert "FP8Delayed gains from micro_batch_size 32 on" in outcome.out
+    assert "HOST-BOUND: h200: launching takes a CPU longer than the GPU at 1" in outcome.out
+    rows = list(csv.DictReader(io.StringIO(run(f"{line} --csv -").out)))
+    said = {(row["micro_batch_size"], row["recipe"]): row["verdict"] for row in rows}
+    assert said["1", "FP8Delayed"] == "FORECAST, HOST-BOUND"
+    assert said["32", "FP8Delayed"] == "FORECAST, too close to call"
+    assert said["32", "FP8Block"] == "FORECAST"
+    points = ForecastFile.model_validate_json(run(f"{line} --json -").out).sweeps[0].points
+    assert "FP8Delayed" in points[0].host_bound
+    assert not points[1].certain
 
 
 def test_impossible_points_are_shown_as_such(run: Run) -> None:
@@ -181,6 +289,10 @@ def test_impossible_points_are_shown_as_such(run: Run) -> None:
         ("--gpu h200 --sweep tp=1,2 --sweep tp=1,2", "twice", "another"),
         ("--gpu h200 --library vllm", "--library belongs to --gemms", "leave it out"),
         ("--gpu h200 --gemms x.csv", "describes a model", "keep one"),
+        ("--gpu h200 --sweep tp=1,2 --cache-weights", "--cache-weights is about its linears", "leave it out"),
+        ("--gpu h200 --sweep tp=1,2 --pre-quantize", "--pre-quantize is about its linears", "leave it out"),
+        ("--gpu h200 --sweep tp=1,2 --autocast-only", "--autocast-only is about its linears", "leave it out"),
+        ("--gpu h200 --recipes fp8block --no-fp8-block", "--no-fp8-block leaves it out", "keep one"),
         ("--gpu h200 --pre-quantize --autocast-only", "leave nothing", "keep one"),
         ("--gpu h200 -o picture.txt", "no picture", ".png"),
     ],

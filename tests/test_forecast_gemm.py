@@ -148,6 +148,43 @@ def test_burst_is_faster_than_sustained() -> None:
         assert 1.02 < sustained / burst < 1.3
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    CHIPS, st.integers(1, 10**5), st.integers(1, 10**5), st.integers(1, 10**5), st.sampled_from(["sustained", "burst"]), st.data()
+)
+def test_no_product_beats_the_chip(chip: GpuSpec, m: int, k: int, n: int, state: State, data: st.DataObject) -> None:
+    fmt = data.draw(st.sampled_from(formats(chip)))
+    shapes = Shapes.of(m, k, n)
+    found = model().time(chip, fmt, shapes, state)
+    rate = chip.tflops[{"bf16": "bf16", "fp8": "fp8", "nvfp4": "fp4"}[fmt]]
+    assert found.gemm_ms[0] >= 2 * m * k * n / (rate * 1e9) * (1 - 1e-9)
+    assert found.gemm_ms[0] >= shapes.bytes_moved(fmt)[0] / (chip.bandwidth_tbps * 1e9) * (1 - 1e-9)
+    assert (found.quantize_ms[0] > 0) == (fmt != "bf16")
+
+
+def test_what_a_product_needs_comes_out_of_quantization() -> None:
+    shapes = Shapes.of(20768, 52032, 688)
+    found = model().time(gpu("b300"), "fp8", shapes, "burst", "trtllm")
+    assert found.gemm_ms[0] >= shapes.flops[0] / (4500 * 1e9)
+    assert found.quantize_ms[0] > found.gemm_ms[0] * 0.1
+
+
+@settings(max_examples=100, deadline=None)
+@given(CHIPS, SIZES, SIZES, SIZES, st.data())
+def test_sustained_is_never_faster(chip: GpuSpec, m: int, k: int, n: int, data: st.DataObject) -> None:
+    fmt = data.draw(st.sampled_from(formats(chip)))
+    sustained, burst = (model().time(chip, fmt, Shapes.of(m, k, n), state) for state in ("sustained", "burst"))  # type: ignore[arg-type]
+    assert sustained.gemm_ms[0] >= burst.gemm_ms[0]
+    assert sustained.total_ms[0] >= burst.total_ms[0] * (1 - 1e-9)
+    assert sustained.burst_ms[0] == burst.gemm_ms[0]
+
+
+def test_both_states_stand_on_one_library() -> None:
+    for name, fmt in (("b200", "nvfp4"), ("gb200", "nvfp4"), ("b200", "bf16"), ("h100", "bf16")):
+        libraries = {model().basis(gpu(name), fmt, state).series.library for state in ("sustained", "burst")}  # type: ignore[arg-type]
+        assert len(libraries) == 1
+
+
 # --- wrong input ------------------------------------------------------------------------------------------------------
 
 

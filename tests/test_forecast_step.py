@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,18 @@ from gemmscope.forecast.estimate import Estimate, ratio, total
 from gemmscope.forecast.findings import ForecastFindings
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.step import Step, StepForecast, speedup, step_answer
-from gemmscope.forecast.sweep import forecast_points
+from gemmscope.forecast.sweep import Point, break_even, forecast_points
 from gemmscope.gpu.specs import gpu, gpus
-from gemmscope.measure.task import MODES, cases_of
+from gemmscope.measure.stats import Interval
+from gemmscope.measure.task import MODES, Case, cases_of
 from gemmscope.model import presets
 from gemmscope.model.flags import from_hyperparameters
 from gemmscope.model.spec import ModelSpec, RunSpec
+from gemmscope.recipe.support import support
 from gemmscope.step.waterfall import ROWS
 from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import Linear
+from gemmscope.workload.summary import totals
 
 MEASURED: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "h200_training_steps.json").read_text())["models"]
 TE = ("FP8Current", "FP8Delayed", "FP8Block")
@@ -84,6 +88,20 @@ def test_answer_like_that_of_step() -> None:
     assert current.waterfall.products > current.waterfall.step
 
 
+def test_model_flops_leave_recomputation_out() -> None:
+    """What is computed again takes time, and is no progress."""
+    model, run = model_of(MEASURED["llama8b_l8"]["config"])
+    again = replace(run, recompute="full")
+    plain, full = (totals(derive(model, each), each, model) for each in (run, again))
+    assert plain.model_flops == plain.gemm_flops + plain.attention_flops
+    assert full.model_flops == plain.model_flops < full.gemm_flops + full.attention_flops
+    found = [
+        step_answer(steps("h200", model, each), ["BF16"], model, each, derive(model, each)).recipes[0] for each in (run, again)
+    ]
+    assert found[1].model_tflops < found[0].model_tflops
+    assert found[1].model_tflops * found[1].step.value == pytest.approx(found[0].model_tflops * found[0].step.value)
+
+
 def test_sizes_that_do_not_fit_are_said() -> None:
     model = from_hyperparameters(hidden_size=4096, intermediate_size=16380, num_attention_heads=32, num_hidden_layers=2)
     forecast = steps("h200", model, RunSpec(1, 4096))
@@ -109,6 +127,48 @@ def test_every_gpu_answers(name: str) -> None:
     found = steps(name, model, run).step("BF16").total
     assert found.value > 0
     assert 0.01 < found.doubt < 0.6
+
+
+@pytest.mark.parametrize("name", gpus())
+@pytest.mark.parametrize("tokens", [512, 8192])
+def test_no_row_is_faster_sustained_than_in_a_burst(name: str, tokens: int) -> None:
+    model = presets.load("llama-3.1-8b").model
+    assert model is not None
+    run, chip = RunSpec(1, tokens), gpu(name)
+    workload = derive(model, run)
+    sustained, burst = (StepForecast(Forecaster(chip, state), model, run, workload) for state in ("sustained", "burst"))  # type: ignore[arg-type]
+    for each in ("BF16", *TE, "MXFP8", "NVFP4"):
+        if support(each, chip.capability).runs:
+            slow, fast = sustained.step(each), burst.step(each)
+            assert all(slow.rows[row].value >= fast.rows[row].value * (1 - 1e-9) for row in slow.rows), each
+
+
+@pytest.mark.parametrize("name", ["h200", "b300", "l40s"])
+def test_linears_do_not_beat_the_chip(name: str) -> None:
+    chip, case = gpu(name), Case("wide", 20768, 52032, 688)
+    for each in ("BF16", "FP8Current", "FP8Block"):
+        if support(each, chip.capability).runs:
+            rate = chip.tflops["bf16" if each == "BF16" else "fp8"] * 1e9
+            products = Forecaster(chip, "burst").linear(case, each).products.values()
+            assert all(part.value >= 2 * 20768 * 52032 * 688 / rate * (1 - 1e-9) for part in products)
+
+
+def test_weights_are_quantized_once_per_step() -> None:
+    """Four micro-batches quantize four times the activations, and the weights once."""
+    model, run = model_of(MEASURED["llama8b_l8"]["config"])
+    one = steps("h200", model, run).step("FP8Current").rows["quantization"].value
+    four = steps("h200", model, replace(run, gradient_accumulation=4)).step("FP8Current").rows["quantization"].value
+    forecaster = Forecaster(gpu("h200"), "sustained")
+    weights = forecaster.together(steps("h200", model, run).quantized, "FP8Current").weights.value
+    assert weights > 0
+    assert four == pytest.approx(4 * one - 3 * weights)
+    again = replace(run, recompute="full")
+    kept, plain = (
+        StepForecast(Forecaster(gpu("h200"), "sustained", cache_weights=kept), model, again, derive(model, again))
+        for kept in (True, False)
+    )
+    times = [each.step("FP8Current").rows["quantization"].value for each in (plain, kept)]
+    assert times[0] - times[1] == pytest.approx(weights / 3)
 
 
 # --- how doubts combine -----------------------------------------------------------------------------------------------
@@ -157,6 +217,37 @@ def test_sharding_divides_the_products_and_adds_communication() -> None:
     assert 0.2 < four.rows["products"].value / one.rows["products"].value < 0.35
     assert "communication" in four.rows
     assert "communication" not in one.rows
+
+
+def test_a_full_node_leaves_the_network_to_others() -> None:
+    """Gradients of replicas in other nodes are not exchanged over NVLink."""
+    h200 = gpu("h200")
+    near, apart, half = (collective_ms(h200, "reduce_scatter", 2, 1e9, apart) for apart in (1, 8, 4))
+    assert apart > 5 * near
+    assert half == near
+    model = presets.load("llama-3.1-70b").model
+    assert model is not None
+    slow, fast = (steps("h200", model, RunSpec(1, 4096, tp=tp), dp=8).fixed().exchanged for tp in (8, 4))
+    assert slow.data_ms == pytest.approx(fast.data_ms, rel=0.01)  # half the gradients, and half the ports for each group
+    wide = [collective_ms(gpu("gb200"), "reduce_scatter", 8, 1e9, each) for each in (1, 8)]
+    assert wide[0] == wide[1]
+
+
+def test_bridges_join_four_cards() -> None:
+    four, eight = (collective_ms(gpu("h200-nvl"), "all_gather", ranks, 1e9) for ranks in (4, 8))
+    assert eight > 3 * four
+
+
+def test_what_is_certain() -> None:
+    """The best one is so for certain if no other's error bar reaches its own, and no CPU stands in its way."""
+    low, high, over = Interval(1.1, 1.05, 1.15), Interval(1.3, 1.2, 1.4), Interval(1.25, 1.2, 1.3)
+    assert Point((1,), 1.0, (("A", low), ("B", high))).certain
+    assert Point((1,), 1.0, (("A", over), ("B", high))).rivals == ["A"]
+    assert not Point((1,), 1.0, (("A", Interval(1.1, 0.9, 1.3)),)).certain
+    assert Point((1,), 1.0, (("A", Interval(0.9, 0.8, 0.95)),)).certain
+    assert not Point((1,), 1.0, (("A", Interval(0.9, 0.8, 1.1)),)).certain
+    points = [Point((1,), 1.0, (("A", high),), host_bound=("A",)), Point((2,), 1.0, (("A", high),))]
+    assert break_even(points, "A") == 2
 
 
 def test_points_of_a_sweep_are_single_forecasts() -> None:

@@ -16,7 +16,7 @@ from gemmscope.workload.ops import Work
 from gemmscope.workload.summary import Totals
 
 BF16, FP8, CAST = "nvjet_sm90_tst_NTN", "nvjet_sm90_qqtst_TNT", "cast_transpose_optimized_kernel"
-TOTALS = Totals((), 1e12, 1e11, Work(), 1, 1000, 1000, 1000)
+TOTALS = Totals((), 1e12, 1e11, Work(), 1, 1000, 1000, 1000, 1.1e12)
 
 
 def profile(results: StepResults, variant: Variant, **part_ms: float) -> None:

@@ -95,14 +95,23 @@ class RecipeOptions:
 
     def left_out(self) -> set[str]:
         """The recipes that the --no options name."""
+        return set(self._left_out())
+
+    def _left_out(self) -> dict[str, str]:
+        """Recipes with the option that leaves them out."""
         named = {
-            "FP8Current": self.no_fp8_current,
-            "FP8Delayed": self.no_fp8_delayed,
-            "FP8Block": self.no_fp8_block,
-            "MXFP8": self.no_fp8,
-            "NVFP4": self.no_fp4,
+            "FP8Current": "no_fp8_current",
+            "FP8Delayed": "no_fp8_delayed",
+            "FP8Block": "no_fp8_block",
+            "MXFP8": "no_fp8",
+            "NVFP4": "no_fp4",
         }
-        return {name for name, out in named.items() if out}
+        return {name: f"--{option.replace('_', '-')}" for name, option in named.items() if getattr(self, option)}
+
+    def typed(self) -> list[str]:
+        """The options that were given."""
+        flags = [f"--{name.replace('_', '-')}" for name in ("pre_quantize", "autocast_only") if getattr(self, name)]
+        return [*(["--recipes"] if self.recipes is not None else []), *self._left_out().values(), *flags]
 
     def modes(self) -> list[Mode]:
         """Both, or the one that was asked for."""
@@ -125,7 +134,11 @@ class RecipeOptions:
             return None
         if not any(part.strip() for part in self.recipes.split(",")):
             raise UserError("--recipes names no recipe", f"recipes: {', '.join(all_recipes())}")
-        return parse_names(self.recipes)
+        found, out = parse_names(self.recipes), self._left_out()
+        both = [name for name in found if name in out]
+        if both:
+            raise UserError(f"--recipes names {both[0]}, and {out[both[0]]} leaves it out", "keep one of them")
+        return found
 
 
 @dataclass(frozen=True)

@@ -160,5 +160,4 @@ def _why_not(name: str, backend: str, gpu: GpuFacts | None) -> str:
         return f"the {backend} backend does not have it, --backend {' or '.join(homes)} does"
     if gpu is None or gpu.capability is None:
         return ""
-    known = support(name, gpu.capability)
-    return "" if known.runs else f"{known.words}, and this {gpu.name} is {gpu.capability[0]}.{gpu.capability[1]}"
+    return support(name, gpu.capability).why_not(f"this {gpu.name}", gpu.capability)

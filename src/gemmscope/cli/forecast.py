@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gemmscope.cli.bench import bare_target, model_target
-from gemmscope.cli.bench_options import FileOptions, RecipeOptions
+from gemmscope.cli.bench_options import PLOT_ENDINGS, FileOptions, RecipeOptions
 from gemmscope.cli.bench_output import Target
 from gemmscope.cli.forecast_options import Axis, ForecastOptions, parse_sweeps, recipes_for, with_value
 from gemmscope.cli.options import ModelOptions, RunOptions, takes
-from gemmscope.cli.output import check_targets, write
-from gemmscope.errors import UserError
+from gemmscope.cli.output import check_targets, say, write
+from gemmscope.errors import UserError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gemmscope.cli.forecast_output import Forecast
     from gemmscope.forecast.findings import ForecastFindings
     from gemmscope.forecast.gemm import State
+    from gemmscope.forecast.linears import Adjustment
     from gemmscope.forecast.sweep import Configuration, Point
     from gemmscope.gpu.specs import GpuSpec
     from gemmscope.measure.task import Mode
@@ -34,6 +35,8 @@ Examples:
     --sequence-length 4096 --gpu b300 --sweep hidden_size=2048:8192:1024 --sweep micro_batch_size=1,2,4,8 -o sweep.png
   gemmscope forecast --gpu b200 --gemms products.csv
 """
+
+ONLY_LINEARS = ("--cache-weights", "--pre-quantize", "--autocast-only")
 
 
 @takes(ModelOptions, RunOptions, RecipeOptions, ForecastOptions, FileOptions)
@@ -57,7 +60,8 @@ def command(
     chips, state = options.chips(), options.known_state()
     named = [*model_options.ways(), *(f"--{name.replace('_', '-')}" for name in run_options.typed())]
     if options.gemms is not None:
-        _gemms(options, outputs, [*named, *(["--shapes"] if shapes is not None else []), *(["--sweep"] if options.sweep else [])])
+        named += [*(["--shapes"] if shapes is not None else []), *(["--sweep"] if options.sweep else [])]
+        _gemms(options, outputs, named, [*choices.typed(), *options.typed()])
         return
     if options.library is not None:
         raise UserError("--library belongs to --gemms: a model's forecast is that of training's own library", "leave it out")
@@ -69,6 +73,9 @@ def command(
             raise UserError(
                 "--sweep varies a model, and --shapes names bare products: it is one or the other", "keep one of them"
             )
+        only = [each for each in (*choices.typed(), *options.typed()) if each in ONLY_LINEARS]
+        if only:
+            raise UserError(f"--sweep shows the training step, and {', '.join(only)} is about its linears alone", "leave it out")
         _sweep(model_options, run_options, options, outputs, recipes, notes)
         return
     if not named and shapes is None:
@@ -91,7 +98,7 @@ def forecast_of(
 ) -> Forecast:
     """A model's linears and its step, or bare products, on each chip."""
     from gemmscope.cli.forecast_output import Forecast
-    from gemmscope.forecast.calibration import load, place
+    from gemmscope.cli.workload import COMPUTED_AGAIN
     from gemmscope.forecast.findings import ForecastFindings
     from gemmscope.forecast.linears import Forecaster
     from gemmscope.forecast.step import StepForecast, step_answer
@@ -100,19 +107,28 @@ def forecast_of(
     answers: dict[str, StepAnswer] = {}
     subject, said = target.subject, list(notes)
     for chip in chips:
-        calibration = load(chip.name)
-        measured = calibration.adjustment() if calibration is not None else None
-        if calibration is not None and state == "sustained":
-            said.append(f"{chip.name}: calibrated on {calibration.device} by gemmscope calibrate ({place(chip.name)})")
+        measured = calibrated(chip, state, said)
         forecaster = Forecaster(chip, state, cache_weights=cache_weights, measured=measured)
         reports.append(ForecastFindings(forecaster, target.cases, recipes[chip.name], modes, target.layer))
         if subject is not None and subject.source.model is not None:
             model, run, workload = subject.source.model, subject.run, subject.workload
-            step = StepForecast(Forecaster(chip, state, measured=measured), model, run, workload, dp)
+            step = StepForecast(forecaster, model, run, workload, dp)
             answers[chip.name] = step_answer(step, recipes[chip.name], model, run, workload)
     if subject is not None and subject.source.model is None:
         said.append("a traced model's linears are forecast, not its step")
-    return Forecast(target, reports, answers, state, dp, [*target.notes, *said])
+    about = [f"{note}; the step includes it" if answers and note == COMPUTED_AGAIN else note for note in target.notes]
+    return Forecast(target, reports, answers, state, dp, [*about, *said])
+
+
+def calibrated(chip: GpuSpec, state: State, notes: list[str]) -> Adjustment | None:
+    """What was measured on this chip, for a sustained forecast; a note says so."""
+    from gemmscope.forecast.calibration import load, place
+
+    found = load(chip.name)
+    if found is None or state != "sustained":
+        return None
+    notes.append(f"{chip.name}: calibrated on {found.device} by gemmscope calibrate ({place(chip.name)})")
+    return found.adjustment()
 
 
 def _model(model_options: ModelOptions, run_options: RunOptions) -> Target:
@@ -121,12 +137,18 @@ def _model(model_options: ModelOptions, run_options: RunOptions) -> Target:
     return model_target(source, run, overridden)
 
 
-def _gemms(options: ForecastOptions, outputs: FileOptions, named: list[str]) -> None:
+def _gemms(options: ForecastOptions, outputs: FileOptions, named: list[str], unused: list[str]) -> None:
     """Single products from a file, as CSV to where -o or --csv says, else to standard output."""
     from gemmscope.cli.forecast_gemms import gemms_csv
 
     if named:
         raise UserError(f"--gemms forecasts single products, and {', '.join(named)} describes a model", "keep one of them")
+    if unused:
+        raise UserError(
+            f"--gemms forecasts single products in the formats of its file: {', '.join(unused)} changes nothing", "leave it out"
+        )
+    if outputs.output is not None and outputs.output.lower().endswith(PLOT_ENDINGS):
+        raise UserError(f"--gemms draws no picture, and -o {shown(outputs.output)} names one", "for example -o times.csv")
     for option, place in (("--json", outputs.json), ("--markdown", outputs.markdown)):
         if place is not None:
             raise UserError(f"--gemms writes CSV only, not {option}", "name a place with --csv or -o; without, it is printed")
@@ -136,7 +158,13 @@ def _gemms(options: ForecastOptions, outputs: FileOptions, named: list[str]) -> 
     check_targets({"--csv" if outputs.csv else "-o": where})
     assert options.gemms is not None
     library = options.library.strip().lower() if options.library else None
-    write(where, gemms_csv(options.gemms, options.chips(), options.known_state(), library))
+    state, notes = options.known_state(), list[str]()
+    chips = [(chip, calibrated(chip, state, notes) if library is None else None) for chip in options.chips()]
+    text, basis = gemms_csv(options.gemms, chips, state, library)
+    write(where, text)
+    say("FORECAST, not measured; low_ms and high_ms are the ends of the 90% error bar")
+    for line in (*basis, *(f"note: {note}, products only" for note in notes)):
+        say(line)
 
 
 def _sweep(
@@ -149,7 +177,6 @@ def _sweep(
 ) -> None:
     """The plane of configurations on every GPU."""
     from gemmscope.cli.forecast_output import Swept
-    from gemmscope.forecast.calibration import load
     from gemmscope.forecast.linears import Forecaster
     from gemmscope.forecast.sweep import forecast_points
 
@@ -157,9 +184,7 @@ def _sweep(
     possible, impossible = _configurations(axes, model_options, run_options)
     swept: dict[str, list[Point]] = {}
     for chip in options.chips():
-        calibration = load(chip.name)
-        measured = calibration.adjustment() if calibration is not None else None
-        forecaster = Forecaster(chip, options.known_state(), measured=measured)
+        forecaster = Forecaster(chip, options.known_state(), measured=calibrated(chip, options.known_state(), notes))
         points = forecast_points(forecaster, possible, recipes[chip.name], options.replicas())
         order = {point.values: point for point in [*points, *impossible]}
         swept[chip.name] = [order[values] for values in sorted(order)]

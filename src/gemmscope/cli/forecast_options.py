@@ -52,6 +52,10 @@ class ForecastOptions:
         bool, typer.Option("--cache-weights", help="Weights are quantized once per step: leave that out of the linears' times.")
     ] = False
 
+    def typed(self) -> list[str]:
+        """Options of a model's forecast that were given."""
+        return [*(["--dp"] if self.dp is not None else []), *(["--cache-weights"] if self.cache_weights else [])]
+
     def chips(self) -> list[GpuSpec]:
         """The GPUs in the order they were named."""
         from gemmscope.gpu.specs import gpu, gpus
@@ -97,7 +101,7 @@ def recipes_for(options: RecipeOptions, chips: list[GpuSpec]) -> tuple[dict[str,
             if recipe(name).backends == ("cpu",):
                 reasons.setdefault(name, []).append("it only runs on CPUs")
             elif not known.runs:
-                reasons.setdefault(name, []).append(f"{known.words}, and {chip.name} is {chip.architecture}")
+                reasons.setdefault(name, []).append(known.why_not(chip.name, chip.capability))
             else:
                 chosen[chip.name].append(name)
                 if known.words:

@@ -98,10 +98,31 @@ class Forecast:
         from gemmscope.report.forecast import verdicts
         from gemmscope.store.forecastfile import basis_of
 
-        lines = verdicts(self.reports, self.answers)
-        for report in self.reports:
-            lines.append(f"{report.chip.name}: {'; '.join(basis_of(report))}")
+        lines = [*self._head(), *verdicts(self.reports, self.answers), *self._too_large()]
+        lines += [f"{report.chip.name}: {'; '.join(basis_of(report))}" for report in self.reports]
         return [*lines, *(note if note.startswith(("emulated: ", "left out: ")) else f"note: {note}" for note in self.notes)]
+
+    def _head(self) -> list[str]:
+        """The tables differ in it."""
+        from gemmscope.recipe.recipes import recipe
+        from gemmscope.workload.derive import HEAD
+        from gemmscope.workload.ops import Linear
+
+        low = any(recipe(each.recipe).quantizes for answer in self.answers.values() for each in answer.recipes)
+        ops = self.target.subject.workload.ops if self.target.subject is not None and low else ()
+        heads = dict.fromkeys(op.name for op in ops if isinstance(op, Linear) and op.section == HEAD)
+        words = "in low precision in the linears' tables, and in BF16 in the step, where frameworks leave it so"
+        return [f"{', '.join(heads)}: {words}"] if heads else []
+
+    def _too_large(self) -> list[str]:
+        """Which GPUs cannot hold it."""
+        from gemmscope.forecast.memory import does_not_fit
+
+        subject, lines = self.target.subject, []
+        if subject is not None and subject.source.model is not None:
+            for report in self.reports:
+                lines += does_not_fit(report, subject.source.model, subject.run, subject.workload.parameters)
+        return lines
 
     def draw(self, path: str) -> None:
         """The stacked bars of every GPU."""
@@ -147,8 +168,7 @@ class Forecast:
         lines: list[dict[str, object]] = []
         for each in self.answers[chip].recipes if chip in self.answers else ():
             same: dict[str, object] = {"gpu": chip, "recipe": each.recipe, "mode": "step", "pass": "all", "verdict": "FORECAST"}
-            levels = each.waterfall.levels if each.waterfall else ()
-            lines += [{**same, "op": level.row, "time_ms": level.fast_ms} for level in levels]
+            lines += [{**same, "op": row, "time_ms": time_ms} for row, time_ms in each.rows.items()]
             gain = each.speedup
             faster = {"speedup": gain.value, "speedup_low": gain.low, "speedup_high": gain.high} if gain else {}
             step = {"time_ms": each.step.value, "low_ms": each.step.low, "high_ms": each.step.high, "tflops": each.model_tflops}
@@ -219,7 +239,8 @@ class Swept:
                     writer.writerow([gpu, *point.values, "", "", "", "", "", "", point.why_not])
                 for name, found in point.speedups:
                     best = int(point.best[0] == name)
-                    writer.writerow(
-                        [gpu, *point.values, name, found.value, found.low, found.high, point.step_ms, best, "FORECAST"]
-                    )
+                    said = ["FORECAST", *(["too close to call"] if best and not point.certain else [])]
+                    said += ["HOST-BOUND"] if name in point.host_bound else []
+                    times = [found.value, found.low, found.high, point.step_ms]
+                    writer.writerow([gpu, *point.values, name, *times, best, ", ".join(said)])
         return out.getvalue()

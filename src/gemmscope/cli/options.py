@@ -86,7 +86,7 @@ class ModelOptions:
     ] = None
     preset: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="A well-known model; --list-presets names them."),
+        typer.Option(metavar="NAME", help="A well-known model; gemmscope shapes --list-presets names them."),
     ] = None
     module: Annotated[
         str | None,

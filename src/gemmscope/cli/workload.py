@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from gemmscope.workload.ops import Linear
     from gemmscope.workload.trace import Trace
 
+COMPUTED_AGAIN = "what is computed again in backward is not in the linears' tables: each pass counts once"
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -96,7 +98,7 @@ def linears_of(workload: Workload) -> tuple[list[Linear], list[str]]:
         if isinstance(op, TracedLinear) and len({gemm.pass_name for gemm in op.seen}) < 3:
             notes.append(f"{op.name}: all three passes are measured, though the model runs fewer")
     if any(op.forward_runs > 1 for op in linears):
-        notes.append("what is computed again in backward is not in these times: each pass counts once")
+        notes.append(COMPUTED_AGAIN)
     return _told_apart(linears), notes
 
 

@@ -10,19 +10,20 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gemmscope.errors import UserError
 from gemmscope.forecast.findings import ForecastFindings
+from gemmscope.forecast.gemm import FORMATS, LAYOUT_OF
 from gemmscope.forecast.linears import Adjustment
 from gemmscope.forecast.training import product_format
 from gemmscope.gpu.specs import GpuSpec, gpus, spec_of
 from gemmscope.measure.findings import Findings
 from gemmscope.measure.task import Case
-from gemmscope.recipe.recipes import recipe
+from gemmscope.recipe.recipes import recipe, recipes
 
 VERSION = 1
 LARGEST_FACTOR = 5.0  # more than that is no calibration, but another chip
@@ -73,19 +74,36 @@ def load(gpu: str) -> Calibration | None:
         data = json.loads(text)
         version = data["version"]
         if version == VERSION:
-            return _checked(Calibration(**data))
+            return _checked(Calibration(**data), gpu)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} is a damaged calibration: {type(error).__name__}: {str(error)[:100]}", AGAIN) from None
     raise UserError(f"{path} is a calibration of version {str(version)[:20]}, not {VERSION}", AGAIN)
 
 
-def _checked(found: Calibration) -> Calibration:
-    """Its factors are numbers that a chip can have."""
-    every = [*found.quantize.values(), *(factor for passes in found.products.values() for factor in passes.values())]
-    wrong = [factor for factor in every if not 1 / LARGEST_FACTOR <= float(factor) <= LARGEST_FACTOR]
-    if wrong:
-        raise ValueError(f"a factor of {wrong[0]} is none that a GPU has")
+def _checked(found: Calibration, gpu: str) -> Calibration:
+    """It is of this GPU, and its factors are numbers that a chip can have."""
+    if found.gpu != gpu:
+        raise ValueError(f"it is of {str(found.gpu)[:40]!r}, not of {gpu!r}")
+    if not isinstance(found.device, str) or not isinstance(found.versions, dict):
+        raise TypeError("its device is no text, or its versions are no table")
+    _known(found.products, FORMATS, "format")
+    for passes in found.products.values():
+        _known(passes, LAYOUT_OF, "pass")
+    _known(found.quantize, recipes(), "recipe")
+    for factor in [*found.quantize.values(), *(factor for passes in found.products.values() for factor in passes.values())]:
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+            raise TypeError(f"a factor of {str(factor)[:40]!r} is no number")
+        if not 1 / LARGEST_FACTOR <= factor <= LARGEST_FACTOR:  # nor is it NaN
+            raise ValueError(f"a factor of {factor} is none that a GPU has")
     return found
+
+
+def _known(table: Any, names: Iterable[str], what: str) -> None:
+    if not isinstance(table, dict):
+        raise TypeError(f"{str(table)[:40]!r} is no table by {what}")
+    strange = [name for name in table if name not in set(names)]
+    if strange:
+        raise ValueError(f"there is no {what} {strange[0][:40]!r}")
 
 
 def save(found: Calibration) -> Path:

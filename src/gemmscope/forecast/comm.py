@@ -19,6 +19,7 @@ from gemmscope.toml import load_data
 from gemmscope.workload.ops import ELEMENT_BYTES
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "alltoall"]
+GRADIENTS: tuple[Collective, ...] = ("reduce_scatter", "all_gather")
 NEAREST = {"h200-nvl": "h200", "rtx-5090": "rtx-pro-6000"}
 
 
@@ -27,28 +28,35 @@ def _table() -> dict[str, Any]:
     return load_data("gemmscope.forecast", "coefficients/collectives.toml")
 
 
-def collective_ms(chip: GpuSpec, operation: Collective, ranks: int, message_bytes: float) -> float:
+def collective_ms(chip: GpuSpec, operation: Collective, ranks: int, message_bytes: float, apart: int = 1) -> float:
     """One collective of `ranks` GPUs on a message of that many bytes, all ranks' parts together.
+
+    `apart`: how many GPUs lie from one rank of the group to the next, because other groups are placed closer. Of a domain of 8
+    that tensor parallelism of 4 shares, two ranks are left for each group.
 
     >>> from gemmscope.gpu.specs import gpu
     >>> 0.2 < collective_ms(gpu("h200"), "all_gather", 8, 128e6) < 0.5
+    True
+    >>> collective_ms(gpu("h200"), "all_gather", 8, 128e6, apart=8) > 5 * collective_ms(gpu("h200"), "all_gather", 8, 128e6)
     True
     """
     if ranks < 2 or message_bytes <= 0:
         return 0.0
     network = facts()["network"]
-    domain = network["domain"].get(chip.name, network["domain"]["default"])
-    inside = min(ranks, domain)
-    known = _table()[NEAREST.get(chip.name, chip.name)][operation]
-    nearest = max(int(each) for each in known if int(each) <= inside)
-    launch, root, per_byte = known[str(nearest)]
-    scale = ((inside - 1) / inside) / ((nearest - 1) / nearest)  # the share that travels
-    within = launch + scale * (root * sqrt(message_bytes) + per_byte * message_bytes)
+    domain = max(network["domain"].get(chip.name, network["domain"]["default"]) // apart, 1)
+    within, inside = 0.0, min(ranks, domain)
+    if inside > 1:
+        known = _table()[NEAREST.get(chip.name, chip.name)][operation]
+        nearest = max(int(each) for each in known if int(each) <= inside)
+        launch, root, per_byte = known[str(nearest)]
+        scale = ((inside - 1) / inside) / ((nearest - 1) / nearest)  # the share that travels
+        within = launch + scale * (root * sqrt(message_bytes) + per_byte * message_bytes)
     if ranks <= domain:
         return float(within)
     travels = (2 if operation == "all_reduce" else 1) * message_bytes * (ranks - 1) / ranks
     shared = 1 if operation == "alltoall" else domain  # the node's ports work together on what its GPUs have in common
-    between = network["latency_ms"] + travels / (shared * network["gbps"] * network["reached"] * 1e6)
+    gbps = network["beyond"].get(chip.name, network["gbps"] * network["reached"])
+    between = network["latency_ms"] + travels / (shared * gbps * 1e6)
     return float(max(within, between) + network["latency_ms"])
 
 
@@ -67,7 +75,10 @@ class Communication:
 
 
 def communication(chip: GpuSpec, model: ModelSpec, run: RunSpec, layers: int, parameters: int, dp: int) -> Communication:
-    """What one rank of this layout exchanges. `layers` and `parameters` are those it holds; `dp` replicas share gradients."""
+    """What one rank of this layout exchanges. `layers` and `parameters` are those it holds; `dp` replicas share gradients.
+
+    Ranks of tensor parallelism are neighbours; then come context, expert, pipeline and data parallelism, each farther apart.
+    """
     activations = run.tokens * model.hidden_size * ELEMENT_BYTES
     runs = 2 if run.recompute == "full" else 1  # of forward
     tensor = 0.0
@@ -82,13 +93,21 @@ def communication(chip: GpuSpec, model: ModelSpec, run: RunSpec, layers: int, pa
     attention = model.layers[0].attention
     kept = run.micro_batch_size * run.sequence_length * (attention.k_width + attention.v_width) / run.tp * ELEMENT_BYTES
     context = layers * (
-        (runs + 1) * collective_ms(chip, "all_gather", run.cp, kept) + collective_ms(chip, "reduce_scatter", run.cp, kept)
+        (runs + 1) * collective_ms(chip, "all_gather", run.cp, kept, run.tp)
+        + collective_ms(chip, "reduce_scatter", run.cp, kept, run.tp)
     )
     expert = 0.0
     moe = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MoeSpec)]
     if run.ep > 1 and moe:
         sent = run.tokens * moe[0].top_k * model.hidden_size * ELEMENT_BYTES * run.expert_tp / run.tp
-        expert = layers * len(moe) / len(model.layers) * 2 * (runs + 1) * collective_ms(chip, "alltoall", run.ep, sent)
-    gradients = parameters * ELEMENT_BYTES
-    data = collective_ms(chip, "reduce_scatter", dp, gradients) + collective_ms(chip, "all_gather", dp, gradients)
+        expert = (
+            layers
+            * len(moe)
+            / len(model.layers)
+            * 2
+            * (runs + 1)
+            * collective_ms(chip, "alltoall", run.ep, sent, run.tp * run.cp)
+        )
+    gradients, apart = parameters * ELEMENT_BYTES, run.tp * run.cp * run.ep * run.pp
+    data = sum(collective_ms(chip, operation, dp, gradients, apart) for operation in GRADIENTS)
     return Communication(tensor, context if run.cp > 1 else 0.0, expert, data)

@@ -61,15 +61,18 @@ class ForecastFindings(Findings):
         return Breakdown(case, name, mode, estimate.interval(), pass_ms, quantize, {}, host_ms=0.0, note=left, left_as_is=left)
 
     def misaligned(self) -> list[str]:
-        """What cannot run, in words."""
-        said: dict[str, None] = {}
+        """What cannot run, in words: each reason once, with all its linears and recipes."""
+        ops: dict[str, dict[str, None]] = {}
+        names: dict[str, dict[str, None]] = {}
         for name in self.recipes:
             for case in self.cases:
                 applies = recipe(name).quantizes and case.op not in NEVER_QUANTIZED
                 words = recipe(name).misaligned(case.sizes()) if applies else ""
                 if words:
-                    said[f"{case.op}: {words}"] = None
-        return list(said)
+                    reason = words.replace(f" {name} ", " {} ")
+                    ops.setdefault(reason, {})[case.op] = None
+                    names.setdefault(reason, {})[name] = None
+        return [f"{', '.join(ops[reason])}: {reason.format(', '.join(names[reason]))}" for reason in ops]
 
     def estimate(self, name: str, mode: Mode, case: Case | None = None) -> Estimate | None:
         """One op once, or all of a micro-batch's linears; None where a part cannot run."""

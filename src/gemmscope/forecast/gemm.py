@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from typing import Any, Literal
 
 import numpy as np
 
 from gemmscope.errors import UserError
 from gemmscope.forecast.coefficients import Coefficients, Series, shipped
-from gemmscope.forecast.physics import RATE_OF, Array, Shapes, memory_ms, roofline_ms, tile_work
+from gemmscope.forecast.physics import RATE_OF, Array, Shapes, least_ms, memory_ms, roofline_ms, tile_work
 from gemmscope.gpu.specs import GpuSpec, gpu
 from gemmscope.toml import load_data
 
@@ -26,6 +27,8 @@ Layout = Literal["tn", "nn", "nt"]
 LAYOUTS: tuple[Layout, ...] = ("tn", "nn", "nt")
 LAYOUT_OF: dict[str, Layout] = {"fprop": "tn", "dgrad": "nn", "wgrad": "nt"}
 CAST_BYTES = 3.0  # per element: bf16 read, eight bits written
+LEAST_QUANTIZING = 0.1  # of what the fit gives it: so much of it is left where the product needs the rest
+Corrections = dict[int, tuple[Array, Array]]  # by series, for the same products
 MEASURED_SIZES = {"m": (512, 32768), "k": (512, 65536), "n": (512, 65536)}
 
 
@@ -46,6 +49,7 @@ class Times:
     low: Array
     high: Array
     shared: Array
+    burst_ms: Array  # the product alone in the chip's first moments: no other state is faster
 
     @property
     def total_ms(self) -> Array:
@@ -63,6 +67,14 @@ class Times:
         """The same with an error bar that reaches the ends of another's."""
         low = np.maximum(self.low, np.log(self.total_ms / other.low_ms))
         return replace(self, low=low, high=np.maximum(self.high, np.log(other.high_ms / self.total_ms)))
+
+    def at_least(self, gemm_ms: Array, total_ms: Array | None = None) -> Times:
+        """The same with products that take no less. Quantization gives way: the sum was measured, its parts were not."""
+        gemm = np.maximum(self.gemm_ms, gemm_ms)
+        quantize = np.maximum(self.quantize_ms - (gemm - self.gemm_ms), LEAST_QUANTIZING * self.quantize_ms)
+        if total_ms is not None:
+            gemm = np.maximum(gemm, total_ms - quantize)
+        return replace(self, gemm_ms=gemm, quantize_ms=quantize)
 
 
 @dataclass(frozen=True)
@@ -86,7 +98,7 @@ class Basis:
         """Where it comes from.
 
         >>> model().basis(gpu("h100"), "bf16", "sustained").words
-        'bf16: corrections measured on h200 (sustained, vllm)'
+        'bf16: corrections measured on h100 (burst, trtllm)'
         """
         measured = f"{self.series.gpu} ({self.series.state}, {self.series.library})"
         as_what = "" if self.series.fmt == self.fmt else f" in {self.series.fmt}"
@@ -116,7 +128,24 @@ class GemmModel:
         if fmt not in able:
             raise UserError(f"{chip.name} has no {fmt} products", f"formats that it multiplies: {', '.join(able)}")
         facts = _transfer()
-        found: list[tuple[float, float, Series]] = []
+        near = {each: self._near(chip, fmt, each, library, facts) for each in STATES}
+        if not near[state]:
+            libraries = sorted({series.library for series in self.coefficients.series})
+            raise UserError(
+                f"nothing measured comes near {fmt} products on {chip.name}" + (f" by {library}" if library else ""),
+                f"libraries with measurements: {', '.join(libraries)}" if library else "",
+            )
+        mixed = facts["distance"]["other_library"]  # both states as one library runs them, where that is no longer way
+        pairs = product(near["sustained"], near["burst"])
+        chosen = min(pairs, key=lambda pair: pair[0][0] + pair[1][0] + mixed * (pair[0][2].library != pair[1][2].library))
+        _, doubt, series = chosen[0 if state == "sustained" else 1]
+        return Basis(chip, fmt, state, series, _factor(chip, fmt, state, series, facts), doubt)
+
+    def _near(
+        self, chip: GpuSpec, fmt: str, state: State, library: str | None, facts: dict[str, Any]
+    ) -> list[tuple[float, float, Series]]:
+        """Series that could stand for it, with their distance and the doubt that this adds."""
+        found = []
         for series in self.coefficients.series:
             if series.fmt not in (fmt, *facts["stands_for"].get(fmt, ())) or (library is not None and series.library != library):
                 continue
@@ -127,14 +156,7 @@ class GemmModel:
                 if differs:
                     doubt, distance = float(np.hypot(doubt, facts["doubt"][how])), distance + facts["distance"][how]
             found.append((distance + (not series.default) * 0.01, doubt, series))
-        if not found:
-            libraries = sorted({series.library for series in self.coefficients.series})
-            raise UserError(
-                f"nothing measured comes near {fmt} products on {chip.name}" + (f" by {library}" if library else ""),
-                f"libraries with measurements: {', '.join(libraries)}" if library else "",
-            )
-        _, doubt, series = min(found, key=lambda each: each[0])
-        return Basis(chip, fmt, state, series, _factor(chip, fmt, state, series, facts), doubt)
+        return found
 
     def time(
         self,
@@ -155,10 +177,17 @@ class GemmModel:
         basis = self.basis(chip, fmt, state, library)
         if library is None and not basis.direct and not in_training:  # whose product it will be is not known either
             basis = replace(basis, doubt=float(np.hypot(basis.doubt, _transfer()["doubt"]["other_library"])))
-        times = self._time(basis, shapes, layout)
+        work = tile_work(shapes, chip.sms)
+        known: Corrections = {}
+        times = self._time(basis, shapes, layout, work, known)
         if library is None and basis.direct and not in_training:
             for series in self._others(basis.series):
-                times = times.reaching(self._time(replace(basis, series=series), shapes, layout))
+                times = times.reaching(self._time(replace(basis, series=series), shapes, layout, work, known))
+        if state == "sustained":
+            first = self._time(self.basis(chip, fmt, "burst", library), shapes, layout, work, known)
+            if library is None:  # a library that is named is forecast as it was measured
+                times = times.at_least(first.gemm_ms, first.total_ms).reaching(times)
+            times = replace(times, burst_ms=np.minimum(first.gemm_ms, times.gemm_ms))
         return times
 
     def _others(self, series: Series) -> list[Series]:
@@ -169,15 +198,16 @@ class GemmModel:
     def series_time(self, series: Series, shapes: Shapes) -> Times:
         """Products as this very series measured them."""
         state: State = "sustained" if series.state == "sustained" else "burst"
-        return self._time(Basis(gpu(series.gpu), series.fmt, state, series, 1.0, 0.0), shapes, "tn")
+        chip = gpu(series.gpu)
+        return self._time(Basis(chip, series.fmt, state, series, 1.0, 0.0), shapes, "tn", tile_work(shapes, chip.sms), {})
 
-    def _time(self, basis: Basis, shapes: Shapes, layout: Any) -> Times:
+    def _time(self, basis: Basis, shapes: Shapes, layout: Any, work: Array, known: Corrections) -> Times:
         chip, series, fmt = basis.chip, basis.series, basis.fmt
         rates = {"tflops": chip.tflops[RATE_OF[fmt]], "bandwidth_tbps": chip.bandwidth_tbps}
-        work = tile_work(shapes, chip.sms)
         physics = roofline_ms(shapes, fmt, sms=chip.sms, work=work, **rates)
-        index = np.full(len(physics), series.index)
-        correction, scale = self.coefficients.correction(shapes, chip.sms, work, index)
+        if series.index not in known:
+            known[series.index] = self.coefficients.correction(shapes, chip.sms, work, np.full(len(physics), series.index))
+        correction, scale = known[series.index]
         compute, moved = work.min(axis=1) / (rates["tflops"] * 1e9), memory_ms(shapes, fmt, chip.bandwidth_tbps)
         bound = 1 / (1 + (moved / compute) ** 4)  # how far it is compute that takes the time
         factors, doubts = _layouts(layout, chip, fmt, len(physics))
@@ -190,7 +220,8 @@ class GemmModel:
             quantize = launch + passes * quantize_bytes_ms(shapes.m * shapes.k, chip.bandwidth_tbps)
         doubt = np.hypot(np.hypot(basis.doubt, doubts), _outside(shapes))
         low, high = np.maximum(-series.low * scale, 0.005), np.maximum(series.high * scale, 0.005)
-        return Times(gemm, quantize, np.hypot(low, doubt), np.hypot(high, doubt), doubt)
+        found = Times(gemm, quantize, np.hypot(low, doubt), np.hypot(high, doubt), doubt, gemm)
+        return found.at_least(least_ms(shapes, fmt, **rates))
 
 
 @cache

@@ -10,7 +10,7 @@ import numpy as np
 
 from gemmscope.forecast.estimate import Estimate, total
 from gemmscope.forecast.gemm import LAYOUT_OF, GemmModel, State, model
-from gemmscope.forecast.physics import Shapes
+from gemmscope.forecast.physics import RATE_OF, Shapes, least_ms
 from gemmscope.forecast.training import Quantizing, doubt_of, facts, product_factor, product_format, quantizing
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.measure.task import Case
@@ -34,6 +34,18 @@ class LinearTime(NamedTuple):
     def quantizing(self, *, in_step: bool = False) -> Estimate:
         time_ms = self.in_step_ms if in_step else sum(self.quantize_ms.values())
         return Estimate(time_ms, 0.0, self.quantize_doubt)
+
+
+class Together(NamedTuple):
+    """Many linears in one micro-batch of a step: products, what they take at the clock of a burst, quantization by tensor.
+
+    `weights` is quantizing every weight once; a step that caches them, or has many micro-batches, does so once.
+    """
+
+    products: Estimate
+    least_ms: float
+    activations: Estimate
+    weights: Estimate
 
 
 class Adjustment(NamedTuple):
@@ -66,6 +78,7 @@ class Forecaster:
         self.chip, self.state, self.cache_weights = chip, state, cache_weights
         self.gemms, self.measured = gemms or model(), measured if state == "sustained" else None
         self._known: dict[tuple[str, Key], Estimate] = {}
+        self._least: dict[tuple[str, Key], float] = {}  # of a product at the clock of a burst: a share of its time
         self._habits: dict[str, Habits] = {}
         self._common, self._doubt = doubt_of("common", chip), doubt_of("quantize", chip)
 
@@ -98,6 +111,7 @@ class Forecaster:
         """Drop what was computed if it has become more than that."""
         if len(self._known) > beyond:
             self._known.clear()
+            self._least.clear()
 
     def _compute(self, fmt: str, keys: list[Key]) -> None:
         tokens, inputs, outputs, groups = np.array([key[:4] for key in keys], dtype=np.float64).T
@@ -112,15 +126,18 @@ class Forecaster:
         )
         layouts = np.select([dgrad, wgrad], [LAYOUT_OF["dgrad"], LAYOUT_OF["wgrad"]], LAYOUT_OF["fprop"])
         found = self.gemms.time(self.chip, fmt, shapes, self.state, layout=layouts, in_training=True)
-        times = found.gemm_ms * product_factor(fmt, self.chip)
+        rates = {"tflops": self.chip.tflops[RATE_OF[fmt]], "bandwidth_tbps": self.chip.bandwidth_tbps}
+        times = np.maximum(found.gemm_ms * product_factor(fmt, self.chip), least_ms(shapes, fmt, **rates))
         own = np.sqrt(np.maximum(((found.low + found.high) / 2) ** 2 - found.shared**2, 0.0))
         shared = np.hypot(found.shared, self._common)
         known = self.measured.products.get(fmt, {}) if self.measured is not None else {}
         for name, factor in known.items():  # measured on this very chip: what all shapes share is known
             times[passes == name] *= factor
             shared[passes == name] = CALIBRATED_DOUBT
-        for key, time_ms, alone, together in zip(keys, times.tolist(), own.tolist(), shared.tolist(), strict=True):
-            self._known[fmt, key] = Estimate(time_ms, alone, together)
+        least = (found.burst_ms / found.gemm_ms).tolist()
+        numbers = zip(keys, times.tolist(), own.tolist(), shared.tolist(), least, strict=True)
+        for key, time_ms, alone, together, share in numbers:
+            self._known[fmt, key], self._least[fmt, key] = Estimate(time_ms, alone, together), share
 
     def linear(self, case: Case, name: str) -> LinearTime:
         """One linear in one recipe."""
@@ -134,23 +151,32 @@ class Forecaster:
         quantize = self._quantize(case, habits.quantizing)
         return LinearTime(products, quantize, sum(quantize.values()) * habits.quantizing.in_step, self._doubt)
 
-    def together(self, linears: Sequence[tuple[Case, int, int]], name: str) -> tuple[Estimate, Estimate]:
-        """Products, and quantization inside a step, of many linears: (case, count, forward runs) each. Sweeps take this way."""
+    def together(self, linears: Sequence[tuple[Case, int, int]], name: str) -> Together:
+        """Many linears inside a step: (case, count, forward runs) each. Sweeps take this way."""
         formats, quantizes, costs = self.habits(name)
-        known, value, squares, shared, quantize = self._known, 0.0, 0.0, 0.0, 0.0
+        known, value, squares, shared, least, activations, weights = self._known, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
         for case, count, runs in linears:
             tokens, inputs, outputs, groups = case.tokens, case.inputs, case.outputs, len(case.rows) or 1
             for each in case.passes:
-                found = known.get((formats[each], (tokens, inputs, outputs, groups, each)))
+                key = (formats[each], (tokens, inputs, outputs, groups, each))
+                found = known.get(key)
                 part = found if found is not None else self.linear(case, name).products[each]
                 time_ms = part[0] * (count * runs if each == "fprop" else count)
                 value += time_ms
                 squares += (time_ms * part[1]) ** 2
                 shared += time_ms * part[2]
+                least += time_ms * self._least[key]
             if quantizes:
-                quantize += sum(self._quantize(case, costs).values()) * costs.in_step * count * (2 + runs) / 3
+                sizes = self._quantize(case, costs)
+                weights += costs.time_ms(case.weights) * costs.in_step * count
+                activations += (sum(sizes.values()) - sizes.get("W", 0.0)) * costs.in_step * count * (2 + runs) / 3
         products = Estimate(value, sqrt(squares) / value, shared / value) if value else Estimate(0.0)
-        return products, Estimate(quantize, 0.0, self._doubt)
+        return Together(products, least, Estimate(activations, 0.0, self._doubt), Estimate(weights, 0.0, self._doubt))
+
+    def least_ms(self, case: Case, name: str) -> float:
+        """A linear's products at the clock of a burst."""
+        found, formats = self.linear(case, name), self.habits(name).formats
+        return sum(part.value * self._least[formats[each], _key(case, each)] for each, part in found.products.items())
 
     def _quantize(self, case: Case, costs: Quantizing) -> dict[str, float]:
         """X, W and dY; bare products have no dY, and cached weights are not quantized here."""

@@ -89,6 +89,12 @@ def memory_ms(shapes: Shapes, fmt: str, bandwidth_tbps: float) -> Array:
     return shapes.bytes_moved(fmt) / (bandwidth_tbps * 1e9 * BANDWIDTH_REACHED)
 
 
+def least_ms(shapes: Shapes, fmt: str, *, tflops: float, bandwidth_tbps: float) -> Array:
+    """What no library can beat: FLOPs at the published rate, bytes at the published bandwidth."""
+    floor: Array = np.maximum(shapes.flops / (tflops * 1e9), shapes.bytes_moved(fmt) / (bandwidth_tbps * 1e9))
+    return floor
+
+
 def roofline_ms(shapes: Shapes, fmt: str, *, sms: int, tflops: float, bandwidth_tbps: float, work: Array | None = None) -> Array:
     """Compute, memory and launch together.
 

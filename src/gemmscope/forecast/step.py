@@ -44,6 +44,7 @@ class _Fixed:
     per_micro_batch: dict[Row, Estimate]
     optimizer: Estimate
     exchanged: Communication
+    head_least_ms: float  # at the clock of a burst
 
 
 class StepForecast:
@@ -57,6 +58,8 @@ class StepForecast:
         self.quantized = [(case, op.count, op.forward_runs) for op, case in pairs if _row_of_linear(op) == "products"]
         self._workload, self._model, self._dp = workload, model, dp
         self._fixed: _Fixed | None = None
+        runs = sum(count * forward for _, count, forward in self.quantized)
+        self._weight_runs = (2 + runs / max(sum(count for _, count, _ in self.quantized), 1)) / 3
 
     def why_not(self, name: str) -> str:
         """Why a recipe cannot run this model; empty if it can."""
@@ -71,10 +74,11 @@ class StepForecast:
     def step(self, name: str) -> Step:
         """All rows in one recipe."""
         fixed = self.fixed()
-        products, quantizing = self.forecaster.together(self.quantized, name)
-        parts: dict[Row, Estimate] = {"products": products, "quantization": quantizing, **fixed.per_micro_batch}
-        batches = self.run.gradient_accumulation
-        one = self._at_step_clock({row: part for row, part in parts.items() if part.value})
+        linears, batches = self.forecaster.together(self.quantized, name), self.run.gradient_accumulation
+        quantizing = total([linears.activations, linears.weights.times(self._weight_casts())])
+        parts: dict[Row, Estimate] = {"products": linears.products, "quantization": quantizing, **fixed.per_micro_batch}
+        least: dict[Row, float] = {"products": linears.least_ms, "head and loss": fixed.head_least_ms}
+        one = self._at_step_clock({row: part for row, part in parts.items() if part.value}, least)
         rows = {row: found.times(batches) for row, found in one.items()}
         if fixed.optimizer.value:
             rows["optimizer"] = fixed.optimizer
@@ -89,18 +93,26 @@ class StepForecast:
             rows["pipeline bubble"] = Estimate(bubble, shared.own, shared.shared)
         return Step({row: rows[row] for row in ROWS if row in rows})
 
-    def _at_step_clock(self, rows: dict[Row, Estimate]) -> dict[Row, Estimate]:
-        """Products in a step run at a higher clock than back to back: what stands between them draws less power."""
+    def _weight_casts(self) -> float:
+        """How often one micro-batch quantizes a weight: once per step where it is kept, else wherever forward runs."""
+        batches = self.run.gradient_accumulation
+        return 1 / batches if batches > 1 or self.forecaster.cache_weights else self._weight_runs
+
+    def _at_step_clock(self, rows: dict[Row, Estimate], least: dict[Row, float]) -> dict[Row, Estimate]:
+        """Products in a step run at a higher clock than back to back: what stands between them draws less power.
+
+        None runs faster than in a burst, whose times are `least`.
+        """
         if self.forecaster.state != "sustained":
             return rows
-        dense = {row: found for row, found in rows.items() if row in ("products", "head and loss")}
+        dense = {row: found for row, found in rows.items() if row in least}
         time_ms = sum(found.value for found in rows.values())
         if not time_ms:
             return rows
         known = facts()["clock"]
         resting = 1 - sum(found.value for found in dense.values()) / time_ms
         factor = 1 - min(known["gain_per_rest"] * resting, known["most"])
-        return {row: found.times(factor) if row in dense else found for row, found in rows.items()}
+        return {row: found.times(max(factor, least[row] / found.value)) if row in dense else found for row, found in rows.items()}
 
     def fixed(self) -> _Fixed:
         """Everything but quantized linears, computed once."""
@@ -111,13 +123,18 @@ class StepForecast:
     def _compute_fixed(self) -> _Fixed:
         chip = self.forecaster.chip
         parts: dict[Row, list[Estimate]] = {}
-        optimizer = Estimate(0.0)
+        optimizer, saved = Estimate(0.0), 0.0
         for op in self._workload.ops:
             if isinstance(op, Linear):
                 row = _row_of_linear(op)
                 if row != "products":
-                    found = self.forecaster.linear(_case(op), BASELINE).product()
-                    parts.setdefault(row, []).append(found.times(op.count * (1 + (op.forward_runs - 1) / 3)))
+                    found, times = (
+                        self.forecaster.linear(_case(op), BASELINE).product(),
+                        op.count * (1 + (op.forward_runs - 1) / 3),
+                    )
+                    parts.setdefault(row, []).append(found.times(times))
+                    if row == "head and loss":
+                        saved += (found.value - self.forecaster.least_ms(_case(op), BASELINE)) * times
                 continue
             row, table = _row_of(op)
             found = Estimate(op_ms(op, chip), 0.0, doubt_of(table, chip))
@@ -127,7 +144,9 @@ class StepForecast:
                 parts.setdefault(row, []).append(found)
         layers = sum(op.count for op in self.linears if op.name == "Attn Out")
         exchanged = communication(chip, self._model, self.run, layers, self._workload.parameters, self._dp)
-        return _Fixed({row: total(found) for row, found in parts.items()}, optimizer, exchanged)
+        rows = {row: total(found) for row, found in parts.items()}
+        head = rows["head and loss"].value if "head and loss" in rows else 0.0
+        return _Fixed(rows, optimizer, exchanged, head - saved)
 
 
 def _case(op: Linear) -> Case:
@@ -158,8 +177,7 @@ def _row_of(op: Op) -> tuple[Row, str]:
 
 def step_answer(forecast: StepForecast, names: Sequence[str], model: ModelSpec, run: RunSpec, workload: Workload) -> StepAnswer:
     """All recipes in the form that `gemmscope step` reports: speedups, tokens per second, the way from products to the step."""
-    summed = totals(workload, run, model)
-    flops = (summed.gemm_flops + summed.attention_flops) * run.gradient_accumulation
+    flops = totals(workload, run, model).model_flops * run.gradient_accumulation
     tokens = run.tokens * run.cp * run.gradient_accumulation
     baseline = forecast.step(BASELINE)
     made, failures = [], {}
@@ -187,6 +205,7 @@ def step_answer(forecast: StepForecast, names: Sequence[str], model: ModelSpec, 
                 peak_bytes=None,
                 waterfall=fall,
                 words=words,
+                rows={row: part.value for row, part in found.rows.items()},
             )
         )
     return StepAnswer(tuple(made), failures, 0, len(model.layers))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gemmscope.forecast.linears import Forecaster
-from gemmscope.forecast.step import StepForecast, speedup
+from gemmscope.forecast.step import StepForecast, launching_ms, speedup
+from gemmscope.measure.findings import too_close
 from gemmscope.measure.stats import Interval
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.recipe.recipes import BASELINE
@@ -15,12 +16,16 @@ from gemmscope.workload.derive import derive
 
 @dataclass(frozen=True)
 class Point:
-    """One configuration: milliseconds of the baseline's step, and the speedup of every recipe that can run it."""
+    """One configuration: milliseconds of the baseline's step, and the speedup of every recipe that can run it.
+
+    `host_bound` names the recipes whose step takes a CPU longer to launch than the GPU to run: their gain is not to be had.
+    """
 
     values: tuple[int, ...]
     step_ms: float = 0.0
     speedups: tuple[tuple[str, Interval], ...] = ()
     why_not: str = ""
+    host_bound: tuple[str, ...] = ()
 
     @property
     def best(self) -> tuple[str, Interval]:
@@ -29,13 +34,30 @@ class Point:
         return max([none, *self.speedups], key=lambda each: each[1].value)
 
     @property
+    def rivals(self) -> list[str]:
+        """Recipes that cannot be told apart from the best one: their error bars overlap."""
+        best, gain = self.best
+        if best == BASELINE:
+            return [name for name, each in self.speedups if each.high >= 1.0]
+        return rivals_of(best, gain, self.speedups)
+
+    @property
     def certain(self) -> bool:
-        """Whether the best one gains for all its doubt, or nothing does."""
-        name, found = self.best
-        return found.low > 1.0 if name != BASELINE else all(each.high < 1.0 for _, each in self.speedups)
+        """Whether the best one is so for all its doubt."""
+        return not self.rivals
 
     def of(self, name: str) -> Interval | None:
         return dict(self.speedups).get(name)
+
+
+def rivals_of(best: str, gain: Interval, all_gains: Iterable[tuple[str, Interval]]) -> list[str]:
+    """Which recipes may be as fast as the best one, the baseline among them.
+
+    >>> rivals_of("A", Interval(1.2, 1.1, 1.3), [("A", Interval(1.2, 1.1, 1.3)), ("B", Interval(1.1, 1.0, 1.15))])
+    ['B']
+    """
+    close = [BASELINE] if too_close(gain) else []
+    return close + [name for name, each in all_gains if name != best and each.high > gain.low]
 
 
 AT_A_TIME = 400
@@ -56,14 +78,17 @@ def forecast_points(forecaster: Forecaster, wanted: Sequence[Configuration], rec
 
 
 def _point(values: tuple[int, ...], step: StepForecast, recipes: Sequence[str]) -> Point:
-    baseline = step.step(BASELINE)
     able = [name for name in recipes if name != BASELINE and not step.why_not(name)]
-    gains = tuple((name, speedup(baseline, step.step(name)).interval()) for name in able)
-    return Point(values, baseline.total.value, gains)
+    found = {name: step.step(name) for name in (BASELINE, *able)}
+    gains = tuple((name, speedup(found[BASELINE], found[name]).interval()) for name in able)
+    bound = tuple(name for name, each in found.items() if launching_ms(step, name) > each.total.value)
+    return Point(values, found[BASELINE].total.value, gains, host_bound=bound)
 
 
 def break_even(points: Sequence[Point], name: str) -> int | None:
     """The first value of the first size from which a recipe gains to the end, error bar included; None if it never does.
+
+    A point that is host-bound gains nothing.
 
     >>> gains = [Interval(0.9, 0.8, 1.0), Interval(1.2, 1.1, 1.3)]
     >>> break_even([Point((1,), 1.0, (("FP8", gains[0]),)), Point((2,), 1.0, (("FP8", gains[1]),))], "FP8")
@@ -74,7 +99,7 @@ def break_even(points: Sequence[Point], name: str) -> int | None:
         found = point.of(name)
         if point.why_not:
             continue
-        if found is None or found.low <= 1.0:
+        if found is None or found.low <= 1.0 or name in point.host_bound:
             since = None
         elif since is None:
             since = point.values[0]

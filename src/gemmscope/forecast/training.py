@@ -41,10 +41,13 @@ def product_format(recipe: Recipe, pass_name: str, chip: GpuSpec) -> str:
     >>> from gemmscope.recipe.recipes import recipe
     >>> product_format(recipe("FP8Block"), "fprop", gpu("h200")), product_format(recipe("FP8Block"), "fprop", gpu("b300"))
     ('fp8-block', 'mxfp8')
+    >>> product_format(recipe("FP8Block"), "fprop", gpu("rtx-pro-6000"))
+    'fp8-block'
     """
     if set(recipe.operands[pass_name]) == {"bf16"} or not recipe.quantizes:
         return "bf16"
-    if recipe.scales == "block128" and support(recipe.name, chip.capability).words:  # emulated
+    emulated = recipe.scales == "block128" and support(recipe.name, chip.capability).words
+    if emulated and support("MXFP8", chip.capability).runs:  # elsewhere, what its own block-scaled products take was measured
         return "mxfp8"
     return str(facts()["product_format"][recipe.scales])
 

@@ -17,6 +17,17 @@ class Support:
     runs: bool
     words: str = ""
 
+    def why_not(self, who: str, capability: tuple[int, int]) -> str:
+        """The reason with the GPU that it is about; empty if the recipe runs.
+
+        >>> support("MXFP8", (9, 0)).why_not("h200", (9, 0))
+        'MXFP8 products need compute capability 10.0, and h200 is 9.0'
+        >>> support("MXFP8", (12, 0)).why_not("rtx-5090", (12, 0))
+        'Transformer Engine has none for compute capability 12.0'
+        """
+        own = f"{capability[0]}.{capability[1]}"
+        return "" if self.runs else self.words if self.words.endswith(f" {own}") else f"{self.words}, and {who} is {own}"
+
 
 @cache
 def _table() -> dict[str, Any]:
@@ -41,7 +52,7 @@ def support(name: str, capability: tuple[int, int]) -> Support:
         return Support(runs=True)
     if architecture in facts.get("emulated", ()):
         return Support(runs=True, words=facts["emulated_as"])
-    return Support(runs=False, words=facts["otherwise"])
+    return Support(runs=False, words=facts.get("not_yet", {}).get(architecture, facts["otherwise"]))
 
 
 def architecture_name(capability: tuple[int, int]) -> str:

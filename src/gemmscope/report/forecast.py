@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from gemmscope.forecast.findings import ForecastFindings
-from gemmscope.forecast.sweep import Point, break_even
+from gemmscope.forecast.sweep import Point, break_even, rivals_of
 from gemmscope.measure.findings import too_close
 from gemmscope.measure.stats import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.report.bench import digits, tables, times_faster
 from gemmscope.report.shapes import Table
 from gemmscope.step.answer import RecipeAnswer, StepAnswer
-from gemmscope.step.waterfall import ROWS, Row
+from gemmscope.step.waterfall import ROWS
 
 BAR = "90% error bar"
 
@@ -76,16 +76,9 @@ def _range(found: Interval) -> str:
 
 def _parts(answer: StepAnswer) -> Table:
     """The step's rows in every recipe; the last line is what training gains."""
-    by_recipe: dict[str, dict[Row, float]] = {}
-    for each in answer.recipes:
-        if each.waterfall is not None:
-            by_recipe[each.recipe] = {level.row: level.fast_ms for level in each.waterfall.levels}
-            by_recipe[BASELINE] = {level.row: level.slow_ms for level in each.waterfall.levels}
     names = [each.recipe for each in answer.recipes]
-    if not by_recipe:
-        by_recipe = {BASELINE: {}}
-    present = [row for row in ROWS if any(row in by_recipe.get(name, {}) for name in names)]
-    rows = [(str(row), *(f"{by_recipe.get(name, {}).get(row, 0.0):.2f}" for name in names)) for row in present]
+    present = [row for row in ROWS if any(row in each.rows for each in answer.recipes)]
+    rows = [(str(row), *(f"{each.rows.get(row, 0.0):.2f}" for each in answer.recipes)) for row in present]
     rows.append(("whole step", *(f"{each.step.value:.2f}" for each in answer.recipes)))
     rows.append(("times faster", *(times_faster(each.speedup) if each.speedup else "1" for each in answer.recipes)))
     return Table(f"FORECAST of the training step of one rank, by part (ms; {BAR})", ("Description", *names), tuple(rows))
@@ -104,9 +97,7 @@ def verdicts(reports: Sequence[ForecastFindings], answers: Mapping[str, StepAnsw
         if best.speedup.high < 1:
             lines.append(f"{chip}: stay with {BASELINE}: nothing is forecast to gain")
             continue
-        rivals = [each.recipe for each in steps if each is not best and each.speedup and each.speedup.high > best.speedup.low]
-        if too_close(best.speedup):
-            rivals.insert(0, BASELINE)
+        rivals = rivals_of(best.recipe, best.speedup, [(each.recipe, each.speedup) for each in steps if each.speedup])
         close = f"; too close to call against {', '.join(rivals)}" if rivals else ""
         lines.append(f"{chip}: {best.recipe} is forecast fastest, {times_faster(best.speedup)} over {BASELINE}{close}")
         lines.append(f"{chip}: {best.recipe}: {best.words}")
@@ -136,7 +127,7 @@ def sweep_table(points: Sequence[Point], names: Sequence[str], recipes: Sequence
             )
             for point in points
         ]
-        title = f"{gpu}: FORECAST of the training step's speedup by {names[0]} ({BAR})"
+        title = f"{gpu}: FORECAST of the training step's speedup by {names[0]} ({BAR}; ? = too close to call)"
         return Table(title, (names[0], f"{BASELINE} step ms", *low, "Best"), tuple(rows))
     columns = list(dict.fromkeys(point.values[1] for point in points))
     by_values = {point.values: point for point in points}
@@ -150,17 +141,12 @@ def sweep_table(points: Sequence[Point], names: Sequence[str], recipes: Sequence
     return Table(title, (names[0], *(f"{names[1]}={second}" for second in columns)), tuple(rows))
 
 
-def _step(point: Point) -> str:
-    return digits(point.step_ms) if point.step_ms else "-"
-
-
 def _best(point: Point) -> str:
     if point.why_not:
         return "-"
     name, found = point.best
-    if name == BASELINE:
-        return BASELINE + ("" if point.certain else " ?")
-    return f"{name} {found.value:.2f}x" + ("" if point.certain else " ?")
+    gain = "" if name == BASELINE else f" {found.value:.2f}x"
+    return name + gain + ("" if point.certain else " ?") + (" HOST-BOUND" if name in point.host_bound else "")
 
 
 def sweep_sentences(points: Sequence[Point], names: Sequence[str], recipes: Sequence[str], gpu: str) -> list[str]:
@@ -180,6 +166,10 @@ def sweep_sentences(points: Sequence[Point], names: Sequence[str], recipes: Sequ
             for since, where in begins.items()
         ]
         lines.append(f"{gpu}: break-even: {name} gains {'; '.join(parts)}")
+    bound = [" x ".join(map(str, point.values)) for point in points if point.host_bound]
+    if bound:
+        where = f"{', '.join(bound[:6])}{' …' if len(bound) > 6 else ''}"
+        lines.append(f"HOST-BOUND: {gpu}: launching takes a CPU longer than the GPU at {where}: no gain is counted there")
     impossible: dict[str, list[str]] = {}
     for point in points:
         if point.why_not:

@@ -42,7 +42,11 @@ def _style(text: str) -> str:
     """What must not be overlooked is coloured; a terminal without colours, or a pipe, shows the plain words."""
     if "FALLBACK" in text:
         return "bold red"
-    return "yellow" if text.startswith(("warning: ", "HOST-BOUND: ", "not measured: ", "unproven: ", "emulated: ")) else ""
+    return (
+        "yellow"
+        if text.startswith(("warning: ", "does not fit: ", "HOST-BOUND: ", "not measured: ", "unproven: ", "emulated: "))
+        else ""
+    )
 
 
 def markdown(tables: Iterable[Table], above: Iterable[str], below: Iterable[str]) -> str:

@@ -36,10 +36,14 @@ def _line(_: Any, panel: Any, points: Sequence[Point], names: Sequence[str], rec
         colour = COLOURS[number % len(COLOURS)]
         sizes = [size for size, _ in found]
         panel.plot(sizes, [gain.value for _, gain in found], color=colour, label=name, marker="o", markersize=2.5)
+        bound = [(point.values[0], gain.value) for point in points if name in point.host_bound and (gain := point.of(name))]
+        panel.plot([size for size, _ in bound], [gain for _, gain in bound], "x", color=colour, markersize=8)
         panel.fill_between(sizes, [gain.low for _, gain in found], [gain.high for _, gain in found], color=colour, alpha=0.15)
     panel.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
     panel.set_xlabel(names[0])
-    panel.set_ylabel("times faster (band: 90% error bar)")
+    panel.set_ylabel(
+        "times faster (band: 90% error bar)" + ("; x: HOST-BOUND" if any(each.host_bound for each in points) else "")
+    )
     panel.legend(frameon=False, fontsize=8)
 
 
@@ -54,14 +58,15 @@ def _plane(figure: Any, panel: Any, points: Sequence[Point], names: Sequence[str
     for point in possible:
         place = firsts.index(point.values[0]), seconds.index(point.values[1])
         name, found = point.best
-        gain[place], sure[place] = found.value, found.low if name != BASELINE else 0.0
+        gain[place], sure[place] = found.value, found.low if name not in (BASELINE, *point.host_bound) else 0.0
     most = max(1.05, float(np.nanmax(gain, initial=1.0)))
     image = panel.imshow(gain, origin="lower", aspect="auto", cmap="cividis_r", vmin=1.0, vmax=most)
     figure.colorbar(image, ax=panel, label="times faster, best precision")
     in_words, crowded = len(seconds) <= MOST_WORDS, max(len(firsts), len(seconds)) > MOST_LABELS
     for point in [] if crowded else possible:
         name, found = point.best
-        label = f"{name if in_words else _short(name, recipes)}\n{found.value:.2f}"
+        label = f"{name if in_words else _short(name, recipes)}\n{found.value:.2f}{'' if point.certain else ' ?'}"
+        label += "\nhost" if name in point.host_bound else ""
         colour = "white" if found.value > (1 + most) / 2 else "black"
         panel.text(seconds.index(point.values[1]), firsts.index(point.values[0]), label, color=colour, **CENTRED)
     known = sure[~np.isnan(sure)]
@@ -69,6 +74,11 @@ def _plane(figure: Any, panel: Any, points: Sequence[Point], names: Sequence[str
     if min(sure.shape) > 1 and known.size and known.min() < 1.0 < known.max():
         panel.contour(np.nan_to_num(sure, nan=0.0), levels=[1.0], colors="#D55E00", linewidths=2)
         legend.append(Line2D([], [], color="#D55E00", linewidth=2, label="break-even (gain certain beyond)"))
+    marks = (
+        ("?", "too close to call", any(not each.certain for each in possible)),
+        ("host", "HOST-BOUND", any(each.host_bound for each in possible)),
+    )
+    legend += [Line2D([], [], linestyle="", label=f"{mark} = {means}") for mark, means, there in marks if there and not crowded]
     if not in_words and not crowded:
         used = dict.fromkeys(point.best[0] for point in possible)
         legend += [Line2D([], [], linestyle="", label=f"{_short(name, recipes)} = {name}") for name in used]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from math import hypot
 
 from gemmscope.gpu.specs import spec_of
 from gemmscope.measure.stats import Interval
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.step.results import StepResults, VariantResult
-from gemmscope.step.waterfall import Side, Waterfall, place, verdict, waterfall
+from gemmscope.step.waterfall import Row, Side, Waterfall, place, verdict, waterfall
 from gemmscope.workload.summary import Totals
 
 BYTES_PER_PARAMETER = 8  # in training: the weight, its gradient and both moments, in bf16
@@ -50,6 +50,7 @@ class RecipeAnswer:
     waterfall: Waterfall | None
     words: str
     verified: Verified | None = None
+    rows: Mapping[Row, float] = field(default_factory=dict)  # of a forecast: milliseconds of each part
 
     @property
     def host_bound(self) -> bool:
@@ -91,7 +92,7 @@ def answer(
         if name != BASELINE and baseline is not None and side is not None and (slow := _side(baseline)) is not None:
             fall = waterfall(slow, side)
             words = verdict(fall, recipe(name), side.placed)
-        flops = (totals.gemm_flops + totals.attention_flops) * totals.micro_batches_per_step
+        flops = totals.model_flops * totals.micro_batches_per_step
         made.append(
             RecipeAnswer(
                 recipe=name,

@@ -39,6 +39,7 @@ class StepForecastRecord(Record):
     speedup: IntervalRecord | None = Field(description="over BF16 on the same GPU")
     tokens_per_s: float
     model_tflops: float
+    parts_ms: dict[str, float] = Field(default={}, description="milliseconds of each part of the step")
     waterfall: list[LevelRecord]
     verdict: str
 
@@ -65,7 +66,8 @@ class PointRecord(Record):
     baseline_step_ms: float | None
     speedups: dict[str, IntervalRecord]
     best: str | None
-    certain: bool = Field(description="whether its error bar excludes 1")
+    certain: bool = Field(description="whether no other recipe's error bar, nor 1, overlaps its own")
+    host_bound: list[str] = Field(default=[], description="recipes whose step takes a CPU longer to launch than the GPU to run")
     why_not: str = ""
 
 
@@ -136,6 +138,7 @@ def _steps(answer: StepAnswer) -> list[StepForecastRecord]:
             speedup=_maybe(each.speedup),
             tokens_per_s=each.tokens_per_s,
             model_tflops=each.model_tflops,
+            parts_ms={str(row): time_ms for row, time_ms in each.rows.items()},
             waterfall=[
                 LevelRecord(row=level.row, baseline_ms=level.slow_ms, recipe_ms=level.fast_ms, speedup=level.speedup)
                 for level in (each.waterfall.levels if each.waterfall is not None else ())
@@ -162,6 +165,7 @@ def sweep_records(sweeps: Mapping[str, Sequence[Point]], names: Sequence[str]) -
                     speedups={name: interval_record(found) for name, found in point.speedups},
                     best=None if point.why_not else point.best[0],
                     certain=point.certain and not point.why_not,
+                    host_bound=list(point.host_bound),
                     why_not=point.why_not,
                 )
                 for point in points

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gemmscope.model.spec import ModelSpec, MoeSpec, RunSpec
 from gemmscope.workload.derive import EMBEDDING, HEAD, STEP, Workload, derive
@@ -30,6 +30,7 @@ class Totals:
     parameters_of_rank: int
     parameters: int  # of the whole model
     active_parameters: int  # that one token meets
+    model_flops: float  # of linears and attention, per micro-batch, what is computed again in backward left out
 
     @property
     def gemm_flops_per_step(self) -> float:
@@ -39,8 +40,10 @@ class Totals:
 def totals(workload: Workload, run: RunSpec, model: ModelSpec | None, traced_parameters: int = 0) -> Totals:
     """Add up a workload. A traced one (`model` None) has no layers to tell apart."""
     sections: dict[str, float] = {}
-    attention, other = Work(), Work()
+    attention, other, needed = Work(), Work(), 0.0
     for op in workload.ops:
+        if isinstance(op, Linear) or op.kind in ("attention", "product"):
+            needed += replace(op, forward_runs=min(op.forward_runs, 1)).total().flops
         if isinstance(op, Linear):
             sections[op.section] = sections.get(op.section, 0) + op.total().flops
         elif op.kind in ("attention", "product"):
@@ -52,6 +55,7 @@ def totals(workload: Workload, run: RunSpec, model: ModelSpec | None, traced_par
         layers=tuple(_layers(workload, sections)) if model else (),
         gemm_flops=sum(sections.values()),
         attention_flops=attention.flops,
+        model_flops=needed,
         other=other,
         micro_batches_per_step=run.gradient_accumulation,
         parameters_of_rank=workload.parameters if model else traced_parameters,
