@@ -193,7 +193,7 @@ def test_gemms_say_that_they_are_forecast(run: Run, tmp_path: Path) -> None:
     (tmp_path / "g.csv").write_text(GEMMS)
     outcome = run(f"forecast --gpu b200 --gemms {tmp_path}/g.csv")
     assert outcome.err.startswith("FORECAST, not measured")
-    assert "b200: bf16: measured on b200 (sustained, trtllm); fp8: measured on b200" in outcome.err
+    assert "b200: bf16: measured on b200 (sustained, vllm); fp8: measured on b200" in outcome.err
 
 
 def test_a_format_that_one_of_two_gpus_lacks(run: Run, tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ class Basis:
         """Where it comes from.
 
         >>> model().basis(gpu("h100"), "bf16", "sustained").words
-        'bf16: corrections measured on h100 (burst, trtllm)'
+        'bf16: corrections measured on h200 (sustained, vllm)'
         """
         measured = f"{self.series.gpu} ({self.series.state}, {self.series.library})"
         as_what = "" if self.series.fmt == self.fmt else f" in {self.series.fmt}"
@@ -112,16 +112,19 @@ class GemmModel:
 
     def __init__(self, coefficients: Coefficients) -> None:
         self.coefficients = coefficients
-        self._bases: dict[tuple[str, str, str, str | None], Basis] = {}
+        self._bases: dict[tuple[str, str, str, str | None, bool], Basis] = {}
 
-    def basis(self, chip: GpuSpec, fmt: str, state: State, library: str | None = None) -> Basis:
-        """The series that stands for this GPU, format and state; a `UserError` where the chip cannot multiply the format."""
-        key = (chip.name, fmt, state, library)
+    def basis(self, chip: GpuSpec, fmt: str, state: State, library: str | None = None, *, in_training: bool = False) -> Basis:
+        """The series that stands for this GPU, format and state; a `UserError` where the chip cannot multiply the format.
+
+        `in_training`: both states as one library runs them, where that is no longer way; so that they can be compared.
+        """
+        key = (chip.name, fmt, state, library, in_training)
         if key not in self._bases:
-            self._bases[key] = self._find(chip, fmt, state, library)
+            self._bases[key] = self._find(chip, fmt, state, library, in_training=in_training)
         return self._bases[key]
 
-    def _find(self, chip: GpuSpec, fmt: str, state: State, library: str | None) -> Basis:
+    def _find(self, chip: GpuSpec, fmt: str, state: State, library: str | None, *, in_training: bool) -> Basis:
         if fmt not in RATE_OF:
             raise UserError(f"there is no format {fmt!r}", f"formats: {', '.join(FORMATS)}")
         able = [each for each in FORMATS if _multiplies(chip, each)]
@@ -135,7 +138,7 @@ class GemmModel:
                 f"nothing measured comes near {fmt} products on {chip.name}" + (f" by {library}" if library else ""),
                 f"libraries with measurements: {', '.join(libraries)}" if library else "",
             )
-        mixed = facts["distance"]["other_library"]  # both states as one library runs them, where that is no longer way
+        mixed = facts["distance"]["other_library"] if in_training else 0.0
         pairs = product(near["sustained"], near["burst"])
         chosen = min(pairs, key=lambda pair: pair[0][0] + pair[1][0] + mixed * (pair[0][2].library != pair[1][2].library))
         _, doubt, series = chosen[0 if state == "sustained" else 1]
@@ -174,7 +177,7 @@ class GemmModel:
         >>> model().time(gpu("h200"), "bf16", Shapes.of(8192, 8192, 8192)).gemm_ms.round(1).tolist()
         [1.6]
         """
-        basis = self.basis(chip, fmt, state, library)
+        basis = self.basis(chip, fmt, state, library, in_training=in_training)
         if library is None and not basis.direct and not in_training:  # whose product it will be is not known either
             basis = replace(basis, doubt=float(np.hypot(basis.doubt, _transfer()["doubt"]["other_library"])))
         work = tile_work(shapes, chip.sms)
@@ -183,10 +186,9 @@ class GemmModel:
         if library is None and basis.direct and not in_training:
             for series in self._others(basis.series):
                 times = times.reaching(self._time(replace(basis, series=series), shapes, layout, work, known))
-        if state == "sustained":
-            first = self._time(self.basis(chip, fmt, "burst", library), shapes, layout, work, known)
-            if library is None:  # a library that is named is forecast as it was measured
-                times = times.at_least(first.gemm_ms, first.total_ms).reaching(times)
+        if state == "sustained" and in_training:  # single products are forecast as they were measured
+            first = self._time(self.basis(chip, fmt, "burst", library, in_training=True), shapes, layout, work, known)
+            times = times.at_least(first.gemm_ms, first.total_ms).reaching(times)
             times = replace(times, burst_ms=np.minimum(first.gemm_ms, times.gemm_ms))
         return times
 

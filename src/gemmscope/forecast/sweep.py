@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 from gemmscope.forecast.linears import Forecaster
@@ -61,12 +63,27 @@ def rivals_of(best: str, gain: Interval, all_gains: Iterable[tuple[str, Interval
 
 
 AT_A_TIME = 400
+WORTH_SHARING, MOST_CORES = 3000, 8
 MOST_KEPT = 50_000  # products remembered from one batch to the next
 Configuration = tuple[tuple[int, ...], ModelSpec, RunSpec]
 
 
 def forecast_points(forecaster: Forecaster, wanted: Sequence[Configuration], recipes: Sequence[str], dp: int = 1) -> list[Point]:
-    """All of them, some hundreds at a time: their products are gathered first and computed together."""
+    """All of them; thousands are shared among the machine's cores."""
+    cores = min(os.cpu_count() or 1, MOST_CORES)
+    if len(wanted) < WORTH_SHARING or cores == 1:
+        return _points(forecaster, wanted, recipes, dp)
+    shares = [wanted[len(wanted) * core // cores : len(wanted) * (core + 1) // cores] for core in range(cores)]
+    try:
+        with ProcessPoolExecutor(cores) as pool:
+            found = [pool.submit(_points, forecaster, share, recipes, dp) for share in shares]
+            return [point for each in found for point in each.result()]
+    except OSError:  # a machine that grants no further processes
+        return _points(forecaster, wanted, recipes, dp)
+
+
+def _points(forecaster: Forecaster, wanted: Sequence[Configuration], recipes: Sequence[str], dp: int) -> list[Point]:
+    """Some hundreds at a time: their products are gathered first and computed together."""
     points: list[Point] = []
     for first in range(0, len(wanted), AT_A_TIME):
         some = wanted[first : first + AT_A_TIME]

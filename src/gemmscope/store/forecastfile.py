@@ -111,7 +111,7 @@ def basis_of(report: ForecastFindings) -> list[str]:
     """What every format of this GPU stands on, each once."""
     chip, state = report.chip, report.forecaster.state
     formats = [product_format(recipe(name), each, chip) for name in report.recipes for each in ("fprop", "wgrad")]
-    return [gemm_model().basis(chip, fmt, state).words for fmt in dict.fromkeys(formats)]
+    return [gemm_model().basis(chip, fmt, state, in_training=True).words for fmt in dict.fromkeys(formats)]
 
 
 def gpu_record(report: ForecastFindings, answer: StepAnswer | None) -> GpuForecastRecord:
