@@ -49,7 +49,7 @@ def test_required_families_are_known() -> None:
 
 
 @pytest.mark.parametrize("model_type", known_model_types())
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_configs(model_type: str, seed: int) -> None:
     rng = random.Random(f"{model_type} {seed}")
     settings = variant(model_type, transformers.AutoConfig.for_model(model_type).to_dict(), rng)
