@@ -1,5 +1,5 @@
-"""The process that runs training steps: builds the stack in every variant, looks at the kernels of one step of each, then runs
-bursts of steps, variant after variant in random order, until its input ends. Messages as in `measure/worker.py`.
+"""The process that runs training steps: builds the stack in every variant, runs bursts of steps, variant after variant in random
+order, until its input ends, then looks at the kernels of one step of each. Messages as in `measure/worker.py`.
 
 A *variant* is a recipe, with the parts that are left in BF16, at a depth. All variants live in the memory of the same weights.
 """
@@ -59,7 +59,7 @@ class StepWorker:
         self.out.flush()
 
     def main(self) -> None:
-        """Build, look, measure."""
+        """Build, measure, look."""
         module, class_name = KITS[self.request["backend"]]
         try:
             self.kit = getattr(importlib.import_module(module), class_name)
