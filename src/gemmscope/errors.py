@@ -62,3 +62,13 @@ def _is_short_and_flat(collection: Collection[object]) -> bool:
         return False
     items = [*collection, *(collection.values() if isinstance(collection, dict) else ())]
     return not any(isinstance(item, COLLECTIONS) for item in items)
+
+
+def in_a_line(error: BaseException) -> str:
+    """What went wrong in somebody else's code, as one line.
+
+    >>> in_a_line(ValueError("no\\nstack")), in_a_line(KeyError())
+    ('ValueError: no', 'KeyError')
+    """
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -23,7 +23,6 @@ class Chip:
     """Peaks in TFLOP/s. `usual`: the share of them that large products reach in training."""
 
     peaks: dict[str, float]
-    gb_per_s: float
     usual: float
 
     def peak(self, precision: str) -> float | None:
@@ -42,11 +41,11 @@ def chip(name: str) -> Chip | None:
     spec = spec_of(name)
     if spec is not None:
         peaks = {name: float(rate) for name, rate in spec.tflops.items()}
-        return Chip(peaks, spec.bandwidth_tbps * 1000, facts["usual"].get(spec.name, facts["usual"]["other"]))
+        return Chip(peaks, facts["usual"].get(spec.name, facts["usual"]["other"]))
     for rule in facts["chip"]:
         if re.search(rule["found"], name):
             peaks = {key: float(rule[key]) for key in ("bf16", "fp8", "fp4") if key in rule}
-            return Chip(peaks, float(rule["gb_per_s"]), float(rule["usual"]))
+            return Chip(peaks, float(rule["usual"]))
     return None
 
 

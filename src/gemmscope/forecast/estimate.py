@@ -37,10 +37,6 @@ class Estimate(NamedTuple):
         """So many of it."""
         return Estimate(self.value * factor, self.own, self.shared)
 
-    def with_shared(self, doubt: float) -> Estimate:
-        """The same with one more doubt that all its parts share."""
-        return Estimate(self.value, self.own, hypot(self.shared, doubt))
-
 
 def total(parts: Iterable[Estimate]) -> Estimate:
     """The sum.

@@ -35,6 +35,7 @@ import torch
 
 _mark("torch imported")
 
+from gemmscope.errors import in_a_line
 from gemmscope.measure.backends import BACKENDS
 from gemmscope.measure.backends.base import Backend, Options
 from gemmscope.measure.backends.reference import OperandStore
@@ -101,8 +102,7 @@ class Worker:
             try:
                 backend = self._backend()
             except Exception as error:
-                lines = str(error).strip().splitlines() or [""]
-                self.say("fatal", why=f"the {self.request['backend']} backend does not load: {type(error).__name__}: {lines[0]}")
+                self.say("fatal", why=f"the {self.request['backend']} backend does not load: {in_a_line(error)}")
                 return
             self.say(
                 "hello", versions=dict(backend.versions()), device=device_facts(self.gpu, on_gpu=self.on_gpu), seconds=_TIMELINE
@@ -174,12 +174,11 @@ class Worker:
 
     def _failed(self, task: Task, error: Exception) -> None:
         """One task's failure; a sticky CUDA error is the whole process's."""
-        lines = str(error).strip().splitlines() or [type(error).__name__]
         text = str(error).lower()  # libraries have words of their own for it
         out_of_memory = isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "alloc_failed" in text
         kind = "out of memory" if out_of_memory else "error"
         sticky = self.on_gpu and not out_of_memory and ("CUDA error" in str(error) or "cudaError" in str(error))
-        self.say("failed", task=task.key, why=f"{type(error).__name__}: {lines[0]}", kind="CUDA fault" if sticky else kind)
+        self.say("failed", task=task.key, why=in_a_line(error), kind="CUDA fault" if sticky else kind)
         if sticky:
             os._exit(70)
         if self.on_gpu:
@@ -202,10 +201,8 @@ class Worker:
         try:
             found = self.timer.kernels([[self.ready[task.key] for task in tasks] for tasks in groups], HEAT_BEFORE_KERNELS_MS)
         except Exception as error:
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            self.say(
-                "warning", words=f"the kernels could not be looked at ({lines[0]}): no precision is proven, no time is split"
-            )
+            why = f"the kernels could not be looked at ({in_a_line(error)})"
+            self.say("warning", words=f"{why}: no precision is proven, no time is split")
             return
         kernels = {
             task.key: runs for tasks, seen in zip(groups, found, strict=True) for task, runs in zip(tasks, seen, strict=True)

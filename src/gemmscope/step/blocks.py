@@ -6,6 +6,7 @@ fixed beforehand: they cost what they cost in training, and nothing waits for th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -18,6 +19,16 @@ from gemmscope.step.marks import mark
 from gemmscope.step.plan import StackPlan
 
 EPS = 1e-5
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "relu": functional.relu,
+    "relu2": lambda x: functional.relu(x).square(),
+}
+
+
+def activation_of(spec: MlpSpec) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Its activation as PyTorch has it; every kind of gelu is the tanh one, which frameworks run."""
+    return ACTIVATIONS.get(spec.activation, lambda x: functional.gelu(x, approximate="tanh"))
 
 
 class Kit(Protocol):

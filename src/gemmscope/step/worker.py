@@ -23,6 +23,7 @@ os.environ.setdefault("NVTE_FRAMEWORK", "pytorch")  # Transformer Engine would i
 
 import torch
 
+from gemmscope.errors import in_a_line
 from gemmscope.measure.device import device_facts, gpu_in_use, told_to_stop
 from gemmscope.measure.timer import busy_ms, kernel_run, segments
 from gemmscope.recipe.recipes import recipe
@@ -64,7 +65,7 @@ class StepWorker:
         try:
             self.kit = getattr(importlib.import_module(module), class_name)
         except Exception as error:
-            self.say("fatal", why=f"the {self.request['backend']} backend does not load: {_words(error)}")
+            self.say("fatal", why=f"the {self.request['backend']} backend does not load: {in_a_line(error)}")
             return
         self.say("hello", device=device_facts(self.gpu, on_gpu=self.on_gpu), versions=_versions(self.request["backend"]))
         if self.request["host"]:
@@ -133,7 +134,7 @@ class StepWorker:
         out_of_memory = isinstance(error, torch.OutOfMemoryError)
         sticky = self.on_gpu and not out_of_memory and "CUDA error" in str(error)
         kind = "out of memory" if out_of_memory else "CUDA fault" if sticky else "error"
-        self.say("failed", task=name, why=_words(error), kind=kind)
+        self.say("failed", task=name, why=in_a_line(error), kind=kind)
         if sticky:
             os._exit(70)
 
@@ -160,7 +161,7 @@ class StepWorker:
                     step.run()
             found = segments(work)
         except Exception as error:
-            self.say("warning", words=f"the kernels of {name} could not be looked at: {_words(error)}")
+            self.say("warning", words=f"the kernels of {name} could not be looked at: {in_a_line(error)}")
             return
         if len(found) != len(labels):
             self.say("warning", words=f"the kernels of {name} could not be parted: {len(found)} marks seen of {len(labels)}")
@@ -189,7 +190,7 @@ class StepWorker:
             self._synchronize()
             self.say("host", task=name, host_ms=(time.perf_counter() - begin) * 1000 / HOST_STEPS)
         except Exception as error:
-            self.say("warning", words=f"the host's time for {name} could not be measured: {_words(error)}")
+            self.say("warning", words=f"the host's time for {name} could not be measured: {in_a_line(error)}")
 
     def _synchronize(self) -> None:
         if self.on_gpu:
@@ -289,11 +290,6 @@ def _versions(backend: str) -> dict[str, str]:
     if backend in ("transformer_engine", "torchao"):
         found[backend] = importlib.import_module(backend).__version__
     return found
-
-
-def _words(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
 
 
 def main() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,14 +12,8 @@ from torch.utils import checkpoint
 
 from gemmscope.model.spec import MlpSpec, NormSpec
 from gemmscope.recipe.recipes import Recipe
-from gemmscope.step.blocks import EPS
+from gemmscope.step.blocks import EPS, activation_of
 from gemmscope.step.plan import StackPlan
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": functional.silu,
-    "relu": functional.relu,
-    "relu2": lambda x: functional.relu(x).square(),
-}
 
 
 class PlainKit:
@@ -112,7 +105,7 @@ class FeedForward(nn.Module):
     def __init__(self, kit: PlainKit, hidden: int, spec: MlpSpec) -> None:
         super().__init__()
         self.gated = spec.gated
-        self.activation = ACTIVATIONS.get(spec.activation, lambda x: functional.gelu(x, approximate="tanh"))
+        self.activation = activation_of(spec)
         self.up = kit.linear(hidden, spec.intermediate_size * (2 if spec.gated else 1), bias=spec.up_bias)
         self.down = kit.linear(spec.intermediate_size, hidden, bias=spec.down_bias)
 

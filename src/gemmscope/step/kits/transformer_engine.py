@@ -5,14 +5,12 @@ They write FP8 straight from the norm or the activation, which is why a step gai
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import transformer_engine.pytorch as te
 from torch import nn
-from torch.nn import functional
 from transformer_engine.common import recipe as te_recipes
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 from transformer_engine.pytorch.quantization import FP8GlobalState, FP8GlobalStateManager
@@ -20,7 +18,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalState, FP8GlobalSta
 from gemmscope.errors import UserError
 from gemmscope.model.spec import MlpSpec, NormSpec
 from gemmscope.recipe.recipes import Recipe
-from gemmscope.step.blocks import EPS
+from gemmscope.step.blocks import EPS, activation_of
 from gemmscope.step.plan import StackPlan
 
 # (activation, gated) -> Transformer Engine's name
@@ -28,11 +26,6 @@ ACTIVATIONS = {
     ("silu", True): "swiglu", ("gelu", True): "geglu", ("relu", True): "reglu", ("relu2", True): "sreglu",
     ("silu", False): "silu", ("gelu", False): "gelu", ("relu", False): "relu", ("relu2", False): "srelu",
 }  # fmt: skip
-ACTIVATION_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": functional.silu,
-    "relu": functional.relu,
-    "relu2": lambda x: functional.relu(x).square(),
-}
 NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
 
 
@@ -133,7 +126,7 @@ class GroupedExperts(nn.Module):
     def __init__(self, hidden: int, spec: MlpSpec, count: int, make: dict[str, Any]) -> None:
         super().__init__()
         self.gated = spec.gated
-        self.activation = ACTIVATION_FUNCTIONS.get(spec.activation, functional.gelu)
+        self.activation = activation_of(spec)
         self.up = te.GroupedLinear(count, hidden, spec.intermediate_size * (2 if spec.gated else 1), bias=spec.up_bias, **make)
         self.down = te.GroupedLinear(count, spec.intermediate_size, hidden, bias=spec.down_bias, **make)
 
