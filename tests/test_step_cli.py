@@ -101,6 +101,17 @@ def test_ctrl_c_shows_what_was_measured(run: Run, monkeypatch: pytest.MonkeyPatc
     assert "Predicted against the real model" not in outcome.out
 
 
+def test_ctrl_c_before_anything_was_measured(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(self: StepRun) -> StepResults:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(StepRun, "run", interrupt)
+    outcome = run(f"step {SMALL}")
+    assert outcome.code == 130
+    assert "nothing could be measured" in outcome.out
+    assert "Step ms" not in outcome.out
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

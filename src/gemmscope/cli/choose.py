@@ -87,7 +87,7 @@ def _gpu(machine: Environment, *, share: bool) -> GpuFacts:
         hidden = f" (CUDA_VISIBLE_DEVICES is {machine.visible_devices!r})" if machine.gpus else ""
         raise UserError(
             f"there is no NVIDIA GPU here to measure on{hidden}",
-            "gemmscope shapes needs none; --device cpu shows that measuring works, though not how fast a GPU is",
+            "gemmscope forecast --gpu answers for GPUs that are not here; --device cpu shows that measuring works, not how fast",
         )
     if (gpu.processes or (gpu.utilization or 0) > 10) and not share:
         processes = f"processes {', '.join(map(str, gpu.processes))}"

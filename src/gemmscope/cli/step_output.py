@@ -50,6 +50,8 @@ class Stepped:
         """The step, the way to it, the truth, the cost, smaller batches: what there is."""
         from gemmscope.report.step import break_even_table, cost_table, tables
 
+        if not self.found.recipes:
+            return []
         made = tables(self.found)
         made += [cost_table(self.costs)] if self.costs else []
         return made + ([break_even_table(self.batches)] if self.batches else [])
@@ -64,7 +66,10 @@ class Stepped:
         from gemmscope.report.step import observed, sentences
         from gemmscope.step.breakeven import words
 
-        lines = [f"warning: {warning}" for each in self.runs for warning in each.results.warnings] + sentences(self.found)
+        nothing = [] if self.found.recipes else ["nothing could be measured"]
+        lines = (
+            nothing + [f"warning: {warning}" for each in self.runs for warning in each.results.warnings] + sentences(self.found)
+        )
         if self.observed_speedup is not None:
             lines += observed(self.found, self.observed_speedup)
         if self.batches:

@@ -86,7 +86,7 @@ def answer(
     for name in names:
         found, step = _deepest(results, name), results.step(name)
         if found is None or step is None:
-            failures[name] = next((each.failure for each in results.of(name) if each.failure), "it was not measured")
+            failures[name] = next((each.failure for each in results.of(name) if each.failure), "no step of it was timed")
             continue
         fall, words, side = None, "", _side(found)
         if name != BASELINE and baseline is not None and side is not None and (slow := _side(baseline)) is not None:

@@ -74,7 +74,8 @@ def _answer(file: StepFile, where: str) -> tuple[str, list[str]]:
     """The answer in one sentence, and what stands behind it."""
     gains = {each.recipe: each for each in file.recipes if each.speedup is not None}
     if not gains:
-        return f"Only {', '.join(each.recipe for each in file.recipes) or 'nothing'} could be measured on {where}.", []
+        measured = ", ".join(each.recipe for each in file.recipes)
+        return f"{f'Only {measured}' if measured else 'Nothing'} could be measured on {where}.", []
     chosen = file.recommendation.recipe if file.recommendation is not None else ""
     best = gains.get(chosen) or max(gains.values(), key=lambda each: each.speedup.value if each.speedup else 0.0)
     assert best.speedup is not None
