@@ -11,6 +11,8 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _START = (
@@ -52,6 +54,19 @@ def cache_folder() -> Path:
     """Where this user's programs keep what can be made again: $XDG_CACHE_HOME/gemmscope, or ~/.cache/gemmscope."""
     base = os.environ.get("XDG_CACHE_HOME")
     return Path(base) / "gemmscope" if base else Path.home() / ".cache" / "gemmscope"
+
+
+@contextmanager
+def without_jax() -> Iterator[None]:
+    """Transformer Engine for PyTorch imports JAX too, where it is installed: half a second, for nothing. Here there is none."""
+    if "jax" in sys.modules:
+        yield
+        return
+    sys.modules["jax"] = None  # type: ignore[assignment]  # so that importing it fails as if it were not there
+    try:
+        yield
+    finally:
+        del sys.modules["jax"]
 
 
 def _run_worker() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -61,7 +62,7 @@ class Settings:
 
     backend: str
     drop_ms: float = 120.0
-    keep_ms: float = 400.0
+    keep_ms: float = 600.0
     max_rounds: int = 1000
     counts: Counts | None = None  # instead of times and a stopping rule
     timing: Literal["cuda-events", "profiler"] = "cuda-events"
@@ -69,7 +70,7 @@ class Settings:
     filter_layers: bool = True  # leave layers in BF16 that the framework's own filter would leave
     for_nsight: bool = False  # run everything once between cudaProfilerStart and Stop, in NVTX ranges, and time nothing
     silence_s: float = 120.0  # a worker that says nothing for so long hangs
-    seed: int = 0
+    seed: int = field(default_factory=lambda: random.randrange(1 << 30))  # of the order of bursts
 
 
 @dataclass
@@ -104,7 +105,8 @@ class Campaign:
     @property
     def fingerprint(self) -> str:
         """The same for campaigns that measure the same."""
-        content = json.dumps([asdict(self.settings), [task.to_json() for task in self.tasks]], sort_keys=True)
+        settings = {key: value for key, value in asdict(self.settings).items() if key != "seed"}
+        content = json.dumps([settings, [task.to_json() for task in self.tasks]], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def run(self, *, resume: bool = False) -> Results:
@@ -164,6 +166,7 @@ class Campaign:
                 silence_s=self.settings.silence_s,
                 note=lambda message: self._note(number, message),
                 enough=self._enough,
+                wanted=lambda: sorted(self.results.bursts_behind(self.rule.open)),
             )
         if death is None:
             return None

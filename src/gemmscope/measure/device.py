@@ -1,14 +1,18 @@
-"""What every measuring process asks: which GPU is this, and may I stop."""
+"""What every measuring process asks: which GPU is this, what am I to measure now, and may I stop."""
 
 from __future__ import annotations
 
+import json
+import os
 import select
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from gemmscope.gpu.nvml import Gpu, open_nvml
+from gemmscope.measure.task import Task
 
 
 def gpu_in_use() -> Gpu | None:
@@ -36,7 +40,26 @@ def device_facts(gpu: Gpu | None, *, on_gpu: bool) -> dict[str, Any]:
     return facts | ({"power_limit_w": gpu.power_limit_w(), "max_sm_mhz": gpu.max_sm_mhz()} if gpu else {})
 
 
-def told_to_stop() -> bool:
-    """Whether the parent has closed our standard input, or has gone."""
-    readable, _, _ = select.select([sys.stdin], [], [], 0)
-    return bool(readable)
+class Orders:
+    """What the parent says while we work, on standard input: a line of JSON names the groups it wants more of; its end is the
+    sign to stop."""
+
+    def __init__(self) -> None:
+        self._wanted: set[tuple[str, ...]] = set()
+        self._rest = b""
+
+    def stop(self) -> bool:
+        """Whether the parent has closed our standard input, or has gone. Takes note of what it said."""
+        while select.select([sys.stdin], [], [], 0)[0]:
+            piece = os.read(sys.stdin.fileno(), 1 << 16)
+            if not piece:
+                return True
+            *lines, self._rest = (self._rest + piece).split(b"\n")
+            if lines:
+                self._wanted = {tuple(group) for group in json.loads(lines[-1])}
+        return False
+
+    def want(self, tasks: Sequence[Task]) -> bool:
+        """Whether the parent wants more of this group; until it says anything, it wants all."""
+        self.stop()
+        return not self._wanted or tasks[0].group in self._wanted

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from gemmscope.errors import UserError
 from gemmscope.process import worker_command, worker_environment
@@ -32,7 +33,11 @@ class Death:
 class Link:
     """One measuring process. Close it, and none is left behind."""
 
+    _leaving: ClassVar[list[subprocess.Popen[bytes]]] = []  # ended, and perhaps not gone yet
+
     def __init__(self, worker: str = "gemmscope.measure.worker") -> None:
+        while self._leaving:  # its memory is needed
+            self._leaving.pop().wait()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._reading, writing = os.pipe()
         self._process = subprocess.Popen(
@@ -54,9 +59,12 @@ class Link:
 
     def ask(self, request: dict[str, Any]) -> None:
         """Hand it its task."""
+        self._write(request)
+
+    def _write(self, content: Any) -> None:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it is gone already: the end of its messages will say so
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.write(json.dumps(content).encode() + b"\n")
             self._process.stdin.flush()
 
     def tell_to_stop(self) -> None:
@@ -87,10 +95,14 @@ class Link:
         silence_s: float,
         note: Callable[[dict[str, Any]], None],
         enough: Callable[[], bool],
+        wanted: Callable[[], Sequence[Any]] | None = None,
     ) -> Death | None:
-        """Ask, note every message, and tell it to stop once it is enough. None if it came to a good end, else how it died."""
+        """Ask, note every message, and tell it to stop once it is enough. None if it came to a good end, else how it died.
+
+        `wanted`: what it should measure more of. Whoever can say that needs nothing but samples: once it is enough, it ends.
+        """
         self.ask(request)
-        at, greeted = "", False
+        at, greeted, said = "", False, ()
         for message in self.messages(silence_s):
             if message is None:
                 return Death(at, f"nothing was heard from it for {silence_s:g} s", "hang")
@@ -99,8 +111,14 @@ class Link:
             greeted = greeted or message["type"] == "hello"
             at = message["task"] if message["type"] == "begin" else at
             note(message)
-            if message["type"] == "samples" and enough():
-                self.tell_to_stop()
+            if message["type"] == "samples":
+                if enough():
+                    if wanted is not None:
+                        return None
+                    self.tell_to_stop()
+                elif wanted is not None and (now := tuple(wanted())) != said:
+                    self._write(now)
+                    said = now
             if message["type"] == "done":
                 return None
         if not greeted:
@@ -112,13 +130,18 @@ class Link:
         code = self._process.wait()
         self._errors.seek(0)
         lines = [line.strip() for line in self._errors.read().decode(errors="replace").splitlines() if line.strip()]
+        if code == -signal.SIGKILL:  # whoever did that left no words; the system does it where memory runs out
+            return "(killed by signal 9)"
         ended = f"signal {-code}" if code < 0 else f"exit code {code}"
         return f"({ended})" + (f": {lines[-1][:200]}" if lines else "")
 
     def close(self) -> None:
-        """End the process, however it is doing."""
+        """End the process, however it is doing. Leaving a GPU takes it a moment, for which only the next one waits."""
         if not self._errors.closed:
             self._process.kill()
-            self._process.communicate()
+            self._leaving.append(self._process)
+            assert self._process.stdin is not None
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
             os.close(self._reading)
             self._errors.close()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from gemmscope.measure.results import Results
 from gemmscope.measure.stats import time_interval
 from gemmscope.measure.task import Case, Mode
 from gemmscope.recipe.recipes import BASELINE
+
+Group = tuple[str, Mode]  # a recipe in a mode: what is measured in one burst
 
 
 @dataclass
@@ -25,6 +27,7 @@ class StoppingRule:
     longest_s: float = 120.0
     clock: Callable[[], float] = time.monotonic
     started: float = field(init=False)
+    open: frozenset[Group] = field(init=False, default=frozenset())
     why: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
@@ -35,8 +38,15 @@ class StoppingRule:
         self.started = self.clock()
 
     def done(self, results: Results, recipes: Sequence[str], modes: Sequence[Mode], cases: Sequence[Case] | None = None) -> bool:
-        """Whether it is enough; `why` says which limit was met. `cases`: those that are being measured, if not all are."""
-        return results.complete_rounds >= self.least_rounds and self.settle(self.widest(results, recipes, modes, cases))
+        """Whether it is enough; `why` says which limit was met, `open` what a speedup that is not known well enough depends on.
+
+        `cases`: those that are being measured, if not all are.
+        """
+        if results.complete_rounds < self.least_rounds:
+            return False
+        doubts = list(self._doubts(results, recipes, modes, cases))
+        self.open = frozenset(group for doubt, groups in doubts if doubt > self.target for group in groups)
+        return self.settle(max((doubt for doubt, _ in doubts), default=None))
 
     def settle(self, widest: float | None) -> bool:
         """Decide from the largest doubt (None: nothing is known at all), the least number of rounds being there."""
@@ -52,16 +62,23 @@ class StoppingRule:
     def widest(
         self, results: Results, recipes: Sequence[str], modes: Sequence[Mode], cases: Sequence[Case] | None = None
     ) -> float | None:
-        """The largest half-width among the speedups, of every op and of all together; with a baseline alone, of its own time."""
+        """The largest half-width among the speedups; with a baseline alone, of its own time."""
+        return max((doubt for doubt, _ in self._doubts(results, recipes, modes, cases)), default=None)
+
+    def _doubts(
+        self, results: Results, recipes: Sequence[str], modes: Sequence[Mode], cases: Sequence[Case] | None
+    ) -> Iterator[tuple[float, tuple[Group, ...]]]:
+        """The half-width of every speedup, and the groups that it is formed of: of each op and of all together over the
+        baseline, of all together also over each other."""
         wanted = [None, *([case] for case in results.cases())] if cases is None else [[case] for case in cases]
-        if list(recipes) == [BASELINE]:
-            totals = [results.totals(BASELINE, mode) for mode in modes]
-            return max((time_interval(total, results.noise()).half_width for total in totals if total is not None), default=None)
-        found = [
-            interval.half_width
-            for recipe in recipes
-            for mode in modes
-            for some in wanted
-            if recipe != BASELINE and (interval := results.speedup(recipe, mode, some)) is not None
-        ]
-        return max(found, default=None)
+        for mode in modes:
+            if list(recipes) == [BASELINE]:
+                total = results.totals(BASELINE, mode)
+                if total is not None:
+                    yield time_interval(total, results.noise()).half_width, ((BASELINE, mode),)
+            for index, recipe in enumerate(recipes):
+                for over in recipes[:index]:
+                    for some in wanted if over == BASELINE else wanted[:1]:
+                        speedup = results.speedup(recipe, mode, some, over)
+                        if speedup is not None:
+                            yield speedup.half_width, ((recipe, mode), (over, mode))

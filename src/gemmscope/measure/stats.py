@@ -167,11 +167,22 @@ def _doubt(bursts: Bursts, noise: Noise) -> float:
     freedom, variance = effective - 1, squares / _unbiased(bursts, noise.alike)
     if noise.spread is not None:
         prior = min(PRIOR_PIECES, noise.freedom)
-        noisier = variance > noise.spread**2 * (1 + 2 * np.sqrt(2 / max(freedom, 1)))  # than chance would have it
+        noisier = variance > noise.spread**2 * _chance(max(freedom, 1.0))
         if not noisier:
             variance = (freedom * variance + prior * noise.spread**2) / (freedom + prior)
         freedom += prior if not noisier else 0
     return float(np.sqrt(variance / effective)) * _student(freedom) / _NORMAL
+
+
+def _chance(freedom: float) -> float:
+    """How many times the common variance an estimate from so few pieces would exceed once in a hundred times: the 99% point of
+    chi-squared over its degrees of freedom, as Wilson and Hilferty approximate it.
+
+    >>> round(_chance(6.0), 2), round(_chance(100.0), 2)
+    (2.81, 1.36)
+    """
+    step = 2 / (9 * freedom)
+    return float((1 - step + 2.326 * np.sqrt(step)) ** 3)
 
 
 def _effective(bursts: Sequence[Sequence[float] | Floats], alike: float) -> float:

@@ -15,12 +15,10 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
-
-os.environ.setdefault("NVTE_FRAMEWORK", "pytorch")  # Transformer Engine would import JAX too, where it is installed
 
 _TIMELINE: dict[str, float] = {}
 _BEGAN = time.perf_counter()
@@ -39,18 +37,19 @@ from gemmscope.errors import in_a_line
 from gemmscope.measure.backends import BACKENDS
 from gemmscope.measure.backends.base import Backend, Options
 from gemmscope.measure.backends.reference import OperandStore
-from gemmscope.measure.device import device_facts, gpu_in_use, told_to_stop
+from gemmscope.measure.device import Orders, device_facts, gpu_in_use
 from gemmscope.measure.heat import heat_for, heating
 from gemmscope.measure.kernels import KernelRun
 from gemmscope.measure.task import LEAST_BYTES_IN_FLIGHT_OVER_L2, Task
 from gemmscope.measure.timer import Amount, Burst, CpuTimer, CudaTimer, Runnable, Timer
+from gemmscope.process import without_jax
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.workload.ops import PASSES
 
 MOST_COPIES = 8
 RUNS_FOR_NSIGHT = 3
 HEAT_BEFORE_KERNELS_MS = 50
-WARM_UP_MS, WARM_UP_ROUNDS = 2000, 2
+WARM_UP_MS, WARM_UP_ROUNDS = 2000, 1
 
 
 @dataclass(frozen=True)
@@ -60,13 +59,17 @@ class _Launched:
     number: int
     tasks: list[Task]
     burst: Burst
-    ends_round: bool
 
 
 def _plan(
-    groups: Sequence[list[Task]], rounds: int, seed: int, *, baseline_twice: bool = False
-) -> Iterator[tuple[int, list[Task], bool]]:
-    """Every group once a round, in random order: the round's number, the group, whether it is the round's last.
+    groups: Sequence[list[Task]],
+    rounds: int,
+    seed: int,
+    *,
+    baseline_twice: bool = False,
+    wanted: Callable[[list[Task]], bool] = lambda _: True,
+) -> Iterator[tuple[int, list[Task]]]:
+    """Every group that is wanted, once a round, in random order: the round's number, the group.
 
     The baseline is one side of every speedup, so what is not known of it counts in all of them: it may come twice.
     """
@@ -74,8 +77,7 @@ def _plan(
     twice = [tasks for tasks in groups if tasks[0].recipe == BASELINE] if baseline_twice else []
     for number in range(rounds):
         order = rng.sample([*groups, *twice], len(groups) + len(twice))
-        for index, tasks in enumerate(order):
-            yield number, tasks, index + 1 == len(order)
+        yield from ((number, tasks) for tasks in order if wanted(tasks))
 
 
 class Worker:
@@ -129,7 +131,8 @@ class Worker:
     def _backend(self) -> Backend:
         module, class_name = BACKENDS[self.request["backend"]]
         options = Options(self.request["cache_weights"], self.request["filter_layers"])
-        backend: Backend = getattr(importlib.import_module(module), class_name)(self.operands, options)
+        with without_jax():
+            backend: Backend = getattr(importlib.import_module(module), class_name)(self.operands, options)
         _mark("backend loaded")
         return backend
 
@@ -233,8 +236,9 @@ class Worker:
             self.say("sum", task=key, of=parts)
 
     def _rounds(self) -> None:
-        """A burst of every group in random order, round after round, until told to stop. The GPU is never left waiting."""
-        groups, counts = self._groups(), self.request["counts"]
+        """A burst of every group in random order, round after round, until told to stop; later of those alone that the parent
+        still wants. The GPU is never left waiting."""
+        groups, counts, orders = self._groups(), self.request["counts"], Orders()
         if self.on_gpu and counts:
             self.say("begin", task=self.tasks[0].key, what="heating")
             heat_for(counts["gpu_warmup"])
@@ -242,23 +246,24 @@ class Worker:
             self._warm_up(groups)
         waiting: _Launched | None = None
         twice = not counts and len({tasks[0].recipe for tasks in groups}) > 2
-        for number, tasks, ends_round in _plan(groups, self.request["max_rounds"], self.request["seed"], baseline_twice=twice):
-            if told_to_stop():
+        rounds, seed = self.request["max_rounds"], self.request["seed"]
+        for number, tasks in _plan(groups, rounds, seed, baseline_twice=twice, wanted=orders.want):
+            if orders.stop():
                 return  # what was launched last belongs to no complete round
             runnables = [self.ready[task.key] for task in tasks]
             burst = self.timer.launch(runnables, self._amount(number))
             if waiting is not None:
                 self.say("begin", task=waiting.tasks[0].key, what="measuring")  # a fault shows where its burst is waited for
-                self._collect(waiting)
-            waiting = _Launched(number, tasks, burst, ends_round)
+                self._collect(waiting, ends_round=waiting.number != number)
+            waiting = _Launched(number, tasks, burst)
         if waiting is not None:
             self.say("begin", task=waiting.tasks[0].key, what="measuring")
-            self._collect(waiting)
+            self._collect(waiting, ends_round=True)
 
     def _warm_up(self, groups: Sequence[list[Task]]) -> None:
         """Bursts that nobody looks at: the power control needs a few seconds of this very mixture to settle."""
         share_ms = WARM_UP_MS / WARM_UP_ROUNDS / max(len(groups), 1)
-        for _, tasks, _ in _plan(groups, WARM_UP_ROUNDS, self.request["seed"] + 1):
+        for _, tasks in _plan(groups, WARM_UP_ROUNDS, self.request["seed"] + 1):
             self.timer.launch([self.ready[task.key] for task in tasks], Amount(share_ms, 0))
 
     def _amount(self, number: int) -> Amount:
@@ -268,7 +273,7 @@ class Worker:
         rounds = self.request["max_rounds"]
         return Amount(counts["num_warmup"], (counts["num_iters"] + number) // rounds, in_cycles=True)
 
-    def _collect(self, launched: _Launched) -> None:
+    def _collect(self, launched: _Launched, *, ends_round: bool) -> None:
         launched.burst.nearly_done()
         state = asdict(self.gpu.read()) if self.gpu else {}
         times = {task.key: samples for task, samples in zip(launched.tasks, launched.burst.times_ms(), strict=True)}
@@ -276,7 +281,7 @@ class Worker:
             if parts[0] in times:
                 times[whole] = [sum(run) for run in zip(*(times[part] for part in parts), strict=True)]
         self.say("samples", round=launched.number, times_ms=times, state=state)
-        if launched.ends_round:
+        if ends_round:
             self.say("round", round=launched.number)
 
     def _run_for_nsight(self) -> None:

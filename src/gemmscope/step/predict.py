@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -37,7 +38,7 @@ class StepSettings:
     max_rounds: int = 1000
     host: bool = True  # also measure what launching takes the CPU
     silence_s: float = 180.0
-    seed: int = 0
+    seed: int = field(default_factory=lambda: random.randrange(1 << 30))  # of the order of bursts
 
 
 @dataclass

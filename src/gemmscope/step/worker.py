@@ -19,13 +19,12 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
-os.environ.setdefault("NVTE_FRAMEWORK", "pytorch")  # Transformer Engine would import JAX too, where it is installed
-
 import torch
 
 from gemmscope.errors import in_a_line
-from gemmscope.measure.device import device_facts, gpu_in_use, told_to_stop
+from gemmscope.measure.device import Orders, device_facts, gpu_in_use
 from gemmscope.measure.timer import busy_ms, kernel_run, segments
+from gemmscope.process import without_jax
 from gemmscope.recipe.recipes import recipe
 from gemmscope.step.blocks import Kit
 from gemmscope.step.huggingface import HuggingFaceStep
@@ -63,7 +62,8 @@ class StepWorker:
         """Build, measure, look."""
         module, class_name = KITS[self.request["backend"]]
         try:
-            self.kit = getattr(importlib.import_module(module), class_name)
+            with without_jax():
+                self.kit = getattr(importlib.import_module(module), class_name)
         except Exception as error:
             self.say("fatal", why=f"the {self.request['backend']} backend does not load: {in_a_line(error)}")
             return
@@ -202,7 +202,7 @@ class StepWorker:
         The next burst is launched before the last one is looked at: after a moment without work the power control lets the chip
         run too fast, and then too slow, for half a second.
         """
-        rng = random.Random(self.request["seed"])
+        rng, orders = random.Random(self.request["seed"]), Orders()
         names = list(self.steps)
         gc.collect()
         gc.freeze()
@@ -211,7 +211,7 @@ class StepWorker:
         for number in range(self.request["max_rounds"] if names else 0):
             order = rng.sample(names, len(names))
             for name in order:
-                if told_to_stop():
+                if orders.stop():
                     return
                 launched = self._guarded(name, partial(self._launch, number, name, ends_round=name == order[-1]))
                 if waiting is not None:
