@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("page", type=Path)
     parser.add_argument("--backend", default="transformer_engine")
     parser.add_argument("models", nargs="*")
-    asked = parser.parse_args()
+    asked = parser.parse_intermixed_args()
     truth = json.loads(asked.steps.read_text())["models"]
     kept = json.loads(asked.kept.read_text()) if asked.kept.exists() else {}
     for name in asked.models or truth:

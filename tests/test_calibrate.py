@@ -10,13 +10,19 @@ from pathlib import Path
 import pytest
 
 from bench_results import MODEL, RECIPES, recorded_results
+from gemmscope.cli.calibrate import _step
+from gemmscope.cli.choose import Choice
 from gemmscope.errors import UserError
-from gemmscope.forecast.calibration import Calibration, compare, load, place, save
+from gemmscope.forecast.calibration import STACKS, Calibration, compare, load, place, save
 from gemmscope.forecast.findings import ForecastFindings
-from gemmscope.forecast.linears import Forecaster
+from gemmscope.forecast.linears import Adjustment, Forecaster
+from gemmscope.forecast.step import StepForecast
 from gemmscope.gpu.specs import gpu
 from gemmscope.measure.findings import Findings
 from gemmscope.measure.task import MODES
+from gemmscope.model.flags import from_hyperparameters
+from gemmscope.model.spec import RunSpec
+from gemmscope.workload.derive import derive
 from machines import machine
 from test_bench_cli import Pretend, pretend
 from test_cli import Run, run
@@ -76,22 +82,22 @@ def test_saved_and_loaded() -> None:
         ("", "is a damaged calibration"),
         ("[]", "is a damaged calibration"),
         ("{}", "is a damaged calibration"),
-        ('{"version": 7}', "of version 7, not 1"),
-        ('{"version": 1}', "is a damaged calibration"),
-        ('{"version": 1, "gpu": "h200", "device": "", "products": {"bf16": {"fprop": 99}}, "quantize": {}}', "a factor of 99"),
-        ('{"version": 1, "gpu": "h200", "device": "", "products": 3, "quantize": {}}', "is a damaged calibration"),
-        ('{"version": 1, "gpu": "h200", "device": "", "products": {"bf16": {"fprop": "1.0"}}, "quantize": {}}', "no number"),
-        ('{"version": 1, "gpu": "h200", "device": "", "products": {"bf16": {"fprop": true}}, "quantize": {}}', "no number"),
-        ('{"version": 1, "gpu": "h200", "device": "", "products": {"bf16": {"fprop": NaN}}, "quantize": {}}', "a factor of nan"),
-        ('{"version": 1, "gpu": "h200", "device": "", "products": {"bf16": {"fprop": -1.0}}, "quantize": {}}', "a factor of -1"),
-        ('{"version": 1, "gpu": "h200", "device": "", "products": {"int3": {"fprop": 1.0}}, "quantize": {}}', "no format 'int3'"),
+        ('{"version": 7}', "of version 7, not 2"),
+        ('{"version": 2}', "is a damaged calibration"),
+        ('{"version": 2, "gpu": "h200", "device": "", "products": {"bf16": {"fprop": 99}}, "quantize": {}}', "a factor of 99"),
+        ('{"version": 2, "gpu": "h200", "device": "", "products": 3, "quantize": {}}', "is a damaged calibration"),
+        ('{"version": 2, "gpu": "h200", "device": "", "products": {"bf16": {"fprop": "1.0"}}, "quantize": {}}', "no number"),
+        ('{"version": 2, "gpu": "h200", "device": "", "products": {"bf16": {"fprop": true}}, "quantize": {}}', "no number"),
+        ('{"version": 2, "gpu": "h200", "device": "", "products": {"bf16": {"fprop": NaN}}, "quantize": {}}', "a factor of nan"),
+        ('{"version": 2, "gpu": "h200", "device": "", "products": {"bf16": {"fprop": -1.0}}, "quantize": {}}', "a factor of -1"),
+        ('{"version": 2, "gpu": "h200", "device": "", "products": {"int3": {"fprop": 1.0}}, "quantize": {}}', "no format 'int3'"),
         (
-            '{"version": 1, "gpu": "h200", "device": "", "products": {"bf16": {"sideways": 1.0}}, "quantize": {}}',
+            '{"version": 2, "gpu": "h200", "device": "", "products": {"bf16": {"sideways": 1.0}}, "quantize": {}}',
             "no pass 'sideways'",
         ),
-        ('{"version": 1, "gpu": "h200", "device": "", "products": {}, "quantize": {"FP9": 1.0}}', "no recipe 'FP9'"),
-        ('{"version": 1, "gpu": "h200", "device": "", "products": {"bf16": [1]}, "quantize": {}}', "is no table"),
-        ('{"version": 1, "gpu": "b200", "device": "", "products": {}, "quantize": {}}', "it is of 'b200', not of 'h200'"),
+        ('{"version": 2, "gpu": "h200", "device": "", "products": {}, "quantize": {"FP9": 1.0}}', "no recipe 'FP9'"),
+        ('{"version": 2, "gpu": "h200", "device": "", "products": {"bf16": [1]}, "quantize": {}}', "is no table"),
+        ('{"version": 2, "gpu": "b200", "device": "", "products": {}, "quantize": {}}', "it is of 'b200', not of 'h200'"),
     ],
 )
 def test_damaged_files_are_one_message(run: Run, text: str, says: str) -> None:
@@ -106,13 +112,17 @@ def test_damaged_files_are_one_message(run: Run, text: str, says: str) -> None:
     assert run(f"{LINE} --gpu b200").code == 0
 
 
-def test_the_command(run: Run, pretend: Pretend) -> None:
+def test_the_command(run: Run, pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {"attention": 2.2, "products": 9.0}, {"attention": 2.0, "products": 9.0}
+    monkeypatch.setattr("gemmscope.cli.calibrate._step", lambda *_: rows)
     plain = run(f"{LINE} --gpu h200 --json -").out
     pretend(machine())
     outcome = run("calibrate")
     assert outcome.code == 0, outcome.err
-    assert "bf16: measured over forecast: fprop" in outcome.err
+    assert "bf16, sustained: measured over forecast: fprop" in outcome.err
+    assert "bf16, burst: measured over forecast: fprop" in outcome.err
     assert "quantizing for FP8Current" in outcome.err
+    assert "attention: measured over forecast: 1.100" in outcome.err
     assert json.loads(place("h200").read_text())["device"] == "NVIDIA H200"
     calibrated = run(f"{LINE} --gpu h200 --json -").out
     assert json.loads(plain)["gpus"][0]["totals"] != json.loads(calibrated)["gpus"][0]["totals"]
@@ -133,7 +143,32 @@ def test_single_products_are_calibrated(run: Run, tmp_path: Path) -> None:
     times.append([float(row["gemm_ms"]) for row in csv.DictReader(io.StringIO(outcome.out))])
     assert times[1] == pytest.approx([1.5 * times[0][0], times[0][1]], rel=1e-4)
     assert "h200: calibrated on NVIDIA H200" in outcome.err
-    assert "calibrated" not in run(f"{line} --state burst").err
+    burst = run(f"{line} --state burst").out
+    save(Calibration("h200", "NVIDIA H200", {}, {}, burst={"bf16": {"fprop": 0.5}}))
+    halved = run(f"{line} --state burst").out
+    first = [next(csv.DictReader(io.StringIO(out)))["gemm_ms"] for out in (burst, halved)]
+    assert float(first[1]) == pytest.approx(float(first[0]) / 2, rel=1e-3)
+
+
+def test_a_calibrated_row_moves_the_step() -> None:
+    model, shape = STACKS[0]
+    workload = derive(model, shape)
+
+    def attention(rows: dict[str, float]) -> float:
+        forecaster = Forecaster(gpu("h200"), "sustained", measured=Adjustment({}, {}, rows))
+        return StepForecast(forecaster, model, shape, workload).step("BF16").rows["attention"].value
+
+    assert attention({"attention": 1.5}) == pytest.approx(1.5 * attention({}))
+
+
+def test_a_step_is_run_and_forecast() -> None:
+    """On the CPU, whose kernels are not seen: its rows stay empty, and calibrate nothing."""
+    model = from_hyperparameters(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=2, vocab_size=64)
+    choice = Choice("cpu", ["BF16"], ["autocast"])
+    none = Calibration("h200", "", {}, {})
+    measured, forecast_rows = _step(choice, gpu("h200"), none, model, RunSpec(micro_batch_size=1, sequence_length=16))
+    assert measured == {}
+    assert forecast_rows["attention"] > 0
 
 
 def test_without_a_gpu(run: Run) -> None:

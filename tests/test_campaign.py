@@ -57,6 +57,27 @@ def test_a_recipe_this_machine_cannot_run_is_named_not_counted(journal: Journal)
     assert all(result.measured for result in results.of("BF16", "autocast"))
 
 
+def test_later_rounds_measure_what_is_still_in_doubt(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rounds of everything; then, of the one group that is wanted, until the rounds are over."""
+    run = campaign(journal, ["BF16", "FP32"], target=0.0)
+    run.settings = replace(run.settings, keep_ms=60)
+    monkeypatch.setattr(run.results, "bursts_behind", lambda groups: {("FP32", "autocast")} if groups else set())
+    results = run.run()
+    counts = {group: len(results.of(*group)[0].rounds) for group in [("BF16", "autocast"), ("FP32", "autocast")]}
+    assert counts["FP32", "autocast"] == 5
+    assert 2 <= counts["BF16", "autocast"] < 5
+    assert results.complete_rounds == 5
+
+
+def test_a_rested_chip_measures_one_op_at_a_time(journal: Journal) -> None:
+    run = campaign(journal, ["BF16"])
+    run.settings = replace(run.settings, rest_ms=5.0)
+    results = run.run()
+    bursts = [message for message in journal.messages(1) if message["type"] == "samples"]
+    assert all(len({key.split(" / ")[0] for key in message["times_ms"]}) == 1 for message in bursts)
+    assert all(result.measured for result in results.tasks.values())
+
+
 def test_a_dead_worker_costs_one_task(journal: Journal) -> None:
     """Killed while it measures: that task is recorded as failed, a new worker measures the rest."""
     killed: list[int] = []

@@ -120,15 +120,17 @@ def forecast_of(
     return Forecast(target, reports, answers, state, dp, [*about, *said])
 
 
-def calibrated(chip: GpuSpec, state: State, notes: list[str]) -> Adjustment | None:
-    """What was measured on this chip, for a sustained forecast; a note says so."""
-    from gemmscope.forecast.calibration import load, place
+def calibrated(chip: GpuSpec, state: State, notes: list[str], *, own_only: bool = False) -> Adjustment | None:
+    """What was measured on this chip, by this user or (unless `own_only`) for this package; a note says so."""
+    from gemmscope.forecast.calibration import load, place, shipped
 
-    found = load(chip.name)
-    if found is None or state != "sustained":
+    own = load(chip.name)
+    found = own or (None if own_only else shipped(chip.name))
+    if found is None:
         return None
-    notes.append(f"{chip.name}: calibrated on {found.device} by gemmscope calibrate ({place(chip.name)})")
-    return found.adjustment()
+    where = str(place(chip.name)) if own else "ships with gemmscope; your own replaces it"
+    notes.append(f"{chip.name}: calibrated on {found.device} by gemmscope calibrate ({where})")
+    return found.adjustment(state)
 
 
 def _model(model_options: ModelOptions, run_options: RunOptions) -> Target:
@@ -159,7 +161,7 @@ def _gemms(options: ForecastOptions, outputs: FileOptions, named: list[str], unu
     assert options.gemms is not None
     library = options.library.strip().lower() if options.library else None
     state, notes = options.known_state(), list[str]()
-    chips = [(chip, calibrated(chip, state, notes) if library is None else None) for chip in options.chips()]
+    chips = [(chip, calibrated(chip, state, notes, own_only=True) if library is None else None) for chip in options.chips()]
     text, basis = gemms_csv(options.gemms, chips, state, library)
     write(where, text)
     say("FORECAST, not measured; low_ms and high_ms are the ends of the 90% error bar")

@@ -1,8 +1,9 @@
 """What was measured on the reader's own GPU, as factors on its forecast: `gemmscope calibrate` writes them, forecasts use them.
 
 A forecast of a chip that stands on public measurements is right on average; this library version, this cooling and this power
-limit are not. A few linears measured here give a factor for each format and pass, and one for each recipe's quantization. Error
-bars then hold what differs from shape to shape, and no longer what all shapes share.
+limit are not. A few linears measured here give a factor for each format and pass, in the sustained state and in bursts, and one
+for each recipe's quantization; two short training steps give one for attention, norms, optimizer and embedding. Error bars then
+hold what differs from shape to shape, and no longer what all shapes share. What was found on an H200 ships with the package.
 """
 
 from __future__ import annotations
@@ -12,20 +13,24 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from gemmscope.errors import UserError
 from gemmscope.forecast.findings import ForecastFindings
-from gemmscope.forecast.gemm import FORMATS, LAYOUT_OF
+from gemmscope.forecast.gemm import FORMATS, LAYOUT_OF, State
 from gemmscope.forecast.linears import Adjustment
 from gemmscope.forecast.training import product_format
 from gemmscope.gpu.specs import GpuSpec, gpus, spec_of
 from gemmscope.measure.findings import Findings
 from gemmscope.measure.task import Case
+from gemmscope.model.flags import from_hyperparameters
+from gemmscope.model.spec import RunSpec
 from gemmscope.recipe.recipes import recipe, recipes
+from gemmscope.step.waterfall import Row
 
-VERSION = 1
+VERSION = 2
 LARGEST_FACTOR = 5.0  # more than that is no calibration, but another chip
 AGAIN = "run gemmscope calibrate again, or remove the file to forecast from public measurements"
 
@@ -39,20 +44,41 @@ CASES = tuple(
 )  # fmt: skip
 
 
+# Steps in BF16: many tokens of short sequences, and few of a long one.
+STACKS = (
+    (
+        from_hyperparameters(
+            hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_hidden_layers=2, vocab_size=32000, gated=True
+        ),
+        RunSpec(micro_batch_size=8, sequence_length=2048),
+    ),
+    (
+        from_hyperparameters(
+            hidden_size=2048, intermediate_size=8192, num_attention_heads=16, num_hidden_layers=2, vocab_size=32000
+        ),
+        RunSpec(micro_batch_size=1, sequence_length=16384),
+    ),
+)
+CALIBRATED_ROWS: tuple[Row, ...] = ("attention", "norms and activations", "optimizer", "embedding")
+
+
 @dataclass(frozen=True)
 class Calibration:
-    """Factors of one GPU: `products[format][pass]` and `quantize[recipe]`, measured over forecast."""
+    """Factors of one GPU, measured over forecast: `products[format][pass]` sustained, `burst` the same for a rested chip,
+    `quantize[recipe]`, and `rows[row of a step]`."""
 
     gpu: str
     device: str
     products: dict[str, dict[str, float]]
     quantize: dict[str, float]
+    burst: dict[str, dict[str, float]] = field(default_factory=dict)
+    rows: dict[str, float] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     version: int = VERSION
 
-    def adjustment(self) -> Adjustment:
-        """As forecasts of linears take it."""
-        return Adjustment(self.products, self.quantize)
+    def adjustment(self, state: State = "sustained") -> Adjustment:
+        """As forecasts take it."""
+        return Adjustment(self.products if state == "sustained" else self.burst, self.quantize, self.rows)
 
 
 def place(gpu: str) -> Path:
@@ -61,8 +87,14 @@ def place(gpu: str) -> Path:
     return (Path(base) if base else Path.home() / ".config") / "gemmscope" / "calibration" / f"{gpu}.json"
 
 
+def shipped(gpu: str) -> Calibration | None:
+    """What the package brings with it, for a GPU that it was measured on."""
+    file = files("gemmscope.forecast").joinpath(f"coefficients/calibrated/{gpu}.json")
+    return _checked(Calibration(**json.loads(file.read_text(encoding="utf-8"))), gpu) if file.is_file() else None
+
+
 def load(gpu: str) -> Calibration | None:
-    """The calibration of a GPU, if there is one; a `UserError` if its file is damaged or of another version."""
+    """This user's calibration of a GPU, if there is one; a `UserError` if its file is damaged or of another version."""
     path = place(gpu)
     try:
         text = path.read_text(encoding="utf-8")
@@ -86,11 +118,15 @@ def _checked(found: Calibration, gpu: str) -> Calibration:
         raise ValueError(f"it is of {str(found.gpu)[:40]!r}, not of {gpu!r}")
     if not isinstance(found.device, str) or not isinstance(found.versions, dict):
         raise TypeError("its device is no text, or its versions are no table")
-    _known(found.products, FORMATS, "format")
-    for passes in found.products.values():
-        _known(passes, LAYOUT_OF, "pass")
+    factors: list[Any] = []
+    for products in (found.products, found.burst):
+        _known(products, FORMATS, "format")
+        for passes in products.values():
+            _known(passes, LAYOUT_OF, "pass")
+            factors += passes.values()
     _known(found.quantize, recipes(), "recipe")
-    for factor in [*found.quantize.values(), *(factor for passes in found.products.values() for factor in passes.values())]:
+    _known(found.rows, CALIBRATED_ROWS, "row")
+    for factor in [*factors, *found.quantize.values(), *found.rows.values()]:
         if isinstance(factor, bool) or not isinstance(factor, (int, float)):
             raise TypeError(f"a factor of {str(factor)[:40]!r} is no number")
         if not 1 / LARGEST_FACTOR <= factor <= LARGEST_FACTOR:  # nor is it NaN
@@ -132,26 +168,45 @@ def known_gpu(device: str) -> GpuSpec:
 
 def compare(measured: Findings, forecast: ForecastFindings) -> Calibration:
     """Factors from the same linears, measured and forecast: geometric means over linears."""
-    ratios: dict[tuple[str, str], list[float]] = {}
     quantize: dict[str, list[float]] = {}
-    for format_and_pass, ratio in _product_ratios(measured, forecast):
-        ratios.setdefault(format_and_pass, []).append(ratio)
     for name in measured.columns("autocast") if "autocast" in measured.modes else ():
         for case in measured.cases:
             seen, expected = measured.cell(case, name, "autocast"), forecast.cell(case, name, "autocast")
             if seen and expected and sum(seen.quantize_ms.values()) > 0 and seen.counts:
                 quantize.setdefault(name, []).append(sum(seen.quantize_ms.values()) / sum(expected.quantize_ms.values()))
-    products: dict[str, dict[str, float]] = {}
-    for (fmt, pass_name), found in ratios.items():
-        products.setdefault(fmt, {})[pass_name] = _mean(found)
     hello: Mapping[str, Any] = measured.results.hello
     return Calibration(
         gpu=forecast.chip.name,
         device=str(hello.get("device", {}).get("name", "")),
-        products=products,
+        products=product_factors(measured, forecast),
         quantize={name: _mean(each) for name, each in quantize.items()},
         versions=dict(hello.get("versions", {})),
     )
+
+
+def product_factors(measured: Findings, forecast: ForecastFindings) -> dict[str, dict[str, float]]:
+    """Of products alone, by format and pass."""
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for format_and_pass, ratio in _product_ratios(measured, forecast):
+        ratios.setdefault(format_and_pass, []).append(ratio)
+    products: dict[str, dict[str, float]] = {}
+    for (fmt, pass_name), found in ratios.items():
+        products.setdefault(fmt, {})[pass_name] = _mean(found)
+    return products
+
+
+def row_factors(steps: Iterable[tuple[Mapping[Row, float], Mapping[Row, float]]]) -> dict[str, float]:
+    """Of a step's other parts: (measured, forecast) milliseconds of each step's rows.
+
+    >>> row_factors([({"attention": 2.0, "products": 9.0}, {"attention": 1.0}), ({"attention": 1.0}, {"attention": 2.0})])
+    {'attention': 1.0}
+    """
+    ratios: dict[str, list[float]] = {}
+    for seen, expected in steps:
+        for row in CALIBRATED_ROWS:
+            if seen.get(row) and expected.get(row):
+                ratios.setdefault(row, []).append(seen[row] / expected[row])
+    return {row: _mean(found) for row, found in ratios.items()}
 
 
 def _product_ratios(measured: Findings, forecast: ForecastFindings) -> Iterator[tuple[tuple[str, str], float]]:

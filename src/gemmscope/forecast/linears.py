@@ -17,6 +17,7 @@ from gemmscope.measure.task import Case
 from gemmscope.recipe.recipes import recipe
 
 CALIBRATED_DOUBT = 0.03
+CALIBRATED_ROW_DOUBT = 0.06
 Key = tuple[int, int, int, int, str]  # tokens, inputs, outputs, groups, pass
 
 
@@ -49,10 +50,11 @@ class Together(NamedTuple):
 
 
 class Adjustment(NamedTuple):
-    """Measured over forecast: factors on products by format and pass, and on quantizing by recipe."""
+    """Measured over forecast: factors on products by format and pass, on quantizing by recipe, on a step's other rows."""
 
     products: Mapping[str, Mapping[str, float]]
     quantize: Mapping[str, float]
+    rows: Mapping[str, float] = {}
 
 
 class Habits(NamedTuple):
@@ -76,7 +78,7 @@ class Forecaster:
         measured: Adjustment | None = None,
     ) -> None:
         self.chip, self.state, self.cache_weights = chip, state, cache_weights
-        self.gemms, self.measured = gemms or model(), measured if state == "sustained" else None
+        self.gemms, self.measured = gemms or model(), measured
         self._known: dict[tuple[str, Key], Estimate] = {}
         self._least: dict[tuple[str, Key], float] = {}  # of a product at the clock of a burst: a share of its time
         self._habits: dict[str, Habits] = {}
@@ -93,6 +95,11 @@ class Forecaster:
                 costs = Quantizing(costs.launch_ms * factor, costs.element_ms * factor, costs.in_step)
             self._habits[name] = Habits(formats, asked.quantizes, costs)
         return self._habits[name]
+
+    def other(self, time_ms: float, row: str, doubt: float) -> Estimate:
+        """What is no product, in one row of a step: as it was measured on this chip, or with the doubt it has without."""
+        factor = self.measured.rows.get(row) if self.measured is not None else None
+        return Estimate(time_ms, 0.0, doubt) if factor is None else Estimate(time_ms * factor, 0.0, CALIBRATED_ROW_DOUBT)
 
     def prepare(self, cases: Iterable[Case], recipes: Sequence[str]) -> None:
         """Compute every product of these linears at once."""

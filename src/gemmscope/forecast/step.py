@@ -137,7 +137,7 @@ class StepForecast:
                         saved += (found.value - self.forecaster.least_ms(_case(op), BASELINE)) * times
                 continue
             row, table = _row_of(op)
-            found = Estimate(op_ms(op, chip), 0.0, doubt_of(table, chip))
+            found = self.forecaster.other(op_ms(op, chip), row, doubt_of(table, chip))
             if isinstance(op, Optimizer):
                 optimizer = found
             else:

@@ -63,6 +63,7 @@ class Settings:
     backend: str
     drop_ms: float = 120.0
     keep_ms: float = 600.0
+    rest_ms: float = 0.0  # without work before each burst, which is then one op's alone: the chip runs at its highest clock
     max_rounds: int = 1000
     counts: Counts | None = None  # instead of times and a stopping rule
     timing: Literal["cuda-events", "profiler"] = "cuda-events"

@@ -188,11 +188,11 @@ class Worker:
             torch.cuda.empty_cache()
 
     def _groups(self) -> list[list[Task]]:
-        """The tasks that are measured, those of a recipe and mode together."""
-        groups: dict[tuple[str, str], list[Task]] = {}
+        """The tasks that are measured, those of a recipe and mode together; of one op alone where the chip rests in between."""
+        groups: dict[tuple[str, ...], list[Task]] = {}
         for task in self.tasks:
             if task.key in self.ready and task.key not in self.sums:
-                groups.setdefault(task.group, []).append(task)
+                groups.setdefault((*task.group, task.case.op if self.request["rest_ms"] else ""), []).append(task)
         return list(groups.values())
 
     def _profile(self) -> None:
@@ -237,12 +237,13 @@ class Worker:
 
     def _rounds(self) -> None:
         """A burst of every group in random order, round after round, until told to stop; later of those alone that the parent
-        still wants. The GPU is never left waiting."""
+        still wants. The GPU is never left waiting, unless it is to rest before each of them."""
         groups, counts, orders = self._groups(), self.request["counts"], Orders()
+        rest_s = self.request["rest_ms"] / 1000
         if self.on_gpu and counts:
             self.say("begin", task=self.tasks[0].key, what="heating")
             heat_for(counts["gpu_warmup"])
-        elif self.on_gpu:
+        elif self.on_gpu and not rest_s:
             self._warm_up(groups)
         waiting: _Launched | None = None
         twice = not counts and len({tasks[0].recipe for tasks in groups}) > 2
@@ -250,14 +251,15 @@ class Worker:
         for number, tasks in _plan(groups, rounds, seed, baseline_twice=twice, wanted=orders.want):
             if orders.stop():
                 return  # what was launched last belongs to no complete round
-            runnables = [self.ready[task.key] for task in tasks]
-            burst = self.timer.launch(runnables, self._amount(number))
+            if waiting is not None and rest_s:
+                self._collect(waiting, ends_round=waiting.number != number)
+                waiting = None
+            time.sleep(rest_s)
+            burst = self.timer.launch([self.ready[task.key] for task in tasks], self._amount(number))
             if waiting is not None:
-                self.say("begin", task=waiting.tasks[0].key, what="measuring")  # a fault shows where its burst is waited for
                 self._collect(waiting, ends_round=waiting.number != number)
             waiting = _Launched(number, tasks, burst)
         if waiting is not None:
-            self.say("begin", task=waiting.tasks[0].key, what="measuring")
             self._collect(waiting, ends_round=True)
 
     def _warm_up(self, groups: Sequence[list[Task]]) -> None:
@@ -274,6 +276,7 @@ class Worker:
         return Amount(counts["num_warmup"], (counts["num_iters"] + number) // rounds, in_cycles=True)
 
     def _collect(self, launched: _Launched, *, ends_round: bool) -> None:
+        self.say("begin", task=launched.tasks[0].key, what="measuring")  # a fault shows where its burst is waited for
         launched.burst.nearly_done()
         state = asdict(self.gpu.read()) if self.gpu else {}
         times = {task.key: samples for task, samples in zip(launched.tasks, launched.burst.times_ms(), strict=True)}

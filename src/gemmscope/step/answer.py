@@ -113,6 +113,13 @@ def answer(
     return StepAnswer(tuple(made), failures, depth, results.layers)
 
 
+def rows_of(results: StepResults, name: str) -> dict[Row, float] | None:
+    """Milliseconds of each part of a measured step, at the depth it was run with; None where its kernels were not seen."""
+    found = _deepest(results, name)
+    side = _side(found) if found is not None else None
+    return side.sums() if side is not None else None
+
+
 def _deepest(results: StepResults, name: str) -> VariantResult | None:
     found = [result for result in results.of(name) if result.measured]
     return found[0] if found else None
