@@ -33,7 +33,7 @@ SMALL = (
 )
 TINY = "--hidden_size 512 --intermediate_size 2048 --num_attention_heads 8 --num_hidden_layers 4 --micro_batch_size 4"
 UNALIGNED = "--hidden_size 4096 --intermediate_size 16380 --num_attention_heads 32 --num_hidden_layers 2 --micro_batch_size 4"
-HUGE = "--hidden_size 16384 --intermediate_size 917504 --num_attention_heads 128 --num_hidden_layers 2 --micro_batch_size 2"
+HUGE = "--hidden_size 16384 --intermediate_size 1310720 --num_attention_heads 128 --num_hidden_layers 2 --micro_batch_size 2"
 EXPERTS = "--preset mixtral-8x7b --micro-batch-size 1 --sequence-length 4096"
 
 # Anyone's loop, in the state that is asked about: the linears of a layer one after the other, recipes in turn, so that the chip
