@@ -61,7 +61,7 @@ class Settings:
     """How to measure. A burst runs `drop_ms` to reach its steady state, then `keep_ms` that count."""
 
     backend: str
-    drop_ms: float = 120.0
+    drop_ms: float = 100.0
     keep_ms: float = 600.0
     rest_ms: float = 0.0  # without work before each burst, which is then one op's alone: the chip runs at its highest clock
     max_rounds: int = 1000

@@ -111,7 +111,7 @@ class Link:
             greeted = greeted or message["type"] == "hello"
             at = message["task"] if message["type"] == "begin" else at
             note(message)
-            if message["type"] == "samples":
+            if message["type"] in ("samples", "round"):
                 if enough():
                     if wanted is not None:
                         return None

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from gemmscope.measure.results import Results
-from gemmscope.measure.stats import time_interval
+from gemmscope.measure.stats import Interval, time_interval
 from gemmscope.measure.task import Case, Mode
 from gemmscope.recipe.recipes import BASELINE
 
 Group = tuple[str, Mode]  # a recipe in a mode: what is measured in one burst
+ALIKE = 0.8
 
 
 @dataclass
@@ -81,4 +82,15 @@ class StoppingRule:
                     for some in wanted if over == BASELINE else wanted[:1]:
                         speedup = results.speedup(recipe, mode, some, over)
                         if speedup is not None:
-                            yield speedup.half_width, ((recipe, mode), (over, mode))
+                            yield speedup.half_width, self._behind(results, speedup, ((recipe, mode), (over, mode)), some)
+
+    def _behind(
+        self, results: Results, speedup: Interval, sides: tuple[Group, ...], cases: Sequence[Case] | None
+    ) -> tuple[Group, ...]:
+        """The side that a speedup's doubt comes from, if it is too large: more of that is wanted; both, where they are alike."""
+        if speedup.half_width <= self.target:
+            return sides
+        totals = {side: results.totals(*side, cases) for side in sides}
+        noise = results.noise(cases)
+        doubts = {side: time_interval(total, noise).half_width for side, total in totals.items() if total is not None}
+        return tuple(side for side, doubt in doubts.items() if doubt >= ALIKE * max(doubts.values()))

@@ -45,11 +45,11 @@ class Amount:
         """(dropped, kept) for tasks that take so long together.
 
         >>> Amount(70, 130).cycles(20.0)
-        (4, 7)
+        (4, 6)
         """
         if self.in_cycles:
             return int(self.drop), int(self.keep)
-        return math.ceil(self.drop / cycle_ms), max(1, math.ceil(self.keep / cycle_ms)) if self.keep else 0
+        return math.ceil(self.drop / cycle_ms), max(1, round(self.keep / cycle_ms)) if self.keep else 0
 
 
 class Burst(Protocol):
