@@ -61,8 +61,8 @@ class Settings:
     """How to measure. A burst runs `drop_ms` to reach its steady state, then `keep_ms` that count."""
 
     backend: str
-    drop_ms: float = 100.0
-    keep_ms: float = 600.0
+    drop_ms: float = 80.0
+    keep_ms: float = 750.0  # the power control swings with a period of some 0.8 s: shorter bursts see a part of a swing
     rest_ms: float = 0.0  # without work before each burst, which is then one op's alone: the chip runs at its highest clock
     max_rounds: int = 1000
     counts: Counts | None = None  # instead of times and a stopping rule

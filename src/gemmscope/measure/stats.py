@@ -179,7 +179,7 @@ def _chance(freedom: float) -> float:
     looked at in a run): the 99.9% point of chi-squared over its degrees of freedom, as Wilson and Hilferty approximate it.
 
     >>> round(_chance(6.0), 2), round(_chance(100.0), 2)
-    (3.75, 1.5)
+    (3.78, 1.5)
     """
     step = 2 / (9 * freedom)
     return float((1 - step + 3.09 * np.sqrt(step)) ** 3)
@@ -189,7 +189,7 @@ def _effective(bursts: Sequence[Sequence[float] | Floats], alike: float) -> floa
     """As how many independent pieces these count.
 
     >>> _effective([[1.0, 1.0, 1.0]] * 4, 1.0), round(_effective([[1.0, 1.0, 1.0]] * 4, 0.0), 1)
-    (4.0, 9.3)
+    (4.0, 10.5)
     """
     return sum(len(burst) / _design_effect(len(burst), alike) for burst in bursts)
 

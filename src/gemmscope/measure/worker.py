@@ -43,13 +43,13 @@ from gemmscope.measure.kernels import KernelRun
 from gemmscope.measure.task import LEAST_BYTES_IN_FLIGHT_OVER_L2, Task
 from gemmscope.measure.timer import Amount, Burst, CpuTimer, CudaTimer, Runnable, Timer
 from gemmscope.process import without_jax
-from gemmscope.recipe.recipes import BASELINE, recipe
+from gemmscope.recipe.recipes import recipe
 from gemmscope.workload.ops import PASSES
 
 MOST_COPIES = 8
 RUNS_FOR_NSIGHT = 3
 HEAT_BEFORE_KERNELS_MS = 50
-WARM_UP_MS, WARM_UP_ROUNDS = 2000, 1
+WARM_UP_MS = 1600
 
 
 @dataclass(frozen=True)
@@ -65,19 +65,12 @@ def _plan(
     groups: Sequence[list[Task]],
     rounds: int,
     seed: int,
-    *,
-    baseline_twice: bool = False,
     wanted: Callable[[list[Task]], bool] = lambda _: True,
 ) -> Iterator[tuple[int, list[Task]]]:
-    """Every group that is wanted, once a round, in random order: the round's number, the group.
-
-    The baseline is one side of every speedup, so what is not known of it counts in all of them: it may come twice.
-    """
+    """Every group that is wanted, once a round, in random order: the round's number, the group."""
     rng = random.Random(seed)
-    twice = [tasks for tasks in groups if tasks[0].recipe == BASELINE] if baseline_twice else []
     for number in range(rounds):
-        order = rng.sample([*groups, *twice], len(groups) + len(twice))
-        yield from ((number, tasks) for tasks in order if wanted(tasks))
+        yield from ((number, tasks) for tasks in rng.sample(groups, len(groups)) if wanted(tasks))
 
 
 class Worker:
@@ -246,9 +239,8 @@ class Worker:
         elif self.on_gpu and not rest_s:
             self._warm_up(groups)
         waiting: _Launched | None = None
-        twice = not counts and len({tasks[0].recipe for tasks in groups}) > 2
         rounds, seed = self.request["max_rounds"], self.request["seed"]
-        for number, tasks in _plan(groups, rounds, seed, baseline_twice=twice, wanted=orders.want):
+        for number, tasks in _plan(groups, rounds, seed, orders.want):
             if orders.stop():
                 return  # what was launched last belongs to no complete round
             if waiting is not None and rest_s:
@@ -264,8 +256,8 @@ class Worker:
 
     def _warm_up(self, groups: Sequence[list[Task]]) -> None:
         """Bursts that nobody looks at: the power control needs a few seconds of this very mixture to settle."""
-        share_ms = WARM_UP_MS / WARM_UP_ROUNDS / max(len(groups), 1)
-        for _, tasks in _plan(groups, WARM_UP_ROUNDS, self.request["seed"] + 1):
+        share_ms = WARM_UP_MS / max(len(groups), 1)
+        for _, tasks in _plan(groups, 1, self.request["seed"] + 1):
             self.timer.launch([self.ready[task.key] for task in tasks], Amount(share_ms, 0))
 
     def _amount(self, number: int) -> Amount:
