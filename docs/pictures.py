@@ -73,8 +73,9 @@ DRAWN: dict[str, Callable[[Path], None]] = {
 
 
 def words(svg: str) -> list[str]:
-    """What can be read in a picture; where lines run is the business of whatever drew it."""
-    return [html.unescape(text) for text in re.findall(r">([^<>]*[^<>\s][^<>]*)</(?:text|tspan)>", svg)]
+    """What can be read in a picture, but for the numbers along its axes: those, and where lines run, are the drawing library's."""
+    found = [html.unescape(text) for text in re.findall(r">([^<>]*[^<>\s][^<>]*)</(?:text|tspan)>", svg)]
+    return [text for text in found if re.search(r"[^\d.\s]", text)]
 
 
 def main() -> None:

@@ -180,8 +180,8 @@ def readme_table() -> str:
     rows = {
         "linears, forward and backward (autocast)": [_times(found, name, "autocast") for name in names],
         "their products alone (pre-quantized)": [_times(found, name, "pre-quantized") for name in names],
-        "a training step of eight such layers, predicted": [f"{step[name]['predicted']['value']:.2f}x" for name in names],
-        "the real model, right after": [f"{step[name]['real']:.2f}x" for name in names],
+        "a training step of eight such layers, predicted": [f"{step[name]['predicted']['value']:.3f}x" for name in names],
+        "the real model, right after": [f"{step[name]['real']:.3f}x" for name in names],
     }
     lines = [f"| times as fast as {BASELINE} | {' | '.join(names)} |", f"| --- |{' ---: |' * len(names)}"]
     return "\n".join([*lines, *(f"| {what} | {' | '.join(cells)} |" for what, cells in rows.items())])
@@ -189,7 +189,7 @@ def readme_table() -> str:
 
 def _times(found: Rows, name: str, mode: str) -> str:
     gain = found.gain(name, mode)
-    return f"{gain.value:.2f}x" if gain is not None else f"as {same_kernels(name, found.recipes)}"
+    return f"{gain.value:.3f}x" if gain is not None else f"as {same_kernels(name, found.recipes)}"
 
 
 def step_table() -> str:
