@@ -73,7 +73,7 @@ DRAWN: dict[str, Callable[[Path], None]] = {
 
 
 def words(svg: str) -> list[str]:
-    """What can be read in a picture, but for the numbers along its axes: those, and where lines run, are the drawing library's."""
+    """What can be read in a picture. Where lines run, and the numbers along axes, are the business of whatever drew it."""
     found = [html.unescape(text) for text in re.findall(r">([^<>]*[^<>\s][^<>]*)</(?:text|tspan)>", svg)]
     return [text for text in found if re.search(r"[^\d.\s]", text)]
 

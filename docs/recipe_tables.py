@@ -74,7 +74,7 @@ def operands() -> str:
     """What each pass multiplies, how it is scaled, and what sizes must be."""
     rows = []
     for each in on_gpus():
-        passes = (" · ".join(FORMATS.get(name, name.upper()) for name in each.operands[which]) for which in PASSES)
+        passes = ("·".join(FORMATS.get(name, name.upper()) for name in each.operands[which]) for which in PASSES)
         rows.append([each.name, *passes, each.title, _multiple(each)])
     return _table(["recipe", *PASSES, "what it is", "sizes a multiple of"], rows)
 
