@@ -1,8 +1,9 @@
 """Writes the output blocks of the documentation anew: `make pictures`. A test fails when one is stale.
 
-A block behind a line `<!-- output: NAME -->` is made from recorded data. A block between `<!-- prints: COMMAND -->` and
-`<!-- /prints -->` is what the command prints now; `<!-- from: WORDS -->` below the first mark shows only the table whose title
-holds these words.
+A block behind a line `<!-- output: NAME -->` is text made from recorded data. A block between `<!-- made: NAME -->` and
+`<!-- /made -->` is Markdown, made from recorded data, forecasts or tables of facts (`worked_example.py`, `recipe_tables.py`). A
+block between `<!-- prints: COMMAND -->` and `<!-- /prints -->` is what the command prints now; `<!-- from: WORDS -->` below the
+first mark shows only the table whose title holds these words.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -21,7 +23,10 @@ from gemmscope.report.step import sentences, tables
 from gemmscope.step.recommend import Plan, recommend
 
 DOCS = Path(__file__).parent
-sys.path.insert(0, str(DOCS.parent / "tests"))
+PAGES = (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))
+sys.path[:0] = [str(DOCS), str(DOCS.parent / "tests")]
+import recipe_tables  # noqa: E402
+import worked_example  # noqa: E402
 from recorded_steps import RECIPES, answered  # noqa: E402
 
 
@@ -37,6 +42,20 @@ def step() -> str:
 
 
 BLOCKS = {"step": step}
+MADE: dict[str, Callable[[], str]] = {
+    "speedups on an H200": worked_example.h200_table,
+    "speedups on Blackwell": worked_example.blackwell_tables,
+    "conclusions": worked_example.conclusions,
+    "measured beside forecast": worked_example.side_by_side,
+    "published": worked_example.published,
+    "the step": worked_example.step_table,
+    "in short": worked_example.readme_table,
+    "recipes by architecture": recipe_tables.where,
+    "recipes by backend": recipe_tables.backends,
+    "operands": recipe_tables.operands,
+    "quantization": recipe_tables.quantized,
+}
+MARKED = re.compile(r"(<!-- made: (?P<name>.*?) -->\n).*?(<!-- /made -->)", flags=re.DOTALL)
 
 
 def renewed(page: str) -> str:
@@ -46,6 +65,7 @@ def renewed(page: str) -> str:
         found = re.search(pattern, page, flags=re.DOTALL)
         if found is not None:
             page = page[: found.start()] + found[1] + make() + found[2] + page[found.end() :]
+    page = MARKED.sub(lambda found: f"{found[1]}{MADE[found['name']]()}\n{found[3]}", page)
     return PRINTS.sub(_printed_block, page)
 
 
@@ -77,7 +97,7 @@ def _table(printed: str, words: str) -> str:
 
 def main() -> None:
     """All pages."""
-    for path in sorted(DOCS.glob("*.md")):
+    for path in PAGES:
         path.write_text(renewed(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 

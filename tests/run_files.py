@@ -13,16 +13,17 @@ from typing import Any
 
 from bench_results import RECIPES, SQUARES, recorded_results
 from gemmscope.measure.campaign import Settings
-from gemmscope.measure.findings import Findings
+from gemmscope.measure.findings import Findings, Layer
+from gemmscope.measure.results import Results
 from gemmscope.measure.sampler import StoppingRule
-from gemmscope.measure.task import MODES
+from gemmscope.measure.task import MODES, Case, Task
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.step.breakeven import AtBatch
 from gemmscope.step.cost import Budget, cost
 from gemmscope.step.emit import ready_to_paste
 from gemmscope.step.predict import StepSettings
 from gemmscope.step.recommend import Plan, recommend
-from gemmscope.store.benchfile import bench_file
+from gemmscope.store.benchfile import BenchFile, bench_file
 from gemmscope.store.runfile import model_record, run_record, shapes_file
 from gemmscope.store.stepfile import step_file
 from gemmscope.workload.derive import derive
@@ -37,6 +38,26 @@ def recorded_bench(name: str = "first") -> dict[str, Any]:
     """A bench of the worked example on an H200: 'first', 'again' or 'fallback'."""
     found: dict[str, Any] = json.loads(gzip.decompress((DATA / f"h200_bench_{name}.json.gz").read_bytes()))
     return found
+
+
+def replayed_bench(name: str = "first") -> Findings:
+    """The same bench, its samples and kernels taken again by the code of today: what it would say of that measurement."""
+    file = BenchFile.model_validate(recorded_bench(name))
+    cases = {row.op: Case(row.op, row.tokens, row.inputs, row.outputs, row.count) for row in file.rows}
+    tasks = [Task(cases[each.op], each.recipe, each.mode, each.pass_name) for each in file.tasks]
+    results = Results(tasks)
+    results.take({"type": "hello", "device": file.device, "versions": file.versions})
+    bursts: dict[tuple[str, str, int], dict[str, Any]] = {}  # the tasks of one recipe and mode share a burst
+    for task, each in zip(tasks, file.tasks, strict=True):
+        results.take({"type": "ready", "task": task.key, **each.facts})
+        results.take({"type": "kernels", "task": task.key, "kernels": each.kernels})
+        for number, (times_ms, state) in enumerate(zip(each.rounds_ms, each.states, strict=True)):
+            burst = bursts.setdefault((*task.group, number), {"type": "samples", "times_ms": {}, "state": state})
+            burst["times_ms"][task.key] = times_ms
+    for message in [*bursts.values(), *({"type": "round", "round": number} for number in range(file.rounds))]:
+        results.take(message)
+    layer = Layer(file.layers, dict.fromkeys(cases.values(), 1)) if file.layers else None
+    return Findings(results, list(dict.fromkeys(task.recipe for task in tasks)), MODES, layer=layer)
 
 
 def recorded_step(name: str = "llama8b", *, verified: bool = False, batches: bool = False) -> dict[str, Any]:

@@ -13,9 +13,16 @@ import pytest
 
 from gemmscope.model import presets
 from gemmscope.model.families import known_model_types
+from run_files import recorded_bench
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
+H200 = (ROOT / "docs" / "measured" / "h200.md").read_text()
+sys.path.insert(0, str(ROOT / "docs"))
+import outputs  # noqa: E402
+import pictures  # noqa: E402
+import worked_example  # noqa: E402
 
 
 def test_families_listed() -> None:
@@ -85,13 +92,76 @@ def test_forecasts_accuracy_is_current() -> None:
 
 
 def test_output_blocks_are_current() -> None:
-    sys.path.insert(0, str(ROOT / "docs"))
-    try:
-        from outputs import renewed
-    finally:
-        sys.path.pop(0)
-    for path in (ROOT / "docs").glob("*.md"):
-        assert renewed(path.read_text()) == path.read_text(), f"{path.name} is stale: make pictures"
+    for path in outputs.PAGES:
+        assert outputs.renewed(path.read_text()) == path.read_text(), f"{path.name} is stale: make pictures"
+
+
+def test_every_made_block_is_shown_somewhere() -> None:
+    marks = re.findall(r"<!-- made: (.*?) -->", "".join(path.read_text() for path in outputs.PAGES))
+    assert sorted(marks) == sorted(outputs.MADE)
+
+
+@pytest.mark.parametrize("name", pictures.DRAWN)
+def test_pictures_are_current(name: str, tmp_path: Path) -> None:
+    pictures.DRAWN[name](tmp_path / name)
+    shown, now = (pictures.words((folder / name).read_text()) for folder in (pictures.IMAGES, tmp_path))
+    assert len(now) > 10
+    assert shown == now, "run: make pictures"
+
+
+def test_replayed_bench_says_what_the_recorded_one_said() -> None:
+    """And the runs of docs/measured/h200.md are within what the tutorial says of them."""
+    whole = [each for each in recorded_bench()["speedups"] if not each["op"] and each["over"] == "BF16"]
+    recorded = {(each["mode"], each["recipe"]): each["speedup"]["value"] for each in whole}
+    lines = re.findall(r"^\| ([\w-]+) \| (FP8\w+) \| ([\d.]+) \| \[.*?\] \| ([\d.]+) \|", H200, flags=re.MULTILINE)
+    assert len(lines) == 5
+    for mode, name, *others in lines:
+        found = worked_example.measured().gain(name, mode)
+        assert found is not None
+        assert found.value == pytest.approx(recorded[mode, name], rel=5e-4)
+        assert all(float(other) == pytest.approx(found.value, rel=0.013) for other in others)
+    assert "came out within 1.3% of them" in TUTORIAL
+
+
+def test_what_the_tutorial_says_of_forecasts() -> None:
+    """Measured speedups lie inside the bars of the H200's forecast; published products too, and autocast on a B300 does not."""
+    forecast = worked_example.forecast_rows("h200")
+    for one in worked_example.measured().speedups:
+        if not one.op and one.over == "BF16":
+            found = forecast.gain(one.recipe, one.mode)
+            assert found is not None
+            assert found.low is not None
+            assert found.high is not None
+            assert found.low < one.speedup.value < found.high
+            assert found.value == pytest.approx(one.speedup.value, rel=0.011)
+    rows = [line.strip("| ").split(" | ") for line in worked_example.published().splitlines()[2:]]
+    for gpu, mode, _, gain, ours, time_ms, ours_ms in rows:
+        if mode == "pre-quantized":
+            assert _inside(time_ms, ours_ms)
+        elif gain != "1":
+            assert _inside(gain, ours) == (gpu == "H200 NVL")
+
+
+def _inside(value: str, interval: str) -> bool:
+    low, high = re.findall(r"[\d.]+", interval.split("[")[1])
+    return float(low) <= float(value) <= float(high)
+
+
+def test_errors_in_the_readme_are_those_of_the_accuracy_page() -> None:
+    page, text = (ROOT / "docs" / "accuracy.md").read_text(), " ".join(README.split())
+    same = re.search(r"same run: ([\d.]+%) mean error, ([\d.]+%) at worst", page)
+    other = re.search(r"other machine: ([\d.]+%) mean error, ([\d.]+%) at worst", page)
+    forecast = re.search(r"Speedups: ([\d.]+%) off on average, ([\d.]+%) at worst", page)
+    assert same
+    assert other
+    assert forecast
+    assert f"| {same[1]} on average, {same[2]} at worst |" in text
+    assert f"`step` is off by {other[1]} on average, {other[2]} at worst" in text
+    assert f"is {forecast[1]} off on average, {forecast[2]} at worst" in text
+    medians = re.findall(r"\| \d+ \| ([\d.]+)% \| [\d.]+% \| \d+% \| (\d+)% \|", page)
+    ours, roofline = ([float(row[column]) for row in medians] for column in (0, 1))
+    assert f"| {min(ours):.0f} to {max(ours):.0f}% (median) |" in text
+    assert f"| {min(roofline):.0f} to {max(roofline):.0f}% (median) |" in text
 
 
 def test_python_examples_run() -> None:

@@ -55,11 +55,20 @@ def support(name: str, capability: tuple[int, int]) -> Support:
     return Support(runs=False, words=facts.get("not_yet", {}).get(architecture, facts["otherwise"]))
 
 
+def architectures() -> dict[str, str]:
+    """Every architecture of the table: compute capability → its name.
+
+    >>> architectures()["9.0"]
+    'Hopper (H100, H200)'
+    """
+    return dict(_table()["architectures"])
+
+
 def architecture_name(capability: tuple[int, int]) -> str:
     """A capability in words.
 
     >>> architecture_name((9, 0))
     'Hopper (H100, H200)'
     """
-    found = _table()["architectures"].get(f"{capability[0]}.{capability[1]}")
-    return str(found) if found else f"compute capability {capability[0]}.{capability[1]}"
+    found = architectures().get(f"{capability[0]}.{capability[1]}")
+    return found if found else f"compute capability {capability[0]}.{capability[1]}"

@@ -34,12 +34,14 @@ STYLE: Any = {
     "font.size": 9,
     "hatch.linewidth": 0.5,
     "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "gemmscope",  # the same numbers, the same file
     "text.parse_math": False,  # a dollar in a name is a dollar
     "pdf.fonttype": 42,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.axisbelow": True,
 }
+UNDATED: dict[str, Any] = {"Date": None}  # of an SVG, for the same reason
 
 
 def save_plot(report: Findings, title: str, path: str) -> None:
@@ -69,7 +71,7 @@ def save_plots(reports: Sequence[tuple[str, Findings]], title: str, path: str) -
 def write_figure(figure: Any, path: str) -> None:
     """To a file; its ending says in which format."""
     try:
-        figure.savefig(Path(path), dpi=200)
+        figure.savefig(Path(path), dpi=200, metadata=UNDATED if Path(path).suffix.lower() == ".svg" else None)
     except (OSError, ValueError) as error:
         raise UserError(f"the plot cannot be written to {path}: {error}", "for example -o bench.png") from error
 

@@ -11,7 +11,7 @@ from gemmscope.errors import UserError
 from gemmscope.report.page.charts import axis_ends, gain_rows, head
 from gemmscope.report.page.markup import slug
 from gemmscope.report.page.parts import REST, Bar, Bars, Curve, Report, Segment, Waterfall, legend
-from gemmscope.report.plot import ALARM, CLEAR, COLOURS, DARK, QUANTIZING, STYLE, WIDTH, lighter
+from gemmscope.report.plot import ALARM, CLEAR, COLOURS, DARK, QUANTIZING, STYLE, UNDATED, WIDTH, lighter
 from gemmscope.report.plot import REST as GREY
 
 FORMATS = ("png", "svg")
@@ -28,13 +28,13 @@ def save_figures(report: Report, folder: Path) -> list[Path]:
     written = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with mpl.rc_context({**STYLE, "svg.hashsalt": "gemmscope"}):
+        with mpl.rc_context(STYLE):
             for name, draw in _drawings(report):
                 figure = Figure(layout="constrained")
                 draw(figure)
                 for ending in FORMATS:
                     path = folder / f"{name}.{ending}"
-                    figure.savefig(path, dpi=200, metadata={"Date": None} if ending == "svg" else None)
+                    figure.savefig(path, dpi=200, metadata=UNDATED if ending == "svg" else None)
                     written.append(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error

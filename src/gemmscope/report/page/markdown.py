@@ -29,7 +29,7 @@ def _blocks(report: Report) -> Iterator[str]:
         yield _findings([*alarms, *report.findings])
     if several and any(run.gains for run in report.runs):
         yield "## Side by side"
-        yield _table(gains_table(report))
+        yield pipe_table(gains_table(report))
     for title, of in SECTIONS.items():
         found = [(run, block) for run in report.runs for block in of(run)]
         if found:
@@ -66,10 +66,11 @@ SECTIONS: dict[str, Callable[[RunPart], list[str]]] = {
 
 def _titled(table: Table) -> str:
     words = f"\n\n{_plain(table.words)}" if table.words else ""
-    return f"**{_plain(table.title)}**{words}\n\n{_table(table)}"
+    return f"**{_plain(table.title)}**{words}\n\n{pipe_table(table)}"
 
 
-def _table(table: Table) -> str:
+def pipe_table(table: Table) -> str:
+    """Without its title."""
     heads = f"| {' | '.join(map(_plain, table.columns))} |"
     rule = "|" + "|".join(" ---: " if numeric else " --- " for numeric in table.columns.values()) + "|"
     rows = [f"| {' | '.join(_plain(cell.text) for cell in row)} |" for row in table.rows]

@@ -1,0 +1,124 @@
+"""The tables of `recipes.md`, made from `src/gemmscope/recipe/`: a recipe that is added there appears here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from gemmscope.cli.choose import ON_GPU, PRODUCTS_ONLY
+from gemmscope.recipe.recipes import Recipe, recipes
+from gemmscope.recipe.support import Support, architectures, support
+from gemmscope.workload.ops import PASSES
+
+FORMATS = {"bf16": "BF16", "e4m3": "E4M3", "e5m2": "E5M2", "e2m1": "E2M1"}
+
+
+def on_gpus() -> list[Recipe]:
+    """All recipes but those of machines without a GPU."""
+    return [each for each in recipes().values() if set(each.backends) & set(ON_GPU)]
+
+
+def where() -> str:
+    """Which architecture runs which recipe; below the table, the reasons and reservations."""
+    names = architectures()
+    rows = [[each.name, *(_answer(_on(each, chip)) for chip in names)] for each in on_gpus()]
+    table = _table(["recipe", *(f"{name}, {chip}" for chip, name in names.items())], rows)
+    return "\n".join([table, "", *(f"* {line}" for line in _reasons())])
+
+
+def _on(asked: Recipe, chip: str) -> Support:
+    major, minor = chip.split(".")
+    return support(asked.name, (int(major), int(minor)))
+
+
+def _answer(found: Support) -> str:
+    return "no" if not found.runs else "emulated" if found.words else "yes"
+
+
+def _reasons() -> list[str]:
+    """Each reason once, with the recipes and architectures that it is about."""
+    about: dict[str, dict[str, list[str]]] = {}
+    for each in on_gpus():
+        for chip in architectures():
+            words = _on(each, chip).words
+            if words:
+                about.setdefault(words, {}).setdefault(each.name, []).append(chip)
+    lines = []
+    for words, names in about.items():
+        chips = dict.fromkeys(chip for of_recipe in names.values() for chip in of_recipe)
+        lines.append(f"{', '.join(names)} on {', '.join(chips)}: {words}.")
+    return lines
+
+
+def backends() -> str:
+    """What each backend calls a recipe, and the flags of Megatron-LM."""
+    rows = []
+    for each in on_gpus():
+        cells = [_name_in(each, backend) if backend in each.backends else "" for backend in ON_GPU]
+        flags = each.settings.get("megatron", {}).get("flags", "")
+        rows.append([each.name, *cells, f"`{flags}`" if flags else ""])
+    return _table(["recipe", *(f"`{name}`" for name in ON_GPU), "Megatron-LM"], rows)
+
+
+def _name_in(asked: Recipe, backend: str) -> str:
+    facts = asked.settings.get(backend, {})
+    if backend in PRODUCTS_ONLY:
+        return "products alone"
+    if "config" in facts:
+        prototype = " (prototype)" if ".prototype." in facts["config"] else ""
+        return f"`{facts['config'].rsplit('.', 1)[-1]}`{prototype}"
+    name = facts.get("class") or facts.get("float8")
+    return f"`{name}`" if name else "yes"
+
+
+def operands() -> str:
+    """What each pass multiplies, how it is scaled, and what sizes must be."""
+    rows = []
+    for each in on_gpus():
+        passes = ("·".join(FORMATS.get(name, name.upper()) for name in each.operands[which]) for which in PASSES)
+        rows.append([each.name, *passes, each.title, _multiple(each)])
+    return _table(["recipe", *PASSES, "what it is", "sizes a multiple of"], rows)
+
+
+def _multiple(asked: Recipe) -> str:
+    """Of tokens, input and output features; a backend that asks for more is named."""
+    more = [f"{backend}: {asked.settings[backend]['multiple_of']}" for backend in _with(asked, "multiple_of")]
+    own = str(asked.multiple_of) if asked.multiple_of > 1 else "any"
+    return "; ".join([own, *more])
+
+
+def _with(asked: Recipe, fact: str) -> list[str]:
+    return [backend for backend in asked.backends if fact in asked.settings.get(backend, {})]
+
+
+def quantized() -> str:
+    """How often tensors are cast, and what that moves and keeps."""
+    rows = [
+        [
+            each.name,
+            _casts(each),
+            f"{each.bytes_read:g} + {each.bytes_written:g}",
+            f"{each.weight_copy_bytes:g}",
+            f"{each.kept_bytes:g}",
+            each.seen or "never run",
+        ]
+        for each in on_gpus()
+        if each.quantizes
+    ]
+    columns = ["recipe", "X, W and dY are cast", "bytes read + written", "copies of W", "kept of X", "run on"]
+    return _table(columns, rows)
+
+
+def _casts(asked: Recipe) -> str:
+    """Transformer Engine casts once for both directions; others say themselves."""
+    words = {}
+    for backend in asked.backends:
+        if backend not in PRODUCTS_ONLY:
+            words[backend] = asked.settings[backend].get("casts", "once")
+    if len(set(words.values())) == 1:
+        return next(iter(words.values()))
+    return "; ".join(f"{backend}: {how}" for backend, how in words.items())
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
