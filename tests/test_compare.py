@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,10 @@ def planted(path: Path, factor: float, only: tuple[str, str, str] | None = None)
     return path
 
 
-def test_the_same_thing_twice_is_too_close_to_call() -> None:
-    found = compare([read_run(FIRST), read_run(AGAIN)], ["a", "b"])
+@pytest.mark.parametrize("names", list(combinations(("first", "again", "third", "fourth"), 2)), ids=" ".join)
+def test_the_same_thing_twice_is_too_close_to_call(names: tuple[str, str]) -> None:
+    """Four runs in a row on one H200."""
+    found = compare([read_run(DATA / f"h200_bench_{name}.json.gz") for name in names], list(names))
     assert len(found.lines) == 35
     assert {line.changes[0].verdict for line in found.lines} == {"too close to call"}
     assert found.failing(0.0) == []

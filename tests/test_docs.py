@@ -118,7 +118,7 @@ def test_replayed_bench_says_what_the_recorded_one_said() -> None:
     for mode, name, *others in lines:
         found = worked_example.measured().gain(name, mode)
         assert found is not None
-        assert found.value == pytest.approx(recorded[mode, name], rel=5e-4)
+        assert found.value == pytest.approx(recorded[mode, name], rel=1e-3)
         assert all(float(other) == pytest.approx(found.value, rel=0.013) for other in others)
     assert "came out within 1.3% of them" in TUTORIAL
 
@@ -133,7 +133,7 @@ def test_what_the_tutorial_says_of_forecasts() -> None:
             assert found.low is not None
             assert found.high is not None
             assert found.low < one.speedup.value < found.high
-            assert found.value == pytest.approx(one.speedup.value, rel=0.011)
+            assert found.value == pytest.approx(one.speedup.value, rel=0.03)
     rows = [line.strip("| ").split(" | ") for line in worked_example.published().splitlines()[2:]]
     for gpu, mode, _, gain, ours, time_ms, ours_ms in rows:
         if mode == "pre-quantized":

@@ -251,7 +251,7 @@ def test_sweep_of_one_size_as_files(run: Run, tmp_path: Path) -> None:
 def test_sweeps_say_what_is_too_close_and_what_the_host_bounds(run: Run) -> None:
     line = f"forecast {SIZES} --sequence-length 512 --gpu h200 --sweep micro_batch_size=1,32"
     outcome = run(line)
-    assert "FP8Delayed 1.07x HOST-BOUND" in outcome.out
+    assert "FP8Delayed 1.08x HOST-BOUND" in outcome.out
     assert "FP8Delayed 1.60x ?" in outcome.out
     assert "FP8Delayed gains from micro_batch_size 32 on" in outcome.out
     assert "HOST-BOUND: h200: launching takes a CPU longer than the GPU at 1" in outcome.out

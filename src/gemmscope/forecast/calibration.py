@@ -9,9 +9,8 @@ hold what differs from shape to shape, and no longer what all shapes share. What
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -31,6 +30,7 @@ from gemmscope.recipe.recipes import recipe, recipes
 from gemmscope.step.waterfall import Row
 
 VERSION = 2
+Pair = tuple[float, float]  # milliseconds, measured and forecast
 LARGEST_FACTOR = 5.0  # more than that is no calibration, but another chip
 AGAIN = "run gemmscope calibrate again, or remove the file to forecast from public measurements"
 
@@ -167,31 +167,31 @@ def known_gpu(device: str) -> GpuSpec:
 
 
 def compare(measured: Findings, forecast: ForecastFindings) -> Calibration:
-    """Factors from the same linears, measured and forecast: geometric means over linears."""
-    quantize: dict[str, list[float]] = {}
+    """Factors from the same linears, measured and forecast."""
+    quantize: dict[str, list[Pair]] = {}
     for name in measured.columns("autocast") if "autocast" in measured.modes else ():
         for case in measured.cases:
             seen, expected = measured.cell(case, name, "autocast"), forecast.cell(case, name, "autocast")
             if seen and expected and sum(seen.quantize_ms.values()) > 0 and seen.counts:
-                quantize.setdefault(name, []).append(sum(seen.quantize_ms.values()) / sum(expected.quantize_ms.values()))
+                quantize.setdefault(name, []).append((sum(seen.quantize_ms.values()), sum(expected.quantize_ms.values())))
     hello: Mapping[str, Any] = measured.results.hello
     return Calibration(
         gpu=forecast.chip.name,
         device=str(hello.get("device", {}).get("name", "")),
         products=product_factors(measured, forecast),
-        quantize={name: _mean(each) for name, each in quantize.items()},
+        quantize={name: _factor(each) for name, each in quantize.items()},
         versions=dict(hello.get("versions", {})),
     )
 
 
 def product_factors(measured: Findings, forecast: ForecastFindings) -> dict[str, dict[str, float]]:
     """Of products alone, by format and pass."""
-    ratios: dict[tuple[str, str], list[float]] = {}
-    for format_and_pass, ratio in _product_ratios(measured, forecast):
-        ratios.setdefault(format_and_pass, []).append(ratio)
+    pairs: dict[tuple[str, str], list[Pair]] = {}
+    for format_and_pass, pair in _product_times(measured, forecast):
+        pairs.setdefault(format_and_pass, []).append(pair)
     products: dict[str, dict[str, float]] = {}
-    for (fmt, pass_name), found in ratios.items():
-        products.setdefault(fmt, {})[pass_name] = _mean(found)
+    for (fmt, pass_name), found in pairs.items():
+        products.setdefault(fmt, {})[pass_name] = _factor(found)
     return products
 
 
@@ -201,23 +201,28 @@ def row_factors(steps: Iterable[tuple[Mapping[Row, float], Mapping[Row, float]]]
     >>> row_factors([({"attention": 2.0, "products": 9.0}, {"attention": 1.0}), ({"attention": 1.0}, {"attention": 2.0})])
     {'attention': 1.0}
     """
-    ratios: dict[str, list[float]] = {}
+    pairs: dict[str, list[Pair]] = {}
     for seen, expected in steps:
         for row in CALIBRATED_ROWS:
             if seen.get(row) and expected.get(row):
-                ratios.setdefault(row, []).append(seen[row] / expected[row])
-    return {row: _mean(found) for row, found in ratios.items()}
+                pairs.setdefault(row, []).append((seen[row], expected[row]))
+    return {row: _factor(found) for row, found in pairs.items()}
 
 
-def _product_ratios(measured: Findings, forecast: ForecastFindings) -> Iterator[tuple[tuple[str, str], float]]:
+def _product_times(measured: Findings, forecast: ForecastFindings) -> Iterator[tuple[tuple[str, str], Pair]]:
     for name in measured.columns("pre-quantized"):
         for case in measured.cases:
             seen, expected = measured.cell(case, name, "pre-quantized"), forecast.cell(case, name, "pre-quantized")
             if seen is None or expected is None or not seen.counts:
                 continue
             for pass_name, time_ms in seen.pass_ms.items():
-                yield (product_format(recipe(name), pass_name, forecast.chip), pass_name), time_ms / expected.pass_ms[pass_name]
+                yield (product_format(recipe(name), pass_name, forecast.chip), pass_name), (time_ms, expected.pass_ms[pass_name])
 
 
-def _mean(ratios: list[float]) -> float:
-    return round(math.exp(sum(map(math.log, ratios)) / len(ratios)), 4)
+def _factor(pairs: Sequence[Pair]) -> float:
+    """What all of them take together, measured over forecast: large ones count for what they take, as they do in training.
+
+    >>> _factor([(3.0, 2.0), (9.0, 10.0)])
+    1.0
+    """
+    return round(sum(seen for seen, _ in pairs) / sum(expected for _, expected in pairs), 4)
