@@ -23,7 +23,10 @@ FIRST_CAUSE = {
     "syncs": "host",
     "backward_in_bf16": "backward_high",
     "unaligned_mlp": "left_out",
+    "unaligned_torchao": "left_out",
+    "recast_weights": "recast",
     "recompute": "recompute",
+    "recompute_torch": "recompute",
     "long_sequence": "attention",
     "large_head": "head",
     "idle_loader": "elsewhere",
@@ -34,6 +37,7 @@ FIRST_CAUSE = {
     "healthy_te_delayed": "",
     "healthy_te_block": "",
     "healthy_torchao_compiled": "",
+    "cached_weights": "",
     "healthy_te_bf16": "not_low",
     "compiled_bf16": "not_low",
     "long_sequence_bf16": "not_low",
@@ -68,10 +72,17 @@ def test_classes_sum_to_the_step_and_are_named(name: str) -> None:
     assert all(time >= 0 for time in account.classes.values())
 
 
+def test_what_casting_weights_again_costs() -> None:
+    """The same training with `is_first_microbatch`: the difference is what was said to be lost."""
+    again, once = found_in("recast_weights"), found_in("cached_weights")
+    assert again.causes[0].cost_ms == pytest.approx(again.account.step_ms - once.account.step_ms, rel=0.15)
+
+
 WALLS_MS = {  # of the same steps, timed without the profiler
     "healthy_te_current": 60.43, "healthy_te_bf16": 83.53, "eager_torchao": 159.56, "backward_in_bf16": 80.71,
     "unaligned_mlp": 82.10, "recompute": 78.06, "long_sequence": 124.63, "large_head": 39.14, "low_clock": 157.62,
     "healthy_torchao_compiled": 49.80, "rowwise_casts": 61.41, "compiled_bf16": 63.67, "idle_loader": 116.83,
+    "recast_weights": 75.44, "cached_weights": 68.29, "recompute_torch": 43.38, "unaligned_torchao": 61.04,
 }  # fmt: skip
 
 
