@@ -47,12 +47,14 @@ def replayed_bench(name: str = "first") -> Findings:
     tasks = [Task(cases[each.op], each.recipe, each.mode, each.pass_name) for each in file.tasks]
     results = Results(tasks)
     results.take({"type": "hello", "device": file.device, "versions": file.versions})
+    groups = {task.key: task.group for task in tasks}
     bursts: dict[tuple[str, str, int], dict[str, Any]] = {}  # the tasks of one recipe and mode share a burst
     for task, each in zip(tasks, file.tasks, strict=True):
         results.take({"type": "ready", "task": task.key, **each.facts})
         results.take({"type": "kernels", "task": task.key, "kernels": each.kernels})
         for number, (times_ms, state) in enumerate(zip(each.rounds_ms, each.states, strict=True)):
-            burst = bursts.setdefault((*task.group, number), {"type": "samples", "times_ms": {}, "state": state})
+            group = groups[each.facts.get("sum_of", [task.key])[0]]  # a sum was measured with its parts
+            burst = bursts.setdefault((*group, number), {"type": "samples", "times_ms": {}, "state": state})
             burst["times_ms"][task.key] = times_ms
     for message in [*bursts.values(), *({"type": "round", "round": number} for number in range(file.rounds))]:
         results.take(message)
