@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from gemmscope.explain.place import ORDER, Placed, place
+from gemmscope.explain.place import ORDER, UNKNOWN_PRECISION, Placed, place
 from gemmscope.explain.products import Product, census
 from gemmscope.explain.scopes import Scope, scopes
 from gemmscope.explain.steps import Step, Steps, find_steps
@@ -225,5 +225,8 @@ def _notes(seen: Look) -> Iterator[str]:
         yield "launches were not recorded: what the GPU waited for cannot be told"
     if not trace.operators:
         yield "operators were not recorded (ProfilerActivity.CPU): forward and backward cannot be told apart"
-    elif not any(product.flops for product in seen.products.values()):
+    unknown = sum(product.precision == UNKNOWN_PRECISION for product in seen.products.values())
+    if unknown:
+        yield f"{unknown} of {len(seen.products)} products do not tell in which precision they ran: by name or operator"
+    if trace.operators and not any(product.flops for product in seen.products.values()):
         yield "shapes were not recorded (record_shapes=True): products are counted and timed, their FLOPs are not known"

@@ -30,6 +30,8 @@ class Diagnosis:
         if self.causes:
             return self.causes[0].title
         found = self.evidence
+        if not found.told:
+            return "nothing was found wrong, but no products whose precision can be told are in these steps"
         return (
             f"as expected: {found.low_share:.0%} {found.counted_in} of the linears run low, the GPU is busy "
             f"{1 - self.account.idle_share:.0%} of the time, quantization takes {self.account.share('quantization'):.0%} of it"

@@ -19,6 +19,8 @@ def low_causes(found: Evidence) -> Iterator[Cause]:
     """In no order."""
     if not found.products:
         return
+    if not found.told:
+        return
     if found.low_share < 0.01:
         yield _not_low(found)
         return
@@ -45,8 +47,8 @@ def _not_low(found: Evidence) -> Cause:
 
 def _high_products(found: Evidence) -> Iterator[Cause]:
     """Backward kept high, or whole layers left out."""
-    high = [item for item in found.products if item.product is not None and not item.product.low]
-    whole = found.weight(found.products)
+    high = found.high
+    whole = found.weight(found.low) + found.weight(high)
     backward = [item for item in high if item.product and item.product.pass_name in ("dgrad", "wgrad")]
     low_forward = [item for item in found.low if item.product and item.product.pass_name in ("fprop", "again")]
     low_sizes = {_key(item) for item in low_forward if _key(item)}

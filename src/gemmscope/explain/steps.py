@@ -51,6 +51,8 @@ def find_steps(trace: Trace, count: int | None = None) -> Steps:
     """`count`: how many steps the whole trace holds, where the person says so."""
     if count is not None:
         begin, end = trace.work[0].start, max(work.end for work in trace.work)
+        if end <= begin:
+            raise UserError(f"{trace.path} holds no time: its GPU work begins and ends at once", HOW_TO_RECORD)
         long = (end - begin) / count
         made = [Step(f"step {number + 1}", begin + number * long, begin + (number + 1) * long) for number in range(count)]
         return Steps(tuple(made), tuple(made), f"as told, {count} in the whole trace")
@@ -62,7 +64,7 @@ def find_steps(trace: Trace, count: int | None = None) -> Steps:
     if made:
         return Steps(tuple(made), _alike(made), "the optimizer's kernels")
     raise UserError(
-        f"{trace.path} does not say where a training step begins: no ProfilerStep marks, and no optimizer in it",
+        f"{trace.path} does not say where a training step begins: no ProfilerStep marks with launches, and no optimizer in it",
         f"say how many steps it holds with --steps, or {HOW_TO_RECORD}",
     )
 
@@ -75,9 +77,9 @@ def _alike(steps: Sequence[Step]) -> tuple[Step, ...]:
 
 
 def _marked(trace: Trace) -> list[Step]:
-    """`ProfilerStep#N` on the host; where there is none, its shadow on the GPU."""
+    """`ProfilerStep#N` on the host, if launches lead from there to the GPU; else its shadow on the GPU."""
     marks = {mark.name: mark for mark in reversed(trace.marks) if mark.name.startswith("ProfilerStep")}
-    if marks:
+    if marks and any(work.correlation in trace.launches for work in trace.work):
         return _host_windows(trace, _with_optimizer(trace, sorted(marks.values(), key=lambda mark: mark.start)))
     shadows = {mark.name: mark for mark in reversed(trace.gpu_marks) if mark.name.startswith("ProfilerStep")}
     ordered = sorted(shadows.values(), key=lambda mark: mark.start)
@@ -112,8 +114,8 @@ def _host_windows(trace: Trace, windows: Sequence[Operator]) -> list[Step]:
             continue
         firsts[at] = firsts[at] or work
         lasts[at] = max(lasts[at], work.end)
-    if not any(firsts):  # launches were not recorded: the host's clock is all there is
-        return [Step(window.name, window.start, window.end) for window in windows if window.end > window.start]
+    if not any(firsts):  # nothing leads from the host to the GPU: a host that runs ahead says nothing of when the GPU begins
+        return []
     made: list[Step] = []
     before: float | None = None
     for window, first, last in zip(windows, firsts, lasts, strict=True):
