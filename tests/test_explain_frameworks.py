@@ -1,0 +1,164 @@
+"""Traces as other frameworks and GPUs make them, from a simulated training: the first cause is the right one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gemmscope.explain.diagnose import Diagnosis
+from gemmscope.explain.trace import Work
+from training import B200_MXFP8, B200_NVFP4, H100, Chip, Job, Low
+
+GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+
+
+def first(found: Diagnosis) -> str:
+    assert sum(found.account.classes.values()) == pytest.approx(found.account.step_ms)
+    return found.causes[0].key if found.causes else ""
+
+
+@pytest.mark.parametrize("chip", [H100, B200_MXFP8, B200_NVFP4])
+def test_healthy_on_several_chips(chip: Chip, tmp_path: Path) -> None:
+    found = Job(chip).steps().explained(tmp_path)
+    assert found.words.startswith("as expected: 100% of the FLOPs")
+    assert found.account.named_share == 1
+
+
+@pytest.mark.parametrize(
+    ("low", "cause"),
+    [
+        (lambda layer, part: False, "not_low"),
+        (lambda layer, part: part != "wgrad", "backward_high"),
+        (lambda layer, part: part == "fprop", "backward_high"),
+        (lambda layer, part: layer in (1, 2), "left_out"),  # of the same sizes as those that run low
+    ],
+)
+def test_what_runs_high(low: Low, cause: str, tmp_path: Path) -> None:
+    found = Job(B200_NVFP4, low).steps().explained(tmp_path)
+    assert [each.key for each in found.causes] == [cause]
+
+
+def test_layers_left_out_and_wgrad_high_at_once(tmp_path: Path) -> None:
+    found = Job(B200_NVFP4, lambda layer, part: layer > 0 and part != "wgrad").steps().explained(tmp_path)
+    assert {each.key for each in found.causes} == {"backward_high", "left_out"}
+    kept = next(each for each in found.causes if each.key == "backward_high")
+    assert kept.evidence[0].startswith("wgrad of layers whose forward runs low are 25% of the FLOPs")
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_lightning_trains_inside_of_the_optimizer(marked: bool, tmp_path: Path) -> None:
+    """It hands forward and backward to `optimizer.step` as a closure: they are not the optimizer's."""
+    job = Job()
+    for number in range(3):
+        name = f"ProfilerStep#{number}" if marked else "batch"
+        with job.inside(name, "user_annotation"), job.inside("Optimizer.step#AdamW.step", "user_annotation"):
+            job.backward(job.forward())
+            job.optimize()
+    found = job.explained(tmp_path)
+    assert found.words.startswith("as expected: 100% of the FLOPs")
+    assert len(found.seen.steps.chosen) == 3
+    assert found.account.classes["optimizer"] == pytest.approx(0.8)
+
+
+def test_an_optimizer_for_every_parameter(tmp_path: Path) -> None:
+    """Stepping inside of backward marks no steps there; the profiler's marks do."""
+    job = Job()
+    for number in range(3):
+        with job.inside(f"ProfilerStep#{number}", "user_annotation"):
+            for each in job.forward():
+                job.backward([each])
+                with job.node("AccumulateGrad"), job.inside("Optimizer.step#AdamW.step", "user_annotation"):
+                    job.optimize()
+    found = job.explained(tmp_path)
+    assert len(found.seen.steps.chosen) == 3
+    assert found.account.classes["optimizer"] == pytest.approx(0.8 * 16)
+
+
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_micro_batches_of_a_pipeline(ahead: int, tmp_path: Path) -> None:
+    """Several forwards before the first backward, as 1F1B warms up: each is a micro-batch, and each casts the weights."""
+    job = Job(layers=2, cast=150.0)
+    for number in range(2):
+        with job.inside(f"ProfilerStep#{number}", "user_annotation"):
+            waiting = [job.forward() for _ in range(ahead)]
+            for _ in range(8 - ahead):
+                waiting.append(job.forward())
+                job.backward(waiting.pop(0))
+            for each in waiting:
+                job.backward(each)
+            job.optimize()
+    found = job.explained(tmp_path)
+    assert found.account.micro_batches == 8
+    assert first(found) == "recast"
+    assert found.causes[0].cost_ms == pytest.approx(7 * 2 * 2 * 0.3, rel=0.2)  # half of what forward casts, but of the first
+
+
+def test_one_graph_for_the_whole_step(tmp_path: Path) -> None:
+    """Kernels of a CUDA graph share one launch, and no operator is known."""
+    job, captured = Job(), Job().steps(1).events
+    kernels = sorted((each for each in captured if each["cat"] == "kernel"), key=lambda each: each["ts"])
+    for number in range(3):
+        with job.inside(f"ProfilerStep#{number}", "user_annotation"):
+            first_of_graph = len(job.events)
+            for each in kernels:
+                job.launch(each["name"], each["dur"])
+            made = job.events[first_of_graph:]
+            one = made[1]
+            job.events[first_of_graph:] = [each for each in made if each["cat"] == "kernel"] + [
+                {**one, "name": "cudaGraphLaunch"}
+            ]
+            for each in made:
+                each["args"]["correlation"] = one["args"]["correlation"]
+    found = job.explained(tmp_path)
+    assert found.words.startswith("as expected: 100%")
+    assert found.account.launches == 1
+
+
+def test_gathered_parameters_are_exposed(tmp_path: Path) -> None:
+    job = Job()
+    for number in range(3):
+        with job.inside(f"ProfilerStep#{number}", "user_annotation"):
+            done = job.forward()
+            for at in range(0, len(done), 4):
+                job.launch(GATHER, 9000.0, stream=30, after=7)
+                job.free[7] = job.free[30]
+                job.backward(done[at : at + 4])
+            job.optimize()
+    assert first(job.explained(tmp_path)) == "communication"
+
+
+def test_copies_between_gpus_are_communication(tmp_path: Path) -> None:
+    job = Job().steps(2)
+    job.kernel("Memcpy PtoP (Device -> Device)", 20_000.0, 500.0, stream=40, cat="gpu_memcpy")
+    found = job.explained(tmp_path)
+    assert found.account.hidden_ms == pytest.approx(0.25, rel=0.05)
+    assert "copies" not in found.account.classes
+
+
+def test_precision_that_nothing_tells_is_not_called_high(tmp_path: Path) -> None:
+    job = Job(Chip("NVIDIA H100 80GB HBM3", "matmul_kernel", "matmul_kernel", "other", (600, 600))).steps()
+    found = job.explained(tmp_path)
+    assert "not_low" not in [each.key for each in found.causes]
+    assert not found.words.startswith("as expected")
+    assert any("in which precision they ran" in note for note in found.account.notes)
+
+
+def test_without_launches_the_host_does_not_mark_steps(tmp_path: Path) -> None:
+    """The host runs far ahead: its marks lie where the GPU has not begun. The optimizer's kernels still end the steps."""
+    job = Job().steps()
+    job.events = [each for each in job.events if each["cat"] != "cuda_runtime"]
+    found = job.explained(tmp_path)
+    assert found.words.startswith("as expected")
+    assert found.seen.steps.found_by == "the optimizer's kernels"
+    assert found.account.idle_share < 0.02
+
+
+def test_odd_ids_and_names_are_read(tmp_path: Path) -> None:
+    job = Job().steps()
+    for odd in ("--5", "²", "٣", {}, "9" * 40):
+        job.kernel("odd \ud800 name", 1500.0, 0.1, stream=odd, args={"correlation": odd, "External id": odd})
+    found = job.explained(tmp_path)
+    assert first(found) == ""
+    assert [name for name, *_ in found.account.unknown] == ["odd ? name"]
+    assert all(isinstance(each, Work) for each in found.trace.work)
