@@ -278,7 +278,19 @@ def test_names_that_no_file_can_hold(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", ["9" * 5000, "1e400", "1e300", "-1e300"])
 def test_numbers_that_are_no_times(number: str, run: Run, tmp_path: Path) -> None:
-    (tmp_path / "t.json").write_text('{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": %s, "dur": 1}]}' % number)
+    event = '{"ph": "X", "cat": "kernel", "name": "k", "ts": NUMBER, "dur": 1}'.replace("NUMBER", number)
+    (tmp_path / "t.json").write_text(f'{{"traceEvents": [{event}]}}')
     outcome = run(f"explain {tmp_path}/t.json")
     assert outcome.code == 2
     assert outcome.err.startswith("gemmscope: ")
+
+
+def test_a_pair_of_two_ranks_is_no_job(run: Run, tmp_path: Path) -> None:
+    """BF16 of rank 0 beside FP8 of rank 1: two precisions, so two runs."""
+    for number, name in enumerate(("healthy_te_bf16", "healthy_te_current")):
+        raw = events_of(recorded(name)) | {"distributedInfo": {"backend": "nccl", "rank": number, "world_size": 2}}
+        (tmp_path / f"{number}.json").write_text(json.dumps(raw))
+    outcome = run(f"explain {tmp_path}/0.json {tmp_path}/1.json")
+    assert outcome.code == 0, outcome.err
+    assert "against the BF16 trace" in outcome.out
+    assert "ranks compute" not in outcome.out

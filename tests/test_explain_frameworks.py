@@ -8,7 +8,7 @@ import pytest
 
 from gemmscope.explain.diagnose import Diagnosis
 from gemmscope.explain.trace import Work
-from training import B200_MXFP8, B200_NVFP4, H100, Chip, Job, Low
+from training import B200_MXFP8, B200_NVFP4, H100, HIDDEN, Chip, Job, Low
 
 GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
@@ -162,3 +162,46 @@ def test_odd_ids_and_names_are_read(tmp_path: Path) -> None:
     assert first(found) == ""
     assert [name for name, *_ in found.account.unknown] == ["odd ? name"]
     assert all(isinstance(each, Work) for each in found.trace.work)
+
+
+def test_offloading_that_nothing_hides(tmp_path: Path) -> None:
+    job = Job()
+    for number in range(3):
+        with job.inside(f"ProfilerStep#{number}", "user_annotation"):
+            job.backward(job.forward())
+            job.launch("Memcpy DtoH (Device -> Pinned)", 20_000.0, stream=50, after=7, cat="gpu_memcpy")
+            job.free[7] = job.free[50]
+            job.optimize()
+    found = job.explained(tmp_path)
+    assert [each.key for each in found.causes] == ["copies"]
+    assert found.causes[0].cost_ms == pytest.approx(20, rel=0.01)
+
+
+def test_times_that_are_not_microseconds_are_said(tmp_path: Path) -> None:
+    """A thousand times slower than the chip is no throttling."""
+    job = Job().steps()
+    for each in job.events:
+        each["ts"], each["dur"] = 1000 * each["ts"], 1000 * each["dur"]
+    found = job.explained(tmp_path)
+    assert not found.causes
+    assert any("are not microseconds" in note for note in found.account.notes)
+
+
+def test_casts_of_a_function_that_is_named_after_its_format(tmp_path: Path) -> None:
+    """Eager MXFP8 of torchao: the products' function does the casts, in many small kernels."""
+    job = Job(B200_MXFP8, cast=0.5)
+    small = [
+        f"void at::native::vectorized_elementwise_kernel<4, {name}>" for name in ("Abs", "Max", "Clamp", "Mul", "Shift", "Copy")
+    ]
+    for number in range(3):
+        with job.inside(f"ProfilerStep#{number}", "user_annotation"):
+            done = job.forward()
+            for _ in range(12):
+                with job.inside("mx_mm"):
+                    for name in small:
+                        job.launch(name, 150.0)
+                    job.product(True, HIDDEN, HIDDEN)
+            job.backward(done)
+            job.optimize()
+    found = job.explained(tmp_path)
+    assert found.account.classes["quantization"] > 12 * 6 * 0.15
