@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from gemmscope.explain.diagnose import Diagnosis
+from gemmscope.explain.pair import with_twin
 from gemmscope.explain.trace import Work
 from training import B200_MXFP8, B200_NVFP4, H100, HIDDEN, Chip, Job, Low
 
@@ -205,3 +206,15 @@ def test_casts_of_a_function_that_is_named_after_its_format(tmp_path: Path) -> N
             job.optimize()
     found = job.explained(tmp_path)
     assert found.account.classes["quantization"] > 12 * 6 * 0.15
+
+
+def test_a_pair_without_shapes_cannot_be_checked(tmp_path: Path) -> None:
+    sides = []
+    for name, low in (("slow", False), ("fast", True)):
+        job = Job(low=lambda layer, part, low=low: low).steps()  # type: ignore[misc]
+        for event in job.events:
+            event.get("args", {}).pop("Input Dims", None)
+        (tmp_path / name).mkdir()
+        sides.append(job.explained(tmp_path / name))
+    words = " ".join(with_twin(*sides).words)
+    assert "whether they are one training cannot be checked: 48 products per step on one side, 48 on the other" in words
