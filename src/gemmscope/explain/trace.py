@@ -91,6 +91,7 @@ class Trace:
     others: dict[Any, int] = field(default_factory=dict)  # kernels of devices that are not looked at
     events: int = 0
     shapes_recorded: bool = False
+    zero_us: float = 0.0  # the first event's time, as written
     skew_us: float = 0.0  # of the GPU's clock against the host's, as written
 
     @property
@@ -245,7 +246,7 @@ def _from_zero(trace: Trace) -> None:
             seen.add(id(each))
             each.start -= zero
             each.end -= zero
-    trace.head["gemmscope zero"] = zero
+    trace.zero_us = zero
     trace.work.sort(key=lambda each: (each.start, each.end))
     trace.operators.sort(key=lambda each: (each.start, -each.end))
     trace.waits.sort(key=lambda each: each.start)
