@@ -167,9 +167,9 @@ def _most_of_a_name(items: list[Item]) -> int:
 def _repeated_products(found: Evidence) -> float:
     """Where the compiler repeats forward inside of backward no function tells: products of each size are counted.
 
-    Without sizes, norms are: if they, too, run forward twice, whole layers do, and a quarter of their products is repeated.
+    Without sizes or passes, norms are: if they run forward twice, whole layers do, and a quarter of their products is repeated.
     """
-    if not found.flops_known:
+    if not found.flops_known or not any(item.product and item.product.pass_name == "fprop" for item in found.products):
         norms = [item for item in found.items if item.placed.name == "norms"]
         once = _most_of_a_name([item for item in norms if _is(item, "bwd", "backward", "Backward")])
         twice = _most_of_a_name([item for item in norms if _is(item, "fwd", "forward", "Forward")])
