@@ -143,3 +143,28 @@ def test_rows_that_only_one_run_has(tmp_path: Path) -> None:
     fewer["rows"] = [row for row in fewer["rows"] if row["recipe"] != "FP8Block"]
     found = compare([read_run(FIRST), BenchFile.model_validate(fewer)], ["a", "b"])
     assert sum(line.changes[0].verdict == "missing" for line in found.lines) == 8
+
+
+def test_nothing_in_common_does_not_pass(run: Run, tmp_path: Path) -> None:
+    """Other recipes, or times that are no numbers: a check that compared nothing must not say that all is well."""
+    other, broken = raw(AGAIN), raw(AGAIN)
+    for row in [*other["rows"], *other["totals"]]:
+        row["recipe"] = f"My{row['recipe']}"
+    for row in [*broken["rows"], *broken["totals"]]:
+        row["total_ms"]["value"] = math.nan
+    for number, found in enumerate((other, broken)):
+        (tmp_path / f"{number}.json").write_text(json.dumps(found))
+        outcome = run(f"compare {FIRST} {tmp_path}/{number}.json --fail-if-slower 3%")
+        assert outcome.code == 2
+        assert "no row was measured in" in outcome.err
+
+
+def test_clocks_and_names_that_make_no_sense(run: Run, tmp_path: Path) -> None:
+    found = raw(AGAIN)
+    found["device"]["name"] = "\ud800"
+    for task in found["tasks"]:
+        for state in task["states"]:
+            state["sm_mhz"] = "fast"
+    (tmp_path / "odd.json").write_text(json.dumps(found))
+    outcome = run(f"compare {FIRST} {tmp_path}/odd.json --markdown {tmp_path}/c.md --csv {tmp_path}/c.csv")
+    assert outcome.code == 0, outcome.err

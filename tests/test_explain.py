@@ -151,6 +151,10 @@ def _no_shapes(event: dict[str, Any]) -> dict[str, Any]:
     return {**event, "args": kept}
 
 
+def _no_correlation(event: dict[str, Any]) -> dict[str, Any]:
+    return {**event, "args": {key: value for key, value in event.get("args", {}).items() if key != "correlation"}}
+
+
 def _as_text(event: dict[str, Any]) -> dict[str, Any]:
     return {**event, **{key: str(event[key]) for key in ("ts", "dur") if key in event}}
 
@@ -160,6 +164,7 @@ LACKS = {
     "operators": lambda raw: _without(raw, lambda event: event.get("cat") != "cpu_op"),
     "shapes": lambda raw: {**raw, "traceEvents": [_no_shapes(event) for event in raw["traceEvents"]]},
     "step marks": lambda raw: _without(raw, lambda event: not event["name"].startswith("ProfilerStep")),
+    "correlations": lambda raw: {**raw, "traceEvents": [_no_correlation(event) for event in raw["traceEvents"]]},
     "all marks": lambda raw: _without(raw, lambda event: "annotation" not in event.get("cat", "")),
     "everything but kernels": lambda raw: _without(raw, lambda event: event.get("cat") in GPU_ONLY),
     "numbers, which are text": lambda raw: {**raw, "traceEvents": [_as_text(event) for event in raw["traceEvents"]]},

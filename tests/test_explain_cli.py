@@ -19,7 +19,7 @@ from gemmscope.store.explainfile import ExplainFile
 from gemmscope.store.runfile import ModelRecord, RunRecord
 from gemmscope.store.stepfile import LevelRecord, RecipeRecord, StepFile
 from test_cli import Run, run
-from traces import DATA, recorded, steady
+from traces import DATA, events_of, recorded, steady
 
 __all__ = ["run"]  # the fixture
 
@@ -253,3 +253,44 @@ def test_against_a_bench(run: Run, tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.err
     assert "34.0 ms measured by bench for FP8Current" in outcome.out
     assert "linears gain 1.71x: 24.0 ms" in outcome.out
+
+
+def test_a_file_packed_twice_is_read(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "twice.json.gz").write_bytes(gzip.compress(recorded("healthy_te_delayed").read_bytes()))
+    outcome = run(f"explain {tmp_path}/twice.json.gz")
+    assert outcome.code == 0
+    assert outcome.out.startswith("as expected")
+
+
+def test_names_that_no_file_can_hold(run: Run, tmp_path: Path) -> None:
+    """JSON allows halves of characters; every output is written all the same."""
+    raw = events_of(recorded("healthy_te_delayed"))
+    for event in raw["traceEvents"]:
+        if event.get("cat") == "kernel":
+            event["name"] = f"\ud800{event['name']}"
+    raw["deviceProperties"] = [{"name": "\ud800"}]
+    (tmp_path / "t.json").write_text(json.dumps(raw))
+    places = " ".join(f"--{form} {tmp_path}/out.{form}" for form in ("json", "csv", "markdown", "perfetto"))
+    outcome = run(f"explain {tmp_path}/t.json {places}")
+    assert outcome.code == 0, outcome.err
+    assert "?" in json.loads((tmp_path / "out.json").read_text())["gpu"]
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "1e400", "1e300", "-1e300"])
+def test_numbers_that_are_no_times(number: str, run: Run, tmp_path: Path) -> None:
+    event = '{"ph": "X", "cat": "kernel", "name": "k", "ts": NUMBER, "dur": 1}'.replace("NUMBER", number)
+    (tmp_path / "t.json").write_text(f'{{"traceEvents": [{event}]}}')
+    outcome = run(f"explain {tmp_path}/t.json")
+    assert outcome.code == 2
+    assert outcome.err.startswith("gemmscope: ")
+
+
+def test_a_pair_of_two_ranks_is_no_job(run: Run, tmp_path: Path) -> None:
+    """BF16 of rank 0 beside FP8 of rank 1: two precisions, so two runs."""
+    for number, name in enumerate(("healthy_te_bf16", "healthy_te_current")):
+        raw = events_of(recorded(name)) | {"distributedInfo": {"backend": "nccl", "rank": number, "world_size": 2}}
+        (tmp_path / f"{number}.json").write_text(json.dumps(raw))
+    outcome = run(f"explain {tmp_path}/0.json {tmp_path}/1.json")
+    assert outcome.code == 0, outcome.err
+    assert "against the BF16 trace" in outcome.out
+    assert "ranks compute" not in outcome.out

@@ -129,7 +129,7 @@ def _diagnose(options: ExplainOptions) -> tuple[Diagnosis, list[Pair], list[Tabl
     words: list[str] = []
     if len(every) == 1:
         found = every[0]
-    elif None not in ranks and len(set(ranks)) == len(ranks):
+    elif None not in ranks and len(set(ranks)) == len(ranks) and _one_job(every):
         rows = rank_rows(every)
         found, made, words = slowest(every), [rank_table(rows)], rank_words(rows)
         words.append(f"explained above: rank {found.trace.rank}, which computes longest")
@@ -141,6 +141,12 @@ def _diagnose(options: ExplainOptions) -> tuple[Diagnosis, list[Pair], list[Tabl
             "give one trace, and the same training in BF16 with --baseline",
         )
     return found, [with_twin(slow, found)] if slow is not None else [], made, words
+
+
+def _one_job(every: list[Diagnosis]) -> bool:
+    """Ranks of one job know of equally many ranks, and run in one precision: BF16 of one and FP8 of another are a pair."""
+    low = [each.evidence.low_share >= 0.01 for each in every if each.evidence.products]
+    return len({each.trace.world_size for each in every}) == 1 and (all(low) or not any(low))
 
 
 def _files(given: str) -> list[str]:

@@ -18,7 +18,7 @@ def write(where: str, text: str) -> None:
         sys.stdout.write(text)
         return
     try:
-        Path(where).write_text(text, encoding="utf-8")
+        Path(where).write_text(text, encoding="utf-8", errors="replace")  # names in run files may hold halves of characters
     except (OSError, ValueError) as error:
         raise UserError(f"{where} cannot be written: {getattr(error, 'strerror', None) or error}") from error
     say(f"wrote {where}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from gemmscope.errors import UserError
 from gemmscope.explain.diagnose import Diagnosis
 from gemmscope.explain.pair import ROWS, Held, Pair, parts, step_flops
+from gemmscope.explain.place import LOW
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.store.benchfile import BenchFile
 from gemmscope.store.stepfile import RecipeRecord, StepFile
@@ -25,7 +26,7 @@ def recipe_of(found: Diagnosis, known: list[str], asked: str | None, origin: str
         if chosen is None:
             raise UserError(f"{origin} has no recipe {asked}", f"it has {', '.join(known)}")
         return chosen
-    rows = [row for row in found.account.census if row.precision not in ("BF16", "FP16", "FP32", "unknown precision")]
+    rows = [row for row in found.account.census if row.precision in LOW]
     if not rows:
         return BASELINE if BASELINE in known else known[0]
     precision = max(rows, key=lambda row: row.time_ms).precision
@@ -88,14 +89,15 @@ def _with_bench(found: Diagnosis, run: BenchFile, asked: str | None, origin: str
     _refuse_other_sizes(found, run, origin)
     total = next(each for each in run.totals if each.recipe == name and each.mode == "autocast")
     times = found.account.micro_batches
-    products = [held for row, held in parts(found).items() if row in ("products", "quantization")]
+    seen_in = parts(found)
+    products, quantization = (seen_in.pop(row, 0.0) for row in ("products", "quantization"))
     expected_quantize = total.quantize_ms * times
     rows = [
-        Held("products", total.total_ms.value * times - expected_quantize, products[0]),
-        Held("quantization", expected_quantize, products[1] if len(products) > 1 else 0.0),
-        *(Held(row, None, time) for row, time in parts(found).items() if row not in ("products", "quantization")),
+        Held("products", total.total_ms.value * times - expected_quantize, products),
+        Held("quantization", expected_quantize, quantization),
+        *(Held(row, None, time) for row, time in seen_in.items()),
     ]
-    planned, seen = total.total_ms.value * times, sum(products)
+    planned, seen = total.total_ms.value * times, products + quantization
     words = [
         f"linears: {planned:.1f} ms measured by bench for {name} ({times} micro-batches of {run.layers or '?'} layers), "
         f"{seen:.1f} ms in the trace: {seen / planned - 1:+.1%}"

@@ -93,7 +93,17 @@ def compare(runs: Sequence[RunFile], names: Sequence[str]) -> Comparison:
         )
         for key in keys
     ]
+    if all(each.verdict == "missing" for line in lines for each in line.changes):
+        raise UserError(
+            f"no row was measured in {names[0]} and in another of the files: recipes {_recipes(tables[0])}, and "
+            f"{', '.join(dict.fromkeys(map(_recipes, tables[1:])))}",
+            "measure the same recipes with both",
+        )
     return Comparison(tuple(names), tuple(lines), tuple(_environment(runs)))
+
+
+def _recipes(table: dict[Key, IntervalRecord]) -> str:
+    return " ".join(dict.fromkeys(key.recipe for key in table)) or "none"
 
 
 def change(old: IntervalRecord | None, new: IntervalRecord | None, wide: float) -> Change:
@@ -103,7 +113,7 @@ def change(old: IntervalRecord | None, new: IntervalRecord | None, wide: float) 
     >>> change(a, b, 3.0).verdict, change(a, a, 3.0).verdict, change(a, None, 3.0).verdict
     ('slower', 'too close to call', 'missing')
     """
-    if old is None or new is None or old.value <= 0 or new.value <= 0:
+    if old is None or new is None or not (_is_time(old.value) and _is_time(new.value)):
         return Change(math.nan, math.nan, math.nan, "missing")
     ratio = new.value / old.value
     errors = [_error(each) for each in (old, new)]
@@ -112,6 +122,11 @@ def change(old: IntervalRecord | None, new: IntervalRecord | None, wide: float) 
     reach = wide * math.sqrt(sum((error or 0.0) ** 2 + BETWEEN_RUNS**2 for error in errors))
     low, high = ratio * math.exp(-reach), ratio * math.exp(reach)
     return Change(ratio, low, high, "slower" if low > 1 else "faster" if high < 1 else "too close to call")
+
+
+def _is_time(value: float) -> bool:
+    """What a clock may say: neither NaN, which damaged or foreign files hold, nor zero."""
+    return 0 < value < math.inf
 
 
 def _error(found: IntervalRecord) -> float | None:
@@ -197,7 +212,8 @@ def _facts(run: RunFile) -> dict[str, str]:
 
 def _clocks(run: RunFile) -> list[float]:
     series = run.tasks if isinstance(run, BenchFile) else run.variants
-    return [float(state["sm_mhz"]) for each in series for state in each.states if state.get("sm_mhz")]
+    found = [state.get("sm_mhz") for each in series for state in each.states]
+    return [float(clock) for clock in found if isinstance(clock, (int, float)) and _is_time(clock)]
 
 
 def _near(values: Sequence[str]) -> bool:

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 
-from gemmscope.explain.place import ORDER, Placed, place
+from gemmscope.explain.place import ORDER, UNKNOWN_PRECISION, Placed, place
 from gemmscope.explain.products import Product, census
 from gemmscope.explain.scopes import Scope, scopes
 from gemmscope.explain.steps import Step, Steps, find_steps
@@ -180,7 +182,10 @@ def _census(items: list[Item], count: int) -> tuple[Row, ...]:
 
 
 def micro_batches(seen: Look) -> int:
-    """How often forward follows backward in a step, and once more."""
+    """How many times a step runs forward: once for every time that it follows backward, or more often.
+
+    In a pipeline several forwards run before the first backward: stretches are counted by the products of the usual one.
+    """
     found = []
     for items in seen.items():
         launched = sorted(
@@ -188,9 +193,20 @@ def micro_batches(seen: Look) -> int:
             key=lambda item: item.scope.launched or 0.0,
         )
         phases = [item.scope.phase for item in launched if item.scope.phase in ("forward", "backward")]
-        runs = [phase for number, phase in enumerate(phases) if number == 0 or phases[number - 1] != phase]
-        found.append(max(runs.count("forward"), 1))
-    return sorted(found)[len(found) // 2] if found else 1
+        found.append(sum(forwards([len(list(run)) for phase, run in groupby(phases) if phase == "forward"])))
+    return max(sorted(found)[len(found) // 2], 1) if found else 1
+
+
+def forwards(products: list[int]) -> list[int]:
+    """Micro-batches in each stretch of forward, by the products in it: the usual number of them is one micro-batch.
+
+    >>> forwards([64]), forwards([64, 64, 64]), forwards([256, 64, 64, 64]), forwards([64, 1]), forwards([])
+    ([1], [1, 1, 1], [4, 1, 1, 1], [1, 0], [])
+    """
+    usual, times = Counter(count for count in products if count).most_common(1)[0] if any(products) else (1, 2)
+    if times < 2:
+        usual = max(products)
+    return [round(count / usual) for count in products]
 
 
 def _notes(seen: Look) -> Iterator[str]:
@@ -209,5 +225,8 @@ def _notes(seen: Look) -> Iterator[str]:
         yield "launches were not recorded: what the GPU waited for cannot be told"
     if not trace.operators:
         yield "operators were not recorded (ProfilerActivity.CPU): forward and backward cannot be told apart"
-    elif not any(product.flops for product in seen.products.values()):
+    unknown = sum(product.precision == UNKNOWN_PRECISION for product in seen.products.values())
+    if unknown:
+        yield f"{unknown} of {len(seen.products)} products do not tell in which precision they ran: by name or operator"
+    if trace.operators and not any(product.flops for product in seen.products.values()):
         yield "shapes were not recorded (record_shapes=True): products are counted and timed, their FLOPs are not known"

@@ -17,7 +17,7 @@ PROCESS = "gemmscope diagnosis"
 
 def events_of(found: Diagnosis) -> Iterator[dict[str, Any]]:
     """Events: one track of steps, one for each cause, in the trace's own time."""
-    zero = float(found.trace.head.get("gemmscope zero", 0.0)) + found.trace.skew_us
+    zero = found.trace.zero_us + found.trace.skew_us
     yield {"ph": "M", "name": "process_name", "pid": PROCESS, "tid": 0, "args": {"name": PROCESS}}
     yield {"ph": "M", "name": "process_sort_index", "pid": PROCESS, "tid": 0, "args": {"sort_index": -1}}
     verdict = {"verdict": found.words, **{name: f"{time:.3f} ms" for name, time in found.account.classes.items()}}

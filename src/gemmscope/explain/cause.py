@@ -9,6 +9,7 @@ from functools import cache, cached_property
 from typing import Any
 
 from gemmscope.explain.account import Account, Item, Look
+from gemmscope.explain.place import UNKNOWN_PRECISION
 from gemmscope.explain.rates import gain_ratio, rates
 from gemmscope.toml import load_data
 
@@ -76,6 +77,21 @@ class Evidence:
         return [item for item in self.products if item.product is not None and item.product.low]
 
     @cached_property
+    def high(self) -> list[Item]:
+        """In BF16 or above; those whose precision the trace does not tell are neither high nor low."""
+        return [
+            item
+            for item in self.products
+            if item.product and not item.product.low and item.product.precision != UNKNOWN_PRECISION
+        ]
+
+    @cached_property
+    def told(self) -> bool:
+        """Whether the trace tells of most products in which precision they ran."""
+        known = self.weight(self.low) + self.weight(self.high)
+        return known > 0 and known >= 0.5 * self.weight(self.products)
+
+    @cached_property
     def casts(self) -> list[Item]:
         return [item for item in self.items if item.placed.name == "quantization"]
 
@@ -114,8 +130,8 @@ class Evidence:
 
     @cached_property
     def low_share(self) -> float:
-        """Of the linears' products, that really run low."""
-        whole = self.weight(self.products)
+        """Of the linears' products whose precision is told, that really run low."""
+        whole = self.weight(self.low) + self.weight(self.high)
         return self.weight(self.low) / whole if whole else 0.0
 
     @cached_property

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
-from gemmscope.explain.account import Item
+from gemmscope.explain.account import Item, forwards
 from gemmscope.explain.cause import Cause, Evidence, main_kernels, sizes_of
 from gemmscope.explain.rates import chip
 
@@ -17,6 +18,8 @@ SMALL_SHARE = 0.5
 def low_causes(found: Evidence) -> Iterator[Cause]:
     """In no order."""
     if not found.products:
+        return
+    if not found.told:
         return
     if found.low_share < 0.01:
         yield _not_low(found)
@@ -44,12 +47,12 @@ def _not_low(found: Evidence) -> Cause:
 
 def _high_products(found: Evidence) -> Iterator[Cause]:
     """Backward kept high, or whole layers left out."""
-    high = [item for item in found.products if item.product is not None and not item.product.low]
-    whole = found.weight(found.products)
+    high = found.high
+    whole = found.weight(found.low) + found.weight(high)
     backward = [item for item in high if item.product and item.product.pass_name in ("dgrad", "wgrad")]
     low_forward = [item for item in found.low if item.product and item.product.pass_name in ("fprop", "again")]
     low_sizes = {_key(item) for item in low_forward if _key(item)}
-    kept = [item for item in backward if _key(item) in low_sizes]
+    kept = _unmatched([item for item in backward if _key(item) in low_sizes], high)
     if not kept and not found.flops_known and low_forward:  # by passes alone
         forward = [item for item in found.products if item.product and item.product.pass_name == "fprop"]
         kept = backward if found.weight(low_forward) > 0.9 * found.weight(forward) else []
@@ -76,6 +79,20 @@ def _high_products(found: Evidence) -> Iterator[Cause]:
         names = sorted({item.product.layer for item in left if item.product and not item.product.layer.startswith("aten::")})
         where = ", ".join(name.lstrip("_") for name in names[:3])
         yield Cause("left_out", _saved(found, left), tuple(evidence), main_kernels(left), where, _spans(left, "in BF16"))
+
+
+def _unmatched(backward: list[Item], high: list[Item]) -> list[Item]:
+    """Without the backward of layers that are high in forward already: two products for each of theirs, of the same size."""
+    forward = Counter(_key(item) for item in high if item.product and item.product.pass_name == "fprop")
+    by_size: dict[tuple[int, ...], list[Item]] = {}
+    for item in backward:
+        by_size.setdefault(_key(item), []).append(item)
+    kept: list[Item] = []
+    for size, items in by_size.items():
+        passes = Counter(item.product.pass_name for item in items if item.product)
+        items.sort(key=lambda item: passes[item.product.pass_name] if item.product else 0)  # the pass with most is kept high
+        kept += items[2 * forward[size] :]
+    return kept
 
 
 def _key(item: Item) -> tuple[int, ...]:
@@ -138,49 +155,48 @@ def _quantization(found: Evidence, repeated_ms: float) -> Iterator[Cause]:
 
 def _recast(found: Evidence) -> Iterator[Cause]:
     """Every micro-batch's forward casts as much as the first one's, and more than its inputs."""
-    batches = _forward_casts(found)
+    stretches = [(casts, batches) for casts, batches in _forward_casts(found) if casts and batches]
     count = found.account.micro_batches
-    if count < 2 or len(batches) != count:
+    if count < 2 or len(stretches) < 2 or sum(batches for _, batches in stretches) != count:
         return
-    counts = [len(each) for each in batches]
+    counts = [len(casts) / batches for casts, batches in stretches]
     forward = [item for item in found.low if item.product and item.product.pass_name == "fprop"]
-    tensors = [item for each in batches for item in each if _ends(item)]
-    per_product = len(tensors) * found.steps / max(len(forward), 1)
+    every = [item for casts, _ in stretches for item in casts]
+    per_product = sum(map(_ends, every)) * found.steps / max(len(forward), 1)
     if min(counts[1:]) < 0.9 * counts[0] or per_product < 1.2:
         return
-    weights_ms = sum(item.share * _weight_part(item, forward) for each in batches for item in each) / 1000
+    weights_ms = sum(item.share * _weight_part(item, forward) for item in every) / 1000
     cost = weights_ms * (count - 1) / count
     evidence = (
-        f"{count} micro-batches per step, and each casts as much as the first: {', '.join(map(str, counts))} kernels in forward",
+        f"{count} micro-batches per step, and each casts as much as the first: {', '.join(f'{each:.0f}' for each in counts[:8])} "
+        "kernels in forward",
         f"{per_product:.1f} tensors are cast per forward product: its input and its weight; of {weights_ms:.1f} ms of casting "
         f"weights, {cost:.1f} ms repeat what the step's first micro-batch did",
     )
-    every = [item for each in batches[1:] for item in each]
+    again = [item for casts, _ in stretches[1:] for item in casts]
     yield Cause(
-        "recast", cost, evidence, main_kernels(every), "forward of micro-batches after the first", _spans(every, "cast again")
+        "recast", cost, evidence, main_kernels(again), "forward of micro-batches after the first", _spans(again, "cast again")
     )
 
 
-def _forward_casts(found: Evidence) -> list[list[Item]]:
-    """Of one step, by micro-batch."""
-    made: list[list[Item]] = []
+def _forward_casts(found: Evidence) -> list[tuple[list[Item], int]]:
+    """Of one step: the casts of each stretch of forward, and how many micro-batches it holds."""
+    made: list[tuple[list[Item], list[Item]]] = []
     before = ""
     step = next(iter(found.seen.items()))
     launched = sorted((item for item in step if item.scope.launched is not None), key=lambda item: item.scope.launched or 0.0)
     for item in launched:
         phase = item.scope.phase
-        if item.product is not None and phase in ("forward", "backward"):
+        if phase == "forward" and before != "forward":
+            made.append(([], []))
+        if phase in ("forward", "backward") and (item.product is not None or phase == "forward"):
             before = phase
-        if phase != "forward":
-            continue
-        if before != "forward" or not made:
-            if made and not made[-1]:
-                made.pop()
-            made.append([])
-            before = "forward"
-        if item.placed.name == "quantization":
-            made[-1].append(item)
-    return [each for each in made if each]
+        if phase == "forward" and item.placed.name == "quantization":
+            made[-1][0].append(item)
+        if phase == "forward" and item.product is not None:
+            made[-1][1].append(item)
+    batches = forwards([len(products) for _, products in made])
+    return [(casts, held) for (casts, _), held in zip(made, batches, strict=True)]
 
 
 def _ends(item: Item) -> bool:

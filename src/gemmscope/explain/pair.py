@@ -77,6 +77,12 @@ def with_twin(slow: Diagnosis, fast: Diagnosis) -> Pair:
         words.append(f"the products alone gain {alone:.2f}x")
         if lost.difference_ms is not None and lost.difference_ms > 0.02 * fast.account.step_ms:
             words.append(f"what grew most: {lost.row}, by {lost.difference_ms:.1f} ms")
+    if not (step_flops(slow) and step_flops(fast)):
+        counts = [sum(row.count for row in each.account.census) for each in (slow, fast)]
+        words.append(
+            f"shapes were not recorded in both, so whether they are one training cannot be checked: {counts[0]:.0f} products per "
+            f"step on one side, {counts[1]:.0f} on the other"
+        )
     if slow.trace.world_size != fast.trace.world_size:
         words.append(f"a bad comparison: {slow.trace.world_size} ranks on one side, {fast.trace.world_size} on the other")
     if slow.account.micro_batches != fast.account.micro_batches:

@@ -17,7 +17,8 @@ from gemmscope.measure.kernels import KernelFacts, classify
 from gemmscope.toml import load_data
 
 LOW = ("FP8", "MXFP8", "FP8 blocks", "FP4")
-PRECISIONS = (*LOW, "BF16", "FP16", "FP32", "unknown precision")
+UNKNOWN_PRECISION = "unknown precision"
+PRECISIONS = (*LOW, "BF16", "FP16", "FP32", UNKNOWN_PRECISION)
 CLASS_NAMES = {
     "quantize": "quantization", "update": "quantization", "memory": "copies", "attention": "attention", "norm": "norms",
     "activation": "activations", "loss": "loss", "embedding": "embedding and indexing", "optimizer": "optimizer",
@@ -28,6 +29,7 @@ ORDER = (
     "loss", "embedding and indexing", "optimizer", "communication", "copies", "other",
 )  # fmt: skip
 CHAIN = 14  # kernels that an eager cast takes at most
+SCALED_PRODUCT = "_scaled_"  # of Inductor's own products: triton_tem_fused__scaled_mm_0
 ANONYMOUS = ("elementwise", "memory", "other")
 DTYPES = {"e4m3": "FP8", "e5m2": "FP8", "e2m1": "FP4", "bf16": "BF16", "fp16": "FP16", "fp32": "FP32"}
 TORCH_TYPES = (("Float4", "FP4"), ("Float8", "FP8"), ("BFloat16", "BF16"), ("Half", "FP16"), ("float", "FP32"))
@@ -63,15 +65,15 @@ def place(trace: Trace, found: list[Scope]) -> list[Placed]:
     for work, scope in zip(trace.work, found, strict=True):
         made = _place(trace, work, scope, by_external.get(work.external))
         if made.is_product:
-            if made.precision == "unknown precision" and "reduce" in work.name.lower() and work.stream in latest:
+            if made.precision == UNKNOWN_PRECISION and "reduce" in work.name.lower() and work.stream in latest:
                 made = latest[work.stream]
             latest[work.stream] = made
         placed.append(made)
-    return placed if trace.operators else _cast_chains(trace, placed)
+    return placed if any(scope.operators for scope in found) else _cast_chains(trace, placed)
 
 
 def _cast_chains(trace: Trace, placed: list[Placed]) -> list[Placed]:
-    """Without operators: PyTorch's small kernels that lead up to a copy into FP8 are that cast."""
+    """Where no operator leads to a kernel: PyTorch's small kernels that lead up to a copy into FP8 are that cast."""
     made = list(placed)
     for number, work in enumerate(trace.work):
         if "float8_copy" not in work.name:
@@ -87,7 +89,7 @@ def _cast_chains(trace: Trace, placed: list[Placed]) -> list[Placed]:
 
 def _place(trace: Trace, work: Work, scope: Scope, operator: Operator | None) -> Placed:
     facts = classify(work.name)
-    kind: str = "memory" if work.copy else facts.kernel_class
+    kind: str = "memory" if work.copy and facts.kernel_class != "communication" else facts.kernel_class
     if work.collective:
         kind = "communication"
     if kind == "communication":
@@ -95,7 +97,8 @@ def _place(trace: Trace, work: Work, scope: Scope, operator: Operator | None) ->
     if scope.phase == "optimizer" and kind not in ("attention", "memory"):
         return Placed("optimizer", facts)
     if kind == "gemm":
-        return Placed(f"GEMM {_precision(facts, operator)}", facts, _precision(facts, operator))
+        precision = _precision(work.name, facts, operator)
+        return Placed(f"GEMM {precision}", facts, precision)
     unfused = rides = False
     if work.name.startswith("triton_") and kind in ("quantize", "elementwise"):
         kind, rides = _fused(work.name, facts)
@@ -109,7 +112,7 @@ def _place(trace: Trace, work: Work, scope: Scope, operator: Operator | None) ->
     return Placed(CLASS_NAMES[kind], facts, unfused=unfused, rides=rides)
 
 
-def _precision(facts: KernelFacts, operator: Operator | None) -> str:
+def _precision(name: str, facts: KernelFacts, operator: Operator | None) -> str:
     """What the operands are: by the kernel's name, else by the types that its operator was given."""
     if facts.operands is not None:
         found = DTYPES[facts.operands[0]]
@@ -117,9 +120,9 @@ def _precision(facts: KernelFacts, operator: Operator | None) -> str:
             return "MXFP8"
         return "FP8 blocks" if found == "FP8" and facts.scales == "block128" else found
     types = " ".join(str(each) for each in (operator.types if operator else ())[:3])
-    if operator is not None and "_scaled" in operator.name and "Float4" not in types:
+    if "Float4" not in types and ("_scaled" in (operator.name if operator else "") or SCALED_PRODUCT in name):
         return "FP8"
-    return next((name for word, name in TORCH_TYPES if word in types), "unknown precision")
+    return next((name for word, name in TORCH_TYPES if word in types), UNKNOWN_PRECISION)
 
 
 @cache

@@ -7,7 +7,7 @@ anonymous elementwise kernel does.
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -43,7 +43,7 @@ def scopes(trace: Trace) -> list[Scope]:
     operators: dict[Any, list[Operator]] = {}
     for operator in trace.operators:
         operators.setdefault(operator.thread, []).append(operator)
-    optimizing = _spans([mark for mark in trace.marks if mark.name.startswith(OPTIMIZER_MARKS)])
+    optimizing = optimizer_spans(trace)
     found = [Scope()] * len(trace.work)
     for thread, launches in by_thread.items():
         launches.sort()
@@ -112,8 +112,36 @@ def _is_backward(name: str) -> bool:
     return "Backward" in name
 
 
-def _spans(marks: list[Operator]) -> list[tuple[float, float]]:
-    return sorted((mark.start, mark.end) for mark in marks)
+def optimizer_spans(trace: Trace) -> list[tuple[float, float]]:
+    """When the host was in the optimizer: its marks, joined where they overlap.
+
+    Lightning hands forward and backward to `optimizer.step` as a closure: there the optimizer begins behind the last of backward.
+    """
+    nodes = [each for each in trace.operators if each.name.startswith(EVALUATES)]
+    starts = [each.start for each in nodes]
+    joined: list[tuple[float, float]] = []
+    for mark in trace.marks:
+        if not mark.name.startswith(OPTIMIZER_MARKS):
+            continue
+        inside = nodes[bisect_left(starts, mark.start) : bisect_right(starts, mark.end)]
+        begin = min(max((each.end for each in inside), default=mark.start), mark.end)
+        joined.append((begin, mark.end))
+    return _joined(sorted(joined))
+
+
+def _joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Without overlaps.
+
+    >>> _joined([(0, 9), (2, 3), (8, 12), (20, 21)])
+    [(0, 12), (20, 21)]
+    """
+    made: list[tuple[float, float]] = []
+    for begin, end in spans:
+        if made and begin <= made[-1][1]:
+            made[-1] = made[-1][0], max(made[-1][1], end)
+        else:
+            made.append((begin, end))
+    return made
 
 
 def _within(spans: list[tuple[float, float]], moment: float) -> bool:

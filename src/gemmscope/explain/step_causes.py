@@ -22,6 +22,7 @@ DILUTES = {
 WAITING = 0.05  # of the step
 SLOW_CLOCK = 0.55  # of the greatest
 SLOW_RATE = 0.6  # of what large products usually reach on this chip
+IMPOSSIBLE_RATE = 0.02  # of the peak: no clock is that slow, so the file's times are not microseconds
 BAD_REASONS = ("HW slowdown", "SW thermal slowdown", "HW thermal slowdown", "HW power brake")
 
 
@@ -31,6 +32,7 @@ def step_causes(found: Evidence) -> Iterator[Cause]:
     yield from _idle_unexplained(found)
     yield from _recompute(found)
     yield from _communication(found)
+    yield from _copies(found)
     yield from _throttled(found)
     yield from _dilution(found)
 
@@ -165,9 +167,9 @@ def _most_of_a_name(items: list[Item]) -> int:
 def _repeated_products(found: Evidence) -> float:
     """Where the compiler repeats forward inside of backward no function tells: products of each size are counted.
 
-    Without sizes, norms are: if they, too, run forward twice, whole layers do, and a quarter of their products is repeated.
+    Without sizes or passes, norms are: if they run forward twice, whole layers do, and a quarter of their products is repeated.
     """
-    if not found.flops_known:
+    if not found.flops_known or not any(item.product and item.product.pass_name == "fprop" for item in found.products):
         norms = [item for item in found.items if item.placed.name == "norms"]
         once = _most_of_a_name([item for item in norms if _is(item, "bwd", "backward", "Backward")])
         twice = _most_of_a_name([item for item in norms if _is(item, "fwd", "forward", "Forward")])
@@ -213,6 +215,19 @@ def _communication(found: Evidence) -> Iterator[Cause]:
         yield Cause("communication", exposed, tuple(evidence), main_kernels(items), "", spans)
 
 
+def _copies(found: Evidence) -> Iterator[Cause]:
+    """Between host and GPU, while nothing is computed: offloading, or batches that arrive late."""
+    items = [item for item in found.items if item.placed.name == "copies" and _is(item, "HtoD", "DtoH")]
+    time = found.ms(items)
+    if time > WAITING * found.step_ms:
+        evidence = (
+            f"{time:.1f} ms per step ({time / found.step_ms:.0%}) in which only copies between host and GPU ran, "
+            f"{found.per_step(items):.0f} of them",
+        )
+        spans = tuple((item.work.start, item.work.end, "only copying") for item in items[:2000])
+        yield Cause("copies", time, evidence, main_kernels(items), "", spans)
+
+
 def _throttled(found: Evidence) -> Iterator[Cause]:
     """By the clock that was read beside the trace; else by all large products alike being slow for the chip."""
     clock = facts_clock(found.seen.trace.facts)
@@ -241,11 +256,23 @@ def _slow_products(found: Evidence) -> list[str]:
     known = chip(found.seen.trace.gpu_name)
     if known is None or not found.rates:
         return []
-    shares = {name: rate / (known.peak(name) or 0.0) for name, rate in found.rates.items() if known.peak(name)}
-    if not shares or any(share > SLOW_RATE * known.usual for share in shares.values()):
+    shares = {name: rate / peak for name, rate in found.rates.items() if (peak := known.peak(name))}
+    if not shares or any(share > SLOW_RATE * known.usual or share < IMPOSSIBLE_RATE for share in shares.values()):
         return []
     told = ", ".join(f"{name} {found.rates[name]:.0f} TFLOP/s ({share:.0%} of the peak)" for name, share in shares.items())
     return [f"large products run at {told}; {known.usual:.0%} is usual on {found.seen.trace.gpu_name}"]
+
+
+def odd_times(found: Evidence) -> list[str]:
+    """A note, if products are so slow or fast for the chip that the file's times cannot be microseconds."""
+    known = chip(found.seen.trace.gpu_name)
+    shares = [rate / peak for name, rate in found.rates.items() if (peak := known.peak(name))] if known is not None else []
+    if not shares or IMPOSSIBLE_RATE <= max(shares) <= 1.5:
+        return []
+    return [
+        f"large products would run at {max(shares):.1%} of {found.seen.trace.gpu_name}'s peak: the times in this file are not "
+        "microseconds, it seems, as they should be; shares hold, milliseconds do not"
+    ]
 
 
 def _dilution(found: Evidence) -> Iterator[Cause]:

@@ -7,13 +7,13 @@ out, whether the host runs ahead or the GPU waits for it. Where no profiler mark
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from gemmscope.errors import UserError
-from gemmscope.explain.scopes import OPTIMIZER_MARKS
+from gemmscope.explain.scopes import optimizer_spans
 from gemmscope.explain.stream import HOW_TO_RECORD
 from gemmscope.explain.trace import Operator, Trace, Work
 from gemmscope.measure.kernels import classify
@@ -21,6 +21,7 @@ from gemmscope.measure.kernels import classify
 QUEUED_US = 100.0  # a kernel that starts this long after its launch waited for the GPU, not for the host
 ADAM = re.compile(r"[Aa]dam|[Ss]gd|Lion|lion_|Muon|[Ll]amb(?!da)|[Oo]ptimizer")
 SIMILAR = 1.25  # steps this many times longer than the median are not like the others
+FEWEST = 3  # products between two optimizers, if a step lies between them
 APART = 4.0  # of two, which may differ: the first was recorded without what precedes it
 
 
@@ -50,6 +51,8 @@ def find_steps(trace: Trace, count: int | None = None) -> Steps:
     """`count`: how many steps the whole trace holds, where the person says so."""
     if count is not None:
         begin, end = trace.work[0].start, max(work.end for work in trace.work)
+        if end <= begin:
+            raise UserError(f"{trace.path} holds no time: its GPU work begins and ends at once", HOW_TO_RECORD)
         long = (end - begin) / count
         made = [Step(f"step {number + 1}", begin + number * long, begin + (number + 1) * long) for number in range(count)]
         return Steps(tuple(made), tuple(made), f"as told, {count} in the whole trace")
@@ -61,7 +64,7 @@ def find_steps(trace: Trace, count: int | None = None) -> Steps:
     if made:
         return Steps(tuple(made), _alike(made), "the optimizer's kernels")
     raise UserError(
-        f"{trace.path} does not say where a training step begins: no ProfilerStep marks, and no optimizer in it",
+        f"{trace.path} does not say where a training step begins: no ProfilerStep marks with launches, and no optimizer in it",
         f"say how many steps it holds with --steps, or {HOW_TO_RECORD}",
     )
 
@@ -74,9 +77,9 @@ def _alike(steps: Sequence[Step]) -> tuple[Step, ...]:
 
 
 def _marked(trace: Trace) -> list[Step]:
-    """`ProfilerStep#N` on the host; where there is none, its shadow on the GPU."""
+    """`ProfilerStep#N` on the host, if launches lead from there to the GPU; else its shadow on the GPU."""
     marks = {mark.name: mark for mark in reversed(trace.marks) if mark.name.startswith("ProfilerStep")}
-    if marks:
+    if marks and any(work.correlation in trace.launches for work in trace.work):
         return _host_windows(trace, _with_optimizer(trace, sorted(marks.values(), key=lambda mark: mark.start)))
     shadows = {mark.name: mark for mark in reversed(trace.gpu_marks) if mark.name.startswith("ProfilerStep")}
     ordered = sorted(shadows.values(), key=lambda mark: mark.start)
@@ -111,8 +114,8 @@ def _host_windows(trace: Trace, windows: Sequence[Operator]) -> list[Step]:
             continue
         firsts[at] = firsts[at] or work
         lasts[at] = max(lasts[at], work.end)
-    if not any(firsts):  # launches were not recorded: the host's clock is all there is
-        return [Step(window.name, window.start, window.end) for window in windows if window.end > window.start]
+    if not any(firsts):  # nothing leads from the host to the GPU: a host that runs ahead says nothing of when the GPU begins
+        return []
     made: list[Step] = []
     before: float | None = None
     for window, first, last in zip(windows, firsts, lasts, strict=True):
@@ -135,30 +138,25 @@ def _window_of(windows: Sequence[Operator], moment: float) -> int | None:
 
 
 def _optimizer_marks(trace: Trace) -> list[Step]:
-    """A step ends with `Optimizer.step`; what comes before the first one counts if it is as much work as the others."""
-    marks = [mark for mark in trace.marks if mark.name.startswith(OPTIMIZER_MARKS)]
-    if not marks:
+    """A step ends with `Optimizer.step`; what comes before the first one counts if it is as much work as the others.
+
+    Several optimizers may step one after the other, or one for each parameter: only the last before more products ends a step.
+    """
+    spans = optimizer_spans(trace)
+    if not spans:
         return []
-    ends = [mark.end for mark, later in zip(marks, [*marks[1:], None], strict=True) if _trains_between(trace, mark, later)]
-    if not ends:
-        return []
+    products = sorted(_launched(trace, work) for work in trace.work if classify(work.name).kernel_class == "gemm")
+    behind = [bisect_left(products, begin) - bisect_right(products, end) for (_, end), (begin, _) in pairwise(spans)]
+    ends = [end for (_, end), count in zip(spans, [*behind, FEWEST], strict=True) if count >= FEWEST]
     first = min(call.start for call in trace.launches.values()) if trace.launches else trace.work[0].start
     edges = [min(first, trace.work[0].start), *ends]
     windows = [Operator(f"step {number + 1}", edges[number], edges[number + 1], None) for number in range(len(ends))]
     return _whole_ones(trace.work, _host_windows(trace, windows))
 
 
-def _trains_between(trace: Trace, mark: Operator, later: Operator | None) -> bool:
-    """Several optimizers may step one after the other: only the last of them ends a step."""
-    if later is None:
-        return True
-    between = [work for work in trace.work if _launched_in(trace, work, mark.end, later.start)]
-    return sum(classify(work.name).kernel_class == "gemm" for work in between) >= 3
-
-
-def _launched_in(trace: Trace, work: Work, begin: float, end: float) -> bool:
+def _launched(trace: Trace, work: Work) -> float:
     call = trace.launches.get(work.correlation)
-    return begin <= (call.start if call is not None else work.start) <= end
+    return call.start if call is not None else work.start
 
 
 def _optimizer_kernels(every: Sequence[Work]) -> list[Step]:

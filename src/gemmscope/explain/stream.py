@@ -23,6 +23,7 @@ LONGEST_EVENT = 64 << 20  # characters: no event is that long, so the text is br
 HOW_TO_RECORD = "record one with three lines in your training loop: gemmscope trace-me"
 _SPACE = re.compile(r"[ \t\r\n]*")
 _BETWEEN = re.compile(r"[ \t\r\n,]*")
+MOST_PACKED = 3  # times that a file may be gzipped: those who copy it may pack it once more
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
@@ -83,7 +84,7 @@ class EventStream:
             at = _BETWEEN.match(self._buffer, self._at).end()  # type: ignore[union-attr]
             try:
                 value, self._at = decode(self._buffer, at)
-            except (json.JSONDecodeError, RecursionError):
+            except (ValueError, RecursionError):  # a number of thousands of digits is a ValueError, too
                 self._at = at
                 if at < len(self._buffer) and self._buffer[at] == "]":
                     self._at += 1
@@ -101,7 +102,7 @@ class EventStream:
             at = _SPACE.match(self._buffer, self._at).end()  # type: ignore[union-attr]
             try:
                 value, end = self._decode(self._buffer, at)
-            except (json.JSONDecodeError, RecursionError):
+            except (ValueError, RecursionError):  # a number of thousands of digits is a ValueError, too
                 end = len(self._buffer)
             if end < len(self._buffer):  # a number that touches the end may go on
                 self._at = end
@@ -151,7 +152,8 @@ def _opened(path: Path) -> Iterator[io.TextIOBase]:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{path} cannot be read: {reason}", "name a trace file, as the PyTorch profiler writes it") from error
     with raw:
-        magic = raw.read(2)
-        raw.seek(0)
-        unpacked: Any = gzip.GzipFile(fileobj=raw) if magic == _GZIP_MAGIC else raw
-        yield io.TextIOWrapper(io.BufferedReader(unpacked, 1 << 20), encoding="utf-8-sig", errors="replace")
+        reader: Any = raw
+        for _ in range(MOST_PACKED):
+            if reader.peek(2)[:2] == _GZIP_MAGIC:
+                reader = io.BufferedReader(gzip.GzipFile(fileobj=reader, mode="rb"), 1 << 20)
+        yield io.TextIOWrapper(reader, encoding="utf-8-sig", errors="replace")

@@ -122,16 +122,9 @@ def _gap(trace: Trace, begin: float, end: float, until: Work | None, scope: Scop
 
 def _waited_until(trace: Trace, begin: float, launched: float) -> float | None:
     """The end of a wait of the host that the GPU's last work released, shortly before the launch."""
-    starts = _wait_starts(trace)
-    for number in range(bisect_right(starts, begin) - 1, max(bisect_right(starts, begin) - 8, -1), -1):
+    at = bisect_right(trace.waits, begin, key=lambda wait: wait.start) - 1
+    for number in range(at, max(at - 7, -1), -1):
         wait = trace.waits[number]
         if wait.start < begin and begin - 20.0 <= wait.end <= launched:
             return wait.end
     return None
-
-
-def _wait_starts(trace: Trace) -> list[float]:
-    found: list[float] | None = trace.head.get("gemmscope wait starts")
-    if found is None:
-        found = trace.head["gemmscope wait starts"] = [wait.start for wait in trace.waits]
-    return found

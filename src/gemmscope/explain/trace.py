@@ -26,7 +26,9 @@ CATEGORIES = {
 }  # fmt: skip
 PRODUCT_OPERATORS = re.compile(r"aten::(_scaled|_grouped|_scaled_grouped)?_?(mm|addmm|bmm|baddbmm|linear|matmul|addmv|mv)(_v2)?$")
 ATTENTION_FORWARD = re.compile(r"aten::_?(scaled_dot_product\w*attention|(flash|efficient|cudnn)_attention_forward)$")
+_WHOLE = re.compile(r"-?[0-9]{1,19}")
 SKEW_US = 20.0
+LATEST_US = 1e20  # no clock shows more, whatever it counts from
 LONGEST_QUEUE_US = 10e6  # a kernel that begins so long after its launch is on another clock
 
 
@@ -89,6 +91,7 @@ class Trace:
     others: dict[Any, int] = field(default_factory=dict)  # kernels of devices that are not looked at
     events: int = 0
     shapes_recorded: bool = False
+    zero_us: float = 0.0  # the first event's time, as written
     skew_us: float = 0.0  # of the GPU's clock against the host's, as written
 
     @property
@@ -106,7 +109,7 @@ class Trace:
         found = self.head.get("deviceProperties")
         for device in found if isinstance(found, list) else ():
             if isinstance(device, dict) and device.get("name"):
-                return str(device["name"])
+                return printable(device["name"])
         return ""
 
     @property
@@ -151,7 +154,7 @@ def _take(trace: Trace, event: dict[str, Any], threads: dict[tuple[Any, Any], st
     arguments = event.get("args")
     if not isinstance(arguments, dict):
         arguments = {}
-    name, end = intern(str(event.get("name", ""))), start + duration
+    name, end = intern(printable(event.get("name", ""))), start + duration
     if kind in ("kernel", "copy"):
         copy = kind == "copy" or name.startswith(("Memcpy", "Memset"))
         collective = str(arguments.get("Collective name") or "")
@@ -243,7 +246,7 @@ def _from_zero(trace: Trace) -> None:
             seen.add(id(each))
             each.start -= zero
             each.end -= zero
-    trace.head["gemmscope zero"] = zero
+    trace.zero_us = zero
     trace.work.sort(key=lambda each: (each.start, each.end))
     trace.operators.sort(key=lambda each: (each.start, -each.end))
     trace.waits.sort(key=lambda each: each.start)
@@ -261,7 +264,17 @@ def _number(value: Any) -> float | None:
         found = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    return found if found - found == 0 else None
+    return found if abs(found) < LATEST_US else None  # not for NaN either
+
+
+def printable(value: Any) -> str:
+    """A name that can be written to any file: halves of characters, which JSON allows, are replaced.
+
+    >>> printable("nvjet"), printable(chr(0xD800) + "x"), printable(None)
+    ('nvjet', '?x', 'None')
+    """
+    text = str(value)
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def _integer(value: Any) -> int | None:
@@ -270,9 +283,13 @@ def _integer(value: Any) -> int | None:
 
 
 def _key(value: Any) -> Any:
-    """An id that can be looked up: numbers as text are numbers."""
+    """An id that can be looked up: numbers as text are numbers.
+
+    >>> _key("7"), _key(7), _key("-1"), _key("--1"), _key("²"), _key([7])
+    (7, 7, -1, '--1', '²', None)
+    """
     if isinstance(value, str):
-        return int(value) if value.lstrip("-").isdigit() and len(value) < 20 else value
+        return int(value) if _WHOLE.fullmatch(value) else value
     return value if isinstance(value, (int, float)) else None
 
 

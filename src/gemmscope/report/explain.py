@@ -73,7 +73,7 @@ def below(found: Diagnosis) -> list[str]:
             lines.append(f"   kernels: {', '.join(cause.kernels)}")
         lines.append(f"   what to do: {'; '.join(cause.advice(evidence.framework))}")
     lines += [
-        f"GPU busy {account.busy_ms:.2f} ms ({percent(1 - account.idle_share)}), idle {account.step_ms - account.busy_ms:.2f} ms"
+        f"GPU busy {account.busy_ms:.2f} ms ({percent(1 - account.idle_share)}), idle {sum(account.idle.values()):.2f} ms"
         + (f": {', '.join(f'{why} {time:.2f}' for why, time in account.idle.items())}" if account.idle else ""),
         f"{account.kernels:.0f} kernels and copies per step from {account.launches:.0f} launches, "
         f"{account.micro_batches} micro-batches; {account.kernels_per_product:.1f} kernels per product, its casts included",
