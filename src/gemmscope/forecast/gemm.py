@@ -220,10 +220,15 @@ class GemmModel:
             if series.fmt != fmt:
                 launch, passes = _transfer()["quantize"][fmt]
             quantize = launch + passes * quantize_bytes_ms(shapes.m * shapes.k, chip.bandwidth_tbps)
-        doubt = np.hypot(np.hypot(basis.doubt, doubts), _outside(shapes))
+        doubt = np.hypot(np.hypot(basis.doubt, doubts), doubt_outside(shapes))
         low, high = np.maximum(-series.low * scale, 0.005), np.maximum(series.high * scale, 0.005)
         found = Times(gemm, quantize, np.hypot(low, doubt), np.hypot(high, doubt), doubt, gemm)
-        return found.at_least(least_ms(shapes, fmt, **rates))
+        return found.at_least(chip_limit_ms(shapes, fmt, chip))
+
+
+def chip_limit_ms(shapes: Shapes, fmt: str, chip: GpuSpec) -> Array:
+    """What no library can beat on this chip."""
+    return least_ms(shapes, fmt, tflops=chip.tflops[RATE_OF[fmt]], bandwidth_tbps=chip.bandwidth_tbps)
 
 
 @cache
@@ -276,7 +281,7 @@ def _layouts(layout: Any, chip: GpuSpec, fmt: str, length: int) -> tuple[Array, 
     return factors, doubts
 
 
-def _outside(shapes: Shapes) -> Array:
+def doubt_outside(shapes: Shapes) -> Array:
     """The doubt of sizes beyond those measured, and of products in groups."""
     doubt = _transfer()["doubt"]
     octaves = np.zeros(len(shapes.m))

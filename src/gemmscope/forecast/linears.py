@@ -7,16 +7,18 @@ from math import sqrt
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gemmscope.forecast.estimate import Estimate, total
-from gemmscope.forecast.gemm import LAYOUT_OF, GemmModel, State, model
-from gemmscope.forecast.physics import RATE_OF, Shapes, least_ms
+from gemmscope.forecast.gemm import LAYOUT_OF, GemmModel, State, chip_limit_ms, doubt_outside, model
+from gemmscope.forecast.physics import Array, Shapes
 from gemmscope.forecast.training import Quantizing, doubt_of, facts, product_factor, product_format, quantizing
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.measure.task import Case
 from gemmscope.recipe.recipes import recipe
 
 CALIBRATED_DOUBT = 0.03
+OTHER_STATE_DOUBT = 0.067  # the same, and what two states of one chip differ by
 CALIBRATED_ROW_DOUBT = 0.06
 Key = tuple[int, int, int, int, str]  # tokens, inputs, outputs, groups, pass
 
@@ -50,11 +52,33 @@ class Together(NamedTuple):
 
 
 class Adjustment(NamedTuple):
-    """Measured over forecast: factors on products by format and pass, on quantizing by recipe, on a step's other rows."""
+    """Measured over forecast: factors on products by format and pass, sustained and in a burst, on quantizing by recipe, on a
+    step's other rows."""
 
     products: Mapping[str, Mapping[str, float]]
     quantize: Mapping[str, float]
     rows: Mapping[str, float] = {}
+    burst: Mapping[str, Mapping[str, float]] = {}
+
+    def product(self, fmt: str, pass_name: str, state: State) -> tuple[float, float] | None:
+        """The factor on one kind of product and its doubt; that of the other state where only it was measured.
+
+        >>> Adjustment({"bf16": {"fprop": 1.1}}, {}).product("bf16", "fprop", "burst")
+        (1.1, 0.067)
+        """
+        own, other = (self.products, self.burst) if state == "sustained" else (self.burst, self.products)
+        if (factor := own.get(fmt, {}).get(pass_name)) is not None:
+            return factor, CALIBRATED_DOUBT
+        if (factor := other.get(fmt, {}).get(pass_name)) is not None:
+            return factor, OTHER_STATE_DOUBT
+        return None
+
+
+class _Factors(NamedTuple):
+    """On products, one for each; their doubts, zero where nothing was measured on the chip itself."""
+
+    values: Array
+    doubts: Array
 
 
 class Habits(NamedTuple):
@@ -133,18 +157,25 @@ class Forecaster:
         )
         layouts = np.select([dgrad, wgrad], [LAYOUT_OF["dgrad"], LAYOUT_OF["wgrad"]], LAYOUT_OF["fprop"])
         found = self.gemms.time(self.chip, fmt, shapes, self.state, layout=layouts, in_training=True)
-        rates = {"tflops": self.chip.tflops[RATE_OF[fmt]], "bandwidth_tbps": self.chip.bandwidth_tbps}
-        times = np.maximum(found.gemm_ms * product_factor(fmt, self.chip), least_ms(shapes, fmt, **rates))
         own = np.sqrt(np.maximum(((found.low + found.high) / 2) ** 2 - found.shared**2, 0.0))
         shared = np.hypot(found.shared, self._common)
-        known = self.measured.products.get(fmt, {}) if self.measured is not None else {}
-        for name, factor in known.items():  # measured on this very chip: what all shapes share is known
-            times[passes == name] *= factor
-            shared[passes == name] = CALIBRATED_DOUBT
-        least = (found.burst_ms / found.gemm_ms).tolist()
-        numbers = zip(keys, times.tolist(), own.tolist(), shared.tolist(), least, strict=True)
+        factors, in_burst = (self._measured_factors(fmt, passes, state) for state in (self.state, "burst"))
+        known = factors.doubts > 0  # measured on this very chip: what all shapes share is known
+        shared[known] = np.hypot(factors.doubts, doubt_outside(shapes))[known]
+        floor = np.maximum(found.burst_ms * in_burst.values, chip_limit_ms(shapes, fmt, self.chip))
+        times = np.maximum(found.gemm_ms * factors.values, floor)
+        numbers = zip(keys, times.tolist(), own.tolist(), shared.tolist(), (floor / times).tolist(), strict=True)
         for key, time_ms, alone, together, share in numbers:
             self._known[fmt, key], self._least[fmt, key] = Estimate(time_ms, alone, together), share
+
+    def _measured_factors(self, fmt: str, passes: NDArray[np.str_], state: State) -> _Factors:
+        """Training's products over those that were measured widely, and over those forecast where this very chip was measured."""
+        values, doubts = np.full(len(passes), product_factor(fmt, self.chip)), np.zeros(len(passes))
+        for name in LAYOUT_OF if self.measured is not None else ():
+            if self.measured is not None and (found := self.measured.product(fmt, name, state)) is not None:
+                values[passes == name] *= found[0]
+                doubts[passes == name] = found[1]
+        return _Factors(values, doubts)
 
     def linear(self, case: Case, name: str) -> LinearTime:
         """One linear in one recipe."""
