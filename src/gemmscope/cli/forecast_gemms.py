@@ -134,6 +134,7 @@ class _Products(NamedTuple):
         from gemmscope.forecast.physics import Shapes
 
         found, basis = np.zeros((len(self.sizes), 4)), dict[str, None]()
+        libraries = sorted({series.library for series in model().coefficients.series})
         for (fmt, by), chosen in self.kinds.items():
             index = np.array(chosen)
             m, k, n, groups = self.sizes[index].T
@@ -145,6 +146,8 @@ class _Products(NamedTuple):
                 failures.setdefault((fmt, by), []).append(error)
                 continue
             basis[model().basis(chip, fmt, state, by).words] = None
+            if by is not None and by not in libraries:
+                basis[f"{shown(by)} was measured nowhere (known: {', '.join(libraries)}): error bars are wider"] = None
             if measured is not None and by is None:
                 gemm_ms = times.gemm_ms * _factors(measured, fmt, layouts, chip, state)
                 times = replace(times, gemm_ms=np.maximum(gemm_ms, chip_limit_ms(shapes, fmt, chip)))
@@ -167,7 +170,7 @@ def _factors(measured: Adjustment, fmt: str, layouts: NDArray[np.str_], chip: Gp
 
 
 def _size(text: str, name: str, where: str) -> int:
-    spoken = text.strip()
+    spoken = text.strip().removesuffix(".0")  # as tables of numbers are often written
     if not spoken.isascii() or not spoken.isdigit() or not 0 < int(spoken[:12]) <= LARGEST_SIZE:
         raise UserError(f"{where}: {name} is {shown(text)}, not a whole number from 1 to {LARGEST_SIZE}", HINT)
     return int(spoken)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gemmscope.errors import UserError
+from gemmscope.forecast.coefficients import REINSTALL
 from gemmscope.forecast.findings import ForecastFindings
 from gemmscope.forecast.gemm import FORMATS, LAYOUT_OF
 from gemmscope.forecast.linears import Adjustment
@@ -33,7 +34,6 @@ VERSION = 2
 Pair = tuple[float, float]  # milliseconds, measured and forecast
 LARGEST_FACTOR = 5.0  # more than that is no calibration, but another chip
 AGAIN = "run gemmscope calibrate again, or remove the file to forecast without it"
-REINSTALL = "it is part of the package: install gemmscope again"
 
 # Linears from small to large, wide and narrow, few tokens and many: a minute or two for every precision.
 CASES = tuple(
