@@ -17,12 +17,14 @@ from gemmscope.forecast.findings import ForecastFindings
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.step import Step, StepForecast, speedup, step_answer
 from gemmscope.forecast.sweep import Point, break_even, forecast_points
+from gemmscope.forecast.training import quantizing
 from gemmscope.gpu.specs import gpu, gpus
 from gemmscope.measure.stats import Interval
 from gemmscope.measure.task import MODES, Case, cases_of
 from gemmscope.model import presets
 from gemmscope.model.flags import from_hyperparameters
 from gemmscope.model.spec import ModelSpec, RunSpec
+from gemmscope.recipe.recipes import recipe
 from gemmscope.recipe.support import support
 from gemmscope.step.waterfall import ROWS
 from gemmscope.workload.derive import derive
@@ -151,6 +153,18 @@ def test_linears_do_not_beat_the_chip(name: str) -> None:
             rate = chip.tflops["bf16" if each == "BF16" else "fp8"] * 1e9
             products = Forecaster(chip, "burst").linear(case, each).products.values()
             assert all(part.value >= 2 * 20768 * 52032 * 688 / rate * (1 - 1e-9) for part in products)
+
+
+def test_casts_reach_less_of_blackwells_bandwidth() -> None:
+    """By the ratio that the same kernels show; not for very long tensors, and never so that a longer tensor takes less."""
+    for name in ("b200", "b300"):
+        h200, other = (quantizing(recipe("MXFP8"), gpu(each)) for each in ("h200", name))
+        bandwidth = gpu(name).bandwidth_tbps / gpu("h200").bandwidth_tbps
+        for elements, least, most in ((5e7, 1.15, 1.35), (1e10, 1.0, 1.02)):
+            ratio = (other.time_ms(elements) - other.launch_ms) / (h200.time_ms(elements) - h200.launch_ms) * bandwidth
+            assert least < ratio < most
+        times = [other.time_ms(2.0**each) for each in range(40)]
+        assert times == sorted(times)
 
 
 def test_weights_are_quantized_once_per_step() -> None:

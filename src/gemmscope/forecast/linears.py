@@ -115,8 +115,7 @@ class Forecaster:
             formats = {each: product_format(asked, each, self.chip) for each in LAYOUT_OF}
             costs = quantizing(asked, self.chip)
             if self.measured is not None and name in self.measured.quantize:
-                factor = self.measured.quantize[name]
-                costs = Quantizing(costs.launch_ms * factor, costs.element_ms * factor, costs.in_step)
+                costs = costs.times(self.measured.quantize[name])
             self._habits[name] = Habits(formats, asked.quantizes, costs)
         return self._habits[name]
 
