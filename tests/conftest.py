@@ -1,7 +1,9 @@
-"""Set before anything imports torch: tests run side by side, and threads that spin would only wait for each other."""
+"""Set before anything imports torch or looks for files: what the machine at hand has must not change what tests see."""
 
 from __future__ import annotations
 
 import os
+import tempfile
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side, and threads that spin would only wait for each other
+os.environ["XDG_CONFIG_HOME"] = os.path.join(tempfile.gettempdir(), "gemmscope-tests-no-calibration")  # nothing writes there

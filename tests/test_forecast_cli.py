@@ -74,6 +74,13 @@ def test_what_is_computed_again_is_in_the_step(run: Run) -> None:
     assert note in run(f"{REFERENCE} --gpu h200 --recompute full").out
 
 
+def test_what_does_not_gain_is_not_called_fastest(run: Run) -> None:
+    small = "forecast --hidden_size 256 --intermediate_size 1024 --num_attention_heads 4 --num_hidden_layers 2"
+    out = run(f"{small} --micro_batch_size 1 --sequence_length 256 --gpu h200 --recipes fp8current").out
+    assert "h200: stay with BF16: nothing is forecast to gain" in out
+    assert "is forecast fastest" not in out
+
+
 def test_only_one_mode(run: Run) -> None:
     assert "Autocast" not in run(f"{REFERENCE} --gpu h200 --pre-quantize").out
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gemmscope.forecast.calibration import shipped
 from gemmscope.forecast.comm import collective_ms
 from gemmscope.forecast.estimate import Estimate, ratio, total
 from gemmscope.forecast.findings import ForecastFindings
@@ -262,6 +264,26 @@ def test_what_is_certain() -> None:
     assert not Point((1,), 1.0, (("A", Interval(0.9, 0.8, 1.1)),)).certain
     points = [Point((1,), 1.0, (("A", high),), host_bound=("A",)), Point((2,), 1.0, (("A", high),))]
     assert break_even(points, "A") == 2
+
+
+def test_cores_share_what_one_would_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calibrated or not: what was measured goes along to other processes; and where these die, one does all."""
+    model, run = model_of(MEASURED["gpt1b_l16"]["config"])
+    wanted = [((batch,), model, replace(run, micro_batch_size=batch)) for batch in (1, 2, 4)]
+    found = shipped("h200")
+    assert found is not None
+    forecaster = Forecaster(gpu("h200"), "burst", measured=found.adjustment())
+    alone = forecast_points(forecaster, wanted, ["FP8Current"])
+    assert alone != forecast_points(Forecaster(gpu("h200"), "burst"), wanted, ["FP8Current"])
+    monkeypatch.setattr("gemmscope.forecast.sweep.WORTH_SHARING", 1)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert forecast_points(forecaster, wanted, ["FP8Current"]) == alone
+
+    def broken(*_: object) -> None:
+        raise BrokenProcessPool
+
+    monkeypatch.setattr("gemmscope.forecast.sweep.ProcessPoolExecutor", broken)
+    assert forecast_points(forecaster, wanted, ["FP8Current"]) == alone
 
 
 def test_points_of_a_sweep_are_single_forecasts() -> None:

@@ -24,19 +24,17 @@ Key = tuple[int, int, int, int, str]  # tokens, inputs, outputs, groups, pass
 
 
 class LinearTime(NamedTuple):
-    """One linear in one recipe: its products by pass, and what quantizing each tensor takes, alone and inside a step."""
+    """One linear in one recipe: its products by pass, and what quantizing each tensor takes."""
 
     products: dict[str, Estimate]
     quantize_ms: dict[str, float]
-    in_step_ms: float
     quantize_doubt: float
 
     def product(self) -> Estimate:
         return total(self.products.values())
 
-    def quantizing(self, *, in_step: bool = False) -> Estimate:
-        time_ms = self.in_step_ms if in_step else sum(self.quantize_ms.values())
-        return Estimate(time_ms, 0.0, self.quantize_doubt)
+    def quantizing(self) -> Estimate:
+        return Estimate(sum(self.quantize_ms.values()), 0.0, self.quantize_doubt)
 
 
 class Together(NamedTuple):
@@ -183,10 +181,8 @@ class Forecaster:
         if any(key not in self._known for key in keys.values()):
             self.prepare([case], [name])
         products = {each: self._known[key] for each, key in keys.items()}
-        if not habits.quantizes:
-            return LinearTime(products, {}, 0.0, 0.0)
-        quantize = self._quantize(case, habits.quantizing)
-        return LinearTime(products, quantize, sum(quantize.values()) * habits.quantizing.in_step, self._doubt)
+        quantize = self._quantize(case, habits.quantizing) if habits.quantizes else {}
+        return LinearTime(products, quantize, self._doubt)
 
     def together(self, linears: Sequence[tuple[Case, int, int]], name: str) -> Together:
         """Many linears inside a step: (case, count, forward runs) each. Sweeps take this way."""
@@ -204,9 +200,9 @@ class Forecaster:
                 shared += time_ms * part[2]
                 least += time_ms * self._least[key]
             if quantizes:
-                sizes = self._quantize(case, costs)
-                weights += costs.time_ms(case.weights) * costs.in_step * count
-                activations += (sum(sizes.values()) - sizes.get("W", 0.0)) * costs.in_step * count * (2 + runs) / 3
+                casts = costs.in_step * count
+                activations += (costs.time_ms(tokens * inputs) + costs.time_ms(tokens * outputs)) * casts * (2 + runs) / 3
+                weights += costs.time_ms(case.weights) * casts
         products = Estimate(value, sqrt(squares) / value, shared / value) if value else Estimate(0.0)
         return Together(products, least, Estimate(activations, 0.0, self._doubt), Estimate(weights, 0.0, self._doubt))
 
@@ -217,12 +213,12 @@ class Forecaster:
 
     def _quantize(self, case: Case, costs: Quantizing) -> dict[str, float]:
         """X, W and dY; bare products have no dY, and cached weights are not quantized here."""
-        elements = {"X": case.tokens * case.inputs, "W": case.weights, "dY": case.tokens * case.outputs}
-        if len(case.passes) == 1:
-            del elements["dY"]
-        if self.cache_weights:
-            del elements["W"]
-        return {label: costs.time_ms(size) for label, size in elements.items()}
+        times = {"X": costs.time_ms(case.tokens * case.inputs)}
+        if not self.cache_weights:
+            times["W"] = costs.time_ms(case.weights)
+        if len(case.passes) > 1:
+            times["dY"] = costs.time_ms(case.tokens * case.outputs)
+        return times
 
 
 def _key(case: Case, pass_name: str) -> Key:

@@ -25,14 +25,15 @@ def facts() -> dict[str, Any]:
     return load_data("gemmscope.forecast", "coefficients/training.toml")
 
 
-def measured_here(chip: GpuSpec) -> bool:
-    """Whether the shares were measured on a chip of this architecture."""
-    return chip.architecture == gpu(facts()["measured_on"]).architecture
+@cache
+def _measured_on() -> tuple[int, int]:
+    """The compute capability of the chip that the shares were measured on."""
+    return gpu(facts()["measured_on"]).capability
 
 
 def doubt_of(table: str, chip: GpuSpec) -> float:
     """The doubt of a part, larger on architectures that were not measured in training."""
-    return float(facts()[table]["doubt_measured" if measured_here(chip) else "doubt"])
+    return float(facts()[table]["doubt_measured" if chip.capability == _measured_on() else "doubt"])
 
 
 def product_format(recipe: Recipe, pass_name: str, chip: GpuSpec) -> str:
