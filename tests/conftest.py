@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side, and threads that spin would only wait for each other
-os.environ["XDG_CONFIG_HOME"] = os.path.join(tempfile.gettempdir(), "gemmscope-tests-no-calibration")  # nothing writes there
+os.environ["XDG_CONFIG_HOME"] = str(Path(tempfile.gettempdir()) / "gemmscope-tests-no-calibration")  # nothing writes there

@@ -201,6 +201,8 @@ def test_what_was_not_measured_keeps_its_doubt() -> None:
         )
     )
     assert dense.shared == pytest.approx(0.03)
+    other = Forecaster(gpu("h200"), "sustained", measured=found.adjustment(other_chip=True))
+    assert other.linear(Case("a", 8192, 4096, 4096), "BF16").product().shared > dense.shared
     assert grouped.shared > 0.1
     assert huge.shared > 0.1
 

@@ -130,7 +130,7 @@ def calibrated(chip: GpuSpec, notes: list[str], *, own_only: bool = False) -> Ad
         return None
     where = str(place(chip.name)) if own else "ships with gemmscope; your own replaces it"
     notes.append(f"{chip.name}: calibrated on {found.device} by gemmscope calibrate ({where})")
-    return found.adjustment()
+    return found.adjustment(other_chip=own is None)
 
 
 def _model(model_options: ModelOptions, run_options: RunOptions) -> Target:

@@ -20,7 +20,7 @@ from gemmscope.errors import UserError
 from gemmscope.forecast.coefficients import REINSTALL
 from gemmscope.forecast.findings import ForecastFindings
 from gemmscope.forecast.gemm import FORMATS, LAYOUT_OF
-from gemmscope.forecast.linears import Adjustment
+from gemmscope.forecast.linears import OTHER_CHIP_DOUBT, Adjustment
 from gemmscope.forecast.training import product_format
 from gemmscope.gpu.specs import GpuSpec, gpus, spec_of
 from gemmscope.measure.findings import Findings
@@ -77,9 +77,9 @@ class Calibration:
     versions: dict[str, str] = field(default_factory=dict)
     version: int = VERSION
 
-    def adjustment(self) -> Adjustment:
-        """As forecasts take it."""
-        return Adjustment(self.products, self.quantize, self.rows, self.burst)
+    def adjustment(self, *, other_chip: bool = False) -> Adjustment:
+        """As forecasts take it; with more doubt where the chip that was measured is not the reader's own."""
+        return Adjustment(self.products, self.quantize, self.rows, self.burst, OTHER_CHIP_DOUBT if other_chip else 0.0)
 
 
 def place(gpu: str) -> Path:

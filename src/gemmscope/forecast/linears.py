@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import sqrt
+from math import hypot, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -18,8 +18,11 @@ from gemmscope.measure.task import Case
 from gemmscope.recipe.recipes import recipe
 
 CALIBRATED_DOUBT = 0.03
-OTHER_STATE_DOUBT = 0.067  # the same, and what two states of one chip differ by
 CALIBRATED_ROW_DOUBT = 0.06
+OTHER_STATE_DOUBT = 0.06  # where the other state of the chip was measured
+# Where another chip of the kind was. Speedups of steps predicted on one H200 and run on another differ by 1.2% on average
+# (docs/accuracy.md): nine of ten by less than 3%, which is 4 to 5% of the products that make most of a step.
+OTHER_CHIP_DOUBT = 0.045
 Key = tuple[int, int, int, int, str]  # tokens, inputs, outputs, groups, pass
 
 
@@ -51,24 +54,28 @@ class Together(NamedTuple):
 
 class Adjustment(NamedTuple):
     """Measured over forecast: factors on products by format and pass, sustained and in a burst, on quantizing by recipe, on a
-    step's other rows."""
+    step's other rows. `doubt` is that of all of them, where it was not the reader's own chip.
+    """
 
     products: Mapping[str, Mapping[str, float]]
     quantize: Mapping[str, float]
     rows: Mapping[str, float] = {}
     burst: Mapping[str, Mapping[str, float]] = {}
+    doubt: float = 0.0
 
     def product(self, fmt: str, pass_name: str, state: State) -> tuple[float, float] | None:
         """The factor on one kind of product and its doubt; that of the other state where only it was measured.
 
-        >>> Adjustment({"bf16": {"fprop": 1.1}}, {}).product("bf16", "fprop", "burst")
-        (1.1, 0.067)
+        >>> Adjustment({"bf16": {"fprop": 1.1}}, {}).product("bf16", "fprop", "sustained")
+        (1.1, 0.03)
+        >>> Adjustment({"bf16": {"fprop": 1.1}}, {}).product("bf16", "fprop", "burst")[1] > 0.06
+        True
         """
         own, other = (self.products, self.burst) if state == "sustained" else (self.burst, self.products)
-        if (factor := own.get(fmt, {}).get(pass_name)) is not None:
-            return factor, CALIBRATED_DOUBT
-        if (factor := other.get(fmt, {}).get(pass_name)) is not None:
-            return factor, OTHER_STATE_DOUBT
+        doubt = hypot(CALIBRATED_DOUBT, self.doubt)
+        for products, further in ((own, 0.0), (other, OTHER_STATE_DOUBT)):
+            if pass_name in products.get(fmt, {}):
+                return products[fmt][pass_name], hypot(doubt, further)
         return None
 
 
@@ -119,8 +126,9 @@ class Forecaster:
 
     def other(self, time_ms: float, row: str, doubt: float) -> Estimate:
         """What is no product, in one row of a step: as it was measured on this chip, or with the doubt it has without."""
-        factor = self.measured.rows.get(row) if self.measured is not None else None
-        return Estimate(time_ms, 0.0, doubt) if factor is None else Estimate(time_ms * factor, 0.0, CALIBRATED_ROW_DOUBT)
+        if self.measured is None or row not in self.measured.rows:
+            return Estimate(time_ms, 0.0, doubt)
+        return Estimate(time_ms * self.measured.rows[row], 0.0, hypot(CALIBRATED_ROW_DOUBT, self.measured.doubt))
 
     def prepare(self, cases: Iterable[Case], recipes: Sequence[str]) -> None:
         """Compute every product of these linears at once."""
