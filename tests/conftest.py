@@ -7,4 +7,4 @@ import tempfile
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side, and threads that spin would only wait for each other
-os.environ["XDG_CONFIG_HOME"] = str(Path(tempfile.gettempdir()) / "gemmscope-tests-no-calibration")  # nothing writes there
+os.environ["XDG_CONFIG_HOME"] = str(Path(tempfile.gettempdir()) / f"no-calibration-{os.getpid()}")  # is not there

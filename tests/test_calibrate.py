@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench_results import MODEL, RECIPES, recorded_results
-from gemmscope.cli.calibrate import _step
+from gemmscope.cli.calibrate import _forecast, _step
 from gemmscope.cli.choose import Choice
 from gemmscope.errors import UserError
 from gemmscope.forecast.calibration import STACKS, Calibration, compare, load, place, save, shipped
@@ -230,6 +230,15 @@ def test_what_cannot_be_is_left_out(run: Run, pretend: Pretend, monkeypatch: pyt
     found = load("h200")
     assert found is not None
     assert found.rows == {"optimizer": 1.1}
+
+
+def test_cached_weights_are_cached_on_both_sides() -> None:
+    """Else the forecast would quantize weights that the measurement does not."""
+    for caches in (True, False):
+        seen = Findings(recorded_results(MODEL), RECIPES, list(MODES), cache_weights=caches)
+        cell = _forecast(seen, gpu("h200"), "sustained").cell(MODEL[0], "FP8Current", "autocast")
+        assert cell is not None
+        assert ("W" in cell.quantize_ms) != caches
 
 
 def test_examples_stand_on_lines_of_their_own(run: Run) -> None:

@@ -49,7 +49,7 @@ def command(choices: ChoiceOptions, timing: TimingOptions) -> None:
 
     timing.check()
     machine = environment()
-    choice = choose(choices, machine)
+    choice = choose(choices, machine, cache_weights=timing.cache_weights)
     gpu = visible_gpu(machine)
     if choice.backend == "cpu" or gpu is None:
         raise UserError("calibrating needs an NVIDIA GPU: forecasts are of GPUs", "leave out --device cpu")
@@ -82,7 +82,8 @@ def _linears(choice: Choice, timing: TimingOptions, *, rested: bool = False) -> 
             campaign.settings = replace(campaign.settings, rest_ms=REST_MS, drop_ms=BURST_DROP_MS, keep_ms=BURST_KEEP_MS)
             campaign.rule = StoppingRule(target=RESTED_KNOWN_TO, longest_s=RESTED_LONGEST_S)
         ended, interrupted = measure(campaign, resume=timing.resume)
-    findings = Findings(campaign.results, choice.recipes, choice.modes, backend=choice.backend)
+    caches = timing.cache_weights
+    findings = Findings(campaign.results, choice.recipes, choice.modes, backend=choice.backend, cache_weights=caches)
     if interrupted or not findings.cells():
         say("nothing is written: " + (ended if interrupted else "nothing could be measured"))
         raise typer.Exit(130 if interrupted else 1)
@@ -102,7 +103,8 @@ def _forecast(findings: Findings, chip: GpuSpec, state: State) -> ForecastFindin
     from gemmscope.forecast.findings import ForecastFindings
     from gemmscope.forecast.linears import Forecaster
 
-    return ForecastFindings(Forecaster(chip, state), findings.cases, findings.recipes, findings.modes)
+    forecaster = Forecaster(chip, state, cache_weights=findings.cache_weights)
+    return ForecastFindings(forecaster, findings.cases, findings.recipes, findings.modes)
 
 
 def _rows(choice: Choice, chip: GpuSpec, found: Calibration) -> dict[str, float]:
