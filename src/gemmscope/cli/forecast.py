@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -57,6 +58,7 @@ def command(
     bar, and precisions whose bars overlap are too close to call. --sweep varies a size or two and shows the best precision
     at each; --gemms forecasts single products from a file.
     """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: its products are small, and threads would only wait
     chips, state = options.chips(), options.known_state()
     named = [*model_options.ways(), *(f"--{name.replace('_', '-')}" for name in run_options.typed())]
     if options.gemms is not None:
