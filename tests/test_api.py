@@ -46,6 +46,8 @@ def test_forecast_is_the_commands(tmp_path: Path) -> None:
     assert {**printed, "command": []} == {**mine, "command": []}
     assert "FORECAST" in str(found)
     assert "<table>" in found._repr_html_()
+    assert 'src="data:image/png;base64,iVBOR' in found._repr_html_()
+    assert any("calibrated on NVIDIA H200" in note for note in found.file.notes)
     for name in ("f.json", "f.md", "f.png"):
         found.save(tmp_path / name)
         assert (tmp_path / name).stat().st_size > 1000

@@ -8,18 +8,20 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bench_results import MODEL, RECIPES, recorded_results
-from gemmscope.cli.calibrate import _step
+from gemmscope.cli.calibrate import _forecast, _step
 from gemmscope.cli.choose import Choice
 from gemmscope.errors import UserError
-from gemmscope.forecast.calibration import STACKS, Calibration, compare, load, place, save
+from gemmscope.forecast.calibration import STACKS, Calibration, compare, load, place, save, shipped
 from gemmscope.forecast.findings import ForecastFindings
 from gemmscope.forecast.linears import Adjustment, Forecaster
 from gemmscope.forecast.step import StepForecast
 from gemmscope.gpu.specs import gpu
 from gemmscope.measure.findings import Findings
-from gemmscope.measure.task import MODES
+from gemmscope.measure.task import MODES, Case
 from gemmscope.model.flags import from_hyperparameters
 from gemmscope.model.spec import RunSpec
 from gemmscope.workload.derive import derive
@@ -137,17 +139,110 @@ def test_the_command(run: Run, pretend: Pretend, monkeypatch: pytest.MonkeyPatch
 def test_single_products_are_calibrated(run: Run, tmp_path: Path) -> None:
     (tmp_path / "g.csv").write_text("m,k,n,format,layout\n8192,4096,4096,bf16,tn\n8192,4096,4096,bf16,nn\n")
     line = f"forecast --gpu h200 --gemms {tmp_path}/g.csv"
-    times = [[float(row["gemm_ms"]) for row in csv.DictReader(io.StringIO(run(line).out))]]
+
+    def times(options: str = "") -> list[float]:
+        return [float(row["gemm_ms"]) for row in csv.DictReader(io.StringIO(run(line + options).out))]
+
+    plain, rested = times(), times(" --state burst")
     save(Calibration("h200", "NVIDIA H200", {"bf16": {"fprop": 1.5}}, {}))
-    outcome = run(line)
-    times.append([float(row["gemm_ms"]) for row in csv.DictReader(io.StringIO(outcome.out))])
-    assert times[1] == pytest.approx([1.5 * times[0][0], times[0][1]], rel=1e-4)
-    assert "h200: calibrated on NVIDIA H200" in outcome.err
-    burst = run(f"{line} --state burst").out
-    save(Calibration("h200", "NVIDIA H200", {}, {}, burst={"bf16": {"fprop": 0.5}}))
-    halved = run(f"{line} --state burst").out
-    first = [next(csv.DictReader(io.StringIO(out)))["gemm_ms"] for out in (burst, halved)]
-    assert float(first[1]) == pytest.approx(float(first[0]) / 2, rel=1e-3)
+    assert times() == pytest.approx([1.5 * plain[0], plain[1]], rel=1e-4)
+    assert "h200: calibrated on NVIDIA H200" in run(line).err
+    assert times(" --state burst") == pytest.approx([1.5 * rested[0], rested[1]], rel=1e-4)  # nothing nearer is known
+    save(Calibration("h200", "NVIDIA H200", {}, {}, burst={"bf16": {"fprop": 0.9}}))
+    assert times(" --state burst") == pytest.approx([0.9 * rested[0], rested[1]], rel=1e-4)
+
+
+def test_no_factor_makes_a_product_beat_the_chip(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "g.csv").write_text("m,k,n,format\n8192,4096,4096,bf16\n")
+    save(Calibration("h200", "NVIDIA H200", {"bf16": {"fprop": 0.3}}, {}))
+    least = 2 * 8192 * 4096 * 4096 / (989 * 1e9)
+    [row] = csv.DictReader(io.StringIO(run(f"forecast --gpu h200 --gemms {tmp_path}/g.csv").out))
+    assert float(row["gemm_ms"]) == pytest.approx(least, rel=1e-4)
+    forecaster = Forecaster(gpu("h200"), "sustained", measured=Adjustment({"bf16": {"fprop": 0.3}}, {}))
+    assert forecaster.linear(Case("a", 8192, 4096, 4096), "BF16").products["fprop"].value == pytest.approx(least)
+
+
+FACTORS = st.fixed_dictionaries({each: st.floats(0.3, 3.0) for each in ("fprop", "dgrad", "wgrad")})
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.none() | FACTORS, st.none() | FACTORS, st.integers(4, 400), st.integers(4, 400))
+def test_no_calibration_makes_sustained_faster_than_a_burst(
+    sustained: dict[str, float] | None, burst: dict[str, float] | None, tokens: int, outputs: int
+) -> None:
+    known = [{"bf16": each, "fp8-block": each} if each else {} for each in (sustained, burst)]
+    model = from_hyperparameters(
+        hidden_size=1024, intermediate_size=16 * outputs, num_attention_heads=8, num_hidden_layers=2, vocab_size=512
+    )
+    run = RunSpec(1, 16 * tokens)
+    workload, measured = derive(model, run), Adjustment(known[0], {}, {}, known[1])
+    slow, fast = (
+        StepForecast(Forecaster(gpu("h200"), state, measured=measured), model, run, workload) for state in ("sustained", "burst")
+    )
+    for name in ("BF16", "FP8Block"):
+        rows, rested = slow.step(name).rows, fast.step(name).rows
+        assert all(rows[row].value >= rested[row].value * (1 - 1e-9) for row in rows)
+        for case in slow.cases:
+            pairs = zip(*(each.forecaster.linear(case, name).products.values() for each in (slow, fast)), strict=True)
+            assert all(one.value >= other.value * (1 - 1e-9) for one, other in pairs)
+
+
+def test_what_was_not_measured_keeps_its_doubt() -> None:
+    """Eight dense linears of usual sizes say little of grouped products and of sizes far beyond them."""
+    found = shipped("h200")
+    assert found is not None
+    forecaster = Forecaster(gpu("h200"), "sustained", measured=found.adjustment())
+    dense, grouped, huge = (
+        forecaster.linear(case, "BF16").product()
+        for case in (
+            Case("a", 8192, 4096, 4096),
+            Case("b", 8192, 4096, 4096, rows=(1024,) * 8),
+            Case("c", 1_000_000, 4096, 4096),
+        )
+    )
+    assert dense.shared == pytest.approx(0.03)
+    other = Forecaster(gpu("h200"), "sustained", measured=found.adjustment(other_chip=True))
+    assert other.linear(Case("a", 8192, 4096, 4096), "BF16").product().shared > dense.shared
+    assert grouped.shared > 0.1
+    assert huge.shared > 0.1
+
+
+def test_the_shipped_one_is_checked_alike(monkeypatch: pytest.MonkeyPatch, run: Run, tmp_path: Path) -> None:
+    place = tmp_path / "coefficients" / "calibrated"
+    place.mkdir(parents=True)
+    monkeypatch.setattr("gemmscope.forecast.calibration.files", lambda _: tmp_path)
+    for text, says in (("{", "is a damaged calibration"), ('{"version": 1}', "is a calibration of version 1, not 2")):
+        (place / "h200.json").write_text(text)
+        outcome = run(f"{LINE} --gpu h200")
+        assert outcome.code == 2
+        assert f"calibrated/h200.json {says}" in outcome.err
+        assert len(outcome.err.splitlines()) <= 2
+
+
+def test_what_cannot_be_is_left_out(run: Run, pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row that went wrong must not make the file unreadable."""
+    rows = {"attention": 22.0, "optimizer": 2.2}, {"attention": 2.0, "optimizer": 2.0}
+    monkeypatch.setattr("gemmscope.cli.calibrate._step", lambda *_: rows)
+    pretend(machine())
+    outcome = run("calibrate")
+    assert outcome.code == 0
+    assert "left out, no GPU is so far from its forecast: attention: 11.000" in outcome.err
+    found = load("h200")
+    assert found is not None
+    assert found.rows == {"optimizer": 1.1}
+
+
+def test_cached_weights_are_cached_on_both_sides() -> None:
+    """Else the forecast would quantize weights that the measurement does not."""
+    for caches in (True, False):
+        seen = Findings(recorded_results(MODEL), RECIPES, list(MODES), cache_weights=caches)
+        cell = _forecast(seen, gpu("h200"), "sustained").cell(MODEL[0], "FP8Current", "autocast")
+        assert cell is not None
+        assert ("W" in cell.quantize_ms) != caches
+
+
+def test_examples_stand_on_lines_of_their_own(run: Run) -> None:
+    assert "  gemmscope calibrate\n" in run("calibrate --help").out
 
 
 def test_a_calibrated_row_moves_the_step() -> None:

@@ -84,11 +84,11 @@ def test_accuracy_is_made_from_what_was_measured() -> None:
 def test_forecasts_accuracy_is_current() -> None:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
-        from forecast_accuracy import steps
+        from forecast_accuracy import training_steps
     finally:
         sys.path.pop(0)
     page = (ROOT / "docs" / "accuracy.md").read_text()
-    assert "".join(steps()) in page, "run: python benchmarks/forecast_accuracy.py"
+    assert training_steps() in page, "run: python benchmarks/forecast_accuracy.py"
 
 
 def test_output_blocks_are_current() -> None:

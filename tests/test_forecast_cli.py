@@ -74,6 +74,13 @@ def test_what_is_computed_again_is_in_the_step(run: Run) -> None:
     assert note in run(f"{REFERENCE} --gpu h200 --recompute full").out
 
 
+def test_what_does_not_gain_is_not_called_fastest(run: Run) -> None:
+    small = "forecast --hidden_size 256 --intermediate_size 1024 --num_attention_heads 4 --num_hidden_layers 2"
+    out = run(f"{small} --micro_batch_size 1 --sequence_length 256 --gpu h200 --recipes fp8current").out
+    assert "h200: stay with BF16: nothing is forecast to gain" in out
+    assert "is forecast fastest" not in out
+
+
 def test_only_one_mode(run: Run) -> None:
     assert "Autocast" not in run(f"{REFERENCE} --gpu h200 --pre-quantize").out
 
@@ -174,7 +181,6 @@ def test_gemms_keep_other_columns_and_take_layouts_and_groups(run: Run, tmp_path
         ("m,k,n,format\n512,512,512,int8\n", "line 2: there is no format 'int8'"),
         ("m,k,n,format\n512,512,512,nvfp4\n", "h200 has no nvfp4 products"),
         ("m,k,n,format,layout\n512,512,512,bf16,xy\n", "no layout 'xy'"),
-        ("m,k,n,format,library\n512,512,512,bf16,mine\n", "by mine"),
         ("m,k,n,format,M\n512,512,512,bf16,1\n", "the column 'm' twice"),
         ("m,k,n,format,groups\n512,512,512,bf16,513\n", "513 groups share m = 512"),
         ("m,k,n,format,groups,layout\n512,256,512,bf16,257,nt\n", "257 groups share k = 256"),
@@ -187,6 +193,20 @@ def test_wrong_gemms(run: Run, tmp_path: Path, text: str, says: str) -> None:
     assert outcome.code == 2
     assert says in outcome.err
     assert len(outcome.err.splitlines()) <= 2
+
+
+def test_a_library_that_was_not_measured_has_wider_bars(run: Run, tmp_path: Path) -> None:
+    rows = "4096.0,4096,4096,bf16,\n4096,4096,4096,bf16,mine\n4096,4096,4096,bf16,sglang\n4096,4096,4096,bf16,vllm\n"
+    (tmp_path / "g.csv").write_text("m,k,n,format,library\n" + rows)
+    outcome = run(f"forecast --gpu h200 --gemms {tmp_path}/g.csv")
+    assert outcome.code == 0
+    none, mine, sglang, vllm = csv.DictReader(io.StringIO(outcome.out))
+    assert none["gemm_ms"] == mine["gemm_ms"] == sglang["gemm_ms"] == vllm["gemm_ms"]
+    highs = [float(row["high_ms"]) for row in (vllm, none, mine, sglang)]
+    assert highs[0] <= highs[1] < highs[2] == highs[3]
+    assert "bf16: measured on h200 (sustained, vllm), for want of sglang" in outcome.err
+    assert "'mine' was measured nowhere (known: sglang, trtllm, vllm)" in outcome.err
+    assert run(f"forecast --gpu b200 --gemms {tmp_path}/g.csv --library mine").code == 0
 
 
 def test_gemms_say_that_they_are_forecast(run: Run, tmp_path: Path) -> None:

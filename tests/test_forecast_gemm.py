@@ -6,8 +6,11 @@ import csv
 import gzip
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -204,6 +207,28 @@ def test_formats_a_chip_lacks() -> None:
 def test_damaged_coefficients(text: str) -> None:
     with pytest.raises(UserError, match=r"mine\.json is a damaged coefficients file"):
         read_coefficients(text, "mine.json")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data.pop("source"),
+        lambda data: data["ranges"]["low"].pop(),
+        lambda data: data["ranges"]["high"].__setitem__(3, None),
+        lambda data: data["series"][2].update(gpu=None),
+        lambda data: data["series"][2].update(quantize=[1]),
+        lambda data: data["series"][2].update(low="x"),
+        lambda data: data["series"].pop(),
+        lambda data: data["networks"][0].update(w2=data["networks"][0]["b2"]),
+        lambda data: data["networks"].clear(),
+    ],
+)
+def test_coefficients_that_do_not_fit_together(damage: Callable[[dict[str, Any]], object]) -> None:
+    """Valid JSON of the right version, and yet no coefficients."""
+    data = json.loads((files("gemmscope.forecast") / "coefficients" / "gemm.json").read_text())
+    damage(data)
+    with pytest.raises(UserError, match=r"mine\.json is a damaged coefficients file"):
+        read_coefficients(json.dumps(data), "mine.json")
 
 
 def test_coefficients_of_another_version() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gemmscope.forecast.calibration import shipped
 from gemmscope.forecast.comm import collective_ms
 from gemmscope.forecast.estimate import Estimate, ratio, total
 from gemmscope.forecast.findings import ForecastFindings
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.step import Step, StepForecast, speedup, step_answer
 from gemmscope.forecast.sweep import Point, break_even, forecast_points
+from gemmscope.forecast.training import quantizing
 from gemmscope.gpu.specs import gpu, gpus
 from gemmscope.measure.stats import Interval
 from gemmscope.measure.task import MODES, Case, cases_of
 from gemmscope.model import presets
 from gemmscope.model.flags import from_hyperparameters
 from gemmscope.model.spec import ModelSpec, RunSpec
+from gemmscope.recipe.recipes import recipe
 from gemmscope.recipe.support import support
 from gemmscope.step.waterfall import ROWS
 from gemmscope.workload.derive import derive
@@ -153,6 +157,18 @@ def test_linears_do_not_beat_the_chip(name: str) -> None:
             assert all(part.value >= 2 * 20768 * 52032 * 688 / rate * (1 - 1e-9) for part in products)
 
 
+def test_casts_reach_less_of_blackwells_bandwidth() -> None:
+    """By the ratio that the same kernels show; not for very long tensors, and never so that a longer tensor takes less."""
+    for name in ("b200", "b300"):
+        h200, other = (quantizing(recipe("MXFP8"), gpu(each)) for each in ("h200", name))
+        bandwidth = gpu(name).bandwidth_tbps / gpu("h200").bandwidth_tbps
+        for elements, least, most in ((5e7, 1.15, 1.35), (1e10, 1.0, 1.02)):
+            ratio = (other.time_ms(elements) - other.launch_ms) / (h200.time_ms(elements) - h200.launch_ms) * bandwidth
+            assert least < ratio < most
+        times = [other.time_ms(2.0**each) for each in range(40)]
+        assert times == sorted(times)
+
+
 def test_weights_are_quantized_once_per_step() -> None:
     """Four micro-batches quantize four times the activations, and the weights once."""
     model, run = model_of(MEASURED["llama8b_l8"]["config"])
@@ -248,6 +264,26 @@ def test_what_is_certain() -> None:
     assert not Point((1,), 1.0, (("A", Interval(0.9, 0.8, 1.1)),)).certain
     points = [Point((1,), 1.0, (("A", high),), host_bound=("A",)), Point((2,), 1.0, (("A", high),))]
     assert break_even(points, "A") == 2
+
+
+def test_cores_share_what_one_would_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calibrated or not: what was measured goes along to other processes; and where these die, one does all."""
+    model, run = model_of(MEASURED["gpt1b_l16"]["config"])
+    wanted = [((batch,), model, replace(run, micro_batch_size=batch)) for batch in (1, 2, 4)]
+    found = shipped("h200")
+    assert found is not None
+    forecaster = Forecaster(gpu("h200"), "burst", measured=found.adjustment())
+    alone = forecast_points(forecaster, wanted, ["FP8Current"])
+    assert alone != forecast_points(Forecaster(gpu("h200"), "burst"), wanted, ["FP8Current"])
+    monkeypatch.setattr("gemmscope.forecast.sweep.WORTH_SHARING", 1)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert forecast_points(forecaster, wanted, ["FP8Current"]) == alone
+
+    def broken(*_: object) -> None:
+        raise BrokenProcessPool
+
+    monkeypatch.setattr("gemmscope.forecast.sweep.ProcessPoolExecutor", broken)
+    assert forecast_points(forecaster, wanted, ["FP8Current"]) == alone
 
 
 def test_points_of_a_sweep_are_single_forecasts() -> None:

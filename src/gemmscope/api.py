@@ -12,11 +12,13 @@ done raises `UserError` with a message that says what to do instead.
 
 from __future__ import annotations
 
+import base64
 import html
 import io
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from gemmscope.errors import UserError
@@ -63,14 +65,24 @@ class Result(Generic[File]):
         return out.getvalue()
 
     def _repr_html_(self) -> str:
-        """How a notebook shows it."""
+        """How a notebook shows it: the tables, and the figure where there is one."""
         parts = [f"<p>{'<br>'.join(map(html.escape, self.above))}</p>"]
         for table in self.tables:
             head = "".join(f"<th>{html.escape(column)}</th>" for column in table.columns)
             rows = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in table.rows)
             parts.append(f"<table><caption>{html.escape(table.title)}</caption><tr>{head}</tr>{rows}</table>")
         parts += [f"<p>{html.escape(line)}</p>" for line in self.below]
+        if self._draw is not None:
+            parts.append(f'<img alt="the figure" src="data:image/png;base64,{base64.b64encode(self._png()).decode()}">')
         return "".join(parts)
+
+    def _png(self) -> bytes:
+        """The figure."""
+        assert self._draw is not None
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "figure.png"
+            self._draw(str(path))
+            return path.read_bytes()
 
     def save(self, path: str | Path) -> None:
         """Write it: .json the run file, .md the tables, .png, .svg or .pdf the figure."""
@@ -134,9 +146,18 @@ class Job:
         return Result(found.file(), found.tables(), found.above(), found.below())
 
     def forecast(
-        self, *gpus: str, state: State = "sustained", recipes: Iterable[str] | None = None, dp: int = 1
+        self,
+        *gpus: str,
+        state: State = "sustained",
+        recipes: Iterable[str] | None = None,
+        dp: int = 1,
+        cache_weights: bool = False,
     ) -> Result[ForecastFile]:
-        """Linears and the step on GPUs that need not be here, with 90% error bars."""
+        """Linears and the step on GPUs that need not be here, with 90% error bars.
+
+        `state`: as in training, or a rested chip's first moments; `dp`: replicas that exchange gradients; `cache_weights`: these
+        are quantized once per step, and left out of the linears' times. A GPU that was calibrated stands on that.
+        """
         from gemmscope.cli.bench import model_target
         from gemmscope.cli.bench_options import RecipeOptions
         from gemmscope.cli.forecast import forecast_of
@@ -147,7 +168,14 @@ class Job:
         chosen, left_out = recipes_for(choices, chips)
         target = model_target(self.source, self.run, self.notes)
         found = forecast_of(
-            target, chips, chosen, choices.modes(), state=options.known_state(), dp=options.replicas(), notes=left_out
+            target,
+            chips,
+            chosen,
+            choices.modes(),
+            state=options.known_state(),
+            dp=options.replicas(),
+            notes=left_out,
+            cache_weights=cache_weights,
         )
         return Result(found.file(), found.tables(), found.above(), found.below(), found.draw)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gemmscope.model.spec import ModelSpec, RunSpec
     from gemmscope.step.waterfall import Row
 
-EXAMPLES = """\\b
+EXAMPLES = """\b
 Examples:
   gemmscope calibrate
   gemmscope calibrate --recipes fp8current,fp8block --longest 120
@@ -41,15 +41,15 @@ def command(choices: ChoiceOptions, timing: TimingOptions) -> None:
     """Measure this GPU, so that `gemmscope forecast --gpu` of it stands on what it really does.
 
     Eight linears in every precision that the GPU runs, both modes, in the sustained state; their products once more on a
-    rested chip; and two short training steps. Some three minutes. The factors between measured and forecast times are
-    written to the user's configuration folder. Other GPUs' forecasts stay as they are.
+    rested chip; and two short training steps. A minute or two (90 s on an H200). The factors between measured and forecast
+    times are written to the user's configuration folder. Other GPUs' forecasts stay as they are.
     """
-    from gemmscope.forecast.calibration import compare, known_gpu, save
+    from gemmscope.forecast.calibration import compare, known_gpu, save, without_the_impossible
     from gemmscope.gpu.environment import environment
 
     timing.check()
     machine = environment()
-    choice = choose(choices, machine)
+    choice = choose(choices, machine, cache_weights=timing.cache_weights)
     gpu = visible_gpu(machine)
     if choice.backend == "cpu" or gpu is None:
         raise UserError("calibrating needs an NVIDIA GPU: forecasts are of GPUs", "leave out --device cpu")
@@ -61,7 +61,10 @@ def command(choices: ChoiceOptions, timing: TimingOptions) -> None:
     found = replace(found, burst=_burst(choice, timing, chip))
     if choice.backend != "torch":
         found = replace(found, rows=_rows(choice, chip, found))
+    found, impossible = without_the_impossible(found)
     _tell(found)
+    for words in impossible:
+        say(f"warning: left out, no GPU is so far from its forecast: {words}")
     say(f"wrote {save(found)}: forecasts of {chip.name} use it from now on")
 
 
@@ -79,7 +82,8 @@ def _linears(choice: Choice, timing: TimingOptions, *, rested: bool = False) -> 
             campaign.settings = replace(campaign.settings, rest_ms=REST_MS, drop_ms=BURST_DROP_MS, keep_ms=BURST_KEEP_MS)
             campaign.rule = StoppingRule(target=RESTED_KNOWN_TO, longest_s=RESTED_LONGEST_S)
         ended, interrupted = measure(campaign, resume=timing.resume)
-    findings = Findings(campaign.results, choice.recipes, choice.modes, backend=choice.backend)
+    caches = timing.cache_weights
+    findings = Findings(campaign.results, choice.recipes, choice.modes, backend=choice.backend, cache_weights=caches)
     if interrupted or not findings.cells():
         say("nothing is written: " + (ended if interrupted else "nothing could be measured"))
         raise typer.Exit(130 if interrupted else 1)
@@ -99,7 +103,8 @@ def _forecast(findings: Findings, chip: GpuSpec, state: State) -> ForecastFindin
     from gemmscope.forecast.findings import ForecastFindings
     from gemmscope.forecast.linears import Forecaster
 
-    return ForecastFindings(Forecaster(chip, state), findings.cases, findings.recipes, findings.modes)
+    forecaster = Forecaster(chip, state, cache_weights=findings.cache_weights)
+    return ForecastFindings(forecaster, findings.cases, findings.recipes, findings.modes)
 
 
 def _rows(choice: Choice, chip: GpuSpec, found: Calibration) -> dict[str, float]:

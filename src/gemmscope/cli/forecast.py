@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -57,6 +58,7 @@ def command(
     bar, and precisions whose bars overlap are too close to call. --sweep varies a size or two and shows the best precision
     at each; --gemms forecasts single products from a file.
     """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: its products are small, and threads would only wait
     chips, state = options.chips(), options.known_state()
     named = [*model_options.ways(), *(f"--{name.replace('_', '-')}" for name in run_options.typed())]
     if options.gemms is not None:
@@ -107,7 +109,7 @@ def forecast_of(
     answers: dict[str, StepAnswer] = {}
     subject, said = target.subject, list(notes)
     for chip in chips:
-        measured = calibrated(chip, state, said)
+        measured = calibrated(chip, said)
         forecaster = Forecaster(chip, state, cache_weights=cache_weights, measured=measured)
         reports.append(ForecastFindings(forecaster, target.cases, recipes[chip.name], modes, target.layer))
         if subject is not None and subject.source.model is not None:
@@ -120,7 +122,7 @@ def forecast_of(
     return Forecast(target, reports, answers, state, dp, [*about, *said])
 
 
-def calibrated(chip: GpuSpec, state: State, notes: list[str], *, own_only: bool = False) -> Adjustment | None:
+def calibrated(chip: GpuSpec, notes: list[str], *, own_only: bool = False) -> Adjustment | None:
     """What was measured on this chip, by this user or (unless `own_only`) for this package; a note says so."""
     from gemmscope.forecast.calibration import load, place, shipped
 
@@ -130,7 +132,7 @@ def calibrated(chip: GpuSpec, state: State, notes: list[str], *, own_only: bool 
         return None
     where = str(place(chip.name)) if own else "ships with gemmscope; your own replaces it"
     notes.append(f"{chip.name}: calibrated on {found.device} by gemmscope calibrate ({where})")
-    return found.adjustment(state)
+    return found.adjustment(other_chip=own is None)
 
 
 def _model(model_options: ModelOptions, run_options: RunOptions) -> Target:
@@ -160,9 +162,9 @@ def _gemms(options: ForecastOptions, outputs: FileOptions, named: list[str], unu
     check_targets({"--csv" if outputs.csv else "-o": where})
     assert options.gemms is not None
     library = options.library.strip().lower() if options.library else None
-    state, notes = options.known_state(), list[str]()
-    chips = [(chip, calibrated(chip, state, notes, own_only=True) if library is None else None) for chip in options.chips()]
-    text, basis = gemms_csv(options.gemms, chips, state, library)
+    notes: list[str] = []
+    chips = [(chip, calibrated(chip, notes, own_only=True) if library is None else None) for chip in options.chips()]
+    text, basis = gemms_csv(options.gemms, chips, options.known_state(), library)
     write(where, text)
     say("FORECAST, not measured; low_ms and high_ms are the ends of the 90% error bar")
     for line in (*basis, *(f"note: {note}, products only" for note in notes)):
@@ -186,7 +188,7 @@ def _sweep(
     possible, impossible = _configurations(axes, model_options, run_options)
     swept: dict[str, list[Point]] = {}
     for chip in options.chips():
-        forecaster = Forecaster(chip, options.known_state(), measured=calibrated(chip, options.known_state(), notes))
+        forecaster = Forecaster(chip, options.known_state(), measured=calibrated(chip, notes))
         points = forecast_points(forecaster, possible, recipes[chip.name], options.replicas())
         order = {point.values: point for point in [*points, *impossible]}
         swept[chip.name] = [order[values] for values in sorted(order)]

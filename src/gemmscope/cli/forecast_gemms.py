@@ -130,27 +130,32 @@ class _Products(NamedTuple):
         """
         import numpy as np
 
-        from gemmscope.forecast.gemm import model
+        from gemmscope.forecast.gemm import chip_limit_ms, model
         from gemmscope.forecast.physics import Shapes
 
         found, basis = np.zeros((len(self.sizes), 4)), dict[str, None]()
+        libraries = sorted({series.library for series in model().coefficients.series})
         for (fmt, by), chosen in self.kinds.items():
             index = np.array(chosen)
             m, k, n, groups = self.sizes[index].T
             layouts = self.layouts[index]
+            shapes = Shapes.of(m, k, n, groups, (layouts == "nt") & (groups > 1))
             try:
-                times = model().time(chip, fmt, Shapes.of(m, k, n, groups, (layouts == "nt") & (groups > 1)), state, by, layouts)
+                times = model().time(chip, fmt, shapes, state, by, layouts)
             except UserError as error:
                 failures.setdefault((fmt, by), []).append(error)
                 continue
             basis[model().basis(chip, fmt, state, by).words] = None
+            if by is not None and by not in libraries:
+                basis[f"{shown(by)} was measured nowhere (known: {', '.join(libraries)}): error bars are wider"] = None
             if measured is not None and by is None:
-                times = replace(times, gemm_ms=times.gemm_ms * _factors(measured, fmt, layouts, chip))
+                gemm_ms = times.gemm_ms * _factors(measured, fmt, layouts, chip, state)
+                times = replace(times, gemm_ms=np.maximum(gemm_ms, chip_limit_ms(shapes, fmt, chip)))
             found[index] = np.stack([times.gemm_ms, times.quantize_ms, times.low_ms, times.high_ms], axis=1)
         return [tuple(each) for each in found.tolist()], list(basis) or ["none of these products"]
 
 
-def _factors(measured: Adjustment, fmt: str, layouts: NDArray[np.str_], chip: GpuSpec) -> NDArray[np.float64]:
+def _factors(measured: Adjustment, fmt: str, layouts: NDArray[np.str_], chip: GpuSpec, state: State) -> NDArray[np.float64]:
     """What was measured on this very chip over the forecast, product by product."""
     import numpy as np
 
@@ -158,13 +163,14 @@ def _factors(measured: Adjustment, fmt: str, layouts: NDArray[np.str_], chip: Gp
     from gemmscope.forecast.training import product_factor
 
     factors = np.ones(len(layouts))
-    for name, factor in measured.products.get(fmt, {}).items():
-        factors[layouts == LAYOUT_OF[name]] = factor * product_factor(fmt, chip)
+    for name, layout in LAYOUT_OF.items():
+        if (found := measured.product(fmt, name, state)) is not None:
+            factors[layouts == layout] = found[0] * product_factor(fmt, chip)
     return factors
 
 
 def _size(text: str, name: str, where: str) -> int:
-    spoken = text.strip()
+    spoken = text.strip().removesuffix(".0")  # as tables of numbers are often written
     if not spoken.isascii() or not spoken.isdigit() or not 0 < int(spoken[:12]) <= LARGEST_SIZE:
         raise UserError(f"{where}: {name} is {shown(text)}, not a whole number from 1 to {LARGEST_SIZE}", HINT)
     return int(spoken)

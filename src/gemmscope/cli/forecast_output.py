@@ -54,6 +54,11 @@ def _deliver(
         formats.print_tables(tables, above, below)
 
 
+def _said(notes: Sequence[str]) -> list[str]:
+    """Notes as they are printed; some say themselves what they are."""
+    return [note if note.startswith(("emulated: ", "left out: ")) else f"note: {note}" for note in notes]
+
+
 @dataclass(frozen=True)
 class Forecast:
     """A model (or bare products) on one or more GPUs."""
@@ -100,7 +105,7 @@ class Forecast:
 
         lines = [*self._head(), *verdicts(self.reports, self.answers), *self._too_large()]
         lines += [f"{report.chip.name}: {'; '.join(basis_of(report))}" for report in self.reports]
-        return [*lines, *(note if note.startswith(("emulated: ", "left out: ")) else f"note: {note}" for note in self.notes)]
+        return [*lines, *_said(self.notes)]
 
     def _head(self) -> list[str]:
         """The tables differ in it."""
@@ -203,7 +208,7 @@ class Swept:
             f"FORECAST, not measured: {count} configurations, the training step of one rank",
             f"{self.state}: {STATES[self.state]}",
         ]
-        below += [note if note.startswith(("emulated: ", "left out: ")) else f"note: {note}" for note in self.notes]
+        below += _said(self.notes)
         _deliver(outputs, {"--json": self._json, "--csv": self._csv}, self._draw, (tables, above, below))
 
     def _draw(self, path: str) -> None:
@@ -230,9 +235,7 @@ class Swept:
         """A line for every point and recipe."""
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(
-            ["gpu", *self.names, "recipe", "speedup", "speedup_low", "speedup_high", "baseline_step_ms", "best", "verdict"]
-        )
+        writer.writerow(["gpu", *self.names, "recipe", *SWEEP_COLUMNS])
         for gpu, points in self.points.items():
             for point in points:
                 if point.why_not:

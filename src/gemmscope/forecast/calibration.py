@@ -11,14 +11,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from gemmscope.errors import UserError
+from gemmscope.forecast.coefficients import REINSTALL
 from gemmscope.forecast.findings import ForecastFindings
-from gemmscope.forecast.gemm import FORMATS, LAYOUT_OF, State
+from gemmscope.forecast.gemm import FORMATS, LAYOUT_OF
 from gemmscope.forecast.linears import Adjustment
 from gemmscope.forecast.training import product_format
 from gemmscope.gpu.specs import GpuSpec, gpus, spec_of
@@ -32,7 +33,7 @@ from gemmscope.step.waterfall import Row
 VERSION = 2
 Pair = tuple[float, float]  # milliseconds, measured and forecast
 LARGEST_FACTOR = 5.0  # more than that is no calibration, but another chip
-AGAIN = "run gemmscope calibrate again, or remove the file to forecast from public measurements"
+AGAIN = "run gemmscope calibrate again, or remove the file to forecast without it"
 
 # Linears from small to large, wide and narrow, few tokens and many: a minute or two for every precision.
 CASES = tuple(
@@ -76,9 +77,9 @@ class Calibration:
     versions: dict[str, str] = field(default_factory=dict)
     version: int = VERSION
 
-    def adjustment(self, state: State = "sustained") -> Adjustment:
-        """As forecasts take it."""
-        return Adjustment(self.products if state == "sustained" else self.burst, self.quantize, self.rows)
+    def adjustment(self, *, other_chip: bool = False) -> Adjustment:
+        """As forecasts take it; with more doubt where the chip that was measured is not the reader's own."""
+        return Adjustment(self.products, self.quantize, self.rows, self.burst, own_chip=not other_chip)
 
 
 def place(gpu: str) -> Path:
@@ -90,7 +91,7 @@ def place(gpu: str) -> Path:
 def shipped(gpu: str) -> Calibration | None:
     """What the package brings with it, for a GPU that it was measured on."""
     file = files("gemmscope.forecast").joinpath(f"coefficients/calibrated/{gpu}.json")
-    return _checked(Calibration(**json.loads(file.read_text(encoding="utf-8"))), gpu) if file.is_file() else None
+    return _read(file.read_text(encoding="utf-8"), f"calibrated/{gpu}.json", gpu, REINSTALL) if file.is_file() else None
 
 
 def load(gpu: str) -> Calibration | None:
@@ -102,14 +103,19 @@ def load(gpu: str) -> Calibration | None:
         return None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}", AGAIN) from None
+    return _read(text, str(path), gpu, AGAIN)
+
+
+def _read(text: str, origin: str, gpu: str, hint: str) -> Calibration:
+    """A calibration from its JSON; a `UserError` that names `origin` if it is none."""
     try:
         data = json.loads(text)
         version = data["version"]
         if version == VERSION:
             return _checked(Calibration(**data), gpu)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path} is a damaged calibration: {type(error).__name__}: {str(error)[:100]}", AGAIN) from None
-    raise UserError(f"{path} is a calibration of version {str(version)[:20]}, not {VERSION}", AGAIN)
+        raise UserError(f"{origin} is a damaged calibration: {type(error).__name__}: {str(error)[:100]}", hint) from None
+    raise UserError(f"{origin} is a calibration of version {str(version)[:20]}, not {VERSION}", hint)
 
 
 def _checked(found: Calibration, gpu: str) -> Calibration:
@@ -129,9 +135,34 @@ def _checked(found: Calibration, gpu: str) -> Calibration:
     for factor in [*factors, *found.quantize.values(), *found.rows.values()]:
         if isinstance(factor, bool) or not isinstance(factor, (int, float)):
             raise TypeError(f"a factor of {str(factor)[:40]!r} is no number")
-        if not 1 / LARGEST_FACTOR <= factor <= LARGEST_FACTOR:  # nor is it NaN
+        if not _possible(factor):
             raise ValueError(f"a factor of {factor} is none that a GPU has")
     return found
+
+
+def _possible(factor: float) -> bool:
+    """Whether a chip can be so far from its forecast; NaN is not."""
+    return 1 / LARGEST_FACTOR <= factor <= LARGEST_FACTOR
+
+
+def without_the_impossible(found: Calibration) -> tuple[Calibration, list[str]]:
+    """What a file may hold, and in words what it may not: such a factor tells of something else that went wrong.
+
+    >>> without_the_impossible(Calibration("h200", "", {"bf16": {"fprop": 1.0}}, {"FP8Block": 9.0}))[1]
+    ['quantizing for FP8Block: 9.000']
+    """
+    left: list[str] = []
+
+    def kept(table: Mapping[str, float], what: str) -> dict[str, float]:
+        left.extend(f"{what}{name}: {factor:.3f}" for name, factor in table.items() if not _possible(factor))
+        return {name: factor for name, factor in table.items() if _possible(factor)}
+
+    products, burst = (
+        {fmt: kept(passes, f"{fmt}, {state}, ") for fmt, passes in table.items()}
+        for state, table in (("sustained", found.products), ("burst", found.burst))
+    )
+    quantize, rows = kept(found.quantize, "quantizing for "), kept(found.rows, "")
+    return replace(found, products=products, burst=burst, quantize=quantize, rows=rows), left
 
 
 def _known(table: Any, names: Iterable[str], what: str) -> None:

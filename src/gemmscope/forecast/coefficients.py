@@ -23,6 +23,7 @@ from gemmscope.forecast.physics import FEATURES_VERSION, Array, Shapes, features
 
 VERSION = 1
 LAYERS = ("w1", "b1", "s1", "w2", "b2", "s2", "w3", "b3")
+REINSTALL = "it is part of the package: install gemmscope again"
 CORRECTION_LIMIT = 2.5  # as a logarithm: nothing measured is further from the physics
 
 
@@ -52,7 +53,7 @@ class Coefficients:
     series: tuple[Series, ...]
     networks: tuple[Mapping[str, NDArray[np.float32]], ...]
     ranges: tuple[NDArray[np.float32], NDArray[np.float32]]
-    about: Mapping[str, Any]
+    about: Mapping[str, str]
 
     def correction(self, shapes: Shapes, sms: int, work: Array, series: NDArray[np.int_]) -> tuple[Array, Array]:
         """Logarithms: the correction, and its uncertainty (the scale of a Laplace distribution)."""
@@ -85,35 +86,49 @@ def unpack(stored: Mapping[str, Any]) -> NDArray[np.float32]:
 
 def read_coefficients(text: str, origin: str) -> Coefficients:
     """Coefficients from their JSON; a `UserError` that names `origin` if it is damaged or of another version."""
-    again = "fit it again with this version of gemmscope, or remove the file to use the coefficients that ship with it"
     try:
         data = json.loads(text)
         version = f"{data['version']}.{data['features_version']}"
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{origin} is a damaged coefficients file: {_short(error)}", again) from None
-    if version != f"{VERSION}.{FEATURES_VERSION}":
-        raise UserError(f"{origin} is a coefficients file of version {version}, not {VERSION}.{FEATURES_VERSION}", again)
-    try:
-        series = tuple(
-            Series(index=index, **{**facts, "quantize": tuple(facts["quantize"])}) for index, facts in enumerate(data["series"])
-        )
-        networks = tuple({name: unpack(net[name]) for name in LAYERS} for net in data["networks"])
-        low, high = (np.asarray(data["ranges"][end], dtype=np.float32) for end in ("low", "high"))
-        fit_together = bool(networks) and all(len(net["s1"]) == len(series) for net in networks)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{origin} is a damaged coefficients file: {_short(error)}", again) from None
-    if not fit_together:
-        raise UserError(f"{origin} is a damaged coefficients file: its networks and its series do not fit together", again)
-    about = {key: value for key, value in data.items() if key not in ("series", "networks", "ranges")}
+        if version == f"{VERSION}.{FEATURES_VERSION}":
+            return _made(data)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {str(error)[:120]}"
+        raise UserError(f"{origin} is a damaged coefficients file: {reason}", REINSTALL) from None
+    raise UserError(f"{origin} is a coefficients file of version {version[:20]}, not {VERSION}.{FEATURES_VERSION}", REINSTALL)
+
+
+def _made(data: Mapping[str, Any]) -> Coefficients:
+    """From the file's tables; any exception tells that something is missing or does not fit."""
+    series = tuple(
+        Series(index=index, **{**facts, "quantize": tuple(facts["quantize"])}) for index, facts in enumerate(data["series"])
+    )
+    for each in series:
+        if not all(isinstance(name, str) for name in (each.gpu, each.fmt, each.state, each.library)):
+            raise TypeError(f"series {each.index} has a name that is no text")
+        launch, passes = each.quantize
+        if not np.isfinite([launch, passes, each.low, each.high]).all():
+            raise ValueError(f"series {each.index} has a number that is none")
+    networks = tuple({name: unpack(net[name]) for name in LAYERS} for net in data["networks"])
+    low, high = (np.asarray(data["ranges"][end], dtype=np.float32) for end in ("low", "high"))
+    inputs, hidden = len(low), len(networks[0]["b1"]) if networks else 0
+    inside = {"w1": (inputs, hidden), "s1": (len(series), hidden), "w2": (hidden, hidden), "s2": (len(series), hidden)}
+    shapes = {**inside, "b1": (hidden,), "b2": (hidden,), "w3": (hidden, 2), "b3": (2,)}
+    features_known = features(Shapes.of(1, 1, 1), 1).shape[1]
+    fit = all(net[name].shape == shapes[name] for net in networks for name in LAYERS)
+    if not networks or not fit or not low.shape == high.shape == (features_known,):
+        raise ValueError("its networks and its series do not fit together")
+    if not all(np.isfinite(array).all() for array in (low, high, *(net[name] for net in networks for name in LAYERS))):
+        raise ValueError("a number in it is none")
+    about = {"source": str(data["source"]), "fitted": str(data["fitted"])}
     return Coefficients(series, networks, (low, high), about)
-
-
-def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error)[:120]}"
 
 
 @cache
 def shipped() -> Coefficients:
     """Those of the package."""
     place = files("gemmscope.forecast").joinpath("coefficients/gemm.json")
-    return read_coefficients(place.read_text(encoding="utf-8"), "gemm.json")
+    try:
+        text = place.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"gemm.json cannot be read: {getattr(error, 'strerror', None) or error}", REINSTALL) from None
+    return read_coefficients(text, "gemm.json")

@@ -98,5 +98,5 @@ class ForecastFindings(Findings):
         return ratio(slow, fast, common).interval()
 
     def _same_products(self, first: str, second: str) -> bool:
-        """Whether two recipes multiply in the same format: then their products err alike."""
-        return recipe(first).scales == recipe(second).scales
+        """Whether two recipes multiply in the same formats on this chip: then their products err alike."""
+        return self.forecaster.habits(first).formats == self.forecaster.habits(second).formats

@@ -87,6 +87,7 @@ class Basis:
     series: Series
     factor: float  # on compute time, for the other state and for a format that was not measured itself
     doubt: float  # logarithmic, added to the error bar
+    stands_for: str = ""  # a library that was asked for and not measured
 
     @property
     def direct(self) -> bool:
@@ -102,9 +103,8 @@ class Basis:
         """
         measured = f"{self.series.gpu} ({self.series.state}, {self.series.library})"
         as_what = "" if self.series.fmt == self.fmt else f" in {self.series.fmt}"
-        return (
-            f"{self.fmt}: measured on {measured}" if self.direct else f"{self.fmt}: corrections measured on {measured}{as_what}"
-        )
+        instead = f", for want of {self.stands_for}" if self.stands_for else ""
+        return f"{self.fmt}: {'' if self.direct else 'corrections '}measured on {measured}{as_what}{instead}"
 
 
 class GemmModel:
@@ -132,12 +132,11 @@ class GemmModel:
             raise UserError(f"{chip.name} has no {fmt} products", f"formats that it multiplies: {', '.join(able)}")
         facts = _transfer()
         near = {each: self._near(chip, fmt, each, library, facts) for each in STATES}
+        if not near[state] and library is not None:
+            other = self._find(chip, fmt, state, None, in_training=in_training)
+            return replace(other, doubt=float(np.hypot(other.doubt, facts["doubt"]["other_library"])), stands_for=library)
         if not near[state]:
-            libraries = sorted({series.library for series in self.coefficients.series})
-            raise UserError(
-                f"nothing measured comes near {fmt} products on {chip.name}" + (f" by {library}" if library else ""),
-                f"libraries with measurements: {', '.join(libraries)}" if library else "",
-            )
+            raise UserError(f"nothing measured comes near {fmt} products on {chip.name}")
         mixed = facts["distance"]["other_library"] if in_training else 0.0
         pairs = product(near["sustained"], near["burst"])
         chosen = min(pairs, key=lambda pair: pair[0][0] + pair[1][0] + mixed * (pair[0][2].library != pair[1][2].library))
@@ -178,12 +177,13 @@ class GemmModel:
         [1.6]
         """
         basis = self.basis(chip, fmt, state, library, in_training=in_training)
-        if library is None and not basis.direct and not in_training:  # whose product it will be is not known either
+        unknown = (library is None and not in_training) or bool(basis.stands_for)  # whose product it will be
+        if library is None and unknown and not basis.direct:
             basis = replace(basis, doubt=float(np.hypot(basis.doubt, _transfer()["doubt"]["other_library"])))
         work = tile_work(shapes, chip.sms)
         known: Corrections = {}
         times = self._time(basis, shapes, layout, work, known)
-        if library is None and basis.direct and not in_training:
+        if unknown and basis.direct:
             for series in self._others(basis.series):
                 times = times.reaching(self._time(replace(basis, series=series), shapes, layout, work, known))
         if state == "sustained" and in_training:  # single products are forecast as they were measured
@@ -220,10 +220,15 @@ class GemmModel:
             if series.fmt != fmt:
                 launch, passes = _transfer()["quantize"][fmt]
             quantize = launch + passes * quantize_bytes_ms(shapes.m * shapes.k, chip.bandwidth_tbps)
-        doubt = np.hypot(np.hypot(basis.doubt, doubts), _outside(shapes))
+        doubt = np.hypot(np.hypot(basis.doubt, doubts), doubt_outside(shapes))
         low, high = np.maximum(-series.low * scale, 0.005), np.maximum(series.high * scale, 0.005)
         found = Times(gemm, quantize, np.hypot(low, doubt), np.hypot(high, doubt), doubt, gemm)
-        return found.at_least(least_ms(shapes, fmt, **rates))
+        return found.at_least(chip_limit_ms(shapes, fmt, chip))
+
+
+def chip_limit_ms(shapes: Shapes, fmt: str, chip: GpuSpec) -> Array:
+    """What no library can beat on this chip."""
+    return least_ms(shapes, fmt, tflops=chip.tflops[RATE_OF[fmt]], bandwidth_tbps=chip.bandwidth_tbps)
 
 
 @cache
@@ -276,7 +281,7 @@ def _layouts(layout: Any, chip: GpuSpec, fmt: str, length: int) -> tuple[Array, 
     return factors, doubts
 
 
-def _outside(shapes: Shapes) -> Array:
+def doubt_outside(shapes: Shapes) -> Array:
     """The doubt of sizes beyond those measured, and of products in groups."""
     doubt = _transfer()["doubt"]
     octaves = np.zeros(len(shapes.m))

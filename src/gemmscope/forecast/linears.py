@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import sqrt
+from math import hypot, sqrt
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gemmscope.forecast.estimate import Estimate, total
-from gemmscope.forecast.gemm import LAYOUT_OF, GemmModel, State, model
-from gemmscope.forecast.physics import RATE_OF, Shapes, least_ms
+from gemmscope.forecast.gemm import LAYOUT_OF, GemmModel, State, chip_limit_ms, doubt_outside, model
+from gemmscope.forecast.physics import Array, Shapes
 from gemmscope.forecast.training import Quantizing, doubt_of, facts, product_factor, product_format, quantizing
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.measure.task import Case
@@ -18,23 +19,22 @@ from gemmscope.recipe.recipes import recipe
 
 CALIBRATED_DOUBT = 0.03
 CALIBRATED_ROW_DOUBT = 0.06
+OTHER_STATE_DOUBT = 0.06  # where the other state of the chip was measured
 Key = tuple[int, int, int, int, str]  # tokens, inputs, outputs, groups, pass
 
 
 class LinearTime(NamedTuple):
-    """One linear in one recipe: its products by pass, and what quantizing each tensor takes, alone and inside a step."""
+    """One linear in one recipe: its products by pass, and what quantizing each tensor takes."""
 
     products: dict[str, Estimate]
     quantize_ms: dict[str, float]
-    in_step_ms: float
     quantize_doubt: float
 
     def product(self) -> Estimate:
         return total(self.products.values())
 
-    def quantizing(self, *, in_step: bool = False) -> Estimate:
-        time_ms = self.in_step_ms if in_step else sum(self.quantize_ms.values())
-        return Estimate(time_ms, 0.0, self.quantize_doubt)
+    def quantizing(self) -> Estimate:
+        return Estimate(sum(self.quantize_ms.values()), 0.0, self.quantize_doubt)
 
 
 class Together(NamedTuple):
@@ -50,11 +50,37 @@ class Together(NamedTuple):
 
 
 class Adjustment(NamedTuple):
-    """Measured over forecast: factors on products by format and pass, on quantizing by recipe, on a step's other rows."""
+    """Measured over forecast: factors on products by format and pass, sustained and in a burst, on quantizing by recipe, on a
+    step's other rows. `own_chip`: it was the reader's own; what was measured on another chip of the kind corrects times, and
+    takes nothing off their doubt.
+    """
 
     products: Mapping[str, Mapping[str, float]]
     quantize: Mapping[str, float]
     rows: Mapping[str, float] = {}
+    burst: Mapping[str, Mapping[str, float]] = {}
+    own_chip: bool = True
+
+    def product(self, fmt: str, pass_name: str, state: State) -> tuple[float, float] | None:
+        """The factor on one kind of product and its doubt; that of the other state where only it was measured.
+
+        >>> Adjustment({"bf16": {"fprop": 1.1}}, {}).product("bf16", "fprop", "sustained")
+        (1.1, 0.03)
+        >>> Adjustment({"bf16": {"fprop": 1.1}}, {}).product("bf16", "fprop", "burst")[1] > 0.06
+        True
+        """
+        own, other = (self.products, self.burst) if state == "sustained" else (self.burst, self.products)
+        for products, further in ((own, 0.0), (other, OTHER_STATE_DOUBT)):
+            if pass_name in products.get(fmt, {}):
+                return products[fmt][pass_name], hypot(CALIBRATED_DOUBT, further)
+        return None
+
+
+class _Factors(NamedTuple):
+    """On products, one for each; their doubts, zero where nothing was measured on the chip itself."""
+
+    values: Array
+    doubts: Array
 
 
 class Habits(NamedTuple):
@@ -91,15 +117,15 @@ class Forecaster:
             formats = {each: product_format(asked, each, self.chip) for each in LAYOUT_OF}
             costs = quantizing(asked, self.chip)
             if self.measured is not None and name in self.measured.quantize:
-                factor = self.measured.quantize[name]
-                costs = Quantizing(costs.launch_ms * factor, costs.element_ms * factor, costs.in_step)
+                costs = costs.times(self.measured.quantize[name])
             self._habits[name] = Habits(formats, asked.quantizes, costs)
         return self._habits[name]
 
     def other(self, time_ms: float, row: str, doubt: float) -> Estimate:
         """What is no product, in one row of a step: as it was measured on this chip, or with the doubt it has without."""
-        factor = self.measured.rows.get(row) if self.measured is not None else None
-        return Estimate(time_ms, 0.0, doubt) if factor is None else Estimate(time_ms * factor, 0.0, CALIBRATED_ROW_DOUBT)
+        if self.measured is None or row not in self.measured.rows:
+            return Estimate(time_ms, 0.0, doubt)
+        return Estimate(time_ms * self.measured.rows[row], 0.0, CALIBRATED_ROW_DOUBT if self.measured.own_chip else doubt)
 
     def prepare(self, cases: Iterable[Case], recipes: Sequence[str]) -> None:
         """Compute every product of these linears at once."""
@@ -133,18 +159,26 @@ class Forecaster:
         )
         layouts = np.select([dgrad, wgrad], [LAYOUT_OF["dgrad"], LAYOUT_OF["wgrad"]], LAYOUT_OF["fprop"])
         found = self.gemms.time(self.chip, fmt, shapes, self.state, layout=layouts, in_training=True)
-        rates = {"tflops": self.chip.tflops[RATE_OF[fmt]], "bandwidth_tbps": self.chip.bandwidth_tbps}
-        times = np.maximum(found.gemm_ms * product_factor(fmt, self.chip), least_ms(shapes, fmt, **rates))
         own = np.sqrt(np.maximum(((found.low + found.high) / 2) ** 2 - found.shared**2, 0.0))
         shared = np.hypot(found.shared, self._common)
-        known = self.measured.products.get(fmt, {}) if self.measured is not None else {}
-        for name, factor in known.items():  # measured on this very chip: what all shapes share is known
-            times[passes == name] *= factor
-            shared[passes == name] = CALIBRATED_DOUBT
-        least = (found.burst_ms / found.gemm_ms).tolist()
-        numbers = zip(keys, times.tolist(), own.tolist(), shared.tolist(), least, strict=True)
+        factors, in_burst = (self._measured_factors(fmt, passes, state) for state in (self.state, "burst"))
+        if self.measured is not None and self.measured.own_chip:  # what all shapes share is known
+            known = factors.doubts > 0
+            shared[known] = np.hypot(factors.doubts, doubt_outside(shapes))[known]
+        floor = np.maximum(found.burst_ms * in_burst.values, chip_limit_ms(shapes, fmt, self.chip))
+        times = np.maximum(found.gemm_ms * factors.values, floor)
+        numbers = zip(keys, times.tolist(), own.tolist(), shared.tolist(), (floor / times).tolist(), strict=True)
         for key, time_ms, alone, together, share in numbers:
             self._known[fmt, key], self._least[fmt, key] = Estimate(time_ms, alone, together), share
+
+    def _measured_factors(self, fmt: str, passes: NDArray[np.str_], state: State) -> _Factors:
+        """Training's products over those that were measured widely, and over those forecast where this very chip was measured."""
+        values, doubts = np.full(len(passes), product_factor(fmt, self.chip)), np.zeros(len(passes))
+        for name in LAYOUT_OF if self.measured is not None else ():
+            if self.measured is not None and (found := self.measured.product(fmt, name, state)) is not None:
+                values[passes == name] *= found[0]
+                doubts[passes == name] = found[1]
+        return _Factors(values, doubts)
 
     def linear(self, case: Case, name: str) -> LinearTime:
         """One linear in one recipe."""
@@ -153,10 +187,8 @@ class Forecaster:
         if any(key not in self._known for key in keys.values()):
             self.prepare([case], [name])
         products = {each: self._known[key] for each, key in keys.items()}
-        if not habits.quantizes:
-            return LinearTime(products, {}, 0.0, 0.0)
-        quantize = self._quantize(case, habits.quantizing)
-        return LinearTime(products, quantize, sum(quantize.values()) * habits.quantizing.in_step, self._doubt)
+        quantize = self._quantize(case, habits.quantizing) if habits.quantizes else {}
+        return LinearTime(products, quantize, self._doubt)
 
     def together(self, linears: Sequence[tuple[Case, int, int]], name: str) -> Together:
         """Many linears inside a step: (case, count, forward runs) each. Sweeps take this way."""
@@ -174,9 +206,9 @@ class Forecaster:
                 shared += time_ms * part[2]
                 least += time_ms * self._least[key]
             if quantizes:
-                sizes = self._quantize(case, costs)
-                weights += costs.time_ms(case.weights) * costs.in_step * count
-                activations += (sum(sizes.values()) - sizes.get("W", 0.0)) * costs.in_step * count * (2 + runs) / 3
+                casts = costs.in_step * count
+                activations += (costs.time_ms(tokens * inputs) + costs.time_ms(tokens * outputs)) * casts * (2 + runs) / 3
+                weights += costs.time_ms(case.weights) * casts
         products = Estimate(value, sqrt(squares) / value, shared / value) if value else Estimate(0.0)
         return Together(products, least, Estimate(activations, 0.0, self._doubt), Estimate(weights, 0.0, self._doubt))
 
@@ -187,12 +219,12 @@ class Forecaster:
 
     def _quantize(self, case: Case, costs: Quantizing) -> dict[str, float]:
         """X, W and dY; bare products have no dY, and cached weights are not quantized here."""
-        elements = {"X": case.tokens * case.inputs, "W": case.weights, "dY": case.tokens * case.outputs}
-        if len(case.passes) == 1:
-            del elements["dY"]
-        if self.cache_weights:
-            del elements["W"]
-        return {label: costs.time_ms(size) for label, size in elements.items()}
+        times = {"X": costs.time_ms(case.tokens * case.inputs)}
+        if not self.cache_weights:
+            times["W"] = costs.time_ms(case.weights)
+        if len(case.passes) > 1:
+            times["dY"] = costs.time_ms(case.tokens * case.outputs)
+        return times
 
 
 def _key(case: Case, pass_name: str) -> Key:

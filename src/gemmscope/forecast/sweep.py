@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
 from gemmscope.forecast.linears import Forecaster
@@ -78,7 +79,7 @@ def forecast_points(forecaster: Forecaster, wanted: Sequence[Configuration], rec
         with ProcessPoolExecutor(cores) as pool:
             found = [pool.submit(_points, forecaster, share, recipes, dp) for share in shares]
             return [point for each in found for point in each.result()]
-    except OSError:  # a machine that grants no further processes
+    except (OSError, BrokenProcessPool):  # a machine that grants no further processes, or ends them
         return _points(forecaster, wanted, recipes, dp)
 
 

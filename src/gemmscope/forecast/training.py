@@ -25,14 +25,15 @@ def facts() -> dict[str, Any]:
     return load_data("gemmscope.forecast", "coefficients/training.toml")
 
 
-def measured_here(chip: GpuSpec) -> bool:
-    """Whether the shares were measured on a chip of this architecture."""
-    return chip.architecture == gpu(facts()["measured_on"]).architecture
+@cache
+def _measured_on() -> tuple[int, int]:
+    """The compute capability of the chip that the shares were measured on."""
+    return gpu(facts()["measured_on"]).capability
 
 
 def doubt_of(table: str, chip: GpuSpec) -> float:
     """The doubt of a part, larger on architectures that were not measured in training."""
-    return float(facts()[table]["doubt_measured" if measured_here(chip) else "doubt"])
+    return float(facts()[table]["doubt_measured" if chip.capability == _measured_on() else "doubt"])
 
 
 def product_format(recipe: Recipe, pass_name: str, chip: GpuSpec) -> str:
@@ -58,14 +59,27 @@ def product_factor(fmt: str, chip: GpuSpec) -> float:
 
 
 class Quantizing(NamedTuple):
-    """What quantizing one tensor takes: launches, and a time per element; and how a step's differs from that of bare linears."""
+    """What quantizing one tensor takes: launches, and a time per element; and how a step's differs from that of bare linears.
+
+    An element of a short tensor takes `excess` more; of one of `half_at` elements, half of that.
+    """
 
     launch_ms: float
     element_ms: float
     in_step: float
+    excess: float = 0.0
+    half_at: float = 1.0
 
     def time_ms(self, elements: float) -> float:
-        return self.launch_ms + self.element_ms * elements
+        """
+        >>> Quantizing(0.0, 1e-6, 1.0, excess=0.4, half_at=1e8).time_ms(1e8)
+        120.0
+        """
+        return self.launch_ms + self.element_ms * elements * (1 + self.excess / (1 + elements / self.half_at))
+
+    def times(self, factor: float) -> Quantizing:
+        """So many times as long."""
+        return self._replace(launch_ms=self.launch_ms * factor, element_ms=self.element_ms * factor)
 
 
 def quantizing(recipe: Recipe, chip: GpuSpec) -> Quantizing:
@@ -81,7 +95,8 @@ def quantizing(recipe: Recipe, chip: GpuSpec) -> Quantizing:
     known = table.get(recipe.name, table["other"])
     written = table["written"].get(chip.architecture, {}).get(recipe.name, recipe.bytes_written)
     element_ms = (recipe.bytes_read + written) / (chip.bandwidth_tbps * 1e9 * known["bandwidth"])
-    return Quantizing(known["kernels"] * facts()["launch_ms"], element_ms, known["in_step"])
+    slower = table["slower"].get(chip.architecture, {})
+    return Quantizing(known["kernels"] * facts()["launch_ms"], element_ms, known["in_step"], **slower)
 
 
 def op_ms(op: Op, chip: GpuSpec) -> float:

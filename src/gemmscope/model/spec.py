@@ -219,7 +219,8 @@ class ModelSpec:
     def layer_groups(self, first: int = 0, last: int | None = None) -> Iterator[tuple[LayerSpec, int]]:
         """The distinct layers among `layers[first:last]` with how often each occurs, in order of first appearance."""
         chosen = self.layers[first:last]
-        for layer in dict.fromkeys(chosen):
+        different = {id(layer): layer for layer in chosen}.values()  # most models repeat one object: hash it once
+        for layer in dict.fromkeys(different):
             yield layer, chosen.count(layer)
 
     def pattern(self) -> str:

@@ -94,8 +94,10 @@ def verdicts(reports: Sequence[ForecastFindings], answers: Mapping[str, StepAnsw
             continue
         best = max(steps, key=lambda each: each.speedup.value if each.speedup else 0.0)
         assert best.speedup is not None
-        if best.speedup.high < 1:
-            lines.append(f"{chip}: stay with {BASELINE}: nothing is forecast to gain")
+        if best.speedup.value <= 1:
+            maybe = [each.recipe for each in steps if each.speedup and each.speedup.high >= 1]
+            but = f", but {', '.join(maybe)} may: too close to call" if maybe else ""
+            lines.append(f"{chip}: stay with {BASELINE}: nothing is forecast to gain{but}")
             continue
         rivals = rivals_of(best.recipe, best.speedup, [(each.recipe, each.speedup) for each in steps if each.speedup])
         close = f"; too close to call against {', '.join(rivals)}" if rivals else ""
