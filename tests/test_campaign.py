@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,51 @@ def test_a_dead_worker_costs_one_task(journal: Journal) -> None:
     assert failed[0].failure_kind == "crash"
     assert "signal 9" in failed[0].failure
     assert all(result.rounds for result in results.tasks.values() if not result.failure)
+
+
+@pytest.mark.parametrize(("over", "blamed"), [(True, "FP32"), (False, "BF16")])
+def test_a_burst_that_fails_when_it_is_launched_names_the_one_that_ran(
+    monkeypatch: pytest.MonkeyPatch, *, over: bool, blamed: str
+) -> None:
+    """Its own, if bursts run while they are launched; else the one before it, which was still running on the GPU."""
+    from gemmscope.measure.worker import Worker
+
+    class Out:
+        over = True
+
+        def nearly_done(self) -> None: ...
+
+        def times_ms(self) -> list[list[float]]:
+            return [[1.0]]
+
+    def launch(tasks: list[Any], _: Any) -> Out:
+        if tasks == ["FP32"]:
+            raise RuntimeError("CUDA error")
+        return Out()
+
+    tasks = [Task(CASES[0], name, "autocast") for name in ("BF16", "FP32")]
+    request = asdict(Settings("cpu")) | {"tasks": [task.to_json() for task in tasks]}
+    said: list[dict[str, Any]] = []
+    worker = Worker(request, None)
+    monkeypatch.setattr(Out, "over", over)
+    monkeypatch.setattr(worker, "say", lambda kind, **content: said.append({"type": kind, **content}))
+    monkeypatch.setattr(worker.timer, "launch", launch)
+    monkeypatch.setattr("gemmscope.measure.worker._plan", lambda groups, *_: ((0, group) for group in groups))
+    monkeypatch.setattr("gemmscope.measure.worker.Orders", Unheard)
+    worker.ready = {task.key: task.recipe for task in tasks}  # type: ignore[misc]
+    with pytest.raises(RuntimeError):
+        worker._rounds()
+    assert (
+        next(message["task"] for message in reversed(said) if message["type"] == "begin")
+        == Task(CASES[0], blamed, "autocast").key
+    )
+
+
+class Unheard:
+    """A parent that says nothing."""
+
+    want = staticmethod(lambda _: True)
+    stop = staticmethod(lambda: False)
 
 
 def _is_worker(pid: str) -> bool:

@@ -247,6 +247,7 @@ class Worker:
                 self._collect(waiting, ends_round=waiting.number != number)
                 waiting = None
             time.sleep(rest_s)
+            self._name(tasks if waiting is None or waiting.burst.over else waiting.tasks)
             burst = self.timer.launch([self.ready[task.key] for task in tasks], self._amount(number))
             if waiting is not None:
                 self._collect(waiting, ends_round=waiting.number != number)
@@ -267,8 +268,12 @@ class Worker:
         rounds = self.request["max_rounds"]
         return Amount(counts["num_warmup"], (counts["num_iters"] + number) // rounds, in_cycles=True)
 
+    def _name(self, tasks: Sequence[Task]) -> None:
+        """Say whose burst is running: a fault shows while it is waited for, or when the next one is launched behind it."""
+        self.say("begin", task=tasks[0].key, what="measuring")
+
     def _collect(self, launched: _Launched, *, ends_round: bool) -> None:
-        self.say("begin", task=launched.tasks[0].key, what="measuring")  # a fault shows where its burst is waited for
+        self._name(launched.tasks)
         launched.burst.nearly_done()
         state = asdict(self.gpu.read()) if self.gpu else {}
         times = {task.key: samples for task, samples in zip(launched.tasks, launched.burst.times_ms(), strict=True)}
