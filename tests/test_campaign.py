@@ -140,7 +140,7 @@ def test_a_burst_that_fails_when_it_is_launched_names_the_one_that_ran(
     said: list[dict[str, Any]] = []
     worker = Worker(request, None)
     monkeypatch.setattr(Out, "over", over)
-    monkeypatch.setattr(worker, "say", lambda kind, **content: said.append({"type": kind, **content}))
+    monkeypatch.setattr(worker, "say", lambda message_type, **content: said.append({"type": message_type, **content}))
     monkeypatch.setattr(worker.timer, "launch", launch)
     monkeypatch.setattr("gemmscope.measure.worker._plan", lambda groups, *_: ((0, group) for group in groups))
     monkeypatch.setattr("gemmscope.measure.worker.Orders", Unheard)
