@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 
 from gemmscope.measure.results import Results
 from gemmscope.measure.stats import Interval, time_interval
@@ -57,8 +58,7 @@ class StoppingRule:
             self.why = f"known to ±{self.target:.1%}"
             return True
         if self.clock() - self.started >= self.longest_s:
-            doubt = f"speedups are known to ±{widest:.1%} only" if widest is not None else "no speedup could be formed"
-            self.why = f"the time limit of {self.longest_s:g} s came first: {doubt}"
+            self.why = f"the time limit of {self.longest_s:g} s came first: {_in_words(widest)}"
             return True
         return False
 
@@ -110,3 +110,16 @@ class StoppingRule:
         noise = results.noise(cases)
         doubts = {side: time_interval(total, noise).half_width for side, total in totals.items() if total is not None}
         return tuple(side for side, doubt in doubts.items() if doubt >= ALIKE * max(doubts.values()))
+
+
+def _in_words(widest: float | None) -> str:
+    """What is known where time ran out.
+
+    >>> _in_words(0.023), _in_words(float("inf"))
+    ('speedups are known to ±2.3% only', 'some speedups have no interval that says anything')
+    """
+    if widest is None:
+        return "no speedup could be formed"
+    return (
+        f"speedups are known to ±{widest:.1%} only" if isfinite(widest) else "some speedups have no interval that says anything"
+    )
