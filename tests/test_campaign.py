@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,23 @@ def test_later_rounds_measure_what_is_still_in_doubt(journal: Journal, monkeypat
     assert results.complete_rounds == 5
 
 
+def test_where_no_speedup_can_be_formed_times_decide(journal: Journal) -> None:
+    """The other recipe failed: measuring ends when the baseline's own times are known, not at the time limit."""
+    run = campaign(journal, ["BF16", "FP8Current"], target=0.9)
+    run.settings = replace(run.settings, max_rounds=1000)
+    run.run()
+    assert run.rule.why == "known to ±90.0%"
+    assert journal.unfinished(run.fingerprint) is None
+
+
+def test_what_the_worker_does_not_have_is_not_asked_for(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or it would skip all it has, round after round, and end with nothing measured."""
+    run = campaign(journal, ["BF16", "FP8Current"], target=0.0)
+    monkeypatch.setattr(run.results, "bursts_behind", lambda _: {("FP8Current", "autocast")})
+    results = run.run()
+    assert {len(result.rounds) for result in results.tasks.values() if not result.failure} == {5}
+
+
 def test_a_rested_chip_measures_one_op_at_a_time(journal: Journal) -> None:
     run = campaign(journal, ["BF16"])
     run.settings = replace(run.settings, rest_ms=5.0)
@@ -96,6 +113,51 @@ def test_a_dead_worker_costs_one_task(journal: Journal) -> None:
     assert failed[0].failure_kind == "crash"
     assert "signal 9" in failed[0].failure
     assert all(result.rounds for result in results.tasks.values() if not result.failure)
+
+
+@pytest.mark.parametrize(("over", "blamed"), [(True, "FP32"), (False, "BF16")])
+def test_a_burst_that_fails_when_it_is_launched_names_the_one_that_ran(
+    monkeypatch: pytest.MonkeyPatch, *, over: bool, blamed: str
+) -> None:
+    """Its own, if bursts run while they are launched; else the one before it, which was still running on the GPU."""
+    from gemmscope.measure.worker import Worker
+
+    class Out:
+        over = True
+
+        def nearly_done(self) -> None: ...
+
+        def times_ms(self) -> list[list[float]]:
+            return [[1.0]]
+
+    def launch(tasks: list[Any], _: Any) -> Out:
+        if tasks == ["FP32"]:
+            raise RuntimeError("CUDA error")
+        return Out()
+
+    tasks = [Task(CASES[0], name, "autocast") for name in ("BF16", "FP32")]
+    request = asdict(Settings("cpu")) | {"tasks": [task.to_json() for task in tasks]}
+    said: list[dict[str, Any]] = []
+    worker = Worker(request, None)
+    monkeypatch.setattr(Out, "over", over)
+    monkeypatch.setattr(worker, "say", lambda message_type, **content: said.append({"type": message_type, **content}))
+    monkeypatch.setattr(worker.timer, "launch", launch)
+    monkeypatch.setattr("gemmscope.measure.worker._plan", lambda groups, *_: ((0, group) for group in groups))
+    monkeypatch.setattr("gemmscope.measure.worker.Orders", Unheard)
+    worker.ready = {task.key: task.recipe for task in tasks}  # type: ignore[misc]
+    with pytest.raises(RuntimeError):
+        worker._rounds()
+    assert (
+        next(message["task"] for message in reversed(said) if message["type"] == "begin")
+        == Task(CASES[0], blamed, "autocast").key
+    )
+
+
+class Unheard:
+    """A parent that says nothing."""
+
+    want = staticmethod(lambda _: True)
+    stop = staticmethod(lambda: False)
 
 
 def _is_worker(pid: str) -> bool:
@@ -213,6 +275,32 @@ def test_stopping_rule(target: float, seconds: float, why: str) -> None:
         results.take({"type": "round", "round": number})
     assert rule.done(results, ["BF16", "FP8Current"], ["autocast"])
     assert why in rule.why
+
+
+def test_another_try_has_rounds_of_its_own() -> None:
+    """Those of the first try are none of its: least rounds and time limit begin anew, and nothing is wanted yet."""
+    results = recorded_results([MODEL[0]], spread=0.05)
+    names, rule = ["BF16", "FP8Current"], StoppingRule(target=1e-6, least_rounds=2, longest_s=0.0)
+    assert rule.done(results, names, MODES)
+    assert rule.open
+    rule.restart(results.complete_rounds)
+    assert not rule.open
+    for number in range(2):
+        assert not rule.done(results, names, MODES)
+        results.take({"type": "round", "round": number})
+    assert rule.done(results, names, MODES)
+
+
+def test_while_something_is_still_to_come_times_do_not_decide() -> None:
+    results = recorded_results([MODEL[0]], spread=0.0001)
+    low = results.of("FP8Current", "autocast")[0]
+    low.rounds, low.pieces = [], []
+    rule = StoppingRule(target=0.5)
+    assert rule.widest(results, ["BF16", "FP8Current"], ["autocast"]) is None
+    low.failure = "too large"
+    widest = rule.widest(results, ["BF16", "FP8Current"], ["autocast"])
+    assert widest is not None
+    assert widest < 0.01
 
 
 def test_another_try_looks_at_its_own_ops_only() -> None:

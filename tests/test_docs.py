@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from gemmscope.cli.bench_options import TimingOptions
+from gemmscope.measure.campaign import Settings
 from gemmscope.model import presets
 from gemmscope.model.families import known_model_types
 from run_files import recorded_bench
@@ -29,6 +31,15 @@ def test_families_listed() -> None:
     text = (ROOT / "docs" / "models.md").read_text()
     listed = text.split("<!-- families -->")[1].split("<!-- /families -->")[0]
     assert tuple(re.findall(r"`([\w-]+)`", listed)) == known_model_types()
+
+
+def test_bench_is_described_as_it_measures() -> None:
+    text, settings = " ".join((ROOT / "docs" / "bench.md").read_text().split()), Settings("transformer_engine")
+    assert f"drops its first {settings.drop_ms:g} ms" in text
+    assert f"Bursts of {settings.keep_ms / 1000:g} s" in text
+    assert TimingOptions().rule().least_rounds == 2
+    first, second = re.findall(r"Wall time ([\d.]+) s and ([\d.]+) s", H200)[0]
+    assert f"took {first} s and {second} s" in text
 
 
 def test_counts_in_the_texts() -> None:

@@ -141,6 +141,17 @@ def test_twins_account_for_the_difference() -> None:
     assert pair.rows[-1].speedup == pytest.approx(before / after)
 
 
+@pytest.mark.parametrize("name", ["healthy_torchao_compiled", "rowwise_casts"])
+def test_norms_do_not_vanish_into_casts(name: str) -> None:
+    """A compiler fuses them; held against BF16, where they stand alone, they take about as long."""
+    rows = {held.row: held for held in with_twin(found_in("compiled_bf16"), found_in(name)).rows}
+    norms, casts = rows["norms and activations"], rows["quantization"]
+    assert norms.expected_ms is not None
+    assert 0.7 < norms.found_ms / norms.expected_ms < 1.6
+    assert casts.found_ms < found_in(name).account.classes["quantization"]
+    assert sum(held.found_ms for held in rows.values()) == pytest.approx(found_in(name).account.step_ms)
+
+
 # What a trace may lack, and the diagnosis still has to be right (or careful).
 def _without(raw: dict[str, Any], keep: Any) -> dict[str, Any]:
     return {**raw, "traceEvents": [event for event in raw["traceEvents"] if keep(event)]}

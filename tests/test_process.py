@@ -1,14 +1,16 @@
-"""Worker processes: where they keep compiled modules."""
+"""Worker processes: where they keep compiled modules, and what they do without."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from gemmscope.process import worker_environment
+from gemmscope.process import without_jax, worker_environment
 
 
 @pytest.fixture
@@ -42,3 +44,17 @@ def test_nothing_changes_where_bytecode_is_kept(torch_at: Path, monkeypatch: pyt
     cached.parent.mkdir()
     cached.write_bytes(b"")
     assert "PYTHONPYCACHEPREFIX" not in worker_environment()
+
+
+def test_jax_is_not_there_while_it_is_hidden() -> None:
+    with without_jax(), pytest.raises(ImportError):
+        importlib.import_module("jax")
+    assert sys.modules.get("jax", "") is not None
+
+
+def test_a_jax_that_is_loaded_already_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = ModuleType("jax")
+    monkeypatch.setitem(sys.modules, "jax", loaded)
+    with without_jax():
+        assert sys.modules["jax"] is loaded
+    assert sys.modules["jax"] is loaded

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gemmscope.measure.results import Results
+from gemmscope.measure.sampler import StoppingRule
 from gemmscope.measure.stats import Noise, noise_of, pieces, ratio_interval, time_interval
+from gemmscope.measure.task import MODES, Case, Task
 
 
 def bursts(rng: np.random.Generator, centre: float, rounds: int, spread: float) -> list[list[float]]:
@@ -102,3 +107,59 @@ def test_ratio_does_not_depend_on_units(ratio: float, unit: float) -> None:
     assert plain.value == pytest.approx(ratio)
     assert scaled.value == pytest.approx(plain.value)
     assert scaled.low == pytest.approx(plain.low)
+
+
+def white(rng: np.random.Generator) -> Callable[[], float]:
+    return lambda: float(rng.normal(0, 0.009))
+
+
+def swinging(rng: np.random.Generator) -> Callable[[], float]:
+    """A power control that swings with a period of eight pieces, and drifts in phase."""
+    phase = float(rng.uniform(0, 2 * np.pi))
+
+    def piece() -> float:
+        nonlocal phase
+        phase += 2 * np.pi / 8 + float(rng.normal(0, 0.25))
+        return 0.012 * float(np.sin(phase)) + float(rng.normal(0, 0.003))
+
+    return piece
+
+
+def sticky(rng: np.random.Generator) -> Callable[[], float]:
+    """Neighbouring pieces are alike."""
+    last = 0.0
+
+    def piece() -> float:
+        nonlocal last
+        last = 0.3 * last + float(rng.normal(0, 0.0086))
+        return last
+
+    return piece
+
+
+@pytest.mark.parametrize("clock", [white, swinging, sticky])
+def test_intervals_hold_where_they_decide_when_to_stop(clock: Callable[[np.random.Generator], Callable[[], float]]) -> None:
+    """Four recipes in two modes, two rounds at least, then more of the side in doubt until all speedups are known to 1%: stopping
+    when intervals happen to be narrow, and measuring the sides unequally, must neither make them lie nor shift what they hold."""
+    names, case, covered, errors = ["BF16", "FP8Current", "FP8Delayed", "FP8Block"], Case("MLP Up", 1, 1, 1), 0, []
+    truth = dict(zip(names, (100.0, 63.0, 60.0, 74.0), strict=True))
+    tasks = {task.group: task for mode in MODES for task in (Task(case, name, mode) for name in names)}
+    for trial in range(60):
+        rng = np.random.default_rng(trial)
+        moved, results, rule = clock(rng), Results(tasks.values()), StoppingRule(least_rounds=2, longest_s=float("inf"))
+        done = False
+        while not done:
+            for group in rng.permutation(list(tasks)).tolist():
+                if not done and (not rule.open or tuple(group) in rule.open):
+                    moved()  # what a burst drops
+                    burst = [truth[group[0]] * (1 + moved()) for _ in range(round(750 / truth[group[0]]))]
+                    results.take({"type": "samples", "times_ms": {tasks[tuple(group)].key: burst}, "state": {}})
+                    done = rule.done(results, names, MODES)
+            results.take({"type": "round"})
+        for recipe, mode in ((name, mode) for name in names[1:] for mode in MODES):
+            found, exact = results.speedup(recipe, mode), truth["BF16"] / truth[recipe]
+            assert found is not None
+            covered += found.low <= exact <= found.high
+            errors.append(found.value / exact - 1)
+    assert covered / len(errors) >= 0.92
+    assert abs(float(np.mean(errors))) < 0.0015

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -225,10 +226,41 @@ def test_memory_that_does_not_suffice_makes_it_shallower(journal: Journal, monke
     monkeypatch.setattr("gemmscope.measure.link.Link.converse", converse)
     run = StepRun(plan("llama"), ["BF16"], StepSettings("cpu"), StoppingRule(), journal)
     monkeypatch.setattr("gemmscope.step.predict.LEAST_DEPTH", 4)
-    with pytest.raises(UserError, match="does not fit"):
+    with pytest.raises(UserError, match="does not fit into this GPU's memory even with 4 layers"):
         run.run()
+    assert asked == [6, 4]
     monkeypatch.setattr("gemmscope.step.predict.LEAST_DEPTH", 1)
     again = StepRun(plan("llama"), ["BF16"], StepSettings("cpu"), StoppingRule(), journal)
     again.run()
-    assert asked[1:] == [6, 3, 1]
+    assert asked[2:] == [6, 3, 1]
     assert again.notes == ["6 layers do not fit into memory: measured with 3", "3 layers do not fit into memory: measured with 1"]
+
+
+def test_a_burst_that_fails_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its own reason, which decides what follows; the other variants go on."""
+    from gemmscope.step.worker import StepWorker
+
+    class Quiet:
+        stop = staticmethod(lambda: False)
+
+    monkeypatch.setattr("gemmscope.step.worker.Orders", Quiet)
+    monkeypatch.setattr("gc.freeze", lambda: None)  # of this very process
+    monkeypatch.setattr("gc.disable", lambda: None)
+    made = plan("llama")
+    settings = asdict(StepSettings("cpu", drop_ms=0.1, keep_ms=0.1, least_steps=1, max_rounds=3))
+    worker = StepWorker({**settings, "plan": made.to_json(), "variants": []}, None)
+    said: list[dict[str, Any]] = []
+    monkeypatch.setattr(worker, "say", lambda message_type, **content: said.append({"type": message_type, **content}))
+    collect = worker._collect
+
+    def fail(launched: Any) -> None:
+        if launched.name == "bad":
+            raise RuntimeError("out of memory")
+        collect(launched)
+
+    monkeypatch.setattr(worker, "_collect", fail)
+    worker.steps, worker.once_ms = dict.fromkeys(("bad", "good"), step("llama")), dict.fromkeys(("bad", "good"), 1.0)
+    worker._rounds()
+    failed = [message for message in said if message["type"] == "failed"]
+    assert [(message["task"], message["kind"]) for message in failed] == [("bad", "out of memory")]
+    assert sum(message["type"] == "samples" for message in said) == 3

@@ -121,6 +121,7 @@ def test_ctrl_c_before_anything_was_measured(run: Run, monkeypatch: pytest.Monke
         (f"{SMALL} --tokens 0 --gpus 8", "no number of tokens"),
         (f"{SMALL} --observed-speedup 0", "is no speedup"),
         (f"{SMALL} --precision 2", "is no share"),
+        (f"{SMALL} --longest nan", "--longest nan leaves no time"),
         (f"{SMALL} --json /no/such/folder/x.json", "cannot be written"),
         ("--device cpu", "no model is named"),
     ],

@@ -67,6 +67,30 @@ def test_verdicts(fast: list[Part], wall: float | None, words: str) -> None:
     assert words in verdict(found, recipe("FP8Current"), placed)
 
 
+def test_a_cast_fused_with_an_activation_is_divided_between_the_two() -> None:
+    """As compiled layers have them; in BF16 the same kernel casts nothing, and what is of another part stays there."""
+    fused = "triton_red_fused_abs_gelu_max_6"
+    parts: list[Part] = [("mlp", "forward", [[fused, 8000.0, 7], [FP8, 10_000.0, 7]]), ("head", "forward", [[fused, 100.0, 7]])]
+    kernels = place(parts)
+    assert [kernel.rows for kernel in kernels] == [
+        {"quantization": 6000.0, "norms and activations": 2000.0},
+        {"products": 10_000.0},
+        {"head and loss": 100.0},
+    ]
+    assert [kernel.rides for kernel in kernels] == [True, False, False]
+    assert place(parts, quantizes=False)[0].rows == {"norms and activations": 8000.0}
+
+
+def test_words_tell_how_fused_casts_were_counted() -> None:
+    slow, cast = step(100, attention=1), "triton_poi_fused__scaled_mm__to_copy_clamp_gelu_mul_7"
+    fast: list[Part] = [*step(50, attention=1, low=True), ("mlp", "forward", [[cast, 40_000.0, 7]])]
+    placed = place(fast)
+    words = verdict(waterfall(Side(place(slow), total(slow)), Side(placed, total(fast))), recipe("FP8Tensorwise"), placed)
+    assert words == (
+        "eaten by quantization, which takes 30.0 ms of each step (casts fused with norms or activations are counted by 75%)"
+    )
+
+
 def test_unknown_kernels_are_listed() -> None:
     parts = [*step(10), ("optimizer", "step", [["nobody knows", 10_000.0, 7]])]
     found = waterfall(Side(place(parts), 60.0), Side(place(parts), 60.0))

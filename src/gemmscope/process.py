@@ -66,7 +66,7 @@ def without_jax() -> Iterator[None]:
     try:
         yield
     finally:
-        del sys.modules["jax"]
+        sys.modules.pop("jax", None)
 
 
 def _run_worker() -> None:

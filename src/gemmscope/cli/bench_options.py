@@ -158,6 +158,14 @@ class ChoiceOptions(RecipeOptions):
     share_gpu: Annotated[bool, typer.Option("--share-gpu", help="Measure although others use the GPU.")] = False
 
 
+def check_limits(precision: float, longest: float) -> None:
+    """A `UserError` for a stopping rule that would never stop, or measure nothing."""
+    if not 0 < precision < 1:
+        raise UserError(f"--precision {precision:g} is no share", "for example --precision 0.01 for one per cent")
+    if not longest > 0:
+        raise UserError(f"--longest {longest:g} leaves no time to measure", "for example --longest 60")
+
+
 @dataclass(frozen=True)
 class TimingOptions:
     """How to time, and for how long. Fixed counts, where any is given, stand in for the stopping rule."""
@@ -187,10 +195,7 @@ class TimingOptions:
         """A `UserError` for what cannot be meant."""
         if self.timing not in ("cuda-events", "profiler"):
             raise UserError(f"--timing {shown(self.timing)} is not known", "it can be cuda-events or profiler")
-        if not 0 < self.precision < 1:
-            raise UserError(f"--precision {self.precision:g} is no share", "for example --precision 0.01 for one per cent")
-        if not self.longest > 0:
-            raise UserError(f"--longest {self.longest:g} leaves no time to measure", "for example --longest 60")
+        check_limits(self.precision, self.longest)
         if self.num_iters is not None and self.num_iters < 1:
             raise UserError(f"--num-iters {self.num_iters} measures nothing", "it is 1 or more")
         if self.num_warmup is not None and self.num_warmup < 0:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
 
-from gemmscope.cli.bench_options import ChoiceOptions
+from gemmscope.cli.bench_options import ChoiceOptions, check_limits
 from gemmscope.cli.choose import choose
 from gemmscope.cli.options import ModelOptions, RunOptions, number, size, takes
 from gemmscope.cli.output import check_targets, say
@@ -80,8 +80,7 @@ class StepOptions:
         """Whatever cannot be meant, or could not be written, is said before measuring begins."""
         places = {"--json": self.json, "--markdown": self.markdown}
         check_targets({option: place for option, place in places.items() if place is not None})
-        if not 0 < self.precision < 1:
-            raise UserError(f"--precision {self.precision:g} is no share", "for example --precision 0.01 for one per cent")
+        check_limits(self.precision, self.longest)
         if self.observed_speedup is not None and not 0 < self.observed_speedup < 100:
             raise UserError(f"--observed-speedup {self.observed_speedup:g} is no speedup", "for example 1.2, over BF16")
         self.budget()

@@ -11,6 +11,7 @@ from typing import Any
 from gemmscope.explain.account import Account, Item, Look
 from gemmscope.explain.place import UNKNOWN_PRECISION
 from gemmscope.explain.rates import gain_ratio, rates
+from gemmscope.measure.kernels import CAST_SHARE
 from gemmscope.toml import load_data
 
 NAMED = 0.03  # of the step: what costs less is not named
@@ -141,8 +142,8 @@ class Evidence:
 
     @cached_property
     def casting_ms(self) -> float:
-        """Quantization's own time: of a kernel that does a norm or an activation as well, three quarters, as twins show."""
-        return self.ms(item for item in self.casts if not item.placed.rides) + 0.75 * self.ms(
+        """Quantization's own time: of a kernel that does a norm or an activation as well, its share."""
+        return self.ms(item for item in self.casts if not item.placed.rides) + CAST_SHARE * self.ms(
             item for item in self.casts if item.placed.rides
         )
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from gemmscope.explain.account import Item, forwards
 from gemmscope.explain.cause import Cause, Evidence, main_kernels, sizes_of
 from gemmscope.explain.rates import chip
+from gemmscope.measure.kernels import CAST_SHARE
 
 EATEN = 0.5  # of the products' gain
 UNFUSED_KERNELS = 4.0  # PyTorch kernels per product
@@ -143,7 +144,7 @@ def _quantization(found: Evidence, repeated_ms: float) -> Iterator[Cause]:
     ]
     riding = found.ms(item for item in fused if item.placed.rides)
     if riding:
-        evidence.append(f"{riding:.1f} ms are in kernels that do norms or activations as well, counted by three quarters")
+        evidence.append(f"{riding:.1f} ms are in kernels that do norms or activations as well, counted by {CAST_SHARE:.0%}")
     small = [item for item in found.low if item.product and item.product.size and min(item.product.size) < 1024]
     cost = time - 0.25 * found.gain_ms
     if found.weight(small) > SMALL_SHARE * found.weight(found.low):

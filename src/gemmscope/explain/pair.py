@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from gemmscope.errors import UserError
 from gemmscope.explain.account import EXPOSED, HOST, IDLE
 from gemmscope.explain.diagnose import Diagnosis
+from gemmscope.measure.kernels import CAST_SHARE
 
 SAME_FLOPS = 0.1  # two traces of one model and batch differ by less
 PARTS = {
@@ -48,7 +49,8 @@ class Pair:
 
 
 def parts(found: Diagnosis) -> dict[str, float]:
-    """The account in the rows of a plan: the head's products are the head's."""
+    """The account in the rows of a plan: the head's products are the head's, and what a cast does beside casting (a norm, an
+    activation) is not quantization's, as in a measured step's waterfall."""
     sums: dict[str, float] = {}
     for name, time in found.account.classes.items():
         row = PARTS.get(name, "products" if name.startswith("GEMM") else name)
@@ -57,6 +59,10 @@ def parts(found: Diagnosis) -> dict[str, float]:
     if head:
         sums["products"] = sums.get("products", 0.0) - head
         sums["head and loss"] = sums.get("head and loss", 0.0) + head
+    beside = (1 - CAST_SHARE) * found.evidence.ms(item for item in found.evidence.casts if item.placed.rides)
+    if beside:
+        sums["quantization"] -= beside
+        sums["norms and activations"] = sums.get("norms and activations", 0.0) + beside
     return {row: sums[row] for row in ROWS if row in sums}
 
 

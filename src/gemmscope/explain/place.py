@@ -13,7 +13,7 @@ from typing import Any
 
 from gemmscope.explain.scopes import Scope, launched_by
 from gemmscope.explain.trace import Operator, Trace, Work
-from gemmscope.measure.kernels import KernelFacts, classify
+from gemmscope.measure.kernels import KernelFacts, classify, work_in_step
 from gemmscope.toml import load_data
 
 LOW = ("FP8", "MXFP8", "FP8 blocks", "FP4")
@@ -88,8 +88,8 @@ def _cast_chains(trace: Trace, placed: list[Placed]) -> list[Placed]:
 
 
 def _place(trace: Trace, work: Work, scope: Scope, operator: Operator | None) -> Placed:
-    facts = classify(work.name)
-    kind: str = "memory" if work.copy and facts.kernel_class != "communication" else facts.kernel_class
+    facts, done = classify(work.name), work_in_step(work.name)
+    kind: str = "memory" if work.copy and done.kernel_class != "communication" else done.kernel_class
     if work.collective:
         kind = "communication"
     if kind == "communication":
@@ -99,17 +99,15 @@ def _place(trace: Trace, work: Work, scope: Scope, operator: Operator | None) ->
     if kind == "gemm":
         precision = _precision(work.name, facts, operator)
         return Placed(f"GEMM {precision}", facts, precision)
-    unfused = rides = False
-    if work.name.startswith("triton_") and kind in ("quantize", "elementwise"):
-        kind, rides = _fused(work.name, facts)
-    elif kind in ANONYMOUS and not work.copy:
+    unfused = False
+    if kind in ANONYMOUS and not work.copy and not (kind == "elementwise" and work.name.startswith("triton_")):
         told = _told((*(each.name for each in scope.operators), launched_by(trace, work)))
         unfused = told == "quantize"
         kind = told or kind
     elif kind == "loss" and "LogSoftMax" not in work.name and launched_by(trace, work).startswith("aten::_softmax"):
         kind = "attention"
     unfused = unfused or (kind == "quantize" and "at::native" in work.name)
-    return Placed(CLASS_NAMES[kind], facts, unfused=unfused, rides=rides)
+    return Placed(CLASS_NAMES[kind], facts, unfused=unfused, rides=done.rides)
 
 
 def _precision(name: str, facts: KernelFacts, operator: Operator | None) -> str:
@@ -132,21 +130,6 @@ def _told(names: tuple[str, ...]) -> str:
         if any(re.search(rule["found"], name) for name in reversed(names)):
             return str(rule["class"])
     return ""
-
-
-@cache
-def _fused(name: str, facts: KernelFacts) -> tuple[str, bool]:
-    """What a kernel of Inductor's mainly does, and whether it is a cast that does other things as well.
-
-    >>> _fused("triton_poi_fused_mul_silu_3", classify("triton_poi_fused_mul_silu_3"))
-    ('activation', False)
-    >>> _fused("triton_red_fused_abs_max_mul_silu_16", classify("triton_red_fused_abs_max_mul_silu_16"))
-    ('quantize', True)
-    """
-    base = next((str(rule["class"]) for rule in _rules()["fused"] if re.search(rule["found"], name)), "")
-    if any(re.search(rule["found"], name) for rule in _rules()["cast"]):
-        return "quantize", bool(base)
-    return base or ("elementwise" if facts.scales_output else facts.kernel_class), False
 
 
 @cache

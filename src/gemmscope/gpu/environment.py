@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -60,7 +61,7 @@ def environment() -> Environment:
         cpus=os.cpu_count() or 1,
         packages=installed(PACKAGES),
         driver=nvml.driver() if nvml else None,
-        gpus=tuple(_facts(index, gpu) for index, gpu in enumerate(found)),
+        gpus=tuple(_facts(index, gpu, *use) for index, (gpu, use) in enumerate(zip(found, _in_use(found), strict=True))),
         visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
     )
 
@@ -80,7 +81,7 @@ def installed(names: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
-def _facts(index: int, gpu: Gpu) -> GpuFacts:
+def _facts(index: int, gpu: Gpu, utilization: int | None, processes: tuple[int, ...]) -> GpuFacts:
     memory = gpu.memory_bytes()
     return GpuFacts(
         index=index,
@@ -90,22 +91,34 @@ def _facts(index: int, gpu: Gpu) -> GpuFacts:
         memory_used_bytes=memory[1] if memory else None,
         power_limit_w=gpu.power_limit_w(),
         max_sm_mhz=gpu.max_sm_mhz(),
-        utilization=_utilization(gpu),
-        processes=tuple(pid for pid in gpu.compute_processes() if pid != os.getpid()),
+        utilization=utilization,
+        processes=processes,
         now=gpu.read(),
     )
 
 
-def _utilization(gpu: Gpu) -> int | None:
-    """How busy it is. The driver tells of the last second: what has just ended is given that long to fade."""
-    found = gpu.utilization()
+def _in_use(gpus: Sequence[Gpu]) -> list[tuple[int | None, tuple[int, ...]]]:
+    """How busy each is, and with which processes. What has just ended is given a moment: the driver tells how busy a GPU was in
+    the last second, and a process that was told to end needs one to leave it."""
+    found = [_use(gpu) for gpu in gpus]
     for _ in range(LOOKS):
-        if not found:
+        if not any(utilization or processes for utilization, processes in found):
             break
         time.sleep(LOOK_S)
-        again = gpu.utilization()
-        found = min(found, again) if again is not None else found
+        found = [_calmer(before, _use(gpu)) for before, gpu in zip(found, gpus, strict=True)]
     return found
+
+
+def _use(gpu: Gpu) -> tuple[int | None, tuple[int, ...]]:
+    return gpu.utilization(), tuple(pid for pid in gpu.compute_processes() if pid != os.getpid())
+
+
+def _calmer(
+    before: tuple[int | None, tuple[int, ...]], now: tuple[int | None, tuple[int, ...]]
+) -> tuple[int | None, tuple[int, ...]]:
+    """The lowest utilization that was seen, and the processes of now."""
+    seen = [each for each in (before[0], now[0]) if each is not None]
+    return min(seen, default=None), now[1]
 
 
 def python_command() -> str:

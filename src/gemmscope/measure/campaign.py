@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 from gemmscope.errors import UserError
 from gemmscope.measure.link import Link
 from gemmscope.measure.results import Results
-from gemmscope.measure.sampler import StoppingRule
+from gemmscope.measure.sampler import Group, StoppingRule
 from gemmscope.measure.task import MODES, Case, Mode, Task
 from gemmscope.recipe.recipes import BASELINE
 
@@ -121,7 +121,7 @@ class Campaign:
         for narrow in (_of_one_case, _of_one_recipe):
             for tasks in self._crowded_out(narrow):
                 self._note(number, {"type": "again", "tasks": [task.key for task in tasks]})
-                self.rule.restart()
+                self.rule.restart(self.results.complete_rounds)
                 self._cases = list(dict.fromkeys(task.case for task in tasks))
                 self._measure(number, tasks)
         self.journal.finish(number)
@@ -167,7 +167,7 @@ class Campaign:
                 silence_s=self.settings.silence_s,
                 note=lambda message: self._note(number, message),
                 enough=self._enough,
-                wanted=lambda: sorted(self.results.bursts_behind(self.rule.open)),
+                wanted=lambda: sorted(self.results.bursts_behind(self.rule.open) & self._measurable(tasks)),
             )
         if death is None:
             return None
@@ -176,6 +176,10 @@ class Campaign:
         if known.failure:  # it said so itself before it went
             return _failure(at, known.failure, known.failure_kind)
         return _failure(at, death.why, death.kind)
+
+    def _measurable(self, tasks: Sequence[Task]) -> set[Group]:
+        """What this worker can be asked for more of."""
+        return {task.group for task in tasks if not self.results.tasks[task.key].failure}
 
 
 def _of_one_case(task: Task, other: Task) -> bool:

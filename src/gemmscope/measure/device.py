@@ -40,6 +40,22 @@ def device_facts(gpu: Gpu | None, *, on_gpu: bool) -> dict[str, Any]:
     return facts | ({"power_limit_w": gpu.power_limit_w(), "max_sm_mhz": gpu.max_sm_mhz()} if gpu else {})
 
 
+OUT_OF_MEMORY = ("out of memory", "alloc_failed", "can't allocate memory")  # CUDA's words for it, cuBLAS's, and the CPU's
+STICKY = ("CUDA error", "cudaError")  # whatever the process asks of the GPU after one of these fails too
+
+
+def failure_kind(error: Exception, *, on_gpu: bool) -> str:
+    """What it means for the rest: "out of memory" (there may be room for less), "CUDA fault" (this process is lost) or "error".
+
+    >>> failure_kind(RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), on_gpu=True)
+    'out of memory'
+    """
+    text = str(error)
+    if isinstance(error, torch.OutOfMemoryError) or any(words in text.lower() for words in OUT_OF_MEMORY):
+        return "out of memory"
+    return "CUDA fault" if on_gpu and any(words in text for words in STICKY) else "error"
+
+
 class Orders:
     """What the parent says while we work, on standard input: a line of JSON names the groups it wants more of; its end is the
     sign to stop."""

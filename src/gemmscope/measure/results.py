@@ -31,6 +31,11 @@ class TaskResult:
     def measured(self) -> bool:
         return bool(self.rounds) and not self.failure
 
+    @property
+    def awaited(self) -> bool:
+        """Whether samples of it are still to come: it has none, and did not fail."""
+        return not self.rounds and not self.failure
+
 
 class Results:
     """All tasks of a campaign by their key."""
@@ -90,13 +95,17 @@ class Results:
             if result.task.group == (recipe, mode) and (case is None or result.task.case == case)
         ]
 
+    def among(self, recipe: str, mode: Mode, cases: Iterable[Case] | None) -> list[TaskResult]:
+        """The tasks of a recipe and mode, of some cases (None: of all)."""
+        chosen = list(cases) if cases is not None else self.cases()
+        return [result for case in chosen for result in self.of(recipe, mode, case)]
+
     def totals(self, recipe: str, mode: Mode, cases: Iterable[Case] | None = None) -> list[list[float]] | None:
         """Milliseconds of one micro-batch's linears, burst by burst in pieces; None if any part is missing.
 
         Every case counts as often as the model runs it. A round in which a burst is missing (the worker died) is left out.
         """
-        chosen = list(cases) if cases is not None else self.cases()
-        parts = [(result, case.count) for case in chosen for result in self.of(recipe, mode, case)]
+        parts = [(result, result.task.case.count) for result in self.among(recipe, mode, cases)]
         if not parts or any(not result.measured for result, _ in parts):
             return None
         return added([(result.pieces, count) for result, count in parts])

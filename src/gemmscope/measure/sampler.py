@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 
 from gemmscope.measure.results import Results
 from gemmscope.measure.stats import Interval, time_interval
@@ -28,22 +29,24 @@ class StoppingRule:
     longest_s: float = 120.0
     clock: Callable[[], float] = time.monotonic
     started: float = field(init=False)
+    rounds_before: int = field(init=False, default=0)
     open: frozenset[Group] = field(init=False, default=frozenset())
     why: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
         self.restart()
 
-    def restart(self) -> None:
-        """Begin anew: the time limit counts from here."""
-        self.started = self.clock()
+    def restart(self, rounds: int = 0) -> None:
+        """Begin anew, after so many rounds: the time limit and the least number of rounds count from here, and of what is to be
+        measured now nothing is known to be in doubt."""
+        self.started, self.rounds_before, self.open = self.clock(), rounds, frozenset()
 
     def done(self, results: Results, recipes: Sequence[str], modes: Sequence[Mode], cases: Sequence[Case] | None = None) -> bool:
         """Whether it is enough; `why` says which limit was met, `open` what a speedup that is not known well enough depends on.
 
         `cases`: those that are being measured, if not all are.
         """
-        if results.complete_rounds < self.least_rounds:
+        if results.complete_rounds - self.rounds_before < self.least_rounds:
             return False
         doubts = list(self._doubts(results, recipes, modes, cases))
         self.open = frozenset(group for doubt, groups in doubts if doubt > self.target for group in groups)
@@ -55,34 +58,47 @@ class StoppingRule:
             self.why = f"known to ±{self.target:.1%}"
             return True
         if self.clock() - self.started >= self.longest_s:
-            doubt = f"speedups are known to ±{widest:.1%} only" if widest is not None else "no speedup could be formed"
-            self.why = f"the time limit of {self.longest_s:g} s came first: {doubt}"
+            self.why = f"the time limit of {self.longest_s:g} s came first: {_in_words(widest)}"
             return True
         return False
 
     def widest(
         self, results: Results, recipes: Sequence[str], modes: Sequence[Mode], cases: Sequence[Case] | None = None
     ) -> float | None:
-        """The largest half-width among the speedups; with a baseline alone, of its own time."""
+        """The largest half-width among the speedups; where none can be formed, of the times."""
         return max((doubt for doubt, _ in self._doubts(results, recipes, modes, cases)), default=None)
 
     def _doubts(
         self, results: Results, recipes: Sequence[str], modes: Sequence[Mode], cases: Sequence[Case] | None
     ) -> Iterator[tuple[float, tuple[Group, ...]]]:
         """The half-width of every speedup, and the groups that it is formed of: of each op and of all together over the
-        baseline, of all together also over each other."""
+        baseline, of all together also over each other. In a mode where no speedup can be formed any more, of each time."""
         wanted = [None, *([case] for case in results.cases())] if cases is None else [[case] for case in cases]
         for mode in modes:
-            if list(recipes) == [BASELINE]:
-                total = results.totals(BASELINE, mode)
+            formed = list(self._speedups(results, recipes, mode, wanted))
+            yield from formed or self._times(results, recipes, mode, wanted)
+
+    def _speedups(
+        self, results: Results, recipes: Sequence[str], mode: Mode, wanted: Sequence[list[Case] | None]
+    ) -> Iterator[tuple[float, tuple[Group, ...]]]:
+        for index, recipe in enumerate(recipes):
+            for over in recipes[:index]:
+                for some in wanted if over == BASELINE else wanted[:1]:
+                    speedup = results.speedup(recipe, mode, some, over)
+                    if speedup is not None:
+                        yield speedup.half_width, self._behind(results, speedup, ((recipe, mode), (over, mode)), some)
+
+    def _times(
+        self, results: Results, recipes: Sequence[str], mode: Mode, wanted: Sequence[list[Case] | None]
+    ) -> Iterator[tuple[float, tuple[Group, ...]]]:
+        """One recipe alone, or the others failed. While something is still to come, nothing is told."""
+        if any(result.awaited for recipe in recipes for some in wanted for result in results.among(recipe, mode, some)):
+            return
+        for recipe in recipes:
+            for some in wanted:
+                total = results.totals(recipe, mode, some)
                 if total is not None:
-                    yield time_interval(total, results.noise()).half_width, ((BASELINE, mode),)
-            for index, recipe in enumerate(recipes):
-                for over in recipes[:index]:
-                    for some in wanted if over == BASELINE else wanted[:1]:
-                        speedup = results.speedup(recipe, mode, some, over)
-                        if speedup is not None:
-                            yield speedup.half_width, self._behind(results, speedup, ((recipe, mode), (over, mode)), some)
+                    yield time_interval(total, results.noise(some)).half_width, ((recipe, mode),)
 
     def _behind(
         self, results: Results, speedup: Interval, sides: tuple[Group, ...], cases: Sequence[Case] | None
@@ -94,3 +110,16 @@ class StoppingRule:
         noise = results.noise(cases)
         doubts = {side: time_interval(total, noise).half_width for side, total in totals.items() if total is not None}
         return tuple(side for side, doubt in doubts.items() if doubt >= ALIKE * max(doubts.values()))
+
+
+def _in_words(widest: float | None) -> str:
+    """What is known where time ran out.
+
+    >>> _in_words(0.023), _in_words(float("inf"))
+    ('speedups are known to ±2.3% only', 'some speedups have no interval that says anything')
+    """
+    if widest is None:
+        return "no speedup could be formed"
+    return (
+        f"speedups are known to ±{widest:.1%} only" if isfinite(widest) else "some speedups have no interval that says anything"
+    )

@@ -55,6 +55,10 @@ class Amount:
 class Burst(Protocol):
     """A burst that has been launched."""
 
+    @property
+    def over(self) -> bool:
+        """Whether it ran to its end while it was launched."""
+
     def nearly_done(self) -> None:
         """Wait until it is in the part that counts."""
 
@@ -80,6 +84,7 @@ class DoneBurst:
     """One that ran while it was launched."""
 
     samples: list[list[float]]
+    over = True
 
     def nearly_done(self) -> None:
         """It is."""
@@ -124,6 +129,7 @@ class _CudaBurst:
 
     tasks: Sequence[Runnable]
     marks: list[list[Any]]
+    over = False
 
     def nearly_done(self) -> None:
         self.marks[len(self.marks) // 2][0].synchronize()

@@ -37,7 +37,7 @@ from gemmscope.errors import in_a_line
 from gemmscope.measure.backends import BACKENDS
 from gemmscope.measure.backends.base import Backend, Options
 from gemmscope.measure.backends.reference import OperandStore
-from gemmscope.measure.device import Orders, device_facts, gpu_in_use
+from gemmscope.measure.device import Orders, device_facts, failure_kind, gpu_in_use
 from gemmscope.measure.heat import heat_for, heating
 from gemmscope.measure.kernels import KernelRun
 from gemmscope.measure.task import LEAST_BYTES_IN_FLIGHT_OVER_L2, Task
@@ -170,12 +170,9 @@ class Worker:
 
     def _failed(self, task: Task, error: Exception) -> None:
         """One task's failure; a sticky CUDA error is the whole process's."""
-        text = str(error).lower()  # libraries have words of their own for it
-        out_of_memory = isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "alloc_failed" in text
-        kind = "out of memory" if out_of_memory else "error"
-        sticky = self.on_gpu and not out_of_memory and ("CUDA error" in str(error) or "cudaError" in str(error))
-        self.say("failed", task=task.key, why=in_a_line(error), kind="CUDA fault" if sticky else kind)
-        if sticky:
+        kind = failure_kind(error, on_gpu=self.on_gpu)
+        self.say("failed", task=task.key, why=in_a_line(error), kind=kind)
+        if kind == "CUDA fault":
             os._exit(70)
         if self.on_gpu:
             torch.cuda.empty_cache()
@@ -247,6 +244,7 @@ class Worker:
                 self._collect(waiting, ends_round=waiting.number != number)
                 waiting = None
             time.sleep(rest_s)
+            self._name(tasks if waiting is None or waiting.burst.over else waiting.tasks)
             burst = self.timer.launch([self.ready[task.key] for task in tasks], self._amount(number))
             if waiting is not None:
                 self._collect(waiting, ends_round=waiting.number != number)
@@ -267,8 +265,12 @@ class Worker:
         rounds = self.request["max_rounds"]
         return Amount(counts["num_warmup"], (counts["num_iters"] + number) // rounds, in_cycles=True)
 
+    def _name(self, tasks: Sequence[Task]) -> None:
+        """Say whose burst is running: a fault shows while it is waited for, or when the next one is launched behind it."""
+        self.say("begin", task=tasks[0].key, what="measuring")
+
     def _collect(self, launched: _Launched, *, ends_round: bool) -> None:
-        self.say("begin", task=launched.tasks[0].key, what="measuring")  # a fault shows where its burst is waited for
+        self._name(launched.tasks)
         launched.burst.nearly_done()
         state = asdict(self.gpu.read()) if self.gpu else {}
         times = {task.key: samples for task, samples in zip(launched.tasks, launched.burst.times_ms(), strict=True)}

@@ -11,6 +11,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -39,6 +40,10 @@ class StepSettings:
     host: bool = True  # also measure what launching takes the CPU
     silence_s: float = 180.0
     seed: int = field(default_factory=lambda: random.randrange(1 << 30))  # of the order of bursts
+
+
+class _CrowdedError(Exception):
+    """There is no room for all variants at this depth: whatever else the worker has to say is not needed."""
 
 
 @dataclass
@@ -81,7 +86,8 @@ class StepRun:
     @property
     def fingerprint(self) -> str:
         variants = [variant.to_json() for variant in self._variants(self.first_depth)]
-        content = json.dumps([asdict(self.settings), self.plan.to_json(), variants, self.config], sort_keys=True)
+        settings = {key: value for key, value in asdict(self.settings).items() if key != "seed"}
+        content = json.dumps([settings, self.plan.to_json(), variants, self.config], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def run(self) -> StepResults:
@@ -96,12 +102,12 @@ class StepRun:
         number = self.journal.begin(self.fingerprint, list(self.command))
         depth = self.first_depth
         while not self._try(number, depth):
-            smaller = int(depth * SHRINK)
-            if smaller < LEAST_DEPTH:
+            if depth <= LEAST_DEPTH:
                 raise UserError(
                     f"the model does not fit into this GPU's memory even with {depth} layers",
                     "a smaller --micro-batch-size or --sequence-length fits, or --recompute full, or --tp to split it",
                 )
+            smaller = max(int(depth * SHRINK), LEAST_DEPTH)
             self.notes.append(f"{depth} layers do not fit into memory: measured with {smaller}")
             depth = smaller
             self.results = StepResults(self._variants(depth), self.plan.depth)
@@ -109,10 +115,10 @@ class StepRun:
         return self.results
 
     def _try(self, number: int, depth: int) -> bool:
-        """One depth. False if memory did not suffice for all of them."""
+        """One depth. False as soon as memory does not suffice for one of them: all are then measured at another."""
         left = self._variants(depth)
         while left:
-            with Link("gemmscope.step.worker") as link:
+            with suppress(_CrowdedError), Link("gemmscope.step.worker") as link:
                 death = link.converse(
                     self._request(left),
                     silence_s=self.settings.silence_s,
@@ -144,6 +150,8 @@ class StepRun:
         self.journal.write(number, message)
         self.results.take(message)
         self.on_message(message, self.results)
+        if self._crowded():
+            raise _CrowdedError
 
     def _enough(self) -> bool:
         return self.results.complete_rounds >= self.rule.least_rounds and self.rule.settle(self.widest())

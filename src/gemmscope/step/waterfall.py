@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from gemmscope.measure.kernels import classify, evidence
+from gemmscope.measure.kernels import CAST_SHARE, classify, evidence, work_in_step
 from gemmscope.recipe.recipes import Recipe
 from gemmscope.step.results import Part
 
@@ -52,12 +52,26 @@ class Placed:
     quantizes: bool = True  # the recipe does
 
     @property
-    def row(self) -> Row:
-        """Where it falls: by its part, and within linears by its class. What looks like a cast is none where nothing is cast."""
+    def rows(self) -> dict[Row, float]:
+        """Where it falls, in microseconds: by its part, and within linears by its class. What looks like a cast is none where
+        nothing is cast; a cast that a compiler fused with a norm or an activation is divided between the two."""
         if self.part in WHOLE_PARTS:
-            return WHOLE_PARTS[self.part]
-        row = BY_CLASS.get(classify(self.name).kernel_class, "norms and activations")
-        return "norms and activations" if row == "quantization" and not self.quantizes else row
+            return {WHOLE_PARTS[self.part]: self.time_us}
+        work = work_in_step(self.name)
+        row = BY_CLASS.get(work.kernel_class, "norms and activations")
+        if row != "quantization":
+            return {row: self.time_us}
+        if not self.quantizes:
+            return {"norms and activations": self.time_us}
+        if work.beside is None:
+            return {row: self.time_us}
+        cast_us = CAST_SHARE * self.time_us
+        return {row: cast_us, BY_CLASS.get(work.beside, "norms and activations"): self.time_us - cast_us}
+
+    @property
+    def rides(self) -> bool:
+        """Whether it is such a cast."""
+        return "quantization" in self.rows and len(self.rows) > 1
 
 
 def place(parts: Sequence[Part], *, quantizes: bool = True) -> list[Placed]:
@@ -131,7 +145,8 @@ class Side:
         """Milliseconds of each row; together they are the step."""
         found: dict[Row, float] = {}
         for each in self.placed:
-            found[each.row] = found.get(each.row, 0.0) + each.time_us / 1000
+            for row, time_us in each.rows.items():
+                found[row] = found.get(row, 0.0) + time_us / 1000
         waiting = self.waiting_ms
         scale = (self.wall_ms - waiting) / sum(found.values())
         rows = {row: time * scale for row, time in found.items()}
@@ -166,6 +181,7 @@ RUNS_AHEAD = 0.85  # of the step: a CPU that needs less to launch it is ahead of
 HOST_BOUND = 0.05  # of the step spent waiting
 EATEN = 0.5  # of what the products gain
 AS_EXPECTED = 0.9  # of the products' speedup reaches the step
+RIDING = f"casts fused with norms or activations are counted by {CAST_SHARE:.0%}"
 
 
 def verdict(found: Waterfall, recipe: Recipe, fast: Sequence[Placed]) -> str:
@@ -183,11 +199,18 @@ def verdict(found: Waterfall, recipe: Recipe, fast: Sequence[Placed]) -> str:
     if found.step >= AS_EXPECTED * found.products or worst is None:
         return "GEMM-bound, as expected"
     if worst == "quantization" and lost[worst] >= EATEN * (found.products - 1):
-        return f"eaten by quantization, which takes {_time(found, worst):.1f} ms of each step"
+        return f"eaten by quantization, which takes {_time(found, worst):.1f} ms of each step{_shared(fast)}"
     main = sorted(lost, key=lambda row: -lost[row])[:3]
-    return "diluted by " + ", ".join(
-        f"{row} ({_time(found, row):.1f} ms)" for row in main if lost[row] > 0.1 * sum(lost.values())
-    )
+    named = [row for row in main if lost[row] > 0.1 * sum(lost.values())]
+    words = ", ".join(f"{row} ({_time(found, row):.1f} ms)" for row in named)
+    return f"diluted by {words}" + (_shared(fast) if "quantization" in named else "")
+
+
+def _shared(fast: Sequence[Placed]) -> str:
+    """How casts were counted that a compiler fused with norms or activations; nothing where there are few."""
+    casts_us = sum(each.rows.get("quantization", 0.0) for each in fast)
+    riding_us = sum(each.rows["quantization"] for each in fast if each.rides)
+    return f" ({RIDING})" if riding_us > 0.1 * casts_us else ""
 
 
 def _time(found: Waterfall, row: str) -> float:

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from gemmscope.errors import in_a_line
-from gemmscope.measure.device import Orders, device_facts, gpu_in_use
+from gemmscope.measure.device import Orders, device_facts, failure_kind, gpu_in_use
 from gemmscope.measure.timer import busy_ms, kernel_run, segments
 from gemmscope.process import without_jax
 from gemmscope.recipe.recipes import recipe
@@ -131,11 +131,9 @@ class StepWorker:
         return (time.perf_counter() - begin) * 1000
 
     def _failed(self, name: str, error: Exception) -> None:
-        out_of_memory = isinstance(error, torch.OutOfMemoryError)
-        sticky = self.on_gpu and not out_of_memory and "CUDA error" in str(error)
-        kind = "out of memory" if out_of_memory else "CUDA fault" if sticky else "error"
+        kind = failure_kind(error, on_gpu=self.on_gpu)
         self.say("failed", task=name, why=in_a_line(error), kind=kind)
-        if sticky:
+        if kind == "CUDA fault":
             os._exit(70)
 
     def _look(self, name: str, step: Step | HuggingFaceStep) -> None:
@@ -203,21 +201,20 @@ class StepWorker:
         run too fast, and then too slow, for half a second.
         """
         rng, orders = random.Random(self.request["seed"]), Orders()
-        names = list(self.steps)
         gc.collect()
         gc.freeze()
         gc.disable()  # it would stop the launching for tens of milliseconds now and then; between bursts it may
         waiting: _Launched | None = None
-        for number in range(self.request["max_rounds"] if names else 0):
-            order = rng.sample(names, len(names))
+        for number in range(self.request["max_rounds"]):
+            order = rng.sample(list(self.steps), len(self.steps))
             for name in order:
                 if orders.stop():
                     return
+                if name not in self.steps:  # its last burst failed since
+                    continue
                 launched = self._guarded(name, partial(self._launch, number, name, ends_round=name == order[-1]))
                 if waiting is not None:
                     self._guarded(waiting.name, partial(self._collect, waiting))
-                if launched is None:
-                    names.remove(name)
                 waiting = launched
                 gc.collect()
         if waiting is not None:

@@ -164,12 +164,13 @@ def _kernels(variant: VariantRecord) -> dict[str, Facts]:
     for each in place(
         [(part, direction, kernels) for part, direction, kernels in variant.parts], quantizes=variant.recipe != BASELINE
     ):
-        time, count = sums.setdefault(each.row, {}).get(each.name, (0.0, 0))
-        sums[each.row][each.name] = (time + each.time_us / 1000, count + 1)
+        for row, time_us in each.rows.items():
+            time, count = sums.setdefault(row, {}).get(each.name, (0.0, 0))
+            sums[row][each.name] = (time + time_us / 1000, count + 1)
     found = {}
-    for row, by_name in sums.items():
+    for name, by_name in sums.items():
         longest = sorted(by_name.items(), key=lambda pair: -pair[1][0])[:MOST_KERNELS]
-        found[row] = tuple((f"{count} x, {time:.2f} ms", short(name)) for name, (time, count) in longest)
+        found[name] = tuple((f"{count} x, {time:.2f} ms", short(kernel)) for kernel, (time, count) in longest)
     return found
 
 
