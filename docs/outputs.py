@@ -1,7 +1,7 @@
 """Writes the output blocks of the documentation anew: `make pictures`. A test fails when one is stale.
 
 A block behind a line `<!-- output: NAME -->` is text made from recorded data. A block between `<!-- made: NAME -->` and
-`<!-- /made -->` is Markdown, made from recorded data, forecasts or tables of facts (`worked_example.py`, `recipe_tables.py`). A
+`<!-- /made -->` is Markdown, made from recorded data, forecasts or tables of facts (`worked_example.py` and the like). A
 block between `<!-- prints: COMMAND -->` and `<!-- /prints -->` is what the command prints now; `<!-- from: WORDS -->` below the
 first mark shows only the table whose title holds these words.
 """
@@ -25,6 +25,7 @@ from gemmscope.step.recommend import Plan, recommend
 DOCS = Path(__file__).parent
 PAGES = (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))
 sys.path[:0] = [str(DOCS), str(DOCS.parent / "tests")]
+import noise  # noqa: E402
 import recipe_tables  # noqa: E402
 import worked_example  # noqa: E402
 from recorded_steps import RECIPES, answered  # noqa: E402
@@ -50,6 +51,8 @@ MADE: dict[str, Callable[[], str]] = {
     "published": worked_example.published,
     "the step": worked_example.step_table,
     "in short": worked_example.readme_table,
+    "repeats": noise.repeats,
+    "lengths": noise.lengths,
     "recipes by architecture": recipe_tables.where,
     "recipes by backend": recipe_tables.backends,
     "operands": recipe_tables.operands,

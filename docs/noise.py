@@ -1,0 +1,47 @@
+"""How far measurements on an H200 repeat: the numbers of `bench.md`, from what was recorded there."""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS.parent / "tests"))
+from recorded_steps import RECORDED  # noqa: E402
+
+LENGTHS_MS = (400, 600, 800, 1000)
+
+
+def repeats() -> str:
+    """Of each pair of runs in a row, the speedup of all linears that moved most."""
+    sittings = json.loads((DOCS / "measured" / "h200_repeats.json").read_text())["sittings"]
+    rows = ["| bursts | runs in a row | the speedup that moved most, from each run to the next |", "| --- | ---: | --- |"]
+    for sitting in sittings:
+        moved = [max(abs(after[name] / before[name] - 1) for name in before) for before, after in pairwise(sitting["runs"])]
+        rows.append(f"| {sitting['bursts']} | {len(sitting['runs'])} | {', '.join(f'{each:.2%}' for each in moved)} |")
+    return "\n".join(rows)
+
+
+def lengths() -> str:
+    """How much the means of bursts vary about those of the same step, by how much of each burst is looked at."""
+    rows = ["| seconds of each burst | its mean varies by |", "| ---: | ---: |"]
+    return "\n".join([*rows, *(f"| {each / 1000:.1f} | {varies_by(each):.2%} |" for each in LENGTHS_MS)])
+
+
+def varies_by(length_ms: float) -> float:
+    """The relative standard deviation, of all steps together."""
+    squares = freedom = 0.0
+    for messages in RECORDED.values():
+        bursts: dict[str, list[float]] = {}
+        for message in messages:
+            for name, times_ms in message["times_ms"].items() if message["type"] == "samples" else ():
+                count = int(np.searchsorted(np.cumsum(times_ms), length_ms)) + 1
+                bursts.setdefault(name, []).append(float(np.mean(times_ms[:count])))
+        for means in bursts.values():
+            relative = np.asarray(means) / np.mean(means)
+            squares, freedom = squares + float(((relative - 1) ** 2).sum()), freedom + len(means) - 1
+    return float(np.sqrt(squares / freedom))
