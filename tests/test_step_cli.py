@@ -108,6 +108,7 @@ def test_ctrl_c_before_anything_was_measured(run: Run, monkeypatch: pytest.Monke
     monkeypatch.setattr(StepRun, "run", interrupt)
     outcome = run(f"step {SMALL}")
     assert outcome.code == 130
+    assert "interrupted before anything was measured" in outcome.out
     assert "nothing could be measured" in outcome.out
     assert "Step ms" not in outcome.out
 

@@ -12,7 +12,7 @@ from gemmscope.cli.bench_options import LADDERS, ChoiceOptions, OutputOptions, T
 from gemmscope.cli.bench_output import Measured, Target, load_reporting
 from gemmscope.cli.choose import Choice, choose
 from gemmscope.cli.options import ModelOptions, RunOptions, takes
-from gemmscope.cli.output import say
+from gemmscope.cli.output import interrupted, say
 from gemmscope.cli.progress import Progress
 from gemmscope.cli.workload import layer_of, linears_of, subject_of
 from gemmscope.errors import UserError
@@ -194,7 +194,8 @@ def measure(campaign: Campaign, *, resume: bool) -> tuple[str, bool]:
         try:
             campaign.run(resume=resume)
         except KeyboardInterrupt:
-            return "interrupted: what was measured stands below; go on with --resume", True
+            measured = any(result.rounds for result in campaign.results.tasks.values())
+            return f"{interrupted(measured=measured)}; go on with --resume", True
     counts = campaign.settings.counts
     return (_fixed(counts) if counts else campaign.rule.why or "all that could be measured was"), False
 

@@ -143,9 +143,10 @@ class Measured:
         lines = [f"{self.target.name} on {results.hello.get('device', {}).get('name', 'this machine')}"]
         if subject is not None:
             lines += headline(subject.name, subject.source.model, subject.run, subject.workload)[1:]
-        versions = ", ".join(f"{name} {version}" for name, version in results.hello.get("versions", {}).items())
+        known = ", ".join(f"{name} {version}" for name, version in results.hello.get("versions", {}).items())
+        versions = f" ({known})" if known else ""
         by = ", timed by the kernels' own timestamps" if settings.timing == "profiler" else ""
-        return [*lines, f"{settings.backend} backend ({versions}){by}", f"{results.complete_rounds} rounds: {self.ended}"]
+        return [*lines, f"{settings.backend} backend{versions}{by}", f"{results.complete_rounds} rounds: {self.ended}"]
 
     def below(self) -> list[str]:
         """What to know beside the numbers."""

@@ -50,6 +50,11 @@ def _why_not_writable(path: Path) -> str:
         return str(getattr(error, "strerror", None) or error)
 
 
+def interrupted(*, measured: bool) -> str:
+    """What Ctrl-C left."""
+    return "interrupted: what was measured stands below" if measured else "interrupted before anything was measured"
+
+
 def say(text: str) -> None:
     """A word to the person, beside the result."""
     typer.echo(text, err=True)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gemmscope.cli.bench_options import ChoiceOptions, check_limits
 from gemmscope.cli.choose import choose
 from gemmscope.cli.options import ModelOptions, RunOptions, number, size, takes
-from gemmscope.cli.output import check_targets, say
+from gemmscope.cli.output import check_targets, interrupted, say
 from gemmscope.cli.progress import Progress
 from gemmscope.cli.step_output import Stepped
 from gemmscope.cli.workload import Subject, subject_of
@@ -19,14 +19,17 @@ from gemmscope.errors import UserError
 from gemmscope.recipe.recipes import BASELINE
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from gemmscope.model.source import ModelSource
     from gemmscope.model.spec import RunSpec
     from gemmscope.step.answer import StepAnswer
     from gemmscope.step.breakeven import AtBatch
     from gemmscope.step.cost import Budget
     from gemmscope.step.plan import StackPlan
-    from gemmscope.step.predict import StepRun
+    from gemmscope.step.predict import StepRun, StepSettings
     from gemmscope.step.recommend import Plan, Recommendation
+    from gemmscope.store.journal import Journal
 
 EXAMPLES = """\b
 Examples:
@@ -37,21 +40,6 @@ Examples:
 \b
 Exit codes: 0 done, 1 nothing could be measured, 2 wrong input, 130 interrupted.
 """
-
-
-class Measure(Protocol):
-    """Runs steps, saying what for."""
-
-    def __call__(
-        self,
-        what: str,
-        *,
-        real: bool = False,
-        recipes: list[str] | None = None,
-        mixed: tuple[Plan, ...] = (),
-        batch: tuple[int, int] | None = None,
-        depth: int | None = None,
-    ) -> StepRun: ...
 
 
 @dataclass(frozen=True)
@@ -115,13 +103,58 @@ def command(model_options: ModelOptions, run_options: RunOptions, choices: Choic
         raise typer.Exit(1)
 
 
+@dataclass
+class Measure:
+    """Runs steps of one plan in several ways, saying what for. `interrupted`: Ctrl-C ended one of them."""
+
+    plan: StackPlan
+    recipes: list[str]
+    settings: StepSettings
+    options: StepOptions
+    journal: Journal
+    config: Mapping[str, Any] | None
+    interrupted: bool = False
+
+    def __call__(
+        self,
+        what: str,
+        *,
+        real: bool = False,
+        recipes: list[str] | None = None,
+        mixed: tuple[Plan, ...] = (),
+        batch: tuple[int, int] | None = None,
+        depth: int | None = None,
+    ) -> StepRun:
+        from gemmscope.measure.sampler import StoppingRule
+        from gemmscope.step.predict import StepRun
+
+        say(what)
+        rule = StoppingRule(target=self.options.precision, longest_s=self.options.longest)
+        how, of = self.settings, self.plan
+        if batch is not None:
+            rule = StoppingRule(target=0.02, longest_s=min(self.options.longest, 10.0))
+            how, of = replace(how, host=False), of.with_batch(*batch)
+        if depth is not None:
+            how, of = replace(how, host=False), of.with_depth(depth)
+        made = StepRun(
+            of, recipes or self.recipes, how, rule, self.journal, sys.argv[1:], real=real, mixed=mixed, config=self.config
+        )
+        with Progress(made) as show:
+            made.on_message = show
+            try:
+                made.run()
+            except KeyboardInterrupt:
+                made.rule.why = interrupted(measured=made.results.any_samples())
+                self.interrupted = True
+        return made
+
+
 def run_steps(source: ModelSource, run: RunSpec, overridden: list[str], choices: ChoiceOptions, options: StepOptions) -> Stepped:
     """Run everything that was asked for."""
     from gemmscope.gpu.environment import environment
-    from gemmscope.measure.sampler import StoppingRule
     from gemmscope.step.cost import cost
     from gemmscope.step.plan import plan_step
-    from gemmscope.step.predict import StepRun, StepSettings
+    from gemmscope.step.predict import StepSettings
     from gemmscope.store.journal import Journal, state_folder
 
     budget = options.budget()
@@ -143,46 +176,17 @@ def run_steps(source: ModelSource, run: RunSpec, overridden: list[str], choices:
         settings = replace(settings, drop_ms=5.0, keep_ms=30.0)
     journal = Journal(state_folder() / "journal.sqlite3")
 
-    interrupted: list[str] = []
-
-    def measure(
-        what: str,
-        *,
-        real: bool = False,
-        recipes: list[str] | None = None,
-        mixed: tuple[Plan, ...] = (),
-        batch: tuple[int, int] | None = None,
-        depth: int | None = None,
-    ) -> StepRun:
-        say(what)
-        rule, how, of = StoppingRule(target=options.precision, longest_s=options.longest), settings, plan
-        if batch is not None:
-            rule = StoppingRule(target=0.02, longest_s=min(options.longest, 10.0))
-            how, of = replace(settings, host=False), plan.with_batch(*batch)
-        if depth is not None:
-            how, of = replace(settings, host=False), plan.with_depth(depth)
-        made = StepRun(
-            of, recipes or choice.recipes, how, rule, journal, command=sys.argv[1:], real=real, mixed=mixed, config=config
-        )
-        with Progress(made) as show:
-            made.on_message = show
-            try:
-                made.run()
-            except KeyboardInterrupt:
-                made.rule.why = "interrupted: what was measured stands below"
-                interrupted.append(what)
-        return made
-
+    measure = Measure(plan, choice.recipes, settings, options, journal, config)
     predicted = measure(f"running the step of {plan.depth} layers in {', '.join(choice.recipes)} …")
-    truth, as_deep = _verify(measure, plan, notes) if options.verify and not interrupted else (None, None)
+    truth, as_deep = _verify(measure, plan, notes) if options.verify and not measure.interrupted else (None, None)
     found = _answer(predicted, truth, as_deep, subject)
-    recommended, mixed = _recommend(predicted, found, measure, notes) if not interrupted else (None, None)
-    batches = _break_even(found, plan, measure, interrupted, notes) if options.break_even else []
+    recommended, mixed = _recommend(predicted, found, measure, notes) if not measure.interrupted else (None, None)
+    batches = _break_even(found, plan, measure, notes) if options.break_even else []
     costs = {each.recipe: cost(each.step, run, budget) for each in found.recipes} if budget is not None else {}
     runs = [made for made in (predicted, truth, as_deep, mixed) if made is not None]
     said = [*subject.notes, *notes, *(note for made in runs for note in made.notes)]
     return Stepped(
-        subject, machine, settings, runs, found, costs, recommended, batches, said, options.observed_speedup, bool(interrupted)
+        subject, machine, settings, runs, found, costs, recommended, batches, said, options.observed_speedup, measure.interrupted
     )
 
 
@@ -232,13 +236,13 @@ def _recommend(
     return proven or recommend(predicted.results, singles), proof
 
 
-def _break_even(found: StepAnswer, plan: StackPlan, measure: Measure, interrupted: list[str], notes: list[str]) -> list[AtBatch]:
+def _break_even(found: StepAnswer, plan: StackPlan, measure: Measure, notes: list[str]) -> list[AtBatch]:
     """The step on smaller batches; this one last."""
     from gemmscope.step.breakeven import AtBatch, smaller_batches
 
     measured = []
     for batch in smaller_batches(plan.micro_batch_size, plan.sequence_length):
-        if interrupted:
+        if measure.interrupted:
             break
         try:
             made = measure(f"running a batch of {batch[0]} x {batch[1]} tokens …", batch=batch)
