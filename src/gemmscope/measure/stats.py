@@ -7,7 +7,8 @@ its samples (training pays for the average clock). A stray sample counts as no m
 What is known of the noise comes from everything that was measured together (`Noise`):
 
 * Pieces of one burst may be alike: it began hotter, or after a heavier neighbour. How much is estimated by analysis of variance
-  (intraclass correlation), and pieces then count as fewer (Kish's design effect).
+  (intraclass correlation), and pieces then count as fewer (Kish's design effect). They may also make up for each other, where
+  the control swings as fast as a burst is long: then they count as more. That is believed by halves while few bursts say so.
 * It is one chip whose clock moves, so all bursts spread about alike, and a handful of them tells its own spread badly. Each
   estimate is therefore drawn towards the common spread, as if twelve more pieces had been seen that have it (an empirical Bayes
   estimate of the variance, as the moderated t of microarrays has it); unless it is noisier than chance would have it, as what
@@ -73,15 +74,18 @@ def _fenced(burst: Floats) -> Floats:
     return np.clip(burst, median - reach, median + reach)
 
 
-LEAST_CORRELATION = 0.1  # of neighbouring pieces, fading with distance: 98 bursts of 600 ms on an H200 vary as if it were so
 PRIOR_PIECES = 12  # that the common spread counts for
+PRIOR_BURSTS = 6  # that owe their pieces nothing: what the others say of pieces that make up for each other is weighed with them
+LEAST_ALIKE = 0.03  # where that is not counted on
+LEAST_EFFECT = 0.25  # and a mean is never taken to be more than twice as sure as independent pieces would make it
 
 
 @dataclass(frozen=True)
 class Noise:
-    """`alike`: the correlation of pieces of one burst. `spread`: the relative standard deviation of pieces; None if unknown.
+    """`alike`: the correlation of pieces of one burst; below 0 where they make up for each other.
 
-    `freedom`: how many independent pieces it was estimated from, less one for each series.
+    `spread`: the relative standard deviation of pieces; None if unknown. `freedom`: how many independent pieces it was estimated
+    from, less one for each series.
     """
 
     alike: float
@@ -89,14 +93,17 @@ class Noise:
     freedom: float = float("inf")
 
 
-def noise_of(series: Iterable[Bursts]) -> Noise:
+def noise_of(series: Iterable[Bursts], *, swings: bool = True) -> Noise:
     """What several series of bursts, each of one thing, tell of the noise that they share.
 
-    >>> noise_of([[[1.0, 1.0], [2.0, 2.0]]]).alike, noise_of([[[1.0, 2.0], [1.0, 2.0]]]).alike
-    (1.0, 0.0)
+    `swings`: whether pieces of a burst may make up for each other; else they are a little alike, whatever they say.
+
+    >>> noise_of([[[1.0, 1.0], [2.0, 2.0]]]).alike, round(noise_of([[[1.0, 2.0], [1.0, 2.0]]]).alike, 2)
+    (1.0, -0.14)
     """
     relative = [[np.asarray(burst) / _mean(bursts) for burst in bursts] for bursts in series if bursts]
-    alike = _correlation([bursts for bursts in relative if len(bursts) > 1])
+    found = _correlation([bursts for bursts in relative if len(bursts) > 1])
+    alike = found if swings else max(found, LEAST_ALIKE)
     squares = sum(float(((np.concatenate(bursts) - 1) ** 2).sum()) for bursts in relative)
     weight = sum(_unbiased(bursts, alike) for bursts in relative)
     freedom = sum(_effective(bursts, alike) - 1 for bursts in relative)
@@ -114,7 +121,8 @@ def _mean(bursts: Bursts) -> float:
 
 
 def _correlation(series: Sequence[Sequence[Floats]]) -> float:
-    """Of the pieces of one burst, which are relative to the mean of their series: from 0 to 1; 1 if nothing tells."""
+    """Of the pieces of one burst, which are relative to the mean of their series: up to 1; 1 if nothing tells; below 0 where
+    bursts repeat better than independent pieces would let them."""
     bursts = [burst for each in series for burst in each if len(burst) > 1]
     between_freedom = sum(sum(len(burst) > 1 for burst in each) - 1 for each in series)
     if not bursts or between_freedom < 1:
@@ -122,7 +130,8 @@ def _correlation(series: Sequence[Sequence[Floats]]) -> float:
     between = sum(len(burst) * float(burst.mean() - 1) ** 2 for burst in bursts) / between_freedom
     within = sum(float(((burst - burst.mean()) ** 2).sum()) for burst in bursts) / sum(len(burst) - 1 for burst in bursts)
     total = between + (float(np.mean([len(burst) for burst in bursts])) - 1) * within
-    return float(np.clip((between - within) / total if total else 1.0, 0.0, 1.0))
+    found = (between - within) / total if total else 1.0
+    return float(found if found >= 0 else found * between_freedom / (between_freedom + PRIOR_BURSTS))
 
 
 def time_interval(bursts: Bursts, noise: Noise | None = None, seed: int = 0) -> Interval:
@@ -188,22 +197,19 @@ def _chance(freedom: float) -> float:
 def _effective(bursts: Sequence[Sequence[float] | Floats], alike: float) -> float:
     """As how many independent pieces these count.
 
-    >>> _effective([[1.0, 1.0, 1.0]] * 4, 1.0), round(_effective([[1.0, 1.0, 1.0]] * 4, 0.0), 1)
-    (4.0, 10.5)
+    >>> _effective([[1.0, 1.0, 1.0]] * 4, 1.0), _effective([[1.0, 1.0, 1.0]] * 4, 0.0)
+    (4.0, 12.0)
     """
     return sum(len(burst) / _design_effect(len(burst), alike) for burst in bursts)
 
 
 def _design_effect(count: int, alike: float) -> float:
-    """By how much the variance of a mean of so many pieces of one burst is larger than if they were independent: by their
-    common correlation as estimated, and at least by that of neighbours.
+    """How many times the variance of a mean of so many pieces of one burst is that of independent ones (Kish).
 
-    >>> _design_effect(1, 0.5), _design_effect(3, 0.5), round(_design_effect(12, 0.0), 2)
-    (1.0, 2.0, 1.2)
+    >>> _design_effect(1, 0.5), _design_effect(3, 0.5), _design_effect(11, -0.05)
+    (1.0, 2.0, 0.5)
     """
-    distances = np.arange(1, count)
-    neighbours = 1 + 2 * float(((1 - distances / count) * LEAST_CORRELATION**distances).sum())
-    return max(1 + (count - 1) * alike, neighbours)
+    return max(1 + (count - 1) * alike, LEAST_EFFECT)
 
 
 # Two-sided 95% points of Student's t for 1 to 10 degrees of freedom; beyond that the expansion below is good to 0.1%.

@@ -129,6 +129,7 @@ class _CudaBurst:
 
     tasks: Sequence[Runnable]
     marks: list[list[Any]]
+    learn: Callable[[float], None]  # how long a cycle took
     over = False
 
     def nearly_done(self) -> None:
@@ -136,6 +137,7 @@ class _CudaBurst:
 
     def times_ms(self) -> list[list[float]]:
         self.marks[-1][-1].synchronize()
+        self.learn(self.marks[0][0].elapsed_time(self.marks[-1][-1]) / len(self.marks))
         return [
             [events[index].elapsed_time(events[index + 1]) / task.prepared.copies for events in self.marks]
             for index, task in enumerate(self.tasks)
@@ -152,12 +154,7 @@ class CudaTimer:
     def ready(self, prepared: Prepared) -> Runnable:
         """Time the eager dispatch, capture. (Preparing has run it before, so that nothing is compiled or loaded any more.)"""
         torch.cuda.synchronize()
-        dispatched = []
-        for _ in range(3):
-            begin = time.perf_counter()
-            prepared.run()
-            dispatched.append((time.perf_counter() - begin) * 1000 / prepared.copies)
-        host_ms = sorted(dispatched)[1]
+        host_ms = min(_dispatch_ms(prepared) for _ in range(2)) / prepared.copies
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -179,7 +176,7 @@ class CudaTimer:
                 task.run()
                 after.record()
             marks.append(events)
-        return _CudaBurst(tasks, marks)
+        return _CudaBurst(tasks, marks, lambda cycle_ms: self._cycles.update({_ids(tasks): cycle_ms}))
 
     def _burst_by_kernels(self, tasks: Sequence[Runnable], dropped: int, kept: int) -> list[list[float]]:
         """Time in which any kernel of a run was at work: gaps between kernels do not count."""
@@ -196,8 +193,8 @@ class CudaTimer:
         ]
 
     def _cycle(self, tasks: Sequence[Runnable]) -> float:
-        """One cycle's time in ms, to plan bursts by; measured once for a group."""
-        group = tuple(id(task) for task in tasks)
+        """One cycle's time in ms, to plan bursts by: that of the last burst, or of one cycle if there was none."""
+        group = _ids(tasks)
         if group not in self._cycles:
             before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             before.record()
@@ -223,6 +220,16 @@ class CudaTimer:
             found.append([[kernel_run(event) for event in next(seen)] for _ in tasks])
             next(seen)  # the next group warming up
         return found
+
+
+def _ids(tasks: Sequence[Runnable]) -> tuple[int, ...]:
+    return tuple(id(task) for task in tasks)
+
+
+def _dispatch_ms(prepared: Prepared) -> float:
+    begin = time.perf_counter()
+    prepared.run()
+    return (time.perf_counter() - begin) * 1000
 
 
 def start_profiler() -> None:

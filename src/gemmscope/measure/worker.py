@@ -48,8 +48,8 @@ from gemmscope.workload.ops import PASSES
 
 MOST_COPIES = 8
 RUNS_FOR_NSIGHT = 3
-HEAT_BEFORE_KERNELS_MS = 50
-WARM_UP_MS = 1600
+HEAT_BEFORE_KERNELS_MS = 30
+WARM_UP_MS = 1200
 
 
 @dataclass(frozen=True)
@@ -253,10 +253,14 @@ class Worker:
             self._collect(waiting, ends_round=True)
 
     def _warm_up(self, groups: Sequence[list[Task]]) -> None:
-        """Bursts that nobody looks at: the power control needs a few seconds of this very mixture to settle."""
+        """Bursts that do not count: the power control needs a few seconds of this very mixture to settle. They tell how long a
+        cycle takes on a hot chip; all but the last, which runs while the first that counts is launched behind it."""
         share_ms = WARM_UP_MS / max(len(groups), 1)
-        for _, tasks in _plan(groups, 1, self.request["seed"] + 1):
-            self.timer.launch([self.ready[task.key] for task in tasks], Amount(share_ms, 0))
+        plan = [tasks for _, tasks in _plan(groups, 1, self.request["seed"] + 1)]
+        bursts = [self.timer.launch([self.ready[task.key] for task in tasks], Amount(0, share_ms)) for tasks in plan]
+        for tasks, burst in list(zip(plan, bursts, strict=True))[:-1]:
+            self._name(tasks)
+            burst.times_ms()
 
     def _amount(self, number: int) -> Amount:
         counts = self.request["counts"]

@@ -23,11 +23,16 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "relu": functional.relu,
     "relu2": lambda x: functional.relu(x).square(),
+    "gelu": functional.gelu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
 
 
 def activation_of(spec: MlpSpec) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Its activation as PyTorch has it; every kind of gelu is the tanh one, which frameworks run."""
+    """Its activation as PyTorch and Hugging Face have it: `gelu` is the exact one, all others of its kind are the tanh one.
+
+    It matters where casts are fused with it and compute it anew: in torchao's rowwise step, tanh takes a tenth of the time.
+    """
     return ACTIVATIONS.get(spec.activation, lambda x: functional.gelu(x, approximate="tanh"))
 
 

@@ -104,8 +104,9 @@ class StepResults:
         return any(result.rounds for result in self.variants.values())
 
     def noise(self) -> Noise:
-        """What everything that was measured tells of the noise."""
-        return noise_of(result.pieces for result in self.variants.values() if result.measured)
+        """What everything that was measured tells of the noise. That pieces of a burst make up for each other is not counted on:
+        a prediction has to hold for another process's steps, too, which begin in a state of their own."""
+        return noise_of((result.pieces for result in self.variants.values() if result.measured), swings=False)
 
     def of(self, recipe: str, left_out: tuple[str, ...] = (), *, real: bool = False) -> list[VariantResult]:
         """The variants of one precision, the deepest first."""

@@ -83,7 +83,6 @@ class TransformerEngineBackend:
             for step in steps:
                 step()
 
-        run()
         return Prepared(run, copies, max(errors))
 
     def _autocast(self, task: Task, recipe: Recipe, operands: Operands) -> tuple[Callable[[], None], float]:
