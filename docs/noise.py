@@ -11,9 +11,9 @@ import numpy as np
 
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent / "tests"))
-from recorded_steps import RECORDED  # noqa: E402
+from recorded_bursts import MACHINES  # noqa: E402
 
-LENGTHS_MS = (400, 600, 800, 1000)
+LENGTHS_MS = (300, 450, 600, 750)
 
 
 def repeats() -> str:
@@ -27,21 +27,22 @@ def repeats() -> str:
 
 
 def lengths() -> str:
-    """How much the means of bursts vary about those of the same step, by how much of each burst is looked at."""
+    """How much the means of bursts of one thing on one machine vary, by how much of each burst is looked at."""
     rows = ["| seconds of each burst | its mean varies by |", "| ---: | ---: |"]
-    return "\n".join([*rows, *(f"| {each / 1000:.1f} | {varies_by(each):.2%} |" for each in LENGTHS_MS)])
+    return "\n".join([*rows, *(f"| {each / 1000:g} | {varies_by(each):.2%} |" for each in LENGTHS_MS)])
 
 
 def varies_by(length_ms: float) -> float:
-    """The relative standard deviation, of all steps together."""
+    """The relative standard deviation, of all machines and things together."""
     squares = freedom = 0.0
-    for messages in RECORDED.values():
-        bursts: dict[str, list[float]] = {}
-        for message in messages:
-            for name, times_ms in message["times_ms"].items() if message["type"] == "samples" else ():
-                count = int(np.searchsorted(np.cumsum(times_ms), length_ms)) + 1
-                bursts.setdefault(name, []).append(float(np.mean(times_ms[:count])))
-        for means in bursts.values():
+    for runs in MACHINES:
+        for name in runs[0]:
+            means = [_mean_of_first(burst, length_ms) for run in runs for burst in run[name]]
             relative = np.asarray(means) / np.mean(means)
             squares, freedom = squares + float(((relative - 1) ** 2).sum()), freedom + len(means) - 1
     return float(np.sqrt(squares / freedom))
+
+
+def _mean_of_first(cycles_ms: list[float], length_ms: float) -> float:
+    count = int(np.searchsorted(np.cumsum(cycles_ms), length_ms)) + 1
+    return float(np.mean(cycles_ms[:count]))

@@ -163,7 +163,11 @@ class Campaign:
         early, self.started = self.started, None
         with early or Link() as link:
             death = link.converse(
-                {**asdict(self.settings), "tasks": [task.to_json() for task in tasks]},
+                {
+                    **asdict(self.settings),
+                    "least_rounds": self.rule.least_rounds,
+                    "tasks": [task.to_json() for task in tasks],
+                },
                 silence_s=self.settings.silence_s,
                 note=lambda message: self._note(number, message),
                 enough=self._enough,

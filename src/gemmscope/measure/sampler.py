@@ -42,15 +42,18 @@ class StoppingRule:
         self.started, self.rounds_before, self.open = self.clock(), rounds, frozenset()
 
     def done(self, results: Results, recipes: Sequence[str], modes: Sequence[Mode], cases: Sequence[Case] | None = None) -> bool:
-        """Whether it is enough; `why` says which limit was met, `open` what a speedup that is not known well enough depends on.
+        """Whether it is enough; `why` says which limit was met, `open` what the speedup known worst depends on, while that
+        is not well enough. It is there one round early: the next burst is launched before the last one is over.
 
         `cases`: those that are being measured, if not all are.
         """
-        if results.complete_rounds - self.rounds_before < self.least_rounds:
+        rounds = results.complete_rounds - self.rounds_before
+        if rounds < self.least_rounds - 1:
             return False
         doubts = list(self._doubts(results, recipes, modes, cases))
-        self.open = frozenset(group for doubt, groups in doubts if doubt > self.target for group in groups)
-        return self.settle(max((doubt for doubt, _ in doubts), default=None))
+        widest, groups = max(doubts, key=lambda each: each[0], default=(None, ()))
+        self.open = frozenset(groups if widest is not None and widest > self.target else ())
+        return rounds >= self.least_rounds and self.settle(widest)
 
     def settle(self, widest: float | None) -> bool:
         """Decide from the largest doubt (None: nothing is known at all), the least number of rounds being there."""

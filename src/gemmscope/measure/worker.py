@@ -66,11 +66,12 @@ def _plan(
     rounds: int,
     seed: int,
     wanted: Callable[[list[Task]], bool] = lambda _: True,
+    least: int = 0,
 ) -> Iterator[tuple[int, list[Task]]]:
-    """Every group that is wanted, once a round, in random order: the round's number, the group."""
+    """Every group once a round, in random order: the round's number, the group. After `least` rounds, those that are wanted."""
     rng = random.Random(seed)
     for number in range(rounds):
-        yield from ((number, tasks) for tasks in rng.sample(groups, len(groups)) if wanted(tasks))
+        yield from ((number, tasks) for tasks in rng.sample(groups, len(groups)) if number < least or wanted(tasks))
 
 
 class Worker:
@@ -237,7 +238,7 @@ class Worker:
             self._warm_up(groups)
         waiting: _Launched | None = None
         rounds, seed = self.request["max_rounds"], self.request["seed"]
-        for number, tasks in _plan(groups, rounds, seed, orders.want):
+        for number, tasks in _plan(groups, rounds, seed, orders.want, self.request["least_rounds"]):
             if orders.stop():
                 return  # what was launched last belongs to no complete round
             if waiting is not None and rest_s:
