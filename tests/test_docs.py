@@ -130,8 +130,8 @@ def test_replayed_bench_says_what_the_recorded_one_said() -> None:
         found = worked_example.measured().gain(name, mode)
         assert found is not None
         assert found.value == pytest.approx(recorded[mode, name], rel=1e-3)
-        assert all(float(other) == pytest.approx(found.value, rel=0.013) for other in others)
-    assert "came out within 1.3% of them" in TUTORIAL
+        assert all(float(other) == pytest.approx(found.value, rel=0.015) for other in others)
+    assert "came out within 1.5% of them" in TUTORIAL
 
 
 def test_what_the_tutorial_says_of_forecasts() -> None:

@@ -236,8 +236,9 @@ def test_memory_that_does_not_suffice_makes_it_shallower(journal: Journal, monke
     assert again.notes == ["6 layers do not fit into memory: measured with 3", "3 layers do not fit into memory: measured with 1"]
 
 
-def test_a_burst_that_fails_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its own reason, which decides what follows; the other variants go on."""
+@pytest.mark.parametrize("seed", range(4))
+def test_a_burst_that_fails_is_said_once(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the next of its kind was launched behind it; with its own reason, which decides what follows; the other variants go on."""
     from gemmscope.step.worker import StepWorker
 
     class Quiet:
@@ -247,7 +248,7 @@ def test_a_burst_that_fails_is_said_once(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("gc.freeze", lambda: None)  # of this very process
     monkeypatch.setattr("gc.disable", lambda: None)
     made = plan("llama")
-    settings = asdict(StepSettings("cpu", drop_ms=0.1, keep_ms=0.1, least_steps=1, max_rounds=3))
+    settings = asdict(StepSettings("cpu", drop_ms=0.1, keep_ms=0.1, least_steps=1, max_rounds=3, seed=seed))
     worker = StepWorker({**settings, "plan": made.to_json(), "variants": []}, None)
     said: list[dict[str, Any]] = []
     monkeypatch.setattr(worker, "say", lambda message_type, **content: said.append({"type": message_type, **content}))

@@ -226,8 +226,8 @@ class StepWorker:
         try:
             return work()
         except Exception as error:
-            self._failed(name, error)
-            self.steps.pop(name, None)
+            if self.steps.pop(name, None) is not None:  # else its burst before this one has failed, too
+                self._failed(name, error)
             return None
 
     def _launch(self, number: int, name: str, *, ends_round: bool) -> _Launched:
