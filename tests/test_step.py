@@ -238,7 +238,7 @@ def test_memory_that_does_not_suffice_makes_it_shallower(journal: Journal, monke
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_burst_that_fails_is_said_once(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if the next of its kind was launched behind it; with its own reason, which decides what follows; the other variants go on."""
+    """Also if the next of its kind was launched behind it; with its own reason, which decides what follows. The others go on."""
     from gemmscope.step.worker import StepWorker
 
     class Quiet:
