@@ -25,6 +25,7 @@ CREATE TABLE IF NOT EXISTS message (
 );
 CREATE INDEX IF NOT EXISTS message_of_campaign ON message (campaign);
 """
+_HINT = "make room for it, or move it away if it is damaged; or set XDG_STATE_HOME to another folder that can be written"
 
 
 def state_folder() -> Path:
@@ -43,14 +44,19 @@ class Journal:
             self._database.execute("PRAGMA journal_mode=WAL")
             self._database.executescript(_SCHEMA)
         except (OSError, sqlite3.Error) as error:
-            raise UserError(
-                f"the journal {path} cannot be written: {error}", "set XDG_STATE_HOME to a folder that can be written"
-            ) from error
+            raise UserError(f"the journal {path} cannot be written: {error}", _HINT) from error
         self.path = path
+
+    def _run(self, words: str, values: tuple[Any, ...]) -> sqlite3.Cursor:
+        """One statement; a `UserError` if the disk is full, the file damaged, or another program holds it for too long."""
+        try:
+            return self._database.execute(words, values)
+        except sqlite3.Error as error:
+            raise UserError(f"the journal {self.path} cannot be written: {error}", _HINT) from error
 
     def begin(self, fingerprint: str, command: list[str]) -> int:
         """A new campaign; `fingerprint` is the same for runs that measure the same things."""
-        cursor = self._database.execute(
+        cursor = self._run(
             "INSERT INTO campaign (fingerprint, started, command) VALUES (?, ?, ?)",
             (fingerprint, time.time(), json.dumps(command)),
         )
@@ -58,31 +64,33 @@ class Journal:
 
     def write(self, campaign: int, message: dict[str, Any]) -> None:
         """Keep one message."""
-        self._database.execute(
-            "INSERT INTO message (campaign, at, content) VALUES (?, ?, ?)", (campaign, time.time(), json.dumps(message))
-        )
+        self._run("INSERT INTO message (campaign, at, content) VALUES (?, ?, ?)", (campaign, time.time(), json.dumps(message)))
 
     def finish(self, campaign: int) -> None:
         """Mark a campaign as complete: there is nothing to resume."""
-        self._database.execute("UPDATE campaign SET finished = ? WHERE id = ?", (time.time(), campaign))
+        self._run("UPDATE campaign SET finished = ? WHERE id = ?", (time.time(), campaign))
 
     def reopen(self, fingerprint: str) -> None:
         """The newest campaign that measured the same can be resumed again, though it came to its end."""
-        self._database.execute(
+        self._run(
             "UPDATE campaign SET finished = NULL WHERE id = (SELECT MAX(id) FROM campaign WHERE fingerprint = ?)", (fingerprint,)
         )
 
     def unfinished(self, fingerprint: str) -> int | None:
         """The newest campaign that measured the same and did not come to its end."""
-        row = self._database.execute(
+        row = self._run(
             "SELECT id FROM campaign WHERE fingerprint = ? AND finished IS NULL ORDER BY id DESC LIMIT 1", (fingerprint,)
         ).fetchone()
         return int(row[0]) if row else None
 
     def messages(self, campaign: int) -> Iterator[dict[str, Any]]:
         """Everything a campaign has said, in order."""
-        for (content,) in self._database.execute("SELECT content FROM message WHERE campaign = ? ORDER BY rowid", (campaign,)):
-            yield json.loads(content)
+        found = self._run("SELECT content FROM message WHERE campaign = ? ORDER BY rowid", (campaign,))
+        try:
+            for (content,) in found:
+                yield json.loads(content)
+        except (sqlite3.Error, ValueError) as error:
+            raise UserError(f"the journal {self.path} is damaged: {error}", "begin anew, without --resume") from error
 
     def close(self) -> None:
         self._database.close()

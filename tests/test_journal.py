@@ -1,0 +1,64 @@
+"""The journal where things go wrong with it: one message each, and what it holds stays."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from gemmscope.errors import UserError
+from gemmscope.store.journal import Journal
+from test_cli import Run, run
+
+__all__ = ["run"]  # the fixture
+
+BENCH = "bench --shapes 32 --device cpu --num-iters 2 --num-warmup 0"
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return tmp_path / "gemmscope" / "journal.sqlite3"
+
+
+def filled(path: Path) -> int:
+    with closing(Journal(path)) as journal:
+        number = journal.begin("x", [])
+        for count in range(2000):
+            journal.write(number, {"type": "round", "round": count})
+        return number
+
+
+@pytest.mark.parametrize("resume", ["", " --resume"])
+def test_a_damaged_file_is_one_message(run: Run, path: Path, resume: str) -> None:
+    filled(path)
+    with path.open("r+b") as file:
+        file.seek(4096)  # behind the page that says what tables there are
+        file.write(os.urandom(path.stat().st_size - 4096))
+    outcome = run(BENCH + resume)
+    assert outcome.code == 2
+    assert f"the journal {path} cannot be written: database disk image is malformed" in outcome.err
+    assert "move it away" in outcome.err
+
+
+def test_a_full_disk_is_one_message(path: Path) -> None:
+    """What was written before stays."""
+    number = filled(path)
+    with closing(Journal(path)) as journal:
+        pages = journal._database.execute("PRAGMA page_count").fetchone()[0]
+        journal._database.execute(f"PRAGMA max_page_count = {pages}")
+        with pytest.raises(UserError, match="cannot be written: database or disk is full"):
+            journal.write(number, {"words": "x" * 100_000})
+        assert sum(1 for _ in journal.messages(number)) == 2000
+
+
+def test_a_damaged_message_is_one_message(path: Path) -> None:
+    number = filled(path)
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("UPDATE message SET content = '{' WHERE rowid = 7")
+        database.commit()
+    with closing(Journal(path)) as journal, pytest.raises(UserError, match="is damaged"):
+        list(journal.messages(number))
