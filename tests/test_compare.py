@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import re
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,15 @@ def test_exit_codes(run: Run, tmp_path: Path) -> None:
     assert (tmp_path / "c.csv").read_text().count("slower") >= 30
     assert run(f"compare {FIRST} {slow} --fail-if-slower 0.2").code == 0  # slower, but by less than 20% beyond doubt
     assert run(f"compare {FIRST} {slow} --fail-if-slower much").code == 2
+    assert "for example 3% or 0.03" in run(f"compare {FIRST} {slow} --fail-if-slower 3").err  # a limit of 300% would let it pass
+
+
+def test_another_precision_is_no_slowdown_of_the_code(run: Run) -> None:
+    """A run that fell back is compared by its times, and the fallback is said beside them."""
+    fell = DATA / "h200_bench_fallback.json.gz"
+    fallback = re.compile(r"precision of FP8Current, autocast +- +FALLBACK")
+    assert fallback.search(run(f"compare {FIRST} {fell}").out)
+    assert "FALLBACK" not in run(f"compare {FIRST} {AGAIN}").out
 
 
 def test_more_than_two_are_a_table_over_time(run: Run, tmp_path: Path) -> None:

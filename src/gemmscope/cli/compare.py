@@ -24,12 +24,13 @@ Exit codes:
 
 
 def share(text: str) -> float:
-    """`3%` or `0.03`."""
+    """`3%` or `0.03`. A plain 3 is refused: whoever means 3% would be let through by a limit of 300%."""
+    in_percent = text.endswith("%")
     try:
-        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        value = float(text.removesuffix("%")) / (100 if in_percent else 1)
     except ValueError:
         value = float("nan")
-    if not 0 <= value < 10:
+    if not 0 <= value < (10 if in_percent else 1):
         raise typer.BadParameter(f"{text!r} is no share: for example 3% or 0.03")
     return value
 

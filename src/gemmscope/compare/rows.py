@@ -204,10 +204,18 @@ def _facts(run: RunFile) -> dict[str, str]:
     facts |= dict(run.versions)
     settings = run.settings if isinstance(run.settings, dict) else run.settings.model_dump()
     facts |= {f"setting {name}": str(value) for name, value in settings.items() if name not in ("longest_s",)}
+    facts |= _fallbacks(run)
     clocks = _clocks(run)
     if clocks:
         facts["SM clock while measuring"] = f"{sum(clocks) / len(clocks):.0f} MHz"
     return facts
+
+
+def _fallbacks(run: RunFile) -> dict[str, str]:
+    """Recipes in modes that ran in another precision than asked for: then it is that which differs, not how fast it is."""
+    rows = run.rows if isinstance(run, BenchFile) else []
+    fell = [row for row in rows if not row.note and any(proof.verdict == "fallback" for proof in row.evidence.values())]
+    return {f"precision of {row.recipe}, {row.mode}": "FALLBACK" for row in fell}
 
 
 def _clocks(run: RunFile) -> list[float]:
