@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,21 @@ def test_the_command(run: Run, pretend: Pretend, monkeypatch: pytest.MonkeyPatch
         in run(f"{LINE.replace('--micro_batch_size 31', '')} --gpu h200 --sweep micro_batch_size=1,2").out
     )
     assert run("calibrate --device cpu").code == 2
+
+
+def test_a_place_that_cannot_be_written_is_said_first(
+    run: Run, pretend: Pretend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not after minutes of measuring."""
+    ran = pretend(machine())
+    (tmp_path / "file").write_text("")
+    for folder, why in ((tmp_path / "file", "Not a directory"), (tmp_path / "config", "no permission")):
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(folder))
+        monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+        outcome = run("calibrate")
+        assert outcome.code == 2
+        assert f"h200.json cannot be written: {why}" in outcome.err
+    assert not ran
 
 
 def test_single_products_are_calibrated(run: Run, tmp_path: Path) -> None:

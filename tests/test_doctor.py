@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 
 import pytest
 
@@ -55,3 +56,13 @@ def test_what_has_just_ended_does_not_count_as_use(monkeypatch: pytest.MonkeyPat
     busy = Leaving([5] * 9, [[4712]] * 9)
     assert environment._in_use([leaving]) == [(0, ())]  # type: ignore[list-item]
     assert environment._in_use([busy]) == [(5, (4712,))]  # type: ignore[list-item]
+
+
+def test_words_that_are_no_text_do_no_harm(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A framework may print what it likes before it dies."""
+    says = "import sys; sys.stderr.buffer.write(b'caf\\xe9 closed\\n'); sys.exit(3)"
+    monkeypatch.setattr("gemmscope.process.worker_command", lambda *_: [sys.executable, "-c", says])
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
+    monkeypatch.setattr("gemmscope.process.worker_environment", lambda: None)
+    outcome = run("doctor --json -")
+    assert "exit code 3: caf\ufffd closed" in json.loads(outcome.out)["backends"]["torch"]["broken"]

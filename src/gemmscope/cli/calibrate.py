@@ -44,7 +44,7 @@ def command(choices: ChoiceOptions, timing: TimingOptions) -> None:
     rested chip; and two short training steps. A minute or two (90 s on an H200). The factors between measured and forecast
     times are written to the user's configuration folder. Other GPUs' forecasts stay as they are.
     """
-    from gemmscope.forecast.calibration import compare, known_gpu, save, without_the_impossible
+    from gemmscope.forecast.calibration import check_place, compare, known_gpu, save, without_the_impossible
     from gemmscope.gpu.environment import environment
 
     timing.check()
@@ -54,6 +54,7 @@ def command(choices: ChoiceOptions, timing: TimingOptions) -> None:
     if choice.backend == "cpu" or gpu is None:
         raise UserError("calibrating needs an NVIDIA GPU: forecasts are of GPUs", "leave out --device cpu")
     chip = known_gpu(gpu.name)
+    check_place(chip.name)
     say("linears in the state that training runs in …")
     findings = _linears(choice, timing)
     found = compare(findings, _forecast(findings, chip, "sustained"))

@@ -52,7 +52,9 @@ def _ask_frameworks() -> dict[str, Any]:
 
     command = worker_command("gemmscope.measure.probe")
     try:
-        child = subprocess.run(command, env=worker_environment(), capture_output=True, text=True, timeout=180, check=False)
+        child = subprocess.run(
+            command, env=worker_environment(), capture_output=True, text=True, errors="replace", timeout=180, check=False
+        )
     except subprocess.TimeoutExpired:
         return {"torch": {"broken": "importing it took more than three minutes"}}
     lines = child.stdout.strip().splitlines()

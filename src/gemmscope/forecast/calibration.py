@@ -173,6 +173,17 @@ def _known(table: Any, names: Iterable[str], what: str) -> None:
         raise ValueError(f"there is no {what} {strange[0][:40]!r}")
 
 
+def check_place(gpu: str) -> None:
+    """A `UserError` where `save` could not write: said before minutes of measuring, not after."""
+    path = place(gpu)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _not_written(path, error.strerror or str(error)) from None
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise _not_written(path, "it is a folder" if path.is_dir() else "no permission")
+
+
 def save(found: Calibration) -> Path:
     """Write it where forecasts look for it."""
     path = place(found.gpu)
@@ -180,9 +191,12 @@ def save(found: Calibration) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        hint = "set XDG_CONFIG_HOME to a folder that can be written"
-        raise UserError(f"{path} cannot be written: {error.strerror or error}", hint) from None
+        raise _not_written(path, error.strerror or str(error)) from None
     return path
+
+
+def _not_written(path: Path, why: str) -> UserError:
+    return UserError(f"{path} cannot be written: {why}", "set XDG_CONFIG_HOME to a folder that can be written")
 
 
 def known_gpu(device: str) -> GpuSpec:
