@@ -91,11 +91,16 @@ def test_ending_the_command_ends_the_tracing(tmp_path: Path, ending: signal.Sign
     factory.write_text(f"import os, pathlib, time\ndef build():\n    {says}\n    time.sleep(60)\n")
     command = [sys.executable, "-m", "gemmscope", "shapes", "--module", f"{factory}:build"]
     command += ["--micro-batch-size", "1", "--sequence-length", "8"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as parent:
+    left = tmp_path / "left"
+    left.mkdir()
+    environment = {**os.environ, "TMPDIR": str(left)}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment) as parent:
         assert wait_until(lambda: note.exists() and note.read_text(), 60)
         worker = int(note.read_text())
         parent.send_signal(ending)
     assert wait_until(lambda: not alive(worker), 10)
+    assert parent.returncode == 128 + ending
+    assert not list(left.glob("gemmscope-*"))
 
 
 def test_a_module_among_files_with_names_of_the_standard_library(shadowed: Path) -> None:

@@ -76,6 +76,10 @@ def run() -> None:
     """The program: `main` in a process of its own."""
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `gemmscope … | head` ends as other tools do
+    for name in ("SIGTERM", "SIGHUP"):  # so that processes and folders made on the way go with us; nohup's wish is left alone
+        ending = getattr(signal, name, None)
+        if ending is not None and signal.getsignal(ending) == signal.SIG_DFL:
+            signal.signal(ending, lambda number, _: sys.exit(128 + number))
     main()
 
 
