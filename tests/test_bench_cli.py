@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -269,6 +270,16 @@ def test_a_hidden_gpu_is_no_gpu(run: Run, pretend: Pretend) -> None:
     assert "CUDA_VISIBLE_DEVICES is '-1'" in outcome.err
 
 
+def test_a_gpu_that_is_visible_by_its_uuid(run: Run, pretend: Pretend) -> None:
+    """Is the one that is looked at: whether it is busy, and what it runs; not the driver's first."""
+    found = machine(visible="GPU-2222", processes=(4711,))
+    other = replace(found.gpus[0], index=1, name="NVIDIA B200", capability=(10, 0), processes=(), uuid="GPU-22224444-5555")
+    pretend(replace(found, gpus=(*found.gpus, other)))
+    assert run(f"bench {SMALL} --recipes bf16").code == 0
+    pretend(found)
+    assert "there is no NVIDIA GPU here" in run(f"bench {SMALL}").err
+
+
 # --- which shapes, recipes and backend ------------------------------------------------------------------------------------
 
 
@@ -415,7 +426,24 @@ def test_without_counts_doubt_decides() -> None:
     timing = TimingOptions(precision=0.02, longest=30)
     assert timing.counts() is None
     assert (timing.rule().target, timing.rule().longest_s) == (0.02, 30)
-    assert timing.settings("cpu").max_rounds > 100
+    assert timing.settings("cpu").max_rounds > 100_000  # nobody waits for so many
+
+
+def test_the_cpu_is_not_heated(run: Run, pretend: Pretend) -> None:
+    pretend()
+    outcome = run(f"bench {ON_CPU} --num-iters 50 --recipes bf16")
+    assert "4 rounds: fixed counts: 50 runs of each, 10 to warm up before those of every round\n" in outcome.out
+
+
+def test_nothing_to_resume_is_said(run: Run, pretend: Pretend, tmp_path: Path) -> None:
+    ran = pretend()
+    words = "note: there is nothing to resume"
+    assert words in run(f"bench {REFERENCE} --resume").err
+    journal = Journal(tmp_path / "state" / "gemmscope" / "journal.sqlite3")
+    journal.reopen(ran[0].fingerprint)
+    journal.close()
+    assert words not in run(f"bench {REFERENCE} --resume").err
+    assert words in run(f"bench {REFERENCE} --resume --recipes fp8block").err
 
 
 def test_profile_of_a_model(run: Run, pretend: Pretend) -> None:
@@ -451,6 +479,7 @@ def test_nothing_measured_is_no_success(run: Run, pretend: Pretend, monkeypatch:
         return self.results
 
     monkeypatch.setattr(Campaign, "run", fail)
+    assert run(f"bench {REFERENCE} --profile").code == 1
     outcome = run(f"bench {REFERENCE}")
     assert outcome.code == 1
     assert "nothing could be measured" in outcome.out

@@ -136,7 +136,7 @@ def test_a_burst_that_fails_when_it_is_launched_names_the_one_that_ran(
         return Out()
 
     tasks = [Task(CASES[0], name, "autocast") for name in ("BF16", "FP32")]
-    request = asdict(Settings("cpu")) | {"tasks": [task.to_json() for task in tasks], "least_rounds": 2}
+    request = asdict(Settings("cpu")) | {"tasks": [task.to_json() for task in tasks], "least_rounds": 2, "had": {}}
     said: list[dict[str, Any]] = []
     worker = Worker(request, None)
     monkeypatch.setattr(Out, "over", over)
@@ -226,6 +226,29 @@ def test_fixed_counts(journal: Journal) -> None:
     fixed = campaign(journal, ["BF16"], target=0.0)
     fixed.settings = replace(fixed.settings, counts=counts, max_rounds=counts.rounds)
     results = fixed.run()
+    assert {sum(map(len, result.rounds)) for result in results.tasks.values()} == {13}
+    assert results.complete_rounds == 5
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_fixed_counts_are_no_more_after_resuming(journal: Journal, after: int) -> None:
+    """What was measured before it was interrupted counts: in the middle of a round, too."""
+    counts, bursts = Counts(num_warmup=0, num_iters=13, gpu_warmup=0), []
+
+    def interrupt(message: dict[str, Any], _: Results) -> None:
+        if message["type"] == "samples":
+            bursts.append(message)
+            if len(bursts) == after:
+                raise KeyboardInterrupt
+
+    def fixed(on_message: Callable[..., None] = lambda *_: None) -> Campaign:
+        made = campaign(journal, ["BF16"], on_message, target=0.0)
+        made.settings = replace(made.settings, counts=counts, max_rounds=counts.rounds)
+        return made
+
+    with pytest.raises(KeyboardInterrupt):
+        fixed(interrupt).run()
+    results = fixed().run(resume=True)
     assert {sum(map(len, result.rounds)) for result in results.tasks.values()} == {13}
     assert results.complete_rounds == 5
 

@@ -183,6 +183,8 @@ def _to_profile(shapes: str | None, shape: str | None, *, profile: bool, named: 
 
 def measure(campaign: Campaign, *, resume: bool) -> tuple[str, bool]:
     """Run it. Returns why it ended, and whether that was Ctrl-C."""
+    if resume and campaign.journal.unfinished(campaign.fingerprint) is None:
+        say("note: there is nothing to resume: no measurement of just this was cut short, so it begins anew")
     with Progress(campaign) as show:
 
         def on_message(message: dict[str, Any], results: Results) -> None:
@@ -197,14 +199,16 @@ def measure(campaign: Campaign, *, resume: bool) -> tuple[str, bool]:
             measured = any(result.rounds for result in campaign.results.tasks.values())
             return f"{interrupted(measured=measured)}; go on with --resume", True
     counts = campaign.settings.counts
-    return (_fixed(counts) if counts else campaign.rule.why or "all that could be measured was"), False
-
-
-def _fixed(counts: Counts) -> str:
     return (
-        f"fixed counts: {counts.num_iters} runs of each, {counts.num_warmup} to warm up before those of every round, "
-        f"{counts.gpu_warmup:g} s of heating first"
-    )
+        _fixed(counts, heats=campaign.settings.backend != "cpu")
+        if counts
+        else campaign.rule.why or "all that could be measured was"
+    ), False
+
+
+def _fixed(counts: Counts, *, heats: bool) -> str:
+    runs = f"fixed counts: {counts.num_iters} runs of each, {counts.num_warmup} to warm up before those of every round"
+    return runs + (f", {counts.gpu_warmup:g} s of heating first" if heats else "")
 
 
 def _run_for_nsight(campaign: Campaign) -> None:
@@ -220,3 +224,5 @@ def _run_for_nsight(campaign: Campaign) -> None:
             say(f"not run: {result.task.key}: {result.failure}")
     ran = sum(bool(result.facts) and not result.failure for result in results)
     say(f"{ran} of {len(results)} tasks ran, each in an NVTX range of its name; nothing was timed")
+    if not ran:
+        raise typer.Exit(1)

@@ -72,10 +72,12 @@ def _device(options: ChoiceOptions) -> str:
 
 
 def visible_gpu(machine: Environment) -> GpuFacts | None:
-    """The GPU that will be measured on: the first that CUDA_VISIBLE_DEVICES lets through."""
+    """The GPU that will be measured on: the first that CUDA_VISIBLE_DEVICES lets through, by number or UUID."""
     first = (machine.visible_devices or "").split(",")[0].strip()
     if machine.visible_devices is not None and first in ("", "-1"):
         return None
+    if first.startswith("GPU-"):
+        return next((gpu for gpu in machine.gpus if gpu.uuid and gpu.uuid.startswith(first)), None)
     index = int(first) if first.isascii() and first.isdigit() and len(first) < 4 else 0
     return machine.gpus[index] if index < len(machine.gpus) else None
 

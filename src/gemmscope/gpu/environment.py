@@ -36,6 +36,7 @@ class GpuFacts:
     utilization: int | None
     processes: tuple[int, ...]
     now: Reading
+    uuid: str | None = None
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ def _facts(index: int, gpu: Gpu, utilization: int | None, processes: tuple[int, 
         utilization=utilization,
         processes=processes,
         now=gpu.read(),
+        uuid=gpu.uuid(),
     )
 
 

@@ -64,7 +64,7 @@ class Settings:
     drop_ms: float = 80.0
     keep_ms: float = 750.0  # the power control swings with a period of some 0.8 s: shorter bursts see a part of a swing
     rest_ms: float = 0.0  # without work before each burst, which is then one op's alone: the chip runs at its highest clock
-    max_rounds: int = 1000
+    max_rounds: int = 1_000_000  # as good as none: doubt and time decide
     counts: Counts | None = None  # instead of times and a stopping rule
     timing: Literal["cuda-events", "profiler"] = "cuda-events"
     cache_weights: bool = False  # quantized once per step: the timed micro-batch is not the first
@@ -166,6 +166,7 @@ class Campaign:
                 {
                     **asdict(self.settings),
                     "least_rounds": self.rule.least_rounds,
+                    "had": self._bursts_had(tasks),
                     "tasks": [task.to_json() for task in tasks],
                 },
                 silence_s=self.settings.silence_s,
@@ -180,6 +181,10 @@ class Campaign:
         if known.failure:  # it said so itself before it went
             return _failure(at, known.failure, known.failure_kind)
         return _failure(at, death.why, death.kind)
+
+    def _bursts_had(self, tasks: Sequence[Task]) -> dict[str, int]:
+        """Where runs are counted, those of earlier processes (one that died, or was interrupted) count too: bursts by task."""
+        return {task.key: len(self.results.tasks[task.key].rounds) for task in tasks} if self.settings.counts else {}
 
     def _measurable(self, tasks: Sequence[Task]) -> set[Group]:
         """What this worker can be asked for more of."""

@@ -241,6 +241,8 @@ class Worker:
         for number, tasks in _plan(groups, rounds, seed, orders.want, self.request["least_rounds"]):
             if orders.stop():
                 return  # what was launched last belongs to no complete round
+            if number < self.request["had"].get(tasks[0].key, 0):
+                continue
             if waiting is not None and rest_s:
                 self._collect(waiting, ends_round=waiting.number != number)
                 waiting = None
