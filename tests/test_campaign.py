@@ -61,7 +61,7 @@ def test_later_rounds_measure_what_is_still_in_doubt(journal: Journal, monkeypat
     """Two rounds of everything; then, of the one group that is wanted, until the rounds are over."""
     run = campaign(journal, ["BF16", "FP32"], target=0.0)
     run.settings = replace(run.settings, keep_ms=60)
-    monkeypatch.setattr(run.results, "bursts_behind", lambda groups: {("FP32", "autocast")} if groups else set())
+    monkeypatch.setattr(run.results, "bursts_behind", lambda groups: [("FP32", "autocast")] if groups else [])
     results = run.run()
     counts = {group: len(results.of(*group)[0].rounds) for group in [("BF16", "autocast"), ("FP32", "autocast")]}
     assert counts["FP32", "autocast"] == 5
@@ -81,7 +81,7 @@ def test_where_no_speedup_can_be_formed_times_decide(journal: Journal) -> None:
 def test_what_the_worker_does_not_have_is_not_asked_for(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or it would skip all it has, round after round, and end with nothing measured."""
     run = campaign(journal, ["BF16", "FP8Current"], target=0.0)
-    monkeypatch.setattr(run.results, "bursts_behind", lambda _: {("FP8Current", "autocast")})
+    monkeypatch.setattr(run.results, "bursts_behind", lambda _: [("FP8Current", "autocast")])
     results = run.run()
     assert {len(result.rounds) for result in results.tasks.values() if not result.failure} == {5}
 
@@ -156,7 +156,7 @@ def test_a_burst_that_fails_when_it_is_launched_names_the_one_that_ran(
 class Unheard:
     """A parent that says nothing."""
 
-    want = staticmethod(lambda _: True)
+    first_wanted = staticmethod(lambda groups: groups[0])
     stop = staticmethod(lambda: False)
 
 

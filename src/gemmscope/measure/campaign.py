@@ -172,7 +172,7 @@ class Campaign:
                 silence_s=self.settings.silence_s,
                 note=lambda message: self._note(number, message),
                 enough=self._enough,
-                wanted=lambda: sorted(self.results.bursts_behind(self.rule.open) & self._measurable(tasks)),
+                wanted=lambda: self._wanted(tasks),
             )
         if death is None:
             return None
@@ -186,9 +186,10 @@ class Campaign:
         """Where runs are counted, those of earlier processes (one that died, or was interrupted) count too: bursts by task."""
         return {task.key: len(self.results.tasks[task.key].rounds) for task in tasks} if self.settings.counts else {}
 
-    def _measurable(self, tasks: Sequence[Task]) -> set[Group]:
-        """What this worker can be asked for more of."""
-        return {task.group for task in tasks if not self.results.tasks[task.key].failure}
+    def _wanted(self, tasks: Sequence[Task]) -> list[Group]:
+        """What to measure more of, of what this worker can measure; what is known worst comes first."""
+        measurable = {task.group for task in tasks if not self.results.tasks[task.key].failure}
+        return [group for group in self.results.bursts_behind(self.rule.open) if group in measurable]
 
 
 def _of_one_case(task: Task, other: Task) -> bool:

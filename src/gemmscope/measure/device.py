@@ -57,11 +57,11 @@ def failure_kind(error: Exception, *, on_gpu: bool) -> str:
 
 
 class Orders:
-    """What the parent says while we work, on standard input: a line of JSON names the groups it wants more of; its end is the
-    sign to stop."""
+    """What the parent says while we work, on standard input: a line of JSON names the groups it wants more of, what it wants most
+    first; its end is the sign to stop."""
 
     def __init__(self) -> None:
-        self._wanted: set[tuple[str, ...]] = set()
+        self._wanted: list[tuple[str, ...]] = []
         self._rest = b""
 
     def stop(self) -> bool:
@@ -72,10 +72,14 @@ class Orders:
                 return True
             *lines, self._rest = (self._rest + piece).split(b"\n")
             if lines:
-                self._wanted = {tuple(group) for group in json.loads(lines[-1])}
+                self._wanted = [tuple(group) for group in json.loads(lines[-1])]
         return False
 
-    def want(self, tasks: Sequence[Task]) -> bool:
-        """Whether the parent wants more of this group; until it says anything, it wants all."""
+    def first_wanted(self, groups: Sequence[list[Task]]) -> list[Task] | None:
+        """Of these groups, the one that the parent wants most; None if it wants none of them. Until it says anything, all are
+        wanted."""
         self.stop()
-        return not self._wanted or tasks[0].group in self._wanted
+        if not self._wanted:
+            return groups[0]
+        wanted = [tasks for tasks in groups if tasks[0].group in self._wanted]
+        return min(wanted, key=lambda tasks: self._wanted.index(tasks[0].group), default=None)

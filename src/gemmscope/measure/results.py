@@ -131,14 +131,11 @@ class Results:
     def _groups(self) -> list[tuple[str, Mode]]:
         return list(dict.fromkeys(result.task.group for result in self.tasks.values() if "sum_of" not in result.facts))
 
-    def bursts_behind(self, groups: Iterable[tuple[str, Mode]]) -> set[tuple[str, Mode]]:
-        """The groups whose bursts tell of these: of a linear that is the sum of its products, the products'."""
-        behind = set()
-        for group in groups:
-            for result in self.of(*group):
-                parts = result.facts.get("sum_of", [result.task.key])
-                behind |= {self.tasks[key].task.group for key in parts}
-        return behind
+    def bursts_behind(self, groups: Iterable[tuple[str, Mode]]) -> list[tuple[str, Mode]]:
+        """The groups whose bursts tell of these, in their order: of a linear that is the sum of its products, the products'."""
+        results = (result for group in groups for result in self.of(*group))
+        keys = (key for result in results for key in result.facts.get("sum_of", [result.task.key]))
+        return list(dict.fromkeys(self.tasks[key].task.group for key in keys))
 
     def speedup(self, recipe: str, mode: Mode, cases: Iterable[Case] | None = None, over: str = BASELINE) -> Interval | None:
         """How many times faster than `over`, with its interval; None if either side is missing."""

@@ -30,7 +30,7 @@ class StoppingRule:
     clock: Callable[[], float] = time.monotonic
     started: float = field(init=False)
     rounds_before: int = field(init=False, default=0)
-    open: frozenset[Group] = field(init=False, default=frozenset())
+    open: tuple[Group, ...] = field(init=False, default=())
     why: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
@@ -39,21 +39,20 @@ class StoppingRule:
     def restart(self, rounds: int = 0) -> None:
         """Begin anew, after so many rounds: the time limit and the least number of rounds count from here, and of what is to be
         measured now nothing is known to be in doubt."""
-        self.started, self.rounds_before, self.open = self.clock(), rounds, frozenset()
+        self.started, self.rounds_before, self.open = self.clock(), rounds, ()
 
     def done(self, results: Results, recipes: Sequence[str], modes: Sequence[Mode], cases: Sequence[Case] | None = None) -> bool:
-        """Whether it is enough; `why` says which limit was met, `open` what the speedup known worst depends on, while that
-        is not well enough. It is there one round early: the next burst is launched before the last one is over.
+        """Whether it is enough; `why` says which limit was met, `open` what speedups depend on that are not known well enough,
+        the worst first. It is there one round early: the next burst is launched before the last one is over.
 
         `cases`: those that are being measured, if not all are.
         """
         rounds = results.complete_rounds - self.rounds_before
         if rounds < self.least_rounds - 1:
             return False
-        doubts = list(self._doubts(results, recipes, modes, cases))
-        widest, groups = max(doubts, key=lambda each: each[0], default=(None, ()))
-        self.open = frozenset(groups if widest is not None and widest > self.target else ())
-        return rounds >= self.least_rounds and self.settle(widest)
+        doubts = sorted(self._doubts(results, recipes, modes, cases), key=lambda each: -each[0])
+        self.open = tuple(dict.fromkeys(group for doubt, groups in doubts if doubt > self.target for group in groups))
+        return rounds >= self.least_rounds and self.settle(doubts[0][0] if doubts else None)
 
     def settle(self, widest: float | None) -> bool:
         """Decide from the largest doubt (None: nothing is known at all), the least number of rounds being there."""

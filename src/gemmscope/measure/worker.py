@@ -65,13 +65,20 @@ def _plan(
     groups: Sequence[list[Task]],
     rounds: int,
     seed: int,
-    wanted: Callable[[list[Task]], bool] = lambda _: True,
-    least: int = 0,
+    least: int = 1,
+    first_wanted: Callable[[Sequence[list[Task]]], list[Task] | None] = lambda groups: groups[0],
 ) -> Iterator[tuple[int, list[Task]]]:
-    """Every group once a round, in random order: the round's number, the group. After `least` rounds, those that are wanted."""
+    """Every group once a round, in random order: the round's number, the group. After `least` rounds, those that are wanted, what
+    is wanted most first."""
     rng = random.Random(seed)
     for number in range(rounds):
-        yield from ((number, tasks) for tasks in rng.sample(groups, len(groups)) if number < least or wanted(tasks))
+        left = rng.sample(groups, len(groups))
+        while left:
+            tasks = left[0] if number < least else first_wanted(left)
+            if tasks is None:
+                break
+            left.remove(tasks)
+            yield number, tasks
 
 
 class Worker:
@@ -238,7 +245,7 @@ class Worker:
             self._warm_up(groups)
         waiting: _Launched | None = None
         rounds, seed = self.request["max_rounds"], self.request["seed"]
-        for number, tasks in _plan(groups, rounds, seed, orders.want, self.request["least_rounds"]):
+        for number, tasks in _plan(groups, rounds, seed, self.request["least_rounds"], orders.first_wanted):
             if orders.stop():
                 return  # what was launched last belongs to no complete round
             if number < self.request["had"].get(tasks[0].key, 0):
