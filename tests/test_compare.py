@@ -6,8 +6,9 @@ import gzip
 import json
 import math
 import re
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
+from statistics import mean, pstdev
 from typing import Any
 
 import pytest
@@ -46,6 +47,18 @@ def test_the_same_thing_twice_is_too_close_to_call(names: tuple[str, str]) -> No
     assert len(found.lines) == 35
     assert {line.changes[0].verdict for line in found.lines} == {"too close to call"}
     assert found.failing(0.0) == []
+
+
+def test_what_the_document_says_of_runs_in_a_row() -> None:
+    together, each = [], []
+    runs = [read_run(DATA / f"h200_bench_{name}.json.gz") for name in ("first", "again", "third", "fourth")]
+    for pair in pairwise(runs):
+        ratios = [line.changes[0].ratio for line in compare(pair, ["a", "b"]).lines]
+        together.append(abs(mean(ratios) - 1))
+        each.append(pstdev(ratios))
+    document = " ".join((Path(__file__).parent.parent / "docs" / "compare.md").read_text().split())
+    assert f"together by {100 * min(together):.1f} to {100 * max(together):.1f}% from each run to the next" in document
+    assert f"and each by {100 * min(each):.1f} to {100 * max(each):.1f}% about that" in document
 
 
 @pytest.mark.parametrize("recipe", ["BF16", "FP8Current", "FP8Delayed", "FP8Block"])
@@ -167,6 +180,9 @@ def test_nothing_in_common_does_not_pass(run: Run, tmp_path: Path) -> None:
         outcome = run(f"compare {FIRST} {tmp_path}/{number}.json --fail-if-slower 3%")
         assert outcome.code == 2
         assert "no row was measured in" in outcome.err
+        outcome = run(f"compare {FIRST} {AGAIN} {tmp_path}/{number}.json --fail-if-slower 3%")
+        assert outcome.code == 2  # the last run decides, and a comparison with the one before does not stand in for it
+        assert f"and in {tmp_path}/{number}.json: recipes" in outcome.err
 
 
 def test_clocks_and_names_that_make_no_sense(run: Run, tmp_path: Path) -> None:
