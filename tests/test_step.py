@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from small_steps import two_layers
 
 torch = pytest.importorskip("torch", reason="steps need torch")
 
+from gemmscope.step.blocks import activation_of  # noqa: E402
 from gemmscope.step.kits.plain import PlainKit  # noqa: E402
 from gemmscope.step.marks import recording  # noqa: E402
 from gemmscope.step.stack import Stack, Step, Weights  # noqa: E402
@@ -90,6 +91,41 @@ def test_unaligned_sizes_are_told() -> None:
     odd = from_hyperparameters(hidden_size=64, intermediate_size=90, num_attention_heads=4, num_hidden_layers=2)
     sizes = plan_step(odd, RunSpec(2, 16))[0].low_precision_sizes()
     assert "intermediate size = 90 is no multiple of 16" in recipe("FP8Current").misaligned(sizes)
+
+
+def test_sizes_that_stand_in_no_product_need_not_be_aligned() -> None:
+    """Queries, keys and values come from one product; of a bottleneck, every side counts."""
+    model = ModelSpec("odd heads", 64, (LayerSpec(AttentionSpec(2, 1, 24), MlpSpec(96, gated=False)),))
+    assert not recipe("FP8Current").misaligned(plan_step(model, RUN)[0].low_precision_sizes())
+    assert "key/value rank = 24 is no multiple of 16" in recipe("FP8Current").misaligned(plan("latent").low_precision_sizes())
+
+
+def test_experts_tokens_are_padded_to_what_a_recipe_needs() -> None:
+    made = replace(plan("experts"), expert_rows=(48, 64))
+    assert made.padded(recipe("FP8Current").multiple_of).expert_rows == (48, 64)
+    assert made.padded(recipe("MXFP8").multiple_of).expert_rows == (64, 64)
+
+
+def test_what_is_not_run_is_said() -> None:
+    attention = replace(ATTENTION, qk_norm="head")
+    odd = LayerSpec(attention, MlpSpec(96, gated=True, activation="xielu"), norms=4)
+    notes = plan_step(ModelSpec("odd", 64, (odd,)), RUN)[1]
+    assert any("norms of queries and keys are not run" in note for note in notes)
+    assert "two norms are run in each layer, not 4" in notes
+    assert "the MLP's activation, xielu, is not run: a GELU stands for it" in notes
+    assert plan_step(MODELS["llama"], RUN)[1] == plan_step(MODELS["experts"], RUN)[1] == []
+
+
+@pytest.mark.parametrize(("name", "function"), [("swish", "silu"), ("gelu_python", "gelu"), ("gelu", "gelu"), ("relu", "relu")])
+def test_activations_have_several_names(name: str, function: str) -> None:
+    x = torch.linspace(-3, 3, 7)
+    found = activation_of(MlpSpec(96, gated=False, activation=name))(x)
+    assert torch.equal(found, getattr(torch.nn.functional, function)(x))
+
+
+def test_a_pipeline_stage_without_layers() -> None:
+    with pytest.raises(UserError, match="pipeline stage 0 holds no layer"):
+        plan("llama", pp=2, pp_layers=(0, 6), pp_stage=0)
 
 
 def test_too_many_kinds_of_layers() -> None:
@@ -233,6 +269,9 @@ def test_memory_that_does_not_suffice_makes_it_shallower(journal: Journal, monke
     again = StepRun(plan("llama"), ["BF16"], StepSettings("cpu"), StoppingRule(), journal)
     again.run()
     assert asked[2:] == [6, 3, 1]
+    real = StepRun(plan("llama"), ["BF16"], StepSettings("cpu"), StoppingRule(), journal, real=True)
+    real.run()
+    assert real.notes[0] == "6 layers of the real model do not fit into memory: measured with 3"
     assert again.notes == ["6 layers do not fit into memory: measured with 3", "3 layers do not fit into memory: measured with 1"]
 
 

@@ -99,9 +99,16 @@ class Stepped:
             batches=self.batches,
             pasted=self.pasted(),
             ended=self.ended,
-            seconds={_purpose(each): round(each.seconds, 1) for each in self.runs},
+            seconds=self._seconds(),
             notes=self.notes,
         )
+
+    def _seconds(self) -> dict[str, float]:
+        """What each purpose took, all its runs together."""
+        sums: dict[str, float] = {}
+        for each in self.runs:
+            sums[_purpose(each)] = sums.get(_purpose(each), 0.0) + each.seconds
+        return {purpose: round(seconds, 1) for purpose, seconds in sums.items()}
 
     def deliver(self, json: str | None, markdown: str | None) -> None:
         """Files first, then the tables."""

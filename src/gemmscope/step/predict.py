@@ -104,11 +104,12 @@ class StepRun:
         while not self._try(number, depth):
             if depth <= LEAST_DEPTH:
                 raise UserError(
-                    f"the model does not fit into this GPU's memory even with {depth} layers",
+                    f"the model does not fit into this GPU's memory even with {depth} layer{'s' if depth > 1 else ''}",
                     "a smaller --micro-batch-size or --sequence-length fits, or --recompute full, or --tp to split it",
                 )
             smaller = max(int(depth * SHRINK), LEAST_DEPTH)
-            self.notes.append(f"{depth} layers do not fit into memory: measured with {smaller}")
+            of = "of the real model " if self.real else ""
+            self.notes.append(f"{depth} layers {of}do not fit into memory: measured with {smaller}")
             depth = smaller
             self.results = StepResults(self._variants(depth), self.plan.depth)
         self.journal.finish(number)

@@ -86,7 +86,7 @@ class StepWorker:
 
     def _make(self, variant: dict[str, Any], plan: StackPlan) -> Step | HuggingFaceStep:
         kit = self._kit_of(variant)
-        plan = plan.with_depth(variant["depth"])
+        plan = plan.with_depth(variant["depth"]).padded(recipe(variant["recipe"]).multiple_of)
         if self.request["config"] is not None:
             return HuggingFaceStep(self.request["config"], plan, kit, self.device)
         if variant["real"]:

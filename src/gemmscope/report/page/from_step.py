@@ -128,7 +128,8 @@ def step_bars(
             {level.row: level.baseline_ms for level in first} if name == BASELINE else {}
         )
         order = sorted((row for row, time in times.items() if time > 0), key=lambda row: row == "quantization")  # on top
-        segments = tuple(_segment(row, times[row], step_ms.value, hover.get((name, row), ())) for row in order)
+        whole = sum(times.values()) or step_ms.value  # of as many layers as the rows are of
+        segments = tuple(_segment(row, times[row], whole, hover.get((name, row), ())) for row in order)
         made.append(
             Bar(
                 name,
