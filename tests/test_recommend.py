@@ -12,7 +12,7 @@ from gemmscope.errors import UserError
 from gemmscope.measure.stats import Interval
 from gemmscope.model.spec import RunSpec
 from gemmscope.report.step import observed, sentences, tables
-from gemmscope.step.answer import RecipeAnswer, StepAnswer, answer
+from gemmscope.step.answer import RecipeAnswer, StepAnswer, Verified, answer
 from gemmscope.step.cost import Budget, cost
 from gemmscope.step.emit import ready_to_paste
 from gemmscope.step.recommend import Plan, Recommendation, as_asked, candidate, part_gains, recommend
@@ -156,6 +156,9 @@ def test_a_fallback_is_never_recommended() -> None:
 
 def test_no_interval_is_a_question_mark() -> None:
     unknown = Interval(1.2, 0.0, float("inf"))
+    verified = Verified(8, unknown, Interval(0.2, -0.1, 0.5))
+    step = RecipeAnswer("FP8Current", unknown, unknown, 1.0, 1.0, None, None, None, None, None, "", verified)
+    assert tables(StepAnswer((step,), {}, 8, 8))[-1].rows[0][1:] == ("1.200x [?]", "0.200x [0.000, 0.500]", "+500.00%", "?")
     assert Recommendation(Plan("FP8Current"), unknown, None, certain=False).words == "use FP8Current (1.20x [?])"
 
 

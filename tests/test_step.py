@@ -229,6 +229,14 @@ def test_a_run_on_the_cpu(journal: Journal) -> None:
     assert all(result.host_ms for result in results.variants.values())
 
 
+def test_many_micro_batches_may_be_silent_for_longer(journal: Journal) -> None:
+    def silence(accumulation: int) -> float:
+        made = plan("llama", gradient_accumulation=accumulation)
+        return StepRun(made, ["BF16"], StepSettings("cpu", silence_s=180), StoppingRule(), journal).silence_s
+
+    assert (silence(1), silence(64)) == (180, 180 * 16)
+
+
 def times(results: StepResults, variant: Variant, *rounds: float) -> None:
     for time in rounds:
         results.take({"type": "samples", "times_ms": {variant.name: [time] * 4}, "state": {}})
@@ -299,8 +307,10 @@ def test_a_burst_that_fails_is_said_once(seed: int, monkeypatch: pytest.MonkeyPa
         collect(launched)
 
     monkeypatch.setattr(worker, "_collect", fail)
-    worker.steps, worker.once_ms = dict.fromkeys(("bad", "good"), step("llama")), dict.fromkeys(("bad", "good"), 1.0)
+    worker.steps, worker.once_ms = dict.fromkeys(("bad", "good"), step("llama")), {"bad": 1.0, "good": 3000.0}
     worker._rounds()
+    good = [message for message in said if message.get("task") == "good"]
+    assert len(good) == 3 * 3  # launched, still at it after the steps that do not count, collected
     failed = [message for message in said if message["type"] == "failed"]
     assert [(message["task"], message["kind"]) for message in failed] == [("bad", "out of memory")]
     assert sum(message["type"] == "samples" for message in said) == 3

@@ -74,7 +74,7 @@ def _verified(found: StepAnswer) -> Table:
                     f"{predicted.value:.3f}{unit} {_ends(predicted, 3)}",
                     f"{actual.value:.3f}{unit} {_ends(actual, 3)}",
                     f"{each.verified.error:+.2%}",
-                    "yes" if each.verified.agrees else "no",
+                    {True: "yes", False: "no", None: "?"}[each.verified.agrees],
                 )
             )
     return Table("Predicted against the real model", ("Name", "Predicted", "Real", "Error", "Within doubt"), tuple(rows))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import hypot
+from math import hypot, isfinite
 
 from gemmscope.gpu.specs import spec_of
 from gemmscope.measure.stats import Interval
@@ -29,9 +29,10 @@ class Verified:
         return self.predicted.value / self.actual.value - 1
 
     @property
-    def agrees(self) -> bool:
-        """Whether the error is within what both are known to."""
-        return abs(self.error) <= hypot(self.predicted.half_width, self.actual.half_width)
+    def agrees(self) -> bool | None:
+        """Whether the error is within what both are known to; None where one of them is not known at all."""
+        doubt = hypot(self.predicted.half_width, self.actual.half_width)
+        return abs(self.error) <= doubt if isfinite(doubt) else None
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,11 @@ class StepRun:
         return [Variant(plan.recipe, each, plan.left_out, real=self.real) for plan in plans for each in depths]
 
     @property
+    def silence_s(self) -> float:
+        """After so long without a word it is taken to hang: a step of many micro-batches says nothing for many times as long."""
+        return self.settings.silence_s * max(1.0, self.plan.accumulation / 4)
+
+    @property
     def counts(self) -> None:
         """There are no fixed numbers of steps."""
         return None
@@ -122,7 +127,7 @@ class StepRun:
             with suppress(_CrowdedError), Link("gemmscope.step.worker") as link:
                 death = link.converse(
                     self._request(left),
-                    silence_s=self.settings.silence_s,
+                    silence_s=self.silence_s,
                     note=lambda message: self._note(number, message),
                     enough=self._enough,
                 )
