@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemmscope.errors import UserError
+from gemmscope.measure.link import Death
 from gemmscope.measure.sampler import StoppingRule
 from gemmscope.model import presets
 from gemmscope.model.flags import from_hyperparameters
@@ -281,6 +282,26 @@ def test_memory_that_does_not_suffice_makes_it_shallower(journal: Journal, monke
     real.run()
     assert real.notes[0] == "6 layers of the real model do not fit into memory: measured with 3"
     assert again.notes == ["6 layers do not fit into memory: measured with 3", "3 layers do not fit into memory: measured with 1"]
+
+
+def test_a_process_that_dies_at_looking_costs_no_step(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All was timed well enough; only what its kernels do stays unknown."""
+    asked: list[int] = []
+
+    def converse(self: Any, request: dict[str, Any], *, note: Any, enough: Any, **_: Any) -> Death:
+        asked.append(len(request["variants"]))
+        for number in range(4):
+            for variant in request["variants"]:
+                note({"type": "samples", "times_ms": {variant["name"]: [10.0 + number / 1000] * 4}, "state": {}})
+            note({"type": "round"})
+            enough()
+        return Death(request["variants"][0]["name"], "the measuring process died (signal 11)", "crash")
+
+    monkeypatch.setattr("gemmscope.measure.link.Link.converse", converse)
+    results = StepRun(plan("llama"), ["BF16", "FP32"], StepSettings("cpu"), StoppingRule(), journal).run()
+    assert asked == [2]
+    assert results.speedup("FP32") is not None
+    assert results.warnings == ["the kernels could not be looked at: the measuring process died (signal 11)"]
 
 
 @pytest.mark.parametrize("seed", range(4))

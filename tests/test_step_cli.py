@@ -131,6 +131,7 @@ def test_ctrl_c_while_verifying_ends_it(run: Run, monkeypatch: pytest.MonkeyPatc
     outcome = run(f"step {SMALL} --verify --break-even")
     assert outcome.code == 130
     assert asked == [(False, 5), (True, 5)]
+    assert "interrupted after that" in outcome.out
     assert "recommended: use FP32 (2.00x" in outcome.out
     assert "On smaller batches" not in outcome.out
 
@@ -220,6 +221,7 @@ def test_ctrl_c_before_anything_was_measured(run: Run, monkeypatch: pytest.Monke
         (f"{SMALL} --tokens 0 --gpus 8", "no number of tokens"),
         (f"{SMALL} --observed-speedup 0", "is no speedup"),
         (f"{SMALL} --precision 2", "is no share"),
+        (f"{SMALL} --pre-quantize", "a step quantizes as it goes"),
         (f"{SMALL} --longest nan", "--longest nan leaves no time"),
         (f"{SMALL} --json /no/such/folder/x.json", "cannot be written"),
         ("--device cpu", "no model is named"),

@@ -160,6 +160,10 @@ def run_steps(source: ModelSource, run: RunSpec, overridden: list[str], choices:
     budget = options.budget()
     if budget is not None:
         budget.replicas(run)  # says if the GPUs do not divide, before anything is measured
+    if choices.pre_quantize:
+        raise UserError(
+            "a step quantizes as it goes: --pre-quantize is for products alone", "leave it out, or see gemmscope bench"
+        )
     if options.hugging_face:
         choices = _for_hugging_face(source, run, choices, options)
     if source.model is None:
@@ -179,7 +183,7 @@ def run_steps(source: ModelSource, run: RunSpec, overridden: list[str], choices:
     journal = Journal(state_folder() / "journal.sqlite3")
 
     measure = Measure(plan, choice.recipes, settings, options, journal, config)
-    predicted = measure(f"running the step of {plan.depth} layers in {', '.join(choice.recipes)} …")
+    predicted = measure(f"running the step of {_layers(plan.depth)} in {', '.join(choice.recipes)} …")
     truth, as_deep = _verify(measure, plan, notes) if options.verify and not measure.interrupted else (None, None)
     found = _answer(predicted, truth, as_deep, subject)
     recommended, mixed = _recommend(predicted, found, measure, notes)
@@ -192,6 +196,11 @@ def run_steps(source: ModelSource, run: RunSpec, overridden: list[str], choices:
     )
 
 
+def _layers(count: int) -> str:
+    """So many of them, in words."""
+    return f"{count} layer{'s' if count != 1 else ''}"
+
+
 def _verify(measure: Measure, plan: StackPlan, notes: list[str]) -> tuple[StepRun | None, StepRun | None]:
     """The real model; and, where only some of its layers fit into memory, the prediction of as many."""
     try:
@@ -199,8 +208,8 @@ def _verify(measure: Measure, plan: StackPlan, notes: list[str]) -> tuple[StepRu
         depth = max((each.variant.depth for each in truth.results.variants.values() if each.measured), default=plan.depth)
         if depth == plan.depth or measure.interrupted:
             return truth, None
-        notes.append(f"the real model fits into memory with {depth} layers: verified against the prediction of as many")
-        return truth, measure(f"predicting {depth} layers …", depth=depth)
+        notes.append(f"the real model fits into memory with {_layers(depth)}: verified against the prediction of as many")
+        return truth, measure(f"predicting {_layers(depth)} …", depth=depth)
     except UserError as error:
         notes.append(f"not verified: {error.message}")
         return None, None

@@ -38,7 +38,8 @@ class Stepped:
 
     @property
     def ended(self) -> str:
-        return self.runs[0].rule.why or "all that could be measured was"
+        why = self.runs[0].rule.why or "all that could be measured was"
+        return f"{why}; interrupted after that" if self.interrupted and "interrupted" not in why else why
 
     def pasted(self) -> dict[str, str]:
         """The recommendation in the words of frameworks."""
