@@ -114,6 +114,11 @@ def test_what_is_not_run_is_said() -> None:
     assert any("norms of queries and keys are not run" in note for note in notes)
     assert "two norms are run in each layer, not 4" in notes
     assert "the MLP's activation, xielu, is not run: a GELU stands for it" in notes
+    split = plan_step(MODELS["llama"], RunSpec(2, 16, tp=2, sequence_parallel=True, separate_projections=True))[1]
+    assert any("sequence parallelism, which splits them, is not run" in note for note in split)
+    assert any("separate projections are not run" in note for note in split)
+    again = plan_step(MODELS["latent"], RunSpec(2, 16, recompute="selective"))[1]
+    assert again == ["latent attention is not computed again: selective recomputation is not run"]
     assert plan_step(MODELS["llama"], RUN)[1] == plan_step(MODELS["experts"], RUN)[1] == []
 
 

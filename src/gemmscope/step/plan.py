@@ -209,6 +209,12 @@ def _notes(model: ModelSpec, run: RunSpec, layers: tuple[LayerSpec, ...]) -> lis
         notes.append(f"the MLP's activation, {', '.join(strange)}, is not run: a GELU stands for it")
     if run.tp * run.cp * run.ep * run.pp > 1:
         notes.append("one rank's computation on one GPU: communication is not run")
+    if run.sequence_parallel and run.tp > 1:
+        notes.append("norms and residuals run on all tokens: sequence parallelism, which splits them, is not run")
+    if run.separate_projections:
+        notes.append("queries, keys and values are one product, and so are gate and up: separate projections are not run")
+    if run.recompute == "selective" and any(layer.attention.latent for layer in layers):
+        notes.append("latent attention is not computed again: selective recomputation is not run")
     if model.head_transform or (model.embedding_size not in (None, model.hidden_size)):
         notes.append("the head's own transform is not run")
     return notes
