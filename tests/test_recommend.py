@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from shlex import split
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -77,6 +78,7 @@ def test_ready_to_paste() -> None:
     assert "from transformer_engine.common.recipe import Float8BlockScaling" in texts["Transformer Engine"]
     assert "te.autocast(enabled=False)" in texts["Transformer Engine"]
     assert texts["Megatron-LM"].startswith("--transformer-impl transformer_engine --fp8-format e4m3 --fp8-recipe blockwise")
+    assert split(texts["Megatron-LM"], comments=True)[-1] == "blockwise"  # what it cannot do is a comment to a shell
     compile(texts["Transformer Engine"], "plan", "exec")
     titan = ready_to_paste(Plan("FP8Rowwise", ("attn out",)))["torchtitan"]
     assert parse_toml(titan)["quantize"]["linear"]["float8"]["filter_fqns"] == [

@@ -35,7 +35,7 @@ def ready_to_paste(plan: Plan) -> dict[str, str]:
         texts["torchao"] = _torchao(plan, asked.settings["torchao"]["float8"])
         texts["torchtitan"] = _torchtitan(plan, asked.settings["torchao"]["float8"])
     if "megatron" in asked.settings:
-        left = f"  (Megatron-LM cannot leave out {' and '.join(plan.left_out)} alone)" if plan.left_out else ""
+        left = f"  # Megatron-LM cannot leave out {' and '.join(plan.left_out)} alone" if plan.left_out else ""
         texts["Megatron-LM"] = f"--transformer-impl transformer_engine {asked.settings['megatron']['flags']}{left}"
     return texts
 
