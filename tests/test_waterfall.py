@@ -112,5 +112,14 @@ def test_unknown_kernels_are_listed() -> None:
     assert found.named < 0.9
 
 
+def test_a_model_without_parts_falls_back_if_all_its_products_do() -> None:
+    """A Hugging Face model whose linears are none that could be converted; the head's product is always in BF16."""
+    low, plain = recipe("FP8Tensorwise"), recipe("BF16")
+    names = [[BF16, 1000.0, 7], [FLASH, 1000.0, 7]]
+    assert fallbacks(low, place([("model", "forward", names)])) == "every product: ran bf16 x bf16, asked for e4m3 x e4m3"
+    assert fallbacks(low, place([("model", "forward", [*names, [FP8, 1000.0, 7]])])) == ""
+    assert fallbacks(plain, place([("model", "forward", names)])) == ""
+
+
 def test_a_baseline_has_no_fallbacks() -> None:
     assert fallbacks(recipe("BF16"), place(step(100))) == ""

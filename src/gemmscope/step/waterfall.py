@@ -233,9 +233,14 @@ def fallbacks(recipe: Recipe, placed: Sequence[Placed]) -> str:
     """Which parts' products ran in BF16 though the recipe asks for less, in words; empty if none did.
 
     Forward, a product is wrong if it is no fprop of the recipe; backward, if it is neither dgrad nor wgrad. Where activations are
-    computed again, backward products stand among forward ones: only BF16 is wrong there.
+    computed again, backward products stand among forward ones: only BF16 is wrong there. A model whose parts are not marked has
+    products that belong in BF16 (the head's): it is wrong if all are.
     """
     found: dict[str, list[str]] = {}
+    unparted = [classify(each.name) for each in placed if each.part == "model"]
+    products = {facts.operands for facts in unparted if facts.kernel_class == "gemm"}
+    if recipe.quantizes and products == {("bf16", "bf16")}:
+        found[f"ran bf16 x bf16, asked for {' x '.join(recipe.operands['fprop'])}"] = ["every product"]
     for part in LINEARS:
         for direction, passes in (("forward", ("fprop",)), ("backward", ("dgrad", "wgrad"))):
             names = dict.fromkeys(each.name for each in placed if (each.part, each.direction) == (part, direction))
