@@ -49,14 +49,14 @@ def findings(run: dict[str, Any], model: dict[str, Any], backend: str) -> dict[s
     kept = {}
     for each in run["recipes"]:
         before = real.get(NAMES.get(each["recipe"], each["recipe"]))
-        if each["recipe"] != "BF16":
+        if each["recipe"] != "BF16" and each["speedup"] and each["speedup"]["low"] is not None:
             kept[each["recipe"]] = {
                 "predicted": {key: round(each["speedup"][key], 4) for key in ("value", "low", "high")},
                 "before": round(base / before, 4) if base and before else None,
                 "real": round(each["verified"]["actual"]["value"], 4) if each["verified"] else None,
                 "verdict": each["verdict"],
             }
-    named = min(each["named_share"] for each in run["recipes"] if each["named_share"] is not None)
+    named = min((each["named_share"] for each in run["recipes"] if each["named_share"] is not None), default=0.0)
     recommended = run["recommendation"]["words"] if run["recommendation"] else "nothing"
     return {
         "date": time.strftime("%Y-%m-%d"), "config": model["config"], "seconds": run["seconds"], "named": round(named, 4),
@@ -110,7 +110,7 @@ def _section(models: dict[str, Any]) -> list[str]:
     fair = _errors(models, "before", own=own)
     lines = [
         "",
-        f"* against the real model in the same run: {_in_words(same)}",
+        *([f"* against the real model in the same run: {_in_words(same)}"] if same else []),
         *([f"* against the other machine: {_in_words(before)}"] if before else []),
         *([f"* the same, {', '.join(own)} against the real model in the same run: {_in_words(fair)}"] if own else []),
         "",
@@ -126,11 +126,8 @@ def _section(models: dict[str, Any]) -> list[str]:
             lines.append(f"| {' | '.join([*cells, each['verdict']])} |")
     lines += ["", "| model | predicting takes | verifying | GPU time named | recommended |", "| --- | ---: | ---: | ---: | --- |"]
     for name, model in models.items():
-        seconds = model["seconds"]
-        lines.append(
-            f"| {name} | {seconds['predicting']:.0f} s | {seconds['verifying']:.0f} s | {model['named']:.1%} | "
-            f"{model['recommended']} |"
-        )
+        took = [f"{model['seconds'][what]:.0f} s" if what in model["seconds"] else "" for what in ("predicting", "verifying")]
+        lines.append(f"| {name} | {took[0]} | {took[1]} | {model['named']:.1%} | {model['recommended']} |")
     return lines
 
 

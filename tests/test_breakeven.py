@@ -18,7 +18,12 @@ def batches(*gains: float) -> list[AtBatch]:
     [
         ((0.9, 1.01, 1.1, 1.2), 4, "wins from a batch of 4 x 512 tokens on"),
         ((1.1, 1.2), 1, "wins already at the smallest batch"),
-        ((1.2, 0.99), None, "does not win at any batch"),  # not at the largest: what is below it does not count
+        ((0.9, 0.99), None, "does not win at any batch"),
+        (
+            (1.2, 0.99),
+            None,
+            "does not win at the largest batch that was measured, 2 x 512 tokens",
+        ),  # what is below does not count
         ((1.2, 0.9, 1.2), 4, "wins from a batch of 4 x 512 tokens on"),
     ],
 )
@@ -27,3 +32,8 @@ def test_the_smallest_batch_that_wins(gains: tuple[float, ...], first: int | Non
     found = wins_from(measured, "FP8")
     assert (found.micro_batch_size if found else None) == first
     assert sentence in words(measured, "FP8")
+
+
+def test_a_batch_it_could_not_be_measured_on_says_nothing() -> None:
+    measured = [AtBatch(1, 500, {}), *batches(1.2)]
+    assert words(measured, "FP8") == "FP8 wins already at the smallest batch that was measured, 1 x 512 tokens"

@@ -92,6 +92,25 @@ def test_accuracy_is_made_from_what_was_measured() -> None:
     assert (ROOT / "docs" / "accuracy.md").read_text().partition(FORECASTS)[0] == markdown(kept)
 
 
+def test_accuracy_of_a_model_too_large_to_verify() -> None:
+    """Nothing was verified, and one precision has no interval: the page is made all the same."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        from step_on_gpu import findings, markdown
+    finally:
+        sys.path.pop(0)
+    gains = {"FP8Current": {"value": 1.2, "low": 1.19, "high": 1.21}, "FP8Block": {"value": 1.1, "low": None, "high": None}}
+    plain = {"named_share": None, "verified": None, "verdict": ""}
+    recipes = [{"recipe": name, "speedup": gains.get(name), **plain} for name in ("BF16", *gains)]
+    run = {
+        "recipes": recipes, "recommendation": None, "seconds": {"predicting": 40.0}, "device": {"name": "NVIDIA H200"},
+        "environment": {"driver": "1"}, "versions": {"torch": "2"},
+    }  # fmt: skip
+    page = markdown({"transformer_engine": {"big": findings(run, {"config": {}}, "transformer_engine")}})
+    assert "| big | FP8Current | 1.200 [1.190, 1.210] |  |  |  |  |  |" in page
+    assert "| big | 40 s |  | 0.0% | nothing |" in page
+
+
 def test_forecasts_accuracy_is_current() -> None:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:

@@ -108,6 +108,15 @@ def test_a_fallback_is_loud_and_no_speedup(tmp_path: Path) -> None:
     assert '<td class="num alarm" data-value="0.0">FALLBACK</td>' in text
 
 
+def test_a_step_that_fell_back_is_no_speedup_either(tmp_path: Path) -> None:
+    file = recorded_step()
+    file["recipes"][1]["verdict"] = "not running in low precision: mlp forward: ran bf16 x bf16, asked for e4m3 x e4m3"
+    [part] = report_of([put(tmp_path, "step.json", file)]).runs
+    assert [bar.alarm for bar in part.bars[0].bars] == ["", "FALLBACK", "", ""]
+    assert [gain.recipe for gain in part.gains] == ["FP8Delayed", "FP8Block"]
+    assert not any("FP8Current" in line for line in part.because)
+
+
 def test_forecasts_never_pass_for_measurements(tmp_path: Path) -> None:
     report = report_of([put(tmp_path, "forecast.json", forecast())])
     text = re.sub(r"<script.*?</script>", "", page(report), flags=re.DOTALL)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemmscope.errors import UserError
+from gemmscope.measure.link import Death
 from gemmscope.measure.sampler import StoppingRule
 from gemmscope.model import presets
 from gemmscope.model.flags import from_hyperparameters
@@ -27,6 +28,7 @@ from small_steps import two_layers
 
 torch = pytest.importorskip("torch", reason="steps need torch")
 
+from gemmscope.step.blocks import activation_of  # noqa: E402
 from gemmscope.step.kits.plain import PlainKit  # noqa: E402
 from gemmscope.step.marks import recording  # noqa: E402
 from gemmscope.step.stack import Stack, Step, Weights  # noqa: E402
@@ -90,6 +92,46 @@ def test_unaligned_sizes_are_told() -> None:
     odd = from_hyperparameters(hidden_size=64, intermediate_size=90, num_attention_heads=4, num_hidden_layers=2)
     sizes = plan_step(odd, RunSpec(2, 16))[0].low_precision_sizes()
     assert "intermediate size = 90 is no multiple of 16" in recipe("FP8Current").misaligned(sizes)
+
+
+def test_sizes_that_stand_in_no_product_need_not_be_aligned() -> None:
+    """Queries, keys and values come from one product; of a bottleneck, every side counts."""
+    model = ModelSpec("odd heads", 64, (LayerSpec(AttentionSpec(2, 1, 24), MlpSpec(96, gated=False)),))
+    assert not recipe("FP8Current").misaligned(plan_step(model, RUN)[0].low_precision_sizes())
+    assert "key/value rank = 24 is no multiple of 16" in recipe("FP8Current").misaligned(plan("latent").low_precision_sizes())
+
+
+def test_experts_tokens_are_padded_to_what_a_recipe_needs() -> None:
+    made = replace(plan("experts"), expert_rows=(48, 64))
+    assert made.padded(recipe("FP8Current").multiple_of).expert_rows == (48, 64)
+    assert made.padded(recipe("MXFP8").multiple_of).expert_rows == (64, 64)
+
+
+def test_what_is_not_run_is_said() -> None:
+    attention = replace(ATTENTION, qk_norm="head")
+    odd = LayerSpec(attention, MlpSpec(96, gated=True, activation="xielu"), norms=4)
+    notes = plan_step(ModelSpec("odd", 64, (odd,)), RUN)[1]
+    assert any("norms of queries and keys are not run" in note for note in notes)
+    assert "two norms are run in each layer, not 4" in notes
+    assert "the MLP's activation, xielu, is not run: a GELU stands for it" in notes
+    split = plan_step(MODELS["llama"], RunSpec(2, 16, tp=2, sequence_parallel=True, separate_projections=True))[1]
+    assert any("sequence parallelism, which splits them, is not run" in note for note in split)
+    assert any("separate projections are not run" in note for note in split)
+    again = plan_step(MODELS["latent"], RunSpec(2, 16, recompute="selective"))[1]
+    assert again == ["latent attention is not computed again: selective recomputation is not run"]
+    assert plan_step(MODELS["llama"], RUN)[1] == plan_step(MODELS["experts"], RUN)[1] == []
+
+
+@pytest.mark.parametrize(("name", "function"), [("swish", "silu"), ("gelu_python", "gelu"), ("gelu", "gelu"), ("relu", "relu")])
+def test_activations_have_several_names(name: str, function: str) -> None:
+    x = torch.linspace(-3, 3, 7)
+    found = activation_of(MlpSpec(96, gated=False, activation=name))(x)
+    assert torch.equal(found, getattr(torch.nn.functional, function)(x))
+
+
+def test_a_pipeline_stage_without_layers() -> None:
+    with pytest.raises(UserError, match="pipeline stage 0 holds no layer"):
+        plan("llama", pp=2, pp_layers=(0, 6), pp_stage=0)
 
 
 def test_too_many_kinds_of_layers() -> None:
@@ -193,6 +235,14 @@ def test_a_run_on_the_cpu(journal: Journal) -> None:
     assert all(result.host_ms for result in results.variants.values())
 
 
+def test_many_micro_batches_may_be_silent_for_longer(journal: Journal) -> None:
+    def silence(accumulation: int) -> float:
+        made = plan("llama", gradient_accumulation=accumulation)
+        return StepRun(made, ["BF16"], StepSettings("cpu", silence_s=180), StoppingRule(), journal).silence_s
+
+    assert (silence(1), silence(64)) == (180, 180 * 16)
+
+
 def times(results: StepResults, variant: Variant, *rounds: float) -> None:
     for time in rounds:
         results.take({"type": "samples", "times_ms": {variant.name: [time] * 4}, "state": {}})
@@ -233,7 +283,30 @@ def test_memory_that_does_not_suffice_makes_it_shallower(journal: Journal, monke
     again = StepRun(plan("llama"), ["BF16"], StepSettings("cpu"), StoppingRule(), journal)
     again.run()
     assert asked[2:] == [6, 3, 1]
+    real = StepRun(plan("llama"), ["BF16"], StepSettings("cpu"), StoppingRule(), journal, real=True)
+    real.run()
+    assert real.notes[0] == "6 layers of the real model do not fit into memory: measured with 3"
     assert again.notes == ["6 layers do not fit into memory: measured with 3", "3 layers do not fit into memory: measured with 1"]
+
+
+def test_a_process_that_dies_at_looking_costs_no_step(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All was timed well enough; only what its kernels do stays unknown."""
+    asked: list[int] = []
+
+    def converse(self: Any, request: dict[str, Any], *, note: Any, enough: Any, **_: Any) -> Death:
+        asked.append(len(request["variants"]))
+        for number in range(4):
+            for variant in request["variants"]:
+                note({"type": "samples", "times_ms": {variant["name"]: [10.0 + number / 1000] * 4}, "state": {}})
+            note({"type": "round"})
+            enough()
+        return Death(request["variants"][0]["name"], "the measuring process died (signal 11)", "crash")
+
+    monkeypatch.setattr("gemmscope.measure.link.Link.converse", converse)
+    results = StepRun(plan("llama"), ["BF16", "FP32"], StepSettings("cpu"), StoppingRule(), journal).run()
+    assert asked == [2]
+    assert results.speedup("FP32") is not None
+    assert results.warnings == ["the kernels could not be looked at: the measuring process died (signal 11)"]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -260,8 +333,10 @@ def test_a_burst_that_fails_is_said_once(seed: int, monkeypatch: pytest.MonkeyPa
         collect(launched)
 
     monkeypatch.setattr(worker, "_collect", fail)
-    worker.steps, worker.once_ms = dict.fromkeys(("bad", "good"), step("llama")), dict.fromkeys(("bad", "good"), 1.0)
+    worker.steps, worker.once_ms = dict.fromkeys(("bad", "good"), step("llama")), {"bad": 1.0, "good": 3000.0}
     worker._rounds()
+    good = [message for message in said if message.get("task") == "good"]
+    assert len(good) == 3 * 3  # launched, still at it after the steps that do not count, collected
     failed = [message for message in said if message["type"] == "failed"]
     assert [(message["task"], message["kind"]) for message in failed] == [("bad", "out of memory")]
     assert sum(message["type"] == "samples" for message in said) == 3

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from gemmscope.recipe.recipes import recipe
+from gemmscope.report.page.from_step import step_bars
 from gemmscope.step.results import Part
 from gemmscope.step.waterfall import Side, fallbacks, place, verdict, waterfall
+from gemmscope.store.benchfile import IntervalRecord
+from gemmscope.store.stepfile import LevelRecord
 
 BF16 = "nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NTN"
 FP8, FP8_GRAD = "nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_TNT", "nvjet_sm90_qrtst_128x160_128x5_2x1_v_bz_TNT"
@@ -53,6 +56,7 @@ def test_rows_add_up_to_the_step() -> None:
     [
         (step(50, casts=1, attention=1, low=True), None, "GEMM-bound, as expected"),
         (step(50, casts=40, attention=1, low=True), None, "eaten by quantization"),
+        (step(96, casts=10, attention=1, low=True), None, "eaten by quantization"),  # near what products gain, but a loss
         (step(50, casts=1, attention=60, low=True), None, "diluted by attention"),
         (step(50, casts=1, attention=1, low=True), 95.0, "host-bound: the GPU waits"),
         (step(100, attention=1), None, "not running in low precision: qkv forward: ran bf16 x bf16"),
@@ -91,11 +95,30 @@ def test_words_tell_how_fused_casts_were_counted() -> None:
     )
 
 
+def test_shares_are_those_of_the_layers_that_were_run() -> None:
+    """A quarter of the layers was: its rows are no quarter of themselves."""
+    levels = [
+        LevelRecord(row="products", baseline_ms=80.0, recipe_ms=50.0, speedup=1.6),
+        LevelRecord(row="attention", baseline_ms=20.0, recipe_ms=50.0, speedup=1.0),
+    ]
+    (bars,) = step_bars([("FP8Current", levels, IntervalRecord(value=400.0, low=399.0, high=401.0), None)], {})
+    assert [("share", "50.0%") in segment.facts for segment in bars.bars[0].segments] == [True, True]
+
+
 def test_unknown_kernels_are_listed() -> None:
     parts = [*step(10), ("optimizer", "step", [["nobody knows", 10_000.0, 7]])]
     found = waterfall(Side(place(parts), 60.0), Side(place(parts), 60.0))
     assert found.unknown == ("nobody knows",)
     assert found.named < 0.9
+
+
+def test_a_model_without_parts_falls_back_if_all_its_products_do() -> None:
+    """A Hugging Face model whose linears are none that could be converted; the head's product is always in BF16."""
+    low, plain = recipe("FP8Tensorwise"), recipe("BF16")
+    names = [[BF16, 1000.0, 7], [FLASH, 1000.0, 7]]
+    assert fallbacks(low, place([("model", "forward", names)])) == "every product: ran bf16 x bf16, asked for e4m3 x e4m3"
+    assert fallbacks(low, place([("model", "forward", [*names, [FP8, 1000.0, 7]])])) == ""
+    assert fallbacks(plain, place([("model", "forward", names)])) == ""
 
 
 def test_a_baseline_has_no_fallbacks() -> None:

@@ -160,6 +160,10 @@ def run_steps(source: ModelSource, run: RunSpec, overridden: list[str], choices:
     budget = options.budget()
     if budget is not None:
         budget.replicas(run)  # says if the GPUs do not divide, before anything is measured
+    if choices.pre_quantize:
+        raise UserError(
+            "a step quantizes as it goes: --pre-quantize is for products alone", "leave it out, or see gemmscope bench"
+        )
     if options.hugging_face:
         choices = _for_hugging_face(source, run, choices, options)
     if source.model is None:
@@ -170,6 +174,8 @@ def run_steps(source: ModelSource, run: RunSpec, overridden: list[str], choices:
         raise UserError("PyTorch alone has no layers in low precision to train with", "install transformer_engine or torchao")
     subject = subject_of(source, run, overridden)
     plan, notes = plan_step(source.model, run)
+    if options.hugging_face:
+        notes = []  # of what the stack leaves out; the model's own layers have all of it
     settings = StepSettings(choice.backend, host=choice.backend != "torchao")
     config = source.config if options.hugging_face else None
     if choice.backend == "cpu":  # it has no clock to settle
@@ -177,11 +183,11 @@ def run_steps(source: ModelSource, run: RunSpec, overridden: list[str], choices:
     journal = Journal(state_folder() / "journal.sqlite3")
 
     measure = Measure(plan, choice.recipes, settings, options, journal, config)
-    predicted = measure(f"running the step of {plan.depth} layers in {', '.join(choice.recipes)} …")
+    predicted = measure(f"running the step of {_layers(plan.depth)} in {', '.join(choice.recipes)} …")
     truth, as_deep = _verify(measure, plan, notes) if options.verify and not measure.interrupted else (None, None)
     found = _answer(predicted, truth, as_deep, subject)
-    recommended, mixed = _recommend(predicted, found, measure, notes) if not measure.interrupted else (None, None)
-    batches = _break_even(found, plan, measure, notes) if options.break_even else []
+    recommended, mixed = _recommend(predicted, found, measure, notes)
+    batches = _break_even(found, plan, measure, notes) if options.break_even and not measure.interrupted else []
     costs = {each.recipe: cost(each.step, run, budget) for each in found.recipes} if budget is not None else {}
     runs = [made for made in (predicted, truth, as_deep, mixed) if made is not None]
     said = [*subject.notes, *notes, *(note for made in runs for note in made.notes)]
@@ -190,15 +196,20 @@ def run_steps(source: ModelSource, run: RunSpec, overridden: list[str], choices:
     )
 
 
+def _layers(count: int) -> str:
+    """So many of them, in words."""
+    return f"{count} layer{'s' if count != 1 else ''}"
+
+
 def _verify(measure: Measure, plan: StackPlan, notes: list[str]) -> tuple[StepRun | None, StepRun | None]:
     """The real model; and, where only some of its layers fit into memory, the prediction of as many."""
     try:
         truth = measure("running the real model …", real=True)
         depth = max((each.variant.depth for each in truth.results.variants.values() if each.measured), default=plan.depth)
-        if depth == plan.depth:
+        if depth == plan.depth or measure.interrupted:
             return truth, None
-        notes.append(f"the real model fits into memory with {depth} layers: verified against the prediction of as many")
-        return truth, measure(f"predicting {depth} layers …", depth=depth)
+        notes.append(f"the real model fits into memory with {_layers(depth)}: verified against the prediction of as many")
+        return truth, measure(f"predicting {_layers(depth)} …", depth=depth)
     except UserError as error:
         notes.append(f"not verified: {error.message}")
         return None, None
@@ -217,13 +228,14 @@ def _answer(predicted: StepRun, truth: StepRun | None, as_deep: StepRun | None, 
 def _recommend(
     predicted: StepRun, found: StepAnswer, measure: Measure, notes: list[str]
 ) -> tuple[Recommendation | None, StepRun | None]:
-    """The fastest plan; a mixed one only after it was run beside the best single recipe, and won."""
-    from gemmscope.step.recommend import Plan, best_recipe, candidate, recommend
+    """The fastest plan; a mixed one only after it was run beside the best single recipe, and won. After Ctrl-C, the fastest of
+    what had been measured."""
+    from gemmscope.step.recommend import Plan, as_asked, best_recipe, candidate, recommend
 
     if not any(each.recipe != BASELINE for each in found.recipes):
         return None, None
-    singles = [Plan(each.recipe) for each in found.recipes]
-    mixed = candidate(predicted.results, found)
+    singles = [Plan(each.recipe) for each in as_asked(found)]
+    mixed = candidate(predicted.results, found) if not measure.interrupted else None
     if mixed is None:
         return recommend(predicted.results, singles), None
     rivals = list(dict.fromkeys([BASELINE, best_recipe(found), mixed.recipe]))
@@ -232,8 +244,10 @@ def _recommend(
     except UserError as error:
         notes.append(f"{mixed.words} could not be tried: {error.message}")
         return recommend(predicted.results, singles), None
-    proven = recommend(proof.results, [*(Plan(name) for name in rivals), mixed])
-    return proven or recommend(predicted.results, singles), proof
+    plans = [*(Plan(name) for name in rivals), mixed]
+    if any(proof.results.step(plan.recipe, plan.left_out) is None for plan in plans):  # cut short, or one of them failed
+        return recommend(predicted.results, singles), proof
+    return recommend(proof.results, plans), proof
 
 
 def _break_even(found: StepAnswer, plan: StackPlan, measure: Measure, notes: list[str]) -> list[AtBatch]:
@@ -250,6 +264,8 @@ def _break_even(found: StepAnswer, plan: StackPlan, measure: Measure, notes: lis
             notes.append(f"a batch of {batch[0]} x {batch[1]} tokens could not be run: {error.message}")
             continue
         gains = {name: gain for name in made.recipes if (gain := made.results.speedup(name)) is not None}
+        failed = {result.variant.recipe: result.failure for result in made.results.variants.values() if result.failure}
+        notes += [f"on a batch of {batch[0]} x {batch[1]} tokens, {name} was not measured: {why}" for name, why in failed.items()]
         measured.append(AtBatch(*batch, {name: gain for name, gain in gains.items() if name != BASELINE}))
     here = {each.recipe: each.speedup for each in found.recipes if each.speedup is not None}
     return [*measured, AtBatch(plan.micro_batch_size, plan.sequence_length, here)]
@@ -260,6 +276,10 @@ def _for_hugging_face(source: ModelSource, run: RunSpec, choices: ChoiceOptions,
     if source.config is None or source.model is None:
         raise UserError(
             "--hugging-face needs a Hugging Face config", "give it with --config: config.json, its folder, or a hub id"
+        )
+    if run.recompute == "selective":
+        raise UserError(
+            "--hugging-face can compute whole layers again, not attention alone", "use --recompute full, or leave out one of them"
         )
     if options.verify:
         raise UserError("--hugging-face runs the real layers already: there is nothing to verify them against", "leave out one")

@@ -38,7 +38,8 @@ class Stepped:
 
     @property
     def ended(self) -> str:
-        return self.runs[0].rule.why or "all that could be measured was"
+        why = self.runs[0].rule.why or "all that could be measured was"
+        return f"{why}; interrupted after that" if self.interrupted and "interrupted" not in why else why
 
     def pasted(self) -> dict[str, str]:
         """The recommendation in the words of frameworks."""
@@ -99,9 +100,16 @@ class Stepped:
             batches=self.batches,
             pasted=self.pasted(),
             ended=self.ended,
-            seconds={_purpose(each): round(each.seconds, 1) for each in self.runs},
+            seconds=self._seconds(),
             notes=self.notes,
         )
+
+    def _seconds(self) -> dict[str, float]:
+        """What each purpose took, all its runs together."""
+        sums: dict[str, float] = {}
+        for each in self.runs:
+            sums[_purpose(each)] = sums.get(_purpose(each), 0.0) + each.seconds
+        return {purpose: round(seconds, 1) for purpose, seconds in sums.items()}
 
     def deliver(self, json: str | None, markdown: str | None) -> None:
         """Files first, then the tables."""

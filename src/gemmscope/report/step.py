@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from gemmscope.measure.findings import known, too_close
 from gemmscope.measure.stats import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.report.bench import times_faster
@@ -45,7 +46,7 @@ def _row(each: RecipeAnswer) -> tuple[str, ...]:
         f"{each.tokens_per_s:,.0f}",
         f"{each.model_tflops:.3g}",
         percent(each.utilisation) if each.utilisation is not None else "-",
-        times_faster(each.speedup) if each.speedup is not None else "1",
+        "FALLBACK" if each.fell_back else times_faster(each.speedup) if each.speedup is not None else "1",
         f"{each.busy_ms:.2f}" if each.busy_ms is not None else "-",
         f"{each.host_ms:.2f}" if each.host_ms is not None else "-",
         si(each.peak_bytes, "B") if each.peak_bytes is not None else "-",
@@ -70,10 +71,10 @@ def _verified(found: StepAnswer) -> Table:
             rows.append(
                 (
                     each.recipe,
-                    f"{predicted.value:.3f}{unit} [{predicted.low:.3f}, {predicted.high:.3f}]",
-                    f"{actual.value:.3f}{unit} [{actual.low:.3f}, {actual.high:.3f}]",
+                    f"{predicted.value:.3f}{unit} {_ends(predicted, 3)}",
+                    f"{actual.value:.3f}{unit} {_ends(actual, 3)}",
                     f"{each.verified.error:+.2%}",
-                    "yes" if each.verified.agrees else "no",
+                    {True: "yes", False: "no", None: "?"}[each.verified.agrees],
                 )
             )
     return Table("Predicted against the real model", ("Name", "Predicted", "Real", "Error", "Within doubt"), tuple(rows))
@@ -99,7 +100,12 @@ def break_even_table(batches: Sequence[AtBatch]) -> Table:
 
 def _range(found: Interval) -> str:
     digits = 2 if found.value < 100 else 0
-    return f"{found.value:,.{digits}f} [{found.low:,.{digits}f}, {found.high:,.{digits}f}]"
+    return f"{found.value:,.{digits}f} {_ends(found, digits)}"
+
+
+def _ends(found: Interval, digits: int) -> str:
+    """The interval of what cannot be negative; a question mark where there is none."""
+    return f"[{max(found.low, 0.0):,.{digits}f}, {found.high:,.{digits}f}]" if known(found) else "[?]"
 
 
 def observed(found: StepAnswer, gain: float) -> list[str]:
@@ -109,13 +115,15 @@ def observed(found: StepAnswer, gain: float) -> list[str]:
         if each.speedup is None:
             continue
         low, high = each.speedup.low * (1 - RUN_TO_RUN), each.speedup.high * (1 + RUN_TO_RUN)
-        if each.words.startswith("not running"):
+        if each.fell_back:
             why = f"kernels are not what they should be: {each.words}"
+        elif not known(each.speedup):
+            why = "too little was measured to say"
         elif low <= gain <= high:
             why = "as expected"
         elif gain > high:
             why = "more than this step gains: the two runs differ in something else"
-        elif gain <= 1 + NO_GAIN * (each.speedup.value - 1):
+        elif 1 - RUN_TO_RUN <= gain <= 1 + NO_GAIN * (each.speedup.value - 1):
             why = (
                 "next to nothing of it: most likely the kernels are not what they should be (low precision is not running, or "
                 "not in all layers); record a trace (gemmscope trace-me) and let gemmscope explain say which products ran in what"
@@ -145,9 +153,13 @@ def sentences(found: StepAnswer) -> list[str]:
         if each.host_bound and each.host_ms is not None and each.busy_ms is not None:
             times = f"the CPU {each.host_ms:.1f} ms to launch and the GPU {each.busy_ms:.1f} ms to run"
             lines.append(f"HOST-BOUND: {each.recipe} takes {times}")
-        if each.speedup is not None and each.speedup.low <= 1 <= each.speedup.high:
+        if each.speedup is not None and not each.fell_back and too_close(each.speedup):
             lines.append(f"too close to call: {each.recipe} against {BASELINE}")
     lines += [f"not measured: {name}: {reason}" for name, reason in found.failures.items()]
     if found.depth and found.depth < found.layers:
-        lines.append(f"the whole {found.layers} layers follow from stacks of {found.depth} and {max(1, found.depth // 2)}")
+        rows = f"; rows from products to the step are those of {found.depth} layers"
+        lines.append(
+            f"the whole {found.layers} layers follow from stacks of {found.depth} and {max(1, found.depth // 2)}"
+            + (rows if any(each.waterfall is not None for each in found.recipes) else "")
+        )
     return lines

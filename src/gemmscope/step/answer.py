@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import hypot
+from math import hypot, isfinite
 
 from gemmscope.gpu.specs import spec_of
 from gemmscope.measure.stats import Interval
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.step.results import StepResults, VariantResult
-from gemmscope.step.waterfall import Row, Side, Waterfall, place, verdict, waterfall
+from gemmscope.step.waterfall import NOT_RUNNING, Row, Side, Waterfall, place, verdict, waterfall
 from gemmscope.workload.summary import Totals
 
 BYTES_PER_PARAMETER = 8  # in training: the weight, its gradient and both moments, in bf16
@@ -29,9 +29,10 @@ class Verified:
         return self.predicted.value / self.actual.value - 1
 
     @property
-    def agrees(self) -> bool:
-        """Whether the error is within what both are known to."""
-        return abs(self.error) <= hypot(self.predicted.half_width, self.actual.half_width)
+    def agrees(self) -> bool | None:
+        """Whether the error is within what both are known to; None where one of them is not known at all."""
+        doubt = hypot(self.predicted.half_width, self.actual.half_width)
+        return abs(self.error) <= doubt if isfinite(doubt) else None
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,11 @@ class RecipeAnswer:
     words: str
     verified: Verified | None = None
     rows: Mapping[Row, float] = field(default_factory=dict)  # of a forecast: milliseconds of each part
+
+    @property
+    def fell_back(self) -> bool:
+        """Whether products ran in BF16 that were asked for in less."""
+        return self.words.startswith(NOT_RUNNING)
 
     @property
     def host_bound(self) -> bool:
@@ -147,9 +153,14 @@ def _busy(result: VariantResult) -> float | None:
 def _peak(results: StepResults, name: str, totals: Totals) -> float | None:
     """Of the real model: what the step held beyond its own weights, and weights, gradients and moments of all layers."""
 
+    plain = {result.variant.depth: result.facts.get("held_bytes") for result in results.of(BASELINE)}
+
     def beyond(result: VariantResult) -> float | None:
         peak, held = result.facts.get("peak_bytes"), result.facts.get("held_bytes")
-        return float(peak - held) if peak and held is not None else None
+        if not peak or held is None:
+            return None
+        as_baseline = plain.get(result.variant.depth)  # weights quantized once per step are held beside those that BF16 has
+        return float(peak - (min(held, as_baseline) if as_baseline is not None else held))
 
     activations = results.extrapolated(name, beyond)
     return activations + BYTES_PER_PARAMETER * totals.parameters_of_rank if activations is not None else None

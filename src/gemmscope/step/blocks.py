@@ -16,10 +16,10 @@ from torch.nn import functional
 
 from gemmscope.model.spec import AttentionSpec, LayerSpec, MlpSpec, MoeSpec, NormSpec
 from gemmscope.step.marks import mark
-from gemmscope.step.plan import StackPlan
+from gemmscope.step.plan import StackPlan, activation_kind
 
 EPS = 1e-5
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATIONS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "relu": functional.relu,
     "relu2": lambda x: functional.relu(x).square(),
@@ -33,7 +33,7 @@ def activation_of(spec: MlpSpec) -> Callable[[torch.Tensor], torch.Tensor]:
 
     It matters where casts are fused with it and compute it anew: in torchao's rowwise step, tanh takes a tenth of the time.
     """
-    return ACTIVATIONS.get(spec.activation, lambda x: functional.gelu(x, approximate="tanh"))
+    return ACTIVATIONS.get(activation_kind(spec.activation), lambda x: functional.gelu(x, approximate="tanh"))
 
 
 class Kit(Protocol):

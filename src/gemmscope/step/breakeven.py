@@ -43,19 +43,27 @@ def smaller_batches(micro_batch_size: int, sequence_length: int) -> list[tuple[i
 def wins_from(measured: Sequence[AtBatch], recipe: str) -> AtBatch | None:
     """The smallest batch from which on it is faster than BF16 beyond doubt; None if it is not at the largest one."""
     first = None
-    for each in sorted(measured, key=lambda one: -one.micro_batch_size * one.sequence_length):
-        found = each.speedups.get(recipe)
-        if found is None or found.low <= 1:
+    for each in reversed(_of(measured, recipe)):
+        if each.speedups[recipe].low <= 1:
             break
         first = each
     return first
 
 
+def _of(measured: Sequence[AtBatch], recipe: str) -> list[AtBatch]:
+    """The batches that it could be measured on, the smallest first."""
+    return sorted(
+        (each for each in measured if recipe in each.speedups), key=lambda one: one.micro_batch_size * one.sequence_length
+    )
+
+
 def words(measured: Sequence[AtBatch], recipe: str) -> str:
     """In a sentence."""
-    first = wins_from(measured, recipe)
+    first, own = wins_from(measured, recipe), _of(measured, recipe)
+    if first is None and any(each.speedups[recipe].low > 1 for each in own):
+        return f"{recipe} does not win at the largest batch that was measured, {own[-1].words} tokens"
     if first is None:
         return f"{recipe} does not win at any batch that was measured"
-    if first == min(measured, key=lambda one: one.micro_batch_size * one.sequence_length):
+    if first == own[0]:
         return f"{recipe} wins already at the smallest batch that was measured, {first.words} tokens"
     return f"{recipe} wins from a batch of {first.words} tokens on"

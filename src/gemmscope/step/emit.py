@@ -13,8 +13,10 @@ from gemmscope.step.recommend import Plan
 TORCHTITAN_MODULES = {
     "qkv": ("attention.wq", "attention.wk", "attention.wv"),
     "attn out": ("attention.wo",),
-    "mlp": ("feed_forward",),
+    "mlp": ("feed_forward", "moe"),
 }
+# And those that Hugging Face's give.
+HUGGING_FACE_MODULES = {"qkv": ("q_proj", "k_proj", "v_proj"), "attn out": ("o_proj",), "mlp": ("mlp",)}
 
 
 def ready_to_paste(plan: Plan) -> dict[str, str]:
@@ -33,7 +35,7 @@ def ready_to_paste(plan: Plan) -> dict[str, str]:
         texts["torchao"] = _torchao(plan, asked.settings["torchao"]["float8"])
         texts["torchtitan"] = _torchtitan(plan, asked.settings["torchao"]["float8"])
     if "megatron" in asked.settings:
-        left = f"  (Megatron-LM cannot leave out {' and '.join(plan.left_out)} alone)" if plan.left_out else ""
+        left = f"  # Megatron-LM cannot leave out {' and '.join(plan.left_out)} alone" if plan.left_out else ""
         texts["Megatron-LM"] = f"--transformer-impl transformer_engine {asked.settings['megatron']['flags']}{left}"
     return texts
 
@@ -57,24 +59,28 @@ def _transformer_engine(plan: Plan, class_name: str) -> str:
     return "\n".join(lines)
 
 
-def _spared(plan: Plan) -> list[str]:
-    """Names, or parts of names, of modules that stay as they are: the head, under both names it has, and what is left out."""
-    return ["output", "lm_head", *(module for part in plan.left_out for module in TORCHTITAN_MODULES[part])]
-
-
 def _torchao(plan: Plan, name: str) -> str:
-    listed = ", ".join(f'"{each}"' for each in _spared(plan))
+    """Heads and routers stay as they are, and so do sizes that FP8 cannot have, as in the step that was measured."""
+    left = [module for part in plan.left_out for names in (TORCHTITAN_MODULES, HUGGING_FACE_MODULES) for module in names[part]]
+    listed = ", ".join(f'"{each}"' for each in left)
     return "\n".join(
         [
+            "import torch",
             "from torchao.float8 import Float8LinearConfig, convert_to_float8_training",
             "",
-            f"spared = ({listed})",
+            *([f"left_out = ({listed},)", ""] if left else []),
+            "def fits(module, name):",
+            '    if name.endswith(("output", "lm_head", "router", "gate")):',
+            "        return False",
+            *(["    if any(each in name for each in left_out):", "        return False"] if left else []),
+            "    return module.in_features % 16 == 0 and module.out_features % 16 == 0",
+            "",
             "convert_to_float8_training(",
             "    model,",
             f'    config=Float8LinearConfig.from_recipe_name("{name}"),',
-            "    module_filter_fn=lambda module, name: not any(each in name for each in spared),",
+            "    module_filter_fn=fits,",
             ")",
-            "for index, layer in enumerate(model.layers):  # measured compiled: casts fuse",
+            "for index, layer in enumerate(model.layers):  # measured compiled: casts fuse; Hugging Face: model.model.layers",
             "    model.layers[index] = torch.compile(layer)",
         ]
     )
@@ -82,7 +88,8 @@ def _torchao(plan: Plan, name: str) -> str:
 
 def _torchtitan(plan: Plan, name: str) -> str:
     """As its TOML files name it (0.1 and 0.2); versions configured in Python take the same two values."""
-    listed = ", ".join(f'"{each}"' for each in _spared(plan))
+    spared = ["output", "lm_head", "router.gate", *(module for part in plan.left_out for module in TORCHTITAN_MODULES[part])]
+    listed = ", ".join(f'"{each}"' for each in spared)
     return "\n".join(
         [
             "[model]",

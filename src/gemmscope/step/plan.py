@@ -50,12 +50,15 @@ class StackPlan:
         sizes = {"tokens": self.tokens, "hidden size": self.hidden_size}
         for layer in dict.fromkeys(self.layers):
             attention, mlp = layer.attention, layer.mlp
-            sizes |= {"width of queries": attention.q_width, "attention's output width": attention.out_width}
-            if attention.latent is None:
-                sizes |= {"width of keys": attention.k_width, "width of values": attention.v_width}
+            sizes["attention's output width"] = attention.out_width
+            if attention.latent is None:  # one product makes all three
+                sizes["width of queries, keys and values"] = attention.q_width + attention.k_width + attention.v_width
             else:
-                sizes["key/value rank"] = attention.latent.kv_rank + attention.latent.rope_dim
-                sizes |= {"query rank": attention.latent.q_rank} if attention.latent.q_rank is not None else {}
+                latent, plain = attention.latent, attention.head_dim - attention.latent.rope_dim
+                sizes |= {"width of queries": attention.q_width, "key/value rank": latent.kv_rank}
+                sizes["key/value rank and rotary part"] = latent.kv_rank + latent.rope_dim
+                sizes["width of keys and values"] = attention.heads * (plain + attention.value_head_dim)
+                sizes |= {"query rank": latent.q_rank} if latent.q_rank is not None else {}
             if isinstance(mlp, MoeSpec):
                 sizes["expert's intermediate size"] = mlp.expert.intermediate_size
                 sizes |= {"shared expert's intermediate size": mlp.shared.intermediate_size} if mlp.shared is not None else {}
@@ -72,6 +75,10 @@ class StackPlan:
         """The same layers on another batch."""
         rows = tuple(max(16, row * micro_batch_size * sequence_length // self.tokens // 16 * 16) for row in self.expert_rows)
         return replace(self, micro_batch_size=micro_batch_size, sequence_length=sequence_length, expert_rows=rows)
+
+    def padded(self, multiple: int) -> StackPlan:
+        """Experts' tokens in multiples of what a recipe needs: 16 they are already."""
+        return replace(self, expert_rows=tuple(-(-rows // multiple) * multiple for rows in self.expert_rows))
 
     def unrolled(self) -> StackPlan:
         """Every layer with weights of its own: the real model."""
@@ -105,6 +112,8 @@ def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[str]]:
     stage = derive(model, run).stage
     first, last = sharding.stage_layers(model, run)[stage]
     chosen = model.layers[first:last]
+    if not chosen:
+        raise UserError(f"pipeline stage {stage} holds no layer: its step has nothing to gain", "choose another with --pp-stage")
     embeds, heads = stage == 0, stage == run.pp - 1
     vocab = sharding.padded_vocab(model.vocab_size, run) // run.tp if model.vocab_size is not None else None
     layers = tuple(_of_rank(layer, run) for layer in chosen)
@@ -189,11 +198,48 @@ def _notes(model: ModelSpec, run: RunSpec, layers: tuple[LayerSpec, ...]) -> lis
         notes.append("attention sees the whole sequence: windows are not run")
     if any(layer.attention.sinks for layer in layers):
         notes.append("attention sinks are not run")
+    if any(layer.attention.qk_norm for layer in layers):
+        notes.append("the norms of queries and keys are not run: they dilute every speedup a little more")
+    norms = sorted({layer.norms for layer in layers} - {2})
+    if norms:
+        notes.append(f"two norms are run in each layer, not {' or '.join(map(str, norms))}")
+    blocks = [block for layer in layers for block in _feed_forward(layer)]
+    strange = dict.fromkeys(block.activation for block in blocks if activation_kind(block.activation) is None)
+    if strange:
+        notes.append(f"the MLP's activation, {', '.join(strange)}, is not run: a GELU stands for it")
     if run.tp * run.cp * run.ep * run.pp > 1:
         notes.append("one rank's computation on one GPU: communication is not run")
+    if run.sequence_parallel and run.tp > 1:
+        notes.append("norms and residuals run on all tokens: sequence parallelism, which splits them, is not run")
+    if run.separate_projections:
+        notes.append("queries, keys and values are one product, and so are gate and up: separate projections are not run")
+    if run.recompute == "selective" and any(layer.attention.latent for layer in layers):
+        notes.append("latent attention is not computed again: selective recomputation is not run")
     if model.head_transform or (model.embedding_size not in (None, model.hidden_size)):
         notes.append("the head's own transform is not run")
     return notes
+
+
+def _feed_forward(layer: LayerSpec) -> list[MlpSpec]:
+    """Its feed-forward blocks: one, or an expert and the shared one."""
+    if isinstance(layer.mlp, MlpSpec):
+        return [layer.mlp]
+    return [layer.mlp.expert, *([layer.mlp.shared] if layer.mlp.shared is not None else [])]
+
+
+ACTIVATION_KINDS = {"silu": "silu", "swish": "silu", "relu": "relu", "relu2": "relu2", "quick_gelu": "quick_gelu"}
+EXACT_GELUS = ("gelu", "gelu_python")
+
+
+def activation_kind(name: str) -> str | None:
+    """Which of the activations that frameworks know a model's is; None if it is none of them.
+
+    >>> activation_kind("swish"), activation_kind("gelu"), activation_kind("gelu_new"), activation_kind("xielu")
+    ('silu', 'gelu', 'tanh gelu', None)
+    """
+    if name.startswith("gelu"):
+        return "gelu" if name in EXACT_GELUS else "tanh gelu"
+    return ACTIVATION_KINDS.get(name)
 
 
 def _layer_from(data: Mapping[str, Any]) -> LayerSpec:

@@ -79,6 +79,11 @@ class StepRun:
         return [Variant(plan.recipe, each, plan.left_out, real=self.real) for plan in plans for each in depths]
 
     @property
+    def silence_s(self) -> float:
+        """After so long without a word it is taken to hang: a step of many micro-batches says nothing for many times as long."""
+        return self.settings.silence_s * max(1.0, self.plan.accumulation / 4)
+
+    @property
     def counts(self) -> None:
         """There are no fixed numbers of steps."""
         return None
@@ -104,11 +109,12 @@ class StepRun:
         while not self._try(number, depth):
             if depth <= LEAST_DEPTH:
                 raise UserError(
-                    f"the model does not fit into this GPU's memory even with {depth} layers",
+                    f"the model does not fit into this GPU's memory even with {depth} layer{'s' if depth > 1 else ''}",
                     "a smaller --micro-batch-size or --sequence-length fits, or --recompute full, or --tp to split it",
                 )
             smaller = max(int(depth * SHRINK), LEAST_DEPTH)
-            self.notes.append(f"{depth} layers do not fit into memory: measured with {smaller}")
+            of = "of the real model " if self.real else ""
+            self.notes.append(f"{depth} layers {of}do not fit into memory: measured with {smaller}")
             depth = smaller
             self.results = StepResults(self._variants(depth), self.plan.depth)
         self.journal.finish(number)
@@ -121,13 +127,17 @@ class StepRun:
             with suppress(_CrowdedError), Link("gemmscope.step.worker") as link:
                 death = link.converse(
                     self._request(left),
-                    silence_s=self.settings.silence_s,
+                    silence_s=self.silence_s,
                     note=lambda message: self._note(number, message),
                     enough=self._enough,
                 )
             if self._crowded():
                 return False
             if death is None:
+                return True
+            if self.rule.why and all(each.measured or each.failure for each in self.results.variants.values()):
+                words = f"the kernels could not be looked at: {death.why}"  # all was timed, nothing more was asked of it
+                self._note(number, {"type": "warning", "words": words})
                 return True
             at = death.task or left[0].name
             if not self.results.variants[at].failure:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gemmscope.measure.findings import known
 from gemmscope.measure.stats import Interval
 from gemmscope.recipe.recipes import BASELINE
-from gemmscope.step.answer import StepAnswer
+from gemmscope.step.answer import RecipeAnswer, StepAnswer
 from gemmscope.step.results import StepResults
 from gemmscope.step.waterfall import LINEARS, place
 
@@ -60,8 +61,12 @@ class Recommendation:
         doubt = f"; too close to call against {self.rival.words}" if self.rival and not self.certain else ""
         if self.plan.recipe == BASELINE:
             return f"stay with {BASELINE}: no precision that was measured is faster{doubt}"
-        gain = f" ({self.speedup.value:.2f}x [{self.speedup.low:.2f}, {self.speedup.high:.2f}])" if self.speedup else ""
+        gain = f" ({self.speedup.value:.2f}x {_ends(self.speedup)})" if self.speedup else ""
         return f"use {self.plan.words}{gain}{doubt}"
+
+
+def _ends(found: Interval) -> str:
+    return f"[{max(found.low, 0.0):.2f}, {found.high:.2f}]" if known(found) else "[?]"
 
 
 def part_gains(results: StepResults, recipe: str) -> list[PartGain]:
@@ -80,19 +85,22 @@ def part_gains(results: StepResults, recipe: str) -> list[PartGain]:
     return [PartGain(part, sides[0][part], sides[1].get(part, 0.0)) for part in LEAVABLE if part in sides[0]]
 
 
+def as_asked(found: StepAnswer) -> list[RecipeAnswer]:
+    """The precisions whose products ran in them: a fallback is no speedup, and is never recommended."""
+    return [each for each in found.recipes if not each.fell_back]
+
+
 def best_recipe(found: StepAnswer) -> str:
     """The one with the shortest step."""
-    return min(found.recipes, key=lambda each: each.step.value).recipe
+    return min(as_asked(found), key=lambda each: each.step.value).recipe
 
 
 def candidate(results: StepResults, found: StepAnswer) -> Plan | None:
     """A mixed plan that could beat every single recipe; None if no part loses, or all do."""
-    best = best_recipe(found)
-    if best == BASELINE:  # a recipe may still win without the parts that lose
-        others = [each for each in found.recipes if each.recipe != BASELINE]
-        if not others:
-            return None
-        best = min(others, key=lambda each: each.step.value).recipe
+    others = [each for each in as_asked(found) if each.recipe != BASELINE]
+    if not others:
+        return None
+    best = min(others, key=lambda each: each.step.value).recipe  # if BF16 is faster, it may still win without the parts that lose
     losing = tuple(gain.part for gain in part_gains(results, best) if gain.loses and gain.part in LEAVABLE)
     return Plan(best, losing) if losing and len(losing) < len(LEAVABLE) else None
 

@@ -184,11 +184,14 @@ AS_EXPECTED = 0.9  # of the products' speedup reaches the step
 RIDING = f"casts fused with norms or activations are counted by {CAST_SHARE:.0%}"
 
 
+NOT_RUNNING = "not running in low precision"
+
+
 def verdict(found: Waterfall, recipe: Recipe, fast: Sequence[Placed]) -> str:
     """The number in words: why the step gains what it gains."""
     fallen = fallbacks(recipe, fast)
     if fallen:
-        return f"not running in low precision: {fallen}"
+        return f"{NOT_RUNNING}: {fallen}"
     lost = _losses(found)
     worst = max(lost, key=lambda row: lost[row]) if lost else None
     waiting = next((level.fast_ms for level in found.levels if level.row == "waiting for the host"), 0.0)
@@ -196,7 +199,7 @@ def verdict(found: Waterfall, recipe: Recipe, fast: Sequence[Placed]) -> str:
         return f"host-bound: the GPU waits {waiting:.1f} ms of each step for the CPU"
     if found.products <= 1:
         return f"it loses: its products alone take longer than BF16's ({found.products:.2f}x)"
-    if found.step >= AS_EXPECTED * found.products or worst is None:
+    if (found.step > 1 and found.step >= AS_EXPECTED * found.products) or worst is None:
         return "GEMM-bound, as expected"
     if worst == "quantization" and lost[worst] >= EATEN * (found.products - 1):
         return f"eaten by quantization, which takes {_time(found, worst):.1f} ms of each step{_shared(fast)}"
@@ -230,9 +233,14 @@ def fallbacks(recipe: Recipe, placed: Sequence[Placed]) -> str:
     """Which parts' products ran in BF16 though the recipe asks for less, in words; empty if none did.
 
     Forward, a product is wrong if it is no fprop of the recipe; backward, if it is neither dgrad nor wgrad. Where activations are
-    computed again, backward products stand among forward ones: only BF16 is wrong there.
+    computed again, backward products stand among forward ones: only BF16 is wrong there. A model whose parts are not marked has
+    products that belong in BF16 (the head's): it is wrong if all are.
     """
     found: dict[str, list[str]] = {}
+    unparted = [classify(each.name) for each in placed if each.part == "model"]
+    products = {facts.operands for facts in unparted if facts.kernel_class == "gemm"}
+    if recipe.quantizes and products == {("bf16", "bf16")}:
+        found[f"ran bf16 x bf16, asked for {' x '.join(recipe.operands['fprop'])}"] = ["every product"]
     for part in LINEARS:
         for direction, passes in (("forward", ("fprop",)), ("backward", ("dgrad", "wgrad"))):
             names = dict.fromkeys(each.name for each in placed if (each.part, each.direction) == (part, direction))

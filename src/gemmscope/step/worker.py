@@ -86,7 +86,7 @@ class StepWorker:
 
     def _make(self, variant: dict[str, Any], plan: StackPlan) -> Step | HuggingFaceStep:
         kit = self._kit_of(variant)
-        plan = plan.with_depth(variant["depth"])
+        plan = plan.with_depth(variant["depth"]).padded(recipe(variant["recipe"]).multiple_of)
         if self.request["config"] is not None:
             return HuggingFaceStep(self.request["config"], plan, kit, self.device)
         if variant["real"]:
@@ -107,6 +107,7 @@ class StepWorker:
             if self.on_gpu:
                 torch.cuda.reset_peak_memory_stats()
             step.run()
+            self.say("begin", task=name, what="preparing")  # again and again: a step may take a minute
             step.run()  # delayed scaling knows its scales from the second step on
             self.say("begin", task=name, what="preparing")
             loss, self.once_ms[name] = step.loss(), self._time_once(step)
@@ -146,6 +147,7 @@ class StepWorker:
         def work() -> None:
             for _ in range(max(2, round(LOOK_AFTER_MS / self.once_ms[name]))):
                 step.run()
+                self._still(name, "looking at the kernels")
             torch.cuda.synchronize()
             with recording() as marks:
                 step.run()
@@ -236,8 +238,14 @@ class StepWorker:
         least = 1 if once_ms > LONG_STEP_MS else self.request["least_steps"]
         for _ in range(max(1, round(self.request["drop_ms"] / once_ms))):
             run()
+        self._still(name, "measuring")
         kept = max(least, round(self.request["keep_ms"] / once_ms))
         return _Launched(number, name, self._timed_on_gpu(run, kept) if self.on_gpu else self._timed_here(run, kept), ends_round)
+
+    def _still(self, name: str, what: str) -> None:
+        """Between steps that take seconds: still at it."""
+        if self.once_ms[name] > LONG_STEP_MS:
+            self.say("begin", task=name, what=what)
 
     def _collect(self, launched: _Launched) -> None:
         """Wait for a burst, and say what its steps took."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from gemmscope.measure.stats import Interval
 from gemmscope.recipe.recipes import BASELINE
@@ -32,7 +32,7 @@ from gemmscope.report.page.rows import clocks, samples, short
 from gemmscope.report.units import percent, si
 from gemmscope.step.breakeven import AtBatch
 from gemmscope.step.breakeven import words as break_even_words
-from gemmscope.step.waterfall import ROWS, place
+from gemmscope.step.waterfall import NOT_RUNNING, ROWS, place
 from gemmscope.store.benchfile import IntervalRecord
 from gemmscope.store.stepfile import LevelRecord, RecipeRecord, StepFile, VariantRecord
 
@@ -56,18 +56,29 @@ def from_step(file: StepFile, name: str) -> RunPart:
         answer=answer,
         because=tuple(because),
         bars=step_bars(
-            [(each.recipe, each.waterfall, each.step_ms, each.speedup) for each in file.recipes], _hover(file, kernels)
+            [(each.recipe, each.waterfall, each.step_ms, each.speedup) for each in file.recipes],
+            _hover(file, kernels),
+            fallen=[each.recipe for each in file.recipes if _fallen(each)],
         ),
         waterfalls=tuple(waterfall(each.recipe, each.waterfall, each.verdict) for each in file.recipes if each.waterfall),
         curves=_break_even(file),
         ops=(_table(file.recipes),),
         tables=(*_verified(file.recipes), *_costs(file.recipes)),
-        gains=tuple(Gain("training step", each.recipe, Estimate.of(each.speedup)) for each in file.recipes if each.speedup),
+        gains=tuple(
+            Gain("training step", each.recipe, Estimate.of(each.speedup))
+            for each in file.recipes
+            if each.speedup and not _fallen(each)
+        ),
         findings=tuple(_findings(file)),
         method=_method(file),
         environment=machine_facts(file.environment, file.device, file.versions),
         recommendation=Recommendation(recommended.words, recommended.ready_to_paste) if recommended is not None else None,
     )
+
+
+def _fallen(each: RecipeRecord) -> bool:
+    """Whether products ran in BF16 that were asked for in less: that is no speedup."""
+    return each.verdict.startswith(NOT_RUNNING)
 
 
 def _answer(file: StepFile, where: str) -> tuple[str, list[str]]:
@@ -77,10 +88,11 @@ def _answer(file: StepFile, where: str) -> tuple[str, list[str]]:
         measured = ", ".join(each.recipe for each in file.recipes)
         return f"{f'Only {measured}' if measured else 'Nothing'} could be measured on {where}.", []
     chosen = file.recommendation.recipe if file.recommendation is not None else ""
-    best = gains.get(chosen) or max(gains.values(), key=lambda each: each.speedup.value if each.speedup else 0.0)
+    running = {name: each for name, each in gains.items() if not _fallen(each)}
+    best = gains.get(chosen) or max((running or gains).values(), key=lambda each: each.speedup.value if each.speedup else 0.0)
     assert best.speedup is not None
     gain = Estimate.of(best.speedup)
-    if best.verdict.startswith("not running"):
+    if _fallen(best):
         return f"No speedup on {where}: {best.recipe} is {best.verdict}.", []
     if gain.too_close:
         sentence = (
@@ -92,7 +104,7 @@ def _answer(file: StepFile, where: str) -> tuple[str, list[str]]:
         left = file.recommendation.left_out if file.recommendation is not None else []
         spared = f" (with {' and '.join(left)} left in {BASELINE} it is a little more)" if left else ""
         sentence = f"On {where} a training step in {best.recipe} is {gain.times} as fast as in {BASELINE}{spared}."
-    return sentence, list(_because(best, gains))
+    return sentence, list(_because(best, running))
 
 
 def _because(best: RecipeRecord, gains: Mapping[str, RecipeRecord]) -> list[str]:
@@ -116,6 +128,7 @@ def _because(best: RecipeRecord, gains: Mapping[str, RecipeRecord]) -> list[str]
 def step_bars(
     recipes: Sequence[tuple[str, Sequence[LevelRecord], IntervalRecord, IntervalRecord | None]],
     hover: Mapping[tuple[str, str], Facts],
+    fallen: Collection[str] = (),
 ) -> tuple[Bars, ...]:
     """The step of every recipe, row by row. The baseline's rows are those that any waterfall holds it against."""
     falls = {name: levels for name, levels, _, _ in recipes}
@@ -128,13 +141,15 @@ def step_bars(
             {level.row: level.baseline_ms for level in first} if name == BASELINE else {}
         )
         order = sorted((row for row, time in times.items() if time > 0), key=lambda row: row == "quantization")  # on top
-        segments = tuple(_segment(row, times[row], step_ms.value, hover.get((name, row), ())) for row in order)
+        whole = sum(times.values()) or step_ms.value  # of as many layers as the rows are of
+        segments = tuple(_segment(row, times[row], whole, hover.get((name, row), ())) for row in order)
         made.append(
             Bar(
                 name,
                 segments,
-                Estimate.of(gain) if gain else None,
+                Estimate.of(gain) if gain and name not in fallen else None,
                 baseline=name == BASELINE,
+                alarm="FALLBACK" if name in fallen else "",
                 note="" if segments else "not split",
             )
         )
@@ -193,7 +208,7 @@ def _table(recipes: Sequence[RecipeRecord]) -> Table:
     rows = []
     for each in recipes:
         gain = Estimate.of(each.speedup) if each.speedup else None
-        fallen = each.verdict.startswith("not running")
+        fallen = _fallen(each)
         rows.append(
             (
                 Cell(each.recipe),
@@ -265,11 +280,7 @@ def _break_even(file: StepFile) -> tuple[Curve, ...]:
 
 
 def _findings(file: StepFile) -> list[Finding]:
-    made = [
-        Finding("alarm", f"FALLBACK: {each.recipe}: {each.verdict}")
-        for each in file.recipes
-        if each.verdict.startswith("not running")
-    ]
+    made = [Finding("alarm", f"FALLBACK: {each.recipe}: {each.verdict}") for each in file.recipes if _fallen(each)]
     made += [
         Finding("warning", f"not measured: {variant.recipe}, {variant.depth} layers: {variant.failure}")
         for variant in file.variants
@@ -279,7 +290,7 @@ def _findings(file: StepFile) -> list[Finding]:
         if each.host_bound and each.host_ms is not None and each.gpu_busy_ms is not None:
             times = f"the CPU {each.host_ms:.1f} ms to launch and the GPU {each.gpu_busy_ms:.1f} ms to run"
             made.append(Finding("warning", f"HOST-BOUND: {each.recipe} takes {times}"))
-        if each.verdict and not each.verdict.startswith("not running"):
+        if each.verdict and not _fallen(each):
             made.append(Finding("note", f"{each.recipe}: {each.verdict}"))
         if each.named_share is not None and each.named_share < 1:
             made.append(

@@ -26,10 +26,12 @@ class TorchaoKit(PlainKit):
         super().__init__(recipe, left_out, device)
         torch._dynamo.config.recompile_limit = 64
 
-    def why_not(self, plan: StackPlan) -> str:  # noqa: ARG002
+    def why_not(self, plan: StackPlan) -> str:
         if self.recipe.quantizes and "float8" not in self.recipe.settings.get(self.name, {}):
             return f"{self.recipe.name} is not run in steps with torchao yet"
-        return ""
+        if "bf16" in self.recipe.operands["wgrad"]:  # the product that adds up over tokens
+            return ""
+        return self.recipe.misaligned({"tokens": plan.tokens})
 
     def finish(self, block: nn.Module) -> nn.Module:
         settings = self.recipe.settings.get(self.name, {})

@@ -15,16 +15,15 @@ from transformer_engine.common import recipe as te_recipes
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 from transformer_engine.pytorch.quantization import FP8GlobalState, FP8GlobalStateManager
 
-from gemmscope.errors import UserError
 from gemmscope.model.spec import MlpSpec, NormSpec
 from gemmscope.recipe.recipes import Recipe
 from gemmscope.step.blocks import EPS, activation_of
-from gemmscope.step.plan import StackPlan
+from gemmscope.step.plan import StackPlan, activation_kind
 
 # (activation, gated) -> Transformer Engine's name
-ACTIVATIONS = {
-    ("silu", True): "swiglu", ("gelu", True): "geglu", ("relu", True): "reglu", ("relu2", True): "sreglu",
-    ("silu", False): "silu", ("gelu", False): "gelu", ("relu", False): "relu", ("relu2", False): "srelu",
+ACTIVATIONS: dict[tuple[str | None, bool], str] = {
+    ("silu", True): "swiglu", ("relu", True): "reglu", ("relu2", True): "sreglu", ("quick_gelu", True): "qgeglu",
+    ("silu", False): "silu", ("relu", False): "relu", ("relu2", False): "srelu", ("quick_gelu", False): "qgelu",
 }  # fmt: skip
 NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
 
@@ -101,11 +100,8 @@ class TransformerEngineKit:
 
 
 def _activation(spec: MlpSpec) -> str:
-    kind = "gelu" if spec.activation.startswith("gelu") else spec.activation
-    found = ACTIVATIONS.get((kind, spec.gated))
-    if found is None:
-        raise UserError(f"Transformer Engine has no {'gated ' if spec.gated else ''}{spec.activation} MLP")
-    return found
+    """Its own name for it; a GELU, the only one it has, for every GELU and for what it does not know."""
+    return ACTIVATIONS.get((activation_kind(spec.activation), spec.gated), "geglu" if spec.gated else "gelu")
 
 
 class FusedRotary(nn.Module):

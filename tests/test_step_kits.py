@@ -1,0 +1,70 @@
+"""What can be said of the kits without their frameworks: which sizes they refuse, and how they name what they build."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from gemmscope.model.flags import from_hyperparameters
+from gemmscope.model.spec import MlpSpec, RunSpec
+from gemmscope.recipe.recipes import recipe
+from gemmscope.step.plan import plan_step
+
+pytest.importorskip("torch", reason="kits need torch")
+
+TE = "transformer_engine"
+STAND_INS = (
+    "torchao", "torchao.float8", TE, f"{TE}.common", f"{TE}.pytorch", f"{TE}.pytorch.attention", f"{TE}.pytorch.attention.rope",
+    f"{TE}.pytorch.quantization",
+)  # fmt: skip
+NAMES = ("Float8LinearConfig", "convert_to_float8_training", "recipe", "apply_rotary_pos_emb", "FP8GlobalState",
+         "FP8GlobalStateManager")  # fmt: skip
+
+
+def kit(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A kit's module, its framework replaced by empty modules."""
+    for each in STAND_INS:
+        module = ModuleType(each)
+        vars(module).update(dict.fromkeys(NAMES, lambda: None))
+        vars(module)["__path__"] = []
+        monkeypatch.setitem(sys.modules, each, module)
+    monkeypatch.delitem(sys.modules, f"gemmscope.step.kits.{name}", raising=False)
+    loaded = importlib.import_module(f"gemmscope.step.kits.{name}")
+    del sys.modules[loaded.__name__]  # nobody else's
+    return loaded
+
+
+@pytest.mark.parametrize(
+    ("activation", "plain", "gated"),
+    [
+        ("silu", "silu", "swiglu"), ("swish", "silu", "swiglu"), ("gelu", "gelu", "geglu"), ("gelu_new", "gelu", "geglu"),
+        ("quick_gelu", "qgelu", "qgeglu"), ("relu", "relu", "reglu"), ("relu2", "srelu", "sreglu"), ("xielu", "gelu", "geglu"),
+    ],
+)  # fmt: skip
+def test_transformer_engines_names_of_activations(
+    activation: str, plain: str, gated: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = kit("transformer_engine", monkeypatch)._activation
+    assert name(MlpSpec(64, gated=False, activation=activation)) == plain
+    assert name(MlpSpec(64, gated=True, activation=activation)) == gated
+
+
+@pytest.mark.parametrize(
+    ("recipe_name", "sequence", "words"),
+    [
+        ("BF16", 17, ""),
+        ("FP8Tensorwise", 16, ""),
+        ("FP8Tensorwise", 17, "tokens = 17 is no multiple of 16, which FP8Tensorwise products need: pad to 32"),
+        ("FP8RowwiseGWHP", 17, ""),
+        ("MXFP8", 16, "MXFP8 is not run in steps with torchao yet"),
+    ],
+)
+def test_what_torchao_refuses(recipe_name: str, sequence: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that do not fit stay in BF16; tokens that do not, no product of theirs can take."""
+    model = from_hyperparameters(hidden_size=64, intermediate_size=90, num_attention_heads=4, num_hidden_layers=2)
+    made = kit("torchao", monkeypatch).TorchaoKit(recipe(recipe_name))
+    assert made.why_not(plan_step(model, RunSpec(1, sequence))[0]) == words
