@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 from contextlib import closing
@@ -44,15 +45,26 @@ def test_a_damaged_file_is_one_message(run: Run, path: Path, resume: str) -> Non
     assert "move it away" in outcome.err
 
 
-def test_a_full_disk_is_one_message(path: Path) -> None:
-    """What was written before stays."""
+def test_a_full_disk_is_said_and_measuring_goes_on(path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    """What was written before stays; what comes after is in the tables and the run file, and said to be nowhere else."""
     number = filled(path)
+    opened = Journal.__init__
+
+    def without_room(self: Journal, where: Path) -> None:
+        opened(self, where)
+        pages = self._database.execute("PRAGMA page_count").fetchone()[0]
+        self._database.execute(f"PRAGMA max_page_count = {pages}")
+
+    monkeypatch.setattr(Journal, "__init__", without_room)
     with closing(Journal(path)) as journal:
-        pages = journal._database.execute("PRAGMA page_count").fetchone()[0]
-        journal._database.execute(f"PRAGMA max_page_count = {pages}")
-        with pytest.raises(UserError, match="cannot be written: database or disk is full"):
-            journal.write(number, {"words": "x" * 100_000})
+        assert "cannot be written: database or disk is full" in journal.write(number, {"words": "x" * 100_000})
+        assert not journal.write(number, {"words": "said once"})
         assert sum(1 for _ in journal.messages(number)) == 2000
+    outcome = run("bench --shapes 32,48 --device cpu --num-iters 400 --num-warmup 0 --json -")
+    assert outcome.code == 0, outcome.err
+    file = json.loads(outcome.out)
+    assert any("disk is full" in warning for warning in file["warnings"])
+    assert {row["op"] for row in file["rows"]} == {"32x32x32", "48x48x48"}
 
 
 def test_a_damaged_message_is_one_message(path: Path) -> None:

@@ -29,8 +29,8 @@ class Keeper(Protocol):
     def begin(self, fingerprint: str, command: list[str]) -> int:
         """A new campaign's number."""
 
-    def write(self, campaign: int, message: dict[str, Any]) -> None:
-        """Keep one message."""
+    def write(self, campaign: int, message: dict[str, Any]) -> str:
+        """Keep one message; once, why it cannot be kept."""
 
     def finish(self, campaign: int) -> None:
         """Nothing is left to resume."""
@@ -154,9 +154,10 @@ class Campaign:
     def _note(self, number: int, message: dict[str, Any]) -> None:
         if message["type"] == "hello" and self.results.hello:
             _must_be_alike(self.results.hello, message)
-        self.journal.write(number, message)
-        self.results.take(message)
-        self.on_message(message, self.results)
+        trouble = self.journal.write(number, message)
+        for each in (message, *([{"type": "warning", "words": trouble}] if trouble else [])):
+            self.results.take(each)
+            self.on_message(each, self.results)
 
     def _one_worker(self, number: int, tasks: Sequence[Task]) -> dict[str, Any] | None:
         """One worker's life. None if it came to a good end, else the failure of the task it died at."""

@@ -157,9 +157,10 @@ class StepRun:
     def _note(self, number: int, message: dict[str, Any]) -> None:
         if message["type"] == "samples" and not self.results.any_samples():
             self.rule.restart()  # loading and building are not measuring
-        self.journal.write(number, message)
-        self.results.take(message)
-        self.on_message(message, self.results)
+        trouble = self.journal.write(number, message)
+        for each in (message, *([{"type": "warning", "words": trouble}] if trouble else [])):
+            self.results.take(each)
+            self.on_message(each, self.results)
         if self._crowded():
             raise _CrowdedError
 

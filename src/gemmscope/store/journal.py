@@ -45,7 +45,7 @@ class Journal:
             self._database.executescript(_SCHEMA)
         except (OSError, sqlite3.Error) as error:
             raise UserError(f"the journal {path} cannot be written: {error}", _HINT) from error
-        self.path = path
+        self.path, self._full = path, False
 
     def _run(self, words: str, values: tuple[Any, ...]) -> sqlite3.Cursor:
         """One statement; a `UserError` if the disk is full, the file damaged, or another program holds it for too long."""
@@ -62,12 +62,23 @@ class Journal:
         )
         return int(cursor.lastrowid or 0)
 
-    def write(self, campaign: int, message: dict[str, Any]) -> None:
-        """Keep one message."""
-        self._run("INSERT INTO message (campaign, at, content) VALUES (?, ?, ?)", (campaign, time.time(), json.dumps(message)))
+    def write(self, campaign: int, message: dict[str, Any]) -> str:
+        """Keep one message. Where that fails, measuring goes on without a journal: the reason comes back, once."""
+        if self._full:
+            return ""
+        try:
+            self._run(
+                "INSERT INTO message (campaign, at, content) VALUES (?, ?, ?)", (campaign, time.time(), json.dumps(message))
+            )
+        except UserError as error:
+            self._full = True
+            return f"{error.message}: what was measured after that is not in it, and cannot be resumed"
+        return ""
 
     def finish(self, campaign: int) -> None:
         """Mark a campaign as complete: there is nothing to resume."""
+        if self._full:
+            return
         self._run("UPDATE campaign SET finished = ? WHERE id = ?", (time.time(), campaign))
 
     def reopen(self, fingerprint: str) -> None:
