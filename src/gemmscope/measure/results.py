@@ -42,6 +42,9 @@ class Results:
 
     def __init__(self, tasks: Iterable[Task]) -> None:
         self.tasks = {task.key: TaskResult(task) for task in tasks}
+        self._keys: dict[tuple[str, Mode], dict[Case, list[str]]] = {}  # of a recipe and mode, by case: many ask for them
+        for key, result in self.tasks.items():
+            self._keys.setdefault(result.task.group, {}).setdefault(result.task.case, []).append(key)
         self.hello: dict[str, Any] = {}
         self.warnings: list[str] = []
         self.complete_rounds = 0
@@ -89,11 +92,9 @@ class Results:
 
     def of(self, recipe: str, mode: Mode, case: Case | None = None) -> list[TaskResult]:
         """The tasks of a recipe and mode, of one case or of all."""
-        return [
-            result
-            for result in self.tasks.values()
-            if result.task.group == (recipe, mode) and (case is None or result.task.case == case)
-        ]
+        by_case = self._keys.get((recipe, mode), {})
+        found = [by_case.get(case, [])] if case is not None else by_case.values()
+        return [self.tasks[key] for keys in found for key in keys]
 
     def among(self, recipe: str, mode: Mode, cases: Iterable[Case] | None) -> list[TaskResult]:
         """The tasks of a recipe and mode, of some cases (None: of all)."""

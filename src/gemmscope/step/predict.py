@@ -36,7 +36,7 @@ class StepSettings:
     drop_ms: float = 400.0
     keep_ms: float = 1000.0
     least_steps: int = 3
-    max_rounds: int = 1000
+    max_rounds: int = 1_000_000  # as good as none: doubt and time decide
     host: bool = True  # also measure what launching takes the CPU
     silence_s: float = 180.0
     seed: int = field(default_factory=lambda: random.randrange(1 << 30))  # of the order of bursts
