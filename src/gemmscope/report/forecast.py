@@ -104,13 +104,19 @@ def verdicts(reports: Sequence[ForecastFindings], answers: Mapping[str, StepAnsw
         lines.append(f"{chip}: {best.recipe} is forecast fastest, {times_faster(best.speedup)} over {BASELINE}{close}")
         lines.append(f"{chip}: {best.recipe}: {best.words}")
     for report in reports:
-        bound = [each for each in _recipes(answers, report.chip.name) if each.host_bound and each.host_ms and each.busy_ms]
-        if bound:
-            times = ", ".join(f"{each.recipe} {each.busy_ms:.0f} ms" for each in bound)
-            most = max(each.host_ms or 0.0 for each in bound)
-            lines.append(f"HOST-BOUND: {report.chip.name}: the GPU needs {times}; launching takes a CPU about {most:.0f} ms")
+        lines += host_bound(report.chip.name, _recipes(answers, report.chip.name))
         lines += [f"not possible: {report.chip.name}: {words}" for words in report.misaligned()]
     return lines
+
+
+def host_bound(chip: str, steps: Sequence[RecipeAnswer]) -> list[str]:
+    """One line where launching some recipe's step takes longer than running it."""
+    bound = [each for each in steps if each.host_bound and each.host_ms and each.busy_ms]
+    if not bound:
+        return []
+    times = ", ".join(f"{each.recipe} {each.busy_ms:.0f} ms" for each in bound)
+    most = max(each.host_ms or 0.0 for each in bound)
+    return [f"HOST-BOUND: {chip}: the GPU needs {times}; launching takes a CPU about {most:.0f} ms"]
 
 
 # --- sweeps -----------------------------------------------------------------------------------------------------------
