@@ -274,7 +274,7 @@ def test_sweeps_say_what_is_too_close_and_what_the_host_bounds(run: Run) -> None
     assert "FP8Delayed 1.08x HOST-BOUND" in outcome.out
     assert "FP8Delayed 1.60x ?" in outcome.out
     assert "FP8Delayed gains from micro_batch_size 32 on" in outcome.out
-    assert "HOST-BOUND: h200: launching takes a CPU longer than the GPU at 1" in outcome.out
+    assert "HOST-BOUND: h200: launching FP8Current, FP8Delayed, FP8Block takes a CPU longer than the GPU at 1:" in outcome.out
     rows = list(csv.DictReader(io.StringIO(run(f"{line} --csv -").out)))
     said = {(row["micro_batch_size"], row["recipe"]): row["verdict"] for row in rows}
     assert said["1", "FP8Delayed"] == "FORECAST, HOST-BOUND"
@@ -286,9 +286,22 @@ def test_sweeps_say_what_is_too_close_and_what_the_host_bounds(run: Run) -> None
 
 
 def test_impossible_points_are_shown_as_such(run: Run) -> None:
-    outcome = run(f"forecast {SIZES} --micro-batch-size 1 --sequence-length 2048 --gpu h200 --sweep hidden_size=4000,4096")
+    outcome = run(f"forecast {SIZES} --micro-batch-size 1 --sequence-length 2048 --gpu h200 --sweep hidden_size=0,4096")
     assert outcome.code == 0
-    assert "not possible" in outcome.out or "4000" in outcome.out
+    assert "not possible: 0: hidden_size must be at least 1, not 0" in outcome.out
+
+
+def test_what_a_sweep_leaves_out_has_a_reason(run: Run) -> None:
+    line = f"forecast {SIZES} --micro-batch-size 8 --gpu b200 --sweep sequence_length=2045,2046,2048"
+    out = run(line).out
+    assert "not possible: b200: FP8Current, FP8Delayed, FP8Block, MXFP8, NVFP4 at 2045: QKV Proj: tokens = 16360 is no" in out
+    assert "not possible: b200: MXFP8 at 2046: QKV Proj: tokens = 16368 is no multiple of 32, which MXFP8 products need" in out
+    points = ForecastFile.model_validate_json(run(f"{line} --json -").out).sweeps[0].points
+    assert [list(point.not_possible) for point in points] == [
+        ["FP8Current", "FP8Delayed", "FP8Block", "MXFP8", "NVFP4"],
+        ["MXFP8"],
+        [],
+    ]
 
 
 @pytest.mark.parametrize(

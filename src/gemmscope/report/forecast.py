@@ -16,6 +16,7 @@ from gemmscope.step.answer import RecipeAnswer, StepAnswer
 from gemmscope.step.waterfall import ROWS
 
 BAR = "90% error bar"
+MOST_PLACES = 6  # of a sweep that one line names
 
 
 def gpu_tables(report: ForecastFindings, answer: StepAnswer | None) -> list[Table]:
@@ -174,13 +175,25 @@ def sweep_sentences(points: Sequence[Point], names: Sequence[str], recipes: Sequ
             for since, where in begins.items()
         ]
         lines.append(f"{gpu}: break-even: {name} gains {'; '.join(parts)}")
-    bound = [" x ".join(map(str, point.values)) for point in points if point.host_bound]
-    if bound:
-        where = f"{', '.join(bound[:6])}{' …' if len(bound) > 6 else ''}"
-        lines.append(f"HOST-BOUND: {gpu}: launching takes a CPU longer than the GPU at {where}: no gain is counted there")
-    impossible: dict[str, list[str]] = {}
+    bound: dict[str, list[Point]] = {}
+    cannot: dict[str, list[Point]] = {}
+    impossible: dict[str, list[Point]] = {}
     for point in points:
+        if point.host_bound:
+            bound.setdefault(", ".join(point.host_bound), []).append(point)
+        if point.cannot:
+            cannot.setdefault(", ".join(name for name, _ in point.cannot), []).append(point)
         if point.why_not:
-            impossible.setdefault(point.why_not, []).append(" x ".join(map(str, point.values)))
-    lines += [f"not possible: {', '.join(which[:6])}{' …' if len(which) > 6 else ''}: {why}" for why, which in impossible.items()]
-    return lines
+            impossible.setdefault(point.why_not, []).append(point)
+    for which, where in bound.items():
+        words = f"launching {which} takes a CPU longer than the GPU at {_places(where)}: no gain is counted there"
+        lines.append(f"HOST-BOUND: {gpu}: {words}")
+    for which, where in cannot.items():
+        lines.append(f"not possible: {gpu}: {which} at {_places(where)}: {where[0].cannot[0][1]}")
+    return lines + [f"not possible: {_places(where)}: {why}" for why, where in impossible.items()]
+
+
+def _places(points: Sequence[Point]) -> str:
+    """The first few of them."""
+    listed = ", ".join(" x ".join(map(str, point.values)) for point in points[:MOST_PLACES])
+    return listed + (" …" if len(points) > MOST_PLACES else "")
