@@ -142,6 +142,23 @@ def test_wrong_sizes(run: Run, sizes: str) -> None:
     assert sizes.split()[1] in outcome.err
 
 
+@pytest.mark.parametrize("command", ["shapes", "forecast --gpu h200", "bench --device cpu", "step"])
+def test_a_config_is_not_written_over(run: Run, tmp_path: Path, command: str) -> None:
+    config = tmp_path / "config.json"
+    config.write_text("{}")
+    for named in (config, tmp_path):  # the file, and its folder
+        outcome = run(f"{command} --config {named} {BATCH} --json {config}")
+        assert outcome.code == 2
+        assert f"--json {config} would overwrite what is read" in outcome.err
+    assert config.read_text() == "{}"
+
+
+def test_one_file_by_two_names_is_one_place(run: Run, tmp_path: Path) -> None:
+    outcome = run(f"shapes --preset gpt2 {BATCH} --json {tmp_path}/a --csv {tmp_path}/../{tmp_path.name}/a")
+    assert (outcome.code, list(tmp_path.iterdir())) == (2, [])
+    assert "two outputs to one place" in outcome.err
+
+
 def test_options_win_over_the_file(run: Run, tmp_path: Path) -> None:
     script = tmp_path / "pretrain.sh"
     script.write_text(

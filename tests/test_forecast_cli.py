@@ -185,6 +185,7 @@ def test_gemms_keep_other_columns_and_take_layouts_and_groups(run: Run, tmp_path
         ("m,k,n,format,groups\n512,512,512,bf16,513\n", "513 groups share m = 512"),
         ("m,k,n,format,groups,layout\n512,256,512,bf16,257,nt\n", "257 groups share k = 256"),
         ("m,k,n,format\n\n\n512,512,512,bf16\n\n0,1,1,bf16\n", "line 6: m is '0'"),
+        ("m,k,n,format\n512,512,512,bf16,mine\n", "line 2 has more cells than the first line has columns (4)"),
     ],
 )
 def test_wrong_gemms(run: Run, tmp_path: Path, text: str, says: str) -> None:
@@ -193,6 +194,26 @@ def test_wrong_gemms(run: Run, tmp_path: Path, text: str, says: str) -> None:
     assert outcome.code == 2
     assert says in outcome.err
     assert len(outcome.err.splitlines()) <= 2
+
+
+def test_gemms_of_standard_input(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As spreadsheets write it: with a mark at its beginning that it is UTF-8, and the ends of lines of Windows."""
+
+    def typed(text: bytes) -> None:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text), encoding="utf-8"))
+
+    typed(b"\xef\xbb\xbf" + GEMMS.replace("\n", "\r\n").encode())
+    outcome = run("forecast --gpu h200 --gemms -")
+    assert outcome.out.startswith("m,k,n,format,gemm_ms"), outcome.err
+    typed(b"m,k,n\n1,1,1\n")
+    assert "standard input has no column format" in run("forecast --gpu h200 --gemms -").err
+
+
+def test_what_is_read_is_not_written_over(run: Run, tmp_path: Path) -> None:
+    products = tmp_path / "g.csv"
+    products.write_text(GEMMS)
+    assert f"--csv {products} would overwrite what is read" in run(f"forecast --gpu h200 --gemms {products} --csv {products}").err
+    assert products.read_text() == GEMMS
 
 
 def test_a_library_that_was_not_measured_has_wider_bars(run: Run, tmp_path: Path) -> None:

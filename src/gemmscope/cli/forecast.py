@@ -67,7 +67,7 @@ def command(
         return
     if options.library is not None:
         raise UserError("--library belongs to --gemms: a model's forecast is that of training's own library", "leave it out")
-    outputs.check()
+    outputs.check(model_options.files())
     modes, dp = choices.modes(), options.replicas()
     recipes, notes = recipes_for(choices, chips)
     if options.sweep:
@@ -159,8 +159,8 @@ def _gemms(options: ForecastOptions, outputs: FileOptions, named: list[str], unu
     if outputs.csv is not None and outputs.output is not None:
         raise UserError("--csv and -o both name a place for the products", "keep one of them")
     where = outputs.csv or outputs.output or "-"
-    check_targets({"--csv" if outputs.csv else "-o": where})
     assert options.gemms is not None
+    check_targets({"--csv" if outputs.csv else "-o": where}, [options.gemms])
     library = options.library.strip().lower() if options.library else None
     notes: list[str] = []
     chips = [(chip, calibrated(chip, notes, own_only=True) if library is None else None) for chip in options.chips()]

@@ -124,6 +124,11 @@ class ModelOptions:
             ways.append(", ".join(f"--{name.replace('_', '-')}" for name in sizes) or "--gated-mlp")
         return ways
 
+    def files(self) -> list[str]:
+        """What is read to know the model: never to be written over."""
+        module = [self.module.rpartition(":")[0]] if self.module is not None else []
+        return [*([self.config, f"{self.config}/config.json"] if self.config is not None else []), *module]
+
     def source(self) -> ModelSource:
         """The model that was named; a `UserError` if none was, or more than one."""
         ways = self.ways()
