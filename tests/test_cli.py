@@ -98,6 +98,7 @@ def test_sharded(run: Run) -> None:
     assert outcome.code == 0
     assert "tp 2, cp 2, pp 2, ep 4, sequence parallel, stage 1" in outcome.out
     assert "busiest experts" in outcome.out
+    assert "\ntp 2, etp 1\n" in run(f"shapes --preset mixtral-8x7b {BATCH} --tp 2 --etp 1").out
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,12 @@ def test_what_does_not_fit_is_said(run: Run) -> None:
     assert "does not fit" not in run(f"{PRESET} --gpu l40s --tp 4 --recompute full").out
 
 
+def test_a_chip_without_low_precisions_says_so(run: Run) -> None:
+    words = "note: a100 runs nothing below BF16: FP8 products need compute capability 8.9 or later"
+    assert words in run(f"{PRESET} --gpu a100,h200").out
+    assert words not in run(f"{PRESET} --gpu a100 --recipes bf16").out
+
+
 def test_the_head_differs_between_tables(run: Run) -> None:
     words = "LM Head: in low precision in the linears' tables, and in BF16 in the step"
     assert words in run(f"{PRESET} --gpu h200").out
@@ -333,7 +339,8 @@ def test_what_a_sweep_leaves_out_has_a_reason(run: Run) -> None:
         ("--gpu h200 --recipes nvfp4", "NVFP4 cannot run on h200", "FP8Current"),
         ("--gpu h200 --recipes nvfp5", "no recipe 'nvfp5'", "NVFP4"),
         ("--gpu h200 --state hot", "--state 'hot' is not known", "sustained"),
-        ("--gpu h200 --dp 0", "--dp 0", "1 or more"),
+        ("--gpu h200 --dp 0", "--dp must be at least 1, not 0", ""),
+        ("--gpu h200 --dp 99999999", "--dp = 99999999 is beyond anything trained", "at most 131072"),
         ("--gpu h200 --sweep hidden_size=1:9:0", "a step of zero", "--sweep hidden_size=2048"),
         ("--gpu h200 --sweep hidden_size=9:1:1", "ends before it begins", "hidden_size=1:9:1"),
         ("--gpu h200 --sweep hiden_size=1,2", "no size that can vary", "hidden_size"),
