@@ -75,7 +75,7 @@ def test_shapes_bench_and_step_on_the_cpu() -> None:
         (lambda: gs.load(**SIZES).on(1, 32).bench(longes=3), "no option longes"),
         (lambda: gs.load(**SIZES).on(1, 32).shapes().save("x.txt"), "does not say what to write"),
         (lambda: gs.load(**SIZES).on(1, 32).shapes().save("/nowhere/x.json"), "cannot be written: No such file"),
-        (lambda: gs.load("lama-3.1-8b"), "did you mean the preset llama-3.1-8b"),
+        (lambda: gs.load("lama-3.1-8b"), "did you mean --preset llama-3.1-8b"),
         (lambda: gs.load(**SIZES).on(1, 32).forecast("h200", dp=2.5), "dp must be a whole number, not 2.5"),
         (lambda: gs.load(**SIZES).on(1, 32).step(json="step.json"), r"no option json(.|\n)*save\(\) writes files"),
     ],

@@ -112,6 +112,7 @@ def test_sharded(run: Run) -> None:
         (f"shapes --preset gpt2 --hidden-size 64 {BATCH}", "--preset and --hidden-size"),
         (f"shapes --hidden-size 64 {BATCH}", "--intermediate-size, --num-attention-heads, --num-hidden-layers missing"),
         (f"shapes --config nowhere.json {BATCH}", "there is no file or folder 'nowhere.json'"),
+        (f"shapes --config qwen3-8bb {BATCH}", "did you mean --preset qwen3-8b?"),
         (f"shapes --module nowhere.py {BATCH}", "is not FILE.py:FACTORY"),
         (f"shapes --preset gpt2 {BATCH} --tp 5", "tp = 5 does not divide num_attention_heads = 12"),
         (f"shapes --preset gpt2 {BATCH} --recompute sometimes", "it can be none, selective"),

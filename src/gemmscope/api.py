@@ -21,7 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
-from gemmscope.errors import UserError, closest
+from gemmscope.errors import UserError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -245,13 +245,7 @@ def load(model: str | Path | Mapping[str, Any] | None = None, **sizes: Any) -> M
     if model in presets.names():
         return Model(ModelOptions(preset=model).source())
     options = ModelOptions(module=model) if ".py:" in model else ModelOptions(config=model)
-    try:
-        return Model(options.source())
-    except UserError as error:
-        similar = [] if Path(model).exists() else closest(model, presets.names())
-        if not similar:
-            raise
-        raise UserError(error.message, f"did you mean the preset {' or '.join(similar)}? else {error.hint}") from error
+    return Model(options.source())
 
 
 def _joined(recipes: Iterable[str] | None) -> str | None:
