@@ -126,6 +126,12 @@ def test_a_chip_without_low_precisions_says_so(run: Run) -> None:
     assert words not in run(f"{PRESET} --gpu a100 --recipes bf16").out
 
 
+def test_a_sweep_of_a_chip_without_low_precisions(run: Run, tmp_path: Path) -> None:
+    outcome = run(f"forecast {SIZES} --sequence-length 512 --gpu a100 --sweep micro_batch_size=1,4 -o {tmp_path}/a.svg")
+    assert outcome.code == 0
+    assert (tmp_path / "a.svg").stat().st_size > 1000
+
+
 def test_the_head_differs_between_tables(run: Run) -> None:
     words = "LM Head: in low precision in the linears' tables, and in BF16 in the step"
     assert words in run(f"{PRESET} --gpu h200").out
