@@ -120,6 +120,12 @@ def test_what_does_not_fit_is_said(run: Run) -> None:
     assert "does not fit" not in run(f"{PRESET} --gpu l40s --tp 4 --recompute full").out
 
 
+def test_one_stage_is_not_the_pipeline(run: Run) -> None:
+    words = "note: the step is stage 0's own; a pipeline goes at its slowest stage's pace"
+    assert words in run(f"{PRESET} --gpu h200 --pp 2 --pp-stage 0").out
+    assert "stage's pace" not in run(f"{PRESET} --gpu h200 --pp 2").out
+
+
 def test_a_chip_without_low_precisions_says_so(run: Run) -> None:
     words = "note: a100 runs nothing below BF16: FP8 products need compute capability 8.9 or later"
     assert words in run(f"{PRESET} --gpu a100,h200").out

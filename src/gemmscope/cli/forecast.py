@@ -118,6 +118,10 @@ def forecast_of(
             answers[chip.name] = step_answer(step, recipes[chip.name], model, run, workload)
     if subject is not None and subject.source.model is None:
         said.append("a traced model's linears are forecast, not its step")
+    if answers and subject is not None and subject.run.pp > 1 and subject.run.pp_stage is not None:
+        said.append(
+            f"the step is stage {subject.run.pp_stage}'s own; a pipeline goes at its slowest stage's pace: leave out --pp-stage"
+        )
     about = [f"{note}; the step includes it" if answers and note == COMPUTED_AGAIN else note for note in target.notes]
     return Forecast(target, reports, answers, state, dp, [*about, *said])
 
