@@ -48,7 +48,7 @@ def test_forecast_is_the_commands(tmp_path: Path) -> None:
     assert "<table>" in found._repr_html_()
     assert 'src="data:image/png;base64,iVBOR' in found._repr_html_()
     assert any("calibrated on NVIDIA H200" in note for note in found.file.notes)
-    for name in ("f.json", "f.md", "f.png"):
+    for name in ("f.json", "f.md", "f.png", "f.PNG"):
         found.save(tmp_path / name)
         assert (tmp_path / name).stat().st_size > 1000
 
@@ -74,6 +74,10 @@ def test_shapes_bench_and_step_on_the_cpu() -> None:
         (lambda: gs.load(**SIZES).on(1, 32).forecast("b3000"), "no GPU"),
         (lambda: gs.load(**SIZES).on(1, 32).bench(longes=3), "no option longes"),
         (lambda: gs.load(**SIZES).on(1, 32).shapes().save("x.txt"), "does not say what to write"),
+        (lambda: gs.load(**SIZES).on(1, 32).shapes().save("/nowhere/x.json"), "cannot be written: No such file"),
+        (lambda: gs.load("lama-3.1-8b"), "did you mean --preset llama-3.1-8b"),
+        (lambda: gs.load(**SIZES).on(1, 32).forecast("h200", dp=2.5), "dp must be a whole number, not 2.5"),
+        (lambda: gs.load(**SIZES).on(1, 32).step(json="step.json"), r"no option json(.|\n)*save\(\) writes files"),
     ],
 )
 def test_what_cannot_be_meant_says_so(call: object, message: str) -> None:

@@ -98,6 +98,7 @@ def test_sharded(run: Run) -> None:
     assert outcome.code == 0
     assert "tp 2, cp 2, pp 2, ep 4, sequence parallel, stage 1" in outcome.out
     assert "busiest experts" in outcome.out
+    assert "\ntp 2, etp 1\n" in run(f"shapes --preset mixtral-8x7b {BATCH} --tp 2 --etp 1").out
 
 
 @pytest.mark.parametrize(
@@ -111,6 +112,7 @@ def test_sharded(run: Run) -> None:
         (f"shapes --preset gpt2 --hidden-size 64 {BATCH}", "--preset and --hidden-size"),
         (f"shapes --hidden-size 64 {BATCH}", "--intermediate-size, --num-attention-heads, --num-hidden-layers missing"),
         (f"shapes --config nowhere.json {BATCH}", "there is no file or folder 'nowhere.json'"),
+        (f"shapes --config qwen3-8bb {BATCH}", "did you mean --preset qwen3-8b?"),
         (f"shapes --module nowhere.py {BATCH}", "is not FILE.py:FACTORY"),
         (f"shapes --preset gpt2 {BATCH} --tp 5", "tp = 5 does not divide num_attention_heads = 12"),
         (f"shapes --preset gpt2 {BATCH} --recompute sometimes", "it can be none, selective"),
@@ -140,6 +142,23 @@ def test_wrong_sizes(run: Run, sizes: str) -> None:
     outcome = run(f"{REFERENCE} {sizes}")
     assert outcome.code == 2
     assert sizes.split()[1] in outcome.err
+
+
+@pytest.mark.parametrize("command", ["shapes", "forecast --gpu h200", "bench --device cpu", "step"])
+def test_a_config_is_not_written_over(run: Run, tmp_path: Path, command: str) -> None:
+    config = tmp_path / "config.json"
+    config.write_text("{}")
+    for named in (config, tmp_path):  # the file, and its folder
+        outcome = run(f"{command} --config {named} {BATCH} --json {config}")
+        assert outcome.code == 2
+        assert f"--json {config} would overwrite what is read" in outcome.err
+    assert config.read_text() == "{}"
+
+
+def test_one_file_by_two_names_is_one_place(run: Run, tmp_path: Path) -> None:
+    outcome = run(f"shapes --preset gpt2 {BATCH} --json {tmp_path}/a --csv {tmp_path}/../{tmp_path.name}/a")
+    assert (outcome.code, list(tmp_path.iterdir())) == (2, [])
+    assert "two outputs to one place" in outcome.err
 
 
 def test_options_win_over_the_file(run: Run, tmp_path: Path) -> None:

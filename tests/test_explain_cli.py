@@ -62,6 +62,17 @@ def test_twins(run: Run, line: str) -> None:
     assert "speedup of the step: 1.37x" in outcome.out
 
 
+def test_one_micro_batch_is_one(run: Run) -> None:
+    assert ", 1 micro-batch; " in run(f"explain {recorded('healthy_te_current')}").out
+    assert ", 4 micro-batches; " in run(f"explain {recorded('recast_weights')}").out
+
+
+def test_steps_that_the_trace_counts_otherwise(run: Run) -> None:
+    trace = recorded("recompute")
+    assert "found by --steps: 7 in the whole trace, though the profiler marked 2" in run(f"explain {trace} --steps 7").out
+    assert "found by --steps: 2 in the whole trace\n" in run(f"explain {trace} --steps 2").out
+
+
 def test_ranks(run: Run, tmp_path: Path) -> None:
     for rank in range(3):
         info = {"distributedInfo": {"rank": rank, "world_size": 3}}
@@ -82,6 +93,7 @@ BAD = {
     "overwrites": ("{low} --perfetto {low}", "would overwrite"),
     "overwrites with JSON": ("{low} --json {low}", "would overwrite"),
     "missing": ("nowhere.json", "cannot be read"),
+    "a run without a model": ("{low} --tp 2 --micro-batch-size 1", "--micro-batch-size, --tp says how a model is run"),
 }
 
 

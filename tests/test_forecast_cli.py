@@ -120,6 +120,24 @@ def test_what_does_not_fit_is_said(run: Run) -> None:
     assert "does not fit" not in run(f"{PRESET} --gpu l40s --tp 4 --recompute full").out
 
 
+def test_one_stage_is_not_the_pipeline(run: Run) -> None:
+    words = "note: the step is stage 0's own; a pipeline goes at its slowest stage's pace"
+    assert words in run(f"{PRESET} --gpu h200 --pp 2 --pp-stage 0").out
+    assert "stage's pace" not in run(f"{PRESET} --gpu h200 --pp 2").out
+
+
+def test_a_chip_without_low_precisions_says_so(run: Run) -> None:
+    words = "note: a100 runs nothing below BF16: FP8 products need compute capability 8.9 or later"
+    assert words in run(f"{PRESET} --gpu a100,h200").out
+    assert words not in run(f"{PRESET} --gpu a100 --recipes bf16").out
+
+
+def test_a_sweep_of_a_chip_without_low_precisions(run: Run, tmp_path: Path) -> None:
+    outcome = run(f"forecast {SIZES} --sequence-length 512 --gpu a100 --sweep micro_batch_size=1,4 -o {tmp_path}/a.svg")
+    assert outcome.code == 0
+    assert (tmp_path / "a.svg").stat().st_size > 1000
+
+
 def test_the_head_differs_between_tables(run: Run) -> None:
     words = "LM Head: in low precision in the linears' tables, and in BF16 in the step"
     assert words in run(f"{PRESET} --gpu h200").out
@@ -185,6 +203,7 @@ def test_gemms_keep_other_columns_and_take_layouts_and_groups(run: Run, tmp_path
         ("m,k,n,format,groups\n512,512,512,bf16,513\n", "513 groups share m = 512"),
         ("m,k,n,format,groups,layout\n512,256,512,bf16,257,nt\n", "257 groups share k = 256"),
         ("m,k,n,format\n\n\n512,512,512,bf16\n\n0,1,1,bf16\n", "line 6: m is '0'"),
+        ("m,k,n,format\n512,512,512,bf16,mine\n", "line 2 has more cells than the first line has columns (4)"),
     ],
 )
 def test_wrong_gemms(run: Run, tmp_path: Path, text: str, says: str) -> None:
@@ -193,6 +212,26 @@ def test_wrong_gemms(run: Run, tmp_path: Path, text: str, says: str) -> None:
     assert outcome.code == 2
     assert says in outcome.err
     assert len(outcome.err.splitlines()) <= 2
+
+
+def test_gemms_of_standard_input(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As spreadsheets write it: with a mark at its beginning that it is UTF-8, and the ends of lines of Windows."""
+
+    def typed(text: bytes) -> None:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text), encoding="utf-8"))
+
+    typed(b"\xef\xbb\xbf" + GEMMS.replace("\n", "\r\n").encode())
+    outcome = run("forecast --gpu h200 --gemms -")
+    assert outcome.out.startswith("m,k,n,format,gemm_ms"), outcome.err
+    typed(b"m,k,n\n1,1,1\n")
+    assert "standard input has no column format" in run("forecast --gpu h200 --gemms -").err
+
+
+def test_what_is_read_is_not_written_over(run: Run, tmp_path: Path) -> None:
+    products = tmp_path / "g.csv"
+    products.write_text(GEMMS)
+    assert f"--csv {products} would overwrite what is read" in run(f"forecast --gpu h200 --gemms {products} --csv {products}").err
+    assert products.read_text() == GEMMS
 
 
 def test_a_library_that_was_not_measured_has_wider_bars(run: Run, tmp_path: Path) -> None:
@@ -274,7 +313,7 @@ def test_sweeps_say_what_is_too_close_and_what_the_host_bounds(run: Run) -> None
     assert "FP8Delayed 1.08x HOST-BOUND" in outcome.out
     assert "FP8Delayed 1.60x ?" in outcome.out
     assert "FP8Delayed gains from micro_batch_size 32 on" in outcome.out
-    assert "HOST-BOUND: h200: launching takes a CPU longer than the GPU at 1" in outcome.out
+    assert "HOST-BOUND: h200: launching FP8Current, FP8Delayed, FP8Block takes a CPU longer than the GPU at 1:" in outcome.out
     rows = list(csv.DictReader(io.StringIO(run(f"{line} --csv -").out)))
     said = {(row["micro_batch_size"], row["recipe"]): row["verdict"] for row in rows}
     assert said["1", "FP8Delayed"] == "FORECAST, HOST-BOUND"
@@ -286,9 +325,22 @@ def test_sweeps_say_what_is_too_close_and_what_the_host_bounds(run: Run) -> None
 
 
 def test_impossible_points_are_shown_as_such(run: Run) -> None:
-    outcome = run(f"forecast {SIZES} --micro-batch-size 1 --sequence-length 2048 --gpu h200 --sweep hidden_size=4000,4096")
+    outcome = run(f"forecast {SIZES} --micro-batch-size 1 --sequence-length 2048 --gpu h200 --sweep hidden_size=0,4096")
     assert outcome.code == 0
-    assert "not possible" in outcome.out or "4000" in outcome.out
+    assert "not possible: 0: hidden_size must be at least 1, not 0" in outcome.out
+
+
+def test_what_a_sweep_leaves_out_has_a_reason(run: Run) -> None:
+    line = f"forecast {SIZES} --micro-batch-size 8 --gpu b200 --sweep sequence_length=2045,2046,2048"
+    out = run(line).out
+    assert "not possible: b200: FP8Current, FP8Delayed, FP8Block, MXFP8, NVFP4 at 2045: QKV Proj: tokens = 16360 is no" in out
+    assert "not possible: b200: MXFP8 at 2046: QKV Proj: tokens = 16368 is no multiple of 32, which MXFP8 products need" in out
+    points = ForecastFile.model_validate_json(run(f"{line} --json -").out).sweeps[0].points
+    assert [list(point.not_possible) for point in points] == [
+        ["FP8Current", "FP8Delayed", "FP8Block", "MXFP8", "NVFP4"],
+        ["MXFP8"],
+        [],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -299,7 +351,8 @@ def test_impossible_points_are_shown_as_such(run: Run) -> None:
         ("--gpu h200 --recipes nvfp4", "NVFP4 cannot run on h200", "FP8Current"),
         ("--gpu h200 --recipes nvfp5", "no recipe 'nvfp5'", "NVFP4"),
         ("--gpu h200 --state hot", "--state 'hot' is not known", "sustained"),
-        ("--gpu h200 --dp 0", "--dp 0", "1 or more"),
+        ("--gpu h200 --dp 0", "--dp must be at least 1, not 0", ""),
+        ("--gpu h200 --dp 99999999", "--dp = 99999999 is beyond anything trained", "at most 131072"),
         ("--gpu h200 --sweep hidden_size=1:9:0", "a step of zero", "--sweep hidden_size=2048"),
         ("--gpu h200 --sweep hidden_size=9:1:1", "ends before it begins", "hidden_size=1:9:1"),
         ("--gpu h200 --sweep hiden_size=1,2", "no size that can vary", "hidden_size"),

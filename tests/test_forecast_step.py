@@ -249,6 +249,24 @@ def test_a_full_node_leaves_the_network_to_others() -> None:
     assert wide[0] == wide[1]
 
 
+def test_whoever_holds_the_same_weights_exchanges_gradients() -> None:
+    """Ranks of context and expert parallelism do, and not only replicas; experts that are split over ranks are not exchanged."""
+    model, moe = (presets.load(name).model for name in ("llama-3.1-8b", "mixtral-8x7b"))
+    assert model is not None
+    assert moe is not None
+    context, replicas = (
+        steps("h200", model, RunSpec(1, 8192, cp=cp), dp=dp).fixed().exchanged.data_ms for cp, dp in ((8, 1), (1, 8))
+    )
+    assert context == pytest.approx(replicas)
+    shared, plain, split = (
+        steps("h200", moe, RunSpec(1, 8192, ep=ep, tp=tp, etp=etp)).fixed().exchanged.data_ms
+        for ep, tp, etp in ((8, 1, None), (1, 1, None), (8, 2, 1))
+    )
+    assert plain == 0
+    assert 0 < shared < 0.5 * replicas  # 1.6 billion weights beside the experts, of 8.0
+    assert split > shared  # two ranks hold the same experts
+
+
 def test_bridges_join_four_cards() -> None:
     four, eight = (collective_ms(gpu("h200-nvl"), "all_gather", ranks, 1e9) for ranks in (4, 8))
     assert eight > 3 * four

@@ -125,6 +125,34 @@ def test_forecasts_never_pass_for_measurements(tmp_path: Path) -> None:
     assert "FORECAST" in markdown(report)
 
 
+def test_a_sweep_counts_no_gain_that_is_not_to_be_had(tmp_path: Path) -> None:
+    file = sweep()
+    for point in file["sweeps"][1]["points"]:
+        point |= {"certain": True, "best": "FP8Delayed", "host_bound": []}
+    file["sweeps"][1]["points"][0]["speedups"]["FP8Delayed"] = {"value": 9.0, "low": 8.9, "high": 9.1}
+    file["sweeps"][1]["points"][0]["host_bound"] = ["FP8Delayed"]
+    file["sweeps"][1]["points"][1] |= {"best": "BF16", "speedups": {}}  # as where a chip runs nothing else
+    _, part = report_of([put(tmp_path, "sweep.json", file)]).runs
+    assert "FP8Delayed gains most at micro batch size 16" in part.answer
+    assert part.because == ("1 of 3 points have a precision that is faster beyond its error bar.",)
+    assert [row[-1].text for row in part.ops[0].rows] == ["FP8Delayed (HOST-BOUND)", "BF16", "FP8Delayed"]
+
+
+def test_a_forecast_says_what_stands_in_its_way(run: Run, tmp_path: Path) -> None:
+    line = "forecast --preset llama-3.1-8b --micro-batch-size 1 --sequence-length 512 --gpu a100"
+    assert run(f"{line} --json {tmp_path}/a100.json").code == 0
+    report = report_of([tmp_path / "a100.json"])
+    [part] = report.runs
+    assert part.answer == "FORECAST: Only BF16 was forecast on A100 SXM4 80 GB: there is nothing to compare."
+    assert run(f"{line.replace('a100', 'l40s')} --json {tmp_path}/l40s.json").code == 0
+    [part] = report_of([tmp_path / "l40s.json"]).runs
+    loud = [each.words for each in part.findings if each.level == "warning"]
+    assert any(words.startswith("does not fit: l40s: BF16") for words in loud), loud
+    assert run(f"{line.replace('a100', 'b200')} --json {tmp_path}/b200.json").code == 0
+    [part] = report_of([tmp_path / "b200.json"]).runs
+    assert any(each.words.startswith("HOST-BOUND: b200: the GPU needs") for each in part.findings if each.level == "warning")
+
+
 def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
     paths = [put(tmp_path, "a.json", recorded_bench()), put(tmp_path, "b.json", recorded_bench("again"))]
     report = report_of([*paths, put(tmp_path, "c.json", forecast())])

@@ -57,6 +57,7 @@ def test_rows_add_up_to_the_step() -> None:
         (step(50, casts=1, attention=1, low=True), None, "GEMM-bound, as expected"),
         (step(50, casts=40, attention=1, low=True), None, "eaten by quantization"),
         (step(96, casts=10, attention=1, low=True), None, "eaten by quantization"),  # near what products gain, but a loss
+        (step(50, casts=40, attention=1000, low=True), None, "of each step; attention takes 1000.0 ms in any precision"),
         (step(50, casts=1, attention=60, low=True), None, "diluted by attention"),
         (step(50, casts=1, attention=1, low=True), 95.0, "host-bound: the GPU waits"),
         (step(100, attention=1), None, "not running in low precision: qkv forward: ran bf16 x bf16"),

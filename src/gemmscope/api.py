@@ -89,15 +89,20 @@ class Result(Generic[File]):
         from gemmscope.report import formats
 
         target = Path(path)
-        if target.suffix == ".json":
-            target.write_text(self.file.to_json(), encoding="utf-8")
-        elif target.suffix == ".md":
-            target.write_text(formats.markdown(self.tables, self.above, self.below), encoding="utf-8")
-        elif self._draw is not None and target.suffix in (".png", ".svg", ".pdf"):
-            self._draw(str(target))
-        else:
+        ending = target.suffix.lower()
+        if ending not in (".json", ".md", *((".png", ".svg", ".pdf") if self._draw is not None else ())):
             drawn = ", .png, .svg or .pdf" if self._draw is not None else ""
             raise UserError(f"{target.name} does not say what to write", f"name it .json or .md{drawn}")
+        if self._draw is not None and ending not in (".json", ".md"):
+            self._draw(str(target))
+            return
+        text = self.file.to_json() if ending == ".json" else formats.markdown(self.tables, self.above, self.below)
+        try:
+            target.write_text(text, encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise UserError(
+                f"{target} cannot be written: {error.strerror or error}", "name a file in a folder that is there"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -249,6 +254,7 @@ def _joined(recipes: Iterable[str] | None) -> str | None:
     return ",".join(recipes)
 
 
+WRITTEN = {"json", "csv", "markdown"}  # options that write files: here, `Result.save` does
 First = TypeVar("First", bound="DataclassInstance")
 Second = TypeVar("Second", bound="DataclassInstance")
 
@@ -258,10 +264,11 @@ def _options(given: Mapping[str, Any], first: First, second: Second) -> tuple[Fi
     names = (_names(first), _names(second))
     strangers = [name for name in given if not any(name in group for group in names)]
     if strangers:
-        raise UserError(f"there is no option {', '.join(strangers)}", f"options: {', '.join(sorted(names[0] | names[1]))}")
+        files = ", and the result's save() writes files" if set(strangers) & WRITTEN else ""
+        raise UserError(f"there is no option {', '.join(strangers)}", f"options: {', '.join(sorted(names[0] | names[1]))}{files}")
     own = [{name: value for name, value in given.items() if name in group} for group in names]
     return replace(first, **own[0]), replace(second, **own[1])
 
 
 def _names(group: DataclassInstance) -> set[str]:
-    return {each.name for each in fields(group)}
+    return {each.name for each in fields(group)} - WRITTEN

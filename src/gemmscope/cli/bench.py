@@ -68,7 +68,7 @@ def command(
     from gemmscope.gpu.environment import environment
     from gemmscope.measure.link import Link
 
-    outputs.check()
+    outputs.check(model_options.files())
     timing.check()
     if profile or profile_shape is not None:
         named = bool(model_options.ways() or run_options.typed())

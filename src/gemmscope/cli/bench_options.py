@@ -13,6 +13,8 @@ from gemmscope.cli.options import number, size
 from gemmscope.errors import UserError, shown
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from gemmscope.measure.campaign import Counts, Settings
     from gemmscope.measure.sampler import StoppingRule
     from gemmscope.measure.task import Mode
@@ -258,11 +260,11 @@ class FileOptions:
         places = {"--json": self.json, "--csv": self.csv, "--markdown": self.markdown, "--output": self.output}
         return {option: place for option, place in places.items() if place is not None}
 
-    def check(self) -> None:
-        """Whatever would go wrong with writing is said before long work begins."""
+    def check(self, reads: Iterable[str] = ()) -> None:
+        """Whatever would go wrong with writing is said before long work begins; what is read is never written over."""
         from gemmscope.cli.output import check_targets
 
-        check_targets(self.named())
+        check_targets(self.named(), reads)
         if self.output is not None and not self.output.lower().endswith(PLOT_ENDINGS):
             raise UserError(
                 f"--output {shown(self.output)} is no picture that can be drawn: it ends in none of {', '.join(PLOT_ENDINGS)}",

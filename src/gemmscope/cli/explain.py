@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -81,6 +81,11 @@ def command(options: ExplainOptions, model_options: ModelOptions, run_options: R
     from gemmscope.report import formats
 
     options.check()
+    if run_options.typed() and not model_options.ways():
+        typed = ", ".join(f"--{name.replace('_', '-')}" for name in run_options.typed())
+        raise UserError(
+            f"{typed} says how a model is run, and no model is named", "add --config PATH or --preset NAME, or leave it out"
+        )
     found, pairs, made, words = _diagnose(options)
     if options.against is not None:
         from gemmscope.compare.predicted import with_prediction
@@ -121,7 +126,10 @@ def _diagnose(options: ExplainOptions) -> tuple[Diagnosis, list[Pair], list[Tabl
     paths = [path for given in options.traces for path in _files(given)]
     for path in (*paths, *([options.baseline] if options.baseline else [])):
         if looks_like_run(path):
-            raise UserError(f"{path} is a run file, not a trace", f"gemmscope explain TRACE --against {path}")
+            raise UserError(
+                f"{path} is a run file, not a trace",
+                f"gemmscope explain TRACE --against {path}, if step or bench wrote it; gemmscope report {path} shows any of them",
+            )
     every = [diagnose(read_trace(path), options.steps) for path in paths]
     slow = diagnose(read_trace(options.baseline), options.steps) if options.baseline else None
     ranks = [each.trace.rank for each in every]
@@ -162,7 +170,7 @@ def _files(given: str) -> list[str]:
 
 def _against_model(found: Diagnosis, model_options: ModelOptions, run_options: RunOptions) -> list[str]:
     """If a model is named: do its products add up to those of the trace?"""
-    if all(getattr(model_options, field.name) in (None, False, field.default) for field in fields(ModelOptions)):
+    if not model_options.ways():
         return []
     from gemmscope.cli.workload import subject_of
     from gemmscope.compare.predicted import with_sizes

@@ -67,7 +67,7 @@ def command(
         return
     if options.library is not None:
         raise UserError("--library belongs to --gemms: a model's forecast is that of training's own library", "leave it out")
-    outputs.check()
+    outputs.check(model_options.files())
     modes, dp = choices.modes(), options.replicas()
     recipes, notes = recipes_for(choices, chips)
     if options.sweep:
@@ -118,6 +118,10 @@ def forecast_of(
             answers[chip.name] = step_answer(step, recipes[chip.name], model, run, workload)
     if subject is not None and subject.source.model is None:
         said.append("a traced model's linears are forecast, not its step")
+    if answers and subject is not None and subject.run.pp > 1 and subject.run.pp_stage is not None:
+        said.append(
+            f"the step is stage {subject.run.pp_stage}'s own; a pipeline goes at its slowest stage's pace: leave out --pp-stage"
+        )
     about = [f"{note}; the step includes it" if answers and note == COMPUTED_AGAIN else note for note in target.notes]
     return Forecast(target, reports, answers, state, dp, [*about, *said])
 
@@ -159,8 +163,8 @@ def _gemms(options: ForecastOptions, outputs: FileOptions, named: list[str], unu
     if outputs.csv is not None and outputs.output is not None:
         raise UserError("--csv and -o both name a place for the products", "keep one of them")
     where = outputs.csv or outputs.output or "-"
-    check_targets({"--csv" if outputs.csv else "-o": where})
     assert options.gemms is not None
+    check_targets({"--csv" if outputs.csv else "-o": where}, [options.gemms])
     library = options.library.strip().lower() if options.library else None
     notes: list[str] = []
     chips = [(chip, calibrated(chip, notes, own_only=True) if library is None else None) for chip in options.chips()]

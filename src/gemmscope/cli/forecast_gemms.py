@@ -42,20 +42,23 @@ class Row(NamedTuple):
 
 
 def read_rows(path: str) -> tuple[list[str], list[Row]]:
-    """The file's columns and rows."""
+    """The file's columns and rows; `-` is standard input."""
     try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8-sig")
+        text = (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode("utf-8-sig")
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}", HINT) from None
+    path = "standard input" if path == "-" else path
     try:
         reader = csv.DictReader(io.StringIO(text), strict=True)
         columns = [str(name).strip() for name in reader.fieldnames or ()]
         lowered = [name.lower() for name in columns]
         reader.fieldnames = lowered
-        rows = [
-            Row(f"{path}, line {reader.line_num}", {str(key): value or "" for key, value in row.items() if key is not None})
-            for row in reader
-        ]
+        rows = []
+        for row in reader:
+            where = f"{path}, line {reader.line_num}"
+            if None in row:  # what stands beyond the last column
+                raise UserError(f"{where} has more cells than the first line has columns ({len(columns)})", HINT)
+            rows.append(Row(where, {str(key): value or "" for key, value in row.items()}))
     except csv.Error as error:
         raise UserError(f"{path} is not CSV: {error}", HINT) from None
     twice = [name for name in dict.fromkeys(lowered) if lowered.count(name) > 1]

@@ -12,6 +12,7 @@ import typer
 from gemmscope.cli.bench_options import RecipeOptions
 from gemmscope.cli.options import ModelOptions, RunOptions, size
 from gemmscope.errors import UserError, closest, shown
+from gemmscope.model.spec import check_size
 
 if TYPE_CHECKING:
     from gemmscope.forecast.gemm import State
@@ -75,9 +76,7 @@ class ForecastOptions:
 
     def replicas(self) -> int:
         """How many share gradients."""
-        if self.dp is not None and self.dp < 1:
-            raise UserError(f"--dp {self.dp} is not possible", "it is 1 or more")
-        return self.dp or 1
+        return check_size("--dp", self.dp, "parallel") if self.dp is not None else 1
 
 
 def recipes_for(options: RecipeOptions, chips: list[GpuSpec]) -> tuple[dict[str, list[str]], list[str]]:
@@ -85,7 +84,7 @@ def recipes_for(options: RecipeOptions, chips: list[GpuSpec]) -> tuple[dict[str,
 
     Those named must run on at least one of the GPUs; by default, all of Transformer Engine's that a GPU runs.
     """
-    from gemmscope.recipe.recipes import recipe, recipes
+    from gemmscope.recipe.recipes import BASELINE, recipe, recipes
     from gemmscope.recipe.support import support
 
     named, left_out, notes = options.named(), options.left_out(), []
@@ -116,6 +115,11 @@ def recipes_for(options: RecipeOptions, chips: list[GpuSpec]) -> tuple[dict[str,
             raise UserError(f"{name} cannot run on {where}: {reasons[name][0]}", f"recipes that can: {', '.join(able)}")
     if named:
         notes += [f"left out: {name}: {why}" for name, found in reasons.items() for why in found]
+    elif not left_out:
+        for chip in chips:
+            if chosen[chip.name] == [BASELINE]:
+                why = support("FP8Current", chip.capability).why_not(chip.name, chip.capability)
+                notes.append(f"{chip.name} runs nothing below {BASELINE}: {why}")
     return chosen, notes
 
 

@@ -129,6 +129,12 @@ class Forecast:
                 lines += does_not_fit(report, subject.source.model, subject.run, subject.workload.parameters)
         return lines
 
+    def _host_bound(self) -> list[str]:
+        """Which steps a CPU takes longer to launch."""
+        from gemmscope.report.forecast import host_bound
+
+        return [line for chip, answer in self.answers.items() for line in host_bound(chip, answer.recipes)]
+
     def draw(self, path: str) -> None:
         """The stacked bars of every GPU."""
         from gemmscope.report.plot import save_plots
@@ -153,7 +159,7 @@ class Forecast:
             layers=layer.layers if layer else None,
             gpus=[gpu_record(report, self.answers.get(report.chip.name)) for report in self.reports],
             sweeps=[],
-            notes=list(self.notes),
+            notes=[*self._too_large(), *self._host_bound(), *self.notes],
         )
 
     def _csv(self) -> str:

@@ -10,11 +10,12 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from gemmscope.errors import UserError
+from gemmscope.errors import UserError, closest
 from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import RunSpec
 
@@ -124,6 +125,11 @@ class ModelOptions:
             ways.append(", ".join(f"--{name.replace('_', '-')}" for name in sizes) or "--gated-mlp")
         return ways
 
+    def files(self) -> list[str]:
+        """What is read to know the model: never to be written over."""
+        module = [self.module.rpartition(":")[0]] if self.module is not None else []
+        return [*([self.config, f"{self.config}/config.json"] if self.config is not None else []), *module]
+
     def source(self) -> ModelSource:
         """The model that was named; a `UserError` if none was, or more than one."""
         ways = self.ways()
@@ -142,9 +148,7 @@ class ModelOptions:
 
             return presets.load(self.preset)
         if self.config is not None:
-            from gemmscope.model.read import read_config
-
-            return read_config(self.config)
+            return _from_config(self.config)
         return self._from_sizes(self.sizes())
 
     def _from_sizes(self, sizes: dict[str, int]) -> ModelSource:
@@ -164,6 +168,20 @@ class ModelOptions:
             gated=self.gated_mlp,
         )
         return ModelSource(origin="command line", model=model)
+
+
+def _from_config(config: str) -> ModelSource:
+    """What --config names; if that is nothing, perhaps a preset was meant."""
+    from gemmscope.model import presets
+    from gemmscope.model.read import read_config
+
+    try:
+        return read_config(config)
+    except UserError as error:
+        similar = closest(config, presets.names(), 1) if len(config) < 100 and not Path(config).exists() else []
+        if not similar:
+            raise
+        raise UserError(error.message, f"did you mean --preset {similar[0]}? {error.hint}") from error
 
 
 @dataclass(frozen=True)

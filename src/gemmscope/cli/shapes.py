@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gemmscope.cli.options import ModelOptions, RunOptions, takes
-from gemmscope.cli.output import say, write
+from gemmscope.cli.output import check_targets, say, write
 from gemmscope.cli.workload import Subject, subject_of
 from gemmscope.errors import UserError
 from gemmscope.model.source import ModelSource
@@ -59,9 +59,8 @@ def command(
     if list_presets:
         _list_presets()
         return
-    named = [path for path in (json, csv, markdown) if path is not None]
-    if len(set(named)) < len(named):
-        raise UserError(f"two outputs to one place: {', '.join(named)}", "give --json, --csv and --markdown each its own")
+    places = {"--json": json, "--csv": csv, "--markdown": markdown}
+    check_targets({option: place for option, place in places.items() if place is not None}, model_options.files())
     source = model_options.source()
     run, overridden = run_options.run_spec(source)
     answer = answer_of(source, run, overridden, check=check)

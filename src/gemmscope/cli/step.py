@@ -19,7 +19,7 @@ from gemmscope.errors import UserError
 from gemmscope.recipe.recipes import BASELINE
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from gemmscope.model.source import ModelSource
     from gemmscope.model.spec import RunSpec
@@ -64,10 +64,10 @@ class StepOptions:
     json: Annotated[str | None, typer.Option(metavar="PATH|-", help="Write everything as JSON, samples included.")] = None
     markdown: Annotated[str | None, typer.Option(metavar="PATH|-", help="Write the tables as Markdown.")] = None
 
-    def check(self) -> None:
-        """Whatever cannot be meant, or could not be written, is said before measuring begins."""
+    def check(self, reads: Iterable[str] = ()) -> None:
+        """Whatever cannot be meant, or could not be written, is said before measuring begins. `reads` is not written over."""
         places = {"--json": self.json, "--markdown": self.markdown}
-        check_targets({option: place for option, place in places.items() if place is not None})
+        check_targets({option: place for option, place in places.items() if place is not None}, reads)
         check_limits(self.precision, self.longest)
         if self.observed_speedup is not None and not 0 < self.observed_speedup < 100:
             raise UserError(f"--observed-speedup {self.observed_speedup:g} is no speedup", "for example 1.2, over BF16")
@@ -92,7 +92,7 @@ def command(model_options: ModelOptions, run_options: RunOptions, choices: Choic
     precisions in turn. A waterfall says what becomes of the products' speedup on its way to the step, and a recommendation
     which precision to use, and where not.
     """
-    options.check()
+    options.check(model_options.files())
     source = model_options.source()
     run, overridden = run_options.run_spec(source)
     outcome = run_steps(source, run, overridden, choices, options)

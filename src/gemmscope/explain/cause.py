@@ -127,7 +127,7 @@ class Evidence:
 
     @property
     def counted_in(self) -> str:
-        return "of the FLOPs" if self.flops_known else "of the products' time (shapes were not recorded)"
+        return "of the FLOPs" if self.flops_known else "of the products' time (their shapes are not all known)"
 
     @cached_property
     def low_share(self) -> float:

@@ -55,7 +55,9 @@ def find_steps(trace: Trace, count: int | None = None) -> Steps:
             raise UserError(f"{trace.path} holds no time: its GPU work begins and ends at once", HOW_TO_RECORD)
         long = (end - begin) / count
         made = [Step(f"step {number + 1}", begin + number * long, begin + (number + 1) * long) for number in range(count)]
-        return Steps(tuple(made), tuple(made), f"as told, {count} in the whole trace")
+        marked = len(_marked(trace))
+        though = f", though the profiler marked {marked}" if marked not in (0, count) else ""
+        return Steps(tuple(made), tuple(made), f"--steps: {count} in the whole trace{though}")
     for find, how in ((_marked, "the profiler's step marks"), (_optimizer_marks, "the optimizer's marks on the host")):
         made = find(trace)
         if made:

@@ -74,8 +74,11 @@ class Communication:
         return self.tensor_ms + self.context_ms + self.expert_ms
 
 
-def communication(chip: GpuSpec, model: ModelSpec, run: RunSpec, layers: int, parameters: int, dp: int) -> Communication:
-    """What one rank of this layout exchanges. `layers` and `parameters` are those it holds; `dp` replicas share gradients.
+def communication(
+    chip: GpuSpec, model: ModelSpec, run: RunSpec, layers: int, parameters: int, dp: int, in_experts: int = 0
+) -> Communication:
+    """What one rank of this layout exchanges. `layers` and `parameters` are those it holds, `in_experts` of them in experts; `dp`
+    replicas share gradients, and so do ranks of context and expert parallelism.
 
     Ranks of tensor parallelism are neighbours; then come context, expert, pipeline and data parallelism, each farther apart.
     """
@@ -108,6 +111,17 @@ def communication(chip: GpuSpec, model: ModelSpec, run: RunSpec, layers: int, pa
             * (runs + 1)
             * collective_ms(chip, "alltoall", run.ep, sent, run.tp * run.cp)
         )
-    gradients, apart = parameters * ELEMENT_BYTES, run.tp * run.cp * run.ep * run.pp
-    data = sum(collective_ms(chip, operation, dp, gradients, apart) for operation in GRADIENTS)
+    data = _gradients_ms(chip, run, parameters - in_experts, run.cp * run.ep, run.tp, dp)
+    data += _gradients_ms(chip, run, in_experts, run.cp * run.tp // run.expert_tp, run.expert_tp, dp)  # experts are split over ep
     return Communication(tensor, context if run.cp > 1 else 0.0, expert, data)
+
+
+def _gradients_ms(chip: GpuSpec, run: RunSpec, parameters: int, near: int, apart: int, dp: int) -> float:
+    """Gradients of weights that `near` ranks hold alike, `apart` from each other, in each of `dp` replicas: one group where all
+    are equally far apart; else the near ones first, then each its part with those of the other replicas."""
+    message, far = parameters * ELEMENT_BYTES, run.tp * run.cp * run.ep * run.pp
+    if near * apart == far:
+        return sum(collective_ms(chip, each, near * dp, message, apart) for each in GRADIENTS)
+    return sum(
+        collective_ms(chip, each, near, message, apart) + collective_ms(chip, each, dp, message / near, far) for each in GRADIENTS
+    )

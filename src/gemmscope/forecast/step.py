@@ -143,7 +143,11 @@ class StepForecast:
             else:
                 parts.setdefault(row, []).append(found)
         layers = sum(op.count for op in self.linears if op.name == "Attn Out")
-        exchanged = communication(chip, self._model, self.run, layers, self._workload.parameters, self._dp)
+        held, in_experts = (
+            self._workload.parameters,
+            sum(op.parameters * op.count for op in self.linears if isinstance(op, GroupedLinear)),
+        )
+        exchanged = communication(chip, self._model, self.run, layers, held, self._dp, in_experts)
         rows = {row: total(found) for row, found in parts.items()}
         head = rows["head and loss"].value if "head and loss" in rows else 0.0
         return _Fixed(rows, optimizer, exchanged, head - saved)

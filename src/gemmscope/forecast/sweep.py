@@ -22,6 +22,7 @@ class Point:
     """One configuration: milliseconds of the baseline's step, and the speedup of every recipe that can run it.
 
     `host_bound` names the recipes whose step takes a CPU longer to launch than the GPU to run: their gain is not to be had.
+    `cannot` says of the others why they cannot.
     """
 
     values: tuple[int, ...]
@@ -29,6 +30,7 @@ class Point:
     speedups: tuple[tuple[str, Interval], ...] = ()
     why_not: str = ""
     host_bound: tuple[str, ...] = ()
+    cannot: tuple[tuple[str, str], ...] = ()
 
     @property
     def best(self) -> tuple[str, Interval]:
@@ -96,11 +98,13 @@ def _points(forecaster: Forecaster, wanted: Sequence[Configuration], recipes: Se
 
 
 def _point(values: tuple[int, ...], step: StepForecast, recipes: Sequence[str]) -> Point:
-    able = [name for name in recipes if name != BASELINE and not step.why_not(name)]
+    reasons = {name: step.why_not(name) for name in recipes if name != BASELINE}
+    able = [name for name, why in reasons.items() if not why]
     found = {name: step.step(name) for name in (BASELINE, *able)}
     gains = tuple((name, speedup(found[BASELINE], found[name]).interval()) for name in able)
     bound = tuple(name for name, each in found.items() if launching_ms(step, name) > each.total.value)
-    return Point(values, found[BASELINE].total.value, gains, host_bound=bound)
+    cannot = tuple((name, why) for name, why in reasons.items() if why)
+    return Point(values, found[BASELINE].total.value, gains, host_bound=bound, cannot=cannot)
 
 
 def break_even(points: Sequence[Point], name: str) -> int | None:

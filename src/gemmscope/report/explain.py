@@ -76,7 +76,8 @@ def below(found: Diagnosis) -> list[str]:
         f"GPU busy {account.busy_ms:.2f} ms ({percent(1 - account.idle_share)}), idle {sum(account.idle.values()):.2f} ms"
         + (f": {', '.join(f'{why} {time:.2f}' for why, time in account.idle.items())}" if account.idle else ""),
         f"{account.kernels:.0f} kernels and copies per step from {account.launches:.0f} launches, "
-        f"{account.micro_batches} micro-batches; {account.kernels_per_product:.1f} kernels per product, its casts included",
+        f"{account.micro_batches} micro-batch{'es' if account.micro_batches != 1 else ''}; "
+        f"{account.kernels_per_product:.1f} kernels per product, its casts included",
         f"{account.casts:.0f} quantization kernels, {account.casts / max(account.low_products, 1):.1f} for each low-precision "
         f"product, {account.casts / account.micro_batches:.0f} per micro-batch",
         f"{percent(evidence.low_share)} {evidence.counted_in} of the linears run low (the output head left out)",

@@ -16,6 +16,7 @@ from gemmscope.step.answer import RecipeAnswer, StepAnswer
 from gemmscope.step.waterfall import ROWS
 
 BAR = "90% error bar"
+MOST_PLACES = 6  # of a sweep that one line names
 
 
 def gpu_tables(report: ForecastFindings, answer: StepAnswer | None) -> list[Table]:
@@ -104,13 +105,19 @@ def verdicts(reports: Sequence[ForecastFindings], answers: Mapping[str, StepAnsw
         lines.append(f"{chip}: {best.recipe} is forecast fastest, {times_faster(best.speedup)} over {BASELINE}{close}")
         lines.append(f"{chip}: {best.recipe}: {best.words}")
     for report in reports:
-        bound = [each for each in _recipes(answers, report.chip.name) if each.host_bound and each.host_ms and each.busy_ms]
-        if bound:
-            times = ", ".join(f"{each.recipe} {each.busy_ms:.0f} ms" for each in bound)
-            most = max(each.host_ms or 0.0 for each in bound)
-            lines.append(f"HOST-BOUND: {report.chip.name}: the GPU needs {times}; launching takes a CPU about {most:.0f} ms")
+        lines += host_bound(report.chip.name, _recipes(answers, report.chip.name))
         lines += [f"not possible: {report.chip.name}: {words}" for words in report.misaligned()]
     return lines
+
+
+def host_bound(chip: str, steps: Sequence[RecipeAnswer]) -> list[str]:
+    """One line where launching some recipe's step takes longer than running it."""
+    bound = [each for each in steps if each.host_bound and each.host_ms and each.busy_ms]
+    if not bound:
+        return []
+    times = ", ".join(f"{each.recipe} {each.busy_ms:.0f} ms" for each in bound)
+    most = max(each.host_ms or 0.0 for each in bound)
+    return [f"HOST-BOUND: {chip}: the GPU needs {times}; launching takes a CPU about {most:.0f} ms"]
 
 
 # --- sweeps -----------------------------------------------------------------------------------------------------------
@@ -168,13 +175,25 @@ def sweep_sentences(points: Sequence[Point], names: Sequence[str], recipes: Sequ
             for since, where in begins.items()
         ]
         lines.append(f"{gpu}: break-even: {name} gains {'; '.join(parts)}")
-    bound = [" x ".join(map(str, point.values)) for point in points if point.host_bound]
-    if bound:
-        where = f"{', '.join(bound[:6])}{' …' if len(bound) > 6 else ''}"
-        lines.append(f"HOST-BOUND: {gpu}: launching takes a CPU longer than the GPU at {where}: no gain is counted there")
-    impossible: dict[str, list[str]] = {}
+    bound: dict[str, list[Point]] = {}
+    cannot: dict[str, list[Point]] = {}
+    impossible: dict[str, list[Point]] = {}
     for point in points:
+        if point.host_bound:
+            bound.setdefault(", ".join(point.host_bound), []).append(point)
+        if point.cannot:
+            cannot.setdefault(", ".join(name for name, _ in point.cannot), []).append(point)
         if point.why_not:
-            impossible.setdefault(point.why_not, []).append(" x ".join(map(str, point.values)))
-    lines += [f"not possible: {', '.join(which[:6])}{' …' if len(which) > 6 else ''}: {why}" for why, which in impossible.items()]
-    return lines
+            impossible.setdefault(point.why_not, []).append(point)
+    for which, where in bound.items():
+        words = f"launching {which} takes a CPU longer than the GPU at {_places(where)}: no gain is counted there"
+        lines.append(f"HOST-BOUND: {gpu}: {words}")
+    for which, where in cannot.items():
+        lines.append(f"not possible: {gpu}: {which} at {_places(where)}: {where[0].cannot[0][1]}")
+    return lines + [f"not possible: {_places(where)}: {why}" for why, where in impossible.items()]
+
+
+def _places(points: Sequence[Point]) -> str:
+    """The first few of them."""
+    listed = ", ".join(" x ".join(map(str, point.values)) for point in points[:MOST_PLACES])
+    return listed + (" …" if len(points) > MOST_PLACES else "")

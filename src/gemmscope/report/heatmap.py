@@ -11,6 +11,7 @@ from gemmscope.report.plot import COLOURS, STYLE, write_figure
 
 MOST_LABELS = 24  # that can be read along a side
 CENTRED: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6.5}
+MOST_LETTERS = 40  # of all labels below a panel: more stand upright
 MOST_WORDS = 8  # columns that have room for a recipe's name
 
 
@@ -30,7 +31,7 @@ def save_sweep(sweeps: Sequence[tuple[str, Sequence[Point]]], names: Sequence[st
 
 def _line(_: Any, panel: Any, points: Sequence[Point], names: Sequence[str], recipes: Sequence[str]) -> None:
     """Every recipe along one size, its error bar as a band."""
-    low = [name for name in recipes if name != BASELINE]
+    low = [name for name in recipes if name != BASELINE]  # none where the chip runs nothing else
     for number, name in enumerate(low):
         found = [(point.values[0], gain) for point in points if (gain := point.of(name)) is not None]
         colour = COLOURS[number % len(COLOURS)]
@@ -44,7 +45,8 @@ def _line(_: Any, panel: Any, points: Sequence[Point], names: Sequence[str], rec
     panel.set_ylabel(
         "times faster (band: 90% error bar)" + ("; x: HOST-BOUND" if any(each.host_bound for each in points) else "")
     )
-    panel.legend(frameon=False, fontsize=8)
+    if low:
+        panel.legend(frameon=False, fontsize=8)
 
 
 def _plane(figure: Any, panel: Any, points: Sequence[Point], names: Sequence[str], recipes: Sequence[str]) -> None:
@@ -82,9 +84,12 @@ def _plane(figure: Any, panel: Any, points: Sequence[Point], names: Sequence[str
     if not in_words and not crowded:
         used = dict.fromkeys(point.best[0] for point in possible)
         legend += [Line2D([], [], linestyle="", label=f"{_short(name, recipes)} = {name}") for name in used]
+    upright = sum(map(len, _ticks(seconds)[1])) > MOST_LETTERS
     if legend:
-        panel.legend(handles=legend, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncol=3, frameon=False, fontsize=7)
+        below = (0.5, -0.2 if upright else -0.14)
+        panel.legend(handles=legend, loc="upper center", bbox_to_anchor=below, ncol=3, frameon=False, fontsize=7)
     panel.set_xticks(*_ticks(seconds))
+    panel.tick_params(axis="x", rotation=90 if upright else 0)
     panel.set_yticks(*_ticks(firsts))
     panel.set_xlabel(names[1])
     panel.set_ylabel(names[0])

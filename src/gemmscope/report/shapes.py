@@ -80,7 +80,7 @@ def headline(name: str, model: ModelSpec | None, run: RunSpec, workload: Workloa
     split = f" / cp {run.cp}" if run.cp > 1 else ""
     lines.append(f"micro-batch {run.micro_batch_size} x sequence {run.sequence_length}{split} = {run.tokens} tokens")
     parts = [f"{name} {getattr(run, name)}" for name in ("tp", "cp", "pp", "ep") if getattr(run, name) > 1]
-    if run.ep > 1 and run.expert_tp != run.tp:
+    if run.expert_tp != run.tp:
         parts.append(f"etp {run.expert_tp}")
     if run.sequence_parallel:
         parts.append("sequence parallel")

@@ -180,6 +180,7 @@ def levels_of(slow: Mapping[Row, float], fast: Mapping[Row, float]) -> tuple[Lev
 RUNS_AHEAD = 0.85  # of the step: a CPU that needs less to launch it is ahead of the GPU all the time
 HOST_BOUND = 0.05  # of the step spent waiting
 EATEN = 0.5  # of what the products gain
+MOST_OF_IT = 0.5  # of the step
 AS_EXPECTED = 0.9  # of the products' speedup reaches the step
 RIDING = f"casts fused with norms or activations are counted by {CAST_SHARE:.0%}"
 
@@ -202,11 +203,19 @@ def verdict(found: Waterfall, recipe: Recipe, fast: Sequence[Placed]) -> str:
     if (found.step > 1 and found.step >= AS_EXPECTED * found.products) or worst is None:
         return "GEMM-bound, as expected"
     if worst == "quantization" and lost[worst] >= EATEN * (found.products - 1):
-        return f"eaten by quantization, which takes {_time(found, worst):.1f} ms of each step{_shared(fast)}"
+        return f"eaten by quantization, which takes {_time(found, worst):.1f} ms of each step{_shared(fast)}{_most(found)}"
     main = sorted(lost, key=lambda row: -lost[row])[:3]
     named = [row for row in main if lost[row] > 0.1 * sum(lost.values())]
     words = ", ".join(f"{row} ({_time(found, row):.1f} ms)" for row in named)
     return f"diluted by {words}" + (_shared(fast) if "quantization" in named else "")
+
+
+def _most(found: Waterfall) -> str:
+    """What takes most of the step, if that is nothing that a precision changes."""
+    largest = max(found.levels[1:], key=lambda level: level.fast_ms)
+    if largest.row == "quantization" or largest.fast_ms < MOST_OF_IT * sum(level.fast_ms for level in found.levels):
+        return ""
+    return f"; {largest.row} takes {largest.fast_ms:.1f} ms in any precision"
 
 
 def _shared(fast: Sequence[Placed]) -> str:

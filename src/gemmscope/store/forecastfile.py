@@ -68,6 +68,7 @@ class PointRecord(Record):
     best: str | None
     certain: bool = Field(description="whether no other recipe's error bar, nor 1, overlaps its own")
     host_bound: list[str] = Field(default=[], description="recipes whose step takes a CPU longer to launch than the GPU to run")
+    not_possible: dict[str, str] = Field(default={}, description="recipe → why its step cannot run")
     why_not: str = ""
 
 
@@ -166,6 +167,7 @@ def sweep_records(sweeps: Mapping[str, Sequence[Point]], names: Sequence[str]) -
                     best=None if point.why_not else point.best[0],
                     certain=point.certain and not point.why_not,
                     host_bound=list(point.host_bound),
+                    not_possible=dict(point.cannot),
                     why_not=point.why_not,
                 )
                 for point in points

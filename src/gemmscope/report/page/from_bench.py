@@ -58,7 +58,8 @@ def answer_of(found: Rows, where: str, *, forecast: bool = False) -> tuple[str, 
         fallen = [name for name in found.recipes if found.fell_back(name, mode)]
         if fallen:
             return f"No speedup on {where}: {', '.join(fallen)} did not run in the precision asked for (FALLBACK).", []
-        return f"Only {', '.join(found.recipes)} could be measured on {where}: there is nothing to compare.", []
+        could = "was forecast" if forecast else "could be measured"
+        return f"Only {', '.join(found.recipes)} {could} on {where}: there is nothing to compare.", []
     name, gain = best
     if gain.too_close:
         return f"On {where} it is too close to call whether {name} is faster than {BASELINE} for {what}: {gain.times}.", []

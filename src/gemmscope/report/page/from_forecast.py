@@ -102,7 +102,7 @@ def _steps(steps: list[StepForecastRecord]) -> tuple[Table, ...]:
 def _sweep(file: ForecastFile, sweep: SweepRecord, name: str) -> RunPart:
     """One GPU over one size or two: the speedups as a curve (over one), and as a table."""
     swept = " and ".join(words.replace("_", " ") for words in sweep.points[0].values)
-    certain = [point for point in sweep.points if point.certain and point.best]
+    certain = [point for point in sweep.points if _gains(point)]
     best = max(certain, key=lambda point: point.speedups[str(point.best)].value, default=None)
     where = sweep.gpu.upper()
     if best is None:
@@ -129,6 +129,11 @@ def _sweep(file: ForecastFile, sweep: SweepRecord, name: str) -> RunPart:
     )
 
 
+def _gains(point: PointRecord) -> bool:
+    """Whether its best precision is faster than the baseline beyond doubt, and the host lets it be."""
+    return point.certain and point.best in point.speedups and point.best not in point.host_bound
+
+
 def _at(point: PointRecord) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in point.values.items())
 
@@ -153,7 +158,8 @@ def _sweep_table(sweep: SweepRecord) -> Table:
     for point in sweep.points:
         sizes = [Cell(str(point.values.get(key, "")), float(point.values.get(key, 0))) for key in keys]
         gains = [Estimate.of(point.speedups[name]) if name in point.speedups else None for name in names]
-        doubt = "" if point.certain else " (too close to call)"
+        doubts = [*([] if point.certain else ["too close to call"]), *(["HOST-BOUND"] if point.best in point.host_bound else [])]
+        doubt = f" ({', '.join(doubts)})" if doubts else ""
         best = point.why_not or (f"{point.best}{doubt}" if point.best else "-")
         rows.append(
             (*sizes, _step_ms(point), *(Cell(gain.times, gain.value) if gain else Cell("-") for gain in gains), Cell(best))

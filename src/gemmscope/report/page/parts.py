@@ -169,7 +169,7 @@ class Finding:
     words: str
 
 
-LOUD = ("emulated:", "unproven:", "not measured:", "not possible:", "warning:", "HOST-BOUND")
+LOUD = ("emulated:", "unproven:", "not measured:", "not possible:", "does not fit:", "warning:", "HOST-BOUND")
 
 
 def noted(words: str) -> Finding:
