@@ -155,20 +155,26 @@ class Job:
         *gpus: str,
         state: State = "sustained",
         recipes: Iterable[str] | None = None,
-        dp: int = 1,
+        dp: int | None = None,
         cache_weights: bool = False,
+        tokens: float | None = None,
+        gpu_count: int | None = None,
+        price: float | Mapping[str, float] | None = None,
     ) -> Result[ForecastFile]:
         """Linears and the step on GPUs that need not be here, with 90% error bars.
 
         `state`: as in training, or a rested chip's first moments; `dp`: replicas that exchange gradients; `cache_weights`: these
-        are quantized once per step, and left out of the linears' times. A GPU that was calibrated stands on that.
+        are quantized once per step, and left out of the linears' times. A GPU that was calibrated stands on that. `tokens` on
+        `gpu_count` GPUs: what a run costs, at a `price` for one GPU and hour, of all or of each by its name.
         """
         from gemmscope.cli.bench import model_target
         from gemmscope.cli.bench_options import RecipeOptions
         from gemmscope.cli.forecast import forecast_of
         from gemmscope.cli.forecast_options import ForecastOptions, recipes_for
 
-        options = ForecastOptions(gpu=",".join(gpus), state=state, dp=dp)
+        each = ",".join(f"{name}={one}" for name, one in price.items()) if isinstance(price, Mapping) else None
+        asked = each or (str(price) if price is not None else None)
+        options = ForecastOptions(gpu=",".join(gpus), state=state, dp=dp, tokens=tokens, gpus=gpu_count, price=asked)
         chips, choices = options.chips(), RecipeOptions(recipes=_joined(recipes))
         chosen, left_out = recipes_for(choices, chips)
         target = model_target(self.source, self.run, self.notes)
@@ -178,9 +184,10 @@ class Job:
             chosen,
             choices.modes(),
             state=options.known_state(),
-            dp=options.replicas(),
+            dp=options.replicas(self.run),
             notes=left_out,
             cache_weights=cache_weights,
+            budgets=options.budgets(chips),
         )
         return Result(found.file(), found.tables(), found.above(), found.below(), found.draw)
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from gemmscope.measure.task import Mode
     from gemmscope.model.spec import ModelSpec, RunSpec
     from gemmscope.step.answer import StepAnswer
+    from gemmscope.step.cost import Budget, Cost
 
 EXAMPLES = """\b
 Examples:
@@ -34,6 +35,8 @@ Examples:
   gemmscope forecast --preset llama-3.1-70b --micro-batch-size 1 --sequence-length 8192 --tp 4 --gpu b200 -o b200.png
   gemmscope forecast --hidden-size 4096 --intermediate-size 16384 --num-attention-heads 32 --num-hidden-layers 24 \\
     --sequence-length 4096 --gpu b300 --sweep hidden_size=2048:8192:1024 --sweep micro_batch_size=1,2,4,8 -o sweep.png
+  gemmscope forecast --preset llama-3.1-70b --micro-batch-size 1 --sequence-length 8192 --tp 4 --gpu h200,b300 \\
+    --tokens 2e12 --gpus 256 --price h200=2.5,b300=4
   gemmscope forecast --gpu b200 --gemms products.csv
 """
 
@@ -68,7 +71,8 @@ def command(
     if options.library is not None:
         raise UserError("--library belongs to --gemms: a model's forecast is that of training's own library", "leave it out")
     outputs.check(model_options.files())
-    modes, dp = choices.modes(), options.replicas()
+    modes, budgets = choices.modes(), options.budgets(chips)
+    options.replicas()
     recipes, notes = recipes_for(choices, chips)
     if options.sweep:
         if shapes is not None:
@@ -78,12 +82,19 @@ def command(
         only = [each for each in (*choices.typed(), *options.typed()) if each in ONLY_LINEARS]
         if only:
             raise UserError(f"--sweep shows the training step, and {', '.join(only)} is about its linears alone", "leave it out")
+        if budgets:
+            raise UserError("--tokens and --gpus price one run, and --sweep varies it", "leave out one of them")
         _sweep(model_options, run_options, options, outputs, recipes, notes)
         return
     if not named and shapes is None:
         model_options.source()  # says how a model is named
     target = bare_target(model_options, run_options, shapes, on_cpu=False) or _model(model_options, run_options)
-    found = forecast_of(target, chips, recipes, modes, state=state, dp=dp, notes=notes, cache_weights=options.cache_weights)
+    subject = target.subject
+    if budgets and (subject is None or subject.source.model is None):
+        raise UserError("--tokens and --gpus price a training step, and there is none", "name a model: --config or --preset")
+    dp = options.replicas(subject.run if subject is not None else None)
+    caches = options.cache_weights
+    found = forecast_of(target, chips, recipes, modes, state=state, dp=dp, notes=notes, cache_weights=caches, budgets=budgets)
     found.deliver(outputs)
 
 
@@ -97,16 +108,19 @@ def forecast_of(
     dp: int = 1,
     notes: Sequence[str] = (),
     cache_weights: bool = False,
+    budgets: Mapping[str, Budget] | None = None,
 ) -> Forecast:
-    """A model's linears and its step, or bare products, on each chip."""
+    """A model's linears and its step, or bare products, on each chip; with `budgets`, what a run costs there."""
     from gemmscope.cli.forecast_output import Forecast
     from gemmscope.cli.workload import COMPUTED_AGAIN
     from gemmscope.forecast.findings import ForecastFindings
     from gemmscope.forecast.linears import Forecaster
     from gemmscope.forecast.step import StepForecast, step_answer
+    from gemmscope.step.cost import cost
 
     reports: list[ForecastFindings] = []
     answers: dict[str, StepAnswer] = {}
+    costs: dict[str, dict[str, Cost]] = {}
     subject, said = target.subject, list(notes)
     for chip in chips:
         measured = calibrated(chip, said)
@@ -116,6 +130,9 @@ def forecast_of(
             model, run, workload = subject.source.model, subject.run, subject.workload
             step = StepForecast(forecaster, model, run, workload, dp)
             answers[chip.name] = step_answer(step, recipes[chip.name], model, run, workload)
+            if budgets:
+                steps = answers[chip.name].recipes
+                costs[chip.name] = {each.recipe: cost(each.step, run, budgets[chip.name]) for each in steps}
     if subject is not None and subject.source.model is None:
         said.append("a traced model's linears are forecast, not its step")
     if answers and subject is not None and subject.run.pp > 1 and subject.run.pp_stage is not None:
@@ -123,7 +140,7 @@ def forecast_of(
             f"the step is stage {subject.run.pp_stage}'s own; a pipeline goes at its slowest stage's pace: leave out --pp-stage"
         )
     about = [f"{note}; the step includes it" if answers and note == COMPUTED_AGAIN else note for note in target.notes]
-    return Forecast(target, reports, answers, state, dp, [*about, *said])
+    return Forecast(target, reports, answers, state, dp, [*about, *said], costs)
 
 
 def calibrated(chip: GpuSpec, notes: list[str], *, own_only: bool = False) -> Adjustment | None:

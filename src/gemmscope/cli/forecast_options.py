@@ -10,13 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gemmscope.cli.bench_options import RecipeOptions
-from gemmscope.cli.options import ModelOptions, RunOptions, size
+from gemmscope.cli.options import GPUS, TOKENS, ModelOptions, RunOptions, size
 from gemmscope.errors import UserError, closest, shown
 from gemmscope.model.spec import check_size
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from gemmscope.forecast.gemm import State
     from gemmscope.gpu.specs import GpuSpec
+    from gemmscope.model.spec import RunSpec
+    from gemmscope.step.cost import Budget
 
 SWEEP_HINT = "for example --sweep hidden_size=2048:16384:1024 or --sweep micro_batch_size=1,2,4,8"
 MOST_POINTS = 100_000
@@ -49,13 +53,22 @@ class ForecastOptions:
         str | None,
         typer.Option(metavar="NAME", help="With --gemms: as this library was measured. (default: the GPU's usual)"),
     ] = None
+    tokens: Annotated[float | None, TOKENS] = None
+    gpus: Annotated[int | None, GPUS] = None
+    price: Annotated[
+        str | None, typer.Option(metavar="X|NAME=X,…", help="For one GPU and hour, of all or of each: h200=2.5,b300=4.")
+    ] = None
     cache_weights: Annotated[
         bool, typer.Option("--cache-weights", help="Weights are quantized once per step: leave that out of the linears' times.")
     ] = False
 
     def typed(self) -> list[str]:
         """Options of a model's forecast that were given."""
-        return [*(["--dp"] if self.dp is not None else []), *(["--cache-weights"] if self.cache_weights else [])]
+        given = {"--dp": self.dp, "--tokens": self.tokens, "--gpus": self.gpus, "--price": self.price}
+        return [
+            *(name for name, value in given.items() if value is not None),
+            *(["--cache-weights"] if self.cache_weights else []),
+        ]
 
     def chips(self) -> list[GpuSpec]:
         """The GPUs in the order they were named."""
@@ -74,9 +87,33 @@ class ForecastOptions:
             return "burst"
         raise UserError(f"--state {shown(self.state)} is not known", "it can be sustained (as in training) or burst")
 
-    def replicas(self) -> int:
-        """How many share gradients."""
-        return check_size("--dp", self.dp, "parallel") if self.dp is not None else 1
+    def replicas(self, run: RunSpec | None = None) -> int:
+        """How many share gradients: as told, or as many as the GPUs of the run make in its layout."""
+        told = check_size("--dp", self.dp, "parallel") if self.dp is not None else None
+        budgets = self.budgets(self.chips())
+        if not budgets or run is None:
+            return told or 1
+        found = next(iter(budgets.values())).replicas(run) // run.ep
+        if told is not None and told != found:
+            raise UserError(f"--gpus {self.gpus} are {found} data-parallel replicas in this layout, not {told}", "leave out --dp")
+        return found
+
+    def budgets(self, chips: Sequence[GpuSpec]) -> dict[str, Budget]:
+        """What the run's cost is asked for, by GPU; empty if it is not."""
+        from gemmscope.step.cost import Budget, prices
+
+        said = prices(self.price) if self.price is not None else None
+        budget = Budget.asked(self.tokens, self.gpus, said if isinstance(said, float) else 0.0 if said is not None else None)
+        if budget is None:
+            return {}
+        if said is None or isinstance(said, float):
+            return {chip.name: budget for chip in chips}
+        strange = [name for name in said if name not in {chip.name for chip in chips}]
+        if strange:
+            raise UserError(
+                f"--price names {strange[0]}, which is not among the GPUs", f"they are {', '.join(chip.name for chip in chips)}"
+            )
+        return {chip.name: budget.at(said.get(chip.name)) for chip in chips}
 
 
 def recipes_for(options: RecipeOptions, chips: list[GpuSpec]) -> tuple[dict[str, list[str]], list[str]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from gemmscope.cli.bench_options import FileOptions
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gemmscope.forecast.sweep import Point
     from gemmscope.report.shapes import Table
     from gemmscope.step.answer import StepAnswer
+    from gemmscope.step.cost import Cost
     from gemmscope.store.forecastfile import ForecastFile
 
 SWEEP_COLUMNS = ("speedup", "speedup_low", "speedup_high", "baseline_step_ms", "best", "verdict")
@@ -69,12 +70,14 @@ class Forecast:
     state: str
     dp: int
     notes: Sequence[str]
+    costs: Mapping[str, Mapping[str, Cost]] = field(default_factory=dict)  # by GPU and recipe
 
     def tables(self) -> list[Table]:
-        """All GPUs side by side, then each."""
-        from gemmscope.report.forecast import gpu_tables, side_by_side
+        """All GPUs side by side, what a run costs on them, then each."""
+        from gemmscope.report.forecast import cost_table, gpu_tables, side_by_side
 
         tables = [] if self.reports[0].bare else [side_by_side(self.reports, self.answers)]
+        tables += [cost_table(self.costs)] if self.costs else []
         for report in self.reports:
             tables += gpu_tables(report, self.answers.get(report.chip.name))
         return tables
@@ -157,7 +160,10 @@ class Forecast:
             run=run_record(subject.run, subject.workload) if subject else None,
             dp=self.dp,
             layers=layer.layers if layer else None,
-            gpus=[gpu_record(report, self.answers.get(report.chip.name)) for report in self.reports],
+            gpus=[
+                gpu_record(report, self.answers.get(report.chip.name), self.costs.get(report.chip.name, {}))
+                for report in self.reports
+            ],
             sweeps=[],
             notes=[*self._too_large(), *self._host_bound(), *self.notes],
         )

@@ -43,6 +43,11 @@ def size(text: str) -> Any:
     return typer.Option(help=text, parser=whole_number, metavar="N")
 
 
+# What a whole run's cost is asked with, of a step that is measured or forecast.
+TOKENS = typer.Option(parser=number, metavar="N", help="Of the whole run, for its cost.")
+GPUS = size("That it will run on.")
+
+
 def takes(*groups: type) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
     """Decorate a command `f(a: GroupA, b: GroupB, own: …)` so that typer sees the groups' fields as options."""
 

@@ -10,7 +10,7 @@ import typer
 
 from gemmscope.cli.bench_options import ChoiceOptions, check_limits
 from gemmscope.cli.choose import choose
-from gemmscope.cli.options import ModelOptions, RunOptions, number, size, takes
+from gemmscope.cli.options import GPUS, TOKENS, ModelOptions, RunOptions, number, takes
 from gemmscope.cli.output import check_targets, interrupted, say
 from gemmscope.cli.progress import Progress
 from gemmscope.cli.step_output import Stepped
@@ -58,8 +58,8 @@ class StepOptions:
     observed_speedup: Annotated[
         float | None, typer.Option(parser=number, metavar="X", help="What your own run gained: held against the prediction.")
     ] = None
-    tokens: Annotated[float | None, typer.Option(parser=number, metavar="N", help="Of the whole run, for its cost.")] = None
-    gpus: Annotated[int | None, size("That it will run on.")] = None
+    tokens: Annotated[float | None, TOKENS] = None
+    gpus: Annotated[int | None, GPUS] = None
     price: Annotated[float | None, typer.Option(parser=number, metavar="X", help="For one GPU and hour.")] = None
     json: Annotated[str | None, typer.Option(metavar="PATH|-", help="Write everything as JSON, samples included.")] = None
     markdown: Annotated[str | None, typer.Option(metavar="PATH|-", help="Write the tables as Markdown.")] = None
@@ -77,11 +77,7 @@ class StepOptions:
         """Tokens, GPUs and price, if they were asked for."""
         from gemmscope.step.cost import Budget
 
-        if self.tokens is None and self.gpus is None and self.price is None:
-            return None
-        if self.tokens is None or self.gpus is None:
-            raise UserError("a run's cost needs --tokens and --gpus", "for example --tokens 1e12 --gpus 256 --price 2.5")
-        return Budget(self.tokens, self.gpus, self.price)
+        return Budget.asked(self.tokens, self.gpus, self.price)
 
 
 @takes(ModelOptions, RunOptions, ChoiceOptions, StepOptions)

@@ -12,7 +12,9 @@ from gemmscope.measure.stats import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.report.bench import digits, tables, times_faster
 from gemmscope.report.shapes import Table
+from gemmscope.report.step import amounts
 from gemmscope.step.answer import RecipeAnswer, StepAnswer
+from gemmscope.step.cost import Cost
 from gemmscope.step.waterfall import ROWS
 
 BAR = "90% error bar"
@@ -83,6 +85,12 @@ def _parts(answer: StepAnswer) -> Table:
     rows.append(("whole step", *(f"{each.step.value:.2f}" for each in answer.recipes)))
     rows.append(("times faster", *(times_faster(each.speedup) if each.speedup else "1" for each in answer.recipes)))
     return Table(f"FORECAST of the training step of one rank, by part (ms; {BAR})", ("Description", *names), tuple(rows))
+
+
+def cost_table(costs: Mapping[str, Mapping[str, Cost]]) -> Table:
+    """What a whole run costs on each GPU, in each precision."""
+    rows = tuple((gpu, name, *amounts(cost)) for gpu, of_gpu in costs.items() for name, cost in of_gpu.items())
+    return Table("The whole run, without restarts", ("Name", "Recipe", f"Days [{BAR}]", "GPU-hours", "Money"), rows)
 
 
 def verdicts(reports: Sequence[ForecastFindings], answers: Mapping[str, StepAnswer]) -> list[str]:

@@ -82,11 +82,13 @@ def _verified(found: StepAnswer) -> Table:
 
 def cost_table(costs: Mapping[str, Cost]) -> Table:
     """What a whole run costs, every GPU computing all the time."""
-    rows = tuple(
-        (name, _range(cost.days), _range(cost.gpu_hours), _range(cost.money) if cost.money is not None else "-")
-        for name, cost in costs.items()
-    )
+    rows = tuple((name, *amounts(cost)) for name, cost in costs.items())
     return Table("The whole run, without communication", ("Name", "Days [95%]", "GPU-hours", "Money"), rows)
+
+
+def amounts(cost: Cost) -> tuple[str, str, str]:
+    """Days, GPU-hours and money."""
+    return _range(cost.days), _range(cost.gpu_hours), _range(cost.money) if cost.money is not None else "-"
 
 
 def break_even_table(batches: Sequence[AtBatch]) -> Table:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from gemmscope.errors import UserError
+from gemmscope.errors import UserError, shown
 from gemmscope.measure.stats import Interval
 from gemmscope.model.spec import RunSpec
 
@@ -24,6 +25,19 @@ class Budget:
             raise UserError(f"--gpus {self.gpus} leaves nothing to train on", "it is 1 or more")
         if self.price is not None and not 0 <= self.price < float("inf"):
             raise UserError(f"--price {self.price:g} is no price", "for one GPU and one hour, for example --price 2.5")
+
+    @classmethod
+    def asked(cls, tokens: float | None, gpus: int | None, price: float | None) -> Budget | None:
+        """None if nothing was asked for; a `UserError` if too little was."""
+        if tokens is None and gpus is None and price is None:
+            return None
+        if tokens is None or gpus is None:
+            raise UserError("a run's cost needs --tokens and --gpus", "for example --tokens 1e12 --gpus 256 --price 2.5")
+        return cls(tokens, gpus, price)
+
+    def at(self, price: float | None) -> Budget:
+        """At another price."""
+        return replace(self, price=price)
 
     def replicas(self, run: RunSpec) -> int:
         """How many copies of the model the GPUs hold; experts are shared among `ep` of them."""
@@ -49,8 +63,28 @@ class Cost:
     money: Interval | None
 
 
+def prices(text: str) -> Mapping[str, float] | float:
+    """One price for every GPU, or one for each by its name.
+
+    >>> prices("2.5"), prices("h200=2.5, b300=4")
+    (2.5, {'h200': 2.5, 'b300': 4.0})
+    """
+    found: dict[str, float] = {}
+    try:
+        if "=" not in text:
+            return float(text)
+        for part in text.split(","):
+            name, _, price = part.partition("=")
+            found[name.strip().lower()] = float(price)
+    except ValueError:
+        raise UserError(
+            f"--price {shown(text)} is no price", "for one GPU and one hour: --price 2.5, or --price h200=2.5,b300=4"
+        ) from None
+    return found
+
+
 def cost(step: Interval, run: RunSpec, budget: Budget) -> Cost:
-    """Every GPU computes all the time: communication, pipeline bubbles and restarts are not in it.
+    """Every GPU computes all the time. What is not in the step (measured, that is communication) is not in it; nor are restarts.
 
     >>> run = RunSpec(micro_batch_size=1, sequence_length=1000)
     >>> found = cost(Interval(100.0, 99.0, 101.0), run, Budget(tokens=8.64e9, gpus=10, price=2.0))

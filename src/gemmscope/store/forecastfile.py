@@ -15,6 +15,7 @@ from gemmscope.forecast.training import product_format
 from gemmscope.measure.stats import Interval
 from gemmscope.recipe.recipes import recipe
 from gemmscope.step.answer import StepAnswer
+from gemmscope.step.cost import Cost
 from gemmscope.store.benchfile import (
     IntervalRecord,
     MemoryRecord,
@@ -28,7 +29,7 @@ from gemmscope.store.benchfile import (
     total_records,
 )
 from gemmscope.store.runfile import ModelRecord, Record, RunRecord
-from gemmscope.store.stepfile import LevelRecord
+from gemmscope.store.stepfile import CostRecord, LevelRecord, cost_record
 
 
 class StepForecastRecord(Record):
@@ -42,6 +43,7 @@ class StepForecastRecord(Record):
     parts_ms: dict[str, float] = Field(default={}, description="milliseconds of each part of the step")
     waterfall: list[LevelRecord]
     verdict: str
+    cost: CostRecord | None = None
 
 
 class GpuForecastRecord(Record):
@@ -115,7 +117,7 @@ def basis_of(report: ForecastFindings) -> list[str]:
     return [gemm_model().basis(chip, fmt, state, in_training=True).words for fmt in dict.fromkeys(formats)]
 
 
-def gpu_record(report: ForecastFindings, answer: StepAnswer | None) -> GpuForecastRecord:
+def gpu_record(report: ForecastFindings, answer: StepAnswer | None, costs: Mapping[str, Cost]) -> GpuForecastRecord:
     """One GPU's tables."""
     return GpuForecastRecord(
         gpu=report.chip.name,
@@ -126,12 +128,12 @@ def gpu_record(report: ForecastFindings, answer: StepAnswer | None) -> GpuForeca
         speedups=list(speedup_records(report)),
         totals=[] if report.bare else list(total_records(report)),
         memory=memory_records(report),
-        step=_steps(answer) if answer is not None else [],
+        step=_steps(answer, costs) if answer is not None else [],
         not_possible=dict(answer.failures) if answer is not None else {},
     )
 
 
-def _steps(answer: StepAnswer) -> list[StepForecastRecord]:
+def _steps(answer: StepAnswer, costs: Mapping[str, Cost]) -> list[StepForecastRecord]:
     return [
         StepForecastRecord(
             recipe=each.recipe,
@@ -145,6 +147,7 @@ def _steps(answer: StepAnswer) -> list[StepForecastRecord]:
                 for level in (each.waterfall.levels if each.waterfall is not None else ())
             ],
             verdict=each.words,
+            cost=cost_record(costs[each.recipe]) if each.recipe in costs else None,
         )
         for each in answer.recipes
     ]

@@ -30,7 +30,7 @@ class LevelRecord(Record):
 
 
 class CostRecord(Record):
-    """Of the whole run, without communication."""
+    """Of the whole run: where the step was measured without communication, where it is forecast with it."""
 
     days: IntervalRecord
     gpu_hours: IntervalRecord
@@ -209,10 +209,13 @@ def _recipe(each: RecipeAnswer, cost: Cost | None) -> RecipeRecord:
         )
         if verified is not None
         else None,
-        cost=CostRecord(days=interval_record(cost.days), gpu_hours=interval_record(cost.gpu_hours), money=_maybe(cost.money))
-        if cost is not None
-        else None,
+        cost=cost_record(cost) if cost is not None else None,
     )
+
+
+def cost_record(cost: Cost) -> CostRecord:
+    """As it is written to disk."""
+    return CostRecord(days=interval_record(cost.days), gpu_hours=interval_record(cost.gpu_hours), money=_maybe(cost.money))
 
 
 def _recommendation(found: Recommendation, pasted: Mapping[str, str]) -> RecommendationRecord:

@@ -6,11 +6,12 @@ from gemmscope.recipe.recipes import BASELINE
 from gemmscope.report.page.doubts import findings
 from gemmscope.report.page.facts import batch_facts, command_facts, subject
 from gemmscope.report.page.from_bench import answer_of, memory_table
-from gemmscope.report.page.from_step import step_bars, waterfall
+from gemmscope.report.page.from_step import costs_table, step_bars, waterfall
 from gemmscope.report.page.parts import Cell, Curve, Estimate, Finding, Gain, Point, RunPart, Subject, Table, noted
 from gemmscope.report.page.rows import Rows, bars, curves, gains, modes_table, ops_table
 from gemmscope.store.forecastfile import ForecastFile, GpuForecastRecord, PointRecord, StepForecastRecord, SweepRecord
 
+WITHOUT_RESTARTS = "FORECAST. Every GPU computes all the time, or waits for the others; restarts are not in it."
 NOT_MEASURED = "FORECAST: nothing here was measured on this GPU; intervals are 90% error bars"
 
 
@@ -37,7 +38,7 @@ def _part(file: ForecastFile, gpu: GpuForecastRecord, name: str) -> RunPart:
         curves=curves(found),
         modes=modes_table(found),
         ops=(*_steps(gpu.step), *((ops_table(found),) if gpu.rows else ())),
-        tables=memory_table(gpu.memory),
+        tables=(*costs_table({each.recipe: each.cost for each in gpu.step}, WITHOUT_RESTARTS), *memory_table(gpu.memory)),
         gains=(
             *(Gain("training step", each.recipe, Estimate.of(each.speedup)) for each in gpu.step if each.speedup),
             *gains(found),

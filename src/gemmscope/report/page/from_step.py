@@ -34,7 +34,7 @@ from gemmscope.step.breakeven import AtBatch
 from gemmscope.step.breakeven import words as break_even_words
 from gemmscope.step.waterfall import NOT_RUNNING, ROWS, place
 from gemmscope.store.benchfile import IntervalRecord
-from gemmscope.store.stepfile import LevelRecord, RecipeRecord, StepFile, VariantRecord
+from gemmscope.store.stepfile import CostRecord, LevelRecord, RecipeRecord, StepFile, VariantRecord
 
 MOST_KERNELS = 4  # of one row in a hover
 COLUMNS = ("Step ms", "Tokens/s", "Model TFLOP/s", "Speedup [95%]", "GPU busy ms", "Launching ms", "Peak memory")
@@ -63,7 +63,7 @@ def from_step(file: StepFile, name: str) -> RunPart:
         waterfalls=tuple(waterfall(each.recipe, each.waterfall, each.verdict) for each in file.recipes if each.waterfall),
         curves=_break_even(file),
         ops=(_table(file.recipes),),
-        tables=(*_verified(file.recipes), *_costs(file.recipes)),
+        tables=(*_verified(file.recipes), *costs_table({each.recipe: each.cost for each in file.recipes}, WITHOUT)),
         gains=tuple(
             Gain("training step", each.recipe, Estimate.of(each.speedup))
             for each in file.recipes
@@ -243,15 +243,18 @@ def _verified(recipes: Sequence[RecipeRecord]) -> tuple[Table, ...]:
     return (Table("Predicted against the real model", columns, tuple(rows)),) if rows else ()
 
 
-def _costs(recipes: Sequence[RecipeRecord]) -> tuple[Table, ...]:
-    rows = []
-    for each in recipes:
-        if each.cost is not None:
-            amounts = (each.cost.days, each.cost.gpu_hours, each.cost.money)
-            rows.append((Cell(each.recipe), *(_amount(found) for found in amounts)))
+WITHOUT = "Every GPU computes all the time; communication is not in it."
+
+
+def costs_table(costs: Mapping[str, CostRecord | None], words: str) -> tuple[Table, ...]:
+    """What a run costs in each recipe, if that was asked."""
+    rows = tuple(
+        (Cell(name), *(_amount(found) for found in (cost.days, cost.gpu_hours, cost.money)))
+        for name, cost in costs.items()
+        if cost is not None
+    )
     columns = {"Recipe": False, "Days": True, "GPU-hours": True, "Money": True}
-    words = "Every GPU computes all the time; communication is not in it."
-    return (Table("The whole run", columns, tuple(rows), words),) if rows else ()
+    return (Table("The whole run", columns, rows, words),) if rows else ()
 
 
 def _amount(found: IntervalRecord | None) -> Cell:
