@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -200,7 +201,8 @@ def test_a_closed_pipe_is_no_error() -> None:
 def test_a_full_disk_is_one_message(arguments: str) -> None:
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "gemmscope", *arguments.split()]
-        child = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+        child = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=buffered, check=False)
     assert child.returncode == 2
     assert "cannot be written" in child.stderr
     assert "Traceback" not in child.stderr

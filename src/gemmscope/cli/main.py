@@ -60,7 +60,11 @@ def main() -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that lacks a letter shows a question mark, and the rest
     try:
-        app()
+        try:
+            app()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # while it can still be said that this fails
     except UserError as error:
         _complain(error.message, error.hint)
         sys.exit(2)
