@@ -31,8 +31,8 @@ ACTIVATIONS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
 def activation_of(spec: MlpSpec) -> Callable[[torch.Tensor], torch.Tensor]:
     """Its activation as PyTorch and Hugging Face have it: `gelu` is the exact one, all others of its kind are the tanh one.
 
-    It matters where compiled casts compute it anew: in a rowwise step of torchao on an H200 the kernel that does so took 26 of 227
-    ms with the tanh one, 21 with the exact one.
+    It matters where compiled casts compute it anew: in a rowwise step of torchao on an H200 the kernel that does so took 26 of
+    227 ms with the tanh one, 21 with the exact one.
     """
     return ACTIVATIONS.get(activation_kind(spec.activation), lambda x: functional.gelu(x, approximate="tanh"))
 
