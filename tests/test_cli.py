@@ -360,3 +360,10 @@ def test_the_architecture_hints_at_a_known_type(run: Run, tmp_path: Path, monkey
     outcome = run(f"shapes --config {path} {BATCH}")
     assert outcome.code == 2
     assert 'say "model_type": "deepseek_v3"' in outcome.err
+
+
+def test_the_keys_hint_at_a_known_type(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that is like another by chance does not: frob is no roberta."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    path = config_file(tmp_path, {"model_type": "frob", "num_key_value_heads": 2, **SMALL})
+    assert 'say "model_type": "llama"' in run(f"shapes --config {path} {BATCH}").err

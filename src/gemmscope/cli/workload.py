@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from gemmscope.cli.output import say
-from gemmscope.errors import UserError, closest, shown
+from gemmscope.errors import UserError, shown
 from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import RunSpec
 
@@ -69,16 +69,16 @@ def _trace(source: ModelSource, run: RunSpec) -> Trace:
 
 
 def _trace_unknown(config: Mapping[str, Any], run: RunSpec) -> Trace:
-    """Trace a model type without closed form; if that fails, say which known type the name is like."""
-    from gemmscope.model.families import known_model_types, named_by_architecture
+    """Trace a model type without closed form; if that fails, say which known type it is probably built like."""
+    from gemmscope.model.families import built_like, known_model_types
     from gemmscope.workload.trace import trace_huggingface
 
     try:
         return trace_huggingface(config, run)
     except UserError as error:
         given = str(config.get("model_type"))
-        similar = [named] if (named := named_by_architecture(config)) else closest(given.lower(), known_model_types())
-        hint = f'if it is built alike, say "model_type": "{similar[0]}"; ' if similar and given not in known_model_types() else ""
+        similar = built_like(config) if given not in known_model_types() else ""
+        hint = f'if it is built alike, say "model_type": "{similar}"; ' if similar else ""
         message = f"model_type {shown(given)} has no closed form here, so it must be traced: {error.message}"
         raise UserError(message, hint + error.hint) from error
 

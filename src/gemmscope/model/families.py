@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from gemmscope.errors import UserError, shown
+from gemmscope.errors import UserError, closest, shown
 from gemmscope.toml import load_data
 
 _NOT_FAMILIES = frozenset({"decoder", "encoder", "gpt"})  # starting points for the others
@@ -49,6 +49,27 @@ def named_by_architecture(config: Mapping[str, Any]) -> str:
     first = str(listed[0]) if isinstance(listed, list) and listed else ""
     wanted = first.partition("For")[0].lower()
     return next((name for name in known_model_types() if wanted and re.sub(r"[_-]", "", name) == wanted), "")
+
+
+# What a config of an unknown type says with the keys it has: the first of these that is there.
+TELLING_KEYS = {
+    "n_routed_experts": "deepseek_v3",
+    "num_local_experts": "mixtral",
+    "num_experts": "qwen3_moe",
+    "num_key_value_heads": "llama",
+}
+
+
+def built_like(config: Mapping[str, Any]) -> str:
+    """The known model type that an unknown one is probably built like: by its architecture, its name or its keys; or empty.
+
+    >>> [built_like({"model_type": name, "num_key_value_heads": 8}) for name in ("gemma9", "frob")]
+    ['gemma', 'llama']
+    """
+    given = str(config.get("model_type")).lower()
+    by_name = [name for name in closest(given, known_model_types()) if name[:3] == given[:3]]
+    by_keys = [name for key, name in TELLING_KEYS.items() if key in config]
+    return next(iter([*filter(None, [named_by_architecture(config)]), *by_name, *by_keys]), "")
 
 
 @cache
