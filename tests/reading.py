@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from gemmscope.errors import UserError
@@ -20,3 +23,14 @@ def checked(reader: Any, text: str) -> ModelSource | None:
     assert set(source.run_settings) <= set(RUN_SETTINGS)
     RunSpec(**{"micro_batch_size": 1, "sequence_length": 8, **source.run_settings})
     return source
+
+
+@contextmanager
+def in_little_memory() -> Iterator[None]:
+    """What a few lines of text blow up to must not be built."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < 50e6
+    finally:
+        tracemalloc.stop()
