@@ -11,7 +11,7 @@ import numpy as np
 
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent / "tests"))
-from recorded_bursts import MACHINES  # noqa: E402
+from support.recorded_bursts import MACHINES  # noqa: E402
 
 LENGTHS_MS = (300, 450, 600, 750)
 

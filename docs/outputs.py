@@ -28,7 +28,7 @@ sys.path[:0] = [str(DOCS), str(DOCS.parent / "tests")]
 import noise  # noqa: E402
 import recipe_tables  # noqa: E402
 import worked_example  # noqa: E402
-from recorded_steps import RECIPES, answered  # noqa: E402
+from support.recorded_steps import RECIPES, answered  # noqa: E402
 
 
 def step() -> str:

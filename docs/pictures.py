@@ -24,7 +24,7 @@ from gemmscope.workload.summary import totals
 IMAGES = Path(__file__).parent / "images"
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "tests")]
 import worked_example  # noqa: E402
-from run_files import put, recorded_step  # noqa: E402
+from support.run_files import put, recorded_step  # noqa: E402
 
 COMMAND = "gemmscope shapes --preset qwen3-30b-a3b --micro-batch-size 4 --sequence-length 4096 --tp 2 --sequence-parallel --ep 8"
 

@@ -9,10 +9,10 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from browser import CHROMIUM, Browser
+from support.browser import CHROMIUM, Browser
 from gemmscope.report.page.html import page
 from gemmscope.report.page.kinds import report_of
-from run_files import put, recorded_step
+from support.run_files import put, recorded_step
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import gemmscope as gs
 from gemmscope.forecast.sweep import rivals_of
-from gemmscope.measure.stats import Interval
+from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.report.bench import times_faster
 from gemmscope.report.page.markdown import pipe_table
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent / "tests"))
-from run_files import replayed_bench  # noqa: E402
+from support.run_files import replayed_bench  # noqa: E402
 
 MODES = ("autocast", "pre-quantized")
 BLACKWELL = {"b300": "B300", "b200": "B200"}

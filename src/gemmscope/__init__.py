@@ -1,9 +1,22 @@
 """gemmscope: what FP8, MXFP8 and NVFP4 will do for your model on your GPU, before you pay for the run."""
 
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
 
-from gemmscope.api import Job, Model, Result, load
-from gemmscope.errors import UserError
-from gemmscope.explain.record import trace_me
+if TYPE_CHECKING:
+    from gemmscope.api import Job, Model, compare, explain, load, read, report
+    from gemmscope.errors import UserError
+    from gemmscope.explain.record import trace_me
 
-__all__ = ["Job", "Model", "Result", "UserError", "__version__", "load", "trace_me"]
+__all__ = ["Job", "Model", "UserError", "__version__", "compare", "explain", "load", "read", "report", "trace_me"]
+
+
+def __getattr__(name: str) -> Any:
+    """Names of the Python API, loaded when they are first used: the command line needs none of them."""
+    from importlib import import_module
+
+    if name not in __all__:
+        raise AttributeError(f"module 'gemmscope' has no attribute {name!r}")
+    where = {"UserError": "gemmscope.errors", "trace_me": "gemmscope.explain.record"}.get(name, "gemmscope.api")
+    return getattr(import_module(where), name)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Iterable
 
 
 class UserError(Exception):
-    """What was given and what is wrong with it (`message`), and what to type instead (`hint`)."""
+    """What was given and what is wrong with it (`message`), and what to type instead (`hint`).
+
+    Arguments are named with `option`, so that the command line says `--tp 2` where Python says `tp=2`.
+    """
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -15,7 +19,29 @@ class UserError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        return f"{self.message}\n{self.hint}" if self.hint else self.message
+        return in_python(f"{self.message}\n{self.hint}" if self.hint else self.message)
+
+
+def option(name: str, value: object = None) -> str:
+    """An argument inside a message, spelled later for the command line or for Python.
+
+    >>> in_shell(option("micro_batch_size", 4)), in_python(option("micro_batch_size", 4)), in_shell(option("tp"))
+    ('--micro-batch-size 4', 'micro_batch_size=4', '--tp')
+    """
+    return f"‹{name}›" if value is None else f"‹{name}={value}›"
+
+
+_OPTION = re.compile("‹([^‹›=]+)(?:=([^‹›]*))?›")
+
+
+def in_shell(text: str) -> str:
+    """The text with its arguments as options of the command line."""
+    return _OPTION.sub(lambda found: f"--{found[1].replace('_', '-')}" + (f" {found[2]}" if found[2] else ""), text)
+
+
+def in_python(text: str) -> str:
+    """The text with its arguments as Python spells them."""
+    return _OPTION.sub(lambda found: found[1] + (f"={found[2]}" if found[2] else ""), text)
 
 
 def closest(given: str, known: Iterable[str], how_many: int = 3) -> list[str]:

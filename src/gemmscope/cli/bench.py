@@ -105,9 +105,9 @@ def campaign_of(
 ) -> tuple[Campaign, Journal]:
     """The campaign that measures a target, and the journal it writes."""
     from gemmscope.measure.campaign import Campaign
-    from gemmscope.measure.task import tasks_of
     from gemmscope.recipe.recipes import recipes
     from gemmscope.store.journal import Journal, state_folder
+    from gemmscope.workload.cases import tasks_of
 
     same = {name: other for name, each in recipes().items() if (other := each.same_kernels_as)}
     journal = Journal(state_folder() / "journal.sqlite3")
@@ -139,7 +139,7 @@ def measured_of(
 
 def bare_target(model: ModelOptions, run: RunOptions, shapes: str | None, *, on_cpu: bool) -> Target | None:
     """Bare products, where shapes are named or nothing is; None where a model is."""
-    from gemmscope.measure.task import bare_products
+    from gemmscope.workload.cases import bare_products
 
     named = [*model.ways(), *(f"--{name.replace('_', '-')}" for name in run.typed())]
     if not named:
@@ -156,7 +156,7 @@ def bare_target(model: ModelOptions, run: RunOptions, shapes: str | None, *, on_
 
 def model_target(source: ModelSource, run: RunSpec, overridden: list[str]) -> Target:
     """The model's linears."""
-    from gemmscope.measure.task import cases_of
+    from gemmscope.workload.cases import cases_of
 
     subject = subject_of(source, run, overridden)
     linears, notes = linears_of(subject.workload)

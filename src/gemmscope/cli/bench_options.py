@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from gemmscope.measure.campaign import Counts, Settings
     from gemmscope.measure.sampler import StoppingRule
-    from gemmscope.measure.task import Mode
+    from gemmscope.workload.cases import Mode
 
 Shape = tuple[int, int, int]
 
@@ -117,7 +117,7 @@ class RecipeOptions:
 
     def modes(self) -> list[Mode]:
         """Both, or the one that was asked for."""
-        from gemmscope.measure.task import MODES
+        from gemmscope.workload.cases import MODES
 
         if self.pre_quantize and self.autocast_only:
             raise UserError(

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from gemmscope.gpu.environment import Environment
     from gemmscope.measure.campaign import Campaign
     from gemmscope.measure.findings import Findings, Layer
-    from gemmscope.measure.task import Case
     from gemmscope.report.shapes import Table
     from gemmscope.store.benchfile import BenchFile
     from gemmscope.store.journal import Journal
+    from gemmscope.workload.cases import Case
 
 
 def load_reporting() -> None:

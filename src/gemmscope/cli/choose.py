@@ -16,7 +16,7 @@ from gemmscope.errors import UserError, shown
 
 if TYPE_CHECKING:
     from gemmscope.gpu.environment import Environment, GpuFacts
-    from gemmscope.measure.task import Mode
+    from gemmscope.workload.cases import Mode
 
 # Backend → the packages it needs, in the order of preference.
 PACKAGES = {

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from gemmscope.forecast.linears import Adjustment
     from gemmscope.forecast.sweep import Configuration, Point
     from gemmscope.gpu.specs import GpuSpec
-    from gemmscope.measure.task import Mode
     from gemmscope.model.spec import ModelSpec, RunSpec
     from gemmscope.step.answer import StepAnswer
     from gemmscope.step.cost import Budget, Cost
+    from gemmscope.workload.cases import Mode
 
 EXAMPLES = """\b
 Examples:

@@ -1,42 +1,66 @@
-"""`gemmscope`: gathers the commands, and turns every wrong input into one message and exit code 2."""
+"""`gemmscope`: the commands, and one message with exit code 2 for every invalid input."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from gemmscope import __version__
-from gemmscope.cli import bench, calibrate, compare, doctor, explain, forecast, report, shapes, step, trace_me
-from gemmscope.cli.bench_options import BenchCommand
-from gemmscope.errors import UserError
+from gemmscope.errors import UserError, in_shell
+
+COMMANDS = {
+    "shapes": "List the GEMMs of one training step, with their FLOPs.",
+    "bench": "Time a model's linears in every precision on this GPU.",
+    "step": "Predict the training step in every precision on this GPU.",
+    "forecast": "Forecast linears and the training step on GPUs you do not have.",
+    "calibrate": "Measure this GPU, so that forecasts for it are based on it.",
+    "explain": "Explain from a profiler trace why a training step is not faster.",
+    "trace-me": "Print the lines that record such a trace.",
+    "compare": "Compare run files: faster, slower, or too close to call.",
+    "report": "Make one self-contained page from run files.",
+    "doctor": "Check what this machine can measure, and why not the rest.",
+}
+SETTINGS: dict[str, Any] = {
+    "help_option_names": ["-h", "--help"],
+    "token_normalize_func": lambda token: token.replace("_", "-"),  # --hidden_size and --hidden-size are the same option
+}
+
+
+class LazyGroup(TyperGroup):
+    """Imports a command's module when that command is called."""
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
+        if cmd_name not in COMMANDS:
+            return None
+        module = import_module(f"gemmscope.cli.{cmd_name.replace('-', '_')}")
+        made = typer.Typer(rich_markup_mode=None, context_settings=SETTINGS, add_completion=False)
+        made.command(cmd_name, cls=getattr(module, "Command", None), epilog=module.EXAMPLES)(module.command)
+        return typer.main.get_command(made)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
 
 app = typer.Typer(
     name="gemmscope",
+    cls=LazyGroup,
     help="What FP8, MXFP8 and NVFP4 will do for your transformer's training on your GPU, before you pay for the run.",
     epilog="\b\nStart with:\n  gemmscope shapes --preset llama-3.1-8b --micro-batch-size 1 --sequence-length 8192",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help: never cut short, and in half the time
-    # --hidden_size and --hidden-size are the same option
-    context_settings={
-        "help_option_names": ["-h", "--help"],
-        "token_normalize_func": lambda token: token.replace("_", "-"),
-    },
+    context_settings=SETTINGS,
 )
-app.command("shapes", epilog=shapes.EXAMPLES)(shapes.command)
-app.command("bench", cls=BenchCommand, epilog=bench.EXAMPLES)(bench.command)
-app.command("step", epilog=step.EXAMPLES)(step.command)
-app.command("forecast", epilog=forecast.EXAMPLES)(forecast.command)
-app.command("calibrate", epilog=calibrate.EXAMPLES)(calibrate.command)
-app.command("explain", epilog=explain.EXAMPLES)(explain.command)
-app.command("trace-me", epilog=trace_me.EXAMPLES)(trace_me.command)
-app.command("compare", epilog=compare.EXAMPLES)(compare.command)
-app.command("report", epilog=report.EXAMPLES)(report.command)
-app.command("doctor", epilog=doctor.EXAMPLES)(doctor.command)
 
 
 def _print_version(wanted: bool) -> None:
@@ -55,18 +79,18 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0 done, 1 a check found differences, 2 wrong input or output, 130 interrupted."""
+    """Run the command line. Exit codes: 0 success, 1 a check failed, 2 invalid input or output, 130 interrupted."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that lacks a letter shows a question mark, and the rest
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character shows a question mark
     try:
         try:
             app()
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()  # while it can still be said that this fails
+                sys.stdout.flush()  # while an error can still be reported
     except UserError as error:
-        _complain(error.message, error.hint)
+        _complain(in_shell(error.message), in_shell(error.hint))
         sys.exit(2)
     except KeyboardInterrupt:
         _complain("interrupted")
@@ -80,7 +104,7 @@ def run() -> None:
     """The program: `main` in a process of its own."""
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `gemmscope … | head` ends as other tools do
-    for name in ("SIGTERM", "SIGHUP"):  # so that processes and folders made on the way go with us; nohup's wish is left alone
+    for name in ("SIGTERM", "SIGHUP"):  # exit normally, so that worker processes and temporary folders go too; nohup is respected
         ending = getattr(signal, name, None)
         if ending is not None and signal.getsignal(ending) == signal.SIG_DFL:
             signal.signal(ending, lambda number, _: sys.exit(128 + number))
@@ -90,7 +114,7 @@ def run() -> None:
 def _complain(message: str, hint: str = "") -> None:
     if sys.stderr is None:
         return
-    colour = "red" if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else None
-    typer.secho(f"gemmscope: {message}", err=True, fg=colour)
+    color = "red" if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else None
+    typer.secho(f"gemmscope: {message}", err=True, fg=color)
     if hint:
         typer.echo(f"  {hint}", err=True)

@@ -10,14 +10,16 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
-from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from gemmscope.errors import UserError, closest
-from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import RunSpec
+from gemmscope import app
+from gemmscope.errors import UserError, option
+
+if TYPE_CHECKING:
+    from gemmscope.app.model import ModelRun
+    from gemmscope.model.source import ModelSource
 
 Result = TypeVar("Result")
 
@@ -115,78 +117,19 @@ class ModelOptions:
         typer.Option("--gated-mlp", help="With the sizes: a gated MLP (SwiGLU) instead of a plain one."),
     ] = False
 
-    _REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
-
-    def sizes(self) -> dict[str, int]:
-        """The plain hyperparameters that were typed."""
-        names = (*self._REQUIRED, "num_key_value_heads", "head_dim", "vocab_size")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-
-    def ways(self) -> list[str]:
-        """How the model is named: one way is right."""
-        sizes = self.sizes()
-        ways = [f"--{name}" for name in ("config", "preset", "module") if getattr(self, name) is not None]
-        if sizes or self.gated_mlp:
-            ways.append(", ".join(f"--{name.replace('_', '-')}" for name in sizes) or "--gated-mlp")
-        return ways
+    def given(self) -> dict[str, Any]:
+        """The options that were given."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value not in (None, False)}
 
     def files(self) -> list[str]:
-        """What is read to know the model: never to be written over."""
+        """The files that describe the model: never to be overwritten."""
         module = [self.module.rpartition(":")[0]] if self.module is not None else []
         return [*([self.config, f"{self.config}/config.json"] if self.config is not None else []), *module]
 
-    def source(self) -> ModelSource:
-        """The model that was named; a `UserError` if none was, or more than one."""
-        ways = self.ways()
-        if not ways:
-            raise UserError(
-                "no model is named",
-                "give --preset NAME, --config PATH, --module FILE.py:FACTORY, or the sizes: "
-                + " ".join(f"--{name.replace('_', '-')} N" for name in self._REQUIRED),
-            )
-        if len(ways) > 1:
-            raise UserError(f"the model is named in {len(ways)} ways at once: {' and '.join(ways)}", "keep one of them")
-        if self.module is not None:
-            return ModelSource(origin=self.module, model=None, module=self.module)
-        if self.preset is not None:
-            from gemmscope.model import presets
-
-            return presets.load(self.preset)
-        if self.config is not None:
-            return _from_config(self.config)
-        return self._from_sizes(self.sizes())
-
-    def _from_sizes(self, sizes: dict[str, int]) -> ModelSource:
-        from gemmscope.model.flags import from_hyperparameters
-
-        missing = [f"--{name.replace('_', '-')}" for name in self._REQUIRED if name not in sizes]
-        if missing:
-            raise UserError(f"the sizes are not complete: {', '.join(missing)} missing", f"add {' N '.join(missing)} N")
-        model = from_hyperparameters(
-            hidden_size=sizes["hidden_size"],
-            intermediate_size=sizes["intermediate_size"],
-            num_attention_heads=sizes["num_attention_heads"],
-            num_hidden_layers=sizes["num_hidden_layers"],
-            num_key_value_heads=self.num_key_value_heads,
-            head_dim=self.head_dim,
-            vocab_size=self.vocab_size,
-            gated=self.gated_mlp,
-        )
-        return ModelSource(origin="command line", model=model)
-
-
-def _from_config(config: str) -> ModelSource:
-    """What --config names; if that is nothing, perhaps a preset was meant."""
-    from gemmscope.model import presets
-    from gemmscope.model.read import read_config
-
-    try:
-        return read_config(config)
-    except UserError as error:
-        similar = closest(config, presets.names(), 1) if len(config) < 100 and not Path(config).exists() else []
-        if not similar:
-            raise
-        raise UserError(error.message, f"did you mean --preset {similar[0]}? {error.hint}") from error
+    def load(self) -> ModelSource:
+        """The model that was named."""
+        return app.model.load_model(**self.given())
 
 
 @dataclass(frozen=True)
@@ -226,43 +169,20 @@ class RunOptions:
         ),
     ] = None
 
-    def typed(self) -> dict[str, Any]:
+    def given(self) -> dict[str, Any]:
         """The options that were given."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) is not None}
+        values = {field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) is not None}
+        return values | ({"pp_layers": _numbers(values["pp_layers"])} if "pp_layers" in values else {})
 
-    def run_spec(self, source: ModelSource) -> tuple[RunSpec, list[str]]:
-        """The run: options first, then what the model's file says. Also notes on what was overridden."""
-        typed = self.typed()
-        if "pp_layers" in typed:
-            typed["pp_layers"] = _numbers(typed["pp_layers"])
-        notes = [
-            f"{name} = {value} as typed; {source.origin} says {source.run_settings[name]}"
-            for name, value in typed.items()
-            if name in source.run_settings and source.run_settings[name] != value
-        ]
-        settings = {**source.run_settings, **typed}
-        missing = [name for name in ("micro_batch_size", "sequence_length") if name not in settings]
-        if missing:
-            options = [f"--{name.replace('_', '-')}" for name in missing]
-            raise UserError(
-                f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not given, and {source.origin} does not say",
-                f"add {' N '.join(options)} N",
-            )
-        of_file = {"tp": 1, "cp": 1, "pp": 1, **source.run_settings}
-        changed = {name for name in typed if of_file.get(name, typed[name]) != typed[name]}
-        if "pp" in changed and "pp_layers" not in typed:
-            settings.pop("pp_layers", None)  # the file's split belongs to the file's number of stages
-        belongs_to_file = {"micro_batch_size", "tp", "cp", "pp"} & changed and "gradient_accumulation" not in typed
-        if belongs_to_file and settings.pop("gradient_accumulation", 1) != 1:
-            notes.append(
-                "micro-batches per step are counted as 1: the file's number belongs to the file's batch and parallel sizes; "
-                "give yours with --gradient-accumulation"
-            )
-        return RunSpec(**settings), notes
+    def of(self, source: ModelSource) -> ModelRun:
+        """How this model is run: these options first, then what the model's file says."""
+        return app.model.model_run(source, **self.given())
 
 
 def _numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise UserError(f"--pp-layers {text!r} is not a list of whole numbers", "for example --pp-layers 16,15,15,15") from None
+        raise UserError(
+            f"{option('pp_layers')} must be a list of whole numbers, got {text!r}", f"for example {option('pp_layers', '16,15,15,15')}"
+        ) from None

@@ -1,19 +1,94 @@
-"""Where results go: a path, or `-` for standard output."""
+"""Where results go: files first, then the terminal. A file that cannot be written costs neither the others nor the terminal."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gemmscope.errors import UserError
+from gemmscope import app, writers
+from gemmscope.errors import UserError, option, shown
+
+if TYPE_CHECKING:
+    from gemmscope.results.base import Result
+
+FIGURE_ENDINGS = (".png", ".svg", ".pdf", ".eps", ".jpg", ".webp")
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """Where a result goes."""
+
+    json: Annotated[str | None, typer.Option(metavar="PATH|-", help="Write the result as JSON.")] = None
+    csv: Annotated[str | None, typer.Option(metavar="PATH|-", help="Write every table as CSV, numbers not rounded.")] = None
+    markdown: Annotated[str | None, typer.Option(metavar="PATH|-", help="Write everything as Markdown.")] = None
+    detail: Annotated[bool, typer.Option("--detail", help="Print every table and note, not only the short view.")] = False
+
+    def targets(self) -> dict[str, str]:
+        """The outputs that were requested: option → path."""
+        places = {"json": self.json, "csv": self.csv, "markdown": self.markdown}
+        return {name: place for name, place in places.items() if place is not None}
+
+
+@dataclass(frozen=True)
+class FigureOptions(OutputOptions):
+    """Where a result with charts goes."""
+
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", metavar="PATH", help="Draw the main charts (.png, .svg, .pdf).")
+    ] = None
+
+    def targets(self) -> dict[str, str]:
+        """With the figure, whose ending must be one that can be drawn."""
+        if self.output is None:
+            return super().targets()
+        if not self.output.lower().endswith(FIGURE_ENDINGS):
+            raise UserError(
+                f"{option('output')} {shown(self.output)} is not a figure file: it must end in {', '.join(FIGURE_ENDINGS)}",
+                "for example -o bench.png",
+            )
+        return {**super().targets(), "output": self.output}
+
+
+def typed_command() -> str:
+    """The command line that is running."""
+    return app.result.command_line(sys.argv[1:])
+
+
+def deliver(result: Result, outputs: OutputOptions, if_lost: Callable[[], str] = lambda: "") -> None:
+    """Write the files that were requested and print the result, unless a file went to standard output.
+
+    `if_lost` is called when a file could not be written, and says how to get the result nevertheless.
+    """
+    document = app.result.document(result)
+    texts: dict[str, Callable[[], str]] = {
+        "json": result.to_json,
+        "csv": lambda: writers.csv.csv_text(document),
+        "markdown": lambda: writers.markdown.markdown([document]),
+    }
+    failures = []
+    for name, place in outputs.targets().items():
+        try:
+            if name == "output":
+                writers.figure.save_figure(document, place)
+                say(f"wrote {place}")
+            else:
+                write(place, texts[name]())
+        except UserError as error:
+            failures.append(error)
+    if "-" not in outputs.targets().values():
+        writers.terminal.show(document, detail=outputs.detail)
+    if failures:
+        raise UserError(failures[0].message, if_lost() or failures[0].hint)
 
 
 def write(where: str, text: str) -> None:
-    """Write a result; a file is announced on standard error."""
+    """Write a result to a path, or to standard output for `-`; a file is announced on standard error."""
     if where == "-":
         sys.stdout.write(text)
         return
@@ -25,18 +100,18 @@ def write(where: str, text: str) -> None:
 
 
 def check_targets(named: Mapping[str, str], reads: Iterable[str] = ()) -> None:
-    """Before long work: a `UserError` if an option's result could not be written to where it says, or would be written over
-    something that is read. Nothing is created."""
-    places = {option: os.path.realpath(where) if where != "-" else where for option, where in named.items()}
+    """Reject output paths that cannot be written, or that would overwrite an input file, before long work. Nothing is created."""
+    places = {name: os.path.realpath(where) if where != "-" else where for name, where in named.items()}
     if len(set(places.values())) < len(places):
-        raise UserError(f"two outputs to one place: {', '.join(named.values())}", f"give {', '.join(named)} each its own")
-    read = {os.path.realpath(path) for path in reads}
-    for option, where in named.items():
-        if places[option] in read:
-            raise UserError(f"{option} {where} would overwrite what is read", "name another file")
+        listed = ", ".join(map(option, named))
+        raise UserError(f"two outputs go to the same place: {', '.join(named.values())}", f"give {listed} a path each")
+    inputs = {os.path.realpath(path) for path in reads}
+    for name, where in named.items():
+        if places[name] in inputs:
+            raise UserError(f"{option(name)} {where} would overwrite an input file", "name another file")
         reason = "" if where == "-" else _why_not_writable(Path(where))
         if reason:
-            raise UserError(f"{option} {where} cannot be written: {reason}", "name a file in a folder that can be written")
+            raise UserError(f"{option(name)} {where} cannot be written: {reason}", "name a file in a folder that can be written")
 
 
 def _why_not_writable(path: Path) -> str:
@@ -50,11 +125,6 @@ def _why_not_writable(path: Path) -> str:
         return str(getattr(error, "strerror", None) or error)
 
 
-def interrupted(*, measured: bool) -> str:
-    """What Ctrl-C left."""
-    return "interrupted: what was measured stands below" if measured else "interrupted before anything was measured"
-
-
 def say(text: str) -> None:
-    """A word to the person, beside the result."""
+    """A line for the person, beside the result."""
     typer.echo(text, err=True)

@@ -16,7 +16,7 @@ from gemmscope.model.spec import RunSpec
 
 if TYPE_CHECKING:
     from gemmscope.measure.findings import Layer
-    from gemmscope.measure.task import Case
+    from gemmscope.workload.cases import Case
     from gemmscope.workload.derive import Workload
     from gemmscope.workload.ops import Linear
     from gemmscope.workload.trace import Trace
@@ -123,7 +123,7 @@ def _told_apart(linears: list[Linear]) -> list[Linear]:
 def layer_of(linears: list[Linear], cases: list[Case]) -> Layer | None:
     """One layer's share of the cases, where all have the same linears: what is no layer's (the head) has none."""
     from gemmscope.measure.findings import Layer
-    from gemmscope.measure.task import cases_of
+    from gemmscope.workload.cases import cases_of
     from gemmscope.workload.derive import EMBEDDING, HEAD, STEP
 
     kinds: dict[str, list[Linear]] = {}

@@ -24,11 +24,11 @@ from gemmscope.forecast.linears import Adjustment
 from gemmscope.forecast.training import product_format
 from gemmscope.gpu.specs import GpuSpec, gpus, spec_of
 from gemmscope.measure.findings import Findings
-from gemmscope.measure.task import Case
 from gemmscope.model.flags import from_hyperparameters
 from gemmscope.model.spec import RunSpec
 from gemmscope.recipe.recipes import recipe, recipes
 from gemmscope.step.waterfall import Row
+from gemmscope.workload.cases import Case
 
 VERSION = 2
 Pair = tuple[float, float]  # milliseconds, measured and forecast

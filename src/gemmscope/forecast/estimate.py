@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from math import exp, hypot, sqrt
 from typing import NamedTuple
 
-from gemmscope.measure.stats import Interval
+from gemmscope.interval import Interval
 
 
 class Estimate(NamedTuple):

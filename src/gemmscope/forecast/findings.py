@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from gemmscope.forecast.estimate import Estimate, ratio, total
 from gemmscope.forecast.linears import Forecaster, in_common
 from gemmscope.forecast.training import NEVER_QUANTIZED
+from gemmscope.interval import Interval
 from gemmscope.measure.attribution import quantization_by_pass
 from gemmscope.measure.breakdown import Breakdown
 from gemmscope.measure.findings import Findings, Layer
 from gemmscope.measure.results import Results
-from gemmscope.measure.stats import Interval
-from gemmscope.measure.task import Case, Mode
 from gemmscope.recipe.recipes import BASELINE, recipe
+from gemmscope.workload.cases import Case, Mode
 
 
 class ForecastFindings(Findings):

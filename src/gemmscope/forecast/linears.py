@@ -14,8 +14,8 @@ from gemmscope.forecast.gemm import LAYOUT_OF, GemmModel, State, chip_limit_ms, 
 from gemmscope.forecast.physics import Array, Shapes
 from gemmscope.forecast.training import Quantizing, doubt_of, facts, product_factor, product_format, quantizing
 from gemmscope.gpu.specs import GpuSpec
-from gemmscope.measure.task import Case
 from gemmscope.recipe.recipes import recipe
+from gemmscope.workload.cases import Case
 
 CALIBRATED_DOUBT = 0.03
 CALIBRATED_ROW_DOUBT = 0.06

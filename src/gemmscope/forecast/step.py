@@ -13,11 +13,11 @@ from gemmscope.forecast.comm import Communication, communication
 from gemmscope.forecast.estimate import Estimate, ratio, total
 from gemmscope.forecast.linears import Forecaster, in_common
 from gemmscope.forecast.training import NEVER_QUANTIZED, doubt_of, facts, op_ms
-from gemmscope.measure.task import Case
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.step.answer import RecipeAnswer, StepAnswer
 from gemmscope.step.waterfall import ROWS, Row, Waterfall, levels_of, verdict
+from gemmscope.workload.cases import Case
 from gemmscope.workload.derive import EMBEDDING, HEAD, Workload
 from gemmscope.workload.ops import GroupedLinear, Linear, Op, Optimizer
 from gemmscope.workload.summary import totals

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.step import StepForecast, launching_ms, speedup
+from gemmscope.interval import Interval
 from gemmscope.measure.findings import too_close
-from gemmscope.measure.stats import Interval
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.workload.derive import derive

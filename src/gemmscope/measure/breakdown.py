@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gemmscope.interval import Interval
 from gemmscope.measure.attribution import AttributionError, Parts, attribute, quantization_by_pass
 from gemmscope.measure.kernels import Evidence, KernelRun, evidence
 from gemmscope.measure.results import Results, TaskResult, added
-from gemmscope.measure.stats import Interval, time_interval
-from gemmscope.measure.task import Case, Mode
+from gemmscope.measure.stats import time_interval
 from gemmscope.recipe.recipes import recipe
+from gemmscope.workload.cases import Case, Mode
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from gemmscope.errors import UserError
 from gemmscope.measure.link import Link
 from gemmscope.measure.results import Results
 from gemmscope.measure.sampler import Group, StoppingRule
-from gemmscope.measure.task import MODES, Case, Mode, Task
 from gemmscope.recipe.recipes import BASELINE
+from gemmscope.workload.cases import MODES, Case, Mode, Task
 
 
 class Keeper(Protocol):

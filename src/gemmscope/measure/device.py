@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gemmscope.gpu.nvml import Gpu, open_nvml
-from gemmscope.measure.task import Task
+from gemmscope.workload.cases import Task
 
 
 def gpu_in_use() -> Gpu | None:

@@ -10,12 +10,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from gemmscope.interval import Interval
 from gemmscope.measure.breakdown import Breakdown, breakdown
 from gemmscope.measure.memory import Memory, memory
 from gemmscope.measure.results import Results
-from gemmscope.measure.stats import Interval, time_interval
-from gemmscope.measure.task import Case, Mode
+from gemmscope.measure.stats import time_interval
 from gemmscope.recipe.recipes import BASELINE, recipe
+from gemmscope.workload.cases import Case, Mode
 from gemmscope.workload.ops import PASSES
 
 

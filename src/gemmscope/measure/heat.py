@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 import torch
 
 from gemmscope.measure.backends.reference import OperandStore
-from gemmscope.measure.task import Case
 from gemmscope.measure.timer import start_profiler
+from gemmscope.workload.cases import Case
 
 _SIZE, _PRODUCTS = 8192, 40  # one run keeps the chip busy for some 60 ms, and leaves the interpreter free
 

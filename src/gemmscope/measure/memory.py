@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gemmscope.measure.task import Case
 from gemmscope.recipe.recipes import recipe
+from gemmscope.workload.cases import Case
 
 BF16_BYTES = 2
 CASTS_AGAIN = ("torchao",)  # these keep X and W as they are, and quantize them once more in backward

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gemmscope.measure.stats import Bursts, Interval, Noise, noise_of, pieces, ratio_interval
-from gemmscope.measure.task import Case, Mode, Task
+from gemmscope.interval import Interval
+from gemmscope.measure.stats import Bursts, Noise, noise_of, pieces, ratio_interval
 from gemmscope.recipe.recipes import BASELINE
+from gemmscope.workload.cases import Case, Mode, Task
 
 
 @dataclass

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 
+from gemmscope.interval import Interval
 from gemmscope.measure.results import Results
-from gemmscope.measure.stats import Interval, time_interval
-from gemmscope.measure.task import Case, Mode
+from gemmscope.measure.stats import time_interval
 from gemmscope.recipe.recipes import BASELINE
+from gemmscope.workload.cases import Case, Mode
 
 Group = tuple[str, Mode]  # a recipe in a mode: what is measured in one burst
 ALIKE = 0.8

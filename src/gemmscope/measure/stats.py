@@ -26,23 +26,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from gemmscope.interval import Interval
+
 Floats = NDArray[np.float64]
 RESAMPLES = 2000
 CONFIDENCE = 0.95
-
-
-@dataclass(frozen=True)
-class Interval:
-    """An estimate with its 95% interval."""
-
-    value: float
-    low: float
-    high: float
-
-    @property
-    def half_width(self) -> float:
-        """Relative to the value: 0.01 is plus or minus one per cent. Of what may be nothing, or less, it is infinite."""
-        return (self.high - self.low) / 2 / self.value if self.low > 0 else float("inf")
 
 
 FAR = 5.0  # standard deviations, as the median deviation estimates them, and at least so many per cent
@@ -152,7 +140,7 @@ def interval_of(sides: Sequence[Bursts], estimate: Callable[[list[Floats]], Floa
     """
     value = float(estimate([np.array([_mean(side)]) for side in sides])[0])
     if any(_effective(side, noise.alike) <= 1.5 for side in sides):
-        return Interval(value, 0.0, float("inf"))
+        return Interval(value)
     rng = np.random.default_rng(seed)
     means = [_mean(side) * (1 + _draws(side, rng) * _doubt(side, noise)) for side in sides]
     tail = 100 * (1 - CONFIDENCE) / 2

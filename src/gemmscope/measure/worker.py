@@ -40,10 +40,10 @@ from gemmscope.measure.backends.reference import OperandStore
 from gemmscope.measure.device import Orders, device_facts, failure_kind, gpu_in_use
 from gemmscope.measure.heat import heat_for, heating
 from gemmscope.measure.kernels import KernelRun
-from gemmscope.measure.task import LEAST_BYTES_IN_FLIGHT_OVER_L2, Task
 from gemmscope.measure.timer import Amount, Burst, CpuTimer, CudaTimer, Runnable, Timer
 from gemmscope.process import without_jax
 from gemmscope.recipe.recipes import recipe
+from gemmscope.workload.cases import LEAST_BYTES_IN_FLIGHT_OVER_L2, Task
 from gemmscope.workload.ops import PASSES
 
 MOST_COPIES = 8

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from gemmscope.errors import UserError, shown
+from gemmscope.findings import finding
 from gemmscope.model.families import FamilyConfig, known_model_types
 from gemmscope.model.flags import head_size
 from gemmscope.model.source import ModelSource
@@ -64,12 +65,12 @@ def from_config(config: Mapping[str, Any], origin: str) -> ModelSource:
     ):
         inner = from_config(text_part, origin)
         note = f"the language part of this {model_type} model; its other towers (vision, audio) are left out"
-        return replace(inner, notes=(note, *inner.notes))
+        return replace(inner, findings=(finding("model-note", text=note), *inner.findings))
     label = f"{origin} (Hugging Face, {model_type})"
     if model_type not in known_model_types() or _needs_tracing(config):
         return ModelSource(origin=label, model=None, config=config)
     model = _model(FamilyConfig(model_type, config), origin)
-    return ModelSource(origin=label, model=model, config=config, notes=tuple(_notes(config, model)))
+    return ModelSource(origin=label, model=model, config=config, findings=tuple(finding("model-note", text=note) for note in _notes(config, model)))
 
 
 def _needs_tracing(config: Mapping[str, Any]) -> bool:

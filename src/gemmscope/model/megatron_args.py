@@ -19,6 +19,7 @@ from itertools import chain
 from typing import Any
 
 from gemmscope.errors import UserError, closest
+from gemmscope.findings import finding
 from gemmscope.model import megatron_pipeline
 from gemmscope.model.megatron_model import dense_mlp, model_spec
 from gemmscope.model.megatron_values import Settings, Unknown
@@ -81,7 +82,7 @@ def model_source(settings: Settings, origin: str, notes: Sequence[str] = (), str
         found = dict.fromkeys(chain(notes, _notes(settings, model, run)))
     except UserError as error:
         raise UserError(f"{origin}: {error.message}", error.hint) from None
-    return ModelSource(origin=origin, model=model, run_settings=run, notes=tuple(found))
+    return ModelSource(origin=origin, model=model, run_settings=run, findings=tuple(finding("model-note", text=note) for note in found))
 
 
 def other_model(found: str, what: str) -> UserError:

@@ -23,6 +23,7 @@ from math import ceil
 from typing import Any
 
 from gemmscope.errors import UserError, shown
+from gemmscope.findings import finding
 from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import check_size
 from gemmscope.model.torchtitan_model import Flavor, load_flavor, model_and_flavor, model_notes, model_spec
@@ -104,7 +105,7 @@ def _source(document: Document, origin: str) -> ModelSource:
         ({"separate_projections": True, "sequence_parallel_linears": False}, model_notes(named, flavor)),
     ]
     settings = {key: value for part, _ in parts for key, value in part.items()}
-    return ModelSource(origin, model_spec(family, name, flavor), settings, tuple(note for _, notes in parts for note in notes))
+    return ModelSource(origin, model_spec(family, name, flavor), settings, tuple(finding("model-note", text=note) for _, notes in parts for note in notes))
 
 
 # ------------------------------------------------------------------------------------------- what stands in the file

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from itertools import combinations
 
+from gemmscope.interval import Interval
 from gemmscope.measure.breakdown import Breakdown
 from gemmscope.measure.findings import Findings, known, too_close
-from gemmscope.measure.stats import Interval
-from gemmscope.measure.task import Case, Mode
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.report.shapes import Table
 from gemmscope.report.units import si
+from gemmscope.workload.cases import Case, Mode
 from gemmscope.workload.ops import PASSES
 
 TITLES: dict[Mode, str] = {"autocast": "Autocast", "pre-quantized": "Pre-quantized"}

@@ -7,13 +7,14 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
+from gemmscope.interval import Interval
 from gemmscope.measure.breakdown import Breakdown
 from gemmscope.measure.findings import Findings, known
 from gemmscope.measure.results import TaskResult
-from gemmscope.measure.stats import Interval, ratio_interval, time_interval
-from gemmscope.measure.task import Case, Mode
+from gemmscope.measure.stats import ratio_interval, time_interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.report.bench import gemm_sizes
+from gemmscope.workload.cases import Case, Mode
 
 COLUMNS = (
     *("op", "recipe", "mode", "pass", "m", "k", "n", "groups", "count", "time_ms", "low_ms", "high_ms", "tflops"),

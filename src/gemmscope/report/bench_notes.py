@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from gemmscope.interval import Interval
 from gemmscope.measure.findings import Findings, known, too_close
-from gemmscope.measure.stats import Interval
-from gemmscope.measure.task import LEAST_BYTES_IN_FLIGHT_OVER_L2, Case, Mode
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.report.bench import digits, times_faster
 from gemmscope.report.units import percent
+from gemmscope.workload.cases import LEAST_BYTES_IN_FLIGHT_OVER_L2, Case, Mode
 
 SLOWED_DOWN = ("HW slowdown", "SW thermal slowdown", "HW thermal slowdown", "HW power brake")
 CLOCKS_MOVED = 0.15  # between rounds of one recipe and mode

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from gemmscope.forecast.findings import ForecastFindings
 from gemmscope.forecast.sweep import Point, break_even, rivals_of
+from gemmscope.interval import Interval
 from gemmscope.measure.findings import too_close
-from gemmscope.measure.stats import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.report.bench import digits, tables, times_faster
 from gemmscope.report.shapes import Table

@@ -18,7 +18,7 @@ from gemmscope.recipe.recipes import BASELINE
 
 if TYPE_CHECKING:
     from gemmscope.measure.breakdown import Breakdown
-    from gemmscope.measure.task import Case, Mode
+    from gemmscope.workload.cases import Case, Mode
 
 # Okabe and Ito's set, made to be told apart with every kind of colour vision; wine for its black, and yellow last, because it is
 # faint on white.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from gemmscope.interval import Interval
 from gemmscope.measure.findings import known, too_close
-from gemmscope.measure.stats import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.report.bench import times_faster
 from gemmscope.report.shapes import Table

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import hypot, isfinite
 
 from gemmscope.gpu.specs import spec_of
-from gemmscope.measure.stats import Interval
+from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.step.results import StepResults, VariantResult
 from gemmscope.step.waterfall import NOT_RUNNING, Row, Side, Waterfall, place, verdict, waterfall

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gemmscope.measure.stats import Interval
+from gemmscope.interval import Interval
 
 LEAST_SEQUENCE = 256
 

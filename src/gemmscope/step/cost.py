@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from gemmscope.errors import UserError, shown
-from gemmscope.measure.stats import Interval
+from gemmscope.interval import Interval
 from gemmscope.model.spec import RunSpec
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gemmscope.interval import Interval
 from gemmscope.measure.findings import known
-from gemmscope.measure.stats import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.step.answer import RecipeAnswer, StepAnswer
 from gemmscope.step.results import StepResults

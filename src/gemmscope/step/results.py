@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from gemmscope.measure.stats import Bursts, Floats, Interval, Noise, interval_of, noise_of, pieces
+from gemmscope.interval import Interval
+from gemmscope.measure.stats import Bursts, Floats, Noise, interval_of, noise_of, pieces
 from gemmscope.recipe.recipes import BASELINE
 
 

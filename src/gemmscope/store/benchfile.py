@@ -10,12 +10,12 @@ from typing import Any, Literal
 from pydantic import Field
 
 from gemmscope import __version__
+from gemmscope.interval import Interval
 from gemmscope.measure.breakdown import Breakdown
 from gemmscope.measure.campaign import Settings
 from gemmscope.measure.findings import Findings, known
 from gemmscope.measure.results import TaskResult
 from gemmscope.measure.sampler import StoppingRule
-from gemmscope.measure.stats import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.store.runfile import ModelRecord, Record, RunRecord
 

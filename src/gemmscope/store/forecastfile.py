@@ -12,7 +12,7 @@ from gemmscope.forecast.findings import ForecastFindings
 from gemmscope.forecast.gemm import model as gemm_model
 from gemmscope.forecast.sweep import Point
 from gemmscope.forecast.training import product_format
-from gemmscope.measure.stats import Interval
+from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import recipe
 from gemmscope.step.answer import StepAnswer
 from gemmscope.step.cost import Cost

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from gemmscope import __version__
-from gemmscope.measure.stats import Interval
+from gemmscope.interval import Interval
 from gemmscope.step.answer import RecipeAnswer, StepAnswer
 from gemmscope.step.breakeven import AtBatch
 from gemmscope.step.cost import Cost

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from gemmscope.findings import Finding, finding
 from gemmscope.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RunSpec
 from gemmscope.workload import sharding
 from gemmscope.workload.ops import (
@@ -30,11 +31,11 @@ EMBEDDING, HEAD, STEP = "embedding", "head", "step"
 
 @dataclass(frozen=True)
 class Workload:
-    """Everything one rank runs. `stage` is its pipeline stage; `notes` say what was padded, replicated or chosen."""
+    """Everything one rank runs. `stage` is its pipeline stage; `findings` say what was padded, replicated or chosen."""
 
     ops: tuple[Op, ...]
     stage: int
-    notes: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
 
     def gemms(self) -> list[Gemm]:
         """The products of all linears, equal ones of the same op counted together, in the order they run."""
@@ -67,25 +68,24 @@ def derive(model: ModelSpec, run: RunSpec) -> Workload:
     ops, stage = max(candidates, key=lambda pair: sum(op.total().flops for op in pair[0]))
     held = sum(op.parameters * op.count for op in ops)
     optimizer = Optimizer(name="Optimizer", section=STEP, updated=held)
-    return Workload((*ops, optimizer), stage, tuple(_notes(model, run, stage, ops)))
+    return Workload((*ops, optimizer), stage, tuple(_findings(model, run, stage, ops)))
 
 
-def _notes(model: ModelSpec, run: RunSpec, stage: int, ops: tuple[Op, ...]) -> Iterator[str]:
+def _findings(model: ModelSpec, run: RunSpec, stage: int, ops: tuple[Op, ...]) -> Iterator[Finding]:
     if run.pp > 1 and run.pp_stage is None:
-        yield f"pipeline stage {stage} of 0 to {run.pp - 1}: the one with most FLOPs; choose another with --pp-stage"
+        yield finding("pipeline-stage-chosen", stage=stage, last=run.pp - 1)
     padded = {op.padding for op in ops if isinstance(op, Linear) and op.padding}
     if padded and model.vocab_size is not None:
-        padded_to = sharding.padded_vocab(model.vocab_size, run)
-        yield f"the vocabulary is padded from {model.vocab_size} to {padded_to} so that it divides"
+        yield finding("vocabulary-padded", size=model.vocab_size, padded=sharding.padded_vocab(model.vocab_size, run))
     replicated = dict.fromkeys(op.name for op in ops if op.copies > 1 and isinstance(op, Linear))
     if replicated:
-        yield f"every rank of a tensor-parallel group runs the same {', '.join(replicated)}"
+        yield finding("linears-replicated", ops=list(replicated))
     if run.ep > 1:
-        yield f"{run.ep} expert-parallel ranks share the experts, each with tokens of its own"
+        yield finding("experts-shared", ranks=run.ep)
     if run.imbalance != 1.0 and run.ep > 1:
-        yield f"the rank shown holds the busiest experts (imbalance {run.imbalance:g})"
+        yield finding("busiest-experts", imbalance=run.imbalance)
     if 0 < model.positions < run.sequence_length:
-        yield f"the model has learned positions for {model.positions} tokens only"
+        yield finding("positions-exceeded", positions=model.positions, sequence=run.sequence_length)
 
 
 def _stage(model: ModelSpec, run: RunSpec, stage: int, first: int, last: int) -> Iterator[Op]:

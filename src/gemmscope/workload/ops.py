@@ -15,12 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, TypeVar
+
+from pydantic import Field
 
 Pass = Literal["fprop", "dgrad", "wgrad"]
 PASSES: tuple[Pass, ...] = ("fprop", "dgrad", "wgrad")
 
 Direction = Literal["forward", "backward"]
+Size = TypeVar("Size")  # a number, or an array of them
 
 ELEMENT_BYTES = 2  # bf16
 
@@ -49,7 +52,7 @@ class Gemm:
     """One matrix product of a linear layer, M x K x N. Grouped: the rows (wgrad: the inner dimension) are summed over groups."""
 
     op: str
-    pass_name: Pass
+    pass_name: Annotated[Pass, Field(alias="pass")]
     m: int
     k: int
     n: int
@@ -64,6 +67,26 @@ class Gemm:
     @property
     def shape(self) -> str:
         return f"{self.m}x{self.k}x{self.n}"
+
+
+def gemm_size(tokens: Size, inputs: Size, outputs: Size, pass_name: Pass) -> tuple[Size, Size, Size]:
+    """M, K and N of one pass of a linear: fprop X·W, dgrad dY·Wᵀ, wgrad Xᵀ·dY. Sizes may be arrays.
+
+    >>> gemm_size(512, 64, 32, "dgrad"), gemm_size(512, 64, 32, "wgrad")
+    ((512, 32, 64), (64, 512, 32))
+    """
+    if pass_name == "dgrad":
+        return tokens, outputs, inputs
+    return (inputs, tokens, outputs) if pass_name == "wgrad" else (tokens, inputs, outputs)
+
+
+def linear_size(m: Size, k: Size, n: Size, pass_name: Pass) -> tuple[Size, Size, Size]:
+    """Tokens, input and output features of the linear that a pass belongs to: `gemm_size` is its own inverse.
+
+    >>> linear_size(*gemm_size(512, 64, 32, "wgrad"), "wgrad")
+    (512, 64, 32)
+    """
+    return gemm_size(m, k, n, pass_name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +134,10 @@ class Linear(Op):
         return 1
 
     def gemms(self) -> Iterator[Gemm]:
-        """fprop X·W, dgrad dY·Wᵀ, wgrad Xᵀ·dY."""
-        tokens, inputs, outputs = self.tokens, self.inputs, self.outputs
-        yield Gemm(self.name, "fprop", tokens, inputs, outputs, self.groups, self.count * self.forward_runs)
-        yield Gemm(self.name, "dgrad", tokens, outputs, inputs, self.groups, self.count)
-        yield Gemm(self.name, "wgrad", inputs, tokens, outputs, self.groups, self.count)
+        """The three passes; fprop as often as forward runs."""
+        for name in PASSES:
+            m, k, n = gemm_size(self.tokens, self.inputs, self.outputs, name)
+            yield Gemm(self.name, name, m, k, n, self.groups, self.count * (self.forward_runs if name == "fprop" else 1))
 
     def _one_product(self) -> Work:
         """Each of the three reads two of X, W, dY and writes the gradient or value of the third: the same traffic."""

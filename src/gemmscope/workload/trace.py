@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from gemmscope.errors import UserError
+from gemmscope.findings import finding
 from gemmscope.model.spec import RunSpec
 from gemmscope.process import worker_command, worker_environment
 from gemmscope.workload.derive import Workload
-from gemmscope.workload.ops import ELEMENT_BYTES, PASSES, Direction, Gemm, Linear, Op, Pass, Work
+from gemmscope.workload.ops import ELEMENT_BYTES, PASSES, Direction, Gemm, Linear, Op, Pass, Work, linear_size
 
 
 @dataclass(frozen=True)
@@ -184,15 +185,15 @@ def as_workload(trace: Trace) -> Workload:
     """The trace as a workload: linears by module, with the passes that each ran."""
     by_layer: dict[tuple[str, int, int, int, int], list[Gemm]] = {}
     for gemm in trace.gemms:
-        tokens, inputs, outputs = _sizes(gemm)
+        tokens, inputs, outputs = linear_size(gemm.m, gemm.k, gemm.n, gemm.pass_name)
         by_layer.setdefault((gemm.op, tokens, inputs, outputs, gemm.groups), []).append(gemm)
     linears = [_linear(*sizes, seen) for sizes, seen in by_layer.items()]
-    notes = ["traced from the live module: norms, activations and the optimizer are not listed"]
+    findings = [finding("traced")]
     if trace.remainder:
-        notes.append(f"{sum(op.count for op in trace.remainder)} convolutions are no GEMMs: they stand apart from the totals")
+        findings.append(finding("convolutions", count=sum(op.count for op in trace.remainder)))
     if trace.explicit_masks:
-        notes.append("attention with an explicit mask is counted in full")
-    return Workload((*linears, *trace.products, *trace.remainder), stage=0, notes=tuple(notes))
+        findings.append(finding("explicit-masks"))
+    return Workload((*linears, *trace.products, *trace.remainder), stage=0, findings=tuple(findings))
 
 
 def _linear(name: str, tokens: int, inputs: int, outputs: int, groups: int, seen: list[Gemm]) -> TracedLinear:
@@ -206,15 +207,6 @@ def _linear(name: str, tokens: int, inputs: int, outputs: int, groups: int, seen
         name=name, tokens=tokens, inputs=inputs, outputs=outputs, rows_of=groups, seen=in_order,
         count=count, forward_runs=ran["fprop"] // count,
     )  # fmt: skip
-
-
-def _sizes(gemm: Gemm) -> tuple[int, int, int]:
-    """(tokens, inputs, outputs) of the linear that a pass belongs to."""
-    return {
-        "fprop": (gemm.m, gemm.k, gemm.n),
-        "dgrad": (gemm.m, gemm.n, gemm.k),
-        "wgrad": (gemm.k, gemm.m, gemm.n),
-    }[gemm.pass_name]
 
 
 def gemm_counts(gemms: list[Gemm] | tuple[Gemm, ...]) -> Counter[tuple[str, int, int, int, int]]:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from gemmscope.measure.task import Task
 from gemmscope.recipe.recipes import Recipe
+from gemmscope.workload.cases import Task
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch
 
 from gemmscope.measure.backends.base import Options, Prepared
 from gemmscope.measure.backends.reference import OperandStore
-from gemmscope.measure.task import Task
 from gemmscope.recipe.recipes import Recipe
+from gemmscope.workload.cases import Task
 
 
 class CpuBackend:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gemmscope.measure.task import Case
+from gemmscope.workload.cases import Case
 
 SLICE = 64  # rows of the output that are computed again
 

@@ -17,9 +17,9 @@ from gemmscope.measure.backends.base import Options, Prepared
 from gemmscope.measure.backends.factors import FACTORS, Factor, factors
 from gemmscope.measure.backends.quantize import Quantized, lay_out, quantize, scaling_of
 from gemmscope.measure.backends.reference import Operands, OperandStore
-from gemmscope.measure.task import Task
 from gemmscope.recipe.recipes import Recipe, recipe
 from gemmscope.recipe.support import support
+from gemmscope.workload.cases import Task
 from gemmscope.workload.ops import PASSES
 
 Product = Callable[[], torch.Tensor]

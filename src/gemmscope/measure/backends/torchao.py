@@ -30,9 +30,9 @@ from torchao.float8.float8_training_tensor import GemmInputRole, choose_scaled_m
 from gemmscope.measure.backends.base import Options, Prepared
 from gemmscope.measure.backends.factors import factors
 from gemmscope.measure.backends.reference import Operands, OperandStore
-from gemmscope.measure.task import Case, Task
 from gemmscope.recipe.recipes import Recipe, recipe
 from gemmscope.recipe.support import support
+from gemmscope.workload.cases import Case, Task
 
 COMPILED = {"dynamic": False, "fullgraph": True}
 MOST_COMPILED = 10_000  # every case is compiled for its own sizes; dynamo would give up after eight

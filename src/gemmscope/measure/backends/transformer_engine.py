@@ -22,8 +22,8 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager, Recip
 
 from gemmscope.measure.backends.base import Options, Prepared
 from gemmscope.measure.backends.reference import Operands, OperandStore
-from gemmscope.measure.task import Case, Task
 from gemmscope.recipe.recipes import Recipe, recipe
+from gemmscope.workload.cases import Case, Task
 
 LAYOUTS = {"fprop": ("W", "X", "TN"), "dgrad": ("W", "dY", "NN"), "wgrad": ("X", "dY", "NT")}
 SPLIT_ACCUMULATION = {"fprop": False, "dgrad": True, "wgrad": True}  # where a recipe has no word of its own

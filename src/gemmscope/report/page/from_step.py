@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from gemmscope.measure.stats import Interval
+from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.report.bench_notes import state_words
 from gemmscope.report.page.facts import batch_facts, command_facts, machine_facts, subject

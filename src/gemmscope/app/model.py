@@ -1,0 +1,252 @@
+"""From what names a model to what one rank runs: every command that takes a model starts here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from gemmscope.document.table import Cell, Column, Table
+from gemmscope.errors import UserError, closest, option, shown
+from gemmscope.findings import Finding, finding
+from gemmscope.model import presets
+from gemmscope.model.families import built_like, known_model_types
+from gemmscope.model.flags import from_hyperparameters
+from gemmscope.model.read import read_config
+from gemmscope.model.source import ModelSource
+from gemmscope.model.spec import RUN_SETTINGS, RunSpec
+from gemmscope.results.base import ModelSummary
+from gemmscope.units import parameters
+from gemmscope.workload.cases import Case, cases_of
+from gemmscope.workload.derive import EMBEDDING, HEAD, STEP, Workload, derive
+from gemmscope.workload.ops import GroupedLinear, Linear
+from gemmscope.workload.trace import Trace, TracedLinear, as_workload, trace_huggingface, trace_module
+
+REQUIRED_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+SIZES = (*REQUIRED_SIZES, "num_key_value_heads", "head_dim", "vocab_size")
+
+
+@dataclass(frozen=True)
+class ModelRun:
+    """A model and how it is run. `findings` are about both: what was assumed, overridden or ignored."""
+
+    source: ModelSource
+    run: RunSpec
+    findings: tuple[Finding, ...] = ()
+
+
+def load_model(
+    *,
+    preset: str | None = None,
+    config: str | None = None,
+    module: str | None = None,
+    gated_mlp: bool = False,
+    **sizes: int | None,
+) -> ModelSource:
+    """The model that was named, in one of four ways: a preset, a config file, a module of the user's, plain sizes."""
+    given = {name: value for name, value in sizes.items() if value is not None}
+    ways = [option(name) for name, value in (("config", config), ("preset", preset), ("module", module)) if value is not None]
+    if given or gated_mlp:
+        ways.append(", ".join(option(name) for name in given) or option("gated_mlp"))
+    if not ways:
+        raise UserError(
+            "no model is named",
+            f"give {option('preset', 'NAME')}, {option('config', 'PATH')}, {option('module', 'FILE.py:FACTORY')}, or the sizes: "
+            + " ".join(option(name, "N") for name in REQUIRED_SIZES),
+        )
+    if len(ways) > 1:
+        raise UserError(f"the model is named in {len(ways)} ways at once: {' and '.join(ways)}", "keep one of them")
+    if module is not None:
+        return ModelSource(origin=module, model=None, module=module)
+    if preset is not None:
+        return presets.load(preset)
+    return _from_config(config) if config is not None else _from_sizes(given, gated=gated_mlp)
+
+
+def _from_sizes(sizes: Mapping[str, int], *, gated: bool) -> ModelSource:
+    missing = [name for name in REQUIRED_SIZES if name not in sizes]
+    if missing:
+        needed = [option(name, "N") for name in missing]
+        raise UserError(
+            f"the sizes are not complete: {', '.join(option(name) for name in missing)} missing", f"add {' '.join(needed)}"
+        )
+    values: dict[str, Any] = {name: sizes.get(name) for name in SIZES}
+    return ModelSource(origin="command line", model=from_hyperparameters(**values, gated=gated))
+
+
+def _from_config(config: str) -> ModelSource:
+    """What `config` names; if that is nothing, perhaps a preset was meant."""
+    try:
+        return read_config(config)
+    except UserError as error:
+        similar = closest(config, presets.names(), 1) if len(config) < 100 and not Path(config).exists() else []
+        if not similar:
+            raise
+        raise UserError(error.message, f"did you mean {option('preset', similar[0])}? {error.hint}") from error
+
+
+def model_run(source: ModelSource, **given: Any) -> ModelRun:
+    """How the model is run: the arguments given first, then what the model's file says."""
+    strangers = [name for name in given if name not in RUN_SETTINGS]
+    if strangers:
+        raise UserError(f"{', '.join(strangers)} is not a run setting", f"settings: {', '.join(RUN_SETTINGS)}")
+    typed = {name: value for name, value in given.items() if value is not None}
+    if "pp_layers" in typed:
+        typed["pp_layers"] = tuple(typed["pp_layers"])
+    findings = [
+        finding("run-overridden", name=name, value=str(value), origin=source.origin, file_value=str(source.run_settings[name]))
+        for name, value in typed.items()
+        if name in source.run_settings and source.run_settings[name] != value
+    ]
+    settings = {**source.run_settings, **typed}
+    missing = [name for name in ("micro_batch_size", "sequence_length") if name not in settings]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise UserError(
+            f"{' and '.join(option(name) for name in missing)} {verb} not given, and {source.origin} does not say",
+            f"add {' '.join(option(name, 'N') for name in missing)}",
+        )
+    of_file = {"tp": 1, "cp": 1, "pp": 1, **source.run_settings}
+    changed = {name for name in typed if of_file.get(name, typed[name]) != typed[name]}
+    if "pp" in changed and "pp_layers" not in typed:
+        settings.pop("pp_layers", None)  # the file's split belongs to the file's number of stages
+    belongs_to_file = {"micro_batch_size", "tp", "cp", "pp"} & changed and "gradient_accumulation" not in typed
+    if belongs_to_file and settings.pop("gradient_accumulation", 1) != 1:
+        findings.append(finding("accumulation-reset"))
+    return ModelRun(source, RunSpec(**settings), tuple(findings))
+
+
+@dataclass(frozen=True)
+class RankWorkload:
+    """What one rank computes. `trace` where the live model had to be run to know."""
+
+    source: ModelSource
+    run: RunSpec
+    workload: Workload
+    findings: tuple[Finding, ...]
+    trace: Trace | None = None
+
+    @property
+    def name(self) -> str:
+        if self.source.model is not None:
+            return self.source.model.name
+        return f"{self.trace.class_name if self.trace else 'model'} from {self.source.origin}"
+
+    def about(self) -> dict[str, Any]:
+        """The fields of a result that name the model and its run."""
+        return {
+            "origin": self.source.origin,
+            "model": ModelSummary.of(self.source.model, self.name, self.source.origin),
+            "run": self.run,
+            "stage": self.workload.stage,
+        }
+
+
+def rank_workload(job: ModelRun, say: Any) -> RankWorkload:
+    """Derive the operations in closed form where there is one, else trace the live model."""
+    trace = None
+    if job.source.model is not None:
+        workload = derive(job.source.model, job.run)
+    else:
+        trace = _trace(job.source, job.run, say)
+        workload = as_workload(trace)
+    findings = (*job.source.findings, *job.findings, *workload.findings)
+    return RankWorkload(job.source, job.run, workload, findings, trace)
+
+
+def _trace(source: ModelSource, run: RunSpec, say: Any) -> Trace:
+    plain = RunSpec(run.micro_batch_size, run.sequence_length, gradient_accumulation=run.gradient_accumulation)
+    if replace(run, separate_projections=False) != plain:  # a trace shows projections as the module has them
+        kept = [option(name) for name in ("micro_batch_size", "sequence_length", "gradient_accumulation")]
+        raise UserError(
+            f"{source.origin} is traced as it runs in one process: it cannot be sharded or recomputed here",
+            f"keep only {kept[0]}, {kept[1]} and {kept[2]}",
+        )
+    say("tracing the live model on the meta device (importing torch takes a few seconds) …")
+    return trace_module(source.module, run) if source.module is not None else _trace_unknown(source.config or {}, run)
+
+
+def _trace_unknown(config: Mapping[str, Any], run: RunSpec) -> Trace:
+    """Trace a model type without closed form; if that fails, name the known type that it is probably built like."""
+    try:
+        return trace_huggingface(config, run)
+    except UserError as error:
+        given = str(config.get("model_type"))
+        similar = built_like(config) if given not in known_model_types() else ""
+        hint = f'if it is built like {similar}, set "model_type": "{similar}"; ' if similar else ""
+        message = f"model_type {shown(given)} has no closed form here, so it must be traced: {error.message}"
+        raise UserError(message, hint + error.hint) from error
+
+
+@dataclass(frozen=True)
+class LinearCases:
+    """The linears to measure or forecast. `layers` and `layer_counts` where all layers are alike: how many there are, and how
+    often one runs each op."""
+
+    cases: tuple[Case, ...]
+    findings: tuple[Finding, ...] = ()
+    layers: int | None = None
+    layer_counts: Mapping[str, int] | None = None
+
+
+def linear_cases(workload: Workload) -> LinearCases:
+    """The distinct linears of a workload, and what is measured differently from how the model runs it."""
+    linears: list[Linear] = []
+    findings: list[Finding] = []
+    for op in workload.ops:
+        if not isinstance(op, Linear):
+            continue
+        linears.append(_with_rows(op) if isinstance(op, TracedLinear) and op.groups > 1 else op)
+        if linears[-1] is not op:
+            findings.append(finding("rows-split-evenly", op=op.name, groups=op.groups))
+        if isinstance(op, TracedLinear) and len({gemm.pass_name for gemm in op.seen}) < 3:
+            findings.append(finding("all-passes-measured", op=op.name))
+    if any(op.forward_runs > 1 for op in linears):
+        findings.append(finding("recompute-not-in-linears"))
+    linears = _told_apart(linears)
+    cases = cases_of(linears)
+    layers, counts = _layer(linears)
+    return LinearCases(tuple(cases), tuple(findings), layers, counts)
+
+
+def _with_rows(op: Linear) -> Linear:
+    """A traced linear of several weights: how its rows are split is not known from a trace."""
+    rows = tuple((op.tokens + index) // op.groups for index in range(op.groups))
+    return GroupedLinear(name=op.name, tokens=op.tokens, inputs=op.inputs, outputs=op.outputs, count=op.count, rows=rows)
+
+
+def _told_apart(linears: list[Linear]) -> list[Linear]:
+    """A name that stands for several sizes gets the size appended: results are kept by name."""
+    sizes: dict[str, set[tuple[int, int, int, int]]] = {}
+    for op in linears:
+        sizes.setdefault(op.name, set()).add((op.tokens, op.inputs, op.outputs, op.groups))
+    return [
+        replace(op, name=f"{op.name} {op.tokens}x{op.inputs}x{op.outputs}") if len(sizes[op.name]) > 1 else op for op in linears
+    ]
+
+
+def _layer(linears: Iterable[Linear]) -> tuple[int | None, dict[str, int] | None]:
+    """How many layers there are and how often one runs each op, where all have the same linears; (None, None) where not."""
+    kinds: dict[str, list[Linear]] = {}
+    for op in linears:
+        if op.section not in (EMBEDDING, HEAD, STEP, ""):
+            kinds.setdefault(op.section, []).append(op)
+    layers, shares = 0, []
+    for inside in kinds.values():
+        of_kind = next((op.count for op in inside if op.name == "Attn Out"), 0)  # it runs once per layer
+        if not of_kind:
+            return None, None
+        layers += of_kind
+        shares.append({case.op: case.count // of_kind for case in cases_of(inside)})
+    return (layers, shares[0]) if shares and all(share == shares[0] for share in shares) else (None, None)
+
+
+def preset_table() -> Table:
+    """All presets with their size."""
+    rows = []
+    for preset in map(presets.describe, presets.names()):
+        size = Cell(parameters(preset.parameters), float(preset.parameters)) if preset.parameters else Cell("")
+        rows.append((Cell(preset.name), size, Cell(preset.description)))
+    columns = (Column("Name", numeric=False), Column("Parameters"), Column("Description", numeric=False))
+    return Table("Presets", columns, tuple(rows))

@@ -1,0 +1,169 @@
+"""Progress of long work, for whoever runs it: a live line on a terminal's standard error, or nothing.
+
+A `Reporter` is handed to every application function. The command line uses `Console`; Python uses it too, so that a notebook or a
+script says what it is waiting for. `QUIET` says nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from gemmscope.measure.sampler import StoppingRule
+    from gemmscope.results.bench import Counts
+
+
+OnMessage = Callable[[dict[str, Any], "Gathered"], None]
+STAGES = {
+    "compiling": "compiling kernels",
+    "looking at the kernels": "profiling the kernels",
+    "launching": "timing CPU launches",
+}
+
+
+class Gathered(Protocol):
+    """What was measured so far."""
+
+    complete_rounds: int
+
+    def prepared(self) -> tuple[int, int]:
+        """How many tasks are ready to be measured or have failed; of how many."""
+
+
+class Measuring(Protocol):
+    """A measurement that goes on round by round until it is precise enough."""
+
+    rule: StoppingRule
+
+    @property
+    def recipes(self) -> Sequence[str]: ...
+
+    @property
+    def counts(self) -> Counts | None:
+        """Fixed numbers of runs instead of the stopping rule."""
+
+    def widest(self) -> float | None:
+        """The widest relative interval of all speedups."""
+
+
+class Reporter(Protocol):
+    """Where an application function reports its progress."""
+
+    def say(self, text: str) -> None:
+        """One line of information beside the result."""
+
+    def measuring(self, campaign: Measuring) -> AbstractContextManager[OnMessage]:
+        """Follow a measurement; gives the function to call after each message of the worker."""
+
+
+class _Quiet:
+    def say(self, text: str) -> None:
+        """Nothing."""
+
+    @contextmanager
+    def measuring(self, campaign: Measuring) -> Iterator[OnMessage]:  # noqa: ARG002
+        yield lambda *_: None
+
+
+QUIET: Reporter = _Quiet()
+
+
+class Console:
+    """Lines on standard error; a live one while measuring, if that is a terminal."""
+
+    def say(self, text: str) -> None:
+        """Print it."""
+        if sys.stderr is not None:
+            print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+    @contextmanager
+    def measuring(self, campaign: Measuring) -> Iterator[OnMessage]:
+        """A spinner with the stage, the precision reached and the time left."""
+        if sys.stderr is None or not sys.stderr.isatty():
+            yield lambda *_: None
+            return
+        from rich import progress
+        from rich.console import Console as RichConsole
+
+        line = ProgressLine(campaign)
+        columns = (progress.SpinnerColumn(), progress.TextColumn("{task.description}"), progress.TimeElapsedColumn())
+        with progress.Progress(*columns, console=RichConsole(stderr=True), transient=True) as live:
+            task = live.add_task("loading the framework", total=None)
+
+            def on_message(message: dict[str, Any], results: Gathered) -> None:
+                if text := line.text(message, results):
+                    live.update(task, description=text)
+
+            yield on_message
+
+
+def rounds_left(rounds: int, half_width: float | None, target: float, least: int) -> float | None:
+    """How many rounds are missing: the interval shrinks with the root of their number. None if that cannot be told yet.
+
+    >>> rounds_left(4, 0.02, 0.01, least=4), rounds_left(1, 0.01, 0.01, least=4), rounds_left(2, None, 0.01, least=4)
+    (12.0, 3.0, None)
+    """
+    if half_width is None or not math.isfinite(half_width):
+        return None
+    return max(rounds * ((half_width / target) ** 2 - 1), float(least - rounds), 0.0)
+
+
+class TimeLeft:
+    """Seconds left, from the rounds so far and how fast they came."""
+
+    def __init__(self, campaign: Measuring, clock: Callable[[], float] = time.monotonic) -> None:
+        self._campaign, self._clock = campaign, clock
+        self._since: float | None = None
+        self._rounds_then = 0
+
+    def begin(self, rounds: int) -> None:
+        """Rounds begin now; `rounds` were there before (resumed, or of a worker that died)."""
+        if self._since is None:
+            self._since, self._rounds_then = self._clock(), rounds
+
+    def seconds(self, rounds: int, half_width: float | None) -> float | None:
+        """None if it cannot be told."""
+        rule, counts = self._campaign.rule, self._campaign.counts
+        seen = rounds - self._rounds_then
+        if self._since is None or seen < 1:
+            return None
+        per_round = (self._clock() - self._since) / seen
+        if counts is not None:
+            return max(counts.rounds - seen, 0) * per_round
+        missing = rounds_left(rounds, half_width, rule.target, rule.least_rounds)
+        limit = max(rule.longest_s - (self._clock() - rule.started), (rule.least_rounds - rounds) * per_round, 0.0)
+        if missing is None:
+            return limit if math.isfinite(limit) else None
+        return min(missing * per_round, limit)
+
+
+class ProgressLine:
+    """What the live line says."""
+
+    def __init__(self, campaign: Measuring) -> None:
+        self._campaign, self._time_left = campaign, TimeLeft(campaign)
+
+    def text(self, message: dict[str, Any], results: Gathered) -> str:
+        """The line after this message; empty if nothing changes."""
+        kind, rounds = message["type"], results.complete_rounds
+        if kind == "begin" and message.get("what") == "measuring":
+            self._time_left.begin(rounds)
+            return "" if rounds else "first round"
+        if kind == "begin":
+            return STAGES.get(str(message.get("what")), "")
+        if kind in ("hello", "ready", "failed") and not rounds:
+            done, every = results.prepared()
+            return f"preparing {done} of {every}"
+        return self._measuring(results) if kind == "round" else ""
+
+    def _measuring(self, results: Gathered) -> str:
+        widest = self._campaign.widest()
+        left = self._time_left.seconds(results.complete_rounds, widest)
+        what = "speedups" if len(self._campaign.recipes) > 1 else "times"
+        known = f", {what} known to ±{widest:.1%}" if widest is not None and math.isfinite(widest) else ""
+        return f"round {results.complete_rounds}{known}" + (f", about {left:.0f} s left" if left is not None else "")

@@ -1,0 +1,91 @@
+"""`gemmscope shapes`: which GEMMs a model runs. No GPU; no torch, unless a model is traced."""
+
+from __future__ import annotations
+
+from gemmscope.app.model import ModelRun, RankWorkload, rank_workload
+from gemmscope.app.progress import QUIET, Reporter
+from gemmscope.errors import UserError, option
+from gemmscope.findings import Finding, finding
+from gemmscope.results.shapes import Check, ListedGemm, ListedOp, ListedProduct, ShapesResult
+from gemmscope.workload.check import comparable_run, differences
+from gemmscope.workload.ops import Attention, GroupedLinear, Op
+from gemmscope.workload.summary import totals
+from gemmscope.workload.trace import TracedProduct, trace_huggingface
+
+
+def shapes(job: ModelRun, *, check: bool = False, command: str = "", reporter: Reporter = QUIET) -> ShapesResult:
+    """Every GEMM of one micro-batch on one rank, and the totals of the step.
+
+    `check` compares them with the live model, which needs torch and transformers.
+    """
+    if check and job.source.model is None:
+        raise UserError(
+            f"{job.source.origin} has no closed form to check: its shapes are traced anyway", f"leave out {option('check')}"
+        )
+    subject = rank_workload(job, reporter.say)
+    summed = totals(subject.workload, job.run, job.source.model, subject.trace.parameters if subject.trace else 0)
+    gemms = tuple(
+        ListedGemm(gemm.op, gemm.pass_name, gemm.m, gemm.k, gemm.n, gemm.groups, gemm.count, gemm.flops,
+                   gemm.flops * gemm.count / summed.gemm_flops)
+        for gemm in subject.workload.gemms()
+    )  # fmt: skip
+    checked, findings = _check(subject, reporter) if check else (None, ())
+    return ShapesResult(
+        command=command,
+        **subject.about(),
+        findings=(*subject.findings, *findings),
+        derived_by="closed form" if job.source.model else "trace",
+        gemms=gemms,
+        ops=tuple(map(_listed_op, subject.workload.ops)),
+        products=tuple(product for op in subject.workload.ops for product in _listed_products(op)),
+        totals=summed,
+        check=checked,
+    )
+
+
+def _listed_op(op: Op) -> ListedOp:
+    forward, backward = op.forward(), op.backward()
+    return ListedOp(
+        op=op.name, kind=op.kind, section=op.section, count=op.count, forward_runs=op.forward_runs, copies=op.copies,
+        forward_flops=forward.flops, forward_bytes=forward.bytes_moved,
+        backward_flops=backward.flops, backward_bytes=backward.bytes_moved,
+        parameters=op.parameters, rows_per_group=op.rows if isinstance(op, GroupedLinear) else None,
+    )  # fmt: skip
+
+
+def _listed_products(op: Op) -> list[ListedProduct]:
+    if isinstance(op, Attention):
+        return [
+            ListedProduct(op=op.name, direction=direction, m=m, k=k, n=n, batch=batch, count=op.count)
+            for direction, m, k, n, batch in op.products()
+        ]
+    if isinstance(op, TracedProduct):
+        return [ListedProduct(op=op.name, direction=op.direction, m=op.m, k=op.k, n=op.n, batch=op.batch, count=op.count)]
+    return []
+
+
+def _check(subject: RankWorkload, reporter: Reporter) -> tuple[Check, tuple[Finding, ...]]:
+    """Compare the closed form with the live model."""
+    source, run, model = subject.source, subject.run, subject.source.model
+    if source.config is None or model is None:
+        raise UserError(
+            f"{option('check')} compares with the model that transformers builds, and {source.origin} is not a Hugging Face config",
+            f"use {option('check')} with {option('config', 'config.json')} or a preset made from one",
+        )
+    reporter.say("checking against the live model on the meta device (importing torch takes a few seconds) …")
+    trace = trace_huggingface(source.config, run)
+    check = Check(
+        differences=tuple(differences(model, run, trace)),
+        model_class=trace.class_name,
+        versions=dict(trace.versions),
+        gemms=sum(gemm.count for gemm in trace.gemms),
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in check.versions.items())
+    live = {"model_class": check.model_class, "versions": versions}
+    outcome = (
+        finding("check-equal", gemms=check.gemms, **live)
+        if check.equal
+        else finding("check-differs", differences=len(check.differences), **live)
+    )
+    unsharded = [finding("check-unsharded")] if comparable_run(run) != run else []
+    return check, (outcome, *unsharded)

@@ -1,0 +1,1 @@
+"""Turns a result into a Document: the answer, findings, tables, charts and facts that every writer shows."""

@@ -1,0 +1,24 @@
+"""`document(result)`: the one entrance. A new kind of result is a line in `BUILDERS`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from gemmscope.document.model import Document
+from gemmscope.results.base import Result
+
+BUILDERS = {
+    "shapes": "gemmscope.document.shapes:shapes_document",
+    "bench": "gemmscope.document.bench:bench_document",
+    "step": "gemmscope.document.step:step_document",
+    "forecast": "gemmscope.document.forecast:forecast_document",
+    "explain": "gemmscope.document.explain:explain_document",
+    "compare": "gemmscope.document.compare:compare_document",
+}
+
+
+def document(result: Result, name: str = "") -> Document:
+    """Everything there is to say about a result. `name`: of the run file that it was read from."""
+    module, _, function = BUILDERS[result.kind].partition(":")
+    made: Document = getattr(import_module(module), function)(result, name)
+    return made

@@ -1,0 +1,92 @@
+"""What all kinds of results say of themselves in the same words: model, batch, command, machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gemmscope import units
+from gemmscope.document.model import Subject
+from gemmscope.document.table import Facts
+from gemmscope.gpu.environment import Environment
+from gemmscope.model.spec import RunSpec
+from gemmscope.results.base import ModelSummary, Result
+from gemmscope.workload.cases import Case
+
+SPLIT = ("tp", "cp", "pp", "ep")
+
+
+def subject(model: ModelSummary | None, run: RunSpec | None, cases: Sequence[Case] = ()) -> Subject:
+    """Which model and batch; without a model, bare GEMMs."""
+    if model is None or run is None:
+        return Subject("Bare GEMMs", bare=True)
+    return Subject(
+        title=f"{model.name}: {_model_text(model)}",
+        model={"hidden size": model.hidden_size, "layers": model.layers, "number of layers": model.num_hidden_layers},
+        batch={
+            "micro-batch": run.micro_batch_size,
+            "sequence": run.sequence_length,
+            **{name: getattr(run, name) for name in SPLIT},
+            "recompute": run.recompute,
+        },
+        sizes={case.op: (case.inputs, case.outputs) for case in cases},
+    )
+
+
+def _model_text(model: ModelSummary) -> str:
+    width = f", hidden size {model.hidden_size}" if model.hidden_size else ""
+    return f"{model.layers} layers{width}"
+
+
+def batch_lines(run: RunSpec | None, stage: int) -> list[str]:
+    """The micro-batch, and how the model is split, in a line or two."""
+    if run is None:
+        return []
+    split = f" / cp {run.cp}" if run.cp > 1 else ""
+    lines = [f"micro-batch {run.micro_batch_size} x sequence {run.sequence_length}{split} = {run.tokens} tokens"]
+    parts = [f"{name} {getattr(run, name)}" for name in SPLIT if getattr(run, name) > 1]
+    parts += [f"etp {run.expert_tp}"] if run.expert_tp != run.tp else []
+    parts += ["sequence parallel"] if run.sequence_parallel else []
+    parts += [f"stage {stage}"] if run.pp > 1 else []
+    parts += [f"layers per stage {','.join(map(str, run.pp_layers))}"] if run.pp_layers else []
+    parts += [f"imbalance {run.imbalance:g}"] if run.imbalance != 1 else []
+    parts += [f"recompute {run.recompute}"] if run.recompute != "none" else []
+    parts += ["separate projections"] if run.separate_projections else []
+    parts += [f"{run.gradient_accumulation} micro-batches per step"] if run.gradient_accumulation > 1 else []
+    return [*lines, ", ".join(parts)] if parts else lines
+
+
+def model_facts(model: ModelSummary | None, run: RunSpec | None, stage: int = 0) -> Facts:
+    """Model and batch as a list shows them."""
+    made = [("model", f"{model.name}, {_model_text(model)}")] if model is not None else []
+    return (*made, *([("micro-batch", "; ".join(batch_lines(run, stage)))] if run is not None else []))
+
+
+def command_facts(result: Result) -> Facts:
+    """What was run, and with which gemmscope."""
+    made = [("command", result.command)] if result.command else []
+    return (*made, ("gemmscope", result.gemmscope_version))
+
+
+def machine_facts(environment: Environment, device: Mapping[str, Any], versions: Mapping[str, str]) -> Facts:
+    """GPU, driver, packages, system."""
+    capability, memory = device.get("compute_capability"), device.get("memory_bytes")
+    gpu = [str(device.get("name", "no GPU"))]
+    gpu += [f"compute capability {capability}"] if capability else []
+    gpu += [units.si(float(memory), "B")] if memory else []
+    gpu += [f"{device['multiprocessors']} multiprocessors"] if device.get("multiprocessors") else []
+    limits = [f"{device['power_limit_w']:.0f} W"] if device.get("power_limit_w") else []
+    limits += [f"SM clock up to {device['max_sm_mhz']} MHz"] if device.get("max_sm_mhz") else []
+    packages = {**environment.packages, **versions}
+    lines = [
+        ("GPU", ", ".join(gpu)),
+        ("limits", ", ".join(limits)),
+        ("driver", environment.driver or ""),
+        ("CUDA", str(device.get("cuda") or "")),
+        ("packages", ", ".join(f"{name} {version}" for name, version in packages.items())),
+        ("system", environment.system),
+        ("Python", environment.python),
+        ("CPUs", str(environment.cpus)),
+        ("GPUs in the machine", str(len(environment.gpus)) if len(environment.gpus) > 1 else ""),
+    ]
+    return tuple((name, value) for name, value in lines if value)

@@ -1,0 +1,127 @@
+"""What a Document is made of. All of it is plain data and finished text, so that every writer shows the same numbers and words.
+
+A block (a table or a chart) with `main` set, and a message that is not a note, belong to the short view; `brief` keeps these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from gemmscope import units
+from gemmscope.document.charts import BarChart, Chart, CurveChart, HeatMap, WaterfallChart
+from gemmscope.document.table import Facts, Table
+from gemmscope.findings import Finding, Level
+from gemmscope.interval import Interval
+
+__all__ = ["BarChart", "Block", "Chart", "CurveChart", "Document", "HeatMap", "Message", "Section", "Table", "WaterfallChart"]
+
+Block = Table | Chart
+
+
+@dataclass(frozen=True)
+class Message:
+    """A finding in words."""
+
+    code: str
+    level: Level
+    text: str
+
+    @classmethod
+    def of(cls, finding: Finding, prefix: str = "") -> Message:
+        return cls(finding.code, finding.level, prefix + finding.text)
+
+
+@dataclass(frozen=True)
+class Section:
+    """Tables and charts under one heading; `text` is a sentence or two below it."""
+
+    title: str
+    blocks: tuple[Block, ...]
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to use, and the text to paste: framework → text."""
+
+    text: str
+    ready_to_paste: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class NamedSpeedup:
+    """A speedup to show beside those of other runs: where it was measured, of what (linears, the step), in which recipe."""
+
+    where: str
+    what: str
+    recipe: str
+    speedup: Interval
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a run was about, to tell whether two runs belong on one page. A size that a run does not know is left out."""
+
+    title: str
+    bare: bool = False
+    model: Mapping[str, object] = field(default_factory=dict)
+    batch: Mapping[str, object] = field(default_factory=dict)
+    sizes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Document:
+    """Everything that is said about one result."""
+
+    kind: str
+    title: str
+    subject: Subject
+    where: str  # the GPU that it was measured on or is a forecast for
+    answer: str  # one sentence
+    because: tuple[str, ...] = ()
+    context: tuple[str, ...] = ()  # batch and parallelism, backend, how the run ended
+    sections: tuple[Section, ...] = ()
+    messages: tuple[Message, ...] = ()
+    advice: Advice | None = None
+    facts: Mapping[str, Facts] = field(default_factory=dict)  # heading → names and values: method, environment
+    speedups: tuple[NamedSpeedup, ...] = ()
+    forecast: bool = False
+    next_command: str = ""  # the next useful command
+    name: str = ""  # of the run file, where there is one
+
+    def tables(self) -> list[Table]:
+        """Every table, those of charts included, in reading order."""
+        return [
+            block if isinstance(block, Table) else block.table() for section in self.sections for block in section.blocks
+        ]
+
+    def charts(self) -> list[Chart]:
+        """Every chart, in reading order."""
+        return [block for section in self.sections for block in section.blocks if not isinstance(block, Table)]
+
+
+def brief(document: Document) -> Document:
+    """The short view: the answer, the main tables, errors and warnings, the recommendation. A subset of the document."""
+    sections = [replace(section, blocks=tuple(block for block in section.blocks if block.main)) for section in document.sections]
+    return replace(
+        document,
+        sections=tuple(section for section in sections if section.blocks),
+        messages=tuple(message for message in document.messages if message.level != "note"),
+        advice=replace(document.advice, ready_to_paste={}) if document.advice is not None else None,
+        facts={},
+    )
+
+
+def sentence_of(text: str) -> str:
+    """A capital letter first and a full stop last.
+
+    >>> sentence_of("as expected"), sentence_of("Is it?")
+    ('As expected.', 'Is it?')
+    """
+    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
+
+
+def speedup_text(found: Interval | None) -> str:
+    """A speedup in a sentence or a table; a dash where there is none."""
+    return units.speedup(found) if found is not None else "-"

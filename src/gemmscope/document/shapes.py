@@ -1,0 +1,133 @@
+"""The Document of a `ShapesResult`."""
+
+from __future__ import annotations
+
+from gemmscope import units
+from gemmscope.document.common import batch_lines, command_facts, model_facts, subject
+from gemmscope.document.model import Document, Message, Section
+from gemmscope.document.table import NOTHING, Cell, Table, bytes_cell, columns, number, share_cell
+from gemmscope.results.shapes import ListedOp, ShapesResult
+
+GEMM_COLUMNS = columns(("Op", "Pass", "M x K x N"), ("Groups", "Count", "FLOPs each", "FLOPs", "Share"))
+OTHER_COLUMNS = columns(("Op",), ("Count", "Forward FLOPs", "Forward bytes", "Backward FLOPs", "Backward bytes"))
+LINEAR_KINDS = ("linear", "grouped linear")
+
+
+def shapes_document(result: ShapesResult, name: str = "") -> Document:
+    """Everything that the result says."""
+    totals = result.totals
+    count = sum(gemm.count for gemm in result.gemms)
+    tables = [_gemms(result), _totals(result), _others(result)]
+    if result.check is not None and result.check.differences:
+        tables.append(_differences(result))
+    return Document(
+        kind="shapes",
+        title=f"{result.name}: {result.model.description}" if result.model and result.model.description else result.name,
+        subject=subject(result.model, result.run),
+        where="one rank",
+        answer=(
+            f"One micro-batch runs {count:,} GEMMs on one rank; a training step needs "
+            f"{units.si(totals.gemm_flops_per_step, 'FLOP')} for them."
+        ),
+        because=(_parameters(result),),
+        context=tuple(batch_lines(result.run, result.stage)),
+        sections=(Section("GEMMs and other work", tuple(tables)),),
+        messages=tuple(map(Message.of, result.findings)),
+        facts={
+            "Method": (
+                *model_facts(result.model, result.run),
+                ("derived by", result.derived_by),
+                *command_facts(result),
+            )
+        },
+        next_command="gemmscope forecast with the same model and --gpu b300,h200 estimates its time on GPUs you do not have",
+        name=name,
+    )
+
+
+def _parameters(result: ShapesResult) -> str:
+    totals = result.totals
+    text = f"The model has {totals.parameters:,} parameters ({units.parameters(totals.parameters)})"
+    if totals.active_parameters != totals.parameters:
+        text += f", {units.parameters(totals.active_parameters)} active per token"
+    if totals.parameters_of_rank != totals.parameters:
+        text += f"; this rank holds {units.parameters(totals.parameters_of_rank)}"
+    return f"{text}."
+
+
+def _gemms(result: ShapesResult) -> Table:
+    """Every GEMM of one micro-batch on one rank."""
+    rows = tuple(
+        (
+            Cell(gemm.op),
+            Cell(gemm.pass_name),
+            Cell(gemm.shape),
+            number(gemm.groups) if gemm.groups > 1 else Cell("", 1.0),
+            number(gemm.count),
+            Cell(units.si(gemm.flops, "FLOP"), float(gemm.flops)),
+            Cell(units.si(gemm.flops * gemm.count, "FLOP"), float(gemm.flops * gemm.count)),
+            share_cell(gemm.share),
+        )
+        for gemm in result.gemms
+    )
+    return Table("GEMMs of one micro-batch on one rank", GEMM_COLUMNS, rows, main=True)
+
+
+def _totals(result: ShapesResult) -> Table:
+    """FLOPs per layer, per micro-batch and per step."""
+    totals, steps = result.totals, result.totals.micro_batches_per_step
+    rest = "Attention" if totals.layers else "GEMMs without a weight"
+    rows = [
+        (Cell(f"GEMMs of one {layer.section}"), number(layer.layers), _flops(layer.gemm_flops), _flops(None))
+        for layer in totals.layers
+    ]
+    rows += [
+        (Cell("GEMMs"), NOTHING, _flops(totals.gemm_flops), _flops(totals.gemm_flops_per_step)),
+        (Cell(rest), NOTHING, _flops(totals.attention_flops), _flops(totals.attention_flops * steps)),
+    ]
+    title = f"FLOPs on one rank ({units.counted(steps, 'micro-batch')} per step)"
+    return Table(title, columns(("Part",), ("Layers", "Per micro-batch", "Per step")), tuple(rows), main=True)
+
+
+def _flops(value: float | None) -> Cell:
+    return Cell(units.si(value, "FLOP"), value) if value is not None else NOTHING
+
+
+def _others(result: ShapesResult) -> Table:
+    """Everything that is not a GEMM of a linear, equal names added up."""
+    sums: dict[str, list[float]] = {}
+    for op in result.ops:
+        if op.kind not in LINEAR_KINDS:
+            total = sums.setdefault(op.op, [0.0] * 5)
+            for index, value in enumerate(_work(op)):
+                total[index] += value
+    rows = tuple(
+        (Cell(name), number(count, f"{count:.0f}"), _work_flops(forward), _work_bytes(read), _work_flops(back), _work_bytes(moved))
+        for name, (count, forward, read, back, moved) in sums.items()
+    )
+    return Table("Everything else (minimum memory traffic in BF16, nothing fused)", OTHER_COLUMNS, rows)
+
+
+def _work(op: ListedOp) -> tuple[float, ...]:
+    forward = op.count * op.forward_runs
+    return (
+        op.count,
+        op.forward_flops * forward,
+        op.forward_bytes * forward,
+        op.backward_flops * op.count,
+        op.backward_bytes * op.count,
+    )
+
+
+def _work_flops(value: float) -> Cell:
+    return Cell(units.si(value, "FLOP"), value) if value else NOTHING
+
+
+def _work_bytes(value: float) -> Cell:
+    return bytes_cell(value) if value else NOTHING
+
+
+def _differences(result: ShapesResult) -> Table:
+    assert result.check is not None
+    rows = tuple((Cell(each.what), number(each.derived), number(each.traced)) for each in result.check.differences)
+    return Table("Differences from the live model", columns(("What",), ("Derived", "Traced")), rows, main=True)

@@ -1,0 +1,91 @@
+"""Tables: columns, and rows of cells. A cell has its text, its number for sorting and CSV, and its interval."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from gemmscope import units
+from gemmscope.findings import Level
+from gemmscope.interval import Interval
+
+Facts = tuple[tuple[str, str], ...]
+"""Names and values, as a list or a tooltip shows them."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """`text` is what people read; `value` the plain number, if it is one; `level` marks what must not be overlooked."""
+
+    text: str
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+    level: Level | Literal[""] = ""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column's name; numbers are aligned right."""
+
+    name: str
+    numeric: bool = True
+
+
+@dataclass(frozen=True)
+class Table:
+    """`note` is a sentence below the title; `main`: part of the short view."""
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    note: str = ""
+    main: bool = False
+
+
+NOTHING = Cell("-")
+
+
+def columns(text: Sequence[str], numeric: Sequence[str]) -> tuple[Column, ...]:
+    """Text columns first, then numbers."""
+    return (*(Column(name, numeric=False) for name in text), *(Column(name) for name in numeric))
+
+
+def number(value: float | None, text: str | None = None) -> Cell:
+    """A plain number; a dash where there is none."""
+    return NOTHING if value is None else Cell(text if text is not None else f"{value:g}", float(value))
+
+
+def time_cell(value: float | Interval | None) -> Cell:
+    """Milliseconds."""
+    if isinstance(value, Interval):
+        return Cell(units.milliseconds(value.value), value.value, value.low, value.high)
+    return NOTHING if value is None else Cell(units.milliseconds(value), value)
+
+
+def share_cell(value: float | None) -> Cell:
+    """A share as a percentage; its number is the share itself."""
+    return NOTHING if value is None else Cell(units.percent(value), value)
+
+
+def bytes_cell(value: float | None) -> Cell:
+    """Bytes with a prefix."""
+    return NOTHING if value is None else Cell(units.si(value, "B"), float(value))
+
+
+def speedup_cell(found: Interval | None) -> Cell:
+    """A speedup with its interval, marked where it is a slowdown or too close to call."""
+    if found is None:
+        return NOTHING
+    level: Level | Literal[""] = "warning" if found.below_one or found.includes_one else ""
+    return Cell(units.speedup(found), found.value, found.low, found.high, level)
+
+
+def amount_cell(found: Interval | None) -> Cell:
+    """Days, GPU-hours or money with their interval."""
+    return NOTHING if found is None else Cell(units.amount(found), found.value, found.low, found.high)
+
+
+BASELINE_CELL = Cell("1.000x", 1.0)
+FALLBACK_CELL = Cell("FALLBACK", None, level="error")

@@ -1,0 +1,87 @@
+"""Findings: what there is to know beside the numbers, as values.
+
+A finding has a code, a level and its facts. Stages make findings with `finding(code, ...)`; tests, exit codes and pages look at
+codes. `findings.toml` is the one file that turns them into sentences, and `sentence` is the one function that does so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from string import Formatter
+from typing import Any, Literal
+
+from gemmscope import units
+from gemmscope.errors import in_shell
+from gemmscope.interval import Interval
+from gemmscope.toml import load_data
+
+Level = Literal["error", "warning", "note"]
+Fact = None | bool | int | float | str | Interval | list[str] | dict[str, float]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing to know. `level`: an error makes a number invalid, a warning puts it in question, a note explains it."""
+
+    code: str
+    level: Level
+    facts: Mapping[str, Fact] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Facts that come from a run file: an interval is a table of its three numbers there."""
+        object.__setattr__(self, "facts", {name: _interval(fact) for name, fact in self.facts.items()})
+
+    @property
+    def text(self) -> str:
+        """The sentence of `findings.toml`, with the facts filled in."""
+        return sentence(self)
+
+
+def _interval(fact: Fact) -> Fact:
+    return Interval(**fact) if isinstance(fact, dict) and fact.keys() == {"value", "low", "high"} else fact
+
+
+def finding(code: str, **facts: Fact) -> Finding:
+    """A finding of a known code, with the level that the table gives it.
+
+    >>> finding("nothing-measured")
+    Finding(code='nothing-measured', level='warning', facts={})
+    """
+    return Finding(code, catalog()[code]["level"], facts)
+
+
+def sentence(found: Finding) -> str:
+    """The finding in words.
+
+    >>> sentence(finding("too-close-to-call", recipe="FP8Block", over="BF16", what="the training step"))
+    'Too close to call: FP8Block and BF16 for the training step.'
+    """
+    return in_shell(_Sentence().format(catalog()[found.code]["text"], **found.facts))
+
+
+@cache
+def catalog() -> dict[str, Any]:
+    """Every code with its level and its sentence."""
+    return load_data("gemmscope", "findings.toml")
+
+
+class _Sentence(Formatter):
+    """Formats facts. `{ops}` joins a list, `{speedup:x}` writes a speedup with its interval, `{time:ms}` a time, `{share:%}` a
+    share, `{layers:count layer}` a count with its noun, `{ratios:.2f}` every value of a table; anything else as Python does."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if isinstance(value, (list, tuple)):
+            return units.names(map(str, value))
+        if isinstance(value, dict):
+            return ", ".join(f"{name} {self.format_field(number, format_spec)}" for name, number in value.items())
+        if isinstance(value, Interval):
+            return units.speedup(value)
+        if format_spec == "ms":
+            return f"{units.milliseconds(value)} ms"
+        if format_spec == "%":
+            return units.percent(value)
+        if format_spec.startswith("count "):
+            return units.counted(value, format_spec.removeprefix("count "))
+        return str(super().format_field(value, format_spec))

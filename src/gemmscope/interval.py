@@ -1,0 +1,52 @@
+"""An estimate with its interval: the one type that carries a number and its uncertainty through the whole package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A value with its interval: a 95% confidence interval where it was measured, a 90% error bar where it is a forecast.
+
+    `low` and `high` are None where there is no interval, for example after a single round.
+
+    >>> Interval(1.65, 1.64, 1.66).above_one, Interval(1.01, 0.99, 1.03).includes_one, Interval(2.0).known
+    (True, True, False)
+    """
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether there is an interval."""
+        return self.low is not None and self.high is not None
+
+    @property
+    def half_width(self) -> float:
+        """Half the interval relative to the value: 0.01 is ±1%. Infinite where there is no interval, or it reaches zero."""
+        if self.low is None or self.high is None or self.low <= 0:
+            return float("inf")
+        return (self.high - self.low) / 2 / self.value
+
+    @property
+    def above_one(self) -> bool:
+        """Of a ratio: faster, beyond the interval."""
+        return self.low is not None and self.low > 1
+
+    @property
+    def below_one(self) -> bool:
+        """Of a ratio: slower, beyond the interval."""
+        return self.high is not None and self.high < 1
+
+    @property
+    def includes_one(self) -> bool:
+        """Of a ratio: too close to call. A ratio without an interval says nothing either way."""
+        return self.known and not self.above_one and not self.below_one
+
+    def times(self, factor: float) -> Interval:
+        """The same estimate in another unit."""
+        ends = [end * factor if end is not None else None for end in (self.low, self.high)]
+        return Interval(self.value * factor, *ends)

@@ -1,0 +1,24 @@
+"""The parts of a training step: one vocabulary for `step`, `forecast`, `explain` and `compare`.
+
+The order is that of a waterfall: the GEMMs first, then everything that dilutes their speedup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+StepPart = Literal[
+    "GEMMs", "quantization", "norms and activations", "attention", "routing", "head and loss", "embedding", "optimizer",
+    "exposed communication", "pipeline bubble", "copies", "other", "idle, host-bound", "idle, other",
+]  # fmt: skip
+STEP_PARTS: tuple[StepPart, ...] = get_args(StepPart)
+
+
+def in_order(parts: Mapping[StepPart, float]) -> dict[StepPart, float]:
+    """The parts that are there, in the order of the vocabulary.
+
+    >>> in_order({"optimizer": 1.0, "GEMMs": 5.0})
+    {'GEMMs': 5.0, 'optimizer': 1.0}
+    """
+    return {part: parts[part] for part in STEP_PARTS if part in parts}

@@ -1,0 +1,1 @@
+"""One result type per command: what its function returns, what `--json` writes, what `report` and `compare` read."""

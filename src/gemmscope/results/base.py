@@ -1,0 +1,99 @@
+"""What all results share: the schema version, the command, the findings, the model and how it was run."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from gemmscope import __version__
+from gemmscope.findings import Finding
+from gemmscope.model.spec import ModelSpec, RunSpec
+
+SCHEMA_VERSION: Literal[2] = 2
+Origin = Literal["measured", "forecast"]
+
+
+class Part(BaseModel):
+    """A part of a result. Unknown keys are refused, so that a typo does not pass for data."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, populate_by_name=True)
+
+
+class Result(Part):
+    """What every result says of itself."""
+
+    schema_version: Literal[2] = SCHEMA_VERSION
+    kind: str
+    gemmscope_version: str = __version__
+    command: str
+    """The command line, or the Python call, that made this result."""
+    findings: tuple[Finding, ...] = ()
+    """What there is to know beside the numbers: code, level and facts."""
+
+    def has(self, code: str) -> bool:
+        """Whether there is a finding of this code."""
+        return any(finding.code == code for finding in self.findings)
+
+    def to_json(self) -> str:
+        """As it is written to a run file."""
+        return self.model_dump_json(by_alias=True, indent=1) + "\n"
+
+
+class ModelSummary(Part):
+    """Which model."""
+
+    name: str
+    model_type: str = ""
+    source: str = ""
+    hidden_size: int | None = None
+    num_hidden_layers: int | None = None
+    layers: str
+    """The kinds of layers with their numbers, or "traced"."""
+    description: str = ""
+    """The sizes in one line."""
+
+    @classmethod
+    def of(cls, model: ModelSpec | None, name: str, origin: str) -> ModelSummary:
+        """The summary of a model; of a traced one (`model` None) only its name is known."""
+        if model is None:
+            return cls(name=name, source=origin, layers="traced")
+        return cls(
+            name=model.name,
+            model_type=model.model_type,
+            source=model.source,
+            hidden_size=model.hidden_size,
+            num_hidden_layers=len(model.layers),
+            layers=model.pattern(),
+            description=model.describe(),
+        )
+
+
+class ModelResult(Result):
+    """A result about a model, or about bare GEMMs (`model` is null)."""
+
+    origin: str
+    """Where the model came from: a file, a preset, the command line."""
+    model: ModelSummary | None = None
+    run: RunSpec | None = None
+    """Batch and parallelism."""
+    stage: int = 0
+    """The pipeline stage that was looked at."""
+
+    NAME_OF_GEMMS: ClassVar[str] = "GEMMs"
+
+    @property
+    def name(self) -> str:
+        """What the result is about, in a title."""
+        return self.model.name if self.model is not None else self.NAME_OF_GEMMS
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """A command as the user typed it, ready to be pasted into a shell.
+
+    >>> command_line(["shapes", "--config", "my model.json"])
+    "gemmscope shapes --config 'my model.json'"
+    """
+    return shlex.join(["gemmscope", *(argument.encode("utf-8", "replace").decode() for argument in arguments)])

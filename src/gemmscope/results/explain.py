@@ -1,0 +1,139 @@
+"""The result of `gemmscope explain`: where the time of a recorded step went, and why it is not faster."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from gemmscope.findings import Finding
+from gemmscope.parts import StepPart
+from gemmscope.results.base import Part, Result
+
+
+class PrecisionTotal(Part):
+    """The GEMMs of one precision, per step."""
+
+    precision: str
+    count: float
+    time_ms: float
+    flops: float
+    """0: the trace has no shapes."""
+
+
+class UnknownKernel(Part):
+    """A kernel of no known class, per step."""
+
+    name: str
+    time_ms: float
+    count: float
+
+
+class StepAccount(Part):
+    """Milliseconds and counts per step."""
+
+    step_ms: float
+    busy_ms: float
+    parts_ms: dict[StepPart, float]
+    """Where the time goes; sums to step_ms."""
+    classes_ms: dict[str, float]
+    """The same by class of kernel, GEMMs by precision; sums to step_ms."""
+    idle_ms: dict[str, float]
+    """Idle time by reason."""
+    hidden_ms: float
+    """Communication hidden behind computation."""
+    overlapped_ms: float
+    """Time in which several kernels computed at once."""
+    gemms: tuple[PrecisionTotal, ...]
+    kernels: float
+    launches: float
+    micro_batches: int
+    quantization_kernels: float
+    low_gemms: float
+    """GEMMs in low precision."""
+    kernels_per_gemm: float
+    """GEMMs and quantization kernels over GEMMs."""
+    named_share: float
+    """Share of GPU time in kernels of a known class."""
+    unknown: tuple[UnknownKernel, ...] = ()
+
+    @property
+    def idle_share(self) -> float:
+        return 1 - self.busy_ms / self.step_ms if self.step_ms else 0.0
+
+    def share(self, *parts: StepPart) -> float:
+        """Of the step's time."""
+        return sum(self.parts_ms.get(part, 0.0) for part in parts) / self.step_ms if self.step_ms else 0.0
+
+
+class Cause(Part):
+    """One reason why the step is not faster. Its title and advice are in `explain/advice.toml`."""
+
+    code: str
+    title: str
+    cost_ms: float
+    """What the step would save without it, as far as can be told."""
+    speedup_without: float
+    evidence: tuple[Finding, ...]
+    kernels: tuple[str, ...] = ()
+    where: str = ""
+    advice: tuple[str, ...] = ()
+    spans: tuple[tuple[float, float, str], ...] = Field(default=(), exclude=True, repr=False)
+    """Begin, end and label for a trace viewer; not written to run files."""
+
+
+class PartComparison(Part):
+    """One part of the step on both sides, milliseconds per step."""
+
+    part: str
+    expected_ms: float | None
+    """Null: nothing was predicted for it."""
+    trace_ms: float
+    speedup: float | None = None
+    """Of all parts down to it."""
+
+    @property
+    def difference_ms(self) -> float | None:
+        return None if self.expected_ms is None else self.trace_ms - self.expected_ms
+
+
+class StepComparison(Part):
+    """The step compared with its BF16 twin, or with what was predicted for it."""
+
+    title: str
+    expected: str
+    """What the expected times are."""
+    parts: tuple[PartComparison, ...]
+    findings: tuple[Finding, ...] = ()
+
+
+class RankTime(Part):
+    """One rank, milliseconds per step."""
+
+    rank: int
+    step_ms: float
+    computing_ms: float
+    exposed_ms: float
+    """Exposed communication."""
+    idle_ms: float
+
+
+class ExplainResult(Result):
+    """The whole result."""
+
+    kind: Literal["explain"] = "explain"
+    trace: str
+    gpu: str
+    rank: int | None = None
+    world_size: int = 1
+    steps: int
+    steps_found_by: str
+    account: StepAccount
+    low_share: float
+    """Share of the linears' FLOPs (of their time, where shapes are not known) in low precision, the output head left out."""
+    low_share_of: Literal["FLOPs", "time"]
+    framework: str = ""
+    verdict: Finding
+    causes: tuple[Cause, ...]
+    comparisons: tuple[StepComparison, ...] = ()
+    ranks: tuple[RankTime, ...] = ()

@@ -1,0 +1,68 @@
+"""The result of `gemmscope forecast`: the same linears and steps as measured ones, with origin forecast, for each GPU; or a sweep.
+
+Nothing in it was measured on the GPU it names, and every interval is a 90% error bar.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from gemmscope.findings import Finding
+from gemmscope.interval import Interval
+from gemmscope.results.base import ModelResult, Part
+from gemmscope.results.linears import Linears, Winner
+from gemmscope.results.step import StepTimes
+
+
+class GpuForecast(Part):
+    """One GPU."""
+
+    gpu: str
+    title: str
+    capability: str
+    basis: tuple[str, ...] = ()
+    """What each format's GEMMs were measured on, or borrowed from."""
+    linears: Linears
+    step: StepTimes | None = None
+    findings: tuple[Finding, ...] = ()
+
+
+class SweepPoint(Part):
+    """One configuration of a sweep."""
+
+    values: dict[str, int]
+    baseline_step_ms: float | None = None
+    speedups: dict[str, Interval] = {}
+    winner: Winner | None = None
+    host_bound: tuple[str, ...] = ()
+    """Recipes whose step takes the CPU longer to launch than the GPU to run: no speedup is counted for them."""
+    not_possible: dict[str, str] = {}
+    """Recipe → why it cannot run this configuration."""
+    why_not: str = ""
+    """Why this configuration is not possible at all."""
+
+    @property
+    def gains(self) -> bool:
+        """Whether the best recipe is faster than BF16 beyond its error bar, and the host does not prevent it."""
+        return self.winner is not None and self.winner.beats_baseline and self.winner.best not in self.host_bound
+
+
+class GpuSweep(Part):
+    """One GPU's sweep."""
+
+    gpu: str
+    sizes: tuple[str, ...]
+    recipes: tuple[str, ...]
+    points: tuple[SweepPoint, ...]
+
+
+class ForecastResult(ModelResult):
+    """The whole result."""
+
+    kind: Literal["forecast"] = "forecast"
+    coefficients: str
+    """Which data the forecast was fitted on."""
+    state: Literal["sustained", "burst"]
+    dp: int = 1
+    gpus: tuple[GpuForecast, ...] = ()
+    sweeps: tuple[GpuSweep, ...] = ()

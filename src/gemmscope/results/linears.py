@@ -1,0 +1,222 @@
+"""The linears of a model (or bare GEMMs) in every recipe and mode, measured or forecast.
+
+`BenchResult` and `ForecastResult` are both made of `Linears`. What was not measured is missing here, and a dash in a table; it is
+never a zero. What ran in another precision than requested has a time but no speedup.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from gemmscope.interval import Interval
+from gemmscope.recipe.recipes import BASELINE, recipe
+from gemmscope.results.base import Origin, Part
+from gemmscope.workload.cases import Case, Mode
+from gemmscope.workload.ops import PASSES, Pass
+
+
+class Evidence(Part):
+    """Whether a pass ran in the precision requested, and the kernels that prove it."""
+
+    verdict: str
+    """as requested, fallback, emulated or unproven."""
+    requested: str
+    """Formats of the two operands, and their scales."""
+    ran: str
+    """What the kernel names show; empty where they show nothing."""
+    kernels: tuple[str, ...] = ()
+
+
+class OpTime(Part):
+    """One op in one recipe and mode: milliseconds of one execution."""
+
+    op: str
+    recipe: str
+    mode: Mode
+    total_ms: Interval
+    pass_ms: dict[Pass, Interval] = {}
+    """Each pass, in autocast with its share of the quantization; empty where the time cannot be split."""
+    quantize_ms: dict[str, float] = {}
+    """Autocast: quantization by what is quantized (X, W, dY)."""
+    host_ms: float = 0.0
+    """CPU time to launch it."""
+    evidence: dict[Pass, Evidence] = {}
+    left_in_baseline: str = ""
+    """Why the framework left this op in high precision on purpose; empty if it did not."""
+    not_split: str = ""
+    """Why the time is not split into passes; empty if it is."""
+
+    @property
+    def host_bound(self) -> bool:
+        """Launching it takes longer than running it: without CUDA graphs the GPU idles."""
+        return self.mode == "autocast" and self.host_ms > self.total_ms.value
+
+    @property
+    def fallbacks(self) -> dict[Pass, Evidence]:
+        """The passes that did not run in the precision requested, unless the framework left the op out on purpose."""
+        if self.left_in_baseline:
+            return {}
+        return {name: proof for name, proof in self.evidence.items() if proof.verdict == "fallback"}
+
+    @property
+    def counts(self) -> bool:
+        """Whether its speedup is one of the recipe requested."""
+        return not self.left_in_baseline and not self.fallbacks
+
+    @property
+    def quantization_ms(self) -> float:
+        return sum(self.quantize_ms.values())
+
+
+class Speedup(Part):
+    """One recipe over another: all linears, one op (`op`), or one pass of an op (`pass_name`)."""
+
+    recipe: str
+    over: str
+    mode: str = ""
+    op: str = ""
+    pass_name: str = ""
+    speedup: Interval
+
+
+class LinearsTotal(Part):
+    """A recipe's linears together: milliseconds of one micro-batch."""
+
+    recipe: str
+    mode: Mode
+    total_ms: Interval
+    quantize_ms: float
+    layer_ms: float | None = None
+    """One layer, where all layers are alike."""
+    pass_ms: dict[Pass, float] = {}
+    """One layer's passes; the model's where layers differ."""
+
+
+class Memory(Part):
+    """Bytes of a recipe's linears on one rank: computed from sizes, not measured."""
+
+    recipe: str
+    weights_bytes: float
+    copies_bytes: float
+    """Quantized copies of the weights."""
+    kept_bytes: float
+    """Inputs kept from forward to backward, of one micro-batch."""
+
+
+class Winner(Part):
+    """The fastest recipe, by the one rule of `winner.py`. `rivals` are too close to call against it."""
+
+    best: str
+    speedup: Interval | None
+    """Over BF16; null if BF16 itself is the fastest."""
+    rivals: tuple[str, ...] = ()
+
+    @property
+    def certain(self) -> bool:
+        return not self.rivals
+
+    @property
+    def beats_baseline(self) -> bool:
+        """Whether the best recipe is faster than BF16 beyond its interval."""
+        return self.speedup is not None and self.speedup.above_one
+
+
+class Linears(Part):
+    """Everything about the linears. Look values up with the methods; they know which recipes share kernels."""
+
+    origin: Origin
+    cases: tuple[Case, ...]
+    recipes: tuple[str, ...]
+    modes: tuple[Mode, ...]
+    layers: int | None = None
+    """How many layers the rank holds, where all are alike."""
+    layer_counts: dict[str, int] = {}
+    """How often one layer runs each op, where all layers are alike."""
+    cache_weights: bool = False
+    """Quantization of the weights is left out: it happens once per step."""
+    ops: tuple[OpTime, ...] = ()
+    speedups: tuple[Speedup, ...] = ()
+    totals: tuple[LinearsTotal, ...] = ()
+    memory: tuple[Memory, ...] = ()
+    winners: dict[Mode, Winner] = {}
+
+    @property
+    def forecast(self) -> bool:
+        return self.origin == "forecast"
+
+    @property
+    def bare(self) -> bool:
+        """Whether these are GEMMs of sizes that someone typed, and not the linears of a model."""
+        return all(case.passes == PASSES[:1] for case in self.cases)
+
+    @cached_property
+    def _ops(self) -> dict[tuple[str, str, str], OpTime]:
+        return {(each.op, each.recipe, each.mode): each for each in self.ops}
+
+    @cached_property
+    def _speedups(self) -> dict[tuple[str, str, str, str, str], Interval]:
+        return {(each.recipe, each.over, each.mode, each.op, each.pass_name): each.speedup for each in self.speedups}
+
+    @cached_property
+    def _totals(self) -> dict[tuple[str, str], LinearsTotal]:
+        return {(each.recipe, each.mode): each for each in self.totals}
+
+    def measured_as(self, name: str, mode: Mode) -> str:
+        """The recipe whose numbers stand for this one: pre-quantized, some recipes run the same kernels."""
+        return same_kernels(name, mode, self.recipes)
+
+    def columns(self, mode: Mode) -> list[str]:
+        """The recipes with numbers of their own in this mode."""
+        return [name for name in self.recipes if self.measured_as(name, mode) == name]
+
+    def op_time(self, op: str, name: str, mode: Mode) -> OpTime | None:
+        return self._ops.get((op, self.measured_as(name, mode), mode))
+
+    def speedup(self, name: str, mode: Mode, op: str = "", over: str = BASELINE, pass_name: str = "") -> Interval | None:
+        """Over another recipe; None where it was not measured, fell back, or both run the same kernels."""
+        return self._speedups.get((self.measured_as(name, mode), self.measured_as(over, mode), mode, op, pass_name))
+
+    def total(self, name: str, mode: Mode) -> LinearsTotal | None:
+        return self._totals.get((self.measured_as(name, mode), mode))
+
+    def falls_back(self, name: str, mode: Mode, op: str = "") -> bool:
+        """Whether any op (or this one) ran in another precision than requested."""
+        cells = [self.op_time(case.op, name, mode) for case in self.cases if op in ("", case.op)]
+        return any(cell is not None and cell.fallbacks for cell in cells)
+
+    def quantization_share(self, name: str) -> float | None:
+        """Of the linears' time in autocast mode; None where it is not known."""
+        cells = [(cell, case.count) for case in self.cases if (cell := self.op_time(case.op, name, "autocast"))]
+        known = [(cell, count) for cell, count in cells if cell.quantize_ms]
+        spent = sum(cell.quantization_ms * count for cell, count in known)
+        return spent / sum(cell.total_ms.value * count for cell, count in known) if spent else None
+
+
+def same_kernels(name: str, mode: Mode, names: tuple[str, ...] | list[str]) -> str:
+    """The recipe that is measured for this one: pre-quantized, FP8Delayed runs the kernels of FP8Current.
+
+    >>> same_kernels("FP8Delayed", "pre-quantized", ["BF16", "FP8Current", "FP8Delayed"])
+    'FP8Current'
+    """
+    other = recipe(name).same_kernels_as
+    return other if mode == "pre-quantized" and other in names else name
+
+
+def linears_total(
+    name: str, mode: Mode, total_ms: Interval, cases: tuple[Case, ...], ops: dict[str, OpTime], layer_counts: dict[str, int]
+) -> LinearsTotal:
+    """A recipe's linears together. `ops`: by name, all of them; sums are of one layer where `layer_counts` says what it runs."""
+    counts = layer_counts or {case.op: case.count for case in cases}
+    pass_ms = {}
+    for each in PASSES:
+        times = [(ops[op].pass_ms.get(each), count) for op, count in counts.items()]
+        if all(time is not None for time, _ in times):
+            pass_ms[each] = sum(time.value * count for time, count in times if time is not None)
+    return LinearsTotal(
+        recipe=name,
+        mode=mode,
+        total_ms=total_ms,
+        quantize_ms=sum(ops[case.op].quantization_ms * case.count for case in cases),
+        layer_ms=sum(ops[op].total_ms.value * count for op, count in layer_counts.items()) if layer_counts else None,
+        pass_ms=pass_ms,
+    )

@@ -1,0 +1,92 @@
+"""Reads run files back, plain or gzipped. Whatever is wrong with one becomes one message."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from gemmscope.errors import UserError, shown
+from gemmscope.results.base import SCHEMA_VERSION, Result
+from gemmscope.results.bench import BenchResult
+from gemmscope.results.compare import CompareResult
+from gemmscope.results.explain import ExplainResult
+from gemmscope.results.forecast import ForecastResult
+from gemmscope.results.shapes import ShapesResult
+from gemmscope.results.step import StepResult
+
+KINDS: dict[str, type[Result]] = {
+    "shapes": ShapesResult,
+    "bench": BenchResult,
+    "step": StepResult,
+    "forecast": ForecastResult,
+    "explain": ExplainResult,
+    "compare": CompareResult,
+}
+LARGEST = 1 << 30  # bytes: no run file comes near
+EXPECTED = "name a run file, as --json writes it"
+
+
+def read_result(path: str | Path, kinds: Collection[str] = tuple(KINDS)) -> Result:
+    """The result in a run file, if it is of one of these kinds; else a `UserError`."""
+    data = _json(Path(path))
+    kind, version = data.get("kind"), data.get("schema_version")
+    if "traceEvents" in data:
+        raise UserError(f"{path} is a profiler trace, not a run file", f"gemmscope explain {path}")
+    if not isinstance(kind, str) or kind not in kinds:
+        *most, last = kinds
+        given = f"its kind is {shown(kind)}" if kind else "it has no kind"
+        raise UserError(f"{path} is not a run file of {', '.join(most)} or {last}: {given}", "write one with --json PATH")
+    if version != SCHEMA_VERSION:
+        older = isinstance(version, int) and version < SCHEMA_VERSION
+        hint = f"run gemmscope {kind} again with --json" if older or version is None else "update gemmscope"
+        raise UserError(f"{path} has schema version {shown(version)}; this gemmscope reads version {SCHEMA_VERSION}", hint)
+    try:
+        return TypeAdapter(KINDS[kind]).validate_python(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise UserError(f"{path} is damaged: {where}: {first['msg']}", f"run gemmscope {kind} again with --json") from None
+
+
+def looks_like_run(path: str | Path) -> bool:
+    """Whether a file begins as a run file does: its first keys name a schema version and a kind."""
+    try:
+        with Path(path).open("rb") as raw:
+            begin = raw.read(4096)
+        if begin[:2] == b"\x1f\x8b":
+            begin = zlib.decompressobj(31).decompress(begin, 4096)
+    except (OSError, ValueError, zlib.error):
+        return False
+    return b'"schema_version"' in begin and b'"kind"' in begin and b"traceEvents" not in begin
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        raw = path.read_bytes()
+        if raw[:2] == b"\x1f\x8b":
+            raw = _decompress(raw)
+        data = json.loads(raw)
+    except (zlib.error, gzip.BadGzipFile, EOFError):
+        raise UserError(f"{path} is truncated or damaged: its gzip data is not complete", "copy it again") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}", EXPECTED) from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not valid JSON: {ascii(str(error))[1:-1][:120]}", EXPECTED) from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path} is JSON, but not a run file", "write one with --json PATH")
+    return data
+
+
+def _decompress(raw: bytes) -> bytes:
+    """All of it, up to the size that a run file can have."""
+    unpacking = zlib.decompressobj(31)
+    data = unpacking.decompress(raw, LARGEST)
+    if not unpacking.eof:
+        raise zlib.error
+    return data

@@ -1,0 +1,223 @@
+"""The result of `gemmscope step`: the training step in every recipe, where its time goes, and what to use.
+
+`StepTimes` is what a measured and a forecast step have in common.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass, field
+from math import hypot, isfinite
+from typing import Any, Literal
+
+from gemmscope.findings import Finding
+from gemmscope.gpu.environment import Environment
+from gemmscope.interval import Interval
+from gemmscope.parts import StepPart
+from gemmscope.recipe.recipes import BASELINE
+from gemmscope.results.base import ModelResult, Origin, Part
+from gemmscope.results.linears import Speedup, Winner
+
+
+class WaterfallLevel(Part):
+    """One part of the step: its time on both sides, and the speedup of everything down to it."""
+
+    part: StepPart
+    baseline_ms: float
+    recipe_ms: float
+    speedup: float
+
+
+class Cost(Part):
+    """Of the full training run in one recipe."""
+
+    days: Interval
+    gpu_hours: Interval
+    money: Interval | None = None
+
+
+class Verified(Part):
+    """The real model's step beside the prediction of the same run: the speedup, or the baseline's milliseconds."""
+
+    depth: int
+    predicted: Interval
+    actual: Interval
+
+    @property
+    def error(self) -> float:
+        return self.predicted.value / self.actual.value - 1
+
+    @property
+    def agrees(self) -> bool | None:
+        """Whether the error is within both intervals combined; None where one of them is not known."""
+        reach = hypot(self.predicted.half_width, self.actual.half_width)
+        return abs(self.error) <= reach if isfinite(reach) else None
+
+
+class StepTime(Part):
+    """One recipe: milliseconds of one step on one rank."""
+
+    recipe: str
+    step_ms: Interval
+    speedup: Interval | None = None
+    """Over BF16."""
+    tokens_per_s: float
+    model_tflops: float
+    """FLOPs of linears and attention, recomputation left out, over the step's time."""
+    mfu: float | None = None
+    """Model FLOPs utilization: model_tflops over the GPU's dense BF16 rate, in every precision."""
+    gpu_busy_ms: float | None = None
+    host_ms: float | None = None
+    """CPU time to launch the step."""
+    peak_bytes: float | None = None
+    """Peak memory of the real model."""
+    parts_ms: dict[StepPart, float] = {}
+    """Where the time goes; of as many layers as were run."""
+    waterfall: tuple[WaterfallLevel, ...] = ()
+    """From the speedup of the GEMMs alone to that of the step."""
+    named_share: float | None = None
+    """Share of GPU time in kernels of a known kind."""
+    unknown_kernels: tuple[str, ...] = ()
+    verdict: Finding | None = None
+    """Why the step gains what it gains."""
+    verified: Verified | None = None
+    cost: Cost | None = None
+
+    @property
+    def fell_back(self) -> bool:
+        """Whether GEMMs ran in BF16 that were requested in low precision."""
+        return self.verdict is not None and self.verdict.code == "step-fallback"
+
+    @property
+    def host_bound(self) -> bool:
+        """Launching the step takes longer than running it."""
+        return self.host_ms is not None and self.gpu_busy_ms is not None and self.host_ms > self.gpu_busy_ms
+
+
+class StepTimes(Part):
+    """All recipes of one step, the baseline first."""
+
+    origin: Origin
+    recipes: tuple[StepTime, ...]
+    speedups: tuple[Speedup, ...] = ()
+    """Of every recipe over every other one."""
+    winner: Winner | None = None
+    failures: dict[str, str] = {}
+    """Recipe → why it has no step."""
+
+    def of(self, name: str) -> StepTime | None:
+        return next((each for each in self.recipes if each.recipe == name), None)
+
+    def speedup(self, name: str, over: str = BASELINE) -> Interval | None:
+        return next((each.speedup for each in self.speedups if (each.recipe, each.over) == (name, over)), None)
+
+
+class AtBatch(Part):
+    """The speedups of every recipe on one batch."""
+
+    micro_batch_size: int
+    sequence_length: int
+    speedups: dict[str, Interval]
+
+
+class Recommendation(Part):
+    """What to use: a recipe, and the parts of every layer that stay in BF16."""
+
+    recipe: str
+    left_out: tuple[str, ...] = ()
+    speedup: Interval | None = None
+    rivals: tuple[str, ...] = ()
+    """Plans that are too close to call against it."""
+    ready_to_paste: dict[str, str] = {}
+    """Framework → the text that selects this plan."""
+
+    @property
+    def certain(self) -> bool:
+        return not self.rivals
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """How to measure. A burst runs steps for `drop_ms`, then for `keep_ms` (and at least `least_steps`) that count."""
+
+    backend: str
+    drop_ms: float = 400.0
+    keep_ms: float = 1000.0
+    least_steps: int = 3
+    max_rounds: int = 1_000_000  # in practice no limit: precision and time decide
+    host: bool = True  # also measure the CPU time to launch a step
+    silence_s: float = 180.0
+    seed: int = field(default_factory=lambda: random.randrange(1 << 30))  # of the order of bursts
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A recipe, the parts left in BF16, a depth. `real`: every layer has its own weights, as in training; else layers share
+    those of a few."""
+
+    recipe: str
+    depth: int
+    left_out: tuple[str, ...] = ()
+    real: bool = False
+
+    @property
+    def plan_name(self) -> str:
+        """The recipe, and the parts that it leaves in BF16."""
+        return self.recipe + (f" without {', '.join(self.left_out)}" if self.left_out else "")
+
+    @property
+    def name(self) -> str:
+        return f"{self.plan_name} / {self.depth} layers" + (" / real" if self.real else "")
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "name": self.name}
+
+
+ProfiledPart = tuple[str, str, list[list[Any]]]  # part, direction, its kernels (name, microseconds, stream)
+
+
+@dataclass
+class VariantResult:
+    """One variant: its samples burst by burst, and the kernels of one profiled step by part. `failure` says why there are
+    none."""
+
+    variant: Variant
+    rounds_ms: list[list[float]] = field(default_factory=list)
+    states: list[dict[str, Any]] = field(default_factory=list)
+    parts: list[ProfiledPart] = field(default_factory=list)
+    busy_ms: float | None = None
+    host_ms: float | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    failure: str = ""
+    failure_kind: str = ""
+
+    @property
+    def measured(self) -> bool:
+        return bool(self.rounds_ms) and not self.failure
+
+
+class StepResult(ModelResult):
+    """The whole result."""
+
+    kind: Literal["step"] = "step"
+    environment: Environment
+    device: dict[str, Any]
+    versions: dict[str, str]
+    settings: StepSettings
+    depth: int
+    """Of the stacks that were run."""
+    layers: int
+    interrupted: bool = False
+    seconds: dict[str, float] = {}
+    """What predicting took, and verifying."""
+    step: StepTimes
+    recommendation: Recommendation | None = None
+    break_even: tuple[AtBatch, ...] = ()
+    """Smaller batches, and this one last."""
+    observed_speedup: float | None = None
+    """The speedup of the user's own run."""
+    variants: tuple[VariantResult, ...] = ()
+
+    @property
+    def where(self) -> str:
+        return str(self.device.get("name", "this machine"))

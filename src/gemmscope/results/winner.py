@@ -1,0 +1,40 @@
+"""The one rule for calling a winner, used by every command, page and figure.
+
+The best candidate is the one with the highest speedup over BF16. It beats another one if the interval of *their ratio* lies above
+one; an error that both sides share cancels in that ratio. Every candidate that it does not beat is a rival, BF16 among them: the
+two are too close to call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from gemmscope.interval import Interval
+from gemmscope.recipe.recipes import BASELINE
+from gemmscope.results.linears import Winner
+
+Ratio = Callable[[str, str], Interval | None]
+
+
+def find_winner(speedups: Mapping[str, Interval], ratio: Ratio) -> Winner:
+    """`speedups`: each candidate over BF16. `ratio(a, b)`: how much faster `a` is than `b`; None if that is not known.
+
+    A ratio without an interval cannot tell two candidates apart.
+
+    >>> gains = {"A": Interval(1.50, 1.40, 1.60), "B": Interval(1.45, 1.35, 1.55)}
+    >>> find_winner(gains, lambda a, b: gains[a] if b == "BF16" else Interval(1.034, 1.02, 1.05)).rivals
+    ()
+    >>> find_winner(gains, lambda a, b: gains[a] if b == "BF16" else Interval(1.034, 0.98, 1.09)).rivals
+    ('B',)
+    """
+    best = max(speedups, key=lambda name: speedups[name].value, default=BASELINE)
+    if best == BASELINE or speedups[best].value <= 1:
+        close = tuple(name for name, gain in speedups.items() if not gain.below_one)
+        return Winner(best=BASELINE, speedup=None, rivals=close)
+    others = [BASELINE, *(name for name in speedups if name != best)]
+    rivals = tuple(name for name in others if not _beats(speedups[best] if name == BASELINE else ratio(best, name)))
+    return Winner(best=best, speedup=speedups[best], rivals=rivals)
+
+
+def _beats(found: Interval | None) -> bool:
+    return found is not None and found.above_one

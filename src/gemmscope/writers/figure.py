@@ -1,0 +1,139 @@
+"""Charts as image files (PNG, SVG, PDF), for papers and slides.
+
+Charts of one kind and unit share a row of panels. The colors can be told apart with every kind of color vision.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from gemmscope.document.charts import BarChart, Chart, CurveChart, HeatMap, WaterfallChart
+from gemmscope.document.combine import letter, sources, speedup_rows
+from gemmscope.document.model import Document
+from gemmscope.errors import UserError
+from gemmscope.units import slug
+from gemmscope.writers import panels
+
+FORMATS = ("png", "svg")
+ENDINGS = (".png", ".svg", ".pdf", ".eps", ".jpg", ".webp")
+STYLE: Any = {
+    "font.size": 9,
+    "hatch.linewidth": 0.5,
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "gemmscope",  # the same numbers, the same file
+    "text.parse_math": False,  # a dollar in a name is a dollar
+    "pdf.fonttype": 42,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+}
+UNDATED: dict[str, Any] = {"Date": None}  # of an SVG, for the same reason
+
+
+def save_figure(document: Document, path: str | Path) -> None:
+    """Draw the main charts of a document into one file; its ending selects the format."""
+    rows = [list(row) for row in _rows([chart for chart in document.charts() if chart.main] or document.charts())]
+    if not rows:
+        raise UserError(f"there is no chart to draw in this {document.kind} result")
+    with mpl.rc_context(STYLE):
+        sizes = [_size(row) for row in rows]
+        width = max(width for width, _ in sizes)
+        figure = Figure(figsize=(width, sum(height for _, height in sizes) + 0.3), layout="constrained")
+        parts = figure.subfigures(len(rows), 1, squeeze=False, height_ratios=[height for _, height in sizes])[:, 0]
+        for part, row in zip(parts, rows, strict=True):
+            _draw(part, row)
+        figure.suptitle(textwrap.fill(document.title, int(width * 10)), fontsize=11, fontweight="bold")
+        _write(figure, Path(path))
+
+
+def save_figures(documents: Sequence[Document], folder: Path) -> list[Path]:
+    """Draw every chart of every document, a file for each row of panels, as PNG and SVG; returns what was written."""
+    written = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"figures cannot be written to {folder}: {error.strerror}", "name a folder that can be written") from error
+    with mpl.rc_context(STYLE):
+        for name, figure in _figures(documents):
+            for ending in FORMATS:
+                path = folder / f"{name}.{ending}"
+                _write(figure, path)
+                written.append(path)
+    return written
+
+
+def _figures(documents: Sequence[Document]) -> Iterator[tuple[str, Figure]]:
+    for document in documents:
+        start = f"{letter(documents, document).lower()}-" if len(documents) > 1 else ""
+        used: dict[str, int] = {}
+        for row in _rows(document.charts()):
+            figure = Figure(figsize=_size(row), layout="constrained")
+            _draw(figure, row)
+            figure.suptitle(textwrap.fill(document.title, int(figure.get_size_inches()[0] * 10)), fontsize=11, fontweight="bold")
+            name = _file_name(row[0])
+            used[name] = used.get(name, 0) + 1
+            yield f"{start}{name}" + (f"-{used[name]}" if used[name] > 1 else ""), figure
+    if len(documents) > 1 and sources(documents):
+        rows = speedup_rows(documents)
+        figure = Figure(figsize=(6.5, 1.0 + 0.16 * len(rows) * (len(sources(documents)) + 1)), layout="constrained")
+        panels.side_by_side(figure.subplots(), rows, sources(documents))
+        figure.suptitle(documents[0].subject.title, fontsize=11, fontweight="bold")
+        yield "side-by-side", figure
+
+
+def _file_name(chart: Chart) -> str:
+    if isinstance(chart, BarChart):
+        return f"time-{slug(chart.unit.split()[-1])}"
+    if isinstance(chart, WaterfallChart):
+        return "waterfall"
+    return f"{'speedup' if isinstance(chart, HeatMap) or chart.unit == 'x' else 'rate'}-{slug(chart.title.split(':')[0])}"
+
+
+def _rows(charts: Sequence[Chart]) -> Iterator[list[Chart]]:
+    """Charts that share a row: neighbors of one kind; bars also of one unit. At most four stand side by side."""
+    for _, group in groupby(charts, key=lambda chart: (type(chart), getattr(chart, "unit", ""))):
+        row = list(group)
+        most = 1 if isinstance(row[0], CurveChart) else 4
+        yield from (row[first : first + most] for first in range(0, len(row), most))
+
+
+def _size(row: Sequence[Chart]) -> tuple[float, float]:
+    first = row[0]
+    if isinstance(first, BarChart):
+        return 3.2 + 1.15 * sum(max(len(chart.bars), 2) for chart in row if isinstance(chart, BarChart)), 4.6
+    if isinstance(first, WaterfallChart):
+        most = max(len(chart.falls) for chart in row if isinstance(chart, WaterfallChart)) + 1
+        return 1.4 + 3.1 * len(row), 1.3 + 0.26 * most
+    if isinstance(first, CurveChart):
+        return max(4.8, 2.0 + 0.6 * len(first.places)), 3.5
+    return 6.2 * len(row), 4.8
+
+
+def _draw(figure: Any, row: Sequence[Chart]) -> None:
+    first = row[0]
+    if isinstance(first, BarChart):
+        panels.bars(figure, [chart for chart in row if isinstance(chart, BarChart)])
+    elif isinstance(first, WaterfallChart):
+        panels.waterfalls(figure, [chart for chart in row if isinstance(chart, WaterfallChart)])
+    elif isinstance(first, CurveChart):
+        panels.curve(figure.subplots(), first)
+    else:
+        axes = figure.subplots(1, len(row), squeeze=False)[0]
+        for axis, chart in zip(axes, row, strict=True):
+            assert isinstance(chart, HeatMap)
+            panels.heat(figure, axis, chart)
+
+
+def _write(figure: Any, path: Path) -> None:
+    try:
+        figure.savefig(path, dpi=200, metadata=UNDATED if path.suffix.lower() == ".svg" else None)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"the figure cannot be written to {path}: {reason}", "for example -o figure.png") from error

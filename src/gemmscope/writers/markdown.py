@@ -1,0 +1,91 @@
+"""Documents as Markdown, for pull requests and wikis: the same answers, tables and findings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from gemmscope.document.combine import label, side_by_side_table
+from gemmscope.document.model import Document, Message
+from gemmscope.document.table import Facts, Table
+
+SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\`*_<>|#"})
+
+
+def markdown(documents: Sequence[Document], messages: Sequence[Message] = ()) -> str:
+    """The whole file; `messages` are about all runs together."""
+    return "\n\n".join(_blocks(documents, messages)) + "\n"
+
+
+def _blocks(documents: Sequence[Document], messages: Sequence[Message]) -> Iterator[str]:
+    several = len(documents) > 1
+    if messages:
+        yield _messages(messages)
+    if several and any(document.speedups for document in documents):
+        yield "## Side by side"
+        yield pipe_table(side_by_side_table(documents))
+    for document in documents:
+        heading = f"{label(documents, document)}: {document.title}" if several else document.title
+        yield f"# {_plain(heading)}"
+        yield from _one(document)
+
+
+def _one(document: Document) -> Iterator[str]:
+    yield f"**{_plain(document.answer)}**"
+    yield from map(_plain, document.because)
+    if document.context:
+        yield "  \n".join(map(_plain, document.context))
+    if document.advice is not None:
+        yield "## Recommendation"
+        yield _plain(document.advice.text)
+        for framework, text in document.advice.ready_to_paste.items():
+            yield f"{_plain(framework)}:\n\n{_fenced(text)}"
+    if document.messages:
+        yield "## Findings"
+        yield _messages(document.messages)
+    for section in document.sections:
+        yield f"## {_plain(section.title)}"
+        if section.text:
+            yield _plain(section.text)
+        for block in section.blocks:
+            yield titled(block if isinstance(block, Table) else block.table())
+    for heading, facts in document.facts.items():
+        yield f"## {_plain(heading)}"
+        yield _facts(facts)
+
+
+def titled(table: Table) -> str:
+    """A table below its title."""
+    note = f"\n\n{_plain(table.note)}" if table.note else ""
+    return f"**{_plain(table.title)}**{note}\n\n{pipe_table(table)}"
+
+
+def pipe_table(table: Table) -> str:
+    """Without its title."""
+    heads = f"| {' | '.join(_plain(column.name) for column in table.columns)} |"
+    rule = "|" + "|".join(" ---: " if column.numeric else " --- " for column in table.columns) + "|"
+    rows = [f"| {' | '.join(_plain(cell.text) for cell in row)} |" for row in table.rows]
+    return "\n".join([heads, rule, *rows])
+
+
+def _messages(messages: Sequence[Message]) -> str:
+    return "\n".join(
+        f"- **{_plain(message.text)}**" if message.level == "error" else f"- {_plain(message.text)}" for message in messages
+    )
+
+
+def _facts(facts: Facts) -> str:
+    return "\n".join(f"- {_plain(name)}: {_plain(value)}" for name, value in facts)
+
+
+def _plain(text: str) -> str:
+    """On one line, and nothing in it is markup; brackets of intervals stay, those of links do not."""
+    return re.sub(r"\](?=[(\[:])|^\[|!\[", lambda found: "\\" + found[0], " ".join(text.split()).translate(SPECIAL))
+
+
+def _fenced(text: str) -> str:
+    """A code block that its own text cannot end."""
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{fence}\n{text}\n{fence}"

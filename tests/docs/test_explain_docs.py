@@ -1,0 +1,28 @@
+"""The table of recorded traces in docs/explain.md is what the code says now."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from test_explain import FIRST_CAUSE, found_in
+
+DOCS = Path(__file__).parent.parent.parent / "docs" / "explain.md"
+
+
+def table() -> str:
+    lines = []
+    for name in FIRST_CAUSE:
+        found = found_in(name)
+        first = found.causes[0] if found.causes else None
+        words = f"{first.title} | {first.cost_ms / found.account.step_ms:.0%}" if first else "as expected | "
+        lines.append(f"| {name.replace('_', ' ')} | {words} |")
+    return "\n".join(lines)
+
+
+def test_recorded_traces_in_the_documentation() -> None:
+    shown = DOCS.read_text().split("<!-- traces -->\n")[1].split("\n<!-- /traces -->")[0]
+    assert shown == table()
+
+
+def test_every_recorded_trace_is_named() -> None:
+    assert min(found_in(name).account.named_share for name in FIRST_CAUSE) >= 0.999

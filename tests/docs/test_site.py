@@ -1,0 +1,148 @@
+"""The documentation site and the package: no dead link, no stale output, nothing that moves the reader's torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gemmscope import __version__
+from gemmscope.store.schema import FILES
+from support.run_files import put, recorded_step
+
+ROOT = Path(__file__).parent.parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+TEXTS = [*PAGES, *ROOT.glob("*.md")]
+TUTORIAL = (DOCS / "tutorial.md").read_text()
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_dead_link(path: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not re.match(r"https?:|#", link):
+            assert (path.parent / link.split("#")[0]).exists(), link
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="the site is built by mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr
+    assert "WARNING" not in child.stderr
+    built = (tmp_path / "site" / "tutorial.html").read_text()
+    assert "QKV Proj" in built
+    assert not re.search(r"<(?:script|link|img)[^>]+(?:src|href)=\"(?:https?:)?//", built), (
+        "a page loads something from elsewhere"
+    )
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = re.findall(r"[\w/.-]+\.md", str(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    assert {str(path.relative_to(DOCS)) for path in PAGES} == set(listed)
+
+
+COMMANDS = re.findall(r"^(?:\$ )?(gemmscope [^…#\n]+)$", TUTORIAL, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_tutorial_commands_run(line: str, tmp_path: Path) -> None:
+    arguments = shlex.split(line)[1:]
+    if arguments[0] in ("bench", "step"):
+        pytest.skip("needs a GPU")
+    put(tmp_path, "step.json", recorded_step())
+    shutil.copy(ROOT / "tests" / "data" / "traces" / "healthy_te_delayed.json.gz", tmp_path / "trace.json.gz")
+    child = subprocess.run(
+        [sys.executable, "-m", "gemmscope", *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert child.returncode == 0, child.stderr
+
+
+def test_every_schema_has_its_place_on_the_page() -> None:
+    page = (DOCS / "run-files.md").read_text()
+    for name in FILES:
+        assert f"(schema/{name})" in page
+        assert f"| `{name.split('-')[0]}` |" in page
+
+
+def test_exit_codes_are_documented() -> None:
+    """Every code that a command exits with is in the table; signals have a line of their own."""
+    codes = {"0"}
+    for path in (ROOT / "src" / "gemmscope" / "cli").glob("*.py"):
+        codes |= set(re.findall(r"(?:typer\.Exit|sys\.exit|os\._exit)\((\d+)\)", path.read_text()))
+    listed = set(re.findall(r"^\| (\d+) \|", (DOCS / "command-line.md").read_text(), flags=re.MULTILINE))
+    assert codes == listed
+
+
+def test_citation_and_templates() -> None:
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == __version__
+    for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("[!c]*.yml"):
+        template = yaml.safe_load(path.read_text())
+        assert any("gemmscope doctor" in part["attributes"]["label"] for part in template["body"]), path.name
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Wheel and sdist, as they would be published."""
+    pytest.importorskip("hatchling", reason="packages are built by hatchling")
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "hatchling", "build", "-d", str(folder)]
+    child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr
+    return {"wheel": next(folder.glob("*.whl")), "sdist": next(folder.glob("*.tar.gz"))}
+
+
+def test_the_wheel_brings_what_it_needs_and_no_torch(packages: dict[str, Path]) -> None:
+    with zipfile.ZipFile(packages["wheel"]) as wheel:
+        names = wheel.namelist()
+        metadata = wheel.read(next(name for name in names if name.endswith(".dist-info/METADATA"))).decode()
+    needed = set(re.findall(r"^Requires-Dist: ([\w-]+)", metadata, flags=re.MULTILINE))
+    assert needed == {"matplotlib", "numpy", "pydantic", "pyyaml", "rich", "typer", "tomli"}
+    for asset in ("echarts.min.js", "echarts.LICENSE", "page.html", "page.css", "page.js"):
+        assert f"gemmscope/report/page/assets/{asset}" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert not any(name.startswith(("tests/", "docs/")) for name in names)
+
+
+def test_the_sdist_can_be_tested_and_documented(packages: dict[str, Path]) -> None:
+    with tarfile.open(packages["sdist"]) as sdist:
+        names = {name.split("/", 1)[1] for name in sdist.getnames() if "/" in name}
+    for name in ("mkdocs.yml", "requirements-dev.txt", "CITATION.cff", "tests/test_report.py", "docs/tutorial.md"):
+        assert name in names
+    assert not any(name.startswith((".venv", "build/")) for name in names)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_can_be_shown(shell: str) -> None:
+    environment = {"_GEMMSCOPE_COMPLETE": f"source_{shell}", "PATH": "/usr/bin:/bin", "HOME": "/nowhere"}
+    code = "import sys; sys.argv[0] = 'gemmscope'; from gemmscope.cli.main import run; run()"
+    path = {"PYTHONPATH": str(ROOT / "src")}
+    child = subprocess.run([sys.executable, "-c", code], env=environment | path, capture_output=True, text=True, check=False)
+    assert "gemmscope" in child.stdout, child.stderr
+
+
+def test_no_color_is_respected() -> None:
+    """Even on what claims to be a terminal with colours."""
+    terminal = {**os.environ, "FORCE_COLOR": "1", "TERM": "xterm-256color"}
+    terminal.pop("NO_COLOR", None)
+    code = (
+        "from gemmscope.report.formats import print_tables; from gemmscope.report.shapes import Table;"
+        "print_tables([Table('t', ('Op',), (('FALLBACK',),))], ['above'], ['warning: below'])"
+    )
+    shown = [
+        subprocess.run([sys.executable, "-c", code], env=terminal | extra, capture_output=True, text=True, check=True).stdout
+        for extra in ({}, {"NO_COLOR": "1"})
+    ]
+    coloured = re.compile(r"\x1b\[(?:\d+;)*3\d")
+    assert coloured.search(shown[0])
+    assert not coloured.search(shown[1])

@@ -1,0 +1,220 @@
+"""Traces as other frameworks and GPUs make them, from a simulated training: the first cause is the right one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gemmscope.explain.diagnose import Diagnosis
+from gemmscope.explain.pair import with_twin
+from gemmscope.explain.trace import Work
+from support.training import B200_MXFP8, B200_NVFP4, H100, HIDDEN, Chip, Job, Low
+
+GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+
+
+def first(found: Diagnosis) -> str:
+    assert sum(found.account.classes.values()) == pytest.approx(found.account.step_ms)
+    return found.causes[0].key if found.causes else ""
+
+
+@pytest.mark.parametrize("chip", [H100, B200_MXFP8, B200_NVFP4])
+def test_healthy_on_several_chips(chip: Chip, tmp_path: Path) -> None:
+    found = Job(chip).steps().explained(tmp_path)
+    assert found.words.startswith("as expected: 100% of the FLOPs")
+    assert found.account.named_share == 1
+
+
+@pytest.mark.parametrize(
+    ("low", "cause"),
+    [
+        (lambda layer, part: False, "not_low"),
+        (lambda layer, part: part != "wgrad", "backward_high"),
+        (lambda layer, part: part == "fprop", "backward_high"),
+        (lambda layer, part: layer in (1, 2), "left_out"),  # of the same sizes as those that run low
+    ],
+)
+def test_what_runs_high(low: Low, cause: str, tmp_path: Path) -> None:
+    found = Job(B200_NVFP4, low).steps().explained(tmp_path)
+    assert [each.key for each in found.causes] == [cause]
+
+
+def test_layers_left_out_and_wgrad_high_at_once(tmp_path: Path) -> None:
+    found = Job(B200_NVFP4, lambda layer, part: layer > 0 and part != "wgrad").steps().explained(tmp_path)
+    assert {each.key for each in found.causes} == {"backward_high", "left_out"}
+    kept = next(each for each in found.causes if each.key == "backward_high")
+    assert kept.evidence[0].startswith("wgrad of layers whose forward runs low are 25% of the FLOPs")
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_lightning_trains_inside_of_the_optimizer(marked: bool, tmp_path: Path) -> None:
+    """It hands forward and backward to `optimizer.step` as a closure: they are not the optimizer's."""
+    job = Job()
+    for number in range(3):
+        name = f"ProfilerStep#{number}" if marked else "batch"
+        with job.inside(name, "user_annotation"), job.inside("Optimizer.step#AdamW.step", "user_annotation"):
+            job.backward(job.forward())
+            job.optimize()
+    found = job.explained(tmp_path)
+    assert found.words.startswith("as expected: 100% of the FLOPs")
+    assert len(found.seen.steps.chosen) == 3
+    assert found.account.classes["optimizer"] == pytest.approx(0.8)
+
+
+def test_an_optimizer_for_every_parameter(tmp_path: Path) -> None:
+    """Stepping inside of backward marks no steps there; the profiler's marks do."""
+    job = Job()
+    for number in range(3):
+        with job.inside(f"ProfilerStep#{number}", "user_annotation"):
+            for each in job.forward():
+                job.backward([each])
+                with job.node("AccumulateGrad"), job.inside("Optimizer.step#AdamW.step", "user_annotation"):
+                    job.optimize()
+    found = job.explained(tmp_path)
+    assert len(found.seen.steps.chosen) == 3
+    assert found.account.classes["optimizer"] == pytest.approx(0.8 * 16)
+
+
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_micro_batches_of_a_pipeline(ahead: int, tmp_path: Path) -> None:
+    """Several forwards before the first backward, as 1F1B warms up: each is a micro-batch, and each casts the weights."""
+    job = Job(layers=2, cast=150.0)
+    for number in range(2):
+        with job.inside(f"ProfilerStep#{number}", "user_annotation"):
+            waiting = [job.forward() for _ in range(ahead)]
+            for _ in range(8 - ahead):
+                waiting.append(job.forward())
+                job.backward(waiting.pop(0))
+            for each in waiting:
+                job.backward(each)
+            job.optimize()
+    found = job.explained(tmp_path)
+    assert found.account.micro_batches == 8
+    assert first(found) == "recast"
+    assert found.causes[0].cost_ms == pytest.approx(7 * 2 * 2 * 0.3, rel=0.2)  # half of what forward casts, but of the first
+
+
+def test_one_graph_for_the_whole_step(tmp_path: Path) -> None:
+    """Kernels of a CUDA graph share one launch, and no operator is known."""
+    job, captured = Job(), Job().steps(1).events
+    kernels = sorted((each for each in captured if each["cat"] == "kernel"), key=lambda each: each["ts"])
+    for number in range(3):
+        with job.inside(f"ProfilerStep#{number}", "user_annotation"):
+            first_of_graph = len(job.events)
+            for each in kernels:
+                job.launch(each["name"], each["dur"])
+            made = job.events[first_of_graph:]
+            one = made[1]
+            job.events[first_of_graph:] = [each for each in made if each["cat"] == "kernel"] + [
+                {**one, "name": "cudaGraphLaunch"}
+            ]
+            for each in made:
+                each["args"]["correlation"] = one["args"]["correlation"]
+    found = job.explained(tmp_path)
+    assert found.words.startswith("as expected: 100%")
+    assert found.account.launches == 1
+
+
+def test_gathered_parameters_are_exposed(tmp_path: Path) -> None:
+    job = Job()
+    for number in range(3):
+        with job.inside(f"ProfilerStep#{number}", "user_annotation"):
+            done = job.forward()
+            for at in range(0, len(done), 4):
+                job.launch(GATHER, 9000.0, stream=30, after=7)
+                job.free[7] = job.free[30]
+                job.backward(done[at : at + 4])
+            job.optimize()
+    assert first(job.explained(tmp_path)) == "communication"
+
+
+def test_copies_between_gpus_are_communication(tmp_path: Path) -> None:
+    job = Job().steps(2)
+    job.kernel("Memcpy PtoP (Device -> Device)", 20_000.0, 500.0, stream=40, cat="gpu_memcpy")
+    found = job.explained(tmp_path)
+    assert found.account.hidden_ms == pytest.approx(0.25, rel=0.05)
+    assert "copies" not in found.account.classes
+
+
+def test_precision_that_nothing_tells_is_not_called_high(tmp_path: Path) -> None:
+    job = Job(Chip("NVIDIA H100 80GB HBM3", "matmul_kernel", "matmul_kernel", "other", (600, 600))).steps()
+    found = job.explained(tmp_path)
+    assert "not_low" not in [each.key for each in found.causes]
+    assert not found.words.startswith("as expected")
+    assert any("in which precision they ran" in note for note in found.account.notes)
+
+
+def test_without_launches_the_host_does_not_mark_steps(tmp_path: Path) -> None:
+    """The host runs far ahead: its marks lie where the GPU has not begun. The optimizer's kernels still end the steps."""
+    job = Job().steps()
+    job.events = [each for each in job.events if each["cat"] != "cuda_runtime"]
+    found = job.explained(tmp_path)
+    assert found.words.startswith("as expected")
+    assert found.seen.steps.found_by == "the optimizer's kernels"
+    assert found.account.idle_share < 0.02
+
+
+def test_odd_ids_and_names_are_read(tmp_path: Path) -> None:
+    job = Job().steps()
+    for odd in ("--5", "²", "٣", {}, "9" * 40):
+        job.kernel("odd \ud800 name", 1500.0, 0.1, stream=odd, args={"correlation": odd, "External id": odd})
+    found = job.explained(tmp_path)
+    assert first(found) == ""
+    assert [name for name, *_ in found.account.unknown] == ["odd ? name"]
+    assert all(isinstance(each, Work) for each in found.trace.work)
+
+
+def test_offloading_that_nothing_hides(tmp_path: Path) -> None:
+    job = Job()
+    for number in range(3):
+        with job.inside(f"ProfilerStep#{number}", "user_annotation"):
+            job.backward(job.forward())
+            job.launch("Memcpy DtoH (Device -> Pinned)", 20_000.0, stream=50, after=7, cat="gpu_memcpy")
+            job.free[7] = job.free[50]
+            job.optimize()
+    found = job.explained(tmp_path)
+    assert [each.key for each in found.causes] == ["copies"]
+    assert found.causes[0].cost_ms == pytest.approx(20, rel=0.01)
+
+
+def test_times_that_are_not_microseconds_are_said(tmp_path: Path) -> None:
+    """A thousand times slower than the chip is no throttling."""
+    job = Job().steps()
+    for each in job.events:
+        each["ts"], each["dur"] = 1000 * each["ts"], 1000 * each["dur"]
+    found = job.explained(tmp_path)
+    assert not found.causes
+    assert any("are not microseconds" in note for note in found.account.notes)
+
+
+def test_casts_of_a_function_that_is_named_after_its_format(tmp_path: Path) -> None:
+    """Eager MXFP8 of torchao: the products' function does the casts, in many small kernels."""
+    job = Job(B200_MXFP8, cast=0.5)
+    small = [
+        f"void at::native::vectorized_elementwise_kernel<4, {name}>" for name in ("Abs", "Max", "Clamp", "Mul", "Shift", "Copy")
+    ]
+    for number in range(3):
+        with job.inside(f"ProfilerStep#{number}", "user_annotation"):
+            done = job.forward()
+            for _ in range(12):
+                with job.inside("mx_mm"):
+                    for name in small:
+                        job.launch(name, 150.0)
+                    job.product(True, HIDDEN, HIDDEN)
+            job.backward(done)
+            job.optimize()
+    found = job.explained(tmp_path)
+    assert found.account.classes["quantization"] > 12 * 6 * 0.15
+
+
+def test_a_pair_without_shapes_cannot_be_checked(tmp_path: Path) -> None:
+    sides = []
+    for name, low in (("slow", False), ("fast", True)):
+        job = Job(low=lambda layer, part, low=low: low).steps()  # type: ignore[misc]
+        for event in job.events:
+            event.get("args", {}).pop("Input Dims", None)
+        (tmp_path / name).mkdir()
+        sides.append(job.explained(tmp_path / name))
+    words = " ".join(with_twin(*sides).words)
+    assert "whether they are one training cannot be checked: 48 products per step on one side, 48 on the other" in words

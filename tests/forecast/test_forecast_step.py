@@ -1,0 +1,316 @@
+"""The forecast of training steps, against steps that were measured and never fitted on; and how it follows the layout."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gemmscope.forecast.calibration import shipped
+from gemmscope.forecast.comm import collective_ms
+from gemmscope.forecast.estimate import Estimate, ratio, total
+from gemmscope.forecast.findings import ForecastFindings
+from gemmscope.forecast.linears import Forecaster
+from gemmscope.forecast.step import Step, StepForecast, speedup, step_answer
+from gemmscope.forecast.sweep import Point, break_even, forecast_points
+from gemmscope.forecast.training import quantizing
+from gemmscope.gpu.specs import gpu, gpus
+from gemmscope.interval import Interval
+from gemmscope.workload.cases import MODES, Case, cases_of
+from gemmscope.model import presets
+from gemmscope.model.flags import from_hyperparameters
+from gemmscope.model.spec import ModelSpec, RunSpec
+from gemmscope.recipe.recipes import recipe
+from gemmscope.recipe.support import support
+from gemmscope.step.waterfall import ROWS
+from gemmscope.workload.derive import derive
+from gemmscope.workload.ops import Linear
+from gemmscope.workload.summary import totals
+
+MEASURED: dict[str, Any] = json.loads((Path(__file__).parent.parent / "data" / "h200_training_steps.json").read_text())["models"]
+TE = ("FP8Current", "FP8Delayed", "FP8Block")
+
+
+def model_of(config: dict[str, Any]) -> tuple[ModelSpec, RunSpec]:
+    sizes = dict(config)
+    run = RunSpec(sizes.pop("micro_batch_size"), sizes.pop("sequence_length"))
+    gated = sizes.pop("gated_mlp")
+    return from_hyperparameters(**sizes, gated=gated), run
+
+
+def steps(name: str, model: ModelSpec, run: RunSpec, dp: int = 1) -> StepForecast:
+    return StepForecast(Forecaster(gpu(name), "sustained"), model, run, derive(model, run), dp)
+
+
+def test_speedups_of_real_steps_on_an_h200() -> None:
+    """Twelve cases: 6% on average; and the error bar holds the truth in most of them."""
+    errors, held = [], 0
+    for facts in MEASURED.values():
+        forecast, real = steps("h200", *model_of(facts["config"])), facts["median_ms"]
+        baseline = (real["BF16"] + real["BF16_again"]) / 2
+        for name in TE:
+            found = speedup(forecast.step("BF16"), forecast.step(name)).interval()
+            errors.append(abs(found.value * real[name] / baseline - 1))
+            held += found.low <= baseline / real[name] <= found.high
+    assert sum(errors) / len(errors) < 0.06
+    assert max(errors) < 0.10
+    assert held >= 10
+
+
+def test_times_of_real_steps_on_an_h200() -> None:
+    for facts in MEASURED.values():
+        forecast = steps("h200", *model_of(facts["config"]))
+        for name in ("BF16", *TE):
+            assert forecast.step(name).total.value == pytest.approx(facts["median_ms"][name], rel=0.12)
+
+
+def test_rows_are_those_of_a_measured_step() -> None:
+    model = presets.load("mixtral-8x7b").model
+    assert model is not None
+    run = RunSpec(1, 4096, tp=2, sequence_parallel=True, ep=4, pp=2, gradient_accumulation=4)
+    found = steps("b200", model, run, dp=16).step("MXFP8")
+    assert set(found.rows) <= set(ROWS)
+    assert {"products", "quantization", "attention", "routing", "communication", "pipeline bubble"} <= set(found.rows)
+    assert found.total.value == pytest.approx(sum(part.value for part in found.rows.values()))
+
+
+def test_answer_like_that_of_step() -> None:
+    model, run = model_of(MEASURED["llama8b_l8"]["config"])
+    found = step_answer(steps("h200", model, run), ["BF16", *TE], model, run, derive(model, run))
+    assert [each.recipe for each in found.recipes] == ["BF16", *TE]
+    current = found.of("FP8Current")
+    assert current is not None
+    assert current.waterfall is not None
+    assert current.speedup is not None
+    assert current.waterfall.step == pytest.approx(current.speedup.value)
+    assert current.waterfall.products > current.waterfall.step
+
+
+def test_model_flops_leave_recomputation_out() -> None:
+    """What is computed again takes time, and is no progress."""
+    model, run = model_of(MEASURED["llama8b_l8"]["config"])
+    again = replace(run, recompute="full")
+    plain, full = (totals(derive(model, each), each, model) for each in (run, again))
+    assert plain.model_flops == plain.gemm_flops + plain.attention_flops
+    assert full.model_flops == plain.model_flops < full.gemm_flops + full.attention_flops
+    found = [
+        step_answer(steps("h200", model, each), ["BF16"], model, each, derive(model, each)).recipes[0] for each in (run, again)
+    ]
+    assert found[1].model_tflops < found[0].model_tflops
+    assert found[1].model_tflops * found[1].step.value == pytest.approx(found[0].model_tflops * found[0].step.value)
+
+
+def test_sizes_that_do_not_fit_are_said() -> None:
+    model = from_hyperparameters(hidden_size=4096, intermediate_size=16380, num_attention_heads=32, num_hidden_layers=2)
+    forecast = steps("h200", model, RunSpec(1, 4096))
+    assert "pad to 16384" in forecast.why_not("FP8Current")
+    assert not forecast.why_not("BF16")
+
+
+def test_routers_stay_in_bf16() -> None:
+    model = presets.load("mixtral-8x7b").model
+    assert model is not None
+    workload = derive(model, RunSpec(1, 4096))
+    cases = cases_of(op for op in workload.ops if isinstance(op, Linear))
+    report = ForecastFindings(Forecaster(gpu("h200"), "sustained"), cases, ["BF16", "FP8Current"], list(MODES))
+    router = next(case for case in cases if case.op == "Router")
+    assert report.speedup("FP8Current", "autocast", router) is None
+    assert report.speedup("FP8Current", "autocast") is not None
+    assert not report.misaligned()
+
+
+@pytest.mark.parametrize("name", gpus())
+def test_every_gpu_answers(name: str) -> None:
+    model, run = model_of(MEASURED["gpt1b_l16"]["config"])
+    found = steps(name, model, run).step("BF16").total
+    assert found.value > 0
+    assert 0.01 < found.doubt < 0.6
+
+
+@pytest.mark.parametrize("name", gpus())
+@pytest.mark.parametrize("tokens", [512, 8192])
+def test_no_row_is_faster_sustained_than_in_a_burst(name: str, tokens: int) -> None:
+    model = presets.load("llama-3.1-8b").model
+    assert model is not None
+    run, chip = RunSpec(1, tokens), gpu(name)
+    workload = derive(model, run)
+    sustained, burst = (StepForecast(Forecaster(chip, state), model, run, workload) for state in ("sustained", "burst"))  # type: ignore[arg-type]
+    for each in ("BF16", *TE, "MXFP8", "NVFP4"):
+        if support(each, chip.capability).runs:
+            slow, fast = sustained.step(each), burst.step(each)
+            assert all(slow.rows[row].value >= fast.rows[row].value * (1 - 1e-9) for row in slow.rows), each
+
+
+@pytest.mark.parametrize("name", ["h200", "b300", "l40s"])
+def test_linears_do_not_beat_the_chip(name: str) -> None:
+    chip, case = gpu(name), Case("wide", 20768, 52032, 688)
+    for each in ("BF16", "FP8Current", "FP8Block"):
+        if support(each, chip.capability).runs:
+            rate = chip.tflops["bf16" if each == "BF16" else "fp8"] * 1e9
+            products = Forecaster(chip, "burst").linear(case, each).products.values()
+            assert all(part.value >= 2 * 20768 * 52032 * 688 / rate * (1 - 1e-9) for part in products)
+
+
+def test_casts_reach_less_of_blackwells_bandwidth() -> None:
+    """By the ratio that the same kernels show; not for very long tensors, and never so that a longer tensor takes less."""
+    for name in ("b200", "b300"):
+        h200, other = (quantizing(recipe("MXFP8"), gpu(each)) for each in ("h200", name))
+        bandwidth = gpu(name).bandwidth_tbps / gpu("h200").bandwidth_tbps
+        for elements, least, most in ((5e7, 1.15, 1.35), (1e10, 1.0, 1.02)):
+            ratio = (other.time_ms(elements) - other.launch_ms) / (h200.time_ms(elements) - h200.launch_ms) * bandwidth
+            assert least < ratio < most
+        times = [other.time_ms(2.0**each) for each in range(40)]
+        assert times == sorted(times)
+
+
+def test_weights_are_quantized_once_per_step() -> None:
+    """Four micro-batches quantize four times the activations, and the weights once."""
+    model, run = model_of(MEASURED["llama8b_l8"]["config"])
+    one = steps("h200", model, run).step("FP8Current").rows["quantization"].value
+    four = steps("h200", model, replace(run, gradient_accumulation=4)).step("FP8Current").rows["quantization"].value
+    forecaster = Forecaster(gpu("h200"), "sustained")
+    weights = forecaster.together(steps("h200", model, run).quantized, "FP8Current").weights.value
+    assert weights > 0
+    assert four == pytest.approx(4 * one - 3 * weights)
+    again = replace(run, recompute="full")
+    kept, plain = (
+        StepForecast(Forecaster(gpu("h200"), "sustained", cache_weights=kept), model, again, derive(model, again))
+        for kept in (True, False)
+    )
+    times = [each.step("FP8Current").rows["quantization"].value for each in (plain, kept)]
+    assert times[0] - times[1] == pytest.approx(weights / 3)
+
+
+# --- how doubts combine -----------------------------------------------------------------------------------------------
+
+DOUBTS = st.floats(0.0, 0.5)
+ESTIMATES = st.builds(Estimate, st.floats(0.001, 1e4), DOUBTS, DOUBTS)
+
+
+@given(st.lists(ESTIMATES, min_size=1, max_size=8))
+def test_a_sum_is_no_surer_than_what_its_parts_share(parts: list[Estimate]) -> None:
+    found = total(parts)
+    assert found.value == pytest.approx(sum(part.value for part in parts))
+    assert min(part.shared for part in parts) - 1e-9 <= found.shared <= max(part.shared for part in parts) + 1e-9
+    assert found.own <= max(part.own for part in parts) + 1e-9
+
+
+@given(ESTIMATES, ESTIMATES)
+def test_what_is_in_common_makes_a_ratio_surer(slow: Estimate, fast: Estimate) -> None:
+    assert ratio(slow, fast, 0.5).doubt <= ratio(slow, fast, 0.0).doubt + 1e-9
+    assert ratio(slow, fast, 0.0).interval().low <= slow.value / fast.value
+
+
+def test_what_does_not_change_dilutes() -> None:
+    slow = Step({"products": Estimate(100.0, 0.02, 0.05), "attention": Estimate(50.0, 0.0, 0.1)})
+    fast = Step({"products": Estimate(50.0, 0.02, 0.05), "attention": Estimate(50.0, 0.0, 0.1)})
+    alone = speedup(Step({"products": slow.rows["products"]}), Step({"products": fast.rows["products"]}))
+    assert speedup(slow, fast).value == pytest.approx(1.5)
+    assert speedup(slow, fast).doubt < alone.doubt
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(sorted(gpus())), st.sampled_from(["all_gather", "all_reduce", "alltoall"]), st.integers(1, 10**9))
+def test_larger_messages_take_longer(name: str, operation: Any, size: int) -> None:
+    for ranks in (2, 8, 64):
+        assert collective_ms(gpu(name), operation, ranks, size) <= collective_ms(gpu(name), operation, ranks, size * 2)
+    assert collective_ms(gpu(name), operation, 1, size) == 0.0
+
+
+def test_sharding_divides_the_products_and_adds_communication() -> None:
+    model = presets.load("llama-3.1-70b").model
+    assert model is not None
+    one, four = (steps("b200", model, RunSpec(1, 8192, tp=tp, sequence_parallel=tp > 1)).step("BF16") for tp in (1, 4))
+    assert 0.2 < four.rows["products"].value / one.rows["products"].value < 0.35
+    assert "communication" in four.rows
+    assert "communication" not in one.rows
+
+
+def test_a_full_node_leaves_the_network_to_others() -> None:
+    """Gradients of replicas in other nodes are not exchanged over NVLink."""
+    h200 = gpu("h200")
+    near, apart, half = (collective_ms(h200, "reduce_scatter", 2, 1e9, apart) for apart in (1, 8, 4))
+    assert apart > 5 * near
+    assert half == near
+    model = presets.load("llama-3.1-70b").model
+    assert model is not None
+    slow, fast = (steps("h200", model, RunSpec(1, 4096, tp=tp), dp=8).fixed().exchanged for tp in (8, 4))
+    assert slow.data_ms == pytest.approx(fast.data_ms, rel=0.01)  # half the gradients, and half the ports for each group
+    wide = [collective_ms(gpu("gb200"), "reduce_scatter", 8, 1e9, each) for each in (1, 8)]
+    assert wide[0] == wide[1]
+
+
+def test_whoever_holds_the_same_weights_exchanges_gradients() -> None:
+    """Ranks of context and expert parallelism do, and not only replicas; experts that are split over ranks are not exchanged."""
+    model, moe = (presets.load(name).model for name in ("llama-3.1-8b", "mixtral-8x7b"))
+    assert model is not None
+    assert moe is not None
+    context, replicas = (
+        steps("h200", model, RunSpec(1, 8192, cp=cp), dp=dp).fixed().exchanged.data_ms for cp, dp in ((8, 1), (1, 8))
+    )
+    assert context == pytest.approx(replicas)
+    shared, plain, split = (
+        steps("h200", moe, RunSpec(1, 8192, ep=ep, tp=tp, etp=etp)).fixed().exchanged.data_ms
+        for ep, tp, etp in ((8, 1, None), (1, 1, None), (8, 2, 1))
+    )
+    assert plain == 0
+    assert 0 < shared < 0.5 * replicas  # 1.6 billion weights beside the experts, of 8.0
+    assert split > shared  # two ranks hold the same experts
+
+
+def test_bridges_join_four_cards() -> None:
+    four, eight = (collective_ms(gpu("h200-nvl"), "all_gather", ranks, 1e9) for ranks in (4, 8))
+    assert eight > 3 * four
+
+
+def test_what_is_certain() -> None:
+    """The best one is so for certain if no other's error bar reaches its own, and no CPU stands in its way."""
+    low, high, over = Interval(1.1, 1.05, 1.15), Interval(1.3, 1.2, 1.4), Interval(1.25, 1.2, 1.3)
+    assert Point((1,), 1.0, (("A", low), ("B", high))).certain
+    assert Point((1,), 1.0, (("A", over), ("B", high))).rivals == ["A"]
+    assert not Point((1,), 1.0, (("A", Interval(1.1, 0.9, 1.3)),)).certain
+    assert Point((1,), 1.0, (("A", Interval(0.9, 0.8, 0.95)),)).certain
+    assert not Point((1,), 1.0, (("A", Interval(0.9, 0.8, 1.1)),)).certain
+    points = [Point((1,), 1.0, (("A", high),), host_bound=("A",)), Point((2,), 1.0, (("A", high),))]
+    assert break_even(points, "A") == 2
+
+
+def test_cores_share_what_one_would_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calibrated or not: what was measured goes along to other processes; and where these die, one does all."""
+    model, run = model_of(MEASURED["gpt1b_l16"]["config"])
+    wanted = [((batch,), model, replace(run, micro_batch_size=batch)) for batch in (1, 2, 4)]
+    found = shipped("h200")
+    assert found is not None
+    forecaster = Forecaster(gpu("h200"), "burst", measured=found.adjustment())
+    alone = forecast_points(forecaster, wanted, ["FP8Current"])
+    assert alone != forecast_points(Forecaster(gpu("h200"), "burst"), wanted, ["FP8Current"])
+    monkeypatch.setattr("gemmscope.forecast.sweep.WORTH_SHARING", 1)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert forecast_points(forecaster, wanted, ["FP8Current"]) == alone
+
+    def broken(*_: object) -> None:
+        raise BrokenProcessPool
+
+    monkeypatch.setattr("gemmscope.forecast.sweep.ProcessPoolExecutor", broken)
+    assert forecast_points(forecaster, wanted, ["FP8Current"]) == alone
+
+
+def test_points_of_a_sweep_are_single_forecasts() -> None:
+    model, run = model_of(MEASURED["llama8b_l8"]["config"])
+    [point] = forecast_points(Forecaster(gpu("h200"), "sustained"), [((1,), model, run)], ["BF16", "FP8Current"])
+    forecast = steps("h200", model, run)
+    assert point.step_ms == pytest.approx(forecast.step("BF16").total.value)
+    alone = speedup(forecast.step("BF16"), forecast.step("FP8Current")).interval()
+    gain = point.of("FP8Current")
+    assert gain is not None
+    assert (gain.low, gain.value, gain.high) == pytest.approx((alone.low, alone.value, alone.high), rel=1e-5)
+    assert point.best[0] == "FP8Current"

@@ -1,0 +1,160 @@
+"""Megatron-LM arguments that are wrong, or no arguments at all: one message each, whatever the text."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gemmscope.errors import UserError
+from gemmscope.model import megatron
+from gemmscope.model.megatron_values import evaluate
+from support.reading import checked, in_little_memory
+from test_megatron import DEEPSEEK_V3, DUMP, LLAMA3_8B, MIXTRAL_8X7B, SMALL
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (f"torchrun --nnodes 1 pretrain_t5.py {SMALL}", "pretrain_t5.py trains T5"),
+        (f"python tools/pretrain_bert.py {SMALL}", "pretrain_bert.py trains BERT"),
+        (f'CMD="python pretrain_mamba.py $ARGS"\nARGS="{SMALL}"', "pretrain_mamba.py trains a model with Mamba layers"),
+        (f"SCRIPT=$ROOT/pretrain_ict.py\npython $SCRIPT {SMALL}", "pretrain_ict.py trains a pair of BERT encoders"),
+        (f"python pretrain_vision_classify.py {SMALL}", "pretrain_vision_classify.py trains a vision model"),
+        (f"python pretrain_vlm.py {SMALL}", "pretrain_vlm.py trains a vision-language model"),
+        (f"{SMALL} --decoder-num-layers 4", "--decoder-num-layers belongs to T5"),
+        (f"{SMALL} --decoder-seq-length $L", "--decoder-seq-length belongs to T5"),
+        (DUMP.replace("  kv_channels", "  decoder_seq_length .... 128\n  kv_channels"), "decoder_seq_length belongs to T5"),
+        (f"{SMALL} --spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec", "--spec asks for a model with Mamba"),
+        (DUMP.replace("[0]: using", "+ torchrun /opt/pretrain_bert.py\n[0]: using"), "pretrain_bert.py trains BERT"),
+    ],
+)
+def test_other_models_are_refused(text: str, says: str):
+    with pytest.raises(UserError) as caught:
+        megatron.read(text, "file.sh")
+    assert caught.value.message.startswith(f"file.sh: {says}")
+    assert "--module" in caught.value.hint
+    assert "config.json" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        (SMALL.replace("layers 4", "layers eight"), "for example --num-layers 32"),
+        (SMALL.replace("layers 4", "layers 0"), "for example --num-layers 32"),
+        (SMALL.replace("64", "sixty"), "for example --hidden-size 4096"),
+        (f"{SMALL} --micro-batch-size two", "for example --micro-batch-size 1"),
+        (f"{SMALL} --num-experts many", "for example --num-experts 8"),
+        (DUMP.replace("layers ...................................... 24", "layers ... x"), "for example num_layers ........ 32"),
+    ],
+)
+def test_errors_name_the_file_and_give_a_fitting_example(text: str, hint: str):
+    with pytest.raises(UserError) as caught:
+        megatron.read(text, "file.sh")
+    assert caught.value.message.startswith("file.sh: ")
+    assert caught.value.hint == hint
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "no Megatron-LM arguments"),
+        (SMALL.replace("hidden", "hiden") + " --hidden-dropout 0", r"but --hiden-size \(did you mean --hidden-size"),
+        ("--num-layers 4", "no --hidden-size and no --num-attention-heads"),
+        (SMALL.replace("64", "sixty"), "--hidden-size must be a whole number, not 'sixty'"),
+        (SMALL.replace("64", "64.0"), "not '64.0'"),
+        (SMALL.replace("64", "-64"), "--hidden-size must be at least 1, not -64"),
+        (SMALL.replace("64", "0"), "at least 1"),
+        (SMALL.replace("64", "9" * 5001), "must be a whole number"),
+        (SMALL.replace("64", "9" * 12), "beyond anything trained"),
+        (SMALL.replace("64", "66"), "not a multiple of --num-attention-heads = 4, and there is no --kv-channels"),
+        (SMALL.replace("64", "$HIDDEN"), r"--hidden-size is \$HIDDEN, which is not known: the text does not set it"),
+        (SMALL.replace("64", "$(cat size)"), "which is not known"),
+        (SMALL.replace("64", ""), "--hidden-size is nothing, which is not known: --num-attention-heads follows it"),
+        (SMALL + " --group-query-attention --num-query-groups 3", "--num-attention-heads = 4 is not a multiple of"),
+        (SMALL + " --num-experts 1", "--moe-router-topk = 2, but --num-experts = 1"),
+        (SMALL + " --num-experts 8 --moe-layer-freq [0]*3", "--moe-layer-freq lists 3 layers, but --num-layers is 4"),
+        (SMALL + " --num-experts 8 --moe-layer-freq [2]*4", "other numbers than 0 and 1"),
+        (SMALL + " --num-experts 8 --moe-layer-freq __import__('os')", "must be a number or a list"),
+        (SMALL + " --num-experts 8 --moe-layer-freq [1]*99999999999", "must be a number or a list"),
+        (SMALL + " --window-size 1,2,3", "--window-size is not two numbers"),
+        (SMALL + " --normalization BatchNorm", "--normalization is 'BatchNorm'"),
+        (SMALL + " --recompute-granularity some", "--recompute-granularity is 'some'"),
+        (SMALL + " --hybrid-override-pattern M-M*", "--hybrid-override-pattern mixes Mamba layers in"),
+        (SMALL + " --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 5", "5 of 4 layers"),
+        (SMALL + " --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*9", "2 stages and 4 layers"),
+    ],
+)  # fmt: skip
+def test_messages(text: str, says: str):
+    with pytest.raises(UserError, match=says):
+        megatron.read(text, "file.sh")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["1**9", "[1]*10**9", "-" * 9999 + "1", "(" * 9999, "[1" * 90, "a", "", "1/0", "[1]*[1]", "1_0", "[[1]]", "1 2"],
+)
+def test_only_plain_expressions(text: str):
+    with pytest.raises(ValueError, match=r"^(not|a list)"):
+        evaluate(text)
+
+
+def test_growing_variables_stay_small():
+    script = "A0=1234567890\n" + "\n".join(f"A{i + 1}=$A{i}$A{i}" for i in range(60)) + f"\n{SMALL} --seq-length $A60"
+    with in_little_memory():
+        assert checked(megatron, script) is None
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text())
+def test_any_text(text: str):
+    checked(megatron, text)
+    checked(megatron, SMALL + " " + text)
+    checked(megatron, f"{SMALL} --num-experts 4 --moe-layer-freq {text}")
+
+
+WORDS = st.sampled_from(
+    [f"--{name.replace('_', '-')}" for name in sorted(megatron.KNOWN)]
+    + [
+        "1",
+        "2",
+        "3",
+        "4",
+        "64",
+        "-1",
+        "0",
+        "$A",
+        "${A:-2}",
+        "$((A*2))",
+        "A=2",
+        "'",
+        '"',
+        "(",
+        ")",
+        "#",
+        "\\",
+        "if",
+        "fi",
+    ]
+    + ["true", "False", "None", "[1]*4", "1,0", "full", "RMSNorm", "=", "\n", "${", "$(", "`", "٣", "\x00", "rope"]
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(WORDS, max_size=12), st.booleans())
+def test_any_arguments(words: list[str], joined: bool):
+    checked(megatron, SMALL + " " + ("" if joined else " ").join(words))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from([LLAMA3_8B, MIXTRAL_8X7B, DEEPSEEK_V3, DUMP]), st.data())
+def test_damaged_files(text: str, data: st.DataObject):
+    start = data.draw(st.integers(0, len(text)))
+    end = min(len(text), start + data.draw(st.integers(0, 40)))
+    checked(megatron, text[:start] + data.draw(st.text(max_size=6)) + text[end:])
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(sorted(megatron.KNOWN)), st.text(st.characters(exclude_characters="\n"), max_size=20))
+def test_any_printed_value(name: str, value: str):
+    checked(megatron, DUMP.replace("------ end", f"------\n  {name} ........ {value}\n"))

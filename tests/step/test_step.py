@@ -1,0 +1,342 @@
+"""The training step at toy size on the CPU: what is built is the model, what is rolled computes what the real one does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gemmscope.errors import UserError
+from gemmscope.measure.link import Death
+from gemmscope.measure.sampler import StoppingRule
+from gemmscope.model import presets
+from gemmscope.model.flags import from_hyperparameters
+from gemmscope.model.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RunSpec
+from gemmscope.recipe.recipes import recipe
+from gemmscope.step.plan import StackPlan, plan_step, share_weights
+from gemmscope.step.predict import StepRun, StepSettings
+from gemmscope.step.results import StepResults, Variant
+from gemmscope.store.journal import Journal
+from gemmscope.workload.derive import derive
+from support.small_steps import two_layers
+
+torch = pytest.importorskip("torch", reason="steps need torch")
+
+from gemmscope.step.blocks import activation_of  # noqa: E402
+from gemmscope.step.kits.plain import PlainKit  # noqa: E402
+from gemmscope.step.marks import recording  # noqa: E402
+from gemmscope.step.stack import Stack, Step, Weights  # noqa: E402
+
+RUN = RunSpec(2, 16)
+ATTENTION = AttentionSpec(4, 2, 16)
+DENSE = LayerSpec(ATTENTION, MlpSpec(96, gated=True, activation="silu"))
+MOE = LayerSpec(ATTENTION, MoeSpec(4, 2, MlpSpec(48, gated=True, activation="silu"), MlpSpec(32, gated=True, activation="silu")))
+LATENT = LayerSpec(
+    AttentionSpec(4, 4, 24, value_dim=16, latent=LatentSpec(q_rank=32, kv_rank=24, rope_dim=8)), MlpSpec(96, gated=False)
+)
+MODELS = {
+    "llama": from_hyperparameters(
+        hidden_size=64, intermediate_size=96, num_attention_heads=4, num_hidden_layers=6, num_key_value_heads=2, vocab_size=97,
+        gated=True,
+    ),
+    "gpt": ModelSpec("gpt", 64, (LayerSpec(ATTENTION, MlpSpec(96, gated=False)),) * 5, 97, NormSpec("layernorm", bias=True)),
+    "experts": ModelSpec("experts", 64, (DENSE, MOE, MOE, MOE, MOE, MOE), 97),
+    "latent": ModelSpec("latent", 64, (LATENT,) * 3, 97),
+    "layers only": ModelSpec("layers only", 64, (DENSE,) * 3),
+}  # fmt: skip
+
+
+def plan(name: str, **run: Any) -> StackPlan:
+    return plan_step(MODELS[name], RunSpec(2, 16, **run))[0]
+
+
+def step(name: str, recipe_name: str = "FP32", *, real: bool = False, **run: Any) -> Step:
+    made = plan(name, **run)
+    return Step(made.unrolled() if real else made, PlainKit(recipe(recipe_name)), Weights(), "cpu")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_plan_crosses_the_process_boundary(name: str) -> None:
+    made = plan(name)
+    assert StackPlan.from_json(json.loads(json.dumps(made.to_json()))) == made
+
+
+@given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=40))
+def test_weights_are_shared_among_layers_of_a_kind(kinds: list[str]) -> None:
+    layers: tuple[Any, ...] = tuple(kinds)
+    slots = share_weights(layers)
+    assert len(set(slots)) <= 4
+    assert sorted(set(slots)) == list(range(len(set(slots))))
+    assert all(len({layers[index] for index, slot in enumerate(slots) if slot == each}) == 1 for each in slots)
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_every_preset_can_be_built_and_run(name: str) -> None:
+    """Two layers of it on the meta device, forward and backward; what FP8 needs of sizes, they all have."""
+    made, kit = two_layers(name), PlainKit(recipe("BF16"), device="meta")
+    stack = Stack(made, kit, Weights(), "meta")
+    labels = torch.zeros(made.tokens, dtype=torch.long, device="meta")
+    states = torch.zeros(made.tokens, made.hidden_size, dtype=kit.precision, device="meta")
+    stack(labels if made.vocab_size else states, labels).backward()
+    assert all(parameter.grad is not None for parameter in stack.inner)
+    assert not recipe("FP8Current").misaligned(made.low_precision_sizes())
+
+
+def test_unaligned_sizes_are_told() -> None:
+    odd = from_hyperparameters(hidden_size=64, intermediate_size=90, num_attention_heads=4, num_hidden_layers=2)
+    sizes = plan_step(odd, RunSpec(2, 16))[0].low_precision_sizes()
+    assert "intermediate size = 90 is no multiple of 16" in recipe("FP8Current").misaligned(sizes)
+
+
+def test_sizes_that_stand_in_no_product_need_not_be_aligned() -> None:
+    """Queries, keys and values come from one product; of a bottleneck, every side counts."""
+    model = ModelSpec("odd heads", 64, (LayerSpec(AttentionSpec(2, 1, 24), MlpSpec(96, gated=False)),))
+    assert not recipe("FP8Current").misaligned(plan_step(model, RUN)[0].low_precision_sizes())
+    assert "key/value rank = 24 is no multiple of 16" in recipe("FP8Current").misaligned(plan("latent").low_precision_sizes())
+
+
+def test_experts_tokens_are_padded_to_what_a_recipe_needs() -> None:
+    made = replace(plan("experts"), expert_rows=(48, 64))
+    assert made.padded(recipe("FP8Current").multiple_of).expert_rows == (48, 64)
+    assert made.padded(recipe("MXFP8").multiple_of).expert_rows == (64, 64)
+
+
+def test_what_is_not_run_is_said() -> None:
+    attention = replace(ATTENTION, qk_norm="head")
+    odd = LayerSpec(attention, MlpSpec(96, gated=True, activation="xielu"), norms=4)
+    notes = plan_step(ModelSpec("odd", 64, (odd,)), RUN)[1]
+    assert any("norms of queries and keys are not run" in note for note in notes)
+    assert "two norms are run in each layer, not 4" in notes
+    assert "the MLP's activation, xielu, is not run: a GELU stands for it" in notes
+    split = plan_step(MODELS["llama"], RunSpec(2, 16, tp=2, sequence_parallel=True, separate_projections=True))[1]
+    assert any("sequence parallelism, which splits them, is not run" in note for note in split)
+    assert any("separate projections are not run" in note for note in split)
+    again = plan_step(MODELS["latent"], RunSpec(2, 16, recompute="selective"))[1]
+    assert again == ["latent attention is not computed again: selective recomputation is not run"]
+    assert plan_step(MODELS["llama"], RUN)[1] == plan_step(MODELS["experts"], RUN)[1] == []
+
+
+@pytest.mark.parametrize(("name", "function"), [("swish", "silu"), ("gelu_python", "gelu"), ("gelu", "gelu"), ("relu", "relu")])
+def test_activations_have_several_names(name: str, function: str) -> None:
+    x = torch.linspace(-3, 3, 7)
+    found = activation_of(MlpSpec(96, gated=False, activation=name))(x)
+    assert torch.equal(found, getattr(torch.nn.functional, function)(x))
+
+
+def test_a_pipeline_stage_without_layers() -> None:
+    with pytest.raises(UserError, match="pipeline stage 0 holds no layer"):
+        plan("llama", pp=2, pp_layers=(0, 6), pp_stage=0)
+
+
+def test_too_many_kinds_of_layers() -> None:
+    with pytest.raises(UserError, match="5 kinds of layers"):
+        share_weights(tuple("abcde"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt", "experts", "latent"])
+def test_the_real_stack_has_the_models_parameters(name: str) -> None:
+    """To the last one, as `shapes` counts them (rotary and routing tables are no parameters)."""
+    model = MODELS[name]
+    found = sum(parameter.numel() for parameter in step(name, real=True).stack.parameters())
+    assert found == derive(model, RUN).parameters
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("precision", ["BF16", "FP32"])
+def test_it_trains(name: str, precision: str) -> None:
+    made = step(name, precision)
+    made.run()
+    assert made.loss() > 0
+
+
+def test_layers_share_memory_and_gradients_are_dropped() -> None:
+    """Six layers on the weights of four: every layer gets its own complete gradient, none is kept."""
+    made = step("llama")
+    pointers = {parameter.data_ptr() for parameter in made.stack.inner}
+    assert len(pointers) == len(made.stack.inner) * 4 // 6
+    seen: list[Any] = []
+    for parameter in made.stack.inner:
+        parameter.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad))
+    made.run()
+    assert len(seen) == len(made.stack.inner)
+    assert all(parameter.grad is None for parameter in made.stack.parameters())
+
+
+def test_a_rolled_stack_computes_what_the_real_one_does() -> None:
+    """Give the real model the rolled one's weights, layer by layer: the same loss, the same gradient of the first layer."""
+    rolled, real = step("llama"), step("llama", real=True)
+    for source, target in ((rolled.stack.inner, real.stack.inner), (rolled.stack.ends, real.stack.ends)):
+        for ours, theirs in zip(source, target, strict=True):
+            theirs.data.copy_(ours.data)
+    real._x, real._labels = rolled._x, rolled._labels
+    assert real.loss() == pytest.approx(rolled.loss(), rel=1e-5)
+    gradients = []
+    for made in (rolled, real):
+        kept: list[Any] = []
+        made.stack.inner[0].register_hook(kept.append)
+        made.run()
+        gradients.append(kept[0])
+    assert torch.allclose(*gradients, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"recompute": "full"}, {"recompute": "selective"}, {"gradient_accumulation": 3}])
+def test_options_do_not_change_the_loss(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    plain = step("llama")
+    torch.manual_seed(0)
+    other = step("llama", **options)
+    assert other.loss() == pytest.approx(plain.loss(), rel=1e-5)
+    other.run()
+
+
+def test_marks_come_in_the_order_of_the_parts() -> None:
+    made = step("llama")
+    with recording() as marks:
+        made.run()
+    layer = ["qkv", "attention", "attn out", "mlp"]
+    forward = [part for part, way in marks.labels if way == "forward"]
+    backward = [part for part, way in marks.labels if way == "backward"]
+    assert forward == ["embedding", *(layer * 6), "head", "loss"]
+    assert backward == ["loss", "head", *(list(reversed(layer)) * 6)]
+    assert marks.labels[-1] == ("optimizer", "step")
+
+
+def test_tensor_parallel_ranks_are_narrower() -> None:
+    made = plan("llama", tp=2)
+    assert (made.layers[0].attention.heads, made.layers[0].attention.kv_heads) == (2, 1)
+    mlp = made.layers[0].mlp
+    assert isinstance(mlp, MlpSpec)
+    assert mlp.intermediate_size == 48
+
+
+# --- measuring ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    opened = Journal(tmp_path / "journal.sqlite3")
+    yield opened
+    opened.close()
+
+
+def test_a_run_on_the_cpu(journal: Journal) -> None:
+    settings = StepSettings("cpu", drop_ms=1, keep_ms=5, max_rounds=4)
+    run = StepRun(plan("llama"), ["BF16", "FP32"], settings, StoppingRule(target=0.9, least_rounds=2), journal)
+    results = run.run()
+    found = results.speedup("FP32")
+    assert found is not None
+    assert found.low < found.value < found.high
+    assert all(result.host_ms for result in results.variants.values())
+
+
+def test_many_micro_batches_may_be_silent_for_longer(journal: Journal) -> None:
+    def silence(accumulation: int) -> float:
+        made = plan("llama", gradient_accumulation=accumulation)
+        return StepRun(made, ["BF16"], StepSettings("cpu", silence_s=180), StoppingRule(), journal).silence_s
+
+    assert (silence(1), silence(64)) == (180, 180 * 16)
+
+
+def times(results: StepResults, variant: Variant, *rounds: float) -> None:
+    for time in rounds:
+        results.take({"type": "samples", "times_ms": {variant.name: [time] * 4}, "state": {}})
+
+
+def test_two_depths_give_the_whole_models_step() -> None:
+    """100 ms and 10 ms a layer; half of that in FP8: the line says what 40 layers take."""
+    variants = [Variant(name, depth) for name in ("BF16", "FP8Current") for depth in (16, 8)]
+    results = StepResults(variants, layers=40)
+    for variant in variants:
+        per_layer = 10.0 if variant.recipe == "BF16" else 5.0
+        base = 100 + per_layer * variant.depth
+        times(results, variant, base * 0.999, base, base * 1.001)
+    whole, gain = results.step("BF16"), results.speedup("FP8Current")
+    assert whole is not None
+    assert gain is not None
+    assert whole.value == pytest.approx(500)
+    assert gain.value == pytest.approx(500 / 300)
+    assert gain.low < gain.value < gain.high
+
+
+def test_memory_that_does_not_suffice_makes_it_shallower(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def converse(self: Any, request: dict[str, Any], *, note: Any, **_: Any) -> None:
+        asked.append(request["variants"][0]["depth"])
+        for variant in request["variants"]:
+            if variant["depth"] > 2:
+                note({"type": "failed", "task": variant["name"], "why": "too large", "kind": "out of memory"})
+
+    monkeypatch.setattr("gemmscope.measure.link.Link.converse", converse)
+    run = StepRun(plan("llama"), ["BF16"], StepSettings("cpu"), StoppingRule(), journal)
+    monkeypatch.setattr("gemmscope.step.predict.LEAST_DEPTH", 4)
+    with pytest.raises(UserError, match="does not fit into this GPU's memory even with 4 layers"):
+        run.run()
+    assert asked == [6, 4]
+    monkeypatch.setattr("gemmscope.step.predict.LEAST_DEPTH", 1)
+    again = StepRun(plan("llama"), ["BF16"], StepSettings("cpu"), StoppingRule(), journal)
+    again.run()
+    assert asked[2:] == [6, 3, 1]
+    real = StepRun(plan("llama"), ["BF16"], StepSettings("cpu"), StoppingRule(), journal, real=True)
+    real.run()
+    assert real.notes[0] == "6 layers of the real model do not fit into memory: measured with 3"
+    assert again.notes == ["6 layers do not fit into memory: measured with 3", "3 layers do not fit into memory: measured with 1"]
+
+
+def test_a_process_that_dies_at_looking_costs_no_step(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All was timed well enough; only what its kernels do stays unknown."""
+    asked: list[int] = []
+
+    def converse(self: Any, request: dict[str, Any], *, note: Any, enough: Any, **_: Any) -> Death:
+        asked.append(len(request["variants"]))
+        for number in range(4):
+            for variant in request["variants"]:
+                note({"type": "samples", "times_ms": {variant["name"]: [10.0 + number / 1000] * 4}, "state": {}})
+            note({"type": "round"})
+            enough()
+        return Death(request["variants"][0]["name"], "the measuring process died (signal 11)", "crash")
+
+    monkeypatch.setattr("gemmscope.measure.link.Link.converse", converse)
+    results = StepRun(plan("llama"), ["BF16", "FP32"], StepSettings("cpu"), StoppingRule(), journal).run()
+    assert asked == [2]
+    assert results.speedup("FP32") is not None
+    assert results.warnings == ["the kernels could not be looked at: the measuring process died (signal 11)"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_burst_that_fails_is_said_once(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the next of its kind was launched behind it; with its own reason, which decides what follows. The others go on."""
+    from gemmscope.step.worker import StepWorker
+
+    class Quiet:
+        stop = staticmethod(lambda: False)
+
+    monkeypatch.setattr("gemmscope.step.worker.Orders", Quiet)
+    monkeypatch.setattr("gc.freeze", lambda: None)  # of this very process
+    monkeypatch.setattr("gc.disable", lambda: None)
+    made = plan("llama")
+    settings = asdict(StepSettings("cpu", drop_ms=0.1, keep_ms=0.1, least_steps=1, max_rounds=3, seed=seed))
+    worker = StepWorker({**settings, "plan": made.to_json(), "variants": []}, None)
+    said: list[dict[str, Any]] = []
+    monkeypatch.setattr(worker, "say", lambda message_type, **content: said.append({"type": message_type, **content}))
+    collect = worker._collect
+
+    def fail(launched: Any) -> None:
+        if launched.name == "bad":
+            raise RuntimeError("out of memory")
+        collect(launched)
+
+    monkeypatch.setattr(worker, "_collect", fail)
+    worker.steps, worker.once_ms = dict.fromkeys(("bad", "good"), step("llama")), {"bad": 1.0, "good": 3000.0}
+    worker._rounds()
+    good = [message for message in said if message.get("task") == "good"]
+    assert len(good) == 3 * 3  # launched, still at it after the steps that do not count, collected
+    failed = [message for message in said if message["type"] == "failed"]
+    assert [(message["task"], message["kind"]) for message in failed] == [("bad", "out of memory")]
+    assert sum(message["type"] == "samples" for message in said) == 3

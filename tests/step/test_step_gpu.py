@@ -1,0 +1,78 @@
+"""The training step with Transformer Engine on a GPU: the well-known models, two layers of each, in every recipe it runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from gemmscope.model import presets
+from gemmscope.recipe.recipes import recipe
+from support.small_steps import two_layers
+
+torch = pytest.importorskip("torch", reason="steps need torch")
+if not torch.cuda.is_available():
+    pytest.skip("no NVIDIA GPU here", allow_module_level=True)
+pytest.importorskip("transformer_engine.pytorch", reason="Transformer Engine's layers")
+
+from gemmscope.measure.timer import segments  # noqa: E402
+from gemmscope.step.kits.transformer_engine import TransformerEngineKit  # noqa: E402
+from gemmscope.step.marks import recording  # noqa: E402
+from gemmscope.step.stack import Step, Weights  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+RECIPES = ("FP8Current", "FP8Delayed", "FP8Block")
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_every_preset_runs_in_every_recipe(name: str) -> None:
+    plan, weights = two_layers(name), Weights()
+    losses = {}
+    for each in ("BF16", *RECIPES):
+        kit = TransformerEngineKit(recipe(each))
+        if kit.why_not(plan):
+            continue
+        step = Step(plan, kit, weights, "cuda")
+        step.run()
+        step.run()
+        losses[each] = step.loss()
+    assert all(abs(loss / losses["BF16"] - 1) < 0.1 for loss in losses.values()), losses
+
+
+@pytest.mark.parametrize("options", [{"recompute": "full"}, {"recompute": "selective"}, {"gradient_accumulation": 2}])
+def test_options(options: dict[str, object]) -> None:
+    plan, weights = two_layers("llama-3.1-8b", **options), Weights()
+    for each in ("BF16", *RECIPES):
+        step = Step(plan, TransformerEngineKit(recipe(each)), weights, "cuda")
+        step.run()
+        step.run()
+        assert step.loss() > 0
+
+
+@pytest.mark.parametrize("left_out", ["qkv", "attn out", "mlp"])
+def test_parts_left_in_bf16(left_out: str) -> None:
+    """Its products run in BF16, the others do not."""
+    from gemmscope.measure.kernels import classify
+    from gemmscope.step.waterfall import place
+
+    plan = two_layers("llama-3.1-8b")
+    step = Step(plan, TransformerEngineKit(recipe("FP8Current"), frozenset({left_out})), Weights(), "cuda")
+    labels: list[tuple[str, str]] = []
+
+    def work() -> None:
+        step.run()
+        torch.cuda.synchronize()
+        with recording() as marks:
+            step.run()
+            torch.cuda.synchronize()
+            marks.passed("end", "step")
+        labels.extend(marks.labels)
+
+    found = segments(work)
+    assert len(found) == len(labels)
+    parts = [(part, way, [[event.name(), 1.0, 0] for event in events]) for (part, way), events in zip(labels, found, strict=True)]
+    operands: dict[str, set[object]] = {}
+    for kernel in place(parts):
+        facts = classify(kernel.name)
+        if facts.kernel_class == "gemm" and kernel.part in ("qkv", "attn out", "mlp"):
+            operands.setdefault(kernel.part, set()).add(facts.operands)
+    for part, seen in operands.items():
+        assert (("bf16", "bf16") in seen) == (part == left_out), (part, seen)

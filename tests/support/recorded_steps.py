@@ -1,0 +1,45 @@
+"""Training steps recorded on an H200, replayed: kernels, times and what launching took, of two models."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+from gemmscope.model.flags import from_hyperparameters
+from gemmscope.model.spec import RunSpec
+from gemmscope.step.answer import StepAnswer, answer
+from gemmscope.step.results import StepResults, Variant
+from gemmscope.workload.derive import derive
+from gemmscope.workload.summary import totals
+
+RECORDED: dict[str, list[dict[str, Any]]] = json.loads(
+    gzip.decompress((Path(__file__).parent.parent / "data" / "h200_steps.json.gz").read_bytes())
+)
+RECIPES = ("BF16", "FP8Current", "FP8Delayed", "FP8Block")
+LLAMA = from_hyperparameters(
+    hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_hidden_layers=8, num_key_value_heads=8,
+    vocab_size=128256, gated=True,
+)  # fmt: skip
+GPT = from_hyperparameters(
+    hidden_size=2048, intermediate_size=8192, num_attention_heads=16, num_hidden_layers=16, vocab_size=50304
+)
+MODELS = {
+    "llama8b": (LLAMA, RunSpec(micro_batch_size=4, sequence_length=4096)),
+    "gpt1b": (GPT, RunSpec(micro_batch_size=8, sequence_length=1024)),
+}
+
+
+def replayed(name: str, *, real: bool = False) -> StepResults:
+    depth = len(MODELS[name][0].layers)
+    results = StepResults([Variant(recipe, depth, real=real) for recipe in RECIPES], depth)
+    for message in RECORDED[name + (" real" if real else "")]:
+        results.take(message)
+    return results
+
+
+def answered(name: str, real: StepResults | None = None) -> tuple[StepResults, StepAnswer]:
+    model, run = MODELS[name]
+    results = replayed(name)
+    return results, answer(results, RECIPES, totals(derive(model, run), run, model), run.tokens, real)

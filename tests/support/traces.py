@@ -1,0 +1,84 @@
+"""Small traces made by hand, and the recorded ones."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+from gemmscope.explain.diagnose import Diagnosis, diagnose
+from gemmscope.explain.trace import read_trace
+
+DATA = Path(__file__).parent.parent / "data"
+RECORDED = DATA / "traces"
+FP8 = "nvjet_sm90_qqtst_256x128_128x4_1x2_h_bz_coopA_TNT"
+BF16 = "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT"
+CAST = "cast_transpose_optimized_kernel(__nv_bfloat16 const*, float const*, __nv_fp8_e4m3*)"
+ADAM = "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>"
+
+
+def recorded(name: str) -> Path:
+    return RECORDED / f"{name}.json.gz"
+
+
+def events_of(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
+    return found
+
+
+class Builder:
+    """Kernels one after the other on streams, each launched `ahead` microseconds before it may run."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.number = 0
+
+    def kernel(
+        self, name: str, start: float, time: float, *, stream: Any = 7, launched: float | None = None, **more: Any
+    ) -> None:
+        self.number += 1
+        arguments = {"stream": stream, "device": 0, "correlation": self.number, **more.pop("args", {})}
+        self.events.append(
+            {
+                "ph": "X",
+                "cat": "kernel",
+                "name": name,
+                "pid": 0,
+                "tid": stream,
+                "ts": start,
+                "dur": time,
+                "args": arguments,
+                **more,
+            }
+        )
+        if launched is not None:
+            launch = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 1, "tid": 1, "ts": launched, "dur": 3}
+            self.events.append({**launch, "args": {"correlation": self.number}})
+
+    def mark(self, name: str, start: float, time: float, category: str = "user_annotation", **more: Any) -> None:
+        self.events.append({"ph": "X", "cat": category, "name": name, "pid": 1, "tid": 1, "ts": start, "dur": time, **more})
+
+    def write(self, path: Path, **head: Any) -> Path:
+        text = json.dumps({"deviceProperties": [{"name": "NVIDIA H200"}], **head, "traceEvents": self.events})
+        path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+        return path
+
+    def diagnose(self, path: Path, **head: Any) -> Diagnosis:
+        return diagnose(read_trace(self.write(path, **head)))
+
+
+def steady(steps: int = 3, *, product: str = FP8, count: int = 20, begin: float = 1000.0) -> Builder:
+    """Steps of products with a cast each and an optimizer, launched far ahead: nothing is wrong with them."""
+    made = Builder()
+    moment = begin
+    for step in range(steps):
+        first = moment
+        for _ in range(count):
+            made.kernel(CAST, moment, 10.0, launched=first - 900.0)
+            made.kernel(product, moment + 10.0, 100.0, launched=first - 900.0)
+            moment += 110.0
+        made.kernel(ADAM, moment, 50.0, launched=first - 900.0)
+        moment += 50.0
+        made.mark(f"ProfilerStep#{step + 5}", first - 950.0, moment - first - 1.0)
+    return made

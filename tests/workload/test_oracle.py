@@ -1,0 +1,205 @@
+"""The closed form against the real thing: Hugging Face's own classes, run forward and backward on the meta device.
+
+Every product must agree: as a multiset of (pass, m, k, n, groups) with counts, attention's products too, and the number of
+parameters to the last one.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from gemmscope.model import hf, presets
+from gemmscope.model.families import ALIASES, known_model_types
+from gemmscope.model.spec import RunSpec
+from gemmscope.workload.check import Difference, differences
+from gemmscope.workload.derive import derive
+from gemmscope.workload.ops import Attention
+from gemmscope.workload.trace import Trace, _parse
+from support.hf_variants import variant
+
+transformers = pytest.importorskip("transformers", reason="the oracle needs torch and transformers")
+trace_worker = pytest.importorskip("gemmscope.workload.trace_worker", reason="the oracle needs torch and transformers")
+pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]  # warnings of torch and transformers
+
+REQUIRED = (
+    "llama mistral qwen2 qwen3 qwen2_moe qwen3_moe mixtral deepseek_v3 gpt_oss gemma2 gemma3_text phi3 gpt2 gpt_neox opt bert "
+    "roberta esm modernbert olmo2 granite starcoder2 cohere glm4 nemotron"
+).split()
+
+
+def live(config: dict[str, Any], run: RunSpec) -> Trace:
+    """The trace of the model that transformers builds from `config`, in this process."""
+    request = {"config": config, "micro_batch": run.micro_batch_size, "sequence": run.sequence_length}
+    return _parse(trace_worker.answer(request))
+
+
+def compare(config: dict[str, Any], run: RunSpec) -> list[Difference]:
+    model = hf.from_config(json.loads(json.dumps(config)), "config.json").model
+    assert model is not None
+    return differences(model, run, live(config, run))
+
+
+def test_required_families_are_known() -> None:
+    assert set(REQUIRED) <= set(known_model_types())
+    assert len(known_model_types()) >= 50
+
+
+@pytest.mark.parametrize("model_type", known_model_types())
+@pytest.mark.parametrize("seed", range(2))
+def test_random_configs(model_type: str, seed: int) -> None:
+    rng = random.Random(f"{model_type} {seed}")
+    settings = variant(model_type, transformers.AutoConfig.for_model(model_type).to_dict(), rng)
+    config = transformers.AutoConfig.for_model(model_type, **settings).to_dict()
+    assert compare(config, RunSpec(rng.choice([1, 2, 3]), rng.choice([16, 33]))) == []
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_presets(name: str) -> None:
+    """The whole model at its real size and depth, from the keys that the preset states: nothing filled in."""
+    source = presets.load(name)
+    if source.config is None:
+        pytest.skip("not a Hugging Face model")
+    run = RunSpec(1, 64)
+    trace = live(dict(source.config), run)
+    assert source.model is not None
+    assert differences(source.model, run, trace) == []
+    assert presets.describe(name).parameters == trace.parameters
+
+
+def test_zero_flops_difference() -> None:
+    """Multisets are equal, so this must be: FLOPs add up to the same number."""
+    source = presets.load("qwen3-30b-a3b")
+    assert source.model is not None
+    run = RunSpec(2, 128, separate_projections=True)
+    traced = sum(gemm.flops * gemm.count for gemm in live(dict(source.config or {}), run).gemms)
+    derived = sum(gemm.flops * gemm.count for gemm in derive(source.model, run).gemms())
+    assert traced == derived > 0
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "phi3", "bert", "opt", "gemma2", "gpt_neox", "modernbert", "starcoder2"])
+def test_flops_by_torch_itself(model_type: str) -> None:
+    """An oracle that shares no code with the recorder: torch's own FLOP counter over the same forward and backward pass."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = transformers.AutoConfig.for_model(model_type).to_dict()
+    config |= {key: 3 for key in ALIASES["num_hidden_layers"] if key in config}
+    config |= {"layer_types": None} if "layer_types" in config else {}
+    module, inputs = trace_worker.build_huggingface(config, 2, 32)
+    with FlopCounterMode(display=False) as counter:
+        module(**inputs).logits.sum().backward()
+    model = hf.from_config(json.loads(json.dumps(config)), "x").model
+    assert model is not None
+    workload = derive(model, RunSpec(2, 32, separate_projections=True))
+    gemms = sum(gemm.flops * gemm.count for gemm in workload.gemms())
+    attention = [(op.count, product) for op in workload.ops if isinstance(op, Attention) for product in op.products()]
+    assert counter.get_total_flops() == gemms + sum(2 * count * m * k * n * batch for count, (_, m, k, n, batch) in attention)
+
+
+def test_a_wrong_closed_form_is_noticed() -> None:
+    """The comparison can fail: a config that differs in one size from the model traced."""
+    config = transformers.AutoConfig.for_model("llama", hidden_size=64, num_attention_heads=4, num_hidden_layers=2).to_dict()
+    run = RunSpec(1, 16)
+    trace = live(config, run)
+    model = hf.from_config({**config, "num_key_value_heads": 2}, "x").model
+    assert model is not None
+    found = differences(model, run, trace)
+    assert {difference.what for difference in found} >= {"fprop 16x64x32", "parameters"}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "live_settings", "wrong", "what"),
+    [
+        ("mistral", {"sliding_window": 8}, {"sliding_window": None}, "sliding window (0: none) of 3 layers (0, 1, 2)"),
+        ("mistral", {"sliding_window": None}, {"sliding_window": 8}, "sliding window (0: none) of 3 layers (0, 1, 2)"),
+        ("gemma3_text", {"sliding_window": 8}, {"sliding_window": 16}, "sliding window (0: none) of 2 layers (0, 2)"),
+        ("modernbert", {}, {"layer_types": ["full_attention"] * 3}, "sliding window (0: none) of 2 layers (0, 2)"),
+        ("bert", {"is_decoder": True}, {"is_decoder": False}, "layers with causal attention"),
+        ("bert", {"is_decoder": False}, {"is_decoder": True}, "layers with causal attention"),
+    ],
+)
+def test_a_wrong_mask_is_noticed(model_type: str, live_settings: dict[str, Any], wrong: dict[str, Any], what: str) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3, "head_dim": 16}
+    if model_type in ("gemma3_text", "modernbert"):
+        sizes["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
+    if model_type != "bert":
+        sizes["num_key_value_heads"] = 4
+    config = transformers.AutoConfig.for_model(model_type, **sizes, **live_settings).to_dict()
+    run = RunSpec(1, 16)
+    trace = live(config, run)
+    right, other = (hf.from_config({**config, **change}, "x").model for change in ({}, wrong))
+    assert right is not None
+    assert other is not None
+    assert differences(right, run, trace) == []
+    assert what in {difference.what for difference in differences(other, run, trace)}
+
+
+def test_a_setting_that_the_code_does_not_read() -> None:
+    """Llama has no window, whatever its config.json says."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 100}
+    config = {"model_type": "llama", **sizes, "sliding_window": 8, "layer_types": ["sliding_attention"] * 2}
+    trace = live(config, RunSpec(1, 16))
+    assert (trace.windows, trace.causal) == ((None, None), True)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "mistral", "bert", "opt", "deepseek_v3", "modernbert"])
+def test_attention_flops(model_type: str) -> None:
+    """Of traced attention, as far as its mask is known: the pairs that the closed form counts."""
+    config = transformers.AutoConfig.for_model(model_type).to_dict()
+    config |= {key: 2 for key in ALIASES["num_hidden_layers"] if key in config}
+    config |= {"layer_types": None} if "layer_types" in config else {}
+    model = hf.from_config(json.loads(json.dumps(config)), "x").model
+    assert model is not None
+    run = RunSpec(2, 32)
+    trace = live(config, run)
+    attention = [op.total().flops for op in derive(model, run).ops if isinstance(op, Attention)]
+    assert trace.explicit_masks == 0
+    assert sum(op.total().flops for op in trace.products) == sum(attention)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    (
+        "smollm3 mistral gemma2 gpt_oss modernbert qwen2 olmo3 cohere2 gemma3_text ministral cwm granite_swa kolibri1 exaone_moe"
+    ).split(),
+)
+def test_windows(model_type: str) -> None:
+    """Which layers slide: the closed form's pattern is that of the configuration class."""
+    extra = {"use_sliding_window": True, "sliding_window": 64} if model_type in ("qwen2", "smollm3") else {}
+    config = transformers.AutoConfig.for_model(model_type, num_hidden_layers=12, max_window_layers=5, **extra)
+    plain = {key: value for key, value in config.to_dict().items() if key != "layer_types"}
+    model = hf.from_config(json.loads(json.dumps(plain)), "x").model
+    assert model is not None
+    slides = [layer.attention.window is not None for layer in model.layers]
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * 12
+    assert slides == [kind == "sliding_attention" for kind in kinds]
+    windows = {op.window for op in derive(model, RunSpec(1, 8192)).ops if isinstance(op, Attention)} - {None}
+    assert windows == {config.local_attention if model_type == "modernbert" else config.sliding_window}
+
+
+_SIZES = {key for name, keys in ALIASES.items() if name not in ("num_key_value_heads", "head_dim") for key in keys} | {
+    *("moe_intermediate_size", "shared_expert_intermediate_size", "word_embed_proj_dim"),
+    *("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim"),
+}
+# What a configuration class cannot do without, and does not assume either.
+_NEEDED: dict[str, dict[str, Any]] = {
+    "esm": {"pad_token_id": 1, "mask_token_id": 2, "vocab_size": 33},
+    "nemotron": {"num_key_value_heads": 8},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "glm4_moe": {"head_dim": 128},
+    "deepseek_v2": {"num_experts_per_tok": 4},
+    "ministral": {"head_dim": 128},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
+}
+
+
+@pytest.mark.parametrize("model_type", known_model_types())
+def test_keys_left_out_mean_what_the_class_assumes(model_type: str) -> None:
+    """A config that states its sizes and nothing else, as old ones on the hub do."""
+    defaults = transformers.AutoConfig.for_model(model_type).to_dict()
+    minimal = {key: value for key, value in defaults.items() if key in _SIZES and value is not None}
+    minimal |= {key: 3 for key in ALIASES["num_hidden_layers"] if key in minimal}
+    assert compare({"model_type": model_type} | minimal | _NEEDED.get(model_type, {}), RunSpec(1, 16)) == []
