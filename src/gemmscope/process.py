@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from gemmscope.folders import cache_folder
+
 _START = (
     "import sys; sys.path[:1] == [''] and sys.path.pop(0); root = sys.argv.pop(1); root in sys.path or sys.path.append(root); "
     "from gemmscope.process import _run_worker; _run_worker()"
@@ -48,12 +50,6 @@ def worker_environment() -> dict[str, str]:
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         environment["PYTHONPYCACHEPREFIX"] = str(cache_folder() / "bytecode")
     return environment
-
-
-def cache_folder() -> Path:
-    """Where this user's programs keep what can be made again: $XDG_CACHE_HOME/gemmscope, or ~/.cache/gemmscope."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return Path(base) / "gemmscope" if base else Path.home() / ".cache" / "gemmscope"
 
 
 @contextmanager
