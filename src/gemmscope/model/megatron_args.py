@@ -85,7 +85,7 @@ def model_source(
 
 
 def other_model(evidence: str, what: str) -> UserError:
-    """The error for a model that has a GPT's settings but is not a GPT. `evidence` shows it, such as "pretrain_bert.py trains"."""
+    """The error for a model that has a GPT's settings but is none. `evidence`: what shows it, as in "pretrain_t5.py trains"."""
     return UserError(
         f"{evidence} {what}; only GPT models can be read from Megatron settings",
         f"trace it with {option('module', 'FILE.py:FACTORY')}, or give its Hugging Face config.json with {option('config')}",

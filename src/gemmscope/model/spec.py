@@ -254,8 +254,8 @@ RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 class RunSpec:
     """One micro-batch on one rank, and how the model is split.
 
-    `ep` ranks are data-parallel ranks that share the experts: each has its own micro-batch. `imbalance` is the load of the busiest
-    expert over the average. `pp_layers` gives each pipeline stage its number of layers, where they differ.
+    `ep` ranks are data-parallel ranks that share the experts: each has its own micro-batch. `imbalance` is the load of the
+    busiest expert over the average. `pp_layers` gives each pipeline stage its number of layers, where they differ.
     """
 
     micro_batch_size: int
