@@ -163,7 +163,7 @@ def _load(text: str) -> dict[str, object]:
             "plain keys and values are enough: model: with num_layers: 32 indented under it",
         ) from None
     if not isinstance(document, dict):
-        what = "a list" if isinstance(document, list) else shown(document)
+        what = "empty" if document is None else "a list" if isinstance(document, list) else shown(document)
         raise UserError(f"the file is {what}, not a mapping of settings", "write model: with num_layers: 32 indented under it")
     return {key: value for key, value in document.items() if isinstance(key, str)}
 

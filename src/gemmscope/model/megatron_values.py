@@ -89,12 +89,11 @@ class MegatronSettings:
         value, what = self.values[name], self.spell(name)
         if isinstance(value, Unknown):
             raise UserError(
-                f"the value of {what} is not known: {value.text[:60]} ({value.why})",
-                f"write the value itself, for example {self.example(name)}",
+                f"the value of {what} is not known: {value.text[:60]} ({value.why})", f"write the value itself after {what}"
             )
         if isinstance(value, (list, tuple, dict, set)):
             kind = "mapping" if isinstance(value, dict) else "list"
-            raise UserError(f"{what} must be a single value, not a {kind}", f"for example {self.example(name)}")
+            raise UserError(f"{what} must be a single value, not a {kind}", f"write one value after {what}")
         return value
 
     def whole(self, name: str) -> int:
