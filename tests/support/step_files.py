@@ -35,7 +35,7 @@ def recorded_step(name: str = "llama8b", *, verified: bool = False, batches: boo
             *step_findings(times),
             *observed_findings(times, 1.2),
             *(break_even_finding(at, recipe) for recipe in (speedups if at else ())),
-            *state_findings([state for result in variants for state in result.states]),
+            *state_findings([state for result in variants for state in result.states if state]),
         ),
         environment=machine(),
         device=measurements.hello["device"],

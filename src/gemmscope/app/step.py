@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from math import inf
 from typing import Any
 
 from gemmscope.app.choose import Choices, choose
@@ -16,7 +15,7 @@ from gemmscope.findings import Finding, finding
 from gemmscope.gpu.environment import environment
 from gemmscope.measure.findings import state_findings
 from gemmscope.measure.journal import Journal, open_journal
-from gemmscope.measure.sampler import StoppingRule
+from gemmscope.measure.sampler import StoppingRule, check_limits
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.step import AtBatch, Recommendation, StepResult, StepSettings, StepTimes
 from gemmscope.step.answer import step_times
@@ -29,8 +28,9 @@ from gemmscope.step.recommend import Plan, as_requested, candidate, recommend
 from gemmscope.units import counted
 from gemmscope.workload.summary import totals
 
-ON_CPU = {"drop_ms": 5.0, "keep_ms": 30.0}  # its clock need not settle
-SMALLER_BATCH = {"precision": 0.02, "time_limit": 10.0}  # smaller batches are measured less precisely
+__all__ = ["Budget", "run_step"]
+
+BATCH_LIMITS = (0.02, 10.0)  # precision and seconds: smaller batches are measured less precisely
 
 
 def run_step(
@@ -50,10 +50,15 @@ def run_step(
     """Measure the training step in every recipe.
 
     `verify` also runs the real model; `break_even` also runs smaller batches; `hugging_face` runs the model's own Hugging Face
-    class. Measuring ends when every speedup is known to `precision`, or after `time_limit` seconds. `observed_speedup` is compared
-    with the prediction, and `budget` gives the cost of the full run.
+    class. Measuring ends when every speedup is known to `precision`, or after `time_limit` seconds. `observed_speedup` is
+    compared with the prediction, and `budget` gives the cost of the full run.
     """
-    _check(precision, time_limit, observed_speedup)
+    check_limits(precision, time_limit)
+    if observed_speedup is not None and not 0 < observed_speedup < 100:
+        raise UserError(
+            f"{option('observed_speedup')} must be between 0 and 100, got {observed_speedup:g}",
+            f"for example {option('observed_speedup', 1.2)}: the speedup of your run over BF16",
+        )
     if budget is not None:
         budget.replicas(job.run)  # raises if the GPUs do not divide, before anything is measured
     if choices.modes is not None and list(choices.modes) == ["pre-quantized"]:
@@ -73,7 +78,7 @@ def run_step(
     plan, differences = plan_step(model, job.run)
     settings = StepSettings(choice.backend, host=choice.backend != "torchao")
     if choice.backend == "cpu":
-        settings = replace(settings, **ON_CPU)
+        settings = replace(settings, drop_ms=5.0, keep_ms=30.0)  # its clock need not settle
     config = job.source.config if hugging_face else None  # whose own layers have everything that the stack leaves out
     with closing(open_journal()) as journal:
         session = _Session(plan, choice.recipes, settings, precision, time_limit, journal, command, reporter, config)
@@ -147,17 +152,17 @@ class _Session:
         recipes: Sequence[str] | None = None,
         mixed: tuple[Plan, ...] = (),
         real: bool = False,
-        precision: float | None = None,
-        time_limit: float = inf,
+        limits: tuple[float, float] | None = None,
     ) -> StepRun:
         """One measurement; of another plan, the CPU time to launch is not measured again."""
         self.reporter.say(purpose)
+        precision, time_limit = limits or (self.precision, self.time_limit)
         settings = self.settings if plan is None else replace(self.settings, host=False)
         step_run = StepRun(
             plan or self.plan,
             recipes or self.recipes,
             settings,
-            StoppingRule(target=precision or self.precision, longest_s=min(time_limit, self.time_limit)),
+            StoppingRule(target=precision, longest_s=min(time_limit, self.time_limit)),
             self.journal,
             (self.command,),
             real=real,
@@ -217,7 +222,7 @@ class _Session:
             batch = f"{size} x {length}"
             try:
                 smaller = self.plan.with_batch(size, length)
-                step_run = self.run(f"running a batch of {batch} tokens …", plan=smaller, **SMALLER_BATCH)
+                step_run = self.run(f"running a batch of {batch} tokens …", plan=smaller, limits=BATCH_LIMITS)
             except UserError as error:
                 self.findings.append(finding("batch-not-run", batch=batch, reason=error.message))
                 continue
@@ -231,20 +236,6 @@ class _Session:
         here = {time.recipe: time.speedup for time in times.recipes if time.speedup is not None}
         last = AtBatch(micro_batch_size=self.plan.micro_batch_size, sequence_length=self.plan.sequence_length, speedups=here)
         return (*batches, last)
-
-
-def _check(precision: float, time_limit: float, observed_speedup: float | None) -> None:
-    if not 0 < precision < 1:
-        raise UserError(
-            f"{option('precision')} must be between 0 and 1, got {precision:g}", f"for example {option('precision', 0.01)} for 1%"
-        )
-    if not time_limit > 0:
-        raise UserError(f"{option('time_limit')} must be above 0, got {time_limit:g}", f"for example {option('time_limit', 60)}")
-    if observed_speedup is not None and not 0 < observed_speedup < 100:
-        raise UserError(
-            f"{option('observed_speedup')} must be between 0 and 100, got {observed_speedup:g}",
-            f"for example {option('observed_speedup', 1.2)}: the speedup of your run over BF16",
-        )
 
 
 def _for_hugging_face(job: ModelRun, choices: Choices, *, verify: bool) -> Choices:

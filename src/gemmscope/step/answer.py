@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import permutations
+from typing import Any
 
 from gemmscope.gpu.specs import spec_of
 from gemmscope.recipe.recipes import BASELINE, recipe
@@ -58,7 +59,7 @@ def step_times(
     return _compared(StepTimes(origin="measured", recipes=tuple(times), failures=failures), measurements)
 
 
-def _explained(name: str, slow: ProfiledStep, fast: ProfiledStep) -> dict[str, object]:
+def _explained(name: str, slow: ProfiledStep, fast: ProfiledStep) -> dict[str, Any]:
     """The waterfall of a recipe and what it shows."""
     levels = levels_of(slow.parts_ms(), fast.parts_ms())
     named_share, unknown = unknown_kernels([*slow.kernels, *fast.kernels])

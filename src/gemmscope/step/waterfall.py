@@ -1,8 +1,8 @@
 """Explains a step's speedup: from the GEMMs alone, down through everything that dilutes it, to the step.
 
-Every kernel of a profiled step belongs to a block of the model (`marks.py`) and has a class (`measure/kernels.py`); both together
-say which part of the step it is. Each part adds its time to both sides, and the speedup after it is that of everything so far: the
-first one is what the hardware gives, the last one what training gains.
+Every kernel of a profiled step belongs to a block of the model (`marks.py`) and has a class (`measure/kernels.py`); both
+together tell which part of the step it is. Each part adds its time to both sides, and the speedup after it is that of everything
+so far: the first one is what the hardware gives, the last one what training gains.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from gemmscope.measure.kernels import CAST_SHARE, classify, evidence, work_in_st
 from gemmscope.parts import STEP_PARTS, StepPart, in_order
 from gemmscope.recipe.recipes import Recipe
 from gemmscope.results.step import ProfiledPart, WaterfallLevel
+from gemmscope.workload.ops import Pass
 
 LINEARS = ("qkv", "attn out", "mlp", "experts", "shared expert")
 BLOCKS: dict[str, StepPart] = {
@@ -31,6 +32,7 @@ BY_CLASS: dict[str, StepPart] = {
     "gemm": "GEMMs", "quantize": "quantization", "update": "quantization", "attention": "attention", "optimizer": "optimizer",
     "loss": "head and loss", "embedding": "embedding",
 }  # fmt: skip
+PASSES_OF: dict[str, tuple[Pass, ...]] = {"forward": ("fprop",), "backward": ("dgrad", "wgrad")}
 IN_BF16 = ("bf16", "bf16")
 
 
@@ -90,8 +92,8 @@ def place(parts: Sequence[ProfiledPart], *, quantizes: bool = True) -> list[Plac
 class ProfiledStep:
     """One recipe: the kernels of one step, the measured step, and the CPU time to launch it (None: not known).
 
-    Kernels were seen in one step, at the clock of that moment: they are scaled so that they and the idle time add up to the measured
-    step. The GPU idles only where launching takes about as long as running.
+    Kernels were seen in one step, at the clock of that moment: they are scaled so that they and the idle time add up to the
+    measured step. The GPU idles only where launching takes about as long as running.
     """
 
     kernels: Sequence[PlacedKernel]
@@ -168,7 +170,7 @@ def verdict(levels: Sequence[WaterfallLevel], recipe: Recipe | None = None, plac
         return finding("step-gemm-bound", recipe=name)
     if worst == "quantization" and losses[worst] >= USED_UP * (gemms - 1):
         largest = max(levels[1:], key=lambda level: level.recipe_ms)
-        named = ["quantization", *([largest.part] if largest.recipe_ms >= MOST_OF_STEP * step_ms else [])]
+        named: list[str] = ["quantization", *([largest.part] if largest.recipe_ms >= MOST_OF_STEP * step_ms else [])]
         code = "step-quantization"
     else:
         main = sorted(losses, key=lambda part: -losses[part])[:3]
@@ -194,15 +196,15 @@ def fallbacks(recipe: Recipe, placed: Sequence[PlacedKernel]) -> Finding | None:
     """Which blocks' GEMMs ran in BF16 though the recipe requests low precision; None if none did.
 
     Forward, a GEMM is wrong if it is not a fprop of the recipe; backward, if it is neither dgrad nor wgrad. Where activations are
-    recomputed, backward GEMMs are among forward ones: only BF16 is wrong there. A model whose blocks are not marked has GEMMs that
-    belong in BF16 (the head's): it is wrong if all are.
+    recomputed, backward GEMMs are among forward ones: only BF16 is wrong there. A model whose blocks are not marked has GEMMs
+    that belong in BF16 (the head's): it is wrong if all are.
     """
     requested: dict[str, list[str]] = {}
     unmarked = [classify(kernel.name) for kernel in placed if kernel.block == "model"]
     if recipe.quantizes and {facts.operands for facts in unmarked if facts.kernel_class == "gemm"} == {IN_BF16}:
         requested[" x ".join(recipe.operands["fprop"])] = ["every GEMM"]
     for block in LINEARS:
-        for direction, passes in (("forward", ("fprop",)), ("backward", ("dgrad", "wgrad"))):
+        for direction, passes in PASSES_OF.items():
             names = dict.fromkeys(kernel.name for kernel in placed if (kernel.block, kernel.direction) == (block, direction))
             if any(_fell_back(recipe, passes, name) for name in names):
                 requested.setdefault(" x ".join(recipe.operands[passes[0]]), []).append(f"{block} {direction}")
@@ -212,7 +214,7 @@ def fallbacks(recipe: Recipe, placed: Sequence[PlacedKernel]) -> Finding | None:
     return finding("step-fallback", recipe=recipe.name, where=where, ran=" x ".join(IN_BF16), requested=list(requested))
 
 
-def _fell_back(recipe: Recipe, passes: Sequence[str], name: str) -> bool:
+def _fell_back(recipe: Recipe, passes: Sequence[Pass], name: str) -> bool:
     """Whether this kernel is a GEMM in BF16 where no pass of the recipe has one."""
     in_bf16 = classify(name).operands == IN_BF16
     return in_bf16 and all(evidence(recipe, pass_name, [name]).verdict == "fallback" for pass_name in passes)
