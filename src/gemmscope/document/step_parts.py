@@ -141,7 +141,7 @@ def waterfalls(times: StepTimes, *, prefix: str = "") -> tuple[WaterfallChart, .
     """From the speedup of the GEMMs alone to that of the step, for every recipe."""
     return tuple(
         WaterfallChart(
-            _title(times, prefix, f"From the GEMMs to the step: {time.recipe}"),
+            _title(times, prefix, f"From GEMMs to step: {time.recipe}"),
             time.recipe,
             BASELINE,
             tuple(Fall(level.part, level.baseline_ms, level.recipe_ms, level.speedup) for level in time.waterfall),
