@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 
+from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
 from gemmscope.interval import Interval
 from gemmscope.measure.measurements import Measurements
@@ -16,6 +17,19 @@ from gemmscope.workload.cases import Case, Mode
 
 Group = tuple[str, Mode]  # a recipe in a mode: what is measured in one burst
 ALIKE = 0.8
+
+
+def check_limits(precision: float, longest: float) -> None:
+    """A `UserError` for a stopping rule that would never stop, or measure nothing."""
+    if not 0 < precision < 1:
+        raise UserError(
+            f"{option('precision')} must be between 0 and 1, got {precision:g}",
+            f"for example {option('precision', 0.01)} for ±1%",
+        )
+    if not longest > 0:
+        raise UserError(
+            f"{option('longest')} must be more than 0 seconds, got {longest:g}", f"for example {option('longest', 60)}"
+        )
 
 
 @dataclass
