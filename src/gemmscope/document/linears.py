@@ -175,12 +175,10 @@ def _summary(linears: Linears, start: str) -> Table:
         cells += [share_cell(shares[name])] if quantizes else []
         cells += [_kept(linears, name)] if both and quantizes else []
         rows.append((Cell(name), *cells))
-    note = (
-        "Autocast: forward and backward with quantization. Pre-quantized: only the GEMMs, on inputs quantized beforehand. "
-        "Speedup kept: the autocast gain as a share of the pre-quantized gain."
-        if both
-        else _what_is_timed(linears, linears.modes[0])
-    )
+    note = _what_is_timed(linears, linears.modes[0])
+    if both:
+        note = "Autocast: forward and backward with quantization. Pre-quantized: only the GEMMs, on inputs quantized beforehand."
+        note += " Speedup kept: the autocast gain as a share of the pre-quantized gain." if quantizes else ""
     bar = "90% error bar" if linears.forecast else "95% interval"
     title = f"{start}All linears of one micro-batch, speedup over {BASELINE} [{bar}]"
     return Table(title, columns(("Recipe",), heads), tuple(rows), note, main=True)
