@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from support.bench_results import MODEL, recorded_measurements
 from gemmscope.measure.sampler import StoppingRule
 from gemmscope.workload.cases import MODES, Case, Task
+from support.bench_results import MODEL, recorded_measurements
 
 pytest.importorskip("torch", reason="the measuring process needs torch")
 

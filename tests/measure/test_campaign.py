@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 
-from support.bench_results import MODEL, recorded_measurements
 from gemmscope.errors import UserError
 from gemmscope.findings import finding
 from gemmscope.measure.campaign import Campaign, _of_one_case, _of_one_recipe
 from gemmscope.measure.journal import Journal
 from gemmscope.measure.measurements import Measurements
 from gemmscope.measure.sampler import StoppingRule
-from gemmscope.workload.cases import MODES, Case, Task, bare_products, cases_of, tasks_of
 from gemmscope.model import presets
 from gemmscope.model.spec import RunSpec
 from gemmscope.results.bench import BenchSettings, Counts
+from gemmscope.workload.cases import MODES, Case, Task, bare_products, cases_of, tasks_of
 from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import Linear
+from support.bench_results import MODEL, recorded_measurements
 
 pytest.importorskip("torch", reason="measuring needs torch")
 

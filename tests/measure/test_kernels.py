@@ -12,12 +12,14 @@ from gemmscope.measure.attribution import AttributionError, attribute
 from gemmscope.measure.breakdown import op_time
 from gemmscope.measure.kernels import KernelRun, classify, evidence
 from gemmscope.measure.measurements import Measurements
-from gemmscope.workload.cases import Case, Task
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.linears import OpTime
+from gemmscope.workload.cases import Case, Task
 from gemmscope.workload.ops import PASSES
 
-RECORDED = json.loads(gzip.decompress((Path(__file__).parent.parent / "data" / "h200_linear_kernels.json.gz").read_bytes()))["runs"]
+RECORDED = json.loads(gzip.decompress((Path(__file__).parent.parent / "data" / "h200_linear_kernels.json.gz").read_bytes()))[
+    "runs"
+]
 RECIPES = ("BF16", "FP8Current", "FP8Delayed", "FP8Block")
 TORCHAO = {"FP8Tensorwise": "tensorwise", "FP8Rowwise": "rowwise", "FP8RowwiseGWHP": "rowwise_with_gw_hp"}
 WGRAD_FIRST = ("fprop", "wgrad", "dgrad")

@@ -13,7 +13,9 @@ from gemmscope.measure.measurements import Measurements
 from gemmscope.results.linears import Linears
 from gemmscope.workload.cases import MODES, Case, Mode, Task, bare_products, tasks_of
 
-RECORDED = json.loads(gzip.decompress((Path(__file__).parent.parent / "data" / "h200_linear_kernels.json.gz").read_bytes()))["runs"]
+RECORDED = json.loads(gzip.decompress((Path(__file__).parent.parent / "data" / "h200_linear_kernels.json.gz").read_bytes()))[
+    "runs"
+]
 QKV = Case("QKV Proj", 15872, 4096, 12288, 24)
 MODEL = [
     QKV,
