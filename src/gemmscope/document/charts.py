@@ -52,13 +52,14 @@ class Bar:
 
 @dataclass(frozen=True)
 class BarChart:
-    """Stacked bars, one for each recipe. Charts of one `unit` share an axis."""
+    """Stacked bars, one for each recipe. Charts of one `unit` share an axis. `figure`: `-o` draws it, though it is not main."""
 
     title: str
     unit: str
     bars: tuple[Bar, ...]
     note: str = ""
     main: bool = False
+    figure: bool = False
 
     def table(self) -> Table:
         """A row per segment, a column per bar; times in milliseconds."""
@@ -144,7 +145,7 @@ class Point:
 class CurveChart:
     """Values against a size. `series`: recipe → points; `order` gives each recipe its color in all charts of a run.
 
-    `unit` "x" means speedups: the line at 1 is drawn.
+    `unit` "x" means speedups: the line at 1 is drawn. `figure`: `-o` draws it, though it is not main.
     """
 
     title: str
@@ -154,6 +155,7 @@ class CurveChart:
     order: tuple[str, ...] = ()
     note: str = ""
     main: bool = False
+    figure: bool = False
 
     def color(self, name: str) -> int:
         return self.order.index(name) if name in self.order else list(self.series).index(name)

@@ -134,8 +134,8 @@ def curve(axis: Any, chart: CurveChart) -> None:
 
 
 def _reach(found: Interval) -> tuple[float, float]:
-    """How far the interval reaches below and above the value."""
-    low = found.low if found.low is not None else found.value
+    """How far the interval reaches below and above the value. Nothing that is drawn can be negative."""
+    low = max(found.low, 0.0) if found.low is not None else found.value
     high = found.high if found.high is not None else found.value
     return max(found.value - low, 0.0), max(high - found.value, 0.0)
 

@@ -1,20 +1,20 @@
 """The journal: every message of a measuring process, written to disk before it is used.
 
-SQLite in write-ahead mode, one file under the user's state folder. Whatever ends a run (Ctrl-C, a crash, a power cut), what was
-measured up to then is here, and `--resume` goes on from it.
+SQLite in write-ahead mode, one file in the user's state folder. Whatever ends a run (Ctrl-C, a crash, a power cut), the
+measurements up to then are here, and `--resume` continues from them.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gemmscope.errors import UserError
+from gemmscope.errors import UserError, option
+from gemmscope.folders import state_folder
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS campaign (
@@ -28,10 +28,9 @@ CREATE INDEX IF NOT EXISTS message_of_campaign ON message (campaign);
 _HINT = "make room for it, or move it away if it is damaged; or set XDG_STATE_HOME to another folder that can be written"
 
 
-def state_folder() -> Path:
-    """Where this user's programs keep what must survive: $XDG_STATE_HOME/gemmscope, or ~/.local/state/gemmscope."""
-    base = os.environ.get("XDG_STATE_HOME")
-    return Path(base) / "gemmscope" if base else Path.home() / ".local" / "state" / "gemmscope"
+def open_journal() -> Journal:
+    """The journal of this user."""
+    return Journal(state_folder() / "journal.sqlite3")
 
 
 class Journal:
@@ -47,10 +46,10 @@ class Journal:
             raise UserError(f"the journal {path} cannot be written: {error}", _HINT) from error
         self.path, self._full = path, False
 
-    def _run(self, words: str, values: tuple[Any, ...]) -> sqlite3.Cursor:
+    def _run(self, statement: str, values: tuple[Any, ...]) -> sqlite3.Cursor:
         """One statement; a `UserError` if the disk is full, the file damaged, or another program holds it for too long."""
         try:
-            return self._database.execute(words, values)
+            return self._database.execute(statement, values)
         except sqlite3.Error as error:
             raise UserError(f"the journal {self.path} cannot be written: {error}", _HINT) from error
 
@@ -63,7 +62,7 @@ class Journal:
         return int(cursor.lastrowid or 0)
 
     def write(self, campaign: int, message: dict[str, Any]) -> str:
-        """Keep one message. Where that fails, measuring goes on without a journal: the reason comes back, once."""
+        """Write one message. If that fails, measuring continues without a journal, and the reason is returned, once."""
         if self._full:
             return ""
         try:
@@ -72,7 +71,7 @@ class Journal:
             )
         except UserError as error:
             self._full = True
-            return f"{error.message}: what was measured after that is not in it, and cannot be resumed"
+            return error.message
         return ""
 
     def finish(self, campaign: int) -> None:
@@ -82,26 +81,26 @@ class Journal:
         self._run("UPDATE campaign SET finished = ? WHERE id = ?", (time.time(), campaign))
 
     def reopen(self, fingerprint: str) -> None:
-        """The newest campaign that measured the same can be resumed again, though it came to its end."""
+        """Allow the newest campaign of this fingerprint to be resumed, although it was complete."""
         self._run(
             "UPDATE campaign SET finished = NULL WHERE id = (SELECT MAX(id) FROM campaign WHERE fingerprint = ?)", (fingerprint,)
         )
 
     def unfinished(self, fingerprint: str) -> int | None:
-        """The newest campaign that measured the same and did not come to its end."""
+        """The newest campaign of this fingerprint that is not complete."""
         row = self._run(
             "SELECT id FROM campaign WHERE fingerprint = ? AND finished IS NULL ORDER BY id DESC LIMIT 1", (fingerprint,)
         ).fetchone()
         return int(row[0]) if row else None
 
     def messages(self, campaign: int) -> Iterator[dict[str, Any]]:
-        """Everything a campaign has said, in order."""
-        found = self._run("SELECT content FROM message WHERE campaign = ? ORDER BY rowid", (campaign,))
+        """Every message of a campaign, in order."""
+        rows = self._run("SELECT content FROM message WHERE campaign = ? ORDER BY rowid", (campaign,))
         try:
-            for (content,) in found:
+            for (content,) in rows:
                 yield json.loads(content)
         except (sqlite3.Error, ValueError) as error:
-            raise UserError(f"the journal {self.path} is damaged: {error}", "begin anew, without --resume") from error
+            raise UserError(f"the journal {self.path} is damaged: {error}", f"start again without {option('resume')}") from error
 
     def close(self) -> None:
         self._database.close()

@@ -1,62 +1,38 @@
-"""What a campaign has found so far, gathered from the worker's messages, live or out of the journal."""
+"""What a campaign has measured so far, gathered from the worker's messages, live or from the journal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+from gemmscope.findings import Finding, finding
 from gemmscope.interval import Interval
 from gemmscope.measure.stats import Bursts, Noise, noise_of, pieces, ratio_interval
 from gemmscope.recipe.recipes import BASELINE
+from gemmscope.results.bench import TaskResult
 from gemmscope.workload.cases import Case, Mode, Task
 
 
-@dataclass
-class TaskResult:
-    """One task: its bursts, round by round, and what is known of it. `failure` says why there is nothing to show.
-
-    `rounds` are all samples, `pieces` what statistics are made of (`stats.py`).
-    """
-
-    task: Task
-    rounds: list[list[float]] = field(default_factory=list)
-    pieces: list[list[float]] = field(default_factory=list)
-    states: list[dict[str, Any]] = field(default_factory=list)
-    kernels: list[list[Any]] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
-    failure: str = ""
-    failure_kind: str = ""
-
-    @property
-    def measured(self) -> bool:
-        return bool(self.rounds) and not self.failure
-
-    @property
-    def awaited(self) -> bool:
-        """Whether samples of it are still to come: it has none, and did not fail."""
-        return not self.rounds and not self.failure
-
-
-class Results:
-    """All tasks of a campaign by their key."""
+class Measurements:
+    """All tasks of a campaign by their key. `pieces` are what statistics are made of (`stats.py`): by task, burst by burst."""
 
     def __init__(self, tasks: Iterable[Task]) -> None:
         self.tasks = {task.key: TaskResult(task) for task in tasks}
-        self._keys: dict[tuple[str, Mode], dict[Case, list[str]]] = {}  # of a recipe and mode, by case: many ask for them
+        self.pieces: dict[str, list[list[float]]] = {key: [] for key in self.tasks}
+        self._keys: dict[tuple[str, Mode], dict[Case, list[str]]] = {}  # of a recipe and mode, by case: looked up often
         for key, result in self.tasks.items():
             self._keys.setdefault(result.task.group, {}).setdefault(result.task.case, []).append(key)
         self.hello: dict[str, Any] = {}
-        self.warnings: list[str] = []
+        self.findings: list[Finding] = []
         self.complete_rounds = 0
         self._noise: dict[tuple[Case, ...], Noise] = {}  # until there are more samples
 
     def prepared(self) -> tuple[int, int]:
-        """How many tasks are ready, or will never be; of how many."""
+        """How many tasks are ready to be measured or have failed; of how many."""
         return sum(bool(result.facts) or bool(result.failure) for result in self.tasks.values()), len(self.tasks)
 
     def take(self, message: dict[str, Any]) -> None:
-        """Note one message of the worker."""
+        """Take in one message of the worker."""
         kind, self._noise = message["type"], {}
         if kind == "hello":
             self.hello = message
@@ -68,23 +44,23 @@ class Results:
         elif kind == "samples":
             duration_ms = sum(self._took_ms(key, burst) for key, burst in message["times_ms"].items())
             for key, burst in message["times_ms"].items():
-                self.tasks[key].rounds.append(burst)
-                self.tasks[key].pieces.append(pieces(burst, duration_ms))
+                self.tasks[key].rounds_ms.append(burst)
+                self.pieces[key].append(pieces(burst, duration_ms))
                 self.tasks[key].states.append(message["state"])
         elif kind == "kernels":
             self.tasks[message["task"]].kernels = message["kernels"]
         elif kind == "again":
             for key in message["tasks"]:
-                self.tasks[key] = TaskResult(self.tasks[key].task)
+                self.tasks[key], self.pieces[key] = TaskResult(self.tasks[key].task), []
         elif kind == "sum":
             self.tasks[message["task"]].facts["sum_of"] = message["of"]
-        elif kind == "warning":
-            self.warnings.append(message["words"])
+        elif kind == "finding":
+            self.findings.append(finding(message["code"], **message["facts"]))
         elif kind == "round":
             self.complete_rounds += 1
 
     def _took_ms(self, key: str, burst: Sequence[float]) -> float:
-        """GPU time of a task's samples, which are those of one set of buffers each; none for a sum of others."""
+        """GPU time of a task's samples; a sample is the time of one set of buffers. Zero for a sum of other tasks."""
         facts = self.tasks[key].facts
         return 0.0 if "sum_of" in facts else sum(burst) * int(facts.get("copies", 1))
 
@@ -94,8 +70,8 @@ class Results:
     def of(self, recipe: str, mode: Mode, case: Case | None = None) -> list[TaskResult]:
         """The tasks of a recipe and mode, of one case or of all."""
         by_case = self._keys.get((recipe, mode), {})
-        found = [by_case.get(case, [])] if case is not None else by_case.values()
-        return [self.tasks[key] for keys in found for key in keys]
+        groups = [by_case.get(case, [])] if case is not None else by_case.values()
+        return [self.tasks[key] for keys in groups for key in keys]
 
     def among(self, recipe: str, mode: Mode, cases: Iterable[Case] | None) -> list[TaskResult]:
         """The tasks of a recipe and mode, of some cases (None: of all)."""
@@ -110,10 +86,10 @@ class Results:
         parts = [(result, result.task.case.count) for result in self.among(recipe, mode, cases)]
         if not parts or any(not result.measured for result, _ in parts):
             return None
-        return added([(result.pieces, count) for result, count in parts])
+        return added([(self.pieces[result.task.key], count) for result, count in parts])
 
     def speedup_leaving(self, recipe: str, mode: Mode, left: Iterable[Case]) -> Interval | None:
-        """As `speedup` of all together, with some cases left in the baseline's precision."""
+        """The speedup of all linears together, with some cases left in the baseline's precision."""
         outside = set(left)
         inside = [case for case in self.cases() if case not in outside]
         slow, low = self.totals(BASELINE, mode), self.totals(recipe, mode, inside)
@@ -123,7 +99,7 @@ class Results:
         return ratio_interval(slow, added([(low, 1), (high, 1)]), self.noise())
 
     def noise(self, cases: Sequence[Case] | None = None) -> Noise:
-        """What everything that was measured tells of the noise; of one op, which may be noisier than all together."""
+        """The noise of everything that was measured; or of some ops, which may be noisier than all together."""
         key = tuple(cases) if cases is not None else ()
         if key not in self._noise:
             series = (self.totals(*group, cases) for group in self._groups())
@@ -134,13 +110,13 @@ class Results:
         return list(dict.fromkeys(result.task.group for result in self.tasks.values() if "sum_of" not in result.facts))
 
     def bursts_behind(self, groups: Iterable[tuple[str, Mode]]) -> list[tuple[str, Mode]]:
-        """The groups whose bursts tell of these, in their order: of a linear that is the sum of its products, the products'."""
+        """The groups whose bursts measure these, in their order: a linear that is the sum of its GEMMs is measured by them."""
         results = (result for group in groups for result in self.of(*group))
         keys = (key for result in results for key in result.facts.get("sum_of", [result.task.key]))
         return list(dict.fromkeys(self.tasks[key].task.group for key in keys))
 
     def speedup(self, recipe: str, mode: Mode, cases: Iterable[Case] | None = None, over: str = BASELINE) -> Interval | None:
-        """How many times faster than `over`, with its interval; None if either side is missing."""
+        """The speedup over `over`, with its interval; None if either side is missing."""
         chosen = list(cases) if cases is not None else None
         slow, fast = self.totals(over, mode, chosen), self.totals(recipe, mode, chosen)
         if slow is None or fast is None:
