@@ -44,7 +44,7 @@ def command(
         typer.Option(
             parser=share,
             metavar="SHARE",
-            help="Exit with 1 if a row of the last run is slower than in the first, beyond its interval, and may be by this much.",
+            help="Exit with 1 if a row of the last run is slower than in the first beyond its interval, and may be by this much.",
         ),
     ] = None,
 ) -> None:

@@ -25,8 +25,8 @@ from gemmscope.results.compare import Change, ComparedRow, CompareResult, Enviro
 from gemmscope.results.step import StepResult
 
 MeasuredResult = BenchResult | StepResult
-# Relative standard deviation of the result of one run, beyond its own interval. On an H200 the times of the same bench, four times
-# in a row, varied by 0.49%, where their intervals say 0.35%: that leaves 0.34%.
+# Relative standard deviation of the result of one run, beyond its own interval. On an H200 the times of one bench, run four
+# times in a row, varied by 0.49%, where their intervals say 0.35%: that leaves 0.34%.
 BETWEEN_RUNS = 0.0035
 CONFIDENCE = 0.95
 _NORMAL = 1.959964

@@ -1,8 +1,8 @@
 """The GEMMs in a trace: which ones ran, in which pass and precision, and of what size.
 
 Sizes come from the operator that launched a GEMM. PyTorch's own operators (`aten::mm`, `aten::_scaled_mm`, …) record their
-operands. Transformer Engine's functions record the input and the weights of a whole layer; their backward is found by its sequence number,
-and runs two GEMMs for each GEMM of forward.
+operands. Transformer Engine's functions record the input and the weights of a whole layer; their backward is found by its
+sequence number, and runs two GEMMs for each GEMM of forward.
 """
 
 from __future__ import annotations

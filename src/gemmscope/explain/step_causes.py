@@ -184,7 +184,7 @@ def _most_of_a_name(items: list[TimedWork]) -> int:
 def _repeated_gemms_ms(step: StepEvidence) -> float:
     """Where a compiler recomputes forward inside backward no function shows it: GEMMs of each size are counted.
 
-    Without sizes or passes, norms are counted: if they run forward twice, so do whole layers, and a quarter of the GEMMs is repeated.
+    Without sizes or passes, norms are counted: if they run forward twice, so do whole layers, and a quarter of the GEMMs repeats.
     """
     if not step.flops_known or not any(item.gemm and item.gemm.pass_name == "fprop" for item in step.gemms):
         norms = [item for item in step.items if item.placed.name == "norms"]
