@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import pytest
@@ -34,3 +36,10 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         return Outcome(int(ended.value.code or 0), captured.out, captured.err)
 
     return call
+
+
+@cache
+def made_by(line: str) -> str:
+    """The JSON that a command writes in a process of its own."""
+    command = [sys.executable, "-m", "gemmscope", *line.split(), "--json", "-"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
