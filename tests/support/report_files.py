@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from gemmscope.results.base import Result
-from support.command import made_by
 from support.explain_files import explanation
 from support.run_files import recorded_bench
 from support.step_files import recorded_step
@@ -17,6 +19,13 @@ from support.traces import DATA
 SIZES = "--hidden-size 4096 --intermediate-size 16384 --num-attention-heads 32 --num-hidden-layers 24"
 FIRST, AGAIN = DATA / "h200_bench_first.json.gz", DATA / "h200_bench_again.json.gz"
 RunData = dict[str, Any]
+
+
+@cache
+def made_by(line: str) -> str:
+    """The JSON that a command writes in a process of its own."""
+    command = [sys.executable, "-m", "gemmscope", *line.split(), "--json", "-"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def as_written(result: Result | str) -> RunData:
