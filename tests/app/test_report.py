@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from gemmscope.app.report import report
 from gemmscope.document.combine import letter
 from gemmscope.errors import UserError
-from gemmscope.results.read import KINDS
 from gemmscope.writers.html import asset, page
 from gemmscope.writers.markdown import markdown
 from support.command import Run, run
 from support.explain_files import explanation
-from support.report_files import EVERY_KIND, RunData, bench, forecast, put, step
+from support.report_files import RunData, put, run_data
+from support.results import RESULTS
 
 __all__ = ["run"]  # the fixture
 
@@ -31,9 +31,9 @@ LARGEST_PAGE = 6_000_000
 EVIL = "</script><img src=x onerror=alert(1)>"
 
 
-@pytest.mark.parametrize("name", EVERY_KIND)
+@pytest.mark.parametrize("name", RESULTS)
 def test_every_kind_has_a_page(run: Run, tmp_path: Path, name: str) -> None:
-    path = put(tmp_path, "run.json", EVERY_KIND[name]())
+    path = put(tmp_path, "run.json", name)
     outcome = run(f"report {path} -o {tmp_path}/page.html --markdown {tmp_path}/page.md")
     assert outcome.code == 0, outcome.err
     text = (tmp_path / "page.html").read_text()
@@ -42,10 +42,6 @@ def test_every_kind_has_a_page(run: Run, tmp_path: Path, name: str) -> None:
     assert document.answer in outcome.out
     assert document.answer in html.unescape(re.sub(r"<[^>]+>", "", text))
     assert (tmp_path / "page.md").read_text().startswith("# ")
-
-
-def test_every_kind_is_tested() -> None:
-    assert {EVERY_KIND[name]()["kind"] for name in EVERY_KIND} == set(KINDS)
 
 
 def test_results_are_reported_as_their_files_are(tmp_path: Path) -> None:
@@ -58,14 +54,14 @@ def test_results_are_reported_as_their_files_are(tmp_path: Path) -> None:
 
 
 def test_the_answer_comes_first_with_its_interval(tmp_path: Path) -> None:
-    text = page(*report([put(tmp_path, "step.json", step())]))
+    text = page(*report([put(tmp_path, "step.json", "step")]))
     body = text[text.index("<body>") :]
     assert re.search(r"<strong>1\.3\d\dx</strong><span class=\"interval\"> \[1\.3\d\d, 1\.3\d\d\]</span>", body[:2500])
 
 
 def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
-    paths = [put(tmp_path, "a.json", bench()), put(tmp_path, "b.json", bench("again"))]
-    documents, messages = report([*paths, put(tmp_path, "c.json", forecast()), paths[0]])
+    paths = [put(tmp_path, "a.json", "bench"), put(tmp_path, "b.json", "bench again")]
+    documents, messages = report([*paths, put(tmp_path, "c.json", "forecast"), paths[0]])
     text = page(documents, messages)
     assert "<h2>Side by side</h2>" in text
     assert [letter(documents, document) for document in documents] == ["A", "B", "C"]
@@ -75,7 +71,7 @@ def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
 
 
 def test_nothing_in_a_file_becomes_markup(tmp_path: Path) -> None:
-    file = step()
+    file = run_data("step")
     file["model"]["name"] = file["device"]["name"] = file["command"] = EVIL
     file["findings"].append({"code": "model-note", "level": "note", "facts": {"text": EVIL}})
     file["recommendation"]["ready_to_paste"] = {EVIL: EVIL}
@@ -88,7 +84,7 @@ def test_nothing_in_a_file_becomes_markup(tmp_path: Path) -> None:
 
 
 def test_the_page_loads_nothing(tmp_path: Path) -> None:
-    text = page(*report([put(tmp_path, "bench.json", bench())]))
+    text = page(*report([put(tmp_path, "bench.json", "bench")]))
     own = text.replace(asset("echarts.min.js"), "")
     assert not re.findall(r"(?:src|href)=[\"'](?!#|data:)", own)
     assert "default-src 'none'" in own
@@ -97,14 +93,14 @@ def test_the_page_loads_nothing(tmp_path: Path) -> None:
 
 
 def test_figures(run: Run, tmp_path: Path) -> None:
-    paths = [put(tmp_path, "a.json", bench()), put(tmp_path, "b.json", bench("again"))]
+    paths = [put(tmp_path, "a.json", "bench"), put(tmp_path, "b.json", "bench again")]
     outcome = run(f"report {paths[0]} {paths[1]} --figures {tmp_path}/new/figures")
     assert outcome.code == 0, outcome.err
     names = {path.name for path in (tmp_path / "new" / "figures").iterdir()}
     assert {f"side-by-side.{ending}" for ending in ("png", "svg")} < names
     assert {name[0] for name in names} == {"a", "b", "s"}
     assert (tmp_path / "new" / "figures" / "side-by-side.png").read_bytes()[:4] == b"\x89PNG"
-    path = put(tmp_path, "step.json", step("gpt1b", batches=True))
+    path = put(tmp_path, "step.json", "verified step")
     assert run(f"report {path} --figures {tmp_path}/step").code == 0
     assert {"time-step", "waterfall"} < {path.stem for path in (tmp_path / "step").iterdir()}
     assert not Path("report.html").exists()
@@ -112,7 +108,7 @@ def test_figures(run: Run, tmp_path: Path) -> None:
 
 def test_gzipped_and_to_standard_output(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "bench.json.gz"
-    path.write_bytes(gzip.compress(json.dumps(bench()).encode()))
+    path.write_bytes(gzip.compress(json.dumps(run_data("bench")).encode()))
     outcome = run(f"report {path} --markdown -")
     assert outcome.code == 0
     assert outcome.out.startswith("# ")
@@ -120,7 +116,7 @@ def test_gzipped_and_to_standard_output(run: Run, tmp_path: Path) -> None:
 
 
 def _changed(**changes: Any) -> str:
-    return json.dumps({**bench("fallback"), **changes})
+    return json.dumps({**run_data("bench with a fallback"), **changes})
 
 
 @pytest.mark.parametrize(
@@ -164,7 +160,7 @@ def test_no_such_file(run: Run, tmp_path: Path) -> None:
 
 
 def _other_mlp() -> RunData:
-    file = bench()
+    file = run_data("bench")
     for case in file["linears"]["cases"]:
         case["outputs"] = 14336 if case["op"] == "MLP Up" else case["outputs"]
     return file
@@ -173,13 +169,13 @@ def _other_mlp() -> RunData:
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        (step, "are about different models: "),
-        (lambda: bench() | {"model": None, "run": None}, "a.json is about a model, b.json about bare GEMMs"),
+        (lambda: run_data("step"), "are about different models: "),
+        (lambda: run_data("bench of bare GEMMs"), "a.json is about a model, b.json about bare GEMMs"),
         (_other_mlp, "MLP Up of 4096x16384 and 4096x14336"),
     ],
 )
 def test_runs_that_do_not_belong_together(run: Run, tmp_path: Path, second: Callable[[], RunData], message: str) -> None:
-    paths = [put(tmp_path, "a.json", bench()), put(tmp_path, "b.json", second())]
+    paths = [put(tmp_path, "a.json", "bench"), put(tmp_path, "b.json", second())]
     outcome = run(f"report {paths[0]} {paths[1]} -o {tmp_path}/page.html")
     assert outcome.code == 2
     assert message in " ".join(outcome.err.split())
@@ -187,15 +183,15 @@ def test_runs_that_do_not_belong_together(run: Run, tmp_path: Path, second: Call
 
 
 def test_other_batches_are_named(tmp_path: Path) -> None:
-    second = bench("again")
+    second = run_data("bench again")
     second["run"]["micro_batch_size"] = 8
-    _, [message] = report([put(tmp_path, "a.json", bench()), put(tmp_path, "b.json", second)])
+    _, [message] = report([put(tmp_path, "a.json", "bench"), put(tmp_path, "b.json", second)])
     assert message.code == "runs-differ"
     assert "a.json: micro-batch 31; b.json: micro-batch 8" in message.text
 
 
 def test_too_many_runs(tmp_path: Path) -> None:
-    paths = [put(tmp_path, f"{index}.json", bench("fallback")) for index in range(9)]
+    paths = [put(tmp_path, f"{index}.json", "bench with a fallback") for index in range(9)]
     with pytest.raises(UserError, match="9 runs are too many"):
         report(paths)
 
@@ -212,7 +208,7 @@ def test_too_many_runs(tmp_path: Path) -> None:
     ],
 )
 def test_outputs_that_cannot_be_written(run: Run, tmp_path: Path, options: str, message: str) -> None:
-    path = put(tmp_path, "run.json", bench("fallback"))
+    path = put(tmp_path, "run.json", "bench with a fallback")
     outcome = run(f"report {path} {options.format(tmp_path)}")
     assert outcome.code == 2
     assert message in " ".join(outcome.err.split())
@@ -235,10 +231,10 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path, *(place for key, child in children for place in _places(child, (*path, key)))]
 
 
-@pytest.mark.parametrize("name", ["fallback", "step", "forecast", "explain", "compare"])
+@pytest.mark.parametrize("name", ["bench with a fallback", "step", "forecast", "explain", "compare"])
 def test_any_value_gives_a_message_or_a_page(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Whatever stands at some place of a file: it is refused, or a page is made of it."""
-    original = json.dumps(EVERY_KIND[name]())
+    original = json.dumps(run_data(name))
     places = [place for place in _places(json.loads(original)) if place]
     folder = tmp_path_factory.mktemp("strange")
 

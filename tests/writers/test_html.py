@@ -14,7 +14,8 @@ import pytest
 from gemmscope.app.report import report
 from gemmscope.writers.html import page
 from support.browser import CHROMIUM, Browser, Tab
-from support.report_files import EVERY_KIND, bench, forecast, put
+from support.report_files import put, run_data
+from support.results import RESULTS
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 EVIL = "</script><script>window.broken = true</script><img src=x onerror='window.broken = true'>"
@@ -32,9 +33,9 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A page of every kind of run, and of several."""
     folder = tmp_path_factory.mktemp("pages")
-    runs = {name: [maker()] for name, maker in EVERY_KIND.items()}
-    runs["several"] = [bench(), bench("again"), forecast()]
-    evil = bench()
+    runs = {name: [run_data(name)] for name in RESULTS}
+    runs["several"] = [run_data(name) for name in ("bench", "bench again", "forecast")]
+    evil = run_data("bench")
     evil["model"]["name"] = evil["device"]["name"] = EVIL
     for place in (*evil["linears"]["cases"], *evil["linears"]["ops"], *evil["linears"]["speedups"]):
         place["op"] = EVIL + place["op"] if place["op"] else ""
@@ -50,8 +51,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return written
 
 
-PAGES = (*EVERY_KIND, "several", "evil")
-CHARTLESS = ("shapes", "compare")
+PAGES = (*RESULTS, "several", "evil")
+CHARTLESS = ("shapes", "shapes of experts", "compare")
 DRAWN = """[...document.querySelectorAll(".plot")].filter((plot) => {
   const box = plot.querySelector("svg")?.getBoundingClientRect();
   return box && box.width > 200 && box.height > 100 && plot.querySelectorAll("svg path").length > 5;
