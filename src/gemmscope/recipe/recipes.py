@@ -47,16 +47,21 @@ class Recipe:
         return (self.scales, *self.also_scaled.get(pass_name, ()))
 
     def misaligned(self, sizes: Mapping[str, int]) -> str:
-        """Why products of these sizes do not run in this recipe; empty if they do.
+        """Why GEMMs of these sizes do not run in this recipe; empty if they do.
 
         >>> recipe("FP8Block").misaligned({"output features": 16380})
-        'output features = 16380 is no multiple of 16, which FP8Block products need: pad to 16384'
+        'output features = 16380 is not a multiple of 16, which FP8Block GEMMs need: pad to 16384'
         """
-        for name, size in sizes.items():
-            if size % self.multiple_of:
-                padded = -(-size // self.multiple_of) * self.multiple_of
-                return f"{name} = {size} is no multiple of {self.multiple_of}, which {self.name} products need: pad to {padded}"
-        return ""
+        wrong = self.misalignment(sizes)
+        if wrong is None:
+            return ""
+        name, size = wrong
+        padded = -(-size // self.multiple_of) * self.multiple_of
+        return f"{name} = {size} is not a multiple of {self.multiple_of}, which {self.name} GEMMs need: pad to {padded}"
+
+    def misalignment(self, sizes: Mapping[str, int]) -> tuple[str, int] | None:
+        """The first of these sizes that GEMMs in this recipe cannot have; None if all fit."""
+        return next(((name, size) for name, size in sizes.items() if size % self.multiple_of), None)
 
 
 @cache

@@ -16,17 +16,18 @@ class Support:
 
     runs: bool
     words: str = ""
+    complete: bool = False  # the reason names the GPU's compute capability itself
 
     def why_not(self, who: str, capability: tuple[int, int]) -> str:
         """The reason with the GPU that it is about; empty if the recipe runs.
 
         >>> support("MXFP8", (9, 0)).why_not("h200", (9, 0))
-        'MXFP8 products need compute capability 10.0, and h200 is 9.0'
+        'MXFP8 GEMMs need compute capability 10.0, and h200 is 9.0'
         >>> support("MXFP8", (12, 0)).why_not("rtx-5090", (12, 0))
         'Transformer Engine has none for compute capability 12.0'
         """
         own = f"{capability[0]}.{capability[1]}"
-        return "" if self.runs else self.words if self.words.endswith(f" {own}") else f"{self.words}, and {who} is {own}"
+        return "" if self.runs else self.words if self.complete else f"{self.words}, and {who} is {own}"
 
 
 @cache
@@ -38,13 +39,13 @@ def support(name: str, capability: tuple[int, int]) -> Support:
     """What a GPU of this compute capability does with a recipe.
 
     >>> support("MXFP8", (9, 0))
-    Support(runs=False, words='MXFP8 products need compute capability 10.0')
+    Support(runs=False, words='MXFP8 GEMMs need compute capability 10.0', complete=False)
     >>> support("FP8Block", (10, 0)).words
     'emulated with MXFP8 kernels on Blackwell'
     """
     if not recipe(name).quantizes:
         return (
-            Support(runs=True) if capability >= (8, 0) else Support(runs=False, words="BF16 products need compute capability 8.0")
+            Support(runs=True) if capability >= (8, 0) else Support(runs=False, words="BF16 GEMMs need compute capability 8.0")
         )
     facts = _table()[name]
     architecture = f"{capability[0]}.{capability[1]}"
@@ -52,7 +53,9 @@ def support(name: str, capability: tuple[int, int]) -> Support:
         return Support(runs=True)
     if architecture in facts.get("emulated", ()):
         return Support(runs=True, words=facts["emulated_as"])
-    return Support(runs=False, words=facts.get("not_yet", {}).get(architecture, facts["otherwise"]))
+    if architecture in facts.get("not_yet", {}):
+        return Support(runs=False, words=facts["not_yet"][architecture], complete=True)
+    return Support(runs=False, words=facts["otherwise"])
 
 
 def architectures() -> dict[str, str]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from gemmscope.workload.ops import PASSES, GroupedLinear, Linear
+from gemmscope.workload.ops import PASSES, GroupedLinear, Linear, Pass
 
 Mode = Literal["autocast", "pre-quantized"]
 MODES: tuple[Mode, ...] = ("autocast", "pre-quantized")
@@ -33,7 +33,7 @@ class Case:
     outputs: int
     count: int = 1
     rows: tuple[int, ...] = ()
-    passes: tuple[str, ...] = PASSES
+    passes: tuple[Pass, ...] = PASSES
 
     @property
     def flops(self) -> int:
