@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from gemmscope.app.bench import DEFAULT_CHOICES, Shape, check_shape
+from gemmscope.app.choose import Choices
 from gemmscope.app.model import SIZES, LinearCases, ModelRun, RankWorkload, linear_cases, load_model, model_run, rank_workload
 from gemmscope.app.progress import QUIET, Reporter
 from gemmscope.errors import UserError, closest, option, shown
@@ -30,7 +32,7 @@ from gemmscope.results.linears import Linears
 from gemmscope.results.step import StepTimes
 from gemmscope.step.cost import Budget
 from gemmscope.step.findings import step_findings
-from gemmscope.workload.cases import MODES, Case, Mode, bare_products
+from gemmscope.workload.cases import bare_products
 from gemmscope.workload.derive import HEAD
 from gemmscope.workload.ops import Linear
 from gemmscope.workload.sharding import check
@@ -45,10 +47,8 @@ def forecast(
     job: ModelRun | None,
     gpus: Sequence[str],
     *,
-    shapes: Sequence[tuple[int, int, int]] | None = None,
-    recipes: Sequence[str] | None = None,
-    left_out: Collection[str] = (),
-    modes: Sequence[Mode] | None = None,
+    shapes: Sequence[Shape] | None = None,
+    choices: Choices = DEFAULT_CHOICES,
     state: str = "sustained",
     dp: int | None = None,
     cache_weights: bool = False,
@@ -65,7 +65,7 @@ def forecast(
     """
     chips, known_state = _chips(gpus), _state(state)
     budgets, replicas = _budgets(chips, tokens, gpu_count, price), _replicas(dp)
-    choices = _choose_recipes(chips, recipes, left_out)
+    by_gpu = _choose_recipes(chips, choices)
     subject = rank_workload(job, reporter.say) if job is not None else None
     linears = _cases(subject, shapes)
     if budgets and (subject is None or subject.source.model is None):
@@ -77,11 +77,11 @@ def forecast(
         replicas = _replicas_of(budgets[chips[0].name], job.run, dp)
     made = []
     for chip in chips:
-        chosen = choices[chip.name]
+        chosen = by_gpu[chip.name]
         adjustment, about = calibrated(chip.name)
         forecaster = Forecaster(chip, known_state, cache_weights=cache_weights, measured=adjustment)
         found = forecast_linears(
-            forecaster, linears.cases, chosen.recipes, list(modes or MODES), linears.layers, linears.layer_counts
+            forecaster, linears.cases, chosen.recipes, choices.chosen_modes(), linears.layers, linears.layer_counts
         )
         step = None
         if subject is not None and subject.source.model is not None:
@@ -115,8 +115,7 @@ def sweep(
     axes: Mapping[str, Sequence[int]],
     gpus: Sequence[str],
     *,
-    recipes: Sequence[str] | None = None,
-    left_out: Collection[str] = (),
+    choices: Choices = DEFAULT_CHOICES,
     state: str = "sustained",
     dp: int | None = None,
     command: str = "",
@@ -126,13 +125,13 @@ def sweep(
     `model` and `run` are the arguments of `load_model` and `model_run`; `axes` gives a size of either its values.
     """
     chips, known_state, replicas = _chips(gpus), _state(state), _replicas(dp)
-    choices = _choose_recipes(chips, recipes, left_out)
+    by_gpu = _choose_recipes(chips, choices)
     _check_axes(axes, model)
     possible, impossible = _configurations(model, run, axes)
     sweeps = []
     for chip in chips:
         adjustment, about = calibrated(chip.name)
-        chosen = choices[chip.name]
+        chosen = by_gpu[chip.name]
         points = forecast_sweep(
             Forecaster(chip, known_state, measured=adjustment), possible, impossible, chosen.recipes, replicas or 1
         )
@@ -154,9 +153,7 @@ def sweep(
     )
 
 
-def forecast_gemms(
-    file: str, gpus: Sequence[str], *, state: str = "sustained", library: str | None = None
-) -> GemmForecast:
+def forecast_gemms(file: str, gpus: Sequence[str], *, state: str = "sustained", library: str | None = None) -> GemmForecast:
     """Single GEMMs from a CSV file (`-`: standard input), as CSV with four more columns of milliseconds.
 
     `library`: as this library was measured; without it the user's own calibration is applied.
@@ -196,7 +193,8 @@ def _replicas_of(budget: Budget, run: RunSpec, dp: int | None) -> int:
     replicas = budget.replicas(run) // run.ep
     if dp is not None and dp != replicas:
         raise UserError(
-            f"{option('gpus', budget.gpus)} makes {replicas} data-parallel replicas in this layout, not {dp}", f"leave out {option('dp')}"
+            f"{option('gpus', budget.gpus)} makes {replicas} data-parallel replicas in this layout, not {dp}",
+            f"leave out {option('dp')}",
         )
     return replicas
 
@@ -222,13 +220,11 @@ class _GpuChoice:
     findings: list[Finding]
 
 
-def _choose_recipes(
-    chips: Sequence[GpuSpec], asked: Sequence[str] | None, left_out: Collection[str]
-) -> dict[str, _GpuChoice]:
+def _choose_recipes(chips: Sequence[GpuSpec], requested: Choices) -> dict[str, _GpuChoice]:
     """By GPU. Those named must run on at least one of the GPUs; by default, all of Transformer Engine's that a GPU runs."""
     usual = [name for name, known in recipes().items() if "transformer_engine" in known.backends]
-    named = list(dict.fromkeys([BASELINE, *(recipe(name).name for name in asked)])) if asked is not None else None
-    wanted = [name for name in named or usual if name not in left_out]
+    named = requested.named_recipes()
+    wanted = [name for name in named or usual if name not in requested.left_out]
     reasons = {(name, chip.name): _why_not(name, chip) for name in wanted for chip in chips}
     choices = {}
     for chip in chips:
@@ -242,7 +238,7 @@ def _choose_recipes(
             findings += [
                 finding("recipe-left-out", recipe=name, reason=reasons[name, chip.name]) for name in wanted if name not in chosen
             ]
-        elif chosen == [BASELINE] and not left_out:
+        elif chosen == [BASELINE] and not requested.left_out:
             findings.append(finding("only-baseline-runs", gpu=chip.name, reason=_why_not("FP8Current", chip)))
         choices[chip.name] = _GpuChoice(chosen, findings)
     for name in wanted if named is not None else ():
@@ -262,11 +258,13 @@ def _why_not(name: str, chip: GpuSpec) -> str:
     return support(name, chip.capability).why_not(chip.name, chip.capability)
 
 
-def _cases(subject: RankWorkload | None, shapes: Sequence[tuple[int, int, int]] | None) -> LinearCases:
+def _cases(subject: RankWorkload | None, shapes: Sequence[Shape] | None) -> LinearCases:
     """The linears to forecast: of the model, or bare GEMMs."""
     if subject is None:
         if shapes is None:
             raise UserError("there is nothing to forecast", f"name a model, or give {option('shapes')}")
+        for shape in shapes:
+            check_shape(shape)
         return LinearCases(tuple(bare_products(shapes)))
     if shapes is not None:
         raise UserError(f"{option('shapes')} are bare GEMMs, and a model is named too", "keep one of them")

@@ -2,8 +2,8 @@
 
 A forecast based on public measurements is right on average, but not for one library version, cooling and power limit. A few
 linears measured here give a factor for each format and pass, in the sustained state and in bursts, and one for the quantization
-of each recipe; two short training steps give one for attention, norms, optimizer and embedding. Error bars then cover what differs
-from shape to shape, and no longer what all shapes share. The factors of one H200 ship with the package.
+of each recipe; two short training steps give one for attention, norms, optimizer and embedding. Error bars then cover what
+differs from shape to shape, and no longer what all shapes share. The factors of one H200 ship with the package.
 """
 
 from __future__ import annotations
@@ -145,9 +145,9 @@ def _read(text: str, origin: str, gpu: str, hint: str) -> Calibration:
         version = data["version"]
         if version == VERSION:
             calibration = TypeAdapter(Calibration).validate_python(data)
-            if calibration.gpu != gpu:
-                raise ValueError(f"it is of {calibration.gpu[:40]!r}, not of {gpu!r}")
-            return calibration
+            if calibration.gpu == gpu:
+                return calibration
+            raise UserError(f"{origin} is a damaged calibration: it is of {calibration.gpu[:40]!r}, not of {gpu!r}", hint)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
@@ -168,7 +168,9 @@ def drop_implausible(calibration: Calibration) -> tuple[Calibration, list[Findin
     def kept(table: Mapping[str, float], what: str) -> dict[str, float]:
         good = {name: factor for name, factor in table.items() if 1 / LARGEST_FACTOR <= factor <= LARGEST_FACTOR}
         dropped.extend(
-            finding("implausible-factor", what=f"{what}{name}", factor=factor) for name, factor in table.items() if name not in good
+            finding("implausible-factor", what=f"{what}{name}", factor=factor)
+            for name, factor in table.items()
+            if name not in good
         )
         return good
 

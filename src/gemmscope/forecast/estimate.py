@@ -1,8 +1,8 @@
 """A forecast number with its uncertainty, and how uncertainties combine in sums, ratios and comparisons of recipes.
 
-Each number has two uncertainties, both logarithmic half-widths of a 90% error bar. Its `own` errs up for one part and down for another,
-so it shrinks in a sum. What is `shared` errs the same way in all parts (the library's version, a chip that was not measured), so
-it does not; but where both sides of a speedup have it, part of it cancels.
+Each number has two uncertainties, both logarithmic half-widths of a 90% error bar. Its `own` error goes up for one part and down
+for another, so it shrinks in a sum. The `shared` error goes the same way in all parts (the library's version, a GPU that was not
+measured), so it does not shrink; but where both sides of a speedup have it, part of it cancels.
 """
 
 from __future__ import annotations

@@ -135,7 +135,9 @@ class GemmModel:
         near = {each: self._near(chip, fmt, each, library, facts) for each in STATES}
         if not near[state] and library is not None:
             other = self._find(chip, fmt, state, None, in_training=in_training)
-            return replace(other, uncertainty=float(np.hypot(other.uncertainty, facts["uncertainty"]["other_library"])), stands_for=library)
+            return replace(
+                other, uncertainty=float(np.hypot(other.uncertainty, facts["uncertainty"]["other_library"])), stands_for=library
+            )
         if not near[state]:
             raise UserError(f"nothing measured comes near {fmt} GEMMs on {chip.name}")
         mixed = facts["distance"]["other_library"] if in_training else 0.0
@@ -157,7 +159,10 @@ class GemmModel:
                 continue
             for differs, how in ((series.fmt != fmt, "other_format"), (series.state != state, "other_state")):
                 if differs:
-                    uncertainty, distance = float(np.hypot(uncertainty, facts["uncertainty"][how])), distance + facts["distance"][how]
+                    uncertainty, distance = (
+                        float(np.hypot(uncertainty, facts["uncertainty"][how])),
+                        distance + facts["distance"][how],
+                    )
             found.append((distance + (not series.default) * 0.01, uncertainty, series))
         return found
 
@@ -284,10 +289,12 @@ def _layouts(layout: Any, chip: GpuSpec, fmt: str, length: int) -> tuple[Array, 
 
 def uncertainty_outside(shapes: Shapes) -> Array:
     """The uncertainty of sizes beyond those measured, and of GEMMs in groups."""
-    uncertainty = _transfer()["uncertainty"]
+    added = _transfer()["uncertainty"]
     octaves = np.zeros(len(shapes.m))
     for name, (least, most) in MEASURED_SIZES.items():
         sizes = getattr(shapes, name)
         octaves = octaves + np.maximum(np.log2(least / sizes), 0) + np.maximum(np.log2(sizes / most), 0)
-    beyond: Array = np.hypot(octaves * uncertainty["per_octave_outside"], np.where(shapes.groups > 1, uncertainty["grouped"], 0.0))
+    beyond: Array = np.hypot(
+        octaves * added["per_octave_outside"], np.where(shapes.groups > 1, added["grouped"], 0.0)
+    )
     return beyond

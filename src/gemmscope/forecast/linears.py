@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gemmscope.forecast.estimate import Estimate, total
-from gemmscope.forecast.gemm import LAYOUT_OF, GemmModel, State, chip_limit_ms, uncertainty_outside, model
+from gemmscope.forecast.gemm import LAYOUT_OF, GemmModel, State, chip_limit_ms, model, uncertainty_outside
 from gemmscope.forecast.physics import Array, Shapes
-from gemmscope.forecast.training import Quantizing, uncertainty_of, facts, gemm_factor, gemm_format, quantizing
+from gemmscope.forecast.training import Quantizing, facts, gemm_factor, gemm_format, quantizing, uncertainty_of
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.workload.cases import Case
