@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -61,7 +61,12 @@ def command(
         others = ", ".join(map(option, [*named, *(["sweep"] if options.sweep else [])]))
         raise UserError(f"{option('shapes')} forecasts bare GEMMs, and {others} is about a model", "keep one of them")
     check_targets(outputs.targets(), model_options.files())
-    common = {"choices": recipe_options.choices(), "state": options.state, "dp": options.dp, "command": typed_command()}
+    common: dict[str, Any] = {
+        "choices": recipe_options.choices(),
+        "state": options.state,
+        "dp": options.dp,
+        "command": typed_command(),
+    }
     if options.sweep:
         unused = [name for name in (*recipe_options.given(), *options.given()) if name in (*ONLY_LINEARS, *COST)]
         if unused:

@@ -161,7 +161,7 @@ def _gpu_sections(gpu: GpuForecast, *, several: bool) -> Iterator[Section]:
     prefix = f"{gpu.gpu}: " if several else ""
     if gpu.step is not None and gpu.step.recipes:
         chart = step_chart(gpu.step, prefix=prefix)
-        blocks = [
+        blocks: list[Block] = [
             *([replace(chart, figure=True)] if chart is not None else []),
             *waterfalls(gpu.step, prefix=prefix),
             *_pairs(gpu, prefix),

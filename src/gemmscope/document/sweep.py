@@ -147,7 +147,8 @@ def _heat_map(sweep: GpuSweep) -> HeatMap:
     legend += [(short[name], name) for name in used if name in short]
     return HeatMap(
         f"{sweep.gpu}: FORECAST of the best recipe and its speedup of the training step over {BASELINE}",
-        *sweep.sizes,
+        row_name=sweep.sizes[0],
+        column_name=sweep.sizes[1],
         rows=tuple(map(str, rows)),
         columns=tuple(map(str, across)),
         cells=tuple(tuple(_heat_cell(by_values[first, second], short) for second in across) for first in rows),

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -64,8 +64,7 @@ STACKS = (
         RunSpec(micro_batch_size=1, sequence_length=16384),
     ),
 )
-CalibratedPart = Literal["attention", "norms and activations", "optimizer", "embedding"]
-CALIBRATED_PARTS: tuple[CalibratedPart, ...] = ("attention", "norms and activations", "optimizer", "embedding")
+CALIBRATED_PARTS: tuple[StepPart, ...] = ("attention", "norms and activations", "optimizer", "embedding")
 
 
 def _known_format(name: str) -> str:
@@ -81,6 +80,13 @@ def _known_recipe(name: str) -> str:
         raise ValueError(error.message) from None
 
 
+def _calibrated_part(name: StepPart) -> StepPart:
+    if name not in CALIBRATED_PARTS:
+        raise ValueError(f"{name} is not calibrated")
+    return name
+
+
+Name = TypeVar("Name", bound=str)
 Factor = Annotated[float, Field(strict=True, ge=1 / LARGEST_FACTOR, le=LARGEST_FACTOR)]
 GemmFactors = dict[Annotated[str, AfterValidator(_known_format)], dict[Pass, Factor]]
 
@@ -97,7 +103,7 @@ class Calibration:
     gemms: GemmFactors
     quantize: dict[Annotated[str, AfterValidator(_known_recipe)], Factor]
     burst: GemmFactors = field(default_factory=dict)
-    parts: dict[CalibratedPart, Factor] = field(default_factory=dict)
+    parts: dict[Annotated[StepPart, AfterValidator(_calibrated_part)], Factor] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     version: int = VERSION
 
@@ -165,7 +171,7 @@ def drop_implausible(calibration: Calibration) -> tuple[Calibration, list[Findin
     """
     dropped: list[Finding] = []
 
-    def kept(table: Mapping[str, float], what: str) -> dict[str, float]:
+    def kept(table: Mapping[Name, float], what: str) -> dict[Name, float]:
         good = {name: factor for name, factor in table.items() if 1 / LARGEST_FACTOR <= factor <= LARGEST_FACTOR}
         dropped.extend(
             finding("implausible-factor", what=f"{what}{name}", factor=factor)
@@ -179,7 +185,7 @@ def drop_implausible(calibration: Calibration) -> tuple[Calibration, list[Findin
         for state, table in (("sustained", calibration.gemms), ("burst", calibration.burst))
     )
     quantize, parts = kept(calibration.quantize, "quantization for "), kept(calibration.parts, "")
-    return replace(calibration, gemms=gemms, burst=burst, quantize=quantize, parts=parts), dropped  # type: ignore[arg-type]
+    return replace(calibration, gemms=gemms, burst=burst, quantize=quantize, parts=parts), dropped
 
 
 def check_place(gpu: str) -> None:
@@ -242,13 +248,13 @@ def gemm_factors(measured: Linears, forecast: Linears, chip: GpuSpec) -> GemmFac
     return factors
 
 
-def part_factors(steps: Iterable[tuple[Mapping[StepPart, float], Mapping[StepPart, float]]]) -> dict[CalibratedPart, float]:
+def part_factors(steps: Iterable[tuple[Mapping[StepPart, float], Mapping[StepPart, float]]]) -> dict[StepPart, float]:
     """Of a step's other parts: (measured, forecast) milliseconds of each step.
 
     >>> part_factors([({"attention": 2.0, "GEMMs": 9.0}, {"attention": 1.0}), ({"attention": 1.0}, {"attention": 2.0})])
     {'attention': 1.0}
     """
-    pairs: dict[CalibratedPart, list[Pair]] = {}
+    pairs: dict[StepPart, list[Pair]] = {}
     for seen, expected in steps:
         for part in CALIBRATED_PARTS:
             if seen.get(part) and expected.get(part):

@@ -294,7 +294,5 @@ def uncertainty_outside(shapes: Shapes) -> Array:
     for name, (least, most) in MEASURED_SIZES.items():
         sizes = getattr(shapes, name)
         octaves = octaves + np.maximum(np.log2(least / sizes), 0) + np.maximum(np.log2(sizes / most), 0)
-    beyond: Array = np.hypot(
-        octaves * added["per_octave_outside"], np.where(shapes.groups > 1, added["grouped"], 0.0)
-    )
+    beyond: Array = np.hypot(octaves * added["per_octave_outside"], np.where(shapes.groups > 1, added["grouped"], 0.0))
     return beyond

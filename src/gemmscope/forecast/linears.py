@@ -14,6 +14,7 @@ from gemmscope.forecast.gemm import LAYOUT_OF, GemmModel, State, chip_limit_ms, 
 from gemmscope.forecast.physics import Array, Shapes
 from gemmscope.forecast.training import Quantizing, facts, gemm_factor, gemm_format, quantizing, uncertainty_of
 from gemmscope.gpu.specs import GpuSpec
+from gemmscope.parts import StepPart
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.workload.cases import Case
 from gemmscope.workload.ops import Pass, gemm_size
@@ -56,13 +57,13 @@ class Adjustment(NamedTuple):
     takes nothing off their uncertainty.
     """
 
-    gemms: Mapping[str, Mapping[str, float]]
+    gemms: Mapping[str, Mapping[Pass, float]]
     quantize: Mapping[str, float]
-    parts: Mapping[str, float] = {}
-    burst: Mapping[str, Mapping[str, float]] = {}
+    parts: Mapping[StepPart, float] = {}
+    burst: Mapping[str, Mapping[Pass, float]] = {}
     own_chip: bool = True
 
-    def gemm(self, fmt: str, pass_name: str, state: State) -> tuple[float, float] | None:
+    def gemm(self, fmt: str, pass_name: Pass, state: State) -> tuple[float, float] | None:
         """The factor on one kind of GEMM and its uncertainty; that of the other state where only it was measured.
 
         >>> Adjustment({"bf16": {"fprop": 1.1}}, {}).gemm("bf16", "fprop", "sustained")
@@ -127,7 +128,7 @@ class Forecaster:
         same = BASELINE not in (first, second) and self.costs(first).formats == self.costs(second).formats
         return 1.0 if same else in_common()
 
-    def other(self, time_ms: float, part: str, uncertainty: float) -> Estimate:
+    def other(self, time_ms: float, part: StepPart, uncertainty: float) -> Estimate:
         """What is not a GEMM, in one part of a step: as measured on this chip, or with the uncertainty it has otherwise."""
         if self.measured is None or part not in self.measured.parts:
             return Estimate(time_ms, 0.0, uncertainty)

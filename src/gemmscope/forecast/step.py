@@ -99,7 +99,7 @@ class StepForecast:
             shared = total(one.values())
             bubble = (self.run.pp - 1) * (shared.value + fixed.exchanged.per_micro_batch_ms)
             parts["pipeline bubble"] = Estimate(bubble, shared.own, shared.shared)
-        return StepEstimate({part: parts[part] for part in in_order(parts)})
+        return StepEstimate(in_order(parts))
 
     def _weight_casts(self) -> float:
         """How often one micro-batch quantizes a weight: once per step where it is kept, else wherever forward runs."""

@@ -1,4 +1,4 @@
-"""The result of `gemmscope forecast`: the same linears and steps as measured ones, with origin forecast, for each GPU; or a sweep.
+"""The result of `gemmscope forecast`: linears and steps as measured ones, with origin forecast, for each GPU; or a sweep.
 
 Nothing in it was measured on the GPU it names, and every interval is a 90% error bar.
 """
