@@ -53,7 +53,7 @@ def forecast_document(result: ForecastResult, name: str = "") -> Document:
         facts={"Method": _method(result)},
         speedups=tuple(speedup for gpu in result.gpus for speedup in _speedups(gpu)),
         forecast=True,
-        next_command="gemmscope step with the same model measures the training step, once you have the GPU",
+        next_command=f"{'gemmscope bench' if first.linears.bare else 'gemmscope step'} measures the same on the GPU itself",
         name=name,
     )
 

@@ -87,7 +87,7 @@ def _calibrated_part(name: StepPart) -> StepPart:
 
 
 Name = TypeVar("Name", bound=str)
-Factor = Annotated[float, Field(strict=True, ge=1 / LARGEST_FACTOR, le=LARGEST_FACTOR)]
+Factor = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=1 / LARGEST_FACTOR, le=LARGEST_FACTOR)]
 GemmFactors = dict[Annotated[str, AfterValidator(_known_format)], dict[Pass, Factor]]
 
 
