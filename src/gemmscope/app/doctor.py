@@ -58,7 +58,7 @@ class Diagnosis:
         if capability is None:
             return "no NVIDIA GPU" if backend != "cpu" else "torch is not installed"
         known = support(name, capability)
-        return f"{backend} is not installed" if known.runs else known.words
+        return f"{backend} is not installed" if known.runs else known.note
 
     def advice(self) -> list[str]:
         """What to do, the most helpful first."""

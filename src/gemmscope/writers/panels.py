@@ -119,6 +119,8 @@ def curve(axis: Any, chart: CurveChart) -> None:
                       label=name, **_dot(chart.color(name)))  # fmt: skip
         marked = [(places.index(point.at), point.value.value) for point in points if point.mark]
         axis.plot([at for at, _ in marked], [value for _, value in marked], "x", color=_color(chart.color(name)), markersize=8)
+    for mark in dict.fromkeys(point.mark for points in chart.series.values() for point in points if point.mark):
+        axis.plot([], [], "x", color=DARK, markersize=8, label=mark)
     turned: dict[str, Any] = {"rotation": 30, "ha": "right"} if any(len(place) > 8 for place in places) else {}
     shown, labels = _ticks(places)
     axis.set_xticks(shown, labels, **turned)
