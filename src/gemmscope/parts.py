@@ -6,16 +6,17 @@ The order is that of a waterfall: the GEMMs first, then everything that dilutes 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 StepPart = Literal[
     "GEMMs", "quantization", "norms and activations", "attention", "routing", "head and loss", "embedding", "optimizer",
     "exposed communication", "pipeline bubble", "copies", "other", "idle, host-bound", "idle, other",
 ]  # fmt: skip
 STEP_PARTS: tuple[StepPart, ...] = get_args(StepPart)
+Value = TypeVar("Value")
 
 
-def in_order(parts: Mapping[StepPart, float]) -> dict[StepPart, float]:
+def in_order(parts: Mapping[StepPart, Value]) -> dict[StepPart, Value]:
     """The parts that are there, in the order of the vocabulary.
 
     >>> in_order({"optimizer": 1.0, "GEMMs": 5.0})

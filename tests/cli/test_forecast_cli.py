@@ -8,50 +8,77 @@ from pathlib import Path
 
 import pytest
 
-from gemmscope.store.forecastfile import ForecastFile
-from test_cli import Run, run
+from gemmscope.findings import Finding
+from gemmscope.results.forecast import ForecastResult
+from support.command import Run, run
 
 __all__ = ["run"]  # the fixture
 
 SIZES = "--hidden_size 4096 --intermediate_size 16384 --num_attention_heads 32 --num_hidden_layers 24"
 REFERENCE = f"forecast {SIZES} --micro_batch_size 31 --sequence_length 512"
+PRESET = "forecast --preset llama-3.1-8b --micro-batch-size 1 --sequence-length 8192"
 GEMMS = "m,k,n,format\n4096,4096,4096,bf16\n8192,8192,8192,fp8\n"
+
+
+def result(run: Run, line: str) -> ForecastResult:
+    outcome = run(f"{line} --json -")
+    assert outcome.code == 0, outcome.err
+    return ForecastResult.model_validate_json(outcome.out)
+
+
+def findings(run: Run, line: str) -> dict[str, Finding]:
+    """By code: what is said of the run, and of all its GPUs."""
+    found = result(run, line)
+    own = [each for gpu in (*found.gpus, *found.sweeps) for each in gpu.findings]
+    return {each.code: each for each in (*own, *found.findings)}
+
+
+def step_ms(found: ForecastResult) -> float:
+    step = found.gpus[0].step
+    assert step is not None
+    return step.recipes[0].step_ms.value
 
 
 def test_reference_on_two_gpus(run: Run) -> None:
     outcome = run(f"{REFERENCE} --gpu b300,h200")
     assert outcome.code == 0
     assert outcome.out.startswith("FORECAST, not measured: transformer on B300")
-    assert "15872x4096x12288" in outcome.out
-    assert "b300: FORECAST Autocast" in outcome.out
-    assert "h200: FORECAST of the training step" in outcome.out
-    assert "too close to call" in outcome.out
     assert "NVFP4" in outcome.out
     assert "90% error bar" in outcome.out
-    assert "95%" not in outcome.out
+    assert "add --detail" in outcome.out
+    assert len(outcome.out.splitlines()) < 40
+    detailed = run(f"{REFERENCE} --gpu b300,h200 --detail").out
+    assert "15872x4096x12288" in detailed
+    assert "b300: FORECAST Autocast" in detailed
+    assert "h200: FORECAST: Where the time of a step goes" in detailed
+    assert "too close to call" in detailed
+    assert "95%" not in detailed
 
 
 def test_json_is_a_valid_run_file(run: Run) -> None:
-    file = ForecastFile.model_validate_json(run(f"{REFERENCE} --gpu h200,b300 --json -").out)
-    assert [each.gpu for each in file.gpus] == ["h200", "b300"]
-    h200, b300 = file.gpus
-    assert {row.recipe for row in h200.rows} == {"BF16", "FP8Current", "FP8Delayed", "FP8Block"}
-    assert "NVFP4" in {row.recipe for row in b300.rows}
-    assert all(row.total_ms.low is not None and row.total_ms.low < row.total_ms.value for row in h200.rows)
-    assert all(each.step_ms.value > 0 for each in h200.step)
+    found = result(run, f"{REFERENCE} --gpu h200,b300")
+    assert [gpu.gpu for gpu in found.gpus] == ["h200", "b300"]
+    h200, b300 = found.gpus
+    assert {op.recipe for op in h200.linears.ops} == {"BF16", "FP8Current", "FP8Delayed", "FP8Block"}
+    assert "NVFP4" in {op.recipe for op in b300.linears.ops}
+    assert h200.linears.origin == "forecast"
+    assert all(op.total_ms.known for op in h200.linears.ops)
+    assert h200.step is not None
+    assert all(time.step_ms.value > 0 for time in h200.step.recipes)
     assert h200.basis
+    assert found.command.startswith("gemmscope forecast --hidden_size 4096")
 
 
 def test_csv_names_the_gpu_and_says_forecast(run: Run) -> None:
     lines = list(csv.DictReader(io.StringIO(run(f"{REFERENCE} --gpu b200,h200 --csv -").out)))
-    assert {line["gpu"] for line in lines} == {"b200", "h200"}
-    assert {line["verdict"] for line in lines} == {"FORECAST"}
-    step = next(line for line in lines if line["op"] == "training step" and line["recipe"] == "FP8Current")
-    assert float(step["low_ms"]) < float(step["time_ms"]) < float(step["high_ms"])
-    assert float(step["speedup"]) > 1
+    assert all("FORECAST" in line["table"] for line in lines)
+    assert {line["GPU"] for line in lines if line["GPU"]} == {"b200", "h200"}
+    step = next(line for line in lines if line["GPU"] == "b200" and line["Recipe"] == "FP8Current")
+    assert float(step["Step ms low"]) < float(step["Step ms"]) < float(step["Step ms high"])
+    assert float(step["Speedup over BF16"]) > 1
 
 
-def test_markdown_and_picture(run: Run, tmp_path: Path) -> None:
+def test_markdown_and_figure(run: Run, tmp_path: Path) -> None:
     outcome = run(f"{REFERENCE} --gpu h200 --markdown {tmp_path}/a.md -o {tmp_path}/a.svg")
     assert outcome.code == 0
     assert "| QKV Proj |" in (tmp_path / "a.md").read_text()
@@ -59,110 +86,112 @@ def test_markdown_and_picture(run: Run, tmp_path: Path) -> None:
 
 
 def test_burst_is_faster(run: Run) -> None:
-    times = [
-        ForecastFile.model_validate_json(run(f"{REFERENCE} --gpu h200 --state {state} --json -").out)
-        .gpus[0]
-        .step[0]
-        .step_ms.value
-        for state in ("burst", "sustained")
-    ]
-    assert times[0] < times[1]
+    burst, sustained = (step_ms(result(run, f"{REFERENCE} --gpu h200 --state {state}")) for state in ("burst", "sustained"))
+    assert burst < sustained
 
 
-def test_what_is_computed_again_is_in_the_step(run: Run) -> None:
-    note = "computed again in backward is not in the linears' tables: each pass counts once; the step includes it"
-    assert note in run(f"{REFERENCE} --gpu h200 --recompute full").out
+def test_what_is_recomputed_is_in_the_step(run: Run) -> None:
+    found = findings(run, f"{REFERENCE} --gpu h200 --recompute full")
+    assert "recompute-in-step" in found
+    assert "recompute-not-in-linears" not in found
 
 
 def test_what_does_not_gain_is_not_called_fastest(run: Run) -> None:
     small = "forecast --hidden_size 256 --intermediate_size 1024 --num_attention_heads 4 --num_hidden_layers 2"
-    out = run(f"{small} --micro_batch_size 1 --sequence_length 256 --gpu h200 --recipes fp8current").out
-    assert "h200: stay with BF16: nothing is forecast to gain" in out
-    assert "is forecast fastest" not in out
+    line = f"{small} --micro_batch_size 1 --sequence_length 256 --gpu h200 --recipes fp8current"
+    step = result(run, line).gpus[0].step
+    assert step is not None
+    assert step.winner is not None
+    assert step.winner.best == "BF16"
+    assert "fastest in BF16" in run(line).out
 
 
 def test_only_one_mode(run: Run) -> None:
-    assert "Autocast" not in run(f"{REFERENCE} --gpu h200 --pre-quantize").out
+    assert "utocast" not in run(f"{REFERENCE} --gpu h200 --pre-quantize --detail").out
 
 
 def test_bare_shapes(run: Run) -> None:
     outcome = run("forecast --gpu b200 --shapes 4096,8192x4096x14336")
     assert "8192x4096x14336" in outcome.out
     assert "training step" not in outcome.out
+    found = result(run, "forecast --gpu b200,h200 --shapes default")
+    assert found.gpus[0].step is None
+    assert found.gpus[0].linears.bare
+    assert len(found.gpus[0].linears.cases) == 7
 
 
 def test_a_split_model(run: Run) -> None:
-    line = (
-        "forecast --preset llama-3.1-70b --micro-batch-size 1 --sequence-length 8192 --tp 4 --sequence-parallel --dp 8 --gpu b200"
-    )
-    outcome = run(line)
-    assert outcome.code == 0
-    assert "communication" in outcome.out
-
-
-PRESET = "forecast --preset llama-3.1-8b --micro-batch-size 1 --sequence-length 8192"
+    layout = "--tp 4 --sequence-parallel --dp 8"
+    found = result(run, f"forecast --preset llama-3.1-70b --micro-batch-size 1 --sequence-length 8192 {layout} --gpu b200")
+    assert found.dp == 8
+    assert found.gpus[0].step is not None
+    assert "exposed communication" in found.gpus[0].step.recipes[0].parts_ms
 
 
 def test_the_step_by_part_without_a_low_precision(run: Run) -> None:
-    outcome = run(f"{PRESET} --gpu h200 --recipes bf16")
-    assert " optimizer " in outcome.out
-    lines = list(csv.DictReader(io.StringIO(run(f"{PRESET} --gpu h200 --recipes bf16 --csv -").out)))
-    parts = {line["op"]: float(line["time_ms"]) for line in lines if line["mode"] == "step"}
-    assert sum(parts.values()) == pytest.approx(2 * parts["training step"])
-    assert ForecastFile.model_validate_json(run(f"{PRESET} --gpu h200 --recipes bf16 --json -").out).gpus[0].step[0].parts_ms
+    line = f"{PRESET} --gpu h200 --recipes bf16"
+    assert " optimizer " in run(f"{line} --detail").out
+    step = result(run, line).gpus[0].step
+    assert step is not None
+    assert sum(step.recipes[0].parts_ms.values()) == pytest.approx(step.recipes[0].step_ms.value)
 
 
-def test_what_does_not_fit_is_said(run: Run) -> None:
-    outcome = run(f"{PRESET} --gpu h200,l40s")
-    assert "does not fit: l40s: BF16 78 GB" in outcome.out
-    assert "48 GB there; --tp" in outcome.out
-    assert "does not fit: h200" not in outcome.out
-    assert "does not fit" not in run(f"{PRESET} --gpu l40s --tp 4 --recompute full").out
+def test_what_does_not_fit(run: Run) -> None:
+    h200, l40s = result(run, f"{PRESET} --gpu h200,l40s").gpus
+    [found] = [each for each in l40s.findings if each.code == "does-not-fit"]
+    assert isinstance(found.facts["needed_gb"], dict)
+    assert found.facts["needed_gb"]["BF16"] == pytest.approx(78, abs=1)
+    assert found.facts["memory_gb"] == 48
+    assert not [each for each in h200.findings if each.code == "does-not-fit"]
+    assert "warning: l40s: Does not fit" in run(f"{PRESET} --gpu h200,l40s").out
+    assert "does-not-fit" not in findings(run, f"{PRESET} --gpu l40s --tp 4 --recompute full")
 
 
 def test_one_stage_is_not_the_pipeline(run: Run) -> None:
-    words = "note: the step is stage 0's own; a pipeline goes at its slowest stage's pace"
-    assert words in run(f"{PRESET} --gpu h200 --pp 2 --pp-stage 0").out
-    assert "stage's pace" not in run(f"{PRESET} --gpu h200 --pp 2").out
+    assert findings(run, f"{PRESET} --gpu h200 --pp 2 --pp-stage 0")["one-stage-only"].facts["stage"] == 0
+    assert "one-stage-only" not in findings(run, f"{PRESET} --gpu h200 --pp 2")
 
 
-def test_a_chip_without_low_precisions_says_so(run: Run) -> None:
-    words = "note: a100 runs nothing below BF16: FP8 products need compute capability 8.9 or later"
-    assert words in run(f"{PRESET} --gpu a100,h200").out
-    assert words not in run(f"{PRESET} --gpu a100 --recipes bf16").out
+def test_a_gpu_without_low_precisions(run: Run) -> None:
+    a100, h200 = result(run, f"{PRESET} --gpu a100,h200").gpus
+    assert [each.facts["gpu"] for each in a100.findings if each.code == "only-baseline-runs"] == ["a100"]
+    assert not [each for each in h200.findings if each.code == "only-baseline-runs"]
+    assert "only-baseline-runs" not in findings(run, f"{PRESET} --gpu a100 --recipes bf16")
 
 
-def test_a_sweep_of_a_chip_without_low_precisions(run: Run, tmp_path: Path) -> None:
+def test_a_sweep_of_a_gpu_without_low_precisions(run: Run, tmp_path: Path) -> None:
     outcome = run(f"forecast {SIZES} --sequence-length 512 --gpu a100 --sweep micro_batch_size=1,4 -o {tmp_path}/a.svg")
     assert outcome.code == 0
     assert (tmp_path / "a.svg").stat().st_size > 1000
 
 
 def test_the_head_differs_between_tables(run: Run) -> None:
-    words = "LM Head: in low precision in the linears' tables, and in BF16 in the step"
-    assert words in run(f"{PRESET} --gpu h200").out
-    assert words not in run(f"{PRESET} --gpu h200 --recipes bf16").out
+    assert findings(run, f"{PRESET} --gpu h200")["head-in-baseline"].facts["ops"] == ["LM Head"]
+    assert "head-in-baseline" not in findings(run, f"{PRESET} --gpu h200 --recipes bf16")
 
 
 def test_each_reason_is_said_once(run: Run) -> None:
-    out = run("forecast --preset llama-3.1-8b --micro-batch-size 1 --sequence-length 8191 --gpu h200").out
-    lines = [line for line in out.splitlines() if line.startswith("not possible: ")]
-    assert len(lines) == 1
-    assert "QKV Proj, Attn Out" in lines[0]
-    assert "which FP8Current, FP8Delayed, FP8Block products need" in lines[0]
+    [gpu] = result(run, "forecast --preset llama-3.1-8b --micro-batch-size 1 --sequence-length 8191 --gpu h200").gpus
+    [found] = [each for each in gpu.findings if each.code == "sizes-misaligned"]
+    assert found.facts["ops"][:2] == ["QKV Proj", "Attn Out"]  # type: ignore[index]
+    assert found.facts["recipes"] == ["FP8Current", "FP8Delayed", "FP8Block"]
+    assert (found.facts["what"], found.facts["padded"]) == ("tokens", 8192)
+    assert gpu.step is not None
+    assert set(gpu.step.failures) == {"FP8Current", "FP8Delayed", "FP8Block"}
 
 
 def test_block_scales_on_rtx_are_its_own(run: Run) -> None:
-    outcome = run(f"{PRESET} --gpu rtx-pro-6000,b200 --recipes fp8block,mxfp8")
-    assert "fp8-block: corrections measured on rtx-pro-6000" in outcome.out
-    assert "left out: MXFP8: Transformer Engine has none for compute capability 12.0\n" in outcome.out
+    rtx, b200 = result(run, f"{PRESET} --gpu rtx-pro-6000,b200 --recipes fp8block,mxfp8").gpus
+    assert any(each.startswith("fp8-block: corrections measured on rtx-pro-6000") for each in rtx.basis)
+    assert [each.facts["recipe"] for each in rtx.findings if each.code == "recipe-left-out"] == ["MXFP8"]
+    assert [each.facts["recipe"] for each in b200.findings if each.code == "recipe-emulated"] == ["FP8Block"]
 
 
 def test_presets_are_named_by_shapes(run: Run) -> None:
     assert "gemmscopeshapes--list-presets" in "".join(run("forecast --help").out.split())  # wherever lines are broken
 
 
-# --- single products --------------------------------------------------------------------------------------------------
+# --- single GEMMs -----------------------------------------------------------------------------------------------------
 
 
 def test_gemms_come_back_with_times(run: Run, tmp_path: Path) -> None:
@@ -192,12 +221,12 @@ def test_gemms_keep_other_columns_and_take_layouts_and_groups(run: Run, tmp_path
     ("text", "says"),
     [
         ("m,k,n\n1,2,3\n", "no column format"),
-        ("m,k,n,format\n", "no products"),
+        ("m,k,n,format\n", "no GEMMs"),
         ("", "no column m, k, n, format"),
         ("m,k,n,format\n0,2,3,bf16\n", "line 2: m is '0'"),
         ("m,k,n,format\n512,2.5,3,bf16\n", "line 2: k is '2.5'"),
         ("m,k,n,format\n512,512,512,int8\n", "line 2: there is no format 'int8'"),
-        ("m,k,n,format\n512,512,512,nvfp4\n", "h200 has no nvfp4 products"),
+        ("m,k,n,format\n512,512,512,nvfp4\n", "h200 has no nvfp4 GEMMs"),
         ("m,k,n,format,layout\n512,512,512,bf16,xy\n", "no layout 'xy'"),
         ("m,k,n,format,M\n512,512,512,bf16,1\n", "the column 'm' twice"),
         ("m,k,n,format,groups\n512,512,512,bf16,513\n", "513 groups share m = 512"),
@@ -228,10 +257,10 @@ def test_gemms_of_standard_input(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_is_read_is_not_written_over(run: Run, tmp_path: Path) -> None:
-    products = tmp_path / "g.csv"
-    products.write_text(GEMMS)
-    assert f"--csv {products} would overwrite what is read" in run(f"forecast --gpu h200 --gemms {products} --csv {products}").err
-    assert products.read_text() == GEMMS
+    path = tmp_path / "g.csv"
+    path.write_text(GEMMS)
+    assert "would overwrite an input file" in run(f"forecast --gpu h200 --gemms {path} --csv {path}").err
+    assert path.read_text() == GEMMS
 
 
 def test_a_library_that_was_not_measured_has_wider_bars(run: Run, tmp_path: Path) -> None:
@@ -244,15 +273,15 @@ def test_a_library_that_was_not_measured_has_wider_bars(run: Run, tmp_path: Path
     highs = [float(row["high_ms"]) for row in (vllm, none, mine, sglang)]
     assert highs[0] <= highs[1] < highs[2] == highs[3]
     assert "bf16: measured on h200 (sustained, vllm), for want of sglang" in outcome.err
-    assert "'mine' was measured nowhere (known: sglang, trtllm, vllm)" in outcome.err
+    assert "'mine' was not measured (known: sglang, trtllm, vllm)" in outcome.err
     assert run(f"forecast --gpu b200 --gemms {tmp_path}/g.csv --library mine").code == 0
 
 
 def test_gemms_say_that_they_are_forecast(run: Run, tmp_path: Path) -> None:
     (tmp_path / "g.csv").write_text(GEMMS)
     outcome = run(f"forecast --gpu b200 --gemms {tmp_path}/g.csv")
-    assert outcome.err.startswith("FORECAST, not measured")
-    assert "b200: bf16: measured on b200 (sustained, vllm); fp8: measured on b200" in outcome.err
+    assert outcome.err.startswith("FORECAST")
+    assert "b200: based on bf16: measured on b200 (sustained, vllm), fp8: measured on b200" in outcome.err
 
 
 def test_a_format_that_one_of_two_gpus_lacks(run: Run, tmp_path: Path) -> None:
@@ -262,7 +291,7 @@ def test_a_format_that_one_of_two_gpus_lacks(run: Run, tmp_path: Path) -> None:
     rows = list(csv.DictReader(io.StringIO(outcome.out)))
     assert [row["gemm_ms"] != "" for row in rows] == [False, True, True, True]
     assert rows[0]["high_ms"] == ""
-    assert "left empty: h200 has no nvfp4 products" in outcome.err
+    assert "Left empty: h200 has no nvfp4 GEMMs" in outcome.err
 
 
 @pytest.mark.parametrize(
@@ -291,62 +320,62 @@ def test_options_that_change_nothing_for_gemms(run: Run, tmp_path: Path, option:
 
 def test_sweep_of_two_sizes(run: Run, tmp_path: Path) -> None:
     sweep = "--sweep hidden_size=1024:4096:1024 --sweep micro_batch_size=1,4"
-    outcome = run(f"forecast {SIZES} --sequence-length 2048 --gpu b300,h200 {sweep} -o {tmp_path}/heat.png")
+    outcome = run(f"forecast {SIZES} --sequence-length 2048 --gpu b300,h200 {sweep} -o {tmp_path}/heat.png --detail")
     assert outcome.code == 0
     assert "micro_batch_size=4" in outcome.out
-    assert "break-even: FP8Current gains" in outcome.out
+    assert "FORECAST break-even" in outcome.out
     assert (tmp_path / "heat.png").stat().st_size > 10_000
 
 
 def test_sweep_of_one_size_as_files(run: Run, tmp_path: Path) -> None:
     line = f"forecast --preset llama-3.1-8b --sequence-length 4096 --gpu h200 --sweep micro-batch-size=1,2 -o {tmp_path}/a.svg"
-    file = ForecastFile.model_validate_json(run(f"{line} --json -").out)
-    assert [point.values for point in file.sweeps[0].points] == [{"micro_batch_size": 1}, {"micro_batch_size": 2}]
-    assert file.sweeps[0].points[1].speedups["FP8Delayed"].value > 1
+    [swept] = result(run, line).sweeps
+    assert [point.values for point in swept.points] == [{"micro_batch_size": 1}, {"micro_batch_size": 2}]
+    assert swept.points[1].speedups["FP8Delayed"].value > 1
     rows = list(csv.DictReader(io.StringIO(run(f"{line} --csv -").out)))
-    assert {row["recipe"] for row in rows} == {"FP8Current", "FP8Delayed", "FP8Block"}
+    assert {"FP8Current", "FP8Delayed low", "FP8Block", "Best"} <= set(rows[0])
 
 
-def test_sweeps_say_what_is_too_close_and_what_the_host_bounds(run: Run) -> None:
-    line = f"forecast {SIZES} --sequence-length 512 --gpu h200 --sweep micro_batch_size=1,32"
-    outcome = run(line)
-    assert "FP8Delayed 1.08x HOST-BOUND" in outcome.out
-    assert "FP8Delayed 1.60x ?" in outcome.out
-    assert "FP8Delayed gains from micro_batch_size 32 on" in outcome.out
-    assert "HOST-BOUND: h200: launching FP8Current, FP8Delayed, FP8Block takes a CPU longer than the GPU at 1:" in outcome.out
-    rows = list(csv.DictReader(io.StringIO(run(f"{line} --csv -").out)))
-    said = {(row["micro_batch_size"], row["recipe"]): row["verdict"] for row in rows}
-    assert said["1", "FP8Delayed"] == "FORECAST, HOST-BOUND"
-    assert said["32", "FP8Delayed"] == "FORECAST, too close to call"
-    assert said["32", "FP8Block"] == "FORECAST"
-    points = ForecastFile.model_validate_json(run(f"{line} --json -").out).sweeps[0].points
-    assert "FP8Delayed" in points[0].host_bound
-    assert not points[1].certain
+def test_sweeps_say_what_is_too_close_and_what_is_host_bound(run: Run) -> None:
+    line = f"forecast {SIZES} --sequence-length 512 --gpu b300 --sweep micro_batch_size=1,8,32"
+    [swept] = result(run, line).sweeps
+    first, second, third = swept.points
+    assert "FP8Delayed" in first.host_bound
+    assert not first.gains
+    assert second.winner is not None
+    assert second.winner.rivals
+    assert third.gains
+    assert [each.since for each in swept.break_even if each.recipe == "FP8Delayed"] == [32]
+    [bound] = [each for each in swept.findings if each.code == "sweep-host-bound" and "BF16" in (each.facts["recipes"] or ())]  # type: ignore[operator]
+    assert bound.facts["places"] == ["1"]
+    out = run(line).out
+    assert "HOST-BOUND" in out
+    assert f"{second.winner.best}" in out
 
 
 def test_impossible_points_are_shown_as_such(run: Run) -> None:
-    outcome = run(f"forecast {SIZES} --micro-batch-size 1 --sequence-length 2048 --gpu h200 --sweep hidden_size=0,4096")
-    assert outcome.code == 0
-    assert "not possible: 0: hidden_size must be at least 1, not 0" in outcome.out
+    line = f"forecast {SIZES} --micro-batch-size 1 --sequence-length 2048 --gpu h200 --sweep hidden_size=0,4096"
+    found = findings(run, line)["sweep-point-not-possible"]
+    assert found.facts["places"] == ["0"]
+    assert "hidden_size must be at least 1" in run(line).out
 
 
 def test_what_a_sweep_leaves_out_has_a_reason(run: Run) -> None:
-    line = f"forecast {SIZES} --micro-batch-size 8 --gpu b200 --sweep sequence_length=2045,2046,2048"
-    out = run(line).out
-    assert "not possible: b200: FP8Current, FP8Delayed, FP8Block, MXFP8, NVFP4 at 2045: QKV Proj: tokens = 16360 is no" in out
-    assert "not possible: b200: MXFP8 at 2046: QKV Proj: tokens = 16368 is no multiple of 32, which MXFP8 products need" in out
-    points = ForecastFile.model_validate_json(run(f"{line} --json -").out).sweeps[0].points
-    assert [list(point.not_possible) for point in points] == [
+    [swept] = result(run, f"forecast {SIZES} --micro-batch-size 8 --gpu b200 --sweep sequence_length=2045,2046,2048").sweeps
+    assert [list(point.not_possible) for point in swept.points] == [
         ["FP8Current", "FP8Delayed", "FP8Block", "MXFP8", "NVFP4"],
         ["MXFP8"],
         [],
     ]
+    found = [each for each in swept.findings if each.code == "sweep-recipe-not-possible"]
+    assert [each.facts["places"] for each in found] == [["2045"], ["2046"]]
+    assert "pad to 16384" in str(found[1].facts["reason"])
 
 
 @pytest.mark.parametrize(
     ("arguments", "says", "hint"),
     [
-        ("--gpu b3000", "there is no GPU 'b3000'", "b300, gb300"),
+        ("--gpu b3000", "GPU 'b3000'", "b300, gb300"),
         ("", "no GPU is named", "--gpu b300,h200"),
         ("--gpu h200 --recipes nvfp4", "NVFP4 cannot run on h200", "FP8Current"),
         ("--gpu h200 --recipes nvfp5", "no recipe 'nvfp5'", "NVFP4"),
@@ -355,19 +384,19 @@ def test_what_a_sweep_leaves_out_has_a_reason(run: Run) -> None:
         ("--gpu h200 --dp 99999999", "--dp = 99999999 is beyond anything trained", "at most 131072"),
         ("--gpu h200 --sweep hidden_size=1:9:0", "a step of zero", "--sweep hidden_size=2048"),
         ("--gpu h200 --sweep hidden_size=9:1:1", "ends before it begins", "hidden_size=1:9:1"),
-        ("--gpu h200 --sweep hiden_size=1,2", "no size that can vary", "hidden_size"),
+        ("--gpu h200 --sweep hiden_size=1,2", "is not a size that a sweep can vary", "hidden_size"),
         ("--gpu h200 --sweep hidden_size=a", "neither", "--sweep"),
-        ("--gpu h200 --sweep hidden_size=1:100000000:1", "more than", "larger steps"),
-        ("--gpu h200 --sweep tp=1,2 --sweep pp=1,2 --sweep cp=1,2", "3 times", "two"),
+        ("--gpu h200 --sweep hidden_size=1:100000000:1", "more than 100000 values", "larger steps"),
+        ("--gpu h200 --sweep tp=1,2 --sweep pp=1,2 --sweep cp=1,2", "not 3", "two"),
         ("--gpu h200 --sweep tp=1,2 --sweep tp=1,2", "twice", "another"),
         ("--gpu h200 --library vllm", "--library belongs to --gemms", "leave it out"),
         ("--gpu h200 --gemms x.csv", "describes a model", "keep one"),
-        ("--gpu h200 --sweep tp=1,2 --cache-weights", "--cache-weights is about its linears", "leave it out"),
-        ("--gpu h200 --sweep tp=1,2 --pre-quantize", "--pre-quantize is about its linears", "leave it out"),
-        ("--gpu h200 --sweep tp=1,2 --autocast-only", "--autocast-only is about its linears", "leave it out"),
+        ("--gpu h200 --sweep tp=1,2 --cache-weights", "--cache-weights is about the linears", "leave it out"),
+        ("--gpu h200 --sweep tp=1,2 --pre-quantize", "--pre-quantize is about the linears", "leave it out"),
+        ("--gpu h200 --sweep tp=1,2 --autocast-only", "--autocast-only is about the linears", "leave it out"),
         ("--gpu h200 --recipes fp8block --no-fp8-block", "--no-fp8-block leaves it out", "keep one"),
         ("--gpu h200 --pre-quantize --autocast-only", "leave nothing", "keep one"),
-        ("--gpu h200 -o picture.txt", "no picture", ".png"),
+        ("--gpu h200 -o figure.txt", "is not a figure file", ".png"),
     ],
 )
 def test_wrong_input_is_one_message(run: Run, arguments: str, says: str, hint: str) -> None:
@@ -382,7 +411,7 @@ def test_wrong_input_is_one_message(run: Run, arguments: str, says: str, hint: s
 def test_sweeping_the_sizes_of_a_preset(run: Run) -> None:
     outcome = run("forecast --preset llama-3.1-8b --gpu h200 --micro-batch-size 1 --sequence-length 512 --sweep hidden_size=1,2")
     assert outcome.code == 2
-    assert "varies a model given by its sizes" in outcome.err
+    assert "of a model given by its sizes" in outcome.err
 
 
 def test_nothing_named(run: Run) -> None:
@@ -394,4 +423,5 @@ def test_nothing_named(run: Run) -> None:
 def test_a_recipe_only_one_of_two_gpus_runs(run: Run) -> None:
     outcome = run(f"{REFERENCE} --gpu b300,h200 --recipes nvfp4,fp8current")
     assert outcome.code == 0
-    assert "left out: NVFP4" in outcome.out
+    found = findings(run, f"{REFERENCE} --gpu b300,h200 --recipes nvfp4,fp8current")
+    assert found["recipe-left-out"].facts["recipe"] == "NVFP4"

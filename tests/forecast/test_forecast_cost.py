@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-import gemmscope as gs
-from gemmscope.report.page.from_forecast import from_forecast
-from gemmscope.store.forecastfile import ForecastFile
-from test_cli import Run, run
+from gemmscope.app.forecast import forecast
+from gemmscope.app.model import load_model, model_run
+from gemmscope.document.build import document
+from gemmscope.results.forecast import ForecastResult
+from support.command import Run, run
 
 __all__ = ["run"]  # the fixture
 
@@ -18,11 +17,12 @@ BUDGET = "--tokens 1e12 --gpus 64 --price h200=2.5"
 
 
 def test_cost_is_the_step_times_the_steps(run: Run) -> None:
-    file = ForecastFile.model_validate_json(run(f"{MODEL} --gpu h200,b300 {BUDGET} --json -").out)
+    file = ForecastResult.model_validate_json(run(f"{MODEL} --gpu h200,b300 {BUDGET} --json -").out)
     assert file.dp == 32
     tokens_per_step = 8192 * 4 * 32
     for gpu in file.gpus:
-        for each in gpu.step:
+        assert gpu.step is not None
+        for each in gpu.step.recipes:
             assert each.cost is not None
             days = each.step_ms.value / 1000 * 1e12 / tokens_per_step / 86400
             assert each.cost.days.value == pytest.approx(days)
@@ -42,17 +42,18 @@ def test_gradients_are_exchanged_among_as_many_as_are_paid_for(run: Run) -> None
     for gpus in (2, 1024):
         small = "forecast --preset llama-3.1-8b --micro-batch-size 1 --sequence-length 512 --tp 2"  # nothing hides the exchange
         out = run(f"{small} --gpu h200 --tokens 1e12 --gpus {gpus} --json -").out
-        steps.append(ForecastFile.model_validate_json(out).gpus[0].step[0].step_ms.value)
+        step = ForecastResult.model_validate_json(out).gpus[0].step
+        assert step is not None
+        steps.append(step.recipes[0].step_ms.value)
     assert steps[0] < steps[1]
 
 
-def test_it_is_in_the_tables_and_on_the_page(run: Run, tmp_path: Path) -> None:
-    out = run(f"{MODEL} --gpu h200 {BUDGET} --json {tmp_path}/run.json").out
-    assert "The whole run, without restarts" in out
-    part = from_forecast(ForecastFile.model_validate_json((tmp_path / "run.json").read_text()), "run")[0]
-    table = next(table for table in part.tables if table.title == "The whole run")
+def test_it_is_in_the_document(run: Run) -> None:
+    shown = document(ForecastResult.model_validate_json(run(f"{MODEL} --gpu h200 {BUDGET} --json -").out))
+    table = next(table for table in shown.tables() if table.title == "FORECAST: Cost of the full run")
+    assert table.main
     assert len(table.rows) == 4
-    assert "The whole run" not in run(f"{MODEL} --gpu h200").out
+    assert "Cost of the full run" not in run(f"{MODEL} --gpu h200").out
 
 
 @pytest.mark.parametrize(
@@ -61,12 +62,12 @@ def test_it_is_in_the_tables_and_on_the_page(run: Run, tmp_path: Path) -> None:
         ("--gpu h200 --tokens 1e12", "needs --tokens and --gpus"),
         ("--gpu h200 --price 2", "needs --tokens and --gpus"),
         ("--gpu h200 --tokens 1e12 --gpus 3", "do not divide into groups of 2"),
-        ("--gpu h200 --tokens 1e12 --gpus 64 --dp 3", "are 32 data-parallel replicas in this layout, not 3"),
-        ("--gpu h200 --tokens 1e12 --gpus 64 --price cheap", "--price 'cheap' is no price"),
-        ("--gpu h200 --tokens 1e12 --gpus 64 --price h200=", "is no price"),
-        ("--gpu h200 --tokens 1e12 --gpus 64 --price h200=nan", "is no price"),
+        ("--gpu h200 --tokens 1e12 --gpus 64 --dp 3", "makes 32 data-parallel replicas in this layout, not 3"),
+        ("--gpu h200 --tokens 1e12 --gpus 64 --price cheap", "--price 'cheap' is not a price"),
+        ("--gpu h200 --tokens 1e12 --gpus 64 --price h200=", "is not a price"),
+        ("--gpu h200 --tokens 1e12 --gpus 64 --price h200=nan", "is not a price"),
         ("--gpu h200 --tokens 1e12 --gpus 64 --price b300=4", "names b300, which is not among the GPUs"),
-        ("--gpu h200 --tokens 1e12 --gpus 64 --sweep tp=1,2", "price one run"),
+        ("--gpu h200 --tokens 1e12 --gpus 64 --sweep tp=1,2", "--tokens is about the cost of one run"),
     ],
 )
 def test_wrong(run: Run, options: str, words: str) -> None:
@@ -76,16 +77,18 @@ def test_wrong(run: Run, options: str, words: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["--shapes 4096", "--gemms -"])
-def test_products_have_no_price(run: Run, what: str) -> None:
+def test_gemms_have_no_price(run: Run, what: str) -> None:
     outcome = run(f"forecast {what} --gpu h200 --tokens 1e12 --gpus 8")
     assert outcome.code == 2
     assert "--tokens" in outcome.err
 
 
 def test_from_python() -> None:
-    job = gs.load("llama-3.1-8b").on(micro_batch_size=1, sequence_length=8192)
-    file = job.forecast("h200", "b300", tokens=1e12, gpu_count=8, price={"h200": 2.5, "b300": 4.0}).file
-    assert file.dp == 8
-    assert all(each.cost is not None and each.cost.money is not None for gpu in file.gpus for each in gpu.step)
-    flat = job.forecast("h200", tokens=1e12, gpu_count=8, price=2.5).file.gpus[0].step[0].cost
-    assert flat == file.gpus[0].step[0].cost
+    job = model_run(load_model(preset="llama-3.1-8b"), micro_batch_size=1, sequence_length=8192)
+    both = forecast(job, ["h200", "b300"], tokens=1e12, gpu_count=8, price={"h200": 2.5, "B300": 4})
+    assert both.dp == 8
+    costs = [time.cost for gpu in both.gpus if gpu.step is not None for time in gpu.step.recipes]
+    assert all(cost is not None and cost.money is not None for cost in costs)
+    flat = forecast(job, ["h200"], tokens=1e12, gpu_count=8, price=2.5).gpus[0].step
+    assert flat is not None
+    assert flat.recipes[0].cost == costs[0]

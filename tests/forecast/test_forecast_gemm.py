@@ -1,4 +1,4 @@
-"""The forecast of products: errors and error bars on sites that were never fitted, physics that points the right way."""
+"""The forecast of GEMMs: errors and error bars on sites that were never fitted, physics that points the right way."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_burst_is_faster_than_sustained() -> None:
 @given(
     CHIPS, st.integers(1, 10**5), st.integers(1, 10**5), st.integers(1, 10**5), st.sampled_from(["sustained", "burst"]), st.data()
 )
-def test_no_product_beats_the_chip(chip: GpuSpec, m: int, k: int, n: int, state: State, data: st.DataObject) -> None:
+def test_no_gemm_beats_the_chip(chip: GpuSpec, m: int, k: int, n: int, state: State, data: st.DataObject) -> None:
     fmt = data.draw(st.sampled_from(formats(chip)))
     shapes = Shapes.of(m, k, n)
     found = model().time(chip, fmt, shapes, state)
@@ -165,7 +165,7 @@ def test_no_product_beats_the_chip(chip: GpuSpec, m: int, k: int, n: int, state:
     assert (found.quantize_ms[0] > 0) == (fmt != "bf16")
 
 
-def test_what_a_product_needs_comes_out_of_quantization() -> None:
+def test_what_a_gemm_needs_comes_out_of_quantization() -> None:
     shapes = Shapes.of(20768, 52032, 688)
     found = model().time(gpu("b300"), "fp8", shapes, "burst", "trtllm")
     assert found.gemm_ms[0] >= shapes.flops[0] / (4500 * 1e9)
@@ -195,9 +195,9 @@ def test_both_states_stand_on_one_library() -> None:
 
 
 def test_formats_a_chip_lacks() -> None:
-    with pytest.raises(UserError, match="a100 has no fp8 products"):
+    with pytest.raises(UserError, match="a100 has no fp8 GEMMs"):
         model().time(gpu("a100"), "fp8", Shapes.of(512, 512, 512))
-    with pytest.raises(UserError, match="h200 has no mxfp8 products"):
+    with pytest.raises(UserError, match="h200 has no mxfp8 GEMMs"):
         model().time(gpu("h200"), "mxfp8", Shapes.of(512, 512, 512))
     with pytest.raises(UserError, match="there is no format"):
         model().time(gpu("h200"), "int3", Shapes.of(512, 512, 512))

@@ -15,20 +15,22 @@ from hypothesis import strategies as st
 from gemmscope.forecast.calibration import shipped
 from gemmscope.forecast.comm import collective_ms
 from gemmscope.forecast.estimate import Estimate, ratio, total
-from gemmscope.forecast.findings import ForecastFindings
-from gemmscope.forecast.linears import Forecaster
-from gemmscope.forecast.step import Step, StepForecast, speedup, step_answer
-from gemmscope.forecast.sweep import Point, break_even, forecast_points
+from gemmscope.forecast.linear_results import forecast_linears, misaligned
+from gemmscope.forecast.linears import Forecaster, in_common
+from gemmscope.forecast.step import StepEstimate, StepForecast, forecast_step, speedup
+from gemmscope.forecast.sweep import break_even, forecast_sweep
 from gemmscope.forecast.training import quantizing
 from gemmscope.gpu.specs import gpu, gpus
 from gemmscope.interval import Interval
-from gemmscope.workload.cases import MODES, Case, cases_of
 from gemmscope.model import presets
 from gemmscope.model.flags import from_hyperparameters
 from gemmscope.model.spec import ModelSpec, RunSpec
+from gemmscope.parts import STEP_PARTS
 from gemmscope.recipe.recipes import recipe
 from gemmscope.recipe.support import support
-from gemmscope.step.waterfall import ROWS
+from gemmscope.results.forecast import SweepPoint
+from gemmscope.results.linears import Winner
+from gemmscope.workload.cases import MODES, Case, cases_of
 from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import Linear
 from gemmscope.workload.summary import totals
@@ -55,7 +57,7 @@ def test_speedups_of_real_steps_on_an_h200() -> None:
         forecast, real = steps("h200", *model_of(facts["config"])), facts["median_ms"]
         baseline = (real["BF16"] + real["BF16_again"]) / 2
         for name in TE:
-            found = speedup(forecast.step("BF16"), forecast.step(name)).interval()
+            found = speedup(forecast.step("BF16"), forecast.step(name), in_common()).interval()
             errors.append(abs(found.value * real[name] / baseline - 1))
             held += found.low <= baseline / real[name] <= found.high
     assert sum(errors) / len(errors) < 0.06
@@ -70,26 +72,50 @@ def test_times_of_real_steps_on_an_h200() -> None:
             assert forecast.step(name).total.value == pytest.approx(facts["median_ms"][name], rel=0.12)
 
 
-def test_rows_are_those_of_a_measured_step() -> None:
+def test_parts_are_those_of_a_measured_step() -> None:
     model = presets.load("mixtral-8x7b").model
     assert model is not None
     run = RunSpec(1, 4096, tp=2, sequence_parallel=True, ep=4, pp=2, gradient_accumulation=4)
     found = steps("b200", model, run, dp=16).step("MXFP8")
-    assert set(found.rows) <= set(ROWS)
-    assert {"products", "quantization", "attention", "routing", "communication", "pipeline bubble"} <= set(found.rows)
-    assert found.total.value == pytest.approx(sum(part.value for part in found.rows.values()))
+    assert set(found.parts) <= set(STEP_PARTS)
+    assert {"GEMMs", "quantization", "attention", "routing", "exposed communication", "pipeline bubble"} <= set(found.parts)
+    assert found.total.value == pytest.approx(sum(part.value for part in found.parts.values()))
 
 
-def test_answer_like_that_of_step() -> None:
+def test_times_like_those_of_a_measured_step() -> None:
     model, run = model_of(MEASURED["llama8b_l8"]["config"])
-    found = step_answer(steps("h200", model, run), ["BF16", *TE], model, run, derive(model, run))
-    assert [each.recipe for each in found.recipes] == ["BF16", *TE]
+    found = forecast_step(steps("h200", model, run), ["BF16", *TE])
+    assert found.origin == "forecast"
+    assert [time.recipe for time in found.recipes] == ["BF16", *TE]
     current = found.of("FP8Current")
     assert current is not None
-    assert current.waterfall is not None
     assert current.speedup is not None
-    assert current.waterfall.step == pytest.approx(current.speedup.value)
-    assert current.waterfall.products > current.waterfall.step
+    assert current.verdict is not None
+    assert current.waterfall[-1].speedup == pytest.approx(current.speedup.value)
+    assert current.waterfall[0].speedup > current.waterfall[-1].speedup
+    assert sum(current.parts_ms.values()) == pytest.approx(current.step_ms.value)
+    assert current.mfu == pytest.approx(current.model_tflops / gpu("h200").tflops["bf16"])
+
+
+def test_recipes_are_compared_with_each_other() -> None:
+    """FP8Current and FP8Delayed run the same GEMMs: their common error cancels, and the winner is called."""
+    model, run = model_of(MEASURED["llama8b_l8"]["config"])
+    found = forecast_step(steps("h200", model, run), ["BF16", *TE])
+    assert {(each.recipe, each.over) for each in found.speedups} == {
+        (name, over) for name in TE for over in ("BF16", *TE) if name != over
+    }
+    ratio, back = found.speedup("FP8Delayed", "FP8Current"), found.speedup("FP8Current", "FP8Delayed")
+    block, gain = found.speedup("FP8Delayed", "FP8Block"), found.speedup("FP8Delayed")
+    assert ratio is not None
+    assert back is not None
+    assert block is not None
+    assert gain is not None
+    assert ratio.value == pytest.approx(1 / back.value)
+    assert ratio.half_width < block.half_width
+    assert found.winner is not None
+    assert found.winner.best == "FP8Delayed"
+    assert found.winner.speedup == gain
+    assert ("FP8Current" in found.winner.rivals) == ratio.includes_one
 
 
 def test_model_flops_leave_recomputation_out() -> None:
@@ -99,11 +125,9 @@ def test_model_flops_leave_recomputation_out() -> None:
     plain, full = (totals(derive(model, each), each, model) for each in (run, again))
     assert plain.model_flops == plain.gemm_flops + plain.attention_flops
     assert full.model_flops == plain.model_flops < full.gemm_flops + full.attention_flops
-    found = [
-        step_answer(steps("h200", model, each), ["BF16"], model, each, derive(model, each)).recipes[0] for each in (run, again)
-    ]
+    found = [forecast_step(steps("h200", model, each), ["BF16"]).recipes[0] for each in (run, again)]
     assert found[1].model_tflops < found[0].model_tflops
-    assert found[1].model_tflops * found[1].step.value == pytest.approx(found[0].model_tflops * found[0].step.value)
+    assert found[1].model_tflops * found[1].step_ms.value == pytest.approx(found[0].model_tflops * found[0].step_ms.value)
 
 
 def test_sizes_that_do_not_fit_are_said() -> None:
@@ -118,11 +142,13 @@ def test_routers_stay_in_bf16() -> None:
     assert model is not None
     workload = derive(model, RunSpec(1, 4096))
     cases = cases_of(op for op in workload.ops if isinstance(op, Linear))
-    report = ForecastFindings(Forecaster(gpu("h200"), "sustained"), cases, ["BF16", "FP8Current"], list(MODES))
-    router = next(case for case in cases if case.op == "Router")
-    assert report.speedup("FP8Current", "autocast", router) is None
-    assert report.speedup("FP8Current", "autocast") is not None
-    assert not report.misaligned()
+    found = forecast_linears(Forecaster(gpu("h200"), "sustained"), cases, ["BF16", "FP8Current"], MODES)
+    router = found.op_time("Router", "FP8Current", "autocast")
+    assert router is not None
+    assert router.left_in_baseline
+    assert found.speedup("FP8Current", "autocast", "Router") is None
+    assert found.speedup("FP8Current", "autocast") is not None
+    assert not misaligned(cases, ["BF16", "FP8Current"])
 
 
 @pytest.mark.parametrize("name", gpus())
@@ -130,12 +156,12 @@ def test_every_gpu_answers(name: str) -> None:
     model, run = model_of(MEASURED["gpt1b_l16"]["config"])
     found = steps(name, model, run).step("BF16").total
     assert found.value > 0
-    assert 0.01 < found.doubt < 0.6
+    assert 0.01 < found.uncertainty < 0.6
 
 
 @pytest.mark.parametrize("name", gpus())
 @pytest.mark.parametrize("tokens", [512, 8192])
-def test_no_row_is_faster_sustained_than_in_a_burst(name: str, tokens: int) -> None:
+def test_no_part_is_faster_sustained_than_in_a_burst(name: str, tokens: int) -> None:
     model = presets.load("llama-3.1-8b").model
     assert model is not None
     run, chip = RunSpec(1, tokens), gpu(name)
@@ -144,7 +170,7 @@ def test_no_row_is_faster_sustained_than_in_a_burst(name: str, tokens: int) -> N
     for each in ("BF16", *TE, "MXFP8", "NVFP4"):
         if support(each, chip.capability).runs:
             slow, fast = sustained.step(each), burst.step(each)
-            assert all(slow.rows[row].value >= fast.rows[row].value * (1 - 1e-9) for row in slow.rows), each
+            assert all(slow.parts[part].value >= fast.parts[part].value * (1 - 1e-9) for part in slow.parts), each
 
 
 @pytest.mark.parametrize("name", ["h200", "b300", "l40s"])
@@ -153,8 +179,8 @@ def test_linears_do_not_beat_the_chip(name: str) -> None:
     for each in ("BF16", "FP8Current", "FP8Block"):
         if support(each, chip.capability).runs:
             rate = chip.tflops["bf16" if each == "BF16" else "fp8"] * 1e9
-            products = Forecaster(chip, "burst").linear(case, each).products.values()
-            assert all(part.value >= 2 * 20768 * 52032 * 688 / rate * (1 - 1e-9) for part in products)
+            gemms = Forecaster(chip, "burst").linear(case, each).gemms.values()
+            assert all(part.value >= 2 * 20768 * 52032 * 688 / rate * (1 - 1e-9) for part in gemms)
 
 
 def test_casts_reach_less_of_blackwells_bandwidth() -> None:
@@ -172,10 +198,10 @@ def test_casts_reach_less_of_blackwells_bandwidth() -> None:
 def test_weights_are_quantized_once_per_step() -> None:
     """Four micro-batches quantize four times the activations, and the weights once."""
     model, run = model_of(MEASURED["llama8b_l8"]["config"])
-    one = steps("h200", model, run).step("FP8Current").rows["quantization"].value
-    four = steps("h200", model, replace(run, gradient_accumulation=4)).step("FP8Current").rows["quantization"].value
+    one = steps("h200", model, run).step("FP8Current").parts["quantization"].value
+    four = steps("h200", model, replace(run, gradient_accumulation=4)).step("FP8Current").parts["quantization"].value
     forecaster = Forecaster(gpu("h200"), "sustained")
-    weights = forecaster.together(steps("h200", model, run).quantized, "FP8Current").weights.value
+    weights = forecaster.in_step(steps("h200", model, run).quantized, "FP8Current").weights.value
     assert weights > 0
     assert four == pytest.approx(4 * one - 3 * weights)
     again = replace(run, recompute="full")
@@ -183,14 +209,14 @@ def test_weights_are_quantized_once_per_step() -> None:
         StepForecast(Forecaster(gpu("h200"), "sustained", cache_weights=kept), model, again, derive(model, again))
         for kept in (True, False)
     )
-    times = [each.step("FP8Current").rows["quantization"].value for each in (plain, kept)]
+    times = [each.step("FP8Current").parts["quantization"].value for each in (plain, kept)]
     assert times[0] - times[1] == pytest.approx(weights / 3)
 
 
-# --- how doubts combine -----------------------------------------------------------------------------------------------
+# --- how uncertainties combine -----------------------------------------------------------------------------------------------
 
-DOUBTS = st.floats(0.0, 0.5)
-ESTIMATES = st.builds(Estimate, st.floats(0.001, 1e4), DOUBTS, DOUBTS)
+UNCERTAINTIES = st.floats(0.0, 0.5)
+ESTIMATES = st.builds(Estimate, st.floats(0.001, 1e4), UNCERTAINTIES, UNCERTAINTIES)
 
 
 @given(st.lists(ESTIMATES, min_size=1, max_size=8))
@@ -203,16 +229,16 @@ def test_a_sum_is_no_surer_than_what_its_parts_share(parts: list[Estimate]) -> N
 
 @given(ESTIMATES, ESTIMATES)
 def test_what_is_in_common_makes_a_ratio_surer(slow: Estimate, fast: Estimate) -> None:
-    assert ratio(slow, fast, 0.5).doubt <= ratio(slow, fast, 0.0).doubt + 1e-9
+    assert ratio(slow, fast, 0.5).uncertainty <= ratio(slow, fast, 0.0).uncertainty + 1e-9
     assert ratio(slow, fast, 0.0).interval().low <= slow.value / fast.value
 
 
 def test_what_does_not_change_dilutes() -> None:
-    slow = Step({"products": Estimate(100.0, 0.02, 0.05), "attention": Estimate(50.0, 0.0, 0.1)})
-    fast = Step({"products": Estimate(50.0, 0.02, 0.05), "attention": Estimate(50.0, 0.0, 0.1)})
-    alone = speedup(Step({"products": slow.rows["products"]}), Step({"products": fast.rows["products"]}))
-    assert speedup(slow, fast).value == pytest.approx(1.5)
-    assert speedup(slow, fast).doubt < alone.doubt
+    slow = StepEstimate({"GEMMs": Estimate(100.0, 0.02, 0.05), "attention": Estimate(50.0, 0.0, 0.1)})
+    fast = StepEstimate({"GEMMs": Estimate(50.0, 0.02, 0.05), "attention": Estimate(50.0, 0.0, 0.1)})
+    alone = speedup(StepEstimate({"GEMMs": slow.parts["GEMMs"]}), StepEstimate({"GEMMs": fast.parts["GEMMs"]}), 0.5)
+    assert speedup(slow, fast, 0.5).value == pytest.approx(1.5)
+    assert speedup(slow, fast, 0.5).uncertainty < alone.uncertainty
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------
@@ -226,13 +252,13 @@ def test_larger_messages_take_longer(name: str, operation: Any, size: int) -> No
     assert collective_ms(gpu(name), operation, 1, size) == 0.0
 
 
-def test_sharding_divides_the_products_and_adds_communication() -> None:
+def test_sharding_divides_the_gemms_and_adds_communication() -> None:
     model = presets.load("llama-3.1-70b").model
     assert model is not None
     one, four = (steps("b200", model, RunSpec(1, 8192, tp=tp, sequence_parallel=tp > 1)).step("BF16") for tp in (1, 4))
-    assert 0.2 < four.rows["products"].value / one.rows["products"].value < 0.35
-    assert "communication" in four.rows
-    assert "communication" not in one.rows
+    assert 0.2 < four.parts["GEMMs"].value / one.parts["GEMMs"].value < 0.35
+    assert "exposed communication" in four.parts
+    assert "exposed communication" not in one.parts
 
 
 def test_a_full_node_leaves_the_network_to_others() -> None:
@@ -272,45 +298,53 @@ def test_bridges_join_four_cards() -> None:
     assert eight > 3 * four
 
 
-def test_what_is_certain() -> None:
-    """The best one is so for certain if no other's error bar reaches its own, and no CPU stands in its way."""
-    low, high, over = Interval(1.1, 1.05, 1.15), Interval(1.3, 1.2, 1.4), Interval(1.25, 1.2, 1.3)
-    assert Point((1,), 1.0, (("A", low), ("B", high))).certain
-    assert Point((1,), 1.0, (("A", over), ("B", high))).rivals == ["A"]
-    assert not Point((1,), 1.0, (("A", Interval(1.1, 0.9, 1.3)),)).certain
-    assert Point((1,), 1.0, (("A", Interval(0.9, 0.8, 0.95)),)).certain
-    assert not Point((1,), 1.0, (("A", Interval(0.9, 0.8, 1.1)),)).certain
-    points = [Point((1,), 1.0, (("A", high),), host_bound=("A",)), Point((2,), 1.0, (("A", high),))]
+def test_a_point_gains_where_its_best_recipe_does() -> None:
+    """Beyond its error bar, and only where launching does not take longer than running."""
+    high = Interval(1.3, 1.2, 1.4)
+    certain, close = Winner(best="A", speedup=high), Winner(best="A", speedup=Interval(1.1, 0.9, 1.3), rivals=("BF16",))
+    assert SweepPoint(values={"tp": 1}, winner=certain).gains
+    assert SweepPoint(values={"tp": 1}, winner=certain.model_copy(update={"rivals": ("B",)})).gains  # another question
+    assert not SweepPoint(values={"tp": 1}, winner=close).gains
+    assert not SweepPoint(values={"tp": 1}, winner=certain, host_bound=("A",)).gains
+    assert not SweepPoint(values={"tp": 1}, winner=Winner(best="BF16", speedup=None)).gains
+    points = [
+        SweepPoint(values={"tp": 1}, speedups={"A": high}, host_bound=("A",)),
+        SweepPoint(values={"tp": 2}, speedups={"A": high}),
+        SweepPoint(values={"tp": 3}, why_not="not possible"),
+    ]
     assert break_even(points, "A") == 2
 
 
 def test_cores_share_what_one_would_find(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calibrated or not: what was measured goes along to other processes; and where these die, one does all."""
     model, run = model_of(MEASURED["gpt1b_l16"]["config"])
-    wanted = [((batch,), model, replace(run, micro_batch_size=batch)) for batch in (1, 2, 4)]
+    wanted = [({"micro_batch_size": batch}, model, replace(run, micro_batch_size=batch)) for batch in (1, 2, 4)]
     found = shipped("h200")
     assert found is not None
     forecaster = Forecaster(gpu("h200"), "burst", measured=found.adjustment())
-    alone = forecast_points(forecaster, wanted, ["FP8Current"])
-    assert alone != forecast_points(Forecaster(gpu("h200"), "burst"), wanted, ["FP8Current"])
+    alone = forecast_sweep(forecaster, wanted, [], ["FP8Current"])
+    assert alone != forecast_sweep(Forecaster(gpu("h200"), "burst"), wanted, [], ["FP8Current"])
     monkeypatch.setattr("gemmscope.forecast.sweep.WORTH_SHARING", 1)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    assert forecast_points(forecaster, wanted, ["FP8Current"]) == alone
+    assert forecast_sweep(forecaster, wanted, [], ["FP8Current"]) == alone
 
     def broken(*_: object) -> None:
         raise BrokenProcessPool
 
     monkeypatch.setattr("gemmscope.forecast.sweep.ProcessPoolExecutor", broken)
-    assert forecast_points(forecaster, wanted, ["FP8Current"]) == alone
+    assert forecast_sweep(forecaster, wanted, [], ["FP8Current"]) == alone
 
 
 def test_points_of_a_sweep_are_single_forecasts() -> None:
     model, run = model_of(MEASURED["llama8b_l8"]["config"])
-    [point] = forecast_points(Forecaster(gpu("h200"), "sustained"), [((1,), model, run)], ["BF16", "FP8Current"])
-    forecast = steps("h200", model, run)
-    assert point.step_ms == pytest.approx(forecast.step("BF16").total.value)
-    alone = speedup(forecast.step("BF16"), forecast.step("FP8Current")).interval()
-    gain = point.of("FP8Current")
-    assert gain is not None
-    assert (gain.low, gain.value, gain.high) == pytest.approx((alone.low, alone.value, alone.high), rel=1e-5)
-    assert point.best[0] == "FP8Current"
+    names = ["BF16", *TE]
+    [point] = forecast_sweep(Forecaster(gpu("h200"), "sustained"), [({"tp": 1}, model, run)], [], names).points
+    alone = forecast_step(steps("h200", model, run), names)
+    assert point.baseline_step_ms == pytest.approx(alone.recipes[0].step_ms.value)
+    for name in TE:
+        gain, single = point.speedups[name], alone.speedup(name)
+        assert single is not None
+        assert (gain.low, gain.value, gain.high) == pytest.approx((single.low, single.value, single.high), rel=1e-5)
+    assert point.winner is not None
+    assert alone.winner is not None
+    assert (point.winner.best, point.winner.rivals) == (alone.winner.best, alone.winner.rivals)

@@ -45,9 +45,9 @@ def size(text: str) -> Any:
     return typer.Option(help=text, parser=whole_number, metavar="N")
 
 
-# What a whole run's cost is asked with, of a step that is measured or forecast.
-TOKENS = typer.Option(parser=number, metavar="N", help="Of the whole run, for its cost.")
-GPUS = size("That it will run on.")
+# The cost of a full run, of a step that is measured or forecast.
+TOKENS = typer.Option(parser=number, metavar="N", help="Training tokens, to estimate the cost of the full run.")
+GPUS = size("GPUs of the full run, for its cost.")
 
 
 def takes(*groups: type) -> Callable[[Callable[..., Result]], Callable[..., Result]]:

@@ -64,6 +64,14 @@ def time_cell(value: float | Interval | None) -> Cell:
     return NOTHING if value is None else Cell(units.milliseconds(value), value)
 
 
+def range_cell(value: Interval | None) -> Cell:
+    """Milliseconds with their error bar in brackets."""
+    if value is None:
+        return NOTHING
+    ends = [units.milliseconds(end) for end in (value.low, value.high) if end is not None]
+    return Cell(f"{units.milliseconds(value.value)} [{', '.join(ends)}]", value.value, value.low, value.high)
+
+
 def share_cell(value: float | None) -> Cell:
     """A share as a percentage; its number is the share itself."""
     return NOTHING if value is None else Cell(units.percent(value), value)

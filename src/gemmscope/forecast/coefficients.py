@@ -1,7 +1,7 @@
-"""The fitted coefficients of products: what was measured, on what, and the small networks that correct the physics.
+"""The fitted coefficients of GEMMs: what was measured, on what, and the small networks that correct the physics.
 
 A *series* is one (GPU, format, state, library) that was measured. Each network maps `physics.features` and the series to two
-numbers per product: how far the library's time is from the physics (a logarithm), and how uncertain that is. They are means over
+numbers per GEMM: how far the library's time is from the physics (a logarithm), and how uncertain that is. They are means over
 networks fitted from different starts; numbers are stored as 16-bit floats in base64.
 """
 

@@ -1,17 +1,22 @@
-"""A forecast number with its doubt, and how doubts combine in sums and ratios.
+"""A forecast number with its uncertainty, and how uncertainties combine in sums, ratios and comparisons of recipes.
 
-Each number has two doubts, both logarithmic half-widths of a 90% error bar. Its `own` errs up for one part and down for another,
-so it shrinks in a sum. What is `shared` errs the same way in all parts (the library's version, a chip that was not measured), so
-it does not; but where both sides of a speedup have it, part of it cancels.
+Each number has two uncertainties, both logarithmic half-widths of a 90% error bar. Its `own` error goes up for one part and down
+for another, so it shrinks in a sum. The `shared` error goes the same way in all parts (the library's version, a GPU that was not
+measured), so it does not shrink; but where both sides of a speedup have it, part of it cancels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from math import exp, hypot, sqrt
 from typing import NamedTuple
 
 from gemmscope.interval import Interval
+from gemmscope.recipe.recipes import BASELINE
+from gemmscope.results.linears import Winner
+from gemmscope.results.winner import find_winner
+
+Pairs = Mapping[tuple[str, str], Interval]  # (recipe, over another one) → speedup
 
 
 class Estimate(NamedTuple):
@@ -22,7 +27,7 @@ class Estimate(NamedTuple):
     shared: float = 0.0
 
     @property
-    def doubt(self) -> float:
+    def uncertainty(self) -> float:
         return hypot(self.own, self.shared)
 
     def interval(self) -> Interval:
@@ -31,7 +36,7 @@ class Estimate(NamedTuple):
         >>> Estimate(100.0, own=0.03, shared=0.04).interval().high.__round__(1)
         105.1
         """
-        return Interval(self.value, self.value * exp(-self.doubt), self.value * exp(self.doubt))
+        return Interval(self.value, self.value * exp(-self.uncertainty), self.value * exp(self.uncertainty))
 
     def times(self, factor: float) -> Estimate:
         """So many of it."""
@@ -53,10 +58,22 @@ def total(parts: Iterable[Estimate]) -> Estimate:
 
 
 def ratio(slow: Estimate, fast: Estimate, in_common: float) -> Estimate:
-    """How many times faster. `in_common` is the share of the shared doubts that both sides have alike.
+    """The speedup of `fast` over `slow`. `in_common` is the share of the shared uncertainties that both sides have alike.
 
     >>> ratio(Estimate(2.0, shared=0.1), Estimate(1.0, shared=0.1), in_common=1.0)
     Estimate(value=2.0, own=0.0, shared=0.0)
     """
     shared = slow.shared**2 + fast.shared**2 - 2 * in_common * slow.shared * fast.shared
     return Estimate(slow.value / fast.value, hypot(slow.own, fast.own), sqrt(max(shared, 0.0)))
+
+
+def pairwise(names: Iterable[str], speedup: Callable[[str, str], Estimate]) -> dict[tuple[str, str], Interval]:
+    """Every recipe but BF16 over every other one."""
+    listed = list(names)
+    return {(name, over): speedup(name, over).interval() for name in listed for over in listed if BASELINE != name != over}
+
+
+def winner_of(pairs: Pairs) -> Winner:
+    """By the rule that all commands share."""
+    gains = {name: interval for (name, over), interval in pairs.items() if over == BASELINE}
+    return find_winner(gains, lambda name, over: pairs.get((name, over)))

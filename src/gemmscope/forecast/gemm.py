@@ -1,4 +1,4 @@
-"""The time of a matrix product: physics, times what was learned of the libraries, with a 90% error bar.
+"""The time of a GEMM: physics, times what was learned of the libraries, with a 90% error bar.
 
 A GPU, format and state that were measured use their own series. Otherwise a relative stands in: the same chip in its other state,
 or a chip of the same architecture. The physics is always that of the chip asked for; only the correction is borrowed, and the
@@ -19,16 +19,17 @@ from gemmscope.forecast.coefficients import Coefficients, Series, shipped
 from gemmscope.forecast.physics import RATE_OF, Array, Shapes, least_ms, memory_ms, roofline_ms, tile_work
 from gemmscope.gpu.specs import GpuSpec, gpu
 from gemmscope.toml import load_data
+from gemmscope.workload.ops import Pass
 
 State = Literal["sustained", "burst"]
 STATES: tuple[State, ...] = ("sustained", "burst")
 FORMATS = tuple(RATE_OF)
 Layout = Literal["tn", "nn", "nt"]
 LAYOUTS: tuple[Layout, ...] = ("tn", "nn", "nt")
-LAYOUT_OF: dict[str, Layout] = {"fprop": "tn", "dgrad": "nn", "wgrad": "nt"}
+LAYOUT_OF: dict[Pass, Layout] = {"fprop": "tn", "dgrad": "nn", "wgrad": "nt"}
 CAST_BYTES = 3.0  # per element: bf16 read, eight bits written
-LEAST_QUANTIZING = 0.1  # of what the fit gives it: so much of it is left where the product needs the rest
-Corrections = dict[int, tuple[Array, Array]]  # by series, for the same products
+LEAST_QUANTIZING = 0.1  # of what the fit gives it: so much of it is left where the GEMM needs the rest
+Corrections = dict[int, tuple[Array, Array]]  # by series, for the same GEMMs
 MEASURED_SIZES = {"m": (512, 32768), "k": (512, 65536), "n": (512, 65536)}
 
 
@@ -39,9 +40,9 @@ def quantize_bytes_ms(elements: Array, bandwidth_tbps: float) -> Array:
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds of products, as arrays. `low` and `high` are logarithmic half-widths of the 90% error bar of their sum.
+    """Milliseconds of GEMMs, as arrays. `low` and `high` are logarithmic half-widths of the 90% error bar of their sum.
 
-    `shared` is the part of it that products of this kind have in common, so that it does not average out in a sum.
+    `shared` is the part of it that GEMMs of this kind have in common, so that it does not average out in a sum.
     """
 
     gemm_ms: Array
@@ -49,7 +50,7 @@ class Times:
     low: Array
     high: Array
     shared: Array
-    burst_ms: Array  # the product alone in the chip's first moments: no other state is faster
+    burst_ms: Array  # the GEMM alone in the chip's first moments: no other state is faster
 
     @property
     def total_ms(self) -> Array:
@@ -69,7 +70,7 @@ class Times:
         return replace(self, low=low, high=np.maximum(self.high, np.log(other.high_ms / self.total_ms)))
 
     def at_least(self, gemm_ms: Array, total_ms: Array | None = None) -> Times:
-        """The same with products that take no less. Quantization gives way: the sum was measured, its parts were not."""
+        """The same with GEMMs that take no less. Quantization gives way: the sum was measured, its parts were not."""
         gemm = np.maximum(self.gemm_ms, gemm_ms)
         quantize = np.maximum(self.quantize_ms - (gemm - self.gemm_ms), LEAST_QUANTIZING * self.quantize_ms)
         if total_ms is not None:
@@ -86,7 +87,7 @@ class Basis:
     state: State
     series: Series
     factor: float  # on compute time, for the other state and for a format that was not measured itself
-    doubt: float  # logarithmic, added to the error bar
+    uncertainty: float  # logarithmic, added to the error bar
     stands_for: str = ""  # a library that was asked for and not measured
 
     @property
@@ -95,10 +96,10 @@ class Basis:
         return (self.series.gpu, self.series.state, self.series.fmt) == (self.chip.name, self.state, self.fmt)
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Where it comes from.
 
-        >>> model().basis(gpu("h100"), "bf16", "sustained").words
+        >>> model().basis(gpu("h100"), "bf16", "sustained").description
         'bf16: corrections measured on h200 (sustained, vllm)'
         """
         measured = f"{self.series.gpu} ({self.series.state}, {self.series.library})"
@@ -108,7 +109,7 @@ class Basis:
 
 
 class GemmModel:
-    """Times of products from one set of coefficients."""
+    """Times of GEMMs from one set of coefficients."""
 
     def __init__(self, coefficients: Coefficients) -> None:
         self.coefficients = coefficients
@@ -129,35 +130,40 @@ class GemmModel:
             raise UserError(f"there is no format {fmt!r}", f"formats: {', '.join(FORMATS)}")
         able = [each for each in FORMATS if _multiplies(chip, each)]
         if fmt not in able:
-            raise UserError(f"{chip.name} has no {fmt} products", f"formats that it multiplies: {', '.join(able)}")
+            raise UserError(f"{chip.name} has no {fmt} GEMMs", f"formats that it multiplies: {', '.join(able)}")
         facts = _transfer()
         near = {each: self._near(chip, fmt, each, library, facts) for each in STATES}
         if not near[state] and library is not None:
             other = self._find(chip, fmt, state, None, in_training=in_training)
-            return replace(other, doubt=float(np.hypot(other.doubt, facts["doubt"]["other_library"])), stands_for=library)
+            return replace(
+                other, uncertainty=float(np.hypot(other.uncertainty, facts["uncertainty"]["other_library"])), stands_for=library
+            )
         if not near[state]:
-            raise UserError(f"nothing measured comes near {fmt} products on {chip.name}")
+            raise UserError(f"nothing measured comes near {fmt} GEMMs on {chip.name}")
         mixed = facts["distance"]["other_library"] if in_training else 0.0
         pairs = product(near["sustained"], near["burst"])
         chosen = min(pairs, key=lambda pair: pair[0][0] + pair[1][0] + mixed * (pair[0][2].library != pair[1][2].library))
-        _, doubt, series = chosen[0 if state == "sustained" else 1]
-        return Basis(chip, fmt, state, series, _factor(chip, fmt, state, series, facts), doubt)
+        _, uncertainty, series = chosen[0 if state == "sustained" else 1]
+        return Basis(chip, fmt, state, series, _factor(chip, fmt, state, series, facts), uncertainty)
 
     def _near(
         self, chip: GpuSpec, fmt: str, state: State, library: str | None, facts: dict[str, Any]
     ) -> list[tuple[float, float, Series]]:
-        """Series that could stand for it, with their distance and the doubt that this adds."""
+        """Series that could stand for it, with their distance and the uncertainty that this adds."""
         found = []
         for series in self.coefficients.series:
             if series.fmt not in (fmt, *facts["stands_for"].get(fmt, ())) or (library is not None and series.library != library):
                 continue
-            distance, doubt = _distance(chip, gpu(series.gpu), facts)
+            distance, uncertainty = _distance(chip, gpu(series.gpu), facts)
             if not np.isfinite(distance):
                 continue
             for differs, how in ((series.fmt != fmt, "other_format"), (series.state != state, "other_state")):
                 if differs:
-                    doubt, distance = float(np.hypot(doubt, facts["doubt"][how])), distance + facts["distance"][how]
-            found.append((distance + (not series.default) * 0.01, doubt, series))
+                    uncertainty, distance = (
+                        float(np.hypot(uncertainty, facts["uncertainty"][how])),
+                        distance + facts["distance"][how],
+                    )
+            found.append((distance + (not series.default) * 0.01, uncertainty, series))
         return found
 
     def time(
@@ -171,22 +177,22 @@ class GemmModel:
         *,
         in_training: bool = False,
     ) -> Times:
-        """Products of one format. `layout` is one for all, or one for each. `in_training`: by training's library, which is known.
+        """GEMMs of one format. `layout` is one for all, or one for each. `in_training`: by training's library, which is known.
 
         >>> model().time(gpu("h200"), "bf16", Shapes.of(8192, 8192, 8192)).gemm_ms.round(1).tolist()
         [1.6]
         """
         basis = self.basis(chip, fmt, state, library, in_training=in_training)
-        unknown = (library is None and not in_training) or bool(basis.stands_for)  # whose product it will be
+        unknown = (library is None and not in_training) or bool(basis.stands_for)  # whose GEMM it will be
         if library is None and unknown and not basis.direct:
-            basis = replace(basis, doubt=float(np.hypot(basis.doubt, _transfer()["doubt"]["other_library"])))
+            basis = replace(basis, uncertainty=float(np.hypot(basis.uncertainty, _transfer()["uncertainty"]["other_library"])))
         work = tile_work(shapes, chip.sms)
         known: Corrections = {}
         times = self._time(basis, shapes, layout, work, known)
         if unknown and basis.direct:
             for series in self._others(basis.series):
                 times = times.reaching(self._time(replace(basis, series=series), shapes, layout, work, known))
-        if state == "sustained" and in_training:  # single products are forecast as they were measured
+        if state == "sustained" and in_training:  # single GEMMs are forecast as they were measured
             first = self._time(self.basis(chip, fmt, "burst", library, in_training=True), shapes, layout, work, known)
             times = times.at_least(first.gemm_ms, first.total_ms).reaching(times)
             times = replace(times, burst_ms=np.minimum(first.gemm_ms, times.gemm_ms))
@@ -198,7 +204,7 @@ class GemmModel:
         return [each for each in self.coefficients.series if (each.gpu, each.fmt, each.state) == own and each is not series]
 
     def series_time(self, series: Series, shapes: Shapes) -> Times:
-        """Products as this very series measured them."""
+        """GEMMs as this very series measured them."""
         state: State = "sustained" if series.state == "sustained" else "burst"
         chip = gpu(series.gpu)
         return self._time(Basis(chip, series.fmt, state, series, 1.0, 0.0), shapes, "tn", tile_work(shapes, chip.sms), {})
@@ -212,7 +218,7 @@ class GemmModel:
         correction, scale = known[series.index]
         compute, moved = work.min(axis=1) / (rates["tflops"] * 1e9), memory_ms(shapes, fmt, chip.bandwidth_tbps)
         bound = 1 / (1 + (moved / compute) ** 4)  # how far it is compute that takes the time
-        factors, doubts = _layouts(layout, chip, fmt, len(physics))
+        factors, uncertainties = _layouts(layout, chip, fmt, len(physics))
         gemm = physics * np.exp(correction) * (1 + (basis.factor * factors - 1) * bound)
         launch, passes = series.quantize
         quantize = np.zeros(len(physics))
@@ -220,9 +226,9 @@ class GemmModel:
             if series.fmt != fmt:
                 launch, passes = _transfer()["quantize"][fmt]
             quantize = launch + passes * quantize_bytes_ms(shapes.m * shapes.k, chip.bandwidth_tbps)
-        doubt = np.hypot(np.hypot(basis.doubt, doubts), doubt_outside(shapes))
+        uncertainty = np.hypot(np.hypot(basis.uncertainty, uncertainties), uncertainty_outside(shapes))
         low, high = np.maximum(-series.low * scale, 0.005), np.maximum(series.high * scale, 0.005)
-        found = Times(gemm, quantize, np.hypot(low, doubt), np.hypot(high, doubt), doubt, gemm)
+        found = Times(gemm, quantize, np.hypot(low, uncertainty), np.hypot(high, uncertainty), uncertainty, gemm)
         return found.at_least(chip_limit_ms(shapes, fmt, chip))
 
 
@@ -243,19 +249,19 @@ def _transfer() -> dict[str, Any]:
 
 
 def _multiplies(chip: GpuSpec, fmt: str) -> bool:
-    """Whether the chip has instructions for it: scales inside the product came with Blackwell."""
+    """Whether the chip has instructions for it: scales inside the GEMM came with Blackwell."""
     return RATE_OF[fmt] in chip.tflops and (fmt != "mxfp8" or chip.capability >= (10, 0))
 
 
 def _distance(chip: GpuSpec, other: GpuSpec, facts: dict[str, Any]) -> tuple[float, float]:
-    """How far a measured chip is from the one asked for, and the doubt that this adds; infinite if it is no relative."""
+    """How far a measured chip is from the one asked for, and the uncertainty that this adds; infinite if it is no relative."""
     if chip.name == other.name:
         return 0.0, 0.0
     if chip.architecture == other.architecture:
-        return facts["distance"]["same_architecture"], facts["doubt"]["same_architecture"]
+        return facts["distance"]["same_architecture"], facts["uncertainty"]["same_architecture"]
     relatives = facts["relatives"].get(chip.architecture, [])
     if other.architecture in relatives:
-        return facts["distance"]["relative"] + relatives.index(other.architecture), facts["doubt"]["relative"]
+        return facts["distance"]["relative"] + relatives.index(other.architecture), facts["uncertainty"]["relative"]
     return float("inf"), 0.0
 
 
@@ -271,22 +277,22 @@ def _factor(chip: GpuSpec, fmt: str, state: State, series: Series, facts: dict[s
 
 
 def _layouts(layout: Any, chip: GpuSpec, fmt: str, length: int) -> tuple[Array, Array]:
-    """The factor on compute time of each product's layout, and the doubt of it: only TN was measured widely."""
+    """The factor on compute time of each GEMM's layout, and the uncertainty of it: only TN was measured widely."""
     table = _transfer()["layouts"]
     known = table.get(chip.architecture, {}).get(fmt, table["other"])
     names = np.broadcast_to(np.asarray(layout), (length,))
-    factors, doubts = np.ones(length), np.zeros(length)
-    for name, (factor, doubt) in known.items():
-        factors[names == name], doubts[names == name] = factor, doubt
-    return factors, doubts
+    factors, uncertainties = np.ones(length), np.zeros(length)
+    for name, (factor, uncertainty) in known.items():
+        factors[names == name], uncertainties[names == name] = factor, uncertainty
+    return factors, uncertainties
 
 
-def doubt_outside(shapes: Shapes) -> Array:
-    """The doubt of sizes beyond those measured, and of products in groups."""
-    doubt = _transfer()["doubt"]
+def uncertainty_outside(shapes: Shapes) -> Array:
+    """The uncertainty of sizes beyond those measured, and of GEMMs in groups."""
+    added = _transfer()["uncertainty"]
     octaves = np.zeros(len(shapes.m))
     for name, (least, most) in MEASURED_SIZES.items():
         sizes = getattr(shapes, name)
         octaves = octaves + np.maximum(np.log2(least / sizes), 0) + np.maximum(np.log2(sizes / most), 0)
-    beyond: Array = np.hypot(octaves * doubt["per_octave_outside"], np.where(shapes.groups > 1, doubt["grouped"], 0.0))
+    beyond: Array = np.hypot(octaves * added["per_octave_outside"], np.where(shapes.groups > 1, added["grouped"], 0.0))
     return beyond

@@ -1,6 +1,6 @@
-"""What a matrix product must take, from the chip's rates and the product's sizes alone; and how well it fills the chip.
+"""What a GEMM must take, from the chip's rates and the GEMM's sizes alone; and how well it fills the chip.
 
-A product is cut into tiles of the result; as many tiles as the chip has multiprocessors run at a time, in waves. The last wave is
+A GEMM is cut into tiles of the result; as many tiles as the chip has multiprocessors run at a time, in waves. The last wave is
 rarely full, and the edge tiles reach beyond the matrix: that is the steps one sees when a size grows smoothly. Beside that stand
 the bytes that must come from memory, and the time to launch. `roofline_ms` combines the three for the best of a few tile sizes.
 
@@ -36,7 +36,7 @@ RESULT_BYTES = 2.0
 
 @dataclass(frozen=True)
 class Shapes:
-    """Products M x K x N, as arrays of one length. With `groups` > 1, `split` says which of M and K is the sum over groups."""
+    """GEMMs M x K x N, as arrays of one length. With `groups` > 1, `split` says which of M and K is the sum over groups."""
 
     m: Array
     k: Array
@@ -105,7 +105,7 @@ def roofline_ms(shapes: Shapes, fmt: str, *, sms: int, tflops: float, bandwidth_
 
 
 def features(shapes: Shapes, sms: int, work: Array | None = None) -> NDArray[np.float32]:
-    """What the correction knows of a product: its sizes, its intensity, and how every tile size would fill the chip."""
+    """What the correction knows of a GEMM: its sizes, its intensity, and how every tile size would fill the chip."""
     work = tile_work(shapes, sms) if work is None else work
     m, k, n = shapes.m, shapes.k, shapes.n
     best = work.min(axis=1)

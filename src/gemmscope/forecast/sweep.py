@@ -1,77 +1,57 @@
-"""Many configurations at once: the best precision at each, what it gains in the training step, and where gains begin."""
+"""Many configurations at once: the best recipe at each, its speedup of the training step, and where speedups begin."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 
+from gemmscope.findings import Finding, finding
 from gemmscope.forecast.linears import Forecaster
-from gemmscope.forecast.step import StepForecast, launching_ms, speedup
+from gemmscope.forecast.step import StepForecast, speedup
 from gemmscope.interval import Interval
-from gemmscope.measure.findings import too_close
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.recipe.recipes import BASELINE
+from gemmscope.results.forecast import BreakEven, GpuSweep, SweepPoint
+from gemmscope.results.winner import find_winner
 from gemmscope.workload.derive import derive
-
-
-@dataclass(frozen=True)
-class Point:
-    """One configuration: milliseconds of the baseline's step, and the speedup of every recipe that can run it.
-
-    `host_bound` names the recipes whose step takes a CPU longer to launch than the GPU to run: their gain is not to be had.
-    `cannot` says of the others why they cannot.
-    """
-
-    values: tuple[int, ...]
-    step_ms: float = 0.0
-    speedups: tuple[tuple[str, Interval], ...] = ()
-    why_not: str = ""
-    host_bound: tuple[str, ...] = ()
-    cannot: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def best(self) -> tuple[str, Interval]:
-        """The fastest recipe; the baseline where none gains."""
-        none = (BASELINE, Interval(1.0, 1.0, 1.0))
-        return max([none, *self.speedups], key=lambda each: each[1].value)
-
-    @property
-    def rivals(self) -> list[str]:
-        """Recipes that cannot be told apart from the best one: their error bars overlap."""
-        best, gain = self.best
-        if best == BASELINE:
-            return [name for name, each in self.speedups if each.high >= 1.0]
-        return rivals_of(best, gain, self.speedups)
-
-    @property
-    def certain(self) -> bool:
-        """Whether the best one is so for all its doubt."""
-        return not self.rivals
-
-    def of(self, name: str) -> Interval | None:
-        return dict(self.speedups).get(name)
-
-
-def rivals_of(best: str, gain: Interval, all_gains: Iterable[tuple[str, Interval]]) -> list[str]:
-    """Which recipes may be as fast as the best one, the baseline among them.
-
-    >>> rivals_of("A", Interval(1.2, 1.1, 1.3), [("A", Interval(1.2, 1.1, 1.3)), ("B", Interval(1.1, 1.0, 1.15))])
-    ['B']
-    """
-    close = [BASELINE] if too_close(gain) else []
-    return close + [name for name, each in all_gains if name != best and each.high > gain.low]
-
 
 AT_A_TIME = 400
 WORTH_SHARING, MOST_CORES = 3000, 8
-MOST_KEPT = 50_000  # products remembered from one batch to the next
-Configuration = tuple[tuple[int, ...], ModelSpec, RunSpec]
+MOST_KEPT = 50_000  # GEMMs remembered from one batch to the next
+Configuration = tuple[dict[str, int], ModelSpec, RunSpec]
 
 
-def forecast_points(forecaster: Forecaster, wanted: Sequence[Configuration], recipes: Sequence[str], dp: int = 1) -> list[Point]:
+def forecast_sweep(
+    forecaster: Forecaster,
+    possible: Sequence[Configuration],
+    impossible: Sequence[SweepPoint],
+    recipes: Sequence[str],
+    dp: int = 1,
+) -> GpuSweep:
+    """Every configuration on one GPU, those that are not possible included, in the order of their sizes."""
+    points = [*_shared_among_cores(forecaster, possible, recipes, dp), *impossible]
+    points.sort(key=lambda point: tuple(point.values.values()))
+    sizes = tuple(points[0].values)
+    low = [name for name in recipes if name != BASELINE]
+    seconds = list(dict.fromkeys(point.values[sizes[1]] for point in points)) if len(sizes) == 2 else [None]
+    lines = {second: [point for point in points if second is None or point.values[sizes[1]] == second] for second in seconds}
+    return GpuSweep(
+        gpu=forecaster.chip.name,
+        sizes=sizes,
+        recipes=tuple(recipes),
+        points=tuple(points),
+        break_even=tuple(
+            BreakEven(recipe=name, at=second, since=break_even(line, name)) for name in low for second, line in lines.items()
+        ),
+        findings=tuple(_findings(points)),
+    )
+
+
+def _shared_among_cores(
+    forecaster: Forecaster, wanted: Sequence[Configuration], recipes: Sequence[str], dp: int
+) -> list[SweepPoint]:
     """All of them; thousands are shared among the machine's cores."""
     cores = min(os.cpu_count() or 1, MOST_CORES)
     if len(wanted) < WORTH_SHARING or cores == 1:
@@ -79,15 +59,15 @@ def forecast_points(forecaster: Forecaster, wanted: Sequence[Configuration], rec
     shares = [wanted[len(wanted) * core // cores : len(wanted) * (core + 1) // cores] for core in range(cores)]
     try:
         with ProcessPoolExecutor(cores) as pool:
-            found = [pool.submit(_points, forecaster, share, recipes, dp) for share in shares]
-            return [point for each in found for point in each.result()]
+            results = [pool.submit(_points, forecaster, share, recipes, dp) for share in shares]
+            return [point for result in results for point in result.result()]
     except (OSError, BrokenProcessPool):  # a machine that grants no further processes, or ends them
         return _points(forecaster, wanted, recipes, dp)
 
 
-def _points(forecaster: Forecaster, wanted: Sequence[Configuration], recipes: Sequence[str], dp: int) -> list[Point]:
-    """Some hundreds at a time: their products are gathered first and computed together."""
-    points: list[Point] = []
+def _points(forecaster: Forecaster, wanted: Sequence[Configuration], recipes: Sequence[str], dp: int) -> list[SweepPoint]:
+    """Some hundreds at a time: their GEMMs are gathered first and computed together."""
+    points: list[SweepPoint] = []
     for first in range(0, len(wanted), AT_A_TIME):
         some = wanted[first : first + AT_A_TIME]
         steps = [StepForecast(forecaster, model, run, derive(model, run), dp) for _, model, run in some]
@@ -97,32 +77,64 @@ def _points(forecaster: Forecaster, wanted: Sequence[Configuration], recipes: Se
     return points
 
 
-def _point(values: tuple[int, ...], step: StepForecast, recipes: Sequence[str]) -> Point:
-    reasons = {name: step.why_not(name) for name in recipes if name != BASELINE}
-    able = [name for name, why in reasons.items() if not why]
-    found = {name: step.step(name) for name in (BASELINE, *able)}
-    gains = tuple((name, speedup(found[BASELINE], found[name]).interval()) for name in able)
-    bound = tuple(name for name, each in found.items() if launching_ms(step, name) > each.total.value)
-    cannot = tuple((name, why) for name, why in reasons.items() if why)
-    return Point(values, found[BASELINE].total.value, gains, host_bound=bound, cannot=cannot)
+def _point(values: dict[str, int], forecast: StepForecast, recipes: Sequence[str]) -> SweepPoint:
+    reasons = {name: forecast.why_not(name) for name in recipes if name != BASELINE}
+    able = [name for name, reason in reasons.items() if not reason]
+    steps = {name: forecast.step(name) for name in (BASELINE, *able)}
+
+    def ratio(name: str, over: str) -> Interval:
+        return speedup(steps[over], steps[name], forecast.forecaster.in_common(name, over)).interval()
+
+    speedups = {name: ratio(name, BASELINE) for name in able}
+    return SweepPoint(
+        values=values,
+        baseline_step_ms=steps[BASELINE].total.value,
+        speedups=speedups,
+        winner=find_winner(speedups, ratio),
+        host_bound=tuple(name for name, step in steps.items() if forecast.launch_ms(name) > step.total.value),
+        not_possible={name: reason for name, reason in reasons.items() if reason},
+    )
 
 
-def break_even(points: Sequence[Point], name: str) -> int | None:
-    """The first value of the first size from which a recipe gains to the end, error bar included; None if it never does.
+def _findings(points: Sequence[SweepPoint]) -> list[Finding]:
+    """Where launching takes longer than running, and where a recipe cannot run: one finding for each set of recipes."""
+    bound: dict[tuple[str, ...], list[str]] = {}
+    failing: dict[tuple[str, ...], list[SweepPoint]] = {}
+    for point in points:
+        if point.host_bound:
+            bound.setdefault(point.host_bound, []).append(point.place)
+        if point.not_possible:
+            failing.setdefault(tuple(point.not_possible), []).append(point)
+    return [
+        *(finding("sweep-host-bound", recipes=list(names), places=places) for names, places in bound.items()),
+        *(
+            finding(
+                "sweep-recipe-not-possible",
+                recipes=list(names),
+                places=[point.place for point in where],
+                reason=where[0].not_possible[names[0]],
+            )
+            for names, where in failing.items()
+        ),
+    ]
 
-    A point that is host-bound gains nothing.
 
-    >>> gains = [Interval(0.9, 0.8, 1.0), Interval(1.2, 1.1, 1.3)]
-    >>> break_even([Point((1,), 1.0, (("FP8", gains[0]),)), Point((2,), 1.0, (("FP8", gains[1]),))], "FP8")
+def break_even(points: Sequence[SweepPoint], name: str) -> int | None:
+    """The first value of the first size from which a recipe is faster to the end, beyond its error bar; None if it never is.
+
+    A point that is host-bound gains nothing; one that is not possible does not count.
+
+    >>> gains = {1: Interval(0.9, 0.8, 1.0), 2: Interval(1.2, 1.1, 1.3)}
+    >>> break_even([SweepPoint(values={"tp": tp}, speedups={"FP8": gain}) for tp, gain in gains.items()], "FP8")
     2
     """
     since: int | None = None
     for point in points:
-        found = point.of(name)
         if point.why_not:
             continue
-        if found is None or found.low <= 1.0 or name in point.host_bound:
+        speedup_there = point.speedups.get(name)
+        if speedup_there is None or not speedup_there.above_one or name in point.host_bound:
             since = None
         elif since is None:
-            since = point.values[0]
+            since = next(iter(point.values.values()))
     return since

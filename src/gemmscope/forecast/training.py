@@ -1,4 +1,4 @@
-"""What training adds to products: which ones a recipe runs, what quantizing takes, and everything that is no product.
+"""What training adds to GEMMs: which ones a recipe runs, what quantizing takes, and everything that is no GEMM.
 
 All of it is bytes over bandwidth or FLOPs over a rate; `coefficients/training.toml` holds the shares of the chip's rates that
 real kernels reach, with their source.
@@ -31,31 +31,31 @@ def _measured_on() -> tuple[int, int]:
     return gpu(facts()["measured_on"]).capability
 
 
-def doubt_of(table: str, chip: GpuSpec) -> float:
-    """The doubt of a part, larger on architectures that were not measured in training."""
-    return float(facts()[table]["doubt_measured" if chip.capability == _measured_on() else "doubt"])
+def uncertainty_of(table: str, chip: GpuSpec) -> float:
+    """The uncertainty of a part, larger on architectures that were not measured in training."""
+    return float(facts()[table]["uncertainty_measured" if chip.capability == _measured_on() else "uncertainty"])
 
 
-def product_format(recipe: Recipe, pass_name: str, chip: GpuSpec) -> str:
-    """The format of a pass's products, as the forecast of products names it.
+def gemm_format(recipe: Recipe, pass_name: str, chip: GpuSpec) -> str:
+    """The format of a pass's GEMMs, as the forecast of GEMMs names it.
 
     >>> from gemmscope.recipe.recipes import recipe
-    >>> product_format(recipe("FP8Block"), "fprop", gpu("h200")), product_format(recipe("FP8Block"), "fprop", gpu("b300"))
+    >>> gemm_format(recipe("FP8Block"), "fprop", gpu("h200")), gemm_format(recipe("FP8Block"), "fprop", gpu("b300"))
     ('fp8-block', 'mxfp8')
-    >>> product_format(recipe("FP8Block"), "fprop", gpu("rtx-pro-6000"))
+    >>> gemm_format(recipe("FP8Block"), "fprop", gpu("rtx-pro-6000"))
     'fp8-block'
     """
     if set(recipe.operands[pass_name]) == {"bf16"} or not recipe.quantizes:
         return "bf16"
     emulated = recipe.scales == "block128" and support(recipe.name, chip.capability).note
-    if emulated and support("MXFP8", chip.capability).runs:  # elsewhere, what its own block-scaled products take was measured
+    if emulated and support("MXFP8", chip.capability).runs:  # elsewhere, what its own block-scaled GEMMs take was measured
         return "mxfp8"
-    return str(facts()["product_format"][recipe.scales])
+    return str(facts()["gemm_format"][recipe.scales])
 
 
-def product_factor(fmt: str, chip: GpuSpec) -> float:
-    """Training's products over those of the library that was measured widely."""
-    return float(facts()["products"].get(chip.architecture, {}).get(fmt, 1.0))
+def gemm_factor(fmt: str, chip: GpuSpec) -> float:
+    """Training's GEMMs over those of the library that was measured widely."""
+    return float(facts()["gemms"].get(chip.architecture, {}).get(fmt, 1.0))
 
 
 class Quantizing(NamedTuple):
@@ -83,7 +83,7 @@ class Quantizing(NamedTuple):
 
 
 def quantizing(recipe: Recipe, chip: GpuSpec) -> Quantizing:
-    """One tensor, for all its products.
+    """One tensor, for all its GEMMs.
 
     >>> from gemmscope.recipe.recipes import recipe
     >>> round(quantizing(recipe("FP8Delayed"), gpu("h200")).time_ms(16384 * 4096), 3)

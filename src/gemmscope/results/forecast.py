@@ -1,4 +1,4 @@
-"""The result of `gemmscope forecast`: the same linears and steps as measured ones, with origin forecast, for each GPU; or a sweep.
+"""The result of `gemmscope forecast`: linears and steps as measured ones, with origin forecast, for each GPU; or a sweep.
 
 Nothing in it was measured on the GPU it names, and every interval is a 90% error bar.
 """
@@ -46,6 +46,21 @@ class SweepPoint(Part):
         """Whether the best recipe is faster than BF16 beyond its error bar, and the host does not prevent it."""
         return self.winner is not None and self.winner.beats_baseline and self.winner.best not in self.host_bound
 
+    @property
+    def place(self) -> str:
+        """Its sizes, as a message names it."""
+        return " x ".join(map(str, self.values.values()))
+
+
+class BreakEven(Part):
+    """From where on a recipe is faster than BF16 beyond its error bar, to the end of the sweep."""
+
+    recipe: str
+    at: int | None = None
+    """The value of the second size; null where only one is varied."""
+    since: int | None
+    """The value of the first size; null: nowhere."""
+
 
 class GpuSweep(Part):
     """One GPU's sweep."""
@@ -54,6 +69,8 @@ class GpuSweep(Part):
     sizes: tuple[str, ...]
     recipes: tuple[str, ...]
     points: tuple[SweepPoint, ...]
+    break_even: tuple[BreakEven, ...] = ()
+    findings: tuple[Finding, ...] = ()
 
 
 class ForecastResult(ModelResult):

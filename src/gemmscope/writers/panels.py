@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -100,7 +101,7 @@ def waterfalls(figure: Any, charts: Sequence[WaterfallChart]) -> None:
         axis.invert_yaxis()
         axis.set_xlim(low, high + (high - low) * 0.12)
         axis.axvline(1, color="#777777", linewidth=0.8, linestyle="--")
-        axis.set_title(chart.title, fontsize=9.5)
+        axis.set_title(textwrap.fill(chart.title, 36), fontsize=9.5)
         axis.set_xlabel(f"speedup over {chart.baseline}")
 
 
@@ -118,6 +119,8 @@ def curve(axis: Any, chart: CurveChart) -> None:
                       label=name, **_dot(chart.color(name)))  # fmt: skip
         marked = [(places.index(point.at), point.value.value) for point in points if point.mark]
         axis.plot([at for at, _ in marked], [value for _, value in marked], "x", color=_color(chart.color(name)), markersize=8)
+    for mark in dict.fromkeys(point.mark for points in chart.series.values() for point in points if point.mark):
+        axis.plot([], [], "x", color=DARK, markersize=8, label=mark)
     turned: dict[str, Any] = {"rotation": 30, "ha": "right"} if any(len(place) > 8 for place in places) else {}
     shown, labels = _ticks(places)
     axis.set_xticks(shown, labels, **turned)
@@ -133,8 +136,8 @@ def curve(axis: Any, chart: CurveChart) -> None:
 
 
 def _reach(found: Interval) -> tuple[float, float]:
-    """How far the interval reaches below and above the value."""
-    low = found.low if found.low is not None else found.value
+    """How far the interval reaches below and above the value. Nothing that is drawn can be negative."""
+    low = max(found.low, 0.0) if found.low is not None else found.value
     high = found.high if found.high is not None else found.value
     return max(found.value - low, 0.0), max(high - found.value, 0.0)
 

@@ -14,7 +14,7 @@ from gemmscope.document.table import Table
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "", "": ""}
 LABELS = {"error": "error: ", "warning": "warning: ", "note": "note: "}
-WIDEST = 200  # tables are never folded: a limit, not a width to fill
+WIDEST = 200  # at least: tables are never folded or cut
 
 
 def show(document: Document, *, detail: bool = False, console: Console | None = None) -> None:
@@ -77,7 +77,8 @@ def _show_next(document: Document, shown: Document, console: Console) -> None:
 def show_table(table: Table, console: Console | None = None) -> None:
     """One table with its title."""
     console = console or Console(highlight=False, soft_wrap=True)
-    console.width = max(console.width, WIDEST)
+    texts = [[column.name, *(row[index].text for row in table.rows)] for index, column in enumerate(table.columns)]
+    console.width = max(console.width, WIDEST, sum(max(map(len, column)) + 3 for column in texts))
     rich_table = RichTable(title=table.title, box=box.SIMPLE_HEAD, title_justify="left", title_style="italic", pad_edge=False)
     for column in table.columns:
         rich_table.add_column(Text(column.name), justify="right" if column.numeric else "left", no_wrap=True)

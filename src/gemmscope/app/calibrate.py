@@ -1,0 +1,179 @@
+"""`gemmscope calibrate`: measures linears and short steps on this GPU, so that forecasts for it are based on them."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gemmscope.app.bench import DEFAULT_CHOICES, DEFAULT_TIMING, BenchTiming
+from gemmscope.app.choose import Choice, Choices, choose, visible_gpu
+from gemmscope.app.progress import QUIET, Reporter
+from gemmscope.document.table import Cell, Table, columns, number
+from gemmscope.errors import UserError, option
+from gemmscope.findings import Finding, finding
+from gemmscope.forecast.calibration import (
+    CASES,
+    STACKS,
+    Calibration,
+    check_place,
+    drop_implausible,
+    gemm_factors,
+    known_gpu,
+    part_factors,
+    quantize_factors,
+    save,
+)
+from gemmscope.forecast.gemm import State
+from gemmscope.forecast.linear_results import forecast_linears
+from gemmscope.forecast.linears import Adjustment, Forecaster
+from gemmscope.forecast.step import StepForecast
+from gemmscope.gpu.environment import environment
+from gemmscope.gpu.specs import GpuSpec
+from gemmscope.measure.campaign import Campaign
+from gemmscope.measure.journal import Journal, open_journal
+from gemmscope.measure.linears import measured_linears
+from gemmscope.measure.link import Link
+from gemmscope.measure.sampler import StoppingRule
+from gemmscope.model.spec import ModelSpec, RunSpec
+from gemmscope.parts import StepPart
+from gemmscope.recipe.recipes import BASELINE, recipes
+from gemmscope.results.linears import Linears
+from gemmscope.results.step import StepSettings
+from gemmscope.step.answer import profiled_step
+from gemmscope.step.plan import plan_step
+from gemmscope.step.predict import StepRun
+from gemmscope.workload.cases import tasks_of
+from gemmscope.workload.derive import derive
+
+REST_MS, BURST_DROP_MS, BURST_KEEP_MS = 100.0, 2.0, 15.0
+RESTED_PRECISION, RESTED_LIMIT_S = 0.03, 25.0
+STEPS_PRECISION, STEPS_LIMIT_S = 0.02, 8.0
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What was measured, and the file that forecasts read it from."""
+
+    calibration: Calibration
+    path: Path
+    findings: tuple[Finding, ...]
+
+
+def calibrate(
+    *,
+    choices: Choices = DEFAULT_CHOICES,
+    timing: BenchTiming = DEFAULT_TIMING,
+    resume: bool = False,
+    command: str = "",
+    reporter: Reporter = QUIET,
+) -> Calibrated | None:
+    """Measure this GPU and write the factors between measured and forecast times. None if nothing could be measured."""
+    timing.check()
+    machine = environment()
+    choice = choose(choices, machine, cache_weights=timing.cache_weights)
+    gpu = visible_gpu(machine)
+    if choice.backend == "cpu" or gpu is None:
+        raise UserError("calibration needs an NVIDIA GPU, because forecasts are of GPUs", f"leave out {option('device', 'cpu')}")
+    chip = known_gpu(gpu.name)
+    check_place(chip.name)
+    with closing(open_journal()) as journal:
+        session = _Session(choice, timing, chip, journal, command, reporter, resume=resume)
+        reporter.say("measuring linears in the state that training runs in …")
+        linears, campaign = session.linears()
+        if not linears.ops:
+            return None
+        expected = session.forecast(linears, "sustained")
+        gemms, quantize = gemm_factors(linears, expected, chip), quantize_factors(linears, expected)
+        reporter.say("measuring their GEMMs on a rested GPU …")
+        rested, _ = session.linears(rested=True)
+        burst = gemm_factors(rested, session.forecast(rested, "burst"), chip)
+        parts, findings = session.parts(Adjustment(gemms, quantize, {}, burst)) if choice.backend != "torch" else ({}, [])
+    hello = campaign.results.hello
+    calibration, dropped = drop_implausible(
+        Calibration(
+            gpu=chip.name,
+            device=str(hello.get("device", {}).get("name", "")),
+            gemms=gemms,
+            quantize=quantize,
+            burst=burst,
+            parts=parts,
+            versions=dict(hello.get("versions", {})),
+        )
+    )
+    return Calibrated(calibration, save(calibration), (*findings, *dropped))
+
+
+@dataclass(frozen=True)
+class _Session:
+    """Everything that the measurements share."""
+
+    choice: Choice
+    timing: BenchTiming
+    chip: GpuSpec
+    journal: Journal
+    command: str
+    reporter: Reporter
+    resume: bool
+
+    def linears(self, *, rested: bool = False) -> tuple[Linears, Campaign]:
+        """The designed linears; `rested`: their GEMMs alone, each on a GPU that was idle before."""
+        choice = replace(self.choice, modes=["pre-quantized"]) if rested else self.choice
+        same = {name: other for name, known in recipes().items() if (other := known.same_kernels_as)}
+        settings, rule = self.timing.settings(choice.backend), self.timing.rule()
+        if rested:
+            settings = replace(settings, rest_ms=REST_MS, drop_ms=BURST_DROP_MS, keep_ms=BURST_KEEP_MS)
+            rule = StoppingRule(target=RESTED_PRECISION, longest_s=RESTED_LIMIT_S)
+        tasks = tasks_of(CASES, choice.recipes, choice.modes, same)
+        with Link() as started:
+            campaign = Campaign(tasks, settings, rule, self.journal, command=[self.command], started=started)
+            with self.reporter.measuring(campaign) as on_message:
+                campaign.on_message = on_message
+                campaign.run(resume=self.resume)
+        caches = self.timing.cache_weights
+        measured = measured_linears(campaign.results, choice.recipes, choice.modes, backend=choice.backend, cache_weights=caches)
+        return measured, campaign
+
+    def forecast(self, measured: Linears, state: State) -> Linears:
+        """The same linears from public measurements."""
+        forecaster = Forecaster(self.chip, state, cache_weights=measured.cache_weights)
+        return forecast_linears(forecaster, measured.cases, measured.recipes, measured.modes)
+
+    def parts(self, adjustment: Adjustment) -> tuple[dict[StepPart, float], list[Finding]]:
+        """Of everything that is not a GEMM; empty if no step could be run."""
+        try:
+            return part_factors([self._step(adjustment, *stack) for stack in STACKS]), []
+        except UserError as error:
+            return {}, [finding("parts-not-calibrated", reason=error.message)]
+
+    def _step(
+        self, adjustment: Adjustment, model: ModelSpec, run: RunSpec
+    ) -> tuple[dict[StepPart, float], dict[StepPart, float]]:
+        """A short step in BF16: milliseconds of its parts, measured and forecast."""
+        self.reporter.say(
+            f"measuring a step of {len(model.layers)} layers, {run.micro_batch_size} x {run.sequence_length} tokens …"
+        )
+        rule = StoppingRule(target=STEPS_PRECISION, longest_s=STEPS_LIMIT_S)
+        settings = StepSettings(self.choice.backend, host=False)
+        step = StepRun(plan_step(model, run)[0], [BASELINE], settings, rule, self.journal, command=[self.command])
+        with self.reporter.measuring(step) as on_message:
+            step.on_message = on_message
+            step.run()
+        deepest = step.results.deepest(BASELINE)
+        profiled = profiled_step(step.results, deepest) if deepest is not None else None
+        forecast = StepForecast(Forecaster(self.chip, "sustained", measured=adjustment), model, run, derive(model, run))
+        return profiled.parts_ms() if profiled is not None else {}, forecast.step(BASELINE).parts_ms
+
+
+def factor_table(calibration: Calibration) -> Table:
+    """Every factor of a calibration."""
+    states = (("sustained", calibration.gemms), ("burst", calibration.burst))
+    rows = [
+        (Cell(f"{fmt} GEMMs, {state}, {pass_name}"), number(factor, f"{factor:.3f}"))
+        for state, table in states
+        for fmt, passes in table.items()
+        for pass_name, factor in passes.items()
+    ]
+    rows += [(Cell(f"quantization, {name}"), number(factor, f"{factor:.3f}")) for name, factor in calibration.quantize.items()]
+    rows += [(Cell(part), number(factor, f"{factor:.3f}")) for part, factor in calibration.parts.items()]
+    return Table(f"Measured over forecast time on {calibration.device}", columns(("Part",), ("Factor",)), tuple(rows))

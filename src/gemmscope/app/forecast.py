@@ -1,0 +1,380 @@
+"""`gemmscope forecast`: linears and the training step on GPUs that need not be here. Nothing is measured, torch is not needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from gemmscope.app.bench import DEFAULT_CHOICES, Shape, check_shape
+from gemmscope.app.choose import Choices
+from gemmscope.app.model import SIZES, LinearCases, ModelRun, RankWorkload, linear_cases, load_model, model_run, rank_workload
+from gemmscope.app.progress import QUIET, Reporter
+from gemmscope.errors import UserError, closest, option, shown
+from gemmscope.findings import Finding, finding
+from gemmscope.forecast.calibration import calibrated
+from gemmscope.forecast.gemm import STATES, State, model
+from gemmscope.forecast.gemm_list import GemmForecast, forecast_gemm_list
+from gemmscope.forecast.linear_results import forecast_linears, misaligned
+from gemmscope.forecast.linears import Forecaster
+from gemmscope.forecast.memory import does_not_fit
+from gemmscope.forecast.step import StepForecast, forecast_step
+from gemmscope.forecast.sweep import Configuration, forecast_sweep
+from gemmscope.forecast.training import gemm_format
+from gemmscope.gpu.specs import GpuSpec, gpu, gpus
+from gemmscope.measure.findings import linear_findings
+from gemmscope.model.spec import ModelSpec, RunSpec, check_size
+from gemmscope.recipe.recipes import BASELINE, recipe, recipes
+from gemmscope.recipe.support import support
+from gemmscope.results.forecast import ForecastResult, GpuForecast, SweepPoint
+from gemmscope.results.linears import Linears
+from gemmscope.results.step import StepTimes
+from gemmscope.step.cost import Budget
+from gemmscope.step.findings import step_findings
+from gemmscope.workload.cases import bare_products
+from gemmscope.workload.derive import HEAD
+from gemmscope.workload.ops import Linear
+from gemmscope.workload.sharding import check
+
+RUN_SIZES = ("micro_batch_size", "sequence_length", "tp", "cp", "pp", "ep", "etp", "gradient_accumulation")
+SWEEP_SIZES = (*SIZES, *RUN_SIZES)
+MOST_POINTS = 100_000
+Price = float | Mapping[str, float] | None
+
+
+def forecast(
+    job: ModelRun | None,
+    gpus: Sequence[str],
+    *,
+    shapes: Sequence[Shape] | None = None,
+    choices: Choices = DEFAULT_CHOICES,
+    state: str = "sustained",
+    dp: int | None = None,
+    cache_weights: bool = False,
+    tokens: float | None = None,
+    gpu_count: int | None = None,
+    price: Price = None,
+    command: str = "",
+    reporter: Reporter = QUIET,
+) -> ForecastResult:
+    """A model's linears and its training step (or bare GEMMs: `shapes`) on each GPU, with 90% error bars.
+
+    `state`: sustained, as in training, or burst, the first moments of a rested GPU. `dp`: replicas that exchange gradients.
+    `tokens` on `gpu_count` GPUs at a `price` per GPU-hour (one for all, or by GPU): what the run costs.
+    """
+    chips, known_state = _chips(gpus), _state(state)
+    budgets, replicas = _budgets(chips, tokens, gpu_count, price), _replicas(dp)
+    by_gpu = _choose_recipes(chips, choices)
+    subject = rank_workload(job, reporter.say) if job is not None else None
+    linears = _cases(subject, shapes)
+    if budgets and (subject is None or subject.source.model is None):
+        raise UserError(
+            f"{option('tokens')} and {option('gpus')} are about a training step, and there is none",
+            f"name a model: {option('config')} or {option('preset')}",
+        )
+    if budgets and job is not None:
+        replicas = _replicas_of(budgets[chips[0].name], job.run, dp)
+    made = []
+    for chip in chips:
+        chosen = by_gpu[chip.name]
+        adjustment, about = calibrated(chip.name)
+        forecaster = Forecaster(chip, known_state, cache_weights=cache_weights, measured=adjustment)
+        found = forecast_linears(
+            forecaster, linears.cases, chosen.recipes, choices.chosen_modes(), linears.layers, linears.layer_counts
+        )
+        step = None
+        if subject is not None and subject.source.model is not None:
+            estimate = StepForecast(forecaster, subject.source.model, subject.run, subject.workload, replicas or 1)
+            step = forecast_step(estimate, chosen.recipes, budgets.get(chip.name))
+        made.append(
+            GpuForecast(
+                gpu=chip.name,
+                title=chip.title,
+                capability=chip.architecture,
+                basis=tuple(_basis(chip, known_state, chosen.recipes)),
+                linears=found,
+                step=step,
+                findings=(*_findings(found, step, subject, chip), *chosen.findings, *about),
+            )
+        )
+    return ForecastResult(
+        command=command,
+        **(subject.about() if subject is not None else {"origin": "shapes"}),
+        findings=tuple(_common_findings(subject, linears, made)),
+        coefficients=_coefficients(),
+        state=known_state,
+        dp=replicas or 1,
+        gpus=tuple(made),
+    )
+
+
+def sweep(
+    model: Mapping[str, Any],
+    run: Mapping[str, Any],
+    axes: Mapping[str, Sequence[int]],
+    gpus: Sequence[str],
+    *,
+    choices: Choices = DEFAULT_CHOICES,
+    state: str = "sustained",
+    dp: int | None = None,
+    command: str = "",
+) -> ForecastResult:
+    """The training step over one size or two: the best recipe at each point, and from where on each recipe is faster than BF16.
+
+    `model` and `run` are the arguments of `load_model` and `model_run`; `axes` gives a size of either its values.
+    """
+    chips, known_state, replicas = _chips(gpus), _state(state), _replicas(dp)
+    by_gpu = _choose_recipes(chips, choices)
+    _check_axes(axes, model)
+    possible, impossible = _configurations(model, run, axes)
+    sweeps = []
+    for chip in chips:
+        adjustment, about = calibrated(chip.name)
+        chosen = by_gpu[chip.name]
+        points = forecast_sweep(
+            Forecaster(chip, known_state, measured=adjustment), possible, impossible, chosen.recipes, replicas or 1
+        )
+        sweeps.append(points.model_copy(update={"findings": (*points.findings, *chosen.findings, *about)}))
+    reasons: dict[str, list[str]] = {}
+    for point in impossible:
+        reasons.setdefault(point.why_not, []).append(point.place)
+    return ForecastResult(
+        command=command,
+        origin="sweep",
+        findings=(
+            finding("forecast-not-measured"),
+            *(finding("sweep-point-not-possible", places=places, reason=reason) for reason, places in reasons.items()),
+        ),
+        coefficients=_coefficients(),
+        state=known_state,
+        dp=replicas or 1,
+        sweeps=tuple(sweeps),
+    )
+
+
+def forecast_gemms(file: str, gpus: Sequence[str], *, state: str = "sustained", library: str | None = None) -> GemmForecast:
+    """Single GEMMs from a CSV file (`-`: standard input), as CSV with four more columns of milliseconds.
+
+    `library`: as this library was measured; without it the user's own calibration is applied.
+    """
+    by = library.strip().lower() if library else None
+    chips, adjustments, findings = _chips(gpus), {}, list[Finding]()
+    for chip in chips:
+        adjustments[chip.name], about = calibrated(chip.name, own_only=True) if by is None else (None, [])
+        findings += about
+    made = forecast_gemm_list(file, chips, adjustments, _state(state), by)
+    return GemmForecast(made.csv, (finding("forecast-not-measured"), *made.findings, *findings))
+
+
+# --- what was asked for -------------------------------------------------------------------------------------------------------
+
+
+def _chips(names: Sequence[str]) -> list[GpuSpec]:
+    """The GPUs in the order they were named, each once."""
+    if not names:
+        raise UserError("no GPU is named", f"add {option('gpu', 'b300,h200')}, for example; known: {', '.join(gpus())}")
+    return list({(spec := gpu(name)).name: spec for name in names}.values())
+
+
+def _state(state: str) -> State:
+    for known in STATES:
+        if state == known:
+            return known
+    raise UserError(f"{option('state')} {shown(state)} is not known", "it can be sustained (as in training) or burst")
+
+
+def _replicas(dp: int | None) -> int | None:
+    return check_size(option("dp"), dp, "parallel") if dp is not None else None
+
+
+def _replicas_of(budget: Budget, run: RunSpec, dp: int | None) -> int:
+    """How many data-parallel replicas the GPUs of the run make in its layout."""
+    replicas = budget.replicas(run) // run.ep
+    if dp is not None and dp != replicas:
+        raise UserError(
+            f"{option('gpus', budget.gpus)} makes {replicas} data-parallel replicas in this layout, not {dp}",
+            f"leave out {option('dp')}",
+        )
+    return replicas
+
+
+def _budgets(chips: Sequence[GpuSpec], tokens: float | None, gpu_count: int | None, price: Price) -> dict[str, Budget]:
+    """What the run's cost is asked for, by GPU; empty if it is not."""
+    by_gpu = {gpu(name).name: float(value) for name, value in price.items()} if isinstance(price, Mapping) else None
+    budget = Budget.asked(tokens, gpu_count, 0.0 if by_gpu is not None else price)  # type: ignore[arg-type]
+    if budget is None:
+        return {}
+    names = [chip.name for chip in chips]
+    strange = [name for name in by_gpu or () if name not in names]
+    if strange:
+        raise UserError(f"{option('price')} names {strange[0]}, which is not among the GPUs", f"they are {', '.join(names)}")
+    return {name: budget if by_gpu is None else budget.at(by_gpu.get(name)) for name in names}
+
+
+@dataclass(frozen=True)
+class _GpuChoice:
+    """The recipes to forecast on one GPU, and what there is to know about them."""
+
+    recipes: list[str]
+    findings: list[Finding]
+
+
+def _choose_recipes(chips: Sequence[GpuSpec], requested: Choices) -> dict[str, _GpuChoice]:
+    """By GPU. Those named must run on at least one of the GPUs; by default, all of Transformer Engine's that a GPU runs."""
+    usual = [name for name, known in recipes().items() if "transformer_engine" in known.backends]
+    named = requested.named_recipes()
+    wanted = [name for name in named or usual if name not in requested.left_out]
+    reasons = {(name, chip.name): _why_not(name, chip) for name in wanted for chip in chips}
+    choices = {}
+    for chip in chips:
+        chosen = [name for name in wanted if not reasons[name, chip.name]]
+        findings = [
+            finding("recipe-emulated", recipe=name, how=words)
+            for name in chosen
+            if (words := support(name, chip.capability).note)
+        ]
+        if named is not None:
+            findings += [
+                finding("recipe-left-out", recipe=name, reason=reasons[name, chip.name]) for name in wanted if name not in chosen
+            ]
+        elif chosen == [BASELINE] and not requested.left_out:
+            findings.append(finding("only-baseline-runs", gpu=chip.name, reason=_why_not("FP8Current", chip)))
+        choices[chip.name] = _GpuChoice(chosen, findings)
+    for name in wanted if named is not None else ():
+        if all(reasons[name, chip.name] for chip in chips):
+            able = [other for other in recipes() if not all(_why_not(other, chip) for chip in chips)]
+            where = " or ".join(chip.name for chip in chips)
+            raise UserError(
+                f"{name} cannot run on {where}: {reasons[name, chips[0].name]}", f"recipes that can: {', '.join(able)}"
+            )
+    return choices
+
+
+def _why_not(name: str, chip: GpuSpec) -> str:
+    """Why a recipe cannot run on a GPU; empty if it can."""
+    if recipe(name).backends == ("cpu",):
+        return "it only runs on CPUs"
+    return support(name, chip.capability).why_not(chip.name, chip.capability)
+
+
+def _cases(subject: RankWorkload | None, shapes: Sequence[Shape] | None) -> LinearCases:
+    """The linears to forecast: of the model, or bare GEMMs."""
+    if subject is None:
+        if shapes is None:
+            raise UserError("there is nothing to forecast", f"name a model, or give {option('shapes')}")
+        for shape in shapes:
+            check_shape(shape)
+        return LinearCases(tuple(bare_products(shapes)))
+    if shapes is not None:
+        raise UserError(f"{option('shapes')} are bare GEMMs, and a model is named too", "keep one of them")
+    linears = linear_cases(subject.workload)
+    if not linears.cases:
+        raise UserError(f"{subject.name} has no linear layers", "gemmscope shapes lists its operations")
+    return linears
+
+
+# --- what there is to know ----------------------------------------------------------------------------------------------------
+
+
+def _coefficients() -> str:
+    """Where the fitted numbers come from."""
+    about = model().coefficients.about
+    return f"{about['source']}; {about['fitted']}"
+
+
+def _basis(chip: GpuSpec, state: State, names: Sequence[str]) -> list[str]:
+    """What the GEMMs of every format on this GPU are based on."""
+    formats = [gemm_format(recipe(name), pass_name, chip) for name in names for pass_name in ("fprop", "wgrad")]
+    return [model().basis(chip, fmt, state, in_training=True).description for fmt in dict.fromkeys(formats)]
+
+
+def _findings(linears: Linears, step: StepTimes | None, subject: RankWorkload | None, chip: GpuSpec) -> Iterator[Finding]:
+    """About one GPU."""
+    if step is not None:
+        yield from step_findings(step.model_copy(update={"failures": {}}))  # the sizes below are the reason for all of them
+        winner = step.winner
+        if winner is not None and winner.best != BASELINE and (rivals := [name for name in winner.rivals if name != BASELINE]):
+            yield finding("too-close-to-call", recipe=winner.best, over=rivals, what="the training step")
+    yield from linear_findings(linears)
+    yield from misaligned(linears.cases, linears.recipes)
+    if subject is not None and subject.source.model is not None:
+        yield from does_not_fit(linears, subject.source.model, subject.run, subject.workload.parameters, chip)
+
+
+def _common_findings(subject: RankWorkload | None, linears: LinearCases, made: Sequence[GpuForecast]) -> Iterator[Finding]:
+    """About all GPUs."""
+    yield finding("forecast-not-measured")
+    if subject is None:
+        return
+    has_step = subject.source.model is not None
+    yield from subject.findings
+    for about in linears.findings:
+        yield finding("recompute-in-step") if has_step and about.code == "recompute-not-in-linears" else about
+    if not has_step:
+        yield finding("step-not-forecast-traced")
+        return
+    if subject.run.pp > 1 and subject.run.pp_stage is not None:
+        yield finding("one-stage-only", stage=subject.run.pp_stage)
+    heads = dict.fromkeys(op.name for op in subject.workload.ops if isinstance(op, Linear) and op.section == HEAD)
+    low = any(recipe(time.recipe).quantizes for each in made if each.step is not None for time in each.step.recipes)
+    if heads and low:
+        yield finding("head-in-baseline", ops=list(heads))
+
+
+# --- sweeps -------------------------------------------------------------------------------------------------------------------
+
+
+def _check_axes(axes: Mapping[str, Sequence[int]], model: Mapping[str, Any]) -> None:
+    """A `UserError` for sizes that cannot vary, too many of them, or too many points."""
+    for name in axes:
+        if name not in SWEEP_SIZES:
+            similar = closest(name, SWEEP_SIZES)
+            hint = f"did you mean {' or '.join(similar)}? " if similar else ""
+            raise UserError(f"{shown(name)} is not a size that a sweep can vary", f"{hint}sizes: {', '.join(SWEEP_SIZES)}")
+    if not 1 <= len(axes) <= 2:
+        raise UserError(f"a sweep varies one size or two, not {len(axes)}", "keep one or two of them")
+    empty = [name for name, values in axes.items() if not values]
+    if empty:
+        raise UserError(f"the sweep gives {empty[0]} no values", f"for example {empty[0]} 1, 2, 4")
+    points = 1
+    for values in axes.values():
+        points *= len(values)
+    if points > MOST_POINTS:
+        raise UserError(f"the sweep has {points} points, more than {MOST_POINTS}", "take larger steps")
+    other = [way for way in ("config", "preset", "module") if model.get(way) is not None]
+    varied = [name for name in axes if name in SIZES]
+    if other and varied:
+        raise UserError(
+            f"the sweep varies {varied[0]} of a model given by its sizes, and {option(other[0])} names one",
+            "give the sizes (hidden_size and so on) instead, or vary the run: micro_batch_size, sequence_length, tp …",
+        )
+
+
+def _configurations(
+    model: Mapping[str, Any], run: Mapping[str, Any], axes: Mapping[str, Sequence[int]]
+) -> tuple[list[Configuration], list[SweepPoint]]:
+    """Every combination that is possible, and the others with the reason. If none is, that reason is the error."""
+    possible: list[Configuration] = []
+    impossible: list[SweepPoint] = []
+    first: UserError | None = None
+    for combination in product(*(dict.fromkeys(values) for values in axes.values())):
+        values = dict(zip(axes, combination, strict=True))
+        try:
+            spec, run_spec = _described(model, run, values)
+            check(spec, run_spec)
+            possible.append((values, spec, run_spec))
+        except UserError as error:
+            first = first or error
+            impossible.append(SweepPoint(values=values, why_not=error.message))
+    if not possible and first is not None:
+        raise first
+    return possible, impossible
+
+
+def _described(model: Mapping[str, Any], run: Mapping[str, Any], values: Mapping[str, int]) -> tuple[ModelSpec, RunSpec]:
+    """The model and the run with these sizes; only a model with a closed form can be varied."""
+    source = load_model(**{**model, **{name: value for name, value in values.items() if name in SIZES}})
+    if source.model is None:
+        raise UserError(f"{source.origin} is traced: it cannot be varied", "give a model that has a closed form")
+    return source.model, model_run(source, **{**run, **{name: value for name, value in values.items() if name in RUN_SIZES}}).run

@@ -1,0 +1,204 @@
+"""The Document of a `ForecastResult`: all GPUs side by side, then each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations
+
+from gemmscope import units
+from gemmscope.document.common import batch_lines, command_facts, model_facts, subject
+from gemmscope.document.linears import linears_answer, linears_sections, linears_speedups
+from gemmscope.document.model import Block, Document, NamedSpeedup, Section
+from gemmscope.document.step_parts import cost_table, step_answer, step_chart, step_speedups, waterfalls
+from gemmscope.document.sweep import STATES, gpu_messages, sweep_document
+from gemmscope.document.table import (
+    BASELINE_CELL,
+    NOTHING,
+    Cell,
+    Facts,
+    Table,
+    columns,
+    number,
+    range_cell,
+    share_cell,
+    speedup_cell,
+)
+from gemmscope.interval import Interval
+from gemmscope.recipe.recipes import BASELINE
+from gemmscope.results.forecast import ForecastResult, GpuForecast
+
+NO_RESTARTS = "Every GPU computes all the time, or waits for the others. Restarts are not included."
+
+
+def forecast_document(result: ForecastResult, name: str = "") -> Document:
+    """Everything that the result says."""
+    if result.sweeps:
+        return sweep_document(result, name)
+    first = result.gpus[0]
+    answer, because = _answer(result)
+    sections = [section for gpu in result.gpus for section in _gpu_sections(gpu, several=len(result.gpus) > 1)]
+    if not first.linears.bare:
+        sections = [_side_by_side(result), *(_not_main(section) for section in sections)]
+    return Document(
+        kind="forecast",
+        title=f"FORECAST, not measured: {result.name} on {', '.join(gpu.title for gpu in result.gpus)}",
+        subject=subject(result.model, result.run, first.linears.cases),
+        where=_where(first) if len(result.gpus) == 1 else f"{', '.join(gpu.gpu for gpu in result.gpus)}, FORECAST",
+        answer=answer,
+        because=because,
+        context=tuple(_context(result)),
+        sections=tuple(sections),
+        messages=gpu_messages(result.findings, {gpu.gpu: gpu.findings for gpu in result.gpus}),
+        facts={"Method": _method(result)},
+        speedups=tuple(speedup for gpu in result.gpus for speedup in _speedups(gpu)),
+        forecast=True,
+        next_command=f"{'gemmscope bench' if first.linears.bare else 'gemmscope step'} measures the same on the GPU itself",
+        name=name,
+    )
+
+
+def _where(gpu: GpuForecast) -> str:
+    return f"{gpu.title}, FORECAST"
+
+
+def _context(result: ForecastResult) -> Iterator[str]:
+    if result.model is not None and result.model.description:
+        yield result.model.description
+    yield from batch_lines(result.run, result.stage)
+    replicas = f", {result.dp} data-parallel replicas" if result.dp > 1 else ""
+    yield f"{result.state}: {STATES[result.state]}{replicas}; every interval is a 90% error bar"
+
+
+def _answer(result: ForecastResult) -> tuple[str, tuple[str, ...]]:
+    """Of the step where there is one, else of the linears; of several GPUs, one line for each."""
+    answers = [_answer_of(gpu) for gpu in result.gpus]
+    if len(answers) == 1:
+        return answers[0]
+    best = [f"{gpu.gpu} {_best(gpu)}" for gpu in result.gpus]
+    what = "training step" if result.gpus[0].step is not None else "linears"
+    sentence = f"FORECAST: fastest recipe for the {what} (speedup over {BASELINE} on the same GPU): {', '.join(best)}."
+    if result.gpus[0].linears.bare:
+        sentence = f"FORECAST: {units.counted(len(result.gpus[0].linears.cases), 'shape')} on {len(result.gpus)} GPUs."
+    return sentence, tuple(line for gpu, answer in zip(result.gpus, answers, strict=True) for line in _because(gpu, *answer))
+
+
+def _best(gpu: GpuForecast) -> str:
+    winner = gpu.step.winner if gpu.step is not None else next(iter(gpu.linears.winners.values()), None)
+    return BASELINE if winner is None or winner.speedup is None else f"{winner.best} {winner.speedup.value:.2f}x"
+
+
+def _because(gpu: GpuForecast, sentence: str, because: Sequence[str]) -> Iterator[str]:
+    """The answer of one GPU among several, and the first reason for it."""
+    yield sentence
+    yield from (f"{gpu.gpu}: {line}" for line in because[:1])
+
+
+def _answer_of(gpu: GpuForecast) -> tuple[str, tuple[str, ...]]:
+    if gpu.step is not None:
+        return step_answer(gpu.step, gpu.title)
+    sentence, because = linears_answer(gpu.linears, gpu.title)
+    return f"FORECAST: {sentence}", because
+
+
+# --- side by side ---------------------------------------------------------------------------------------------------------
+
+
+def _side_by_side(result: ForecastResult) -> Section:
+    costs = [(gpu.gpu, table) for gpu in result.gpus if gpu.step is not None and (table := cost_table(gpu.step)) is not None]
+    blocks: list[Block] = [_main_table(result.gpus)]
+    if costs:
+        first = costs[0][1]
+        rows = tuple((Cell(gpu), *row) for gpu, table in costs for row in table.rows)
+        blocks.append(replace(first, columns=(*columns(("GPU",), ()), *first.columns), rows=rows, note=NO_RESTARTS))
+    return Section("Summary", tuple(blocks))
+
+
+def _main_table(gpus: Sequence[GpuForecast]) -> Table:
+    """A row for each GPU and recipe: the linears in both modes, the step and its speedup."""
+    modes, first = gpus[0].linears.modes, gpus[0].step
+    baseline = first.of(BASELINE) if first is not None and len(gpus) > 1 else None
+    rows = []
+    for gpu in gpus:
+        for name in gpu.linears.recipes:
+            totals = [gpu.linears.total(name, mode) for mode in modes]
+            cells = [range_cell(total.total_ms if total else None) for total in totals]
+            rows.append((Cell(gpu.gpu), Cell(name), *cells, *_step_cells(gpu, name, baseline.step_ms if baseline else None)))
+    heads = [*(f"Linears ms, {mode}" for mode in modes)]
+    heads += ["Step ms", "Tokens/s", "Model TFLOP/s", "MFU", f"Speedup over {BASELINE}"] if first is not None else []
+    heads += [f"Over {gpus[0].gpu} {BASELINE}"] if baseline is not None else []
+    title = "FORECAST: linears of one micro-batch and training step of one rank [90% error bar]"
+    return Table(title, columns(("GPU", "Recipe"), heads), tuple(rows), main=True)
+
+
+def _step_cells(gpu: GpuForecast, name: str, baseline: Interval | None) -> list[Cell]:
+    if gpu.step is None:
+        return []
+    time = gpu.step.of(name)
+    if time is None:  # it cannot run this model
+        return [NOTHING] * (6 if baseline else 5)
+    over = baseline.value / time.step_ms.value if baseline else None
+    return [
+        range_cell(time.step_ms),
+        number(time.tokens_per_s, f"{time.tokens_per_s:,.0f}"),
+        number(time.model_tflops, units.tflops(time.model_tflops)),
+        share_cell(time.mfu),
+        BASELINE_CELL if name == BASELINE else _called(time.speedup),
+        *([number(over, f"{over:.2f}x")] if over else []),
+    ]
+
+
+def _called(speedup: Interval | None) -> Cell:
+    """A speedup, and whether it is too close to call."""
+    cell = speedup_cell(speedup)
+    return replace(cell, text=f"{cell.text} too close to call") if speedup is not None and speedup.includes_one else cell
+
+
+# --- one GPU --------------------------------------------------------------------------------------------------------------
+
+
+def _gpu_sections(gpu: GpuForecast, *, several: bool) -> Iterator[Section]:
+    prefix = f"{gpu.gpu}: " if several else ""
+    if gpu.step is not None and gpu.step.recipes:
+        chart = step_chart(gpu.step, prefix=prefix)
+        blocks: list[Block] = [
+            *([replace(chart, figure=True)] if chart is not None else []),
+            *waterfalls(gpu.step, prefix=prefix),
+            *_pairs(gpu, prefix),
+        ]
+        yield Section(f"{prefix}Training step", tuple(blocks))
+    yield from linears_sections(gpu.linears, prefix=prefix)
+
+
+def _pairs(gpu: GpuForecast, prefix: str) -> Iterator[Table]:
+    """Every low precision over every other: which of them are too close to call."""
+    assert gpu.step is not None
+    pairs = combinations([time.recipe for time in gpu.step.recipes if time.recipe != BASELINE], 2)
+    rows = tuple((Cell(later), Cell(earlier), _called(gpu.step.speedup(later, earlier))) for earlier, later in pairs)
+    if rows:
+        title = f"{prefix}FORECAST: recipes compared with each other: speedup of the training step"
+        yield Table(title, columns(("Recipe", "Over"), ("Speedup [90% error bar]",)), rows)
+
+
+def _not_main(section: Section) -> Section:
+    """The short view has the side-by-side table only; figures keep their charts."""
+    return replace(section, blocks=tuple(replace(block, main=False) for block in section.blocks))
+
+
+def _speedups(gpu: GpuForecast) -> tuple[NamedSpeedup, ...]:
+    steps = step_speedups(gpu.step, _where(gpu)) if gpu.step is not None else ()
+    return (*steps, *linears_speedups(gpu.linears, _where(gpu)))
+
+
+def _method(result: ForecastResult) -> Facts:
+    """What the forecast is based on."""
+    several = len(result.gpus) > 1
+    return (
+        *model_facts(result.model, result.run, result.stage),
+        *((f"{gpu.gpu} is based on" if several else "based on", "; ".join(gpu.basis)) for gpu in result.gpus),
+        *((f"compute capability of {gpu.gpu}", gpu.capability) for gpu in result.gpus),
+        ("state", result.state),
+        *((("data-parallel replicas", str(result.dp)),) if result.dp > 1 else ()),
+        ("fitted on", result.coefficients),
+        *command_facts(result),
+    )

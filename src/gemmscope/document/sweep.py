@@ -1,0 +1,223 @@
+"""The Document of a sweep: the best recipe over one size (curves) or two (a heat map), and every point of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from gemmscope import units
+from gemmscope.document.charts import CurveChart, HeatCell, HeatMap, Point
+from gemmscope.document.common import command_facts
+from gemmscope.document.model import Block, Document, Message, Section, Subject
+from gemmscope.document.table import NOTHING, Cell, Table, columns, number, speedup_cell, time_cell
+from gemmscope.findings import Finding
+from gemmscope.recipe.recipes import BASELINE
+from gemmscope.results.forecast import ForecastResult, GpuSweep, SweepPoint
+
+STATES = {
+    "sustained": "the power-limited state that training runs in",
+    "burst": "the first moments after a rest; training is slower",
+}
+HOST_BOUND = "HOST-BOUND"
+WIDEST_WITH_NAMES = 8  # columns of a heat map that have room for the names of recipes
+LETTERS = "ABCDEFGHIJKL"
+
+
+def sweep_document(result: ForecastResult, name: str = "") -> Document:
+    """Everything that the result says."""
+    sizes = " and ".join(result.sweeps[0].sizes)
+    gpus = ", ".join(sweep.gpu for sweep in result.sweeps)
+    answers = [_answer(sweep) for sweep in result.sweeps]
+    count = sum(len(sweep.points) for sweep in result.sweeps)
+    return Document(
+        kind="forecast",
+        title=f"FORECAST, not measured: {sizes} varied on {gpus}",
+        subject=Subject(f"A sweep over {sizes}"),
+        where=f"{gpus}, FORECAST",
+        answer=answers[0][0] if len(answers) == 1 else f"FORECAST: {count:,} configurations on {len(answers)} GPUs.",
+        because=tuple(
+            answers[0][1] if len(answers) == 1 else (line for answer, because in answers for line in (answer, *because))
+        ),
+        context=(
+            f"{count:,} configurations, the training step of one rank"
+            + (f", {result.dp} data-parallel replicas" if result.dp > 1 else ""),
+            f"{result.state}: {STATES[result.state]}; every interval is a 90% error bar",
+        ),
+        sections=tuple(Section(f"{sweep.gpu}: FORECAST of the training step", tuple(_blocks(sweep))) for sweep in result.sweeps),
+        messages=gpu_messages(result.findings, {sweep.gpu: sweep.findings for sweep in result.sweeps}),
+        facts={"Method": (("state", result.state), ("fitted on", result.coefficients), *command_facts(result))},
+        forecast=True,
+        next_command="gemmscope forecast without --sweep shows one of these configurations in detail",
+        name=name,
+    )
+
+
+def gpu_messages(common: Sequence[Finding], by_gpu: Mapping[str, Sequence[Finding]]) -> tuple[Message, ...]:
+    """Findings of several GPUs: those that all share once, the others after the name of their GPU."""
+    first, *others = by_gpu.values()
+    shared = [finding for finding in first if all(finding in findings for findings in others)]
+    own = [Message.of(finding, f"{gpu}: ") for gpu, findings in by_gpu.items() for finding in findings if finding not in shared]
+    return (*map(Message.of, common), *map(Message.of, shared), *own)
+
+
+def _answer(sweep: GpuSweep) -> tuple[str, list[str]]:
+    """The largest speedup, how many points have one, and at how many the best recipe is not certain."""
+    possible = [point for point in sweep.points if point.winner is not None]
+    gaining = [point for point in possible if point.gains]
+    count = f"{len(gaining):,} of {units.counted(len(possible), 'possible point')}"
+    because = [
+        f"{sweep.gpu}: at {count}, the best recipe is faster than {BASELINE} beyond its error bar"
+        + (" and not host-bound." if any(point.host_bound for point in possible) else ".")
+    ]
+    close = [point for point in gaining if point.winner and point.winner.rivals]
+    if close:
+        because.append(f"{sweep.gpu}: at {len(close):,} of these, it is too close to call against another recipe.")
+    if len(sweep.sizes) == 1 and sweep.break_even:
+        begins = [f"{each.recipe} {'nowhere' if each.since is None else each.since}" for each in sweep.break_even]
+        because.append(f"{sweep.gpu}: break-even, by {sweep.sizes[0]}: {', '.join(begins)}.")
+    best = max(gaining, key=_gain, default=None)
+    if best is None or best.winner is None or best.winner.speedup is None:
+        reason = "" if not any(point.host_bound for point in possible) else " without being host-bound"
+        return f"FORECAST: on {sweep.gpu}, no recipe is faster than {BASELINE} beyond its error bar{reason}.", because
+    place = ", ".join(f"{name} {value}" for name, value in best.values.items())
+    gain = units.speedup(best.winner.speedup)
+    return f"FORECAST: on {sweep.gpu}, the largest speedup over {BASELINE} is {gain}: {best.winner.best} at {place}.", because
+
+
+def _gain(point: SweepPoint) -> float:
+    """The speedup of the best recipe; 1 where that is BF16."""
+    return point.winner.speedup.value if point.winner is not None and point.winner.speedup is not None else 1.0
+
+
+def _blocks(sweep: GpuSweep) -> Iterator[Block]:
+    one = len(sweep.sizes) == 1
+    yield _curve(sweep) if one else _heat_map(sweep)
+    yield _points(sweep, one=one)
+    if sweep.break_even:
+        yield _break_even(sweep, one=one)
+
+
+def _low(sweep: GpuSweep) -> tuple[str, ...]:
+    return tuple(name for name in sweep.recipes if name != BASELINE)
+
+
+# --- one size -------------------------------------------------------------------------------------------------------------
+
+
+def _curve(sweep: GpuSweep) -> CurveChart:
+    """Every recipe along one size."""
+    series = {
+        name: tuple(
+            Point(
+                point.place,
+                point.speedups[name],
+                ((sweep.sizes[0], point.place), ("speedup", units.speedup(point.speedups[name]))),
+                HOST_BOUND if name in point.host_bound else "",
+            )
+            for point in sweep.points
+            if name in point.speedups
+        )
+        for name in _low(sweep)
+    }
+    note = f"x: {HOST_BOUND}, launching takes longer than running" if any(point.host_bound for point in sweep.points) else ""
+    return CurveChart(
+        f"{sweep.gpu}: FORECAST speedup of the training step over {BASELINE}",
+        sweep.sizes[0],
+        {name: points for name, points in series.items() if points},
+        order=_low(sweep),
+        note=note,
+        main=True,
+    )
+
+
+# --- two sizes ------------------------------------------------------------------------------------------------------------
+
+
+def _heat_map(sweep: GpuSweep) -> HeatMap:
+    """The best recipe over the plane."""
+    rows, across = (list(dict.fromkeys(point.values[size] for point in sweep.points)) for size in sweep.sizes)
+    by_values = {tuple(point.values.values()): point for point in sweep.points}
+    used = dict.fromkeys(point.winner.best for point in sweep.points if point.winner is not None)
+    short = (
+        {name: LETTERS[index % len(LETTERS)] for index, name in enumerate(sweep.recipes)}
+        if len(across) > WIDEST_WITH_NAMES
+        else {}
+    )
+    legend = [("?", "too close to call")] if any(point.winner and point.winner.rivals for point in sweep.points) else []
+    legend += [("host", "host-bound")] if any(point.host_bound for point in sweep.points) else []
+    legend += [(short[name], name) for name in used if name in short]
+    return HeatMap(
+        f"{sweep.gpu}: FORECAST of the best recipe and its speedup of the training step over {BASELINE}",
+        row_name=sweep.sizes[0],
+        column_name=sweep.sizes[1],
+        rows=tuple(map(str, rows)),
+        columns=tuple(map(str, across)),
+        cells=tuple(tuple(_heat_cell(by_values[first, second], short) for second in across) for first in rows),
+        note=f"? = too close to call against {BASELINE} or another recipe; {HOST_BOUND} = launching takes longer than running",
+        main=True,
+        legend=tuple(legend),
+    )
+
+
+def _heat_cell(point: SweepPoint, short: Mapping[str, str]) -> HeatCell:
+    if point.winner is None:
+        return HeatCell(certain=False)
+    best, gain = point.winner.best, _gain(point)
+    mark = " ?" if point.winner.rivals else ""
+    host = best in point.host_bound
+    return HeatCell(
+        label=f"{short.get(best, best)}\n{gain:.2f}{mark}" + ("\nhost" if host else ""),
+        value=gain,
+        certain=point.gains,
+        text=best + ("" if best == BASELINE else f" {gain:.2f}x") + mark + (f" {HOST_BOUND}" if host else ""),
+    )
+
+
+# --- tables ---------------------------------------------------------------------------------------------------------------
+
+
+def _points(sweep: GpuSweep, *, one: bool) -> Table:
+    """Every point: the best recipe, its rivals, what stands in its way. The curves of one size have the speedups."""
+    low = () if one else _low(sweep)
+    rows = []
+    for point in sweep.points:
+        sizes = [number(value, str(value)) for value in point.values.values()]
+        speedups = [speedup_cell(point.speedups.get(name)) for name in low]
+        rows.append((*sizes, time_cell(point.baseline_step_ms), *speedups, *_verdict(point)))
+    heads = (*columns((), (*sweep.sizes, f"{BASELINE} step ms", *low, "Largest speedup")), *columns(VERDICT, ()))
+    return Table(f"{sweep.gpu}: FORECAST, every point of the sweep", heads, tuple(rows), main=one)
+
+
+VERDICT = ("Best", f"Faster than {BASELINE}", "Too close to call against", "Host-bound", "Not possible")
+
+
+def _verdict(point: SweepPoint) -> tuple[Cell, ...]:
+    if point.winner is None:
+        return (NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, Cell(point.why_not))
+    every, bound = [BASELINE, *point.speedups], list(point.host_bound)
+    who = "all recipes" if bound == every else f"all but {BASELINE}" if bound and bound == every[1:] else ", ".join(bound) or "-"
+    return (
+        speedup_cell(point.winner.speedup),
+        Cell(point.winner.best),
+        Cell("yes" if point.gains else "no"),
+        Cell(", ".join(point.winner.rivals) or "-"),
+        Cell(who),
+        Cell(", ".join(point.not_possible) or "-"),
+    )
+
+
+def _break_even(sweep: GpuSweep, *, one: bool) -> Table:
+    """Where each recipe becomes faster than BF16; of two sizes, values of the second one with the same answer in one row."""
+    groups: dict[tuple[str, int | None], list[str]] = {}
+    for each in sweep.break_even:
+        groups.setdefault((each.recipe, each.since), []).append(str(each.at))
+    rows = tuple(
+        (
+            Cell(name),
+            number(since, str(since)) if since is not None else Cell("nowhere"),
+            *(() if one else (Cell(", ".join(at)),)),
+        )
+        for (name, since), at in groups.items()
+    )
+    heads = (*columns(("Recipe",), (f"From {sweep.sizes[0]}",)), *(() if one else columns((f"At {sweep.sizes[1]}",), ())))
+    title = f"{sweep.gpu}: FORECAST break-even: faster than {BASELINE} beyond the error bar, to the end of the sweep"
+    return Table(title, heads, tuple(rows))

@@ -1,0 +1,184 @@
+"""The forecast of single GEMMs from a CSV file, row by row, to compare with one's own measurements."""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gemmscope.errors import UserError, shown
+from gemmscope.findings import Finding, finding
+from gemmscope.forecast.gemm import LAYOUT_OF, State, chip_limit_ms, model
+from gemmscope.forecast.linears import Adjustment
+from gemmscope.forecast.physics import Shapes
+from gemmscope.forecast.training import gemm_factor
+from gemmscope.gpu.specs import GpuSpec
+
+Kind = tuple[str, str | None]  # a format, and a library if one is named
+LARGEST_SIZE = 10**7
+REQUIRED = ("m", "k", "n", "format")
+ADDED = ("gemm_ms", "quantize_ms", "low_ms", "high_ms")
+HINT = "the first line names the columns m,k,n,format and optionally layout,groups,library; then one GEMM per line"
+LAYOUT_NAMES = {"": "tn", "fprop": "tn", "dgrad": "nn", "wgrad": "nt", "tn": "tn", "nn": "nn", "nt": "nt"}
+SPELLINGS = {"bfloat16": "bf16", "fp8_block": "fp8-block", "fp8block": "fp8-block", "fp4": "nvfp4"}
+
+
+@dataclass(frozen=True)
+class GemmForecast:
+    """The same rows with four more columns, milliseconds: the GEMM, the quantization of its activations, and the ends of the 90%
+    error bar of both."""
+
+    csv: str
+    findings: tuple[Finding, ...]
+
+
+class GemmRow(NamedTuple):
+    """One GEMM as the file has it."""
+
+    where: str
+    cells: dict[str, str]
+
+    def kind(self, library: str | None) -> Kind:
+        """Its format and its library."""
+        fmt = self.cells["format"].strip().lower()
+        return SPELLINGS.get(fmt, fmt), self.cells.get("library", "").strip().lower() or library
+
+
+def read_rows(path: str) -> tuple[list[str], list[GemmRow]]:
+    """The file's columns and rows; `-` is standard input."""
+    try:
+        text = (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode("utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}", HINT) from None
+    path = "standard input" if path == "-" else path
+    try:
+        reader = csv.DictReader(io.StringIO(text), strict=True)
+        columns = [str(name).strip() for name in reader.fieldnames or ()]
+        lowered = [name.lower() for name in columns]
+        reader.fieldnames = lowered
+        rows = []
+        for row in reader:
+            where = f"{path}, line {reader.line_num}"
+            if None in row:  # cells beyond the last column
+                raise UserError(f"{where} has more cells than the first line has columns ({len(columns)})", HINT)
+            rows.append(GemmRow(where, {str(key): value or "" for key, value in row.items()}))
+    except csv.Error as error:
+        raise UserError(f"{path} is not CSV: {error}", HINT) from None
+    twice = [name for name in dict.fromkeys(lowered) if lowered.count(name) > 1]
+    if twice:
+        raise UserError(f"{path} has the column {shown(twice[0])} twice", HINT)
+    missing = [name for name in REQUIRED if name not in lowered]
+    if missing:
+        raise UserError(f"{path} has no column {', '.join(missing)}", HINT)
+    if not rows:
+        raise UserError(f"{path} has no GEMMs below its first line", HINT)
+    return columns, rows
+
+
+def forecast_gemm_list(
+    path: str, chips: Sequence[GpuSpec], measured: Mapping[str, Adjustment | None], state: State, library: str | None
+) -> GemmForecast:
+    """Every row of the file; with several GPUs, once for each, with the GPU in a column of its own.
+
+    `measured`: calibrations by GPU. Where one of several GPUs has no such GEMMs, its times are empty.
+    """
+    columns, rows = read_rows(path)
+    several = len(chips) > 1
+    kept = [name for name in columns if name.lower() not in (*ADDED, *(["gpu"] if several else []))]
+    gemms = _Gemms.of(rows, library)
+    failures: dict[Kind, list[UserError]] = {}
+    out, findings = io.StringIO(), list[Finding]()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([*kept, *(["gpu"] if several else []), *ADDED])
+    for chip in chips:
+        times, basis = gemms.times(chip, state, measured.get(chip.name), failures)
+        findings.append(finding("forecast-basis", gpu=chip.name, basis=basis))
+        for row, of_row in zip(rows, times, strict=True):
+            cells = [row.cells[name.lower()] for name in kept] + ([chip.name] if several else [])
+            writer.writerow([*cells, *(f"{time:.6g}" if of_row[0] else "" for time in of_row)])
+    for kind, errors in failures.items():
+        if len(errors) == len(chips):
+            raise UserError(f"{rows[gemms.kinds[kind][0]].where}: {errors[0].message}", errors[0].hint)
+        findings += [finding("gemms-left-empty", reason=error.message) for error in errors]
+    libraries = sorted({series.library for series in model().coefficients.series})
+    unknown = dict.fromkeys(by for _, by in gemms.kinds if by is not None and by not in libraries)
+    findings += [finding("library-not-measured", library=shown(by), known=libraries) for by in unknown]
+    return GemmForecast(out.getvalue(), tuple(findings))
+
+
+class _Gemms(NamedTuple):
+    """All GEMMs of a file: M, K, N and groups of each, its layout, and the rows of every format and library."""
+
+    sizes: NDArray[np.float64]
+    layouts: NDArray[np.str_]
+    kinds: dict[Kind, list[int]]
+
+    @staticmethod
+    def of(rows: list[GemmRow], library: str | None) -> _Gemms:
+        """Checked row by row."""
+        sizes, layouts, kinds = [], [], dict[Kind, list[int]]()
+        for number, row in enumerate(rows):
+            m, k, n = (_size(row.cells[name], name, row.where) for name in ("m", "k", "n"))
+            groups = _size(row.cells.get("groups") or "1", "groups", row.where)
+            layouts.append(_layout(row.cells.get("layout", ""), row.where))
+            side, most = ("k", k) if layouts[-1] == "nt" else ("m", m)  # what the groups share
+            if groups > most:
+                raise UserError(f"{row.where}: {groups} groups share {side} = {most}: some are empty", HINT)
+            sizes.append((m, k, n, groups))
+            kinds.setdefault(row.kind(library), []).append(number)
+        return _Gemms(np.array(sizes, dtype=np.float64), np.array(layouts), kinds)
+
+    def times(
+        self, chip: GpuSpec, state: State, measured: Adjustment | None, failures: dict[Kind, list[UserError]]
+    ) -> tuple[list[tuple[float, ...]], list[str]]:
+        """The four times of every row, and what they are based on.
+
+        A row of zeros where the GPU has no such GEMM: `failures` says why.
+        """
+        result, basis = np.zeros((len(self.sizes), 4)), dict[str, None]()
+        for (fmt, by), chosen in self.kinds.items():
+            index = np.array(chosen)
+            m, k, n, groups = self.sizes[index].T
+            layouts = self.layouts[index]
+            shapes = Shapes.of(m, k, n, groups, (layouts == "nt") & (groups > 1))
+            try:
+                times = model().time(chip, fmt, shapes, state, by, layouts)
+            except UserError as error:
+                failures.setdefault((fmt, by), []).append(error)
+                continue
+            basis[model().basis(chip, fmt, state, by).description] = None
+            if measured is not None and by is None:
+                gemm_ms = times.gemm_ms * _factors(measured, fmt, layouts, chip, state)
+                times = replace(times, gemm_ms=np.maximum(gemm_ms, chip_limit_ms(shapes, fmt, chip)))
+            result[index] = np.stack([times.gemm_ms, times.quantize_ms, times.low_ms, times.high_ms], axis=1)
+        return [tuple(row) for row in result.tolist()], list(basis) or ["none of these GEMMs"]
+
+
+def _factors(measured: Adjustment, fmt: str, layouts: NDArray[np.str_], chip: GpuSpec, state: State) -> NDArray[np.float64]:
+    """The user's own measurements over the forecast, GEMM by GEMM."""
+    factors = np.ones(len(layouts))
+    for name, layout in LAYOUT_OF.items():
+        if (known := measured.gemm(fmt, name, state)) is not None:
+            factors[layouts == layout] = known[0] * gemm_factor(fmt, chip)
+    return factors
+
+
+def _size(text: str, name: str, where: str) -> int:
+    digits = text.strip().removesuffix(".0")  # as spreadsheets often write them
+    if not digits.isascii() or not digits.isdigit() or not 0 < int(digits[:12]) <= LARGEST_SIZE:
+        raise UserError(f"{where}: {name} is {shown(text)}, not a whole number from 1 to {LARGEST_SIZE}", HINT)
+    return int(digits)
+
+
+def _layout(text: str, where: str) -> str:
+    name = text.strip().lower()
+    if name not in LAYOUT_NAMES:
+        raise UserError(f"{where}: there is no layout {shown(text)}", "it can be tn (fprop), nn (dgrad) or nt (wgrad)")
+    return LAYOUT_NAMES[name]

@@ -1,0 +1,150 @@
+"""The linears of a model, or bare GEMMs, as `Linears` with origin forecast: the same type that `gemmscope bench` measures.
+
+Every interval is a 90% error bar. An error that both sides of a speedup share cancels in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gemmscope.findings import Finding, finding
+from gemmscope.forecast.estimate import Estimate, pairwise, ratio, total, winner_of
+from gemmscope.forecast.linears import Forecaster
+from gemmscope.forecast.training import NEVER_QUANTIZED
+from gemmscope.interval import Interval
+from gemmscope.measure.memory import memory
+from gemmscope.recipe.recipes import BASELINE, recipe
+from gemmscope.results.linears import (
+    Linears,
+    LinearsTotal,
+    OpTime,
+    Speedup,
+    Winner,
+    linears_total,
+    quantization_by_pass,
+    same_kernels,
+)
+from gemmscope.workload.cases import Case, Mode
+from gemmscope.workload.ops import PASSES
+
+
+def forecast_linears(
+    forecaster: Forecaster,
+    cases: Sequence[Case],
+    recipes: Sequence[str],
+    modes: Sequence[Mode],
+    layers: int | None = None,
+    layer_counts: Mapping[str, int] | None = None,
+) -> Linears:
+    """Times, speedups, totals, memory and winners. An op whose sizes do not fit a recipe is missing in it: nothing pads them."""
+    forecaster.prepare(cases, recipes)
+    bare = all(case.passes == PASSES[:1] for case in cases)
+    counts = dict(layer_counts or {})
+    parts = {mode: _ModeForecast(forecaster, tuple(cases), mode) for mode in modes}
+    for mode, part in parts.items():
+        part.fill([name for name in recipes if same_kernels(name, mode, list(recipes)) == name], counts, bare=bare)
+    return Linears(
+        origin="forecast",
+        cases=tuple(cases),
+        recipes=tuple(recipes),
+        modes=tuple(modes),
+        layers=layers,
+        layer_counts=counts,
+        cache_weights=forecaster.cache_weights,
+        ops=tuple(op for part in parts.values() for op in part.ops.values()),
+        speedups=tuple(speedup for part in parts.values() for speedup in part.speedups),
+        totals=tuple(summed for part in parts.values() for summed in part.totals),
+        memory=() if bare else tuple(memory(cases, name, capability=forecaster.chip.architecture) for name in recipes),
+        winners={mode: part.winner for mode, part in parts.items() if part.winner is not None},
+    )
+
+
+@dataclass
+class _ModeForecast:
+    """Everything in one mode; `ops` and `estimates` by recipe and op."""
+
+    forecaster: Forecaster
+    cases: tuple[Case, ...]
+    mode: Mode
+    ops: dict[tuple[str, str], OpTime] = field(default_factory=dict)
+    estimates: dict[tuple[str, str], Estimate] = field(default_factory=dict)
+    speedups: list[Speedup] = field(default_factory=list)
+    totals: list[LinearsTotal] = field(default_factory=list)
+    winner: Winner | None = None
+
+    def fill(self, names: Sequence[str], layer_counts: dict[str, int], *, bare: bool) -> None:
+        """The recipes that have numbers of their own in this mode."""
+        for case in self.cases:
+            for name in names:
+                self._add_op(case, name)
+            own = [name for name in names if (name, case.op) in self.ops and not self.ops[name, case.op].left_in_baseline]
+            self._add_speedups({name: self.estimates[name, case.op] for name in own}, case.op)
+        if bare:
+            return
+        whole = {}
+        for name in names:
+            counted = [(self.estimates.get((name, case.op)), case.count) for case in self.cases]
+            known = [estimate.times(count) for estimate, count in counted if estimate is not None]
+            if len(known) == len(counted):
+                whole[name] = total(known)
+                ops = {case.op: self.ops[name, case.op] for case in self.cases}
+                self.totals.append(linears_total(name, self.mode, whole[name].interval(), self.cases, ops, layer_counts))
+        self.winner = winner_of(self._add_speedups(whole))
+
+    def _add_op(self, case: Case, name: str) -> None:
+        """One op in one recipe, where its sizes fit."""
+        left = name != BASELINE and case.op in NEVER_QUANTIZED
+        chosen = recipe(BASELINE if left else name)
+        if chosen.quantizes and chosen.misaligned(case.sizes()):
+            return
+        linear = self.forecaster.linear(case, chosen.name)
+        quantize_ms = linear.quantize_ms if self.mode == "autocast" else {}
+        shares = quantization_by_pass(quantize_ms, case.passes)
+        whole = total([linear.all_gemms(), linear.quantization()]) if self.mode == "autocast" else linear.all_gemms()
+        passes = {
+            each: total([gemm, Estimate(shares[each], 0.0, linear.quantize_uncertainty)]) for each, gemm in linear.gemms.items()
+        }
+        self.estimates[name, case.op] = whole
+        self.ops[name, case.op] = OpTime(
+            op=case.op,
+            recipe=name,
+            mode=self.mode,
+            total_ms=whole.interval(),
+            pass_ms={each: estimate.interval() for each, estimate in passes.items()},
+            quantize_ms=quantize_ms,
+            left_in_baseline=f"frameworks leave it in {BASELINE}" if left else "",
+        )
+
+    def _add_speedups(self, times: Mapping[str, Estimate], op: str = "") -> Mapping[tuple[str, str], Interval]:
+        """Of every recipe over every other: of one op, or of all linears together."""
+        pairs = pairwise(times, lambda name, over: ratio(times[over], times[name], self.forecaster.in_common(name, over)))
+        self.speedups += [
+            Speedup(recipe=name, over=over, mode=self.mode, op=op, speedup=found) for (name, over), found in pairs.items()
+        ]
+        return pairs
+
+
+def misaligned(cases: Sequence[Case], recipes: Sequence[str]) -> list[Finding]:
+    """Ops whose sizes do not fit a recipe: one finding for each reason, with all its ops and recipes."""
+    ops: dict[tuple[str, int, int], dict[str, None]] = {}
+    names: dict[tuple[str, int, int], dict[str, None]] = {}
+    for name in recipes:
+        chosen = recipe(name)
+        for case in cases:
+            if chosen.quantizes and case.op not in NEVER_QUANTIZED and (wrong := chosen.misalignment(case.sizes())) is not None:
+                reason = (*wrong, chosen.multiple_of)
+                ops.setdefault(reason, {})[case.op] = None
+                names.setdefault(reason, {})[name] = None
+    return [
+        finding(
+            "sizes-misaligned",
+            ops=list(ops[reason]),
+            recipes=list(names[reason]),
+            what=reason[0],
+            size=reason[1],
+            multiple_of=reason[2],
+            padded=-(-reason[1] // reason[2]) * reason[2],
+        )
+        for reason in ops
+    ]

@@ -1,0 +1,159 @@
+"""The Document of a forecast: every number says FORECAST, and what is too close to call is said once, by one rule."""
+
+from __future__ import annotations
+
+import pytest
+
+from gemmscope.document.build import document
+from gemmscope.document.charts import CurveChart, HeatMap
+from gemmscope.document.model import Document, Table, brief
+from gemmscope.recipe.recipes import BASELINE
+from gemmscope.results.forecast import ForecastResult
+from support.forecast_files import forecast_result, plane, several_gpus, sweep
+
+ALL = [forecast_result, several_gpus, sweep, plane]
+
+
+def codes(shown: Document) -> list[str]:
+    return [message.code for message in shown.messages]
+
+
+def table(shown: Document, start: str) -> Table:
+    return next(each for each in shown.tables() if each.title.startswith(start))
+
+
+def column(found: Table, name: str) -> list[str]:
+    index = [each.name for each in found.columns].index(name)
+    return [row[index].text for row in found.rows]
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_every_number_says_that_it_is_a_forecast(make: object) -> None:
+    shown = document(make())  # type: ignore[operator]
+    assert shown.forecast
+    assert shown.title.startswith("FORECAST")
+    assert shown.answer.startswith("FORECAST")
+    assert "FORECAST" in shown.where
+    assert all("FORECAST" in each.title for each in shown.tables())
+    assert all("FORECAST" in each.title for each in shown.charts())
+    assert "forecast-not-measured" in codes(shown)
+    assert not any("95%" in each.title for each in shown.tables())
+
+
+def test_all_gpus_stand_side_by_side() -> None:
+    result = several_gpus()
+    main = table(document(result), "FORECAST: linears of one micro-batch and training step")
+    assert main.main
+    assert len(main.rows) == sum(len(gpu.linears.recipes) for gpu in result.gpus)
+    assert list(dict.fromkeys(column(main, "GPU"))) == ["b300", "h200", "l40s", "a100"]
+    assert column(main, "Over b300 BF16")[0] == "1.00x"
+    first = result.gpus[0].step
+    assert first is not None
+    mfu = first.recipes[0].mfu
+    assert mfu is not None
+    assert column(main, "MFU")[0] == f"{mfu:.1%}"
+
+
+def test_the_short_view_is_one_table() -> None:
+    assert len(brief(document(forecast_result())).tables()) == 1
+    assert len(brief(document(several_gpus())).tables()) == 2  # and what a run costs
+
+
+def test_what_is_too_close_to_call_is_the_winners_rivals() -> None:
+    """The terminal, the page and the file once told different stories."""
+    for result in (forecast_result(), several_gpus()):
+        shown = document(result)
+        text = " ".join([shown.answer, *shown.because])
+        for gpu in result.gpus:
+            assert gpu.step is not None
+            winner = gpu.step.winner
+            assert winner is not None
+            others = [name for name in winner.rivals if name != BASELINE]
+            close = [each for each in gpu.findings if each.code == "too-close-to-call" and each.facts["over"] == others]
+            assert bool(close) == bool(others and winner.best != BASELINE)
+            for name in others:
+                ratio = gpu.step.speedup(winner.best, name)
+                assert ratio is None or ratio.includes_one
+            if others and winner.best != BASELINE:
+                assert f"too close to call against {', '.join(winner.rivals)}" in text
+
+
+def test_findings_of_one_gpu_carry_its_name() -> None:
+    shown = document(several_gpus())
+    fits = [message for message in shown.messages if message.code == "does-not-fit"]
+    assert [message.text.split(":")[0] for message in fits] == ["l40s"]
+    assert codes(shown).count("mfu-definition") == 1  # all GPUs share it
+    assert "only-baseline-runs" in codes(shown)
+
+
+def test_the_cost_of_the_run_is_one_table() -> None:
+    costs = table(document(several_gpus()), "FORECAST: Cost of the full run")
+    assert set(column(costs, "GPU")) == {"b300", "h200", "l40s", "a100"}
+    assert costs.note
+
+
+def test_every_gpu_has_its_speedups_for_other_runs() -> None:
+    shown = document(several_gpus())
+    assert {each.where for each in shown.speedups} == {f"{gpu.title}, FORECAST" for gpu in several_gpus().gpus[:3]}
+    [alone] = {each.where for each in document(forecast_result()).speedups}
+    assert alone == document(forecast_result()).where
+
+
+# --- sweeps -----------------------------------------------------------------------------------------------------------
+
+
+def points(result: ForecastResult) -> list[tuple[Table, int]]:
+    shown = document(result)
+    return [(table(shown, f"{each.gpu}: FORECAST, every point"), index) for index, each in enumerate(result.sweeps)]
+
+
+@pytest.mark.parametrize("make", [sweep, plane])
+def test_a_sweep_does_not_contradict_itself(make: object) -> None:
+    """ "0 of 4 points are faster" stood above a table of 2.1x [1.9, 2.3]: two questions had one answer."""
+    result = make()  # type: ignore[operator]
+    for found, index in points(result):
+        swept = result.sweeps[index]
+        assert len(found.rows) == len(swept.points)
+        for point, faster, close in zip(
+            swept.points, column(found, "Faster than BF16"), column(found, "Too close to call against"), strict=True
+        ):
+            if point.winner is None:
+                continue
+            gain = point.winner.speedup
+            by_hand = gain is not None and gain.above_one and point.winner.best not in point.host_bound
+            assert (faster == "yes") == by_hand == point.gains
+            assert close == (", ".join(point.winner.rivals) or "-")
+        count = sum(point.gains for point in swept.points)
+        assert any(f"at {count:,} of" in line for line in document(result).because)
+
+
+def test_one_size_is_a_curve_with_marks() -> None:
+    [first, second] = document(sweep()).charts()
+    assert isinstance(first, CurveChart)
+    assert isinstance(second, CurveChart)
+    assert {point.mark for point in first.series["FP8Delayed"]} == {"", "HOST-BOUND"}
+    assert [point.at for point in first.series["MXFP8"]] == ["128", "256", "512", "1024", "2048"]
+
+
+def test_two_sizes_are_a_heat_map() -> None:
+    [chart] = document(plane()).charts()
+    assert isinstance(chart, HeatMap)
+    assert (len(chart.rows), len(chart.columns)) == (9, 4)
+    assert dict(chart.legend) == {"?": "too close to call", "host": "host-bound"}
+    [swept] = plane().sweeps
+    cells = [cell for row in chart.cells for cell in row]
+    assert [cell.certain for cell in cells] == [point.gains for point in swept.points]
+    assert [cell.value is None for cell in cells] == [point.winner is None for point in swept.points]
+
+
+def test_reasons_stand_in_the_findings() -> None:
+    one, two = document(sweep()), document(plane())
+    assert {"sweep-host-bound", "sweep-recipe-not-possible"} <= set(codes(one))
+    assert "sweep-point-not-possible" in codes(two)
+    assert column(points(plane())[0][0], "Not possible")[0].startswith("hidden_size must be at least 1")
+
+
+def test_break_even_is_told() -> None:
+    found = table(document(sweep()), "h200: FORECAST break-even")
+    assert column(found, "Recipe") == ["FP8Current", "FP8Delayed", "FP8Block"]
+    assert table(document(plane()), "b300: FORECAST break-even").columns[-1].name == "At micro_batch_size"
