@@ -32,7 +32,7 @@ from gemmscope.results.linears import Linears
 from gemmscope.results.step import StepTimes
 from gemmscope.step.cost import Budget
 from gemmscope.step.findings import step_findings
-from gemmscope.workload.cases import bare_products
+from gemmscope.workload.cases import bare_gemms
 from gemmscope.workload.derive import HEAD
 from gemmscope.workload.ops import Linear
 from gemmscope.workload.sharding import check
@@ -265,7 +265,7 @@ def _cases(subject: RankWorkload | None, shapes: Sequence[Shape] | None) -> Line
             raise UserError("there is nothing to forecast", f"name a model, or give {option('shapes')}")
         for shape in shapes:
             check_shape(shape)
-        return LinearCases(tuple(bare_products(shapes)))
+        return LinearCases(tuple(bare_gemms(shapes)))
     if shapes is not None:
         raise UserError(f"{option('shapes')} are bare GEMMs, and a model is named too", "keep one of them")
     linears = linear_cases(subject.workload)

@@ -35,24 +35,28 @@ def page(documents: Sequence[Document], messages: Sequence[Message] = ()) -> str
     environment = Environment(loader=FunctionLoader(asset), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters |= {"slug": slug, "emphasize": emphasize, "groupby_kind": _groups}
     environment.tests["table"] = lambda block: isinstance(block, Table)
-    return environment.get_template("page.html.j2").render(
-        version=__version__,
-        policy=" ".join(f"'sha256-{_hash(script)}'" for script in scripts),
-        style=Markup(asset("page.css")),
-        documents=documents,
-        messages=messages,
-        several=len(documents) > 1,
-        label=lambda document: label(documents, document),
-        title=next((each.subject.title for each in documents if each.subject.model), documents[0].subject.title),
-        contents=_contents(documents),
-        anchor=lambda document, section: anchor(documents, document, section),
-        charts=charts,
-        side_by_side=side_by_side_table(documents) if sources(documents) and len(documents) > 1 else None,
-        joined=_joined,
-        data=lambda: script_json(charts.data),
-        echarts=Markup(scripts[0]),
-        script=Markup(scripts[1]),
-    ).lstrip()
+    return (
+        environment.get_template("page.html.j2")
+        .render(
+            version=__version__,
+            policy=" ".join(f"'sha256-{_hash(script)}'" for script in scripts),
+            style=Markup(asset("page.css")),
+            documents=documents,
+            messages=messages,
+            several=len(documents) > 1,
+            label=lambda document: label(documents, document),
+            title=next((each.subject.title for each in documents if each.subject.model), documents[0].subject.title),
+            contents=_contents(documents),
+            anchor=lambda document, section: anchor(documents, document, section),
+            charts=charts,
+            side_by_side=side_by_side_table(documents) if sources(documents) and len(documents) > 1 else None,
+            joined=_joined,
+            data=lambda: script_json(charts.data),
+            echarts=Markup(scripts[0]),
+            script=Markup(scripts[1]),
+        )
+        .lstrip()
+    )
 
 
 def asset(name: str) -> str:
