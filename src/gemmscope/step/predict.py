@@ -137,7 +137,7 @@ class StepRun:
 
     def _request(self, variants: Sequence[Variant]) -> dict[str, Any]:
         plain = {key: value for key, value in asdict(self.settings).items() if key != "silence_s"}
-        plain |= {"host": self.settings.host and not self.real, "look": not self.real}  # a real model is only timed
+        plain |= {"host": self.settings.host and not self.real, "profile": not self.real}  # a real model is only timed
         config = dict(self.config) if self.config is not None else None
         return {**plain, "plan": self.plan.to_json(), "config": config, "variants": [variant.to_json() for variant in variants]}
 
