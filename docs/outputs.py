@@ -8,7 +8,6 @@ first mark shows only the table whose title holds these words.
 
 from __future__ import annotations
 
-import io
 import re
 import shlex
 import subprocess
@@ -16,33 +15,35 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from rich.console import Console
-
-from gemmscope.report import formats
-from gemmscope.report.step import sentences, tables
-from gemmscope.step.recommend import Plan, recommend
+from gemmscope.document.build import document
+from gemmscope.writers import terminal
 
 DOCS = Path(__file__).parent
 PAGES = (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))
 sys.path[:0] = [str(DOCS), str(DOCS.parent / "tests")]
+import finding_table  # noqa: E402
 import noise  # noqa: E402
 import recipe_tables  # noqa: E402
 import worked_example  # noqa: E402
-from support.recorded_steps import RECIPES, answered  # noqa: E402
+from support.step_files import recorded_step  # noqa: E402
 
 
 def step() -> str:
-    """The recorded Llama step: the step's table, the first waterfall, and what is said of it."""
-    results, found = answered("llama8b")
-    recommended = recommend(results, [Plan(name) for name in RECIPES])
-    out = io.StringIO()
-    console = Console(file=out, width=200, highlight=False, soft_wrap=True)
-    formats.print_tables(tables(found)[:2], [], [*sentences(found), f"recommended: {recommended.words}"], console)
-    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    """The recorded Llama step as the command prints it."""
+    return _tidy(terminal.text(document(recorded_step("llama8b")), detail=False))
+
+
+def bench() -> str:
+    """The recorded bench as the command prints it."""
+    return _tidy(terminal.text(document(worked_example.bench()), detail=False))
+
+
+def _tidy(text: str) -> str:
+    lines = [line.rstrip() for line in text.splitlines()]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
 
 
-BLOCKS = {"step": step}
+BLOCKS = {"step": step, "bench": bench}
 MADE: dict[str, Callable[[], str]] = {
     "speedups on an H200": worked_example.h200_table,
     "speedups on Blackwell": worked_example.blackwell_tables,
@@ -57,6 +58,7 @@ MADE: dict[str, Callable[[], str]] = {
     "recipes by backend": recipe_tables.backends,
     "operands": recipe_tables.operands,
     "quantization": recipe_tables.quantized,
+    "findings": finding_table.findings,
 }
 MARKED = re.compile(r"(<!-- made: (?P<name>.*?) -->\n).*?(<!-- /made -->)", flags=re.DOTALL)
 

@@ -12,59 +12,38 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gemmscope.model import presets
-from gemmscope.model.spec import RunSpec
-from gemmscope.report import formats, shapes
-from gemmscope.report.page.figures import save_figures
-from gemmscope.report.page.kinds import report_of
-from gemmscope.report.plot import save_plot
-from gemmscope.workload.derive import derive
-from gemmscope.workload.summary import totals
+import gemmscope as gs
+from gemmscope.document.build import document
+from gemmscope.writers import terminal
+from gemmscope.writers.figure import save_figure, save_figures
 
 IMAGES = Path(__file__).parent / "images"
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "tests")]
 import worked_example  # noqa: E402
-from support.run_files import put, recorded_step  # noqa: E402
+from support.step_files import recorded_step  # noqa: E402
 
 COMMAND = "gemmscope shapes --preset qwen3-30b-a3b --micro-batch-size 4 --sequence-length 4096 --tp 2 --sequence-parallel --ep 8"
 
 
 def draw_shapes(path: Path) -> None:
-    """The same calls as the command makes, on a console that remembers what it showed."""
-    source = presets.load("qwen3-30b-a3b")
-    assert source.model is not None
-    run = RunSpec(4, 4096, tp=2, sequence_parallel=True, ep=8)
-    workload = derive(source.model, run)
-    summary = totals(workload, run, source.model)
+    """What the command prints, as a picture of a terminal."""
+    job = gs.load("qwen3-30b-a3b").on(micro_batch_size=4, sequence_length=4096, tp=2, sequence_parallel=True, ep=8)
     console = Console(record=True, width=100, highlight=False, file=io.StringIO())
     console.print(f"[bold green]$[/] {COMMAND}", soft_wrap=False)
-    formats.print_tables(
-        [shapes.gemm_table(workload, summary)],
-        shapes.headline(source.model.name, source.model, run, workload),
-        [*shapes.closing(summary), *(f"note: {note}" for note in workload.notes)],
-        console,
-    )
+    terminal.show(document(job.shapes()), console=console)
     path.write_text(console.export_svg(title="gemmscope shapes", unique_id="gemmscope-shapes"), encoding="utf-8")
 
 
-def draw_bench(path: Path) -> None:
-    """What `gemmscope bench -o` draws, of the bench recorded on an H200."""
-    save_plot(worked_example.bench(), "24 layers of width 4096, 31 x 512 tokens, on NVIDIA H200: measured", str(path))
-
-
 def draw_step(path: Path) -> None:
-    """What `gemmscope report --figures` draws, of a step recorded on an H200."""
-    run = recorded_step("llama8b")
-    run["model"]["name"] = "Llama-3.1-8B's shape"
+    """What `gemmscope report --figures` draws of a step recorded on an H200."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        save_figures(report_of([put(folder, "step.json", run)]), folder)
-        path.write_bytes((folder / "waterfall.svg").read_bytes())
+        save_figures([document(recorded_step("llama8b"))], Path(name))
+        path.write_bytes((Path(name) / "waterfall.svg").read_bytes())
 
 
 DRAWN: dict[str, Callable[[Path], None]] = {
     "shapes.svg": draw_shapes,
-    "bench-h200.svg": draw_bench,
+    "bench-h200.svg": lambda path: save_figure(document(worked_example.bench()), path),
     "step-h200.svg": draw_step,
     "forecast.svg": lambda path: worked_example.forecast("b300", "h200").save(path),
     "speedups-h200.svg": lambda path: worked_example.draw_h200(str(path)),

@@ -10,20 +10,19 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
 from support.browser import CHROMIUM, Browser
-from gemmscope.report.page.html import page
-from gemmscope.report.page.kinds import report_of
-from support.run_files import put, recorded_step
+from support.step_files import recorded_step
+
+from gemmscope.document.build import document
+from gemmscope.writers.html import page
 
 
 def main() -> None:
     """The top of the page, as a desktop shows it."""
     if CHROMIUM is None:
         return
-    run = recorded_step("llama8b")
-    run["model"]["name"] = "Llama-3.1-8B's shape"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "report.html").write_text(page(report_of([put(folder, "step.json", run)])), encoding="utf-8")
+        (folder / "report.html").write_text(page([document(recorded_step("llama8b"))]), encoding="utf-8")
         browser = Browser(folder / "profile")
         browser.open(folder / "report.html", width=1200, height=1340).screenshot(
             ROOT / "docs" / "images" / "report.png", whole=False

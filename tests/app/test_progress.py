@@ -13,7 +13,7 @@ import pytest
 from gemmscope.cli.bench_options import TimingOptions
 from gemmscope.cli.progress import Estimate, Progress
 from gemmscope.measure.campaign import Campaign
-from gemmscope.workload.cases import bare_products, tasks_of
+from gemmscope.workload.cases import bare_gemms, tasks_of
 from gemmscope.store.journal import Journal
 
 
@@ -23,7 +23,7 @@ class Screen(io.StringIO):
 
 
 def campaign_for_progress(tmp_path: Path, timing: TimingOptions) -> Campaign:
-    tasks = tasks_of(bare_products([(64, 64, 64)]), ["BF16", "FP8Current"], ["autocast"], {})
+    tasks = tasks_of(bare_gemms([(64, 64, 64)]), ["BF16", "FP8Current"], ["autocast"], {})
     return Campaign(tasks, timing.settings("cpu"), timing.rule(), Journal(tmp_path / "journal.sqlite3"))
 
 

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from gemmscope.gpu import environment
 from support.machines import NOTHING, machine
 from test_cli import Run, run
 
@@ -34,28 +33,6 @@ def test_doctor_knows_what_a_gpu_runs(run: Run, monkeypatch: pytest.MonkeyPatch)
     assert re.search(r"FP8Block +transformer_engine +no +transformer_engine is not installed", out)
     assert "in use by other processes (4711)" in out
     assert json.loads(run("doctor --json -").out)["environment"]["gpus"][0]["name"] == "NVIDIA H200"
-
-
-class Leaving:
-    """A GPU that was busy until a moment ago; whose process goes a look later."""
-
-    def __init__(self, utilization: list[int], processes: list[list[int]]) -> None:
-        self._utilization, self._processes = utilization, processes
-
-    def utilization(self) -> int:
-        return self._utilization.pop(0)
-
-    def compute_processes(self) -> list[int]:
-        return self._processes.pop(0)
-
-
-def test_what_has_just_ended_does_not_count_as_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run right after another finds the other's process still leaving the GPU: it is looked at again."""
-    monkeypatch.setattr("gemmscope.gpu.environment.LOOK_S", 0.0)
-    leaving = Leaving([97, 40, 0], [[4711], [4711], []])
-    busy = Leaving([5] * 9, [[4712]] * 9)
-    assert environment._in_use([leaving]) == [(0, ())]  # type: ignore[list-item]
-    assert environment._in_use([busy]) == [(5, (4712,))]  # type: ignore[list-item]
 
 
 def test_words_that_are_no_text_do_no_harm(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from gemmscope.errors import UserError
 from gemmscope.measure.campaign import Campaign, Counts, Settings, _of_one_case, _of_one_recipe
 from gemmscope.measure.results import Results
 from gemmscope.measure.sampler import StoppingRule
-from gemmscope.workload.cases import MODES, Case, Task, bare_products, cases_of, tasks_of
+from gemmscope.workload.cases import MODES, Case, Task, bare_gemms, cases_of, tasks_of
 from gemmscope.model import presets
 from gemmscope.model.spec import RunSpec
 from gemmscope.store.journal import Journal
@@ -254,7 +254,7 @@ def test_fixed_counts_are_no_more_after_resuming(journal: Journal, after: int) -
 
 
 def test_a_bare_product_is_fprop_alone(journal: Journal) -> None:
-    tasks = tasks_of(bare_products([(32, 64, 16)]), ["BF16"], MODES, {})
+    tasks = tasks_of(bare_gemms([(32, 64, 16)]), ["BF16"], MODES, {})
     assert [task.pass_name for task in tasks] == ["", "fprop"]
     settings = Settings("cpu", drop_ms=1, keep_ms=2, max_rounds=3)
     results = Campaign(tasks, settings, StoppingRule(target=0.9, least_rounds=2), journal).run()

@@ -10,7 +10,7 @@ from typing import Any
 
 from gemmscope.measure.findings import Layer
 from gemmscope.measure.results import Results
-from gemmscope.workload.cases import MODES, Case, Mode, Task, bare_products, tasks_of
+from gemmscope.workload.cases import MODES, Case, Mode, Task, bare_gemms, tasks_of
 
 RECORDED = json.loads(gzip.decompress((Path(__file__).parent.parent / "data" / "h200_linear_kernels.json.gz").read_bytes()))["runs"]
 QKV = Case("QKV Proj", 15872, 4096, 12288, 24)
@@ -21,7 +21,7 @@ MODEL = [
     Case("MLP Down", 15872, 16384, 4096, 24),
 ]
 LAYER = Layer(24, dict.fromkeys(MODEL, 1))
-SQUARES = bare_products([(side, side, side) for side in (1024, 2048, 4096, 8192)])
+SQUARES = bare_gemms([(side, side, side) for side in (1024, 2048, 4096, 8192)])
 RECIPES = ["BF16", "FP8Current", "FP8Delayed", "FP8Block"]
 POWER_LIMITED = {"sm_mhz": 1400, "power_w": 690.0, "temperature_c": 60, "throttle": ["SW power cap"]}
 

@@ -139,13 +139,13 @@ def measured_of(
 
 def bare_target(model: ModelOptions, run: RunOptions, shapes: str | None, *, on_cpu: bool) -> Target | None:
     """Bare products, where shapes are named or nothing is; None where a model is."""
-    from gemmscope.workload.cases import bare_products
+    from gemmscope.workload.cases import bare_gemms
 
     named = [*model.ways(), *(f"--{name.replace('_', '-')}" for name in run.typed())]
     if not named:
         asked = "default" if shapes is None else shapes
         notes = ["the CPU gets the small shapes of the ladder only"] if on_cpu and asked == "default" else []
-        return Target("bare products", "shapes", bare_products(parse_shapes(asked, LADDERS[on_cpu])), notes)
+        return Target("bare products", "shapes", bare_gemms(parse_shapes(asked, LADDERS[on_cpu])), notes)
     if shapes is not None:
         raise UserError(
             f"--shapes measures bare products, and {', '.join(named)} describes a model: it is one or the other",

@@ -100,7 +100,7 @@ def _table(found: Environment, asked: dict[str, Any]) -> Table:
                 reason = facts["broken"]
             elif capability is not None:
                 known = support(name, capability)
-                reason = "" if known.runs else known.words
+                reason = "" if known.runs else known.note
                 reason = reason or f"{backend} is not installed"
             else:
                 reason = "no NVIDIA GPU" if backend != "cpu" else "torch is not installed"

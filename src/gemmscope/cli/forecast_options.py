@@ -140,8 +140,8 @@ def recipes_for(options: RecipeOptions, chips: list[GpuSpec]) -> tuple[dict[str,
                 reasons.setdefault(name, []).append(known.why_not(chip.name, chip.capability))
             else:
                 chosen[chip.name].append(name)
-                if known.words:
-                    notes.append(f"emulated: {name} on {chip.name}: {known.words}")
+                if known.note:
+                    notes.append(f"emulated: {name} on {chip.name}: {known.note}")
     for name in named or ():
         if name not in left_out and not any(name in each for each in chosen.values()):
             able = [each for each in usual if any(each in group for group in chosen.values())]

@@ -120,7 +120,7 @@ class ModelOptions:
     def given(self) -> dict[str, Any]:
         """The options that were given."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if value not in (None, False)}
+        return {name: value for name, value in values.items() if value is not None and value is not False}
 
     def files(self) -> list[str]:
         """The files that describe the model: never to be overwritten."""

@@ -168,7 +168,7 @@ def _row_of_linear(op: Linear) -> Row:
 
 def _row_of(op: Op) -> tuple[Row, str]:
     """Where an op that is no linear falls, and the table that knows its doubt."""
-    if op.kind in ("attention", "product") or op.name == "Rotary":
+    if op.kind in ("attention", "batched GEMM") or op.name == "Rotary":
         return "attention", "attention"
     if op.kind == "optimizer":
         return "optimizer", "bandwidth"

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
 from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -40,6 +43,25 @@ class Result(Part):
     def to_json(self) -> str:
         """As it is written to a run file."""
         return self.model_dump_json(by_alias=True, indent=1) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write it: .json the run file, .md Markdown, .csv every table, .html a page, .png, .svg or .pdf the main charts."""
+        _show().save(self, path)
+
+    def __str__(self) -> str:
+        return str(_show().text(self))
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.command!r}>"
+
+    def _repr_html_(self) -> str:
+        """How a notebook shows it."""
+        return str(_show().notebook(self))
+
+
+def _show() -> ModuleType:
+    """What shows results stands above them, so it is looked up by name when it is asked for."""
+    return import_module("gemmscope.show")
 
 
 class ModelSummary(Part):

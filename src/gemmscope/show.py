@@ -1,0 +1,68 @@
+"""How a result shows itself in Python: as text, as HTML in a notebook, as a file.
+
+`results/base.py` calls these functions by name, so that results need not import what shows them.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from gemmscope.document.build import document
+from gemmscope.document.model import Document
+from gemmscope.errors import UserError
+from gemmscope.results.base import Result
+from gemmscope.writers import csv, figure, markdown, terminal
+from gemmscope.writers.html import page
+
+
+def text(result: Result, *, detail: bool = False) -> str:
+    """What the command would print."""
+    return terminal.text(document(result), detail=detail)
+
+
+def notebook(result: Result) -> str:
+    """The answer, the main tables and the figure."""
+    found = document(result)
+    parts = [f"<p><b>{html.escape(found.answer)}</b><br>{'<br>'.join(map(html.escape, found.because))}</p>"]
+    for table in found.tables():
+        if table.main:
+            head = "".join(f"<th>{html.escape(column.name)}</th>" for column in table.columns)
+            rows = "".join(f"<tr>{''.join(f'<td>{html.escape(cell.text)}</td>' for cell in row)}</tr>" for row in table.rows)
+            parts.append(f"<table><caption>{html.escape(table.title)}</caption><tr>{head}</tr>{rows}</table>")
+    parts += [f"<p>{html.escape(message.text)}</p>" for message in found.messages if message.level != "note"]
+    if found.charts():
+        parts.append(f'<img alt="charts" src="data:image/png;base64,{base64.b64encode(_png(found)).decode()}">')
+    return "".join(parts)
+
+
+def _png(found: Document) -> bytes:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "figure.png"
+        figure.save_figure(found, path)
+        return path.read_bytes()
+
+
+def save(result: Result, path: str | Path) -> None:
+    """Write it: .json the run file, .md Markdown, .csv every table, .html a page, .png, .svg or .pdf the main charts."""
+    target, found = Path(path), document(result)
+    ending = target.suffix.lower()
+    if ending in figure.ENDINGS:
+        figure.save_figure(found, target)
+        return
+    texts = {
+        ".json": result.to_json,
+        ".md": lambda: markdown.markdown([found]),
+        ".csv": lambda: csv.csv_text(found),
+        ".html": lambda: page([found]),
+    }
+    if ending not in texts:
+        raise UserError(
+            f"{target.name} does not tell what to write", f"use one of the endings {', '.join((*texts, *figure.ENDINGS))}"
+        )
+    try:
+        target.write_text(texts[ending](), encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(f"{target} cannot be written: {error.strerror or error}", "name a file in a folder that exists") from error

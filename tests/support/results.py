@@ -1,0 +1,41 @@
+"""A result of every kind, by name: recorded on an H200, or computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gemmscope.app import compare as comparing
+from gemmscope.app import shapes as shaping
+from gemmscope.app.model import load_model, model_run
+from gemmscope.results.base import Result
+from support.explain_files import explanation
+from support.forecast_files import forecast_result, plane, several_gpus, sweep
+from support.run_files import recorded_bench, squares
+from support.step_files import recorded_step
+
+
+def shapes(preset: str, **run: int) -> Result:
+    return shaping.shapes(model_run(load_model(preset=preset), **run), command=f"gemmscope shapes --preset {preset}")
+
+
+def compared() -> Result:
+    return comparing.compare([recorded_bench("first"), recorded_bench("again")], fail_if_slower=0.03)
+
+
+RESULTS: dict[str, Callable[[], Result]] = {
+    "shapes": lambda: shapes("llama-3.1-8b", micro_batch_size=1, sequence_length=8192, tp=2),
+    "shapes of experts": lambda: shapes("qwen3-30b-a3b", micro_batch_size=4, sequence_length=4096, ep=8),
+    "bench": lambda: recorded_bench("first"),
+    "bench again": lambda: recorded_bench("again"),
+    "bench with a fallback": lambda: recorded_bench("fallback"),
+    "bench of bare GEMMs": squares,
+    "step": lambda: recorded_step("llama8b"),
+    "verified step": lambda: recorded_step("gpt1b", verified=True, batches=True),
+    "forecast": forecast_result,
+    "forecast of several GPUs": several_gpus,
+    "sweep": sweep,
+    "sweep of a plane": plane,
+    "explain": lambda: explanation("recompute"),
+    "explain a healthy step": lambda: explanation("healthy_te_current"),
+    "compare": compared,
+}
