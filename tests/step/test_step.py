@@ -284,7 +284,7 @@ def test_memory_that_does_not_suffice_makes_it_shallower(journal: Journal, monke
     monkeypatch.setattr("gemmscope.measure.link.Link.converse", converse)
     run = StepRun(plan("llama"), ["BF16"], StepSettings("cpu"), StoppingRule(), journal)
     monkeypatch.setattr("gemmscope.step.predict.LEAST_DEPTH", 4)
-    with pytest.raises(UserError, match="does not fit into this GPU's memory even with 4 layers"):
+    with pytest.raises(UserError, match="does not fit into this GPU's memory even with 4 of its layers"):
         run.run()
     assert asked == [6, 4]
     monkeypatch.setattr("gemmscope.step.predict.LEAST_DEPTH", 1)

@@ -24,7 +24,6 @@ from gemmscope.results.step import StepSettings, Variant
 from gemmscope.step.measurements import StepMeasurements
 from gemmscope.step.plan import MOST_WEIGHTS, StackPlan
 from gemmscope.step.recommend import Plan
-from gemmscope.units import counted
 
 SHRINK = 0.6  # of the depth, when memory does not suffice
 LEAST_DEPTH = 2
@@ -97,7 +96,7 @@ class StepRun:
         while not self._try(number, depth):
             if depth <= LEAST_DEPTH:
                 raise UserError(
-                    f"the model does not fit into this GPU's memory even with {counted(depth, 'layer')}",
+                    f"the model does not fit into this GPU's memory even with {depth} of its layers",
                     f"use a smaller {option('micro_batch_size')} or {option('sequence_length')}, {option('recompute', 'full')}, "
                     f"or split it with {option('tp')}",
                 )
