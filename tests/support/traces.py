@@ -40,7 +40,9 @@ def fact(findings: Iterable[Finding], code: str, name: str) -> Any:
 
 def as_expected(found: Diagnosis) -> bool:
     """Nothing is wrong, and all linears run in low precision."""
-    return found.verdict.code == "step-as-expected" and round(float(fact([found.verdict], "step-as-expected", "low_share")), 2) == 1
+    return (
+        found.verdict.code == "step-as-expected" and round(float(fact([found.verdict], "step-as-expected", "low_share")), 2) == 1
+    )
 
 
 class Builder:
