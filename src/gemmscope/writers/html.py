@@ -87,7 +87,7 @@ def _contents(documents: Sequence[Document]) -> list[tuple[str, str]]:
         return [(label(documents, document), slug(label(documents, document))) for document in documents]
     [document] = documents
     titles = [section.title for section in document.sections]
-    titles = [*(["Findings"] if document.messages else []), *(["Recommendation"] if document.advice else []), *titles]
+    titles = [*(["Recommendation"] if document.advice else []), *(["Findings"] if document.messages else []), *titles]
     return [(title, slug(title)) for title in (*titles, *document.facts)]
 
 
