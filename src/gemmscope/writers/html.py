@@ -1,7 +1,7 @@
 """Documents as one HTML page that needs nothing else: for screens wide and narrow, light and dark, and for paper.
 
-`assets/page.html.j2` is the page, `page.css` its style, `page.js` draws the charts with ECharts. Every text reaches the page escaped
-by jinja2, or as text inside JSON; scripts are allowed by their hashes alone.
+`assets/page.html.j2` is the page, `page.css` its style, `page.js` draws the charts with ECharts. All text is escaped by jinja2,
+or is text inside JSON; scripts are allowed by their hashes alone.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _contents(documents: Sequence[Document]) -> list[tuple[str, str]]:
         return [(label(documents, document), slug(label(documents, document))) for document in documents]
     [document] = documents
     titles = [section.title for section in document.sections]
-    titles = [*(["Findings"] if document.messages else []), *(["Recommendation"] if document.advice else []), *titles]
+    titles = [*(["Recommendation"] if document.advice else []), *(["Findings"] if document.messages else []), *titles]
     return [(title, slug(title)) for title in (*titles, *document.facts)]
 
 
