@@ -8,18 +8,20 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
+from gemmscope.document.bench import bench_document
 from gemmscope.model import presets
 from gemmscope.model.spec import RunSpec
 from gemmscope.report import formats, shapes
 from gemmscope.report.page.figures import save_figures
 from gemmscope.report.page.kinds import report_of
-from gemmscope.report.plot import save_plot
 from gemmscope.workload.derive import derive
 from gemmscope.workload.summary import totals
+from gemmscope.writers.figure import save_figure
 
 IMAGES = Path(__file__).parent / "images"
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "tests")]
@@ -49,7 +51,9 @@ def draw_shapes(path: Path) -> None:
 
 def draw_bench(path: Path) -> None:
     """What `gemmscope bench -o` draws, of the bench recorded on an H200."""
-    save_plot(worked_example.bench(), "24 layers of width 4096, 31 x 512 tokens, on NVIDIA H200: measured", str(path))
+    document = bench_document(worked_example.bench())
+    title = "24 layers of hidden size 4096, 31 x 512 tokens, on NVIDIA H200: measured"
+    save_figure(replace(document, title=title), path)
 
 
 def draw_step(path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from gemmscope.cli.choose import ON_GPU, PRODUCTS_ONLY
+from gemmscope.app.choose import GEMMS_ONLY, ON_GPU
 from gemmscope.recipe.recipes import Recipe, recipes
 from gemmscope.recipe.support import Support, architectures, support
 from gemmscope.workload.ops import PASSES
@@ -61,8 +61,8 @@ def backends() -> str:
 
 def _name_in(asked: Recipe, backend: str) -> str:
     facts = asked.settings.get(backend, {})
-    if backend in PRODUCTS_ONLY:
-        return "products alone"
+    if backend in GEMMS_ONLY:
+        return "GEMMs only"
     if "config" in facts:
         prototype = " (prototype)" if ".prototype." in facts["config"] else ""
         return f"`{facts['config'].rsplit('.', 1)[-1]}`{prototype}"
@@ -112,7 +112,7 @@ def _casts(asked: Recipe) -> str:
     """Transformer Engine casts once for both directions; others say themselves."""
     words = {}
     for backend in asked.backends:
-        if backend not in PRODUCTS_ONLY:
+        if backend not in GEMMS_ONLY:
             words[backend] = asked.settings[backend].get("casts", "once")
     if len(set(words.values())) == 1:
         return next(iter(words.values()))
