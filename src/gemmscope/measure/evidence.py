@@ -1,7 +1,7 @@
 """Whether a GEMM ran in the precision requested, as kernel names prove it.
 
-A GEMM that ran in another precision is a fallback, and is never counted as a speedup. Workers do not import this file: loading the
-result types takes a moment.
+A GEMM that ran in another precision is a fallback, and is never counted as a speedup. Workers do not import this file, because
+loading the result types takes a moment.
 """
 
 from __future__ import annotations
