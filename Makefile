@@ -41,7 +41,7 @@ benchmark: $(VENV)/.developing
 	$(BIN)/python benchmarks/forecast_speed.py
 
 schema: $(VENV)/.installed
-	$(BIN)/python -m gemmscope.store.schema docs/schema
+	$(BIN)/python -m gemmscope.results.schema docs/schema
 
 pictures: $(VENV)/.developing
 	$(BIN)/python docs/pictures.py

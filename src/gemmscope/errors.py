@@ -36,16 +36,16 @@ _OPTION = re.compile("‹([^‹›=]+)(?:=([^‹›]*))?›")
 
 def in_shell(text: str) -> str:
     """The text with its arguments as options of the command line."""
-    return _OPTION.sub(lambda found: f"--{found[1].replace('_', '-')}" + (f" {found[2]}" if found[2] else ""), text)
+    return _OPTION.sub(lambda match: f"--{match[1].replace('_', '-')}" + (f" {match[2]}" if match[2] else ""), text)
 
 
 def in_python(text: str) -> str:
     """The text with its arguments as Python spells them."""
-    return _OPTION.sub(lambda found: found[1] + (f"={found[2]}" if found[2] else ""), text)
+    return _OPTION.sub(lambda match: match[1] + (f"={match[2]}" if match[2] else ""), text)
 
 
 def closest(given: str, known: Iterable[str], how_many: int = 3) -> list[str]:
-    """The known names most like `given`, best first.
+    """The known names that are most similar to `given`, the best first.
 
     >>> closest("lama", ["llama", "gpt2"])
     ['llama']
@@ -54,20 +54,19 @@ def closest(given: str, known: Iterable[str], how_many: int = 3) -> list[str]:
 
 
 LONGEST_SHOWN = 60
-"""Characters of a value that a message quotes."""
-
+"""The most characters of a value that a message quotes."""
 
 MOST_ITEMS_SHOWN = 8
-"""Items of a list or mapping up to which a message quotes it."""
+"""The most items of a list or mapping that a message quotes."""
 
 COLLECTIONS = (list, tuple, set, frozenset, dict)
 
 
 def shown(value: object) -> str:
-    """A value of a file as a message quotes it: on one line, in plain characters, and never too long.
+    """A value as a message quotes it: on one line, in ASCII, and never too long.
 
-    A collection is written out only if it is short and holds no other: a few lines of YAML can name a list inside a list
-    inside a list, which written out would have no end.
+    A collection is written out only if it is short and contains no other collection: a few lines of YAML can describe nested
+    lists that would be endless when written out.
 
     >>> shown("8 B"), shown([1, 2]), len(shown("x" * 1000))
     ("'8 B'", '[1, 2]', 60)
@@ -78,7 +77,7 @@ def shown(value: object) -> str:
         return f"a {'mapping' if isinstance(value, dict) else type(value).__name__} of {len(value)}"
     try:
         quoted = ascii(value)
-    except (ValueError, RecursionError):  # a number of thousands of digits, a table thousands deep
+    except (ValueError, RecursionError):  # a number with thousands of digits, thousands of levels
         return f"({type(value).__name__}, too large to show)"
     return quoted if len(quoted) <= LONGEST_SHOWN else quoted[: LONGEST_SHOWN - 1] + "…"
 
@@ -91,7 +90,7 @@ def _is_short_and_flat(collection: Collection[object]) -> bool:
 
 
 def in_a_line(error: BaseException) -> str:
-    """What went wrong in somebody else's code, as one line.
+    """An exception of foreign code as one line.
 
     >>> in_a_line(ValueError("no\\nstack")), in_a_line(KeyError())
     ('ValueError: no', 'KeyError')

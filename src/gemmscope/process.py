@@ -1,7 +1,7 @@
-"""Starts the worker processes: a Python of their own that sees what this one has installed, and goes when this one goes.
+"""Starts worker processes: Python processes with the same packages as this one, which end when this one ends.
 
-``python -m`` would put the working directory first on the import path, where a file named random.py or types.py stands in front
-of the standard library's. (``python -P`` does not, but Python 3.10 has no such option.)
+``python -m`` would put the working directory first on the import path, where a file named random.py or types.py would hide the
+standard library's. (``python -P`` avoids that, but Python 3.10 does not have it.)
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from gemmscope.folders import cache_folder
+
 _START = (
     "import sys; sys.path[:1] == [''] and sys.path.pop(0); root = sys.argv.pop(1); root in sys.path or sys.path.append(root); "
     "from gemmscope.process import _run_worker; _run_worker()"
@@ -22,47 +24,41 @@ _START = (
 
 
 def worker_command(module: str, *arguments: str) -> list[str]:
-    """The command line that runs a module of this package as ``python -m`` does, without the working directory on its path.
+    """The command line that runs a module of this package like ``python -m``, without the working directory on its path.
 
     >>> worker_command("gemmscope.model.hub", "gpt2")[-2:]
     ['gemmscope.model.hub', 'gpt2']
     """
-    root = Path(__file__).resolve().parent.parent  # wherever this package was imported from, its worker finds it too
+    root = Path(__file__).resolve().parent.parent  # the worker imports this package from the same place
     return [sys.executable, "-c", _START, str(root), module, *arguments]
 
 
 def worker_environment() -> dict[str, str]:
-    """The environment for a worker that imports torch: this one's, with a place for compiled modules where there is none.
+    """The environment for a worker that imports torch: this process's own, with a folder for bytecode where there is none.
 
     Container images often forbid Python to write bytecode beside its sources (PYTHONDONTWRITEBYTECODE). Importing torch and
-    Transformer Engine then compiles some three thousand modules every time: 12 s instead of 5 s on the machine where this was
-    found. Workers keep theirs under the user's cache folder.
+    Transformer Engine then compiles about three thousand modules every time, which took 12 s instead of 5 s on one machine.
+    Workers write bytecode to the user's cache folder instead.
     """
     environment = dict(os.environ)
-    found = importlib.util.find_spec("torch")
-    if found is None or not found.origin or sys.pycache_prefix:
+    torch = importlib.util.find_spec("torch")
+    if torch is None or not torch.origin or sys.pycache_prefix:
         return environment
-    compiled = Path(importlib.util.cache_from_source(found.origin))
-    writable = not sys.dont_write_bytecode and os.access(Path(found.origin).parent, os.W_OK)
+    compiled = Path(importlib.util.cache_from_source(torch.origin))
+    writable = not sys.dont_write_bytecode and os.access(Path(torch.origin).parent, os.W_OK)
     if not compiled.exists() and not writable:
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         environment["PYTHONPYCACHEPREFIX"] = str(cache_folder() / "bytecode")
     return environment
 
 
-def cache_folder() -> Path:
-    """Where this user's programs keep what can be made again: $XDG_CACHE_HOME/gemmscope, or ~/.cache/gemmscope."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return Path(base) / "gemmscope" if base else Path.home() / ".cache" / "gemmscope"
-
-
 @contextmanager
 def without_jax() -> Iterator[None]:
-    """Transformer Engine for PyTorch imports JAX too, where it is installed: half a second, for nothing. Here there is none."""
+    """Hide JAX while Transformer Engine for PyTorch is imported: it would import JAX too, half a second for nothing."""
     if "jax" in sys.modules:
         yield
         return
-    sys.modules["jax"] = None  # type: ignore[assignment]  # so that importing it fails as if it were not there
+    sys.modules["jax"] = None  # type: ignore[assignment]  # importing it then fails as if it were not installed
     try:
         yield
     finally:
@@ -78,7 +74,7 @@ def _run_worker() -> None:
 
 
 def end_with_parent() -> None:
-    """From now on, end this process within a second or so after the one that started it, whatever that one died of."""
+    """End this process within about a second after its parent, however the parent ends."""
     parent = os.getppid()
 
     def watch() -> None:

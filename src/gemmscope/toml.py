@@ -1,8 +1,7 @@
-"""TOML, for files of the user's and for tables of facts that ship with the package.
+"""Parses TOML: the user's files, and the tables of facts that ship with the package.
 
-Python has a TOML parser since 3.11; on 3.10 the `tomli` package is the same parser. Whatever a text contains, the
-outcome here is a dictionary or a `UserError`: a parser's own exceptions (a syntax error, nesting too deep for its
-recursion, a number too long to convert) never reach the caller.
+Python has a TOML parser since 3.11; on 3.10 the `tomli` package is the same parser. The result is always a dictionary or a
+`UserError`: the parser's own exceptions (a syntax error, nesting too deep, a number too long) never reach the caller.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ def parse_toml(text: str) -> dict[str, Any]:
     """
     parser = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
-        document: dict[str, Any] = parser.loads(text.removeprefix("\ufeff"))  # editors on Windows write this mark first
+        document: dict[str, Any] = parser.loads(text.removeprefix("\ufeff"))  # Windows editors write this mark first
     except RecursionError:
-        raise UserError("the TOML is nested too deeply to be read", "remove brackets that are not needed") from None
-    except Exception as error:  # beyond its own ValueError, any slip of the parser is still a text it cannot read
+        raise UserError("the TOML is nested too deeply", "remove nested brackets") from None
+    except Exception as error:  # besides its ValueError, any other failure of the parser also means invalid text
         reason = ascii(str(error))[1:-1][:200]
-        raise UserError(f"this is not valid TOML: {reason}", "correct that line: a value is written key = value") from None
+        raise UserError(f"the TOML is not valid: {reason}", "correct that line; a setting is written as key = value") from None
     return document
 
 

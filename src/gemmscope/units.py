@@ -9,6 +9,7 @@ from gemmscope.interval import Interval
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 MOST_NAMED = 8  # names in one sentence
+LONGEST_KERNEL = 70  # characters of a kernel name
 
 
 def si(value: float, unit: str) -> str:
@@ -103,6 +104,16 @@ def names(items: Iterable[str], most: int = MOST_NAMED) -> str:
     distinct = list(dict.fromkeys(items))
     more = f" and {len(distinct) - most} more" if len(distinct) > most else ""
     return ", ".join(distinct[:most]) + more
+
+
+def kernel_name(name: str) -> str:
+    """The name of a kernel without its arguments, and not too long.
+
+    >>> kernel_name("void (anonymous namespace)::softmax<float>(float*, int)")
+    'softmax<float>'
+    """
+    bare = name.replace("(anonymous namespace)::", "").removeprefix("void ").split("(")[0]
+    return bare if len(bare) <= LONGEST_KERNEL else bare[: LONGEST_KERNEL - 1] + "…"
 
 
 def counted(count: float, noun: str) -> str:

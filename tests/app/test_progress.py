@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from gemmscope.cli.bench_options import TimingOptions
-from gemmscope.cli.progress import Estimate, Progress
+from gemmscope.app.bench import BenchTiming
+from gemmscope.app.progress import Console, ProgressLine, TimeLeft
 from gemmscope.measure.campaign import Campaign
-from gemmscope.workload.cases import bare_products, tasks_of
-from gemmscope.store.journal import Journal
+from gemmscope.measure.journal import Journal
+from gemmscope.workload.cases import bare_gemms, tasks_of
 
 
 class Screen(io.StringIO):
@@ -22,8 +22,8 @@ class Screen(io.StringIO):
         return True
 
 
-def campaign_for_progress(tmp_path: Path, timing: TimingOptions) -> Campaign:
-    tasks = tasks_of(bare_products([(64, 64, 64)]), ["BF16", "FP8Current"], ["autocast"], {})
+def campaign_for_progress(tmp_path: Path, timing: BenchTiming) -> Campaign:
+    tasks = tasks_of(bare_gemms([(64, 64, 64)]), ["BF16", "FP8Current"], ["autocast"], {})
     return Campaign(tasks, timing.settings("cpu"), timing.rule(), Journal(tmp_path / "journal.sqlite3"))
 
 
@@ -41,13 +41,13 @@ def messages(campaign: Campaign) -> list[dict[str, Any]]:
 def test_progress_says_what_it_does_and_how_long_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Screen())
     monkeypatch.setenv("TERM", "xterm")
-    campaign = campaign_for_progress(tmp_path, TimingOptions(precision=0.0001))
-    progress = Progress(campaign)
+    campaign = campaign_for_progress(tmp_path, BenchTiming(precision=0.0001))
+    line = ProgressLine(campaign)
     said = []
-    with progress as show:
+    with Console().measuring(campaign) as show:
         for message in messages(campaign):
             campaign.results.take(message)
-            said.append(progress.text(message, campaign.results))
+            said.append(line.text(message, campaign.results))
             show(message, campaign.results)
     assert said[:4] == ["preparing 0 of 2", "compiling kernels", "preparing 1 of 2", "preparing 2 of 2"]
     assert re.fullmatch(r"round 5, speedups known to ±\d+\.\d%, about \d+ s left", said[-1])
@@ -56,8 +56,8 @@ def test_progress_says_what_it_does_and_how_long_it_takes(tmp_path: Path, monkey
 
 
 def test_progress_is_silent_where_nobody_looks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    campaign = campaign_for_progress(tmp_path, TimingOptions())
-    with Progress(campaign) as show:
+    campaign = campaign_for_progress(tmp_path, BenchTiming())
+    with Console().measuring(campaign) as show:
         for message in messages(campaign):
             campaign.results.take(message)
             show(message, campaign.results)
@@ -68,21 +68,21 @@ def test_progress_is_silent_where_nobody_looks(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("timing", "half_width", "left"),
     [
-        (TimingOptions(precision=0.01, longest=1000), 0.02, 24.0),  # four times as many rounds: 12 more of 2 s
-        (TimingOptions(precision=0.01, longest=10), 0.02, 2.0),  # the limit comes first
-        (TimingOptions(precision=0.01, longest=1000), 0.005, 0.0),
-        (TimingOptions(num_iters=100), 0.02, 2.0),  # five rounds in all, whatever the doubt
-        (TimingOptions(precision=0.01, longest=10), None, 2.0),
+        (BenchTiming(precision=0.01, longest=1000), 0.02, 24.0),  # four times as many rounds: 12 more of 2 s
+        (BenchTiming(precision=0.01, longest=10), 0.02, 2.0),  # the limit comes first
+        (BenchTiming(precision=0.01, longest=1000), 0.005, 0.0),
+        (BenchTiming(num_iters=100), 0.02, 2.0),  # five rounds in all, whatever the precision
+        (BenchTiming(precision=0.01, longest=10), None, 2.0),
     ],
 )
-def test_time_left(tmp_path: Path, timing: TimingOptions, half_width: float | None, left: float) -> None:
+def test_time_left(tmp_path: Path, timing: BenchTiming, half_width: float | None, left: float) -> None:
     """Four rounds came in 8 s."""
     now = [100.0]
     campaign = campaign_for_progress(tmp_path, timing)
     campaign.rule.started = now[0]
-    estimate = Estimate(campaign, clock=lambda: now[0])
-    assert estimate.seconds_left(0, None) is None
+    estimate = TimeLeft(campaign, clock=lambda: now[0])
+    assert estimate.seconds(0, None) is None
     estimate.begin(0)
     now[0] += 8
-    assert estimate.seconds_left(4, half_width) == pytest.approx(left)
+    assert estimate.seconds(4, half_width) == pytest.approx(left)
     campaign.journal.close()  # type: ignore[attr-defined]

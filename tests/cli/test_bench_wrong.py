@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from gemmscope.measure.campaign import Campaign
+from support.command import Run, run
+from support.fake_gpu import ON_CPU, SMALL, Pretend, own_state, pretend
 from support.machines import NOTHING, machine
-from test_bench_cli import ON_CPU, SMALL, Pretend, own_state, pretend
-from test_cli import Run, run
 
 __all__ = ["own_state", "pretend", "run"]  # the fixtures
 
@@ -27,30 +27,30 @@ __all__ = ["own_state", "pretend", "run"]  # the fixtures
         (f"{ON_CPU} --pre-quantize --autocast-only", "leave nothing to measure"),
         ("--micro-batch-size 4 --device cpu", "no model is named"),
         ("--shapes 12x --device cpu", "'12x' is not a shape"),
-        ("--shapes 0x4x4 --device cpu", "a size of 0 leaves nothing to multiply"),
+        ("--shapes 0x4x4 --device cpu", "0x4x4 is not a shape: every size must be at least 1"),
         ("--shapes abc --device cpu", "'abc' is not a shape"),
         ("--shapes 4x4 --device cpu", "'4x4' is not a shape"),
         ("--shapes -5 --device cpu", "'-5' is not a shape"),
         ("--shapes 16,-5 --device cpu", "'-5' is not a shape"),
         ("--shapes , --device cpu", "--shapes names no shape"),
         ("--shapes= --device cpu", "--shapes names no shape"),
-        ("--shapes 10000001 --device cpu", "beyond any matrix (at most 10000000 a side)"),
-        (f"--shapes {'9' * 5000} --device cpu", "beyond any matrix"),
-        (f"--shapes 64 {ON_CPU}", "--shapes measures bare products, and --hidden-size"),
+        ("--shapes 10000001 --device cpu", "is too large: a size can be at most 10000000"),
+        (f"--shapes {'9' * 5000} --device cpu", "is too large"),
+        (f"--shapes 64 {ON_CPU}", "--shapes measures bare GEMMs, and --hidden-size"),
         ("--shapes 64 --micro-batch-size 4 --device cpu", "and --micro-batch-size describes a model"),
         ("--shapes --preset gpt2 --device cpu", "and --preset describes a model"),
         (f"{ON_CPU} --timing stopwatch", "--timing 'stopwatch' is not known"),
         (f"{ON_CPU} --num-iters 0", "--num-iters 0 measures nothing"),
-        (f"{ON_CPU} --num-warmup -1", "--num-warmup -1 is not possible"),
-        (f"{ON_CPU} --gpu-warmup -1", "--gpu-warmup -1 is not possible"),
-        (f"{ON_CPU} --gpu-warmup inf", "--gpu-warmup inf is not possible"),
+        (f"{ON_CPU} --num-warmup -1", "--num-warmup -1 is invalid"),
+        (f"{ON_CPU} --gpu-warmup -1", "--gpu-warmup -1 is invalid"),
+        (f"{ON_CPU} --gpu-warmup inf", "--gpu-warmup inf is invalid"),
         (f"{ON_CPU} --num-iters many", "'many' is not a whole number"),
-        (f"{ON_CPU} --precision 0", "--precision 0 is no share"),
-        (f"{ON_CPU} --longest nan", "--longest nan leaves no time"),
+        (f"{ON_CPU} --precision 0", "--precision must be between 0 and 1, got 0"),
+        (f"{ON_CPU} --longest nan", "--longest must be more than 0 seconds, got nan"),
         (f"{ON_CPU} --cache-weights", "--cache-weights is not possible with the cpu backend"),
         (f"{ON_CPU} --backend torch", "the torch backend does not measure on cpu"),
         (f"{ON_CPU} --backend jax", "--backend 'jax' is not known"),
-        (f"{ON_CPU} --profile-shape 64", "--profile-shape says what --profile runs"),
+        (f"{ON_CPU} --profile-shape 64", "--profile-shape selects what --profile runs"),
         (f"{ON_CPU} --profile --profile-shape 64", "the model that is named, or --profile-shape, not both"),
         ("--profile --profile-shape 64x --device cpu", "'64x' is not a shape"),
         ("--profile --profile-shape 64,128 --device cpu", "'64,128' is not a shape"),
@@ -59,14 +59,14 @@ __all__ = ["own_state", "pretend", "run"]  # the fixtures
         (f"{ON_CPU} --csv /", "--csv / cannot be written: it is a folder"),
         (f"{ON_CPU} --markdown /nowhere/run.md", "--markdown /nowhere/run.md cannot be written"),
         (f"{ON_CPU} -o /nowhere/run.png", "--output /nowhere/run.png cannot be written"),
-        (f"{ON_CPU} -o run.xlsx", "--output 'run.xlsx' is no picture"),
-        (f"{ON_CPU} -o -", "--output '-' is no picture"),
-        (f"{ON_CPU} --json - --csv -", "two outputs to one place: -, -"),
+        (f"{ON_CPU} -o run.xlsx", "--output 'run.xlsx' is not a figure file"),
+        (f"{ON_CPU} -o -", "--output '-' is not a figure file"),
+        (f"{ON_CPU} --json - --csv -", "two outputs go to the same place: -, -"),
     ],
 )
 def test_bad_input(run: Run, options: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Said at once: no campaign is even begun."""
-    monkeypatch.setattr("gemmscope.gpu.environment.environment", lambda: NOTHING)
+    monkeypatch.setattr("gemmscope.app.bench.environment", lambda: NOTHING)
     monkeypatch.setattr(Campaign, "run", lambda *_, **__: pytest.fail("it started to measure"))
     outcome = run(f"bench {options}")
     assert outcome.code == 2

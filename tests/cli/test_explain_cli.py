@@ -14,33 +14,49 @@ import pytest
 
 from gemmscope.explain.record import trace_me
 from gemmscope.explain.trace import read_trace
-from gemmscope.store.benchfile import IntervalRecord
-from gemmscope.store.explainfile import ExplainFile
-from gemmscope.store.runfile import ModelRecord, RunRecord
-from gemmscope.store.stepfile import LevelRecord, RecipeRecord, StepFile
-from test_cli import Run, run
-from support.traces import DATA, events_of, recorded, steady
+from gemmscope.interval import Interval
+from gemmscope.model.spec import RunSpec
+from gemmscope.parts import StepPart
+from gemmscope.results.base import ModelSummary
+from gemmscope.results.bench import BenchResult, BenchSettings
+from gemmscope.results.explain import ExplainResult
+from gemmscope.results.linears import Linears, LinearsTotal
+from gemmscope.results.read import read_result
+from gemmscope.results.step import StepResult, StepSettings, StepTime, StepTimes, WaterfallLevel
+from gemmscope.workload.cases import Case
+from support.command import Run, run
+from support.machines import machine
+from support.traces import codes, events_of, fact, recorded, steady
 
 __all__ = ["run"]  # the fixture
+
+
+def explained(path: Path) -> ExplainResult:
+    result = read_result(path, ("explain",))
+    assert isinstance(result, ExplainResult)
+    return result
 
 
 def test_one_trace(run: Run, tmp_path: Path) -> None:
     places = f"--json {tmp_path}/e.json --csv {tmp_path}/e.csv --markdown {tmp_path}/e.md --perfetto {tmp_path}/e.json.gz"
     outcome = run(f"explain {recorded('unaligned_mlp')} {places}")
     assert outcome.code == 0, outcome.err
-    assert outcome.out.startswith("layers are left out of low precision")
+    result = explained(tmp_path / "e.json")
+    assert result.verdict.text in outcome.out
+    assert result.causes[0].code == "left-out"
     assert "14328" in outcome.out
-    file = ExplainFile.model_validate_json((tmp_path / "e.json").read_text())
-    assert file.causes[0].cause == "left_out"
-    assert sum(file.classes_ms.values()) == pytest.approx(file.step_ms)
+    assert sum(result.account.classes_ms.values()) == pytest.approx(result.account.step_ms)
+    assert result.command.startswith("gemmscope explain ")
     rows = list(csv.DictReader(io.StringIO((tmp_path / "e.csv").read_text())))
-    assert sum(float(row["ms"]) for row in rows if row["kind"] == "class") == pytest.approx(file.step_ms)
+    classes = {row["Class"]: float(row["ms per step"]) for row in rows if row["table"] == "By class of kernel"}
+    assert classes.pop("total") == pytest.approx(result.account.step_ms)
+    assert classes == pytest.approx(result.account.classes_ms)
     assert "| GEMM BF16 |" in (tmp_path / "e.md").read_text()
     annotated = json.loads(gzip.decompress((tmp_path / "e.json.gz").read_bytes()))
     tracks = {event["tid"] for event in annotated["traceEvents"] if event.get("cat") == "gemmscope"}
-    assert tracks == {"steps", "1. layers are left out of low precision"}
+    assert tracks == {"steps", f"1. {result.causes[0].title}"}
     again = run(f"explain {tmp_path}/e.json.gz")
-    assert again.out.splitlines()[0] == outcome.out.splitlines()[0]
+    assert again.out.splitlines()[1:] == outcome.out.splitlines()[1:]
 
 
 def test_annotations_lie_where_the_step_is(run: Run, tmp_path: Path) -> None:
@@ -55,31 +71,40 @@ def test_annotations_lie_where_the_step_is(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["{low} --baseline {high}", "{high} {low}", "{low} {high}"])
-def test_twins(run: Run, line: str) -> None:
-    outcome = run("explain " + line.format(low=recorded("healthy_te_current"), high=recorded("healthy_te_bf16")))
+def test_twins(run: Run, line: str, tmp_path: Path) -> None:
+    files = line.format(low=recorded("healthy_te_current"), high=recorded("healthy_te_bf16"))
+    outcome = run(f"explain {files} --json {tmp_path}/e.json")
     assert outcome.code == 0, outcome.err
-    assert outcome.out.startswith("as expected")
-    assert "speedup of the step: 1.37x" in outcome.out
+    result = explained(tmp_path / "e.json")
+    assert result.verdict.code == "step-as-expected"
+    [comparison] = result.comparisons
+    assert fact(comparison.findings, "twin-speedup", "speedup") == pytest.approx(1.37, abs=0.005)
+    assert all(finding.text in outcome.out for finding in comparison.findings)
 
 
-def test_one_micro_batch_is_one(run: Run) -> None:
-    assert ", 1 micro-batch; " in run(f"explain {recorded('healthy_te_current')}").out
-    assert ", 4 micro-batches; " in run(f"explain {recorded('recast_weights')}").out
+def test_the_short_view_fits_a_screen(run: Run) -> None:
+    short, whole = run(f"explain {recorded('recompute')}").out, run(f"explain {recorded('recompute')} --detail").out
+    assert len(short.splitlines()) < 45 < len(whole.splitlines())
+    assert "add --detail" in short
+    assert "micro-batches" in whole
 
 
-def test_steps_that_the_trace_counts_otherwise(run: Run) -> None:
-    trace = recorded("recompute")
-    assert "found by --steps: 7 in the whole trace, though the profiler marked 2" in run(f"explain {trace} --steps 7").out
-    assert "found by --steps: 2 in the whole trace\n" in run(f"explain {trace} --steps 2").out
+def test_steps_that_the_trace_counts_otherwise(run: Run, tmp_path: Path) -> None:
+    for steps, differs in ((7, True), (2, False)):
+        assert run(f"explain {recorded('recompute')} --steps {steps} --json {tmp_path}/e.json").code == 0
+        result = explained(tmp_path / "e.json")
+        assert (result.steps, result.has("step-count-differs")) == (steps, differs)
 
 
 def test_ranks(run: Run, tmp_path: Path) -> None:
     for rank in range(3):
         info = {"distributedInfo": {"rank": rank, "world_size": 3}}
         steady(count=20 + 6 * (rank == 1)).write(tmp_path / f"r{rank}.json", **info)
-    outcome = run("explain " + " ".join(f"{tmp_path}/r{rank}.json" for rank in range(3)))
+    outcome = run("explain " + " ".join(f"{tmp_path}/r{rank}.json" for rank in range(3)) + f" --json {tmp_path}/e.json")
     assert outcome.code == 0, outcome.err
-    assert "uneven: rank 1" in outcome.out
+    result = explained(tmp_path / "e.json")
+    assert fact(result.findings, "ranks-uneven", "rank") == fact(result.findings, "rank-explained", "rank") == result.rank == 1
+    assert [rank.rank for rank in result.ranks] == [0, 1, 2]
 
 
 BAD = {
@@ -87,21 +112,20 @@ BAD = {
     "two of the same": ("{low} {low}", "neither ranks of one job nor BF16"),
     "run file as trace": ("{bench}", "is a run file, not a trace"),
     "trace as run file": ("{low} --against {bf16}", "is a profiler trace, not a run file"),
-    "bench of another model": ("{low} --against {bench}", "is of another model or batch"),
+    "bench of another model": ("{low} --against {bench}", "is about another model or batch"),
     "recipe without run file": ("{low} --recipe fp8current", "--against"),
     "no steps": ("{low} --steps 0", "at least one step"),
     "overwrites": ("{low} --perfetto {low}", "would overwrite"),
     "overwrites with JSON": ("{low} --json {low}", "would overwrite"),
     "missing": ("nowhere.json", "cannot be read"),
-    "a run without a model": ("{low} --tp 2 --micro-batch-size 1", "--micro-batch-size, --tp says how a model is run"),
+    "a run without a model": ("{low} --tp 2 --micro-batch-size 1", "--micro-batch-size, --tp: these options need a model"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_one_message(name: str, run: Run, tmp_path: Path) -> None:
     line, words = BAD[name]
-    bench = tmp_path / "bench.json"
-    bench.write_bytes(gzip.decompress((DATA / "h200_bench_first.json.gz").read_bytes()))
+    bench = bench_run(tmp_path, tokens=1024)
     files = {
         "low": recorded("healthy_te_current"),
         "bf16": recorded("healthy_te_bf16"),
@@ -115,12 +139,14 @@ def test_bad_input_is_one_message(name: str, run: Run, tmp_path: Path) -> None:
     assert "Traceback" not in outcome.err
 
 
-def test_against_the_model(run: Run) -> None:
+def test_against_the_model(run: Run, tmp_path: Path) -> None:
     sizes = "--hidden-size 4096 --intermediate-size 14336 --num-attention-heads 32 --num-key-value-heads 8 --num-hidden-layers 4"
     rest = "--vocab-size 16384 --gated-mlp --micro-batch-size 2 --sequence-length 4096"
-    outcome = run(f"explain {recorded('healthy_te_current')} {sizes} {rest}")
+    outcome = run(f"explain {recorded('healthy_te_current')} {sizes} {rest} --json {tmp_path}/e.json")
     assert outcome.code == 0, outcome.err
-    assert "products take 46.18 TFLOP per step, 46.18 by its sizes: as the model says" in outcome.out
+    result = explained(tmp_path / "e.json")
+    assert fact(result.findings, "model-flops-equal", "trace_tflop") == pytest.approx(46.18, abs=0.01)
+    assert fact(result.findings, "model-flops-equal", "ratio") == pytest.approx(1, abs=1e-6)
 
 
 def test_trace_me_prints_lines_that_run(run: Run) -> None:
@@ -155,7 +181,7 @@ def test_trace_me_says_when_nothing_was_recorded(tmp_path: Path, capsys: pytest.
         for _ in range(3):
             trace.step()
     assert not (tmp_path / "t.json.gz").exists()
-    assert "nothing was recorded: 3 steps passed, 7 were needed" in capsys.readouterr().err
+    assert "nothing was recorded: the loop ran 3 steps, 7 are needed" in capsys.readouterr().err
 
 
 def test_trace_me_of_other_ranks_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +190,7 @@ def test_trace_me_of_other_ranks_costs_nothing(tmp_path: Path, monkeypatch: pyte
         trace.step()
     assert not list(tmp_path.iterdir())
     assert trace_me(tmp_path / "t.json.gz", ranks=(0, 3)).path.name == "t.rank3.json.gz"
-    with pytest.raises(ValueError, match="at least one step"):
+    with pytest.raises(ValueError, match="steps must be at least 1"):
         trace_me(tmp_path / "t.json.gz", steps=0)
 
 
@@ -181,17 +207,17 @@ def test_help_teaches(run: Run) -> None:
 def test_a_folder_of_ranks(run: Run, tmp_path: Path) -> None:
     for rank in range(2):
         steady().write(tmp_path / f"host_{rank}.pt.trace.json.gz", distributedInfo={"rank": rank, "world_size": 2})
-    outcome = run(f"explain {tmp_path}")
+    outcome = run(f"explain {tmp_path} --json {tmp_path.parent}/ranks.json")
     assert outcome.code == 0, outcome.err
-    assert "2 ranks compute equally long" in outcome.out
+    assert "ranks-even" in codes(explained(tmp_path.parent / "ranks.json").findings)
     (tmp_path / "empty").mkdir()
     assert "folder without traces" in run(f"explain {tmp_path}/empty").err
 
 
 def step_run(tmp_path: Path, hidden: int = 4096) -> Path:
-    """A run file of `step` that planned 58 ms for the recorded training: rows as the waterfall has them."""
-    planned = {
-        "products": 31.0,
+    """A run file of `step` that predicts 58 ms for the recorded training, with the parts of its waterfall."""
+    planned: dict[StepPart, float] = {
+        "GEMMs": 31.0,
         "quantization": 4.4,
         "attention": 9.2,
         "norms and activations": 5.0,
@@ -199,38 +225,54 @@ def step_run(tmp_path: Path, hidden: int = 4096) -> Path:
         "optimizer": 3.4,
     }
 
-    def recipe(name: str, step_ms: float, rows: dict[str, float]) -> RecipeRecord:
-        return RecipeRecord(
-            recipe=name, step_ms=IntervalRecord(value=step_ms, low=step_ms * 0.99, high=step_ms * 1.01), speedup=None,
-            tokens_per_s=1.0, model_tflops=50e3 / step_ms, gpu_busy_ms=None, host_ms=None, host_bound=False, peak_bytes=None,
-            named_share=1.0, verdict="",
-            waterfall=[LevelRecord(row=row, baseline_ms=time, recipe_ms=time, speedup=1.0) for row, time in rows.items()],
-        )  # fmt: skip
+    def recipe(name: str, step_ms: float, parts: dict[StepPart, float]) -> StepTime:
+        levels = [WaterfallLevel(part=part, baseline_ms=time, recipe_ms=time, speedup=1.0) for part, time in parts.items()]
+        interval = Interval(step_ms, step_ms * 0.99, step_ms * 1.01)
+        return StepTime(recipe=name, step_ms=interval, tokens_per_s=1.0, model_tflops=50e3 / step_ms, waterfall=tuple(levels))
 
-    run = RunRecord(
-        micro_batch_size=2, sequence_length=4096, tp=1, sequence_parallel=False, cp=1, pp=1, pp_stage=0, ep=1, etp=1,
-        imbalance=1.0, gradient_accumulation=1, recompute="none", vocab_multiple=1, separate_projections=False,
-        sequence_parallel_linears=False,
-    )  # fmt: skip
-    model = ModelRecord(name="llama", model_type="", source="", hidden_size=hidden, num_hidden_layers=4, layers="4 x dense")
-    file = StepFile(
-        command=[], origin="", model=model, run=run, environment={}, device={}, versions={}, settings={}, depth=4,
-        layers=4, ended="",
-        recipes=[recipe("BF16", 80.0, {}), recipe("FP8Current", 58.0, planned), recipe("FP8Delayed", 56.0, planned)],
-        recommendation=None, variants=[], notes=[],
+    recipes = (recipe("BF16", 80.0, {}), recipe("FP8Current", 58.0, planned), recipe("FP8Delayed", 56.0, planned))
+    result = StepResult(
+        command="", origin="", model=ModelSummary(name="llama", hidden_size=hidden, num_hidden_layers=4, layers="4 dense"),
+        run=RunSpec(micro_batch_size=2, sequence_length=4096), environment=machine(), device={}, versions={},
+        settings=StepSettings("transformer_engine"), depth=4, layers=4, step=StepTimes(origin="measured", recipes=recipes),
     )  # fmt: skip
     path = tmp_path / f"step{hidden}.json"
-    path.write_text(file.to_json())
+    path.write_text(result.to_json())
+    return path
+
+
+def bench_run(tmp_path: Path, tokens: int = 8192) -> Path:
+    """A run file of `bench` with the four linears of the recorded training."""
+    sizes = {"QKV Proj": (4096, 6144), "Attn Out": (4096, 4096), "MLP Up": (4096, 28672), "MLP Down": (14336, 4096)}
+    linears = Linears(
+        origin="measured",
+        cases=tuple(Case(op, tokens, inputs, outputs, 4) for op, (inputs, outputs) in sizes.items()),
+        recipes=("BF16", "FP8Current"),
+        modes=("autocast",),
+        layers=4,
+        totals=tuple(
+            LinearsTotal(recipe=name, mode="autocast", total_ms=Interval(time), quantize_ms=quantize)
+            for name, time, quantize in (("BF16", 58.0, 0.0), ("FP8Current", 34.0, 4.0))
+        ),
+    )
+    result = BenchResult(
+        command="", origin="", settings=BenchSettings("transformer_engine"), environment=machine(), device={}, versions={},
+        rounds=1, linears=linears, tasks=(),
+    )  # fmt: skip
+    path = tmp_path / "bench.json"
+    path.write_text(result.to_json())
     return path
 
 
 def test_against_a_prediction(run: Run, tmp_path: Path) -> None:
     outcome = run(f"explain {recorded('healthy_te_current')} --against {step_run(tmp_path)} --json {tmp_path}/e.json")
     assert outcome.code == 0, outcome.err
-    assert "predicted 58.0 ms for FP8Current, found 62.2 ms: +7.3%" in outcome.out
-    assert "1.29x, 1.38x predicted" in outcome.out
-    held = ExplainFile.model_validate_json((tmp_path / "e.json").read_text()).held[0]
-    assert sum(row.found_ms - (row.expected_ms or 0) for row in held.rows) == pytest.approx(62.25 - 58.0, abs=0.01)
+    [comparison] = explained(tmp_path / "e.json").comparisons
+    assert fact(comparison.findings, "prediction-error", "predicted_ms") == 58.0
+    assert fact(comparison.findings, "prediction-error", "error") == pytest.approx(0.073, abs=0.001)
+    assert fact(comparison.findings, "prediction-speedup", "speedup") == pytest.approx(1.29, abs=0.01)
+    assert fact(comparison.findings, "prediction-speedup", "predicted") == pytest.approx(1.38, abs=0.01)
+    assert sum(part.difference_ms or 0 for part in comparison.parts) == pytest.approx(62.25 - 58.0, abs=0.01)
     assert "predicted, FP8Delayed" in run(f"explain {recorded('healthy_te_delayed')} --against {step_run(tmp_path)}").out
     chosen = run(f"explain {recorded('healthy_te_current')} --against {step_run(tmp_path)} --recipe fp8delayed")
     assert "predicted, FP8Delayed" in chosen.out
@@ -251,27 +293,22 @@ def test_predictions_of_something_else(trace: str, hidden: int, more: str, words
 
 
 def test_against_a_bench(run: Run, tmp_path: Path) -> None:
-    """A bench of the recorded model's four linears: the recorded run file with its sizes and times changed."""
-    raw = json.loads(gzip.decompress((DATA / "h200_bench_first.json.gz").read_bytes()))
-    sizes = {"QKV Proj": (4096, 6144), "Attn Out": (4096, 4096), "MLP Up": (4096, 28672), "MLP Down": (14336, 4096)}
-    for row in raw["rows"]:
-        row["tokens"], row["count"] = 8192, 4
-        row["inputs"], row["outputs"] = sizes[row["op"]]
-    for total in raw["totals"]:
-        total["total_ms"] = {"value": 34.0 if total["recipe"] != "BF16" else 58.0, "low": None, "high": None}
-        total["quantize_ms"] = 4.0
-    (tmp_path / "bench.json").write_text(json.dumps(raw))
-    outcome = run(f"explain {recorded('healthy_te_current')} --against {tmp_path}/bench.json")
+    """A bench of the four linears of the recorded model."""
+    outcome = run(f"explain {recorded('healthy_te_current')} --against {bench_run(tmp_path)} --json {tmp_path}/e.json")
     assert outcome.code == 0, outcome.err
-    assert "34.0 ms measured by bench for FP8Current" in outcome.out
-    assert "linears gain 1.71x: 24.0 ms" in outcome.out
+    [comparison] = explained(tmp_path / "e.json").comparisons
+    assert fact(comparison.findings, "linears-time", "bench_ms") == 34.0
+    assert fact(comparison.findings, "linears-time", "recipe") == "FP8Current"
+    assert fact(comparison.findings, "linears-gain", "speedup") == pytest.approx(58 / 34)
+    assert fact(comparison.findings, "linears-gain", "saved_ms") == pytest.approx(24)
+    assert [part.part for part in comparison.parts][:2] == ["GEMMs", "quantization"]
 
 
 def test_a_file_packed_twice_is_read(run: Run, tmp_path: Path) -> None:
     (tmp_path / "twice.json.gz").write_bytes(gzip.compress(recorded("healthy_te_delayed").read_bytes()))
     outcome = run(f"explain {tmp_path}/twice.json.gz")
     assert outcome.code == 0
-    assert outcome.out.startswith("as expected")
+    assert "As expected" in outcome.out
 
 
 def test_names_that_no_file_can_hold(run: Run, tmp_path: Path) -> None:
@@ -304,5 +341,5 @@ def test_a_pair_of_two_ranks_is_no_job(run: Run, tmp_path: Path) -> None:
         (tmp_path / f"{number}.json").write_text(json.dumps(raw))
     outcome = run(f"explain {tmp_path}/0.json {tmp_path}/1.json")
     assert outcome.code == 0, outcome.err
-    assert "against the BF16 trace" in outcome.out
-    assert "ranks compute" not in outcome.out
+    assert "Comparison with the BF16 trace" in outcome.out
+    assert "Exposed communication ms" not in outcome.out

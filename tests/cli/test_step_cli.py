@@ -7,18 +7,29 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.command import Run, run
 
+from gemmscope.results.read import read_result
+from gemmscope.results.step import StepResult, Variant
+from gemmscope.step.measurements import StepMeasurements
 from gemmscope.step.predict import StepRun
 from gemmscope.step.recommend import Plan
-from gemmscope.step.results import StepResults, Variant
-from gemmscope.store.stepfile import StepFile
 from support.machines import NOTHING
-from test_cli import Run, run
 
 __all__ = ["run"]  # the fixture
 
 SIZES = "--hidden-size 32 --intermediate-size 64 --num-attention-heads 2 --num-hidden-layers 5 --vocab-size 61"
 SMALL = f"{SIZES} --micro-batch-size 1 --sequence-length 16 --device cpu"
+
+
+def codes(result: StepResult) -> set[str]:
+    return {found.code for found in result.findings}
+
+
+def written(path: Path) -> StepResult:
+    result = read_result(path, ["step"])
+    assert isinstance(result, StepResult)
+    return result
 
 
 @pytest.fixture(autouse=True)
@@ -29,26 +40,33 @@ def _own_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_step_on_the_cpu(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="steps need torch")
     budget = "--tokens 1e9 --gpus 8 --price 2.5 --observed-speedup 0.01"
-    outcome = run(f"step {SMALL} --longest 1 --verify {budget} --json {tmp_path}/step.json --markdown {tmp_path}/step.md")
+    files = {ending: tmp_path / f"step.{ending}" for ending in ("json", "md", "csv", "png")}
+    targets = f"--json {files['json']} --markdown {files['md']} --csv {files['csv']} -o {files['png']}"
+    outcome = run(f"step {SMALL} --longest 1 --verify {budget} {targets}")
     assert outcome.code == 0, outcome.err
-    assert "Predicted against the real model" in outcome.out
-    assert "The whole run, without communication" in outcome.out
-    assert "observed 0.01x against" in outcome.out
+    result = written(files["json"])
+    assert (result.depth, result.layers) == (5, 5)
+    assert {variant.variant.real for variant in result.variants} == {True, False}
+    assert all(time.verified is not None and time.cost is not None for time in result.step.recipes)
+    assert any(code.startswith("observed-") for code in codes(result))
+    assert result.command.startswith("gemmscope step --hidden-size 32")
+    for title in ("Training step of one rank", "Prediction compared with the real model", "Cost of the full run"):
+        assert title in outcome.out
     assert "recommended: " in outcome.out
-    file = StepFile.model_validate_json((tmp_path / "step.json").read_text())
-    assert (file.depth, file.layers) == (5, 5)
-    assert {variant.real for variant in file.variants} == {True, False}
-    assert all(each.verified is not None and each.cost is not None for each in file.recipes)
-    assert "| BF16 |" in (tmp_path / "step.md").read_text()
+    assert "| BF16 |" in files["md"].read_text()
+    assert "Training step of one rank,BF16," in files["csv"].read_text()
+    assert files["png"].stat().st_size > 10_000
+    assert result.recommendation is not None
 
 
-def test_smaller_batches(run: Run, tmp_path: Path) -> None:
+def test_smaller_batches(run: Run) -> None:
     pytest.importorskip("torch", reason="steps need torch")
     outcome = run(f"step {SMALL.replace('--micro-batch-size 1', '--micro-batch-size 2')} --longest 1 --break-even --json -")
     assert outcome.code == 0, outcome.err
-    file = StepFile.model_validate_json(outcome.out)
-    assert [(each.micro_batch_size, each.sequence_length) for each in file.break_even] == [(1, 16), (2, 16)]
-    assert all(set(each.speedups) == {"FP32"} for each in file.break_even)
+    result = StepResult.model_validate_json(outcome.out)
+    assert [batch.name for batch in result.break_even] == ["1 x 16", "2 x 16"]
+    assert all(set(batch.speedups) == {"FP32"} for batch in result.break_even)
+    assert any(code.startswith("break-even-") for code in codes(result))
 
 
 LLAMA = {
@@ -63,16 +81,17 @@ def test_a_hugging_face_model_of_a_few_layers(run: Run, tmp_path: Path) -> None:
     sizes = "--micro-batch-size 1 --sequence-length 16 --device cpu"
     outcome = run(f"step --config {tmp_path}/config.json {sizes} --hugging-face --longest 1 --json {tmp_path}/step.json")
     assert outcome.code == 0, outcome.err
-    assert "the whole 6 layers follow from stacks of 4 and 2" in outcome.out
-    file = StepFile.model_validate_json((tmp_path / "step.json").read_text())
-    assert {variant.depth for variant in file.variants} == {4, 2}
-    assert not any(variant.failure for variant in file.variants)
+    result = written(tmp_path / "step.json")
+    assert "step-extrapolated" in codes(result)
+    assert (result.depth, result.layers) == (4, 6)
+    assert {variant.variant.depth for variant in result.variants} == {4, 2}
+    assert not any(variant.failure for variant in result.variants)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (SMALL, "needs a Hugging Face config"),
+        (SMALL, "--hugging-face needs a Hugging Face config"),
         ("--config {} --micro-batch-size 1 --sequence-length 16 --device cpu --verify", "nothing to verify"),
         ("--config {} --micro-batch-size 1 --sequence-length 16 --device cpu --tp 2", "cannot split them"),
         ("--config {} --micro-batch-size 1 --sequence-length 16 --device cpu --recompute selective", "not attention alone"),
@@ -86,10 +105,10 @@ def test_what_a_hugging_face_model_cannot(run: Run, tmp_path: Path, options: str
     assert message in " ".join(outcome.err.split())
 
 
-def test_ctrl_c_shows_what_was_measured(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_shows_what_was_measured(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """After two rounds of each: the prediction so far, no verification, exit code 130."""
 
-    def interrupt(self: StepRun) -> StepResults:
+    def interrupt(self: StepRun) -> StepMeasurements:
         for number in range(2):
             for variant in self.results.variants.values():
                 burst = [10.0 + number] * 4
@@ -97,11 +116,13 @@ def test_ctrl_c_shows_what_was_measured(run: Run, monkeypatch: pytest.MonkeyPatc
         raise KeyboardInterrupt
 
     monkeypatch.setattr(StepRun, "run", interrupt)
-    outcome = run(f"step {SMALL} --verify")
+    outcome = run(f"step {SMALL} --verify --json {tmp_path}/step.json")
     assert outcome.code == 130
-    assert "interrupted: what was measured stands below" in outcome.out
-    assert "10.50" in outcome.out
-    assert "Predicted against the real model" not in outcome.out
+    result = written(tmp_path / "step.json")
+    assert result.interrupted
+    assert "step-interrupted" in codes(result)
+    assert "10.500" in outcome.out
+    assert all(time.verified is None for time in result.step.recipes)
 
 
 def measured(run: StepRun, ms: Callable[[StepRun, Variant], float | None], rounds: int = 5) -> None:
@@ -114,32 +135,36 @@ def measured(run: StepRun, ms: Callable[[StepRun, Variant], float | None], round
                 run.results.take({"type": "samples", "times_ms": burst, "state": {}})
 
 
-def test_ctrl_c_while_verifying_ends_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_verifying_ends_it(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The real model fitted with three layers only: no prediction of as many is begun, and what was predicted is recommended."""
     asked: list[tuple[bool, int]] = []
 
-    def half(self: StepRun) -> StepResults:
+    def half(self: StepRun) -> StepMeasurements:
         asked.append((self.real, self.plan.depth))
         if self.real:
-            self.results = StepResults(self._variants(3), self.plan.depth)
+            self.results = StepMeasurements(self._variants(3), self.plan.depth)
         measured(self, lambda _, variant: {"BF16": 20.0, "FP32": 10.0}[variant.recipe])
         if self.real:
             raise KeyboardInterrupt
+        self.rule.settle(0.001)
         return self.results
 
     monkeypatch.setattr(StepRun, "run", half)
-    outcome = run(f"step {SMALL} --verify --break-even")
+    outcome = run(f"step {SMALL} --verify --break-even --json {tmp_path}/step.json")
     assert outcome.code == 130
     assert asked == [(False, 5), (True, 5)]
-    assert "interrupted after that" in outcome.out
-    assert "recommended: use FP32 (2.00x" in outcome.out
-    assert "On smaller batches" not in outcome.out
+    result = written(tmp_path / "step.json")
+    assert {"precision-reached", "step-interrupted-later"} <= codes(result)
+    assert result.recommendation is not None
+    assert result.recommendation.recipe == "FP32"
+    assert "recommended: use FP32 (2.000x" in outcome.out
+    assert result.break_even == ()
 
 
 def test_ctrl_c_while_a_mixed_plan_is_tried(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only BF16 was reached again: that does not make it the fastest."""
 
-    def half(self: StepRun) -> StepResults:
+    def half(self: StepRun) -> StepMeasurements:
         measured(
             self,
             lambda run, variant: None if run.mixed and variant.recipe == "FP32" else {"BF16": 2.0, "FP32": 1.0}[variant.recipe],
@@ -149,18 +174,33 @@ def test_ctrl_c_while_a_mixed_plan_is_tried(run: Run, monkeypatch: pytest.Monkey
         return self.results
 
     monkeypatch.setattr(StepRun, "run", half)
-    monkeypatch.setattr("gemmscope.step.recommend.candidate", lambda *_: Plan("FP32", ("mlp",)))
+    monkeypatch.setattr("gemmscope.app.step.candidate", lambda *_: Plan("FP32", ("mlp",)))
     outcome = run(f"step {SMALL}")
     assert outcome.code == 130
-    assert "recommended: use FP32 (2.00x" in outcome.out
+    assert "recommended: use FP32 (2.000x" in outcome.out
+
+
+def test_a_mixed_plan_that_wins_is_recommended(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def whole(self: StepRun) -> StepMeasurements:
+        measured(self, lambda _, variant: 0.5 if variant.left_out else {"BF16": 2.0, "FP32": 1.0}[variant.recipe])
+        return self.results
+
+    monkeypatch.setattr(StepRun, "run", whole)
+    monkeypatch.setattr("gemmscope.app.step.candidate", lambda *_: Plan("FP32", ("mlp",)))
+    outcome = run(f"step {SMALL} --json {tmp_path}/step.json")
+    assert outcome.code == 0
+    best = written(tmp_path / "step.json").recommendation
+    assert best is not None
+    assert (best.recipe, best.left_out, best.rivals) == ("FP32", ("mlp",), ())
+    assert "recommended: use FP32 with mlp in BF16 (4.000x" in outcome.out
 
 
 def test_a_real_model_that_fits_in_part(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It is held against the prediction of as many layers, whose time counts as predicting, too."""
+    """It is compared with the prediction of as many layers, whose time counts as predicting, too."""
 
-    def whole(self: StepRun) -> StepResults:
+    def whole(self: StepRun) -> StepMeasurements:
         if self.real:
-            self.results = StepResults(self._variants(3), self.plan.depth)
+            self.results = StepMeasurements(self._variants(3), self.plan.depth)
         measured(self, lambda _, variant: {"BF16": 20.0, "FP32": 10.0}[variant.recipe] * variant.depth)
         self.seconds = 7.0
         return self.results
@@ -168,9 +208,10 @@ def test_a_real_model_that_fits_in_part(run: Run, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(StepRun, "run", whole)
     outcome = run(f"step {SMALL} --verify --json {tmp_path}/step.json")
     assert outcome.code == 0
-    file = StepFile.model_validate_json((tmp_path / "step.json").read_text())
-    assert file.seconds == {"predicting": 14.0, "verifying": 7.0}
-    assert [each.verified.depth for each in file.recipes if each.verified] == [3, 3]
+    result = written(tmp_path / "step.json")
+    assert result.seconds == {"predicting": 14.0, "verifying": 7.0}
+    assert [time.verified.depth for time in result.step.recipes if time.verified] == [3, 3]
+    assert "verified-shallower" in codes(result)
 
 
 def test_what_the_stack_leaves_out_is_no_matter_of_a_hugging_face_model(
@@ -179,13 +220,13 @@ def test_what_the_stack_leaves_out_is_no_matter_of_a_hugging_face_model(
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "model_type": "qwen3", "head_dim": 16}))
     monkeypatch.setattr(StepRun, "run", lambda self: measured(self, lambda _, variant: variant.depth))
     options = f"step --config {tmp_path}/config.json --micro-batch-size 1 --sequence-length 16 --device cpu"
-    words = "the norms of queries and keys are not run"
-    assert words in run(options).out
-    assert words not in run(f"{options} --hugging-face").out
+    for more, said in (("", True), (" --hugging-face", False)):
+        assert run(f"{options}{more} --json {tmp_path}/step.json").code == 0
+        assert ("qk-norms-not-run" in codes(written(tmp_path / "step.json"))) == said
 
 
-def test_a_batch_too_odd_for_a_precision_is_noted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def whole(self: StepRun) -> StepResults:
+def test_a_batch_too_odd_for_a_recipe_is_noted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def whole(self: StepRun) -> StepMeasurements:
         measured(self, lambda _, variant: {"BF16": 2.0, "FP32": 1.0}[variant.recipe])
         if self.plan.micro_batch_size == 1:
             for result in self.results.variants.values():
@@ -195,20 +236,31 @@ def test_a_batch_too_odd_for_a_precision_is_noted(run: Run, monkeypatch: pytest.
         return self.results
 
     monkeypatch.setattr(StepRun, "run", whole)
-    outcome = run(f"step {SMALL.replace('--micro-batch-size 1', '--micro-batch-size 2')} --break-even")
-    assert "FP32 wins already at the smallest batch that was measured, 2 x 16 tokens" in outcome.out
-    assert "note: on a batch of 1 x 16 tokens, FP32 was not measured: too odd" in outcome.out
+    outcome = run(f"step {SMALL.replace('--micro-batch-size 1', '--micro-batch-size 2')} --break-even --json -")
+    findings = {found.code: found.facts for found in StepResult.model_validate_json(outcome.out).findings}
+    assert findings["break-even-at-smallest"] == {"recipe": "FP32", "batch": "2 x 16"}
+    assert findings["batch-recipe-not-run"] == {"batch": "1 x 16", "recipe": "FP32", "reason": "too odd"}
 
 
-def test_ctrl_c_before_anything_was_measured(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(self: StepRun) -> StepResults:
+def test_messages_of_the_worker_are_in_the_result(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def whole(self: StepRun) -> StepMeasurements:
+        measured(self, lambda _, variant: {"BF16": 2.0, "FP32": 1.0}[variant.recipe])
+        self.results.take({"type": "finding", "code": "launch-not-measured", "facts": {"variant": "FP32", "reason": "x"}})
+        return self.results
+
+    monkeypatch.setattr(StepRun, "run", whole)
+    outcome = run(f"step {SMALL} --json -")
+    assert "launch-not-measured" in codes(StepResult.model_validate_json(outcome.out))
+
+
+def test_ctrl_c_before_anything_was_measured(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupt(self: StepRun) -> StepMeasurements:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(StepRun, "run", interrupt)
-    outcome = run(f"step {SMALL}")
+    outcome = run(f"step {SMALL} --json {tmp_path}/step.json")
     assert outcome.code == 130
-    assert "interrupted before anything was measured" in outcome.out
-    assert "nothing could be measured" in outcome.out
+    assert {"step-interrupted-early", "nothing-measured"} <= codes(written(tmp_path / "step.json"))
     assert "Step ms" not in outcome.out
 
 
@@ -217,18 +269,20 @@ def test_ctrl_c_before_anything_was_measured(run: Run, monkeypatch: pytest.Monke
     [
         (SMALL.replace("--device cpu", ""), "there is no NVIDIA GPU here"),
         (f"{SMALL} --recipes fp8current", "FP8Current cannot be measured here"),
-        (f"{SMALL} --tokens 1e9", "a run's cost needs --tokens and --gpus"),
-        (f"{SMALL} --tokens 0 --gpus 8", "no number of tokens"),
-        (f"{SMALL} --observed-speedup 0", "is no speedup"),
-        (f"{SMALL} --precision 2", "is no share"),
-        (f"{SMALL} --pre-quantize", "a step quantizes as it goes"),
-        (f"{SMALL} --longest nan", "--longest nan leaves no time"),
+        (f"{SMALL} --tokens 1e9", "the cost of a run needs --tokens and --gpus"),
+        (f"{SMALL} --tokens 0 --gpus 8", "--tokens 0 is not a number of tokens"),
+        (f"{SMALL} --tokens 1e9 --gpus 3 --tp 2", "3 GPUs do not divide into groups of 2"),
+        (f"{SMALL} --observed-speedup 0", "--observed-speedup must be between 0 and 100"),
+        (f"{SMALL} --precision 2", "--precision must be between 0 and 1"),
+        (f"{SMALL} --pre-quantize", "a step quantizes as it runs"),
+        (f"{SMALL} --longest nan", "--longest must be more than 0 seconds"),
+        (f"{SMALL} -o step.txt", "is not a figure file"),
         (f"{SMALL} --json /no/such/folder/x.json", "cannot be written"),
         ("--device cpu", "no model is named"),
     ],
 )
 def test_bad_input(run: Run, options: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gemmscope.gpu.environment.environment", lambda: NOTHING)
+    monkeypatch.setattr("gemmscope.app.step.environment", lambda: NOTHING)
     outcome = run(f"step {options}")
     assert outcome.code == 2
     assert message in outcome.err

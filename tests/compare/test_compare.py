@@ -1,11 +1,10 @@
-"""Run files held against each other. Two of the same thing differ in no row; a slowdown of 3% is found."""
+"""Runs compared with each other. Two of the same thing differ in no row; a slowdown of 3% is found."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import math
-import re
 from itertools import combinations, pairwise
 from pathlib import Path
 from statistics import mean, pstdev
@@ -13,47 +12,59 @@ from typing import Any
 
 import pytest
 
-from gemmscope.compare.rows import BETWEEN_RUNS, change, compare
-from gemmscope.store.benchfile import BenchFile, IntervalRecord
-from gemmscope.store.read import read_run
-from test_cli import Run, run
-from support.traces import DATA, recorded
+from gemmscope.app.compare import compare
+from gemmscope.compare.rows import BETWEEN_RUNS, change
+from gemmscope.errors import UserError
+from gemmscope.interval import Interval
+from gemmscope.results.compare import CompareResult
+from gemmscope.results.read import read_result
+from support.command import Run, run
+from support.traces import DATA, fact, recorded
 
 __all__ = ["run"]  # the fixture
 
 FIRST, AGAIN = DATA / "h200_bench_first.json.gz", DATA / "h200_bench_again.json.gz"
+FOUR = [DATA / f"h200_bench_{name}.json.gz" for name in ("first", "again", "third", "fourth")]
 
 
 def raw(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
-    return found
+    data: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
+    return data
 
 
-def planted(path: Path, factor: float, only: tuple[str, str, str] | None = None) -> Path:
+def times(data: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*data["linears"]["ops"], *data["linears"]["totals"]]
+
+
+def slowed(path: Path, factor: float, only: tuple[str, str, str] | None = None) -> Path:
     """The second run, with rows slowed down."""
-    found = raw(AGAIN)
-    for row in [*found["rows"], *({**total, "op": ""} for total in found["totals"])]:
-        if only is None or (row["op"], row["recipe"], row["mode"]) == only:
+    data = raw(AGAIN)
+    for row in times(data):
+        if only is None or (row.get("op"), row["recipe"], row["mode"]) == only:
             for end in ("value", "low", "high"):
                 row["total_ms"][end] *= factor
-    path.write_text(json.dumps(found))
+    path.write_text(json.dumps(data))
     return path
 
 
-@pytest.mark.parametrize("names", list(combinations(("first", "again", "third", "fourth"), 2)), ids=" ".join)
-def test_the_same_thing_twice_is_too_close_to_call(names: tuple[str, str]) -> None:
+def verdicts(result: CompareResult) -> list[str]:
+    return [row.changes[-1].verdict for row in result.rows]
+
+
+@pytest.mark.parametrize("paths", list(combinations(FOUR, 2)), ids=lambda paths: " ".join(path.stem for path in paths))
+def test_the_same_thing_twice_is_too_close_to_call(paths: tuple[Path, Path]) -> None:
     """Four runs in a row on one H200."""
-    found = compare([read_run(DATA / f"h200_bench_{name}.json.gz") for name in names], list(names))
-    assert len(found.lines) == 35
-    assert {line.changes[0].verdict for line in found.lines} == {"too close to call"}
-    assert found.failing(0.0) == []
+    result = compare(paths, fail_if_slower=0.0)
+    assert len(result.rows) == 35
+    assert set(verdicts(result)) == {"too close to call"}
+    assert result.failing() == []
+    assert result.has("compare-equal")
 
 
-def test_what_the_document_says_of_runs_in_a_row() -> None:
+def test_what_the_documentation_says_of_runs_in_a_row() -> None:
     together, each = [], []
-    runs = [read_run(DATA / f"h200_bench_{name}.json.gz") for name in ("first", "again", "third", "fourth")]
-    for pair in pairwise(runs):
-        ratios = [line.changes[0].ratio for line in compare(pair, ["a", "b"]).lines]
+    for pair in pairwise(FOUR):
+        ratios = [row.changes[0].ratio.value for row in compare(pair).rows if row.changes[0].ratio]
         together.append(abs(mean(ratios) - 1))
         each.append(pstdev(ratios))
     document = " ".join((Path(__file__).parent.parent.parent / "docs" / "compare.md").read_text().split())
@@ -63,56 +74,70 @@ def test_what_the_document_says_of_runs_in_a_row() -> None:
 
 @pytest.mark.parametrize("recipe", ["BF16", "FP8Current", "FP8Delayed", "FP8Block"])
 def test_a_slowdown_of_one_row_is_found(recipe: str, tmp_path: Path) -> None:
-    slow = planted(tmp_path / "slow.json", 1.03, ("MLP Up", recipe, "autocast"))
-    found = compare([read_run(FIRST), read_run(slow)], ["a", "b"])
-    slower = [line.key for line in found.lines if line.changes[0].verdict == "slower"]
-    assert [(key.what, key.recipe, key.mode) for key in slower] == [("MLP Up", recipe, "autocast")]
-    assert len(found.failing(0.03)) == 1
+    slow = slowed(tmp_path / "slow.json", 1.03, ("MLP Up", recipe, "autocast"))
+    result = compare([FIRST, slow], fail_if_slower=0.03)
+    slower = [row for row in result.rows if row.changes[0].verdict == "slower"]
+    assert [(row.what, row.recipe, row.mode) for row in slower] == [("MLP Up", recipe, "autocast")]
+    assert result.failing() == slower
 
 
 def test_everything_slower_and_faster(tmp_path: Path) -> None:
     for factor, verdict in ((1.03, "slower"), (0.965, "faster")):
-        found = compare([read_run(FIRST), read_run(planted(tmp_path / "x.json", factor))], ["a", "b"])
-        assert [line.changes[0].verdict for line in found.lines].count(verdict) >= 30
+        result = compare([FIRST, slowed(tmp_path / "x.json", factor)])
+        assert verdicts(result).count(verdict) >= 30
+        assert fact(result.findings, "compare-changed", verdict) == verdicts(result).count(verdict)
 
 
 def test_exit_codes(run: Run, tmp_path: Path) -> None:
-    slow = planted(tmp_path / "slow.json", 1.03)
+    slow = slowed(tmp_path / "slow.json", 1.03)
     assert run(f"compare {FIRST} {AGAIN} --fail-if-slower 3%").code == 0
     assert run(f"compare {FIRST} {slow}").code == 0
-    outcome = run(f"compare {FIRST} {slow} --fail-if-slower 3% --markdown {tmp_path}/c.md --csv {tmp_path}/c.csv")
+    places = " ".join(f"--{form} {tmp_path}/c.{form}" for form in ("markdown", "csv", "json"))
+    outcome = run(f"compare {FIRST} {slow} --fail-if-slower 3% {places}")
     assert outcome.code == 1
-    assert "FAILED" in outcome.out
-    assert "| MLP Up · FP8Current · autocast |" in (tmp_path / "c.md").read_text()
+    result = read_result(tmp_path / "c.json")
+    assert isinstance(result, CompareResult)
+    assert result.has("compare-too-slow")
+    assert result.limit == pytest.approx(0.03)
+    assert "error: Failed --fail-if-slower 3%" in outcome.out
+    assert "| MLP Up · FP8Current · autocast |" in (tmp_path / "c.markdown").read_text()
     assert (tmp_path / "c.csv").read_text().count("slower") >= 30
-    assert run(f"compare {FIRST} {slow} --fail-if-slower 0.2").code == 0  # slower, but by less than 20% beyond doubt
+    assert run(f"compare {FIRST} {slow} --fail-if-slower 0.2").code == 0  # slower, but by less than 20% beyond its interval
     assert run(f"compare {FIRST} {slow} --fail-if-slower much").code == 2
-    assert "for example 3% or 0.03" in run(f"compare {FIRST} {slow} --fail-if-slower 3").err  # a limit of 300% would let it pass
+    assert "3%" in run(f"compare {FIRST} {slow} --fail-if-slower 3").err  # a limit of 300% would let it pass
 
 
-def test_another_precision_is_no_slowdown_of_the_code(run: Run) -> None:
-    """A run that fell back is compared by its times, and the fallback is said beside them."""
-    fell = DATA / "h200_bench_fallback.json.gz"
-    fallback = re.compile(r"precision of FP8Current, autocast +- +FALLBACK")
-    assert fallback.search(run(f"compare {FIRST} {fell}").out)
-    assert "FALLBACK" not in run(f"compare {FIRST} {AGAIN}").out
+def test_a_limit_from_python_must_be_a_share() -> None:
+    with pytest.raises(UserError, match="fail_if_slower=3 must be a share between 0 and 1"):
+        compare([FIRST, AGAIN], fail_if_slower=3)
 
 
-def test_more_than_two_are_a_table_over_time(run: Run, tmp_path: Path) -> None:
-    outcome = run(f"compare {FIRST} {AGAIN} {planted(tmp_path / 'slow.json', 1.05)}")
+def test_another_precision_is_listed_as_a_difference() -> None:
+    """A run that fell back is compared by its times, and the fallback is listed beside them."""
+    fallbacks = {each.name: each.values for each in compare([FIRST, DATA / "h200_bench_fallback.json.gz"]).differences}
+    assert fallbacks["precision of FP8Current, autocast"] == ("", "FALLBACK")
+    assert not any(each.name.startswith("precision of") for each in compare([FIRST, AGAIN]).differences)
+
+
+def test_more_than_two(run: Run, tmp_path: Path) -> None:
+    outcome = run(f"compare {FIRST} {AGAIN} {slowed(tmp_path / 'slow.json', 1.05)} --json {tmp_path}/c.json")
     assert outcome.code == 0
-    assert "over time" in outcome.out
     assert "C: " in outcome.out
+    result = read_result(tmp_path / "c.json")
+    assert isinstance(result, CompareResult)
+    assert all(len(row.changes) == 2 for row in result.rows)
 
 
-def test_environment_differences_stand_first(run: Run, tmp_path: Path) -> None:
+def test_environment_differences_come_first(run: Run, tmp_path: Path) -> None:
     other = raw(AGAIN)
     other["environment"]["driver"] = "999.99"
     other["device"]["power_limit_w"] = 500.0
     (tmp_path / "other.json").write_text(json.dumps(other))
+    names = [each.name for each in compare([FIRST, tmp_path / "other.json"]).differences]
+    assert "driver" in names
+    assert "power_limit_w" in names
     outcome = run(f"compare {FIRST} {tmp_path}/other.json")
-    assert outcome.out.index("999.99") < outcome.out.index("row by row")
-    assert "power_limit_w" in outcome.out
+    assert outcome.out.index("999.99") < outcome.out.index("Verdict")
 
 
 def bad(tmp_path: Path) -> dict[str, tuple[str, str]]:
@@ -121,76 +146,77 @@ def bad(tmp_path: Path) -> dict[str, tuple[str, str]]:
         path.write_text(json.dumps({**raw(AGAIN), **changes}))
         return str(path)
 
-    rows = [{**row, "tokens": row["tokens"] * 2} for row in raw(AGAIN)["rows"]]
+    linears = raw(AGAIN)["linears"]
+    cases = [{**case, "tokens": case["tokens"] * 2} for case in linears["cases"]]
     batch = {**raw(AGAIN)["run"], "micro_batch_size": 1}
     (tmp_path / "text.json").write_text("hello")
     (tmp_path / "list.json").write_text("[1]")
     (tmp_path / "cut.json.gz").write_bytes(AGAIN.read_bytes()[:-900])
     return {
-        write("old.json", schema_version=0): ("schema version 0", "measure again"),
-        write("new.json", schema_version=2): ("schema version 2", "update gemmscope"),
+        write("old.json", schema_version=1): ("schema version 1", "run gemmscope bench again"),
+        write("new.json", schema_version=3): ("schema version 3", "update gemmscope"),
         write("kind.json", kind="shapes"): ("not a run file of bench or step", "--json"),
-        write("sizes.json", rows=rows): ("not runs of the same thing", "measure"),
+        write("sizes.json", linears={**linears, "cases": cases}): ("not runs of the same thing", "measure"),
         write("batch.json", run=batch): ("micro_batch_size 31 and 1", "measure"),
-        write("part.json", rows=[{"op": "a"}]): ("not a whole run file", "measure again"),
+        write("part.json", linears={**linears, "ops": [{"op": "a"}]}): ("is damaged", "run gemmscope bench again"),
         str(tmp_path / "text.json"): ("not valid JSON", "run file"),
         str(tmp_path / "list.json"): ("not a run file", "--json"),
-        str(tmp_path / "cut.json.gz"): ("", ""),
+        str(tmp_path / "cut.json.gz"): ("truncated", "copy it again"),
         str(tmp_path / "none.json"): ("cannot be read", "run file"),
         str(recorded("healthy_te_bf16")): ("is a profiler trace", "gemmscope explain"),
     }
 
 
 def test_bad_input_is_one_message(run: Run, tmp_path: Path) -> None:
-    for path, (words, hint) in bad(tmp_path).items():
+    for path, (message, hint) in bad(tmp_path).items():
         outcome = run(f"compare {FIRST} {path}")
         assert outcome.code == 2, path
-        assert words in outcome.err
+        assert message in outcome.err
         assert hint in outcome.err
         assert "Traceback" not in outcome.err
-    assert "nothing to be compared with" in run(f"compare {FIRST}").err
+    assert "at least two runs" in run(f"compare {FIRST}").err
 
 
 def test_a_change_needs_both_sides_and_intervals() -> None:
-    one = IntervalRecord(value=1.0, low=None, high=None)
-    assert change(one, one, 2.0).verdict == "too close to call"
-    exact = IntervalRecord(value=1.0, low=1.0, high=1.0)
-    within, beyond = (IntervalRecord(value=v, low=v, high=v) for v in (1 + 2 * BETWEEN_RUNS, 1 + 3 * BETWEEN_RUNS))
+    assert change(Interval(1.0), Interval(1.0), 2.0).verdict == "too close to call"
+    exact, within, beyond = (Interval(value, value, value) for value in (1.0, 1 + 2 * BETWEEN_RUNS, 1 + 3 * BETWEEN_RUNS))
     assert change(exact, within, 2.0).verdict == "too close to call"
     assert change(exact, beyond, 2.0).verdict == "slower"
-    assert math.isnan(change(None, exact, 2.0).ratio)
+    assert change(None, exact, 2.0).ratio is None
 
 
 def test_rows_that_only_one_run_has(tmp_path: Path) -> None:
     fewer = raw(AGAIN)
-    fewer["rows"] = [row for row in fewer["rows"] if row["recipe"] != "FP8Block"]
-    found = compare([read_run(FIRST), BenchFile.model_validate(fewer)], ["a", "b"])
-    assert sum(line.changes[0].verdict == "missing" for line in found.lines) == 8
+    fewer["linears"]["ops"] = [row for row in fewer["linears"]["ops"] if row["recipe"] != "FP8Block"]
+    (tmp_path / "fewer.json").write_text(json.dumps(fewer))
+    result = compare([FIRST, tmp_path / "fewer.json"])
+    assert verdicts(result).count("missing") == fact(result.findings, "compare-missing", "rows") == 8
 
 
 def test_nothing_in_common_does_not_pass(run: Run, tmp_path: Path) -> None:
-    """Other recipes, or times that are no numbers: a check that compared nothing must not say that all is well."""
+    """Other recipes, or times that are not numbers: a check that compared nothing must not pass."""
     other, broken = raw(AGAIN), raw(AGAIN)
-    for row in [*other["rows"], *other["totals"]]:
+    for row in times(other):
         row["recipe"] = f"My{row['recipe']}"
-    for row in [*broken["rows"], *broken["totals"]]:
+    for row in times(broken):
         row["total_ms"]["value"] = math.nan
-    for number, found in enumerate((other, broken)):
-        (tmp_path / f"{number}.json").write_text(json.dumps(found))
+    for number, data in enumerate((other, broken)):
+        (tmp_path / f"{number}.json").write_text(json.dumps(data))
         outcome = run(f"compare {FIRST} {tmp_path}/{number}.json --fail-if-slower 3%")
         assert outcome.code == 2
-        assert "no row was measured in" in outcome.err
+        assert "have no row in common" in outcome.err
         outcome = run(f"compare {FIRST} {AGAIN} {tmp_path}/{number}.json --fail-if-slower 3%")
-        assert outcome.code == 2  # the last run decides, and a comparison with the one before does not stand in for it
-        assert f"and in {tmp_path}/{number}.json: recipes" in outcome.err
+        assert outcome.code == 2  # the last run decides; a comparison with an earlier one does not replace it
+        assert f"{tmp_path}/{number}.json have no row in common" in outcome.err
 
 
 def test_clocks_and_names_that_make_no_sense(run: Run, tmp_path: Path) -> None:
-    found = raw(AGAIN)
-    found["device"]["name"] = "\ud800"
-    for task in found["tasks"]:
+    data = raw(AGAIN)
+    data["device"]["name"] = "\ud800"
+    for task in data["tasks"]:
         for state in task["states"]:
             state["sm_mhz"] = "fast"
-    (tmp_path / "odd.json").write_text(json.dumps(found))
-    outcome = run(f"compare {FIRST} {tmp_path}/odd.json --markdown {tmp_path}/c.md --csv {tmp_path}/c.csv")
+    (tmp_path / "odd.json").write_text(json.dumps(data))
+    places = " ".join(f"--{form} {tmp_path}/c.{form}" for form in ("markdown", "csv"))
+    outcome = run(f"compare {FIRST} {tmp_path}/odd.json {places}")
     assert outcome.code == 0, outcome.err

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from test_explain import FIRST_CAUSE, found_in
+from support.explain_files import FIRST_CAUSE, found_in
 
 DOCS = Path(__file__).parent.parent.parent / "docs" / "explain.md"
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support.traces import ADAM, BF16, CAST, FP8, Builder
+from support.traces import ADAM, BF16, CAST, FP8, Builder, fact
 
 UPDATE = "transformer_engine::delayed_scaling_recipe::amax_and_scale_update_impl::kernel_bulk(AmaxParams)"
 REDUCE = "ncclDevKernel_AllReduce_Max_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
 
-def products(size: tuple[int, int, int], low_us: float, high_us: float, cast_us: float) -> Builder:
-    """Two steps: each of ten low products with a cast, and two of the same size in BF16 behind them."""
+def gemms(size: tuple[int, int, int], low_us: float, high_us: float, cast_us: float) -> Builder:
+    """Two steps: each of ten low-precision GEMMs with a cast, and two of the same size in BF16 behind them."""
     made = Builder()
     m, k, n = size
     moment, at = 10_000.0, 500.0
@@ -34,24 +34,24 @@ def products(size: tuple[int, int, int], low_us: float, high_us: float, cast_us:
     return made
 
 
-def test_small_products(tmp_path: Path) -> None:
-    found = products((8192, 512, 512), 20.0, 30.0, 12.0).diagnose(tmp_path / "t.json")
-    cause = next(cause for cause in found.causes if cause.key == "small")
-    assert "8192x512x512" in " ".join(cause.evidence)
+def test_small_gemms(tmp_path: Path) -> None:
+    found = gemms((8192, 512, 512), 20.0, 30.0, 12.0).diagnose(tmp_path / "t.json")
+    cause = next(cause for cause in found.causes if cause.code == "small")
+    assert "8192x512x512" in fact(cause.evidence, "cause-small-gemms", "sizes")
 
 
-def test_quantization_of_large_products(tmp_path: Path) -> None:
-    found = products((8192, 4096, 4096), 200.0, 380.0, 150.0).diagnose(tmp_path / "t.json")
-    assert found.causes[0].key == "quantization"
+def test_quantization_of_large_gemms(tmp_path: Path) -> None:
+    found = gemms((8192, 4096, 4096), 200.0, 380.0, 150.0).diagnose(tmp_path / "t.json")
+    assert found.causes[0].code == "quantization"
     assert found.causes[0].cost_ms < 1.5  # all casts of a step
 
 
-def test_products_that_gain_little(tmp_path: Path) -> None:
-    found = products((8192, 4096, 4096), 350.0, 380.0, 10.0).diagnose(tmp_path / "t.json")
-    cause = next(cause for cause in found.causes if cause.key == "poor_kernel")
-    assert "8192x4096x4096" in " ".join(cause.evidence)
-    gaining = products((8192, 4096, 4096), 200.0, 380.0, 10.0).diagnose(tmp_path / "t.json")
-    assert "poor_kernel" not in [cause.key for cause in gaining.causes]
+def test_gemms_that_gain_little(tmp_path: Path) -> None:
+    found = gemms((8192, 4096, 4096), 350.0, 380.0, 10.0).diagnose(tmp_path / "t.json")
+    cause = next(cause for cause in found.causes if cause.code == "poor-kernel")
+    assert "8192x4096x4096" in fact(cause.evidence, "cause-gemm-sizes", "sizes")
+    gaining = gemms((8192, 4096, 4096), 200.0, 380.0, 10.0).diagnose(tmp_path / "t.json")
+    assert "poor-kernel" not in [cause.code for cause in gaining.causes]
 
 
 def test_all_reduce_of_maxima(tmp_path: Path) -> None:
@@ -64,17 +64,17 @@ def test_all_reduce_of_maxima(tmp_path: Path) -> None:
             made.kernel(REDUCE, base + 450 * number + 300, 100.0, stream=20, launched=base - 8000 + number)
             made.kernel(UPDATE, base + 450 * number + 400, 50.0, launched=base - 8000 + number)
     found = made.diagnose(tmp_path / "t.json")
-    assert found.causes[0].key == "amax"
-    assert "current scaling" in " ".join(found.causes[0].advice(""))
+    assert found.causes[0].code == "amax"
+    assert "current scaling" in " ".join(found.causes[0].advice)
 
 
 def test_heat_is_named_by_its_reason(tmp_path: Path) -> None:
     reading = {"sm_mhz": 1200, "power_w": 400.0, "temperature_c": 90, "throttle": ["HW thermal slowdown"]}
     facts = {"clock": {"max_sm_mhz": 1980, "readings": [reading] * 5}}
-    found = products((8192, 4096, 4096), 200.0, 380.0, 10.0).diagnose(tmp_path / "t.json", gemmscope=facts)
-    cause = next(cause for cause in found.causes if cause.key == "throttled")
-    assert "HW thermal slowdown" in cause.evidence[0]
+    found = gemms((8192, 4096, 4096), 200.0, 380.0, 10.0).diagnose(tmp_path / "t.json", gemmscope=facts)
+    cause = next(cause for cause in found.causes if cause.code == "throttled")
+    assert fact(cause.evidence, "cause-throttle-reasons", "reasons") == ["HW thermal slowdown"]
     usual = {**reading, "throttle": ["SW power cap"], "sm_mhz": 1500}  # how training runs
     facts = {"clock": {"max_sm_mhz": 1980, "readings": [usual] * 5}}
-    found = products((8192, 4096, 4096), 200.0, 380.0, 10.0).diagnose(tmp_path / "t.json", gemmscope=facts)
-    assert "throttled" not in [cause.key for cause in found.causes]
+    found = gemms((8192, 4096, 4096), 200.0, 380.0, 10.0).diagnose(tmp_path / "t.json", gemmscope=facts)
+    assert "throttled" not in [cause.code for cause in found.causes]

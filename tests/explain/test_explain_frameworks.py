@@ -7,44 +7,46 @@ from pathlib import Path
 import pytest
 
 from gemmscope.explain.diagnose import Diagnosis
-from gemmscope.explain.pair import with_twin
-from gemmscope.explain.trace import Work
+from gemmscope.explain.trace import GpuWork
+from gemmscope.explain.twin import with_twin
+from support.traces import as_expected, codes, fact
 from support.training import B200_MXFP8, B200_NVFP4, H100, HIDDEN, Chip, Job, Low
 
 GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
 
 def first(found: Diagnosis) -> str:
-    assert sum(found.account.classes.values()) == pytest.approx(found.account.step_ms)
-    return found.causes[0].key if found.causes else ""
+    assert sum(found.account.classes_ms.values()) == pytest.approx(found.account.step_ms)
+    return found.causes[0].code if found.causes else ""
 
 
 @pytest.mark.parametrize("chip", [H100, B200_MXFP8, B200_NVFP4])
 def test_healthy_on_several_chips(chip: Chip, tmp_path: Path) -> None:
     found = Job(chip).steps().explained(tmp_path)
-    assert found.words.startswith("as expected: 100% of the FLOPs")
+    assert as_expected(found)
     assert found.account.named_share == 1
 
 
 @pytest.mark.parametrize(
     ("low", "cause"),
     [
-        (lambda layer, part: False, "not_low"),
-        (lambda layer, part: part != "wgrad", "backward_high"),
-        (lambda layer, part: part == "fprop", "backward_high"),
-        (lambda layer, part: layer in (1, 2), "left_out"),  # of the same sizes as those that run low
+        (lambda layer, part: False, "not-low"),
+        (lambda layer, part: part != "wgrad", "backward-high"),
+        (lambda layer, part: part == "fprop", "backward-high"),
+        (lambda layer, part: layer in (1, 2), "left-out"),  # of the same sizes as those that run low
     ],
 )
 def test_what_runs_high(low: Low, cause: str, tmp_path: Path) -> None:
     found = Job(B200_NVFP4, low).steps().explained(tmp_path)
-    assert [each.key for each in found.causes] == [cause]
+    assert [each.code for each in found.causes] == [cause]
 
 
 def test_layers_left_out_and_wgrad_high_at_once(tmp_path: Path) -> None:
     found = Job(B200_NVFP4, lambda layer, part: layer > 0 and part != "wgrad").steps().explained(tmp_path)
-    assert {each.key for each in found.causes} == {"backward_high", "left_out"}
-    kept = next(each for each in found.causes if each.key == "backward_high")
-    assert kept.evidence[0].startswith("wgrad of layers whose forward runs low are 25% of the FLOPs")
+    assert {each.code for each in found.causes} == {"backward-high", "left-out"}
+    kept = next(each for each in found.causes if each.code == "backward-high")
+    assert fact(kept.evidence, "cause-high-backward", "passes") == ["wgrad"]
+    assert fact(kept.evidence, "cause-high-backward", "share") == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize("marked", [True, False])
@@ -57,9 +59,9 @@ def test_lightning_trains_inside_of_the_optimizer(marked: bool, tmp_path: Path) 
             job.backward(job.forward())
             job.optimize()
     found = job.explained(tmp_path)
-    assert found.words.startswith("as expected: 100% of the FLOPs")
-    assert len(found.seen.steps.chosen) == 3
-    assert found.account.classes["optimizer"] == pytest.approx(0.8)
+    assert as_expected(found)
+    assert len(found.view.steps.chosen) == 3
+    assert found.account.classes_ms["optimizer"] == pytest.approx(0.8)
 
 
 def test_an_optimizer_for_every_parameter(tmp_path: Path) -> None:
@@ -72,8 +74,8 @@ def test_an_optimizer_for_every_parameter(tmp_path: Path) -> None:
                 with job.node("AccumulateGrad"), job.inside("Optimizer.step#AdamW.step", "user_annotation"):
                     job.optimize()
     found = job.explained(tmp_path)
-    assert len(found.seen.steps.chosen) == 3
-    assert found.account.classes["optimizer"] == pytest.approx(0.8 * 16)
+    assert len(found.view.steps.chosen) == 3
+    assert found.account.classes_ms["optimizer"] == pytest.approx(0.8 * 16)
 
 
 @pytest.mark.parametrize("ahead", [0, 3])
@@ -112,7 +114,7 @@ def test_one_graph_for_the_whole_step(tmp_path: Path) -> None:
             for each in made:
                 each["args"]["correlation"] = one["args"]["correlation"]
     found = job.explained(tmp_path)
-    assert found.words.startswith("as expected: 100%")
+    assert as_expected(found)
     assert found.account.launches == 1
 
 
@@ -134,15 +136,15 @@ def test_copies_between_gpus_are_communication(tmp_path: Path) -> None:
     job.kernel("Memcpy PtoP (Device -> Device)", 20_000.0, 500.0, stream=40, cat="gpu_memcpy")
     found = job.explained(tmp_path)
     assert found.account.hidden_ms == pytest.approx(0.25, rel=0.05)
-    assert "copies" not in found.account.classes
+    assert "copies" not in found.account.classes_ms
 
 
 def test_precision_that_nothing_tells_is_not_called_high(tmp_path: Path) -> None:
     job = Job(Chip("NVIDIA H100 80GB HBM3", "matmul_kernel", "matmul_kernel", "other", (600, 600))).steps()
     found = job.explained(tmp_path)
-    assert "not_low" not in [each.key for each in found.causes]
-    assert not found.words.startswith("as expected")
-    assert any("in which precision they ran" in note for note in found.account.notes)
+    assert "not-low" not in [each.code for each in found.causes]
+    assert not as_expected(found)
+    assert "gemm-precision-unknown" in codes(found.findings)
 
 
 def test_without_launches_the_host_does_not_mark_steps(tmp_path: Path) -> None:
@@ -150,8 +152,8 @@ def test_without_launches_the_host_does_not_mark_steps(tmp_path: Path) -> None:
     job = Job().steps()
     job.events = [each for each in job.events if each["cat"] != "cuda_runtime"]
     found = job.explained(tmp_path)
-    assert found.words.startswith("as expected")
-    assert found.seen.steps.found_by == "the optimizer's kernels"
+    assert as_expected(found)
+    assert found.view.steps.found_by == "optimizer kernels"
     assert found.account.idle_share < 0.02
 
 
@@ -161,8 +163,8 @@ def test_odd_ids_and_names_are_read(tmp_path: Path) -> None:
         job.kernel("odd \ud800 name", 1500.0, 0.1, stream=odd, args={"correlation": odd, "External id": odd})
     found = job.explained(tmp_path)
     assert first(found) == ""
-    assert [name for name, *_ in found.account.unknown] == ["odd ? name"]
-    assert all(isinstance(each, Work) for each in found.trace.work)
+    assert [kernel.name for kernel in found.account.unknown] == ["odd ? name"]
+    assert all(isinstance(each, GpuWork) for each in found.trace.work)
 
 
 def test_offloading_that_nothing_hides(tmp_path: Path) -> None:
@@ -174,7 +176,7 @@ def test_offloading_that_nothing_hides(tmp_path: Path) -> None:
             job.free[7] = job.free[50]
             job.optimize()
     found = job.explained(tmp_path)
-    assert [each.key for each in found.causes] == ["copies"]
+    assert [each.code for each in found.causes] == ["copies"]
     assert found.causes[0].cost_ms == pytest.approx(20, rel=0.01)
 
 
@@ -185,7 +187,7 @@ def test_times_that_are_not_microseconds_are_said(tmp_path: Path) -> None:
         each["ts"], each["dur"] = 1000 * each["ts"], 1000 * each["dur"]
     found = job.explained(tmp_path)
     assert not found.causes
-    assert any("are not microseconds" in note for note in found.account.notes)
+    assert "times-not-microseconds" in codes(found.findings)
 
 
 def test_casts_of_a_function_that_is_named_after_its_format(tmp_path: Path) -> None:
@@ -205,7 +207,7 @@ def test_casts_of_a_function_that_is_named_after_its_format(tmp_path: Path) -> N
             job.backward(done)
             job.optimize()
     found = job.explained(tmp_path)
-    assert found.account.classes["quantization"] > 12 * 6 * 0.15
+    assert found.account.classes_ms["quantization"] > 12 * 6 * 0.15
 
 
 def test_a_pair_without_shapes_cannot_be_checked(tmp_path: Path) -> None:
@@ -216,5 +218,5 @@ def test_a_pair_without_shapes_cannot_be_checked(tmp_path: Path) -> None:
             event.get("args", {}).pop("Input Dims", None)
         (tmp_path / name).mkdir()
         sides.append(job.explained(tmp_path / name))
-    words = " ".join(with_twin(*sides).words)
-    assert "whether they are one training cannot be checked: 48 products per step on one side, 48 on the other" in words
+    findings = with_twin(*sides).findings
+    assert fact(findings, "twin-not-checked", "gemms_before") == pytest.approx(48)

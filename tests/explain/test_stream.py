@@ -64,7 +64,7 @@ def test_cut_short_is_said(cut: int, tmp_path_factory: pytest.TempPathFactory) -
     text = json.dumps({"traceEvents": EVENTS, "end": 1})
     path = tmp_path_factory.mktemp("cut") / "t.json"
     path.write_text(text[: -min(cut, len(text) - 1)])
-    with pytest.raises(UserError, match=r"cut short|not a trace|is empty"):
+    with pytest.raises(UserError, match=r"truncated|not a trace|is empty"):
         read(path)
 
 
@@ -89,9 +89,9 @@ def test_any_bytes_end_in_a_message(content: bytes) -> None:
         (b"", "is empty"),
         (b"PK\x03\x04 not json", "not a trace"),
         (b'{"a": 1}', "no traceEvents"),
-        (b'{"traceEvents": []}', "holds no events"),
+        (b'{"traceEvents": []}', "has no events"),
         (b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "a", "ts": 1, "dur": 1}]}', "no GPU kernels"),
-        (b'{"traceEvents": [{"ph": nonsense}]}', "cut short|not valid JSON"),
+        (b'{"traceEvents": [{"ph": nonsense}]}', "truncated|not valid JSON"),
         (gzip.compress(b'{"traceEvents": []}', mtime=0)[:-9], "gzip data"),
     ],
 )

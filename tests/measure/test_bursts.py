@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from support.bench_results import MODEL, recorded_results
 from gemmscope.measure.sampler import StoppingRule
 from gemmscope.workload.cases import MODES, Case, Task
+from support.bench_results import MODEL, recorded_measurements
 
 pytest.importorskip("torch", reason="the measuring process needs torch")
 
@@ -54,10 +54,11 @@ def test_the_least_rounds_are_of_everything() -> None:
 
 def test_more_of_what_the_worst_speedup_depends_on_comes_first() -> None:
     """It is known in the last of the least rounds already."""
-    results = recorded_results([MODEL[0]], spread=0.001)
+    results = recorded_measurements([MODEL[0]], spread=0.001)
     names = ["BF16", "FP8Current"]
     noisy = results.of("FP8Current", "autocast")[0]
-    noisy.pieces = [[piece * factor for piece in burst] for burst, factor in zip(noisy.pieces, (0.9, 1.1, 1.0) * 9, strict=False)]
+    bursts = results.pieces[noisy.task.key]
+    bursts[:] = [[piece * factor for piece in burst] for burst, factor in zip(bursts, (0.9, 1.1, 1.0) * 9, strict=False)]
     rule = StoppingRule(target=0.0001, least_rounds=results.complete_rounds + 1)
     assert not rule.done(results, names, MODES)
     assert rule.open[0] == ("FP8Current", "autocast")

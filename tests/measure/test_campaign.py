@@ -11,17 +11,19 @@ from typing import Any
 
 import pytest
 
-from support.bench_results import MODEL, recorded_results
 from gemmscope.errors import UserError
-from gemmscope.measure.campaign import Campaign, Counts, Settings, _of_one_case, _of_one_recipe
-from gemmscope.measure.results import Results
+from gemmscope.findings import finding
+from gemmscope.measure.campaign import Campaign, _of_one_case, _of_one_recipe
+from gemmscope.measure.journal import Journal
+from gemmscope.measure.measurements import Measurements
 from gemmscope.measure.sampler import StoppingRule
-from gemmscope.workload.cases import MODES, Case, Task, bare_products, cases_of, tasks_of
 from gemmscope.model import presets
 from gemmscope.model.spec import RunSpec
-from gemmscope.store.journal import Journal
+from gemmscope.results.bench import BenchSettings, Counts
+from gemmscope.workload.cases import MODES, Case, Task, bare_gemms, cases_of, tasks_of
 from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import Linear
+from support.bench_results import MODEL, recorded_measurements
 
 pytest.importorskip("torch", reason="measuring needs torch")
 
@@ -36,7 +38,7 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
 
 
 def campaign(journal: Journal, recipes: list[str], on_message: Callable[..., None] = lambda *_: None, **rule: Any) -> Campaign:
-    settings = Settings("cpu", drop_ms=1, keep_ms=2, max_rounds=5, silence_s=60)
+    settings = BenchSettings("cpu", drop_ms=1, keep_ms=2, max_rounds=5, silence_s=60)
     limits = {"least_rounds": 2, "target": 0.5} | rule
     return Campaign(tasks_of(CASES, recipes, MODES, {}), settings, StoppingRule(**limits), journal, on_message=on_message)
 
@@ -63,7 +65,7 @@ def test_later_rounds_measure_what_is_still_in_doubt(journal: Journal, monkeypat
     run.settings = replace(run.settings, keep_ms=60)
     monkeypatch.setattr(run.results, "bursts_behind", lambda groups: [("FP32", "autocast")] if groups else [])
     results = run.run()
-    counts = {group: len(results.of(*group)[0].rounds) for group in [("BF16", "autocast"), ("FP32", "autocast")]}
+    counts = {group: len(results.of(*group)[0].rounds_ms) for group in [("BF16", "autocast"), ("FP32", "autocast")]}
     assert counts["FP32", "autocast"] == 5
     assert 2 <= counts["BF16", "autocast"] < 5
     assert results.complete_rounds == 5
@@ -74,7 +76,7 @@ def test_where_no_speedup_can_be_formed_times_decide(journal: Journal) -> None:
     run = campaign(journal, ["BF16", "FP8Current"], target=0.9)
     run.settings = replace(run.settings, max_rounds=1000)
     run.run()
-    assert run.rule.why == "known to ±90.0%"
+    assert run.rule.ended == finding("precision-reached", precision=0.9)
     assert journal.unfinished(run.fingerprint) is None
 
 
@@ -83,7 +85,7 @@ def test_what_the_worker_does_not_have_is_not_asked_for(journal: Journal, monkey
     run = campaign(journal, ["BF16", "FP8Current"], target=0.0)
     monkeypatch.setattr(run.results, "bursts_behind", lambda _: [("FP8Current", "autocast")])
     results = run.run()
-    assert {len(result.rounds) for result in results.tasks.values() if not result.failure} == {5}
+    assert {len(result.rounds_ms) for result in results.tasks.values() if not result.failure} == {5}
 
 
 def test_a_rested_chip_measures_one_op_at_a_time(journal: Journal) -> None:
@@ -99,7 +101,7 @@ def test_a_dead_worker_costs_one_task(journal: Journal) -> None:
     """Killed while it measures: that task is recorded as failed, a new worker measures the rest."""
     killed: list[int] = []
 
-    def kill(message: dict[str, Any], _: Results) -> None:
+    def kill(message: dict[str, Any], _: Measurements) -> None:
         if message["type"] == "begin" and message["what"] == "measuring" and not killed:
             child = next(int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and _is_worker(entry.name))
             killed.append(child)
@@ -112,7 +114,7 @@ def test_a_dead_worker_costs_one_task(journal: Journal) -> None:
     assert len(killed) == len(failed) == 1
     assert failed[0].failure_kind == "crash"
     assert "signal 9" in failed[0].failure
-    assert all(result.rounds for result in results.tasks.values() if not result.failure)
+    assert all(result.rounds_ms for result in results.tasks.values() if not result.failure)
 
 
 @pytest.mark.parametrize(("over", "blamed"), [(True, "FP32"), (False, "BF16")])
@@ -136,7 +138,7 @@ def test_a_burst_that_fails_when_it_is_launched_names_the_one_that_ran(
         return Out()
 
     tasks = [Task(CASES[0], name, "autocast") for name in ("BF16", "FP32")]
-    request = asdict(Settings("cpu")) | {"tasks": [task.to_json() for task in tasks], "least_rounds": 2, "had": {}}
+    request = asdict(BenchSettings("cpu")) | {"tasks": [task.to_json() for task in tasks], "least_rounds": 2, "had": {}}
     said: list[dict[str, Any]] = []
     worker = Worker(request, None)
     monkeypatch.setattr(Out, "over", over)
@@ -172,7 +174,7 @@ def _is_worker(pid: str) -> bool:
 def test_interrupted_and_resumed(journal: Journal) -> None:
     """Ctrl-C leaves what was measured; --resume goes on from there."""
 
-    def interrupt(message: dict[str, Any], _: Results) -> None:
+    def interrupt(message: dict[str, Any], _: Measurements) -> None:
         if message["type"] == "round":
             raise KeyboardInterrupt
 
@@ -183,7 +185,7 @@ def test_interrupted_and_resumed(journal: Journal) -> None:
     again = campaign(journal, ["BF16"])
     results = again.run(resume=True)
     assert results.complete_rounds >= 2
-    assert len(next(iter(results.tasks.values())).rounds) >= 2
+    assert len(next(iter(results.tasks.values())).rounds_ms) >= 2
     assert journal.unfinished(again.fingerprint) is None
 
 
@@ -199,7 +201,7 @@ def test_resuming_elsewhere_is_refused(journal: Journal) -> None:
 
 def test_a_backend_that_does_not_load_is_one_message(journal: Journal) -> None:
     broken = campaign(journal, ["BF16"])
-    broken.settings = Settings("transformer_engine")
+    broken.settings = BenchSettings("transformer_engine")
     with pytest.raises(UserError, match=r"does not load|did not start"):
         broken.run()
 
@@ -226,7 +228,7 @@ def test_fixed_counts(journal: Journal) -> None:
     fixed = campaign(journal, ["BF16"], target=0.0)
     fixed.settings = replace(fixed.settings, counts=counts, max_rounds=counts.rounds)
     results = fixed.run()
-    assert {sum(map(len, result.rounds)) for result in results.tasks.values()} == {13}
+    assert {sum(map(len, result.rounds_ms)) for result in results.tasks.values()} == {13}
     assert results.complete_rounds == 5
 
 
@@ -235,7 +237,7 @@ def test_fixed_counts_are_no_more_after_resuming(journal: Journal, after: int) -
     """What was measured before it was interrupted counts: in the middle of a round, too."""
     counts, bursts = Counts(num_warmup=0, num_iters=13, gpu_warmup=0), []
 
-    def interrupt(message: dict[str, Any], _: Results) -> None:
+    def interrupt(message: dict[str, Any], _: Measurements) -> None:
         if message["type"] == "samples":
             bursts.append(message)
             if len(bursts) == after:
@@ -249,14 +251,14 @@ def test_fixed_counts_are_no_more_after_resuming(journal: Journal, after: int) -
     with pytest.raises(KeyboardInterrupt):
         fixed(interrupt).run()
     results = fixed().run(resume=True)
-    assert {sum(map(len, result.rounds)) for result in results.tasks.values()} == {13}
+    assert {sum(map(len, result.rounds_ms)) for result in results.tasks.values()} == {13}
     assert results.complete_rounds == 5
 
 
 def test_a_bare_product_is_fprop_alone(journal: Journal) -> None:
-    tasks = tasks_of(bare_products([(32, 64, 16)]), ["BF16"], MODES, {})
+    tasks = tasks_of(bare_gemms([(32, 64, 16)]), ["BF16"], MODES, {})
     assert [task.pass_name for task in tasks] == ["", "fprop"]
-    settings = Settings("cpu", drop_ms=1, keep_ms=2, max_rounds=3)
+    settings = BenchSettings("cpu", drop_ms=1, keep_ms=2, max_rounds=3)
     results = Campaign(tasks, settings, StoppingRule(target=0.9, least_rounds=2), journal).run()
     assert all(result.measured for result in results.tasks.values())
 
@@ -286,10 +288,10 @@ def test_cases_of_a_model() -> None:
     assert (experts.count, len(experts.rows), sum(experts.rows)) == (32, 8, 256)
 
 
-@pytest.mark.parametrize(("target", "seconds", "why"), [(0.5, 1e9, "known to"), (0.0, 0.0, "the time limit of 0 s came first")])
-def test_stopping_rule(target: float, seconds: float, why: str) -> None:
+@pytest.mark.parametrize(("target", "seconds", "code"), [(0.5, 1e9, "precision-reached"), (0.0, 0.0, "time-limit-reached")])
+def test_stopping_rule(target: float, seconds: float, code: str) -> None:
     tasks = tasks_of(CASES[:1], ["BF16", "FP8Current"], ["autocast"], {})
-    results = Results(tasks)
+    results = Measurements(tasks)
     rule = StoppingRule(target=target, least_rounds=3, longest_s=seconds, clock=lambda: 0.0)
     for number in range(3):
         assert not rule.done(results, ["BF16", "FP8Current"], ["autocast"])
@@ -297,12 +299,13 @@ def test_stopping_rule(target: float, seconds: float, why: str) -> None:
             results.take({"type": "samples", "times_ms": {task.key: [time + 0.01 * number]}, "state": {}})
         results.take({"type": "round", "round": number})
     assert rule.done(results, ["BF16", "FP8Current"], ["autocast"])
-    assert why in rule.why
+    assert rule.ended is not None
+    assert rule.ended.code == code
 
 
 def test_another_try_has_rounds_of_its_own() -> None:
     """Those of the first try are none of its: least rounds and time limit begin anew, and nothing is wanted yet."""
-    results = recorded_results([MODEL[0]], spread=0.05)
+    results = recorded_measurements([MODEL[0]], spread=0.05)
     names, rule = ["BF16", "FP8Current"], StoppingRule(target=1e-6, least_rounds=2, longest_s=0.0)
     assert rule.done(results, names, MODES)
     assert rule.open
@@ -315,9 +318,9 @@ def test_another_try_has_rounds_of_its_own() -> None:
 
 
 def test_while_something_is_still_to_come_times_do_not_decide() -> None:
-    results = recorded_results([MODEL[0]], spread=0.0001)
+    results = recorded_measurements([MODEL[0]], spread=0.0001)
     low = results.of("FP8Current", "autocast")[0]
-    low.rounds, low.pieces = [], []
+    low.rounds_ms, results.pieces[low.task.key] = [], []
     rule = StoppingRule(target=0.5)
     assert rule.widest(results, ["BF16", "FP8Current"], ["autocast"]) is None
     low.failure = "too large"
@@ -329,10 +332,11 @@ def test_while_something_is_still_to_come_times_do_not_decide() -> None:
 def test_another_try_looks_at_its_own_ops_only() -> None:
     """What the first try left wide would else keep the second going to its time limit."""
     wide, narrow = MODEL[0], MODEL[1]
-    results = recorded_results([wide, narrow], spread=0.0001)
+    results = recorded_measurements([wide, narrow], spread=0.0001)
     for result in results.tasks.values():
         if result.task.case == wide:
-            result.pieces[:] = [[piece * (1 + 0.2 * (index % 2)) for piece in burst] for index, burst in enumerate(result.pieces)]
+            bursts = results.pieces[result.task.key]
+            bursts[:] = [[piece * (1 + 0.2 * (index % 2)) for piece in burst] for index, burst in enumerate(bursts)]
     rule = StoppingRule()
     every, own = (rule.widest(results, ["BF16", "FP8Current"], MODES, cases) for cases in (None, [narrow]))
     assert every is not None

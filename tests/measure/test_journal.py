@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sqlite3
 from contextlib import closing
@@ -11,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from gemmscope.errors import UserError
-from gemmscope.store.journal import Journal
-from test_cli import Run, run
+from gemmscope.measure.journal import Journal
+from gemmscope.results.bench import BenchResult
+from support.command import Run, run
 
 __all__ = ["run"]  # the fixture
 
@@ -62,9 +62,9 @@ def test_a_full_disk_is_said_and_measuring_goes_on(path: Path, monkeypatch: pyte
         assert sum(1 for _ in journal.messages(number)) == 2000
     outcome = run("bench --shapes 32,48 --device cpu --num-iters 400 --num-warmup 0 --json -")
     assert outcome.code == 0, outcome.err
-    file = json.loads(outcome.out)
-    assert any("disk is full" in warning for warning in file["warnings"])
-    assert {row["op"] for row in file["rows"]} == {"32x32x32", "48x48x48"}
+    result = BenchResult.model_validate_json(outcome.out)
+    assert result.has("journal-incomplete")
+    assert {cell.op for cell in result.linears.ops} == {"32x32x32", "48x48x48"}
 
 
 def test_a_damaged_message_is_one_message(path: Path) -> None:

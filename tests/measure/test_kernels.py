@@ -9,14 +9,17 @@ from pathlib import Path
 import pytest
 
 from gemmscope.measure.attribution import AttributionError, attribute
-from gemmscope.measure.breakdown import Breakdown, breakdown
+from gemmscope.measure.breakdown import op_time
 from gemmscope.measure.kernels import KernelRun, classify, evidence
-from gemmscope.measure.results import Results
-from gemmscope.workload.cases import Case, Task
+from gemmscope.measure.measurements import Measurements
 from gemmscope.recipe.recipes import recipe
+from gemmscope.results.linears import OpTime
+from gemmscope.workload.cases import Case, Task
 from gemmscope.workload.ops import PASSES
 
-RECORDED = json.loads(gzip.decompress((Path(__file__).parent.parent / "data" / "h200_linear_kernels.json.gz").read_bytes()))["runs"]
+RECORDED = json.loads(gzip.decompress((Path(__file__).parent.parent / "data" / "h200_linear_kernels.json.gz").read_bytes()))[
+    "runs"
+]
 RECIPES = ("BF16", "FP8Current", "FP8Delayed", "FP8Block")
 TORCHAO = {"FP8Tensorwise": "tensorwise", "FP8Rowwise": "rowwise", "FP8RowwiseGWHP": "rowwise_with_gw_hp"}
 WGRAD_FIRST = ("fprop", "wgrad", "dgrad")
@@ -44,7 +47,7 @@ def test_parts_sum_to_the_whole(label: str, recipe_name: str) -> None:
     quantizes = recipe(recipe_name).quantizes
     assert all((time > 0) == quantizes for time in parts.quantize_us.values())
     for pass_name in PASSES:
-        assert evidence(recipe(recipe_name), pass_name, parts.kernels[pass_name]).verdict == "as asked"
+        assert evidence(recipe(recipe_name), pass_name, parts.kernels[pass_name]).verdict == "as requested"
 
 
 def test_the_larger_tensor_costs_more_to_quantize() -> None:
@@ -57,7 +60,7 @@ def test_bf16_where_fp8_was_asked_for_is_a_fallback() -> None:
     parts = attribute(recorded("QKV BF16"))
     proof = evidence(recipe("FP8Current"), "dgrad", parts.kernels["dgrad"])
     assert proof.verdict == "fallback"
-    assert proof.words == "ran bf16 x bf16, asked for e4m3 x e5m2"
+    assert (proof.ran, proof.requested) == ("bf16 x bf16", "e4m3 x e5m2, scales: tensor")
 
 
 def test_another_scaling_is_told_apart() -> None:
@@ -80,7 +83,7 @@ def test_torchao(recipe_name: str) -> None:
     assert parts.quantize_us["for fprop"] > 0
     assert parts.other_us == 0
     for pass_name in PASSES:
-        assert evidence(asked, pass_name, parts.kernels[pass_name]).verdict == "as asked"
+        assert evidence(asked, pass_name, parts.kernels[pass_name]).verdict == "as requested"
 
 
 def test_scaling_the_output_belongs_to_the_product_before() -> None:
@@ -91,7 +94,7 @@ def test_scaling_the_output_belongs_to_the_product_before() -> None:
     assert for_dgrad[-1] == "triton_poi_fused__to_copy_clamp_exp2_floor_log2_mul_reciprocal_t_7"
     assert all("_scaled_mm" in name for name in for_dgrad[:-1])
     found = evidence(recipe("FP8Rowwise"), "wgrad", parts.kernels["wgrad"])
-    assert found.words == "e4m3 x e4m3, scales: row, applied outside of the product"
+    assert found.ran == "e4m3 x e4m3, scales: row, applied outside of the GEMM"
 
 
 def test_scales_outside_of_the_product_are_accepted_only_where_they_are_applied() -> None:
@@ -99,7 +102,8 @@ def test_scales_outside_of_the_product_are_accepted_only_where_they_are_applied(
     assert evidence(recipe("FP8Rowwise"), "fprop", [per_tensor]).verdict == "emulated"
     assert evidence(recipe("FP8Rowwise"), "dgrad", [per_block]).verdict == "emulated"
     assert evidence(recipe("FP8Block"), "dgrad", [per_tensor]).verdict == "emulated"
-    assert evidence(recipe("FP8RowwiseGWHP"), "wgrad", [per_tensor]).words == "ran e4m3 x e4m3, asked for bf16 x bf16"
+    proof = evidence(recipe("FP8RowwiseGWHP"), "wgrad", [per_tensor])
+    assert (proof.verdict, proof.requested) == ("fallback", "bf16 x bf16")
 
 
 def test_bf16_where_rows_were_asked_for_is_a_fallback() -> None:
@@ -142,16 +146,16 @@ def test_experts_without_tokens_run_no_product() -> None:
 
 def test_what_is_no_linear_is_refused() -> None:
     runs = recorded("QKV BF16")
-    with pytest.raises(AttributionError, match="2 products where 3"):
+    with pytest.raises(AttributionError, match="2 GEMMs instead of 3"):
         attribute(runs[:-1])
-    with pytest.raises(AttributionError, match="6 products where 3"):
+    with pytest.raises(AttributionError, match="6 GEMMs instead of 3"):
         attribute(runs + runs)
 
 
-def measured(name: str, kernels: str, versions: dict[str, str], **facts: object) -> Results:
-    """Results of one linear in one recipe, as the worker's messages would have made them."""
+def measured(name: str, kernels: str, versions: dict[str, str], **facts: object) -> Measurements:
+    """Measurements of one linear in one recipe, as the worker's messages would have made them."""
     task = Task(Case("QKV Proj", 15872, 4096, 12288), name, "autocast")
-    results = Results([task])
+    results = Measurements([task])
     results.take({"type": "hello", "versions": versions})
     results.take({"type": "kernels", "task": task.key, "kernels": RECORDED[kernels]})
     results.tasks[task.key].facts = {"host_ms": 0.1, "copies": 1, **facts}
@@ -159,8 +163,8 @@ def measured(name: str, kernels: str, versions: dict[str, str], **facts: object)
     return results
 
 
-def cell(results: Results, name: str) -> Breakdown:
-    found = breakdown(results, results.cases()[0], name, "autocast")
+def cell(results: Measurements, name: str) -> OpTime:
+    found = op_time(results, results.cases()[0], name, "autocast")
     assert found is not None
     return found
 
@@ -168,8 +172,8 @@ def cell(results: Results, name: str) -> Breakdown:
 def test_a_breakdown_knows_how_the_framework_casts() -> None:
     found = cell(measured("FP8Rowwise", "torchao rowwise", {"torch": "2.11", "torchao": "0.18"}), "FP8Rowwise")
     assert set(found.quantize_ms) == {"for fprop", "for dgrad", "for wgrad"}
-    assert sum(found.pass_ms.values()) == pytest.approx(5.0)
-    assert sum(found.product_ms().values()) == pytest.approx(5.0 - sum(found.quantize_ms.values()))
+    assert sum(time.value for time in found.pass_ms.values()) == pytest.approx(5.0)
+    assert sum(found.gemm_ms.values()) == pytest.approx(5.0 - found.quantization_ms)
     assert found.counts
     current = cell(measured("FP8Current", "QKV FP8Current", {"torch": "2.11", "transformer_engine": "2.20"}), "FP8Current")
     assert set(current.quantize_ms) == {"X", "W", "dY"}
@@ -179,22 +183,22 @@ def test_the_order_that_a_run_found_comes_first() -> None:
     versions = {"torch": "2.11", "torchao": "0.18"}
     as_recorded = cell(measured("FP8Rowwise", "torchao rowwise", versions), "FP8Rowwise")
     as_found = cell(measured("FP8Rowwise", "torchao rowwise", versions, order=list(PASSES)), "FP8Rowwise")
-    assert as_recorded.pass_ms["dgrad"] == pytest.approx(as_found.pass_ms["wgrad"])
+    assert as_recorded.pass_ms["dgrad"].value == pytest.approx(as_found.pass_ms["wgrad"].value)
 
 
 def test_a_layer_left_in_bf16_on_purpose_is_no_alarm_and_no_speedup() -> None:
     versions = {"torch": "2.11", "torchao": "0.18"}
     silent = cell(measured("FP8Rowwise", "QKV BF16", versions), "FP8Rowwise")
-    assert silent.fallback
+    assert silent.fallbacks
     assert not silent.counts
     said = cell(measured("FP8Rowwise", "QKV BF16", versions, note="torchao's filter leaves this layer in BF16"), "FP8Rowwise")
-    assert not said.fallback
+    assert not said.fallbacks
     assert not said.counts
 
 
 def test_what_cannot_be_split_says_why() -> None:
     found = cell(measured("FP8Rowwise", "Up pre BF16 fprop", {"torchao": "0.18"}), "FP8Rowwise")
-    assert found.note == "not split into passes: 1 products where 3 were expected"
+    assert found.not_split == "1 GEMMs instead of 3"
     assert not found.pass_ms
 
 

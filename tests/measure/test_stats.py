@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemmscope.measure.results import Results
+from gemmscope.measure.measurements import Measurements
 from gemmscope.measure.sampler import StoppingRule
 from gemmscope.measure.stats import Noise, noise_of, pieces, ratio_interval, time_interval
 from gemmscope.workload.cases import MODES, Case, Task
@@ -148,7 +148,7 @@ def test_intervals_hold_where_they_decide_when_to_stop(clock: Callable[[np.rando
     tasks = {task.group: task for mode in MODES for task in (Task(case, name, mode) for name in names)}
     for trial in range(60):
         rng = np.random.default_rng(trial)
-        moved, results, rule = clock(rng), Results(tasks.values()), StoppingRule(least_rounds=2, longest_s=float("inf"))
+        moved, results, rule = clock(rng), Measurements(tasks.values()), StoppingRule(least_rounds=2, longest_s=float("inf"))
         done = False
         while not done:
             first = [tuple(group) for group in rng.permutation(list(tasks)).tolist()]

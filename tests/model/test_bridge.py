@@ -9,9 +9,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gemmscope.errors import UserError
+from gemmscope.errors import UserError, option
 from gemmscope.model import bridge
-from support.reading import checked, in_little_memory
+from support.reading import checked, codes, facts, in_little_memory
 
 LLAMA = """
 dataset:
@@ -109,7 +109,7 @@ def test_llama_run_config():
         "sequence_parallel": True,
         "vocab_multiple": 128,
     }
-    assert [note for note in source.notes if note.startswith("train.global_batch_size is given")] == list(source.notes)
+    assert codes(source) == ["accumulation-unknown"]
 
 
 def test_deepseek():
@@ -160,7 +160,11 @@ def test_references():
     text = text_of(seq_length=256) + "dataset: {sequence_length: '${model.seq_length}'}\ntrain: {micro_batch_size: '${a.b}'}\n"
     source = bridge.read(text, "x")
     assert "micro_batch_size" not in source.run_settings
-    assert "train.micro_batch_size is left out: ${a.b}, which is not known: the file does not set it" in source.notes
+    assert facts(source, "setting-without-value") == {
+        "setting": "train.micro_batch_size",
+        "value": "${a.b}",
+        "reason": "the file does not set it",
+    }
     assert bridge.read(text + "a: {b: 3}\n", "x").run_settings["micro_batch_size"] == 3
     assert checked(bridge, text + "a: {b: '${a.b}'}\n")
 
@@ -171,19 +175,18 @@ def test_tensor_parallelism_inside_experts():
     assert "etp" not in bridge.read(text_of(**split), "x").run_settings
 
 
-def test_virtual_pipeline_is_noted():
+def test_virtual_pipeline_is_a_finding():
     pieces = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
-    (note,) = (note for note in bridge.read(text_of(**pieces), "x").notes if "consecutive" in note)
-    assert note.startswith("model.virtual_pipeline_model_parallel_size gives a pipeline stage several pieces")
-    assert not [
-        note for note in bridge.read(text_of(**{**pieces, "pipeline_model_parallel_size": 1}), "x").notes if "piece" in note
-    ]
+    several = facts(bridge.read(text_of(**pieces), "x"), "stage-of-several-pieces")
+    assert several == {"setting": "model.virtual_pipeline_model_parallel_size"}
+    one_stage = bridge.read(text_of(**{**pieces, "pipeline_model_parallel_size": 1}), "x")
+    assert "stage-of-several-pieces" not in codes(one_stage)
 
 
-def test_two_sequence_lengths_are_noted():
+def test_two_sequence_lengths():
     source = bridge.read(text_of(seq_length=256) + "dataset: {sequence_length: 128}", "x")
     assert source.run_settings["sequence_length"] == 256
-    assert any("= 128" in note for note in source.notes)
+    assert facts(source, "sequence-length-differs") == {"length": "256", "dataset_length": "128"}
 
 
 def test_a_class_with_sizes_of_its_own():
@@ -193,7 +196,7 @@ def test_a_class_with_sizes_of_its_own():
     with pytest.raises(UserError, match="missing: multi_latent_attention, ffn_hidden_size, gated_linear_unit"):
         bridge.read(text_of(_target_=target), "x")
     assert bridge.read(text_of(_target_="megatron.bridge.models.gpt_provider.GPTModelProvider"), "x").model
-    with pytest.raises(UserError, match="mixes Mamba layers in"):
+    with pytest.raises(UserError, match="adds Mamba layers"):
         bridge.read(
             text_of(_target_="x.MambaModelProvider", **dict.fromkeys(bridge.TELLTALE, 2), multi_latent_attention=False),
             "x",
@@ -201,55 +204,55 @@ def test_a_class_with_sizes_of_its_own():
 
 
 def test_other_models_are_refused():
-    with pytest.raises(UserError, match=r"^x.yaml: model._target_ is the class of T5") as caught:
+    with pytest.raises(UserError, match=r"^model._target_ is the class of T5") as caught:
         bridge.read(text_of(_target_="megatron.bridge.models.t5_provider.T5ModelProvider"), "x.yaml")
-    assert "--module" in caught.value.hint
+    assert option("module", "FILE.py:FACTORY") in caught.value.hint
 
 
 def test_recomputing_other_modules_than_attention_is_not_counted():
     selective = {"recompute_granularity": "selective"}
     source = bridge.read(text_of(**selective, recompute_modules=["moe"]), "x")
     assert source.run_settings["recompute"] == "none"
-    assert "model.recompute_modules: recomputing moe is not modelled, nothing is counted as recomputed" in source.notes
+    assert facts(source, "recompute-not-modelled") == {"setting": "model.recompute_modules", "modules": ["moe"]}
     for modules in (["core_attn", "moe"], None):
         assert bridge.read(text_of(**selective, recompute_modules=modules), "x").run_settings["recompute"] == "selective"
 
 
-def test_errors_name_the_file_and_give_a_fitting_example():
+def test_errors_give_a_fitting_example():
     with pytest.raises(UserError) as caught:
         bridge.read(text_of(num_layers="eight"), "x.yaml")
-    assert caught.value.message.startswith("x.yaml: model.num_layers must be a whole number")
+    assert caught.value.message.startswith("model.num_layers must be a whole number")
     assert caught.value.hint == "for example model.num_layers: 32"
 
 
 @pytest.mark.parametrize("deep", ["a: " + "[" * 100_000, "a:\n" + "- " * 100_000, "a: " + "{a: " * 101 + "1" + "}" * 101])
 def test_deep_nesting_ends_in_a_message(deep: str):
-    with pytest.raises(UserError, match=r"x.yaml is not YAML that can be read, line \d+: nested more than 100 deep"):
+    with pytest.raises(UserError, match=r"the YAML is not valid, line \d+: nested more than 100 deep"):
         bridge.read(f"{deep}\n", "x.yaml")
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "holds None, not settings"),
-        ("- 1", "holds a list"),
-        ("model: llama", "no model:"),
-        ("model: {num_layers: 4, hiden_size: 64}", r"but model.hiden_size \(did you mean model.hidden_size"),
-        ("model: {num_layers: [", "not YAML that can be read, line 1"),
-        ("model: !!python/object:os.system {}", "not YAML that can be read"),
-        ("model: {num_layers: 2020-13-45}", "not YAML that can be read"),
+        ("", "the file is empty"),
+        ("- 1", "the file is a list"),
+        ("model: llama", "no settings under model:"),
+        ("model: {num_layers: 4, hiden_size: 64}", r"it has model.hiden_size \(did you mean model.hidden_size"),
+        ("model: {num_layers: [", "the YAML is not valid, line 1"),
+        ("model: !!python/object:os.system {}", "the YAML is not valid"),
+        ("model: {num_layers: 2020-13-45}", "the YAML is not valid"),
         ("model: {num_layers: " + "9" * 5000 + "}", "."),
-        ("a: " + "[" * 5000, "not YAML that can be read"),
+        ("a: " + "[" * 5000, "the YAML is not valid"),
         ("model: {hidden_size: 64, num_attention_heads: 4, num_layers: 0x" + "f" * 9000 + "}", "too large to show"),
         (text_of(hidden_size=64.0), "model.hidden_size must be a whole number, not 64.0"),
         (text_of(hidden_size=True), "not True"),
         (text_of(hidden_size=[64]), "not a list"),
         (text_of(hidden_size=-64), "at least 1"),
-        (text_of(hidden_size=65), "there is no model.kv_channels"),
-        (text_of(num_moe_experts=2, moe_router_topk=4), "model.moe_router_topk = 4, but model.num_moe_experts = 2"),
+        (text_of(hidden_size=65), "model.kv_channels is not given"),
+        (text_of(num_moe_experts=2, moe_router_topk=4), "model.moe_router_topk = 4 is more than model.num_moe_experts = 2"),
         (text_of(num_moe_experts=2, moe_layer_freq=[1, "a", 1, 1]), "each number of model.moe_layer_freq"),
-        (text_of(sequence_parallel="maybe"), "model.sequence_parallel is yes or no"),
-        (text_of(normalization=[1]), "model.normalization is a list"),
+        (text_of(sequence_parallel="maybe"), "model.sequence_parallel must be true or false"),
+        (text_of(normalization=[1]), "model.normalization must be a single value, not a list"),
     ],
 )  # fmt: skip
 def test_messages(text: str, says: str):

@@ -8,102 +8,8 @@ from gemmscope.errors import UserError
 from gemmscope.model import megatron
 from gemmscope.model.megatron_values import evaluate
 from gemmscope.model.spec import ModelSpec, MoeSpec
-
-LLAMA3_8B = r"""
-#!/bin/bash
-# Pretrain Llama 3 8B; don't use --num-layers 99 here
-export CUDA_DEVICE_MAX_CONNECTIONS=1
-TP_SIZE=${TP_SIZE:-2}
-SEQ_LENGTH=8192
-CHECKPOINT_PATH=$1
-DISTRIBUTED_ARGS=(--nproc_per_node 8 --nnodes 1 --master_addr "localhost")
-
-MODEL_ARGS=(
-    --use-mcore-models
-    --num-layers 32
-    --hidden-size 4096
-    --ffn-hidden-size 14336     # not the default
-    --num-attention-heads 32
-    --group-query-attention
-    --num-query-groups 8
-    --kv-channels 128
-    --seq-length $SEQ_LENGTH
-    --max-position-embeddings ${SEQ_LENGTH}
-    --position-embedding-type rope
-    --rotary-base 1000000
-    --attention-dropout 0.0
-    --swiglu
-    --disable-bias-linear
-    --untie-embeddings-and-output-weights
-    --normalization RMSNorm
-)
-PARALLEL="--tensor-model-parallel-size $TP_SIZE \
-    --sequence-parallel --context-parallel-size 1"
-
-torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py ${MODEL_ARGS[@]} \
-    --micro-batch-size 1 \
-    --global-batch-size 128 \
-    --vocab-size 128256 --save "$CHECKPOINT_PATH" $PARALLEL --bf16 --lr 1.5e-4
-"""
-
-MIXTRAL_8X7B = """
-python pretrain_gpt.py --num-layers=32 --hidden-size=4096 --ffn-hidden-size=14336 --num-attention-heads=32
- --group-query-attention --num-query-groups 8 --num-experts 8 --moe-router-topk 2 --swiglu --disable-bias-linear
- --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights --vocab-size 32000
- --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 --tensor-model-parallel-size 2
- --seq-length 4096 --micro-batch-size 1 --window-size 4095,0
-"""
-
-DEEPSEEK_V3 = """
-options="--num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 --kv-channels 128
- --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64
- --v-head-dim 128 --qk-layernorm --num-experts 256 --moe-layer-freq ([0]*3+[1]*58) --moe-ffn-hidden-size 2048
- --moe-shared-expert-intermediate-size 2048 --moe-router-topk 8 --mtp-num-layers 1 --vocab-size 129280
- --make-vocab-size-divisible-by 1 --swiglu --disable-bias-linear --normalization RMSNorm
- --untie-embeddings-and-output-weights
- --position-embedding-type rope --recompute-granularity selective --recompute-modules mla_up_proj moe"
-PP=16
-torchrun pretrain_gpt.py $options --pipeline-model-parallel-size $PP --expert-model-parallel-size $((PP * 4)) \\
-  --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 2
-"""
-
-DUMP = """
-[0]: using world size: 16, data-parallel size: 4
-0: ------------------------ arguments ------------------------
-[default0]:  add_bias_linear ................................. True
-0:   add_qkv_bias .................................... True
-[0]:   ffn_hidden_size ................................. 8192
-2024-05-01 10:00:00 | context_parallel_size ........................... 1
-  data_parallel_size .............................. 4
-  global_batch_size ............................... 64
-  group_query_attention ........................... False
-  hidden_size ..................................... 2048
-  kv_channels ..................................... 128
-  make_vocab_size_divisible_by .................... 128
-  max_position_embeddings ......................... 2048
-  micro_batch_size ................................ 4
-  moe_layer_freq .................................. 1
-  multi_latent_attention .......................... False
-  normalization ................................... LayerNorm
-  num_attention_heads ............................. 16
-  num_experts ..................................... None
-  num_layers ...................................... 24
-  num_query_groups ................................ 1
-  pipeline_model_parallel_size .................... 2
-  position_embedding_type ......................... learned_absolute
-  recompute_granularity ........................... full
-  seq_length ...................................... 2048
-  sequence_parallel ............................... False
-  swiglu .......................................... False
-  tensor_model_parallel_size ...................... 2
-  untie_embeddings_and_output_weights ............. False
-  vocab_size ...................................... None
-  world_size ...................................... 16
-0: -------------------- end of arguments ---------------------
- > padded vocab (size: 50257) with 175 dummy tokens (new size: 50432)
-"""
-
-SMALL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4"
+from support.megatron_files import DEEPSEEK_V3, DUMP, LLAMA3_8B, MIXTRAL_8X7B, SMALL
+from support.reading import codes, facts
 
 
 def model_of(text: str) -> ModelSpec:
@@ -133,7 +39,7 @@ def test_llama3_script():
         "vocab_multiple": 128,
         "gradient_accumulation": 32,  # 128 sequences on 8 GPUs, 4 of them data-parallel
     }
-    assert not any("--global-batch-size" in note for note in source.notes)
+    assert "accumulation-unknown" not in codes(source)
 
 
 def test_mixtral_command_line():
@@ -146,7 +52,7 @@ def test_mixtral_command_line():
     assert layer.attention.window == 4096
     assert source.run_settings["ep"] == 8
     assert source.run_settings["etp"] == 1
-    assert not [note for note in source.notes if "--expert-tensor-parallel-size" in note]
+    assert "expert-tp-not-modelled" not in codes(source)
 
 
 @pytest.mark.parametrize(
@@ -162,14 +68,19 @@ def test_mixtral_command_line():
 def test_tensor_parallelism_inside_experts(flags: str, etp: int | None):
     source = megatron.read(f"{SMALL} {flags}", "args")
     assert source.run_settings.get("etp") == etp
-    assert not [note for note in source.notes if "--expert-tensor-parallel-size" in note]
+    assert "expert-tp-not-modelled" not in codes(source)
 
 
-def test_experts_split_further_than_the_rest_are_noted():
+def test_experts_split_further_than_the_rest_are_a_finding():
     flags = "--num-experts 8 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 4"
     source = megatron.read(f"{SMALL} {flags}", "args")
     assert "etp" not in source.run_settings
-    assert [note for note in source.notes if "--expert-tensor-parallel-size = 4 does not divide" in note]
+    assert facts(source, "expert-tp-not-modelled") == {
+        "setting": "--expert-tensor-parallel-size",
+        "size": 4,
+        "tp_setting": "--tensor-model-parallel-size",
+        "tp": 2,
+    }
 
 
 def test_deepseek_script():
@@ -186,9 +97,8 @@ def test_deepseek_script():
     assert source.run_settings["ep"] == 64
     assert source.run_settings["recompute"] == "none"
     assert source.run_settings["vocab_multiple"] == 1
-    assert any("--mtp-num-layers" in note for note in source.notes)
-    assert any("recomputing mla_up_proj, moe is not modelled" in note for note in source.notes)
-    assert any("nothing is counted as recomputed" in note for note in source.notes)
+    assert facts(source, "prediction-layers-not-included") == {"setting": "--mtp-num-layers"}
+    assert facts(source, "recompute-not-modelled")["modules"] == ["mla_up_proj", "moe"]
 
 
 def test_printed_list():
@@ -214,7 +124,7 @@ def test_printed_list():
         "recompute": "full",
         "gradient_accumulation": 4,
     }
-    assert source.notes == ()
+    assert source.findings == ()
 
 
 def test_padded_vocabulary_in_the_list():
@@ -232,7 +142,8 @@ def test_defaults_are_megatrons():
     assert (layer.mlp.intermediate_size, layer.mlp.gated, layer.mlp.activation) == (256, False, "gelu")
     assert source.model.norm.kind == "layernorm"
     assert source.run_settings == {"vocab_multiple": 128}
-    assert len(source.notes) == 2  # the width of the MLP is a default, the vocabulary is not there
+    assert codes(source) == ["vocabulary-missing", "mlp-width-default"]
+    assert facts(source, "mlp-width-default") == {"setting": "--ffn-hidden-size", "width": 256}
 
 
 @pytest.mark.parametrize(
@@ -290,7 +201,7 @@ def test_uneven_pipeline(flags: str, layers: tuple[int, ...]):
 
 
 @pytest.mark.parametrize(
-    ("flags", "noted"),
+    ("flags", "several_pieces"),
     [
         ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", True),
         ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2", True),
@@ -300,15 +211,14 @@ def test_uneven_pipeline(flags: str, layers: tuple[int, ...]):
         ("--pipeline-model-parallel-size 1 --num-layers-per-virtual-pipeline-stage 1", False),
     ],
 )
-def test_virtual_pipeline_is_noted(flags: str, noted: bool):
-    notes = megatron.read(f"{SMALL} {flags}", "args").notes
-    assert bool([note for note in notes if "counted as consecutive layers" in note]) == noted
+def test_virtual_pipeline_is_a_finding(flags: str, several_pieces: bool):
+    assert ("stage-of-several-pieces" in codes(megatron.read(f"{SMALL} {flags}", "args"))) == several_pieces
 
 
-def test_last_value_wins_and_is_noted():
+def test_last_value_wins():
     source = megatron.read(f"{SMALL} --hidden-size 128", "args")
     assert source.model.hidden_size == 128
-    assert "--hidden-size is given more than once: the last value counts" in source.notes
+    assert facts(source, "setting-repeated") == {"setting": "--hidden-size"}
 
 
 def test_python_list_and_yaml_of_flags():
@@ -316,21 +226,21 @@ def test_python_list_and_yaml_of_flags():
     assert model_of("MODEL_ARGS:\n  --num-layers: 4\n  --hidden-size: 64\n  --num-attention-heads: 4").hidden_size == 64
 
 
-def test_slip_of_an_optional_flag_is_noted():
+def test_misspelled_optional_flag():
     source = megatron.read(f"{SMALL} --ffn-hiden-size 512", "args")
-    assert "--ffn-hiden-size is ignored; did you mean --ffn-hidden-size?" in source.notes
+    assert facts(source, "setting-misspelled") == {"setting": "--ffn-hiden-size", "suggestion": "--ffn-hidden-size"}
 
 
 def test_what_only_looks_like_another_model_is_read():
     assert model_of(f"# as in pretrain_t5.py\npython pretrain_gpt.py {SMALL} --spec local")
     printed = DUMP.replace("  kv_channels", "  decoder_num_layers .... None\n  spec ..... None\n  kv_channels")
-    assert megatron.read(printed, "train.log").notes == ()
+    assert megatron.read(printed, "train.log").findings == ()
     both = f"if $BERT; then S=pretrain_bert.py; else S=pretrain_gpt.py; fi\npython $S {SMALL}"
-    assert [note for note in megatron.read(both, "x.sh").notes if "pretrain_bert.py as well" in note]
+    assert facts(megatron.read(both, "x.sh"), "read-as-gpt") == {"script": "pretrain_bert.py"}
 
 
 @pytest.mark.parametrize(
-    ("text", "noted"),
+    ("text", "ignored"),
     [
         (f"{SMALL} --num-query-groups 2", True),
         (f"{SMALL} --num-query-groups 2 --group-query-attention", False),
@@ -339,10 +249,10 @@ def test_what_only_looks_like_another_model_is_read():
         (DUMP.replace("num_query_groups ................................ 1", "num_query_groups ..... 8"), True),
     ],
 )
-def test_query_groups_that_megatron_ignores_are_noted(text: str, noted: bool):
+def test_query_groups_that_megatron_ignores(text: str, ignored: bool):
     source = megatron.read(text, "x")
-    assert bool([note for note in source.notes if note.startswith("Megatron ignores ")]) == noted
-    assert not noted or source.model.layers[0].attention.kv_heads == source.model.layers[0].attention.heads
+    assert ("query-groups-ignored" in codes(source)) == ignored
+    assert not ignored or source.model.layers[0].attention.kv_heads == source.model.layers[0].attention.heads
 
 
 @pytest.mark.parametrize(
@@ -355,27 +265,28 @@ def test_query_groups_that_megatron_ignores_are_noted(text: str, noted: bool):
         ("--batch-size", "--micro-batch-size"),
     ],
 )
-def test_wrong_spelling_of_a_run_flag_is_noted(flag: str, meant: str):
-    note = f"{flag} is ignored; did you mean {meant}?"
-    assert note in megatron.read(f"{SMALL} {flag} 2", "args").notes
-    assert note not in megatron.read(f"{SMALL} {flag} 2 {meant} 2", "args").notes  # for another program of the script
+def test_another_spelling_of_a_run_flag(flag: str, meant: str):
+    assert facts(megatron.read(f"{SMALL} {flag} 2", "args"), "setting-misspelled") == {"setting": flag, "suggestion": meant}
+    both = megatron.read(f"{SMALL} {flag} 2 {meant} 2", "args")  # the other spelling is for another program of the script
+    assert "setting-misspelled" not in codes(both)
 
 
 @pytest.mark.parametrize(
-    ("modules", "recompute", "said"),
+    ("modules", "recompute", "code", "value"),
     [
-        ("", "selective", ""),
-        ("--recompute-modules core_attn", "selective", ""),
-        ("--recompute-modules mlp core_attn", "selective", "recomputing mlp is not modelled, only that of attention"),
-        ("--recompute-modules moe_act mlp", "none", "recomputing mlp, moe_act is not modelled, nothing is counted"),
-        ("--recompute-modules $MODULES moe", "selective", "--recompute-modules is left out: $MODULES"),
+        ("", "selective", "", None),
+        ("--recompute-modules core_attn", "selective", "", None),
+        ("--recompute-modules mlp core_attn", "selective", "recompute-only-attention", ["mlp"]),
+        ("--recompute-modules moe_act mlp", "none", "recompute-not-modelled", ["mlp", "moe_act"]),
+        ("--recompute-modules $MODULES moe", "selective", "setting-without-value", "$MODULES"),
     ],
 )
-def test_recompute_modules(modules: str, recompute: str, said: str):
+def test_recompute_modules(modules: str, recompute: str, code: str, value: object):
     source = megatron.read(f"{SMALL} --recompute-granularity selective {modules}", "args")
     assert source.run_settings["recompute"] == recompute
-    found = [note for note in source.notes if "recompute" in note]
-    assert (said in found[0]) if said else not found
+    known = [code for code in codes(source) if code not in ("vocabulary-missing", "mlp-width-default")]
+    assert known == ([code] if code else [])
+    assert not code or value in facts(source, code).values()
 
 
 @pytest.mark.parametrize(
@@ -397,7 +308,7 @@ def test_gradient_accumulation_from_the_launcher(launcher: str, steps: int | Non
     batch = "--tensor-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 64"
     source = megatron.read(f"GPUS=8\ntorchrun {launcher} pretrain_gpt.py {SMALL} {batch}", "x.sh")
     assert source.run_settings.get("gradient_accumulation") == steps
-    assert bool([note for note in source.notes if "--global-batch-size is given, but" in note]) == (steps is None)
+    assert ("accumulation-unknown" in codes(source)) == (steps is None)
 
 
 def test_branches():
@@ -412,7 +323,7 @@ def test_branches():
     """
     source = megatron.read(script, "x.sh")  # nothing needed depends on HEADS
     assert source.run_settings["sequence_parallel"]
-    assert "taken although inside a condition of the script: --sequence-parallel" in source.notes
+    assert facts(source, "settings-in-condition") == {"settings": ["--sequence-parallel"]}
     with pytest.raises(UserError, match="HEADS is 32 or 40, depending on a condition"):
         megatron.read(script.replace("--num-query-groups", "--num-attention-heads"), "x.sh")
 
@@ -428,7 +339,11 @@ def test_expressions():
     assert evaluate("2*[0,1]+[-1]") == [0, 1, 0, 1, -1]
 
 
-def test_unknown_run_settings_are_left_out():
+def test_run_settings_without_a_known_value_are_ignored():
     source = megatron.read(f"TP=$1\n{SMALL} --tensor-model-parallel-size $TP --seq-length 8 --vocab-size 64 --lr $LR", "x")
     assert source.run_settings == {"sequence_length": 8, "vocab_multiple": 128}
-    assert "--tensor-model-parallel-size is left out: $TP, which is not known: the text does not set it" in source.notes
+    assert facts(source, "setting-without-value") == {
+        "setting": "--tensor-model-parallel-size",
+        "value": "$TP",
+        "reason": "the script does not set it",
+    }

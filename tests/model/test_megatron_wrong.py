@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gemmscope.errors import UserError
+from gemmscope.errors import UserError, option
 from gemmscope.model import megatron
 from gemmscope.model.megatron_values import evaluate
+from support.megatron_files import DEEPSEEK_V3, DUMP, LLAMA3_8B, MIXTRAL_8X7B, SMALL
 from support.reading import checked, in_little_memory
-from test_megatron import DEEPSEEK_V3, DUMP, LLAMA3_8B, MIXTRAL_8X7B, SMALL
 
 
 @pytest.mark.parametrize(
@@ -22,18 +22,18 @@ from test_megatron import DEEPSEEK_V3, DUMP, LLAMA3_8B, MIXTRAL_8X7B, SMALL
         (f"SCRIPT=$ROOT/pretrain_ict.py\npython $SCRIPT {SMALL}", "pretrain_ict.py trains a pair of BERT encoders"),
         (f"python pretrain_vision_classify.py {SMALL}", "pretrain_vision_classify.py trains a vision model"),
         (f"python pretrain_vlm.py {SMALL}", "pretrain_vlm.py trains a vision-language model"),
-        (f"{SMALL} --decoder-num-layers 4", "--decoder-num-layers belongs to T5"),
-        (f"{SMALL} --decoder-seq-length $L", "--decoder-seq-length belongs to T5"),
-        (DUMP.replace("  kv_channels", "  decoder_seq_length .... 128\n  kv_channels"), "decoder_seq_length belongs to T5"),
-        (f"{SMALL} --spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec", "--spec asks for a model with Mamba"),
+        (f"{SMALL} --decoder-num-layers 4", "--decoder-num-layers is a setting of T5"),
+        (f"{SMALL} --decoder-seq-length $L", "--decoder-seq-length is a setting of T5"),
+        (DUMP.replace("  kv_channels", "  decoder_seq_length .... 128\n  kv_channels"), "decoder_seq_length is a setting of T5"),
+        (f"{SMALL} --spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec", "--spec selects a model with Mamba"),
         (DUMP.replace("[0]: using", "+ torchrun /opt/pretrain_bert.py\n[0]: using"), "pretrain_bert.py trains BERT"),
     ],
 )
 def test_other_models_are_refused(text: str, says: str):
     with pytest.raises(UserError) as caught:
         megatron.read(text, "file.sh")
-    assert caught.value.message.startswith(f"file.sh: {says}")
-    assert "--module" in caught.value.hint
+    assert caught.value.message.startswith(says)
+    assert option("module", "FILE.py:FACTORY") in caught.value.hint
     assert "config.json" in caught.value.hint
 
 
@@ -48,10 +48,9 @@ def test_other_models_are_refused(text: str, says: str):
         (DUMP.replace("layers ...................................... 24", "layers ... x"), "for example num_layers ........ 32"),
     ],
 )
-def test_errors_name_the_file_and_give_a_fitting_example(text: str, hint: str):
+def test_errors_give_a_fitting_example(text: str, hint: str):
     with pytest.raises(UserError) as caught:
         megatron.read(text, "file.sh")
-    assert caught.value.message.startswith("file.sh: ")
     assert caught.value.hint == hint
 
 
@@ -59,28 +58,28 @@ def test_errors_name_the_file_and_give_a_fitting_example(text: str, hint: str):
     ("text", "says"),
     [
         ("", "no Megatron-LM arguments"),
-        (SMALL.replace("hidden", "hiden") + " --hidden-dropout 0", r"but --hiden-size \(did you mean --hidden-size"),
+        (SMALL.replace("hidden", "hiden") + " --hidden-dropout 0", r"it has --hiden-size \(did you mean --hidden-size"),
         ("--num-layers 4", "no --hidden-size and no --num-attention-heads"),
         (SMALL.replace("64", "sixty"), "--hidden-size must be a whole number, not 'sixty'"),
         (SMALL.replace("64", "64.0"), "not '64.0'"),
         (SMALL.replace("64", "-64"), "--hidden-size must be at least 1, not -64"),
         (SMALL.replace("64", "0"), "at least 1"),
         (SMALL.replace("64", "9" * 5001), "must be a whole number"),
-        (SMALL.replace("64", "9" * 12), "beyond anything trained"),
-        (SMALL.replace("64", "66"), "not a multiple of --num-attention-heads = 4, and there is no --kv-channels"),
-        (SMALL.replace("64", "$HIDDEN"), r"--hidden-size is \$HIDDEN, which is not known: the text does not set it"),
-        (SMALL.replace("64", "$(cat size)"), "which is not known"),
-        (SMALL.replace("64", ""), "--hidden-size is nothing, which is not known: --num-attention-heads follows it"),
+        (SMALL.replace("64", "9" * 12), "must be at most"),
+        (SMALL.replace("64", "66"), "not a multiple of --num-attention-heads = 4, and --kv-channels is not given"),
+        (SMALL.replace("64", "$HIDDEN"), r"the value of --hidden-size is not known: \$HIDDEN \(the script does not set it\)"),
+        (SMALL.replace("64", "$(cat size)"), "the value of --hidden-size is not known"),
+        (SMALL.replace("64", ""), r"--hidden-size is not known: \(none\) \(the next word is --num-attention-heads\)"),
         (SMALL + " --group-query-attention --num-query-groups 3", "--num-attention-heads = 4 is not a multiple of"),
-        (SMALL + " --num-experts 1", "--moe-router-topk = 2, but --num-experts = 1"),
+        (SMALL + " --num-experts 1", "--moe-router-topk = 2 is more than --num-experts = 1"),
         (SMALL + " --num-experts 8 --moe-layer-freq [0]*3", "--moe-layer-freq lists 3 layers, but --num-layers is 4"),
-        (SMALL + " --num-experts 8 --moe-layer-freq [2]*4", "other numbers than 0 and 1"),
+        (SMALL + " --num-experts 8 --moe-layer-freq [2]*4", "must contain only 0 and 1"),
         (SMALL + " --num-experts 8 --moe-layer-freq __import__('os')", "must be a number or a list"),
         (SMALL + " --num-experts 8 --moe-layer-freq [1]*99999999999", "must be a number or a list"),
-        (SMALL + " --window-size 1,2,3", "--window-size is not two numbers"),
-        (SMALL + " --normalization BatchNorm", "--normalization is 'BatchNorm'"),
-        (SMALL + " --recompute-granularity some", "--recompute-granularity is 'some'"),
-        (SMALL + " --hybrid-override-pattern M-M*", "--hybrid-override-pattern mixes Mamba layers in"),
+        (SMALL + " --window-size 1,2,3", "--window-size must be two numbers"),
+        (SMALL + " --normalization BatchNorm", "--normalization must be LayerNorm or RMSNorm, not 'BatchNorm'"),
+        (SMALL + " --recompute-granularity some", "--recompute-granularity must be selective or full, not 'some'"),
+        (SMALL + " --hybrid-override-pattern M-M*", "--hybrid-override-pattern adds Mamba layers"),
         (SMALL + " --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 5", "5 of 4 layers"),
         (SMALL + " --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*9", "2 stages and 4 layers"),
     ],

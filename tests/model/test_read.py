@@ -1,4 +1,4 @@
-"""The one door: files, pipes and standard input, read to a limit, and true messages for whatever else a path may be."""
+"""Reading a model file: files, pipes and standard input up to a limit, and clear messages for anything else."""
 
 from __future__ import annotations
 
@@ -212,5 +212,5 @@ def test_a_hub_id_from_the_local_cache(tmp_path: Path, monkeypatch: pytest.Monke
     source = read_config("acme/tiny")
     assert source.model is not None
     assert source.model.hidden_size == 64
-    with pytest.raises(UserError, match="as a hub id it cannot be resolved"):
+    with pytest.raises(UserError, match="it cannot be resolved as a hub id"):
         read_config("acme/absent")

@@ -1,4 +1,4 @@
-"""The torchtitan reader: sizes of known flavors, run settings, notes, and that every wrong text ends in a UserError."""
+"""The torchtitan reader: sizes of known flavors, run settings, findings, and that every wrong text ends in a UserError."""
 
 from __future__ import annotations
 
@@ -12,94 +12,16 @@ from hypothesis import strategies as st
 import gemmscope.toml
 from gemmscope.errors import UserError, shown
 from gemmscope.model import torchtitan, torchtitan_model
-from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import MlpSpec, MoeSpec, RunSpec
+from gemmscope.model.spec import MlpSpec, MoeSpec
 from gemmscope.toml import load_data, parse_toml
 from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import Linear
-
-LLAMA_8B = """
-# a job for eight GPUs
-[job]
-dump_folder = "./outputs"
-description = "Llama 3 8B"
-
-[profiling]
-enable_profiling = true
-
-[model]
-name = "llama3"
-flavor = "8B"
-hf_assets_path = "./assets/hf/Llama-3.1-8B"
-
-[optimizer]
-name = "AdamW"
-lr = 3e-4
-
-[training]
-local_batch_size = 1
-seq_len = 8192
-steps = 1_000
-dataset = "c4"
-
-[parallelism]
-data_parallel_replicate_degree = 1
-data_parallel_shard_degree = -1
-tensor_parallel_degree = 1
-pipeline_parallel_degree = 1
-context_parallel_degree = 1
-
-[activation_checkpoint]
-mode = "selective"
-selective_ac_option = "op"
-
-[compile]
-enable = true
-
-[quantize.linear.float8]
-filter_fqns = ["output"]
-"""
-
-DEEPSEEK_671B = """
-[model]
-name = "deepseek_v3"
-flavor = "671B"
-
-[training]
-local_batch_size = 4
-global_batch_size = 2048
-seq_len = 4096
-
-[parallelism]
-data_parallel_replicate_degree = 2
-data_parallel_shard_degree = 64
-tensor_parallel_degree = 8
-expert_parallel_degree = 64
-expert_tensor_parallel_degree = 8
-enable_async_tensor_parallel = true
-
-[activation_checkpoint]
-mode = "full"
-"""
-
-
-def config(name: str = "llama3", flavor: str = "8B", **tables: str) -> str:
-    lines = [f'[model]\nname = "{name}"\nflavor = "{flavor}"']
-    lines += [f"[{table}]\n" + content.replace("; ", "\n") for table, content in tables.items()]
-    return "\n".join(lines)
-
-
-def read(text: str) -> ModelSource:
-    return torchtitan.read(text, "job.toml")
+from support.reading import codes, facts
+from support.torchtitan_files import DEEPSEEK_671B, LLAMA_8B, config, read, run_of
 
 
 def model_of(name: str, flavor: str) -> Any:
     return read(config(name, flavor)).model
-
-
-def run_of(text: str) -> RunSpec:
-    """The settings as the next stage takes them: batch and sequence come from elsewhere if the file has none."""
-    return RunSpec(**{"micro_batch_size": 1, "sequence_length": 2048, **read(text).run_settings})
 
 
 # ------------------------------------------------------------------------------------------------------------- models
@@ -212,10 +134,10 @@ def test_qwen3_normalises_each_head_and_ties_small_models() -> None:
 
 
 def test_every_known_flavor_is_read() -> None:
-    for family, facts in torchtitan_model.families().items():
-        assert facts["source"]
-        for name in (family, *facts.get("aliases", ()), f"simple_fsdp.{family}"):
-            for flavor in facts["flavors"]:
+    for family, known in torchtitan_model.families().items():
+        assert known["source"]
+        for name in (family, *known.get("aliases", ()), f"simple_fsdp.{family}"):
+            for flavor in known["flavors"]:
                 assert model_of(name, flavor).model_type == family
 
 
@@ -235,8 +157,7 @@ def test_a_whole_file() -> None:
         "separate_projections": True,
         "sequence_parallel_linears": False,
     }
-    (note,) = source.notes
-    assert "every second forward GEMM" in note
+    assert codes(source) == ["recompute-some-gemms"]
 
 
 def test_moe_run_with_sharding() -> None:
@@ -244,11 +165,11 @@ def test_moe_run_with_sharding() -> None:
     run = run_of(DEEPSEEK_671B)
     assert (run.tp, run.ep, run.sequence_parallel, run.recompute) == (8, 64, True, "full")
     assert run.gradient_accumulation == 2048 // (4 * 64 * 2)
-    assert [note for note in source.notes if "asynchronous" in note]
-    assert not [note for note in source.notes if "expert_tensor_parallel_degree" in note]
+    assert facts(source, "async-tp-not-modelled") == {"pieces": 8}
+    assert "expert-tp-not-modelled" not in codes(source)
     differing = read(DEEPSEEK_671B.replace("expert_tensor_parallel_degree = 8", "expert_tensor_parallel_degree = 1"))
     assert differing.run_settings["etp"] == 1
-    assert not [note for note in differing.notes if "expert_tensor_parallel_degree" in note]
+    assert "expert-tp-not-modelled" not in codes(differing)
 
 
 @pytest.mark.parametrize(
@@ -264,8 +185,7 @@ def test_moe_run_with_sharding() -> None:
 def test_tensor_parallelism_inside_experts(parallelism: str, etp: int | None) -> None:
     source = read(config("qwen3", "30B-A3B", parallelism=parallelism))
     assert source.run_settings.get("etp") == etp
-    noted = [note for note in source.notes if "expert_tensor_parallel_degree = 3 does not divide" in note]
-    assert bool(noted) == ("= 3" in parallelism)
+    assert ("expert-tp-not-modelled" in codes(source)) == ("= 3" in parallelism)
 
 
 def test_router_and_latent_down_projections_run_on_all_tokens_on_every_rank() -> None:
@@ -276,14 +196,11 @@ def test_router_and_latent_down_projections_run_on_all_tokens_on_every_rank() ->
     assert {(op.name, op.tokens, op.copies) for op in unsplit} == {
         (name, 4 * 4096, 8) for name in ("Router", "Q Down Proj", "KV Down Proj")
     }
-    assert not [note for note in source.notes if "all tokens" in note]  # nothing is left to excuse
 
 
-def test_notes_name_no_options() -> None:
+def test_converters_are_ignored() -> None:
     text = config().replace("flavor", 'converters = ["quantize.linear.float8"]\nflavor')
-    (note,) = (note for note in read(text).notes if "converters" in note)
-    assert "--" not in note
-    assert "not shapes" in note
+    assert facts(read(text), "converters-ignored") == {"value": "['quantize.linear.float8']"}
 
 
 def test_a_dense_model_has_no_expert_tensor_parallelism() -> None:
@@ -300,7 +217,7 @@ def test_old_spellings() -> None:
     run = run_of(old)
     assert (run.micro_batch_size, run.tp, run.cp) == (2, 8, 2)
     tokenizer = config().replace("flavor", 'tokenizer_path = "t.model"\nflavor')
-    assert [note for note in read(tokenizer).notes if "128256" in note]
+    assert facts(read(tokenizer), "vocabulary-assumed") == {"size": 128256}
 
 
 def test_sequence_parallelism_follows_tensor_parallelism() -> None:
@@ -313,7 +230,7 @@ def test_sequence_parallelism_follows_tensor_parallelism() -> None:
 def test_expert_parallelism_of_a_dense_model_is_dropped() -> None:
     source = read(config(parallelism="expert_parallel_degree = 8"))
     assert "ep" not in source.run_settings
-    assert [note for note in source.notes if "no experts" in note]
+    assert "expert-parallel-ignored" in codes(source)
 
 
 @pytest.mark.parametrize(
@@ -340,7 +257,7 @@ def test_gradient_accumulation(training: str, parallelism: str, expected: int | 
     source = read(config(training=training, parallelism=parallelism))
     assert source.run_settings.get("gradient_accumulation") == expected
     undecided = expected is None and "= 64" in training
-    assert bool([note for note in source.notes if "global_batch_size = 64" in note]) == undecided
+    assert ("data-parallel-size-unknown" in codes(source)) == undecided
 
 
 @pytest.mark.parametrize(
@@ -362,7 +279,7 @@ def test_layers_per_pipeline_rank(parallelism: str, expected: tuple[int, ...] | 
     source = read(config(parallelism=parallelism))
     assert source.run_settings.get("pp_layers") == expected
     assert expected is None or sum(expected) == 32
-    assert source.notes if expected is None else True
+    assert ("stage-split-not-modelled" in codes(source)) == (expected is None)
 
 
 @given(st.integers(1, 200), st.integers(2, 64), st.integers(0, 3), st.integers(0, 3))
@@ -377,22 +294,23 @@ def test_split_layers_loses_none(layers: int, stages: int, first: int, last: int
 
 
 @pytest.mark.parametrize(
-    ("content", "recompute", "said"),
+    ("content", "recompute", "code", "layers"),
     [
-        ('mode = "none"', "none", ""),
-        ('mode = "full"', "full", ""),
-        ('mode = "selective"; selective_ac_option = "op"', "none", "every second forward GEMM"),
-        ('mode = "selective"; selective_ac_option = "2"', "none", "(16 of 32)"),
-        ('mode = "selective"; selective_ac_option = 3', "none", "(10 of 32)"),
-        ('mode = "selective"; selective_ac_option = "1"', "full", ""),
-        ('mode = "selective"', "none", "default"),
-        ('mode = "memory_budget"', "none", "memory budget"),
+        ('mode = "none"', "none", "", None),
+        ('mode = "full"', "full", "", None),
+        ('mode = "selective"; selective_ac_option = "op"', "none", "recompute-some-gemms", None),
+        ('mode = "selective"; selective_ac_option = "2"', "none", "recompute-some-layers", 16),
+        ('mode = "selective"; selective_ac_option = 3', "none", "recompute-some-layers", 10),
+        ('mode = "selective"; selective_ac_option = "1"', "full", "", None),
+        ('mode = "selective"', "none", "recompute-unknown-gemms", None),
+        ('mode = "memory_budget"', "none", "recompute-by-memory-budget", None),
     ],
 )
-def test_activation_checkpointing(content: str, recompute: str, said: str) -> None:
+def test_activation_checkpointing(content: str, recompute: str, code: str, layers: int | None) -> None:
     source = read(config(activation_checkpoint=content))
     assert source.run_settings["recompute"] == recompute
-    assert (said in " ".join(source.notes)) if said else not source.notes
+    assert codes(source) == ([code] if code else [])
+    assert layers is None or facts(source, code) == {"layers": layers, "total": 32}
 
 
 # ---------------------------------------------------------------------------------------------------------------- toml

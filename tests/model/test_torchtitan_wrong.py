@@ -9,13 +9,12 @@ from hypothesis import strategies as st
 from gemmscope.errors import UserError
 from gemmscope.model import torchtitan
 from gemmscope.model.spec import RUN_SETTINGS
-from test_torchtitan import DEEPSEEK_671B, LLAMA_8B, config, read, run_of
+from support.torchtitan_files import DEEPSEEK_671B, LLAMA_8B, config, read, run_of
 
 
 def error_of(text: str) -> UserError:
     with pytest.raises(UserError) as caught:
         read(text)
-    assert caught.value.message.startswith("job.toml: ")
     assert caught.value.hint
     return caught.value
 
@@ -28,7 +27,7 @@ def error_of(text: str) -> UserError:
         ('[model]\nname = "llama3"', "[model] flavor is missing"),
         ('model = "llama3"', "model must be a table"),
         ("[[model]]\nname = 1", "model must be a table"),
-        ('[model]\nname = 3\nflavor = "8B"', "must be a text, not 3"),
+        ('[model]\nname = 3\nflavor = "8B"', "must be text, not 3"),
         (config("lama3"), "llama3"),
         (config("llama3", "9B"), "8B"),
         (config("llama3", "\\u0000\\ud7ff"), "known: debugmodel"),
@@ -39,7 +38,7 @@ def error_of(text: str) -> UserError:
         (config(training="seq_len = true"), "whole number"),
         (config(training="seq_len = 8192.0"), "whole number"),
         (config(training="seq_len = [1, [2]]"), "whole number"),
-        (config(training="seq_len = 99999999999"), "beyond anything trained"),
+        (config(training="seq_len = 99999999999"), "must be at most"),
         (config(training=f"seq_len = 0x{'f' * 6000}"), "too large to show"),
         (config(training=f"seq_len = {'9' * 6000}"), "TOML"),
         (config(training="seq_len = nan"), "whole number"),
@@ -52,13 +51,13 @@ def error_of(text: str) -> UserError:
         (config(parallelism="pipeline_parallel_degree = 64"), "cannot be split into 64"),
         (config(parallelism="pipeline_parallel_degree = 131072"), "cannot be split"),
         (config(parallelism="pipeline_parallel_degree = 2; pipeline_parallel_schedule = 7"), "1F1B"),
-        (config(parallelism="pipeline_parallel_degree = 3; pipeline_parallel_layers_per_stage = 9"), "do not fit"),
+        (config(parallelism="pipeline_parallel_degree = 3; pipeline_parallel_layers_per_stage = 9"), "cannot run"),
         (config(activation_checkpoint='mode = "some"'), "memory_budget"),
         (config(activation_checkpoint="mode = {}"), "memory_budget"),
         (config(activation_checkpoint='mode = "selective"; selective_ac_option = "٣"'), "neither a number"),
         (config(activation_checkpoint='mode = "selective"; selective_ac_option = -1'), "neither a number"),
         ("activation_checkpoint = 1\n" + config(), "must be a table"),
-        ("[model", "not valid TOML"),
+        ("[model", "the TOML is not valid"),
         ("[model]\nname = \n", "line 2"),
         ("x = " + "[" * 100_000, "TOML"),
         ("a." * 400_000 + "b = 1", "more than 1000 dots"),

@@ -1,39 +1,46 @@
-"""From which batch on a precision wins."""
+"""From which batch on a recipe wins."""
 
 from __future__ import annotations
 
 import pytest
 
 from gemmscope.interval import Interval
-from gemmscope.step.breakeven import AtBatch, wins_from, words
+from gemmscope.results.step import AtBatch
+from gemmscope.step.breakeven import break_even_finding, wins_from
+
+
+def at_batch(micro_batch_size: int, sequence_length: int, **speedups: Interval) -> AtBatch:
+    return AtBatch(micro_batch_size=micro_batch_size, sequence_length=sequence_length, speedups=speedups)
 
 
 def batches(*gains: float) -> list[AtBatch]:
     """Micro-batches 1, 2, 4, … with these speedups, each known to 0.02."""
-    return [AtBatch(2**index, 512, {"FP8": Interval(gain, gain - 0.02, gain + 0.02)}) for index, gain in enumerate(gains)]
+    return [at_batch(2**index, 512, FP8=Interval(gain, gain - 0.02, gain + 0.02)) for index, gain in enumerate(gains)]
 
 
 @pytest.mark.parametrize(
-    ("gains", "first", "sentence"),
+    ("gains", "first", "code", "batch"),
     [
-        ((0.9, 1.01, 1.1, 1.2), 4, "wins from a batch of 4 x 512 tokens on"),
-        ((1.1, 1.2), 1, "wins already at the smallest batch"),
-        ((0.9, 0.99), None, "does not win at any batch"),
-        (
-            (1.2, 0.99),
-            None,
-            "does not win at the largest batch that was measured, 2 x 512 tokens",
-        ),  # what is below does not count
-        ((1.2, 0.9, 1.2), 4, "wins from a batch of 4 x 512 tokens on"),
+        ((0.9, 1.01, 1.1, 1.2), 4, "break-even-from", "4 x 512"),
+        ((1.1, 1.2), 1, "break-even-at-smallest", "1 x 512"),
+        ((0.9, 0.99), None, "break-even-never", None),
+        ((1.2, 0.99), None, "break-even-not-at-largest", "2 x 512"),  # a win below does not count
+        ((1.2, 0.9, 1.2), 4, "break-even-from", "4 x 512"),
     ],
 )
-def test_the_smallest_batch_that_wins(gains: tuple[float, ...], first: int | None, sentence: str) -> None:
+def test_the_smallest_batch_that_wins(gains: tuple[float, ...], first: int | None, code: str, batch: str | None) -> None:
     measured = batches(*gains)
-    found = wins_from(measured, "FP8")
-    assert (found.micro_batch_size if found else None) == first
-    assert sentence in words(measured, "FP8")
+    winner = wins_from(measured, "FP8")
+    assert (winner.micro_batch_size if winner else None) == first
+    found = break_even_finding(measured, "FP8")
+    assert (found.code, found.facts.get("batch")) == (code, batch)
+    assert "FP8" in found.text
 
 
-def test_a_batch_it_could_not_be_measured_on_says_nothing() -> None:
-    measured = [AtBatch(1, 500, {}), *batches(1.2)]
-    assert words(measured, "FP8") == "FP8 wins already at the smallest batch that was measured, 1 x 512 tokens"
+def test_a_batch_that_was_not_measured_says_nothing() -> None:
+    found = break_even_finding([at_batch(1, 500), *batches(1.2)], "FP8")
+    assert (found.code, found.facts["batch"]) == ("break-even-at-smallest", "1 x 512")
+
+
+def test_a_speedup_without_interval_is_no_win() -> None:
+    assert wins_from([at_batch(1, 512, FP8=Interval(2.0))], "FP8") is None

@@ -1,4 +1,4 @@
-"""Which plan wins, how it is written down, what a run costs."""
+"""Which plan wins, how it is written down, what a run costs, and what the findings say of it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import pytest
 from gemmscope.errors import UserError
 from gemmscope.interval import Interval
 from gemmscope.model.spec import RunSpec
-from gemmscope.report.step import observed, sentences, tables
-from gemmscope.step.answer import RecipeAnswer, StepAnswer, Verified, answer
+from gemmscope.results.step import StepTime, StepTimes, Variant, Verified
+from gemmscope.step.answer import step_times
 from gemmscope.step.cost import Budget, cost
 from gemmscope.step.emit import ready_to_paste
-from gemmscope.step.recommend import Plan, Recommendation, as_asked, candidate, part_gains, recommend
-from gemmscope.step.results import StepResults, Variant
+from gemmscope.step.findings import observed_findings, step_findings
+from gemmscope.step.measurements import StepMeasurements
+from gemmscope.step.recommend import Plan, as_requested, block_times, candidate, recommend
 from gemmscope.toml import parse_toml
 from gemmscope.workload.ops import Work
 from gemmscope.workload.summary import Totals
@@ -26,68 +27,86 @@ BF16, FP8, CAST = "nvjet_sm90_tst_NTN", "nvjet_sm90_qqtst_TNT", "cast_transpose_
 TOTALS = Totals((), 1e12, 1e11, Work(), 1, 1000, 1000, 1000, 1.1e12)
 
 
-def profile(results: StepResults, variant: Variant, **part_ms: float) -> None:
+def profile(measurements: StepMeasurements, variant: Variant, **part_ms: float) -> None:
     name = BF16 if variant.recipe == "BF16" else FP8
     parts = [[part.replace("_", " "), "forward", [[name, time * 1000, 7]]] for part, time in part_ms.items()]
-    results.take({"type": "profile", "task": variant.name, "parts": parts, "busy_ms": sum(part_ms.values())})
+    measurements.take({"type": "profile", "task": variant.name, "parts": parts, "busy_ms": sum(part_ms.values())})
 
 
-def times(results: StepResults, variant: Variant, centre: float, spread: float = 0.002) -> None:
+def bursts(measurements: StepMeasurements, variant: Variant, center: float, spread: float = 0.002) -> None:
     for number in range(-2, 3):
-        burst = [centre * (1 + spread * number)] * 4
-        results.take({"type": "samples", "times_ms": {variant.name: burst}, "state": {}})
+        burst = [center * (1 + spread * number)] * 4
+        measurements.take({"type": "samples", "times_ms": {variant.name: burst}, "state": {}})
 
 
-def run(mixed_ms: float) -> tuple[StepResults, list[Plan]]:
+def run(mixed_ms: float) -> tuple[StepMeasurements, list[Plan]]:
     """FP8 gains in the MLP and loses in the projections."""
     plain, low = Variant("BF16", 8), Variant("FP8Current", 8)
     mixed = Variant("FP8Current", 8, ("qkv", "attn out"))
-    results = StepResults([plain, low, mixed], layers=8)
-    profile(results, plain, qkv=20, attn_out=10, mlp=70)
-    profile(results, low, qkv=22, attn_out=12, mlp=40)
-    for variant, centre in ((plain, 110.0), (low, 84.0), (mixed, mixed_ms)):
-        times(results, variant, centre)
-    return results, [Plan("BF16"), Plan("FP8Current"), Plan("FP8Current", ("qkv", "attn out"))]
+    measurements = StepMeasurements([plain, low, mixed], layers=8)
+    profile(measurements, plain, qkv=20, attn_out=10, mlp=70)
+    profile(measurements, low, qkv=22, attn_out=12, mlp=40)
+    for variant, center in ((plain, 110.0), (low, 84.0), (mixed, mixed_ms)):
+        bursts(measurements, variant, center)
+    return measurements, [Plan("BF16"), Plan("FP8Current"), Plan("FP8Current", ("qkv", "attn out"))]
 
 
-def test_parts_that_lose_are_left_out() -> None:
-    results, _ = run(80.0)
-    assert [gain.part for gain in part_gains(results, "FP8Current") if gain.loses] == ["qkv", "attn out"]
-    found = answer(results, ["BF16", "FP8Current"], TOTALS, 1000)
-    assert candidate(results, found) == Plan("FP8Current", ("qkv", "attn out"))
+def test_blocks_that_lose_are_left_out() -> None:
+    measurements, _ = run(80.0)
+    assert [block.block for block in block_times(measurements, "FP8Current") if block.loses] == ["qkv", "attn out"]
+    times = step_times(measurements, ["BF16", "FP8Current"], TOTALS, 1000)
+    assert candidate(measurements, times) == Plan("FP8Current", ("qkv", "attn out"))
 
 
 def test_the_plan_that_was_measured_fastest_wins() -> None:
-    results, plans = run(80.0)
-    best = recommend(results, plans)
-    assert best.plan == plans[2]
-    assert best.certain
-    assert best.words.startswith("use FP8Current, with qkv and attn out in BF16 (1.38x [")
-    slower, plans = run(90.0)
-    assert recommend(slower, plans).plan == Plan("FP8Current")
+    best = recommend(*run(80.0))
+    assert best is not None
+    assert (best.recipe, best.left_out, best.rivals) == ("FP8Current", ("qkv", "attn out"), ())
+    assert best.speedup is not None
+    assert best.speedup.value == pytest.approx(110 / 80)
+    assert "Transformer Engine" in best.ready_to_paste
+    slower = recommend(*run(90.0))
+    assert slower is not None
+    assert (slower.recipe, slower.left_out) == ("FP8Current", ())
 
 
 def test_too_close_to_call() -> None:
-    results, plans = run(83.9)
-    assert "too close to call against FP8Current" in recommend(results, plans).words
-    assert recommend(StepResults([], 1), []) is None
+    """Decided by the interval of the ratio of the two plans."""
+    best = recommend(*run(83.95))
+    assert best is not None
+    assert best.rivals == ("FP8Current",)
+    assert not best.certain
+
+
+def test_without_a_baseline_nothing_is_recommended() -> None:
+    assert recommend(StepMeasurements([], 1), []) is None
+
+
+def test_a_slower_recipe_is_not_recommended() -> None:
+    plain, low = Variant("BF16", 8), Variant("FP8Current", 8)
+    measurements = StepMeasurements([plain, low], layers=8)
+    bursts(measurements, plain, 100.0)
+    bursts(measurements, low, 110.0)
+    best = recommend(measurements, [Plan("BF16"), Plan("FP8Current")])
+    assert best is not None
+    assert (best.recipe, best.speedup, best.rivals, best.ready_to_paste) == ("BF16", None, (), {})
 
 
 def test_ready_to_paste() -> None:
-    texts = ready_to_paste(Plan("FP8Block", ("attn out",)))
+    texts = ready_to_paste("FP8Block", ("attn out",))
     assert "from transformer_engine.common.recipe import Float8BlockScaling" in texts["Transformer Engine"]
     assert "te.autocast(enabled=False)" in texts["Transformer Engine"]
     assert texts["Megatron-LM"].startswith("--transformer-impl transformer_engine --fp8-format e4m3 --fp8-recipe blockwise")
     assert split(texts["Megatron-LM"], comments=True)[-1] == "blockwise"  # what it cannot do is a comment to a shell
     compile(texts["Transformer Engine"], "plan", "exec")
-    titan = ready_to_paste(Plan("FP8Rowwise", ("attn out",)))["torchtitan"]
+    titan = ready_to_paste("FP8Rowwise", ("attn out",))["torchtitan"]
     assert parse_toml(titan)["quantize"]["linear"]["float8"]["filter_fqns"] == [
         "output",
         "lm_head",
         "router.gate",
         "attention.wo",
     ]
-    assert ready_to_paste(Plan("BF16")) == {}
+    assert ready_to_paste("BF16") == {}
 
 
 def test_cost_carries_the_interval() -> None:
@@ -100,9 +119,9 @@ def test_cost_carries_the_interval() -> None:
 @pytest.mark.parametrize(
     ("budget", "message"),
     [
-        ((0, 8), "no number of tokens"),
-        ((1e9, 0), "nothing to train on"),
-        ((1e9, 8, -1.0), "no price"),
+        ((0, 8), "tokens=0 is not a number of tokens"),
+        ((1e9, 0), "gpus=0 is invalid"),
+        ((1e9, 8, -1.0), "price=-1 is not a price"),
         ((1e9, 3), "do not divide"),
     ],
 )
@@ -129,7 +148,7 @@ def test_torchao_code_does_what_it_says(left_out: tuple[str, ...], spared: set[s
     for name, module in (("torchao", ModuleType("torchao")), ("torchao.float8", torchao), ("torch", torch)):
         monkeypatch.setitem(sys.modules, name, module)
     model = SimpleNamespace(layers=["a", "b"])
-    exec(ready_to_paste(Plan("FP8Tensorwise", left_out))["torchao"], {"model": model})
+    exec(ready_to_paste("FP8Tensorwise", left_out)["torchao"], {"model": model})
     assert (converted["config"], model.layers) == ("tensorwise", ["compiled a", "compiled b"])
     linear, odd = SimpleNamespace(in_features=64, out_features=32), SimpleNamespace(in_features=64, out_features=1)
     fits = converted["module_filter_fn"]
@@ -140,52 +159,77 @@ def test_torchao_code_does_what_it_says(left_out: tuple[str, ...], spared: set[s
 
 
 def test_a_fallback_is_never_recommended() -> None:
-    """Its products ran in BF16: whatever its step took, it is not this precision's."""
+    """Its GEMMs ran in BF16: whatever its step took, it is not the time of this recipe."""
     plain, low = Variant("BF16", 8), Variant("FP8Current", 8)
-    results = StepResults([plain, low], layers=8)
+    measurements = StepMeasurements([plain, low], layers=8)
     for variant in (plain, low):
         parts = [["mlp", "forward", [[BF16, 9e4, 7]]], ["optimizer", "step", [["multi_tensor_apply_kernel", 1e4, 7]]]]
-        results.take({"type": "profile", "task": variant.name, "parts": parts, "busy_ms": 100.0})
-    times(results, plain, 110.0)
-    times(results, low, 100.0)
-    found = answer(results, ["BF16", "FP8Current"], TOTALS, 1000)
-    assert found.recipes[1].fell_back
-    assert [each.recipe for each in as_asked(found)] == ["BF16"]
-    assert candidate(results, found) is None
-    assert [row[5] for row in tables(found)[0].rows] == ["1", "FALLBACK"]
-    assert not any("too close" in line for line in sentences(found))
+        measurements.take({"type": "profile", "task": variant.name, "parts": parts, "busy_ms": 100.0})
+    bursts(measurements, plain, 110.0)
+    bursts(measurements, low, 100.0)
+    times = step_times(measurements, ["BF16", "FP8Current"], TOTALS, 1000)
+    assert times.recipes[1].fell_back
+    assert times.recipes[1].speedup is None
+    assert times.speedups == ()
+    assert times.winner is not None
+    assert times.winner.best == "BF16"
+    assert [time.recipe for time in as_requested(times)] == ["BF16"]
+    assert candidate(measurements, times) is None
+    assert [finding.code for finding in step_findings(times)] == ["step-fallback"]
+    assert [finding.code for finding in observed_findings(times, 1.1)] == ["observed-fallback"]
 
 
-def test_no_interval_is_a_question_mark() -> None:
-    unknown = Interval(1.2, 0.0, float("inf"))
-    verified = Verified(8, unknown, Interval(0.2, -0.1, 0.5))
-    step = RecipeAnswer("FP8Current", unknown, unknown, 1.0, 1.0, None, None, None, None, None, "", verified)
-    assert tables(StepAnswer((step,), {}, 8, 8))[-1].rows[0][1:] == ("1.200x [?]", "0.200x [0.000, 0.500]", "+500.00%", "?")
-    assert Recommendation(Plan("FP8Current"), unknown, None, certain=False).words == "use FP8Current (1.20x [?])"
+def step(speedup: Interval, **values: Any) -> StepTimes:
+    """One recipe whose speedup is known."""
+    low = StepTime(recipe="FP8Current", step_ms=Interval(1.0), speedup=speedup, tokens_per_s=1.0, model_tflops=1.0, **values)
+    return StepTimes(origin="measured", recipes=(low,))
+
+
+def test_without_an_interval_nothing_is_said_of_agreement() -> None:
+    assert Verified(depth=8, predicted=Interval(1.2), actual=Interval(0.2, -0.1, 0.5)).agrees is None
+    assert Verified(depth=8, predicted=Interval(1.2, 1.1, 1.3), actual=Interval(1.2, 1.1, 1.3)).agrees is True
 
 
 @pytest.mark.parametrize(
-    ("predicted", "gain", "words"),
+    ("predicted", "observed", "code"),
     [
-        (Interval(1.3, 1.29, 1.31), 1.3, "as expected"),
-        (Interval(1.3, 1.29, 1.31), 1.02, "next to nothing of it"),
-        (Interval(1.3, 1.29, 1.31), 0.7, "less than this step gains"),  # low precision that does not run would not be slower
-        (Interval(0.9, 0.89, 0.91), 0.8, "less than this step gains"),
-        (Interval(1.3, 0.0, float("inf")), 0.5, "too little was measured to say"),
+        (Interval(1.3, 1.29, 1.31), 1.3, "observed-as-expected"),
+        (Interval(1.3, 1.29, 1.31), 1.5, "observed-more"),
+        (Interval(1.3, 1.29, 1.31), 1.02, "observed-no-gain"),
+        (Interval(1.3, 1.29, 1.31), 0.7, "observed-less"),  # low precision that does not run would not be slower
+        (Interval(0.9, 0.89, 0.91), 0.8, "observed-less"),
+        (Interval(1.3), 0.5, "observed-unknown"),
     ],
 )
-def test_an_observed_speedup_in_words(predicted: Interval, gain: float, words: str) -> None:
-    step = RecipeAnswer("FP8Current", Interval(1.0, 0.9, 1.1), predicted, 1.0, 1.0, None, None, None, None, None, "")
-    (line,) = observed(StepAnswer((step,), {}, 8, 8), gain)
-    assert words in line
+def test_an_observed_speedup(predicted: Interval, observed: float, code: str) -> None:
+    (found,) = observed_findings(step(predicted), observed)
+    assert (found.code, found.facts["predicted"]) == (code, predicted)
+    assert found.text.startswith(f"You observed {observed:g}x")
+
+
+@pytest.mark.parametrize(
+    ("speedup", "codes"),
+    [(Interval(1.0, 0.98, 1.02), ["too-close-to-call"]), (Interval(1.0), []), (Interval(1.1, 1.08, 1.12), [])],
+)
+def test_too_close_to_call_needs_an_interval(speedup: Interval, codes: list[str]) -> None:
+    assert [finding.code for finding in step_findings(step(speedup))] == codes
+
+
+def test_what_is_host_bound_or_missing_is_said() -> None:
+    times = step(Interval(1.1, 1.08, 1.12), host_ms=5.0, gpu_busy_ms=4.0, named_share=0.9, unknown_kernels=("void odd(int)",))
+    times = times.model_copy(update={"failures": {"FP8Block": "out of memory"}})
+    findings = {finding.code: finding.facts for finding in step_findings(times)}
+    assert set(findings) == {"step-launch-bound", "unknown-kernels", "step-not-measured"}
+    assert findings["unknown-kernels"]["kernels"] == ["odd"]
+    assert findings["step-not-measured"] == {"recipe": "FP8Block", "reason": "out of memory"}
 
 
 def test_weights_that_stay_quantized_count_in_peak_memory() -> None:
     """10 GB beyond what both hold; FP8 also keeps 3 GB of quantized weights from one micro-batch to the next."""
     variants = [Variant("BF16", 8), Variant("FP8Current", 8)]
-    results = StepResults(variants, layers=8)
+    measurements = StepMeasurements(variants, layers=8)
     for variant, held in zip(variants, (1e9, 4e9), strict=True):
-        results.take({"type": "ready", "task": variant.name, "held_bytes": held, "peak_bytes": held + 10e9})
-        times(results, variant, 100.0)
-    found = answer(results, ["BF16", "FP8Current"], TOTALS, 1000)
-    assert [each.peak_bytes for each in found.recipes] == [10e9 + 8000, 13e9 + 8000]
+        measurements.take({"type": "ready", "task": variant.name, "held_bytes": held, "peak_bytes": held + 10e9})
+        bursts(measurements, variant, 100.0)
+    times = step_times(measurements, ["BF16", "FP8Current"], TOTALS, 1000)
+    assert [time.peak_bytes for time in times.recipes] == [10e9 + 8000, 13e9 + 8000]

@@ -9,20 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gemmscope.measure.journal import Journal
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gemmscope.errors import UserError
+from gemmscope.findings import finding
 from gemmscope.measure.link import Death
 from gemmscope.measure.sampler import StoppingRule
 from gemmscope.model import presets
 from gemmscope.model.flags import from_hyperparameters
 from gemmscope.model.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RunSpec
 from gemmscope.recipe.recipes import recipe
+from gemmscope.results.step import StepSettings, Variant
+from gemmscope.step.measurements import StepMeasurements
 from gemmscope.step.plan import StackPlan, plan_step, share_weights
-from gemmscope.step.predict import StepRun, StepSettings
-from gemmscope.step.results import StepResults, Variant
-from gemmscope.store.journal import Journal
+from gemmscope.step.predict import StepRun
 from gemmscope.workload.derive import derive
 from support.small_steps import two_layers
 
@@ -94,8 +96,8 @@ def test_unaligned_sizes_are_told() -> None:
     assert "intermediate size = 90 is no multiple of 16" in recipe("FP8Current").misaligned(sizes)
 
 
-def test_sizes_that_stand_in_no_product_need_not_be_aligned() -> None:
-    """Queries, keys and values come from one product; of a bottleneck, every side counts."""
+def test_sizes_that_are_in_no_gemm_need_not_be_aligned() -> None:
+    """Queries, keys and values come from one GEMM; of a bottleneck, every side counts."""
     model = ModelSpec("odd heads", 64, (LayerSpec(AttentionSpec(2, 1, 24), MlpSpec(96, gated=False)),))
     assert not recipe("FP8Current").misaligned(plan_step(model, RUN)[0].low_precision_sizes())
     assert "key/value rank = 24 is no multiple of 16" in recipe("FP8Current").misaligned(plan("latent").low_precision_sizes())
@@ -110,15 +112,19 @@ def test_experts_tokens_are_padded_to_what_a_recipe_needs() -> None:
 def test_what_is_not_run_is_said() -> None:
     attention = replace(ATTENTION, qk_norm="head")
     odd = LayerSpec(attention, MlpSpec(96, gated=True, activation="xielu"), norms=4)
-    notes = plan_step(ModelSpec("odd", 64, (odd,)), RUN)[1]
-    assert any("norms of queries and keys are not run" in note for note in notes)
-    assert "two norms are run in each layer, not 4" in notes
-    assert "the MLP's activation, xielu, is not run: a GELU stands for it" in notes
+    findings = {found.code: found for found in plan_step(ModelSpec("odd", 64, (odd,)), RUN)[1]}
+    assert set(findings) == {"qk-norms-not-run", "two-norms-run", "activation-replaced"}
+    assert findings["two-norms-run"].facts == {"norms": ["4"]}
+    assert findings["activation-replaced"].facts == {"activations": ["xielu"]}
     split = plan_step(MODELS["llama"], RunSpec(2, 16, tp=2, sequence_parallel=True, separate_projections=True))[1]
-    assert any("sequence parallelism, which splits them, is not run" in note for note in split)
-    assert any("separate projections are not run" in note for note in split)
+    assert [found.code for found in split] == [
+        "communication-not-run",
+        "sequence-parallel-not-run",
+        "separate-projections-not-run",
+    ]
     again = plan_step(MODELS["latent"], RunSpec(2, 16, recompute="selective"))[1]
-    assert again == ["latent attention is not computed again: selective recomputation is not run"]
+    assert [found.code for found in again] == ["latent-recompute-not-run"]
+    assert all(found.text for found in (*findings.values(), *split, *again))
     assert plan_step(MODELS["llama"], RUN)[1] == plan_step(MODELS["experts"], RUN)[1] == []
 
 
@@ -228,11 +234,13 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
 def test_a_run_on_the_cpu(journal: Journal) -> None:
     settings = StepSettings("cpu", drop_ms=1, keep_ms=5, max_rounds=4)
     run = StepRun(plan("llama"), ["BF16", "FP32"], settings, StoppingRule(target=0.9, least_rounds=2), journal)
-    results = run.run()
-    found = results.speedup("FP32")
-    assert found is not None
-    assert found.low < found.value < found.high
-    assert all(result.host_ms for result in results.variants.values())
+    measurements = run.run()
+    speedup = measurements.speedup("FP32")
+    assert speedup is not None
+    assert speedup.low is not None
+    assert speedup.high is not None
+    assert speedup.low < speedup.value < speedup.high
+    assert all(result.host_ms for result in measurements.variants.values())
 
 
 def test_many_micro_batches_may_be_silent_for_longer(journal: Journal) -> None:
@@ -243,25 +251,25 @@ def test_many_micro_batches_may_be_silent_for_longer(journal: Journal) -> None:
     assert (silence(1), silence(64)) == (180, 180 * 16)
 
 
-def times(results: StepResults, variant: Variant, *rounds: float) -> None:
+def times(measurements: StepMeasurements, variant: Variant, *rounds: float) -> None:
     for time in rounds:
-        results.take({"type": "samples", "times_ms": {variant.name: [time] * 4}, "state": {}})
+        measurements.take({"type": "samples", "times_ms": {variant.name: [time] * 4}, "state": {}})
 
 
 def test_two_depths_give_the_whole_models_step() -> None:
     """100 ms and 10 ms a layer; half of that in FP8: the line says what 40 layers take."""
     variants = [Variant(name, depth) for name in ("BF16", "FP8Current") for depth in (16, 8)]
-    results = StepResults(variants, layers=40)
+    measurements = StepMeasurements(variants, layers=40)
     for variant in variants:
         per_layer = 10.0 if variant.recipe == "BF16" else 5.0
         base = 100 + per_layer * variant.depth
-        times(results, variant, base * 0.999, base, base * 1.001)
-    whole, gain = results.step("BF16"), results.speedup("FP8Current")
+        times(measurements, variant, base * 0.999, base, base * 1.001)
+    whole, gain = measurements.step("BF16"), measurements.speedup("FP8Current")
     assert whole is not None
     assert gain is not None
     assert whole.value == pytest.approx(500)
     assert gain.value == pytest.approx(500 / 300)
-    assert gain.low < gain.value < gain.high
+    assert gain.known
 
 
 def test_memory_that_does_not_suffice_makes_it_shallower(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,11 +293,14 @@ def test_memory_that_does_not_suffice_makes_it_shallower(journal: Journal, monke
     assert asked[2:] == [6, 3, 1]
     real = StepRun(plan("llama"), ["BF16"], StepSettings("cpu"), StoppingRule(), journal, real=True)
     real.run()
-    assert real.notes[0] == "6 layers of the real model do not fit into memory: measured with 3"
-    assert again.notes == ["6 layers do not fit into memory: measured with 3", "3 layers do not fit into memory: measured with 1"]
+    assert real.findings[0] == finding("real-model-shallower", depth=6, smaller=3)
+    assert again.findings == [
+        finding("stack-shallower", depth=6, smaller=3),
+        finding("stack-shallower", depth=3, smaller=1),
+    ]
 
 
-def test_a_process_that_dies_at_looking_costs_no_step(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_dies_while_profiling_costs_no_step(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     """All was timed well enough; only what its kernels do stays unknown."""
     asked: list[int] = []
 
@@ -303,10 +314,11 @@ def test_a_process_that_dies_at_looking_costs_no_step(journal: Journal, monkeypa
         return Death(request["variants"][0]["name"], "the measuring process died (signal 11)", "crash")
 
     monkeypatch.setattr("gemmscope.measure.link.Link.converse", converse)
-    results = StepRun(plan("llama"), ["BF16", "FP32"], StepSettings("cpu"), StoppingRule(), journal).run()
+    measurements = StepRun(plan("llama"), ["BF16", "FP32"], StepSettings("cpu"), StoppingRule(), journal).run()
     assert asked == [2]
-    assert results.speedup("FP32") is not None
-    assert results.warnings == ["the kernels could not be looked at: the measuring process died (signal 11)"]
+    assert measurements.speedup("FP32") is not None
+    (found,) = measurements.findings
+    assert (found.code, found.facts["reason"]) == ("kernels-not-profiled", "the measuring process died (signal 11)")
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -49,7 +49,7 @@ def test_options(options: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("left_out", ["qkv", "attn out", "mlp"])
 def test_parts_left_in_bf16(left_out: str) -> None:
-    """Its products run in BF16, the others do not."""
+    """Its GEMMs run in BF16, the others do not."""
     from gemmscope.measure.kernels import classify
     from gemmscope.step.waterfall import place
 
@@ -72,7 +72,7 @@ def test_parts_left_in_bf16(left_out: str) -> None:
     operands: dict[str, set[object]] = {}
     for kernel in place(parts):
         facts = classify(kernel.name)
-        if facts.kernel_class == "gemm" and kernel.part in ("qkv", "attn out", "mlp"):
-            operands.setdefault(kernel.part, set()).add(facts.operands)
+        if facts.kernel_class == "gemm" and kernel.block in ("qkv", "attn out", "mlp"):
+            operands.setdefault(kernel.block, set()).add(facts.operands)
     for part, seen in operands.items():
         assert (("bf16", "bf16") in seen) == (part == left_out), (part, seen)

@@ -5,11 +5,29 @@ from __future__ import annotations
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from gemmscope.errors import UserError
+from gemmscope.findings import Fact, Finding
 from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import RUN_SETTINGS, ModelSpec, RunSpec
+
+
+class HasFindings(Protocol):
+    @property
+    def findings(self) -> tuple[Finding, ...]: ...
+
+
+def codes(source: HasFindings) -> list[str]:
+    """The codes of its findings, in order."""
+    return [finding.code for finding in source.findings]
+
+
+def facts(source: HasFindings, code: str) -> dict[str, Fact]:
+    """The facts of the one finding of this code."""
+    (found,) = (finding for finding in source.findings if finding.code == code)
+    assert found.text  # it has a sentence
+    return dict(found.facts)
 
 
 def checked(reader: Any, text: str) -> ModelSource | None:

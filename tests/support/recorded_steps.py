@@ -1,4 +1,4 @@
-"""Training steps recorded on an H200, replayed: kernels, times and what launching took, of two models."""
+"""Training steps recorded on an H200, replayed: kernels, times and CPU launch times of two models."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 
 from gemmscope.model.flags import from_hyperparameters
 from gemmscope.model.spec import RunSpec
-from gemmscope.step.answer import StepAnswer, answer
-from gemmscope.step.results import StepResults, Variant
+from gemmscope.results.step import StepTimes, Variant
+from gemmscope.step.answer import step_times
+from gemmscope.step.measurements import StepMeasurements
 from gemmscope.workload.derive import derive
 from gemmscope.workload.summary import totals
 
@@ -31,15 +32,15 @@ MODELS = {
 }
 
 
-def replayed(name: str, *, real: bool = False) -> StepResults:
+def replayed(name: str, *, real: bool = False) -> StepMeasurements:
     depth = len(MODELS[name][0].layers)
-    results = StepResults([Variant(recipe, depth, real=real) for recipe in RECIPES], depth)
+    measurements = StepMeasurements([Variant(recipe, depth, real=real) for recipe in RECIPES], depth)
     for message in RECORDED[name + (" real" if real else "")]:
-        results.take(message)
-    return results
+        measurements.take(message)
+    return measurements
 
 
-def answered(name: str, real: StepResults | None = None) -> tuple[StepResults, StepAnswer]:
+def answered(name: str, real: StepMeasurements | None = None) -> tuple[StepMeasurements, StepTimes]:
     model, run = MODELS[name]
-    results = replayed(name)
-    return results, answer(results, RECIPES, totals(derive(model, run), run, model), run.tokens, real)
+    measurements = replayed(name)
+    return measurements, step_times(measurements, RECIPES, totals(derive(model, run), run, model), run.tokens, real)

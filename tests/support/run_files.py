@@ -1,155 +1,88 @@
-"""Run files to make reports of: benches and steps recorded on an H200, and others made of recorded kernels."""
+"""Results of `bench` and `shapes`, and run files of them: recorded on an H200, or made of kernels recorded there."""
 
 from __future__ import annotations
 
-import gzip
-import json
-import subprocess
-import sys
-from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from support.bench_results import RECIPES, SQUARES, recorded_results
-from gemmscope.measure.campaign import Settings
-from gemmscope.measure.findings import Findings, Layer
-from gemmscope.measure.results import Results
-from gemmscope.measure.sampler import StoppingRule
-from gemmscope.workload.cases import MODES, Case, Task
+from gemmscope.app.model import model_run
+from gemmscope.app.shapes import shapes
+from gemmscope.findings import finding
+from gemmscope.measure.findings import linear_findings, measurement_findings
+from gemmscope.measure.linears import measured_linears
+from gemmscope.measure.measurements import Measurements
+from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import ModelSpec, RunSpec
-from gemmscope.step.breakeven import AtBatch
-from gemmscope.step.cost import Budget, cost
-from gemmscope.step.emit import ready_to_paste
-from gemmscope.step.predict import StepSettings
-from gemmscope.step.recommend import Plan, recommend
-from gemmscope.store.benchfile import BenchFile, bench_file
-from gemmscope.store.runfile import model_record, run_record, shapes_file
-from gemmscope.store.stepfile import step_file
-from gemmscope.workload.derive import derive
-from gemmscope.workload.summary import totals
+from gemmscope.results.base import Result
+from gemmscope.results.bench import BenchResult, BenchSettings
+from gemmscope.results.read import read_result
+from gemmscope.results.shapes import ShapesResult
+from gemmscope.workload.cases import MODES
+from support.bench_results import RECIPES, SQUARES, recorded_measurements
 from support.machines import machine
-from support.recorded_steps import MODELS, answered, replayed
 
 DATA = Path(__file__).parent.parent / "data"
+BENCHES = ("first", "again", "third", "fourth", "fallback")
 
 
-def recorded_bench(name: str = "first") -> dict[str, Any]:
-    """A bench of the worked example on an H200: 'first', 'again' or 'fallback'."""
-    found: dict[str, Any] = json.loads(gzip.decompress((DATA / f"h200_bench_{name}.json.gz").read_bytes()))
-    return found
+def recorded_bench(name: str = "first") -> BenchResult:
+    """A bench of the worked example on an H200: one of `BENCHES`."""
+    result = read_result(DATA / f"h200_bench_{name}.json.gz", ["bench"])
+    assert isinstance(result, BenchResult)
+    return result
 
 
-def replayed_bench(name: str = "first") -> Findings:
-    """The same bench, its samples and kernels taken again by the code of today: what it would say of that measurement."""
-    file = BenchFile.model_validate(recorded_bench(name))
-    cases = {row.op: Case(row.op, row.tokens, row.inputs, row.outputs, row.count) for row in file.rows}
-    tasks = [Task(cases[each.op], each.recipe, each.mode, each.pass_name) for each in file.tasks]
-    results = Results(tasks)
-    results.take({"type": "hello", "device": file.device, "versions": file.versions})
-    groups = {task.key: task.group for task in tasks}
+def replayed(result: BenchResult) -> Measurements:
+    """The samples and kernels of a bench, taken in again as the worker's messages brought them."""
+    measurements = Measurements([each.task for each in result.tasks])
+    measurements.take({"type": "hello", "device": result.device, "versions": result.versions})
+    groups = {each.task.key: each.task.group for each in result.tasks}
     bursts: dict[tuple[str, str, int], dict[str, Any]] = {}  # the tasks of one recipe and mode share a burst
-    for task, each in zip(tasks, file.tasks, strict=True):
-        results.take({"type": "ready", "task": task.key, **each.facts})
-        results.take({"type": "kernels", "task": task.key, "kernels": each.kernels})
+    for each in result.tasks:
+        measurements.take({"type": "ready", "task": each.task.key, **each.facts})
+        measurements.take({"type": "kernels", "task": each.task.key, "kernels": each.kernels})
         for number, (times_ms, state) in enumerate(zip(each.rounds_ms, each.states, strict=True)):
-            group = groups[each.facts.get("sum_of", [task.key])[0]]  # a sum was measured with its parts
+            group = groups[each.facts.get("sum_of", [each.task.key])[0]]  # a sum was measured with its parts
             burst = bursts.setdefault((*group, number), {"type": "samples", "times_ms": {}, "state": state})
-            burst["times_ms"][task.key] = times_ms
-    for message in [*bursts.values(), *({"type": "round", "round": number} for number in range(file.rounds))]:
-        results.take(message)
-    layer = Layer(file.layers, dict.fromkeys(cases.values(), 1)) if file.layers else None
-    return Findings(results, list(dict.fromkeys(task.recipe for task in tasks)), MODES, layer=layer)
+            burst["times_ms"][each.task.key] = times_ms
+    for message in [*bursts.values(), *({"type": "round", "round": number} for number in range(result.rounds))]:
+        measurements.take(message)
+    return measurements
 
 
-def recorded_step(name: str = "llama8b", *, verified: bool = False, batches: bool = False) -> dict[str, Any]:
-    """A step file of recorded messages; `batches` pretends that smaller ones were run too."""
-    model, run = MODELS[name]
-    real = replayed(name, real=True) if verified else None
-    results, found = answered(name, real)
-    recommended = recommend(results, [Plan(each.recipe) for each in found.recipes])
-    gains = {each.recipe: each.speedup for each in found.recipes if each.speedup is not None}
-    at = [AtBatch(size, run.sequence_length, gains) for size in (1, 2, run.micro_batch_size)]
-    file = step_file(
-        command=["step", "--json", "step.json"],
-        origin="command line",
-        model=model_record(model, None, ""),
-        run=run_record(run, derive(model, run)),
-        environment=asdict(machine()),
-        settings=StepSettings("transformer_engine"),
-        results=[results, *([real] if real is not None else [])],
-        found=found,
-        costs={each.recipe: cost(each.step, run, Budget(1e12, 256, 2.5)) for each in found.recipes},
-        recommended=recommended,
-        batches=at if batches else [],
-        pasted=ready_to_paste(recommended.plan),
-        ended="known to ±1.0%",
-        seconds={"predicting": 41.0},
-        notes=[],
-    )
-    return as_written(file.to_json())
-
-
-def squares() -> dict[str, Any]:
-    """Bare products of four sizes, made of recorded kernels."""
-    findings = Findings(recorded_results(SQUARES), RECIPES, MODES)
-    file = bench_file(
-        command=["bench", "--shapes", "1024,2048,4096,8192"],
+def bench_result(measurements: Measurements, **about: Any) -> BenchResult:
+    """The result of these measurements; `about`: what `measured_linears` takes beside them."""
+    linears = measured_linears(measurements, RECIPES, MODES, **about)
+    ended = finding("precision-reached", precision=0.01)
+    return BenchResult(
+        command="gemmscope bench",
         origin="shapes",
-        model=None,
-        run=None,
-        settings=Settings("transformer_engine"),
-        rule=StoppingRule(),
-        environment=asdict(machine()),
-        findings=findings,
-        ended="known to ±1.0%",
-        notes=[],
+        findings=(*linear_findings(linears), *measurement_findings(measurements, linears), ended),
+        settings=BenchSettings("transformer_engine", seed=0),
+        precision=0.01,
+        time_limit_s=120.0,
+        environment=machine(),
+        device=measurements.hello["device"],
+        versions=measurements.hello["versions"],
+        rounds=measurements.complete_rounds,
+        linears=linears,
+        tasks=tuple(measurements.tasks.values()),
     )
-    return as_written(file.to_json())
 
 
-def derived(model: ModelSpec, run: RunSpec) -> dict[str, Any]:
-    """What `gemmscope shapes --json` writes."""
-    workload = derive(model, run)
-    summed = totals(workload, run, model)
-    about: dict[str, Any] = {"command": ["shapes"], "origin": "command line", "notes": [], "trace": None, "found": None}
-    return as_written(shapes_file(model=model, run=run, workload=workload, totals=summed, **about).to_json())
+def squares(**how: Any) -> BenchResult:
+    """Bare GEMMs of four sizes, made of recorded kernels."""
+    return bench_result(recorded_measurements(SQUARES, **how))
 
 
-SIZES = "--hidden-size 4096 --intermediate-size 16384 --num-attention-heads 32 --num-hidden-layers 24"
+def derived(model: ModelSpec, run: RunSpec) -> ShapesResult:
+    """The result of `gemmscope shapes`."""
+    job = model_run(ModelSource(origin="command line", model=model), **vars(run))
+    return shapes(job, command="gemmscope shapes")
 
 
-@cache
-def _made(command: str) -> str:
-    """What a command of its own writes with `--json -`."""
-    child = subprocess.run(
-        [sys.executable, "-m", "gemmscope", *command.split(), "--json", "-"], capture_output=True, text=True, check=True
-    )
-    return child.stdout
-
-
-def forecast() -> dict[str, Any]:
-    """The worked example on a B300."""
-    return as_written(_made(f"forecast {SIZES} --micro-batch-size 31 --sequence-length 512 --gpu b300"))
-
-
-def sweep() -> dict[str, Any]:
-    """A forecast over batches, of two GPUs."""
-    return as_written(_made(f"forecast {SIZES} --sequence-length 512 --gpu b300,h200 --sweep micro_batch_size=1,4,16"))
-
-
-def explanation() -> dict[str, Any]:
-    """Of a trace recorded on an H200."""
-    return as_written(_made(f"explain {DATA / 'traces' / 'recompute.json.gz'}"))
-
-
-def as_written(text: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(text)
-    return found
-
-
-def put(folder: Path, name: str, run: dict[str, Any]) -> Path:
+def put(folder: Path, name: str, result: Result) -> Path:
     """Write it as `--json` does."""
     path = folder / name
-    path.write_text(json.dumps(run), encoding="utf-8")
+    path.write_text(result.to_json(), encoding="utf-8")
     return path

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from gemmscope.explain.diagnose import Diagnosis, diagnose
 from gemmscope.explain.trace import read_trace
+from gemmscope.findings import Finding
 
 DATA = Path(__file__).parent.parent / "data"
 RECORDED = DATA / "traces"
@@ -25,6 +27,20 @@ def recorded(name: str) -> Path:
 def events_of(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
     return found
+
+
+def codes(findings: Iterable[Finding]) -> list[str]:
+    return [finding.code for finding in findings]
+
+
+def fact(findings: Iterable[Finding], code: str, name: str) -> Any:
+    """A fact of the finding with this code."""
+    return next(finding for finding in findings if finding.code == code).facts[name]
+
+
+def as_expected(found: Diagnosis) -> bool:
+    """Nothing is wrong, and all linears run in low precision."""
+    return found.verdict.code == "step-as-expected" and round(float(fact([found.verdict], "step-as-expected", "low_share")), 2) == 1
 
 
 class Builder:

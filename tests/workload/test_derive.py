@@ -120,7 +120,7 @@ def test_visible_pairs_by_counting(sequence: int, window: int | None, causal: bo
 @given(
     st.integers(1, 6), st.sampled_from([1, 2, 4]), st.sampled_from([8, 40]), st.integers(1, 5), st.integers(1, 4), st.booleans()
 )
-def test_three_products_of_equal_flops(heads: int, groups: int, head_dim: int, layers: int, batch: int, gated: bool) -> None:
+def test_three_gemms_of_equal_flops(heads: int, groups: int, head_dim: int, layers: int, batch: int, gated: bool) -> None:
     """Each linear's three passes are the same work, and FLOPs are six times tokens times the weights that meet them."""
     model = from_hyperparameters(
         hidden_size=heads * groups * 16,

@@ -1,6 +1,6 @@
 """The closed form against the real thing: Hugging Face's own classes, run forward and backward on the meta device.
 
-Every product must agree: as a multiset of (pass, m, k, n, groups) with counts, attention's products too, and the number of
+Every GEMM must agree: as a multiset of (pass, m, k, n, groups) with counts, those of attention too, and the number of
 parameters to the last one.
 """
 
@@ -18,7 +18,7 @@ from gemmscope.model.spec import RunSpec
 from gemmscope.workload.check import Difference, differences
 from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import Attention
-from gemmscope.workload.trace import Trace, _parse
+from gemmscope.workload.trace import ModuleTrace, _parse
 from support.hf_variants import variant
 
 transformers = pytest.importorskip("transformers", reason="the oracle needs torch and transformers")
@@ -31,7 +31,7 @@ REQUIRED = (
 ).split()
 
 
-def live(config: dict[str, Any], run: RunSpec) -> Trace:
+def live(config: dict[str, Any], run: RunSpec) -> ModuleTrace:
     """The trace of the model that transformers builds from `config`, in this process."""
     request = {"config": config, "micro_batch": run.micro_batch_size, "sequence": run.sequence_length}
     return _parse(trace_worker.answer(request))
@@ -95,7 +95,7 @@ def test_flops_by_torch_itself(model_type: str) -> None:
     assert model is not None
     workload = derive(model, RunSpec(2, 32, separate_projections=True))
     gemms = sum(gemm.flops * gemm.count for gemm in workload.gemms())
-    attention = [(op.count, product) for op in workload.ops if isinstance(op, Attention) for product in op.products()]
+    attention = [(op.count, product) for op in workload.ops if isinstance(op, Attention) for product in op.batched_gemms()]
     assert counter.get_total_flops() == gemms + sum(2 * count * m * k * n * batch for count, (_, m, k, n, batch) in attention)
 
 
@@ -157,7 +157,7 @@ def test_attention_flops(model_type: str) -> None:
     trace = live(config, run)
     attention = [op.total().flops for op in derive(model, run).ops if isinstance(op, Attention)]
     assert trace.explicit_masks == 0
-    assert sum(op.total().flops for op in trace.products) == sum(attention)
+    assert sum(op.total().flops for op in trace.batched_gemms) == sum(attention)
 
 
 @pytest.mark.parametrize(

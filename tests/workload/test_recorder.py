@@ -1,4 +1,4 @@
-"""The recorder on small modules whose products are known by heart."""
+"""The recorder on small modules whose GEMMs are known."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from gemmscope.workload.trace import _parse, as_workload
+from support.reading import codes
 
 torch = pytest.importorskip("torch", reason="tracing needs torch")
 trace_worker = pytest.importorskip("gemmscope.workload.trace_worker", reason="tracing needs torch")
@@ -142,10 +143,10 @@ class SelfAttention(nn.Module):
 def test_attention_is_the_same_fused_or_not(fused: bool) -> None:
     result = record(Wrapped(SelfAttention(fused)), TOKENS)
     assert gemms(result) == three(6, 8, 24)
-    products: Counter[Key] = Counter()
-    for row in result["products"]:
-        products[(row["pass"], row["m"], row["k"], row["n"], row["batch"])] += row["count"]
-    assert products == Counter(
+    batched: Counter[Key] = Counter()
+    for row in result["batched_gemms"]:
+        batched[(row["pass"], row["m"], row["k"], row["n"], row["batch"])] += row["count"]
+    assert batched == Counter(
         {
             ("forward", 3, 4, 3, 4): 1,
             ("forward", 3, 3, 4, 4): 1,
@@ -196,8 +197,8 @@ class TorchsOwn(nn.Module):
 )
 def test_masks_of_attention(layer: Any, visible: str, mask: str) -> None:
     result = record(Wrapped(layer), TOKENS)
-    assert {row["visible"] for row in result["products"]} == {visible}
-    assert sum(row["count"] for row in result["products"]) == 6
+    assert {row["visible"] for row in result["batched_gemms"]} == {visible}
+    assert sum(row["count"] for row in result["batched_gemms"]) == 6
     assert result["masks"] == {mask: 1}
 
 
@@ -207,10 +208,9 @@ def test_causal_attention_counts_what_the_mask_lets_through() -> None:
         for how in ({"is_causal": True}, {}, {"attn_mask": "tensor"})
     )
     pairs = 3 * 4 // 2
-    assert sum(op.total().flops for op in causal.ops) == 6 * 2 * 2 * 2 * pairs * 4  # products, FLOPs, batch, heads, ., head size
+    assert sum(op.total().flops for op in causal.ops) == 6 * 2 * 2 * 2 * pairs * 4  # GEMMs, FLOPs, batch, heads, ., head size
     assert sum(op.total().flops for op in full.ops) == sum(op.total().flops for op in explicit.ops) == 6 * 2 * 2 * 2 * 9 * 4
-    note = "attention with an explicit mask is counted in full"
-    assert [note in workload.notes for workload in (causal, full, explicit)] == [False, False, True]
+    assert ["explicit-masks" in codes(workload) for workload in (causal, full, explicit)] == [False, False, True]
 
 
 class Checkpointed(nn.Module):

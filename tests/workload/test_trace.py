@@ -19,7 +19,8 @@ from gemmscope.process import worker_command
 from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import Linear
 from gemmscope.workload.summary import totals
-from gemmscope.workload.trace import Trace, TracedLinear, _parse, as_workload, trace_module
+from gemmscope.workload.trace import ModuleTrace, TracedLinear, _parse, as_workload, trace_module
+from support.reading import codes
 
 RUN = RunSpec(2, 16)
 SHADOWS = "random queue types inspect select token string io json logging traceback warnings"
@@ -115,7 +116,7 @@ def test_a_module_among_files_with_names_of_the_standard_library(shadowed: Path)
 # --- the workload ---------------------------------------------------------------------------------------------------------
 
 
-def traced(module: Any, *inputs: Any) -> Trace:
+def traced(module: Any, *inputs: Any) -> ModuleTrace:
     worker = pytest.importorskip("gemmscope.workload.trace_worker", reason="tracing needs torch")
     worker.move_to_meta(module)
     return _parse({**worker.trace(module, tuple(value.to("meta") for value in inputs), {}), "versions": {}})
@@ -153,7 +154,7 @@ def modules() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "count", "forward_runs", "backward_products"),
+    ("name", "count", "forward_runs", "backward_gemms"),
     [
         ("plain", 3, 1, 2),
         ("recomputed", 3, 2, 2),
@@ -162,7 +163,7 @@ def modules() -> dict[str, Any]:
         ("frozen and recomputed", 3, 2, 1),
     ],
 )
-def test_ops_add_up_to_the_gemms(name: str, count: int, forward_runs: int, backward_products: float) -> None:
+def test_ops_add_up_to_the_gemms(name: str, count: int, forward_runs: int, backward_gemms: float) -> None:
     torch = pytest.importorskip("torch", reason="tracing needs torch")
     workload = as_workload(traced(modules()[name], torch.zeros((2, 3), dtype=torch.long)))
     linears = [op for op in workload.ops if isinstance(op, Linear)]
@@ -170,7 +171,7 @@ def test_ops_add_up_to_the_gemms(name: str, count: int, forward_runs: int, backw
     assert isinstance(linear, TracedLinear)
     assert (linear.count, linear.forward_runs) == (count, forward_runs)
     assert linear.forward().flops == 2 * 6 * 8 * 8
-    assert linear.backward().flops == backward_products * linear.forward().flops
+    assert linear.backward().flops == backward_gemms * linear.forward().flops
     of_gemms = sum(gemm.flops * gemm.count for gemm in workload.gemms())
     written = sum(op.count * (op.forward_runs * op.forward().flops + op.backward().flops) for op in linears)
     assert written == of_gemms == totals(workload, RUN, None).gemm_flops
@@ -185,12 +186,12 @@ def test_a_linear_without_a_backward_pass() -> None:
     assert (first.count, first.forward_runs, first.backward().flops) == (1, 1, 0)
 
 
-@pytest.mark.parametrize(("sequence", "noted"), [(1024, False), (1025, True)])
-def test_a_sequence_longer_than_the_learned_positions_is_noted(sequence: int, noted: bool) -> None:
+@pytest.mark.parametrize(("sequence", "exceeded"), [(1024, False), (1025, True)])
+def test_a_sequence_longer_than_the_learned_positions(sequence: int, exceeded: bool) -> None:
     """Embedding tables on the meta device are never looked at, so that no trace would notice."""
     model = presets.load("gpt2").model
     assert model is not None
-    assert ("the model has learned positions for 1024 tokens only" in derive(model, RunSpec(1, sequence)).notes) == noted
+    assert ("positions-exceeded" in codes(derive(model, RunSpec(1, sequence)))) == exceeded
 
 
 # --- what is said -----------------------------------------------------------------------------------------------------------
@@ -258,4 +259,4 @@ def test_a_factory_of_a_hugging_face_model(tmp_path: Path, use_cache: bool) -> N
     )
     workload = as_workload(trace_module(f"{tmp_path}/mine.py:build", RUN))
     attention = totals(workload, RUN, None).attention_flops
-    assert attention == 2 * 6 * 2 * 2 * (16 * 17 // 2) * 2 * 8  # layers, products, batch, heads, pairs, FLOPs, head size
+    assert attention == 2 * 6 * 2 * 2 * (16 * 17 // 2) * 2 * 8  # layers, GEMMs, batch, heads, pairs, FLOPs, head size

@@ -232,7 +232,7 @@ def _choose_recipes(chips: Sequence[GpuSpec], requested: Choices) -> dict[str, _
         findings = [
             finding("recipe-emulated", recipe=name, how=words)
             for name in chosen
-            if (words := support(name, chip.capability).words)
+            if (words := support(name, chip.capability).note)
         ]
         if named is not None:
             findings += [

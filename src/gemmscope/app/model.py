@@ -21,7 +21,7 @@ from gemmscope.units import parameters
 from gemmscope.workload.cases import Case, cases_of
 from gemmscope.workload.derive import EMBEDDING, HEAD, STEP, Workload, derive
 from gemmscope.workload.ops import GroupedLinear, Linear
-from gemmscope.workload.trace import Trace, TracedLinear, as_workload, trace_huggingface, trace_module
+from gemmscope.workload.trace import ModuleTrace, TracedLinear, as_workload, trace_huggingface, trace_module
 
 REQUIRED_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
 SIZES = (*REQUIRED_SIZES, "num_key_value_heads", "head_dim", "vocab_size")
@@ -125,7 +125,7 @@ class RankWorkload:
     run: RunSpec
     workload: Workload
     findings: tuple[Finding, ...]
-    trace: Trace | None = None
+    trace: ModuleTrace | None = None
 
     @property
     def name(self) -> str:
@@ -155,7 +155,7 @@ def rank_workload(job: ModelRun, say: Any) -> RankWorkload:
     return RankWorkload(job.source, job.run, workload, findings, trace)
 
 
-def _trace(source: ModelSource, run: RunSpec, say: Any) -> Trace:
+def _trace(source: ModelSource, run: RunSpec, say: Any) -> ModuleTrace:
     plain = RunSpec(run.micro_batch_size, run.sequence_length, gradient_accumulation=run.gradient_accumulation)
     if replace(run, separate_projections=False) != plain:  # a trace shows projections as the module has them
         kept = [option(name) for name in ("micro_batch_size", "sequence_length", "gradient_accumulation")]
@@ -167,7 +167,7 @@ def _trace(source: ModelSource, run: RunSpec, say: Any) -> Trace:
     return trace_module(source.module, run) if source.module is not None else _trace_unknown(source.config or {}, run)
 
 
-def _trace_unknown(config: Mapping[str, Any], run: RunSpec) -> Trace:
+def _trace_unknown(config: Mapping[str, Any], run: RunSpec) -> ModuleTrace:
     """Trace a model type without closed form; if that fails, name the known type that it is probably built like."""
     try:
         return trace_huggingface(config, run)

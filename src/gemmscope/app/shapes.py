@@ -6,11 +6,11 @@ from gemmscope.app.model import ModelRun, RankWorkload, rank_workload
 from gemmscope.app.progress import QUIET, Reporter
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
-from gemmscope.results.shapes import Check, ListedGemm, ListedOp, ListedProduct, ShapesResult
+from gemmscope.results.shapes import Check, ListedBatchedGemm, ListedGemm, ListedOp, ShapesResult
 from gemmscope.workload.check import comparable_run, differences
-from gemmscope.workload.ops import Attention, GroupedLinear, Op
+from gemmscope.workload.ops import Attention, BatchedGemm, GroupedLinear, Op
 from gemmscope.workload.summary import totals
-from gemmscope.workload.trace import TracedProduct, trace_huggingface
+from gemmscope.workload.trace import trace_huggingface
 
 
 def shapes(job: ModelRun, *, check: bool = False, command: str = "", reporter: Reporter = QUIET) -> ShapesResult:
@@ -37,7 +37,7 @@ def shapes(job: ModelRun, *, check: bool = False, command: str = "", reporter: R
         derived_by="closed form" if job.source.model else "trace",
         gemms=gemms,
         ops=tuple(map(_listed_op, subject.workload.ops)),
-        products=tuple(product for op in subject.workload.ops for product in _listed_products(op)),
+        batched_gemms=tuple(gemm for op in subject.workload.ops for gemm in _batched_gemms(op)),
         totals=summed,
         check=checked,
     )
@@ -53,14 +53,14 @@ def _listed_op(op: Op) -> ListedOp:
     )  # fmt: skip
 
 
-def _listed_products(op: Op) -> list[ListedProduct]:
+def _batched_gemms(op: Op) -> list[ListedBatchedGemm]:
     if isinstance(op, Attention):
         return [
-            ListedProduct(op=op.name, direction=direction, m=m, k=k, n=n, batch=batch, count=op.count)
-            for direction, m, k, n, batch in op.products()
+            ListedBatchedGemm(op=op.name, direction=direction, m=m, k=k, n=n, batch=batch, count=op.count)
+            for direction, m, k, n, batch in op.batched_gemms()
         ]
-    if isinstance(op, TracedProduct):
-        return [ListedProduct(op=op.name, direction=op.direction, m=op.m, k=op.k, n=op.n, batch=op.batch, count=op.count)]
+    if isinstance(op, BatchedGemm):
+        return [ListedBatchedGemm(op=op.name, direction=op.direction, m=op.m, k=op.k, n=op.n, batch=op.batch, count=op.count)]
     return []
 
 
@@ -69,7 +69,7 @@ def _check(subject: RankWorkload, reporter: Reporter) -> tuple[Check, tuple[Find
     source, run, model = subject.source, subject.run, subject.source.model
     if source.config is None or model is None:
         raise UserError(
-            f"{option('check')} compares with the model that transformers builds, and {source.origin} is not a Hugging Face config",
+            f"{option('check')} compares with a model built by transformers, and {source.origin} is not a Hugging Face config",
             f"use {option('check')} with {option('config', 'config.json')} or a preset made from one",
         )
     reporter.say("checking against the live model on the meta device (importing torch takes a few seconds) …")

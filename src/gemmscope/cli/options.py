@@ -45,9 +45,9 @@ def size(text: str) -> Any:
     return typer.Option(help=text, parser=whole_number, metavar="N")
 
 
-# What a whole run's cost is asked with, of a step that is measured or forecast.
-TOKENS = typer.Option(parser=number, metavar="N", help="Of the whole run, for its cost.")
-GPUS = size("That it will run on.")
+# The cost of a full run, of a step that is measured or forecast.
+TOKENS = typer.Option(parser=number, metavar="N", help="Training tokens, to estimate the cost of the full run.")
+GPUS = size("GPUs of the full run, for its cost.")
 
 
 def takes(*groups: type) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
@@ -120,7 +120,7 @@ class ModelOptions:
     def given(self) -> dict[str, Any]:
         """The options that were given."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if value not in (None, False)}
+        return {name: value for name, value in values.items() if value is not None and value is not False}
 
     def files(self) -> list[str]:
         """The files that describe the model: never to be overwritten."""

@@ -1,4 +1,4 @@
-"""`gemmscope report`: run files as one page that can be mailed, printed and read on a phone."""
+"""`gemmscope report`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
+from gemmscope import app, writers
 from gemmscope.cli.output import check_targets, say, write
-from gemmscope.errors import UserError
+from gemmscope.errors import UserError, option
 
 EXAMPLES = """\b
 Examples:
@@ -20,60 +21,37 @@ DEFAULT = "report.html"
 
 
 def command(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run files, as --json writes them; plain or gzipped.")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run files, as --json writes them; plain or gzipped.")],
     output: Annotated[
         str | None,
-        typer.Option("-o", "--output", metavar="PATH|-", help=f"The page. (default: {DEFAULT}, if nothing else is asked for)"),
+        typer.Option(
+            "-o", "--output", metavar="PATH|-", help=f"The HTML page. (default: {DEFAULT}, if no other output is given)"
+        ),
     ] = None,
     markdown: Annotated[str | None, typer.Option(metavar="PATH|-", help="Write the same as Markdown.")] = None,
     figures: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="Draw every chart into this folder, as PNG and SVG.")
     ] = None,
 ) -> None:
-    """Make one self-contained page of one or several runs: of shapes, bench, step, forecast and explain.
+    """Make one self-contained page from run files of any command.
 
-    The answer in one sentence; where the time goes; from the products' speedup to the step's; every row, sortable; evidence
-    and warnings; how it was measured, and on what. The page needs no network. Several runs stand side by side if they are of
-    one model.
+    The page shows the answer, where the time goes, from the speedup of the GEMMs to that of the step, every table (sortable),
+    evidence and warnings, and how it was measured. It needs no network. Several runs of one model stand side by side.
     """
-    from gemmscope.report.page.html import page
-    from gemmscope.report.page.kinds import report_of
-
     if output is None and markdown is None and figures is None:
         output = DEFAULT
-    _check(runs, output, markdown, figures)
-    report = report_of(list(dict.fromkeys(runs)))
-    if output is not None:
-        write(output, page(report))
-    if markdown is not None:
-        from gemmscope.report.page import markdown as form
-
-        write(markdown, form.markdown(report))
-    if figures is not None:
-        from gemmscope.report.page.figures import save_figures
-
-        written = save_figures(report, Path(figures))
-        say(f"wrote {len(written)} figures into {figures}" if written else f"no chart to draw in {', '.join(map(str, runs))}")
-    if output != "-" and markdown != "-":
-        for run in report.runs:
-            label = report.label(run)
-            typer.echo(f"{label}: {run.answer}" if label else run.answer)
-
-
-def _check(runs: list[Path], output: str | None, markdown: str | None, figures: str | None) -> None:
-    """What cannot be written is said first; no run file is ever written over."""
-    targets = {"-o": output, "--markdown": markdown}
-    named = {option: where for option, where in targets.items() if where is not None}
-    check_targets(named)
-    for option, where in named.items():
-        if where != "-" and any(_same(Path(where), run) for run in runs):
-            raise UserError(f"{option} {where} would write over the run file", f"for example {option} {DEFAULT}")
+    targets = {name: place for name, place in (("output", output), ("markdown", markdown)) if place is not None}
+    check_targets(targets, runs)
     if figures is not None and Path(figures).exists() and not Path(figures).is_dir():
-        raise UserError(f"--figures {figures} is a file, not a folder", "for example --figures figures")
-
-
-def _same(first: Path, second: Path) -> bool:
-    try:
-        return first.resolve() == second.resolve()
-    except (OSError, ValueError):
-        return False
+        raise UserError(f"{option('figures')} {figures} is a file, not a folder", f"for example {option('figures', 'figures')}")
+    documents, messages = app.report.report(runs)
+    if output is not None:
+        write(output, writers.html.page(documents, messages))
+    if markdown is not None:
+        write(markdown, writers.markdown.markdown(documents, messages))
+    if figures is not None:
+        written = writers.figure.save_figures(documents, Path(figures))
+        say(f"wrote {len(written)} figures into {figures}" if written else f"there is no chart to draw in {', '.join(runs)}")
+    if "-" not in targets.values():
+        for line in app.report.answers(documents):
+            typer.echo(line)

@@ -1,4 +1,4 @@
-"""`gemmscope trace-me`: how to record a trace that `gemmscope explain` can read well."""
+"""`gemmscope trace-me`: the lines that record a good trace for `gemmscope explain`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Examples:
 LOOP = """\
 import gemmscope
 
-with gemmscope.trace_me("step.json.gz", steps=3, after=10) as trace:   # waits 10 steps, records 3, then costs nothing
+with gemmscope.trace_me("step.json.gz", steps=3, after=10) as trace:   # skips 10 steps, records 3, then costs nothing
     for batch in loader:
         train_step(batch)                                              # forward, backward, optimizer.step(), as it is
         trace.step()                                                   # after every step
@@ -47,23 +47,23 @@ with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], record_sh
 KINDS = {"loop": LOOP, "trainer": TRAINER, "plain": PLAIN}
 
 
-def chosen(text: str) -> str:
+def known_kind(text: str) -> str:
     """One of the kinds."""
     if text not in KINDS:
-        raise typer.BadParameter(f"{text!r} is none of {', '.join(KINDS)}")
+        raise typer.BadParameter(f"must be {', '.join(KINDS)}, got {text!r}")
     return text
 
 
 def command(
     kind: Annotated[
-        str, typer.Option(parser=chosen, metavar="KIND", help="loop (your own), trainer (Hugging Face), plain (torch alone).")
+        str, typer.Option(parser=known_kind, metavar="KIND", help="loop (your own), trainer (Hugging Face), plain (torch alone).")
     ] = "loop",
 ) -> None:
     """Print the lines that record a trace from your own training loop.
 
-    Put them around the loop: they wait until the run is warm, record a few steps with the shapes of all operators, and write
-    one small gzipped file (and what the GPU's clock was). In a distributed job rank 0 writes; `ranks=(0, 1)` for more.
-    Record BF16 the same way for a twin, and read both: gemmscope explain fp8.json.gz --baseline bf16.json.gz
+    Put them around the loop: they wait until the run is warm, record a few steps with the shapes of all operators, and write one
+    small gzipped file with the GPU clock. In a distributed job rank 0 writes; `ranks=(0, 1)` for more. To compare with BF16,
+    record it the same way: gemmscope explain fp8.json.gz --baseline bf16.json.gz
     """
     typer.echo(KINDS[kind], nl=False)
     typer.echo("\n# then: gemmscope explain step.json.gz", nl=True)

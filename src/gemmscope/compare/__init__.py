@@ -1,1 +1,1 @@
-"""Two or more runs of the same thing, row by row."""
+"""Compares results: runs of the same thing with each other, and a recorded step with its prediction."""

@@ -1,150 +1,163 @@
-"""Holds a step against what was predicted for it: by a run file of `step` or `bench`, or by the model's own sizes."""
+"""Compares a recorded step with what was predicted for it: by a result of `step` or `bench`, or by the model's own sizes."""
 
 from __future__ import annotations
 
-from gemmscope.errors import UserError
+from collections.abc import Sequence
+
+from gemmscope.errors import UserError, option
 from gemmscope.explain.diagnose import Diagnosis
-from gemmscope.explain.pair import ROWS, Held, Pair, parts, step_flops
 from gemmscope.explain.place import LOW
+from gemmscope.explain.twin import step_flops
+from gemmscope.findings import Finding, finding
+from gemmscope.parts import STEP_PARTS, StepPart
 from gemmscope.recipe.recipes import BASELINE
-from gemmscope.store.benchfile import BenchFile
-from gemmscope.store.stepfile import RecipeRecord, StepFile
+from gemmscope.results.bench import BenchResult
+from gemmscope.results.explain import PartComparison, StepComparison
+from gemmscope.results.step import StepResult, StepTime
 
 RECIPES = {"FP8 blocks": ("FP8Block",), "MXFP8": ("MXFP8",), "FP4": ("NVFP4",)}
-ALIASES = {"routing": "embedding"}
+ALIASES: dict[StepPart, StepPart] = {"routing": "embedding"}  # a trace does not show which indexing is routing
 
 
-def with_prediction(found: Diagnosis, run: StepFile | BenchFile, recipe: str | None, origin: str) -> Pair:
-    """A run file's prediction for the recipe that the trace ran."""
-    return _with_step(found, run, recipe, origin) if isinstance(run, StepFile) else _with_bench(found, run, recipe, origin)
+def with_prediction(diagnosis: Diagnosis, run: StepResult | BenchResult, recipe: str | None, origin: str) -> StepComparison:
+    """The prediction for the recipe that the trace ran. `origin`: the name of the run file."""
+    if isinstance(run, StepResult):
+        return _with_step(diagnosis, run, recipe, origin)
+    return _with_bench(diagnosis, run, recipe, origin)
 
 
-def recipe_of(found: Diagnosis, known: list[str], asked: str | None, origin: str) -> str:
-    """Which of a file's recipes a trace ran: as told, else by its products and casts."""
-    if asked is not None:
-        chosen = next((name for name in known if name.lower() == asked.lower()), None)
+def recipe_of(diagnosis: Diagnosis, known: Sequence[str], requested: str | None, origin: str) -> str:
+    """Which of the known recipes the trace ran: the requested one, else by its GEMMs and casts."""
+    if requested is not None:
+        chosen = next((name for name in known if name.lower() == requested.lower()), None)
         if chosen is None:
-            raise UserError(f"{origin} has no recipe {asked}", f"it has {', '.join(known)}")
+            raise UserError(f"{origin} has no recipe {requested}", f"it has {', '.join(known)}")
         return chosen
-    rows = [row for row in found.account.census if row.precision in LOW]
+    rows = [row for row in diagnosis.account.gemms if row.precision in LOW]
     if not rows:
         return BASELINE if BASELINE in known else known[0]
     precision = max(rows, key=lambda row: row.time_ms).precision
-    delayed = any(item.placed.facts.kernel_class == "update" for item in found.evidence.items)
+    delayed = any(item.placed.facts.kernel_class == "update" for item in diagnosis.evidence.items)
     usual = ("FP8Delayed",) if delayed else ("FP8Current", "FP8Tensorwise", "FP8Rowwise")
     chosen = next((name for name in RECIPES.get(precision, usual) if name in known), None)
     if chosen is None:
-        raise UserError(f"{origin} has no recipe that runs {precision} as this trace does", f"say which: --recipe {known[-1]}")
+        raise UserError(
+            f"{origin} has no recipe that runs {precision} as this trace does", f"choose one: {option('recipe', known[-1])}"
+        )
     return chosen
 
 
-def _with_step(found: Diagnosis, run: StepFile, asked: str | None, origin: str) -> Pair:
-    name = recipe_of(found, [each.recipe for each in run.recipes], asked, origin)
-    record = next(each for each in run.recipes if each.recipe == name)
-    _refuse_other_step(found, run, record, origin)
-    expected: dict[str, float] = {}
-    for level in record.waterfall:
-        row = ALIASES.get(level.row, level.row)
-        expected[row] = expected.get(row, 0.0) + level.recipe_ms
-    seen = parts(found)
-    rows = [Held(row, expected.get(row, 0.0), seen.get(row, 0.0)) for row in ROWS if row in expected or row in seen]
+def _with_step(diagnosis: Diagnosis, run: StepResult, requested: str | None, origin: str) -> StepComparison:
+    name = recipe_of(diagnosis, [time.recipe for time in run.step.recipes], requested, origin)
+    predicted = run.step.of(name)
+    assert predicted is not None
+    _require_same_step(diagnosis, run, predicted, origin)
+    expected: dict[StepPart, float] = {}
+    for level in predicted.waterfall:
+        part = ALIASES.get(level.part, level.part)
+        expected[part] = expected.get(part, 0.0) + level.recipe_ms
+    actual, step_ms = diagnosis.account.parts_ms, diagnosis.account.step_ms
+    parts = [
+        PartComparison(part=part, expected_ms=expected.get(part, 0.0), trace_ms=actual.get(part, 0.0))
+        for part in STEP_PARTS
+        if part in expected or part in actual
+    ]
     if not expected:
-        rows = [Held("step", record.step_ms.value, found.account.step_ms)]
-    off = found.account.step_ms / record.step_ms.value - 1
-    words = [f"predicted {record.step_ms.value:.1f} ms for {name}, found {found.account.step_ms:.1f} ms: {off:+.1%}"]
-    worst = max(rows, key=lambda held: held.difference_ms or 0.0)
-    if worst.difference_ms is not None and worst.difference_ms > 0.02 * found.account.step_ms:
-        words.append(f"most of it: {worst.row}, {worst.difference_ms:+.1f} ms")
-    base = next((each for each in run.recipes if each.recipe == BASELINE), None)
+        parts = [PartComparison(part="step", expected_ms=predicted.step_ms.value, trace_ms=step_ms)]
+    error = step_ms / predicted.step_ms.value - 1
+    findings = [finding("prediction-error", recipe=name, predicted_ms=predicted.step_ms.value, trace_ms=step_ms, error=error)]
+    worst = max(parts, key=lambda part: part.difference_ms or 0.0)
+    if (worst.difference_ms or 0.0) > 0.02 * step_ms:
+        findings.append(finding("prediction-largest-difference", part=worst.part, difference_ms=worst.difference_ms))
+    base = run.step.of(BASELINE)
     if base is not None and name != BASELINE:
-        predicted = base.step_ms.value / record.step_ms.value
-        words.append(
-            f"speedup over the predicted BF16 step: {base.step_ms.value / found.account.step_ms:.2f}x, {predicted:.2f}x predicted"
-        )
-    return Pair(f"against the prediction of {origin}", f"predicted, {name}", tuple(rows), tuple(words))
+        gain = base.step_ms.value / predicted.step_ms.value
+        findings.append(finding("prediction-speedup", speedup=base.step_ms.value / step_ms, predicted=gain))
+    return StepComparison(
+        title=f"Comparison with the prediction in {origin}",
+        expected=f"predicted, {name}",
+        parts=tuple(parts),
+        findings=tuple(findings),
+    )
 
 
-def _refuse_other_step(found: Diagnosis, run: StepFile, record: RecipeRecord, origin: str) -> None:
-    """By the hidden size, which is a side of most products, and by FLOPs: the prediction's include attention's."""
-    sizes = {side for item in found.evidence.products if item.product and item.product.size for side in item.product.size}
-    if sizes and run.model.hidden_size and run.model.hidden_size not in sizes:
+def _require_same_step(diagnosis: Diagnosis, run: StepResult, predicted: StepTime, origin: str) -> None:
+    """By the hidden size, which is a side of most GEMMs, and by FLOPs; the FLOPs of the prediction include attention."""
+    sizes = {side for item in diagnosis.evidence.gemms if item.gemm and item.gemm.size for side in item.gemm.size}
+    hidden = run.model.hidden_size if run.model is not None else None
+    if sizes and hidden and hidden not in sizes:
         raise UserError(
-            f"{origin} is of another model than {found.trace.path}: hidden size {run.model.hidden_size} is in no product",
+            f"{origin} is about another model than {diagnosis.trace.path}: no GEMM of the trace has hidden size {hidden}",
             "predict with the model of the recorded run",
         )
-    flops, planned = step_flops(found), record.model_tflops * record.step_ms.value * 1e9
+    flops, planned = step_flops(diagnosis), predicted.model_tflops * predicted.step_ms.value * 1e9
     if flops and planned and not 0.25 < flops / planned < 1.15:
         raise UserError(
-            f"{origin} is of another training than {found.trace.path}: {planned / 1e12:.2f} TFLOP per step were planned, "
-            f"the trace's products take {flops / 1e12:.2f}",
+            f"{origin} is about another training than {diagnosis.trace.path}: the prediction has {planned / 1e12:.2f} TFLOP per "
+            f"step, the GEMMs of the trace take {flops / 1e12:.2f}",
             "predict with the batch, sequence length and parallelism of the recorded run",
         )
 
 
-def _with_bench(found: Diagnosis, run: BenchFile, asked: str | None, origin: str) -> Pair:
-    known = list(dict.fromkeys(total.recipe for total in run.totals if total.mode == "autocast"))
-    if not known:
-        raise UserError(f"{origin} holds no linears with quantization (autocast)", "run gemmscope bench with a model")
-    name = recipe_of(found, known, asked, origin)
-    _refuse_other_sizes(found, run, origin)
-    total = next(each for each in run.totals if each.recipe == name and each.mode == "autocast")
-    times = found.account.micro_batches
-    seen_in = parts(found)
-    products, quantization = (seen_in.pop(row, 0.0) for row in ("products", "quantization"))
-    expected_quantize = total.quantize_ms * times
-    rows = [
-        Held("products", total.total_ms.value * times - expected_quantize, products),
-        Held("quantization", expected_quantize, quantization),
-        *(Held(row, None, time) for row, time in seen_in.items()),
-    ]
-    planned, seen = total.total_ms.value * times, products + quantization
-    words = [
-        f"linears: {planned:.1f} ms measured by bench for {name} ({times} micro-batches of {run.layers or '?'} layers), "
-        f"{seen:.1f} ms in the trace: {seen / planned - 1:+.1%}"
-    ]
-    base = next((each for each in run.totals if each.recipe == BASELINE and each.mode == "autocast"), None)
+def _with_bench(diagnosis: Diagnosis, run: BenchResult, requested: str | None, origin: str) -> StepComparison:
+    totals = {total.recipe: total for total in run.linears.totals if total.mode == "autocast"}
+    if not totals:
+        raise UserError(f"{origin} has no linears with quantization (autocast)", "run gemmscope bench with a model")
+    name = recipe_of(diagnosis, list(totals), requested, origin)
+    _require_same_linears(diagnosis, run, origin)
+    total, micro_batches = totals[name], diagnosis.account.micro_batches
+    actual = dict(diagnosis.account.parts_ms)
+    gemms_ms, quantization_ms = actual.pop("GEMMs", 0.0), actual.pop("quantization", 0.0)
+    bench_ms, expected_quantization = total.total_ms.value * micro_batches, total.quantize_ms * micro_batches
+    parts = (
+        PartComparison(part="GEMMs", expected_ms=bench_ms - expected_quantization, trace_ms=gemms_ms),
+        PartComparison(part="quantization", expected_ms=expected_quantization, trace_ms=quantization_ms),
+        *(PartComparison(part=part, expected_ms=None, trace_ms=time) for part, time in actual.items()),
+    )
+    trace_ms = gemms_ms + quantization_ms
+    layers = str(run.linears.layers or "unknown")
+    findings = [
+        finding("linears-time", recipe=name, bench_ms=bench_ms, micro_batches=micro_batches, layers=layers, trace_ms=trace_ms,
+                error=trace_ms / bench_ms - 1)
+    ]  # fmt: skip
+    base = totals.get(BASELINE)
     if base is not None and name != BASELINE:
-        saved = (base.total_ms.value - total.total_ms.value) * times
-        step = found.account.step_ms
-        gain = base.total_ms.value / total.total_ms.value
-        words.append(f"linears gain {gain:.2f}x: {saved:.1f} ms; of a step of {step:.1f} ms that is {(step + saved) / step:.2f}x")
-    return Pair(f"against {origin}", f"measured alone, {name}", tuple(rows), tuple(words))
+        saved, step_ms = (base.total_ms.value - total.total_ms.value) * micro_batches, diagnosis.account.step_ms
+        speedup = base.total_ms.value / total.total_ms.value
+        findings.append(
+            finding("linears-gain", speedup=speedup, saved_ms=saved, step_ms=step_ms, step_speedup=(step_ms + saved) / step_ms)
+        )
+    title, expected = f"Comparison with {origin}", f"measured by bench, {name}"
+    return StepComparison(title=title, expected=expected, parts=parts, findings=tuple(findings))
 
 
-def _refuse_other_sizes(found: Diagnosis, run: BenchFile, origin: str) -> None:
-    planned = {tuple(sorted((row.tokens, row.inputs, row.outputs))) for row in run.rows}
-    seen = {tuple(sorted(item.product.size)) for item in found.evidence.products if item.product and item.product.size}
-    if seen and planned and len(planned & seen) < 0.5 * len(planned):
-        some = ["x".join(map(str, size)) for size in (sorted(planned)[0], sorted(seen)[0])]
+def _require_same_linears(diagnosis: Diagnosis, run: BenchResult, origin: str) -> None:
+    cases = run.linears.cases
+    planned = {tuple(sorted((case.tokens, case.inputs, case.outputs))) for case in cases}
+    linears = [item for item in diagnosis.evidence.gemms if item.gemm]
+    ran = {tuple(sorted(item.gemm.size)) for item in linears if item.gemm and item.gemm.size}
+    if ran and planned and len(planned & ran) < 0.5 * len(planned):
+        measured, traced = ("x".join(map(str, sorted(sizes)[0])) for sizes in (planned, ran))
         raise UserError(
-            f"{origin} is of another model or batch than {found.trace.path}: few of its products are in the trace "
-            f"({some[0]} was measured, {some[1]} ran)",
+            f"{origin} is about another model or batch than {diagnosis.trace.path}: few of its GEMMs are in the trace "
+            f"({measured} was measured, {traced} is in the trace)",
             "run gemmscope bench with the batch, sequence length and parallelism of the recorded run",
         )
-    layers = run.layers
-    flops = sum(2.0 * row.tokens * row.inputs * row.outputs * row.count * 3 for row in run.rows if row.mode == "autocast")
-    recipes = len({row.recipe for row in run.rows if row.mode == "autocast"}) or 1
-    linear = found.evidence.products
-    took = sum(item.product.flops for item in linear if item.product and item.scope.phase != "again") / found.seen.count
-    planned_flops = flops / recipes * found.account.micro_batches
-    if took and planned_flops and not 0.8 < took / planned_flops < 1.25:
+    flops = sum(item.gemm.flops for item in linears if item.gemm and item.scope.phase != "recomputed") / diagnosis.view.count
+    planned_flops = sum(3.0 * case.flops * case.count for case in cases) * diagnosis.account.micro_batches
+    if flops and planned_flops and not 0.8 < flops / planned_flops < 1.25:
         raise UserError(
-            f"{origin} is of {layers or 'other'} layers: {planned_flops / 1e12:.2f} TFLOP per step, the trace's linears take "
-            f"{took / 1e12:.2f}",
+            f"{origin} is about {run.linears.layers or 'other'} layers: {planned_flops / 1e12:.2f} TFLOP per step, the linears "
+            f"of the trace take {flops / 1e12:.2f}",
             "run gemmscope bench with the depth and batch of the recorded run",
         )
 
 
-def with_sizes(found: Diagnosis, flops_per_step: float, origin: str) -> list[str]:
-    """Against what the model itself says: do the products of the trace add up to those of the config?"""
-    took = step_flops(found)
-    if not took:
-        return [f"{origin}: the trace has no shapes, so its products cannot be held against the model's"]
-    off = took / flops_per_step
-    if 0.98 < off < 1.02:
-        told = "as the model says"
-    elif off > 1:
-        told = f"{off:.2f} times what the model says: other sizes, or padding"
-    else:
-        told = f"{off:.2f} of what the model says: layers run outside of plain products, or other sizes"
-    return [f"{origin}: products take {took / 1e12:.2f} TFLOP per step, {flops_per_step / 1e12:.2f} by its sizes: {told}"]
+def check_model_flops(diagnosis: Diagnosis, flops_per_step: float, model: str) -> Finding:
+    """Whether the GEMMs of the trace add up to those of the model."""
+    flops = step_flops(diagnosis)
+    if not flops:
+        return finding("model-flops-unknown", model=model)
+    ratio = flops / flops_per_step
+    code = "model-flops-equal" if 0.98 < ratio < 1.02 else "model-flops-more" if ratio > 1 else "model-flops-less"
+    return finding(code, model=model, trace_tflop=flops / 1e12, model_tflop=flops_per_step / 1e12, ratio=ratio)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gemmscope import units
-from gemmscope.document.table import NOTHING, Cell, Column, Facts, Table, speedup_cell, time_cell
+from gemmscope.document.table import NOTHING, Cell, Column, Facts, Table, share_cell, speedup_cell, time_cell
 from gemmscope.interval import Interval
 
 Shade = Literal["plain", "light", "hatched"]
@@ -52,28 +52,35 @@ class Bar:
 
 @dataclass(frozen=True)
 class BarChart:
-    """Stacked bars, one for each recipe. Charts of one `unit` share an axis."""
+    """Stacked bars, one for each recipe. Charts of one `unit` share an axis. `figure`: `-o` draws it, though it is not main."""
 
     title: str
     unit: str
     bars: tuple[Bar, ...]
     note: str = ""
     main: bool = False
+    figure: bool = False
 
     def table(self) -> Table:
-        """A row per segment, a column per bar; times in milliseconds."""
+        """A row per segment, a column per bar, in milliseconds; of a single bar also the shares."""
         bars = [bar for bar in self.bars if bar.segments]
         passes = any(segment.shade == "light" for bar in bars for segment in bar.segments)
+        shares = len(bars) == 1 and bars[0].total_ms > 0
         rows = []
         for name, shade in dict.fromkeys((segment.name, segment.shade) for bar in bars for segment in bar.segments):
             times = [sum(one.time_ms for one in bar.segments if (one.name, one.shade) == (name, shade)) for bar in bars]
-            rows.append(_row(name, SHADES[shade], passes, [time_cell(time) if time else NOTHING for time in times]))
-        rows.append(_row("total", "", passes, [time_cell(bar.total_ms) for bar in bars]))
+            cells = [time_cell(time) if time else NOTHING for time in times]
+            cells += [share_cell(times[0] / bars[0].total_ms)] if shares else []
+            rows.append(_row(name, SHADES[shade], passes, cells))
+        rows.append(
+            _row("total", "", passes, [*(time_cell(bar.total_ms) for bar in bars), *([share_cell(1.0)] if shares else [])])
+        )
         speedups = [Cell(bar.alarm, level="error") if bar.alarm else speedup_cell(bar.speedup) for bar in bars]
         if any(cell != NOTHING for cell in speedups):
-            rows.append(_row("speedup", "", passes, speedups))
+            rows.append(_row("speedup", "", passes, [*speedups, *([NOTHING] if shares else [])]))
         heads = [Column("Part", numeric=False), *([Column("Pass", numeric=False)] if passes else [])]
-        return Table(f"{self.title} ({self.unit})", (*heads, *(Column(bar.label) for bar in bars)), tuple(rows), self.note, self.main)
+        heads += [*(Column(bar.label) for bar in bars), *([Column("Share")] if shares else [])]
+        return Table(f"{self.title} ({self.unit})", tuple(heads), tuple(rows), self.note, self.main)
 
 
 def _row(name: str, part: str, passes: bool, cells: list[Cell]) -> tuple[Cell, ...]:
@@ -144,7 +151,7 @@ class Point:
 class CurveChart:
     """Values against a size. `series`: recipe → points; `order` gives each recipe its color in all charts of a run.
 
-    `unit` "x" means speedups: the line at 1 is drawn.
+    `unit` "x" means speedups: the line at 1 is drawn. `figure`: `-o` draws it, though it is not main.
     """
 
     title: str
@@ -154,6 +161,7 @@ class CurveChart:
     order: tuple[str, ...] = ()
     note: str = ""
     main: bool = False
+    figure: bool = False
 
     def color(self, name: str) -> int:
         return self.order.index(name) if name in self.order else list(self.series).index(name)
@@ -185,7 +193,7 @@ class CurveChart:
 
 @dataclass(frozen=True)
 class HeatCell:
-    """One field of a heat map: the best recipe, its speedup, and whether that is certain. `note` replaces it where it is empty."""
+    """One field of a heat map: the best recipe, its speedup, and whether that is certain."""
 
     label: str = ""
     value: float | None = None

@@ -21,6 +21,7 @@ def label(documents: Sequence[Document], document: Document) -> str:
 
 
 def letter(documents: Sequence[Document], document: Document) -> str:
+    """The letter of a run among several: A, B, …"""
     return chr(ord("A") + next(place for place, each in enumerate(documents) if each is document))
 
 
@@ -89,7 +90,7 @@ def check_together(documents: Sequence[Document]) -> list[Message]:
 
 def _must_belong_together(first: Document, second: Document) -> None:
     one, other = first.subject, second.subject
-    if one.bare != other.bare and "explain" not in (first.kind, second.kind):
+    if one.bare != other.bare and not {"explain", "compare"} & {first.kind, second.kind}:
         model, bare = (second, first) if one.bare else (first, second)
         raise _apart(f"{model.name} is about a model, {bare.name} about bare GEMMs", model, bare)
     differing = [

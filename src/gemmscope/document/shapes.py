@@ -35,7 +35,7 @@ def shapes_document(result: ShapesResult, name: str = "") -> Document:
         messages=tuple(map(Message.of, result.findings)),
         facts={
             "Method": (
-                *model_facts(result.model, result.run),
+                *model_facts(result.model, result.run, result.stage),
                 ("derived by", result.derived_by),
                 *command_facts(result),
             )

@@ -1,4 +1,4 @@
-"""Writes the diagnosis into a copy of the trace, as tracks of their own that Perfetto and chrome://tracing show."""
+"""Writes a copy of the trace with the diagnosis on tracks of its own, for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -15,36 +15,35 @@ from gemmscope.explain.stream import EventStream
 PROCESS = "gemmscope diagnosis"
 
 
-def events_of(found: Diagnosis) -> Iterator[dict[str, Any]]:
-    """Events: one track of steps, one for each cause, in the trace's own time."""
-    zero = found.trace.zero_us + found.trace.skew_us
+def events_of(diagnosis: Diagnosis) -> Iterator[dict[str, Any]]:
+    """One track with the steps and one for each cause, in the time of the trace."""
+    zero = diagnosis.trace.zero_us + diagnosis.trace.skew_us
+    steps, verdict = diagnosis.view.steps.chosen, diagnosis.verdict.text
     yield {"ph": "M", "name": "process_name", "pid": PROCESS, "tid": 0, "args": {"name": PROCESS}}
     yield {"ph": "M", "name": "process_sort_index", "pid": PROCESS, "tid": 0, "args": {"sort_index": -1}}
-    verdict = {"verdict": found.words, **{name: f"{time:.3f} ms" for name, time in found.account.classes.items()}}
-    for step in found.seen.steps.chosen:
-        yield _event(f"{step.name}: {found.words}", zero + step.begin, step.time, "steps", verdict)
-    for number, cause in enumerate(found.causes, start=1):
-        track = f"{number}. {cause.title}"
-        told = {"cost": f"{cause.cost_ms:.2f} ms per step", "evidence": "; ".join(cause.evidence)}
-        spans = cause.spans or tuple((step.begin, step.end, cause.title) for step in found.seen.steps.chosen)
-        for begin, end, words in spans:
-            yield _event(words, zero + begin, end - begin, track, told)
+    facts = {"verdict": verdict, **{name: f"{time:.3f} ms" for name, time in diagnosis.account.classes_ms.items()}}
+    for step in steps:
+        yield _event(f"{step.name}: {verdict}", zero + step.begin, step.time, "steps", facts)
+    for number, cause in enumerate(diagnosis.causes, start=1):
+        facts = {"cost": f"{cause.cost_ms:.2f} ms per step", "evidence": " ".join(proof.text for proof in cause.evidence)}
+        for begin, end, label in cause.spans or [(step.begin, step.end, cause.title) for step in steps]:
+            yield _event(label, zero + begin, end - begin, f"{number}. {cause.title}", facts)
 
 
-def _event(name: str, start: float, time: float, track: str, told: dict[str, str]) -> dict[str, Any]:
+def _event(name: str, start: float, time: float, track: str, facts: dict[str, str]) -> dict[str, Any]:
     return {"ph": "X", "cat": "gemmscope", "name": name, "pid": PROCESS, "tid": track, "ts": round(start, 3),
-            "dur": round(time, 3), "args": told}  # fmt: skip
+            "dur": round(time, 3), "args": facts}  # fmt: skip
 
 
-def write_annotated(found: Diagnosis, target: str | Path) -> None:
-    """The whole trace again, event by event, with the annotations behind it; gzipped if its name says so."""
+def write_annotated(diagnosis: Diagnosis, target: str | Path) -> None:
+    """The whole trace, event by event, followed by the diagnosis; gzipped if the name ends in .gz."""
     path = Path(target)
-    stream = EventStream(found.trace.path)
+    stream = EventStream(diagnosis.trace.path)
     try:
         with gzip.open(path, "wt", encoding="utf-8") if path.suffix == ".gz" else path.open("w", encoding="utf-8") as out:
             out.write('{"traceEvents": [\n')
             first = True
-            for events in (stream, events_of(found)):
+            for events in (stream, events_of(diagnosis)):
                 for event in events:
                     out.write(("" if first else ",\n") + json.dumps(event))
                     first = False

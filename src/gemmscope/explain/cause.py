@@ -1,59 +1,60 @@
-"""What a cause is, and what all searches for causes share."""
+"""What all searches for causes share: the evidence of a step, and how a cause is made from it."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, Literal
 
-from gemmscope.explain.account import Account, Item, Look
 from gemmscope.explain.place import UNKNOWN_PRECISION
 from gemmscope.explain.rates import gain_ratio, rates
+from gemmscope.explain.view import TimedWork, TraceView
+from gemmscope.findings import Finding
 from gemmscope.measure.kernels import CAST_SHARE
+from gemmscope.results.explain import Cause, StepAccount
 from gemmscope.toml import load_data
 
-NAMED = 0.03  # of the step: what costs less is not named
+NAMED = 0.03  # of the step: causes that cost less are not reported
+MOST_SPANS = 2000  # of one cause in a trace viewer
+
+Span = tuple[float, float, str]
 
 
-@dataclass(frozen=True)
-class Cause:
-    """One reason why the step is not faster. `cost_ms`: what the step would save without it, as far as can be told."""
+class StepEvidence:
+    """A trace's steps and their account, with the quantities that several searches need."""
 
-    key: str
-    cost_ms: float
-    evidence: tuple[str, ...]
-    kernels: tuple[str, ...] = ()
-    where: str = ""
-    spans: tuple[tuple[float, float, str], ...] = field(default=(), repr=False)  # begin, end, words: for a viewer
+    def __init__(self, view: TraceView, account: StepAccount) -> None:
+        self.view, self.account = view, account
+        self.items = view.items()
+        self.step_ms = account.step_ms
 
-    @property
-    def title(self) -> str:
-        return str(_advice()[self.key]["title"])
-
-    def advice(self, framework: str) -> list[str]:
-        """In the framework's own options first."""
-        found = _advice()[self.key]
-        return [*found.get(framework, ()), *found["do"]]
-
-    def speedup(self, step_ms: float) -> float:
-        """How many times faster the step would be without it."""
-        return step_ms / max(step_ms - self.cost_ms, 1e-9)
-
-
-class Evidence:
-    """A look and its account, with what several searches ask for."""
-
-    def __init__(self, seen: Look, found: Account) -> None:
-        self.seen, self.account = seen, found
-        self.items = seen.all_items()
-        self.steps = seen.count
-        self.step_ms = found.step_ms
+    def cause(
+        self,
+        code: str,
+        cost_ms: float,
+        evidence: Iterable[Finding],
+        kernels: Iterable[TimedWork] = (),
+        where: str = "",
+        spans: Sequence[Span] = (),
+    ) -> Cause:
+        """A cause with its title and advice; the advice for the framework in use comes first."""
+        entry = _advice()[code]
+        return Cause(
+            code=code,
+            title=entry["title"],
+            cost_ms=cost_ms,
+            speedup_without=self.step_ms / max(self.step_ms - cost_ms, 1e-9),
+            evidence=tuple(evidence),
+            kernels=main_kernels(kernels),
+            where=where,
+            advice=(*entry.get(self.framework, ()), *entry["do"]),
+            spans=tuple(spans[:MOST_SPANS]),
+        )
 
     @cached_property
     def ratio(self) -> float:
-        """How many times faster low precision multiplies."""
+        """Speedup of low-precision GEMMs over BF16."""
         return gain_ratio(self.items)
 
     @cached_property
@@ -61,44 +62,40 @@ class Evidence:
         return rates(self.items)
 
     @cached_property
-    def products(self) -> list[Item]:
-        """Of linears: attention's own and the head's left out."""
+    def gemms(self) -> list[TimedWork]:
+        """The GEMMs of linears, without those of attention and of the output head."""
         return [
             item
             for item in self.items
-            if item.product is not None
-            and not item.product.head
-            and "bmm" not in item.product.layer
-            and item.placed.is_product
+            if item.gemm is not None
+            and not item.gemm.head
+            and "bmm" not in item.gemm.layer
+            and item.placed.is_gemm
             and item.scope.phase != "optimizer"
         ]
 
     @cached_property
-    def low(self) -> list[Item]:
-        return [item for item in self.products if item.product is not None and item.product.low]
+    def low(self) -> list[TimedWork]:
+        return [item for item in self.gemms if item.gemm is not None and item.gemm.low]
 
     @cached_property
-    def high(self) -> list[Item]:
-        """In BF16 or above; those whose precision the trace does not tell are neither high nor low."""
-        return [
-            item
-            for item in self.products
-            if item.product and not item.product.low and item.product.precision != UNKNOWN_PRECISION
-        ]
+    def high(self) -> list[TimedWork]:
+        """In BF16 or above; GEMMs of unknown precision are neither high nor low."""
+        return [item for item in self.gemms if item.gemm and not item.gemm.low and item.gemm.precision != UNKNOWN_PRECISION]
 
     @cached_property
-    def told(self) -> bool:
-        """Whether the trace tells of most products in which precision they ran."""
+    def precision_known(self) -> bool:
+        """Whether the trace shows the precision of most GEMMs."""
         known = self.weight(self.low) + self.weight(self.high)
-        return known > 0 and known >= 0.5 * self.weight(self.products)
+        return known > 0 and known >= 0.5 * self.weight(self.gemms)
 
     @cached_property
-    def casts(self) -> list[Item]:
+    def casts(self) -> list[TimedWork]:
         return [item for item in self.items if item.placed.name == "quantization"]
 
     @cached_property
     def framework(self) -> str:
-        """Whose layers these are: by its kernels and operators."""
+        """The framework of the layers, from kernel and operator names; empty if unknown."""
         for item in self.items:
             if "transformer_engine" in item.work.name or item.scope.inside("_LayerNormLinear", "_LayerNormMLP", "_GroupedLinear"):
                 return "transformer_engine"
@@ -109,47 +106,52 @@ class Evidence:
                 return "torchao"
         return ""
 
-    def ms(self, items: Iterable[Item]) -> float:
-        """Per step."""
-        return sum(item.share for item in items) / 1000 / self.steps
+    def ms(self, items: Iterable[TimedWork]) -> float:
+        """Milliseconds per step."""
+        return self.view.ms(items)
 
     def per_step(self, items: Sequence[Any]) -> float:
-        return len(items) / self.steps
+        return len(items) / self.view.count
 
-    def weight(self, items: Iterable[Item]) -> float:
-        """FLOPs where they are known for all, else microseconds: what shares of products are counted in."""
-        return sum(item.product.flops if self.flops_known else item.share for item in items if item.product is not None)
+    def weight(self, items: Iterable[TimedWork]) -> float:
+        """FLOPs where they are known, else microseconds: the unit in which shares of GEMMs are counted."""
+        return sum(item.gemm.flops if self.flops_known else item.share for item in items if item.gemm is not None)
 
     @cached_property
     def flops_known(self) -> bool:
-        counted = [item for item in self.products if item.product is not None and not item.product.reduces]
-        return bool(counted) and sum(item.product.flops > 0 for item in counted if item.product) >= 0.95 * len(counted)
+        gemms = [item.gemm for item in self.gemms if item.gemm is not None and not item.gemm.reduces]
+        return bool(gemms) and sum(gemm.flops > 0 for gemm in gemms) >= 0.95 * len(gemms)
 
     @property
-    def counted_in(self) -> str:
-        return "of the FLOPs" if self.flops_known else "of the products' time (their shapes are not all known)"
+    def share_of(self) -> Literal["FLOPs", "time"]:
+        return "FLOPs" if self.flops_known else "time"
 
     @cached_property
     def low_share(self) -> float:
-        """Of the linears' products whose precision is told, that really run low."""
-        whole = self.weight(self.low) + self.weight(self.high)
-        return self.weight(self.low) / whole if whole else 0.0
+        """Share of the linears' GEMMs of known precision that ran in low precision."""
+        total = self.weight(self.low) + self.weight(self.high)
+        return self.weight(self.low) / total if total else 0.0
+
+    @property
+    def is_low(self) -> bool:
+        """Whether any linears run in low precision."""
+        return self.low_share >= 0.01
 
     @cached_property
     def gain_ms(self) -> float:
-        """What the products that ran low save against BF16."""
+        """Time that the low-precision GEMMs save over BF16."""
         return self.ms(self.low) * (self.ratio - 1)
 
     @cached_property
     def casting_ms(self) -> float:
-        """Quantization's own time: of a kernel that does a norm or an activation as well, its share."""
-        return self.ms(item for item in self.casts if not item.placed.rides) + CAST_SHARE * self.ms(
-            item for item in self.casts if item.placed.rides
+        """Time of quantization itself; of a kernel that also does a norm or an activation, its share."""
+        return self.ms(item for item in self.casts if not item.placed.fused) + CAST_SHARE * self.ms(
+            item for item in self.casts if item.placed.fused
         )
 
 
-def main_kernels(items: Iterable[Item], count: int = 3) -> tuple[str, ...]:
-    """The names that most of the time went to."""
+def main_kernels(items: Iterable[TimedWork], count: int = 3) -> tuple[str, ...]:
+    """The names of the kernels that took the most time."""
     times: Counter[str] = Counter()
     for item in items:
         times[item.work.name] += item.share  # type: ignore[assignment]
@@ -157,7 +159,7 @@ def main_kernels(items: Iterable[Item], count: int = 3) -> tuple[str, ...]:
 
 
 def short_name(name: str) -> str:
-    """A kernel's name without what its template was filled with.
+    """A kernel's name without its template arguments.
 
     >>> short_name("void at::native::reduce_kernel<512, 1, Op<float>>(Op)"), short_name("nvjet_sm90_tst_128x64")
     ('at::native::reduce_kernel', 'nvjet_sm90_tst_128x64')
@@ -172,13 +174,18 @@ def short_name(name: str) -> str:
     return plain[:cut][:100] + (f" ({inner[0]})" if inner and cut < len(plain) else "")
 
 
-def sizes_of(items: Iterable[Item], count: int = 3) -> str:
-    """The sizes of products, most time first: `8192x4096x14336 (12 ms)`."""
+def sizes_of(items: Iterable[TimedWork], count: int = 3) -> list[str]:
+    """The sizes of GEMMs as MxKxN, most time first."""
     times: Counter[tuple[int, ...]] = Counter()
     for item in items:
-        if item.product is not None and item.product.size is not None:
-            times[item.product.size] += item.share  # type: ignore[assignment]
-    return ", ".join("x".join(str(size) for size in found) for found, _ in times.most_common(count))
+        if item.gemm is not None and item.gemm.size is not None:
+            times[item.gemm.size] += item.share  # type: ignore[assignment]
+    return ["x".join(map(str, size)) for size, _ in times.most_common(count)]
+
+
+def spans_of(items: Iterable[TimedWork], label: str) -> list[Span]:
+    """Pieces of work, for a trace viewer."""
+    return [(item.work.start, item.work.end, label) for item in items]
 
 
 @cache

@@ -5,230 +5,222 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from gemmscope.explain.account import Item, forwards
-from gemmscope.explain.cause import Cause, Evidence, main_kernels, sizes_of
-from gemmscope.explain.rates import chip
+from gemmscope.explain.account import forwards
+from gemmscope.explain.cause import StepEvidence, sizes_of, spans_of
+from gemmscope.explain.rates import gpu_rates
+from gemmscope.explain.view import TimedWork
+from gemmscope.findings import Finding, finding
 from gemmscope.measure.kernels import CAST_SHARE
+from gemmscope.results.explain import Cause
 
-EATEN = 0.5  # of the products' gain
-UNFUSED_KERNELS = 4.0  # PyTorch kernels per product
-COMPILED = 0.1  # of eager casts' time is left when they are compiled, as seen on an H200
+GAIN_LOST = 0.5  # of the GEMMs' gain
+EAGER_KERNELS = 4.0  # PyTorch kernels per GEMM
+COMPILED = 0.1  # share of the time of eager casts that is left when they are compiled, measured on an H200
 SMALL_SHARE = 0.5
 
 
-def low_causes(found: Evidence) -> Iterator[Cause]:
-    """In no order."""
-    if not found.products:
+def low_causes(step: StepEvidence) -> Iterator[Cause]:
+    """All causes, in no order."""
+    if not step.gemms or not step.precision_known:
         return
-    if not found.told:
+    if not step.is_low:
+        yield _not_low(step)
         return
-    if found.low_share < 0.01:
-        yield _not_low(found)
-        return
-    yield from _high_products(found)
-    yield from _unfused(found)
-    recast = list(_recast(found))
+    yield from _high_gemms(step)
+    yield from _eager_casts(step)
+    recast = list(_recast(step))
     yield from recast
-    yield from _quantization(found, sum(cause.cost_ms for cause in recast))
-    yield from _poor_kernel(found)
+    yield from _quantization(step, sum(cause.cost_ms for cause in recast))
+    yield from _poor_kernel(step)
 
 
-def _not_low(found: Evidence) -> Cause:
-    precisions = ", ".join(f"{row.count:.0f} in {row.precision}" for row in found.account.census)
-    saved = found.ms(found.products) * (1 - 1 / found.ratio)
-    evidence = [f"products per step: {precisions}; none in FP8 or below"]
-    known = chip(found.seen.trace.gpu_name)
+def _not_low(step: StepEvidence) -> Cause:
+    saved = step.ms(step.gemms) * (1 - 1 / step.ratio)
+    evidence = [finding("cause-no-low-gemms", counts={row.precision: row.count for row in step.account.gemms})]
+    gpu = step.view.trace.gpu_name
+    known = gpu_rates(gpu)
     if known is not None and "fp8" not in known.peaks:
-        evidence.append(f"{found.seen.trace.gpu_name} has no FP8 units: nothing is to be gained on it")
+        evidence.append(finding("cause-no-fp8-hardware", gpu=gpu))
         saved = 0.0
-    if found.casts:
-        evidence.append(f"yet {found.per_step(found.casts):.0f} quantization kernels run")
-    return Cause("not_low", saved, tuple(evidence), main_kernels(found.products), "every layer")
+    if step.casts:
+        evidence.append(finding("cause-casts-without-low-gemms", kernels=step.per_step(step.casts)))
+    return step.cause("not-low", saved, evidence, step.gemms, "every layer")
 
 
-def _high_products(found: Evidence) -> Iterator[Cause]:
-    """Backward kept high, or whole layers left out."""
-    high = found.high
-    whole = found.weight(found.low) + found.weight(high)
-    backward = [item for item in high if item.product and item.product.pass_name in ("dgrad", "wgrad")]
-    low_forward = [item for item in found.low if item.product and item.product.pass_name in ("fprop", "again")]
+def _high_gemms(step: StepEvidence) -> Iterator[Cause]:
+    """Backward kept in high precision, or whole layers left out."""
+    high = step.high
+    total = step.weight(step.low) + step.weight(high)
+    backward = [item for item in high if item.gemm and item.gemm.pass_name in ("dgrad", "wgrad")]
+    low_forward = [item for item in step.low if item.gemm and item.gemm.pass_name in ("fprop", "recomputed")]
     low_sizes = {_key(item) for item in low_forward if _key(item)}
     kept = _unmatched([item for item in backward if _key(item) in low_sizes], high)
-    if not kept and not found.flops_known and low_forward:  # by passes alone
-        forward = [item for item in found.products if item.product and item.product.pass_name == "fprop"]
-        kept = backward if found.weight(low_forward) > 0.9 * found.weight(forward) else []
-    if kept and found.weight(kept) > 0.05 * whole:
-        passes = sorted({item.product.pass_name for item in kept if item.product})
+    if not kept and not step.flops_known and low_forward:  # by passes alone
+        forward = [item for item in step.gemms if item.gemm and item.gemm.pass_name == "fprop"]
+        kept = backward if step.weight(low_forward) > 0.9 * step.weight(forward) else []
+    if kept and step.weight(kept) > 0.05 * total:
+        passes: list[str] = sorted({item.gemm.pass_name for item in kept if item.gemm})
+        share = step.weight(kept) / total
         evidence = [
-            f"{' and '.join(passes)} of layers whose forward runs low are {found.weight(kept) / whole:.0%} {found.counted_in}, "
-            f"and run in {_precisions(kept)}",
-            f"sizes: {sizes_of(kept)}",
+            finding("cause-high-backward", passes=passes, share=share, share_of=step.share_of, precisions=_precisions(kept)),
+            _sizes(kept),
         ]
-        yield Cause(
-            "backward_high", _saved(found, kept), tuple(evidence), main_kernels(kept), "backward", _spans(kept, "in BF16")
-        )
+        yield step.cause("backward-high", _saved(step, kept), evidence, kept, "backward", spans_of(kept, "in BF16"))
     counted = {item.index for item in kept}
     left = [item for item in high if item.index not in counted]
-    if left and found.weight(left) > 0.05 * whole:
-        odd = sorted({size for item in left for size in _odd_sizes(item)})
+    if left and step.weight(left) > 0.05 * total:
+        share = step.weight(left) / total
         evidence = [
-            f"{found.weight(left) / whole:.0%} {found.counted_in} of all linears run in {_precisions(left)}",
-            f"sizes: {sizes_of(left)}" if sizes_of(left) else "sizes were not recorded",
+            finding("cause-high-layers", share=share, share_of=step.share_of, precisions=_precisions(left)),
+            _sizes(left),
         ]
-        if odd:
-            evidence.append(f"not a multiple of 16: {', '.join(map(str, odd))}")
-        names = sorted({item.product.layer for item in left if item.product and not item.product.layer.startswith("aten::")})
+        if odd := sorted({size for item in left for size in _odd_sizes(item)}):
+            evidence.append(finding("cause-odd-sizes", sizes=list(map(str, odd))))
+        names = sorted({item.gemm.layer for item in left if item.gemm and not item.gemm.layer.startswith("aten::")})
         where = ", ".join(name.lstrip("_") for name in names[:3])
-        yield Cause("left_out", _saved(found, left), tuple(evidence), main_kernels(left), where, _spans(left, "in BF16"))
+        yield step.cause("left-out", _saved(step, left), evidence, left, where, spans_of(left, "in BF16"))
 
 
-def _unmatched(backward: list[Item], high: list[Item]) -> list[Item]:
-    """Without the backward of layers that are high in forward already: two products for each of theirs, of the same size."""
-    forward = Counter(_key(item) for item in high if item.product and item.product.pass_name == "fprop")
-    by_size: dict[tuple[int, ...], list[Item]] = {}
+def _sizes(items: list[TimedWork]) -> Finding:
+    sizes = sizes_of(items)
+    return finding("cause-gemm-sizes", sizes=sizes) if sizes else finding("cause-sizes-unknown")
+
+
+def _unmatched(backward: list[TimedWork], high: list[TimedWork]) -> list[TimedWork]:
+    """Without the backward of layers whose forward is high already: two GEMMs of the same size for each of theirs."""
+    forward = Counter(_key(item) for item in high if item.gemm and item.gemm.pass_name == "fprop")
+    by_size: dict[tuple[int, ...], list[TimedWork]] = {}
     for item in backward:
         by_size.setdefault(_key(item), []).append(item)
-    kept: list[Item] = []
+    kept: list[TimedWork] = []
     for size, items in by_size.items():
-        passes = Counter(item.product.pass_name for item in items if item.product)
-        items.sort(key=lambda item: passes[item.product.pass_name] if item.product else 0)  # the pass with most is kept high
+        passes = Counter(item.gemm.pass_name for item in items if item.gemm)
+        items.sort(key=lambda item: passes[item.gemm.pass_name] if item.gemm else 0)  # the pass with most is kept high
         kept += items[2 * forward[size] :]
     return kept
 
 
-def _key(item: Item) -> tuple[int, ...]:
-    return tuple(sorted(item.product.size)) if item.product is not None and item.product.size else ()
+def _key(item: TimedWork) -> tuple[int, ...]:
+    return tuple(sorted(item.gemm.size)) if item.gemm is not None and item.gemm.size else ()
 
 
-def _odd_sizes(item: Item) -> list[int]:
-    return [size for size in (item.product.size if item.product is not None and item.product.size else ()) if size % 16]
+def _odd_sizes(item: TimedWork) -> list[int]:
+    return [size for size in (item.gemm.size if item.gemm is not None and item.gemm.size else ()) if size % 16]
 
 
-def _precisions(items: list[Item]) -> str:
-    return ", ".join(sorted({item.product.precision for item in items if item.product}))
+def _precisions(items: list[TimedWork]) -> list[str]:
+    return sorted({item.gemm.precision for item in items if item.gemm})
 
 
-def _saved(found: Evidence, items: list[Item]) -> float:
-    """What low precision would save there, less the casts it would need in proportion."""
-    casts_per_low = min(found.casting_ms / found.ms(found.low), 0.5) if found.low else 0.0
-    time = found.ms(items)
-    return max(time * (1 - 1 / found.ratio) - time / found.ratio * casts_per_low, 0.0)
+def _saved(step: StepEvidence, items: list[TimedWork]) -> float:
+    """What low precision would save there, minus the casts that it would need in proportion."""
+    casts_per_low = min(step.casting_ms / step.ms(step.low), 0.5) if step.low else 0.0
+    time = step.ms(items)
+    return max(time * (1 - 1 / step.ratio) - time / step.ratio * casts_per_low, 0.0)
 
 
-def _unfused(found: Evidence) -> Iterator[Cause]:
-    loose = [item for item in found.casts if item.placed.unfused]
-    time = found.ms(loose)
-    per_product = len(loose) / max(len(found.low), 1)
-    if time > 0.05 * found.step_ms and per_product >= UNFUSED_KERNELS:
-        evidence = (
-            f"{found.per_step(loose):.0f} elementwise kernels per step do casts: {per_product:.0f} for each product; "
-            "compiled, it is one to four",
-            f"they take {time:.1f} ms ({time / found.step_ms:.0%} of the step), the products {found.ms(found.low):.1f} ms",
-        )
-        yield Cause("unfused", time * (1 - COMPILED), evidence, main_kernels(loose), "around every converted linear")
+def _eager_casts(step: StepEvidence) -> Iterator[Cause]:
+    eager = [item for item in step.casts if item.placed.eager]
+    time = step.ms(eager)
+    per_gemm = len(eager) / max(len(step.low), 1)
+    if time > 0.05 * step.step_ms and per_gemm >= EAGER_KERNELS:
+        evidence = [
+            finding("cause-eager-casts", kernels=step.per_step(eager), per_gemm=per_gemm),
+            finding("cause-eager-cast-time", time_ms=time, share=time / step.step_ms, gemm_ms=step.ms(step.low)),
+        ]
+        yield step.cause("unfused", time * (1 - COMPILED), evidence, eager, "around every converted linear")
 
 
-def _quantization(found: Evidence, repeated_ms: float) -> Iterator[Cause]:
-    """Beyond what is repeated for no reason, which has a name of its own."""
-    fused = [item for item in found.casts if not item.placed.unfused]
-    loose_ms = found.ms(item for item in found.casts if item.placed.unfused)
-    time = found.casting_ms - loose_ms - repeated_ms
-    if not fused or found.gain_ms <= 0 or time < EATEN * found.gain_ms or loose_ms > time:
+def _quantization(step: StepEvidence, repeated_ms: float) -> Iterator[Cause]:
+    """Without the needlessly repeated part, which is a cause of its own."""
+    compiled = [item for item in step.casts if not item.placed.eager]
+    eager_ms = step.ms(item for item in step.casts if item.placed.eager)
+    time = step.casting_ms - eager_ms - repeated_ms
+    if not compiled or step.gain_ms <= 0 or time < GAIN_LOST * step.gain_ms or eager_ms > time:
         return
-    low_ms = found.ms(found.low)
+    per_gemm = len(compiled) / max(len(step.low), 1)
     evidence = [
-        f"{found.per_step(fused):.0f} kernels per step quantize, {len(fused) / max(len(found.low), 1):.1f} for each product: "
-        f"{time:.1f} ms beside {low_ms:.1f} ms of products",
-        f"the products save about {found.gain_ms:.1f} ms against BF16 ({found.ratio:.2f}x), quantization takes "
-        f"{time / found.gain_ms:.0%} of it back",
-    ]
-    riding = found.ms(item for item in fused if item.placed.rides)
-    if riding:
-        evidence.append(f"{riding:.1f} ms are in kernels that do norms or activations as well, counted by {CAST_SHARE:.0%}")
-    small = [item for item in found.low if item.product and item.product.size and min(item.product.size) < 1024]
-    cost = time - 0.25 * found.gain_ms
-    if found.weight(small) > SMALL_SHARE * found.weight(found.low):
-        evidence.append(f"products are small: {sizes_of(small)}")
-        yield Cause("small", cost, tuple(evidence), main_kernels(fused), "")
+        finding("cause-quantization-kernels", kernels=step.per_step(compiled), per_gemm=per_gemm, time_ms=time,
+                gemm_ms=step.ms(step.low)),
+        finding("cause-gain-lost", gain_ms=step.gain_ms, speedup=step.ratio, share=time / step.gain_ms),
+    ]  # fmt: skip
+    fused = step.ms(item for item in compiled if item.placed.fused)
+    if fused:
+        evidence.append(finding("cause-fused-casts", time_ms=fused, share=CAST_SHARE))
+    small = [item for item in step.low if item.gemm and item.gemm.size and min(item.gemm.size) < 1024]
+    cost = time - 0.25 * step.gain_ms
+    if step.weight(small) > SMALL_SHARE * step.weight(step.low):
+        evidence.append(finding("cause-small-gemms", sizes=sizes_of(small)))
+        yield step.cause("small", cost, evidence, compiled)
     else:
-        yield Cause("quantization", cost, tuple(evidence), main_kernels(fused), "around every converted linear")
+        yield step.cause("quantization", cost, evidence, compiled, "around every converted linear")
 
 
-def _recast(found: Evidence) -> Iterator[Cause]:
+def _recast(step: StepEvidence) -> Iterator[Cause]:
     """Every micro-batch's forward casts as much as the first one's, and more than its inputs."""
-    stretches = [(casts, batches) for casts, batches in _forward_casts(found) if casts and batches]
-    count = found.account.micro_batches
+    stretches = [(casts, batches) for casts, batches in _forward_casts(step) if casts and batches]
+    count = step.account.micro_batches
     if count < 2 or len(stretches) < 2 or sum(batches for _, batches in stretches) != count:
         return
     counts = [len(casts) / batches for casts, batches in stretches]
-    forward = [item for item in found.low if item.product and item.product.pass_name == "fprop"]
-    every = [item for casts, _ in stretches for item in casts]
-    per_product = sum(map(_ends, every)) * found.steps / max(len(forward), 1)
-    if min(counts[1:]) < 0.9 * counts[0] or per_product < 1.2:
+    forward = [item for item in step.low if item.gemm and item.gemm.pass_name == "fprop"]
+    casts = [item for items, _ in stretches for item in items]
+    per_gemm = sum(map(_ends_tensor, casts)) * step.view.count / max(len(forward), 1)
+    if min(counts[1:]) < 0.9 * counts[0] or per_gemm < 1.2:
         return
-    weights_ms = sum(item.share * _weight_part(item, forward) for item in every) / 1000
+    weights_ms = sum(item.share * _weight_share(item, forward) for item in casts) / 1000
     cost = weights_ms * (count - 1) / count
-    evidence = (
-        f"{count} micro-batches per step, and each casts as much as the first: {', '.join(f'{each:.0f}' for each in counts[:8])} "
-        "kernels in forward",
-        f"{per_product:.1f} tensors are cast per forward product: its input and its weight; of {weights_ms:.1f} ms of casting "
-        f"weights, {cost:.1f} ms repeat what the step's first micro-batch did",
-    )
-    again = [item for casts, _ in stretches[1:] for item in casts]
-    yield Cause(
-        "recast", cost, evidence, main_kernels(again), "forward of micro-batches after the first", _spans(again, "cast again")
-    )
+    kernels = ", ".join(f"{number:.0f}" for number in counts[:8])
+    evidence = [
+        finding("cause-casts-per-micro-batch", micro_batches=count, kernels=kernels),
+        finding("cause-weight-casts", tensors=per_gemm, weights_ms=weights_ms, repeated_ms=cost),
+    ]
+    again = [item for items, _ in stretches[1:] for item in items]
+    yield step.cause("recast", cost, evidence, again, "forward of micro-batches after the first", spans_of(again, "cast again"))
 
 
-def _forward_casts(found: Evidence) -> list[tuple[list[Item], int]]:
-    """Of one step: the casts of each stretch of forward, and how many micro-batches it holds."""
-    made: list[tuple[list[Item], list[Item]]] = []
+def _forward_casts(step: StepEvidence) -> list[tuple[list[TimedWork], int]]:
+    """Of the first step: the casts of each stretch of forward, and how many micro-batches it holds."""
+    stretches: list[tuple[list[TimedWork], list[TimedWork]]] = []
     before = ""
-    step = next(iter(found.seen.items()))
-    launched = sorted((item for item in step if item.scope.launched is not None), key=lambda item: item.scope.launched or 0.0)
+    first = next(iter(step.view.by_step()))
+    launched = sorted((item for item in first if item.scope.launched is not None), key=lambda item: item.scope.launched or 0.0)
     for item in launched:
         phase = item.scope.phase
         if phase == "forward" and before != "forward":
-            made.append(([], []))
-        if phase in ("forward", "backward") and (item.product is not None or phase == "forward"):
+            stretches.append(([], []))
+        if phase in ("forward", "backward") and (item.gemm is not None or phase == "forward"):
             before = phase
         if phase == "forward" and item.placed.name == "quantization":
-            made[-1][0].append(item)
-        if phase == "forward" and item.product is not None:
-            made[-1][1].append(item)
-    batches = forwards([len(products) for _, products in made])
-    return [(casts, held) for (casts, _), held in zip(made, batches, strict=True)]
+            stretches[-1][0].append(item)
+        if phase == "forward" and item.gemm is not None:
+            stretches[-1][1].append(item)
+    batches = forwards([len(gemms) for _, gemms in stretches])
+    return [(casts, count) for (casts, _), count in zip(stretches, batches, strict=True)]
 
 
-def _ends(item: Item) -> bool:
+def _ends_tensor(item: TimedWork) -> bool:
+    """Whether this kernel finishes the quantization of one tensor."""
     return item.placed.facts.ends_tensor or "_scaled_mm" in item.work.name
 
 
-def _weight_part(item: Item, forward: list[Item]) -> float:
-    """Of a cast in forward: the weight's share of the elements that its layer casts, if sizes tell; else a half."""
+def _weight_share(item: TimedWork, forward: list[TimedWork]) -> float:
+    """Share of the weight among the elements that the layer of this cast quantizes in forward; a half if sizes are unknown."""
     layer = item.scope.operators[-1].name if item.scope.operators else ""
-    sizes = [each.product.size for each in forward if each.product and each.product.size and each.product.layer == layer]
-    if not sizes:
-        sizes = [each.product.size for each in forward if each.product and each.product.size]
+    gemms = [item.gemm for item in forward if item.gemm and item.gemm.size]
+    sizes = [gemm.size for gemm in gemms if gemm.layer == layer and gemm.size] or [gemm.size for gemm in gemms if gemm.size]
     inputs, weights = sum(m * k for m, k, _ in sizes), sum(k * n for _, k, n in sizes)
     return weights / (inputs + weights) if sizes else 0.5
 
 
-def _poor_kernel(found: Evidence) -> Iterator[Cause]:
-    """Large low products that are hardly faster than large BF16 ones of the same trace."""
-    rates = found.rates
+def _poor_kernel(step: StepEvidence) -> Iterator[Cause]:
+    """Large low-precision GEMMs that are hardly faster than large BF16 GEMMs of the same trace."""
+    rates = step.rates
     if "BF16" not in rates:
         return
     for precision in ("FP4", "MXFP8", "FP8 blocks", "FP8"):
         if precision in rates and rates[precision] < 1.25 * rates["BF16"]:
-            items = [item for item in found.low if item.product and item.product.precision == precision]
-            evidence = (
-                f"{precision} products run at {rates[precision]:.0f} TFLOP/s, BF16 ones of this step at {rates['BF16']:.0f}",
-                f"sizes: {sizes_of(items)}",
-            )
+            items = [item for item in step.low if item.gemm and item.gemm.precision == precision]
+            rate = finding("cause-low-rate", precision=precision, tflops=rates[precision], bf16_tflops=rates["BF16"])
             usual = 1.5 * rates["BF16"]
-            yield Cause("poor_kernel", found.ms(items) * (1 - rates[precision] / usual), evidence, main_kernels(items))
-
-
-def _spans(items: list[Item], words: str) -> tuple[tuple[float, float, str], ...]:
-    return tuple((item.work.start, item.work.end, words) for item in items[:2000])
+            yield step.cause("poor-kernel", step.ms(items) * (1 - rates[precision] / usual), [rate, _sizes(items)], items)

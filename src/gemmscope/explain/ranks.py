@@ -1,51 +1,47 @@
-"""Several ranks of one job: who computes longest, and makes the others wait."""
+"""Several ranks of one job: which one computes longest and makes the others wait."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from gemmscope.explain.account import EXPOSED, HOST, IDLE
 from gemmscope.explain.diagnose import Diagnosis
+from gemmscope.findings import Finding, finding
+from gemmscope.results.explain import RankTime
 
 UNEVEN = 0.05
 
 
-@dataclass(frozen=True)
-class RankRow:
-    """One rank, milliseconds per step."""
-
-    rank: int
-    step_ms: float
-    computing_ms: float
-    exposed_ms: float
-    idle_ms: float
-
-
-def rank_rows(found: Sequence[Diagnosis]) -> list[RankRow]:
+def rank_times(diagnoses: Sequence[Diagnosis]) -> list[RankTime]:
     """In the order of ranks."""
-    rows = []
-    for number, each in enumerate(found):
-        classes = each.account.classes
-        exposed, idle = classes.get(EXPOSED, 0.0), classes.get(HOST, 0.0) + classes.get(IDLE, 0.0)
-        rank = each.trace.rank if each.trace.rank is not None else number
-        rows.append(RankRow(rank, each.account.step_ms, each.account.busy_ms - exposed, exposed, idle))
-    return sorted(rows, key=lambda row: row.rank)
+    times = []
+    for number, diagnosis in enumerate(diagnoses):
+        account, rank = diagnosis.account, diagnosis.trace.rank
+        exposed = account.parts_ms.get(EXPOSED, 0.0)
+        times.append(
+            RankTime(
+                rank=rank if rank is not None else number,
+                step_ms=account.step_ms,
+                computing_ms=account.busy_ms - exposed,
+                exposed_ms=exposed,
+                idle_ms=account.parts_ms.get(HOST, 0.0) + account.parts_ms.get(IDLE, 0.0),
+            )
+        )
+    return sorted(times, key=lambda time: time.rank)
 
 
-def slowest(found: Sequence[Diagnosis]) -> Diagnosis:
-    """The one the others wait for: it computes longest."""
-    return max(found, key=lambda each: each.account.busy_ms - each.account.classes.get(EXPOSED, 0.0))
+def slowest(diagnoses: Sequence[Diagnosis]) -> Diagnosis:
+    """The one that the others wait for: it computes longest."""
+    return max(diagnoses, key=lambda each: each.account.busy_ms - each.account.parts_ms.get(EXPOSED, 0.0))
 
 
-def rank_words(rows: Sequence[RankRow]) -> list[str]:
-    """Whether the work is even."""
-    longest = max(rows, key=lambda row: row.computing_ms)
-    mean = sum(row.computing_ms for row in rows) / len(rows)
+def rank_findings(ranks: Sequence[RankTime]) -> list[Finding]:
+    """Whether the work is even, and which rank is explained."""
+    longest = max(ranks, key=lambda time: time.computing_ms)
+    mean = sum(time.computing_ms for time in ranks) / len(ranks)
     if mean and longest.computing_ms > (1 + UNEVEN) * mean:
-        more = longest.computing_ms / mean - 1
         return [
-            f"uneven: rank {longest.rank} computes {longest.computing_ms:.1f} ms per step, {more:.0%} more than the mean of "
-            f"{len(rows)} ranks; the others wait for it in communication"
-        ]
-    return [f"{len(rows)} ranks compute equally long, within {UNEVEN:.0%}"]
+            finding("ranks-uneven", rank=longest.rank, computing_ms=longest.computing_ms, more=longest.computing_ms / mean - 1,
+                    ranks=len(ranks))
+        ]  # fmt: skip
+    return [finding("ranks-even", ranks=len(ranks), within=UNEVEN)]

@@ -1,4 +1,4 @@
-"""How fast products ran: against each other, and against what the chip can do."""
+"""How fast GEMMs ran, compared with each other and with the peak rate of the GPU."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from gemmscope.explain.account import Item
 from gemmscope.explain.place import LOW
+from gemmscope.explain.view import TimedWork
 from gemmscope.gpu.specs import spec_of
 from gemmscope.toml import load_data
 
-LARGE_FLOPS = 5e10  # a product that fills the chip
-# Low over BF16 rate of large products, where the trace itself does not tell: seen on an H200 (FP8 1.85, blocks 1.5).
+LARGE_FLOPS = 5e10  # of a GEMM that fills the GPU
+# Rate of large low-precision GEMMs over BF16, where the trace does not show it: measured on an H200 (FP8 1.85, blocks 1.5).
 USUAL_RATIO = {"FP8": 1.85, "FP8 blocks": 1.5, "MXFP8": 1.7, "FP4": 2.5}
 
 
 @dataclass(frozen=True)
-class Chip:
-    """Peaks in TFLOP/s. `usual`: the share of them that large products reach in training."""
+class GpuRates:
+    """Peak rates in TFLOP/s. `usual`: the share of them that large GEMMs reach in training."""
 
     peaks: dict[str, float]
     usual: float
@@ -31,48 +31,48 @@ class Chip:
 
 
 @cache
-def chip(name: str) -> Chip | None:
-    """By the name that the driver gives it.
+def gpu_rates(name: str) -> GpuRates | None:
+    """The GPU with this driver name; None if it is not known.
 
-    >>> chip("NVIDIA H200").peak("BF16"), chip("NVIDIA Something")
+    >>> gpu_rates("NVIDIA H200").peak("BF16"), gpu_rates("NVIDIA Something")
     (989.0, None)
     """
-    facts = load_data("gemmscope.explain", "chips.toml")
+    facts = load_data("gemmscope.explain", "gpu_rates.toml")
     spec = spec_of(name)
     if spec is not None:
         peaks = {name: float(rate) for name, rate in spec.tflops.items()}
-        return Chip(peaks, facts["usual"].get(spec.name, facts["usual"]["other"]))
-    for rule in facts["chip"]:
+        return GpuRates(peaks, facts["usual"].get(spec.name, facts["usual"]["other"]))
+    for rule in facts["gpu"]:
         if re.search(rule["found"], name):
             peaks = {key: float(rule[key]) for key in ("bf16", "fp8", "fp4") if key in rule}
-            return Chip(peaks, float(rule["usual"]))
+            return GpuRates(peaks, float(rule["usual"]))
     return None
 
 
-def rates(items: Sequence[Item]) -> dict[str, float]:
-    """TFLOP/s of large products by precision: what the time of all of them and their FLOPs give."""
+def rates(items: Sequence[TimedWork]) -> dict[str, float]:
+    """TFLOP/s of large GEMMs by precision."""
     sums: dict[str, list[float]] = {}
     for item in items:
-        product = item.product
-        if product is not None and product.flops >= LARGE_FLOPS and item.work.time > 0:
-            found = sums.setdefault(product.precision, [0.0, 0.0])
-            found[0] += product.flops
+        gemm = item.gemm
+        if gemm is not None and gemm.flops >= LARGE_FLOPS and item.work.time > 0:
+            found = sums.setdefault(gemm.precision, [0.0, 0.0])
+            found[0] += gemm.flops
             found[1] += item.work.time
     return {precision: flops / time / 1e6 for precision, (flops, time) in sums.items()}
 
 
-def gain_ratio(items: Sequence[Item]) -> float:
-    """How many times faster low precision multiplies than BF16: as this trace shows, else as is usual."""
+def gain_ratio(items: Sequence[TimedWork]) -> float:
+    """Speedup of low-precision GEMMs over BF16: from this trace, else the usual value."""
     found = rates(items)
     low = [(precision, found[precision]) for precision in LOW if precision in found]
     if low and "BF16" in found:
         return max(max(rate for _, rate in low) / found["BF16"], 1.05)
-    present = {item.product.precision for item in items if item.product is not None}
+    present = {item.gemm.precision for item in items if item.gemm is not None}
     return max((USUAL_RATIO[precision] for precision in LOW if precision in present), default=USUAL_RATIO["FP8"])
 
 
 def facts_clock(facts: dict[str, Any]) -> tuple[float, float, list[str]] | None:
-    """Mean and greatest SM clock in MHz while recording, and what held it back; None if nobody looked."""
+    """Mean SM clock in MHz during the recording, the highest possible, and the throttle reasons; None if not recorded."""
     clock = facts.get("clock")
     if not isinstance(clock, dict) or not isinstance(clock.get("readings"), list):
         return None
@@ -80,13 +80,13 @@ def facts_clock(facts: dict[str, Any]) -> tuple[float, float, list[str]] | None:
     greatest = clock.get("max_sm_mhz")
     if not readings or not _is_clock(greatest):
         return None
-    held = [each.get("throttle") for each in readings]
-    reasons = sorted({str(reason) for each in held if isinstance(each, list) for reason in each})
+    throttled = [each.get("throttle") for each in readings]
+    reasons = sorted({str(reason) for each in throttled if isinstance(each, list) for reason in each})
     return sum(each["sm_mhz"] for each in readings) / len(readings), float(greatest or 0.0), reasons
 
 
 def _is_clock(value: Any) -> bool:
-    """A number that a clock can have.
+    """Whether this is a plausible clock rate.
 
     >>> _is_clock(1980), _is_clock(float("nan")), _is_clock("1980"), _is_clock(True)
     (True, False, False, False)

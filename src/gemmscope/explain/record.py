@@ -8,7 +8,7 @@
             trace.step()                                   # 2: after every optimizer step
 
 It waits until the run is warm, records a few steps with the shapes of all operators, and writes one small gzipped file. Before
-and after that it costs nothing. torch is the user's own, and imported here only when the recording begins.
+and after that it costs nothing. torch is the user's own, imported only when the recording begins.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-CLOCK_SECONDS = 0.02  # between two looks at the GPU's clock
+CLOCK_SECONDS = 0.02  # between two readings of the GPU clock
 
 
 class trace_me:  # noqa: N801 (it reads as a verb where it is used)
     """Record `steps` training steps after `after` of them have passed.
 
-    `ranks`: which processes of a distributed job write a file; the others pass through at no cost. With more than one, the rank
-    goes into each file's name.
+    `ranks`: the processes of a distributed job that write a file; the others run at no cost. With more than one, each file name
+    includes the rank.
     """
 
     def __init__(self, path: str | Path, *, steps: int = 3, after: int = 10, ranks: tuple[int, ...] = (0,)) -> None:
         if steps < 1 or after < 0:
-            raise ValueError(f"steps={steps}, after={after}: at least one step is recorded, after none or more")
+            raise ValueError(f"steps must be at least 1 and after at least 0, got steps={steps}, after={after}")
         rank = int(os.environ.get("RANK", "0") or 0)
         self.path = Path(path) if len(ranks) < 2 else _with_rank(Path(path), rank)
         self.steps, self.after = steps, after
@@ -54,7 +54,7 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
         return self
 
     def step(self) -> None:
-        """One training step has passed: call it after `optimizer.step()`."""
+        """Count one training step: call it after `optimizer.step()`."""
         self._passed += 1
         if self._profiler is None:
             return
@@ -76,12 +76,12 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
         if not self.recorded and kind is None:
             needed = self.after + self.steps
             sys.stderr.write(
-                f"gemmscope: nothing was recorded: {self._passed} steps passed, {needed} were needed; "
-                f"call trace.step() after every step, or give a smaller after= than {self.after}\n"
+                f"gemmscope: nothing was recorded: the loop ran {self._passed} steps, {needed} are needed; "
+                f"call trace.step() after every step, or use an after= smaller than {self.after}\n"
             )
 
     def _watch(self) -> None:
-        """Look at the clock while steps are recorded."""
+        """Read the clock while steps are recorded."""
         if self._passed == self.after:
             self._clock = _Clock()
         if self._passed == self.after + self.steps and self._clock is not None:
@@ -103,7 +103,7 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
 
 
 class _Clock:
-    """Reads clock and power of the GPU in use now and then, in a thread of its own, until stopped."""
+    """Reads clock and power of the GPU in use at intervals, in a thread of its own, until stopped."""
 
     def __init__(self) -> None:
         self.readings: list[dict[str, Any]] = []
@@ -118,12 +118,12 @@ class _Clock:
             if nvml is not None:
                 uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
                 self._gpu = nvml.gpu_by_uuid(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
-        except Exception:  # the trace is worth having without it
+        except Exception:  # the trace is useful without it
             self._gpu = None
         if self._gpu is not None:
-            threading.Thread(target=self._look, daemon=True).start()
+            threading.Thread(target=self._read, daemon=True).start()
 
-    def _look(self) -> None:
+    def _read(self) -> None:
         from dataclasses import asdict
 
         while not self._done.wait(CLOCK_SECONDS):
@@ -138,7 +138,7 @@ class _Clock:
 
 
 def _facts(clock: _Clock | None) -> dict[str, Any]:
-    """What a trace does not tell of itself."""
+    """What the trace itself does not contain."""
     from importlib import metadata
 
     import torch

@@ -1,7 +1,7 @@
-"""From which operators a piece of GPU work came: those that were open on the launching thread when it was launched.
+"""The operators that each piece of GPU work came from: those that were open on the launching thread at its launch.
 
-This tells forward from backward, a layer computed again in backward from one computed for the first time, and whose casts an
-anonymous elementwise kernel does.
+They distinguish forward from backward and recomputed from first-time work, and they tell to which operation an anonymous
+elementwise kernel belongs.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from gemmscope.explain.trace import ATTENTION_FORWARD, Operator, Trace, Work
+from gemmscope.explain.trace import ATTENTION_FORWARD, GpuWork, Operator, RecordedTrace
 
-Phase = Literal["forward", "backward", "again", "optimizer", ""]
+Phase = Literal["forward", "backward", "recomputed", "optimizer", ""]
 FORWARD_FUNCTIONS = re.compile(
     r"^aten::linear$|Linear|MLP|RMSNorm|LayerNorm|FlashAttn|FusedAttn|^CompiledFunction$|^matmul_with_hp_or"
 )
@@ -23,7 +23,7 @@ OPTIMIZER_MARKS = ("Optimizer.step", "optimizer.step", "optimizer_step", "optimi
 
 @dataclass(frozen=True)
 class Scope:
-    """Where a piece of work came from. `operators` from the outermost to the innermost; `launched` None if it is not known."""
+    """Where a piece of work came from. `operators`: outermost first; `launched`: None if the launch is not known."""
 
     operators: tuple[Operator, ...] = ()
     launched: float | None = None
@@ -33,8 +33,8 @@ class Scope:
         return any(word in each.name for each in self.operators for word in words)
 
 
-def scopes(trace: Trace) -> list[Scope]:
-    """One for every piece of work, in its order."""
+def scopes(trace: RecordedTrace) -> list[Scope]:
+    """One scope for every piece of work, in the same order."""
     by_thread: dict[Any, list[tuple[float, int]]] = {}
     for number, work in enumerate(trace.work):
         call = trace.launches.get(work.correlation)
@@ -44,13 +44,13 @@ def scopes(trace: Trace) -> list[Scope]:
     for operator in trace.operators:
         operators.setdefault(operator.thread, []).append(operator)
     optimizing = optimizer_spans(trace)
-    found = [Scope()] * len(trace.work)
+    result = [Scope()] * len(trace.work)
     for thread, launches in by_thread.items():
         launches.sort()
         opened: list[Operator] = []
         waiting = operators.get(thread, [])
         at = 0
-        held: tuple[Operator, ...] = ()
+        current: tuple[Operator, ...] = ()
         for moment, number in launches:
             changed = False
             while at < len(waiting) and waiting[at].start <= moment:
@@ -59,23 +59,25 @@ def scopes(trace: Trace) -> list[Scope]:
                 at, changed = at + 1, True
             if changed or any(each.end < moment for each in opened):
                 opened = [each for each in opened if each.end >= moment]
-                held = tuple(opened)
-            phase = _phase(held, trace) if not _within(optimizing, moment) else "optimizer"
-            found[number] = Scope(held, moment, phase)
-    return _whole_layers(found)
+                current = tuple(opened)
+            phase = _phase(current, trace) if not _within(optimizing, moment) else "optimizer"
+            result[number] = Scope(current, moment, phase)
+    return _whole_layers(result)
 
 
-def _whole_layers(found: list[Scope]) -> list[Scope]:
-    """A layer that is computed again is so from its first function to its last, what has no function of its own included."""
+def _whole_layers(result: list[Scope]) -> list[Scope]:
+    """Mark a recomputed layer from its first function to its last, including work without a function of its own."""
     spans: dict[int, tuple[float, float]] = {}
-    for scope in found:
-        if scope.phase == "again" and scope.launched is not None:
+    for scope in result:
+        if scope.phase == "recomputed" and scope.launched is not None:
             node = id(_node(scope))
             first, last = spans.get(node, (scope.launched, scope.launched))
             spans[node] = min(first, scope.launched), max(last, scope.launched)
     return [
-        replace(scope, phase="again") if scope.phase == "backward" and _between(spans.get(id(_node(scope))), scope) else scope
-        for scope in found
+        replace(scope, phase="recomputed")
+        if scope.phase == "backward" and _between(spans.get(id(_node(scope))), scope)
+        else scope
+        for scope in result
     ]
 
 
@@ -87,18 +89,18 @@ def _between(span: tuple[float, float] | None, scope: Scope) -> bool:
     return span is not None and scope.launched is not None and span[0] <= scope.launched <= span[1]
 
 
-def _phase(held: tuple[Operator, ...], trace: Trace) -> Phase:
-    """Forward functions inside of a node of backward are computed again."""
+def _phase(current: tuple[Operator, ...], trace: RecordedTrace) -> Phase:
+    """Forward functions inside a node of backward are recomputed."""
     if not trace.operators:
         return ""
-    node = next((number for number, each in enumerate(held) if each.name.startswith(EVALUATES)), None)
+    node = next((number for number, each in enumerate(current) if each.name.startswith(EVALUATES)), None)
     if node is None:
-        return "backward" if any(_is_backward(each.name) for each in held) else "forward"
-    return "again" if any(is_forward_function(each.name) for each in held[node + 1 :]) else "backward"
+        return "backward" if any(_is_backward(each.name) for each in current) else "forward"
+    return "recomputed" if any(is_forward_function(each.name) for each in current[node + 1 :]) else "backward"
 
 
 def is_forward_function(name: str) -> bool:
-    """Operators that no backward calls: found inside of one, they compute a layer again.
+    """Operators that backward never calls itself: inside backward, they recompute a layer.
 
     >>> [is_forward_function(name) for name in ("_LayerNormLinear", "aten::linear", "aten::mm", "_LinearBackward")]
     [True, True, False, False]
@@ -112,10 +114,10 @@ def _is_backward(name: str) -> bool:
     return "Backward" in name
 
 
-def optimizer_spans(trace: Trace) -> list[tuple[float, float]]:
-    """When the host was in the optimizer: its marks, joined where they overlap.
+def optimizer_spans(trace: RecordedTrace) -> list[tuple[float, float]]:
+    """When the CPU was in the optimizer: its annotations, merged where they overlap.
 
-    Lightning hands forward and backward to `optimizer.step` as a closure: there the optimizer begins behind the last of backward.
+    Lightning passes forward and backward to `optimizer.step` as a closure: there the optimizer begins after the end of backward.
     """
     nodes = [each for each in trace.operators if each.name.startswith(EVALUATES)]
     starts = [each.start for each in nodes]
@@ -130,7 +132,7 @@ def optimizer_spans(trace: Trace) -> list[tuple[float, float]]:
 
 
 def _joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Without overlaps.
+    """Merge overlapping spans.
 
     >>> _joined([(0, 9), (2, 3), (8, 12), (20, 21)])
     [(0, 12), (20, 21)]
@@ -149,6 +151,6 @@ def _within(spans: list[tuple[float, float]], moment: float) -> bool:
     return at >= 0 and spans[at][1] >= moment
 
 
-def launched_by(trace: Trace, work: Work) -> str:
-    """The name of the operator that launched it, if the trace tells."""
+def launched_by(trace: RecordedTrace, work: GpuWork) -> str:
+    """The name of the operator that launched it, if the trace has it."""
     return trace.operator_names.get(work.external, "") if work.external is not None else ""

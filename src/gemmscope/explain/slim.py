@@ -1,8 +1,8 @@
-"""Makes a profiler trace small: keeps what explains a step, drops what only a person with a viewer would look at.
+"""Makes a profiler trace small: keeps what explains a step and drops the rest.
 
-Kept are GPU work, the calls that launched it, the operators those calls came from (with the shapes of their inputs) or that
-frameworks named, marks of steps and whatever a person marked. Python frames, allocator events and arrows go, and PyTorch's own
-operators that launched nothing.
+Kept are GPU work, the calls that launched it, the operators of those calls (with the shapes of their inputs), functions of
+frameworks, step marks and annotations. Python frames, allocator events, arrows and PyTorch operators that launched nothing are
+dropped.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ def slim(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def slim_file(raw_path: Path, target: Path, facts: dict[str, Any]) -> None:
-    """Write the small, gzipped form of a trace file, with facts about the run beside its events. Memory is bounded."""
+    """Write the small, gzipped form of a trace file, with facts about the run. Memory use is limited."""
     first = EventStream(raw_path)
     wanted = {_arguments(event).get("External id") for event in first if event.get("cat") in GPU_CATEGORIES} - {None}
     head = {"gemmscope": facts, **{key: value for key, value in first.head.items() if key in KEPT_HEAD}}
     with gzip.open(target, "wt", encoding="utf-8") as out:
         out.write(json.dumps(head, separators=(",", ":"))[:-1] + ',"traceEvents":[')
-        behind = ""
+        separator = ""
         for event in EventStream(raw_path):
             if _explains(event, wanted):
-                out.write(behind + json.dumps(_trimmed(event), separators=(",", ":")))
-                behind = ","
+                out.write(separator + json.dumps(_trimmed(event), separators=(",", ":")))
+                separator = ","
         out.write("]}")
 
 

@@ -1,7 +1,7 @@
 """Reads a Chrome trace one event at a time, however large the file is: plain or gzipped JSON, an object or a bare array.
 
-The text is read in pieces. Each event is decoded as soon as it is whole, handed out and forgotten; what surrounds the events (the
-`head`: device properties, ranks, versions) is kept. Memory is bound by one piece and one event, never by the file.
+The text is read in pieces. Each event is decoded as soon as it is complete, yielded and dropped; the rest of the file (the
+`head`: device properties, ranks, versions) is kept. Memory use is limited by one piece and one event, not by the file.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 from gemmscope.errors import UserError
 
 PIECE = 4 << 20  # characters read at once
-LONGEST_EVENT = 64 << 20  # characters: no event is that long, so the text is broken
+LONGEST_EVENT = 64 << 20  # characters: a longer event means invalid JSON
 HOW_TO_RECORD = "record one with three lines in your training loop: gemmscope trace-me"
 _SPACE = re.compile(r"[ \t\r\n]*")
 _BETWEEN = re.compile(r"[ \t\r\n,]*")
-MOST_PACKED = 3  # times that a file may be gzipped: those who copy it may pack it once more
+MOST_PACKED = 3  # times that a file may be gzipped: copying it may have compressed it again
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
@@ -44,7 +44,7 @@ class EventStream:
                 self._text = text
                 yield from self._whole()
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise UserError(f"{self.path} is cut short or damaged: its gzip data does not end well", "copy it again") from error
+            raise UserError(f"{self.path} is truncated or damaged: its gzip data is not complete", "copy it again") from error
         except OSError as error:
             raise UserError(f"{self.path} cannot be read: {error.strerror or error}", "name a trace file") from error
 
@@ -57,15 +57,15 @@ class EventStream:
             self._at += 1
             yield from self._members()
         else:
-            raise UserError(f"{self.path} is not a trace: it does not begin as JSON does", HOW_TO_RECORD)
+            raise UserError(f"{self.path} is not a trace: it does not begin like JSON", HOW_TO_RECORD)
 
     def _members(self) -> Iterator[dict[str, Any]]:
-        """Of the outermost object: `traceEvents` is streamed, the rest kept."""
+        """Members of the outermost object: `traceEvents` is streamed, the rest kept."""
         found = False
         while self._peek(_BETWEEN) != "}":
             key = self._value()
             if not isinstance(key, str) or self._peek() != ":":
-                raise self._broken()
+                raise self._invalid()
             self._at += 1
             if key == "traceEvents" and self._peek() == "[":
                 found = True
@@ -78,7 +78,7 @@ class EventStream:
             raise UserError(f"{self.path} is JSON, but not a trace: it has no traceEvents (it has {known})", HOW_TO_RECORD)
 
     def _events(self, *, may_stop: bool) -> Iterator[dict[str, Any]]:
-        """The elements of an array; Chrome allows a bare array to stop without its bracket."""
+        """The elements of an array; Chrome allows a bare array to end without its bracket."""
         decode = self._decode
         while True:
             at = _BETWEEN.match(self._buffer, self._at).end()  # type: ignore[union-attr]
@@ -92,7 +92,7 @@ class EventStream:
                 if not self._more():
                     if may_stop and self._at >= len(self._buffer):
                         return
-                    raise self._broken() from None
+                    raise self._invalid() from None
                 continue
             if isinstance(value, dict):
                 yield value
@@ -104,12 +104,12 @@ class EventStream:
                 value, end = self._decode(self._buffer, at)
             except (ValueError, RecursionError):  # a number of thousands of digits is a ValueError, too
                 end = len(self._buffer)
-            if end < len(self._buffer):  # a number that touches the end may go on
+            if end < len(self._buffer):  # a number at the end of the buffer may continue
                 self._at = end
                 return value
             self._at = at
             if not self._more():
-                raise self._broken()
+                raise self._invalid()
 
     def _peek(self, skipped: re.Pattern[str] = _SPACE) -> str:
         """The next character that is not space."""
@@ -118,10 +118,10 @@ class EventStream:
             if self._at < len(self._buffer):
                 return self._buffer[self._at]
             if not self._more():
-                raise self._broken()
+                raise self._invalid()
 
     def _more(self) -> bool:
-        """Read another piece behind what is not decoded yet; False if there is none, or if what waits cannot be an event."""
+        """Read another piece; False at the end of the file, or if the text so far is too long for an event."""
         if self._ended or len(self._buffer) - self._at > LONGEST_EVENT:
             return False
         assert self._text is not None
@@ -131,13 +131,13 @@ class EventStream:
         self._buffer, self._at = self._buffer[self._at :] + piece, 0
         return not self._ended
 
-    def _broken(self) -> UserError:
+    def _invalid(self) -> UserError:
         place = self.characters - (len(self._buffer) - self._at)
         if not self.characters:
             return UserError(f"{self.path} is empty", HOW_TO_RECORD)
         if self._ended:
             return UserError(
-                f"{self.path} is cut short or damaged: no whole JSON from character {place:,} to its end at {self.characters:,}",
+                f"{self.path} is truncated or damaged: the JSON from character {place:,} to {self.characters:,} is not complete",
                 "copy it again, or let the profiler finish writing before the job ends",
             )
         return UserError(f"{self.path} is not valid JSON from character {place:,} on", HOW_TO_RECORD)
@@ -145,7 +145,7 @@ class EventStream:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[io.TextIOBase]:
-    """The text of a file, unpacked if it is gzipped, whatever its name."""
+    """The text of a file, decompressed if it is gzipped, whatever its name."""
     try:
         raw = path.open("rb")
     except (OSError, ValueError) as error:

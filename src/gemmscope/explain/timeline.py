@@ -1,7 +1,8 @@
-"""Divides every moment of a step among what the GPU did in it, so that the parts sum to the step.
+"""Divides the time of a step among the work that ran in it, so that the parts sum to the step.
 
-At any moment computation comes first: what runs beside it is hidden by it. Where only copies run the moment is theirs, where only
-communication runs it is exposed, and where nothing runs the GPU is idle. Kernels that compute at the same time share the moment.
+Computation comes first: copies and communication that run at the same time are hidden behind it. Time in which only copies run
+counts as copies, time in which only communication runs as exposed communication, and time in which nothing runs as idle. Kernels
+that compute at the same time share that time equally.
 """
 
 from __future__ import annotations
@@ -12,24 +13,27 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gemmscope.explain.scopes import Scope
-from gemmscope.explain.steps import Step
-from gemmscope.explain.trace import Trace, Work
+from gemmscope.explain.steps import RecordedStep
+from gemmscope.explain.trace import GpuWork, RecordedTrace
 
-Idle = Literal["launching", "after a wait", "host elsewhere", "between kernels", "another stream", "not recorded"]
-HOST_IDLE: tuple[Idle, ...] = ("launching", "after a wait", "host elsewhere")
+Idle = Literal[
+    "late launch", "late launch after synchronization", "no launch for over 1 ms", "between kernels", "other stream",
+    "launch not recorded",
+]  # fmt: skip
+HOST_IDLE: tuple[Idle, ...] = ("late launch", "late launch after synchronization", "no launch for over 1 ms")
 NOWHERE = Scope()
-SHORT_US = 10.0  # from one kernel to the next that was waiting in line
-ELSEWHERE_US = 1000.0  # without a single launch: the host does something else
+SHORT_US = 10.0  # usual gap between two kernels that were both launched in time
+NO_LAUNCH_US = 1000.0  # without a single launch the CPU is busy with something else
 
 
 @dataclass(frozen=True)
 class Gap:
-    """The GPU had nothing to do. `until`: the work that ended it; `why`: what the launches tell."""
+    """Idle time of the GPU. `until`: the work that ended it; `why`: the reason, as far as the launches show it."""
 
     begin: float
     end: float
     why: Idle
-    until: Work | None = None
+    until: GpuWork | None = None
     scope: Scope = NOWHERE
 
     @property
@@ -39,22 +43,27 @@ class Gap:
 
 @dataclass
 class Shares:
-    """Of one step. `of`: microseconds by the index of each piece of work; `hidden`: of communication beside computation."""
+    """Microseconds of one step. `of`: by the index of each piece of work; `hidden`: communication behind computation."""
 
     of: dict[int, float] = field(default_factory=dict)
     gaps: list[Gap] = field(default_factory=list)
     hidden: float = 0.0
-    overlapped: float = 0.0  # microseconds in which several kernels computed at once
+    overlapped: float = 0.0  # several kernels computed at once
 
 
 def share_out(
-    trace: Trace, found_in: Sequence[Scope], step: Step, ranks: Sequence[int], calls: Sequence[float], first: int = 0
+    trace: RecordedTrace,
+    scopes: Sequence[Scope],
+    step: RecordedStep,
+    ranks: Sequence[int],
+    calls: Sequence[float],
+    first: int = 0,
 ) -> Shares:
-    """`ranks`: of all work, 0 computation, 1 copies, 2 communication. `calls`: the moments of all launches, in order.
+    """`ranks`: of all work, 0 computation, 1 copies, 2 communication. `calls`: the times of all launches, in order.
 
-    `first`: where in the trace's work the step's may begin.
+    `first`: index of the first piece of work that may belong to the step.
     """
-    found = Shares()
+    result = Shares()
     edges: list[tuple[float, int, int]] = []
     for number in range(first, len(trace.work)):
         work = trace.work[number]
@@ -69,12 +78,12 @@ def share_out(
     idle_from: float | None = step.begin
     for moment, opens, number in edges:
         if moment > before:
-            _divide(found, active, moment - before)
+            _divide(result, active, moment - before)
         before = moment
         group = active[ranks[number]]
         if opens:
             if idle_from is not None and moment > idle_from:
-                found.gaps.append(_gap(trace, idle_from, moment, trace.work[number], found_in[number], calls))
+                result.gaps.append(_gap(trace, idle_from, moment, trace.work[number], scopes[number], calls))
             idle_from = None
             group[number] = None
         else:
@@ -84,44 +93,46 @@ def share_out(
     if idle_from is not None and step.end > idle_from:
         at = bisect_left(trace.work, step.end - 1e-3, key=lambda work: work.start)
         after = trace.work[at] if at < len(trace.work) else None
-        found.gaps.append(_gap(trace, idle_from, step.end, after, Scope(), calls))
-    return found
+        result.gaps.append(_gap(trace, idle_from, step.end, after, Scope(), calls))
+    return result
 
 
-def _divide(found: Shares, active: tuple[dict[int, None], ...], time: float) -> None:
+def _divide(result: Shares, active: tuple[dict[int, None], ...], time: float) -> None:
     group = next((each for each in active if each), None)
     if group is None:
         return
     for number in group:
-        found.of[number] = found.of.get(number, 0.0) + time / len(group)
+        result.of[number] = result.of.get(number, 0.0) + time / len(group)
     if len(group) > 1 and group is active[0]:
-        found.overlapped += time
+        result.overlapped += time
     if active[2] and group is not active[2]:
-        found.hidden += time
+        result.hidden += time
 
 
-def _gap(trace: Trace, begin: float, end: float, until: Work | None, scope: Scope, calls: Sequence[float]) -> Gap:
-    """Why the GPU was idle: was the work that ended it launched in time?"""
+def _gap(trace: RecordedTrace, begin: float, end: float, until: GpuWork | None, scope: Scope, calls: Sequence[float]) -> Gap:
+    """Why the GPU was idle: whether the work that ended the gap was launched in time."""
     call = trace.launches.get(until.correlation) if until is not None else None
     if call is None:
         if not trace.launches or until is not None:
-            return Gap(begin, end, "not recorded", until)
-        return Gap(begin, end, "host elsewhere", None)  # the step ended, and nothing was launched any more
+            return Gap(begin, end, "launch not recorded", until)
+        return Gap(begin, end, "no launch for over 1 ms", None)  # the step ended and nothing more was launched
     if call.start <= begin:
-        return Gap(begin, end, "between kernels" if end - begin < SHORT_US else "another stream", until)
+        return Gap(begin, end, "between kernels" if end - begin < SHORT_US else "other stream", until)
     awaited = _waited_until(trace, begin, call.start)
     previous = calls[bisect_left(calls, call.start) - 1] if calls and calls[0] < call.start else begin
-    entered = min((each.start for each in scope.operators), default=call.start)  # a framework's function takes its time
+    entered = min(
+        (each.start for each in scope.operators), default=call.start
+    )  # a function of a framework may take long before it launches
     if (
         scope.phase != "optimizer"
-        and min(entered, call.start) - max(previous, awaited or previous, begin - ELSEWHERE_US) > ELSEWHERE_US
+        and min(entered, call.start) - max(previous, awaited or previous, begin - NO_LAUNCH_US) > NO_LAUNCH_US
     ):
-        return Gap(begin, end, "host elsewhere", until, scope)
-    return Gap(begin, end, "after a wait" if awaited is not None else "launching", until, scope)
+        return Gap(begin, end, "no launch for over 1 ms", until, scope)
+    return Gap(begin, end, "late launch after synchronization" if awaited is not None else "late launch", until, scope)
 
 
-def _waited_until(trace: Trace, begin: float, launched: float) -> float | None:
-    """The end of a wait of the host that the GPU's last work released, shortly before the launch."""
+def _waited_until(trace: RecordedTrace, begin: float, launched: float) -> float | None:
+    """The end of a synchronization that the last GPU work released, shortly before the launch."""
     at = bisect_right(trace.waits, begin, key=lambda wait: wait.start) - 1
     for number in range(at, max(at - 7, -1), -1):
         wait = trace.waits[number]

@@ -1,8 +1,8 @@
-"""What a trace holds, as plain records: work on the GPU, the calls that launched it, the operators and marks on the host.
+"""Reads a profiler trace into plain records: GPU work, the calls that launched it, operators and annotations on the CPU.
 
-Profilers have named things differently over the years, and other tools write the same format: categories are folded into a few,
-times may be text, numbers may be missing. Whatever cannot be read is left out; only a trace without any GPU work is refused.
-Times are microseconds from the trace's first event.
+Profiler versions and other tools name things differently: categories are reduced to a few, times may be text, numbers may be
+missing. Events that cannot be read are skipped; only a trace without any GPU work is rejected. Times are microseconds from the
+first event of the trace.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from gemmscope.errors import UserError
 from gemmscope.explain.stream import HOW_TO_RECORD, EventStream
 
-# Category, in lower case, as any version writes it -> ours
+# Category in lower case, as any profiler version writes it -> category here
 CATEGORIES = {
     "kernel": "kernel", "concurrent_kernel": "kernel", "gpu_memcpy": "copy", "memcpy": "copy", "gpu_memset": "copy",
     "memset": "copy",
@@ -24,17 +24,17 @@ CATEGORIES = {
     "xpu_runtime": "launch", "cpu_op": "operator", "operator": "operator", "user_annotation": "mark",
     "gpu_user_annotation": "gpu mark",
 }  # fmt: skip
-PRODUCT_OPERATORS = re.compile(r"aten::(_scaled|_grouped|_scaled_grouped)?_?(mm|addmm|bmm|baddbmm|linear|matmul|addmv|mv)(_v2)?$")
+GEMM_OPERATORS = re.compile(r"aten::(_scaled|_grouped|_scaled_grouped)?_?(mm|addmm|bmm|baddbmm|linear|matmul|addmv|mv)(_v2)?$")
 ATTENTION_FORWARD = re.compile(r"aten::_?(scaled_dot_product\w*attention|(flash|efficient|cudnn)_attention_forward)$")
 _WHOLE = re.compile(r"-?[0-9]{1,19}")
 SKEW_US = 20.0
-LATEST_US = 1e20  # no clock shows more, whatever it counts from
-LONGEST_QUEUE_US = 10e6  # a kernel that begins so long after its launch is on another clock
+LATEST_US = 1e20  # no valid timestamp is larger
+LONGEST_QUEUE_US = 10e6  # a kernel that starts later than this after its launch is on another clock
 
 
 @dataclass(slots=True)
-class Work:
-    """A kernel, copy or fill on the GPU."""
+class GpuWork:
+    """A kernel, copy or memset on the GPU."""
 
     name: str
     start: float
@@ -53,7 +53,7 @@ class Work:
 
 @dataclass(slots=True)
 class Call:
-    """A call of the driver's interface on the host: a launch, a copy, a wait."""
+    """A CUDA API call on the CPU: a launch, a copy, a synchronization."""
 
     name: str
     start: float
@@ -63,7 +63,7 @@ class Call:
 
 @dataclass(slots=True)
 class Operator:
-    """An operator on the host, or a mark that a person or a framework set there."""
+    """An operator on the CPU, or an annotation (mark) set there by a person or a framework."""
 
     name: str
     start: float
@@ -76,11 +76,11 @@ class Operator:
 
 
 @dataclass
-class Trace:
-    """One rank's trace. `operator_names`: by external id, of operators that are not kept whole."""
+class RecordedTrace:
+    """The trace of one rank. `operator_names`: by external id, for operators of which only the name is kept."""
 
     path: Path
-    work: list[Work] = field(default_factory=list)
+    work: list[GpuWork] = field(default_factory=list)
     launches: dict[Any, Call] = field(default_factory=dict)
     waits: list[Call] = field(default_factory=list)
     operators: list[Operator] = field(default_factory=list)
@@ -88,11 +88,11 @@ class Trace:
     marks: list[Operator] = field(default_factory=list)
     gpu_marks: list[Operator] = field(default_factory=list)
     head: dict[str, Any] = field(default_factory=dict)
-    others: dict[Any, int] = field(default_factory=dict)  # kernels of devices that are not looked at
+    others: dict[Any, int] = field(default_factory=dict)  # kernels of the devices that are ignored
     events: int = 0
     shapes_recorded: bool = False
-    zero_us: float = 0.0  # the first event's time, as written
-    skew_us: float = 0.0  # of the GPU's clock against the host's, as written
+    zero_us: float = 0.0  # time of the first event, as written
+    skew_us: float = 0.0  # offset of the GPU clock from the CPU clock, as written
 
     @property
     def rank(self) -> int | None:
@@ -114,29 +114,29 @@ class Trace:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What `trace_me` wrote beside the events."""
+        """What `trace_me` recorded in addition to the events."""
         found = self.head.get("gemmscope")
         return found if isinstance(found, dict) else {}
 
 
-def read_trace(path: str | Path) -> Trace:
-    """Read one file; a `UserError` if it is no trace, or has no work of a GPU in it."""
+def read_trace(path: str | Path) -> RecordedTrace:
+    """Read one file; a `UserError` if it is not a trace or has no GPU work in it."""
     stream = EventStream(path)
-    trace = Trace(Path(path))
+    trace = RecordedTrace(Path(path))
     threads: dict[tuple[Any, Any], str] = {}
     for event in stream:
         trace.events += 1
         _take(trace, event, threads)
     trace.head = stream.head
-    _refuse_without_gpu(trace)
+    _require_gpu_work(trace)
     _one_device(trace)
     _align(trace)
     _from_zero(trace)
     return trace
 
 
-def _take(trace: Trace, event: dict[str, Any], threads: dict[tuple[Any, Any], str]) -> None:
-    phase = event.get("ph", "X" if "dur" in event else None)  # some tools leave it out
+def _take(trace: RecordedTrace, event: dict[str, Any], threads: dict[tuple[Any, Any], str]) -> None:
+    phase = event.get("ph", "X" if "dur" in event else None)  # some tools omit it
     if phase != "X":
         if phase == "M" and event.get("name") == "thread_name" and isinstance(event.get("args"), dict):
             threads[_key(event.get("pid")), _key(event.get("tid"))] = str(event["args"].get("name", ""))
@@ -160,7 +160,7 @@ def _take(trace: Trace, event: dict[str, Any], threads: dict[tuple[Any, Any], st
         collective = str(arguments.get("Collective name") or "")
         stream, device = arguments.get("stream", event.get("tid")), arguments.get("device", event.get("pid"))
         trace.work.append(
-            Work(
+            GpuWork(
                 name, start, end, _key(stream), _key(device), _key(arguments.get("correlation")),
                 _key(arguments.get("External id", arguments.get("external id"))), copy,
                 intern(collective),
@@ -177,7 +177,7 @@ def _take(trace: Trace, event: dict[str, Any], threads: dict[tuple[Any, Any], st
         _take_operator(trace, kind, Operator(name, start, end, _key(event.get("tid"))), arguments)
 
 
-def _take_operator(trace: Trace, kind: str, operator: Operator, arguments: dict[str, Any]) -> None:
+def _take_operator(trace: RecordedTrace, kind: str, operator: Operator, arguments: dict[str, Any]) -> None:
     external = _key(arguments.get("External id", arguments.get("external id")))
     if kind == "gpu mark":
         trace.gpu_marks.append(operator)
@@ -187,30 +187,30 @@ def _take_operator(trace: Trace, kind: str, operator: Operator, arguments: dict[
         return
     if external is not None:
         trace.operator_names[external] = operator.name
-    product = operator.name.startswith("aten::") and PRODUCT_OPERATORS.match(operator.name) is not None
-    if operator.name.startswith(("aten::", "triton_")) and not product and not ATTENTION_FORWARD.match(operator.name):
+    gemm = operator.name.startswith("aten::") and GEMM_OPERATORS.match(operator.name) is not None
+    if operator.name.startswith(("aten::", "triton_")) and not gemm and not ATTENTION_FORWARD.match(operator.name):
         return
     operator.external = external
     operator.shapes = _list(arguments.get("Input Dims", arguments.get("Input dims")))
     operator.types = _list(arguments.get("Input type"))
     operator.sequence = _integer(arguments.get("Sequence number"))
-    trace.shapes_recorded = trace.shapes_recorded or (product and bool(operator.shapes))
+    trace.shapes_recorded = trace.shapes_recorded or (gemm and bool(operator.shapes))
     trace.operators.append(operator)
 
 
-def _refuse_without_gpu(trace: Trace) -> None:
+def _require_gpu_work(trace: RecordedTrace) -> None:
     if any(not each.copy for each in trace.work):
         return
     if not trace.events:
-        raise UserError(f"{trace.path} holds no events: nothing was recorded", HOW_TO_RECORD)
+        raise UserError(f"{trace.path} has no events: nothing was recorded", HOW_TO_RECORD)
     raise UserError(
-        f"{trace.path} holds no GPU kernels: of its {trace.events:,} events none ran on a GPU",
+        f"{trace.path} has no GPU kernels: none of its {trace.events:,} events ran on a GPU",
         f"profile with ProfilerActivity.CUDA, or {HOW_TO_RECORD}",
     )
 
 
-def _one_device(trace: Trace) -> None:
-    """Where several GPUs are in one file, the one with most kernels is looked at."""
+def _one_device(trace: RecordedTrace) -> None:
+    """Of several GPUs in one file, keep the one with the most kernels."""
     counts: dict[Any, int] = {}
     for each in trace.work:
         counts[each.device] = counts.get(each.device, 0) + 1
@@ -221,8 +221,8 @@ def _one_device(trace: Trace) -> None:
     trace.work = [each for each in trace.work if each.device == chosen]
 
 
-def _align(trace: Trace) -> None:
-    """No kernel starts before it is launched: where the GPU's clock says so, it is set right."""
+def _align(trace: RecordedTrace) -> None:
+    """Correct the GPU clock where kernels would start before their launch, or much too late after it."""
     lags = sorted(work.start - call.start for work in trace.work if (call := trace.launches.get(work.correlation)) is not None)
     if not lags:
         return
@@ -236,8 +236,8 @@ def _align(trace: Trace) -> None:
         each.end -= least
 
 
-def _from_zero(trace: Trace) -> None:
-    """Count time from the first event: nanoseconds since 1970 leave a float no digits."""
+def _from_zero(trace: RecordedTrace) -> None:
+    """Count time from the first event: nanoseconds since 1970 would use up the digits of a float."""
     timed: list[Any] = [*trace.work, *trace.launches.values(), *trace.operators, *trace.marks, *trace.gpu_marks]
     zero = min(each.start for each in timed)
     seen = set()
@@ -255,7 +255,7 @@ def _from_zero(trace: Trace) -> None:
 
 
 def _number(value: Any) -> float | None:
-    """A time, which some tools write as text.
+    """A time; some tools write it as text.
 
     >>> _number("1.5"), _number(None), _number("soon"), _number(float("nan"))
     (1.5, None, None, None)
@@ -264,11 +264,11 @@ def _number(value: Any) -> float | None:
         found = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    return found if abs(found) < LATEST_US else None  # not for NaN either
+    return found if abs(found) < LATEST_US else None  # rejects NaN, too
 
 
 def printable(value: Any) -> str:
-    """A name that can be written to any file: halves of characters, which JSON allows, are replaced.
+    """A name that can be written to any file: lone surrogates, which JSON allows, are replaced.
 
     >>> printable("nvjet"), printable(chr(0xD800) + "x"), printable(None)
     ('nvjet', '?x', 'None')
@@ -283,7 +283,7 @@ def _integer(value: Any) -> int | None:
 
 
 def _key(value: Any) -> Any:
-    """An id that can be looked up: numbers as text are numbers.
+    """An id that can be a dictionary key: numbers written as text become numbers.
 
     >>> _key("7"), _key(7), _key("-1"), _key("--1"), _key("²"), _key([7])
     (7, 7, -1, '--1', '²', None)

@@ -194,7 +194,7 @@ def _part_of_linear(op: Linear) -> StepPart:
 
 def _part_of(op: Op) -> tuple[StepPart, str]:
     """The part of an op that is not a linear, and the table that has its uncertainty."""
-    if op.kind in ("attention", "product") or op.name == "Rotary":
+    if op.kind in ("attention", "batched GEMM") or op.name == "Rotary":
         return "attention", "attention"
     if op.kind == "optimizer":
         return "optimizer", "bandwidth"

@@ -47,7 +47,7 @@ def gemm_format(recipe: Recipe, pass_name: str, chip: GpuSpec) -> str:
     """
     if set(recipe.operands[pass_name]) == {"bf16"} or not recipe.quantizes:
         return "bf16"
-    emulated = recipe.scales == "block128" and support(recipe.name, chip.capability).words
+    emulated = recipe.scales == "block128" and support(recipe.name, chip.capability).note
     if emulated and support("MXFP8", chip.capability).runs:  # elsewhere, what its own block-scaled GEMMs take was measured
         return "mxfp8"
     return str(facts()["gemm_format"][recipe.scales])

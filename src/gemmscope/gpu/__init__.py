@@ -1,1 +1,1 @@
-"""What the chip is and how it is doing: the driver's own figures, and the manifest of a machine."""
+"""Facts about GPUs: what the driver reports, the datasheets, and the machine's environment."""

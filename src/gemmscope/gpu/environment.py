@@ -1,4 +1,4 @@
-"""The machine in a few facts, gathered without importing anything heavy: it is stamped into every result."""
+"""The machine, its software and its GPUs, described without importing anything heavy. Every measured result holds this."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from importlib.metadata import PackageNotFoundError, version
 
 from gemmscope.gpu.nvml import Gpu, Reading, open_nvml
 
-# What decides a result, under the names that the package index knows them by.
+# The packages that a result depends on, by their names on PyPI.
 PACKAGES = (
     *("torch", "transformer_engine", "torchao", "transformers", "triton"),
     *("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
 )
 
+RETRIES, RETRY_S = 4, 0.3  # how often, and after which pause, a busy GPU is checked again
 
-LOOKS, LOOK_S = 4, 0.3  # how often, and how long after another, a busy GPU is looked at again
+
+Use = tuple[int | None, tuple[int, ...]]
+"""How a GPU is used: its utilization in percent, and the ids of the processes on it, this one excluded."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class GpuFacts:
 
 @dataclass(frozen=True)
 class Environment:
-    """The machine, its software, its GPUs. `driver` None: no NVIDIA driver was found."""
+    """The machine, its software and its GPUs. `driver` is None where there is no NVIDIA driver."""
 
     system: str
     python: str
@@ -53,16 +56,16 @@ class Environment:
 
 
 def environment() -> Environment:
-    """Look at this machine."""
+    """The environment of this process."""
     nvml = open_nvml()
-    found = [gpu for index in range(nvml.count()) if (gpu := nvml.gpu(index))] if nvml else []
+    gpus = [gpu for index in range(nvml.count()) if (gpu := nvml.gpu(index))] if nvml else []
     return Environment(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         python=platform.python_version(),
         cpus=os.cpu_count() or 1,
         packages=installed(PACKAGES),
         driver=nvml.driver() if nvml else None,
-        gpus=tuple(_facts(index, gpu, *use) for index, (gpu, use) in enumerate(zip(found, _in_use(found), strict=True))),
+        gpus=tuple(_facts(index, gpu, *use) for index, (gpu, use) in enumerate(zip(gpus, _uses(gpus), strict=True))),
         visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
     )
 
@@ -73,13 +76,13 @@ def installed(names: tuple[str, ...]) -> dict[str, str]:
     >>> installed(("no-such-package",))
     {}
     """
-    found = {}
+    versions = {}
     for name in names:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _facts(index: int, gpu: Gpu, utilization: int | None, processes: tuple[int, ...]) -> GpuFacts:
@@ -99,30 +102,31 @@ def _facts(index: int, gpu: Gpu, utilization: int | None, processes: tuple[int, 
     )
 
 
-def _in_use(gpus: Sequence[Gpu]) -> list[tuple[int | None, tuple[int, ...]]]:
-    """How busy each is, and with which processes. What has just ended is given a moment: the driver tells how busy a GPU was in
-    the last second, and a process that was told to end needs one to leave it."""
-    found = [_use(gpu) for gpu in gpus]
-    for _ in range(LOOKS):
-        if not any(utilization or processes for utilization, processes in found):
+def _uses(gpus: Sequence[Gpu]) -> list[Use]:
+    """Utilization and processes of each GPU.
+
+    A busy GPU is checked again, because both figures lag behind: utilization covers about the last second, and a process that was
+    just told to end takes a moment to leave the GPU.
+    """
+    uses = [_use(gpu) for gpu in gpus]
+    for _ in range(RETRIES):
+        if not any(utilization or processes for utilization, processes in uses):
             break
-        time.sleep(LOOK_S)
-        found = [_calmer(before, _use(gpu)) for before, gpu in zip(found, gpus, strict=True)]
-    return found
+        time.sleep(RETRY_S)
+        uses = [_calmer(before, _use(gpu)) for before, gpu in zip(uses, gpus, strict=True)]
+    return uses
 
 
-def _use(gpu: Gpu) -> tuple[int | None, tuple[int, ...]]:
+def _use(gpu: Gpu) -> Use:
     return gpu.utilization(), tuple(pid for pid in gpu.compute_processes() if pid != os.getpid())
 
 
-def _calmer(
-    before: tuple[int | None, tuple[int, ...]], now: tuple[int | None, tuple[int, ...]]
-) -> tuple[int | None, tuple[int, ...]]:
-    """The lowest utilization that was seen, and the processes of now."""
-    seen = [each for each in (before[0], now[0]) if each is not None]
-    return min(seen, default=None), now[1]
+def _calmer(before: Use, now: Use) -> Use:
+    """The lower utilization of the two, and the latest processes."""
+    known = [utilization for utilization, _ in (before, now) if utilization is not None]
+    return min(known, default=None), now[1]
 
 
 def python_command() -> str:
-    """How to install into this very environment."""
+    """The command that installs packages into this environment."""
     return f"{sys.executable} -m pip install"

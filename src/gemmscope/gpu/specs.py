@@ -1,4 +1,4 @@
-"""What chips can do on paper: `specs.toml` as objects, and the names that people type for them."""
+"""The datasheets of GPUs: `specs.toml` as objects, and the names by which people choose a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gemmscope.toml import load_data
 
 @dataclass(frozen=True)
 class GpuSpec:
-    """One chip. Rates are dense TFLOP/s by format (bf16, fp8, fp4); bandwidth is TB/s; the rest is in the unit of its name."""
+    """One GPU. `tflops` are dense rates by format (bf16, fp8, fp4); the other fields carry their unit in their name."""
 
     name: str
     device: str
@@ -33,7 +33,7 @@ class GpuSpec:
 
     @property
     def architecture(self) -> str:
-        """The compute capability as one word.
+        """The compute capability as text.
 
         >>> gpu("b300").architecture
         '10.3'
@@ -43,33 +43,31 @@ class GpuSpec:
 
 @cache
 def gpus() -> Mapping[str, GpuSpec]:
-    """All chips by the name that is typed."""
-    made = {}
+    """All GPUs by name."""
+    specs = {}
     for name, facts in load_data("gemmscope.gpu", "specs.toml").items():
         plain = {key: value for key, value in facts.items() if key not in ("capability", "measured")}
         major, minor = facts["capability"].split(".")
-        made[name] = GpuSpec(name=name, capability=(int(major), int(minor)), **plain)
-    return made
+        specs[name] = GpuSpec(name=name, capability=(int(major), int(minor)), **plain)
+    return specs
 
 
 def gpu(name: str) -> GpuSpec:
-    """The chip of that name, however it is spelled.
+    """The GPU of that name; case, spaces, underscores and a leading "nvidia" do not matter.
 
     >>> gpu("B200").sms, gpu("rtx_pro_6000").name
     (148, 'rtx-pro-6000')
     """
     wanted = name.strip().lower().replace("_", "-").replace(" ", "-").removeprefix("nvidia-")
     if wanted not in gpus():
-        raise UserError(
-            f"there is no GPU {shown(name)} in the tables", f"known, nearest name first: {', '.join(by_likeness(wanted))}"
-        )
+        raise UserError(f"unknown GPU {shown(name)}", f"known GPUs, the closest name first: {', '.join(by_likeness(wanted))}")
     return gpus()[wanted]
 
 
 def spec_of(device: str) -> GpuSpec | None:
-    """The chip that the driver, or a trace, names so; None if it is in no table.
+    """The GPU that the driver, or a trace, gives this name; None if it is not in the table.
 
-    >>> [found.name for each in ("NVIDIA GB200", "NVIDIA H200 NVL", "NVIDIA H100 80GB HBM3") if (found := spec_of(each))]
+    >>> [spec.name for name in ("NVIDIA GB200", "NVIDIA H200 NVL", "NVIDIA H100 80GB HBM3") if (spec := spec_of(name))]
     ['gb200', 'h200-nvl', 'h100']
     >>> spec_of("NVIDIA H100 PCIe")
     """
@@ -77,7 +75,7 @@ def spec_of(device: str) -> GpuSpec | None:
 
 
 def by_likeness(name: str) -> list[str]:
-    """All names, the one most like `name` first.
+    """All names, the one most similar to `name` first.
 
     >>> by_likeness("b3000")[0], by_likeness("rtx5090")[0]
     ('b300', 'rtx-5090')

@@ -15,18 +15,14 @@ Nothing is left over: fills and copies go with the kernel they precede, and what
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gemmscope.measure.kernels import KernelFacts, KernelRun, classify
+from gemmscope.results.linears import QUANTIZED_ONCE, QUANTIZED_PER_GEMM, quantization_by_pass
 from gemmscope.workload.ops import PASSES
 
-# What is quantized, and the passes that it serves: under each of the two ways.
-LABELS: dict[str, dict[str, tuple[str, ...]]] = {
-    "once": {"X": ("fprop", "wgrad"), "W": ("fprop", "dgrad"), "dY": ("dgrad", "wgrad")},
-    "per product": {f"for {name}": (name,) for name in PASSES},
-}
-SERVES = {label: passes for labels in LABELS.values() for label, passes in labels.items()}
+CASTS = {"once": QUANTIZED_ONCE, "per product": QUANTIZED_PER_GEMM}
 
 
 class AttributionError(ValueError):
@@ -38,7 +34,7 @@ class Parts:
     """Microseconds by part; `kernels` are the names behind each."""
 
     gemm_us: dict[str, float]  # by pass
-    quantize_us: dict[str, float]  # by what is quantized: see LABELS
+    quantize_us: dict[str, float]  # by what is quantized: see CASTS
     other_us: float
     kernels: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -50,22 +46,6 @@ class Parts:
         """Time by pass, quantization and the rest included: sums to the total."""
         shares = quantization_by_pass(self.quantize_us, self.gemm_us)
         return {name: time + shares[name] + self.other_us / len(self.gemm_us) for name, time in self.gemm_us.items()}
-
-
-def quantization_by_pass(quantize: dict[str, float], passes: Iterable[str]) -> dict[str, float]:
-    """Each pass's share of the quantization: what serves several of the passes that are run is divided among them.
-
-    >>> quantization_by_pass({"X": 4.0, "W": 2.0, "dY": 6.0}, ("fprop", "dgrad", "wgrad"))
-    {'fprop': 3.0, 'dgrad': 4.0, 'wgrad': 5.0}
-    >>> quantization_by_pass({"X": 4.0, "W": 2.0}, ("fprop",))
-    {'fprop': 6.0}
-    """
-    shares = dict.fromkeys(passes, 0.0)
-    for label, time in quantize.items():
-        served = [name for name in SERVES[label] if name in shares]
-        for name in served:
-            shares[name] += time / len(served)
-    return shares
 
 
 @dataclass(frozen=True)
@@ -99,8 +79,8 @@ def attribute(
     each = max(sum(1 for row in rows if row), 1)
     found = sum(piece.starts_product for piece in pieces)
     if found != len(passes) * each:
-        raise AttributionError(f"{found} products where {len(passes) * each} were expected")
-    labels = [label for label, served in LABELS[casts].items() if set(served) & set(passes)]
+        raise AttributionError(f"{found} GEMMs instead of {len(passes) * each}")
+    labels = [label for label, served in CASTS[casts].items() if set(served) & set(passes)]
     times_us = dict.fromkeys([*passes, *labels, "other"], 0.0)
     kernels: dict[str, list[str]] = {}
     of_x = _casts_of_x(pieces, weights=0 if weight_cached else max(len(rows), 1))

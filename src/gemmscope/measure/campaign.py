@@ -1,36 +1,37 @@
-"""Runs a campaign from the parent's side: starts the worker, journals what it says, restarts it when it dies.
+"""Runs a campaign from the parent's side: starts the worker, journals its messages, restarts it when it dies.
 
-The parent never imports torch. It knows which task the worker is at (`begin`), so a crash, a CUDA fault or a hang costs that task
-and nothing else: it is recorded as failed, and a new worker takes the remaining ones. All tasks are held in memory at once, so
-that rounds can interleave them; those for which there was no room get another try among fewer.
+The parent never imports torch. It knows the worker's current task (`begin`), so a crash, a CUDA fault or a hang costs that task
+and nothing else: it is recorded as failed, and a new worker takes the remaining ones. All tasks are in memory at once, so that
+rounds can interleave them; those that do not fit are tried again among fewer.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-from gemmscope.errors import UserError
+from gemmscope.errors import UserError, option
+from gemmscope.findings import finding
 from gemmscope.measure.link import Link
-from gemmscope.measure.results import Results
+from gemmscope.measure.measurements import Measurements
 from gemmscope.measure.sampler import Group, StoppingRule
 from gemmscope.recipe.recipes import BASELINE
+from gemmscope.results.bench import BenchSettings, Counts
 from gemmscope.workload.cases import MODES, Case, Mode, Task
 
 
 class Keeper(Protocol):
-    """What a campaign asks of a journal (`store/journal.py`)."""
+    """What a campaign needs of a journal (`journal.py`)."""
 
     def begin(self, fingerprint: str, command: list[str]) -> int:
         """A new campaign's number."""
 
     def write(self, campaign: int, message: dict[str, Any]) -> str:
-        """Keep one message; once, why it cannot be kept."""
+        """Write one message; the reason if it cannot be written, once."""
 
     def finish(self, campaign: int) -> None:
         """Nothing is left to resume."""
@@ -39,39 +40,7 @@ class Keeper(Protocol):
         """An earlier campaign that measured the same and was cut short."""
 
     def messages(self, campaign: int) -> Iterator[dict[str, Any]]:
-        """What it said."""
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Fixed numbers of runs, where they were asked for: `num_iters` of each task in all, spread over a few rounds, `num_warmup`
-    before those of each round, and `gpu_warmup` seconds of heating before the first."""
-
-    num_warmup: int = 10
-    num_iters: int = 100
-    gpu_warmup: float = 5.0
-
-    @property
-    def rounds(self) -> int:
-        return min(5, self.num_iters)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How to measure. A burst runs `drop_ms` to reach its steady state, then `keep_ms` that count."""
-
-    backend: str
-    drop_ms: float = 80.0
-    keep_ms: float = 750.0  # the power control swings with a period of some 0.8 s: shorter bursts see a part of a swing
-    rest_ms: float = 0.0  # without work before each burst, which is then one op's alone: the chip runs at its highest clock
-    max_rounds: int = 1_000_000  # as good as none: doubt and time decide
-    counts: Counts | None = None  # instead of times and a stopping rule
-    timing: Literal["cuda-events", "profiler"] = "cuda-events"
-    cache_weights: bool = False  # quantized once per step: the timed micro-batch is not the first
-    filter_layers: bool = True  # leave layers in BF16 that the framework's own filter would leave
-    for_nsight: bool = False  # run everything once between cudaProfilerStart and Stop, in NVTX ranges, and time nothing
-    silence_s: float = 120.0  # a worker that says nothing for so long hangs
-    seed: int = field(default_factory=lambda: random.randrange(1 << 30))  # of the order of bursts
+        """Its messages."""
 
 
 @dataclass
@@ -79,17 +48,17 @@ class Campaign:
     """Tasks, how to measure them, and where to write it down."""
 
     tasks: Sequence[Task]
-    settings: Settings
+    settings: BenchSettings
     rule: StoppingRule
     journal: Keeper
     command: Sequence[str] = ()
-    on_message: Callable[[dict[str, Any], Results], None] = lambda *_: None
+    on_message: Callable[[dict[str, Any], Measurements], None] = lambda *_: None
     started: Link | None = None  # a worker that was started early: it imports torch while others read the model
-    results: Results = field(init=False)
+    results: Measurements = field(init=False)
 
     def __post_init__(self) -> None:
-        self.results = Results(self.tasks)
-        self._look_again = 0.0
+        self.results = Measurements(self.tasks)
+        self._decide_again = 0.0
         self._cases: list[Case] | None = None  # the only ones that are being measured, in another try
         self.recipes = list(dict.fromkeys(task.recipe for task in self.tasks))
         self.modes: list[Mode] = [mode for mode in MODES if any(task.mode == mode for task in self.tasks)]
@@ -100,7 +69,7 @@ class Campaign:
         return self.settings.counts
 
     def widest(self) -> float | None:
-        """The largest doubt among the speedups."""
+        """The widest relative interval of all speedups."""
         return self.rule.widest(self.results, self.recipes, self.modes)
 
     @property
@@ -110,8 +79,8 @@ class Campaign:
         content = json.dumps([settings, [task.to_json() for task in self.tasks]], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
-    def run(self, *, resume: bool = False) -> Results:
-        """Measure until the rule is content. Ctrl-C ends it early, with what was measured in `results`."""
+    def run(self, *, resume: bool = False) -> Measurements:
+        """Measure until the rule says stop. Ctrl-C ends it early; `results` has what was measured."""
         earlier = self.journal.unfinished(self.fingerprint) if resume else None
         number = earlier if earlier is not None else self.journal.begin(self.fingerprint, list(self.command))
         if earlier is not None:
@@ -128,7 +97,7 @@ class Campaign:
         return self.results
 
     def _measure(self, number: int, tasks: Sequence[Task]) -> None:
-        """One worker after another, until one comes to a good end: each that dies costs the task it died at."""
+        """One worker after another, until one ends normally: each that dies costs the task it died at."""
         while True:
             left = [task for task in tasks if not self.results.tasks[task.key].failure]
             blamed = self._one_worker(number, left) if left else None
@@ -143,24 +112,25 @@ class Campaign:
         return [list(tasks) for tasks in sets if len(tasks) < len(self.tasks)]
 
     def _enough(self) -> bool:
-        """Asked after every burst; but looking takes a moment where there are many ops, and must not hold up the messages."""
+        """Asked after every burst; but deciding takes a moment with many ops, and must not hold up the messages."""
         began = time.monotonic()
-        if self.settings.counts is not None or began < self._look_again:
+        if self.settings.counts is not None or began < self._decide_again:
             return False
         enough = self.rule.done(self.results, self.recipes, self.modes, self._cases)
-        self._look_again = began + 4 * (time.monotonic() - began)
+        self._decide_again = began + 4 * (time.monotonic() - began)
         return enough
 
     def _note(self, number: int, message: dict[str, Any]) -> None:
         if message["type"] == "hello" and self.results.hello:
             _must_be_alike(self.results.hello, message)
-        trouble = self.journal.write(number, message)
-        for each in (message, *([{"type": "warning", "words": trouble}] if trouble else [])):
-            self.results.take(each)
-            self.on_message(each, self.results)
+        reason = self.journal.write(number, message)
+        self.results.take(message)
+        self.on_message(message, self.results)
+        if reason:
+            self.results.findings.append(finding("journal-incomplete", reason=reason))
 
     def _one_worker(self, number: int, tasks: Sequence[Task]) -> dict[str, Any] | None:
-        """One worker's life. None if it came to a good end, else the failure of the task it died at."""
+        """Run one worker. None if it ended normally, else the failure of the task it died at."""
         early, self.started = self.started, None
         with early or Link() as link:
             death = link.converse(
@@ -178,14 +148,14 @@ class Campaign:
         if death is None:
             return None
         at = death.task or tasks[0].key
-        known = self.results.tasks[at]
-        if known.failure:  # it said so itself before it went
-            return _failure(at, known.failure, known.failure_kind)
+        result = self.results.tasks[at]
+        if result.failure:  # it reported the failure itself before it died
+            return _failure(at, result.failure, result.failure_kind)
         return _failure(at, death.why, death.kind)
 
     def _bursts_had(self, tasks: Sequence[Task]) -> dict[str, int]:
         """Where runs are counted, those of earlier processes (one that died, or was interrupted) count too: bursts by task."""
-        return {task.key: len(self.results.tasks[task.key].rounds) for task in tasks} if self.settings.counts else {}
+        return {task.key: len(self.results.tasks[task.key].rounds_ms) for task in tasks} if self.settings.counts else {}
 
     def _wanted(self, tasks: Sequence[Task]) -> list[Group]:
         """What to measure more of, of what this worker can measure; what is known worst comes first."""
@@ -203,11 +173,13 @@ def _of_one_recipe(task: Task, other: Task) -> bool:
 
 
 def _must_be_alike(earlier: dict[str, Any], now: dict[str, Any]) -> None:
-    """What is measured together must come from one GPU and one set of versions: refuse to go on with another's measurement."""
+    """Measurements that are combined must come from one GPU and one set of versions."""
     before, after = _identity(earlier), _identity(now)
     changed = [f"{key} was {before.get(key)} and is {value}" for key, value in after.items() if before.get(key) != value]
     if changed:
-        raise UserError(f"what was measured before was measured elsewhere: {', '.join(changed)}", "begin anew, without --resume")
+        raise UserError(
+            f"the earlier measurement was made elsewhere: {', '.join(changed)}", f"start again without {option('resume')}"
+        )
 
 
 def _identity(hello: dict[str, Any]) -> dict[str, Any]:

@@ -1,171 +1,284 @@
-"""What a campaign's results say: the time of every op, the speedups that may be formed, and which must not be.
+"""What there is to know beside the numbers of the linears: fallbacks, failures, ties, losses, clocks.
 
-Run files, tables and pictures are all made from it. A number that was not measured is None here and a dash there, never a zero.
-What ran in another precision than asked for has a time but no speedup.
+`linear_findings` tells what the times and speedups themselves show, measured or forecast; `measurement_findings` what only a
+measurement can show.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
+from gemmscope.findings import Fact, Finding, finding
 from gemmscope.interval import Interval
-from gemmscope.measure.breakdown import Breakdown, breakdown
-from gemmscope.measure.memory import Memory, memory
-from gemmscope.measure.results import Results
-from gemmscope.measure.stats import time_interval
+from gemmscope.measure.measurements import Measurements
 from gemmscope.recipe.recipes import BASELINE, recipe
-from gemmscope.workload.cases import Case, Mode
-from gemmscope.workload.ops import PASSES
+from gemmscope.results.bench import BenchSettings
+from gemmscope.results.linears import Linears, OpTime
+from gemmscope.workload.cases import LEAST_BYTES_IN_FLIGHT_OVER_L2, Case, Mode
+
+SLOWED_DOWN = ("HW slowdown", "SW thermal slowdown", "HW thermal slowdown", "HW power brake")
+CLOCK_MOVED = 0.15  # between bursts of one recipe and mode
+LEFT_HIGH = ("LM Head", "Router")  # most frameworks do not quantize these
 
 
-@dataclass(frozen=True)
-class Layer:
-    """One of the model's layers, where all are alike: how many there are, and how often one runs each case."""
+def linear_findings(linears: Linears) -> list[Finding]:
+    """What the linears alone tell, measured or forecast."""
+    return [
+        *_fallbacks(linears),
+        *_unproven(linears),
+        *_left_in_baseline(linears),
+        *_not_split(linears),
+        *_same_kernels(linears),
+        *_dgrad(linears),
+        *_quantization(linears),
+        *_slower(linears),
+        *_too_close(linears),
+        *_host_bound(linears),
+    ]
 
-    layers: int
-    counts: Mapping[Case, int]
+
+def measurement_findings(measurements: Measurements, linears: Linears) -> list[Finding]:
+    """What the measurement itself tells."""
+    return [
+        *([] if linears.ops else [finding("nothing-measured")]),
+        *measurements.findings,
+        *_failures(measurements),
+        *_sums(measurements),
+        *speedups_leaving_high(linears, measurements.speedup_leaving),
+        *([finding("single-round")] if measurements.complete_rounds == 1 else []),
+        *_warm_cache(measurements),
+        *_slowed_down(measurements, linears),
+        *_state(measurements, linears),
+    ]
 
 
-class Findings:
-    """Everything that can be said about a campaign's results."""
+def fixed_counts(settings: BenchSettings) -> Finding:
+    """How a run with fixed counts ended."""
+    assert settings.counts is not None
+    facts = {"runs": settings.counts.num_iters, "warmup": settings.counts.num_warmup}
+    if settings.backend == "cpu":
+        return finding("fixed-counts", **facts)
+    return finding("fixed-counts-after-load", **facts, seconds=settings.counts.gpu_warmup)
 
-    interval_name = "95% interval"
-    kind = ""  # what to call the numbers where they are not measured
 
-    def __init__(
-        self,
-        results: Results,
-        recipes: Sequence[str],
-        modes: Sequence[Mode],
-        *,
-        layer: Layer | None = None,
-        backend: str = "transformer_engine",
-        cache_weights: bool = False,
-    ) -> None:
-        self.results, self.recipes, self.modes = results, list(recipes), list(modes)
-        self.layer, self.backend, self.cache_weights = layer, backend, cache_weights
-        self.cases = results.cases()
-        self._cells = {
-            (case, name, mode): breakdown(results, case, name, mode)
-            for case in self.cases
-            for name in self.recipes
-            for mode in self.modes
+def _joined(pairs: Iterator[tuple[tuple[Any, ...], str]]) -> dict[tuple[Any, ...], list[str]]:
+    """Ops (or passes) with the same facts are one finding."""
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for facts, op in pairs:
+        groups.setdefault(facts, []).append(op)
+    return groups
+
+
+def _fallbacks(linears: Linears) -> list[Finding]:
+    cells = ((cell, proofs) for cell in linears.ops if (proofs := cell.fallbacks))
+    found = (((cell.recipe, cell.mode, *_passes(proofs)), cell.op) for cell, proofs in cells)
+    return [
+        finding("fallback", ops=ops, recipe=name, mode=mode, passes=list(passes), ran=ran, requested=requested)
+        for (name, mode, passes, ran, requested), ops in _joined(found).items()
+    ]
+
+
+def _passes(proofs: Mapping[Any, Any]) -> tuple[tuple[str, ...], str, str]:
+    """The passes that fell back, and what they ran and should have run, each once."""
+    ran = " and ".join(dict.fromkeys(proof.ran for proof in proofs.values()))
+    return tuple(proofs), ran, " and ".join(dict.fromkeys(proof.requested for proof in proofs.values()))
+
+
+def _unproven(linears: Linears) -> list[Finding]:
+    """Precisions that kernel names do not prove, or that other kernels emulate: once for each reason."""
+    if linears.forecast:
+        return []
+    proofs = (
+        (cell, pass_name, proof)
+        for cell in linears.ops
+        if not cell.left_in_baseline
+        for pass_name, proof in cell.evidence.items()
+        if proof.verdict in ("unproven", "emulated")
+    )
+    groups = _joined(
+        ((proof.verdict, bool(proof.kernels), cell.recipe, proof.ran, proof.requested), f"{cell.op} {pass_name}")
+        for cell, pass_name, proof in proofs
+    )
+    lines = []
+    for (verdict, seen, name, ran, requested), passes in groups.items():
+        if verdict == "emulated":
+            lines.append(finding("emulated", recipe=name, passes=passes, ran=ran, requested=requested))
+        else:
+            lines.append(finding("unproven" if seen else "unproven-no-gemm", recipe=name, passes=passes))
+    blind = [cell.recipe for cell in linears.ops if not cell.evidence and not cell.left_in_baseline]
+    return lines + [finding("unproven-no-kernels", recipe=name) for name in dict.fromkeys(blind) if recipe(name).quantizes]
+
+
+def _left_in_baseline(linears: Linears) -> list[Finding]:
+    cells = [cell for cell in linears.ops if cell.left_in_baseline]
+    groups = _joined(((cell.recipe, cell.left_in_baseline), cell.op) for cell in cells)
+    return [finding("left-in-baseline", recipe=name, ops=_once(ops), reason=reason) for (name, reason), ops in groups.items()]
+
+
+def _not_split(linears: Linears) -> list[Finding]:
+    cells = [cell for cell in linears.ops if cell.not_split and not cell.left_in_baseline]
+    groups = _joined(((cell.recipe, cell.not_split), cell.op) for cell in cells)
+    return [finding("not-split", recipe=name, ops=ops, reason=reason) for (name, reason), ops in groups.items()]
+
+
+def _once(ops: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(ops))
+
+
+def _same_kernels(linears: Linears) -> list[Finding]:
+    if "pre-quantized" not in linears.modes:
+        return []
+    pairs = {name: linears.measured_as(name, "pre-quantized") for name in linears.recipes}
+    return [finding("same-kernels", recipe=name, other=other) for name, other in pairs.items() if other != name]
+
+
+def _dgrad(linears: Linears) -> list[Finding]:
+    """Dgrad and fprop have as many FLOPs, but other sizes and other kernels."""
+    lines = []
+    for mode in linears.modes:
+        sums = {name: total.pass_ms for name in linears.columns(mode) if (total := linears.total(name, mode)) is not None}
+        ratios = {
+            name: times["dgrad"] / times["fprop"] for name, times in sums.items() if times.get("dgrad") and times.get("fprop")
         }
-        self._speedups: dict[tuple[str, Mode, Case | None, str], Interval | None] = {}
-
-    @property
-    def bare(self) -> bool:
-        """Whether these are products of sizes that someone typed, and no model's linears."""
-        return all(case.passes == PASSES[:1] for case in self.cases)
-
-    @property
-    def capability(self) -> str:
-        """The GPU's compute capability, as far as the worker said it."""
-        return str(self.results.hello.get("device", {}).get("compute_capability", ""))
-
-    def memory(self) -> dict[str, Memory]:
-        """Bytes by recipe, computed; none for bare products, which are no model's."""
-        if self.bare or self.backend == "torch":  # products alone, by a backend that trains nothing
-            return {}
-        return {name: memory(self.cases, name, self.backend, self.capability) for name in self.recipes}
-
-    def cells(self) -> list[Breakdown]:
-        """Everything that was measured."""
-        return [cell for cell in self._cells.values() if cell is not None]
-
-    def cell(self, case: Case, name: str, mode: Mode) -> Breakdown | None:
-        """One op in one recipe. A recipe with another's products shows that one's, in pre-quantized mode."""
-        return self._cells.get((case, self.measured_as(name, mode), mode))
-
-    def measured_as(self, name: str, mode: Mode) -> str:
-        other = recipe(name).same_kernels_as
-        return other if mode == "pre-quantized" and other in self.recipes else name
-
-    def columns(self, mode: Mode) -> list[str]:
-        """The recipes that have numbers of their own in this mode."""
-        return [name for name in self.recipes if self.measured_as(name, mode) == name]
-
-    def left_as_is(self, case: Case, name: str, mode: Mode) -> str:
-        """What the framework did otherwise than asked, on purpose and in its own words; empty if nothing."""
-        cell = self.cell(case, name, mode)
-        return cell.left_as_is if cell is not None else ""
-
-    def fallback(self, case: Case, name: str, mode: Mode) -> str:
-        """Which pass ran in another precision than asked for, in words; empty if none, or if the framework meant it."""
-        cell = self.cell(case, name, mode)
-        return cell.fallback if cell is not None else ""
-
-    def falls_back(self, name: str, mode: Mode, case: Case | None = None) -> bool:
-        """Whether any op (or this one) fell back."""
-        return any(self.fallback(each, name, mode) for each in ([case] if case else self.cases))
-
-    def speedup(self, name: str, mode: Mode, case: Case | None = None, over: str = BASELINE) -> Interval | None:
-        """How many times faster than `over`: one op, or all together as often as the model runs them.
-
-        None where it was not measured, where either side fell back, for an op that the framework left in high precision, and
-        between recipes that run the same kernels.
-        """
-        key = (name, mode, case, over)
-        if key not in self._speedups:
-            self._speedups[key] = self._speedup(*key)
-        return self._speedups[key]
-
-    def _speedup(self, name: str, mode: Mode, case: Case | None, over: str) -> Interval | None:
-        sides = [self.measured_as(name, mode), self.measured_as(over, mode)]
-        if sides[0] == sides[1] or any(self.falls_back(side, mode, case) for side in sides):
-            return None
-        if case is not None and any(self.left_as_is(case, side, mode) for side in sides):
-            return None
-        return self.results.speedup(sides[0], mode, [case] if case else None, over=sides[1])
-
-    def total(self, name: str, mode: Mode) -> Interval | None:
-        """Milliseconds of one micro-batch's linears."""
-        totals = self.results.totals(self.measured_as(name, mode), mode)
-        return time_interval(totals, self.results.noise()) if totals is not None else None
-
-    def counts(self) -> Mapping[Case, int]:
-        """How often one layer runs each case; where layers differ, how often the model does."""
-        return self.layer.counts if self.layer else {case: case.count for case in self.cases}
-
-    def layer_ms(self, name: str, mode: Mode) -> float | None:
-        """One layer's linears; None where layers differ or something is missing."""
-        return _sum(self.layer.counts, lambda case: _total(self.cell(case, name, mode))) if self.layer else None
-
-    def pass_ms(self, name: str, mode: Mode) -> dict[str, float | None]:
-        """Each pass summed over the ops of a layer (where layers differ, of the model)."""
-        return {each: self._pass_ms(name, mode, each) for each in PASSES}
-
-    def _pass_ms(self, name: str, mode: Mode, pass_name: str) -> float | None:
-        return _sum(self.counts(), lambda case: _of_pass(self.cell(case, name, mode), pass_name))
-
-    def quantizing_ms(self, name: str, mode: Mode) -> float:
-        """What quantizing takes in one micro-batch, of the ops for which that is known."""
-        cells = [cell for case in self.cases if (cell := self.cell(case, name, mode))]
-        return sum(sum(cell.quantize_ms.values()) * cell.case.count for cell in cells)
+        if ratios:
+            lines.append(finding("dgrad-over-fprop", mode=mode, ratios=ratios))
+    return lines
 
 
-def _sum(counts: Mapping[Case, int], time_ms: Callable[[Case], float | None]) -> float | None:
-    """Over all cases, each as often as it runs; None if one is missing."""
-    parts = [(time_ms(case), count) for case, count in counts.items()]
-    known = [time * count for time, count in parts if time is not None]
-    return sum(known) if len(known) == len(parts) else None
+def _quantization(linears: Linears) -> list[Finding]:
+    shares = {name: share for name in linears.recipes if (share := linears.quantization_share(name)) is not None}
+    return [finding("quantization-share", shares=shares)] if shares and "autocast" in linears.modes else []
 
 
-def _total(cell: Breakdown | None) -> float | None:
-    return cell.total.value if cell is not None else None
+def _op_speedups(linears: Linears) -> Iterator[tuple[str, Mode, str, Interval]]:
+    """Every op's speedup over the baseline that has an interval."""
+    for mode in linears.modes:
+        for name in linears.columns(mode):
+            for case in linears.cases:
+                speedup = linears.speedup(name, mode, case.op)
+                if speedup is not None and speedup.known:
+                    yield name, mode, case.op, speedup
 
 
-def _of_pass(cell: Breakdown | None, pass_name: str) -> float | None:
-    return cell.pass_ms.get(pass_name) if cell is not None else None
+def _slower(linears: Linears) -> list[Finding]:
+    """Ops that are slower in low precision, beyond the interval."""
+    slower: dict[tuple[str, Mode], dict[str, float]] = {}
+    for name, mode, op, speedup in _op_speedups(linears):
+        if speedup.below_one:
+            slower.setdefault((name, mode), {})[op] = speedup.value
+    return [finding("ops-slower", recipe=name, mode=mode, speedups=ops) for (name, mode), ops in slower.items()]
 
 
-def known(found: Interval) -> bool:
-    """Whether there is an interval: one round alone has none."""
-    return math.isfinite(found.high)
+def _too_close(linears: Linears) -> list[Finding]:
+    close = (((name, mode), op) for name, mode, op, speedup in _op_speedups(linears) if speedup.includes_one)
+    lines = [finding("ops-too-close", recipe=name, mode=mode, ops=ops) for (name, mode), ops in _joined(close).items()]
+    for mode, winner in linears.winners.items():
+        lines += [
+            finding("too-close-to-call", recipe=winner.best, over=other, what=f"all linears, {mode}") for other in winner.rivals
+        ]
+    return lines
 
 
-def too_close(found: Interval) -> bool:
-    """Whether it cannot be told which side is faster, for all that was measured; without an interval there is nothing to tell."""
-    return known(found) and found.low <= 1 <= found.high
+def _host_bound(linears: Linears) -> list[Finding]:
+    """Where launching takes longer than running: of all linears together, because one op leaves the CPU time to catch up with
+    another; of each bare GEMM."""
+    lines = []
+    for name in linears.recipes:
+        cells = [(cell, case.count) for case in linears.cases if (cell := linears.op_time(case.op, name, "autocast"))]
+        bound = [cell for cell, _ in cells if cell.host_bound]
+        if linears.bare and bound:
+            lines.append(finding("host-bound-gemms", recipe=name, ops=[cell.op for cell in bound]))
+            continue
+        host_ms = sum(cell.host_ms * count for cell, count in cells)
+        gpu_ms = sum(cell.total_ms.value * count for cell, count in cells)
+        if bound and host_ms > gpu_ms:
+            worst: OpTime = max(bound, key=lambda cell: cell.host_ms / cell.total_ms.value)
+            of_worst: dict[str, Fact] = {"op": worst.op, "op_host_ms": worst.host_ms, "op_gpu_ms": worst.total_ms.value}
+            lines.append(finding("host-bound-linears", recipe=name, host_ms=host_ms, gpu_ms=gpu_ms, **of_worst))
+    return lines
+
+
+def speedups_leaving_high(
+    linears: Linears, speedup_leaving: Callable[[str, Mode, Sequence[Case]], Interval | None]
+) -> list[Finding]:
+    """The speedup of all linears without those that frameworks keep in high precision, which were measured in low precision too.
+
+    `speedup_leaving(recipe, mode, cases)`: with these cases left in the baseline's precision.
+    """
+    left = [case for case in linears.cases if case.op in LEFT_HIGH]
+    if not left or len(left) == len(linears.cases):
+        return []
+    lines = []
+    for mode in linears.modes:
+        for name in linears.columns(mode):
+            if recipe(name).quantizes and linears.speedup(name, mode) is not None:
+                speedup = speedup_leaving(name, mode, left)
+                if speedup is not None:
+                    ops = [case.op for case in left]
+                    lines.append(finding("speedup-leaving-ops", recipe=name, mode=mode, ops=ops, over=BASELINE, speedup=speedup))
+    return lines
+
+
+def _failures(measurements: Measurements) -> list[Finding]:
+    failed = [result for result in measurements.tasks.values() if result.failure]
+    groups = _joined(((result.task.recipe, result.failure), result.task.case.op) for result in failed)
+    return [finding("not-measured", recipe=name, ops=_once(ops), reason=reason) for (name, reason), ops in groups.items()]
+
+
+def _sums(measurements: Measurements) -> list[Finding]:
+    """Where a linear and its GEMMs are one measurement."""
+    names = dict.fromkeys(result.task.recipe for result in measurements.tasks.values() if result.facts.get("sum_of"))
+    return [finding("measured-as-sum", recipe=name) for name in names]
+
+
+def _warm_cache(measurements: Measurements) -> list[Finding]:
+    """Shapes so small that all their sets of buffers together stay in the cache."""
+    cache = measurements.hello.get("device", {}).get("l2_bytes") or 0
+    warm = [
+        result.task.case.op
+        for result in measurements.tasks.values()
+        if result.measured
+        and result.task.case.bytes_touched * int(result.facts.get("copies", 1)) < LEAST_BYTES_IN_FLIGHT_OVER_L2 * cache
+    ]
+    return [finding("warm-cache", ops=_once(warm))] if warm else []
+
+
+def _states(measurements: Measurements, name: str, mode: Mode) -> list[dict[str, Any]]:
+    return [state for result in measurements.of(name, mode) for state in result.states if state.get("sm_mhz")]
+
+
+def _state(measurements: Measurements, linears: Linears) -> list[Finding]:
+    """Clock, power, temperature and what limited the clock, over all bursts."""
+    states = [state for name in linears.recipes for mode in linears.modes for state in _states(measurements, name, mode)]
+    return state_findings(states)
+
+
+def state_findings(states: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """The GPU's state while it was measured: one finding for each quantity that the driver tells."""
+    if not states:
+        return []
+    clocks = sorted(state["sm_mhz"] for state in states)
+    power = sorted(state["power_w"] for state in states if state.get("power_w"))
+    hottest = max((state["temperature_c"] for state in states if state.get("temperature_c")), default=None)
+    reasons = sorted({reason for state in states for reason in state.get("throttle", ())})
+    lines = [finding("clock-while-measuring", lowest_mhz=clocks[0], highest_mhz=clocks[-1])]
+    lines += [finding("power-while-measuring", watts=power[len(power) // 2])] if power else []
+    lines += [finding("temperature-while-measuring", celsius=hottest)] if hottest else []
+    return lines + ([finding("clock-limited-by", reasons=reasons)] if reasons else [])
+
+
+def _slowed_down(measurements: Measurements, linears: Linears) -> list[Finding]:
+    """States that a healthy training run would not be in, or not stay in."""
+    lines = []
+    for mode in linears.modes:
+        for name in linears.columns(mode):
+            states = _states(measurements, name, mode)
+            slow = sorted({reason for state in states for reason in state.get("throttle", ()) if reason in SLOWED_DOWN})
+            if slow:
+                lines.append(finding("throttled", recipe=name, mode=mode, reasons=slow))
+            clocks = [state["sm_mhz"] for state in states]
+            if clocks and max(clocks) > min(clocks) * (1 + CLOCK_MOVED):
+                ends = {"lowest_mhz": min(clocks), "highest_mhz": max(clocks)}
+                lines.append(finding("clock-moved", recipe=name, mode=mode, **ends))
+    return lines

@@ -1,7 +1,7 @@
-"""What kernel names prove: which class of work a kernel does, and in which precision a product really ran.
+"""What kernel names prove: which class of work a kernel does, and in which precision a GEMM really ran.
 
-Names are decoded by the table in `kernel_names.toml`. `evidence` then compares what ran with what the recipe asks for: a
-product that ran in another precision is a fallback, and is never counted as a speedup.
+Names are decoded by the table in `kernel_names.toml`. `evidence` then compares what ran with what the recipe asks for: a GEMM
+that ran in another precision is a fallback, and is never counted as a speedup.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from functools import cache
 from typing import Any, Literal
 
 from gemmscope.recipe.recipes import Recipe
+from gemmscope.results.linears import Evidence
 from gemmscope.toml import load_data
+from gemmscope.workload.ops import Pass
 
 KernelClass = Literal[
     "gemm", "quantize", "update", "memory",
@@ -38,7 +40,7 @@ class KernelFacts:
     operands: tuple[str, str] | None = None
     scales: str | None = None
     ends_tensor: bool = False  # the last kernel of one tensor's quantization
-    scales_output: bool = False  # right after a product: applies the scales that the product left out
+    scales_output: bool = False  # right after a GEMM: applies the scales that the GEMM left out
 
 
 @cache
@@ -111,36 +113,29 @@ def _nvjet(name: str) -> tuple[list[str] | None, str | None]:
     return operands, "none" if operands[0] in ("bf16", "fp16", "fp32") else "tensor"
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """Whether the precision asked for is the one that ran, and the kernels that show it."""
-
-    verdict: Literal["as asked", "fallback", "emulated", "unproven"]
-    words: str
-    kernels: tuple[str, ...]
-
-
-def evidence(recipe: Recipe, pass_name: str, names: Sequence[str]) -> Evidence:
-    """Hold the products that ran in a pass against what the recipe multiplies there.
+def evidence(recipe: Recipe, pass_name: Pass, names: Sequence[str]) -> Evidence:
+    """Compare the GEMMs that ran in a pass with what the recipe asks for there.
 
     >>> from gemmscope.recipe.recipes import recipe
-    >>> evidence(recipe("FP8Rowwise"), "fprop", ["nvjet_sm90_tst_192x192_64x4_2x1_v_bz_coopB_TNN"]).words
-    'ran bf16 x bf16, asked for e4m3 x e4m3'
+    >>> proof = evidence(recipe("FP8Rowwise"), "fprop", ["nvjet_sm90_tst_192x192_64x4_2x1_v_bz_coopB_TNN"])
+    >>> proof.verdict, proof.requested, proof.ran
+    ('fallback', 'e4m3 x e4m3, scales: row', 'bf16 x bf16')
     """
-    products = tuple(dict.fromkeys(name for name in names if classify(name).kernel_class == "gemm"))
-    if not products:
-        return Evidence("unproven", "no product was seen", products)
-    asked = recipe.operands[pass_name]
-    seen = [classify(name) for name in products if "reduce" not in name.lower()]
-    if any(facts.operands is None for facts in seen):
-        return Evidence("unproven", "the kernel's name does not tell its precision", products)
-    wrong = next((facts for facts in seen if sorted(facts.operands or ()) != sorted(asked)), None)
+    gemms = tuple(dict.fromkeys(name for name in names if classify(name).kernel_class == "gemm"))
+    operands, (own, *instead) = recipe.operands[pass_name], recipe.scales_of(pass_name)
+    requested = _format(operands, own)
+    ran = [classify(name) for name in gemms if "reduce" not in name.lower()]
+    if not gemms or any(facts.operands is None for facts in ran):
+        return Evidence(verdict="unproven", requested=requested, ran="", kernels=gemms)
+    wrong = next((facts for facts in ran if sorted(facts.operands or ()) != sorted(operands)), None)
     if wrong is not None:
-        ran = " x ".join(wrong.operands or ())
-        return Evidence("fallback", f"ran {ran}, asked for {' x '.join(asked)}", products)
-    own, *instead = recipe.scales_of(pass_name)
-    other = next((facts.scales for facts in seen if facts.scales not in (None, own, *instead)), None)
+        return Evidence(verdict="fallback", requested=requested, ran=_format(wrong.operands or (), wrong.scales), kernels=gemms)
+    other = next((facts.scales for facts in ran if facts.scales not in (None, own, *instead)), None)
     if other is not None:
-        return Evidence("emulated", f"scaled by {other}, asked for {own}", products)
-    outside = ", applied outside of the product" if any(facts.scales in instead for facts in seen) else ""
-    return Evidence("as asked", f"{' x '.join(asked)}, scales: {own}{outside}", products)
+        return Evidence(verdict="emulated", requested=requested, ran=_format(operands, other), kernels=gemms)
+    outside = ", applied outside of the GEMM" if any(facts.scales in instead for facts in ran) else ""
+    return Evidence(verdict="as requested", requested=requested, ran=requested + outside, kernels=gemms)
+
+
+def _format(operands: Sequence[str], scales: str | None) -> str:
+    return " x ".join(operands) + (f", scales: {scales}" if scales not in (None, "none") else "")

@@ -1,4 +1,4 @@
-"""When to stop: on doubt, not on a count. A small object that can be swapped, and tested without a GPU."""
+"""When to stop: on precision, not on a count. A small object that can be swapped, and tested without a GPU."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 
+from gemmscope.errors import UserError, option
+from gemmscope.findings import Finding, finding
 from gemmscope.interval import Interval
-from gemmscope.measure.results import Results
+from gemmscope.measure.measurements import Measurements
 from gemmscope.measure.stats import time_interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.workload.cases import Case, Mode
@@ -17,9 +19,22 @@ Group = tuple[str, Mode]  # a recipe in a mode: what is measured in one burst
 ALIKE = 0.8
 
 
+def check_limits(precision: float, longest: float) -> None:
+    """A `UserError` for a stopping rule that would never stop, or measure nothing."""
+    if not 0 < precision < 1:
+        raise UserError(
+            f"{option('precision')} must be between 0 and 1, got {precision:g}",
+            f"for example {option('precision', 0.01)} for ±1%",
+        )
+    if not longest > 0:
+        raise UserError(
+            f"{option('longest')} must be more than 0 seconds, got {longest:g}", f"for example {option('longest', 60)}"
+        )
+
+
 @dataclass
 class StoppingRule:
-    """Go on until every recipe's speedup is known to within `target`, within a least number of rounds and a longest time.
+    """Continue until every recipe's speedup is known to within `target`, with a least number of rounds and a time limit.
 
     >>> StoppingRule(target=0.01).least_rounds
     3
@@ -32,47 +47,48 @@ class StoppingRule:
     started: float = field(init=False)
     rounds_before: int = field(init=False, default=0)
     open: tuple[Group, ...] = field(init=False, default=())
-    why: str = field(init=False, default="")
+    ended: Finding | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.restart()
 
     def restart(self, rounds: int = 0) -> None:
-        """Begin anew, after so many rounds: the time limit and the least number of rounds count from here, and of what is to be
-        measured now nothing is known to be in doubt."""
+        """Start again after `rounds` rounds: the time limit and the least number of rounds count from here."""
         self.started, self.rounds_before, self.open = self.clock(), rounds, ()
 
-    def done(self, results: Results, recipes: Sequence[str], modes: Sequence[Mode], cases: Sequence[Case] | None = None) -> bool:
-        """Whether it is enough; `why` says which limit was met, `open` what speedups depend on that are not known well enough,
-        the worst first. It is there one round early: the next burst is launched before the last one is over.
+    def done(
+        self, results: Measurements, recipes: Sequence[str], modes: Sequence[Mode], cases: Sequence[Case] | None = None
+    ) -> bool:
+        """Whether it is enough. `ended` then says which limit was reached; `open` are the groups behind the speedups that are
+        not precise enough, the worst first. It is set one round early: the next burst is launched before the last one is over.
 
         `cases`: those that are being measured, if not all are.
         """
         rounds = results.complete_rounds - self.rounds_before
         if rounds < self.least_rounds - 1:
             return False
-        doubts = sorted(self._doubts(results, recipes, modes, cases), key=lambda each: -each[0])
-        self.open = tuple(dict.fromkeys(group for doubt, groups in doubts if doubt > self.target for group in groups))
-        return rounds >= self.least_rounds and self.settle(doubts[0][0] if doubts else None)
+        widths = sorted(self._half_widths(results, recipes, modes, cases), key=lambda pair: -pair[0])
+        self.open = tuple(dict.fromkeys(group for width, groups in widths if width > self.target for group in groups))
+        return rounds >= self.least_rounds and self.settle(widths[0][0] if widths else None)
 
     def settle(self, widest: float | None) -> bool:
-        """Decide from the largest doubt (None: nothing is known at all), the least number of rounds being there."""
+        """Decide from the widest half-width (None: nothing is known at all), after the least number of rounds."""
         if widest is not None and widest <= self.target:
-            self.why = f"known to ±{self.target:.1%}"
+            self.ended = finding("precision-reached", precision=self.target)
             return True
         if self.clock() - self.started >= self.longest_s:
-            self.why = f"the time limit of {self.longest_s:g} s came first: {_in_words(widest)}"
+            self.ended = _at_time_limit(self.longest_s, widest)
             return True
         return False
 
     def widest(
-        self, results: Results, recipes: Sequence[str], modes: Sequence[Mode], cases: Sequence[Case] | None = None
+        self, results: Measurements, recipes: Sequence[str], modes: Sequence[Mode], cases: Sequence[Case] | None = None
     ) -> float | None:
         """The largest half-width among the speedups; where none can be formed, of the times."""
-        return max((doubt for doubt, _ in self._doubts(results, recipes, modes, cases)), default=None)
+        return max((width for width, _ in self._half_widths(results, recipes, modes, cases)), default=None)
 
-    def _doubts(
-        self, results: Results, recipes: Sequence[str], modes: Sequence[Mode], cases: Sequence[Case] | None
+    def _half_widths(
+        self, results: Measurements, recipes: Sequence[str], modes: Sequence[Mode], cases: Sequence[Case] | None
     ) -> Iterator[tuple[float, tuple[Group, ...]]]:
         """The half-width of every speedup, and the groups that it is formed of: of each op and of all together over the
         baseline, of all together also over each other. In a mode where no speedup can be formed any more, of each time."""
@@ -82,7 +98,7 @@ class StoppingRule:
             yield from formed or self._times(results, recipes, mode, wanted)
 
     def _speedups(
-        self, results: Results, recipes: Sequence[str], mode: Mode, wanted: Sequence[list[Case] | None]
+        self, results: Measurements, recipes: Sequence[str], mode: Mode, wanted: Sequence[list[Case] | None]
     ) -> Iterator[tuple[float, tuple[Group, ...]]]:
         for index, recipe in enumerate(recipes):
             for over in recipes[:index]:
@@ -92,10 +108,10 @@ class StoppingRule:
                         yield speedup.half_width, self._behind(results, speedup, ((recipe, mode), (over, mode)), some)
 
     def _times(
-        self, results: Results, recipes: Sequence[str], mode: Mode, wanted: Sequence[list[Case] | None]
+        self, results: Measurements, recipes: Sequence[str], mode: Mode, wanted: Sequence[list[Case] | None]
     ) -> Iterator[tuple[float, tuple[Group, ...]]]:
-        """One recipe alone, or the others failed. While something is still to come, nothing is told."""
-        if any(result.awaited for recipe in recipes for some in wanted for result in results.among(recipe, mode, some)):
+        """One recipe alone, or the others failed. While samples are still to come, nothing is decided."""
+        if any(result.pending for recipe in recipes for some in wanted for result in results.among(recipe, mode, some)):
             return
         for recipe in recipes:
             for some in wanted:
@@ -104,25 +120,25 @@ class StoppingRule:
                     yield time_interval(total, results.noise(some)).half_width, ((recipe, mode),)
 
     def _behind(
-        self, results: Results, speedup: Interval, sides: tuple[Group, ...], cases: Sequence[Case] | None
+        self, results: Measurements, speedup: Interval, sides: tuple[Group, ...], cases: Sequence[Case] | None
     ) -> tuple[Group, ...]:
-        """The side that a speedup's doubt comes from, if it is too large: more of that is wanted; both, where they are alike."""
+        """The side that makes a speedup too uncertain, if it is: more of it is wanted; both sides, if they are alike."""
         if speedup.half_width <= self.target:
             return sides
         totals = {side: results.totals(*side, cases) for side in sides}
         noise = results.noise(cases)
-        doubts = {side: time_interval(total, noise).half_width for side, total in totals.items() if total is not None}
-        return tuple(side for side, doubt in doubts.items() if doubt >= ALIKE * max(doubts.values()))
+        widths = {side: time_interval(total, noise).half_width for side, total in totals.items() if total is not None}
+        return tuple(side for side, width in widths.items() if width >= ALIKE * max(widths.values()))
 
 
-def _in_words(widest: float | None) -> str:
-    """What is known where time ran out.
+def _at_time_limit(seconds: float, widest: float | None) -> Finding:
+    """What is known when the time is up.
 
-    >>> _in_words(0.023), _in_words(float("inf"))
-    ('speedups are known to ±2.3% only', 'some speedups have no interval that says anything')
+    >>> _at_time_limit(60.0, 0.023).code, _at_time_limit(60.0, float("inf")).code, _at_time_limit(60.0, None).code
+    ('time-limit-reached', 'time-limit-no-interval', 'time-limit-no-speedup')
     """
     if widest is None:
-        return "no speedup could be formed"
-    return (
-        f"speedups are known to ±{widest:.1%} only" if isfinite(widest) else "some speedups have no interval that says anything"
-    )
+        return finding("time-limit-no-speedup", seconds=seconds)
+    if not isfinite(widest):
+        return finding("time-limit-no-interval", seconds=seconds)
+    return finding("time-limit-reached", seconds=seconds, reached=widest)

@@ -202,8 +202,7 @@ class Worker:
         try:
             found = self.timer.kernels([[self.ready[task.key] for task in tasks] for tasks in groups], HEAT_BEFORE_KERNELS_MS)
         except Exception as error:
-            why = f"the kernels could not be looked at ({in_a_line(error)})"
-            self.say("warning", words=f"{why}: no precision is proven, no time is split")
+            self.say("finding", code="kernels-not-recorded", facts={"reason": in_a_line(error)})
             return
         kernels = {
             task.key: runs for tasks, seen in zip(groups, found, strict=True) for task, runs in zip(tasks, seen, strict=True)

@@ -1,1 +1,1 @@
-"""What the model is: `spec.py` describes it; one reader per format fills the description."""
+"""The model and how it is run: `spec.py` describes both; one reader per file format builds the description."""

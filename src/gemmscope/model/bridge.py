@@ -1,9 +1,8 @@
 """Megatron-Bridge YAML: a recipe's overrides, or the run_config.yaml that Megatron-Bridge writes beside a checkpoint.
 
-The `model:` part speaks Megatron-core's own names, so `megatron_args` reads it nearly as it is; `train:` gives the
-batch, `dataset:` the sequence length. A `_target_` names the Python class that the values are handed to. A class such
-as `Llama3ModelProvider8B` has sizes of its own, which are in no file: then every setting that decides a shape must be
-written out.
+The `model:` section uses Megatron-core's own names, so `megatron_args` reads it nearly as it is; `train:` gives the batch,
+`dataset:` the sequence length. A `_target_` names the Python class that gets the values. A class such as `Llama3ModelProvider8B`
+has default sizes that are in no file: then every setting that decides a shape must be in the YAML.
 """
 
 from __future__ import annotations
@@ -12,15 +11,16 @@ import re
 from collections.abc import Mapping
 
 from gemmscope.errors import UserError, shown
+from gemmscope.findings import Finding, finding
 from gemmscope.model.megatron_args import REQUIRED, RUN_SIZES, model_source, other_model
-from gemmscope.model.megatron_values import Dialect, Settings, Unknown
+from gemmscope.model.megatron_values import Dialect, MegatronSettings, Unknown
 from gemmscope.model.source import ModelSource
 
 SHAPES = ("ffn_hidden_size", "gated_linear_unit", "num_moe_experts", "vocab_size")
 SHAPES_HEADS = ("num_query_groups", "kv_channels")
 SHAPES_MOE = ("moe_ffn_hidden_size", "moe_router_topk", "moe_layer_freq", "moe_shared_expert_intermediate_size")
 SHAPES_MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-PLAIN_CLASSES = {  # without sizes of their own: what the file leaves out has Megatron-core's defaults
+PLAIN_CLASSES = {  # without default sizes: settings that the file does not give have Megatron-core's defaults
     "GPTModelProvider",
     "GPTModelConfig",
     "MLAModelProvider",
@@ -28,13 +28,13 @@ PLAIN_CLASSES = {  # without sizes of their own: what the file leaves out has Me
     "MLATransformerConfig",
 }
 TELLTALE = (*REQUIRED, *SHAPES, *SHAPES_HEADS, *SHAPES_MOE, *SHAPES_MLA, *RUN_SIZES)
-OTHER_CLASSES = {"T5": "T5, an encoder with a decoder", "Bert": "BERT, an encoder"}  # a class's name begins so
+OTHER_CLASSES = {"T5": "T5, an encoder with a decoder", "Bert": "BERT, an encoder"}  # by the start of the class name
 MOST_ALIASES_WITH_MERGES = 20  # merged mappings are copied, and copies of copies grow without bound
-DEEPEST = 100  # nested mappings and lists; far more would end the process: the parser's C code has one stack
+DEEPEST = 100  # levels of nesting; far more would crash the process, because the parser's C code recurses
 
 
 def recognises(text: str) -> bool:
-    """Whether the text is YAML with a Megatron `model:` in it.
+    """Whether the text is YAML with a Megatron `model:` section.
 
     >>> recognises("model:\\n  hidden_size: 4096"), recognises("model: llama")
     (True, False)
@@ -55,12 +55,12 @@ def read(text: str, origin: str) -> ModelSource:
     >>> read("model: {num_layers: 2, hidden_size: 64, num_attention_heads: 4}", "run.yaml").model.pattern()
     '2 dense'
     """
-    document = _load(text, origin)
+    document = _load(text)
     model = _section(document, document, "model")
     if not model:
         raise UserError(
-            f"{origin}: no model: with settings in it",
-            "Megatron-Bridge YAML has them indented under model: such as num_layers: 32",
+            "the file has no settings under model:",
+            "Megatron-Bridge YAML has the sizes indented under model: such as num_layers: 32",
         )
     values = {**_section(document, model, "transformer"), **model}
     provider = _provider(values)
@@ -70,16 +70,16 @@ def read(text: str, origin: str) -> ModelSource:
         values.setdefault("is_hybrid_model", True)
     for start, what in OTHER_CLASSES.items():
         if provider.startswith(start):
-            raise other_model(f"{origin}: model._target_ is the class of", what)
-    _require_what_the_class_hides(values, provider, origin)
-    notes = _add_run(values, document)
+            raise other_model("model._target_ is the class of", what)
+    _require_sizes_of_class(values, provider)
+    findings = _add_run(values, document)
     values["activation_func"] = _function_name(values.get("activation_func"))
     if not values.get("should_pad_vocab"):
         values.pop("make_vocab_size_divisible_by", None)
     elif values.get("make_vocab_size_divisible_by") is None:
         values["make_vocab_size_divisible_by"] = 128
-    strangers = [f"model.{name}" for name in values if name not in TELLTALE]
-    return model_source(Settings(values, _DIALECT), origin, notes, strangers)
+    unknown_names = [f"model.{name}" for name in values if name not in TELLTALE]
+    return model_source(MegatronSettings(values, _DIALECT), origin, findings, unknown_names)
 
 
 def _spell(name: str) -> str:
@@ -90,12 +90,12 @@ _DIALECT = Dialect(_spell, "{}: {}", swiglu_keeps_parameters=False, q_lora_rank=
 
 
 def _provider(values: Mapping[str, object]) -> str:
-    """The class of the model, without its module."""
+    """The name of the model's class, without its module."""
     target = values.get("_target_")
     return target.strip().rpartition(".")[2] if isinstance(target, str) else ""
 
 
-def _require_what_the_class_hides(values: Mapping[str, object], provider: str, origin: str) -> None:
+def _require_sizes_of_class(values: Mapping[str, object], provider: str) -> None:
     if not provider or provider in PLAIN_CLASSES:
         return
     latent = values.get("multi_latent_attention") is True
@@ -104,15 +104,15 @@ def _require_what_the_class_hides(values: Mapping[str, object], provider: str, o
     missing = [name for name in names if name not in values or (name in REQUIRED and values[name] is None)]
     if missing:
         raise UserError(
-            f"{origin}: model._target_ is {provider[:80]}, a class with sizes of its own that are not in the file; "
+            f"model._target_ is {provider[:80]}, a class with default sizes that are not in the file; "
             f"missing: {', '.join(missing)}",
             "add them under model: (null for what the model does not have), "
-            "or use the run_config.yaml that Megatron-Bridge writes beside a checkpoint: it holds them all",
+            "or use the run_config.yaml that Megatron-Bridge writes beside a checkpoint, which has them all",
         )
 
 
-def _add_run(values: dict[str, object], document: Mapping[str, object]) -> list[str]:
-    """Batch and sequence length from their own sections into the model's settings. What to tell the reader about it."""
+def _add_run(values: dict[str, object], document: Mapping[str, object]) -> list[Finding]:
+    """Add the batch and the sequence length from their own sections to the model's settings."""
     train, dataset = (_section(document, document, name) for name in ("train", "dataset"))
     for name in ("micro_batch_size", "global_batch_size"):
         values[name] = train.get(name)
@@ -120,7 +120,7 @@ def _add_run(values: dict[str, object], document: Mapping[str, object]) -> list[
     if length is None:
         values["seq_length"] = data_length
     elif isinstance(length, int) and isinstance(data_length, int) and length != data_length:
-        return [f"model.seq_length = {shown(length)} counts, not the dataset's sequence length = {shown(data_length)}"]
+        return [finding("sequence-length-differs", length=shown(length), dataset_length=shown(data_length))]
     return []
 
 
@@ -131,8 +131,8 @@ def _function_name(value: object) -> str | None:
     return "relu2" if name == "squared_relu" else name
 
 
-def _load(text: str, origin: str) -> dict[str, object]:
-    import yaml  # here: half of the start-up time of a command that reads no YAML
+def _load(text: str) -> dict[str, object]:
+    import yaml  # imported here, because it would take half the start-up time of a command that reads no YAML
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where PyYAML was built with it: several times as fast
     try:
@@ -143,9 +143,9 @@ def _load(text: str, origin: str) -> dict[str, object]:
             if depth > DEEPEST:
                 raise yaml.MarkedYAMLError(problem=f"nested more than {DEEPEST} deep", problem_mark=event.start_mark)
         if "<<" in text and aliases > MOST_ALIASES_WITH_MERGES:
-            raise UserError(f"{origin}: {aliases} aliases (*name) and merges (<<)", "write the values out instead")
+            raise UserError(f"too many aliases (*name) with merges (<<): {aliases}", "write the values out instead")
         document = yaml.load(text, Loader=loader)
-    # Besides YAMLError: numbers too long for Python, dates that do not exist, nesting deeper than the stack.
+    # Besides YAMLError: numbers too long for Python, invalid dates, nesting deeper than the stack.
     except (
         yaml.YAMLError,
         ValueError,
@@ -159,25 +159,25 @@ def _load(text: str, origin: str) -> dict[str, object]:
         where = f", line {min(mark.line, text.count(chr(10))) + 1}" if mark else ""  # the end may count as one line more
         reason = str(getattr(error, "problem", None) or type(error).__name__)[:200]
         raise UserError(
-            f"{origin} is not YAML that can be read{where}: {reason}",
+            f"the YAML is not valid{where}: {reason}",
             "plain keys and values are enough: model: with num_layers: 32 indented under it",
         ) from None
     if not isinstance(document, dict):
-        what = "a list" if isinstance(document, list) else shown(document)
-        raise UserError(f"{origin} holds {what}, not settings", "model: with num_layers: 32 indented under it")
+        what = "empty" if document is None else "a list" if isinstance(document, list) else shown(document)
+        raise UserError(f"the file is {what}, not a mapping of settings", "write model: with num_layers: 32 indented under it")
     return {key: value for key, value in document.items() if isinstance(key, str)}
 
 
 def _section(document: Mapping[str, object], parent: Mapping[str, object], name: str) -> dict[str, object]:
     """A copy of a mapping, with references such as ${model.seq_length} replaced; empty where there is none."""
-    found = parent.get(name)
-    if not isinstance(found, dict):
+    section = parent.get(name)
+    if not isinstance(section, dict):
         return {}
-    return {key: _follow(document, value) for key, value in found.items() if isinstance(key, str)}
+    return {key: _follow(document, value) for key, value in section.items() if isinstance(key, str)}
 
 
 def _follow(document: Mapping[str, object], value: object) -> object:
-    """What a reference to another value of the document leads to."""
+    """The value that a reference points to."""
     for _ in range(5):
         reference = re.fullmatch(r"\$\{([\w.]+)\}", value.strip()) if isinstance(value, str) else None
         if not reference:
@@ -188,4 +188,4 @@ def _follow(document: Mapping[str, object], value: object) -> object:
         if target is None:
             return Unknown(reference[0], "the file does not set it")
         value = target
-    return Unknown("a reference", "it leads to another, and on, and on")
+    return Unknown("a reference", "it points to another reference, and so on")

@@ -1,4 +1,4 @@
-"""The facts of `families.toml`: what Hugging Face's code builds for a model type, looked up for one config."""
+"""The facts of `families.toml`: what Hugging Face's code builds for a model type, applied to one config."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from gemmscope.errors import UserError, closest, shown
 from gemmscope.toml import load_data
 
-_NOT_FAMILIES = frozenset({"decoder", "encoder", "gpt"})  # starting points for the others
+_NOT_FAMILIES = frozenset({"decoder", "encoder", "gpt"})  # templates for the others
 
 # The same size under the names that different configs give it.
 ALIASES = {
@@ -35,12 +35,12 @@ def _facts() -> Mapping[str, Mapping[str, Any]]:
 
 @cache
 def known_model_types() -> tuple[str, ...]:
-    """Every `model_type` that the closed form knows."""
+    """Every `model_type` that has a closed form."""
     return tuple(sorted(set(_facts()) - _NOT_FAMILIES))
 
 
 def named_by_architecture(config: Mapping[str, Any]) -> str:
-    """The known model type that a config's `architectures` names, though its model_type does not; empty if none does.
+    """The known model type that a config's `architectures` names where its model_type is unknown; empty if there is none.
 
     >>> named_by_architecture({"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]})
     'deepseek_v3'
@@ -51,7 +51,7 @@ def named_by_architecture(config: Mapping[str, Any]) -> str:
     return next((name for name in known_model_types() if wanted and re.sub(r"[_-]", "", name) == wanted), "")
 
 
-# What a config of an unknown type says with the keys it has: the first of these that is there.
+# Keys that tell which known type a config of an unknown type resembles; the first that is present counts.
 TELLING_KEYS = {
     "n_routed_experts": "deepseek_v3",
     "num_local_experts": "mixtral",
@@ -61,7 +61,7 @@ TELLING_KEYS = {
 
 
 def built_like(config: Mapping[str, Any]) -> str:
-    """The known model type that an unknown one is probably built like: by its architecture, its name or its keys; or empty.
+    """The known model type that an unknown one probably resembles, by its architecture, its name or its keys; or empty.
 
     >>> [built_like({"model_type": name, "num_key_value_heads": 8}) for name in ("gemma9", "frob")]
     ['gemma', 'llama']
@@ -74,14 +74,14 @@ def built_like(config: Mapping[str, Any]) -> str:
 
 @cache
 def family(model_type: str) -> Mapping[str, Any]:
-    """The facts of one model type, with what it inherits."""
+    """The facts of one model type, including inherited ones."""
     own = _facts()[model_type]
     return {**(family(own["like"]) if "like" in own else {}), **own}
 
 
 @dataclass(frozen=True)
 class FamilyConfig:
-    """One config seen through its family's facts."""
+    """A config together with the facts of its family."""
 
     model_type: str
     config: Mapping[str, Any]
@@ -91,11 +91,11 @@ class FamilyConfig:
         return family(self.model_type)
 
     def value(self, key: str) -> Any:
-        """The config's value, else what the configuration class assumes, else None. A written null stays None."""
+        """The config's value, else the default of the configuration class, else None. An explicit null stays None."""
         return self.config[key] if key in self.config else self.facts.get("defaults", {}).get(key)
 
     def flag(self, fact: str, default: bool = False) -> bool:
-        """A fact that is true or false, or that names the key (or the key=value) deciding it."""
+        """A fact that is true or false, or that names the key (or the key=value) that decides it."""
         rule = self.facts.get(fact, default)
         if isinstance(rule, bool):
             return rule
@@ -104,44 +104,44 @@ class FamilyConfig:
         if wanted:
             return bool(given == wanted)
         if given is not None and not isinstance(given, (bool, int)):
-            raise UserError(f"{key} must be true or false, not {shown(given)}")
+            raise UserError(f"{key} must be true or false, not {shown(given)}", f'write "{key}": true or "{key}": false')
         return bool(given)
 
     def number(self, fact: str) -> int | None:
-        """A fact that is a number, or that names the key holding it."""
+        """A fact that is a number, or that names the key with the number."""
         rule = self.facts.get(fact)
         return self.optional_size(rule) if isinstance(rule, str) and rule else rule or None
 
     def optional_size(self, name: str) -> int | None:
-        """A whole number under any of its names; None where the config leaves it out or says null."""
+        """A whole number under any of its names; None where the config does not have it, or has null."""
         given = {key: self.value(key) for key in ALIASES.get(name, (name,)) if self.value(key) is not None}
         if len(set(map(shown, given.values()))) > 1:
             pairs = " but ".join(f"{key} = {shown(value)}" for key, value in given.items())
-            raise UserError(f"contradictory sizes in the config: {pairs}", "these name the same thing: keep one")
+            raise UserError(f"contradictory sizes in the config: {pairs}", "these are two names of the same size: keep one")
         value = next(iter(given.values()), None)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise UserError(f"{next(iter(given))} must be a whole number, not {shown(value)}")
+            raise UserError(f"{next(iter(given))} must be a whole number, not {shown(value)}", "correct it in the config")
         if value is not None and value < 0:
-            raise UserError(f"{next(iter(given))} must not be negative: {shown(value)}")
+            raise UserError(f"{next(iter(given))} must not be negative, got {shown(value)}", "correct it in the config")
         return value
 
     def size(self, name: str) -> int:
-        """A size that must be there."""
+        """A required size."""
         value = self.optional_size(name)
         if value is None:
             names = ALIASES.get(name, (name,))
-            similar = _misspelt(names, self.config)
+            similar = _misspelled(names, self.config)
             raise UserError(
                 f"the config of this {self.model_type} model has no {' or '.join(names)}"
                 + (f"; it has {similar!r}" if similar else ""),
-                f'add "{names[0]}": N to it' + (f", or rename {similar!r}" if similar else ""),
+                f'add "{names[0]}": N' + (f", or rename {similar!r}" if similar else ""),
             )
         return value
 
 
-def _misspelt(names: tuple[str, ...], config: Mapping[str, Any]) -> str:
-    """A key of the config that is nearly one of `names`, and not a known key itself."""
+def _misspelled(names: tuple[str, ...], config: Mapping[str, Any]) -> str:
+    """A key of the config that is very similar to one of `names`, and not a known key itself."""
     known = {alias for aliases in ALIASES.values() for alias in aliases}
-    strangers = [key for key in config if key not in known]
-    close = (difflib.get_close_matches(name, strangers, n=1, cutoff=0.85) for name in names)
+    unknown = [key for key in config if key not in known]
+    close = (difflib.get_close_matches(name, unknown, n=1, cutoff=0.85) for name in names)
     return next((match[0] for match in close if match), "")

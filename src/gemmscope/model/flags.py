@@ -1,12 +1,12 @@
-"""The six plain hyperparameters: hidden size, intermediate size, heads, layers, micro-batch and sequence length.
+"""A model from plain hyperparameters: hidden size, intermediate size, heads and layers.
 
-They describe the layers of a classic transformer (multi-head attention, plain MLP, no biases, no rotary positions) and nothing
-else: there is no vocabulary, so no embedding and no head. The optional sizes make it a modern one; a config says more.
+They describe only the layers of a classic transformer (multi-head attention, plain MLP, no biases, no rotary positions): without
+a vocabulary there is no embedding and no head. The optional sizes add grouped-query attention, a gated MLP and a vocabulary.
 """
 
 from __future__ import annotations
 
-from gemmscope.errors import UserError
+from gemmscope.errors import UserError, option
 from gemmscope.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, check_size, divisors_text
 
 
@@ -28,8 +28,8 @@ def from_hyperparameters(
     >>> from_hyperparameters(hidden_size=8, intermediate_size=32, num_attention_heads=2, num_hidden_layers=3).pattern()
     '3 dense'
     """
-    hidden = check_size("hidden_size", hidden_size, "hidden_size")
-    heads = check_size("num_attention_heads", num_attention_heads, "heads")
+    hidden = check_size(option("hidden_size"), hidden_size, "hidden_size")
+    heads = check_size(option("num_attention_heads"), num_attention_heads, "heads")
     if head_dim is None:
         head_dim = head_size(hidden, heads)
     layer = LayerSpec(
@@ -41,7 +41,7 @@ def from_hyperparameters(
         ),
         mlp=MlpSpec(intermediate_size, gated=gated, activation="silu" if gated else "gelu"),
     )
-    layers = check_size("num_hidden_layers", num_hidden_layers, "layers")
+    layers = check_size(option("num_hidden_layers"), num_hidden_layers, "layers")
     return ModelSpec(
         name=name or "transformer",
         hidden_size=hidden,
@@ -52,14 +52,14 @@ def from_hyperparameters(
 
 
 def head_size(hidden: int, heads: int) -> int:
-    """A head's size where it is not given: hidden / heads, which must divide.
+    """The default size of a head: hidden / heads, which must be a whole number.
 
     >>> head_size(4096, 32)
     128
     """
     if hidden % heads:
         raise UserError(
-            f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}, and no head_dim is given",
-            f"heads that divide {hidden}: {divisors_text(hidden, most=16)}; or give head_dim (--head-dim)",
+            f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}, and head_dim is not given",
+            f"numbers of heads that divide {hidden}: {divisors_text(hidden, most=16)}; or set head_dim",
         )
     return hidden // heads

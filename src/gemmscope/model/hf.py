@@ -1,19 +1,18 @@
 """Reads a Hugging Face `config.json`: a file, its folder, or (through transformers) a hub id.
 
-The sizes come from the config, everything else from `families.toml`. A model type that is not in there, or a config with
-parts that the closed form does not know (linear attention, cross attention), gives a source without a model: its shapes must
-be traced.
+The sizes come from the config, everything else from `families.toml`. A model type that is not in that file, or a config with
+parts that have no closed form (linear attention, cross attention), gives a source without a model: its shapes must be traced.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
 from gemmscope.errors import UserError, shown
-from gemmscope.findings import finding
+from gemmscope.findings import Finding, finding
 from gemmscope.model.families import FamilyConfig, known_model_types
 from gemmscope.model.flags import head_size
 from gemmscope.model.source import ModelSource
@@ -42,9 +41,9 @@ def read(text: str, origin: str) -> ModelSource:
     try:
         config = json.loads(text.lstrip("\ufeff"))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{origin} is not valid JSON: {error}", "a config.json as Hugging Face writes it is expected") from error
+        raise UserError(f"the JSON is not valid: {error}", "correct it: a config.json is an object {…}") from error
     if not isinstance(config, dict):
-        raise UserError(f"{origin} holds a JSON {type(config).__name__}; a config.json is an object: {{…}}")
+        raise UserError(f"the JSON is a {type(config).__name__}, not an object", "a config.json is an object {…}")
     return from_config(config, origin)
 
 
@@ -52,44 +51,40 @@ def from_config(config: Mapping[str, Any], origin: str) -> ModelSource:
     """The model of a config given as a mapping."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
-        has = "has no model_type" if model_type is None else f"has model_type {shown(model_type)}, which is no name"
         raise UserError(
-            f"{origin} {has}, so nothing says how its sizes are used",
-            'add for example "model_type": "llama"; known without torch: ' + ", ".join(known_model_types()),
+            "the config has no model_type" if model_type is None else f"model_type must be a name, not {shown(model_type)}",
+            'add for example "model_type": "llama"; types known without torch: ' + ", ".join(known_model_types()),
         )
-    text_part = config.get("text_config")
+    language = config.get("text_config")
     if (
         model_type not in known_model_types()
-        and isinstance(text_part, Mapping)
-        and text_part.get("model_type") in known_model_types()
+        and isinstance(language, Mapping)
+        and language.get("model_type") in known_model_types()
     ):
-        inner = from_config(text_part, origin)
-        note = f"the language part of this {model_type} model; its other towers (vision, audio) are left out"
-        return replace(inner, findings=(finding("model-note", text=note), *inner.findings))
+        source = from_config(language, origin)
+        return replace(source, findings=(finding("language-part-only", model_type=model_type), *source.findings))
     label = f"{origin} (Hugging Face, {model_type})"
     if model_type not in known_model_types() or _needs_tracing(config):
         return ModelSource(origin=label, model=None, config=config)
     model = _model(FamilyConfig(model_type, config), origin)
-    return ModelSource(origin=label, model=model, config=config, findings=tuple(finding("model-note", text=note) for note in _notes(config, model)))
+    return ModelSource(origin=label, model=model, config=config, findings=tuple(_findings(config, model)))
 
 
 def _needs_tracing(config: Mapping[str, Any]) -> bool:
-    """Parts that the closed form does not describe."""
+    """Whether the model has parts without a closed form."""
     layer_types = config.get("layer_types")
     if isinstance(layer_types, list) and not _CLOSED_FORM_LAYERS.issuperset(map(str, layer_types)):
         return True
     return bool(config.get("add_cross_attention")) or config.get("is_encoder_decoder") is True
 
 
-def _notes(config: Mapping[str, Any], model: ModelSpec) -> list[str]:
-    notes = []
-    if config.get("num_nextn_predict_layers"):
-        notes.append("multi-token-prediction layers (num_nextn_predict_layers) are not part of the Hugging Face model: left out")
+def _findings(config: Mapping[str, Any], model: ModelSpec) -> Iterator[Finding]:
+    if config.get("num_nextn_predict_layers"):  # not part of the Hugging Face model
+        yield finding("prediction-layers-not-included", setting="num_nextn_predict_layers")
     if not any(layer.is_moe for layer in model.layers):
-        stray = [key for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)]
-        if stray:
-            notes.append(f"{stray[0]} is ignored: a {model.model_type} model has no experts in this config")
-    return notes
+        ignored = [key for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)]
+        if ignored:
+            yield finding("experts-ignored", setting=ignored[0], model_type=model.model_type)
 
 
 def _model(family: FamilyConfig, origin: str) -> ModelSpec:
@@ -143,14 +138,14 @@ def _model(family: FamilyConfig, origin: str) -> ModelSpec:
 
 
 def _printable(name: str) -> str:
-    """A name that any terminal and file can take."""
+    """A name without control characters, and not too long."""
     return "".join(letter if letter.isprintable() else "?" for letter in name[:120])
 
 
 def _tied(family: FamilyConfig) -> bool:
     value = family.value("tie_word_embeddings")
     if value is not None and not isinstance(value, bool):
-        raise UserError(f"tie_word_embeddings must be true or false, not {shown(value)}")
+        raise UserError(f"tie_word_embeddings must be true or false, not {shown(value)}", 'write "tie_word_embeddings": true')
     return bool(value)
 
 
@@ -201,7 +196,7 @@ def _positions(family: FamilyConfig) -> int:
 
 
 def _or(given: int | None, otherwise: Callable[[], int]) -> int:
-    """What is given, even a zero (which the spec then refuses), else what the code falls back to."""
+    """The given size, even a zero (which the spec then rejects), else the default."""
     return given if given is not None else otherwise()
 
 
@@ -261,7 +256,7 @@ def _moe_layers(family: FamilyConfig, count: int) -> list[bool]:
         step = check_size("decoder_sparse_step", family.size("decoder_sparse_step"), "layers")
         dense = family.value("mlp_only_layers") or []
         if not isinstance(dense, list):
-            raise UserError(f"mlp_only_layers must be a list of layer numbers, not {shown(dense)}")
+            raise UserError(f"mlp_only_layers must be a list of layer numbers, not {shown(dense)}", "for example [0, 1]")
         has_experts = family.optional_size("num_experts") != 0
         return [has_experts and index not in dense and (index + 1) % step == 0 for index in range(count)]
     if rule == "interval":
@@ -280,9 +275,9 @@ def _per_layer(family: FamilyConfig, key: str, count: int) -> list[Any] | None:
     """A list of the config with one entry for each layer; None where it is left out."""
     given = family.value(key)
     if given is not None and not isinstance(given, list):
-        raise UserError(f"{key} must be a list with one entry per layer, not {shown(given)}")
+        raise UserError(f"{key} must be a list with one entry per layer, not {shown(given)}", "correct it, or remove it")
     if given is not None and len(given) != count:
-        raise UserError(f"{key} has {len(given)} entries, but num_hidden_layers = {count}")
+        raise UserError(f"{key} has {len(given)} entries, but num_hidden_layers = {count}", f"give it {count} entries")
     return given
 
 
@@ -302,7 +297,7 @@ def _windows(family: FamilyConfig, count: int) -> list[int | None]:
 
 
 def _sliding_pattern(family: FamilyConfig, count: int) -> list[bool]:
-    """Which layers slide where the config has no layer_types: the pattern of the configuration class."""
+    """Which layers have a window where the config has no layer_types: the pattern of the configuration class."""
     facts = family.facts
     if "slides_every" in facts:
         listed = _per_layer(family, facts["slides_where_zero"], count)

@@ -1,7 +1,7 @@
-"""A Hugging Face hub id, resolved by the user's own transformers in a process of its own.
+"""Resolves a Hugging Face hub id with the user's own transformers, in a separate process.
 
-The command line never imports transformers; this file is also what that process runs: ``gemmscope.model.hub NAME`` prints the
-config, or one line that says why there is none.
+gemmscope itself never imports transformers. This file is also what that process runs: ``gemmscope.model.hub NAME`` prints the
+config, or one line with the reason why it cannot.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ import os
 import re
 import subprocess
 import sys
-from typing import Any
 
-from gemmscope.errors import UserError
+from gemmscope.errors import UserError, option
 from gemmscope.process import worker_command, worker_environment
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 
 
 def looks_like_hub_id(name: str) -> bool:
-    """`owner/model`, or a bare model name.
+    """Whether this is `owner/model` or a bare model name.
 
     >>> looks_like_hub_id("meta-llama/Llama-3.1-8B"), looks_like_hub_id("../configs/config.json")
     (True, False)
@@ -30,20 +29,19 @@ def looks_like_hub_id(name: str) -> bool:
     return bool(_HUB_ID.fullmatch(name)) and not is_file_name
 
 
-def resolve(name: str) -> dict[str, Any]:
-    """The config.json of a hub id: from the local cache, else from the hub."""
-    instead = "give the path of its config.json instead: --config PATH"
+def resolve(name: str) -> str:
+    """The text of a hub id's config.json, from the local cache or from the hub."""
+    instead = f"give the path of its config.json instead: {option('config', 'PATH')}"
     if importlib.util.find_spec("transformers") is None:
         raise UserError(
-            f"there is no file or folder {name!r}, and without transformers it cannot be looked up as a hub id",
+            f"there is no file or folder {name!r}, and looking it up as a hub id needs transformers, which is not installed",
             f"pip install transformers, or {instead}",
         )
     child = subprocess.run(worker_command(__name__, name), env=worker_environment(), capture_output=True, text=True, check=False)
     if child.returncode != 0:
         lines = child.stderr.strip().splitlines() or ["no reason given"]
-        raise UserError(f"there is no file or folder {name!r}, and as a hub id it cannot be resolved: {lines[-1]}", instead)
-    config: dict[str, Any] = json.loads(child.stdout)
-    return config
+        raise UserError(f"there is no file or folder {name!r}, and it cannot be resolved as a hub id: {lines[-1]}", instead)
+    return child.stdout
 
 
 def _main(name: str) -> int:
@@ -70,7 +68,7 @@ def _main(name: str) -> int:
 
 
 def _hub_reachable() -> bool:
-    """Whether the hub's name resolves at all: asking it anyway would retry for half a minute."""
+    """Whether the hub's host name resolves. Without this check, transformers would retry for half a minute."""
     import socket
     from urllib.parse import urlparse
 

@@ -1,12 +1,12 @@
 """Megatron-LM arguments: a launch script or command line (`--num-layers 32`), or what Megatron prints when it starts
 (`num_layers ..... 32`).
 
-A script is not run. Its words are taken in order, quotes and comments understood, and every flag counts wherever it
-stands: in the command, in an array, in a string. Variables that the script sets are filled in; one that it does not set
-(or sets differently in the branches of an `if`) matters only where a size depends on it.
+A script is never run. It is split into words, with quotes and comments understood, and every flag counts wherever it is: in the
+command, in an array, in a string. Variables that the script sets are filled in. One that it does not set (or sets differently in
+the branches of an `if`) matters only where a size depends on it.
 
-What the flags mean is told in `megatron_args`; here they are only brought from Megatron-LM's names to Megatron-core's.
-Megatron-LM's other models (BERT, T5, Mamba, vision) take the same flags and are refused: only GPT is described by them.
+`megatron_args` interprets the settings; this module only translates Megatron-LM's names into Megatron-core's. Megatron-LM's other
+models (BERT, T5, Mamba, vision) take the same flags and are rejected: the flags describe only GPT models completely.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from gemmscope.errors import UserError
+from gemmscope.findings import Finding, finding
 from gemmscope.model.megatron_args import REQUIRED, model_source, other_model
 from gemmscope.model.megatron_shell import ASSIGNMENT, Shell, words_of
-from gemmscope.model.megatron_values import Dialect, Settings, Unknown
+from gemmscope.model.megatron_values import Dialect, MegatronSettings, Unknown
 from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import LARGEST
 
@@ -46,7 +47,7 @@ OTHER_NAME = {  # Megatron-LM: Megatron-core
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
 }
-LAUNCHER = ("nproc_per_node", "nnodes")  # of torchrun: together they say how many GPUs there are
+LAUNCHER = ("nproc_per_node", "nnodes")  # of torchrun: their product is the number of GPUs
 T5_ONLY = ("decoder_num_layers", "decoder_seq_length")
 ONLY_HERE = ("encoder_num_layers", "encoder_seq_length", "padded_vocab_size", "spec", *T5_ONLY, *LAUNCHER)
 SWITCHES = _names("""
@@ -56,7 +57,7 @@ account_for_loss_in_pipeline_split swiglu squared_relu quick_geglu untie_embeddi
 use_rotary_position_embeddings add_position_embedding recompute_activations
 """)
 OFF_SWITCHES = {"disable_bias_linear": "add_bias_linear", "no_position_embedding": "add_position_embedding"}
-SWITCHES_TO_CORE = (  # Megatron-LM's switch, and what it sets
+SWITCHES_TO_CORE = (  # Megatron-LM's switch, and the settings of Megatron-core that it stands for
     ("swiglu", {"gated_linear_unit": True, "activation_func": "silu"}),
     ("quick_geglu", {"gated_linear_unit": True, "activation_func": "quick_gelu"}),
     ("squared_relu", {"activation_func": "relu2"}),
@@ -66,8 +67,8 @@ SWITCHES_TO_CORE = (  # Megatron-LM's switch, and what it sets
 )
 VALUED = SAME_NAME | {*OTHER_NAME, *ONLY_HERE}
 KNOWN = VALUED | SWITCHES
-ALIKE_BUT_OTHER = {"o_lora_rank"}  # real flags that are not slips of the known ones
-WRONG_SPELLINGS = {  # of other programs, of old releases, or just near: what Megatron-LM calls the same
+NOT_MISSPELLED = {"o_lora_rank"}  # real flags that resemble a known one
+OTHER_SPELLINGS = {  # names from other programs and old releases: what Megatron-LM calls the same
     "tensor_parallel_size": "tensor_model_parallel_size",
     "tensor_model_parallel": "tensor_model_parallel_size",
     "tensor_parallel": "tensor_model_parallel_size",
@@ -89,7 +90,7 @@ WRONG_SPELLINGS = {  # of other programs, of old releases, or just near: what Me
     "num_key_value_heads": "num_query_groups",
     "num_kv_heads": "num_query_groups",
 }
-OTHER_SCRIPTS = {  # pretrain_NAME….py of Megatron-LM that does not train a GPT
+OTHER_SCRIPTS = {  # pretrain_NAME….py of Megatron-LM that does not train a GPT model
     "bert": "BERT, an encoder",
     "t5": "T5, an encoder with a decoder",
     "mamba": "a model with Mamba layers",
@@ -101,21 +102,21 @@ OTHER_SCRIPTS = {  # pretrain_NAME….py of Megatron-LM that does not train a GP
     "vlm": "a vision-language model",
 }
 RECOMPUTE_MODULES = _names("core_attn moe_act layernorm mla_up_proj mlp moe shared_experts")  # several may follow the flag
-MOST_STRANGERS = 300  # more than Megatron-LM has flags: then a text is no launch script, and nothing is a slip
+MOST_UNKNOWN_FLAGS = 300  # with more, the text is not a launch script, and no flag is taken for a misspelling
 TELLTALE = {*REQUIRED, "ffn_hidden_size", "tensor_model_parallel_size", "micro_batch_size", "seq_length"}
 
 
 @dataclass
-class Found:
-    """What a text says, by Megatron-LM's names, while it is being collected."""
+class Arguments:
+    """The arguments in a text, by Megatron-LM's names, while they are being collected."""
 
     values: dict[str, object] = field(default_factory=dict)
-    strangers: dict[str, None] = field(default_factory=dict)  # flags that mean nothing here, in order
+    unknown: dict[str, None] = field(default_factory=dict)  # flags that are not used here, in order
     repeated: dict[str, None] = field(default_factory=dict)
-    branched: dict[str, None] = field(default_factory=dict)
+    conditional: dict[str, None] = field(default_factory=dict)  # inside an `if` or `case` of the script
     scripts: dict[str, None] = field(default_factory=dict)  # the NAME of each pretrain_NAME.py
 
-    def see_scripts(self, text: str) -> None:
+    def add_scripts(self, text: str) -> None:
         """Remember which of Megatron-LM's programs a text runs."""
         self.scripts.update(dict.fromkeys(re.findall(r"\bpretrain_(\w{1,40})\.py\b", text)))
 
@@ -124,12 +125,12 @@ class Found:
         if self.values.get(name, value) != value:
             self.repeated[name] = None
         if in_branch:
-            self.branched[name] = None
+            self.conditional[name] = None
         self.values[name] = value
 
 
 def recognises(text: str) -> bool:
-    """Whether the text holds Megatron-LM arguments, as flags or as the printed list.
+    """Whether the text has Megatron-LM arguments, as flags or as the printed list.
 
     >>> recognises("torchrun pretrain_gpt.py --num-layers 32"), recognises("  num_layers ........ 32")
     (True, True)
@@ -139,8 +140,8 @@ def recognises(text: str) -> bool:
 
 
 def prints_arguments(text: str) -> bool:
-    """Whether the text holds the list that Megatron prints when it starts: such a text may be the log of a long training."""
-    return bool(TELLTALE & _read_dump(text).values.keys())
+    """Whether the text has the list that Megatron prints when it starts. Such a text may be the log of a long training."""
+    return bool(TELLTALE & _read_printed(text).values.keys())
 
 
 def read(text: str, origin: str) -> ModelSource:
@@ -149,23 +150,23 @@ def read(text: str, origin: str) -> ModelSource:
     >>> read("--num-layers 2 --hidden-size 64 --num-attention-heads 4", "args").model.pattern()
     '2 dense'
     """
-    printed = _read_dump(text)
+    printed = _read_printed(text)
     if TELLTALE & printed.values.keys():
         return _source(printed, origin, lambda name: name, "{} ........ {}")
-    found = _read_flags(text)
-    if not found.values:
+    arguments = _read_flags(text)
+    if not arguments.values:
         raise UserError(
-            f"{origin}: no Megatron-LM arguments in it",
-            "flags such as --num-layers 32 --hidden-size 4096, or the list that Megatron prints: num_layers ..... 32",
+            "there are no Megatron-LM arguments",
+            "it needs flags such as --num-layers 32 --hidden-size 4096, or the list that Megatron prints: num_layers ..... 32",
         )
-    return _source(found, origin, lambda name: "--" + name.replace("_", "-"), "{} {}")
+    return _source(arguments, origin, lambda name: "--" + name.replace("_", "-"), "{} {}")
 
 
-def _source(found: Found, origin: str, spell_here: Callable[[str], str], assign: str) -> ModelSource:
-    to_here = {core: here for here, core in OTHER_NAME.items()}
+def _source(arguments: Arguments, origin: str, spell_here: Callable[[str], str], assign: str) -> ModelSource:
+    from_core = {core: here for here, core in OTHER_NAME.items()}
 
     def spell(name: str) -> str:
-        return spell_here(to_here.get(name, name))
+        return spell_here(from_core.get(name, name))
 
     dialect = Dialect(
         spell,
@@ -175,51 +176,51 @@ def _source(found: Found, origin: str, spell_here: Callable[[str], str], assign:
         kv_lora_rank=32,
         positions="max_position_embeddings",
     )
-    notes = _note_or_refuse_other_models(found, origin, spell)
-    notes += [f"{spell(name)} is given more than once: the last value counts" for name in found.repeated]
-    if found.branched:
-        notes.append(f"taken although inside a condition of the script: {', '.join(map(spell, found.branched))}")
-    if _groups_are_ignored(found.values):
-        notes.append(
-            f"Megatron ignores {spell('num_query_groups')} without {spell('group_query_attention')}: "
-            "every head has a key and value of its own"
-        )
-    notes += [f"{spell(slip)} is ignored; did you mean {spell(meant)}?" for slip, meant in _slips(found)]
-    return model_source(Settings(_to_core(found.values), dialect), origin, notes, [*map(spell, found.strangers)])
+    findings = _check_script(arguments, spell)
+    findings += [finding("setting-repeated", setting=spell(name)) for name in arguments.repeated]
+    if arguments.conditional:
+        findings.append(finding("settings-in-condition", settings=[*map(spell, arguments.conditional)]))
+    if _groups_are_ignored(arguments.values):
+        findings.append(finding("query-groups-ignored", setting=spell("num_query_groups"), switch=spell("group_query_attention")))
+    findings += [
+        finding("setting-misspelled", setting=spell(name), suggestion=spell(meant)) for name, meant in _misspellings(arguments)
+    ]
+    settings = MegatronSettings(_to_core(arguments.values), dialect)
+    return model_source(settings, origin, findings, [*map(spell, arguments.unknown)])
 
 
-def _note_or_refuse_other_models(found: Found, origin: str, spell: Callable[[str], str]) -> list[str]:
-    """Other models than GPT have the same flags, and would be read as one. A note, if a script can train GPT as well."""
+def _check_script(arguments: Arguments, spell: Callable[[str], str]) -> list[Finding]:
+    """Reject other models than GPT, which have the same flags. A finding, if the file can train a GPT model as well."""
     for name in T5_ONLY:
-        if found.values.get(name) is not None:
-            raise other_model(f"{origin}: {spell(name)} belongs to", OTHER_SCRIPTS["t5"])
-    if "mamba" in str(found.values.get("spec")).lower():
-        raise other_model(f"{origin}: {spell('spec')} asks for", OTHER_SCRIPTS["mamba"])
-    others = {name: what for name in found.scripts for kind, what in OTHER_SCRIPTS.items() if name.split("_")[0] == kind}
+        if arguments.values.get(name) is not None:
+            raise other_model(f"{spell(name)} is a setting of", OTHER_SCRIPTS["t5"])
+    if "mamba" in str(arguments.values.get("spec")).lower():
+        raise other_model(f"{spell('spec')} selects", OTHER_SCRIPTS["mamba"])
+    others = {name: what for name in arguments.scripts for kind, what in OTHER_SCRIPTS.items() if name.split("_")[0] == kind}
     for name, what in others.items():
-        if "gpt" in found.scripts:
-            return [f"pretrain_gpt.py is in the file, and pretrain_{name}.py as well: the flags are read as those of a GPT"]
-        raise other_model(f"{origin}: pretrain_{name}.py trains", what)
+        if "gpt" in arguments.scripts:
+            return [finding("read-as-gpt", script=f"pretrain_{name}.py")]
+        raise other_model(f"pretrain_{name}.py trains", what)
     return []
 
 
-def _groups_are_ignored(given: Mapping[str, object]) -> bool:
-    """Whether a number of query groups is there in vain. The printed list always holds one: its default is 1."""
-    used = given.get("group_query_attention") or given.get("multi_latent_attention")
-    return not used and given.get("num_query_groups") not in (None, "1")
+def _groups_are_ignored(values: Mapping[str, object]) -> bool:
+    """Whether a number of query groups is given but not used. The printed list always has one: its default is 1."""
+    used = values.get("group_query_attention") or values.get("multi_latent_attention")
+    return not used and values.get("num_query_groups") not in (None, "1")
 
 
-def _slips(found: Found) -> Iterator[tuple[str, str]]:
-    """Unknown names a letter or two away from a known one, or known to be meant for one that is not there."""
-    if len(found.strangers) >= MOST_STRANGERS:
+def _misspellings(arguments: Arguments) -> Iterator[tuple[str, str]]:
+    """Unknown flags that are another spelling of a known one, or differ from it by a letter or two; and the known one."""
+    if len(arguments.unknown) >= MOST_UNKNOWN_FLAGS:
         return
-    for stranger in found.strangers:
-        meant = WRONG_SPELLINGS.get(stranger)
-        if meant is not None and meant not in found.values:
-            yield stranger, meant
-        elif meant is None and stranger not in ALIKE_BUT_OTHER:
-            for near in difflib.get_close_matches(stranger, VALUED - {"spec", *LAUNCHER}, n=1, cutoff=0.9):
-                yield stranger, near
+    for name in arguments.unknown:
+        meant = OTHER_SPELLINGS.get(name)
+        if meant is not None and meant not in arguments.values:
+            yield name, meant
+        elif meant is None and name not in NOT_MISSPELLED:
+            for similar in difflib.get_close_matches(name, VALUED - {"spec", *LAUNCHER}, n=1, cutoff=0.9):
+                yield name, similar
 
 
 def _to_core(given: Mapping[str, object]) -> dict[str, object]:
@@ -250,33 +251,33 @@ def _to_core(given: Mapping[str, object]) -> dict[str, object]:
 # ---- the printed list
 
 
-def _read_dump(text: str) -> Found:
-    found = Found()
-    words = {"True": True, "False": False, "None": None}
+def _read_printed(text: str) -> Arguments:
+    arguments = Arguments()
+    constants = {"True": True, "False": False, "None": None}
     for line in text.splitlines():
         before, dots, after = line.partition(" ..")
         if dots and before.strip():
             name = re.split(r"[:\]|>]", before.split()[-1])[-1]  # after a rank or a time
             value = after.lstrip(".").strip()
             if name in KNOWN:
-                found.put(name, words.get(value, value))
+                arguments.put(name, constants.get(value, value))
     padded = re.search(r"padded vocab \(size: ([0-9]{1,12})\)", text)
-    if padded and found.values.get("vocab_size", 0) is None:  # the tokenizer's size, printed after the arguments
-        found.values["vocab_size"] = padded[1]
-    found.see_scripts(text)
-    return found
+    if padded and arguments.values.get("vocab_size", 0) is None:  # the tokenizer's size, printed after the arguments
+        arguments.values["vocab_size"] = padded[1]
+    arguments.add_scripts(text)
+    return arguments
 
 
 # ---- flags
 
 
-def _read_flags(text: str) -> Found:
-    found = Found()
-    _collect(text, Shell(), found, in_branch=False, depth=0)
-    return found
+def _read_flags(text: str) -> Arguments:
+    arguments = Arguments()
+    _collect(text, Shell(), arguments, in_branch=False, depth=0)
+    return arguments
 
 
-def _collect(text: str, shell: Shell, found: Found, *, in_branch: bool, depth: int) -> None:
+def _collect(text: str, shell: Shell, arguments: Arguments, *, in_branch: bool, depth: int) -> None:
     """Walk through the words: assignments, flags and the value that follows a flag."""
     has_branches = re.search(r"(?:^|[\n;])[ \t]*(?:fi|esac)\b", text) is not None
     branches, waiting, switch = 0, "", ""
@@ -284,44 +285,44 @@ def _collect(text: str, shell: Shell, found: Found, *, in_branch: bool, depth: i
         if word.opens and has_branches:
             branches = max(0, branches + {"if": 1, "case": 1, "fi": -1, "esac": -1}.get(word.text, 0))
         inside, piece = in_branch or branches > 0, word.text
-        found.see_scripts(piece)
+        arguments.add_scripts(piece)
         assigned = None if waiting else ASSIGNMENT.fullmatch(piece)
         if assigned:
             piece = assigned[3]
             if assigned[2] == "=" and not piece.startswith("("):
                 shell.assign(assigned[1], piece, in_branch=inside)
         if word.quoted and "--" in piece and re.search(r"\s", piece) and depth < 3:
-            _collect(piece, shell, found, in_branch=inside, depth=depth + 1)
+            _collect(piece, shell, arguments, in_branch=inside, depth=depth + 1)
             continue
         piece = _without_brackets(piece)
         if piece.startswith("--"):
             if waiting:
-                found.put(waiting, Unknown("nothing", f"{piece[:60]} follows it"))
+                arguments.put(waiting, Unknown("(none)", f"the next word is {piece[:60]}"))
             waiting = switch = ""
             name, equals, value = piece[2:].partition("=")
             name = name.rstrip(":").replace("-", "_")
             if name in OFF_SWITCHES:
-                found.put(OFF_SWITCHES[name], value=False, in_branch=inside)
+                arguments.put(OFF_SWITCHES[name], value=False, in_branch=inside)
             elif name in SWITCHES:
-                found.put(name, value=value.lower() != "false", in_branch=inside)
+                arguments.put(name, value=value.lower() != "false", in_branch=inside)
                 switch = name
             elif name in VALUED and equals:
-                found.put(name, shell.resolve(value), in_branch=inside)
+                arguments.put(name, shell.resolve(value), in_branch=inside)
             elif name in VALUED:
                 waiting = name
             elif re.fullmatch(r"[a-z]\w{0,80}", name):
-                found.strangers[name] = None
+                arguments.unknown[name] = None
         elif waiting:
-            found.put(waiting, shell.resolve(piece), in_branch=inside)
+            arguments.put(waiting, shell.resolve(piece), in_branch=inside)
             waiting = ""
-        elif piece in RECOMPUTE_MODULES and isinstance(found.values.get("recompute_modules"), str):
-            found.values["recompute_modules"] = f"{found.values['recompute_modules']} {piece}"
+        elif piece in RECOMPUTE_MODULES and isinstance(arguments.values.get("recompute_modules"), str):
+            arguments.values["recompute_modules"] = f"{arguments.values['recompute_modules']} {piece}"
         elif switch and piece.lower() == "false":
-            found.values[switch] = False
+            arguments.values[switch] = False
         else:
             switch = ""
     if waiting:
-        found.put(waiting, Unknown("nothing", "the text ends after it"))
+        arguments.put(waiting, Unknown("(none)", "the text ends after it"))
 
 
 def _without_brackets(piece: str) -> str:

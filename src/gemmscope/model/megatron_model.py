@@ -1,9 +1,9 @@
-"""The model that Megatron settings describe, layer by layer.
+"""Builds the model from Megatron settings, layer by layer.
 
-Megatron builds every layer from the same settings; two of them may differ from layer to layer: `moe_layer_freq` says which
-layers hold experts in place of one MLP, `window_attn_skip_freq` which see the whole sequence. What a file leaves out has
-Megatron's defaults, which are those of GPT-2: LayerNorm, biases everywhere, learned positions, an MLP four times as wide as the
-model, and an output head that shares the embedding's weight.
+Megatron builds every layer from the same settings. Two of them can differ from layer to layer: `moe_layer_freq` says which layers
+have experts instead of one MLP, `window_attn_skip_freq` which layers see the whole sequence. Settings that a file does not give
+have Megatron's defaults, which are those of GPT-2: LayerNorm, biases everywhere, learned positions, an MLP four times as wide as
+the model, and an output head that shares the embedding's weight.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import PurePath
 
 from gemmscope.errors import UserError
-from gemmscope.model.megatron_values import Settings
+from gemmscope.model.megatron_values import MegatronSettings
 from gemmscope.model.spec import (
     AttentionSpec,
     LatentSpec,
@@ -25,8 +25,8 @@ from gemmscope.model.spec import (
 )
 
 
-def model_spec(settings: Settings, origin: str) -> ModelSpec:
-    """The whole model, named after the file (`origin`). The settings hold the number of layers, heads and the hidden size."""
+def model_spec(settings: MegatronSettings, origin: str) -> ModelSpec:
+    """The whole model, named after the file (`origin`). The number of layers, the heads and the hidden size must be given."""
     count = settings.size("num_layers", "layers", 0)
     hidden = settings.size("hidden_size", "hidden_size", 0)
     learned = settings.text("position_embedding_type", "learned_absolute") == "learned_absolute"
@@ -48,11 +48,11 @@ def model_spec(settings: Settings, origin: str) -> ModelSpec:
     )
 
 
-def _has_layer_norm(settings: Settings) -> bool:
+def _has_layer_norm(settings: MegatronSettings) -> bool:
     return settings.word("normalization", ("LayerNorm", "RMSNorm"), "LayerNorm") == "LayerNorm"
 
 
-def _attention(settings: Settings, hidden: int, window: int | None) -> AttentionSpec:
+def _attention(settings: MegatronSettings, hidden: int, window: int | None) -> AttentionSpec:
     heads = settings.size("num_attention_heads", "heads", 0)
     bias = settings.flag("add_bias_linear", default=True)
     rotary = settings.text("position_embedding_type") in ("rope", "mrope", "yarn")
@@ -80,7 +80,7 @@ def _attention(settings: Settings, hidden: int, window: int | None) -> Attention
         raise UserError(
             f"{settings.spell('num_attention_heads')} = {heads} is not a multiple of "
             f"{settings.spell('num_query_groups')} = {groups}",
-            f"query groups that fit {heads} heads: {divisors_text(heads)}",
+            f"numbers of query groups that divide {heads}: {divisors_text(heads)}",
         )
     qkv_bias = bias or settings.flag("add_qkv_bias")
     qk_norm = settings.flag("qk_layernorm")
@@ -100,18 +100,18 @@ def _attention(settings: Settings, hidden: int, window: int | None) -> Attention
     )
 
 
-def _head_dim(settings: Settings, hidden: int, heads: int) -> int:
+def _head_dim(settings: MegatronSettings, hidden: int, heads: int) -> int:
     given = settings.maybe_size("kv_channels", "head_dim")
     if given is None and hidden % heads:
         raise UserError(
             f"{settings.spell('hidden_size')} = {hidden} is not a multiple of "
-            f"{settings.spell('num_attention_heads')} = {heads}, and there is no {settings.spell('kv_channels')}",
-            f"heads that divide {hidden}: {divisors_text(hidden)}; or add " + settings.example("kv_channels"),
+            f"{settings.spell('num_attention_heads')} = {heads}, and {settings.spell('kv_channels')} is not given",
+            f"numbers of heads that divide {hidden}: {divisors_text(hidden)}; or add {settings.example('kv_channels')}",
         )
     return given or hidden // heads
 
 
-def dense_mlp(settings: Settings, hidden: int) -> MlpSpec:
+def dense_mlp(settings: MegatronSettings, hidden: int) -> MlpSpec:
     """The feed-forward block of a layer without experts."""
     gated, activation = settings.flag("gated_linear_unit"), settings.text("activation_func", "gelu")
     width = settings.maybe_size("ffn_hidden_size", "intermediate_size")
@@ -124,14 +124,14 @@ def dense_mlp(settings: Settings, hidden: int) -> MlpSpec:
     return MlpSpec(width, gated=gated, activation=activation, up_bias=bias, down_bias=bias)
 
 
-def _moe_mlp(settings: Settings, hidden: int) -> MoeSpec | None:
+def _moe_mlp(settings: MegatronSettings, hidden: int) -> MoeSpec | None:
     experts = settings.maybe_count("num_moe_experts", "experts")
     if experts is None:
         return None
     top_k = settings.size("moe_router_topk", "experts", 2)
     if top_k > experts:
         raise UserError(
-            f"{settings.spell('moe_router_topk')} = {top_k}, but {settings.spell('num_moe_experts')} = {experts}",
+            f"{settings.spell('moe_router_topk')} = {top_k} is more than {settings.spell('num_moe_experts')} = {experts}",
             "for example " + settings.dialect.assign.format(settings.spell("moe_router_topk"), experts),
         )
     dense = dense_mlp(settings, hidden)
@@ -151,29 +151,29 @@ def _moe_mlp(settings: Settings, hidden: int) -> MoeSpec | None:
     )
 
 
-def _moe_layers(settings: Settings, layers: int) -> list[bool]:
+def _moe_layers(settings: MegatronSettings, layers: int) -> list[bool]:
     pattern = settings.pattern("moe_layer_freq", layers) or 1
     if isinstance(pattern, int):
         return [layer % pattern == 0 for layer in range(layers)]
-    return [bool(each) for each in pattern]
+    return [bool(layer) for layer in pattern]
 
 
-def _window(settings: Settings) -> int | None:
-    """How many positions a query sees, itself among them. Megatron counts those before it, and -1 is all."""
+def _window(settings: MegatronSettings) -> int | None:
+    """How many positions a query sees, including its own. Megatron counts only those before it, and -1 means all."""
     if not settings.given("window_size"):
         return None
-    what, found = settings.spell("window_size"), settings.numbers("window_size")
-    left = found if isinstance(found, int) else found[0] if len(found) == 2 else -2
+    what, value = settings.spell("window_size"), settings.numbers("window_size")
+    left = value if isinstance(value, int) else value[0] if len(value) == 2 else -2
     if left < -1:
-        raise UserError(f"{what} is not two numbers (positions before, positions after)", "for example 4096,0")
+        raise UserError(f"{what} must be two numbers: positions before and positions after", "for example 4096,0")
     return None if left == -1 else check_size(what, left + 1, "sequence_length")
 
 
-def _windowed_layers(settings: Settings, layers: int) -> list[bool]:
-    """Every N-th layer sees the whole sequence, or those with a 0 in the list."""
+def _windowed_layers(settings: MegatronSettings, layers: int) -> list[bool]:
+    """Which layers have a window: all but every N-th, or those with a 1 in the list."""
     pattern = settings.pattern("window_attn_skip_freq", layers)
     if pattern is None:
         return [True] * layers
     if isinstance(pattern, int):
         return [(layer + 1) % pattern != 0 for layer in range(layers)]
-    return [bool(each) for each in pattern]
+    return [bool(layer) for layer in pattern]

@@ -1,4 +1,4 @@
-"""The words of a shell script and the variables that it sets, as far as reading it can tell: nothing is run."""
+"""Splits a shell script into words and follows the variables that it sets. Nothing is run."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?=)(.*)", re.DOTALL)
 VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)(?::?[-=]([^{}]*(?:\{[^{}]*\}[^{}]*)*))?\}")
 ARITHMETIC = re.compile(r"\$\(\(([^$]*)\)\)")
 NAME_IN_ARITHMETIC = re.compile(r"[A-Za-z_]\w*")
-LONGEST_VALUE = 1000  # of a variable: longer ones hold lists of flags, never a size
+LONGEST_VALUE = 1000  # of a variable: longer ones are lists of flags, never a size
 
 
 @dataclass(frozen=True)
 class Word:
-    """A word of a script, without its quotes. `opens`: it stands where a command begins."""
+    """A word of a script, without its quotes. `opens`: it is the first word of a command."""
 
     text: str
     quoted: bool
@@ -36,7 +36,7 @@ class Word:
 
 
 def words_of(text: str) -> Iterator[Word]:
-    """The words of a shell script, comments left out.
+    """The words of a shell script without its comments.
 
     >>> [word.text for word in words_of("A=( --x 'a b' ) # no")]
     ['A=(', '--x', 'a b', ')']
@@ -68,38 +68,38 @@ class Shell:
     """The variables of a script, as far as it sets them itself."""
 
     values: dict[str, str] = field(default_factory=dict)
-    seen: dict[str, dict[str, None]] = field(default_factory=dict)  # every value a name was given
-    open_names: set[str] = field(default_factory=set)  # those that depend on a condition
+    assigned: dict[str, dict[str, None]] = field(default_factory=dict)  # every value that a name was given
+    conditional: set[str] = field(default_factory=set)  # names that are set inside a condition
 
     def assign(self, name: str, value: str, *, in_branch: bool) -> None:
-        """Remember a value; one that a condition may replace by another is not known."""
+        """Remember a value. One that depends on a condition is known only if all its values are the same."""
         filled = self.fill_in(value) if len(value) <= LONGEST_VALUE else ""
         self.values[name] = filled if len(filled) <= LONGEST_VALUE else ""
-        self.seen.setdefault(name, {})[self.values[name]] = None
+        self.assigned.setdefault(name, {})[self.values[name]] = None
         if in_branch:
-            self.open_names.add(name)
+            self.conditional.add(name)
 
     def value(self, name: str) -> str | None:
-        """What the script says this variable is, if it says one thing."""
-        return None if name in self.open_names and len(self.seen[name]) > 1 else self.values.get(name)
+        """The variable's value, if the script gives it only one."""
+        return None if name in self.conditional and len(self.assigned[name]) > 1 else self.values.get(name)
 
     def fill_in(self, text: str) -> str:
-        """The text with its variables and sums replaced where they are known; what is not keeps its $."""
-        for _ in range(3):  # a default may hold a variable itself
-            text = VARIABLE.sub(lambda found: self._replacement(found), text)
-        return ARITHMETIC.sub(lambda found: self._result(found), text)
+        """The text with its known variables and arithmetic replaced; unknown ones keep their $."""
+        for _ in range(3):  # a default may contain a variable itself
+            text = VARIABLE.sub(self._replacement, text)
+        return ARITHMETIC.sub(self._result, text)
 
-    def _replacement(self, found: re.Match[str]) -> str:
-        value = self.value(found[1] or found[2])
-        if value is None and found[2] not in self.open_names:
-            value = found[3]  # the default of ${NAME:-default}
-        return found[0] if value is None else value[:LONGEST_VALUE]
+    def _replacement(self, match: re.Match[str]) -> str:
+        value = self.value(match[1] or match[2])
+        if value is None and match[2] not in self.conditional:
+            value = match[3]  # the default of ${NAME:-default}
+        return match[0] if value is None else value[:LONGEST_VALUE]
 
-    def _result(self, found: re.Match[str]) -> str:
+    def _result(self, match: re.Match[str]) -> str:
         try:
-            return str(evaluate(NAME_IN_ARITHMETIC.sub(lambda name: self.value(name[0]) or name[0], found[1])))
+            return str(evaluate(NAME_IN_ARITHMETIC.sub(lambda name: self.value(name[0]) or name[0], match[1])))
         except ValueError:
-            return found[0]
+            return match[0]
 
     def resolve(self, text: str) -> str | Unknown:
         """The value of an argument."""
@@ -109,7 +109,7 @@ class Shell:
         if "$" not in filled and "`" not in filled:
             return filled
         for name in NAME_IN_ARITHMETIC.findall(filled):
-            if name in self.open_names:
-                values = " or ".join(list(self.seen[name])[:6])
+            if name in self.conditional:
+                values = " or ".join(list(self.assigned[name])[:6])
                 return Unknown(text, f"{name} is {values}, depending on a condition of the script")
-        return Unknown(text, "the text does not set it")
+        return Unknown(text, "the script does not set it")

@@ -1,9 +1,9 @@
-"""Turns what a Megatron file says into values: whole numbers, switches, words, lists with one number for each layer.
+"""Parses the values in a Megatron file: whole numbers, switches, words, lists with one number per layer.
 
-A file's own text is kept as it is until a value is asked for, because only then is it clear what it should be: `32` is a size
-after `--num-layers` and "every 32nd layer" after `--moe-layer-freq`, which may as well hold `([0]*3+[1]*58)`. Such expressions
-are evaluated as Megatron does, but from their syntax tree and within bounds: no text of a file is ever executed. A value that
-cannot be known (a variable that the script does not set) is an `Unknown`: it is an error only where it is needed.
+The file's text is kept as it is until a value is needed, because only then its type is clear: `32` is a size after `--num-layers`
+and "every 32nd layer" after `--moe-layer-freq`, which also accepts `([0]*3+[1]*58)`. Such expressions are evaluated as Megatron
+does, but from their syntax tree and within bounds: no text of a file is ever executed. A value that cannot be known (a variable
+that the script does not set) is an `Unknown`: it is an error only where it is needed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from gemmscope.errors import UserError, shown
 from gemmscope.model.spec import LARGEST, check_size
 
-EXAMPLES = {  # values for messages; 1 fits whatever is not here
+EXAMPLES = {  # values for messages; 1 for all others
     "num_layers": 32,
     "hidden_size": 4096,
     "ffn_hidden_size": 14336,
@@ -47,40 +47,37 @@ EXAMPLES = {  # values for messages; 1 fits whatever is not here
 
 @dataclass(frozen=True)
 class Unknown:
-    """A value that the file leaves open: as written, and why it cannot be known."""
+    """A value that the file does not determine: as written, and why it cannot be known."""
 
     text: str
     why: str
 
-    def __str__(self) -> str:
-        return f"{self.text[:60]}, which is not known: {self.why}"
-
 
 @dataclass(frozen=True)
 class Dialect:
-    """How a file's user writes a setting, and the defaults that are not the same everywhere."""
+    """How a file format spells settings, and the defaults that differ between formats."""
 
     spell: Callable[[str], str]
-    assign: str  # how a spelled name gets its value: "{} {}" for flags, "{}: {}" for YAML
-    swiglu_keeps_parameters: bool  # the default MLP of a SwiGLU model is 2/3 as wide, to have as many parameters
+    assign: str  # name and value: "{} {}" for flags, "{}: {}" for YAML
+    swiglu_keeps_parameters: bool  # the default MLP of a SwiGLU model is 2/3 as wide, which keeps the parameter count
     q_lora_rank: int | None
     kv_lora_rank: int
-    positions: str  # the setting that says how many positions a learned embedding has
+    positions: str  # the setting with the number of learned positions
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What a file says, by Megatron-core name: text from arguments, typed values from YAML. None: not given."""
+class MegatronSettings:
+    """The settings of a file by Megatron-core name: text from arguments, typed values from YAML. None: not given."""
 
     values: Mapping[str, object]
     dialect: Dialect
 
     def spell(self, name: str) -> str:
-        """The name as the file's user writes it."""
+        """The name as it is written in the file."""
         return self.dialect.spell(name)
 
     def example(self, name: str) -> str:
-        """The setting with a value that fits it, as the file's user writes it."""
+        """The setting with a valid value, as it is written in the file."""
         return self.dialect.assign.format(self.spell(name), EXAMPLES.get(name, 1))
 
     def given(self, name: str) -> bool:
@@ -88,13 +85,15 @@ class Settings:
         return self.values.get(name) is not None
 
     def single(self, name: str) -> object:
-        """A value that the file sets and that is one value: neither left open nor a collection."""
+        """A value that the file sets, and that is known and not a collection."""
         value, what = self.values[name], self.spell(name)
         if isinstance(value, Unknown):
-            raise UserError(f"{what} is {value}", f"write the value itself after {what}")
+            raise UserError(
+                f"the value of {what} is not known: {value.text[:60]} ({value.why})", f"write the value itself after {what}"
+            )
         if isinstance(value, (list, tuple, dict, set)):
-            kind = "a mapping" if isinstance(value, dict) else "a list"
-            raise UserError(f"{what} is {kind}", f"it takes one value, not {kind}")
+            kind = "mapping" if isinstance(value, dict) else "list"
+            raise UserError(f"{what} must be a single value, not a {kind}", f"write one value after {what}")
         return value
 
     def whole(self, name: str) -> int:
@@ -116,7 +115,7 @@ class Settings:
             raise UserError(error.message, f"for example {self.example(name)}") from None
 
     def maybe_count(self, name: str, limit: str) -> int | None:
-        """Like `maybe_size`, where 0 says that there is none."""
+        """Like `maybe_size`, where 0 means that there are none."""
         if self.given(name) and self.whole(name) == 0:
             return None
         return self.maybe_size(name, limit)
@@ -128,28 +127,29 @@ class Settings:
         value = self.single(name)
         if isinstance(value, bool):
             return value
-        word = {"true": True, "1": True, "false": False, "0": False}.get(self.text(name).lower())
-        if word is None:
-            raise UserError(f"{self.spell(name)} is yes or no, not {shown(value)}", "write true or false")
-        return word
+        flag = {"true": True, "1": True, "false": False, "0": False}.get(self.text(name).lower())
+        if flag is None:
+            raise UserError(f"{self.spell(name)} must be true or false, not {shown(value)}", "write true or false")
+        return flag
 
     def text(self, name: str, default: str = "") -> str:
-        """Text where the file has text."""
+        """The value if it is text, else the default."""
         value = self.values.get(name)
         return value.strip() if isinstance(value, str) else default
 
     def word(self, name: str, known: Sequence[str], default: str) -> str:
-        """One of the known words, whatever its case."""
+        """One of the known words; case does not matter."""
         if not self.given(name):
             return default
         value = self.single(name)
-        for each in known:
-            if self.text(name).lower() == each.lower():
-                return each
-        raise UserError(f"{self.spell(name)} is {shown(value)}", f"it can be {' or '.join(known)}")
+        for choice in known:
+            if self.text(name).lower() == choice.lower():
+                return choice
+        choices = " or ".join(known)
+        raise UserError(f"{self.spell(name)} must be {choices}, not {shown(value)}", f"write {choices}")
 
     def numbers(self, name: str) -> int | list[int]:
-        """A whole number or a list of them that the file sets; as text it may be a Python expression."""
+        """A whole number or a list of them that the file sets. Text may be a Python expression."""
         value = self.values[name]
         return numbers(self.spell(name), value if isinstance(value, (list, tuple)) else self.single(name))
 
@@ -157,21 +157,21 @@ class Settings:
         """Which layers: every N-th (a number), or one 0 or 1 for each (a list)."""
         if not self.given(name):
             return None
-        what, found = self.spell(name), self.numbers(name)
-        if isinstance(found, int):
-            return check_size(what, found, "layers")
-        if len(found) != layers or set(found) - {0, 1}:
+        what, value = self.spell(name), self.numbers(name)
+        if isinstance(value, int):
+            return check_size(what, value, "layers")
+        if len(value) != layers or set(value) - {0, 1}:
             raise UserError(
-                f"{what} lists {len(found)} layers, but {self.spell('num_layers')} is {layers}"
-                if len(found) != layers
-                else f"{what} holds other numbers than 0 and 1",
-                f"one 0 or 1 for each of the {layers} layers, such as ([0]*1+[1]*{layers - 1}); or N: every N-th layer",
+                f"{what} lists {len(value)} layers, but {self.spell('num_layers')} is {layers}"
+                if len(value) != layers
+                else f"{what} must contain only 0 and 1",
+                f"write one 0 or 1 for each of the {layers} layers, such as ([0]*1+[1]*{layers - 1}), or N for every N-th layer",
             )
-        return found
+        return value
 
 
 def whole_number(what: str, value: object, hint: str = "for example 1") -> int:
-    """A whole number, from text or as it is; `hint` says what to write where it is none.
+    """A whole number, from text or from YAML; `hint` is shown where it is not one.
 
     >>> whole_number("--num-layers", "32")
     32
@@ -186,7 +186,7 @@ def whole_number(what: str, value: object, hint: str = "for example 1") -> int:
 def numbers(what: str, value: object) -> int | list[int]:
     """A whole number or a list of them, from YAML or from text that may be a Python expression."""
     if isinstance(value, (list, tuple)) and len(value) <= LARGEST["layers"]:
-        return [whole_number(f"each number of {what}", each) for each in value]
+        return [whole_number(f"each number of {what}", item) for item in value]
     if not isinstance(value, str):
         return whole_number(what, value)
     try:
@@ -203,7 +203,7 @@ def evaluate(text: str) -> int | list[int]:
     >>> evaluate("([0]*2+[1])*2")
     [0, 0, 1, 0, 0, 1]
     """
-    # Depth of the syntax tree is bounded before Python's parser sees the text: it recurses.
+    # The depth of the syntax tree is bounded before Python's parser sees the text, because the parser recurses.
     if not re.fullmatch(r"[0-9\[\]()+*/,\s-]{1,100000}", text) or sum(map(text.count, "+-*/([")) > 200:
         raise ValueError("not such an expression")
     try:
@@ -216,7 +216,7 @@ def _value_of(node: ast.expr) -> int | list[int]:
     if isinstance(node, ast.Constant) and type(node.value) is int and node.value < 10**12:
         return node.value
     if isinstance(node, (ast.List, ast.Tuple)):
-        return [_whole(_value_of(each)) for each in node.elts]
+        return [_whole(_value_of(element)) for element in node.elts]
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_whole(_value_of(node.operand))
     if isinstance(node, ast.BinOp):

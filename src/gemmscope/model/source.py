@@ -1,4 +1,4 @@
-"""What a reader returns: the model, and whatever the same file says about the run."""
+"""What a reader returns: the model, and the run settings of the same file."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from gemmscope.model.spec import ModelSpec
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model as it was found.
+    """A model, and where it came from.
 
-    `run_settings` are the `RunSpec` fields that the file gave (batch, sequence, parallel sizes); options typed by the user win
-    over them. `findings` say what was assumed, ignored or left out. `model` is None where
-    only tracing can tell the shapes: a module of the user's (`module`), or a `config` whose model type has no closed form.
+    `run_settings` are the `RunSpec` fields that the file gives (batch, sequence, parallel sizes); the user's own arguments
+    override them. `findings` say what was assumed, ignored or not included. `model` is None where only a trace shows the shapes:
+    the user's own `module`, or a `config` whose model type has no closed form.
     """
 
     origin: str

@@ -1,10 +1,10 @@
-"""What a model is and how it is run: two frozen descriptions that every other stage starts from.
+"""What a model is and how it is run: two frozen descriptions that all other stages start from.
 
-`ModelSpec` holds the sizes that decide which matrix products run, layer by layer, because real models are not uniform: the
-first layers of an MoE may be dense, every sixth layer of Gemma sees the whole sequence. `RunSpec` holds the batch and how the
-work is split over GPUs. Neither knows of file formats (the readers do) nor of operations (`workload` does).
+`ModelSpec` has the sizes that decide which GEMMs run, layer by layer, because real models are not uniform: the first layers of an
+MoE may be dense, every sixth layer of Gemma sees the whole sequence. `RunSpec` has the batch and how the work is split over GPUs.
+Neither knows file formats (the readers do) or operations (`workload` does).
 
-Every size is checked when a spec is made, so whatever reaches the later stages is possible.
+Every size is checked when a spec is made, so that later stages can rely on it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import groupby
-from typing import Literal
+from typing import Literal, get_args
 
-from gemmscope.errors import UserError, shown
+from gemmscope.errors import UserError, option, shown
 
 QkNorm = Literal["head", "each_head", "full"]
 """Normalisation of queries and keys: one weight of a head's size shared by all heads; one per head; one over all heads."""
 
-# Far above anything ever trained; a larger number is a mistake in the input, and would only give absurd tables.
+# Far above anything ever trained: a larger number is a mistake in the input.
 LARGEST = {
     "hidden_size": 2**20,
     "intermediate_size": 2**24,
@@ -41,7 +41,7 @@ def check_size(what: str, value: object, limit: str) -> int:
     if value < 1:
         raise UserError(f"{what} must be at least 1, not {shown(value)}")
     if value > LARGEST[limit]:
-        raise UserError(f"{what} = {shown(value)} is beyond anything trained (at most {LARGEST[limit]}): a slip in the input?")
+        raise UserError(f"{what} must be at most {LARGEST[limit]}, not {shown(value)}")
     return value
 
 
@@ -93,10 +93,10 @@ class AttentionSpec:
         if self.heads % self.kv_heads:
             raise UserError(
                 f"num_attention_heads = {self.heads} is not a multiple of num_key_value_heads = {self.kv_heads}",
-                f"key/value heads that fit {self.heads} heads: {divisors_text(self.heads)}",
+                f"numbers of key/value heads that divide {self.heads}: {divisors_text(self.heads)}",
             )
         if self.latent and self.latent.rope_dim > self.head_dim:
-            raise UserError(f"qk_rope_head_dim = {self.latent.rope_dim} is larger than the whole query head ({self.head_dim})")
+            raise UserError(f"qk_rope_head_dim = {self.latent.rope_dim} is larger than the query head ({self.head_dim})")
 
     @property
     def value_head_dim(self) -> int:
@@ -122,7 +122,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class MlpSpec:
-    """A feed-forward block: plain (up, activation, down) or gated (gate and up, activation and product, down)."""
+    """A feed-forward block: plain (up, activation, down) or gated (gate and up, activation and multiplication, down)."""
 
     intermediate_size: int
     gated: bool
@@ -150,7 +150,7 @@ class MoeSpec:
         check_size("the number of experts", self.experts, "experts")
         check_size("num_experts_per_tok", self.top_k, "experts")
         if self.top_k > self.experts:
-            raise UserError(f"num_experts_per_tok = {self.top_k}, but there are only {self.experts} experts")
+            raise UserError(f"num_experts_per_tok = {self.top_k} is more than the number of experts, {self.experts}")
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class ModelSpec:
     head_transform: bool = False  # masked-LM heads: a dense layer and a norm before the vocabulary
     head_transform_bias: bool = True
     head_output: bool = True  # False: an encoder without a vocabulary head
-    unused_parameters: int = 0  # held, but in no operation of the training step that is listed
+    unused_parameters: int = 0  # parameters that no listed operation of the training step uses
     model_type: str = ""
     source: str = ""
 
@@ -224,7 +224,7 @@ class ModelSpec:
             yield layer, chosen.count(layer)
 
     def pattern(self) -> str:
-        """The layers in a few words: `3 dense, 58 MoE`."""
+        """The kinds of layers in order: `3 dense, 58 MoE`."""
         runs = [("MoE" if moe else "dense", len(list(run))) for moe, run in groupby(self.layers, key=lambda layer: layer.is_moe)]
         if len(runs) > 4:
             moe = sum(layer.is_moe for layer in self.layers)
@@ -247,14 +247,15 @@ class ModelSpec:
 
 
 Recompute = Literal["none", "selective", "full"]
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
 
 @dataclass(frozen=True)
 class RunSpec:
     """One micro-batch on one rank, and how the model is split.
 
-    `ep` ranks are data-parallel ranks that share the experts: each brings a micro-batch of its own. `imbalance` is the load of
-    the busiest expert over the average. `pp_layers` gives each pipeline stage its number of layers, where they differ.
+    `ep` ranks are data-parallel ranks that share the experts: each has its own micro-batch. `imbalance` is the load of the
+    busiest expert over the average. `pp_layers` gives each pipeline stage its number of layers, where they differ.
     """
 
     micro_batch_size: int
@@ -277,17 +278,22 @@ class RunSpec:
     separate_projections: bool = False
 
     def __post_init__(self) -> None:
-        check_size("micro_batch_size", self.micro_batch_size, "micro_batch_size")
-        check_size("sequence_length", self.sequence_length, "sequence_length")
-        for name in ("tp", "cp", "pp", "ep", "gradient_accumulation", "vocab_multiple"):
-            check_size(name, getattr(self, name), "parallel")
+        check_size(option("micro_batch_size"), self.micro_batch_size, "micro_batch_size")
+        check_size(option("sequence_length"), self.sequence_length, "sequence_length")
+        for name in ("tp", "cp", "pp", "ep", "gradient_accumulation"):
+            check_size(option(name), getattr(self, name), "parallel")
+        check_size("vocab_multiple", self.vocab_multiple, "parallel")
         if self.etp is not None:
-            check_size("etp", self.etp, "parallel")
-        if self.recompute not in ("none", "selective", "full"):
-            raise UserError(f"recompute is {self.recompute!r}; it can be none, selective (attention only) or full (whole layers)")
+            check_size(option("etp"), self.etp, "parallel")
+        if self.recompute not in RECOMPUTE:
+            raise UserError(
+                f"{option('recompute')} must be {' or '.join(RECOMPUTE)}, not {shown(self.recompute)}",
+                "selective recomputes only attention, full recomputes whole layers",
+            )
         if not isinstance(self.imbalance, (int, float)) or not 1.0 <= self.imbalance < float("inf"):
             raise UserError(
-                f"imbalance = {self.imbalance} is the busiest expert's load over the average: it is 1 (balanced) or more"
+                f"{option('imbalance')} must be at least 1, not {shown(self.imbalance)}",
+                "it is the load of the busiest expert over the average: 1 is balanced",
             )
 
     @property
@@ -319,5 +325,5 @@ def divisors_text(number: int, most: int = 12) -> str:
     >>> divisors_text(8)
     '1, 2, 4, 8'
     """
-    found = divisors(number)
-    return ", ".join(map(str, found[:most])) + (", …" if len(found) > most else "")
+    known = divisors(number)
+    return ", ".join(map(str, known[:most])) + (", …" if len(known) > most else "")

@@ -1,8 +1,8 @@
 """The models that torchtitan ships, built from their table of sizes.
 
-`[model] name = "llama3", flavor = "8B"` points into torchtitan's Python code, so the sizes ship as data here
-(`torchtitan_flavors.toml`), under torchtitan's own argument names. A `Flavor` is one row of that table; this module turns
-it into layers, by the rules of torchtitan's code: how wide an MLP is, which layers hold experts, which see only a window.
+`[model] name = "llama3", flavor = "8B"` refers to torchtitan's Python code, so the sizes ship as data with gemmscope
+(`torchtitan_flavors.toml`), under torchtitan's own argument names. A `Flavor` is one row of that table. This module turns it into
+layers by the rules of torchtitan's code: how wide an MLP is, which layers have experts, which see only a window.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ from functools import cache
 from math import ceil
 from typing import Any
 
-from gemmscope.errors import UserError, closest, shown
+from gemmscope.errors import UserError, closest, option, shown
+from gemmscope.findings import Finding, finding
 from gemmscope.model.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 from gemmscope.toml import load_data
 
-OTHER_WAYS = "for any other model give --config its Hugging Face config.json, or --module file.py:factory"
+OTHER_WAYS = f"for any other model give its Hugging Face config.json with {option('config')}, or trace it with " + option(
+    "module", "FILE.py:FACTORY"
+)
 
 
 @dataclass(frozen=True)
 class Flavor:
-    """The sizes of one flavor, under torchtitan's argument names. None: it follows from the others."""
+    """The sizes of one flavor, under torchtitan's argument names. None: computed from the others."""
 
     dim: int
     n_layers: int
@@ -61,7 +64,7 @@ class Flavor:
 
 @cache
 def families() -> dict[str, Any]:
-    """The table of known models, as `torchtitan_flavors.toml` has it."""
+    """The known models, as in `torchtitan_flavors.toml`."""
     return load_data("gemmscope.model", "torchtitan_flavors.toml")
 
 
@@ -77,7 +80,7 @@ def load_flavor(family: str, name: str) -> Flavor:
 
 
 def model_and_flavor(model: Mapping[str, Any]) -> tuple[str, str]:
-    """The family and the flavor that the `[model]` table of a job config names, as the table of known models spells them.
+    """The family and the flavor that the `[model]` table of a job config names.
 
     >>> model_and_flavor({"name": "simple_fsdp.llama3", "flavor": "8B"})
     ('llama3', '8B')
@@ -87,7 +90,7 @@ def model_and_flavor(model: Mapping[str, Any]) -> tuple[str, str]:
     # Experiments wrap a stock model under a dotted name: simple_fsdp.llama3 trains llama3.
     family = names.get(given.rsplit(".", 1)[-1])
     if family is None:
-        raise _unknown(f"[model] name = {shown(given)} is not a torchtitan model with sizes known here", given, names)
+        raise _unknown(f"[model] name = {shown(given)} is not a known torchtitan model", given, names)
     flavors = families()[family]["flavors"]
     flavor = _text(model, "flavor", flavors)
     if flavor not in flavors:
@@ -99,13 +102,13 @@ def _text(model: Mapping[str, Any], key: str, known: Mapping[str, Any]) -> str:
     value = model.get(key)
     if isinstance(value, str):
         return value
-    wrong = f"[model] {key} is missing" if key not in model else f"[model] {key} must be a text, not {shown(value)}"
-    raise UserError(wrong, f'write {key} = "…" below [model], with one of: {", ".join(known)}')
+    message = f"[model] {key} is missing" if key not in model else f"[model] {key} must be text, not {shown(value)}"
+    raise UserError(message, f'write {key} = "…" below [model], with one of: {", ".join(known)}')
 
 
 def _unknown(message: str, given: str, known: Mapping[str, Any]) -> UserError:
-    near = closest(given[:100], known)
-    suggestion = f"did you mean {' or '.join(near)}? " if near else ""
+    similar = closest(given[:100], known)
+    suggestion = f"did you mean {' or '.join(similar)}? " if similar else ""
     return UserError(message, f"{suggestion}known: {', '.join(known)}; {OTHER_WAYS}")
 
 
@@ -123,10 +126,10 @@ def model_spec(family: str, name: str, flavor: Flavor) -> ModelSpec:
 
 
 def swiglu_size(dim: int, multiplier: float = 1.0, multiple_of: int = 256, shared_by: int = 1) -> int:
-    """Llama's rule for the intermediate size: two thirds of 4 x dim, scaled, shared out, rounded up.
+    """Llama's rule for the intermediate size: two thirds of 4 x dim, scaled, divided, rounded up.
 
     A gated block has three weights where a plain one has two, so 2/3 of the width keeps the parameter count. Llama 4
-    divides it further among the experts that a token visits (`shared_by`).
+    divides it further by the number of experts that a token visits (`shared_by`).
 
     >>> swiglu_size(4096, 1.3, 1024), swiglu_size(5120, 1.2, 2048, shared_by=2)
     (14336, 8192)
@@ -190,21 +193,15 @@ def _experts(flavor: Flavor) -> MoeSpec:
     )
 
 
-def model_notes(model: Mapping[str, Any], flavor: Flavor) -> list[str]:
-    """What the sizes do not say about the model of a `[model]` table."""
-    notes = []
+def model_findings(model: Mapping[str, Any], flavor: Flavor) -> list[Finding]:
+    """What is assumed or not modelled about the model of a `[model]` table."""
+    findings = []
     if "tokenizer_path" in model:
-        notes.append(
-            f"vocabulary: {flavor.vocab_size} is assumed, the flavor's own; releases of torchtitan with"
-            " [model] tokenizer_path take it from the tokenizer"
-        )
+        findings.append(finding("vocabulary-assumed", size=flavor.vocab_size))
     if flavor.attn_mask_type == "block_causal":
-        notes.append("attention is counted over the whole sequence; this flavor masks across documents, so it does less")
+        findings.append(finding("document-mask-not-modelled"))
     if flavor.every_n_layers_nope:
-        notes.append(
-            f"attention in blocks of {flavor.fixed_attn_block_size} tokens is counted as a sliding window of that size:"
-            " the same up to that sequence length, more work beyond it"
-        )
+        findings.append(finding("attention-blocks-as-window", size=flavor.fixed_attn_block_size))
     if model.get("converters"):
-        notes.append(f"[model] converters = {shown(model['converters'])} is not read: it changes precisions, not shapes")
-    return notes
+        findings.append(finding("converters-ignored", value=shown(model["converters"])))
+    return findings

@@ -1,1 +1,1 @@
-"""What a precision does: which operands each pass multiplies, what is quantized, what that costs in bytes."""
+"""Recipes: the operand formats of each pass, what is quantized, what that costs in bytes, and which GPUs run it."""

@@ -15,20 +15,20 @@ BASELINE = "BF16"
 
 @dataclass(frozen=True)
 class Recipe:
-    """One precision. `operands[pass]` are the formats of the two factors; `scales` how their values are scaled."""
+    """One precision. `operands[pass]` are the formats of the two operands; `scales` is how their values are scaled."""
 
     name: str
     title: str
     backends: tuple[str, ...]
     operands: Mapping[str, tuple[str, str]]
     scales: str
-    also_scaled: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by pass: what a kernel may show instead
-    multiple_of: int = 1  # that tokens, input and output features must be
+    also_scaled: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by pass: other scales that a kernel may show
+    multiple_of: int = 1  # tokens, input and output features must be multiples of it
     bytes_read: float = 0  # per element quantized
     bytes_written: float = 0
     weight_copy_bytes: float = 0  # per weight element: the quantized copies, both directions together
     kept_bytes: float = 2  # per element of X, from forward to backward
-    same_kernels_as: str | None = None  # quantized differently, multiplied alike
+    same_kernels_as: str | None = None  # the recipe with the same GEMM kernels and another quantization
     seen: str = ""  # the GPU on which these facts were observed
     settings: Mapping[str, Any] = field(default_factory=dict)  # per backend: how it names the recipe
 
@@ -37,7 +37,7 @@ class Recipe:
         return self.scales != "none"
 
     def scales_of(self, pass_name: str) -> tuple[str, ...]:
-        """How the factors of a pass may be scaled, the recipe's own way first; a product of BF16 has no scales in any recipe.
+        """How the operands of a pass may be scaled, the recipe's own way first. A BF16 GEMM has no scales in any recipe.
 
         >>> recipe("FP8Rowwise").scales_of("dgrad"), recipe("FP8RowwiseGWHP").scales_of("wgrad")
         (('row', 'tensor'), ('none',))
@@ -50,37 +50,37 @@ class Recipe:
         """Why GEMMs of these sizes do not run in this recipe; empty if they do.
 
         >>> recipe("FP8Block").misaligned({"output features": 16380})
-        'output features = 16380 is not a multiple of 16, which FP8Block GEMMs need: pad to 16384'
+        'output features = 16380 is not a multiple of 16, which FP8Block GEMMs need: pad it to 16384'
         """
-        wrong = self.misalignment(sizes)
-        if wrong is None:
+        misalignment = self.misalignment(sizes)
+        if misalignment is None:
             return ""
-        name, size = wrong
+        name, size = misalignment
         padded = -(-size // self.multiple_of) * self.multiple_of
-        return f"{name} = {size} is not a multiple of {self.multiple_of}, which {self.name} GEMMs need: pad to {padded}"
+        return f"{name} = {size} is not a multiple of {self.multiple_of}, which {self.name} GEMMs need: pad it to {padded}"
 
     def misalignment(self, sizes: Mapping[str, int]) -> tuple[str, int] | None:
-        """The first of these sizes that GEMMs in this recipe cannot have; None if all fit."""
+        """The first of these sizes that is not a multiple of what the recipe needs, with its name; None if there is none."""
         return next(((name, size) for name, size in sizes.items() if size % self.multiple_of), None)
 
 
 @cache
 def recipes() -> Mapping[str, Recipe]:
     """All recipes by name, the baseline first."""
-    known = {each.name for each in fields(Recipe)} - {"name", "settings"}
-    made = {}
+    known = {item.name for item in fields(Recipe)} - {"name", "settings"}
+    result = {}
     for name, facts in load_data("gemmscope.recipe", "recipes.toml").items():
         plain = {key: value for key, value in facts.items() if key in known}
         plain["backends"] = tuple(facts["backends"])
         plain["operands"] = {which: tuple(pair) for which, pair in facts["operands"].items()}
         plain["also_scaled"] = {which: tuple(kinds) for which, kinds in facts.get("also_scaled", {}).items()}
         settings = {key: value for key, value in facts.items() if key not in known}
-        made[name] = Recipe(name=name, settings=settings, **plain)
-    return made
+        result[name] = Recipe(name=name, settings=settings, **plain)
+    return result
 
 
 def recipe(name: str) -> Recipe:
-    """The recipe of that name, whatever its case.
+    """The recipe of that name; case does not matter.
 
     >>> recipe("fp8current").operands["dgrad"]
     ('e4m3', 'e5m2')
@@ -89,12 +89,12 @@ def recipe(name: str) -> Recipe:
     if name.lower() not in by_lower:
         similar = [by_lower[match] for match in closest(name.lower(), by_lower)]
         hint = f"did you mean {' or '.join(similar)}? " if similar else ""
-        raise UserError(f"there is no recipe {name!r}", f"{hint}recipes: {', '.join(recipes())}")
+        raise UserError(f"unknown recipe {name!r}", f"{hint}recipes: {', '.join(recipes())}")
     return recipes()[by_lower[name.lower()]]
 
 
 def parse_names(text: str) -> list[str]:
-    """`bf16,fp8current` as recipe names, the baseline always among them and first.
+    """`bf16,fp8current` as recipe names; the baseline is always included, and first.
 
     >>> parse_names("fp8block")
     ['BF16', 'FP8Block']

@@ -1,4 +1,4 @@
-"""Which GPU runs which recipe, from the table: what can be said without asking a framework."""
+"""Which GPU runs which recipe, from a table. Frameworks may know better; this needs none."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from gemmscope.toml import load_data
 
 @dataclass(frozen=True)
 class Support:
-    """Whether a recipe runs, and the reason or the reservation."""
+    """Whether a recipe runs, and a note: why not, or how."""
 
     runs: bool
-    words: str = ""
-    complete: bool = False  # the reason names the GPU's compute capability itself
+    note: str = ""
+    complete: bool = False  # the note already names the GPU's compute capability
 
     def why_not(self, who: str, capability: tuple[int, int]) -> str:
-        """The reason with the GPU that it is about; empty if the recipe runs.
+        """The reason why it does not run, with the GPU's own compute capability; empty if it runs.
 
         >>> support("MXFP8", (9, 0)).why_not("h200", (9, 0))
-        'MXFP8 GEMMs need compute capability 10.0, and h200 is 9.0'
+        'MXFP8 GEMMs need compute capability 10.0, and h200 has 9.0'
         >>> support("MXFP8", (12, 0)).why_not("rtx-5090", (12, 0))
-        'Transformer Engine has none for compute capability 12.0'
+        'Transformer Engine has no kernels for compute capability 12.0'
         """
         own = f"{capability[0]}.{capability[1]}"
-        return "" if self.runs else self.words if self.complete else f"{self.words}, and {who} is {own}"
+        return "" if self.runs else self.note if self.complete else f"{self.note}, and {who} has {own}"
 
 
 @cache
@@ -36,30 +36,28 @@ def _table() -> dict[str, Any]:
 
 
 def support(name: str, capability: tuple[int, int]) -> Support:
-    """What a GPU of this compute capability does with a recipe.
+    """Whether a GPU of this compute capability runs a recipe.
 
     >>> support("MXFP8", (9, 0))
-    Support(runs=False, words='MXFP8 GEMMs need compute capability 10.0', complete=False)
-    >>> support("FP8Block", (10, 0)).words
+    Support(runs=False, note='MXFP8 GEMMs need compute capability 10.0', complete=False)
+    >>> support("FP8Block", (10, 0)).note
     'emulated with MXFP8 kernels on Blackwell'
     """
     if not recipe(name).quantizes:
-        return (
-            Support(runs=True) if capability >= (8, 0) else Support(runs=False, words="BF16 GEMMs need compute capability 8.0")
-        )
+        return Support(runs=True) if capability >= (8, 0) else Support(runs=False, note="BF16 GEMMs need compute capability 8.0")
     facts = _table()[name]
     architecture = f"{capability[0]}.{capability[1]}"
     if architecture in facts["yes"]:
         return Support(runs=True)
     if architecture in facts.get("emulated", ()):
-        return Support(runs=True, words=facts["emulated_as"])
+        return Support(runs=True, note=facts["emulated_as"])
     if architecture in facts.get("not_yet", {}):
-        return Support(runs=False, words=facts["not_yet"][architecture], complete=True)
-    return Support(runs=False, words=facts["otherwise"])
+        return Support(runs=False, note=facts["not_yet"][architecture], complete=True)
+    return Support(runs=False, note=facts["otherwise"])
 
 
 def architectures() -> dict[str, str]:
-    """Every architecture of the table: compute capability → its name.
+    """Every architecture of the table: compute capability → name.
 
     >>> architectures()["9.0"]
     'Hopper (H100, H200)'
@@ -68,10 +66,10 @@ def architectures() -> dict[str, str]:
 
 
 def architecture_name(capability: tuple[int, int]) -> str:
-    """A capability in words.
+    """The name of a compute capability.
 
     >>> architecture_name((9, 0))
     'Hopper (H100, H200)'
     """
-    found = architectures().get(f"{capability[0]}.{capability[1]}")
-    return found if found else f"compute capability {capability[0]}.{capability[1]}"
+    own = f"{capability[0]}.{capability[1]}"
+    return architectures().get(own, f"compute capability {own}")

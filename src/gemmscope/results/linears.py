@@ -6,6 +6,7 @@ never a zero. What ran in another precision than requested has a time but no spe
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 
 from gemmscope.interval import Interval
@@ -13,6 +14,26 @@ from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.results.base import Origin, Part
 from gemmscope.workload.cases import Case, Mode
 from gemmscope.workload.ops import PASSES, Pass
+
+# What is quantized → the passes that it serves. A framework quantizes X, W and dY once each, or the operands of every GEMM again.
+QUANTIZED_ONCE: dict[str, tuple[Pass, ...]] = {"X": ("fprop", "wgrad"), "W": ("fprop", "dgrad"), "dY": ("dgrad", "wgrad")}
+QUANTIZED_PER_GEMM: dict[str, tuple[Pass, ...]] = {f"for {name}": (name,) for name in PASSES}
+
+
+def quantization_by_pass(quantize: Mapping[str, float], passes: Iterable[str]) -> dict[str, float]:
+    """Each pass's share of the quantization: what serves several of the passes that run is divided among them.
+
+    >>> quantization_by_pass({"X": 4.0, "W": 2.0, "dY": 6.0}, ("fprop", "dgrad", "wgrad"))
+    {'fprop': 3.0, 'dgrad': 4.0, 'wgrad': 5.0}
+    >>> quantization_by_pass({"X": 4.0, "W": 2.0}, ("fprop",))
+    {'fprop': 6.0}
+    """
+    shares = dict.fromkeys(passes, 0.0)
+    for label, time in quantize.items():
+        served = [name for name in (QUANTIZED_ONCE | QUANTIZED_PER_GEMM)[label] if name in shares]
+        for name in served:
+            shares[name] += time / len(served)
+    return shares
 
 
 class Evidence(Part):
@@ -66,6 +87,12 @@ class OpTime(Part):
     @property
     def quantization_ms(self) -> float:
         return sum(self.quantize_ms.values())
+
+    @property
+    def gemm_ms(self) -> dict[Pass, float]:
+        """The passes without their share of the quantization; empty where the time is not split."""
+        shares = quantization_by_pass(self.quantize_ms, self.pass_ms)
+        return {name: time.value - shares[name] for name, time in self.pass_ms.items()}
 
 
 class Speedup(Part):
@@ -199,7 +226,7 @@ def same_kernels(name: str, mode: Mode, names: tuple[str, ...] | list[str]) -> s
     'FP8Current'
     """
     other = recipe(name).same_kernels_as
-    return other if mode == "pre-quantized" and other in names else name
+    return other if mode == "pre-quantized" and other is not None and other in names else name
 
 
 def linears_total(

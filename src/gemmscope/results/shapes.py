@@ -43,8 +43,8 @@ class ListedOp(Part):
     """Grouped linears: tokens of each expert."""
 
 
-class ListedProduct(Part):
-    """A GEMM without a weight: attention scores and the like, as unfused code would run them."""
+class ListedBatchedGemm(Part):
+    """A batched GEMM without a weight: the scores, context and gradients of unfused attention."""
 
     op: str
     direction: Literal["forward", "backward"]
@@ -76,6 +76,6 @@ class ShapesResult(ModelResult):
     derived_by: Literal["closed form", "trace"]
     gemms: tuple[ListedGemm, ...]
     ops: tuple[ListedOp, ...]
-    products: tuple[ListedProduct, ...]
+    batched_gemms: tuple[ListedBatchedGemm, ...]
     totals: Totals
     check: Check | None = None

@@ -119,6 +119,10 @@ class AtBatch(Part):
     sequence_length: int
     speedups: dict[str, Interval]
 
+    @property
+    def name(self) -> str:
+        return f"{self.micro_batch_size} x {self.sequence_length}"
+
 
 class Recommendation(Part):
     """What to use: a recipe, and the parts of every layer that stay in BF16."""

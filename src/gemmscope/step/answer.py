@@ -1,159 +1,100 @@
-"""What a run of steps says: per precision the step, its speedup, and why. Run files, tables and pages are made from it."""
+"""From measurements to the answer: the step of every recipe, its speedup, and why it gains what it gains."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from math import hypot, isfinite
+from collections.abc import Sequence
+from itertools import permutations
+from typing import Any
 
 from gemmscope.gpu.specs import spec_of
-from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE, recipe
-from gemmscope.step.results import StepResults, VariantResult
-from gemmscope.step.waterfall import NOT_RUNNING, Row, Side, Waterfall, place, verdict, waterfall
+from gemmscope.results.linears import Speedup
+from gemmscope.results.step import StepTime, StepTimes, VariantResult, Verified
+from gemmscope.results.winner import find_winner
+from gemmscope.step.measurements import StepMeasurements
+from gemmscope.step.waterfall import ProfiledStep, levels_of, place, unknown_kernels, verdict
 from gemmscope.workload.summary import Totals
 
-BYTES_PER_PARAMETER = 8  # in training: the weight, its gradient and both moments, in bf16
+BYTES_PER_PARAMETER = 8  # in training: the weight, its gradient and both moments, in BF16
 
 
-@dataclass(frozen=True)
-class Verified:
-    """The real model's step beside the prediction of the same run."""
-
-    depth: int
-    predicted: Interval
-    actual: Interval
-
-    @property
-    def error(self) -> float:
-        return self.predicted.value / self.actual.value - 1
-
-    @property
-    def agrees(self) -> bool | None:
-        """Whether the error is within what both are known to; None where one of them is not known at all."""
-        doubt = hypot(self.predicted.half_width, self.actual.half_width)
-        return abs(self.error) <= doubt if isfinite(doubt) else None
-
-
-@dataclass(frozen=True)
-class RecipeAnswer:
-    """One precision. Times in milliseconds of one step on one rank; None where it was not measured."""
-
-    recipe: str
-    step: Interval
-    speedup: Interval | None
-    tokens_per_s: float
-    model_tflops: float
-    utilisation: float | None  # of the chip's dense BF16 rate, whatever the precision; None where that is not known
-    busy_ms: float | None
-    host_ms: float | None
-    peak_bytes: float | None
-    waterfall: Waterfall | None
-    words: str
-    verified: Verified | None = None
-    rows: Mapping[Row, float] = field(default_factory=dict)  # of a forecast: milliseconds of each part
-
-    @property
-    def fell_back(self) -> bool:
-        """Whether products ran in BF16 that were asked for in less."""
-        return self.words.startswith(NOT_RUNNING)
-
-    @property
-    def host_bound(self) -> bool:
-        """Launching takes longer than running: the step takes what the CPU takes."""
-        return self.host_ms is not None and self.busy_ms is not None and self.host_ms > self.busy_ms
-
-
-@dataclass(frozen=True)
-class StepAnswer:
-    """All precisions that were measured, the baseline first, and why the others were not."""
-
-    recipes: tuple[RecipeAnswer, ...]
-    failures: dict[str, str]
-    depth: int
-    layers: int
-
-    def of(self, name: str) -> RecipeAnswer | None:
-        return next((each for each in self.recipes if each.recipe == name), None)
-
-
-def answer(
-    results: StepResults,
+def step_times(
+    measurements: StepMeasurements,
     names: Sequence[str],
     totals: Totals,
     tokens_per_step: int,
-    real: StepResults | None = None,
-    as_deep: StepResults | None = None,
-) -> StepAnswer:
-    """Put it together. `real`: what `--verify` measured; `as_deep`: the prediction of as many layers, if it did not run all."""
-    baseline = _deepest(results, BASELINE)
-    chip = spec_of(str(results.hello.get("device", {}).get("name", "")))
-    made, failures = [], {}
+    real: StepMeasurements | None = None,
+    as_deep: StepMeasurements | None = None,
+) -> StepTimes:
+    """The answer. `real`: what `--verify` measured; `as_deep`: the prediction of as many layers, if it did not run all."""
+    gpu = spec_of(str(measurements.hello.get("device", {}).get("name", "")))
+    baseline = measurements.deepest(BASELINE)
+    slow = profiled_step(measurements, baseline) if baseline is not None else None
+    times, failures = [], {}
     for name in names:
-        found, step = _deepest(results, name), results.step(name)
-        if found is None or step is None:
-            failures[name] = next((each.failure for each in results.of(name) if each.failure), "no step of it was timed")
+        result, step_ms = measurements.deepest(name), measurements.step(name)
+        if result is None or step_ms is None:
+            reasons = [variant.failure for variant in measurements.of(name) if variant.failure]
+            failures[name] = reasons[0] if reasons else "no step of it was timed"
             continue
-        fall, words, side = None, "", _side(found)
-        if name != BASELINE and baseline is not None and side is not None and (slow := _side(baseline)) is not None:
-            fall = waterfall(slow, side)
-            words = verdict(fall, recipe(name), side.placed)
-        flops = totals.model_flops * totals.micro_batches_per_step
-        made.append(
-            RecipeAnswer(
-                recipe=name,
-                step=step,
-                speedup=results.speedup(name) if name != BASELINE else None,
-                tokens_per_s=tokens_per_step / step.value * 1000,
-                model_tflops=flops / step.value / 1e9,
-                utilisation=flops / step.value / 1e9 / chip.tflops["bf16"] if chip is not None else None,
-                busy_ms=results.extrapolated(name, _busy),
-                host_ms=results.extrapolated(name, lambda result: result.host_ms),
-                peak_bytes=_peak(results, name, totals),
-                waterfall=fall,
-                words=words,
-                verified=_verified(as_deep or results, real, name) if real is not None else None,
-            )
+        fast = profiled_step(measurements, result)
+        explained = _explained(name, slow, fast) if name != BASELINE and slow is not None and fast is not None else {}
+        model_tflops = totals.model_flops * totals.micro_batches_per_step / step_ms.value / 1e9
+        time = StepTime(
+            recipe=name,
+            step_ms=step_ms,
+            tokens_per_s=tokens_per_step / step_ms.value * 1000,
+            model_tflops=model_tflops,
+            mfu=model_tflops / gpu.tflops["bf16"] if gpu is not None else None,
+            gpu_busy_ms=measurements.extrapolated(name, lambda variant: _busy_ms(measurements, variant)),
+            host_ms=measurements.extrapolated(name, lambda variant: variant.host_ms),
+            peak_bytes=_peak_bytes(measurements, name, totals),
+            parts_ms=fast.parts_ms() if fast is not None else {},
+            verified=_verified(as_deep or measurements, real, name) if real is not None else None,
+            **explained,
         )
-    depth = baseline.variant.depth if baseline is not None else 0
-    return StepAnswer(tuple(made), failures, depth, results.layers)
+        if name != BASELINE and not time.fell_back:
+            time = time.model_copy(update={"speedup": measurements.speedup(name)})
+        times.append(time)
+    return _compared(StepTimes(origin="measured", recipes=tuple(times), failures=failures), measurements)
 
 
-def rows_of(results: StepResults, name: str) -> dict[Row, float] | None:
-    """Milliseconds of each part of a measured step, at the depth it was run with; None where its kernels were not seen."""
-    found = _deepest(results, name)
-    side = _side(found) if found is not None else None
-    return side.sums() if side is not None else None
+def _explained(name: str, slow: ProfiledStep, fast: ProfiledStep) -> dict[str, Any]:
+    """The waterfall of a recipe and what it shows."""
+    levels = levels_of(slow.parts_ms(), fast.parts_ms())
+    named_share, unknown = unknown_kernels([*slow.kernels, *fast.kernels])
+    why = verdict(levels, recipe(name), fast.kernels)
+    return {"waterfall": levels, "named_share": named_share, "unknown_kernels": unknown, "verdict": why}
 
 
-def _deepest(results: StepResults, name: str) -> VariantResult | None:
-    found = [result for result in results.of(name) if result.measured]
-    return found[0] if found else None
+def _compared(times: StepTimes, measurements: StepMeasurements) -> StepTimes:
+    """With the speedups of every recipe over every other one, and the winner; a fallback takes no part in it."""
+    names = [time.recipe for time in times.recipes if not time.fell_back]
+    ratios = {(name, over): measurements.speedup(name, over=over) for name, over in permutations(names, 2)}
+    speedups = tuple(
+        Speedup(recipe=name, over=over, speedup=ratio) for (name, over), ratio in ratios.items() if ratio is not None
+    )
+    over_baseline = {name: ratio for (name, over), ratio in ratios.items() if over == BASELINE and ratio is not None}
+    winner = find_winner(over_baseline, lambda name, over: ratios[name, over]) if BASELINE in names else None
+    return times.model_copy(update={"speedups": speedups, "winner": winner})
 
 
-def _side(result: VariantResult) -> Side | None:
-    """What its waterfall is made of; None where its kernels were not seen."""
+def profiled_step(measurements: StepMeasurements, result: VariantResult) -> ProfiledStep | None:
+    """What its waterfall is made of; None where its kernels were not profiled."""
     if not result.parts:
         return None
-    placed = place(result.parts, quantizes=recipe(result.variant.recipe).quantizes)
-    return Side(placed, _wall(result), result.host_ms, result.busy_ms)
+    kernels = place(result.parts, quantizes=recipe(result.variant.recipe).quantizes)
+    return ProfiledStep(kernels, measurements.mean_ms(result), result.host_ms, result.busy_ms)
 
 
-def _wall(result: VariantResult) -> float:
-    """The measured step of this very variant, at its own depth."""
-    flat = [piece for burst in result.pieces for piece in burst]
-    return sum(flat) / len(flat)
+def _busy_ms(measurements: StepMeasurements, result: VariantResult) -> float | None:
+    step = profiled_step(measurements, result)
+    return step.wall_ms - step.idle_ms if step is not None else None
 
 
-def _busy(result: VariantResult) -> float | None:
-    side = _side(result)
-    return side.wall_ms - side.waiting_ms if side is not None else None
-
-
-def _peak(results: StepResults, name: str, totals: Totals) -> float | None:
+def _peak_bytes(measurements: StepMeasurements, name: str, totals: Totals) -> float | None:
     """Of the real model: what the step held beyond its own weights, and weights, gradients and moments of all layers."""
-
-    plain = {result.variant.depth: result.facts.get("held_bytes") for result in results.of(BASELINE)}
+    plain = {result.variant.depth: result.facts.get("held_bytes") for result in measurements.of(BASELINE)}
 
     def beyond(result: VariantResult) -> float | None:
         peak, held = result.facts.get("peak_bytes"), result.facts.get("held_bytes")
@@ -162,16 +103,16 @@ def _peak(results: StepResults, name: str, totals: Totals) -> float | None:
         as_baseline = plain.get(result.variant.depth)  # weights quantized once per step are held beside those that BF16 has
         return float(peak - (min(held, as_baseline) if as_baseline is not None else held))
 
-    activations = results.extrapolated(name, beyond)
+    activations = measurements.extrapolated(name, beyond)
     return activations + BYTES_PER_PARAMETER * totals.parameters_of_rank if activations is not None else None
 
 
-def _verified(results: StepResults, real: StepResults, name: str) -> Verified | None:
+def _verified(measurements: StepMeasurements, real: StepMeasurements, name: str) -> Verified | None:
     """The real step beside the prediction of as many layers; None if one of them is missing."""
-    actual, predicted = real.speedup(name, real=True), results.speedup(name)
+    actual, predicted = real.speedup(name, real=True), measurements.speedup(name)
     if name == BASELINE:
-        actual, predicted = real.step(name, real=True), results.step(name)
+        actual, predicted = real.step(name, real=True), measurements.step(name)
     deepest = real.of(name, real=True)
-    if actual is None or predicted is None or not deepest or deepest[0].variant.depth != results.layers:
+    if actual is None or predicted is None or not deepest or deepest[0].variant.depth != measurements.layers:
         return None  # a shallower real model is another one
-    return Verified(deepest[0].variant.depth, predicted, actual)
+    return Verified(depth=deepest[0].variant.depth, predicted=predicted, actual=actual)

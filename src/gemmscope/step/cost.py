@@ -1,18 +1,21 @@
-"""What a run costs: days, GPU-hours and money for a number of tokens, with the step's interval carried through."""
+"""Cost of a full training run: days, GPU-hours and money for a number of tokens, with the interval of the step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from gemmscope.errors import UserError, shown
+from gemmscope.errors import UserError, option, shown
 from gemmscope.interval import Interval
 from gemmscope.model.spec import RunSpec
+from gemmscope.results.step import Cost
+
+PRICE_HINT = f"the price of one GPU-hour, for example {option('price', 2.5)}"
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How many tokens, on how many GPUs, at what price for one GPU and hour (None: not asked)."""
+    """How many tokens, on how many GPUs, at what price per GPU-hour (None: not given)."""
 
     tokens: float
     gpus: int
@@ -20,19 +23,24 @@ class Budget:
 
     def __post_init__(self) -> None:
         if not 0 < self.tokens < float("inf"):
-            raise UserError(f"--tokens {self.tokens:g} is no number of tokens", "for example --tokens 1e12")
+            raise UserError(
+                f"{option('tokens', f'{self.tokens:g}')} is not a number of tokens", f"for example {option('tokens', '1e12')}"
+            )
         if self.gpus < 1:
-            raise UserError(f"--gpus {self.gpus} leaves nothing to train on", "it is 1 or more")
+            raise UserError(f"{option('gpus', self.gpus)} is invalid: it must be 1 or more", f"for example {option('gpus', 256)}")
         if self.price is not None and not 0 <= self.price < float("inf"):
-            raise UserError(f"--price {self.price:g} is no price", "for one GPU and one hour, for example --price 2.5")
+            raise UserError(f"{option('price', f'{self.price:g}')} is not a price", PRICE_HINT)
 
     @classmethod
     def asked(cls, tokens: float | None, gpus: int | None, price: float | None) -> Budget | None:
-        """None if nothing was asked for; a `UserError` if too little was."""
+        """None if nothing was given; a `UserError` if too little was."""
         if tokens is None and gpus is None and price is None:
             return None
         if tokens is None or gpus is None:
-            raise UserError("a run's cost needs --tokens and --gpus", "for example --tokens 1e12 --gpus 256 --price 2.5")
+            raise UserError(
+                f"the cost of a run needs {option('tokens')} and {option('gpus')}",
+                f"for example {option('tokens', '1e12')} {option('gpus', 256)} {option('price', 2.5)}",
+            )
         return cls(tokens, gpus, price)
 
     def at(self, price: float | None) -> Budget:
@@ -44,23 +52,15 @@ class Budget:
         group = run.tp * run.cp * run.pp
         if self.gpus % group:
             raise UserError(
-                f"{self.gpus} GPUs do not divide into groups of {group} (tp x cp x pp)", f"for example --gpus {group * 8}"
+                f"{self.gpus} GPUs do not divide into groups of {group} (tp x cp x pp)",
+                f"for example {option('gpus', group * 8)}",
             )
         if (self.gpus // group) % run.ep:
             raise UserError(
                 f"{self.gpus // group} replicas do not divide into the {run.ep} that share the experts",
-                f"for example --gpus {group * run.ep}",
+                f"for example {option('gpus', group * run.ep)}",
             )
         return self.gpus // group
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Of the whole run in one precision."""
-
-    days: Interval
-    gpu_hours: Interval
-    money: Interval | None
 
 
 def prices(text: str) -> Mapping[str, float] | float:
@@ -69,22 +69,24 @@ def prices(text: str) -> Mapping[str, float] | float:
     >>> prices("2.5"), prices("h200=2.5, b300=4")
     (2.5, {'h200': 2.5, 'b300': 4.0})
     """
-    found: dict[str, float] = {}
+    by_gpu: dict[str, float] = {}
     try:
         if "=" not in text:
             return float(text)
         for part in text.split(","):
             name, _, price = part.partition("=")
-            found[name.strip().lower()] = float(price)
+            by_gpu[name.strip().lower()] = float(price)
     except ValueError:
         raise UserError(
-            f"--price {shown(text)} is no price", "for one GPU and one hour: --price 2.5, or --price h200=2.5,b300=4"
+            f"{option('price')} {shown(text)} is not a price",
+            f"per GPU-hour: {option('price', 2.5)}, or {option('price', 'h200=2.5,b300=4')}",
         ) from None
-    return found
+    return by_gpu
 
 
 def cost(step: Interval, run: RunSpec, budget: Budget) -> Cost:
-    """Every GPU computes all the time. What is not in the step (measured, that is communication) is not in it; nor are restarts.
+    """Every GPU computes all the time: what is not in the step is not in the cost (communication if it was measured), nor are
+    restarts.
 
     >>> run = RunSpec(micro_batch_size=1, sequence_length=1000)
     >>> found = cost(Interval(100.0, 99.0, 101.0), run, Budget(tokens=8.64e9, gpus=10, price=2.0))
@@ -92,10 +94,6 @@ def cost(step: Interval, run: RunSpec, budget: Budget) -> Cost:
     (1.0, 240, 480)
     """
     tokens_per_step = run.micro_batch_size * run.sequence_length * run.gradient_accumulation * budget.replicas(run)
-    days = _times(step, budget.tokens / tokens_per_step / 1000 / 86400)
-    hours = _times(days, 24 * budget.gpus)
-    return Cost(days, hours, _times(hours, budget.price) if budget.price is not None else None)
-
-
-def _times(found: Interval, factor: float) -> Interval:
-    return Interval(found.value * factor, found.low * factor, found.high * factor)
+    days = step.times(budget.tokens / tokens_per_step / 1000 / 86400)
+    hours = days.times(24 * budget.gpus)
+    return Cost(days=days, gpu_hours=hours, money=hours.times(budget.price) if budget.price is not None else None)

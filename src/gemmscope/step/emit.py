@@ -1,4 +1,4 @@
-"""A plan in the words of the frameworks: code for Transformer Engine and torchao, options for torchtitan and Megatron-LM.
+"""A recommendation ready to paste: code for Transformer Engine and torchao, options for torchtitan and Megatron-LM.
 
 How each framework names a recipe is data (`recipe/recipes.toml`: `class`, `float8`, `megatron`); what stays in BF16 is named as
 its models name the modules.
@@ -6,41 +6,42 @@ its models name the modules.
 
 from __future__ import annotations
 
-from gemmscope.recipe.recipes import recipe
-from gemmscope.step.recommend import Plan
+from collections.abc import Sequence
 
-# Part -> the names that torchtitan's layers give to its linears.
+from gemmscope.recipe.recipes import recipe as recipe_named
+
+# Block -> the names that torchtitan's layers give to its linears.
 TORCHTITAN_MODULES = {
     "qkv": ("attention.wq", "attention.wk", "attention.wv"),
     "attn out": ("attention.wo",),
     "mlp": ("feed_forward", "moe"),
 }
-# And those that Hugging Face's give.
+# And those of Hugging Face.
 HUGGING_FACE_MODULES = {"qkv": ("q_proj", "k_proj", "v_proj"), "attn out": ("o_proj",), "mlp": ("mlp",)}
 
 
-def ready_to_paste(plan: Plan) -> dict[str, str]:
-    """The plan for every framework that can run it: framework → text.
+def ready_to_paste(recipe: str, left_out: Sequence[str] = ()) -> dict[str, str]:
+    """A recipe for every framework that can run it: framework → text. `left_out`: the blocks that stay in BF16.
 
-    >>> print(ready_to_paste(Plan("FP8Current"))["Megatron-LM"])
+    >>> print(ready_to_paste("FP8Current")["Megatron-LM"])
     --transformer-impl transformer_engine --fp8-format hybrid --fp8-recipe tensorwise
     """
-    asked = recipe(plan.recipe)
-    if not asked.quantizes:
+    requested = recipe_named(recipe)
+    if not requested.quantizes:
         return {}
-    texts = {}
-    if "transformer_engine" in asked.settings:
-        texts["Transformer Engine"] = _transformer_engine(plan, asked.settings["transformer_engine"]["class"])
-    if "float8" in asked.settings.get("torchao", {}):
-        texts["torchao"] = _torchao(plan, asked.settings["torchao"]["float8"])
-        texts["torchtitan"] = _torchtitan(plan, asked.settings["torchao"]["float8"])
-    if "megatron" in asked.settings:
-        left = f"  # Megatron-LM cannot leave out {' and '.join(plan.left_out)} alone" if plan.left_out else ""
-        texts["Megatron-LM"] = f"--transformer-impl transformer_engine {asked.settings['megatron']['flags']}{left}"
+    texts, settings = {}, requested.settings
+    if "transformer_engine" in settings:
+        texts["Transformer Engine"] = _transformer_engine(left_out, settings["transformer_engine"]["class"])
+    if "float8" in settings.get("torchao", {}):
+        texts["torchao"] = _torchao(left_out, settings["torchao"]["float8"])
+        texts["torchtitan"] = _torchtitan(left_out, settings["torchao"]["float8"])
+    if "megatron" in settings:
+        left = f"  # Megatron-LM cannot leave out {' and '.join(left_out)} alone" if left_out else ""
+        texts["Megatron-LM"] = f"--transformer-impl transformer_engine {settings['megatron']['flags']}{left}"
     return texts
 
 
-def _transformer_engine(plan: Plan, class_name: str) -> str:
+def _transformer_engine(left_out: Sequence[str], class_name: str) -> str:
     lines = [
         "import transformer_engine.pytorch as te",
         f"from transformer_engine.common.recipe import {class_name}",
@@ -49,20 +50,20 @@ def _transformer_engine(plan: Plan, class_name: str) -> str:
         "with te.autocast(enabled=True, recipe=recipe):",
         "    hidden = layers(hidden)  # embedding, head and loss stay outside",
     ]
-    if plan.left_out:
+    if left_out:
         lines += [
             "",
-            f"# inside each layer, around {' and '.join(plan.left_out)}:",
+            f"# inside each layer, around {' and '.join(left_out)}:",
             "with te.autocast(enabled=False):",
             "    ...",
         ]
     return "\n".join(lines)
 
 
-def _torchao(plan: Plan, name: str) -> str:
+def _torchao(left_out: Sequence[str], name: str) -> str:
     """Heads and routers stay as they are, and so do sizes that FP8 cannot have, as in the step that was measured."""
-    left = [module for part in plan.left_out for names in (TORCHTITAN_MODULES, HUGGING_FACE_MODULES) for module in names[part]]
-    listed = ", ".join(f'"{each}"' for each in left)
+    left = [module for block in left_out for names in (TORCHTITAN_MODULES, HUGGING_FACE_MODULES) for module in names[block]]
+    listed = ", ".join(f'"{module}"' for module in left)
     return "\n".join(
         [
             "import torch",
@@ -86,10 +87,10 @@ def _torchao(plan: Plan, name: str) -> str:
     )
 
 
-def _torchtitan(plan: Plan, name: str) -> str:
+def _torchtitan(left_out: Sequence[str], name: str) -> str:
     """As its TOML files name it (0.1 and 0.2); versions configured in Python take the same two values."""
-    spared = ["output", "lm_head", "router.gate", *(module for part in plan.left_out for module in TORCHTITAN_MODULES[part])]
-    listed = ", ".join(f'"{each}"' for each in spared)
+    spared = ["output", "lm_head", "router.gate", *(module for block in left_out for module in TORCHTITAN_MODULES[block])]
+    listed = ", ".join(f'"{module}"' for module in spared)
     return "\n".join(
         [
             "[model]",

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gemmscope.errors import UserError
+from gemmscope.errors import UserError, option
+from gemmscope.findings import Finding, finding
 from gemmscope.model.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RunSpec
 from gemmscope.workload import sharding
 from gemmscope.workload.derive import derive
@@ -46,12 +47,12 @@ class StackPlan:
         return self.micro_batch_size * self.sequence_length
 
     def low_precision_sizes(self) -> dict[str, int]:
-        """The sizes of all products that may run in low precision, by what they are."""
+        """The sizes of all GEMMs that may run in low precision, by name."""
         sizes = {"tokens": self.tokens, "hidden size": self.hidden_size}
         for layer in dict.fromkeys(self.layers):
             attention, mlp = layer.attention, layer.mlp
             sizes["attention's output width"] = attention.out_width
-            if attention.latent is None:  # one product makes all three
+            if attention.latent is None:  # one GEMM makes all three
                 sizes["width of queries, keys and values"] = attention.q_width + attention.k_width + attention.v_width
             else:
                 latent, plain = attention.latent, attention.head_dim - attention.latent.rope_dim
@@ -101,19 +102,21 @@ class StackPlan:
         return StackPlan(**plain)
 
 
-def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[str]]:
-    """The step of one rank, and notes on what it runs otherwise than the model."""
+def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[Finding]]:
+    """The step of one rank, and what it runs differently from the model."""
     sharding.check(model, run)
     if run.cp > 1:
         raise UserError(
             "a step under context parallelism cannot be run on one GPU: its queries attend to keys of other ranks",
-            "leave out --cp, or see gemmscope forecast, which takes it",
+            f"leave out {option('cp')}, or use gemmscope forecast, which supports it",
         )
     stage = derive(model, run).stage
     first, last = sharding.stage_layers(model, run)[stage]
     chosen = model.layers[first:last]
     if not chosen:
-        raise UserError(f"pipeline stage {stage} holds no layer: its step has nothing to gain", "choose another with --pp-stage")
+        raise UserError(
+            f"pipeline stage {stage} holds no layer: its step has nothing to gain", f"choose another with {option('pp_stage')}"
+        )
     embeds, heads = stage == 0, stage == run.pp - 1
     vocab = sharding.padded_vocab(model.vocab_size, run) // run.tp if model.vocab_size is not None else None
     layers = tuple(_of_rank(layer, run) for layer in chosen)
@@ -134,7 +137,7 @@ def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[str]]:
         accumulation=run.gradient_accumulation,
         recompute=run.recompute,
     )
-    return plan, list(_notes(model, run, chosen))
+    return plan, _differences(model, run, chosen)
 
 
 def share_weights(layers: tuple[LayerSpec, ...], most: int = MOST_WEIGHTS) -> tuple[int, ...]:
@@ -148,7 +151,7 @@ def share_weights(layers: tuple[LayerSpec, ...], most: int = MOST_WEIGHTS) -> tu
     if len(kinds) > most:
         raise UserError(
             f"the model has {len(kinds)} kinds of layers, and a stack holds the weights of {most} at most",
-            "choose a pipeline stage with fewer kinds: --pp and --pp-stage",
+            f"choose a pipeline stage with fewer kinds: {option('pp')} and {option('pp_stage')}",
         )
     held = dict.fromkeys(kinds, 1)
     for _ in range(most - len(kinds)):  # one more for the kind with most layers for each that it holds
@@ -180,7 +183,7 @@ def _of_rank(layer: LayerSpec, run: RunSpec) -> LayerSpec:
 
 
 def _padded(rows: int) -> int:
-    """Low-precision products need a multiple of 16 tokens: frameworks pad each expert's.
+    """Low-precision GEMMs need a multiple of 16 tokens: frameworks pad each expert's.
 
     >>> _padded(33), _padded(0)
     (48, 16)
@@ -192,32 +195,26 @@ def _narrow(mlp: MlpSpec, parts: int) -> MlpSpec:
     return replace(mlp, intermediate_size=mlp.intermediate_size // parts)
 
 
-def _notes(model: ModelSpec, run: RunSpec, layers: tuple[LayerSpec, ...]) -> list[str]:
-    notes = []
-    if any(layer.attention.window for layer in layers):
-        notes.append("attention sees the whole sequence: windows are not run")
-    if any(layer.attention.sinks for layer in layers):
-        notes.append("attention sinks are not run")
-    if any(layer.attention.qk_norm for layer in layers):
-        notes.append("the norms of queries and keys are not run: they dilute every speedup a little more")
-    norms = sorted({layer.norms for layer in layers} - {2})
-    if norms:
-        notes.append(f"two norms are run in each layer, not {' or '.join(map(str, norms))}")
+def _differences(model: ModelSpec, run: RunSpec, layers: tuple[LayerSpec, ...]) -> list[Finding]:
+    """What the stack does not run as the model does."""
+    attentions = [layer.attention for layer in layers]
     blocks = [block for layer in layers for block in _feed_forward(layer)]
-    strange = dict.fromkeys(block.activation for block in blocks if activation_kind(block.activation) is None)
-    if strange:
-        notes.append(f"the MLP's activation, {', '.join(strange)}, is not run: a GELU stands for it")
-    if run.tp * run.cp * run.ep * run.pp > 1:
-        notes.append("one rank's computation on one GPU: communication is not run")
-    if run.sequence_parallel and run.tp > 1:
-        notes.append("norms and residuals run on all tokens: sequence parallelism, which splits them, is not run")
-    if run.separate_projections:
-        notes.append("queries, keys and values are one product, and so are gate and up: separate projections are not run")
-    if run.recompute == "selective" and any(layer.attention.latent for layer in layers):
-        notes.append("latent attention is not computed again: selective recomputation is not run")
-    if model.head_transform or (model.embedding_size not in (None, model.hidden_size)):
-        notes.append("the head's own transform is not run")
-    return notes
+    norms = sorted({layer.norms for layer in layers} - {2})
+    unknown = list(dict.fromkeys(block.activation for block in blocks if activation_kind(block.activation) is None))
+    conditions = {
+        "windows-not-run": any(attention.window for attention in attentions),
+        "sinks-not-run": any(attention.sinks for attention in attentions),
+        "qk-norms-not-run": any(attention.qk_norm for attention in attentions),
+        "two-norms-run": bool(norms),
+        "activation-replaced": bool(unknown),
+        "communication-not-run": run.tp * run.cp * run.ep * run.pp > 1,
+        "sequence-parallel-not-run": run.sequence_parallel and run.tp > 1,
+        "separate-projections-not-run": run.separate_projections,
+        "latent-recompute-not-run": run.recompute == "selective" and any(attention.latent for attention in attentions),
+        "head-transform-not-run": model.head_transform or model.embedding_size not in (None, model.hidden_size),
+    }
+    facts = {"two-norms-run": {"norms": list(map(str, norms))}, "activation-replaced": {"activations": unknown}}
+    return [finding(code, **facts.get(code, {})) for code, applies in conditions.items() if applies]
 
 
 def _feed_forward(layer: LayerSpec) -> list[MlpSpec]:

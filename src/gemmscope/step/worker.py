@@ -58,8 +58,12 @@ class StepWorker:
         self.out.write(json.dumps({"type": message_type, **content}) + "\n")
         self.out.flush()
 
+    def warn(self, code: str, **facts: Any) -> None:
+        """A finding of the measurement itself."""
+        self.say("finding", code=code, facts=facts)
+
     def main(self) -> None:
-        """Build, measure, look."""
+        """Build, measure, profile."""
         module, class_name = KITS[self.request["backend"]]
         try:
             with without_jax():
@@ -161,10 +165,10 @@ class StepWorker:
                     step.run()
             found = segments(work)
         except Exception as error:
-            self.say("warning", words=f"the kernels of {name} could not be looked at: {in_a_line(error)}")
+            self.warn("variant-not-profiled", variant=name, reason=in_a_line(error))
             return
         if len(found) != len(labels):
-            self.say("warning", words=f"the kernels of {name} could not be parted: {len(found)} marks seen of {len(labels)}")
+            self.warn("marks-missing", variant=name, seen=len(found), marks=len(labels))
             return
         parts = [
             [part, way, [[run.name, round(run.duration_us, 3), run.stream] for run in map(kernel_run, events)]]
@@ -190,7 +194,7 @@ class StepWorker:
             self._synchronize()
             self.say("host", task=name, host_ms=(time.perf_counter() - begin) * 1000 / HOST_STEPS)
         except Exception as error:
-            self.say("warning", words=f"the host's time for {name} could not be measured: {in_a_line(error)}")
+            self.warn("launch-not-measured", variant=name, reason=in_a_line(error))
 
     def _synchronize(self) -> None:
         if self.on_gpu:

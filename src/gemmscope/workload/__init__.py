@@ -1,1 +1,1 @@
-"""What one rank runs: `derive.py` lists the operations in closed form, `trace.py` records them from a live module."""
+"""The operations of one rank: `derive.py` lists them in closed form, `trace.py` records them from a live module."""

@@ -1,9 +1,9 @@
-"""What is to be measured, as plain data that crosses the process boundary as JSON.
+"""What to measure, as plain data that crosses the process boundary as JSON.
 
 A *case* is one op of the workload with its size. A *task* is a case in one recipe and one mode. The tasks of one recipe and mode
-form a *group*: they run one after another in a burst, as they do in training. The chip then runs at the clock that their power
-allows it. That differs from group to group by several per cent, so groups must not share a burst: on an H200, FP8Block's
-speedup came out 3% lower when it shared one with its bare products, which draw more power than it does.
+form a *group*: they run one after another in a burst, as they do in training. The GPU then runs at the clock that their power
+allows. That clock differs from group to group by several percent, so groups must not share a burst: on an H200, the speedup of
+FP8Block came out 3% lower when it shared a burst with its bare GEMMs, which draw more power than it does.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from gemmscope.workload.ops import PASSES, GroupedLinear, Linear, Pass
 Mode = Literal["autocast", "pre-quantized"]
 MODES: tuple[Mode, ...] = ("autocast", "pre-quantized")
 
-LEAST_BYTES_IN_FLIGHT_OVER_L2 = 3  # or the cache would be measured
+LEAST_BYTES_IN_FLIGHT_OVER_L2 = 3  # with less, the cache would be measured
 
 
 @dataclass(frozen=True)
 class Case:
-    """A linear (or the experts of one layer: `rows` tokens each) of one size; `count` of them run per micro-batch.
+    """A linear (or the experts of one layer, with `rows` tokens each) of one size; `count` of them run per micro-batch.
 
-    `passes` are those that are run: all three, or fprop alone where a bare product was asked for (`--shapes`).
+    `passes` are the passes that run: all three, or only fprop for a bare GEMM.
     """
 
     op: str
@@ -37,22 +37,22 @@ class Case:
 
     @property
     def flops(self) -> int:
-        """Of one product; the three passes are alike."""
+        """The FLOPs of one GEMM, the same in all three passes."""
         return 2 * self.tokens * self.inputs * self.outputs
 
     def sizes(self) -> dict[str, int]:
-        """Tokens and features, by the names that messages use."""
+        """Tokens and features, by their names in messages."""
         rows = {f"tokens of expert {index}": row for index, row in enumerate(self.rows)} or {"tokens": self.tokens}
         return rows | {"input features": self.inputs, "output features": self.outputs}
 
     @property
     def bytes_touched(self) -> int:
-        """Of X, W and Y in bf16: what one set of buffers takes."""
+        """The size of X, W and Y in bf16: one set of buffers."""
         return 2 * (self.tokens * self.inputs + self.tokens * self.outputs + self.weights)
 
     @property
     def least_bytes(self) -> int:
-        """What forward and backward cannot do without, in any precision: X, W and Y in bf16, and their gradients."""
+        """The memory that forward and backward need in any precision: X, W and Y in bf16, and their gradients."""
         return 2 * self.bytes_touched
 
     @property
@@ -63,7 +63,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Task:
-    """One thing to time. Autocast: forward and backward of the linear. Pre-quantized: one pass's product alone."""
+    """One thing to time. Autocast: forward and backward of the linear. Pre-quantized: the GEMM of one pass."""
 
     case: Case
     recipe: str
@@ -99,9 +99,9 @@ def cases_of(linears: Iterable[Linear]) -> list[Case]:
 
 
 def tasks_of(cases: Sequence[Case], recipes: Sequence[str], modes: Sequence[Mode], same_kernels: dict[str, str]) -> list[Task]:
-    """Every combination that is a measurement of its own.
+    """Every combination to measure.
 
-    A recipe whose products are those of another one (`same_kernels`) is not measured again in pre-quantized mode.
+    A recipe with the same GEMM kernels as another one (`same_kernels`) is not measured again in pre-quantized mode.
     """
     tasks = []
     for recipe in recipes:
@@ -116,10 +116,10 @@ def tasks_of(cases: Sequence[Case], recipes: Sequence[str], modes: Sequence[Mode
     return tasks
 
 
-def bare_products(shapes: Iterable[tuple[int, int, int]]) -> list[Case]:
-    """MxKxN triplets as cases: one product each, fprop of a linear with M tokens, K input and N output features.
+def bare_gemms(shapes: Iterable[tuple[int, int, int]]) -> list[Case]:
+    """MxKxN triplets as cases: one GEMM each, the fprop of a linear with M tokens, K input and N output features.
 
-    >>> bare_products([(256, 512, 128)])[0].op
+    >>> bare_gemms([(256, 512, 128)])[0].op
     '256x512x128'
     """
     return [Case(f"{m}x{k}x{n}", m, k, n, passes=PASSES[:1]) for m, k, n in dict.fromkeys(shapes)]

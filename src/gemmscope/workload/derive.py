@@ -1,6 +1,6 @@
-"""From a model and a run to the operations of one micro-batch on one rank, in closed form.
+"""Derives the operations of one micro-batch on one rank from a model and a run, in closed form.
 
-Read `_layer` first: it is the list of a transformer layer's operations, in the order they run.
+Read `_layer` first: it lists the operations of a transformer layer in the order they run.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ EMBEDDING, HEAD, STEP = "embedding", "head", "step"
 
 @dataclass(frozen=True)
 class Workload:
-    """Everything one rank runs. `stage` is its pipeline stage; `findings` say what was padded, replicated or chosen."""
+    """All operations of one rank. `stage` is its pipeline stage; `findings` say what was padded, replicated or chosen."""
 
     ops: tuple[Op, ...]
     stage: int
     findings: tuple[Finding, ...] = ()
 
     def gemms(self) -> list[Gemm]:
-        """The products of all linears, equal ones of the same op counted together, in the order they run."""
+        """The GEMMs of all linears in the order they run; equal ones of the same op are counted together."""
         counts: Counter[Gemm] = Counter()
         for op in self.ops:
             if isinstance(op, Linear):
@@ -48,7 +48,7 @@ class Workload:
 
     @property
     def parameters(self) -> int:
-        """Held by this rank."""
+        """The parameters of this rank."""
         return sum(op.parameters * op.count for op in self.ops)
 
 
@@ -66,8 +66,8 @@ def derive(model: ModelSpec, run: RunSpec) -> Workload:
     stages = range(run.pp) if run.pp_stage is None else [run.pp_stage]
     candidates = [(tuple(_stage(model, run, stage, *bounds[stage])), stage) for stage in stages]
     ops, stage = max(candidates, key=lambda pair: sum(op.total().flops for op in pair[0]))
-    held = sum(op.parameters * op.count for op in ops)
-    optimizer = Optimizer(name="Optimizer", section=STEP, updated=held)
+    parameters = sum(op.parameters * op.count for op in ops)
+    optimizer = Optimizer(name="Optimizer", section=STEP, updated=parameters)
     return Workload((*ops, optimizer), stage, tuple(_findings(model, run, stage, ops)))
 
 
@@ -89,7 +89,7 @@ def _findings(model: ModelSpec, run: RunSpec, stage: int, ops: tuple[Op, ...]) -
 
 
 def _stage(model: ModelSpec, run: RunSpec, stage: int, first: int, last: int) -> Iterator[Op]:
-    """One pipeline stage, layers[first:last]: the first stage also holds the embedding, the last one the head."""
+    """One pipeline stage, layers[first:last]: the first stage also has the embedding, the last one the head."""
     if stage == 0:
         yield from _embedding(model, run)
     groups = list(model.layer_groups(first, last))
@@ -102,12 +102,12 @@ def _stage(model: ModelSpec, run: RunSpec, stage: int, first: int, last: int) ->
 
 
 def _section(layers: list[LayerSpec], layer: LayerSpec) -> str:
-    """What distinguishes this kind of layer from the others of the stage: `MoE layer`, `layer, window 4096`."""
-    kind = ("MoE layer" if layer.is_moe else "dense layer") if len({each.is_moe for each in layers}) > 1 else "layer"
-    if len({each.attention.window for each in layers}) > 1:
+    """A name for this kind of layer that distinguishes it from the others of the stage: `MoE layer`, `layer, window 4096`."""
+    kind = ("MoE layer" if layer.is_moe else "dense layer") if len({other.is_moe for other in layers}) > 1 else "layer"
+    if len({other.attention.window for other in layers}) > 1:
         kind += f", window {layer.attention.window}" if layer.attention.window else ", full attention"
-    alike = [each for each in layers if each.is_moe == layer.is_moe and each.attention.window == layer.attention.window]
-    return kind if len(alike) == 1 else f"{kind} {'abcdefghijklmnopqrstuvwxyz'[alike.index(layer) % 26]}"
+    similar = [other for other in layers if other.is_moe == layer.is_moe and other.attention.window == layer.attention.window]
+    return kind if len(similar) == 1 else f"{kind} {'abcdefghijklmnopqrstuvwxyz'[similar.index(layer) % 26]}"
 
 
 def _embedding(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
@@ -132,7 +132,7 @@ def _embedding(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
 
 
 def _layer(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
-    """One transformer layer in the order it runs. `forward_runs` is 2 for what recomputation repeats."""
+    """The operations of one transformer layer in the order they run. `forward_runs` is 2 for recomputed ones."""
     runs = 2 if run.recompute == "full" else 1
     yield replace(_norm(model, run, "Norm", model.hidden_size), count=layer.norms, forward_runs=runs)
     for op in _attention(model, layer.attention, run):
@@ -185,10 +185,10 @@ def _projections(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterato
 
 
 def _latent_projections(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[Op]:
-    """Latent attention: down to the bottleneck on every rank, a norm, up again to this rank's heads."""
+    """Latent attention: down to the bottleneck on every rank, a norm, and up to this rank's heads."""
     assert spec.latent is not None
     latent, heads, hidden = spec.latent, spec.heads // run.tp, model.hidden_size
-    # The norms run on the tokens that the projections before them give.
+    # The norms run on the output tokens of the projections before them.
     narrow = replace(run, sequence_parallel=run.sequence_parallel and run.sequence_parallel_linears)
     if latent.q_rank is None:
         yield _linear("Q Proj", run, hidden, heads * spec.head_dim, bias=spec.q_bias)
@@ -219,14 +219,14 @@ def _feed_forward(model: ModelSpec, spec: MlpSpec, run: RunSpec, name: str, tp: 
         yield _linear(up, run, hidden, outputs, bias=spec.up_bias, rows=rows)
     learned = 2 if spec.activation == "xielu" else 0  # the slopes of its two halves
     activation = Activation(name=f"{name} Activation", rows=tokens, width=width, function=spec.activation, parameters=learned)
-    if spec.gated:  # reads gate and up, writes their product; backward also writes both gradients
+    if spec.gated:  # reads gate and up and writes one result; backward also writes both gradients
         activation = replace(activation, forward_tensors=3, backward_tensors=5, forward_flops=9, backward_flops=15)
     yield activation
     yield _linear(f"{name} Down", run, width, hidden, bias=spec.down_bias, rows=rows)
 
 
 def _moe(model: ModelSpec, spec: MoeSpec, run: RunSpec) -> Iterator[Op]:
-    """Router, the way to the experts, their grouped GEMMs, the way back; beside them the shared expert."""
+    """Router, token dispatch, the experts' grouped GEMMs, token combine; and the shared expert."""
     hidden = model.hidden_size
     yield _on_sequence_shard(_linear("Router", run, hidden, spec.experts, bias=spec.router_bias), run)
     rows = sharding.expert_rows(spec, run)
@@ -265,8 +265,8 @@ def _head(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
         )
     vocab = sharding.padded_vocab(model.vocab_size, run)
     head = _linear("LM Head", run, model.embedding_width, vocab // run.tp, bias=model.head_bias, section=HEAD)
-    here = model.tied_embeddings and run.pp == 1  # a later stage holds a copy of the table
-    shared = model.embedding_width * (vocab // run.tp) if here else 0
+    is_tied = model.tied_embeddings and run.pp == 1  # a later stage has its own copy of the table
+    shared = model.embedding_width * (vocab // run.tp) if is_tied else 0
     yield replace(head, padding=(vocab - model.vocab_size), parameters=head.parameters - shared)
     yield Loss(name="Loss", section=HEAD, rows=run.tokens, width=vocab // run.tp)
 
@@ -285,7 +285,7 @@ def _linear(
     section: str = "",
     copies: int = 1,
 ) -> Linear:
-    """A linear on all of this rank's tokens, or on its experts' rows. `bias`: yes, no, or for how many of the outputs."""
+    """A linear on all tokens of this rank, or on its experts' rows. `bias`: yes, no, or the number of outputs that have one."""
     biased = outputs if bias is True else int(bias)
     if rows:
         parameters = len(rows) * (inputs * outputs + biased)
@@ -303,14 +303,14 @@ def _linear(
 
 
 def _on_sequence_shard(linear: Linear, run: RunSpec) -> Linear:
-    """A linear that tensor parallelism does not split: on this rank's share of the sequence, or on all of it on every rank."""
+    """A linear that tensor parallelism does not split: on this rank's share of the sequence, or the same on every rank."""
     if run.sequence_parallel and run.sequence_parallel_linears:
         return replace(linear, tokens=linear.tokens // run.tp)
     return replace(linear, copies=run.tp)
 
 
 def _shard_rows(run: RunSpec) -> tuple[int, int]:
-    """(tokens, copies) of what stands between the tensor-parallel blocks."""
+    """(tokens, copies) of the operations between the tensor-parallel blocks."""
     return (run.tokens // run.tp, 1) if run.sequence_parallel else (run.tokens, run.tp)
 
 
@@ -337,10 +337,10 @@ def _residual(model: ModelSpec, run: RunSpec) -> Elementwise:
 
 
 def visible_pairs(sequence: int, *, causal: bool, window: int | None) -> int:
-    """How many (query, key) pairs the mask lets through in one sequence.
+    """How many (query, key) pairs the mask allows in one sequence.
 
-    A causal query sees itself and what came before, at most `window` positions; a bidirectional one sees `window` // 2
-    positions to either side of itself.
+    A causal query sees itself and the positions before it, at most `window` in total; a bidirectional one sees `window` // 2
+    positions on either side of itself.
 
     >>> visible_pairs(4, causal=True, window=None), visible_pairs(4, causal=True, window=2)
     (10, 7)

@@ -2,19 +2,19 @@
 
 Conventions, the same for every op:
 
-* FLOPs: a multiply and an add are two. Attention counts only the pairs of positions that its mask lets through, and its
-  backward pass counts the four gradient products (kernels that recompute the scores run a fifth).
-* Bytes: each operand read once and each result written once, in bf16, nothing fused with its neighbours. It is the least
-  traffic of the op standing alone.
+* FLOPs: a multiply and an add are two. Attention counts only the pairs of positions that its mask allows, and its backward
+  pass counts the four gradient GEMMs (kernels that recompute the scores run a fifth).
+* Bytes: each operand is read once and each result written once, in bf16, with nothing fused: the minimum traffic of the op alone.
 * `count` is how often one micro-batch runs the op (the optimizer: how often one step does). `forward_runs` is 2 where the
   forward pass is recomputed during backward.
-* `copies` > 1 names replicated work: that many ranks of the tensor-parallel group run the same op on the same data.
+* `copies` > 1 marks replicated work: that many ranks of the tensor-parallel group run the same op on the same data.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import Field
@@ -34,7 +34,7 @@ OPTIMIZER_FLOPS_PER_PARAMETER = 12
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs and bytes of some piece of work; adds up."""
+    """FLOPs and bytes. Can be added and scaled."""
 
     flops: float = 0
     bytes_moved: float = 0
@@ -49,7 +49,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Gemm:
-    """One matrix product of a linear layer, M x K x N. Grouped: the rows (wgrad: the inner dimension) are summed over groups."""
+    """One GEMM of a linear layer, M x K x N. Of a grouped GEMM, M (in wgrad K) is the sum over the groups."""
 
     op: str
     pass_name: Annotated[Pass, Field(alias="pass")]
@@ -61,7 +61,7 @@ class Gemm:
 
     @property
     def flops(self) -> int:
-        """Of one execution."""
+        """The FLOPs of one execution."""
         return 2 * self.m * self.k * self.n
 
     @property
@@ -91,7 +91,7 @@ def linear_size(m: Size, k: Size, n: Size, pass_name: Pass) -> tuple[Size, Size,
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
-    """What all operations share. `section` says where in the model it stands: the embedding, a kind of layer, the head."""
+    """The common part of all operations. `section`: where in the model it is (the embedding, a kind of layer, the head)."""
 
     kind: ClassVar[str]
     name: str
@@ -99,7 +99,7 @@ class Op:
     section: str = ""
     forward_runs: int = 1
     copies: int = 1
-    parameters: int = 0  # that this rank holds, of one of the `count` instances
+    parameters: int = 0  # of this rank, for one of the `count` instances
 
     def forward(self) -> Work:
         """One forward execution."""
@@ -110,13 +110,13 @@ class Op:
         raise NotImplementedError
 
     def total(self) -> Work:
-        """Everything one micro-batch makes this op do (the optimizer: one step)."""
+        """The work of this op in one micro-batch (the optimizer: in one step)."""
         return (self.forward().times(self.forward_runs) + self.backward()).times(self.count)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Linear(Op):
-    """Y = X W: three products in training. X is [tokens, inputs], W [inputs, outputs], dY [tokens, outputs].
+    """Y = X W: three GEMMs in training. X is [tokens, inputs], W [inputs, outputs], dY [tokens, outputs].
 
     >>> qkv = Linear(name="QKV Proj", tokens=15872, inputs=4096, outputs=12288)
     >>> [gemm.shape for gemm in qkv.gemms()]
@@ -127,7 +127,7 @@ class Linear(Op):
     tokens: int
     inputs: int
     outputs: int
-    padding: int = 0  # how many outputs, over all ranks, are padding (a vocabulary made divisible)
+    padding: int = 0  # outputs, over all ranks, that are padding of the vocabulary
 
     @property
     def groups(self) -> int:
@@ -139,23 +139,23 @@ class Linear(Op):
             m, k, n = gemm_size(self.tokens, self.inputs, self.outputs, name)
             yield Gemm(self.name, name, m, k, n, self.groups, self.count * (self.forward_runs if name == "fprop" else 1))
 
-    def _one_product(self) -> Work:
-        """Each of the three reads two of X, W, dY and writes the gradient or value of the third: the same traffic."""
+    def _one_gemm(self) -> Work:
+        """Each of the three reads two of X, W and dY, and writes a third tensor: the same traffic."""
         elements = self.tokens * self.inputs + self.tokens * self.outputs + self.groups * self.inputs * self.outputs
         return Work(2 * self.tokens * self.inputs * self.outputs, elements * ELEMENT_BYTES)
 
     def forward(self) -> Work:
         """fprop."""
-        return self._one_product()
+        return self._one_gemm()
 
     def backward(self) -> Work:
         """Dgrad and wgrad."""
-        return self._one_product().times(2)
+        return self._one_gemm().times(2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedLinear(Linear):
-    """The experts of one layer: `rows[i]` tokens meet weight i. `tokens` is their sum."""
+    """The experts of one layer: `rows[i]` tokens go to expert i. `tokens` is their sum."""
 
     kind: ClassVar[str] = "grouped linear"
     rows: tuple[int, ...] = field(default=())
@@ -167,7 +167,7 @@ class GroupedLinear(Linear):
 
 @dataclass(frozen=True, kw_only=True)
 class Attention(Op):
-    """Scaled-dot-product attention: `batch` sequences, `pairs` (query, key) positions let through in each head of each."""
+    """Scaled-dot-product attention: `batch` sequences, `pairs` (query, key) pairs allowed by the mask in each head of each."""
 
     kind: ClassVar[str] = "attention"
     batch: int
@@ -182,12 +182,12 @@ class Attention(Op):
     window: int | None = None
 
     def forward(self) -> Work:
-        """Scores and context; flash attention reads Q, K, V once and writes the output."""
+        """Scores and context. Flash attention reads Q, K and V once and writes the output."""
         flops = 2 * self.batch * self.heads * self.pairs * (self.head_dim + self.value_dim)
         return Work(flops, self._tensor_elements() * ELEMENT_BYTES)
 
     def backward(self) -> Work:
-        """Gradients of Q, K, V: four products; reads Q, K, V, O, dO and writes dQ, dK, dV."""
+        """Gradients of Q, K and V: four GEMMs. Reads Q, K, V, O, dO and writes dQ, dK, dV."""
         output = self.batch * self.queries * self.heads * self.value_dim
         elements = 2 * self._tensor_elements() + output
         return Work(2 * self.forward().flops, elements * ELEMENT_BYTES)
@@ -198,18 +198,43 @@ class Attention(Op):
         per_key = self.kv_heads * (self.head_dim + self.value_dim)
         return self.batch * (self.queries * per_query + self.keys * per_key)
 
-    def products(self) -> Iterator[tuple[Direction, int, int, int, int]]:
-        """(direction, m, k, n, batch) of the products as unfused code runs them, the mask applied after."""
+    def batched_gemms(self) -> Iterator[tuple[Direction, int, int, int, int]]:
+        """(direction, m, k, n, batch) of the batched GEMMs of unfused attention, which applies the mask afterwards."""
         q, k, d, v, batch = self.queries, self.keys, self.head_dim, self.value_dim, self.batch * self.heads
         yield from (("forward", *shape, batch) for shape in ((q, d, k), (q, k, v)))
         yield from (("backward", *shape, batch) for shape in ((q, k, d), (d, q, k), (q, v, k), (k, q, v)))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Elementwise(Op):
-    """Work whose time is its bytes: norms, activations, residual adds, rotary positions, moving tokens to experts.
+class BatchedGemm(Op):
+    """A batched GEMM of two activations, as a trace shows it; `visible` is the share of it that a causal mask allows."""
 
-    `forward_tensors` and `backward_tensors` are how many tensors of rows x width pass through memory.
+    kind: ClassVar[str] = "batched GEMM"
+    direction: Direction
+    m: int
+    k: int
+    n: int
+    batch: int
+    visible: Fraction = Fraction(1)
+
+    def _work(self) -> Work:
+        elements = self.batch * (self.m * self.k + self.k * self.n + self.m * self.n)
+        return Work(int(2 * self.batch * self.m * self.k * self.n * self.visible), elements * ELEMENT_BYTES)
+
+    def forward(self) -> Work:
+        """All of it, if it ran forward."""
+        return self._work() if self.direction == "forward" else Work()
+
+    def backward(self) -> Work:
+        """All of it, if it ran backward."""
+        return self._work() if self.direction == "backward" else Work()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elementwise(Op):
+    """Memory-bound work: norms, activations, residual adds, rotary positions, moving tokens to experts.
+
+    `forward_tensors` and `backward_tensors` are how many tensors of rows x width are read or written.
     """
 
     kind: ClassVar[str] = "elementwise"
@@ -221,12 +246,12 @@ class Elementwise(Op):
     backward_flops: float = 1
 
     def forward(self) -> Work:
-        """Reads its inputs, writes its output."""
+        """Reads the inputs, writes the output."""
         elements = self.rows * self.width
         return Work(self.forward_flops * elements, self.forward_tensors * elements * ELEMENT_BYTES)
 
     def backward(self) -> Work:
-        """Reads what was saved and the output's gradient, writes the input's."""
+        """Reads the saved tensors and the output's gradient, writes the input's gradient."""
         elements = self.rows * self.width
         return Work(self.backward_flops * elements, self.backward_tensors * elements * ELEMENT_BYTES)
 
@@ -244,7 +269,7 @@ class Norm(Elementwise):
 
 @dataclass(frozen=True, kw_only=True)
 class Activation(Elementwise):
-    """The MLP's non-linearity. Plain: x → y. Gated: gate and up → product."""
+    """The MLP's non-linearity. Plain: x → y. Gated: (gate, up) → y."""
 
     kind: ClassVar[str] = "activation"
     function: str = ""
@@ -256,7 +281,7 @@ class Activation(Elementwise):
 
 @dataclass(frozen=True, kw_only=True)
 class Embedding(Op):
-    """Looks up a row per token; its backward pass adds them into a gradient of the whole table."""
+    """Looks up one row per token; the backward pass adds the rows into a gradient of the whole table."""
 
     kind: ClassVar[str] = "embedding"
     tokens: int

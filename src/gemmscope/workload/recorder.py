@@ -1,17 +1,15 @@
-"""Watches a module's forward and backward pass and notes every matrix product, with its module and its pass.
+"""Records every GEMM of a module's forward and backward pass, with its module and its pass.
 
-How a product is told apart (torch is imported here, so only the trace worker imports this file):
+How a GEMM is classified (this file imports torch, so only the trace worker imports it):
 
-* **Is it a layer?** A product one of whose operands comes from parameters alone (a weight, its transpose, its cast, a slice
-  of it) is a GEMM of a linear layer. One without such an operand (attention scores, rotary angles) is a plain product.
-* **Which pass?** Products run while gradients are recorded are forward. Those run by the autograd engine belong to the node
-  whose sequence number the forward product left behind: if they read the weight they are dgrad, if they read the
-  activation, wgrad.
-* **Which shape?** MxKxN of fprop is tokens x in x out whatever side the weight stands on; dgrad is tokens x out x in, wgrad in
-  x tokens x out.
+* **Is it a linear layer?** A GEMM with an operand that comes from parameters alone (a weight, its transpose, its cast, a slice of
+  it) belongs to a linear layer. One without such an operand (attention scores, rotary angles) is a batched GEMM.
+* **Which pass?** GEMMs that run while gradients are recorded are forward. Those that the autograd engine runs belong to the node
+  with the sequence number of the forward GEMM: if they read the weight they are dgrad, if they read the activation, wgrad.
+* **Which shape?** `gemm_size` of the tokens, input and output features, whichever side the weight is on.
 
-Scaled-dot-product attention and grouped products are replaced by shape-only stand-ins, because what they dispatch on the
-meta device is not what any GPU runs.
+Scaled-dot-product attention and grouped GEMMs are replaced by functions that only produce shapes, because the operators they
+dispatch on the meta device are not those that a GPU runs.
 """
 
 from __future__ import annotations
@@ -28,6 +26,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gemmscope.workload.ops import Pass, gemm_size
+
 _ALL = Fraction(1)
 _FUSED_ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -36,7 +36,7 @@ _LAYER_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor lies, kept alive. Its transpose lies in the same place; Q, K and V cut from one tensor do not."""
+    """A tensor's location in memory, kept alive. A transpose has the same location; Q, K and V cut from one tensor do not."""
 
     storage: torch.UntypedStorage
     offset: int
@@ -51,12 +51,12 @@ class _Place:
 
 @dataclass
 class _Forward:
-    """One forward product, kept until the backward pass asks for it."""
+    """One forward GEMM, kept until its backward pass runs."""
 
     path: str
     left: _Place
     right: _Place
-    weight_side: str | None  # "left", "right", or None for a product of two activations
+    weight_side: str | None  # "left", "right", or None for a GEMM of two activations
     tokens: int
     inputs: int
     outputs: int
@@ -67,13 +67,13 @@ class _Forward:
 
 @dataclass
 class Recorder:
-    """A context manager; inside it, everything that runs is recorded. See `as_json` for the result."""
+    """A context manager that records every operation inside it. See `as_json` for the result."""
 
     module: torch.nn.Module
     gemms: Counter[tuple[str, str, int, int, int, int]] = field(default_factory=Counter)
-    products: Counter[tuple[str, str, int, int, int, int, Fraction]] = field(default_factory=Counter)
+    batched_gemms: Counter[tuple[str, str, int, int, int, int, Fraction]] = field(default_factory=Counter)
     remainder: Counter[tuple[str, str, str, int]] = field(default_factory=Counter)
-    masks: Counter[str] = field(default_factory=Counter)  # of the attentions forward: none, causal, explicit
+    masks: Counter[str] = field(default_factory=Counter)  # of the forward attentions: none, causal, explicit
 
     def __post_init__(self) -> None:
         self._names = {id(module): name for name, module in self.module.named_modules()}
@@ -108,10 +108,10 @@ class Recorder:
             self._stack.pop()
 
     def path(self) -> str:
-        """The running module's path with layer numbers folded: `model.layers.*.self_attn.q_proj`."""
+        """The running module's path with layer numbers replaced by *: `model.layers.*.self_attn.q_proj`."""
         return _LAYER_INDEX.sub("*", self._stack[-1]) if self._stack else ""
 
-    # --- what was seen -----------------------------------------------------------------------------------------------
+    # --- recording ---------------------------------------------------------------------------------------------------
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._weights
@@ -123,8 +123,8 @@ class Recorder:
                 storage = tensor.untyped_storage()
                 self._weights[storage._cdata] = storage
 
-    def product(self, left: torch.Tensor, right: torch.Tensor) -> None:
-        """One product left @ right, forward or backward."""
+    def gemm(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        """One GEMM left @ right, forward or backward."""
         if not torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
             self._backward(left, right)
         else:
@@ -156,12 +156,17 @@ class Recorder:
         if torch.is_grad_enabled() and (left.requires_grad or right.requires_grad):
             self._by_node.setdefault(torch.autograd._get_sequence_nr() - 1, []).append(record)
         elif not torch.is_grad_enabled():
-            node = torch.autograd._get_sequence_nr() - 1  # inside a custom autograd.Function: its node was made just before
+            node = torch.autograd._get_sequence_nr() - 1  # inside a custom autograd.Function, whose node was just made
             self._by_node.setdefault(node, []).append(record)
         if weight_side is None:
-            self.products[(record.path, "forward", m, k, n, batch, _ALL)] += 1
+            self.batched_gemms[(record.path, "forward", m, k, n, batch, _ALL)] += 1
         else:
-            self.gemms[(record.path, "fprop", tokens, inputs, outputs, groups)] += 1
+            self.linear(record.path, "fprop", (tokens, inputs, outputs), groups)
+
+    def linear(self, path: str, pass_name: Pass, size: tuple[int, int, int], groups: int) -> None:
+        """One GEMM of a linear with these tokens, input and output features."""
+        m, k, n = gemm_size(*size, pass_name)
+        self.gemms[(path, pass_name, m, k, n, groups)] += 1
 
     def _backward(self, left: torch.Tensor, right: torch.Tensor) -> None:
         node = torch._C._current_autograd_node()
@@ -172,36 +177,33 @@ class Recorder:
                 if any(place.same_as(operand) for operand in operands):
                     self._count_backward(record, side)
                     return
-        if candidates:  # recomputed: the activation that is read is a copy, made again, of the one that was recorded
+        if candidates:  # recomputed: it reads a new copy of the activation that was recorded
             self._count_backward(candidates[0], self._side_read(candidates[0], left, right))
             return
         m, k, n, batch = left.shape[-2], left.shape[-1], right.shape[-1], left.shape[0] if left.dim() == 3 else 1
-        name = f"({node.name()})" if node is not None else ""  # the gradient of something that is no product itself
-        self.products[(name, "backward", m, k, n, batch, _ALL)] += 1
+        name = f"({node.name()})" if node is not None else ""  # the gradient of an operation that is not a GEMM itself
+        self.batched_gemms[(name, "backward", m, k, n, batch, _ALL)] += 1
 
     def _side_read(self, record: _Forward, left: torch.Tensor, right: torch.Tensor) -> str:
-        """Which operand of the forward product a backward one reads, told by what it is rather than by where it lies."""
+        """Which operand of the forward GEMM a backward one reads, decided by its kind instead of its location."""
         if record.weight_side is not None:
             reads_weight = self.is_weight(left) or self.is_weight(right)
             return record.weight_side if reads_weight else {"left": "right", "right": "left"}[record.weight_side]
         return "right" if left.shape[-1] == record.shape[2] else "left"  # dA = dC Bᵀ sums over n, dB = Aᵀ dC over m
 
     def _count_backward(self, record: _Forward, operand_read: str) -> None:
-        tokens, inputs, outputs = record.tokens, record.inputs, record.outputs
         if record.weight_side is None:
-            m, k, n = record.shape
-            m, k, n = (m, n, k) if operand_read == "right" else (k, m, n)
-            self.products[(record.path, "backward", m, k, n, record.batch, _ALL)] += 1
-        elif operand_read == record.weight_side:
-            self.gemms[(record.path, "dgrad", tokens, outputs, inputs, record.groups)] += 1
+            m, k, n = gemm_size(*record.shape, "dgrad" if operand_read == "right" else "wgrad")
+            self.batched_gemms[(record.path, "backward", m, k, n, record.batch, _ALL)] += 1
         else:
-            self.gemms[(record.path, "wgrad", inputs, tokens, outputs, record.groups)] += 1
+            pass_name: Pass = "dgrad" if operand_read == record.weight_side else "wgrad"
+            self.linear(record.path, pass_name, (record.tokens, record.inputs, record.outputs), record.groups)
 
     def attention(self, path: str, direction: str, shape: tuple[int, int, int, int, int], *, mask: str) -> None:
-        """The products inside one attention: scores and context forward; four gradients backward."""
+        """The batched GEMMs of one attention: scores and context forward; four gradients backward."""
         batch, queries, keys, head_dim, value_dim = shape
         visible = _causal_share(queries, keys) if mask == "causal" else _ALL
-        if direction == "forward" and queries > 1:  # a single query tells nothing of causality
+        if direction == "forward" and queries > 1:  # a single query does not show causality
             self.masks[mask] += 1
         forward = [(queries, head_dim, keys), (queries, keys, value_dim)]
         backward = [
@@ -211,40 +213,40 @@ class Recorder:
             (keys, queries, value_dim),
         ]
         for m, k, n in forward if direction == "forward" else backward:
-            self.products[(path, direction, m, k, n, batch, visible)] += 1
+            self.batched_gemms[(path, direction, m, k, n, batch, visible)] += 1
 
     def convolution(self, output: torch.Tensor, weight: torch.Tensor, source: torch.Tensor, *, transposed: bool) -> None:
-        """One forward convolution: every output position (transposed: every input position) meets one filter set."""
+        """One forward convolution: the filters are applied at every output position (transposed: every input position)."""
         path = self.path()
         self._convolutions[torch.autograd._get_sequence_nr() - 1] = path
         flops = 2 * (source if transposed else output).numel() * weight.shape[1:].numel()
         self.remainder[(path, "convolution", "forward", flops)] += 1
 
     def convolution_backward(self, output: torch.Tensor, source: torch.Tensor, weight: torch.Tensor, **how: Any) -> None:
-        """Its gradients of input and weight, as many as are asked for, each as much work as forward."""
+        """The requested gradients of input and weight, each as much work as the forward pass."""
         node = torch._C._current_autograd_node()
         path = self._convolutions.get(node._sequence_nr(), "") if node is not None else ""
         one = 2 * (source if how["transposed"] else output).numel() * weight.shape[1:].numel()
         self.remainder[(path, "convolution", "backward", one * sum(how["wanted"]))] += 1
 
     def as_json(self) -> dict[str, Any]:
-        """Plain lists. `gemms` have a weight; `products` have none; `remainder` is what is neither.
+        """Plain lists. `gemms` have a weight, `batched_gemms` have none, `remainder` is other work.
 
-        `visible` is the share of a product that the mask of its attention lets through, as a fraction.
+        `visible` is the share of a batched GEMM that the mask of its attention allows, as a fraction.
         """
         gemms = [
             {"module": path, "pass": which, "m": m, "k": k, "n": n, "groups": groups, "count": count}
             for (path, which, m, k, n, groups), count in self.gemms.items()
         ]
-        products = [
+        batched_gemms = [
             {"module": path, "pass": which, "m": m, "k": k, "n": n, "batch": batch, "visible": str(visible), "count": count}
-            for (path, which, m, k, n, batch, visible), count in self.products.items()
+            for (path, which, m, k, n, batch, visible), count in self.batched_gemms.items()
         ]
         remainder = [
             {"module": path, "kind": kind, "pass": which, "flops": flops, "count": count}
             for (path, kind, which, flops), count in self.remainder.items()
         ]
-        return {"gemms": gemms, "products": products, "remainder": remainder, "masks": dict(self.masks)}
+        return {"gemms": gemms, "batched_gemms": batched_gemms, "remainder": remainder, "masks": dict(self.masks)}
 
 
 class _Dispatch(TorchDispatchMode):
@@ -260,12 +262,12 @@ class _Dispatch(TorchDispatchMode):
         output = operator(*args, **(kwargs or {}))
         recorder, name = self._recorder, operator._schema.name
         if name in ("aten::mm", "aten::bmm", "aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_int_mm"):
-            recorder.product(args[0], args[1])
+            recorder.gemm(args[0], args[1])
         elif name in ("aten::addmm", "aten::baddbmm", "aten::_addmm_activation"):
-            recorder.product(args[1], args[2])
+            recorder.gemm(args[1], args[2])
         elif name in ("aten::mv", "aten::addmv"):
             matrix, vector = args[-2:] if name == "aten::mv" else args[1:3]
-            recorder.product(matrix, vector.unsqueeze(-1))
+            recorder.gemm(matrix, vector.unsqueeze(-1))
         elif name == "aten::convolution":
             recorder.convolution(output, args[1], args[0], transposed=args[6])
         elif name == "aten::convolution_backward":
@@ -275,18 +277,18 @@ class _Dispatch(TorchDispatchMode):
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
-    """The tensors among arguments or results, those in lists included."""
-    found = []
+    """The tensors among arguments or results, including those in lists."""
+    tensors = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            found += _tensors(value)
-    return found
+            tensors += _tensors(value)
+    return tensors
 
 
 class _Functions(TorchFunctionMode):
-    """Replaces the functions whose meta-device behaviour is not what a GPU runs."""
+    """Replaces the functions that behave differently on the meta device than on a GPU."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -300,7 +302,7 @@ class _Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         if function is _FUSED_ATTENTION:
             return self._attention(*args, **kwargs)
-        if function is torch.nn.functional.multi_head_attention_forward:  # calls it, out of this mode's sight
+        if function is torch.nn.functional.multi_head_attention_forward:  # calls it where this mode does not see it
             with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", self._attention):
                 return function(*args, **kwargs)
         if function in self._grouped:
@@ -309,20 +311,23 @@ class _Functions(TorchFunctionMode):
 
     def _attention(self, *args: Any, **kwargs: Any) -> Any:
         named = dict(zip(_ATTENTION_ARGUMENTS, args, strict=False)) | kwargs
-        explicit = named.get("attn_mask") is not None  # a meta tensor: nobody knows what it hides
+        explicit = named.get("attn_mask") is not None  # a meta tensor: its values are not known
         mask = "explicit" if explicit else "causal" if named.get("is_causal") else "none"
         return _Attention.apply(self._recorder, mask, named["query"], named["key"], named["value"])
 
 
 def _causal_share(queries: int, keys: int) -> Fraction:
-    """How much of all pairs torch's `is_causal` lets through: the first query sees the first key, and so on."""
+    """The share of all pairs that torch's `is_causal` allows: the first query sees the first key, and so on."""
     reach = min(queries, keys)
     pairs = reach * (reach + 1) // 2 + (queries - reach) * keys
     return Fraction(pairs, queries * keys) if pairs else _ALL
 
 
 class _Attention(torch.autograd.Function):
-    """Attention by shape: query [.., heads, queries, d], key [.., kv heads, keys, d], value [.., kv heads, keys, dv]."""
+    """Attention that only produces shapes.
+
+    Query is [.., heads, queries, d], key [.., kv heads, keys, d], value [.., kv heads, keys, dv].
+    """
 
     @staticmethod
     def forward(
@@ -341,22 +346,22 @@ class _Attention(torch.autograd.Function):
 
 
 class _Grouped(torch.autograd.Function):
-    """A grouped product by shape: rows [tokens, in] sorted by group, weights [groups, in, out]."""
+    """A grouped GEMM that only produces shapes: rows [tokens, in] sorted by group, weights [groups, in, out]."""
 
     @staticmethod
     def forward(ctx: Any, recorder: Recorder, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(rows, weights)
         ctx.recorder, ctx.path = recorder, recorder.path()
         groups, inputs, outputs = weights.shape
-        recorder.gemms[(ctx.path, "fprop", rows.shape[0], inputs, outputs, groups)] += 1
+        ctx.size = (rows.shape[0], inputs, outputs)
+        recorder.linear(ctx.path, "fprop", ctx.size, groups)
         return rows.new_empty((rows.shape[0], outputs))
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> Any:
         rows, weights = ctx.saved_tensors
-        groups, inputs, outputs = weights.shape
         if ctx.needs_input_grad[1]:
-            ctx.recorder.gemms[(ctx.path, "dgrad", rows.shape[0], outputs, inputs, groups)] += 1
+            ctx.recorder.linear(ctx.path, "dgrad", ctx.size, weights.shape[0])
         if ctx.needs_input_grad[2]:
-            ctx.recorder.gemms[(ctx.path, "wgrad", inputs, rows.shape[0], outputs, groups)] += 1
+            ctx.recorder.linear(ctx.path, "wgrad", ctx.size, weights.shape[0])
         return None, torch.empty_like(rows), torch.empty_like(weights)

@@ -1,8 +1,8 @@
-"""How a model is split over ranks: which sizes must divide, what each pipeline stage holds, which tokens reach which expert.
+"""How a model is split over ranks: which sizes must divide, the layers of each pipeline stage, the tokens of each expert.
 
-The rules are Megatron's, which the other frameworks follow: the first linear of a block is split by columns, the second by
-rows; the vocabulary is split and padded until it divides; context parallelism splits the sequence; expert parallelism spreads
-the experts over ranks that each bring a micro-batch of their own.
+The rules are Megatron's, which other frameworks follow: the first linear of a block is split by columns, the second by rows;
+the vocabulary is split and padded until it divides; context parallelism splits the sequence; expert parallelism spreads the
+experts over ranks that each have their own micro-batch.
 """
 
 from __future__ import annotations
@@ -10,26 +10,32 @@ from __future__ import annotations
 from itertools import accumulate
 from math import gcd
 
-from gemmscope.errors import UserError
+from gemmscope.errors import UserError, option
 from gemmscope.model.spec import MlpSpec, ModelSpec, MoeSpec, RunSpec, divisors_text
 
 
 def check(model: ModelSpec, run: RunSpec) -> None:
-    """Raise a `UserError` that says which sizes would do, if the model cannot be split as `run` asks."""
+    """Raise a `UserError` that lists the possible sizes if the model cannot be split like this."""
     _check_divides("tp", run.tp, _tensor_parallel_sizes(model, run))
     if run.expert_tp != run.tp:
         if run.tp % run.expert_tp:
-            raise UserError(f"etp = {run.expert_tp} does not divide tp = {run.tp}", f"etp sizes that do: {divisors_text(run.tp)}")
+            raise UserError(
+                f"{option('etp', run.expert_tp)} does not divide {option('tp', run.tp)}",
+                f"possible values of {option('etp')}: {divisors_text(run.tp)}",
+            )
         _check_divides("etp", run.expert_tp, _expert_widths(model))
     _check_experts(model, run)
     _check_sequence(model, run)
     stage_layers(model, run)
     if run.pp_stage is not None and not 0 <= run.pp_stage < run.pp:
-        raise UserError(f"pp_stage = {run.pp_stage}: with pp = {run.pp}, stages are numbered 0 to {run.pp - 1}")
+        raise UserError(
+            f"{option('pp_stage', run.pp_stage)} does not exist",
+            f"with {option('pp', run.pp)}, stages are numbered 0 to {run.pp - 1}",
+        )
 
 
 def _tensor_parallel_sizes(model: ModelSpec, run: RunSpec) -> dict[str, int]:
-    """Every size that tensor parallelism divides, by the name people know it by."""
+    """Every size that tensor parallelism divides, by its common name."""
     sizes: dict[str, int] = {}
     for layer, _ in model.layer_groups():
         sizes["num_attention_heads"] = layer.attention.heads
@@ -48,50 +54,52 @@ def _expert_widths(model: ModelSpec) -> dict[str, int]:
     return {"the experts' intermediate_size": gcd(*widths)} if widths else {}
 
 
-def _check_divides(option: str, parts: int, sizes: dict[str, int]) -> None:
+def _check_divides(argument: str, parts: int, sizes: dict[str, int]) -> None:
     for name, size in sizes.items():
         if size % parts:
-            others = "" if len(sizes) == 1 else " of all the sizes it splits"
+            all_sizes = "" if len(sizes) == 1 else ", which divide all the sizes it splits"
             raise UserError(
-                f"{option} = {parts} does not divide {name} = {size}",
-                f"{option} sizes that are divisors{others}: {divisors_text(gcd(*sizes.values()))}",
+                f"{option(argument, parts)} does not divide {name} = {size}",
+                f"possible values of {option(argument)}{all_sizes}: {divisors_text(gcd(*sizes.values()))}",
             )
 
 
 def _check_experts(model: ModelSpec, run: RunSpec) -> None:
     moe = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MoeSpec)]
     if not moe:
-        for option, value, neutral in (("ep", run.ep, 1), ("etp", run.etp, None), ("imbalance", run.imbalance, 1.0)):
+        for argument, value, neutral in (("ep", run.ep, 1), ("etp", run.etp, None), ("imbalance", run.imbalance, 1.0)):
             if value != neutral:
-                raise UserError(f"{option} = {value}, but {model.name} has no experts", f"leave out --{option}")
+                raise UserError(f"{option(argument, value)}: {model.name} has no experts", f"leave out {option(argument)}")
         return
     for spec in moe:
         _check_divides("ep", run.ep, {"the number of experts": spec.experts})
         if run.imbalance > spec.experts:
             raise UserError(
-                f"imbalance = {run.imbalance:g} is too much for {spec.experts} experts",
-                f"the busiest can have at most {spec.experts} times the average: all tokens",
+                f"{option('imbalance', f'{run.imbalance:g}')} is too large for {spec.experts} experts",
+                f"at most {spec.experts}: then the busiest expert has all tokens",
             )
     if run.tokens * moe[0].top_k * run.expert_tp % run.tp:
         raise UserError(
-            f"{run.tokens} tokens x top {moe[0].top_k} do not split over tp = {run.tp} with etp = {run.expert_tp}",
-            "use a sequence length that is a multiple of tp",
+            f"{run.tokens} tokens x top {moe[0].top_k} cannot be split evenly over {option('tp', run.tp)} with "
+            f"{option('etp', run.expert_tp)}",
+            f"use a sequence length that is a multiple of {run.tp}",
         )
 
 
 def _check_sequence(model: ModelSpec, run: RunSpec) -> None:
-    # Causal context parallelism gives each rank one early and one late chunk, so that all have the same work.
+    # Causal context parallelism gives each rank one early and one late chunk, so that all ranks have the same work.
     chunks = run.cp * 2 if model.causal and run.cp > 1 else run.cp
     if run.sequence_length % chunks:
         raise UserError(
-            f"cp = {run.cp} does not split sequence_length = {run.sequence_length} evenly"
-            + (f" (a causal model needs a multiple of 2 x cp = {chunks})" if chunks != run.cp else ""),
-            f"the nearest sequence lengths that do: {_neighbours(run.sequence_length, chunks)}",
+            f"{option('cp', run.cp)} does not split {option('sequence_length', run.sequence_length)} evenly"
+            + (f" (a causal model needs a multiple of 2 x {run.cp} = {chunks})" if chunks != run.cp else ""),
+            f"the nearest possible sequence lengths: {_neighbours(run.sequence_length, chunks)}",
         )
     if run.sequence_parallel and (run.sequence_length // run.cp) % run.tp:
         raise UserError(
-            f"sequence parallelism: tp = {run.tp} does not divide sequence_length / cp = {run.sequence_length // run.cp}",
-            f"the nearest sequence lengths that work: {_neighbours(run.sequence_length, chunks * run.tp)}",
+            f"{option('sequence_parallel')}: {option('tp', run.tp)} does not divide the sequence length of one rank, "
+            f"{run.sequence_length // run.cp}",
+            f"the nearest possible sequence lengths: {_neighbours(run.sequence_length, chunks * run.tp)}",
         )
 
 
@@ -106,15 +114,16 @@ def stage_layers(model: ModelSpec, run: RunSpec) -> list[tuple[int, int]]:
     if run.pp_layers is not None:
         if len(run.pp_layers) != run.pp or sum(run.pp_layers) != total or min(run.pp_layers) < 0:
             raise UserError(
-                f"pp_layers = {','.join(map(str, run.pp_layers))} must be {run.pp} numbers (pp) that add up to {total} layers",
-                f"for example --pp-layers {_even_split(total, run.pp)}",
+                f"{option('pp_layers')} must be {run.pp} numbers that add up to {total} layers, not "
+                + ",".join(map(str, run.pp_layers)),
+                f"for example {option('pp_layers', _even_split(total, run.pp))}",
             )
         ends = list(accumulate(run.pp_layers))
     elif total % run.pp:
         raise UserError(
-            f"pp = {run.pp} does not divide num_hidden_layers = {total}",
-            f"pp sizes that do: {divisors_text(total)}"
-            + (f"; or give each stage its layers: --pp-layers {_even_split(total, run.pp)}" if run.pp <= total else ""),
+            f"{option('pp', run.pp)} does not divide num_hidden_layers = {total}",
+            f"possible values of {option('pp')}: {divisors_text(total)}"
+            + (f"; or give each stage its layers: {option('pp_layers', _even_split(total, run.pp))}" if run.pp <= total else ""),
         )
     else:
         ends = [total // run.pp * (stage + 1) for stage in range(run.pp)]
@@ -126,13 +135,13 @@ def _even_split(total: int, parts: int) -> str:
 
 
 def padded_vocab(vocab: int, run: RunSpec) -> int:
-    """The vocabulary made divisible by tp (and, in Megatron, by 128 per rank): the smallest multiple that holds it."""
+    """The vocabulary padded to the next multiple of tp (in Megatron, of 128 per rank)."""
     multiple = run.vocab_multiple * run.tp
     return -(-vocab // multiple) * multiple
 
 
 def spread(total: int, parts: int) -> list[int]:
-    """`total` in `parts` whole numbers as equal as can be, larger ones first.
+    """`total` as `parts` whole numbers that are as equal as possible, larger ones first.
 
     >>> spread(10, 4)
     [3, 3, 2, 2]
@@ -143,8 +152,8 @@ def spread(total: int, parts: int) -> list[int]:
 def expert_rows(moe: MoeSpec, run: RunSpec, ep_rank: int = 0) -> tuple[int, ...]:
     """How many tokens each expert of one expert-parallel rank receives, top-k copies counted.
 
-    Balanced: every rank gets what it sent out, spread evenly. With `imbalance` F, loads fall geometrically from the busiest
-    expert, which has F times the average, to the idlest; rank 0 holds the busiest, and sets the pace.
+    Balanced: every rank receives as many tokens as it sent, spread evenly. With `imbalance` F, the loads fall geometrically from
+    the busiest expert, which has F times the average. Rank 0 has the busiest experts, and all ranks wait for it.
     """
     per_rank = run.tokens * moe.top_k * run.expert_tp // run.tp
     local = moe.experts // run.ep
@@ -155,7 +164,7 @@ def expert_rows(moe: MoeSpec, run: RunSpec, ep_rank: int = 0) -> tuple[int, ...]
 
 
 def _geometric_loads(count: int, busiest_over_mean: float) -> list[float]:
-    """Loads 1, r, r², … whose largest is `busiest_over_mean` times their mean; r by bisection."""
+    """Loads 1, r, r², … whose largest is `busiest_over_mean` times their mean. r is found by bisection."""
     low, high = 0.0, 1.0
     for _ in range(60):
         ratio = (low + high) / 2

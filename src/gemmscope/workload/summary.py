@@ -1,4 +1,4 @@
-"""What a workload adds up to: FLOPs per kind of layer, per micro-batch and per step, and the parameters."""
+"""The totals of a workload: FLOPs per kind of layer, per micro-batch and per step, and the parameters."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 from gemmscope.model.spec import ModelSpec, MoeSpec, RunSpec
 from gemmscope.workload.derive import EMBEDDING, HEAD, STEP, Workload, derive
-from gemmscope.workload.ops import Linear, Work
+from gemmscope.workload.ops import Attention, BatchedGemm, Linear, Work
 
 
 @dataclass(frozen=True)
 class LayerTotal:
-    """The GEMMs of one kind of layer; `layers` of them stand in this rank's stage."""
+    """The GEMMs of one kind of layer, of which this rank's stage has `layers`."""
 
     section: str
     layers: int
@@ -20,7 +20,7 @@ class LayerTotal:
 
 @dataclass(frozen=True)
 class Totals:
-    """Of one rank. GEMMs are the products of linears; attention's own products are counted apart."""
+    """The totals of one rank. GEMMs are those of linears; those inside attention are counted separately."""
 
     layers: tuple[LayerTotal, ...]
     gemm_flops: float  # per micro-batch
@@ -29,8 +29,8 @@ class Totals:
     micro_batches_per_step: int
     parameters_of_rank: int
     parameters: int  # of the whole model
-    active_parameters: int  # that one token meets
-    model_flops: float  # of linears and attention, per micro-batch, what is computed again in backward left out
+    active_parameters: int  # used by one token
+    model_flops: float  # of linears and attention per micro-batch, without recomputation
 
     @property
     def gemm_flops_per_step(self) -> float:
@@ -38,15 +38,15 @@ class Totals:
 
 
 def totals(workload: Workload, run: RunSpec, model: ModelSpec | None, traced_parameters: int = 0) -> Totals:
-    """Add up a workload. A traced one (`model` None) has no layers to tell apart."""
+    """Add up a workload. In a traced one (`model` is None), kinds of layers are not known."""
     sections: dict[str, float] = {}
     attention, other, needed = Work(), Work(), 0.0
     for op in workload.ops:
-        if isinstance(op, Linear) or op.kind in ("attention", "product"):
+        if isinstance(op, (Linear, Attention, BatchedGemm)):
             needed += replace(op, forward_runs=min(op.forward_runs, 1)).total().flops
         if isinstance(op, Linear):
             sections[op.section] = sections.get(op.section, 0) + op.total().flops
-        elif op.kind in ("attention", "product"):
+        elif isinstance(op, (Attention, BatchedGemm)):
             attention += op.total()
         else:
             other += op.total()
@@ -65,7 +65,7 @@ def totals(workload: Workload, run: RunSpec, model: ModelSpec | None, traced_par
 
 
 def _layers(workload: Workload, sections: dict[str, float]) -> list[LayerTotal]:
-    """Kinds of layers with how many there are: their output projection runs once a layer."""
+    """Kinds of layers and how many there are of each. The output projection runs once per layer."""
     counts = {op.section: op.count for op in workload.ops if op.name == "Attn Out"}
     return [
         LayerTotal(section, counts[section], flops / counts[section])
@@ -75,7 +75,7 @@ def _layers(workload: Workload, sections: dict[str, float]) -> list[LayerTotal]:
 
 
 def count_parameters(model: ModelSpec) -> tuple[int, int]:
-    """(all parameters, those that one token meets) of the unsharded model.
+    """(all parameters, those used by one token) of the unsharded model.
 
     >>> from gemmscope.model import presets
     >>> count_parameters(presets.load("mixtral-8x7b").model)

@@ -1,8 +1,8 @@
-"""The process that imports torch: runs a module on the meta device and writes down its matrix products.
+"""The process that imports torch: runs a module on the meta device and records its GEMMs.
 
 `trace.py` starts this file as ``gemmscope.workload.trace_worker REQUEST ANSWER`` (two JSON files). The module is built on
-the meta device, where tensors have shapes but no storage, so a 405B model costs no memory. One forward and one backward pass
-then dispatch every operation that training would dispatch, and `recorder.py` notes each product.
+the meta device, where tensors have shapes but no storage, so a 405B model needs no memory. One forward and one backward pass
+then dispatch every operation that training would dispatch, and `recorder.py` records each GEMM.
 """
 
 from __future__ import annotations
@@ -28,24 +28,26 @@ from gemmscope.workload.recorder import Recorder
 
 
 class TraceError(Exception):
-    """Something the user can act on; its text is shown as it is."""
+    """A problem that the user can solve; its text is shown unchanged."""
 
 
 def trace(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Run forward and backward of `module` and return what was recorded, as plain JSON values."""
+    """Run forward and backward of `module` and return the recording as plain JSON values."""
     recorder = Recorder(module)
     with recorder:
         output = module(*args, **kwargs)
         targets = [tensor for tensor in _differentiable(output) if tensor.requires_grad]
         if not targets:
-            raise TraceError("the forward pass returned no tensor that requires a gradient: there is no backward pass to trace")
+            raise TraceError(
+                "the forward pass returned no tensor that requires a gradient, so there is no backward pass to trace"
+            )
         torch.autograd.backward([tensor.sum() for tensor in targets])
     unique = {id(parameter): parameter.numel() for parameter in module.parameters()}
     return {"class": type(module).__name__, "parameters": sum(unique.values()), **recorder.as_json()}
 
 
 def _differentiable(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors a loss would be computed from: the logits where there are any, else every float tensor returned."""
+    """The tensors from which a loss would be computed: the logits if there are any, else every float tensor."""
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     if isinstance(logits, torch.Tensor):
         yield logits
@@ -75,14 +77,14 @@ def build_huggingface(config_dict: dict[str, Any], batch: int, sequence: int) ->
 
 
 def huggingface_model(config_dict: dict[str, Any], device: str, precision: torch.dtype) -> Any:
-    """The training model of a `config.json`, with weights of its own making."""
+    """The training model of a `config.json`, with newly initialized weights."""
     try:
         import transformers
     except ImportError as error:
         raise TraceError("transformers is not installed: pip install transformers") from error
     model_type = config_dict.get("model_type")
     if model_type not in transformers.CONFIG_MAPPING:
-        raise TraceError(f"transformers {transformers.__version__} knows no model_type {shown(model_type)}")
+        raise TraceError(f"transformers {transformers.__version__} does not know model_type {shown(model_type)}")
     settings = {key: value for key, value in config_dict.items() if key not in _STORAGE_ONLY_KEYS}
     try:
         config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
@@ -94,7 +96,7 @@ def huggingface_model(config_dict: dict[str, Any], device: str, precision: torch
     return module
 
 
-# Stored with a checkpoint, and meaningless (or harmful: a quantizer to import) for the shapes of training.
+# Keys that belong to a stored checkpoint. For the shapes of training they have no meaning, or do harm (a quantizer to import).
 _STORAGE_ONLY_KEYS = frozenset(
     {
         "architectures",
@@ -109,7 +111,7 @@ _STORAGE_ONLY_KEYS = frozenset(
 
 
 def _instantiate(transformers: Any, config: Any, device: str, precision: torch.dtype) -> torch.nn.Module:
-    """The class people train for this config: a language model of its kind where there is one, else the bare model."""
+    """The class that is trained with this config: a language model if there is one, else the bare model."""
     causal, masked, bare = transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM, transformers.AutoModel
     pairs = [transformers.AutoModelForSeq2SeqLM, transformers.AutoModelForSpeechSeq2Seq]
     if getattr(config, "is_encoder_decoder", False):
@@ -136,10 +138,10 @@ def _instantiate(transformers: Any, config: Any, device: str, precision: torch.d
 
 
 def _know_meta_tensors() -> None:
-    """Tell transformers that meta tensors have no values to look at, as it already knows of fake tensors.
+    """Make transformers treat meta tensors like fake tensors, whose values it does not read.
 
-    Without this, its mask builders ask `mask.all()` of a meta tensor, which raises. Positions on the meta device are those of
-    whole sequences, not of several packed into one: so attention is called as in training, with `is_causal` where it can be.
+    Without this, its mask builders call `mask.all()` on a meta tensor, which raises. Positions on the meta device are those of
+    whole sequences, not of packed ones: so attention is called as in training, with `is_causal` where possible.
     """
     from transformers.utils import import_utils
 
@@ -151,7 +153,7 @@ def _know_meta_tensors() -> None:
 
 
 def _on_meta(module: Any, name: str, answer: Any) -> None:
-    """Make a function of one tensor give this answer for a meta tensor."""
+    """Make a function of one tensor return this answer for a meta tensor."""
     original = getattr(module, name, None)
     if original is None or hasattr(original, "before_gemmscope"):
         return
@@ -165,31 +167,31 @@ def _on_meta(module: Any, name: str, answer: Any) -> None:
 
 
 def live_masks(module: torch.nn.Module, seen: Mapping[str, int]) -> dict[str, Any]:
-    """What a Hugging Face model says of its masks: each layer's sliding window, and whether attention is causal.
+    """The masks of a Hugging Face model: each layer's sliding window, and whether attention is causal.
 
-    `seen` is how its attentions were called. Where a mask tensor or unfused attention hides it, the modules know. None: nothing
-    tells.
+    `seen` counts how its attentions were called. Where a mask tensor or unfused attention hides this, attributes of the modules
+    tell. None: not known.
     """
     by_call = {kind == "causal" for kind in ("causal", "none") if seen.get(kind)}
     by_module = {bool(part.is_causal) for part in module.modules() if isinstance(getattr(part, "is_causal", None), bool)}
-    told = by_call or by_module
-    return {"windows": _windows(getattr(module, "config", None)), "causal": told.pop() if len(told) == 1 else None}
+    causal = by_call or by_module
+    return {"windows": _windows(getattr(module, "config", None)), "causal": causal.pop() if len(causal) == 1 else None}
 
 
 def _windows(config: Any) -> list[int | None] | None:
-    """The sliding window of each layer, from the configuration with all its defaults; ModernBERT's counts both sides."""
+    """The sliding window of each layer, from the configuration with its defaults. ModernBERT's window counts both sides."""
     layers = getattr(config, "num_hidden_layers", None)
     if not isinstance(layers, int):
         return None
     window = _declared(config, "local_attention") or _declared(config, "sliding_window") or None
     kinds = _declared(config, "layer_types")
-    if kinds is None:  # a family whose code slides in every layer, or in none
+    if kinds is None:  # a family with the window in every layer, or in none
         return [window] * layers
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
 def _declared(config: Any, name: str) -> Any:
-    """A setting that the configuration class knows: the file may state others, which the code then does not read."""
+    """A setting that the configuration class knows. The file may have others, which the code does not read."""
     known = hasattr(type(config), name) or name in inspect.signature(type(config).__init__).parameters
     return getattr(config, name, None) if known else None
 
@@ -208,7 +210,7 @@ def build_from_factory(reference: str, batch: int, sequence: int) -> tuple[torch
     if not path.is_file():
         raise TraceError(f"there is no file {path_text!r}")
     folder = path.resolve().parent
-    sys.path.append(str(folder))  # last: a file there may have the name of something that torch imports
+    sys.path.append(str(folder))  # last, because a file there may have the name of a module that torch imports
     taken = path.stem in sys.modules or path.stem in sys.stdlib_module_names
     module_name = f"{path.stem}_traced" if taken else path.stem
     spec = importlib.util.spec_from_file_location(module_name, path)
@@ -225,11 +227,11 @@ def build_from_factory(reference: str, batch: int, sequence: int) -> tuple[torch
             for key, value in vars(python_module).items()
             if callable(value) and getattr(value, "__module__", None) == module_name
         ]
-        there = f"it defines {', '.join(sorted(callables))}" if callables else "it defines no function"
-        raise TraceError(f"{path_text} has no function {name!r}; {there}")
+        defined = f"it defines {', '.join(sorted(callables))}" if callables else "it defines no function"
+        raise TraceError(f"{path_text} has no function {name!r}; {defined}")
     with _naming(f"{name}()", folder), torch.device("meta"):
-        made = factory(**_accepted(factory, {"micro_batch_size": batch, "sequence_length": sequence}))
-    module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+        result = factory(**_accepted(factory, {"micro_batch_size": batch, "sequence_length": sequence}))
+    module, inputs = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(module, torch.nn.Module):
         raise TraceError(f"{name}() returned {type(module).__name__}; it must return an nn.Module, or a pair (nn.Module, inputs)")
     if "transformers" in sys.modules:
@@ -245,7 +247,7 @@ def build_from_factory(reference: str, batch: int, sequence: int) -> tuple[torch
 
 
 def move_to_meta(module: torch.nn.Module) -> None:
-    """Drop the storage of a module that was built elsewhere. Tied parameters stay tied, which `module.to` would not do."""
+    """Drop the storage of a module that was built on another device. Unlike `module.to`, this keeps tied parameters tied."""
     moved: dict[int, Any] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
@@ -274,7 +276,7 @@ def _to_meta(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _naming(what: str, folder: Path | None = None) -> Iterator[None]:
-    """Turn any exception into one line that says where it came from: which line of the user's, if any of theirs ran."""
+    """Turn any exception into one line that says where it came from: the user's own line, if there is one."""
     try:
         yield
     except TraceError:
@@ -284,7 +286,7 @@ def _naming(what: str, folder: Path | None = None) -> Iterator[None]:
 
 
 def _place(error: BaseException, folder: Path | None) -> str:
-    """Where an exception came from: the last line in `folder` that ran; without a folder, the last line of all."""
+    """Where an exception came from: the last line that ran in `folder`, or, without a folder, the last line that ran."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" (line {error.lineno} of {error.filename})"
     ran = list(traceback.extract_tb(error.__traceback__))
@@ -293,7 +295,7 @@ def _place(error: BaseException, folder: Path | None) -> str:
 
 
 def _is_in(path: Path, folder: Path) -> bool:
-    """Whether a file is in a folder or below it, but not in a Python environment that lies there."""
+    """Whether a file is in a folder or below it, but not in a Python environment inside it."""
     try:
         below = path.resolve().relative_to(folder)
     except (ValueError, OSError):
@@ -305,7 +307,7 @@ LONGEST_REASON = 300
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of an exception's text, with the next where that one only announces it; never too long."""
+    """The first line of an exception's text, and the next one where the first ends in a colon; never too long."""
     message = str(error.msg if isinstance(error, SyntaxError) else error)
     lines = [line.strip() for line in message.splitlines() if line.strip()] or [type(error).__name__]
     reason = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
@@ -313,7 +315,7 @@ def _reason(error: BaseException) -> str:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Trace what the request names: a Hugging Face config, or the module of a factory."""
+    """Trace the requested Hugging Face config or module factory."""
     batch, sequence = request["micro_batch"], request["sequence"]
     if "config" in request:
         with _naming("building the model from its config"):
@@ -334,7 +336,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer the request file; always leaves an answer file, unless the process itself dies."""
+    """Answer the request file. There is always an answer file, unless the process dies."""
     request_path, answer_path = sys.argv[1:3]
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -342,7 +344,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     request = json.loads(Path(request_path).read_text(encoding="utf-8"))
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # what the user's module prints is not our output
+        with contextlib.redirect_stdout(io.StringIO()):  # output of the user's module must not mix with ours
             result = answer(request)
     except TraceError as failure:
         result = {"error": str(failure)}

@@ -143,11 +143,14 @@ def _heat(chart: HeatMap) -> ChartData:
         "rows": list(chart.rows),
         "columns": list(chart.columns),
         "high": _number(max([1.05, *values])),
+        "legend": _facts(chart.legend),
         "cells": [
             {
                 "at": [column, row],
                 "value": _number(cell.value),
                 "label": cell.label,
+                "text": cell.text,
+                "certain": cell.certain and cell.value is not None,
                 "facts": [["best", cell.text]] if cell.text else [],
             }
             for row, cells in enumerate(chart.cells)

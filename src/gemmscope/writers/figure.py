@@ -38,8 +38,9 @@ UNDATED: dict[str, Any] = {"Date": None}  # of an SVG, for the same reason
 
 
 def save_figure(document: Document, path: str | Path) -> None:
-    """Draw the main charts of a document into one file; its ending selects the format."""
-    rows = [list(row) for row in _rows([chart for chart in document.charts() if chart.main] or document.charts())]
+    """Draw the main charts of a document into one file, or all if none is main; its ending selects the format."""
+    charts = document.charts()
+    rows = list(_rows([chart for chart in charts if chart.main or getattr(chart, "figure", False)] or charts))
     if not rows:
         raise UserError(f"there is no chart to draw in this {document.kind} result")
     with mpl.rc_context(STYLE):

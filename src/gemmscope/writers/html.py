@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from importlib.resources import files
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup, escape
@@ -101,9 +101,15 @@ def emphasize(text: str) -> Markup:
     return Markup("").join([*parts, escape(text[end:])])
 
 
-def _groups(blocks: Sequence[Block]) -> list[tuple[bool, list[Block]]]:
-    """Neighboring charts stand side by side, tables alone: (whether these are charts, the blocks)."""
-    return [(charts, list(group)) for charts, group in groupby(blocks, key=lambda block: not isinstance(block, Table))]
+class _Group(NamedTuple):
+    """Neighboring blocks of one kind. Charts stand side by side, tables below one another."""
+
+    charts: bool
+    blocks: list[Block]
+
+
+def _groups(blocks: Sequence[Block]) -> list[_Group]:
+    return [_Group(kind is not Table, list(group)) for kind, group in groupby(blocks, key=type)]
 
 
 def _joined(facts: Facts) -> list[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -100,7 +101,7 @@ def waterfalls(figure: Any, charts: Sequence[WaterfallChart]) -> None:
         axis.invert_yaxis()
         axis.set_xlim(low, high + (high - low) * 0.12)
         axis.axvline(1, color="#777777", linewidth=0.8, linestyle="--")
-        axis.set_title(chart.title, fontsize=9.5)
+        axis.set_title(textwrap.fill(chart.title, 36), fontsize=9.5)
         axis.set_xlabel(f"speedup over {chart.baseline}")
 
 
@@ -135,8 +136,8 @@ def curve(axis: Any, chart: CurveChart) -> None:
 
 
 def _reach(found: Interval) -> tuple[float, float]:
-    """How far the interval reaches below and above the value."""
-    low = found.low if found.low is not None else found.value
+    """How far the interval reaches below and above the value. Nothing that is drawn can be negative."""
+    low = max(found.low, 0.0) if found.low is not None else found.value
     high = found.high if found.high is not None else found.value
     return max(found.value - low, 0.0), max(high - found.value, 0.0)
 

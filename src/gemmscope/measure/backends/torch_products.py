@@ -47,8 +47,8 @@ class TorchBackend:
         if not torch.cuda.is_available():
             return "no GPU"
         known = support(recipe.name, torch.cuda.get_device_capability())
-        if known.words:  # PyTorch does not emulate
-            return known.words
+        if known.note:  # PyTorch does not emulate
+            return known.note
         if recipe.quantizes and not hasattr(torch.nn.functional, "scaled_mm"):
             return f"PyTorch {torch.__version__} has no torch.nn.functional.scaled_mm: it came with 2.10"
         return ""

@@ -77,7 +77,7 @@ class TorchaoBackend:
         if not torch.cuda.is_available():
             return "no GPU"
         known = support(recipe.name, torch.cuda.get_device_capability())
-        return known.words if not known.runs else self._why_not_converted(recipe)
+        return known.note if not known.runs else self._why_not_converted(recipe)
 
     def _why_not_converted(self, recipe: Recipe) -> str:
         """Let torchao convert a small layer: it knows best what its version and PyTorch's are good for."""

@@ -1,4 +1,4 @@
-"""Well-known models as data: one TOML file each, with where its sizes come from."""
+"""Well-known models as data: one TOML file each, with the source of its sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gemmscope.toml import load_data
 
 @dataclass(frozen=True)
 class Preset:
-    """What a preset's file says of itself. `parameters` is None where the file describes the layers only."""
+    """The description in a preset's file. `parameters` is None where the file describes only the layers."""
 
     name: str
     description: str
@@ -26,12 +26,12 @@ class Preset:
 
 @cache
 def names() -> tuple[str, ...]:
-    """Every preset, in alphabetical order."""
+    """The names of all presets, in alphabetical order."""
     return tuple(sorted(entry.name.removesuffix(".toml") for entry in files(__name__).iterdir() if entry.name.endswith(".toml")))
 
 
 def describe(name: str) -> Preset:
-    """A preset's own words."""
+    """The description of a preset."""
     data = _load(name)
     return Preset(name, data["description"], data["source"], data.get("parameters"))
 
@@ -47,7 +47,7 @@ def load(name: str) -> ModelSource:
     if "hyperparameters" in data:
         model = from_hyperparameters(**data["hyperparameters"], name=name, source=data["source"])
         return ModelSource(origin=origin, model=model)
-    nulls = dict.fromkeys(data.get("null", []))  # TOML cannot write null, and config.json means something by it
+    nulls = dict.fromkeys(data.get("null", []))  # TOML has no null, and in a config.json null has a meaning
     source = hf.from_config({**data["config"], **nulls}, origin)
     assert source.model is not None, f"{name} needs a closed form"
     return replace(source, origin=origin, model=replace(source.model, name=name, source=data["source"]))
@@ -58,7 +58,7 @@ def _load(name: str) -> dict[str, Any]:
     if wanted not in names():
         similar = closest(wanted, names())
         raise UserError(
-            f"there is no preset {name!r}",
-            (f"did you mean {' or '.join(similar)}? " if similar else "") + "all of them: gemmscope shapes --list-presets",
+            f"unknown preset {name!r}",
+            (f"did you mean {' or '.join(similar)}? " if similar else "") + "gemmscope shapes --list-presets lists all presets",
         )
     return load_data(__name__, f"{wanted}.toml")

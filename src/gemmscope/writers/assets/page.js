@@ -1,6 +1,6 @@
 "use strict";
-/* Draws the charts of the page from the data beside it, sorts tables, copies text. Every text from a run file reaches the page as
-   text, never as markup. */
+/* Draws the charts of the page from its JSON data, sorts tables, copies text. Text from a run file reaches the page as text, never
+   as markup. */
 (() => {
   const specs = JSON.parse(document.getElementById("charts").textContent);
   const plots = [...document.querySelectorAll(".plot")];
@@ -91,6 +91,8 @@
       return { value, itemStyle: shape(parts[0]), title: `${bar.label}: ${parts[0].name}`, facts: parts[0].facts };
     };
     const small = width < 430;
+    const room = (width - 48) / spec.bars.length; // for one bar
+    const crowded = spec.bars.some((bar) => bar.label.length * (small ? 6.4 : 7) > room);
     const series = keys.map((key) => ({
       name: key, type: "bar", stack: "all", barWidth: "62%", barMaxWidth: 120, data: spec.bars.map((bar) => datum(bar, key)),
       emphasis: { itemStyle: { borderColor: look.ink, borderWidth: 1.4 } },
@@ -102,7 +104,7 @@
           show: true, position: "top", distance: 2, align: "center", backgroundColor: look.paper, padding: [1, 2],
           formatter: [
             bar.head && `{${bar.alarm ? "alarm" : "head"}|${bar.head}}`, bar.interval && `{small|${bar.interval}}`,
-            bar.time && `{small|${bar.time}}`, bar.note && `{note|${bar.note.replace(" as ", "\nas ")}}`,
+            bar.time && `{small|${bar.time}}`, ...wrapped(bar.note, Math.max(8, Math.floor(room / 6))).map((line) => `{note|${line}}`),
           ].filter(Boolean).join("\n"),
           rich: {
             head: { fontSize: small ? 13 : 15, fontWeight: 650, color: look.ink, lineHeight: small ? 17 : 20 },
@@ -115,11 +117,22 @@
     });
     return {
       ...base(look, plot),
-      grid: { left: 44, right: 4, top: 24, bottom: 28 },
-      xAxis: { type: "category", data: spec.bars.map((bar) => bar.label), ...axis(look), axisLabel: { color: look.ink, fontSize: small ? 11 : 12, interval: 0 } },
+      grid: { left: 44, right: 4, top: 24, bottom: crowded ? 64 : 28 },
+      xAxis: { type: "category", data: spec.bars.map((bar) => bar.label), ...axis(look), axisLabel: { color: look.ink, fontSize: small ? 11 : 12, interval: 0, rotate: crowded ? 35 : 0 } },
       yAxis: { type: "value", ...rounded((spec.top || 1) * 1.17), name: spec.unit, nameLocation: "end", nameGap: 10, ...axis(look), nameTextStyle: { color: look.soft, fontSize: 11.5, align: "left", padding: [0, 0, 0, -40] } },
       series,
     };
+  }
+
+  /* Text in lines of about so many characters. */
+  function wrapped(text, count) {
+    const lines = [];
+    for (const word of text.split(" ").filter(Boolean)) {
+      const last = lines.length - 1;
+      if (last >= 0 && lines[last].length + word.length < count) lines[last] += ` ${word}`;
+      else lines.push(word);
+    }
+    return lines;
   }
 
   /* Round lines up to above the highest bar and what stands on it. */
@@ -129,7 +142,7 @@
     return { interval, max: Math.ceil(value / interval) * interval };
   }
 
-  /* From the products' speedup down to the step's, row by row. */
+  /* From the speedup of the GEMMs to that of the step, part by part. */
   function waterfall(spec, look, width, plot) {
     const rows = spec.rows;
     const colours = { start: look.ops[0], down: look.down, up: look.up, end: look.dark };
@@ -208,10 +221,10 @@
     });
     return {
       ...base(look, plot),
-      legend: { data: spec.series.map((line) => line.name), top: 0, left: 40, itemWidth: 18, textStyle: { color: look.ink, fontSize: 12 }, selectedMode: false },
+      legend: { data: spec.series.map((line) => line.name), top: 0, left: spec.unit === "x" ? 40 : 70, itemWidth: 18, textStyle: { color: look.ink, fontSize: 12 }, selectedMode: false },
       grid: { left: 44, right: 10, top: 34, bottom: crowded ? 84 : 48 },
       xAxis: { type: "category", data: spec.places, name: spec.axis, nameLocation: "middle", nameGap: crowded ? 66 : 28, ...axis(look), axisLabel: { color: look.ink, fontSize: 11, interval: 0, rotate: crowded ? 38 : 0 } },
-      yAxis: spec.unit === "x" ? speedups(spec, look, 300) : { type: "value", min: spec.low, max: spec.high, name: spec.unit, ...axis(look), axisLabel: { color: look.soft, fontSize: 11, showMaxLabel: false } },
+      yAxis: spec.unit === "x" ? speedups(spec, look, 300) : { type: "value", min: spec.low, max: spec.high, name: spec.unit, nameGap: 12, ...axis(look), nameTextStyle: { color: look.soft, fontSize: 11.5, align: "left", padding: [0, 0, 0, -42] }, axisLabel: { color: look.soft, fontSize: 11, showMaxLabel: false } },
       series: spec.unit === "x" ? [...made, one(look, "yAxis")] : made,
     };
   }
@@ -257,8 +270,29 @@
       xAxis: names(spec.columns, spec.column, 26),
       yAxis: names(spec.rows, spec.row, 54),
       visualMap: { min: 1, max: spec.high, calculable: false, orient: "horizontal", left: "center", bottom: 4, precision: 2, text: [`${spec.high.toFixed(2)}x`, "1.00x"], textStyle: { color: look.soft }, inRange: { color: [look.faint, look.ops[4], look.ops[0]] } },
-      series: [{ type: "heatmap", data, label: { show: !crowded, fontSize: 10.5, lineHeight: 13, formatter: (at) => at.data.name }, emphasis: { itemStyle: { borderColor: look.ink, borderWidth: 1.4 } } }],
+      series: [
+        { type: "heatmap", data, label: { show: !crowded, fontSize: 10.5, lineHeight: 13, formatter: (at) => at.data.name }, emphasis: { itemStyle: { borderColor: look.ink, borderWidth: 1.4 } } },
+        { type: "custom", silent: true, z: 5, data: spec.cells.map((cell) => cell.at), renderItem: (at, api) => ({ type: "group", children: over(spec, look, at.dataIndex, api, crowded) }) },
+      ],
     };
+  }
+
+  /* On top of a field: its text where it has no speedup, and the break-even line to neighbors on the other side of it. */
+  function over(spec, look, index, api, crowded) {
+    const cell = spec.cells[index];
+    const [x, y] = api.coord(cell.at);
+    const [width, height] = api.size([1, 1]);
+    const children = [];
+    if (cell.value === null && cell.text && !crowded) {
+      children.push({ type: "text", x, y, style: { text: wrapped(cell.text, Math.max(6, Math.floor(width / 6))).join("\n"), fill: look.soft, font: `10.5px ${look.font}`, align: "center", verticalAlign: "middle" } });
+    }
+    const side = (right, up, shape) => {
+      const other = spec.cells.find((one) => one.at[0] === cell.at[0] + right && one.at[1] === cell.at[1] + up);
+      if (other && other.certain !== cell.certain) children.push({ type: "line", shape, style: { stroke: look.down, lineWidth: 2.5 } });
+    };
+    side(1, 0, { x1: x + width / 2, x2: x + width / 2, y1: y - height / 2, y2: y + height / 2 });
+    side(0, 1, { x1: x - width / 2, x2: x + width / 2, y1: y - height / 2, y2: y - height / 2 });
+    return children;
   }
 
   const KINDS = { bars, waterfall, curve, gains, heat };
@@ -287,12 +321,18 @@
       const item = list.appendChild(document.createElement("li"));
       item.append(Object.assign(document.createElement("i"), { className: look }), name);
     };
+    if (spec.type === "heat") {
+      if (new Set(spec.cells.map((cell) => cell.certain)).size > 1) add("edge", "break-even line: the speedup is certain beyond it");
+      for (const [mark, meaning] of spec.legend) add("none", `${mark}: ${meaning}`);
+      plot.before(list);
+      return;
+    }
     for (const [name, index] of spec.legend) add(index < 0 ? "rest" : `c${index % 8}`, name);
-    if (spec.passes) { add("dark", "fprop + dgrad"); add("light", "wgrad (fainter)"); }
+    if (spec.passes) { add("dark", "fprop + dgrad"); add("light", "wgrad (lighter)"); }
     if (spec.hatched) add("hatched", spec.hatched);
     plot.before(list);
   }
-  plots.forEach((plot) => { const spec = specs[Number(plot.dataset.chart)]; if (spec.type === "bars") legend(plot, spec); });
+  plots.forEach((plot) => { const spec = specs[Number(plot.dataset.chart)]; if (spec.type === "bars" || spec.type === "heat") legend(plot, spec); });
   const drawAll = () => plots.forEach((_, place) => draw(place));
   drawAll();
   let waiting = 0;

@@ -1,0 +1,279 @@
+"""`gemmscope bench`: times a model's linears, or bare GEMMs, in every precision on this GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+from gemmscope.app.choose import Choice, Choices, choose
+from gemmscope.app.model import ModelRun, linear_cases, rank_workload
+from gemmscope.app.progress import QUIET, Reporter
+from gemmscope.errors import UserError, option, shown
+from gemmscope.findings import Finding, finding
+from gemmscope.gpu.environment import Environment, environment
+from gemmscope.measure.campaign import Campaign
+from gemmscope.measure.findings import fixed_counts, linear_findings, measurement_findings
+from gemmscope.measure.journal import open_journal
+from gemmscope.measure.linears import measured_linears
+from gemmscope.measure.link import Link
+from gemmscope.measure.measurements import Measurements
+from gemmscope.measure.sampler import StoppingRule, check_limits
+from gemmscope.recipe.recipes import recipes
+from gemmscope.results.bench import BenchResult, BenchSettings, Counts, TaskResult
+from gemmscope.workload.cases import Case, bare_gemms, tasks_of
+
+Shape = tuple[int, int, int]
+
+LADDER = (256, 512, 1024, 2048, 4096, 8192, 16384)
+LADDER_ON_CPU = LADDER[:3]  # larger ones take minutes there and show nothing more
+LARGEST_SIZE = 10**7
+NSYS = "nsys profile --capture-range=cudaProfilerApi --trace=cuda,nvtx -o gemmscope --capture-range-end=stop"
+
+
+@dataclass(frozen=True)
+class BenchTiming:
+    """How to time, and for how long. Fixed counts, if any is given, replace `precision` and `longest`."""
+
+    timing: str = "cuda-events"
+    """Or "profiler": by the kernels' own timestamps."""
+    precision: float = 0.01
+    """Continue until every speedup is known this precisely."""
+    longest: float = 120.0
+    """Time limit in seconds."""
+    num_warmup: int | None = None
+    num_iters: int | None = None
+    gpu_warmup: float | None = None
+    cache_weights: bool = False
+    """Weights are quantized once per step: leave that out of the times."""
+    torchao_filter: bool = True
+    """Leave those layers in BF16 that torchao's own filter would leave."""
+
+    def check(self) -> None:
+        """A `UserError` for an invalid value."""
+        if self.timing not in ("cuda-events", "profiler"):
+            raise UserError(f"{option('timing')} {shown(self.timing)} is not known", "it can be cuda-events or profiler")
+        check_limits(self.precision, self.longest)
+        if self.num_iters is not None and self.num_iters < 1:
+            raise UserError(f"{option('num_iters', self.num_iters)} measures nothing", "it must be 1 or more")
+        if self.num_warmup is not None and self.num_warmup < 0:
+            raise UserError(f"{option('num_warmup', self.num_warmup)} is invalid", "it must be 0 or more")
+        if self.gpu_warmup is not None and not 0 <= self.gpu_warmup < float("inf"):
+            raise UserError(f"{option('gpu_warmup', f'{self.gpu_warmup:g}')} is invalid", "it is a number of seconds, 0 for none")
+
+    def counts(self) -> Counts | None:
+        """Fixed counts, if any was given."""
+        given = {"num_warmup": self.num_warmup, "num_iters": self.num_iters, "gpu_warmup": self.gpu_warmup}
+        typed: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        return Counts(**typed) if typed else None
+
+    def settings(self, backend: str, *, for_nsight: bool = False) -> BenchSettings:
+        """What the worker is told."""
+        counts = self.counts()
+        fixed: dict[str, Any] = {"max_rounds": counts.rounds} if counts else {}
+        if counts:  # a burst sends nothing until its end, and may be as long as was requested
+            fixed["silence_s"] = 3600.0
+        if backend == "cpu":  # it has no clock to settle
+            fixed |= {"drop_ms": 5.0, "keep_ms": 30.0}
+        return BenchSettings(
+            backend,
+            counts=counts,
+            timing="profiler" if self.timing == "profiler" else "cuda-events",
+            cache_weights=self.cache_weights,
+            filter_layers=self.torchao_filter,
+            for_nsight=for_nsight,
+            **fixed,
+        )
+
+    def rule(self) -> StoppingRule:
+        """When to stop; with fixed counts, never before the worker does."""
+        if self.counts():
+            return StoppingRule(target=-1.0, longest_s=float("inf"))
+        return StoppingRule(target=self.precision, least_rounds=2, longest_s=self.longest)
+
+
+DEFAULT_CHOICES, DEFAULT_TIMING = Choices(), BenchTiming()
+
+
+def run_bench(
+    job: ModelRun | None = None,
+    *,
+    shapes: Sequence[Shape] | None = None,
+    choices: Choices = DEFAULT_CHOICES,
+    timing: BenchTiming = DEFAULT_TIMING,
+    resume: bool = False,
+    verify_dgrad: bool = False,
+    command: str = "",
+    reporter: Reporter = QUIET,
+) -> BenchResult:
+    """Measure the linears of a model, or bare GEMMs of these shapes; without either, a ladder of square GEMMs.
+
+    Ctrl-C ends it early, with what was measured until then. `resume` continues the same measurement if it was cut short.
+    `verify_dgrad` has no effect: dgrad is always measured.
+    """
+    with _prepared(job, shapes, choices, timing, command, reporter) as bench:
+        campaign = bench.campaign
+        beside = [*bench.target.findings, *bench.choice.findings]
+        beside += [finding("dgrad-always-measured")] if verify_dgrad else []
+        if resume and campaign.journal.unfinished(campaign.fingerprint) is None:
+            beside.append(finding("nothing-to-resume"))
+            reporter.say(beside[-1].text)
+        ended, interrupted = _measure(campaign, reporter, resume=resume)
+    shown_recipes = bench.choice.recipes
+    if choices.recipes is None:  # those that were named have their column, measured or not
+        measured = {task.task.recipe for task in campaign.results.tasks.values() if task.measured}
+        shown_recipes = [name for name in shown_recipes if name in measured]
+    linears = measured_linears(
+        campaign.results,
+        shown_recipes,
+        bench.choice.modes,
+        layers=bench.target.layers,
+        layer_counts=bench.target.layer_counts,
+        backend=campaign.settings.backend,
+        cache_weights=campaign.settings.cache_weights,
+    )
+    found = [*linear_findings(linears), *measurement_findings(campaign.results, linears), ended]
+    return BenchResult(
+        command=command,
+        **bench.target.about,
+        findings=(*found, *beside),
+        settings=campaign.settings,
+        precision=None if campaign.settings.counts else timing.precision,
+        time_limit_s=None if campaign.settings.counts else timing.longest,
+        environment=bench.machine,
+        device=campaign.results.hello.get("device", {}),
+        versions=campaign.results.hello.get("versions", {}),
+        fingerprint=campaign.fingerprint,
+        rounds=campaign.results.complete_rounds,
+        interrupted=interrupted,
+        linears=linears,
+        tasks=tuple(campaign.results.tasks.values()),
+    )
+
+
+def run_for_nsight(
+    job: ModelRun | None = None,
+    *,
+    shapes: Sequence[Shape] | None = None,
+    choices: Choices = DEFAULT_CHOICES,
+    timing: BenchTiming = DEFAULT_TIMING,
+    command: str = "",
+    reporter: Reporter = QUIET,
+) -> list[TaskResult]:
+    """Run everything a few times in NVTX ranges, for Nsight Systems to record; nothing is timed."""
+    with _prepared(job, shapes, choices, timing, command, reporter, for_nsight=True) as bench:
+        reporter.say(f"to record this with Nsight Systems, run:\n  {NSYS} {command}")
+        with reporter.measuring(bench.campaign) as on_message:
+            bench.campaign.on_message = on_message
+            bench.campaign.run()
+    return list(bench.campaign.results.tasks.values())
+
+
+def allow_resuming(result: BenchResult) -> str:
+    """Let a complete measurement be resumed, because its result could not be written. Returns the path of the journal."""
+    with closing(open_journal()) as journal:
+        journal.reopen(result.fingerprint)
+        return str(journal.path)
+
+
+@dataclass(frozen=True)
+class _Target:
+    """What is measured. `about` are the fields of the result that name the model."""
+
+    cases: Sequence[Case]
+    about: Mapping[str, Any]
+    findings: Sequence[Finding] = ()
+    layers: int | None = None
+    layer_counts: Mapping[str, int] | None = None
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """A campaign that is ready to run."""
+
+    target: _Target
+    choice: Choice
+    campaign: Campaign = field(repr=False)
+    machine: Environment = field(repr=False)
+
+
+@contextmanager
+def _prepared(
+    job: ModelRun | None,
+    shapes: Sequence[Shape] | None,
+    choices: Choices,
+    timing: BenchTiming,
+    command: str,
+    reporter: Reporter,
+    *,
+    for_nsight: bool = False,
+) -> Iterator[_Bench]:
+    """Check everything, start the worker, derive what to measure."""
+    timing.check()
+    if job is not None and shapes is not None:
+        raise UserError(f"{option('shapes')} measures bare GEMMs, and a model was given", "give one of the two")
+    for shape in shapes or ():
+        check_shape(shape)
+    machine = environment()
+    choice = choose(choices, machine, cache_weights=timing.cache_weights)
+    same = {name: other for name, each in recipes().items() if (other := each.same_kernels_as)}
+    with Link() as started, closing(open_journal()) as journal:  # the worker imports torch, which takes seconds, meanwhile
+        target = _model_target(job, reporter) if job is not None else _bare_target(shapes, on_cpu=choices.on_cpu)
+        tasks = tasks_of(target.cases, choice.recipes, choice.modes, same)
+        settings = timing.settings(choice.backend, for_nsight=for_nsight)
+        campaign = Campaign(tasks, settings, timing.rule(), journal, command=[command], started=started)
+        yield _Bench(target, choice, campaign, machine)
+
+
+def check_shape(shape: Shape) -> None:
+    """A `UserError` for sizes that are not those of a matrix."""
+    written = "x".join(map(str, shape))
+    if min(shape) < 1:
+        raise UserError(f"{written} is not a shape: every size must be at least 1", "for example 8192x4096x14336")
+    if max(shape) > LARGEST_SIZE:
+        raise UserError(f"{shown(written)} is too large: a size can be at most {LARGEST_SIZE}", "for example 8192x4096x14336")
+
+
+def _bare_target(shapes: Sequence[Shape] | None, *, on_cpu: bool) -> _Target:
+    """The given shapes, or squares from a ladder of sizes."""
+    ladder = LADDER_ON_CPU if on_cpu else LADDER
+    findings = [finding("small-shapes-on-cpu")] if on_cpu and shapes is None else []
+    return _Target(bare_gemms(shapes or [(side, side, side) for side in ladder]), {"origin": "shapes"}, findings)
+
+
+def _model_target(job: ModelRun, reporter: Reporter) -> _Target:
+    """The model's linears."""
+    subject = rank_workload(job, reporter.say)
+    linears = linear_cases(subject.workload)
+    if not linears.cases:
+        raise UserError(f"{subject.name} has no linear layers to measure", "gemmscope shapes lists what it runs")
+    findings = (*subject.findings, *linears.findings)
+    return _Target(linears.cases, subject.about(), findings, linears.layers, linears.layer_counts)
+
+
+def _measure(campaign: Campaign, reporter: Reporter, *, resume: bool) -> tuple[Finding, bool]:
+    """Run the campaign. Returns how it ended, and whether that was Ctrl-C."""
+    with reporter.measuring(campaign) as show:
+
+        def on_message(message: dict[str, Any], measurements: Measurements) -> None:
+            if message["type"] == "hello":
+                _load_output()
+            show(message, measurements)
+
+        campaign.on_message = on_message
+        try:
+            campaign.run(resume=resume)
+        except KeyboardInterrupt:
+            measured = any(task.rounds_ms for task in campaign.results.tasks.values())
+            return finding("interrupted" if measured else "interrupted-early"), True
+    if campaign.settings.counts:
+        return fixed_counts(campaign.settings), False
+    return campaign.rule.ended or finding("all-measured"), False
+
+
+def _load_output() -> None:
+    """Import what shows the result while the worker prepares, not after it."""
+    for module in ("gemmscope.document.bench", "gemmscope.writers.terminal"):
+        import_module(module)

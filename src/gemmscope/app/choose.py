@@ -1,0 +1,192 @@
+"""What to measure with: the backend, the recipes and the modes, decided before anything starts.
+
+Whatever cannot run here is rejected at once, with the reason and with what can run. The parent only reads the driver, the list of
+installed packages and the tables of recipes; the framework has the last word, in the worker.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from gemmscope.errors import UserError, option, shown
+from gemmscope.findings import Finding, finding
+from gemmscope.gpu.environment import Environment, GpuFacts
+from gemmscope.recipe.recipes import BASELINE, recipe
+from gemmscope.recipe.recipes import recipes as all_recipes
+from gemmscope.recipe.support import support
+from gemmscope.workload.cases import MODES, Mode
+
+# Backend → the packages it needs, in the order of preference.
+PACKAGES = {
+    "transformer_engine": ("torch", "transformer_engine"),
+    "torchao": ("torch", "torchao"),
+    "torch": ("torch",),
+    "cpu": ("torch",),
+}
+ON_GPU = ("transformer_engine", "torchao", "torch")
+CACHE_WEIGHTS = ("transformer_engine",)
+GEMMS_ONLY = ("torch",)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What was requested; None leaves it open. `left_out` are recipes not to measure."""
+
+    recipes: Sequence[str] | None = None
+    left_out: Collection[str] = ()
+    modes: Sequence[Mode] | None = None
+    backend: str | None = None
+    device: str | None = None
+    share_gpu: bool = False
+
+    @property
+    def on_cpu(self) -> bool:
+        return "cpu" in (self.device, self.backend)
+
+    def named_recipes(self) -> list[str] | None:
+        """The recipes that were named, BF16 always among them and first; None if they are to be chosen."""
+        if self.recipes is None:
+            return None
+        if not self.recipes:
+            raise UserError(f"{option('recipes')} names no recipe", f"recipes: {', '.join(all_recipes())}")
+        names = list(dict.fromkeys([BASELINE, *(recipe(name).name for name in self.recipes)]))
+        if both := [name for name in names if name in self.left_out]:
+            raise UserError(f"{option('recipes')} names {both[0]}, which is left out at the same time", "keep one of the two")
+        return names
+
+    def chosen_modes(self) -> list[Mode]:
+        """Both, or those that were named."""
+        if unknown := [mode for mode in self.modes or () if mode not in MODES]:
+            raise UserError(f"there is no mode {shown(unknown[0])}", f"modes: {', '.join(MODES)}")
+        return list(self.modes) if self.modes else list(MODES)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The decision. `findings` tell what was decided differently from the request."""
+
+    backend: str
+    recipes: list[str]
+    modes: list[Mode]
+    findings: tuple[Finding, ...] = ()
+
+
+def choose(choices: Choices, machine: Environment, *, cache_weights: bool = False) -> Choice:
+    """Decide, or a `UserError` with the reason."""
+    modes, named = choices.chosen_modes(), choices.named_recipes()
+    device = _device(choices)
+    gpu = _gpu(machine, share=choices.share_gpu) if device == "cuda" else None
+    backend = _backend(choices.backend, device, named)
+    if cache_weights and backend not in CACHE_WEIGHTS:
+        raise UserError(
+            f"{option('cache_weights')} is not possible with the {backend} backend: it keeps no quantized weights between runs",
+            f"leave it out, or add {option('backend', 'transformer_engine')}",
+        )
+    findings: tuple[Finding, ...] = ()
+    if backend in GEMMS_ONLY and "autocast" in modes:
+        if modes == ["autocast"]:
+            raise UserError(
+                f"the {backend} backend has no autocast mode: it measures GEMMs only, on inputs quantized beforehand",
+                "measure the pre-quantized mode, or install transformer_engine or torchao",
+            )
+        modes, findings = ["pre-quantized"], (finding("gemms-only-backend", backend=backend),)
+    return Choice(backend, _recipes(named, choices.left_out, backend, gpu), modes, findings)
+
+
+def _device(choices: Choices) -> str:
+    device = choices.device or ("cpu" if choices.backend == "cpu" else "cuda")
+    if device not in ("cuda", "cpu"):
+        raise UserError(f"{option('device')} {shown(device)} is not known", "it can be cuda or cpu")
+    return device
+
+
+def visible_gpu(machine: Environment) -> GpuFacts | None:
+    """The GPU to measure on: the first that CUDA_VISIBLE_DEVICES lets through, by number or UUID."""
+    first = (machine.visible_devices or "").split(",")[0].strip()
+    if machine.visible_devices is not None and first in ("", "-1"):
+        return None
+    if first.startswith("GPU-"):
+        return next((gpu for gpu in machine.gpus if gpu.uuid and gpu.uuid.startswith(first)), None)
+    index = int(first) if first.isascii() and first.isdigit() and len(first) < 4 else 0
+    return machine.gpus[index] if index < len(machine.gpus) else None
+
+
+def _gpu(machine: Environment, *, share: bool) -> GpuFacts:
+    """The GPU to measure on; a `UserError` if there is none, or if others use it."""
+    gpu = visible_gpu(machine)
+    if gpu is None:
+        hidden = f" (CUDA_VISIBLE_DEVICES is {machine.visible_devices!r})" if machine.gpus else ""
+        raise UserError(
+            f"there is no NVIDIA GPU here to measure on{hidden}",
+            "gemmscope forecast estimates GPUs that are not here; "
+            f"{option('device', 'cpu')} shows that measuring works, not how fast a GPU is",
+        )
+    if (gpu.processes or (gpu.utilization or 0) > 10) and not share:
+        processes = f"processes {', '.join(map(str, gpu.processes))}"
+        user = processes if gpu.processes else f"something that keeps it {gpu.utilization}% busy"
+        raise UserError(f"the GPU is in use by {user}, which would distort the times", f"wait, or add {option('share_gpu')}")
+    return gpu
+
+
+def _backend(requested: str | None, device: str, named: Sequence[str] | None) -> str:
+    """The backend that was requested, or the first that is installed and has every named recipe."""
+    possible: tuple[str, ...] = ("cpu",) if device == "cpu" else ON_GPU
+    if requested is not None:
+        requested = requested.replace("-", "_")
+        if requested not in PACKAGES:
+            raise UserError(f"{option('backend')} {shown(requested)} is not known", f"it can be {', '.join(PACKAGES)}")
+        if requested not in possible:
+            raise UserError(
+                f"the {requested} backend does not measure on {device}",
+                f"leave out {option('backend')} or {option('device')}, or name a pair that fits",
+            )
+        possible = (requested,)
+    elif named is not None and device == "cuda":
+        possible = _with_recipes(named)
+    missing = {backend: _missing(backend) for backend in possible}
+    chosen = next((backend for backend in possible if not missing[backend]), None)
+    if chosen is None:
+        needed = " or ".join(dict.fromkeys(missing.values()))
+        raise UserError(
+            f"measuring on {device} needs {needed}, which is not installed", "gemmscope doctor shows what is installed"
+        )
+    return chosen
+
+
+def _with_recipes(named: Sequence[str]) -> tuple[str, ...]:
+    """The backends that have every named recipe."""
+    wanted = [recipe(name) for name in named if recipe(name).quantizes]
+    able = tuple(backend for backend in ON_GPU if all(backend in each.backends for each in wanted))
+    if not able:
+        homes = "; ".join(f"{each.name}: {', '.join(each.backends)}" for each in wanted)
+        raise UserError("no single backend has all these recipes", f"measure them in separate runs ({homes})")
+    return able
+
+
+def _missing(backend: str) -> str:
+    """The first package that it lacks."""
+    return next((package for package in PACKAGES[backend] if importlib.util.find_spec(package) is None), "")
+
+
+def _recipes(named: Sequence[str] | None, left_out: Collection[str], backend: str, gpu: GpuFacts | None) -> list[str]:
+    """The named ones, each of which must be able to run here; or all that can."""
+    reasons = {name: _why_not(name, backend, gpu) for name in all_recipes()}
+    able = [name for name, reason in reasons.items() if not reason]
+    if reasons[BASELINE]:
+        raise UserError(f"{BASELINE}, which every other recipe is compared with, cannot run here: {reasons[BASELINE]}")
+    for name in named or ():
+        if reasons[name]:
+            raise UserError(f"{name} cannot be measured here: {reasons[name]}", f"recipes that can run here: {', '.join(able)}")
+    return [name for name in (named or able) if name not in left_out]
+
+
+def _why_not(name: str, backend: str, gpu: GpuFacts | None) -> str:
+    """Why this recipe does not run there; empty if it does, as far as the tables know."""
+    homes = recipe(name).backends
+    if backend not in homes:
+        return f"the {backend} backend does not have it, {option('backend', ' or '.join(homes))} does"
+    if gpu is None or gpu.capability is None:
+        return ""
+    return support(name, gpu.capability).why_not(f"this {gpu.name}", gpu.capability)

@@ -1,0 +1,118 @@
+"""`gemmscope doctor`: what this machine can measure, why not the rest, and what to do about it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gemmscope.document.table import Cell, Table, columns
+from gemmscope.gpu.environment import Environment, GpuFacts, environment, python_command
+from gemmscope.process import worker_command, worker_environment
+from gemmscope.recipe.recipes import recipes
+from gemmscope.recipe.support import architecture_name, support
+from gemmscope.units import si
+
+BUSY = 10  # per cent of utilization
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The machine, and what each backend reports: its versions and why it cannot run a recipe, or why it does not load."""
+
+    machine: Environment
+    backends: dict[str, Any]
+
+    def to_json(self) -> str:
+        return json.dumps({"environment": asdict(self.machine), "backends": self.backends}, indent=1) + "\n"
+
+    def lines(self) -> list[str]:
+        """System, packages, driver and GPUs."""
+        packages = ", ".join(f"{name} {version}" for name, version in self.machine.packages.items())
+        return [
+            "gemmscope doctor",
+            f"{self.machine.system}, {self.machine.cpus} CPUs, Python {self.machine.python}",
+            f"packages: {packages or 'none of the supported frameworks'}",
+            f"driver: {self.machine.driver or 'no NVIDIA driver found'}",
+            *map(_gpu_line, self.machine.gpus),
+        ]
+
+    def table(self) -> Table:
+        """Recipe and backend: what the frameworks report where they could be asked, else what the table of architectures says."""
+        rows = []
+        for name, recipe in recipes().items():
+            for backend in recipe.backends:
+                reason = self._why_not(name, backend)
+                rows.append((Cell(name), Cell(backend), Cell("no" if reason else "yes"), Cell(reason or recipe.title)))
+        return Table("What can be measured here", columns(("Recipe", "Backend", "Measured", "Description"), ()), tuple(rows))
+
+    def _why_not(self, name: str, backend: str) -> str:
+        facts = self.backends.get(backend, {})
+        if "why_not" in facts:
+            return str(facts["why_not"][name])
+        if "broken" in facts:
+            return str(facts["broken"])
+        capability = next((gpu.capability for gpu in self.machine.gpus if gpu.capability), None)
+        if capability is None:
+            return "no NVIDIA GPU" if backend != "cpu" else "torch is not installed"
+        known = support(name, capability)
+        return f"{backend} is not installed" if known.runs else known.note
+
+    def advice(self) -> list[str]:
+        """What to do, the most helpful first."""
+        lines = []
+        if not self.backends:
+            lines.append(f"to measure: {python_command()} torch (the build for your CUDA), then transformer_engine[pytorch]")
+        elif not self.machine.gpus:
+            lines.append("there is no GPU to measure on: gemmscope shapes and forecast need none")
+            lines.append("gemmscope bench --device cpu shows that measuring works")
+        elif "broken" in self.backends.get("transformer_engine", {}):
+            lines.append(f"to measure FP8: {python_command()} --no-build-isolation transformer_engine[pytorch]")
+        for gpu in self.machine.gpus:
+            if gpu.processes:
+                others = ", ".join(map(str, gpu.processes))
+                lines.append(f"GPU {gpu.index} is in use by other processes ({others}), which would distort the times")
+            elif gpu.utilization is not None and gpu.utilization > BUSY:
+                lines.append(f"GPU {gpu.index} is {gpu.utilization}% busy with something that is not visible from here")
+        return lines or ["no problems found"]
+
+
+def diagnose() -> Diagnosis:
+    """Look at this machine and ask the frameworks."""
+    return Diagnosis(environment(), _ask_frameworks())
+
+
+def _ask_frameworks() -> dict[str, Any]:
+    """What the backends report, from a process that may import torch; empty without torch."""
+    if importlib.util.find_spec("torch") is None:
+        return {}
+    command = worker_command("gemmscope.measure.probe")
+    try:
+        child = subprocess.run(
+            command, env=worker_environment(), capture_output=True, text=True, errors="replace", timeout=180, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"torch": {"broken": "importing it took more than three minutes"}}
+    lines = child.stdout.strip().splitlines()
+    try:
+        answer: dict[str, Any] = json.loads(lines[-1])
+    except (IndexError, ValueError):
+        last = (child.stderr.strip().splitlines() or ["no reason given"])[-1]
+        return {"torch": {"broken": f"asking it ended with exit code {child.returncode}: {last}"}}
+    return answer
+
+
+def _gpu_line(gpu: GpuFacts) -> str:
+    architecture = architecture_name(gpu.capability) if gpu.capability else "unknown architecture"
+    parts = [f"GPU {gpu.index}: {gpu.name}, {architecture}"]
+    if gpu.memory_bytes:
+        parts.append(f"{si(gpu.memory_bytes, 'B')} of memory, {si(gpu.memory_used_bytes or 0, 'B')} in use")
+    if gpu.power_limit_w:
+        parts.append(f"power limit {gpu.power_limit_w:.0f} W")
+    if gpu.max_sm_mhz:
+        parts.append(f"SM clock {gpu.now.sm_mhz} of {gpu.max_sm_mhz} MHz")
+    if gpu.now.temperature_c is not None:
+        parts.append(f"{gpu.now.temperature_c} °C")
+    return ", ".join(parts)

@@ -1,0 +1,155 @@
+"""`gemmscope explain`: why a recorded training step is not faster, from its profiler trace."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from gemmscope.app.model import ModelRun, rank_workload
+from gemmscope.app.progress import QUIET, Reporter
+from gemmscope.compare.predicted import check_model_flops, with_prediction
+from gemmscope.errors import UserError, option
+from gemmscope.explain.annotate import write_annotated
+from gemmscope.explain.diagnose import Diagnosis, diagnose
+from gemmscope.explain.ranks import rank_findings, rank_times, slowest
+from gemmscope.explain.trace import read_trace
+from gemmscope.explain.twin import with_twin
+from gemmscope.findings import Finding, finding
+from gemmscope.results.bench import BenchResult
+from gemmscope.results.explain import ExplainResult, RankTime
+from gemmscope.results.read import looks_like_run, read_result
+from gemmscope.results.step import StepResult
+from gemmscope.workload.summary import totals
+
+PathLike = str | Path
+
+
+def explain(
+    traces: Sequence[PathLike],
+    *,
+    baseline: PathLike | None = None,
+    against: PathLike | StepResult | BenchResult | None = None,
+    recipe: str | None = None,
+    steps: int | None = None,
+    job: ModelRun | None = None,
+    perfetto: PathLike | None = None,
+    command: str = "",
+    reporter: Reporter = QUIET,
+) -> ExplainResult:
+    """Where the time of a recorded step went, and why it is not faster.
+
+    `traces`: one trace; the ranks of one job (or their folder); or the same training in BF16 and low precision. `baseline`: the
+    same training in BF16. `against`: a result of step or bench, to compare with what was predicted; `recipe` selects one of its
+    recipes. `steps`: the number of steps in the trace, if nothing marks them. `job`: the model, to check its FLOPs. `perfetto`:
+    where to write the trace with the diagnosis on tracks of its own.
+    """
+    paths = trace_files(traces)
+    _check(paths, baseline, steps, perfetto)
+    if recipe is not None and against is None:
+        raise UserError(
+            f"{option('recipe', recipe)} selects a recipe of a run file, and no run file is given",
+            f"add {option('against', 'RUNFILE')}",
+        )
+    expected = read_result(against, ("bench", "step")) if isinstance(against, (str, Path)) else against
+    diagnosis, twin, ranks, findings = _diagnose(paths, baseline, steps)
+    comparisons = [with_twin(twin, diagnosis)] if twin is not None else []
+    if isinstance(expected, (StepResult, BenchResult)):
+        origin = str(against) if isinstance(against, (str, Path)) else f"the {expected.kind} result"
+        comparisons.append(with_prediction(diagnosis, expected, recipe, origin))
+    if job is not None:
+        findings.append(_check_model(diagnosis, job, reporter))
+    if perfetto is not None:
+        write_annotated(diagnosis, perfetto)
+        reporter.say(f"wrote {perfetto}; open it at https://ui.perfetto.dev")
+    trace, evidence = diagnosis.trace, diagnosis.evidence
+    return ExplainResult(
+        command=command,
+        findings=(*diagnosis.findings, *findings),
+        trace=str(trace.path),
+        gpu=trace.gpu_name,
+        rank=trace.rank,
+        world_size=trace.world_size,
+        steps=diagnosis.view.count,
+        steps_found_by=diagnosis.view.steps.found_by,
+        account=diagnosis.account,
+        low_share=evidence.low_share,
+        low_share_of=evidence.share_of,
+        framework=evidence.framework,
+        verdict=diagnosis.verdict,
+        causes=diagnosis.causes,
+        comparisons=tuple(comparisons),
+        ranks=tuple(ranks),
+    )
+
+
+def trace_files(traces: Sequence[PathLike]) -> list[Path]:
+    """The files; of a folder, the traces that the profiler's TensorBoard handler wrote, one for each rank."""
+    files = []
+    for path in map(Path, traces):
+        if not path.is_dir():
+            files.append(path)
+            continue
+        inside = sorted(child for child in path.iterdir() if child.name.endswith((".json", ".json.gz")))
+        if not inside:
+            raise UserError(f"{path} is a folder without traces (.json, .json.gz)", "name a trace, or the folder that holds them")
+        files += inside
+    if not files:
+        raise UserError("no trace is given", "name a trace file, as the PyTorch profiler writes it")
+    return files
+
+
+def _check(paths: Sequence[Path], baseline: PathLike | None, steps: int | None, perfetto: PathLike | None) -> None:
+    """Reject invalid arguments before a large trace is read."""
+    if steps is not None and steps < 1:
+        raise UserError(f"{option('steps', steps)}: a trace has at least one step", f"for example {option('steps', 3)}")
+    if str(perfetto) == "-":
+        raise UserError(
+            f"{option('perfetto')} writes a file, not to standard output",
+            f"for example {option('perfetto', 'annotated.json.gz')}",
+        )
+    inputs = [*paths, *([Path(baseline)] if baseline is not None else [])]
+    if perfetto is not None and os.path.realpath(perfetto) in map(os.path.realpath, inputs):
+        raise UserError(f"{option('perfetto', perfetto)} would overwrite an input file", "name another file")
+    for path in inputs:
+        if looks_like_run(path):
+            raise UserError(
+                f"{path} is a run file, not a trace",
+                f"gemmscope explain TRACE {option('against', path)}, if step or bench wrote it; gemmscope report {path} shows it",
+            )
+
+
+def _diagnose(
+    paths: Sequence[Path], baseline: PathLike | None, steps: int | None
+) -> tuple[Diagnosis, Diagnosis | None, list[RankTime], list[Finding]]:
+    """The trace to explain, its BF16 twin, and the times of the ranks with what they show."""
+    every = [diagnose(read_trace(path), steps) for path in paths]
+    twin = diagnose(read_trace(baseline), steps) if baseline is not None else None
+    if len(every) == 1:
+        return every[0], twin, [], []
+    if _one_job(every):
+        ranks, chosen = rank_times(every), slowest(every)
+        return chosen, twin, ranks, [*rank_findings(ranks), finding("rank-explained", rank=chosen.trace.rank)]
+    if len(every) == 2 and twin is None and sum(not each.evidence.is_low for each in every) == 1:
+        slow, fast = sorted(every, key=lambda each: each.evidence.low_share)
+        return fast, slow, [], []
+    raise UserError(
+        f"the {len(every)} traces are neither ranks of one job nor BF16 and low precision of one training",
+        f"give one trace, and the same training in BF16 with {option('baseline', 'TRACE')}",
+    )
+
+
+def _one_job(every: Sequence[Diagnosis]) -> bool:
+    """Ranks of one job have different ranks, the same world size, and one precision: BF16 and FP8 are a pair instead."""
+    ranks = [each.trace.rank for each in every]
+    if None in ranks or len(set(ranks)) < len(ranks):
+        return False
+    low = [each.evidence.is_low for each in every if each.evidence.gemms]
+    return len({each.trace.world_size for each in every}) == 1 and (all(low) or not any(low))
+
+
+def _check_model(diagnosis: Diagnosis, job: ModelRun, reporter: Reporter) -> Finding:
+    """Whether the model's GEMMs add up to those of the trace."""
+    subject = rank_workload(job, reporter.say)
+    summed = totals(subject.workload, subject.run, subject.source.model)
+    return check_model_flops(diagnosis, summed.gemm_flops * diagnosis.account.micro_batches, subject.name)

@@ -1,0 +1,53 @@
+"""`gemmscope report`: results of any kind as documents that stand on one page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from gemmscope.document.build import document
+from gemmscope.document.combine import check_together, label
+from gemmscope.document.model import Document, Message
+from gemmscope.errors import UserError, in_a_line
+from gemmscope.results.base import Result
+from gemmscope.results.read import read_result
+
+
+def report(runs: Sequence[str | Path | Result]) -> tuple[list[Document], list[Message]]:
+    """The documents of run files or results, and what the reader must know of them together.
+
+    A `UserError` if a file cannot be read, or if the runs do not belong on one page.
+    """
+    names = _names(list(dict.fromkeys(Path(run) for run in runs if not isinstance(run, Result))))
+    documents: list[Document] = []
+    for number, run in enumerate(runs, start=1):
+        if isinstance(run, Result):
+            documents.append(document(run, f"run {number}"))
+        elif Path(run) in names:  # a file that is given twice is shown once
+            documents.append(_document(Path(run), names.pop(Path(run))))
+    if not documents:
+        raise UserError("no run file is given", "gemmscope report bench.json -o report.html")
+    return documents, check_together(documents)
+
+
+def _document(path: Path, name: str) -> Document:
+    result = read_result(path)
+    try:
+        return document(result, name)
+    except (TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError, OverflowError) as error:
+        # Some parts of a file are free in form (clocks, kernels, settings), so their values may still be invalid.
+        raise UserError(
+            f"{path} is damaged: its values are not valid ({ascii(in_a_line(error))[1:-1][:120]})",
+            f"run gemmscope {result.kind} again with --json",
+        ) from error
+
+
+def _names(paths: Sequence[Path]) -> dict[Path, str]:
+    """File names, with their folder where two are equal."""
+    names = [path.name for path in paths]
+    return {path: path.name if names.count(path.name) == 1 else str(path) for path in paths}
+
+
+def answers(documents: Sequence[Document]) -> list[str]:
+    """The answer of each document, with its label if there are several."""
+    return [f"{label(documents, each)}: {each.answer}" if len(documents) > 1 else each.answer for each in documents]

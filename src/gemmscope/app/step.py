@@ -1,0 +1,313 @@
+"""`gemmscope step`: predicts the training step in every recipe, recommends one, and verifies the prediction on request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from gemmscope.app.choose import Choices, choose
+from gemmscope.app.model import ModelRun, RankWorkload, rank_workload
+from gemmscope.app.progress import QUIET, Reporter
+from gemmscope.errors import UserError, option
+from gemmscope.findings import Finding, finding
+from gemmscope.gpu.environment import environment
+from gemmscope.measure.findings import state_findings
+from gemmscope.measure.journal import Journal, open_journal
+from gemmscope.measure.sampler import StoppingRule, check_limits
+from gemmscope.recipe.recipes import BASELINE
+from gemmscope.results.step import AtBatch, Recommendation, StepResult, StepSettings, StepTimes
+from gemmscope.step.answer import step_times
+from gemmscope.step.breakeven import break_even_finding, smaller_batches
+from gemmscope.step.cost import Budget, cost
+from gemmscope.step.findings import observed_findings, step_findings
+from gemmscope.step.plan import StackPlan, plan_step
+from gemmscope.step.predict import StepRun
+from gemmscope.step.recommend import Plan, as_requested, candidate, recommend
+from gemmscope.units import counted
+from gemmscope.workload.summary import totals
+
+__all__ = ["Budget", "run_step"]
+
+BATCH_LIMITS = (0.02, 10.0)  # precision and seconds: smaller batches are measured less precisely
+
+
+def run_step(
+    job: ModelRun,
+    *,
+    choices: Choices,
+    verify: bool = False,
+    break_even: bool = False,
+    hugging_face: bool = False,
+    precision: float = 0.01,
+    time_limit: float = 30.0,
+    observed_speedup: float | None = None,
+    budget: Budget | None = None,
+    command: str = "",
+    reporter: Reporter = QUIET,
+) -> StepResult:
+    """Measure the training step in every recipe.
+
+    `verify` also runs the real model; `break_even` also runs smaller batches; `hugging_face` runs the model's own Hugging Face
+    class. Measuring ends when every speedup is known to `precision`, or after `time_limit` seconds. `observed_speedup` is
+    compared with the prediction, and `budget` gives the cost of the full run.
+    """
+    check_limits(precision, time_limit)
+    if observed_speedup is not None and not 0 < observed_speedup < 100:
+        raise UserError(
+            f"{option('observed_speedup')} must be between 0 and 100, got {observed_speedup:g}",
+            f"for example {option('observed_speedup', 1.2)}: the speedup of your run over BF16",
+        )
+    if budget is not None:
+        budget.replicas(job.run)  # raises if the GPUs do not divide, before anything is measured
+    if choices.modes is not None and list(choices.modes) == ["pre-quantized"]:
+        raise UserError(
+            f"a step quantizes as it runs: {option('pre_quantize')} is for GEMMs alone", "leave it out, or use gemmscope bench"
+        )
+    if hugging_face:
+        choices = _for_hugging_face(job, choices, verify=verify)
+    model = job.source.model
+    if model is None:
+        raise UserError(f"{job.source.origin} has no closed form: its step cannot be built", "gemmscope shapes traces it")
+    machine = environment()
+    choice = choose(choices, machine)
+    if choice.backend == "torch":
+        raise UserError("PyTorch alone has no layers in low precision to train with", "install transformer_engine or torchao")
+    subject = rank_workload(job, reporter.say)
+    plan, differences = plan_step(model, job.run)
+    settings = StepSettings(choice.backend, host=choice.backend != "torchao")
+    if choice.backend == "cpu":
+        settings = replace(settings, drop_ms=5.0, keep_ms=30.0)  # its clock need not settle
+    config = job.source.config if hugging_face else None  # whose own layers have everything that the stack leaves out
+    with closing(open_journal()) as journal:
+        session = _Session(plan, choice.recipes, settings, precision, time_limit, journal, command, reporter, config)
+        predicted = session.run(f"running the step of {counted(plan.depth, 'layer')} in {', '.join(choice.recipes)} …")
+        real, as_deep = session.verify() if verify and not session.interrupted else (None, None)
+        times = _times(predicted, real, as_deep, subject)
+        recommended, mixed = session.recommend(predicted, times)
+        batches = session.break_even(times) if break_even and not session.interrupted else ()
+    if budget is not None:
+        costed = [time.model_copy(update={"cost": cost(time.step_ms, job.run, budget)}) for time in times.recipes]
+        times = times.model_copy(update={"recipes": tuple(costed)})
+    runs = [run for run in (predicted, real, as_deep, mixed) if run is not None]
+    baseline = predicted.results.deepest(BASELINE)
+    depth = baseline.variant.depth if baseline is not None else 0
+    findings = [
+        *_ended(predicted, interrupted=session.interrupted),
+        *([] if times.recipes else [finding("nothing-measured")]),
+        *(found for run in runs for found in (*run.results.findings, *run.findings)),
+        *step_findings(times),
+        *_failures(runs, times),
+        *(observed_findings(times, observed_speedup) if observed_speedup is not None else ()),
+        *(break_even_finding(batches, name) for name in (batches[-1].speedups if batches else ())),
+        *_extrapolated(depth, plan.depth, times),
+        *session.findings,
+        *state_findings([state for run in runs for result in run.results.variants.values() for state in _clocked(result.states)]),
+        *choice.findings,
+        *([] if hugging_face else differences),
+        *subject.findings,
+    ]
+    return StepResult(
+        command=command,
+        **subject.about(),
+        findings=tuple(findings),
+        environment=machine,
+        device=predicted.results.hello.get("device", {}),
+        versions=predicted.results.hello.get("versions", {}),
+        settings=settings,
+        depth=depth,
+        layers=plan.depth,
+        interrupted=session.interrupted,
+        seconds=_seconds(runs),
+        step=times,
+        recommendation=recommended,
+        break_even=batches,
+        observed_speedup=observed_speedup,
+        variants=tuple(result for run in runs for result in run.results.variants.values()),
+    )
+
+
+@dataclass
+class _Session:
+    """Runs the step of one plan in several ways. `interrupted`: Ctrl-C ended one of them, and nothing is started after it."""
+
+    plan: StackPlan
+    recipes: Sequence[str]
+    settings: StepSettings
+    precision: float
+    time_limit: float
+    journal: Journal
+    command: str
+    reporter: Reporter
+    config: Mapping[str, Any] | None
+    findings: list[Finding] = field(default_factory=list)
+    interrupted: bool = False
+
+    def run(
+        self,
+        purpose: str,
+        *,
+        plan: StackPlan | None = None,
+        recipes: Sequence[str] | None = None,
+        mixed: tuple[Plan, ...] = (),
+        real: bool = False,
+        limits: tuple[float, float] | None = None,
+    ) -> StepRun:
+        """One measurement; of another plan, the CPU time to launch is not measured again."""
+        self.reporter.say(purpose)
+        precision, time_limit = limits or (self.precision, self.time_limit)
+        settings = self.settings if plan is None else replace(self.settings, host=False)
+        step_run = StepRun(
+            plan or self.plan,
+            recipes or self.recipes,
+            settings,
+            StoppingRule(target=precision, longest_s=min(time_limit, self.time_limit)),
+            self.journal,
+            (self.command,),
+            real=real,
+            mixed=mixed,
+            config=self.config,
+        )
+        with self.reporter.measuring(step_run) as on_message:
+            step_run.on_message = on_message
+            try:
+                step_run.run()
+            except KeyboardInterrupt:
+                self.interrupted = True
+        return step_run
+
+    def verify(self) -> tuple[StepRun | None, StepRun | None]:
+        """The real model; and, where only some of its layers fit into memory, the prediction of as many."""
+        try:
+            real = self.run("running the real model …", real=True)
+            measured = [result.variant.depth for result in real.results.variants.values() if result.measured]
+            depth = max(measured, default=self.plan.depth)
+            if depth == self.plan.depth or self.interrupted:
+                return real, None
+            self.findings.append(finding("verified-shallower", depth=depth))
+            return real, self.run(f"predicting {counted(depth, 'layer')} …", plan=self.plan.with_depth(depth))
+        except UserError as error:
+            self.findings.append(finding("not-verified", reason=error.message))
+            return None, None
+
+    def recommend(self, predicted: StepRun, times: StepTimes) -> tuple[Recommendation | None, StepRun | None]:
+        """The fastest plan; a mixed one only after it was run beside the best single recipe, and won. After Ctrl-C, the fastest
+        of what had been measured."""
+        usable = as_requested(times)
+        if not any(time.recipe != BASELINE for time in times.recipes):
+            return None, None
+        of_recipes = recommend(predicted.results, [Plan(time.recipe) for time in usable])
+        mixed = candidate(predicted.results, times) if not self.interrupted else None
+        if mixed is None:
+            return of_recipes, None
+        best = min(usable, key=lambda time: time.step_ms.value).recipe
+        rivals = list(dict.fromkeys([BASELINE, best, mixed.recipe]))
+        try:
+            proof = self.run(f"measuring {mixed.name} against {', '.join(rivals)} …", recipes=rivals, mixed=(mixed,))
+        except UserError as error:
+            self.findings.append(finding("mixed-plan-not-tried", plan=mixed.name, reason=error.message))
+            return of_recipes, None
+        plans = [*map(Plan, rivals), mixed]
+        if any(proof.results.step(plan.recipe, plan.left_out) is None for plan in plans):  # cut short, or one of them failed
+            return of_recipes, proof
+        return recommend(proof.results, plans), proof
+
+    def break_even(self, times: StepTimes) -> tuple[AtBatch, ...]:
+        """The step on smaller batches; this one last."""
+        batches = []
+        for size, length in smaller_batches(self.plan.micro_batch_size, self.plan.sequence_length):
+            if self.interrupted:
+                break
+            batch = f"{size} x {length}"
+            try:
+                smaller = self.plan.with_batch(size, length)
+                step_run = self.run(f"running a batch of {batch} tokens …", plan=smaller, limits=BATCH_LIMITS)
+            except UserError as error:
+                self.findings.append(finding("batch-not-run", batch=batch, reason=error.message))
+                continue
+            failed = {result.variant.recipe: result.failure for result in step_run.results.variants.values() if result.failure}
+            self.findings += [
+                finding("batch-recipe-not-run", batch=batch, recipe=name, reason=reason) for name, reason in failed.items()
+            ]
+            others = {name: step_run.results.speedup(name) for name in step_run.recipes if name != BASELINE}
+            speedups = {name: speedup for name, speedup in others.items() if speedup is not None}
+            batches.append(AtBatch(micro_batch_size=size, sequence_length=length, speedups=speedups))
+        here = {time.recipe: time.speedup for time in times.recipes if time.speedup is not None}
+        last = AtBatch(micro_batch_size=self.plan.micro_batch_size, sequence_length=self.plan.sequence_length, speedups=here)
+        return (*batches, last)
+
+
+def _for_hugging_face(job: ModelRun, choices: Choices, *, verify: bool) -> Choices:
+    """Checks what `hugging_face` needs, and chooses its backend."""
+    source, run, name = job.source, job.run, option("hugging_face")
+    if source.config is None or source.model is None:
+        raise UserError(
+            f"{name} needs a Hugging Face config", f"give it with {option('config')}: config.json, its folder, or a hub id"
+        )
+    if run.recompute == "selective":
+        raise UserError(
+            f"{name} can recompute whole layers, not attention alone",
+            f"use {option('recompute', 'full')}, or leave out one of them",
+        )
+    if verify:
+        raise UserError(
+            f"{name} runs the real layers already: there is nothing to verify", f"leave out {name} or {option('verify')}"
+        )
+    if len(set(source.model.layers)) > 1:
+        raise UserError(f"{source.origin} has layers of several kinds: a few of them do not represent all", f"leave out {name}")
+    if run.tp * run.cp * run.ep * run.pp > 1:
+        raise UserError(
+            f"{name} runs whole layers and cannot split them", f"leave out {name}, or {option('tp')} and the other parallel sizes"
+        )
+    if choices.backend not in (None, "torchao", "cpu"):
+        raise UserError(f"{name} runs with torchao, not with {choices.backend}", f"leave out {option('backend')}")
+    return choices if choices.backend or choices.device == "cpu" else replace(choices, backend="torchao")
+
+
+def _times(predicted: StepRun, real: StepRun | None, as_deep: StepRun | None, subject: RankWorkload) -> StepTimes:
+    summed = totals(subject.workload, subject.run, subject.source.model)
+    tokens = subject.run.tokens * subject.run.gradient_accumulation
+    others = [run.results if run is not None else None for run in (real, as_deep)]
+    return step_times(predicted.results, predicted.recipes, summed, tokens, *others)
+
+
+def _ended(predicted: StepRun, *, interrupted: bool) -> list[Finding]:
+    """How measuring the prediction ended."""
+    ended = predicted.rule.ended
+    if not interrupted:
+        return [ended or finding("all-measured")]
+    if ended is not None:
+        return [ended, finding("step-interrupted-later")]
+    return [finding("step-interrupted" if predicted.results.any_samples() else "step-interrupted-early")]
+
+
+def _failures(runs: Sequence[StepRun], times: StepTimes) -> list[Finding]:
+    """Variants that failed beside recipes that have a step: at another depth, of the real model, of a mixed plan."""
+    return [
+        finding("variant-not-measured", variant=result.variant.name, reason=result.failure)
+        for run in runs
+        for result in run.results.variants.values()
+        if result.failure and result.variant.recipe not in times.failures
+    ]
+
+
+def _extrapolated(depth: int, layers: int, times: StepTimes) -> list[Finding]:
+    if not 0 < depth < layers:
+        return []
+    of_stack = [finding("parts-of-stack", depth=depth)] if any(time.parts_ms for time in times.recipes) else []
+    return [finding("step-extrapolated", layers=layers, depth=depth, half=max(1, depth // 2)), *of_stack]
+
+
+def _clocked(states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The states that tell a clock: there is none on the CPU."""
+    return [state for state in states if state.get("sm_mhz")]
+
+
+def _seconds(runs: Sequence[StepRun]) -> dict[str, float]:
+    """What each purpose took, all its runs together."""
+    sums: dict[str, float] = {}
+    for run in runs:
+        purpose = "verifying" if run.real else "trying mixed plans" if run.mixed else "predicting"
+        sums[purpose] = sums.get(purpose, 0.0) + run.seconds
+    return {purpose: round(seconds, 1) for purpose, seconds in sums.items()}

@@ -1,0 +1,82 @@
+"""The Document of a `CompareResult`."""
+
+from __future__ import annotations
+
+from gemmscope.document.common import command_facts
+from gemmscope.document.model import Document, Message, Section, Subject
+from gemmscope.document.table import NOTHING, Cell, Table, columns, number
+from gemmscope.results.compare import Change, ComparedRow, CompareResult
+
+METHOD = (
+    "Change is the new time over the first: plus is slower. The intervals hold for all rows together with 95% confidence, and "
+    "include the variation between runs."
+)
+
+
+def compare_document(result: CompareResult, name: str = "") -> Document:
+    """Everything that the result says."""
+    letters = _letters(result)
+    title = f"Comparison of {len(result.runs)} runs"
+    answer, *findings = result.findings
+    sections = [Section("Rows", tuple(_rows(result, letters)))]
+    if result.differences:
+        sections.insert(0, Section("Environment", (_environment(result, letters),)))
+    return Document(
+        kind="compare",
+        title=title,
+        subject=Subject(title),
+        where=" and ".join(result.runs) if len(result.runs) == 2 else f"{result.runs[0]} to {result.runs[-1]}",
+        answer=answer.text,
+        context=tuple(f"{letter}: {run}" for letter, run in zip(letters, result.runs, strict=True)),
+        sections=tuple(sections),
+        messages=tuple(map(Message.of, findings)),
+        facts={"Method": (("comparison", METHOD), *command_facts(result))},
+        name=name,
+    )
+
+
+def _letters(result: CompareResult) -> list[str]:
+    """Letters for files: their paths are too long for columns."""
+    return [chr(ord("A") + index) if index < 26 else f"run {index + 1}" for index in range(len(result.runs))]
+
+
+def _environment(result: CompareResult, letters: list[str]) -> Table:
+    """What differs besides the times: a time that changed with the driver is not due to the code."""
+    rows = tuple((Cell(each.name), *(Cell(value or "-") for value in each.values)) for each in result.differences)
+    return Table("Differences besides the times", columns(("What", *letters), ()), rows, main=True)
+
+
+def _rows(result: CompareResult, letters: list[str]) -> list[Table]:
+    """A table for each run after the first; only the last is part of the short view, with the times of all runs."""
+    last = len(result.runs) - 1
+    tables = [_changes(result, letters, run, [0, run]) for run in range(1, last)]
+    return [_changes(result, letters, last, list(range(last + 1))), *tables]
+
+
+def _changes(result: CompareResult, letters: list[str], run: int, shown: list[int]) -> Table:
+    heads = columns(("Row",), (*(f"{letters[index]} ms" for index in shown), "Change", "Interval"))
+    rows = tuple(_cells(row, run, shown) for row in result.rows)
+    title = f"{letters[run]} compared with {letters[0]}"
+    return Table(title, (*heads, *columns(("Verdict",), ())), rows, METHOD, main=run == len(result.runs) - 1)
+
+
+def _cells(row: ComparedRow, run: int, shown: list[int]) -> tuple[Cell, ...]:
+    change = row.changes[run - 1]
+    times = [row.times_ms[index] for index in shown]
+    cells = [number(time, f"{time:.4g}" if time is not None else None) for time in times]
+    verdict = Cell(change.verdict, level="warning" if change.verdict == "slower" else "")
+    return (Cell(row.name), *cells, _change(change), _interval(change), verdict)
+
+
+def _change(change: Change) -> Cell:
+    ratio = change.ratio
+    return NOTHING if ratio is None else Cell(f"{100 * (ratio.value - 1):+.1f}%", ratio.value, ratio.low, ratio.high)
+
+
+def _interval(change: Change) -> Cell:
+    ratio = change.ratio
+    if ratio is None:
+        return NOTHING
+    if ratio.low is None or ratio.high is None:
+        return Cell("unknown")
+    return Cell(f"{100 * (ratio.low - 1):+.1f}% to {100 * (ratio.high - 1):+.1f}%")

@@ -1,0 +1,181 @@
+"""The charts of linears: stacked bars of a model, curves of bare GEMMs. Hover facts tell the kernels, clocks and samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gemmscope import units
+from gemmscope.document.charts import GREY, Bar, BarChart, CurveChart, Point, Segment
+from gemmscope.document.table import Facts
+from gemmscope.interval import Interval
+from gemmscope.recipe.recipes import BASELINE
+from gemmscope.results.bench import TaskResult
+from gemmscope.results.linears import Linears, OpTime
+from gemmscope.workload.cases import Case, Mode
+from gemmscope.workload.ops import Pass
+
+MODE_TITLES: dict[Mode, str] = {"autocast": "Autocast", "pre-quantized": "Pre-quantized"}
+CHART_TITLES: dict[Mode, str] = {"autocast": "Autocast: with quantization", "pre-quantized": "Pre-quantized: GEMMs only"}
+UNIT = "ms per micro-batch"
+COLORS = 8  # of the palette
+MOST_OPS = 7  # with a color of their own; the smallest of more are drawn together
+MOST_KERNELS = 3  # of one pass in a tooltip
+LONGEST_KERNEL = 96  # letters
+Tasks = Mapping[tuple[str, str, str], Sequence[TaskResult]]
+
+
+def by_op(tasks: Sequence[TaskResult]) -> Tasks:
+    """The tasks of every op, recipe and mode."""
+    groups: dict[tuple[str, str, str], list[TaskResult]] = {}
+    for result in tasks:
+        groups.setdefault((result.task.case.op, result.task.recipe, result.task.mode), []).append(result)
+    return groups
+
+
+# --- bars ----------------------------------------------------------------------------------------------------------------
+
+
+def bar_chart(linears: Linears, mode: Mode, title: str, tasks: Tasks) -> BarChart:
+    """A bar for each recipe: every op in its color, wgrad lighter, quantization on top."""
+    colors = _colors(linears.cases)
+    return BarChart(title, UNIT, tuple(_bar(linears, name, mode, colors, tasks) for name in linears.recipes), figure=True)
+
+
+def _colors(cases: Sequence[Case]) -> dict[str, int]:
+    """The largest ops have colors of their own, in the order they run."""
+    work = {case.op: case.flops * case.count for case in cases}
+    largest = sorted(work, key=lambda op: -work[op])[: len(work) if len(work) <= COLORS else MOST_OPS]
+    own = [op for op in work if op in largest]
+    return {op: own.index(op) if op in own else GREY for op in work}
+
+
+def _bar(linears: Linears, name: str, mode: Mode, colors: dict[str, int], tasks: Tasks) -> Bar:
+    other = linears.measured_as(name, mode)
+    if other != name:
+        return Bar(name, note=f"same kernels as {other}")
+    if linears.total(name, mode) is None:
+        return Bar(name, note="not possible" if linears.forecast else "not measured")
+    cells = [(case, cell) for case in linears.cases if (cell := linears.op_time(case.op, name, mode)) is not None]
+    ordered = sorted(cells, key=lambda pair: colors[pair[0].op] == GREY)  # the smaller ops on top
+    segments = [segment for case, cell in ordered for segment in _segments(linears, case, cell, colors[case.op], tasks)]
+    quantization = {case.op: cell.quantization_ms * case.count for case, cell in cells}
+    spent = sum(quantization.values())
+    if spent:
+        per_op = tuple((op, _ms(time)) for op, time in quantization.items() if time)
+        segments.append(Segment("quantization", spent, GREY, "hatched", (("total", _ms(spent)), *per_op)))
+    fell_back = linears.falls_back(name, mode)
+    speedup = None if fell_back else linears.speedup(name, mode)
+    return Bar(name, tuple(segments), speedup, baseline=name == BASELINE, alarm="FALLBACK" if fell_back else "")
+
+
+def _segments(linears: Linears, case: Case, cell: OpTime, color: int, tasks: Tasks) -> list[Segment]:
+    """The GEMMs of one op as often as they run: fprop and dgrad together, wgrad lighter; one block where time is not split."""
+    label = case.op if color != GREY else "smaller ops"
+    gemms = cell.gemm_ms
+    if not gemms:
+        time_ms = cell.total_ms.value * case.count
+        return [Segment(label, time_ms, color, "plain", op_facts(linears, case, cell, "GEMMs", time_ms, (), tasks))]
+    forward = sum(time for name, time in gemms.items() if name != "wgrad") * case.count
+    facts = op_facts(linears, case, cell, "fprop + dgrad", forward, ("fprop", "dgrad"), tasks)
+    segments = [Segment(label, forward, color, "plain", facts)]
+    if "wgrad" in gemms:
+        wgrad = gemms["wgrad"] * case.count
+        facts = op_facts(linears, case, cell, "wgrad", wgrad, ("wgrad",), tasks)
+        segments.append(Segment(label, wgrad, color, "light", facts))
+    return segments
+
+
+# --- curves --------------------------------------------------------------------------------------------------------------
+
+
+def curve_charts(linears: Linears, mode: Mode, title: str, tasks: Tasks) -> list[CurveChart]:
+    """Speedup and TFLOP/s of bare GEMMs against their size."""
+    square = all(case.tokens == case.inputs == case.outputs for case in linears.cases)
+    axis = "side of square matrices" if square else "M x K x N"
+    at = {case.op: str(case.tokens) if square else case.op for case in linears.cases}
+    speedups: dict[str, list[Point]] = {}
+    rates: dict[str, list[Point]] = {}
+    for name in linears.columns(mode):
+        for case in linears.cases:
+            cell = linears.op_time(case.op, name, mode)
+            if cell is None:
+                continue
+            facts = op_facts(linears, case, cell, name, cell.total_ms.value, ("fprop",), tasks)
+            mark = "FALLBACK" if cell.fallbacks else ""
+            rates.setdefault(name, []).append(Point(at[case.op], rate(case, cell), facts, mark))
+            speedup = linears.speedup(name, mode, case.op)
+            if speedup is not None:
+                speedups.setdefault(name, []).append(Point(at[case.op], speedup, facts))
+    low = tuple(name for name in linears.recipes if name != BASELINE)
+    charts = []
+    if speedups:
+        series = {name: tuple(points) for name, points in speedups.items()}
+        charts.append(CurveChart(f"{title}: speedup over {BASELINE}", axis, series, order=low, main=True))
+    if rates:
+        series = {name: tuple(points) for name, points in rates.items()}
+        charts.append(CurveChart(f"{title}: rate", axis, series, "TFLOP/s", (*low, BASELINE), main=not speedups, figure=True))
+    return charts
+
+
+def rate(case: Case, cell: OpTime) -> Interval:
+    """TFLOP/s of a whole op; a shorter time is a higher rate."""
+    work, time = case.flops * len(case.passes) / 1e9, cell.total_ms
+    low = work / time.high if time.high else None
+    high = work / time.low if time.low and time.low > 0 else None
+    return Interval(work / time.value, *((low, high) if low is not None and high is not None else (None, None)))
+
+
+# --- hover facts ---------------------------------------------------------------------------------------------------------
+
+
+def op_facts(
+    linears: Linears, case: Case, cell: OpTime, part: str, time_ms: float, passes: Sequence[Pass], tasks: Tasks
+) -> Facts:
+    """The time, the size, the speedup, the kernels that prove the precision, the samples and the clocks."""
+    each = f" = {case.count} x {_ms(time_ms / case.count)}" if case.count > 1 else ""
+    speedup = linears.speedup(cell.recipe, cell.mode, case.op)
+    groups = f", {len(case.rows)} groups" if len(case.rows) > 1 else ""
+    lines = [
+        (part, _ms(time_ms) + each),
+        ("tokens x in x out", f"{case.tokens}x{case.inputs}x{case.outputs}{groups}"),
+        ("speedup of the op", units.speedup(speedup) if speedup is not None else "FALLBACK" if cell.fallbacks else ""),
+    ]
+    for name in passes:
+        if (proof := cell.evidence.get(name)) is not None:
+            lines += [(f"{name} ran", proof.ran or proof.verdict)]
+            lines += [(f"{name} kernel", short_kernel(kernel)) for kernel in proof.kernels[:MOST_KERNELS]]
+    behind = tasks.get((case.op, cell.recipe, cell.mode), ())
+    lines += [("samples", samples_text([result.rounds_ms for result in behind]))]
+    return tuple((name, text) for name, text in (*lines, *clock_facts([s for result in behind for s in result.states])) if text)
+
+
+def _ms(time_ms: float) -> str:
+    return f"{units.milliseconds(time_ms)} ms"
+
+
+def short_kernel(kernel: str) -> str:
+    """A kernel's name without its arguments, and not too long."""
+    bare = kernel.replace("(anonymous namespace)::", "").removeprefix("void ").split("(")[0]
+    return bare if len(bare) <= LONGEST_KERNEL else bare[: LONGEST_KERNEL - 1] + "…"
+
+
+def samples_text(tasks: Sequence[Sequence[Sequence[float]]]) -> str:
+    """How many samples, in how many bursts.
+
+    >>> samples_text([[[1.0, 1.1], [1.2]]]), samples_text([])
+    ('3 in 2 bursts', '')
+    """
+    count = sum(len(burst) for bursts in tasks for burst in bursts)
+    return f"{count:,} in {units.counted(max(map(len, tasks)), 'burst')}" if count else ""
+
+
+def clock_facts(states: Sequence[Mapping[str, Any]]) -> Facts:
+    """SM clock, power and temperature while measuring: the median, and both ends."""
+    facts = []
+    for name, key, unit in (("SM clock", "sm_mhz", "MHz"), ("power", "power_w", "W"), ("temperature", "temperature_c", "°C")):
+        values = sorted(float(value) for state in states if isinstance(value := state.get(key), (int, float)))
+        if values:
+            spread = f" ({values[0]:.0f} to {values[-1]:.0f})" if values[0] != values[-1] else ""
+            facts.append((name, f"{values[len(values) // 2]:.0f} {unit}{spread}"))
+    return tuple(facts)

@@ -1,0 +1,184 @@
+"""The Document of a `StepResult`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gemmscope import units
+from gemmscope.document.charts import Point
+from gemmscope.document.common import batch_lines, command_facts, machine_facts, model_facts, subject
+from gemmscope.document.measured import clock_facts, sample_text
+from gemmscope.document.model import Advice, Block, CurveChart, Document, Message, Section
+from gemmscope.document.step_parts import cost_table, step_answer, step_chart, step_speedups, step_table, waterfalls
+from gemmscope.document.table import Cell, Facts, Table, columns
+from gemmscope.interval import Interval
+from gemmscope.parts import STEP_PARTS
+from gemmscope.recipe.recipes import BASELINE, recipe
+from gemmscope.results.step import Recommendation, StepResult, StepTime, VariantResult
+from gemmscope.step.recommend import Plan
+from gemmscope.step.waterfall import place
+
+MOST_KERNELS = 4  # of one part in a tooltip
+LEVELS = ("error", "warning", "note")
+COST_NOTE = "Every GPU computes all the time; communication and restarts are not included."
+NEXT = "gemmscope trace-me prints the lines that record a trace of your own run, to compare it with this prediction"
+AGREES = {True: "yes", False: "no", None: "?"}
+REQUESTED = (
+    "observed-as-expected", "observed-more", "observed-unknown",
+    "break-even-from", "break-even-at-smallest", "break-even-never", "break-even-not-at-largest",
+)  # fmt: skip
+ENDED = ("precision-reached", "all-measured")  # a run that ended otherwise has a warning
+
+
+def step_document(result: StepResult, name: str = "") -> Document:
+    """Everything that the result says."""
+    answer, because = step_answer(result.step, result.where, result.name)
+    shown = sorted(result.findings, key=lambda finding: LEVELS.index(finding.level))
+    ended = [finding.text for finding in result.findings if finding.code in ENDED]
+    return Document(
+        kind="step",
+        title=f"Training step of {result.name} on {result.where}",
+        subject=subject(result.model, result.run),
+        where=result.where,
+        answer=answer,
+        because=(*because, *_mixed(result.recommendation), *_requested(result)),
+        context=(*batch_lines(result.run, result.stage), *ended),
+        sections=tuple(_sections(result)),
+        messages=tuple(map(Message.of, shown)),
+        advice=_advice(result.recommendation) if result.recommendation is not None else None,
+        facts={
+            "Method": _method(result),
+            "Environment": machine_facts(result.environment, result.device, result.versions),
+        },
+        speedups=step_speedups(result.step, result.where),
+        next_command=NEXT if result.step.recipes else "",
+        name=name,
+    )
+
+
+def _sections(result: StepResult) -> list[Section]:
+    """The step, the way from the GEMMs to it, the real model, the cost, smaller batches: what there is."""
+    times = result.step
+    chart = step_chart(times, layers_run=result.depth if result.depth < result.layers else None, hover=_hover(result))
+    blocks: dict[str, Sequence[Block | None]] = {
+        "The training step": (step_table(times) if times.recipes else None, chart),
+        "From the GEMMs to the step": waterfalls(times),
+        "Verification": (_verified(times.recipes),),
+        "Cost": (cost_table(times, note=COST_NOTE),),
+        "Break-even": (_break_even(result),),
+    }
+    sections = [Section(title, tuple(block for block in group if block is not None)) for title, group in blocks.items()]
+    return [section for section in sections if section.blocks]
+
+
+def _mixed(recommended: Recommendation | None) -> list[str]:
+    """What leaving blocks in BF16 adds."""
+    if recommended is None or not recommended.left_out or recommended.speedup is None:
+        return []
+    left = " and ".join(recommended.left_out)
+    return [f"With {left} left in {BASELINE}, {recommended.recipe} has a speedup of {units.speedup(recommended.speedup)}."]
+
+
+def _requested(result: StepResult) -> list[str]:
+    """Notes on the recipe that the answer names that were requested with an option."""
+    best = max(result.step.recipes, key=lambda time: time.speedup.value if time.speedup is not None else 0.0, default=None)
+    notes = [finding for finding in result.findings if finding.code in REQUESTED]
+    return [finding.text for finding in notes if best is not None and finding.facts["recipe"] == best.recipe]
+
+
+def _advice(recommended: Recommendation) -> Advice:
+    rivals = f"; too close to call against {units.names(recommended.rivals)}" if recommended.rivals else ""
+    if recommended.recipe == BASELINE:
+        return Advice(f"stay with {BASELINE}: no recipe that was measured is faster{rivals}")
+    gain = f" ({units.speedup(recommended.speedup)})" if recommended.speedup is not None else ""
+    plan = Plan(recommended.recipe, recommended.left_out)
+    return Advice(f"use {plan.name}{gain}{rivals}", recommended.ready_to_paste)
+
+
+# --- tooltips ------------------------------------------------------------------------------------------------------------
+
+
+def _hover(result: StepResult) -> dict[tuple[str, str], Facts]:
+    """(recipe, part) → kernels, samples, clocks."""
+    facts: dict[tuple[str, str], Facts] = {}
+    for name in (time.recipe for time in result.step.recipes):
+        variants = [each for each in result.variants if _predicts(each, name)]
+        states = clock_facts([state for variant in variants for state in variant.states])
+        samples = sample_text([variant.rounds_ms for variant in variants])
+        kernels = _kernels(variants[0]) if variants else {}
+        for part in STEP_PARTS:
+            facts[name, part] = (*kernels.get(part, ()), *((("steps timed", samples),) if samples else ()), *states)
+    return facts
+
+
+def _predicts(result: VariantResult, name: str) -> bool:
+    return (result.variant.recipe, result.variant.real, result.variant.left_out) == (name, False, ())
+
+
+def _kernels(result: VariantResult) -> dict[str, Facts]:
+    """The longest kernels of every part, from the one step that was profiled."""
+    sums: dict[str, dict[str, tuple[float, int]]] = {}
+    for kernel in place(result.parts, quantizes=recipe(result.variant.recipe).quantizes):
+        for part, time_us in kernel.parts.items():
+            time_ms, count = sums.setdefault(part, {}).get(kernel.name, (0.0, 0))
+            sums[part][kernel.name] = (time_ms + time_us / 1000, count + 1)
+    longest = {part: sorted(by_name.items(), key=lambda pair: -pair[1][0])[:MOST_KERNELS] for part, by_name in sums.items()}
+    return {
+        part: tuple((f"{count} x, {time_ms:.2f} ms", units.kernel_name(name)) for name, (time_ms, count) in kernels)
+        for part, kernels in longest.items()
+    }
+
+
+# --- tables and facts ----------------------------------------------------------------------------------------------------
+
+
+def _verified(recipes: Sequence[StepTime]) -> Table | None:
+    rows = []
+    for time in recipes:
+        if time.verified is not None:
+            unit = " ms" if time.recipe == BASELINE else "x"
+            both = [_with_interval(value, unit) for value in (time.verified.predicted, time.verified.actual)]
+            error = time.verified.error
+            agrees = Cell(AGREES[time.verified.agrees])
+            rows.append((Cell(time.recipe), Cell(f"{time.verified.depth}"), *both, Cell(f"{error:+.2%}", error), agrees))
+    heads = columns(("Recipe",), ("Layers", "Predicted [95%]", "Real [95%]", "Error", "Within intervals"))
+    note = f"{BASELINE}: milliseconds of the step. Other recipes: speedup over {BASELINE}."
+    return Table("Prediction compared with the real model", heads, tuple(rows), note, main=True) if rows else None
+
+
+def _with_interval(value: Interval, unit: str) -> Cell:
+    return Cell(f"{value.value:.3f}{unit} {units.ends(value)}", value.value, value.low, value.high)
+
+
+def _break_even(result: StepResult) -> CurveChart | None:
+    """Speedups on smaller batches, up to this one."""
+    series: dict[str, list[Point]] = {}
+    for batch in result.break_even:
+        for name, speedup in batch.speedups.items():
+            series.setdefault(name, []).append(Point(batch.name, speedup, (("speedup", units.speedup(speedup)),)))
+    if not series:
+        return None
+    points = {name: tuple(each) for name, each in series.items()}
+    order = tuple(time.recipe for time in result.step.recipes)
+    return CurveChart("Speedup of the step on smaller batches", "micro-batch x sequence", points, order=order)
+
+
+def _method(result: StepResult) -> Facts:
+    settings = result.settings
+    stack = (
+        f"all {result.layers} layers, forward, backward and optimizer, with the weights of a few"
+        if result.depth >= result.layers
+        else f"{result.layers} layers extrapolated from stacks of {result.depth} and {max(1, result.depth // 2)}"
+    )
+    count = sum(len(burst) for variant in result.variants for burst in variant.rounds_ms)
+    lines = [
+        *model_facts(result.model, result.run, result.stage),
+        ("what was run", stack if result.depth else ""),
+        ("backend", settings.backend),
+        ("bursts", f"{settings.keep_ms:g} ms each, after {settings.drop_ms:g} ms that are dropped; recipes in turn"),
+        ("samples", f"{count:,} steps of {units.counted(len(result.variants), 'variant')}"),
+        ("duration", ", ".join(f"{purpose} {seconds:g} s" for purpose, seconds in result.seconds.items())),
+        ("intervals", "95%, by resampling both sides of each ratio"),
+        *command_facts(result),
+    ]
+    return tuple((name, value) for name, value in lines if value)

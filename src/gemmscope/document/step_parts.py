@@ -1,0 +1,212 @@
+"""Tables, charts and sentences of a training step, measured or forecast."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from gemmscope import units
+from gemmscope.document.charts import GREY, Bar, BarChart, Fall, Segment, Shade, WaterfallChart
+from gemmscope.document.model import NamedSpeedup
+from gemmscope.document.table import (
+    BASELINE_CELL,
+    FALLBACK_CELL,
+    NOTHING,
+    Cell,
+    Facts,
+    Table,
+    amount_cell,
+    bytes_cell,
+    columns,
+    number,
+    share_cell,
+    speedup_cell,
+    time_cell,
+)
+from gemmscope.interval import Interval
+from gemmscope.parts import STEP_PARTS, StepPart
+from gemmscope.recipe.recipes import BASELINE
+from gemmscope.results.linears import Winner
+from gemmscope.results.step import StepTime, StepTimes
+from gemmscope.step.findings import named_verdict
+
+COLORED = [part for part in STEP_PARTS if part != "quantization"][:8]  # quantization is hatched, what follows is grey
+TRAINING_STEP = "training step"
+
+
+def _title(times: StepTimes, prefix: str, text: str) -> str:
+    return f"{prefix}{'FORECAST: ' if times.origin == 'forecast' else ''}{text}"
+
+
+def _interval(times: StepTimes) -> str:
+    return "95%" if times.origin == "measured" else "90%"
+
+
+# --- tables --------------------------------------------------------------------------------------------------------------
+
+
+def step_table(times: StepTimes, *, prefix: str = "", main: bool = True) -> Table:
+    """A row per recipe. A column that no recipe has a number for is left out."""
+    speedup = f"Speedup [{_interval(times)}]"
+    names = ("Step ms", speedup, "Tokens/s", "Model TFLOP/s", "MFU", "GPU busy ms", "Launch ms", "Peak memory")
+    rows = [
+        (
+            time_cell(time.step_ms) if times.origin == "measured" else _range_cell(time.step_ms),
+            _speedup_cell(time),
+            number(time.tokens_per_s, f"{time.tokens_per_s:,.0f}"),
+            number(time.model_tflops, units.tflops(time.model_tflops)),
+            share_cell(time.mfu),
+            time_cell(time.gpu_busy_ms),
+            time_cell(time.host_ms),
+            bytes_cell(time.peak_bytes),
+        )
+        for time in times.recipes
+    ]
+    kept = [index for index in range(len(names)) if any(row[index] != NOTHING for row in rows)]
+    return Table(
+        _title(times, prefix, "Training step of one rank"),
+        columns(("Recipe",), [names[index] for index in kept]),
+        tuple((Cell(time.recipe), *(row[index] for index in kept)) for time, row in zip(times.recipes, rows, strict=True)),
+        main=main,
+    )
+
+
+def _range_cell(step_ms: Interval) -> Cell:
+    """Milliseconds with their error bar."""
+    ends = [units.milliseconds(end) for end in (step_ms.low, step_ms.high) if end is not None]
+    return replace(time_cell(step_ms), text=f"{units.milliseconds(step_ms.value)} [{', '.join(ends)}]")
+
+
+def _speedup_cell(time: StepTime) -> Cell:
+    return BASELINE_CELL if time.recipe == BASELINE else FALLBACK_CELL if time.fell_back else speedup_cell(time.speedup)
+
+
+def cost_table(times: StepTimes, *, prefix: str = "", note: str = "") -> Table | None:
+    """Days, GPU-hours and money of the full run, if that was requested."""
+    costs = [(time.recipe, time.cost) for time in times.recipes if time.cost is not None]
+    rows = tuple(
+        (Cell(name), amount_cell(cost.days), amount_cell(cost.gpu_hours), amount_cell(cost.money)) for name, cost in costs
+    )
+    heads = columns(("Recipe",), (f"Days [{_interval(times)}]", "GPU-hours", "Money"))
+    return Table(_title(times, prefix, "Cost of the full run"), heads, rows, note, main=True) if rows else None
+
+
+# --- charts --------------------------------------------------------------------------------------------------------------
+
+
+def step_chart(
+    times: StepTimes,
+    *,
+    prefix: str = "",
+    layers_run: int | None = None,
+    hover: Mapping[tuple[str, str], Facts] = {},
+) -> BarChart | None:
+    """The step of every recipe, part by part. `layers_run`: how many layers the parts are of, if not all."""
+    if not times.recipes:
+        return None
+    if not any(time.parts_ms for time in times.recipes):
+        return BarChart(_title(times, prefix, "Time of a step"), "ms per step", tuple(map(_whole_bar, times.recipes)))
+    note = f"Of {units.counted(layers_run, 'layer')}, as many as were run." if layers_run is not None else ""
+    bars = tuple(_bar(time, hover) for time in times.recipes)
+    return BarChart(_title(times, prefix, "Where the time of a step goes"), "ms per step", bars, note)
+
+
+def _whole_bar(time: StepTime) -> Bar:
+    """A step whose kernels were not profiled, as on the CPU."""
+    whole = Segment("whole step", time.step_ms.value, 0)
+    return Bar(time.recipe, (whole,), time.speedup, baseline=time.recipe == BASELINE)
+
+
+def _bar(time: StepTime, hover: Mapping[tuple[str, str], Facts]) -> Bar:
+    total_ms = sum(time.parts_ms.values())
+    order = sorted((part for part, part_ms in time.parts_ms.items() if part_ms > 0), key=lambda part: part == "quantization")
+    return Bar(
+        label=time.recipe,
+        segments=tuple(_segment(part, time.parts_ms[part], total_ms, hover.get((time.recipe, part), ())) for part in order),
+        speedup=time.speedup,
+        baseline=time.recipe == BASELINE,
+        alarm="FALLBACK" if time.fell_back else "",
+        note="" if order else "not split",
+    )
+
+
+def _segment(part: StepPart, time_ms: float, total_ms: float, facts: Facts) -> Segment:
+    shade: Shade = "hatched" if part == "quantization" else "plain"
+    color = COLORED.index(part) if part in COLORED else GREY
+    own = ((part, f"{units.milliseconds(time_ms)} ms"), ("share", units.percent(time_ms / total_ms)))
+    return Segment(part, time_ms, color, shade, (*own, *facts))
+
+
+def waterfalls(times: StepTimes, *, prefix: str = "") -> tuple[WaterfallChart, ...]:
+    """From the speedup of the GEMMs alone to that of the step, for every recipe."""
+    return tuple(
+        WaterfallChart(
+            _title(times, prefix, f"From GEMMs to step: {time.recipe}"),
+            time.recipe,
+            BASELINE,
+            tuple(Fall(level.part, level.baseline_ms, level.recipe_ms, level.speedup) for level in time.waterfall),
+            _why(time),
+        )
+        for time in times.recipes
+        if time.waterfall
+    )
+
+
+def _why(time: StepTime) -> str:
+    return named_verdict(time, time.verdict).text if time.verdict is not None else ""
+
+
+# --- the answer ----------------------------------------------------------------------------------------------------------
+
+
+def step_answer(times: StepTimes, where: str, model_name: str = "") -> tuple[str, tuple[str, ...]]:
+    """The answer in one sentence, and the reasons for it."""
+    others = [time for time in times.recipes if time.recipe != BASELINE]
+    valid = [time for time in others if time.speedup is not None]
+    verb = "measured" if times.origin == "measured" else "forecast"
+    if not others or times.winner is None:
+        names = units.names(time.recipe for time in times.recipes)
+        return f"{f'Only {names}' if names else 'Nothing'} could be {verb} on {where}.", ()
+    if not valid:
+        return f"No speedup on {where}: {units.names(time.recipe for time in others)} did not run in low precision.", ()
+    best = max(valid, key=lambda time: time.speedup.value if time.speedup is not None else 0.0)
+    training = f"training {model_name}" if model_name else "training"
+    forecast = "FORECAST: " if times.origin == "forecast" else ""
+    return f"{forecast}{_verdict(times.winner, best, f'on {where}, {training}')}", tuple(_because(best, valid))
+
+
+def _verdict(winner: Winner, best: StepTime, what: str) -> str:
+    assert best.speedup is not None
+    gain = units.speedup(best.speedup)
+    what = what[:1].upper() + what[1:]
+    if not best.speedup.known:
+        return f"{what} in {best.recipe} has a speedup of {gain} over {BASELINE}; too little was measured for an interval."
+    if BASELINE in winner.rivals or (winner.best == BASELINE and best.recipe in winner.rivals):
+        return f"{what} in {best.recipe} and in {BASELINE} is too close to call: a speedup of {gain}."
+    if winner.best == BASELINE:
+        return f"{what} is fastest in {BASELINE}: the best other recipe, {best.recipe}, has a speedup of {gain}."
+    rivals = f"; too close to call against {units.names(winner.rivals)}" if winner.rivals else ""
+    return f"{what} in {best.recipe} has a speedup of {gain} over {BASELINE}{rivals}."
+
+
+def _because(best: StepTime, valid: list[StepTime]) -> list[str]:
+    lines = []
+    if best.waterfall:
+        lines.append(f"Its GEMMs alone have a speedup of {best.waterfall[0].speedup:.2f}x. {_why(best)}".rstrip())
+    others = [f"{time.recipe} {units.speedup(time.speedup)}" for time in valid if time is not best and time.speedup is not None]
+    if others:
+        lines.append(f"Other recipes: {', '.join(others)}.")
+    if best.verified is not None:
+        real, error = units.speedup(best.verified.actual), best.verified.error
+        lines.append(
+            f"The real model with {units.counted(best.verified.depth, 'layer')} has a speedup of {real}; "
+            f"the prediction is off by {error:+.1%}."
+        )
+    return lines
+
+
+def step_speedups(times: StepTimes, where: str) -> tuple[NamedSpeedup, ...]:
+    """To show beside those of other runs."""
+    return tuple(
+        NamedSpeedup(where, TRAINING_STEP, time.recipe, time.speedup) for time in times.recipes if time.speedup is not None
+    )

@@ -1,0 +1,69 @@
+"""What there is to know beside the times of a step, measured or forecast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from gemmscope.findings import Finding, finding
+from gemmscope.measure.kernels import CAST_SHARE
+from gemmscope.recipe.recipes import BASELINE
+from gemmscope.results.step import StepTime, StepTimes
+from gemmscope.units import kernel_name
+
+RUN_TO_RUN = 0.02  # the same step on another day or machine
+NO_GAIN = 0.25  # of the gain: less of it is not dilution any more
+
+
+def step_findings(times: StepTimes) -> list[Finding]:
+    """Why each recipe gains what it gains, what is host-bound or too close to call, what is missing."""
+    findings = [found for time in times.recipes for found in _of_recipe(time)]
+    code = "step-not-measured" if times.origin == "measured" else "step-not-forecast"
+    findings += [finding(code, recipe=name, reason=reason) for name, reason in times.failures.items()]
+    if any(time.mfu is not None for time in times.recipes):
+        findings.append(finding("mfu-definition"))
+    return findings
+
+
+def _of_recipe(time: StepTime) -> Iterator[Finding]:
+    name = time.recipe
+    if time.verdict is not None:
+        yield named_verdict(time, time.verdict)
+        if time.verdict.facts.get("fused_casts"):
+            yield finding("fused-casts", recipe=name, share=CAST_SHARE)
+    if time.host_bound and not (time.verdict is not None and time.verdict.code == "step-host-bound"):
+        yield finding("step-launch-bound", recipe=name, host_ms=time.host_ms, busy_ms=time.gpu_busy_ms)
+    if time.speedup is not None and time.speedup.includes_one:
+        yield finding("too-close-to-call", recipe=name, over=BASELINE, what="the training step")
+    if time.named_share is not None and time.named_share < 1:
+        kernels = list(map(kernel_name, time.unknown_kernels))
+        yield finding("unknown-kernels", recipe=name, share=1 - time.named_share, kernels=kernels)
+
+
+def named_verdict(time: StepTime, why: Finding) -> Finding:
+    """The verdict with the name of its recipe."""
+    return replace(why, facts={**why.facts, "recipe": time.recipe})
+
+
+def observed_findings(times: StepTimes, observed: float) -> list[Finding]:
+    """The speedup of the user's own run compared with every prediction."""
+    return [
+        finding(_observed(time, observed), recipe=time.recipe, observed=observed, predicted=time.speedup)
+        for time in times.recipes
+        if time.recipe != BASELINE
+    ]
+
+
+def _observed(time: StepTime, observed: float) -> str:
+    predicted = time.speedup
+    if time.fell_back:
+        return "observed-fallback"
+    if predicted is None or predicted.low is None or predicted.high is None:
+        return "observed-unknown"
+    low, high = predicted.low * (1 - RUN_TO_RUN), predicted.high * (1 + RUN_TO_RUN)
+    if low <= observed <= high:
+        return "observed-as-expected"
+    if observed > high:
+        return "observed-more"
+    lost = 1 - RUN_TO_RUN <= observed <= 1 + NO_GAIN * (predicted.value - 1)
+    return "observed-no-gain" if lost else "observed-less"

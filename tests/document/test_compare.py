@@ -1,0 +1,67 @@
+"""The Document of `compare`."""
+
+from __future__ import annotations
+
+import pytest
+
+from gemmscope.document.build import document
+from gemmscope.findings import finding
+from gemmscope.interval import Interval
+from gemmscope.results.compare import Change, ComparedRow, CompareResult, EnvironmentDifference
+from gemmscope.writers.csv import csv_text
+from gemmscope.writers.html import page
+from gemmscope.writers.markdown import markdown
+from gemmscope.writers.terminal import text
+
+SLOWER = Change(ratio=Interval(1.05, 1.03, 1.07), verdict="slower")
+CLOSE = Change(ratio=Interval(1.001), verdict="too close to call")
+MISSING = Change(ratio=None, verdict="missing")
+
+
+def compared(*, runs: int = 2) -> CompareResult:
+    changes = ((SLOWER, CLOSE, MISSING)[index % 3] for index in range(3))
+    rows = tuple(
+        ComparedRow(
+            what=what,
+            recipe="FP8Current",
+            mode="autocast",
+            times_ms=(1.0, *(None if change.ratio is None else change.ratio.value for _ in range(runs - 1))),
+            changes=(change,) * (runs - 1),
+        )
+        for what, change in zip(("MLP Up", "MLP Down", "Attn Out"), changes, strict=True)
+    )
+    return CompareResult(
+        command="gemmscope compare a.json b.json",
+        runs=tuple(f"{letter}.json" for letter in "abcd"[:runs]),
+        rows=rows,
+        differences=(EnvironmentDifference(name="driver", values=("580", "", "590", "590")[:runs]),),
+        limit=0.03,
+        findings=(finding("compare-changed", slower=1, faster=0, close=1), finding("compare-missing", rows=1)),
+    )
+
+
+@pytest.mark.parametrize("runs", [2, 3])
+def test_every_writer_shows_every_row(runs: int) -> None:
+    made = document(compared(runs=runs))
+    tables = made.tables()
+    assert [table.title for table in tables][0] == "Differences besides the times"
+    assert len(tables) == runs
+    for written in (text(made), markdown([made]), page([made]), csv_text(made)):
+        for word in ("MLP Up · FP8Current · autocast", "slower", "too close to call", "missing", "580"):
+            assert word in written
+
+
+def test_changes_are_marked_and_unknown_intervals_named() -> None:
+    rows = document(compared()).tables()[1].rows
+    assert [cell.text for cell in rows[0][-3:]] == ["+5.0%", "+3.0% to +7.0%", "slower"]
+    assert rows[0][-1].level == "warning"
+    assert [cell.text for cell in rows[1][-3:]] == ["+0.1%", "unknown", "too close to call"]
+    assert [cell.text for cell in rows[2][-3:]] == ["-", "-", "missing"]
+    assert (rows[0][-3].low, rows[0][-3].high) == (1.03, 1.07)
+
+
+def test_the_answer_is_the_first_finding() -> None:
+    made = document(compared())
+    assert made.answer == compared().findings[0].text
+    assert [message.code for message in made.messages] == ["compare-missing"]
+    assert [row.what for row in compared().failing()] == ["MLP Up"]

@@ -1,0 +1,78 @@
+"""The Document of `explain`: every number of the result, in every writer."""
+
+from __future__ import annotations
+
+import html
+import re
+
+import pytest
+
+from gemmscope.app.explain import explain
+from gemmscope.document.build import document
+from gemmscope.document.charts import BarChart
+from gemmscope.document.model import Document, brief
+from gemmscope.document.table import Table
+from gemmscope.results.explain import ExplainResult
+from gemmscope.writers.csv import csv_text
+from gemmscope.writers.html import page
+from gemmscope.writers.markdown import markdown
+from gemmscope.writers.terminal import text
+from support.explain_files import explanation
+from support.traces import recorded
+
+
+def table(made: Document, title: str) -> Table:
+    return next(each for each in made.tables() if each.title.startswith(title))
+
+
+def plain(markup: str) -> str:
+    """What a reader sees of a page."""
+    return html.unescape(re.sub(r"<[^>]+>", "", re.sub(r"<(script|style).*?</\1>", "", markup, flags=re.DOTALL)))
+
+
+@pytest.mark.parametrize("name", ["recompute", "unaligned_torchao", "host_bound", "healthy_te_current"])
+def test_parts_and_classes_sum_to_the_step(name: str) -> None:
+    result = explanation(name)
+    made = document(result)
+    [chart] = made.charts()
+    assert isinstance(chart, BarChart)
+    assert chart.bars[0].total_ms == pytest.approx(result.account.step_ms)
+    classes = {row[0].text: row[1].value or 0.0 for row in table(made, "By class").rows}
+    assert classes.pop("total") == pytest.approx(result.account.step_ms)
+    assert classes == pytest.approx(result.account.classes_ms)
+
+
+def test_the_chart_table_has_shares() -> None:
+    rows = table(document(explanation()), "Where the time of a step goes").rows
+    assert sum(row[2].value or 0.0 for row in rows[:-1]) == pytest.approx(1)
+    assert rows[-1][2].value == 1
+
+
+def test_every_cause_has_its_evidence_and_advice_in_every_writer() -> None:
+    result = explanation("unaligned_torchao")
+    made = document(result, "run.json")
+    outputs = [text(made), markdown([made]).replace("\\", ""), plain(page([made]))]
+    for cause in result.causes:
+        for sentence in (*(finding.text for finding in cause.evidence), *cause.advice, *cause.kernels):
+            assert all(sentence in " ".join(output.split()) for output in outputs), sentence
+        assert f"cause-{cause.code}" in [message.code for message in brief(made).messages]
+
+
+def twins() -> ExplainResult:
+    return explain([recorded("healthy_te_current")], baseline=recorded("healthy_te_bf16"))
+
+
+def test_comparisons_add_up_and_lead_the_answer() -> None:
+    result = twins()
+    made = document(result)
+    rows = table(made, "Comparison with the BF16 trace").rows
+    assert sum(row[3].value or 0.0 for row in rows[:-1]) == pytest.approx(rows[-1][3].value)
+    assert [finding.text for finding in result.comparisons[0].findings if finding.level == "note"] == list(made.because[1:])
+    assert "Speedup so far" in csv_text(made)
+
+
+def test_the_short_view_is_a_subset() -> None:
+    made = document(explanation())
+    short = brief(made)
+    assert {each.title for each in short.tables()} < {each.title for each in made.tables()}
+    assert all(line in text(made) for line in text(short).splitlines() if line)

@@ -1,0 +1,169 @@
+"""The Document of a step: what the result says is in it, and in every writer's output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gemmscope.document.build import document
+from gemmscope.document.charts import BarChart, CurveChart, WaterfallChart
+from gemmscope.document.model import Document, brief
+from gemmscope.document.step_parts import step_answer, step_chart, step_speedups, step_table
+from gemmscope.findings import finding
+from gemmscope.interval import Interval
+from gemmscope.results.linears import Winner
+from gemmscope.results.step import Recommendation, StepResult, StepTime, StepTimes
+from gemmscope.step.waterfall import levels_of
+from support.step_files import recorded_step
+
+
+@pytest.fixture(scope="module")
+def result() -> StepResult:
+    return recorded_step("gpt1b", verified=True, batches=True)
+
+
+@pytest.fixture(scope="module")
+def made(result: StepResult) -> Document:
+    return document(result, "step.json")
+
+
+def time(recipe: str, speedup: Interval | None = None, **values: Any) -> StepTime:
+    return StepTime(
+        recipe=recipe, step_ms=Interval(100.0, 99.0, 101.0), speedup=speedup, tokens_per_s=1.0, model_tflops=1.0, **values
+    )
+
+
+def times(*others: StepTime, winner: Winner | None = None, origin: Any = "measured") -> StepTimes:
+    return StepTimes(origin=origin, recipes=(time("BF16"), *others), winner=winner)
+
+
+def test_a_result_survives_its_run_file(result: StepResult) -> None:
+    assert StepResult.model_validate_json(result.to_json()) == result
+
+
+def test_every_recipe_has_a_row_with_mfu(made: Document, result: StepResult) -> None:
+    (table,) = [table for table in made.tables() if table.title == "Training step of one rank"]
+    names = [column.name for column in table.columns]
+    assert [row[0].text for row in table.rows] == [time.recipe for time in result.step.recipes]
+    for row, recipe in zip(table.rows, result.step.recipes, strict=True):
+        assert row[names.index("MFU")].value == recipe.mfu
+        assert row[names.index("Step ms")].value == recipe.step_ms.value
+        assert row[names.index("Launch ms")].value == recipe.host_ms
+
+
+def test_every_finding_is_a_message(made: Document, result: StepResult) -> None:
+    assert sorted(message.code for message in made.messages) == sorted(found.code for found in result.findings)
+    assert [message.level for message in made.messages] == sorted(
+        (found.level for found in result.findings), key=("error", "warning", "note").index
+    )
+
+
+def test_charts(made: Document, result: StepResult) -> None:
+    bars, *falls = [chart for chart in made.charts() if not isinstance(chart, CurveChart)]
+    (curve,) = [chart for chart in made.charts() if isinstance(chart, CurveChart)]
+    assert isinstance(bars, BarChart)
+    assert [bar.label for bar in bars.bars] == [time.recipe for time in result.step.recipes]
+    assert [chart.recipe for chart in falls if isinstance(chart, WaterfallChart)] == ["FP8Current", "FP8Delayed", "FP8Block"]
+    assert curve.places == ["1 x 1024", "2 x 1024", "8 x 1024"]
+    segment = bars.bars[1].segments[0]
+    facts = dict(segment.facts)
+    assert segment.name == "GEMMs"
+    assert "steps timed" in facts
+    assert any("nvjet" in value for value in facts.values())  # its kernels
+    assert sum(part.time_ms for part in bars.bars[1].segments) == pytest.approx(sum(result.step.recipes[1].parts_ms.values()))
+
+
+def test_the_short_view_has_what_was_requested(made: Document) -> None:
+    """The step; the verification and the cost, which options ask for."""
+    titles = [table.title for table in brief(made).tables()]
+    assert titles == ["Training step of one rank", "Prediction compared with the real model", "Cost of the full run"]
+    assert any("smallest batch" in line for line in made.because)
+
+
+def test_the_answer_names_the_winner(made: Document, result: StepResult) -> None:
+    assert result.step.winner is not None
+    assert result.step.winner.best in made.answer
+    assert "1.318x [1.308, 1.327]" in made.answer
+    assert made.advice is not None
+    assert "Transformer Engine" in made.advice.ready_to_paste
+    assert {named.recipe for named in made.speedups} == {"FP8Current", "FP8Delayed", "FP8Block"}
+
+
+SURE, CLOSE, SLOW = Interval(1.3, 1.29, 1.31), Interval(1.01, 0.99, 1.03), Interval(0.9, 0.89, 0.91)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (StepTimes(origin="measured", recipes=()), "Nothing could be measured on X."),
+        (times(), "Only BF16 could be measured on X."),
+        (
+            times(time("FP8Block", SURE), winner=Winner(best="FP8Block", speedup=SURE)),
+            "On X, training M in FP8Block has a speedup of 1.300x [1.290, 1.310] over BF16.",
+        ),
+        (
+            times(time("FP8Block", CLOSE), winner=Winner(best="FP8Block", speedup=CLOSE, rivals=("BF16",))),
+            "On X, training M in FP8Block and in BF16 is too close to call: a speedup of 1.010x [0.990, 1.030].",
+        ),
+        (
+            times(time("FP8Block", SLOW), winner=Winner(best="BF16", speedup=None)),
+            "On X, training M is fastest in BF16: the best other recipe, FP8Block, has a speedup of 0.900x [0.890, 0.910].",
+        ),
+        (
+            times(time("FP8Block", Interval(1.3)), winner=Winner(best="FP8Block", speedup=Interval(1.3), rivals=("BF16",))),
+            "On X, training M in FP8Block has a speedup of 1.300x [?] over BF16; too little was measured for an interval.",
+        ),
+        (
+            times(time("FP8Block", SURE), winner=Winner(best="FP8Block", speedup=SURE), origin="forecast"),
+            "FORECAST: On X, training M in FP8Block has a speedup of 1.300x [1.290, 1.310] over BF16.",
+        ),
+    ],
+)
+def test_answers(given: StepTimes, sentence: str) -> None:
+    assert step_answer(given, "X", "M")[0] == sentence
+
+
+def test_a_fallback_is_no_speedup_anywhere() -> None:
+    fell_back = finding("step-fallback", recipe="FP8Block", where=["qkv forward"], ran="bf16 x bf16", requested=["e4m3 x e4m3"])
+    fallen = times(time("FP8Block", verdict=fell_back, parts_ms={"GEMMs": 90.0}), winner=Winner(best="BF16", speedup=None))
+    cells = [row[2] for row in step_table(fallen).rows]
+    assert [(cell.text, cell.level) for cell in cells] == [("1.000x", ""), ("FALLBACK", "error")]
+    chart = step_chart(fallen)
+    assert chart is not None
+    assert [bar.head for bar in chart.bars] == ["", "FALLBACK"]
+    assert step_speedups(fallen, "X") == ()
+    assert step_answer(fallen, "X")[0] == "No speedup on X: FP8Block did not run in low precision."
+
+
+def test_shares_are_those_of_the_layers_that_were_run() -> None:
+    """A quarter of the layers ran: a part is its share of these, not of the whole step."""
+    chart = step_chart(times(time("FP8Block", SURE, parts_ms={"GEMMs": 10.0, "attention": 10.0})), layers_run=8)
+    assert chart is not None
+    assert "8 layers" in chart.note
+    assert [("share", "50.0%") in segment.facts for segment in chart.bars[1].segments] == [True, True]
+
+
+def test_a_forecast_says_so_in_every_title() -> None:
+    given = times(
+        time("FP8Block", SURE, waterfall=levels_of({"GEMMs": 9.0}, {"GEMMs": 5.0}), parts_ms={"GEMMs": 5.0}), origin="forecast"
+    )
+    table = step_table(given, prefix="b300: ")
+    assert table.title.startswith("b300: FORECAST")
+    assert [column.name for column in table.columns] == ["Recipe", "Step ms", "Speedup [90%]", "Tokens/s", "Model TFLOP/s"]
+    assert table.rows[0][1].text == "100.00 [99.000, 101.00]"
+
+
+def test_a_mixed_plan_is_told(result: StepResult) -> None:
+    mixed = Recommendation(recipe="FP8Delayed", left_out=("qkv",), speedup=Interval(1.4, 1.39, 1.41), rivals=("FP8Delayed",))
+    made = document(result.model_copy(update={"recommendation": mixed}))
+    assert made.advice is not None
+    assert made.advice.text == "use FP8Delayed with qkv in BF16 (1.400x [1.390, 1.410]); too close to call against FP8Delayed"
+    assert any("With qkv left in BF16" in line for line in made.because)
+
+
+def test_unknown_agreement_is_a_question_mark(result: StepResult) -> None:
+    verified = {"depth": 8, "predicted": Interval(1.2), "actual": Interval(0.2, -0.1, 0.5)}
+    step = times(time("FP8Block", SURE, verified=verified), winner=Winner(best="FP8Block", speedup=SURE))
+    (table,) = [table for table in document(result.model_copy(update={"step": step})).tables() if "real model" in table.title]
+    assert [cell.text for cell in table.rows[0]] == ["FP8Block", "8", "1.200x [?]", "0.200x [0.000, 0.500]", "+500.00%", "?"]

@@ -1,0 +1,60 @@
+"""A machine that has a GPU and the packages, for tests of commands that measure: campaigns take recorded kernels."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gemmscope.gpu.environment import Environment
+from gemmscope.measure.campaign import Campaign
+from gemmscope.measure.measurements import Measurements
+from support.bench_results import record
+from support.machines import machine
+
+SIZES = "--hidden-size 32 --intermediate-size 64 --num-attention-heads 2 --num-hidden-layers 2"
+SMALL = f"{SIZES} --micro-batch-size 1 --sequence-length 32"
+ON_CPU = f"{SMALL} --device cpu"
+REFERENCE = (
+    "--hidden_size 4096 --intermediate_size 16384 --num_attention_heads 32 --num_hidden_layers 24 "
+    "--micro_batch_size 31 --sequence_length 512"
+)
+
+
+@pytest.fixture(autouse=True)
+def own_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+Pretend = Callable[..., list[Campaign]]
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
+    """As if this machine had that GPU and those packages; campaigns take recorded kernels, and are handed back as they ran."""
+    real = importlib.util.find_spec
+
+    def prepare(found: Environment | None = None, packages: str = "torch transformer_engine", **how: Any) -> list[Campaign]:
+        known = {"torch", "transformer_engine", "torchao"}
+        monkeypatch.setattr("gemmscope.app.bench.environment", lambda: found or machine())
+        monkeypatch.setattr(
+            "importlib.util.find_spec", lambda name: (name in packages.split() or None) if name in known else real(name)
+        )
+        ran: list[Campaign] = []
+
+        def campaign_run(self: Campaign, *, resume: bool = False) -> Measurements:
+            number = self.journal.begin(self.fingerprint, list(self.command))
+            ran.append(self)
+            record(self.results, **how)
+            self.journal.finish(number)
+            return self.results
+
+        monkeypatch.setattr(Campaign, "run", campaign_run)
+        monkeypatch.setattr("gemmscope.app.bench.Link", nullcontext)  # no worker is started
+        return ran
+
+    return prepare
