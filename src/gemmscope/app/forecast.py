@@ -11,7 +11,7 @@ from gemmscope.app.bench import DEFAULT_CHOICES, Shape, check_shape
 from gemmscope.app.choose import Choices
 from gemmscope.app.model import SIZES, LinearCases, ModelRun, RankWorkload, linear_cases, load_model, model_run, rank_workload
 from gemmscope.app.progress import QUIET, Reporter
-from gemmscope.errors import UserError, closest, option, shown
+from gemmscope.errors import UserError, closest, in_python, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.forecast.calibration import calibrated
 from gemmscope.forecast.gemm import STATES, State, model
@@ -366,7 +366,7 @@ def _configurations(
             possible.append((values, spec, run_spec))
         except UserError as error:
             first = first or error
-            impossible.append(SweepPoint(values=values, why_not=error.message))
+            impossible.append(SweepPoint(values=values, why_not=in_python(error.message)))
     if not possible and first is not None:
         raise first
     return possible, impossible
