@@ -20,9 +20,7 @@ Origin = Literal["measured", "forecast"]
 class Part(BaseModel):
     """A part of a result. Unknown keys are refused, so that a typo does not pass for data."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, populate_by_name=True, defer_build=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, populate_by_name=True, defer_build=True)
 
 
 class Result(Part):
