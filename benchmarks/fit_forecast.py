@@ -1,8 +1,8 @@
-"""Fits the forecast of matrix products to measured times, and says how far it is off on sites it never saw.
+"""Fits the forecast of GEMMs to measured times, and says how far it is off on sites it never saw.
 
     python benchmarks/fit_forecast.py DATA_FOLDER
 
-DATA_FOLDER holds `gemm_times.parquet` (one row per measured product: system, framework, gemm_dtype, m, n, k, latency_ms,
+DATA_FOLDER holds `gemm_times.parquet` (one row per measured GEMM: system, framework, gemm_dtype, m, n, k, latency_ms,
 sustained). Needs torch, pandas and pyarrow; takes about seven minutes on two cores. Writes the coefficients that ship with the
 package and the sample of held-out rows that the tests use; forecast_accuracy.py then writes docs/accuracy.md.
 

@@ -19,7 +19,7 @@ from gemmscope.errors import UserError
 from gemmscope.forecast.calibration import shipped
 from gemmscope.forecast.coefficients import Coefficients
 from gemmscope.forecast.gemm import GemmModel, model
-from gemmscope.forecast.linears import Adjustment, Forecaster
+from gemmscope.forecast.linears import Adjustment, Forecaster, in_common
 from gemmscope.forecast.physics import Shapes
 from gemmscope.forecast.step import StepForecast, speedup
 from gemmscope.gpu.specs import gpu
@@ -137,7 +137,7 @@ def steps(measured: Adjustment | None) -> Iterator[str]:
         lines.append(f"{name} | BF16 | {slow:.1f} | {baseline.total.value:.1f} | {baseline.total.value / slow - 1:+.1%} | | |")
         for recipe in ("FP8Current", "FP8Delayed", "FP8Block"):
             found = forecast.step(recipe)
-            gain, truth = speedup(baseline, found).interval(), slow / real[recipe]
+            gain, truth = speedup(baseline, found, in_common()).interval(), slow / real[recipe]
             off.append(abs(gain.value / truth - 1))
             times_off.append(abs(found.total.value / real[recipe] - 1))
             held += gain.low <= truth <= gain.high

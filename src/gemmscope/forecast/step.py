@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from gemmscope.forecast.comm import Communication, communication
 from gemmscope.forecast.estimate import Estimate, pairwise, ratio, total, winner_of
@@ -27,6 +28,8 @@ from gemmscope.workload.summary import totals
 
 ROUTING_OPS = ("Token Dispatch", "Token Combine")
 BACKWARD_SHARE = 0.6  # of a micro-batch's time
+CHANGED: tuple[StepPart, ...] = ("GEMMs", "quantization")
+PROPORTIONAL: StepPart = "pipeline bubble"
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,19 @@ class StepEstimate:
 
     parts: dict[StepPart, Estimate]
 
-    @property
+    @cached_property
     def total(self) -> Estimate:
         return total(self.parts.values())
+
+    @cached_property
+    def changed(self) -> Estimate:
+        """What depends on the recipe."""
+        return total(estimate for part, estimate in self.parts.items() if part in CHANGED)
+
+    @cached_property
+    def constant(self) -> Estimate:
+        """What does not; a pipeline bubble follows the rest of the step."""
+        return total(estimate for part, estimate in self.parts.items() if part not in (*CHANGED, PROPORTIONAL))
 
     @property
     def parts_ms(self) -> dict[StepPart, float]:
@@ -192,21 +205,15 @@ def _part_of(op: Op) -> tuple[StepPart, str]:
     return ("routing" if op.name in ROUTING_OPS else "norms and activations"), "bandwidth"
 
 
-CHANGED: tuple[StepPart, ...] = ("GEMMs", "quantization")
-PROPORTIONAL: StepPart = "pipeline bubble"
-
-
 def speedup(slow: StepEstimate, fast: StepEstimate, in_common: float) -> Estimate:
     """Of the step. `in_common` is the share of the shared errors of the GEMMs that both sides have alike; parts that both sides
     run alike have the same error, which hardly moves the ratio."""
     value = slow.total.value / fast.total.value
-    changed = [total(estimate for part, estimate in side.parts.items() if part in CHANGED) for side in (slow, fast)]
-    if not changed[1].value:
+    if not fast.changed.value:
         return Estimate(value)
-    constant = total(estimate for part, estimate in fast.parts.items() if part not in (*CHANGED, PROPORTIONAL))
-    share = changed[1].value / (changed[1].value + constant.value)  # how much of the step the precision touches
-    gain = ratio(changed[0], changed[1], in_common)
-    dilution = constant.shared * (1 - share) * abs(1 - 1 / value)  # a wrong constant dilutes more or less
+    share = fast.changed.value / (fast.changed.value + fast.constant.value)  # how much of the step the precision touches
+    gain = ratio(slow.changed, fast.changed, in_common)
+    dilution = fast.constant.shared * (1 - share) * abs(1 - 1 / value)  # a wrong constant dilutes more or less
     return Estimate(value, gain.own * share, ((gain.shared * share) ** 2 + dilution**2) ** 0.5)
 
 

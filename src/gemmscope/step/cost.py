@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from gemmscope.errors import UserError, option, shown
+from gemmscope.errors import UserError, option
 from gemmscope.interval import Interval
 from gemmscope.model.spec import RunSpec
 from gemmscope.results.step import Cost
@@ -63,34 +62,13 @@ class Budget:
         return self.gpus // group
 
 
-def prices(text: str) -> Mapping[str, float] | float:
-    """One price for every GPU, or one for each by its name.
-
-    >>> prices("2.5"), prices("h200=2.5, b300=4")
-    (2.5, {'h200': 2.5, 'b300': 4.0})
-    """
-    by_gpu: dict[str, float] = {}
-    try:
-        if "=" not in text:
-            return float(text)
-        for part in text.split(","):
-            name, _, price = part.partition("=")
-            by_gpu[name.strip().lower()] = float(price)
-    except ValueError:
-        raise UserError(
-            f"{option('price')} {shown(text)} is not a price",
-            f"per GPU-hour: {option('price', 2.5)}, or {option('price', 'h200=2.5,b300=4')}",
-        ) from None
-    return by_gpu
-
-
 def cost(step: Interval, run: RunSpec, budget: Budget) -> Cost:
     """Every GPU computes all the time: what is not in the step is not in the cost (communication if it was measured), nor are
     restarts.
 
     >>> run = RunSpec(micro_batch_size=1, sequence_length=1000)
-    >>> found = cost(Interval(100.0, 99.0, 101.0), run, Budget(tokens=8.64e9, gpus=10, price=2.0))
-    >>> round(found.days.value, 3), round(found.gpu_hours.value), round(found.money.value)
+    >>> total = cost(Interval(100.0, 99.0, 101.0), run, Budget(tokens=8.64e9, gpus=10, price=2.0))
+    >>> round(total.days.value, 3), round(total.gpu_hours.value), round(total.money.value)
     (1.0, 240, 480)
     """
     tokens_per_step = run.micro_batch_size * run.sequence_length * run.gradient_accumulation * budget.replicas(run)
