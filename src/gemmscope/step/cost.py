@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from gemmscope.errors import UserError, option, shown
+from gemmscope.errors import UserError, option
 from gemmscope.interval import Interval
 from gemmscope.model.spec import RunSpec
 from gemmscope.results.step import Cost
@@ -61,27 +60,6 @@ class Budget:
                 f"for example {option('gpus', group * run.ep)}",
             )
         return self.gpus // group
-
-
-def prices(text: str) -> Mapping[str, float] | float:
-    """One price for every GPU, or one for each by its name.
-
-    >>> prices("2.5"), prices("h200=2.5, b300=4")
-    (2.5, {'h200': 2.5, 'b300': 4.0})
-    """
-    by_gpu: dict[str, float] = {}
-    try:
-        if "=" not in text:
-            return float(text)
-        for part in text.split(","):
-            name, _, price = part.partition("=")
-            by_gpu[name.strip().lower()] = float(price)
-    except ValueError:
-        raise UserError(
-            f"{option('price')} {shown(text)} is not a price",
-            f"per GPU-hour: {option('price', 2.5)}, or {option('price', 'h200=2.5,b300=4')}",
-        ) from None
-    return by_gpu
 
 
 def cost(step: Interval, run: RunSpec, budget: Budget) -> Cost:
