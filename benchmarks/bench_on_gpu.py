@@ -1,4 +1,4 @@
-"""Holds `gemmscope bench` against itself and against plain loops, on the GPU at hand, and writes the findings as Markdown.
+"""Compares `gemmscope bench` with itself and with plain loops, on the GPU at hand, and writes the result as Markdown.
 
     python benchmarks/bench_on_gpu.py docs/measured/h200.md [1 3 …]     # all sections, or those numbers anew
 
@@ -21,7 +21,11 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+
+from gemmscope.interval import Interval
+from gemmscope.results.bench import BenchResult
+from gemmscope.results.linears import OpTime
+from gemmscope.units import ends
 
 REFERENCE = (
     "--hidden_size 4096 --intermediate_size 16384 --num_attention_heads 32 --num_hidden_layers 24 "
@@ -83,8 +87,8 @@ print(json.dumps([sum(times[i, o, n]) / len(times[i, o, n]) for _, i, o, n in js
 """
 
 
-def bench(options: str, **environment: str) -> tuple[dict[str, Any], float, int]:
-    """One run of the command: its run file, its seconds of wall time, its exit code."""
+def bench(options: str, **environment: str) -> tuple[BenchResult | None, float, int]:
+    """One run of the command: its result (None if there is none), its seconds of wall time, its exit code."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "run.json")
         command = [sys.executable, "-m", "gemmscope", "bench", *options.split(), "--json", str(path)]
@@ -94,61 +98,72 @@ def bench(options: str, **environment: str) -> tuple[dict[str, Any], float, int]
         print(f"{seconds:6.1f} s, exit {child.returncode}: {options}", flush=True)
         if not path.exists():
             print(child.stderr[-2000:])
-            return {"tasks": [], "rows": [], "speedups": []}, seconds, child.returncode
-        return json.loads(path.read_text()), seconds, child.returncode
+            return None, seconds, child.returncode
+        return BenchResult.model_validate_json(path.read_text()), seconds, child.returncode
 
 
-def speedups(run: dict[str, Any]) -> dict[tuple[str, str], dict[str, float]]:
-    """Over BF16, of all linears together, by (mode, recipe)."""
-    whole = [each for each in run.get("speedups", []) if not each["op"] and each["over"] == "BF16"]
-    return {(each["mode"], each["recipe"]): each["speedup"] for each in whole}
+def must(result: BenchResult | None) -> BenchResult:
+    """A result without which there is nothing to write."""
+    assert result is not None, "the run wrote no result"
+    return result
 
 
-def reference_twice() -> tuple[list[str], dict[str, Any]]:
+def speedups(result: BenchResult) -> dict[tuple[str, str, str, str, str], Interval]:
+    """By mode, recipe, the recipe that it is compared with, op (empty: all linears) and pass."""
+    return {(each.mode, each.recipe, each.over, each.op, each.pass_name): each.speedup for each in result.linears.speedups}
+
+
+def reference_twice() -> tuple[list[str], BenchResult]:
     """The reference's model, all recipes, both modes, two runs in a row."""
-    (first, seconds, _), (second, again, _) = bench(REFERENCE), bench(REFERENCE)
-    widths = [(each["speedup"]["high"] - each["speedup"]["low"]) / 2 / each["speedup"]["value"] for each in first["speedups"]]
+    (run, seconds, _), (repeat, again, _) = bench(REFERENCE), bench(REFERENCE)
+    first, second = must(run), must(repeat)
+    found, other = speedups(first), speedups(second)
     lines = [
-        f"Wall time {seconds:.1f} s and {again:.1f} s ({first['rounds']} and {second['rounds']} rounds; {first['ended']}). "
-        f"The widest interval of all {len(widths)} speedups, single ops and pairs of recipes included: ±{max(widths):.2%}.",
+        f"Wall time {seconds:.1f} s and {again:.1f} s ({first.rounds} and {second.rounds} rounds). "
+        f"The widest interval of all {len(found)} speedups, single ops and passes and pairs of recipes included: "
+        f"±{max(each.half_width for each in found.values()):.2%}.",
         "",
         "| mode | recipe | speedup | 95% interval | again | difference |",
         "| --- | --- | ---: | ---: | ---: | ---: |",
     ]
-    other = speedups(second)
-    for (mode, name), found in speedups(first).items():
-        repeated = other[(mode, name)]["value"]
-        interval = f"[{found['low']:.3f}, {found['high']:.3f}]"
-        difference = f"{repeated / found['value'] - 1:+.2%}"
-        lines.append(f"| {mode} | {name} | {found['value']:.3f} | {interval} | {repeated:.3f} | {difference} |")
-    repeats = {(each["op"], each["recipe"], each["mode"], each["over"]): each["speedup"]["value"] for each in second["speedups"]}
-    moved = [
-        abs(repeats[(each["op"], each["recipe"], each["mode"], each["over"])] / each["speedup"]["value"] - 1)
-        for each in first["speedups"]
-        if each["op"] and each["over"] == "BF16"
-    ]
-    return [*lines, "", f"Speedups of single ops moved by {max(moved):.2%} at most between the two runs."], first
+    for key, speedup in found.items():
+        mode, name, over, op, _ = key
+        if not op and over == "BF16":
+            repeated = other[key].value
+            difference = f"{repeated / speedup.value - 1:+.2%}"
+            lines.append(f"| {mode} | {name} | {speedup.value:.3f} | {ends(speedup)} | {repeated:.3f} | {difference} |")
+    moved = [abs(other[key].value / speedup.value - 1) for key, speedup in found.items() if key[3]]
+    return [*lines, "", f"Speedups of single ops and passes moved by {max(moved):.2%} at most between the two runs."], first
 
 
-def plain_loops(run: dict[str, Any]) -> list[str]:
-    """The autocast total of a linear against a loop that anyone would write, in its own process, in the same state."""
+def profiled_ms(result: BenchResult, cell: OpTime) -> float:
+    """What the profiled kernels of one execution take."""
+    named = (cell.op, cell.recipe, cell.mode)
+    task = next(each for each in result.tasks if (each.task.case.op, each.task.recipe, each.task.mode) == named)
+    return float(sum(kernel[1] for kernel in task.kernels)) / 1000 / int(task.facts["copies"])
+
+
+def autocast(result: BenchResult) -> list[OpTime]:
+    """The ops in autocast mode."""
+    return [cell for cell in result.linears.ops if cell.mode == "autocast"]
+
+
+def plain_loops(result: BenchResult) -> list[str]:
+    """The autocast total of a linear compared with a loop that anyone would write, in its own process, in the same state."""
     lines = [
         "| op | recipe | gemmscope ms | plain loop ms | difference | sum of the parts | profiled kernels |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
-    rows = [row for row in run["rows"] if row["mode"] == "autocast"]
-    wanted = [[row["tokens"], row["inputs"], row["outputs"], row["recipe"]] for row in rows]
+    cells, cases = autocast(result), {case.op: case for case in result.linears.cases}
+    wanted = [[cases[cell.op].tokens, cases[cell.op].inputs, cases[cell.op].outputs, cell.recipe] for cell in cells]
     child = subprocess.run([sys.executable, "-c", PLAIN_LOOP, json.dumps(wanted)], capture_output=True, text=True, check=False)
     if child.returncode:
         return [f"The loop failed: {child.stderr[-500:]}"]
-    for row, loop in zip(rows, json.loads(child.stdout.splitlines()[-1]), strict=True):
-        total = row["total_ms"]["value"]
-        named = (row["op"], row["recipe"], row["mode"])
-        task = next(task for task in run["tasks"] if (task["op"], task["recipe"], task["mode"]) == named)
-        profiled = sum(kernel[1] for kernel in task["kernels"]) / 1000 / task["facts"]["copies"] / total
-        parts = sum(row["pass_ms"].values()) / total
-        cells = (row["op"], row["recipe"], f"{total:.3f}", f"{loop:.3f}", f"{total / loop - 1:+.2%}", f"{parts:.3f}")
-        lines.append(f"| {' | '.join(cells)} | {profiled:.3f} |")
+    for cell, loop in zip(cells, json.loads(child.stdout.splitlines()[-1]), strict=True):
+        total = cell.total_ms.value
+        parts = sum(time.value for time in cell.pass_ms.values()) / total
+        texts = (cell.op, cell.recipe, f"{total:.3f}", f"{loop:.3f}", f"{total / loop - 1:+.2%}", f"{parts:.3f}")
+        lines.append(f"| {' | '.join(texts)} | {profiled_ms(result, cell) / total:.3f} |")
     return lines
 
 
@@ -158,17 +173,18 @@ def told_apart() -> list[str]:
     run, _, code = bench(
         f"{REFERENCE} --recipes fp8current --autocast-only --longest 4 --strict", NVTE_BACKWARD_OVERRIDE="high_precision"
     )
-    words = {row["evidence"]["dgrad"]["words"] for row in run["rows"] if row["recipe"] == "FP8Current"}
-    counted = [each for each in run["speedups"] if each["recipe"] == "FP8Current"]
+    result = must(run)
+    ran = {cell.evidence["dgrad"].ran for cell in result.linears.ops if cell.recipe == "FP8Current"}
+    counted = [each for each in result.linears.speedups if each.recipe == "FP8Current"]
     lines.append(
-        f"- `NVTE_BACKWARD_OVERRIDE=high_precision`, `--strict`: exit code {code}; dgrad {', '.join(sorted(words))}; "
+        f"- `NVTE_BACKWARD_OVERRIDE=high_precision`, `--strict`: exit code {code}; dgrad ran in {', '.join(sorted(ran))}; "
         f"{len(counted)} speedups formed"
     )
     run, _, _ = bench(f"{UNALIGNED} --sequence_length 1024 --recipes fp8current --longest 4")
-    failures = dict.fromkeys(f"{task['op']}: {task['failure']}" for task in run["tasks"] if task["failure"])
+    failures = dict.fromkeys(f"{each.task.case.op}: {each.failure}" for each in must(run).tasks if each.failure)
     lines.append(f"- an intermediate size of 16380: {'; '.join(failures)}")
     run, _, _ = bench(f"{TINY} --sequence_length 1024 --recipes fp8rowwise --longest 4")
-    notes = dict.fromkeys(f"{task['op']}: {task['facts']['note']}" for task in run["tasks"] if task["facts"].get("note"))
+    notes = dict.fromkeys(f"{cell.op}: {cell.left_in_baseline}" for cell in must(run).linears.ops if cell.left_in_baseline)
     lines.append(f"- torchao, layers of 512: {'; '.join(notes)}")
     return lines
 
@@ -176,29 +192,23 @@ def told_apart() -> list[str]:
 def too_large_and_killed() -> list[str]:
     """Faults that cost what they hit, and nothing else."""
     run, _, code = bench(f"{HUGE} --sequence_length 8192 --recipes fp8current --autocast-only --longest 6")
-    failed = {task["op"]: task["failure_kind"] for task in run.get("tasks", []) if task["failure"]}
-    measured = sorted({row["op"] for row in run.get("rows", [])})
+    failed = {each.task.case.op: each.failure_kind for each in must(run).tasks if each.failure}
+    measured = sorted({cell.op for cell in must(run).linears.ops})
     large = f"- shapes too large for memory: exit code {code}; failed {json.dumps(failed)}; measured {', '.join(measured)}"
     return [large, *killed()]
 
 
 def host_bound() -> list[str]:
-    """Small layers: what the GPU takes, and what launching takes the CPU."""
-    run, _, _ = bench(f"{SMALL} --longest 15")
+    """Small layers: GPU time and launch time."""
+    result = must(bench(f"{SMALL} --longest 15")[0])
     lines = [
-        "| op | recipe | GPU ms | profiled kernels, ms | launching, ms | host-bound | quantizing |",
+        "| op | recipe | GPU ms | profiled kernels, ms | launch, ms | host-bound | quantization, ms |",
         "| --- | --- | ---: | ---: | ---: | --- | ---: |",
     ]
-    for row in run["rows"]:
-        if row["mode"] == "autocast":
-            named = (row["op"], row["recipe"], row["mode"])
-            task = next(task for task in run["tasks"] if (task["op"], task["recipe"], task["mode"]) == named)
-            kernels = sum(kernel[1] for kernel in task["kernels"]) / 1000 / task["facts"]["copies"]
-            bound = "yes" if row["host_bound"] else "no"
-            total, spent = row["total_ms"]["value"], sum(row["quantize_ms"].values())
-            lines.append(
-                f"| {row['op']} | {row['recipe']} | {total:.3f} | {kernels:.3f} | {row['host_ms']:.3f} | {bound} | {spent:.3f} |"
-            )
+    for cell in autocast(result):
+        times = (f"{time:.3f}" for time in (cell.total_ms.value, profiled_ms(result, cell), cell.host_ms))
+        bound = "yes" if cell.host_bound else "no"
+        lines.append(f"| {cell.op} | {cell.recipe} | {' | '.join(times)} | {bound} | {cell.quantization_ms:.3f} |")
     return lines
 
 
@@ -218,8 +228,9 @@ def killed() -> list[str]:
         thread.start()
         run, _, code = bench(f"{REFERENCE} --recipes fp8current --longest 6", XDG_STATE_HOME=state)
         thread.join()
-    failed = [f"{task['op']} {task['recipe']} {task['mode']}: {task['failure']}" for task in run["tasks"] if task["failure"]]
-    counts = f"{sum(not task['failure'] for task in run['tasks'])} of {len(run['tasks'])} tasks measured"
+    tasks = must(run).tasks
+    failed = [f"{each.task.key}: {each.failure}" for each in tasks if each.failure]
+    counts = f"{sum(not each.failure for each in tasks)} of {len(tasks)} tasks measured"
     return [f"- worker killed: exit code {code}; {counts}; failed: {'; '.join(failed) or 'none'}"]
 
 
@@ -235,19 +246,19 @@ def _rounds(journal: Path) -> int:
 
 def rows_of(options: str, groups: int = 0) -> list[str]:
     """A table of what another backend, or experts, take."""
-    run, _, _ = bench(options)
-    if not run["rows"]:
+    result, _, _ = bench(options)
+    if result is None:
         return ["It failed."]
-    gains = {(each["op"], each["recipe"], each["mode"]): each["speedup"] for each in run["speedups"] if each["over"] == "BF16"}
-    lines = ["| op | recipe | mode | ms | TFLOP/s | quantizing | speedup |", "| --- | --- | --- | ---: | ---: | ---: | ---: |"]
-    for row in run["rows"]:
-        if row["groups"] > groups:
-            total = row["total_ms"]["value"]
-            rate = 6 * row["tokens"] * row["inputs"] * row["outputs"] / total / 1e9
-            share = f"{sum(row['quantize_ms'].values()) / total:.1%}" if row["mode"] == "autocast" else ""
-            gain = gains.get((row["op"], row["recipe"], row["mode"]))
-            known = f"{gain['value']:.3f} [{gain['low']:.3f}, {gain['high']:.3f}]" if gain else ""
-            lines.append(f"| {row['op']} | {row['recipe']} | {row['mode']} | {total:.3f} | {rate:.0f} | {share} | {known} |")
+    cases = {case.op: case for case in result.linears.cases}
+    lines = ["| op | recipe | mode | ms | TFLOP/s | quantization | speedup |", "| --- | --- | --- | ---: | ---: | ---: | ---: |"]
+    for cell in result.linears.ops:
+        if max(len(cases[cell.op].rows), 1) > groups:
+            total = cell.total_ms.value
+            rate = 3 * cases[cell.op].flops / total / 1e9
+            share = f"{cell.quantization_ms / total:.1%}" if cell.mode == "autocast" else ""
+            gain = result.linears.speedup(cell.recipe, cell.mode, cell.op)
+            known = f"{gain.value:.3f} {ends(gain)}" if gain else ""
+            lines.append(f"| {cell.op} | {cell.recipe} | {cell.mode} | {total:.3f} | {rate:.0f} | {share} | {known} |")
     return lines
 
 
@@ -256,11 +267,11 @@ def main() -> None:
     target, wanted = Path(sys.argv[1]), sys.argv[2:]
     subprocess.run([sys.executable, "-m", "gemmscope", "doctor"], check=True)  # and the frameworks have been imported once
     table, run = reference_twice()
-    device, versions = run["device"], run["versions"]
+    device, versions = run.device, run.versions
     head = (
         f"# `gemmscope bench` on {device['name']}\n\n"
         f"Written by `benchmarks/bench_on_gpu.py`. {', '.join(f'{name} {version}' for name, version in versions.items())}, "
-        f"CUDA {device['cuda']}, driver {run['environment']['driver']}, power limit {device['power_limit_w']:.0f} W.\n"
+        f"CUDA {device['cuda']}, driver {run.environment.driver}, power limit {device['power_limit_w']:.0f} W.\n"
     )
     sections: dict[str, Callable[[], list[str]]] = {
         "The reference's model, twice": lambda: [f"`gemmscope bench {REFERENCE}`", "", *table],
@@ -269,7 +280,7 @@ def main() -> None:
         "Told apart": told_apart,
         "A small model": lambda: [f"`gemmscope bench {SMALL}`", "", *host_bound()],
         "Experts (Mixtral 8x7B, 4096 tokens)": lambda: rows_of(f"{EXPERTS} --no-fp8-delayed --longest 12", groups=1),
-        "PyTorch's own products": lambda: rows_of(f"{REFERENCE} --backend torch --longest 12"),
+        "PyTorch's own GEMMs": lambda: rows_of(f"{REFERENCE} --backend torch --longest 12"),
         "torchao, compiled": lambda: rows_of(f"{REFERENCE} --backend torchao --longest 15"),
     }
     earlier = target.read_text(encoding="utf-8").split("\n## ")[1:] if target.exists() else []

@@ -28,7 +28,7 @@ read = time.perf_counter() - begin
 found = diagnose(trace)
 whole = time.perf_counter() - begin
 memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(json.dumps([read, whole, memory, trace.events, len(found.seen.steps.every), found.words]))
+print(json.dumps([read, whole, memory, trace.events, len(found.view.steps.every), found.verdict.text]))
 """
 PLAIN = """
 import json, resource, sys, time

@@ -1,10 +1,10 @@
-"""Holds the predictions of `gemmscope step` against real training steps, on the GPU at hand, and writes the findings down.
+"""Compares the predictions of `gemmscope step` with real training steps on this GPU, and writes the results down.
 
     python benchmarks/step_on_gpu.py STEPS.json docs/measured/h200_steps.json docs/accuracy.md [--backend torchao] [MODEL …]
 
 STEPS.json holds measured steps: {"models": {name: {"config": {sizes}, backend: {recipe: {"median_ms": …}}}}}. Every model is
-predicted from a stack that holds the weights of at most four layers, and verified in the same run. The second file keeps what was
-found; the third is made from it, so that models and backends can be run one by one. A minute and a half for each; torchao
+predicted from a stack that holds the weights of at most four layers, and verified in the same run. The second file keeps the
+results; the third is made from it, so that models and backends can be run one by one. A minute and a half for each; torchao
 compiles for as long again.
 """
 
@@ -18,12 +18,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from gemmscope.document.build import document
+from gemmscope.results.step import StepResult
 
-def step(config: dict[str, Any], *options: str) -> dict[str, Any]:
-    """One run of the command: its run file; stops here if it fails."""
+
+def step(config: dict[str, Any], *options: str) -> StepResult | None:
+    """One run of the command: its result; None if it failed."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "run.json")
         sizes = [f"--{name.replace('_', '-')}={value}" for name, value in config.items() if not isinstance(value, bool)]
@@ -34,34 +38,33 @@ def step(config: dict[str, Any], *options: str) -> dict[str, Any]:
         print(f"{time.perf_counter() - begin:6.1f} s, exit {child.returncode}: {' '.join(command[3:])}", flush=True)
         if not path.exists():
             print(child.stderr[-1500:], flush=True)
-            return {}
-        found: dict[str, Any] = json.loads(path.read_text())
-        return found
+            return None
+        return StepResult.model_validate_json(path.read_text())
 
 
 NAMES = {"FP8Tensorwise": "tensorwise", "FP8Rowwise": "rowwise"}  # of torchao's recipes, as torchao calls them
 
 
-def findings(run: dict[str, Any], model: dict[str, Any], backend: str) -> dict[str, Any]:
+def summary(run: StepResult, model: dict[str, Any], backend: str) -> dict[str, Any]:
     """What is kept of one model's run."""
-    real = {name.replace("bf16", "BF16"): found["median_ms"] for name, found in model.get(backend, {}).items()}
+    real = {name.replace("bf16", "BF16"): measured["median_ms"] for name, measured in model.get(backend, {}).items()}
     base = statistics.mean([real["BF16"], real.get("BF16_again", real["BF16"])]) if real else None
     kept = {}
-    for each in run["recipes"]:
-        before = real.get(NAMES.get(each["recipe"], each["recipe"]))
-        if each["recipe"] != "BF16" and each["speedup"] and each["speedup"]["low"] is not None:
-            kept[each["recipe"]] = {
-                "predicted": {key: round(each["speedup"][key], 4) for key in ("value", "low", "high")},
+    for each in run.step.recipes:
+        before = real.get(NAMES.get(each.recipe, each.recipe))
+        if each.speedup is not None and each.speedup.known:
+            kept[each.recipe] = {
+                "predicted": {key: round(value, 4) for key, value in asdict(each.speedup).items()},
                 "before": round(base / before, 4) if base and before else None,
-                "real": round(each["verified"]["actual"]["value"], 4) if each["verified"] else None,
-                "verdict": each["verdict"],
+                "real": round(each.verified.actual.value, 4) if each.verified else None,
+                "verdict": each.verdict.text if each.verdict else "",
             }
-    named = min((each["named_share"] for each in run["recipes"] if each["named_share"] is not None), default=0.0)
-    recommended = run["recommendation"]["words"] if run["recommendation"] else "nothing"
+    named = min((each.named_share for each in run.step.recipes if each.named_share is not None), default=0.0)
+    advice = document(run).advice
     return {
-        "date": time.strftime("%Y-%m-%d"), "config": model["config"], "seconds": run["seconds"], "named": round(named, 4),
-        "recommended": recommended, "recipes": kept, "device": run["device"]["name"], "driver": run["environment"]["driver"],
-        "versions": run["versions"],
+        "date": time.strftime("%Y-%m-%d"), "config": model["config"], "seconds": run.seconds, "named": round(named, 4),
+        "recommended": advice.text if advice else "nothing", "recipes": kept, "device": run.where,
+        "driver": run.environment.driver, "versions": run.versions,
     }  # fmt: skip
 
 
@@ -84,7 +87,7 @@ def _in_words(errors: list[float]) -> str:
 
 
 def markdown(kept: dict[str, Any]) -> str:
-    """The page, of {backend: {model: findings}}."""
+    """The page, of {backend: {model: summary}}."""
     some = next(iter(next(iter(kept.values())).values()))
     versions = {key: value for models in kept.values() for model in models.values() for key, value in model["versions"].items()}
     lines = [
@@ -153,8 +156,8 @@ def main() -> None:
     kept = json.loads(asked.kept.read_text()) if asked.kept.exists() else {}
     for name in asked.models or truth:
         run = step(truth[name]["config"], "--verify", "--backend", asked.backend)
-        if run:
-            kept.setdefault(asked.backend, {})[name] = findings(run, truth[name], asked.backend)
+        if run is not None:
+            kept.setdefault(asked.backend, {})[name] = summary(run, truth[name], asked.backend)
             asked.kept.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
             write_page(asked.page, markdown(kept))
     print(asked.page.read_text() if asked.page.exists() else "nothing was measured")

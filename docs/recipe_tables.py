@@ -62,7 +62,7 @@ def backends() -> str:
 def _name_in(asked: Recipe, backend: str) -> str:
     facts = asked.settings.get(backend, {})
     if backend in GEMMS_ONLY:
-        return "products alone"
+        return "GEMMs only"
     if "config" in facts:
         prototype = " (prototype)" if ".prototype." in facts["config"] else ""
         return f"`{facts['config'].rsplit('.', 1)[-1]}`{prototype}"

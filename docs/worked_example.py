@@ -80,7 +80,9 @@ def h200_table() -> str:
 
 def blackwell_tables() -> str:
     """What is forecast, both modes, GPU by GPU."""
-    return "\n\n".join(f"{title}, FORECAST:\n\n{pipe_table(modes_table(forecast_linears(gpu)))}" for gpu, title in BLACKWELL.items())
+    return "\n\n".join(
+        f"{title}, FORECAST:\n\n{pipe_table(modes_table(forecast_linears(gpu)))}" for gpu, title in BLACKWELL.items()
+    )
 
 
 def conclusions() -> str:

@@ -5,11 +5,14 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from gemmscope.api import Job, Model, compare, explain, load, read, report
+    from gemmscope.api import Job, Model, bench, calibrate, compare, explain, forecast, load, read, report
     from gemmscope.errors import UserError
     from gemmscope.explain.record import trace_me
 
-__all__ = ["Job", "Model", "UserError", "__version__", "compare", "explain", "load", "read", "report", "trace_me"]
+__all__ = [
+    "Job", "Model", "UserError", "__version__", "bench", "calibrate", "compare", "explain", "forecast", "load", "read", "report",
+    "trace_me",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

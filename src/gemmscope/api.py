@@ -1,108 +1,62 @@
-"""The Python API: the same answers as the command line gives, as typed objects that notebooks show as tables.
+"""The Python API: every command as a function that takes Python values and returns the command's result.
 
 >>> import gemmscope as gs
 >>> job = gs.load("llama-3.1-8b").on(micro_batch_size=1, sequence_length=8192)
 >>> forecast = job.forecast("b300", "h200")
->>> [gpu.gpu for gpu in forecast.file.gpus]
+>>> [gpu.gpu for gpu in forecast.gpus]
 ['b300', 'h200']
 
-`file` is the run file as an object (the schema of `--json`); `save` writes it, or a Markdown page, or a figure. What cannot be
-done raises `UserError` with a message that says what to do instead.
+A result shows itself in a notebook, `print(result)` prints what the command prints, and `result.save(path)` writes it. Invalid
+arguments raise `UserError`.
 """
 
 from __future__ import annotations
 
-import base64
-import html
-import io
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from inspect import signature
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
+from typing import Any
 
+from gemmscope import app, writers
+from gemmscope.app.bench import BenchTiming, Shape
+from gemmscope.app.calibrate import Calibrated
+from gemmscope.app.choose import Choices
+from gemmscope.app.model import ModelRun, load_model, model_run
 from gemmscope.errors import UserError
+from gemmscope.model import presets
+from gemmscope.model.read import read_text
+from gemmscope.model.source import ModelSource
+from gemmscope.model.spec import ModelSpec
+from gemmscope.results.base import Result
+from gemmscope.results.bench import BenchResult
+from gemmscope.results.compare import CompareResult
+from gemmscope.results.explain import ExplainResult
+from gemmscope.results.forecast import ForecastResult
+from gemmscope.results.shapes import ShapesResult
+from gemmscope.results.step import StepResult
+from gemmscope.step.cost import Budget
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-    from gemmscope.model.source import ModelSource
-    from gemmscope.model.spec import ModelSpec, RunSpec
-    from gemmscope.report.shapes import Table
-    from gemmscope.store.benchfile import BenchFile
-    from gemmscope.store.forecastfile import ForecastFile
-    from gemmscope.store.runfile import ShapesFile
-    from gemmscope.store.stepfile import StepFile
-
-    State = Literal["sustained", "burst"]
-
-
-class _Written(Protocol):
-    def to_json(self) -> str:
-        """As it is written to disk."""
+PathOrResult = str | Path | Result
 
 
-File = TypeVar("File", bound=_Written)
+def load(model: str | Path | Mapping[str, Any] | None = None, **sizes: Any) -> Model:
+    """A model: the name of a preset, a config (file, folder, hub id or dictionary), `file.py:factory`, or sizes by name.
 
-
-@dataclass(frozen=True)
-class Result(Generic[File]):
-    """An answer: its run file, and the tables and sentences that the command would print."""
-
-    file: File
-    tables: list[Table]
-    above: list[str]
-    below: list[str]
-    _draw: Callable[[str], None] | None = field(default=None, repr=False)
-
-    def __str__(self) -> str:
-        from rich.console import Console
-
-        from gemmscope.report import formats
-
-        out = io.StringIO()
-        formats.print_tables(self.tables, self.above, self.below, Console(file=out, width=200, highlight=False, soft_wrap=True))
-        return out.getvalue()
-
-    def _repr_html_(self) -> str:
-        """How a notebook shows it: the tables, and the figure where there is one."""
-        parts = [f"<p>{'<br>'.join(map(html.escape, self.above))}</p>"]
-        for table in self.tables:
-            head = "".join(f"<th>{html.escape(column)}</th>" for column in table.columns)
-            rows = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in table.rows)
-            parts.append(f"<table><caption>{html.escape(table.title)}</caption><tr>{head}</tr>{rows}</table>")
-        parts += [f"<p>{html.escape(line)}</p>" for line in self.below]
-        if self._draw is not None:
-            parts.append(f'<img alt="the figure" src="data:image/png;base64,{base64.b64encode(self._png()).decode()}">')
-        return "".join(parts)
-
-    def _png(self) -> bytes:
-        """The figure."""
-        assert self._draw is not None
-        with TemporaryDirectory() as folder:
-            path = Path(folder) / "figure.png"
-            self._draw(str(path))
-            return path.read_bytes()
-
-    def save(self, path: str | Path) -> None:
-        """Write it: .json the run file, .md the tables, .png, .svg or .pdf the figure."""
-        from gemmscope.report import formats
-
-        target = Path(path)
-        ending = target.suffix.lower()
-        if ending not in (".json", ".md", *((".png", ".svg", ".pdf") if self._draw is not None else ())):
-            drawn = ", .png, .svg or .pdf" if self._draw is not None else ""
-            raise UserError(f"{target.name} does not say what to write", f"name it .json or .md{drawn}")
-        if self._draw is not None and ending not in (".json", ".md"):
-            self._draw(str(target))
-            return
-        text = self.file.to_json() if ending == ".json" else formats.markdown(self.tables, self.above, self.below)
-        try:
-            target.write_text(text, encoding="utf-8", errors="replace")
-        except OSError as error:
-            raise UserError(
-                f"{target} cannot be written: {error.strerror or error}", "name a file in a folder that is there"
-            ) from error
+    >>> load("qwen3-8b").spec.hidden_size
+    4096
+    >>> load(hidden_size=64, intermediate_size=128, num_attention_heads=2, num_hidden_layers=3).spec.pattern()
+    '3 dense'
+    """
+    if isinstance(model, Mapping):
+        return Model(read_text(json.dumps(model), "the dictionary"), {}, _call("gemmscope.load", "{...}"))
+    text = str(model) if model is not None else None
+    if text is not None and sizes:
+        raise UserError(f"the model is named twice: {text} and {', '.join(sizes)}", "keep one of them")
+    named = {} if text is None else {"preset" if text in presets.names() else "module" if ".py:" in text else "config": text}
+    arguments = {**named, **sizes}
+    return Model(load_model(**arguments), arguments, _call("gemmscope.load", *([repr(text)] if text else []), **sizes))
 
 
 @dataclass(frozen=True)
@@ -110,6 +64,8 @@ class Model:
     """A model that was read. `on` says how it is run."""
 
     source: ModelSource
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    call: str = ""
 
     @property
     def spec(self) -> ModelSpec | None:
@@ -117,165 +73,145 @@ class Model:
         return self.source.model
 
     def on(self, micro_batch_size: int | None = None, sequence_length: int | None = None, **run: Any) -> Job:
-        """The batch, and any field of `RunSpec`: tp, sequence_parallel, cp, pp, ep, recompute, …; else as its file says."""
-        from gemmscope.cli.options import RunOptions
-
-        if isinstance(run.get("pp_layers"), (list, tuple)):
-            run["pp_layers"] = ",".join(map(str, run["pp_layers"]))
-        known = RunOptions.__dataclass_fields__
-        strangers = [name for name in run if name not in known]
-        if strangers:
-            raise UserError(f"a run has no {', '.join(strangers)}", f"it has {', '.join(known)}")
-        options = RunOptions(micro_batch_size=micro_batch_size, sequence_length=sequence_length, **run)
-        spec, notes = options.run_spec(self.source)
-        return Job(self.source, spec, notes)
+        """The batch, and any field of `RunSpec` (tp, sequence_parallel, cp, pp, ep, recompute, ...); the rest as its file says."""
+        given = {"micro_batch_size": micro_batch_size, "sequence_length": sequence_length, **run}
+        given = {name: value for name, value in given.items() if value is not None}
+        job = model_run(self.source, **given)
+        return Job(job.source, job.run, job.findings, self.arguments, given, f"{self.call}.{_call('on', **given)}")
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(ModelRun):
     """A model and how it is run: what can be asked about it."""
 
-    source: ModelSource
-    run: RunSpec
-    notes: list[str]
+    model_arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    call: str = ""
 
-    def shapes(self, *, check: bool = False) -> Result[ShapesFile]:
-        """Every product of a step. `check`: hold them against the live model (needs torch and transformers).
+    def shapes(self, *, check: bool = False) -> ShapesResult:
+        """Every GEMM of a training step. `check` compares them with the live model (needs torch and transformers).
 
-        >>> load("llama-3.2-1b").on(1, 512).shapes().file.kind
+        >>> load("llama-3.2-1b").on(1, 512).shapes().kind
         'shapes'
         """
-        from gemmscope.cli.shapes import answer_of
+        return app.shapes.shapes(self, check=check, command=self._command("shapes", check=check), reporter=_console())
 
-        found = answer_of(self.source, self.run, self.notes, check=check)
-        return Result(found.file(), found.tables(), found.above(), found.below())
+    def forecast(self, *gpus: str, recipes: Sequence[str] | None = None, **options: Any) -> ForecastResult:
+        """Linears and the training step on GPUs that need not be here, with 90% error bars.
 
-    def forecast(
+        Options: modes, left_out, state, dp, cache_weights, and tokens, gpu_count, price for the cost of a run.
+        """
+        choices, rest = _split({"recipes": recipes, **options}, app.forecast.forecast, Choices)
+        command = self._command("forecast", *map(repr, gpus), recipes=recipes, **options)
+        return app.forecast.forecast(self, gpus, choices=Choices(**choices), command=command, reporter=_console(), **rest)
+
+    def sweep(self, *gpus: str, recipes: Sequence[str] | None = None, **axes_and_options: Any) -> ForecastResult:
+        """The training step over one size or two: `job.sweep("b200", micro_batch_size=[1, 2, 4])`. Sizes of the model can vary if it
+        was loaded by its sizes. Options: state, dp, left_out."""
+        axes = {name: value for name, value in axes_and_options.items() if name not in ("state", "dp", "left_out")}
+        options = {name: value for name, value in axes_and_options.items() if name not in axes}
+        choices, rest = _split({"recipes": recipes, **options}, app.forecast.sweep, Choices)
+        command = self._command("sweep", *map(repr, gpus), recipes=recipes, **axes_and_options)
+        arguments = self.model_arguments, self.arguments
+        return app.forecast.sweep(*arguments, axes, gpus, choices=Choices(**choices), command=command, **rest)
+
+    def bench(self, *, recipes: Sequence[str] | None = None, **options: Any) -> BenchResult:
+        """Time the linears on this GPU. Options: modes, left_out, backend, device, share_gpu, precision, time_limit, counts, ...,
+        resume, as `gemmscope bench --help` lists them."""
+        return _bench(self, None, recipes, options, self._command("bench", recipes=recipes, **options))
+
+    def step(
         self,
-        *gpus: str,
-        state: State = "sustained",
-        recipes: Iterable[str] | None = None,
-        dp: int | None = None,
-        cache_weights: bool = False,
+        *,
+        recipes: Sequence[str] | None = None,
         tokens: float | None = None,
         gpu_count: int | None = None,
-        price: float | Mapping[str, float] | None = None,
-    ) -> Result[ForecastFile]:
-        """Linears and the step on GPUs that need not be here, with 90% error bars.
+        price: float | None = None,
+        **options: Any,
+    ) -> StepResult:
+        """Predict the training step on this GPU. Options: verify, break_even, hugging_face, precision, time_limit,
+        observed_speedup, backend, device, share_gpu, left_out. `tokens` on `gpu_count` GPUs at a `price` per GPU-hour: the cost."""
+        command = self._command("step", recipes=recipes, tokens=tokens, gpu_count=gpu_count, price=price, **options)
+        choices, rest = _split({"recipes": recipes, **options}, app.step.run_step, Choices)
+        budget = Budget.asked(tokens, gpu_count, price)
+        return app.step.run_step(self, choices=Choices(**choices), budget=budget, command=command, reporter=_console(), **rest)
 
-        `state`: as in training, or a rested chip's first moments; `dp`: replicas that exchange gradients; `cache_weights`: these
-        are quantized once per step, and left out of the linears' times. A GPU that was calibrated stands on that. `tokens` on
-        `gpu_count` GPUs: what a run costs, at a `price` for one GPU and hour, of all or of each by its name.
-        """
-        from gemmscope.cli.bench import model_target
-        from gemmscope.cli.bench_options import RecipeOptions
-        from gemmscope.cli.forecast import forecast_of
-        from gemmscope.cli.forecast_options import ForecastOptions, recipes_for
-
-        each = ",".join(f"{name}={one}" for name, one in price.items()) if isinstance(price, Mapping) else None
-        asked = each or (str(price) if price is not None else None)
-        options = ForecastOptions(gpu=",".join(gpus), state=state, dp=dp, tokens=tokens, gpus=gpu_count, price=asked)
-        chips, choices = options.chips(), RecipeOptions(recipes=_joined(recipes))
-        chosen, left_out = recipes_for(choices, chips)
-        target = model_target(self.source, self.run, self.notes)
-        found = forecast_of(
-            target,
-            chips,
-            chosen,
-            choices.modes(),
-            state=options.known_state(),
-            dp=options.replicas(self.run),
-            notes=left_out,
-            cache_weights=cache_weights,
-            budgets=options.budgets(chips),
-        )
-        return Result(found.file(), found.tables(), found.above(), found.below(), found.draw)
-
-    def bench(self, *, recipes: Iterable[str] | None = None, **options: Any) -> Result[BenchFile]:
-        """Time the linears on this GPU. `options`: device, backend, share_gpu, pre_quantize, precision, longest, …
-
-        As on the command line, with underscores: `gemmscope bench --help`.
-        """
-        from gemmscope.cli.bench import campaign_of, measured_of, model_target
-        from gemmscope.cli.bench_options import ChoiceOptions, TimingOptions
-        from gemmscope.cli.choose import choose
-        from gemmscope.gpu.environment import environment
-        from gemmscope.measure.link import Link
-
-        choices, timing = _options(options, ChoiceOptions(recipes=_joined(recipes)), TimingOptions())
-        timing.check()
-        machine = environment()
-        choice = choose(choices, machine, cache_weights=timing.cache_weights)
-        with Link() as started:
-            target = model_target(self.source, self.run, self.notes)
-            campaign, journal = campaign_of(target, choice, timing, started, for_nsight=False)
-            found = measured_of(target, choice, campaign, journal, machine, resume=timing.resume, named=recipes is not None)
-        return Result(found.file(), found.tables(), found.above(), found.below(), found.draw)
-
-    def step(self, *, recipes: Iterable[str] | None = None, **options: Any) -> Result[StepFile]:
-        """Predict the training step on this GPU. `options`: verify, break_even, precision, longest, backend, device, …"""
-        from gemmscope.cli.bench_options import ChoiceOptions
-        from gemmscope.cli.step import StepOptions, run_steps
-
-        choices, asked = _options(options, ChoiceOptions(recipes=_joined(recipes)), StepOptions())
-        asked.check()
-        found = run_steps(self.source, self.run, self.notes, choices, asked)
-        return Result(found.file(), found.tables(), found.above(), found.below())
+    def _command(self, name: str, *arguments: str, **options: Any) -> str:
+        return f"{self.call}.{_call(name, *arguments, **options)}"
 
 
-def load(model: str | Path | Mapping[str, Any] | None = None, **sizes: Any) -> Model:
-    """A model: a preset's name, a config (file, folder, hub id, or a dictionary), `file.py:factory`, or sizes by name.
-
-    >>> load("qwen3-8b").spec.hidden_size
-    4096
-    >>> load(hidden_size=64, intermediate_size=128, num_attention_heads=2, num_hidden_layers=3).spec.pattern()
-    '3 dense'
-    """
-    import json
-
-    from gemmscope.cli.options import ModelOptions
-    from gemmscope.model import presets
-    from gemmscope.model.read import read_text
-
-    if isinstance(model, Mapping):
-        return Model(read_text(json.dumps(model), "the dictionary"))
-    if isinstance(model, Path):
-        model = str(model)
-    known = ModelOptions.__dataclass_fields__
-    strangers = [name for name in sizes if name not in known]
-    if strangers:
-        raise UserError(f"a model has no {', '.join(strangers)}", f"it is named by {', '.join(known)}")
-    if model is None:
-        return Model(ModelOptions(**sizes).source())
-    if sizes:
-        raise UserError(f"the model is named twice: {model} and {', '.join(sizes)}", "keep one of them")
-    if model in presets.names():
-        return Model(ModelOptions(preset=model).source())
-    options = ModelOptions(module=model) if ".py:" in model else ModelOptions(config=model)
-    return Model(options.source())
+def bench(shapes: Sequence[Shape] | None = None, *, recipes: Sequence[str] | None = None, **options: Any) -> BenchResult:
+    """Time bare GEMMs of these (M, K, N) on this GPU, with the options of `Job.bench`."""
+    return _bench(None, shapes, recipes, options, _call("gemmscope.bench", shapes=shapes, recipes=recipes, **options))
 
 
-def _joined(recipes: Iterable[str] | None) -> str | None:
-    if recipes is None or isinstance(recipes, str):
-        return recipes
-    return ",".join(recipes)
+def _bench(
+    job: Job | None, shapes: Sequence[Shape] | None, recipes: Sequence[str] | None, options: Mapping[str, Any], command: str
+) -> BenchResult:
+    choices, timing, rest = _split({"recipes": recipes, **options}, app.bench.run_bench, Choices, BenchTiming)
+    return app.bench.run_bench(
+        job, shapes=shapes, choices=Choices(**choices), timing=BenchTiming(**timing), command=command, reporter=_console(), **rest
+    )
 
 
-WRITTEN = {"json", "csv", "markdown"}  # options that write files: here, `Result.save` does
-First = TypeVar("First", bound="DataclassInstance")
-Second = TypeVar("Second", bound="DataclassInstance")
+def forecast(*gpus: str, shapes: Sequence[Shape], **options: Any) -> ForecastResult:
+    """Forecast bare GEMMs of these (M, K, N), with the options of `Job.forecast`."""
+    choices, rest = _split(options, app.forecast.forecast, Choices)
+    command = _call("gemmscope.forecast", *map(repr, gpus), shapes=shapes, **options)
+    return app.forecast.forecast(None, gpus, shapes=shapes, choices=Choices(**choices), command=command, **rest)
 
 
-def _options(given: Mapping[str, Any], first: First, second: Second) -> tuple[First, Second]:
-    """Give each option to the group that has it."""
-    names = (_names(first), _names(second))
-    strangers = [name for name in given if not any(name in group for group in names)]
-    if strangers:
-        files = ", and the result's save() writes files" if set(strangers) & WRITTEN else ""
-        raise UserError(f"there is no option {', '.join(strangers)}", f"options: {', '.join(sorted(names[0] | names[1]))}{files}")
-    own = [{name: value for name, value in given.items() if name in group} for group in names]
-    return replace(first, **own[0]), replace(second, **own[1])
+def explain(*traces: str | Path, **options: Any) -> ExplainResult:
+    """Where the time of a recorded step went, and why it is not faster. Options: baseline, against, recipe, steps, job, perfetto."""
+    command = _call("gemmscope.explain", *(repr(str(trace)) for trace in traces), **options)
+    return app.explain.explain(traces, command=command, reporter=_console(), **options)
 
 
-def _names(group: DataclassInstance) -> set[str]:
-    return {each.name for each in fields(group)} - WRITTEN
+def compare(runs: Sequence[str | Path | BenchResult | StepResult], *, fail_if_slower: float | None = None) -> CompareResult:
+    """Compare results of bench or step, or their run files, the oldest first."""
+    names = [str(run) if isinstance(run, (str, Path)) else run for run in runs]
+    command = _call("gemmscope.compare", repr(names), fail_if_slower=fail_if_slower)
+    return app.compare.compare(runs, fail_if_slower=fail_if_slower, command=command)
+
+
+def report(runs: Sequence[PathOrResult] | PathOrResult, path: str | Path) -> None:
+    """One page from results or run files: .html, or .md for Markdown."""
+    listed = [runs] if isinstance(runs, (str, Path, Result)) else list(runs)
+    documents, messages = app.report.report(listed)
+    if Path(path).suffix.lower() not in (".html", ".md"):
+        raise UserError(f"{path} does not tell what to write", "use a path that ends in .html or .md")
+    write = writers.html.page if Path(path).suffix.lower() == ".html" else writers.markdown.markdown
+    Path(path).write_text(write(documents, messages), encoding="utf-8")
+
+
+def read(path: str | Path) -> Result:
+    """The result in a run file."""
+    return app.result.read_result(path)
+
+
+def calibrate(*, recipes: Sequence[str] | None = None, **options: Any) -> Calibrated | None:
+    """Measure this GPU, so that forecasts for it are based on it."""
+    choices, timing, rest = _split({"recipes": recipes, **options}, app.calibrate.calibrate, Choices, BenchTiming)
+    return app.calibrate.calibrate(choices=Choices(**choices), timing=BenchTiming(**timing), reporter=_console(), **rest)
+
+
+def _split(options: Mapping[str, Any], function: Callable[..., Any], *groups: type) -> list[dict[str, Any]]:
+    """The options that are fields of each group, then those of the function itself; a `UserError` for any other."""
+    names = [{each.name for each in fields(group)} for group in groups]
+    names.append(
+        {name for name in signature(function).parameters if name not in ("job", "command", "reporter", "choices", "timing")}
+    )
+    known = set().union(*names)
+    if unknown := [name for name in options if name not in known]:
+        raise UserError(f"there is no option {', '.join(unknown)}", f"options: {', '.join(sorted(known))}")
+    return [{name: value for name, value in options.items() if name in group} for group in names]
+
+
+def _call(name: str, *arguments: str, **options: Any) -> str:
+    """A Python call as text, for the `command` of a result: options that were not given are left out."""
+    given = [f"{key}={value!r}" for key, value in options.items() if value not in (None, False)]
+    return f"{name}({', '.join([*arguments, *given])})"
+
+
+def _console() -> Any:
+    return app.progress.Console()

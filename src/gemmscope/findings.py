@@ -69,11 +69,12 @@ def catalog() -> dict[str, Any]:
 
 class _Sentence(Formatter):
     """Formats facts. `{ops}` joins a list, `{speedup:x}` writes a speedup with its interval, `{time:ms}` a time, `{share:%}` a
-    share, `{layers:count layer}` a count with its noun, `{ratios:.2f}` every value of a table; anything else as Python does."""
+    share, `{layers:count layer}` a count with its noun, `{names:kernel}` kernels by their short names, `{ratios:.2f}` every value
+    of a table; anything else as Python does."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         if isinstance(value, (list, tuple)):
-            return units.names(map(str, value))
+            return units.names(map(units.kernel_name if format_spec == "kernel" else str, value))
         if isinstance(value, dict):
             return ", ".join(f"{name} {self.format_field(number, format_spec)}" for name, number in value.items())
         if isinstance(value, Interval):

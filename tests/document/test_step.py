@@ -104,7 +104,7 @@ SURE, CLOSE, SLOW = Interval(1.3, 1.29, 1.31), Interval(1.01, 0.99, 1.03), Inter
         ),
         (
             times(time("FP8Block", CLOSE), winner=Winner(best="FP8Block", speedup=CLOSE, rivals=("BF16",))),
-            "On X, training M in FP8Block and in BF16 is too close to call: a speedup of 1.010x [0.990, 1.030].",
+            "On X, FP8Block and BF16 are too close to call for training M: a speedup of 1.010x [0.990, 1.030].",
         ),
         (
             times(time("FP8Block", SLOW), winner=Winner(best="BF16", speedup=None)),

@@ -15,6 +15,7 @@ from gemmscope.parts import STEP_PARTS
 from support.explain_files import FIRST_CAUSE, found_in
 from support.traces import RECORDED, as_expected, events_of, fact, recorded
 
+
 def test_every_recorded_trace_is_expected() -> None:
     assert {path.name.removesuffix(".json.gz") for path in RECORDED.iterdir()} == set(FIRST_CAUSE)
 

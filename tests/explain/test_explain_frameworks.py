@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gemmscope.explain.diagnose import Diagnosis
+from gemmscope.explain.diagnose import TraceDiagnosis
 from gemmscope.explain.trace import GpuWork
 from gemmscope.explain.twin import with_twin
 from support.traces import as_expected, codes, fact
@@ -15,7 +15,7 @@ from support.training import B200_MXFP8, B200_NVFP4, H100, HIDDEN, Chip, Job, Lo
 GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
 
-def first(found: Diagnosis) -> str:
+def first(found: TraceDiagnosis) -> str:
     assert sum(found.account.classes_ms.values()) == pytest.approx(found.account.step_ms)
     return found.causes[0].code if found.causes else ""
 

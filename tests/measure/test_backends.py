@@ -17,7 +17,7 @@ from gemmscope.workload.ops import PASSES
 
 torch = pytest.importorskip("torch", reason="measuring needs torch")
 
-from gemmscope.measure.backends import torch_products  # noqa: E402
+from gemmscope.measure.backends import torch_gemms  # noqa: E402
 from gemmscope.measure.backends.base import Options  # noqa: E402
 from gemmscope.measure.backends.factors import factors  # noqa: E402
 from gemmscope.measure.backends.quantize import SCALINGS, dequantize, quantize, scaling_of, swizzle  # noqa: E402
@@ -93,17 +93,17 @@ def test_swizzled_scales_stand_where_cublas_looks() -> None:
 @pytest.mark.parametrize("pass_name", PASSES)
 @pytest.mark.parametrize("name", [name for name in WITH_TORCH if recipe(name).quantizes])
 def test_quantized_products_are_right(name: str, pass_name: str) -> None:
-    """Multiplied in float64 from what was quantized; and by PyTorch itself, where the CPU has that product."""
+    """Multiplied in float64 from what was quantized; and by PyTorch itself, where the CPU has that GEMM."""
     operands = Operands(CASE, "cpu")
     asked = recipe(name)
     made = [
-        dequantize(torch_products._quantized(factor, asked, pass_name), scaling_of(asked.scales, factor.tensor))
+        dequantize(torch_gemms._quantized(factor, asked, pass_name), scaling_of(asked.scales, factor.tensor))
         for factor in factors(operands, pass_name)
     ]
     assert operands.error({pass_name: made[0] @ made[1].t()}) < max(ROUNDING[each] for each in asked.operands[pass_name])
     if asked.scales in ("tensor", "row"):
-        product = torch_products._product(Task(CASE, name, "pre-quantized", pass_name), asked, operands)
-        assert operands.error({pass_name: product()}) < 0.1
+        gemm = torch_gemms._gemm(Task(CASE, name, "pre-quantized", pass_name), asked, operands)
+        assert operands.error({pass_name: gemm()}) < 0.1
 
 
 def faked(tensor: Any) -> Any:
@@ -124,7 +124,7 @@ def test_layouts_are_those_that_the_gpu_product_takes(name: str, pass_name: str,
             return real(faked(a), faked(b), **scales, **how)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", checked)
-    result = torch_products._product(Task(CASE, name, "pre-quantized", pass_name), recipe(name), Operands(CASE, "cpu"))()
+    result = torch_gemms._gemm(Task(CASE, name, "pre-quantized", pass_name), recipe(name), Operands(CASE, "cpu"))()
     t, k, n = CASE.tokens, CASE.inputs, CASE.outputs
     assert result.shape == {"fprop": (t, n), "dgrad": (t, k), "wgrad": (n, k)}[pass_name]
 
@@ -140,22 +140,22 @@ def test_grouped_layouts_are_those_that_the_gpu_product_takes(pass_name: str, mo
 
     monkeypatch.setattr(torch, "_scaled_grouped_mm", checked)
     task = Task(EXPERTS, "FP8Rowwise", "pre-quantized", pass_name)
-    result = torch_products._grouped_product(task, recipe("FP8Rowwise"), Operands(EXPERTS, "cpu"))()
+    result = torch_gemms._grouped_gemm(task, recipe("FP8Rowwise"), Operands(EXPERTS, "cpu"))()
     t, k, n = EXPERTS.tokens, EXPERTS.inputs, EXPERTS.outputs
     assert result.shape == {"fprop": (t, n), "dgrad": (t, k), "wgrad": (3, n, k)}[pass_name]
 
 
 @pytest.mark.parametrize("pass_name", PASSES)
 def test_experts_in_bf16(pass_name: str) -> None:
-    backend = torch_products.TorchBackend(OperandStore("cpu"), Options())
+    backend = torch_gemms.TorchBackend(OperandStore("cpu"), Options())
     prepared = backend.prepare(Task(EXPERTS, "BF16", "pre-quantized", pass_name), recipe("BF16"), 2)
     prepared.run()
     assert prepared.error < 0.01
 
 
 def test_what_torch_does_not_measure_has_a_reason() -> None:
-    backend = torch_products.TorchBackend(OperandStore("cpu"), Options())
-    assert "no product" in backend.why_not(recipe("FP8Delayed"))
+    backend = torch_gemms.TorchBackend(OperandStore("cpu"), Options())
+    assert "no GEMM" in backend.why_not(recipe("FP8Delayed"))
     assert "pre-quantized mode only" in backend.why_not_task(Task(CASE, "BF16", "autocast"))
     assert backend.why_not_task(Task(CASE, "MXFP8", "pre-quantized", "fprop")) == ""
     assert "BF16 and FP8Rowwise only" in backend.why_not_task(Task(EXPERTS, "FP8Block", "pre-quantized", "fprop"))
@@ -199,7 +199,7 @@ def test_torchao_leaves_layers_in_bf16_and_says_so(torchao_backend: Any) -> None
 @pytest.mark.filterwarnings("ignore")  # compilers warn
 @pytest.mark.parametrize("name", ["BF16", "FP8Tensorwise", "FP8Rowwise", "FP8RowwiseGWHP"])
 def test_torchao_runs_every_pass(torchao_backend: Any, name: str) -> None:
-    """Compiled for the CPU, which has these products, too."""
+    """Compiled for the CPU, which has these GEMMs, too."""
     backend = torchao_backend.TorchaoBackend(OperandStore("cpu"), Options(filter_layers=False))
     square = Case("Attn Out", 128, 256, 256)  # fprop and dgrad are of one size
     for task in tasks_of([CASE, FORWARD, square], [name], MODES, {}):
@@ -223,7 +223,7 @@ class TestOnGpu:
         if backend_name == "torchao":
             made = pytest.importorskip("gemmscope.measure.backends.torchao").TorchaoBackend
         else:
-            made = torch_products.TorchBackend
+            made = torch_gemms.TorchBackend
         backend = made(OperandStore("cuda"), Options(filter_layers=False))
         reason = backend.why_not(recipe(name))
         if reason:

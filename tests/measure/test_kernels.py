@@ -10,7 +10,8 @@ import pytest
 
 from gemmscope.measure.attribution import AttributionError, attribute
 from gemmscope.measure.breakdown import op_time
-from gemmscope.measure.kernels import KernelRun, classify, evidence
+from gemmscope.measure.evidence import evidence
+from gemmscope.measure.kernels import KernelRun, classify
 from gemmscope.measure.measurements import Measurements
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.linears import OpTime

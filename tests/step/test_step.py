@@ -93,14 +93,14 @@ def test_every_preset_can_be_built_and_run(name: str) -> None:
 def test_unaligned_sizes_are_told() -> None:
     odd = from_hyperparameters(hidden_size=64, intermediate_size=90, num_attention_heads=4, num_hidden_layers=2)
     sizes = plan_step(odd, RunSpec(2, 16))[0].low_precision_sizes()
-    assert "intermediate size = 90 is no multiple of 16" in recipe("FP8Current").misaligned(sizes)
+    assert recipe("FP8Current").misalignment(sizes) == ("intermediate size", 90)
 
 
 def test_sizes_that_are_in_no_gemm_need_not_be_aligned() -> None:
     """Queries, keys and values come from one GEMM; of a bottleneck, every side counts."""
     model = ModelSpec("odd heads", 64, (LayerSpec(AttentionSpec(2, 1, 24), MlpSpec(96, gated=False)),))
     assert not recipe("FP8Current").misaligned(plan_step(model, RUN)[0].low_precision_sizes())
-    assert "key/value rank = 24 is no multiple of 16" in recipe("FP8Current").misaligned(plan("latent").low_precision_sizes())
+    assert recipe("FP8Current").misalignment(plan("latent").low_precision_sizes()) == ("key/value rank", 24)
 
 
 def test_experts_tokens_are_padded_to_what_a_recipe_needs() -> None:
@@ -284,7 +284,7 @@ def test_memory_that_does_not_suffice_makes_it_shallower(journal: Journal, monke
     monkeypatch.setattr("gemmscope.measure.link.Link.converse", converse)
     run = StepRun(plan("llama"), ["BF16"], StepSettings("cpu"), StoppingRule(), journal)
     monkeypatch.setattr("gemmscope.step.predict.LEAST_DEPTH", 4)
-    with pytest.raises(UserError, match="does not fit into this GPU's memory even with 4 layers"):
+    with pytest.raises(UserError, match="does not fit into this GPU's memory even with 4 of its layers"):
         run.run()
     assert asked == [6, 4]
     monkeypatch.setattr("gemmscope.step.predict.LEAST_DEPTH", 1)

@@ -58,7 +58,7 @@ def test_transformer_engines_names_of_activations(
     [
         ("BF16", 17, ""),
         ("FP8Tensorwise", 16, ""),
-        ("FP8Tensorwise", 17, "tokens = 17 is no multiple of 16, which FP8Tensorwise products need: pad to 32"),
+        ("FP8Tensorwise", 17, "tokens = 17 is not a multiple of 16, which FP8Tensorwise GEMMs need: pad it to 32"),
         ("FP8RowwiseGWHP", 17, ""),
         ("MXFP8", 16, "MXFP8 is not run in steps with torchao yet"),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from gemmscope.app.explain import explain
-from gemmscope.explain.diagnose import Diagnosis, diagnose
+from gemmscope.explain.diagnose import TraceDiagnosis, diagnose
 from gemmscope.explain.trace import read_trace
 from gemmscope.results.explain import ExplainResult
 from support.traces import recorded
@@ -42,7 +42,7 @@ FIRST_CAUSE = {
 
 
 @cache
-def found_in(name: str) -> Diagnosis:
+def found_in(name: str) -> TraceDiagnosis:
     """The diagnosis of a recorded trace."""
     return diagnose(read_trace(recorded(name)))
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from gemmscope.explain.diagnose import Diagnosis, diagnose
+from gemmscope.explain.diagnose import TraceDiagnosis, diagnose
 from gemmscope.explain.trace import read_trace
 from gemmscope.findings import Finding
 
@@ -38,9 +38,11 @@ def fact(findings: Iterable[Finding], code: str, name: str) -> Any:
     return next(finding for finding in findings if finding.code == code).facts[name]
 
 
-def as_expected(found: Diagnosis) -> bool:
+def as_expected(found: TraceDiagnosis) -> bool:
     """Nothing is wrong, and all linears run in low precision."""
-    return found.verdict.code == "step-as-expected" and round(float(fact([found.verdict], "step-as-expected", "low_share")), 2) == 1
+    return (
+        found.verdict.code == "step-as-expected" and round(float(fact([found.verdict], "step-as-expected", "low_share")), 2) == 1
+    )
 
 
 class Builder:
@@ -80,7 +82,7 @@ class Builder:
         path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
         return path
 
-    def diagnose(self, path: Path, **head: Any) -> Diagnosis:
+    def diagnose(self, path: Path, **head: Any) -> TraceDiagnosis:
         return diagnose(read_trace(self.write(path, **head)))
 
 

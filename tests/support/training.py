@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gemmscope.explain.diagnose import Diagnosis
+from gemmscope.explain.diagnose import TraceDiagnosis
 from support.traces import ADAM, Builder
 
 HIDDEN, INNER, TOKENS, VOCABULARY = 4096, 14336, 8192, 32000
@@ -142,5 +142,5 @@ class Job(Builder):
                     self.optimize()
         return self
 
-    def explained(self, path: Path, **head: Any) -> Diagnosis:
+    def explained(self, path: Path, **head: Any) -> TraceDiagnosis:
         return self.diagnose(path / "trace.json", **{"deviceProperties": [{"name": self.chip.name}], **head})

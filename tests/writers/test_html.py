@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,7 +117,7 @@ TIP = """[...document.querySelectorAll(".tip")].filter((tip) => getComputedStyle
     ("name", "label", "expected"),
     [
         ("bench", "FP8Current", ("fprop kernel", "nvjet_sm90_q", "SM clock", "samples", "bursts")),
-        ("step", "FP8Delayed", ("products", "nvjet", "steps timed", "bursts")),
+        ("step", "FP8Delayed", ("GEMMs", "nvjet", "steps timed", "bursts")),
     ],
 )
 def test_hovering_shows_kernels_clocks_and_samples(
@@ -159,34 +160,44 @@ def _middle(tab: Tab, element: str) -> tuple[float, float]:
     return box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
 
 
-HEADS = "[...document.querySelectorAll('#row-by-row th')].map((head) => head.textContent)"
-COLUMN = "[...document.querySelectorAll('#row-by-row tbody tr')].map((row) => row.cells[{}].textContent)"
-HEADING = "[...document.querySelectorAll('#row-by-row th')].find((head) => head.textContent === {!r})"
+def _table(title: str) -> str:
+    return f"document.querySelector('[aria-label^={json.dumps(title)}] table')"
+
+
+def _column(title: str, index: int) -> str:
+    return f"[...{_table(title)}.tBodies[0].rows].map((row) => row.cells[{index}].textContent)"
 
 
 def test_sorting_by_click_and_by_key(browser: Browser, pages: dict[str, Path]) -> None:
-    tab = browser.open(pages["bench"])
+    tab = browser.open(pages["explain"])
     try:
-        index = tab.evaluate(HEADS).index("ms")
-        head, button = HEADING.format("ms"), HEADING.format("ms") + ".firstChild"
-        before = tab.evaluate(COLUMN.format(index))
-        tab.evaluate(f"{button}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
-        tab.click(*_middle(tab, button))
-        rising = [float(text) for text in tab.evaluate(COLUMN.format(index))]
+        head, times = f"{_table('By class of kernel')}.tHead.rows[0].cells[1]", _column("By class of kernel", 1)
+        before = tab.evaluate(times)
+        tab.evaluate(f"{head}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
+        tab.click(*_middle(tab, f"{head}.firstChild"))
+        rising = [float(text) for text in tab.evaluate(times)]
         assert rising == sorted(rising)
         assert rising != [float(text) for text in before]
         assert tab.evaluate(f"{head}.getAttribute('aria-sort')") == "ascending"
-        tab.evaluate(f"{button}.focus()")
+        tab.evaluate(f"{head}.firstChild.focus()")
         tab.press("Enter", 13, "\r")
-        falling = [float(text) for text in tab.evaluate(COLUMN.format(index))]
-        assert falling == sorted(falling, reverse=True)
+        assert [float(text) for text in tab.evaluate(times)] == rising[::-1]
         assert tab.evaluate(f"{head}.getAttribute('aria-sort')") == "descending"
-        speedups = tab.evaluate(HEADS).index("Quantizing")
-        tab.evaluate(HEADING.format("Quantizing") + ".firstChild.click()")
-        shown = tab.evaluate(COLUMN.format(speedups))
-        assert shown[-1] == "-", "what has no value stays last"
+        tab.evaluate(f"{_table('By class of kernel')}.tHead.rows[0].cells[0].firstChild.click()")
         assert tab.evaluate(f"{head}.getAttribute('aria-sort')") is None
-        assert tab.evaluate("document.querySelectorAll('#row-by-row [aria-sort]').length") == 1
+        assert tab.evaluate(f"{_table('By class of kernel')}.querySelectorAll('[aria-sort]').length") == 1
+    finally:
+        tab.close()
+
+
+def test_empty_cells_stay_last_when_sorted(browser: Browser, pages: dict[str, Path]) -> None:
+    tab = browser.open(pages["shapes"])
+    try:
+        for _ in range(2):
+            tab.evaluate(f"{_table('Everything else')}.tHead.rows[0].cells[2].firstChild.click()")
+            shown = tab.evaluate(_column("Everything else", 2))
+            assert shown[-1] == "-"
+            assert shown[0] != "-"
     finally:
         tab.close()
 

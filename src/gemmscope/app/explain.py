@@ -11,7 +11,7 @@ from gemmscope.app.progress import QUIET, Reporter
 from gemmscope.compare.predicted import check_model_flops, with_prediction
 from gemmscope.errors import UserError, option
 from gemmscope.explain.annotate import write_annotated
-from gemmscope.explain.diagnose import Diagnosis, diagnose
+from gemmscope.explain.diagnose import TraceDiagnosis, diagnose
 from gemmscope.explain.ranks import rank_findings, rank_times, slowest
 from gemmscope.explain.trace import read_trace
 from gemmscope.explain.twin import with_twin
@@ -121,7 +121,7 @@ def _check(paths: Sequence[Path], baseline: PathLike | None, steps: int | None, 
 
 def _diagnose(
     paths: Sequence[Path], baseline: PathLike | None, steps: int | None
-) -> tuple[Diagnosis, Diagnosis | None, list[RankTime], list[Finding]]:
+) -> tuple[TraceDiagnosis, TraceDiagnosis | None, list[RankTime], list[Finding]]:
     """The trace to explain, its BF16 twin, and the times of the ranks with what they show."""
     every = [diagnose(read_trace(path), steps) for path in paths]
     twin = diagnose(read_trace(baseline), steps) if baseline is not None else None
@@ -139,7 +139,7 @@ def _diagnose(
     )
 
 
-def _one_job(every: Sequence[Diagnosis]) -> bool:
+def _one_job(every: Sequence[TraceDiagnosis]) -> bool:
     """Ranks of one job have different ranks, the same world size, and one precision: BF16 and FP8 are a pair instead."""
     ranks = [each.trace.rank for each in every]
     if None in ranks or len(set(ranks)) < len(ranks):
@@ -148,7 +148,7 @@ def _one_job(every: Sequence[Diagnosis]) -> bool:
     return len({each.trace.world_size for each in every}) == 1 and (all(low) or not any(low))
 
 
-def _check_model(diagnosis: Diagnosis, job: ModelRun, reporter: Reporter) -> Finding:
+def _check_model(diagnosis: TraceDiagnosis, job: ModelRun, reporter: Reporter) -> Finding:
     """Whether the model's GEMMs add up to those of the trace."""
     subject = rank_workload(job, reporter.say)
     summed = totals(subject.workload, subject.run, subject.source.model)

@@ -184,5 +184,6 @@ def _numbers(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise UserError(
-            f"{option('pp_layers')} must be a list of whole numbers, got {text!r}", f"for example {option('pp_layers', '16,15,15,15')}"
+            f"{option('pp_layers')} must be a list of whole numbers, got {text!r}",
+            f"for example {option('pp_layers', '16,15,15,15')}",
         ) from None

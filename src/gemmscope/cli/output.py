@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -56,8 +57,8 @@ class FigureOptions(OutputOptions):
 
 
 def typed_command() -> str:
-    """The command line that is running."""
-    return app.result.command_line(sys.argv[1:])
+    """The command line that is running, ready to be pasted into a shell."""
+    return shlex.join(["gemmscope", *(argument.encode("utf-8", "replace").decode() for argument in sys.argv[1:])])
 
 
 def deliver(result: Result, outputs: OutputOptions, if_lost: Callable[[], str] = lambda: "") -> None:

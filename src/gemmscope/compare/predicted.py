@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gemmscope.errors import UserError, option
-from gemmscope.explain.diagnose import Diagnosis
+from gemmscope.explain.diagnose import TraceDiagnosis
 from gemmscope.explain.place import LOW
 from gemmscope.explain.twin import step_flops
 from gemmscope.findings import Finding, finding
@@ -19,14 +19,14 @@ RECIPES = {"FP8 blocks": ("FP8Block",), "MXFP8": ("MXFP8",), "FP4": ("NVFP4",)}
 ALIASES: dict[StepPart, StepPart] = {"routing": "embedding"}  # a trace does not show which indexing is routing
 
 
-def with_prediction(diagnosis: Diagnosis, run: StepResult | BenchResult, recipe: str | None, origin: str) -> StepComparison:
+def with_prediction(diagnosis: TraceDiagnosis, run: StepResult | BenchResult, recipe: str | None, origin: str) -> StepComparison:
     """The prediction for the recipe that the trace ran. `origin`: the name of the run file."""
     if isinstance(run, StepResult):
         return _with_step(diagnosis, run, recipe, origin)
     return _with_bench(diagnosis, run, recipe, origin)
 
 
-def recipe_of(diagnosis: Diagnosis, known: Sequence[str], requested: str | None, origin: str) -> str:
+def recipe_of(diagnosis: TraceDiagnosis, known: Sequence[str], requested: str | None, origin: str) -> str:
     """Which of the known recipes the trace ran: the requested one, else by its GEMMs and casts."""
     if requested is not None:
         chosen = next((name for name in known if name.lower() == requested.lower()), None)
@@ -47,7 +47,7 @@ def recipe_of(diagnosis: Diagnosis, known: Sequence[str], requested: str | None,
     return chosen
 
 
-def _with_step(diagnosis: Diagnosis, run: StepResult, requested: str | None, origin: str) -> StepComparison:
+def _with_step(diagnosis: TraceDiagnosis, run: StepResult, requested: str | None, origin: str) -> StepComparison:
     name = recipe_of(diagnosis, [time.recipe for time in run.step.recipes], requested, origin)
     predicted = run.step.of(name)
     assert predicted is not None
@@ -81,7 +81,7 @@ def _with_step(diagnosis: Diagnosis, run: StepResult, requested: str | None, ori
     )
 
 
-def _require_same_step(diagnosis: Diagnosis, run: StepResult, predicted: StepTime, origin: str) -> None:
+def _require_same_step(diagnosis: TraceDiagnosis, run: StepResult, predicted: StepTime, origin: str) -> None:
     """By the hidden size, which is a side of most GEMMs, and by FLOPs; the FLOPs of the prediction include attention."""
     sizes = {side for item in diagnosis.evidence.gemms if item.gemm and item.gemm.size for side in item.gemm.size}
     hidden = run.model.hidden_size if run.model is not None else None
@@ -99,7 +99,7 @@ def _require_same_step(diagnosis: Diagnosis, run: StepResult, predicted: StepTim
         )
 
 
-def _with_bench(diagnosis: Diagnosis, run: BenchResult, requested: str | None, origin: str) -> StepComparison:
+def _with_bench(diagnosis: TraceDiagnosis, run: BenchResult, requested: str | None, origin: str) -> StepComparison:
     totals = {total.recipe: total for total in run.linears.totals if total.mode == "autocast"}
     if not totals:
         raise UserError(f"{origin} has no linears with quantization (autocast)", "run gemmscope bench with a model")
@@ -131,7 +131,7 @@ def _with_bench(diagnosis: Diagnosis, run: BenchResult, requested: str | None, o
     return StepComparison(title=title, expected=expected, parts=parts, findings=tuple(findings))
 
 
-def _require_same_linears(diagnosis: Diagnosis, run: BenchResult, origin: str) -> None:
+def _require_same_linears(diagnosis: TraceDiagnosis, run: BenchResult, origin: str) -> None:
     cases = run.linears.cases
     planned = {tuple(sorted((case.tokens, case.inputs, case.outputs))) for case in cases}
     linears = [item for item in diagnosis.evidence.gemms if item.gemm]
@@ -153,7 +153,7 @@ def _require_same_linears(diagnosis: Diagnosis, run: BenchResult, origin: str) -
         )
 
 
-def check_model_flops(diagnosis: Diagnosis, flops_per_step: float, model: str) -> Finding:
+def check_model_flops(diagnosis: TraceDiagnosis, flops_per_step: float, model: str) -> Finding:
     """Whether the GEMMs of the trace add up to those of the model."""
     flops = step_flops(diagnosis)
     if not flops:

@@ -92,9 +92,7 @@ class Document:
 
     def tables(self) -> list[Table]:
         """Every table, those of charts included, in reading order."""
-        return [
-            block if isinstance(block, Table) else block.table() for section in self.sections for block in section.blocks
-        ]
+        return [block if isinstance(block, Table) else block.table() for section in self.sections for block in section.blocks]
 
     def charts(self) -> list[Chart]:
         """Every chart, in reading order."""

@@ -102,7 +102,14 @@ def _others(result: ShapesResult) -> Table:
             for index, value in enumerate(_work(op)):
                 total[index] += value
     rows = tuple(
-        (Cell(name), number(count, f"{count:.0f}"), _work_flops(forward), _work_bytes(read), _work_flops(back), _work_bytes(moved))
+        (
+            Cell(name),
+            number(count, f"{count:.0f}"),
+            _work_flops(forward),
+            _work_bytes(read),
+            _work_flops(back),
+            _work_bytes(moved),
+        )
         for name, (count, forward, read, back, moved) in sums.items()
     )
     return Table("Everything else (minimum memory traffic in BF16, nothing fused)", OTHER_COLUMNS, rows)

@@ -172,21 +172,20 @@ def step_answer(times: StepTimes, where: str, model_name: str = "") -> tuple[str
     best = max(valid, key=lambda time: time.speedup.value if time.speedup is not None else 0.0)
     training = f"training {model_name}" if model_name else "training"
     forecast = "FORECAST: " if times.origin == "forecast" else ""
-    return f"{forecast}{_verdict(times.winner, best, f'on {where}, {training}')}", tuple(_because(best, valid))
+    return f"{forecast}On {where}, {_verdict(times.winner, best, training)}", tuple(_because(best, valid))
 
 
-def _verdict(winner: Winner, best: StepTime, what: str) -> str:
+def _verdict(winner: Winner, best: StepTime, training: str) -> str:
     assert best.speedup is not None
-    gain = units.speedup(best.speedup)
-    what = what[:1].upper() + what[1:]
+    name, gain = best.recipe, f"a speedup of {units.speedup(best.speedup)}"
     if not best.speedup.known:
-        return f"{what} in {best.recipe} has a speedup of {gain} over {BASELINE}; too little was measured for an interval."
-    if BASELINE in winner.rivals or (winner.best == BASELINE and best.recipe in winner.rivals):
-        return f"{what} in {best.recipe} and in {BASELINE} is too close to call: a speedup of {gain}."
+        return f"{training} in {name} has {gain} over {BASELINE}; too little was measured for an interval."
+    if BASELINE in winner.rivals or name in winner.rivals:
+        return f"{name} and {BASELINE} are too close to call for {training}: {gain}."
     if winner.best == BASELINE:
-        return f"{what} is fastest in {BASELINE}: the best other recipe, {best.recipe}, has a speedup of {gain}."
+        return f"{training} is fastest in {BASELINE}: the best other recipe, {name}, has {gain}."
     rivals = f"; too close to call against {units.names(winner.rivals)}" if winner.rivals else ""
-    return f"{what} in {best.recipe} has a speedup of {gain} over {BASELINE}{rivals}."
+    return f"{training} in {name} has {gain} over {BASELINE}{rivals}."
 
 
 def _because(best: StepTime, valid: list[StepTime]) -> list[str]:

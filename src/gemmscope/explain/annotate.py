@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from gemmscope.errors import UserError
-from gemmscope.explain.diagnose import Diagnosis
+from gemmscope.explain.diagnose import TraceDiagnosis
 from gemmscope.explain.stream import EventStream
 
 PROCESS = "gemmscope diagnosis"
 
 
-def events_of(diagnosis: Diagnosis) -> Iterator[dict[str, Any]]:
+def events_of(diagnosis: TraceDiagnosis) -> Iterator[dict[str, Any]]:
     """One track with the steps and one for each cause, in the time of the trace."""
     zero = diagnosis.trace.zero_us + diagnosis.trace.skew_us
     steps, verdict = diagnosis.view.steps.chosen, diagnosis.verdict.text
@@ -35,7 +35,7 @@ def _event(name: str, start: float, time: float, track: str, facts: dict[str, st
             "dur": round(time, 3), "args": facts}  # fmt: skip
 
 
-def write_annotated(diagnosis: Diagnosis, target: str | Path) -> None:
+def write_annotated(diagnosis: TraceDiagnosis, target: str | Path) -> None:
     """The whole trace, event by event, followed by the diagnosis; gzipped if the name ends in .gz."""
     path = Path(target)
     stream = EventStream(diagnosis.trace.path)

@@ -16,7 +16,7 @@ from gemmscope.results.explain import Cause, StepAccount
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class TraceDiagnosis:
     """One trace. `causes`: the costliest first."""
 
     view: TraceView
@@ -31,7 +31,7 @@ class Diagnosis:
         return self.view.trace
 
 
-def diagnose(trace: RecordedTrace, step_count: int | None = None) -> Diagnosis:
+def diagnose(trace: RecordedTrace, step_count: int | None = None) -> TraceDiagnosis:
     """Everything that one trace alone shows. `step_count`: how many steps it has, if nothing in it marks them."""
     view = view_trace(trace, step_count)
     evidence = StepEvidence(view, account(view))
@@ -39,4 +39,4 @@ def diagnose(trace: RecordedTrace, step_count: int | None = None) -> Diagnosis:
     reported = [cause for cause in every if cause.cost_ms > NAMED * evidence.step_ms or cause.code == "not-low"]
     causes = tuple(sorted(reported, key=lambda cause: -cause.cost_ms))
     findings = (*trace_findings(view), *implausible_times(evidence))
-    return Diagnosis(view, evidence.account, evidence, causes, verdict(evidence, causes), findings)
+    return TraceDiagnosis(view, evidence.account, evidence, causes, verdict(evidence, causes), findings)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gemmscope.explain.account import EXPOSED, HOST, IDLE
-from gemmscope.explain.diagnose import Diagnosis
+from gemmscope.explain.diagnose import TraceDiagnosis
 from gemmscope.findings import Finding, finding
 from gemmscope.results.explain import RankTime
 
 UNEVEN = 0.05
 
 
-def rank_times(diagnoses: Sequence[Diagnosis]) -> list[RankTime]:
+def rank_times(diagnoses: Sequence[TraceDiagnosis]) -> list[RankTime]:
     """In the order of ranks."""
     times = []
     for number, diagnosis in enumerate(diagnoses):
@@ -30,7 +30,7 @@ def rank_times(diagnoses: Sequence[Diagnosis]) -> list[RankTime]:
     return sorted(times, key=lambda time: time.rank)
 
 
-def slowest(diagnoses: Sequence[Diagnosis]) -> Diagnosis:
+def slowest(diagnoses: Sequence[TraceDiagnosis]) -> TraceDiagnosis:
     """The one that the others wait for: it computes longest."""
     return max(diagnoses, key=lambda each: each.account.busy_ms - each.account.parts_ms.get(EXPOSED, 0.0))
 

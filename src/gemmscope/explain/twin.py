@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gemmscope.errors import UserError
-from gemmscope.explain.diagnose import Diagnosis
+from gemmscope.explain.diagnose import TraceDiagnosis
 from gemmscope.findings import finding
 from gemmscope.parts import STEP_PARTS
 from gemmscope.results.explain import PartComparison, StepComparison
@@ -11,7 +11,7 @@ from gemmscope.results.explain import PartComparison, StepComparison
 SAME_FLOPS = 0.1  # relative difference that two traces of one model and batch stay below
 
 
-def with_twin(slow: Diagnosis, fast: Diagnosis) -> StepComparison:
+def with_twin(slow: TraceDiagnosis, fast: TraceDiagnosis) -> StepComparison:
     """BF16 and low precision, recorded from the same training."""
     _require_same_training(slow, fast)
     before, after = slow.account.parts_ms, fast.account.parts_ms
@@ -43,7 +43,7 @@ def with_twin(slow: Diagnosis, fast: Diagnosis) -> StepComparison:
     )
 
 
-def _require_same_training(slow: Diagnosis, fast: Diagnosis) -> None:
+def _require_same_training(slow: TraceDiagnosis, fast: TraceDiagnosis) -> None:
     """Two traces of one model run the same FLOPs per step, apart from recomputation."""
     totals = [step_flops(side) for side in (slow, fast)]
     if all(totals) and abs(totals[0] / totals[1] - 1) > SAME_FLOPS:
@@ -54,7 +54,7 @@ def _require_same_training(slow: Diagnosis, fast: Diagnosis) -> None:
         )
 
 
-def step_flops(diagnosis: Diagnosis) -> float:
+def step_flops(diagnosis: TraceDiagnosis) -> float:
     """FLOPs per step of linears and head, recomputation not counted; zero if sizes are unknown."""
     if not diagnosis.evidence.flops_known:
         return 0.0

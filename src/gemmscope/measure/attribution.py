@@ -1,15 +1,15 @@
 """Splits the kernels of one linear's forward and backward pass into its parts.
 
-A linear in training runs three products and quantizes what they multiply. The forward pass comes first; a compiler may put
+A linear in training runs three GEMMs and quantizes what they multiply. The forward pass comes first; a compiler may put
 wgrad before dgrad. Frameworks quantize in one of two ways, which the recipe's facts name:
 
-- `once`: X and W before fprop, dY before dgrad, each for both of its products. A tensor's time is charged half to each pass that
+- `once`: X and W before fprop, dY before dgrad, each for both of its GEMMs. A tensor's time is charged half to each pass that
   it serves: X to fprop and wgrad, W to fprop and dgrad, dY to dgrad and wgrad; wholly to fprop where nothing else is run.
-- `per product`: every product's factors are cast again, by kernels that a compiler has mixed, so tensors are not told apart. What
-  runs since the product before is charged to the product that follows. (Compiled code may cast for the last product ahead of the
-  second, so between these two the split goes by order, not by use.) A kernel that scales a product's output belongs to it.
+- `per product`: every GEMM's factors are cast again, by kernels that a compiler has mixed, so tensors are not told apart. What
+  runs since the GEMM before is charged to the GEMM that follows. (Compiled code may cast for the last GEMM ahead of the
+  second, so between these two the split goes by order, not by use.) A kernel that scales a GEMM's output belongs to it.
 
-Nothing is left over: fills and copies go with the kernel they precede, and what is no product and no quantization is kept as
+Nothing is left over: fills and copies go with the kernel they precede, and what is no GEMM and no quantization is kept as
 `other`. Experts run on several streams at once; the parts then sum to more than the time that passed, and are proportions only.
 """
 
@@ -57,8 +57,8 @@ class _Piece:
     time_us: float
 
     @property
-    def starts_product(self) -> bool:
-        """A product, and not the second half of one (split-K)."""
+    def starts_gemm(self) -> bool:
+        """A GEMM, and not the second half of one (split-K)."""
         return self.facts.kernel_class == "gemm" and "reduce" not in self.name.lower()
 
 
@@ -73,11 +73,11 @@ def attribute(
     """Walk through the kernels in the order they ran, and say of each what it was for.
 
     `passes` are those that were run, in their order. `weight_cached`: W was quantized earlier. `rows` are the tokens of each
-    expert: those that have any run a product of their own in every pass, and all of them have a weight.
+    expert: those that have any run a GEMM of their own in every pass, and all of them have a weight.
     """
     pieces, left_us = _pieces(runs)
     each = max(sum(1 for row in rows if row), 1)
-    found = sum(piece.starts_product for piece in pieces)
+    found = sum(piece.starts_gemm for piece in pieces)
     if found != len(passes) * each:
         raise AttributionError(f"{found} GEMMs instead of {len(passes) * each}")
     labels = [label for label, served in CASTS[casts].items() if set(served) & set(passes)]
@@ -112,39 +112,39 @@ def _pieces(runs: Sequence[KernelRun]) -> tuple[list[_Piece], float]:
 
 
 def _casts_of_x(pieces: Sequence[_Piece], weights: int) -> int:
-    """How many casts before the first product are X's. Every weight has one; X has the others: one, or one per expert."""
-    forward = next(index for index, piece in enumerate(pieces) if piece.starts_product)
+    """How many casts before the first GEMM are X's. Every weight has one; X has the others: one, or one per expert."""
+    forward = next(index for index, piece in enumerate(pieces) if piece.starts_gemm)
     return max(sum(piece.facts.ends_tensor for piece in pieces[:forward]) - weights, 1)
 
 
 class _Walk:
-    """Where we are among the kernels: how many products and casts lie behind."""
+    """Where we are among the kernels: how many GEMMs and casts lie behind."""
 
     def __init__(self, pass_of: Sequence[str], casts: str, of_x: int) -> None:
-        self._pass_of, self._casts, self._of_x = pass_of, casts, of_x  # pass_of the first product, the second, …
-        self._products = self._cast = 0
-        self._after_product = False
+        self._pass_of, self._casts, self._of_x = pass_of, casts, of_x  # pass_of the first GEMM, the second, …
+        self._gemms = self._cast = 0
+        self._after_gemm = False
 
     def part_of(self, piece: _Piece) -> str:
         """What the next kernel was for: a pass, something that is quantized, or neither."""
         kind = piece.facts.kernel_class
         part = "other"
         if kind == "gemm":
-            self._products += piece.starts_product
-            part = self._pass_of[max(self._products - 1, 0)]
+            self._gemms += piece.starts_gemm
+            part = self._pass_of[max(self._gemms - 1, 0)]
         elif kind == "quantize":
-            part = self._tensor() if self._casts == "once" else self._product(piece)
+            part = self._tensor() if self._casts == "once" else self._gemm(piece)
             self._cast += piece.facts.ends_tensor
-        self._after_product = kind == "gemm"
+        self._after_gemm = kind == "gemm"
         return part
 
     def _tensor(self) -> str:
-        if self._products:
+        if self._gemms:
             return "dY"
         return "X" if self._cast < self._of_x else "W"
 
-    def _product(self, piece: _Piece) -> str:
-        """The product to come; the one before, if this scales its output; the last one, if none is to come."""
-        scales_it = self._after_product and piece.facts.scales_output
-        index = self._products - 1 if scales_it else self._products
+    def _gemm(self, piece: _Piece) -> str:
+        """The GEMM to come; the one before, if this scales its output; the last one, if none is to come."""
+        scales_it = self._after_gemm and piece.facts.scales_output
+        index = self._gemms - 1 if scales_it else self._gemms
         return f"for {self._pass_of[min(index, len(self._pass_of) - 1)]}"

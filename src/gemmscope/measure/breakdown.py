@@ -7,7 +7,8 @@ from typing import Any
 
 from gemmscope.interval import Interval
 from gemmscope.measure.attribution import AttributionError, Parts, attribute
-from gemmscope.measure.kernels import KernelRun, evidence
+from gemmscope.measure.evidence import evidence
+from gemmscope.measure.kernels import KernelRun
 from gemmscope.measure.measurements import Measurements, added
 from gemmscope.measure.stats import time_interval
 from gemmscope.recipe.recipes import recipe

@@ -1,7 +1,7 @@
 """Keeps the GPU busy while the process loads and prepares, so that measuring begins on a chip that is hot and power-limited.
 
 Importing a framework and compiling its kernels takes seconds of one CPU core. In that time a second thread makes the operands,
-loads the profiler's library and runs large products.
+loads the profiler's library and runs large GEMMs.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from gemmscope.measure.backends.reference import OperandStore
 from gemmscope.measure.timer import start_profiler
 from gemmscope.workload.cases import Case
 
-_SIZE, _PRODUCTS = 8192, 40  # one run keeps the chip busy for some 60 ms, and leaves the interpreter free
+_SIZE, _GEMMS = 8192, 40  # one run keeps the chip busy for some 60 ms, and leaves the interpreter free
 
 
 class Heater:
-    """Large products, as a graph that can be run again and again on a stream of its own."""
+    """Large GEMMs, as a graph that can be run again and again on a stream of its own."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
@@ -31,7 +31,7 @@ class Heater:
         self._stream.synchronize()
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
-            for _ in range(_PRODUCTS):
+            for _ in range(_GEMMS):
                 torch.mm(self._factor, self._factor)
 
     def run(self) -> None:

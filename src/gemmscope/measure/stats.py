@@ -142,22 +142,22 @@ def interval_of(sides: Sequence[Bursts], estimate: Callable[[list[Floats]], Floa
     if any(_effective(side, noise.alike) <= 1.5 for side in sides):
         return Interval(value)
     rng = np.random.default_rng(seed)
-    means = [_mean(side) * (1 + _draws(side, rng) * _doubt(side, noise)) for side in sides]
+    means = [_mean(side) * (1 + _draws(side, rng) * _standard_error(side, noise)) for side in sides]
     tail = 100 * (1 - CONFIDENCE) / 2
     low, high = np.percentile(estimate(means), [tail, 100 - tail])
     return Interval(value, float(low), float(high))
 
 
 def _draws(bursts: Bursts, rng: np.random.Generator) -> Floats:
-    """Means of resampled pieces, in standard deviations from the mean: the shape of the doubt."""
+    """Means of resampled pieces, in standard deviations from the mean: the shape of the uncertainty."""
     flat = np.array([piece for burst in bursts for piece in burst])
     drawn = flat[rng.integers(0, len(flat), size=(RESAMPLES, len(flat)))].mean(axis=1) - flat.mean()
     deviation = float(drawn.std())
     return drawn / deviation if deviation else rng.standard_normal(RESAMPLES)
 
 
-def _doubt(bursts: Bursts, noise: Noise) -> float:
-    """The size of the doubt: the relative standard error of the mean, as Student's t widens it."""
+def _standard_error(bursts: Bursts, noise: Noise) -> float:
+    """The relative standard error of the mean, widened as Student's t is for small numbers."""
     flat = np.array([piece for burst in bursts for piece in burst])
     effective = _effective(bursts, noise.alike)
     squares = float(((flat / flat.mean() - 1) ** 2).sum())

@@ -212,7 +212,7 @@ class Worker:
         self._find_sums(kernels)
 
     def _find_sums(self, kernels: dict[str, list[KernelRun]]) -> None:
-        """A linear that runs the very kernels of its products and nothing else (BF16 does) is their sum: it is measured once.
+        """A linear that runs the very kernels of its GEMMs and nothing else (BF16 does) is their sum: it is measured once.
 
         All linears of a recipe, or none: a burst of some of them would bring the chip to another state than one of all.
         """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +20,7 @@ Origin = Literal["measured", "forecast"]
 class Part(BaseModel):
     """A part of a result. Unknown keys are refused, so that a typo does not pass for data."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, populate_by_name=True, defer_build=True)
 
 
 class Result(Part):
@@ -110,12 +108,3 @@ class ModelResult(Result):
     def name(self) -> str:
         """What the result is about, in a title."""
         return self.model.name if self.model is not None else self.NAME_OF_GEMMS
-
-
-def command_line(arguments: Sequence[str]) -> str:
-    """A command as the user typed it, ready to be pasted into a shell.
-
-    >>> command_line(["shapes", "--config", "my model.json"])
-    "gemmscope shapes --config 'my model.json'"
-    """
-    return shlex.join(["gemmscope", *(argument.encode("utf-8", "replace").decode() for argument in arguments)])

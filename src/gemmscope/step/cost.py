@@ -67,8 +67,8 @@ def cost(step: Interval, run: RunSpec, budget: Budget) -> Cost:
     restarts.
 
     >>> run = RunSpec(micro_batch_size=1, sequence_length=1000)
-    >>> found = cost(Interval(100.0, 99.0, 101.0), run, Budget(tokens=8.64e9, gpus=10, price=2.0))
-    >>> round(found.days.value, 3), round(found.gpu_hours.value), round(found.money.value)
+    >>> total = cost(Interval(100.0, 99.0, 101.0), run, Budget(tokens=8.64e9, gpus=10, price=2.0))
+    >>> round(total.days.value, 3), round(total.gpu_hours.value), round(total.money.value)
     (1.0, 240, 480)
     """
     tokens_per_step = run.micro_batch_size * run.sequence_length * run.gradient_accumulation * budget.replicas(run)

@@ -9,7 +9,6 @@ from gemmscope.findings import Finding, finding
 from gemmscope.measure.kernels import CAST_SHARE
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.step import StepTime, StepTimes
-from gemmscope.units import kernel_name
 
 RUN_TO_RUN = 0.02  # the same step on another day or machine
 NO_GAIN = 0.25  # of the gain: less of it is not dilution any more
@@ -36,8 +35,7 @@ def _of_recipe(time: StepTime) -> Iterator[Finding]:
     if time.speedup is not None and time.speedup.includes_one:
         yield finding("too-close-to-call", recipe=name, over=BASELINE, what="the training step")
     if time.named_share is not None and time.named_share < 1:
-        kernels = list(map(kernel_name, time.unknown_kernels))
-        yield finding("unknown-kernels", recipe=name, share=1 - time.named_share, kernels=kernels)
+        yield finding("unknown-kernels", recipe=name, share=1 - time.named_share, kernels=list(time.unknown_kernels))
 
 
 def named_verdict(time: StepTime, why: Finding) -> Finding:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemmscope.errors import UserError
+from gemmscope.errors import UserError, option
 from gemmscope.step.blocks import Kit
 from gemmscope.step.marks import mark_step
 from gemmscope.step.plan import StackPlan
@@ -62,15 +62,15 @@ def _truncated(config: Mapping[str, Any], depth: int) -> dict[str, Any]:
     """
     name = next((each for each in ("num_hidden_layers", "n_layer", "num_layers", "n_layers") if each in config), None)
     if name is None:
-        raise UserError("this config does not say how many layers there are", "leave out --hugging-face")
+        raise UserError("this config does not say how many layers there are", f"leave out {option('hugging_face')}")
     whole = config[name]
     by_layer = {key: value[:depth] for key, value in config.items() if isinstance(value, list) and len(value) == whole}
     return {**config, **by_layer, name: depth}
 
 
 def _layers(model: nn.Module, depth: int) -> nn.ModuleList:
-    """Where its layers are: the first list that is so long."""
-    found = next((each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) == depth), None)
-    if found is None:
-        raise UserError("the layers of this model cannot be found: it holds them in no list", "leave out --hugging-face")
-    return found
+    """Its layers: the first list of that length."""
+    layers = next((module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == depth), None)
+    if layers is None:
+        raise UserError("the layers of this model are in no list, and cannot be found", f"leave out {option('hugging_face')}")
+    return layers

@@ -24,7 +24,6 @@ from gemmscope.results.step import StepSettings, Variant
 from gemmscope.step.measurements import StepMeasurements
 from gemmscope.step.plan import MOST_WEIGHTS, StackPlan
 from gemmscope.step.recommend import Plan
-from gemmscope.units import counted
 
 SHRINK = 0.6  # of the depth, when memory does not suffice
 LEAST_DEPTH = 2
@@ -97,7 +96,7 @@ class StepRun:
         while not self._try(number, depth):
             if depth <= LEAST_DEPTH:
                 raise UserError(
-                    f"the model does not fit into this GPU's memory even with {counted(depth, 'layer')}",
+                    f"the model does not fit into this GPU's memory even with {depth} of its layers",
                     f"use a smaller {option('micro_batch_size')} or {option('sequence_length')}, {option('recompute', 'full')}, "
                     f"or split it with {option('tp')}",
                 )
@@ -137,7 +136,7 @@ class StepRun:
 
     def _request(self, variants: Sequence[Variant]) -> dict[str, Any]:
         plain = {key: value for key, value in asdict(self.settings).items() if key != "silence_s"}
-        plain |= {"host": self.settings.host and not self.real, "look": not self.real}  # a real model is only timed
+        plain |= {"host": self.settings.host and not self.real, "profile": not self.real}  # a real model is only timed
         config = dict(self.config) if self.config is not None else None
         return {**plain, "plan": self.plan.to_json(), "config": config, "variants": [variant.to_json() for variant in variants]}
 

@@ -61,9 +61,9 @@ class Stack(nn.Module):
         super().__init__()
         self.plan, self.kit = plan, kit
         make: dict[str, Any] = {"device": device, "dtype": kit.precision}
-        words, hidden = plan.vocab_size, plan.hidden_size
-        self.embedding = nn.Embedding(words, hidden, **make) if words and plan.embeds else None
-        self.head = nn.Linear(hidden, words, bias=plan.head_bias, **make) if words and plan.heads else None
+        vocabulary, hidden = plan.vocab_size, plan.hidden_size
+        self.embedding = nn.Embedding(vocabulary, hidden, **make) if vocabulary and plan.embeds else None
+        self.head = nn.Linear(hidden, vocabulary, bias=plan.head_bias, **make) if vocabulary and plan.heads else None
         self.final_norm = kit.norm(plan.norm, hidden) if plan.heads else nn.Identity()
         tied = self.head if plan.tied_embeddings else None
         if tied is not None:
@@ -168,8 +168,8 @@ def _optimizer(parameters: list[nn.Parameter], weights: Weights) -> torch.optim.
 
 
 def _batch(plan: StackPlan, device: str, precision: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    words = plan.vocab_size
-    labels = torch.randint(words, (plan.tokens,), device=device) if words else torch.zeros(0, device=device)
-    if words and plan.embeds:
-        return torch.randint(words, (plan.tokens,), device=device), labels
+    vocabulary = plan.vocab_size
+    labels = torch.randint(vocabulary, (plan.tokens,), device=device) if vocabulary else torch.zeros(0, device=device)
+    if vocabulary and plan.embeds:
+        return torch.randint(vocabulary, (plan.tokens,), device=device), labels
     return torch.randn(plan.tokens, plan.hidden_size, device=device, dtype=precision, requires_grad=True), labels

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from gemmscope.findings import Finding, finding
-from gemmscope.measure.kernels import CAST_SHARE, classify, evidence, work_in_step
+from gemmscope.measure.evidence import evidence
+from gemmscope.measure.kernels import CAST_SHARE, classify, work_in_step
 from gemmscope.parts import STEP_PARTS, StepPart, in_order
 from gemmscope.recipe.recipes import Recipe
 from gemmscope.results.step import ProfiledPart, WaterfallLevel

@@ -1,5 +1,5 @@
 """The process that runs training steps: builds the stack in every variant, runs bursts of steps, variant after variant in random
-order, until its input ends, then looks at the kernels of one step of each. Messages as in `measure/worker.py`.
+order, until its input ends, then profiles one step of each. Messages as in `measure/worker.py`.
 
 A *variant* is a recipe, with the parts that are left in BF16, at a depth. All variants live in the memory of the same weights.
 """
@@ -33,8 +33,8 @@ from gemmscope.step.marks import recording
 from gemmscope.step.plan import StackPlan
 from gemmscope.step.stack import Step, Weights
 
-LOOK_AFTER_MS = 1200.0  # of steps: the clock overshoots first, then falls too low, and has settled then
-HOST_BATCH = (1, 128)  # so small that the GPU waits for the host all the time
+PROFILE_AFTER_MS = 1200.0  # of steps: the clock overshoots first, then falls too low, and has settled then
+HOST_BATCH = (1, 128)  # so small that launching takes longer than running
 HOST_STEPS = 4
 LONG_STEP_MS = 2000.0
 Made = TypeVar("Made")
@@ -79,9 +79,9 @@ class StepWorker:
         for variant in self.variants:
             self._build(variant)
         self._rounds()
-        if self.request["look"]:  # afterwards: the chip is in its steady state, and compiled layers were not yet cut by marks
+        if self.request["profile"]:  # last: the GPU is in its steady state, and marks have not split compiled layers yet
             for name, step in self.steps.items():
-                self._look(name, step)
+                self._profile(name, step)
         self.say("done")
 
     def _kit_of(self, variant: dict[str, Any]) -> Kit:
@@ -141,15 +141,15 @@ class StepWorker:
         if kind == "CUDA fault":
             os._exit(70)
 
-    def _look(self, name: str, step: Step | HuggingFaceStep) -> None:
-        """The kernels of one step, part by part, in the state that the step brings the chip to."""
+    def _profile(self, name: str, step: Step | HuggingFaceStep) -> None:
+        """The kernels of one step, part by part, in the state that the step brings the GPU to."""
         if not self.on_gpu:
             return
         self.say("begin", task=name, what="looking at the kernels")
         labels: list[tuple[str, str]] = []
 
         def work() -> None:
-            for _ in range(max(2, round(LOOK_AFTER_MS / self.once_ms[name]))):
+            for _ in range(max(2, round(PROFILE_AFTER_MS / self.once_ms[name]))):
                 step.run()
                 self._still(name, "looking at the kernels")
             torch.cuda.synchronize()
@@ -163,22 +163,22 @@ class StepWorker:
             if self.kit.compiles:  # its layers are compiled again with marks in them
                 with recording():
                     step.run()
-            found = segments(work)
+            recorded = segments(work)
         except Exception as error:
             self.warn("variant-not-profiled", variant=name, reason=in_a_line(error))
             return
-        if len(found) != len(labels):
-            self.warn("marks-missing", variant=name, seen=len(found), marks=len(labels))
+        if len(recorded) != len(labels):
+            self.warn("marks-missing", variant=name, seen=len(recorded), marks=len(labels))
             return
         parts = [
             [part, way, [[run.name, round(run.duration_us, 3), run.stream] for run in map(kernel_run, events)]]
-            for (part, way), events in zip(labels, found, strict=True)
+            for (part, way), events in zip(labels, recorded, strict=True)
         ]
-        every = [event for events in found for event in events]
+        every = [event for events in recorded for event in events]
         self.say("profile", task=name, parts=parts, busy_ms=busy_ms(every))
 
     def _host(self, variant: dict[str, Any]) -> None:
-        """What launching a step takes the CPU: the same layers on a batch that leaves the GPU waiting."""
+        """The CPU time to launch a step: the same layers on a batch that keeps the GPU waiting."""
         name = variant["name"]
         self.say("begin", task=name, what="launching")
         batch, sequence = HOST_BATCH
@@ -203,7 +203,7 @@ class StepWorker:
     def _rounds(self) -> None:
         """A burst of every variant in random order, round after round, until told to stop.
 
-        The next burst is launched before the last one is looked at: after a moment without work the power control lets the chip
+        The next burst is launched before the last one is collected: after a moment without work the power control lets the GPU
         run too fast, and then too slow, for half a second.
         """
         rng, orders = random.Random(self.request["seed"]), Orders()
@@ -227,7 +227,7 @@ class StepWorker:
             self._guarded(waiting.name, partial(self._collect, waiting))
 
     def _guarded(self, name: str, work: Callable[[], Made]) -> Made | None:
-        """Do it; what fails costs this variant, and is said to be its."""
+        """Run `work`; a failure costs this variant only, and is reported as its."""
         self.say("begin", task=name, what="measuring")
         try:
             return work()
@@ -247,12 +247,12 @@ class StepWorker:
         return _Launched(number, name, self._timed_on_gpu(run, kept) if self.on_gpu else self._timed_here(run, kept), ends_round)
 
     def _still(self, name: str, what: str) -> None:
-        """Between steps that take seconds: still at it."""
+        """Between steps that take seconds: a sign of life."""
         if self.once_ms[name] > LONG_STEP_MS:
             self.say("begin", task=name, what=what)
 
     def _collect(self, launched: _Launched) -> None:
-        """Wait for a burst, and say what its steps took."""
+        """Wait for a burst, and send the times of its steps."""
         times = launched.times_ms()
         state = asdict(self.gpu.read()) if self.gpu else {}
         self.say("samples", round=launched.number, times_ms={launched.name: times}, state=state)
@@ -295,14 +295,14 @@ class _Launched:
 
 
 def _versions(backend: str) -> dict[str, str]:
-    found = {"torch": torch.__version__}
+    versions = {"torch": torch.__version__}
     if backend in ("transformer_engine", "torchao"):
-        found[backend] = importlib.import_module(backend).__version__
-    return found
+        versions[backend] = importlib.import_module(backend).__version__
+    return versions
 
 
 def main() -> None:
-    """Read the request, say everything to the descriptor."""
+    """Read the request, send messages to the descriptor."""
     request = json.loads(sys.stdin.readline())
     with os.fdopen(int(sys.argv[1]), "w", encoding="utf-8") as out:
         StepWorker(request, out).main()

@@ -164,7 +164,9 @@ def side_by_side_data(rows: Sequence[tuple[str, str, dict[str, Interval]]], runs
     low, high = axis_ends([1.0, *(end for _, _, by_run in rows for found in by_run.values() for end in _ends(found))])
     made = []
     for what, recipe, by_run in rows:
-        dots = [{"run": run, **_interval(found), "facts": [[f"run {run}", units.speedup(found)]]} for run, found in by_run.items()]
+        dots = [
+            {"run": run, **_interval(found), "facts": [[f"run {run}", units.speedup(found)]]} for run, found in by_run.items()
+        ]
         made.append({"what": what, "recipe": recipe, "dots": dots})
     return {"type": "gains", "rows": made, "low": low, "high": high, "runs": list(runs)}
 

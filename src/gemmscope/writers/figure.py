@@ -60,7 +60,9 @@ def save_figures(documents: Sequence[Document], folder: Path) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"figures cannot be written to {folder}: {error.strerror}", "name a folder that can be written") from error
+        raise UserError(
+            f"figures cannot be written to {folder}: {error.strerror}", "name a folder that can be written"
+        ) from error
     with mpl.rc_context(STYLE):
         for name, figure in _figures(documents):
             for ending in FORMATS:

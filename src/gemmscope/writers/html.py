@@ -1,7 +1,7 @@
 """Documents as one HTML page that needs nothing else: for screens wide and narrow, light and dark, and for paper.
 
-`assets/page.html.j2` is the page, `page.css` its style, `page.js` draws the charts with ECharts. Every text reaches the page escaped
-by jinja2, or as text inside JSON; scripts are allowed by their hashes alone.
+`assets/page.html.j2` is the page, `page.css` its style, `page.js` draws the charts with ECharts. All text is escaped by jinja2,
+or is text inside JSON; scripts are allowed by their hashes alone.
 """
 
 from __future__ import annotations
@@ -35,24 +35,28 @@ def page(documents: Sequence[Document], messages: Sequence[Message] = ()) -> str
     environment = Environment(loader=FunctionLoader(asset), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters |= {"slug": slug, "emphasize": emphasize, "groupby_kind": _groups}
     environment.tests["table"] = lambda block: isinstance(block, Table)
-    return environment.get_template("page.html.j2").render(
-        version=__version__,
-        policy=" ".join(f"'sha256-{_hash(script)}'" for script in scripts),
-        style=Markup(asset("page.css")),
-        documents=documents,
-        messages=messages,
-        several=len(documents) > 1,
-        label=lambda document: label(documents, document),
-        title=next((each.subject.title for each in documents if each.subject.model), documents[0].subject.title),
-        contents=_contents(documents),
-        anchor=lambda document, section: anchor(documents, document, section),
-        charts=charts,
-        side_by_side=side_by_side_table(documents) if sources(documents) and len(documents) > 1 else None,
-        joined=_joined,
-        data=lambda: script_json(charts.data),
-        echarts=Markup(scripts[0]),
-        script=Markup(scripts[1]),
-    ).lstrip()
+    return (
+        environment.get_template("page.html.j2")
+        .render(
+            version=__version__,
+            policy=" ".join(f"'sha256-{_hash(script)}'" for script in scripts),
+            style=Markup(asset("page.css")),
+            documents=documents,
+            messages=messages,
+            several=len(documents) > 1,
+            label=lambda document: label(documents, document),
+            title=next((each.subject.title for each in documents if each.subject.model), documents[0].subject.title),
+            contents=_contents(documents),
+            anchor=lambda document, section: anchor(documents, document, section),
+            charts=charts,
+            side_by_side=side_by_side_table(documents) if sources(documents) and len(documents) > 1 else None,
+            joined=_joined,
+            data=lambda: script_json(charts.data),
+            echarts=Markup(scripts[0]),
+            script=Markup(scripts[1]),
+        )
+        .lstrip()
+    )
 
 
 def asset(name: str) -> str:
@@ -87,7 +91,7 @@ def _contents(documents: Sequence[Document]) -> list[tuple[str, str]]:
         return [(label(documents, document), slug(label(documents, document))) for document in documents]
     [document] = documents
     titles = [section.title for section in document.sections]
-    titles = [*(["Findings"] if document.messages else []), *(["Recommendation"] if document.advice else []), *titles]
+    titles = [*(["Recommendation"] if document.advice else []), *(["Findings"] if document.messages else []), *titles]
     return [(title, slug(title)) for title in (*titles, *document.facts)]
 
 

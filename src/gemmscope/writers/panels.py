@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -101,7 +100,7 @@ def waterfalls(figure: Any, charts: Sequence[WaterfallChart]) -> None:
         axis.invert_yaxis()
         axis.set_xlim(low, high + (high - low) * 0.12)
         axis.axvline(1, color="#777777", linewidth=0.8, linestyle="--")
-        axis.set_title(textwrap.fill(chart.title, 36), fontsize=9.5)
+        axis.set_title(chart.title, fontsize=9.5)
         axis.set_xlabel(f"speedup over {chart.baseline}")
 
 

@@ -6,6 +6,6 @@ from __future__ import annotations
 BACKENDS = {
     "transformer_engine": ("gemmscope.measure.backends.transformer_engine", "TransformerEngineBackend"),
     "torchao": ("gemmscope.measure.backends.torchao", "TorchaoBackend"),
-    "torch": ("gemmscope.measure.backends.torch_products", "TorchBackend"),
+    "torch": ("gemmscope.measure.backends.torch_gemms", "TorchBackend"),
     "cpu": ("gemmscope.measure.backends.cpu", "CpuBackend"),
 }

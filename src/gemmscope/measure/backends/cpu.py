@@ -14,7 +14,7 @@ from gemmscope.workload.cases import Task
 
 
 class CpuBackend:
-    """BF16 and FP32 with torch's own products."""
+    """BF16 and FP32 with torch's own GEMMs."""
 
     name = "cpu"
 
@@ -30,7 +30,7 @@ class CpuBackend:
     def why_not_task(self, task: Task) -> str:
         if self._options.cache_weights:
             return "the CPU quantizes nothing that could be cached"
-        return "grouped products are not measured on the CPU" if task.case.rows else ""
+        return "grouped GEMMs are not measured on the CPU" if task.case.rows else ""
 
     def get_ready(self, tasks: Sequence[Task]) -> None:
         """Nothing to compile."""
@@ -45,7 +45,7 @@ class CpuBackend:
             "wgrad": lambda: grad.t() @ x,
         }
         wanted = {name: passes[name] for name in ((task.pass_name,) if task.pass_name else task.case.passes)}
-        error = operands.error({name: product() for name, product in wanted.items()})
+        error = operands.error({name: gemm() for name, gemm in wanted.items()})
         if task.mode == "pre-quantized":
             return Prepared(lambda: (passes[task.pass_name](), None)[1], 1, error)
         leaf_x, leaf_weight = x.detach().requires_grad_(), weight.detach().requires_grad_()

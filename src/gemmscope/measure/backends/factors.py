@@ -1,6 +1,6 @@
-"""The two factors of each pass's product, as the backends that multiply them one by one want them.
+"""The two factors of each pass's GEMM, as the backends that multiply them one by one want them.
 
-A linear Y = X·Wᵀ has three products. Each is written here as A·Bᵀ, with both factors as [rows, contraction]: the last dimension
+A linear Y = X·Wᵀ has three GEMMs. Each is written here as A·Bᵀ, with both factors as [rows, contraction]: the last dimension
 is the one that is summed over, and the one along which values share a scale.
 
     fprop   Y  = X · Wᵀ      A = X   [tokens, in]    B = W   [out, in]
@@ -26,7 +26,7 @@ FACTORS = {
 
 @dataclass(frozen=True)
 class Factor:
-    """One factor of a product: which tensor it is, and its values as a view [rows, contraction] of it."""
+    """One factor of a GEMM: which tensor it is, and its values as a view [rows, contraction] of it."""
 
     tensor: str
     values: torch.Tensor

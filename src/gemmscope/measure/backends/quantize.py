@@ -1,4 +1,4 @@
-"""Quantizes the factors of a product in plain PyTorch: one function for every kind of scale.
+"""Quantizes the factors of a GEMM in plain PyTorch: one function for every kind of scale.
 
 A factor is [rows, contraction]. It is cut into blocks; each block's largest value decides its scale, and the values divided by it
 are cast. What differs from recipe to recipe is the size of a block and the format of values and scales: the table below. The
@@ -100,7 +100,7 @@ def _cast(values: torch.Tensor, number_format: str) -> torch.Tensor:
 
 
 def dequantize(quantized: Quantized, scaling: Scaling) -> torch.Tensor:
-    """The values that the product will see, in float64."""
+    """The values that the GEMM will see, in float64."""
     data = quantized.data
     if data.dtype == torch.uint8:
         table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=data.device, dtype=torch.float64)

@@ -1,7 +1,7 @@
 """The operands of a case, and whether a result computed from them is right.
 
 All recipes and modes of a case share one set of random normal data: the same values for every precision, made once. Every
-product is held against float64 on a slice before it is timed.
+GEMM is compared with float64 on a slice before it is timed.
 """
 
 from __future__ import annotations

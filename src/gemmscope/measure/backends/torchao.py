@@ -1,4 +1,4 @@
-"""torchao: a compiled `torch.nn.Linear` that torchao has converted, and its products alone.
+"""torchao: a compiled `torch.nn.Linear` that torchao has converted, and its GEMMs alone.
 
 Autocast is what its users train with: the layer converted to the recipe (`convert_to_float8_training`, or `quantize_` where the
 recipe is newer), compiled, forward and backward. BF16 goes the same way, unconverted. torchao leaves layers in BF16 that would
@@ -37,7 +37,7 @@ from gemmscope.workload.cases import Case, Task
 COMPILED = {"dynamic": False, "fullgraph": True}
 MOST_COMPILED = 10_000  # every case is compiled for its own sizes; dynamo would give up after eight
 FLOAT8_MULTIPLE_OF = 16
-PRODUCTS = ("aten::mm", "aten::_scaled_mm", "aten::_scaled_mm_v2")
+GEMM_OPS = ("aten::mm", "aten::_scaled_mm", "aten::_scaled_mm_v2")
 LAYER = "linear"  # its name in the model that is converted
 
 # What torchao's configuration calls the cast of each factor of a pass.
@@ -93,14 +93,14 @@ class TorchaoBackend:
     def why_not_task(self, task: Task) -> str:
         asked = recipe(task.recipe)
         if task.case.rows:
-            return "torchao's grouped products are a prototype: the torch backend measures them"
+            return "torchao's grouped GEMMs are a prototype: the torch backend measures them"
         if not asked.quantizes:
             return ""
         settings = asked.settings[self.name]
         if self._options.cache_weights and task.mode == "autocast":
             return "torchao casts the weight anew in every pass: there is nothing to keep"
         if task.mode == "pre-quantized" and not {"float8", "tensor"} & set(settings):
-            return f"torchao has no tensor quantized to {asked.name} for training: the torch backend measures the products"
+            return f"torchao has no tensor quantized to {asked.name} for training: the torch backend measures the GEMMs"
         return replace(asked, multiple_of=settings.get("multiple_of", 1)).misaligned(task.case.sizes())
 
     def get_ready(self, tasks: Sequence[Task]) -> None:  # noqa: ARG002
@@ -113,7 +113,7 @@ class TorchaoBackend:
     def prepare(self, task: Task, recipe: Recipe, copies: int) -> Prepared:
         note = self._left_in_bf16(task.case, recipe)
         settings = recipe.settings[self.name] if recipe.quantizes and not note else {}
-        make = _autocast if task.mode == "autocast" else _product
+        make = _autocast if task.mode == "autocast" else _gemm
         sets = [make(task, settings, self._operands.get(task.case, copy)) for copy in range(copies)]
 
         def run() -> None:
@@ -199,37 +199,37 @@ def _order(step: Callable[[], Any], case: Case) -> tuple[str, ...]:
             step()
     except RuntimeError:  # another profiler is at work
         return ()
-    calls = sorted((event for event in seen.events() if event.name in PRODUCTS), key=lambda event: event.time_range.start)
-    sizes = [(*call.input_shapes[0], call.input_shapes[1][1]) for call in calls if not _inside_product(call)]
+    calls = sorted((event for event in seen.events() if event.name in GEMM_OPS), key=lambda event: event.time_range.start)
+    sizes = [(*call.input_shapes[0], call.input_shapes[1][1]) for call in calls if not _inside_gemm(call)]
     wgrad = (case.outputs, case.tokens, case.inputs)
     found = ("fprop", *("wgrad" if size == wgrad else "dgrad" for size in sizes[1:]))
     return found if sorted(found) == sorted(case.passes) else ()
 
 
-def _inside_product(call: Any) -> bool:
-    """Whether one product calls this one to do its work."""
+def _inside_gemm(call: Any) -> bool:
+    """Whether one GEMM calls this one to do its work."""
     above = call.cpu_parent
-    return above is not None and (above.name in PRODUCTS or _inside_product(above))
+    return above is not None and (above.name in GEMM_OPS or _inside_gemm(above))
 
 
-def _product(task: Task, settings: Mapping[str, Any], operands: Operands) -> _Made:
-    """One pass's product, of factors that are cast as the recipe says."""
-    make = _float8_product if "float8" in settings else _tensor_product if "tensor" in settings else _plain_product
+def _gemm(task: Task, settings: Mapping[str, Any], operands: Operands) -> _Made:
+    """One pass's GEMM, of factors that are cast as the recipe says."""
+    make = _float8_gemm if "float8" in settings else _tensor_gemm if "tensor" in settings else _plain_gemm
     step = make(task.pass_name, settings, operands)
     return _Made(step, operands.error({task.pass_name: step()}))
 
 
-def _plain_product(pass_name: str, settings: Mapping[str, Any], operands: Operands) -> Callable[[], torch.Tensor]:  # noqa: ARG001
+def _plain_gemm(pass_name: str, settings: Mapping[str, Any], operands: Operands) -> Callable[[], torch.Tensor]:  # noqa: ARG001
     left, right = factors(operands, pass_name)
     return lambda: torch.mm(left.values, right.values.t())
 
 
-def _float8_product(pass_name: str, settings: Mapping[str, Any], operands: Operands) -> Callable[[], torch.Tensor]:
+def _float8_gemm(pass_name: str, settings: Mapping[str, Any], operands: Operands) -> Callable[[], torch.Tensor]:
     """As `matmul_with_hp_or_float8_args` casts and multiplies, with the casting done beforehand."""
     layer = _convert(_model(operands.weights[0]), settings).get_submodule(LAYER)
     casts = [getattr(layer.config, name) for name in CASTS[pass_name]]
     if casts[0].scaling_type is float8.ScalingType.DISABLED:
-        return _plain_product(pass_name, settings, operands)
+        return _plain_gemm(pass_name, settings, operands)
     cast = []
     for factor, how, second in zip(factors(operands, pass_name), casts, (False, True), strict=True):
         values = factor.values.contiguous()
@@ -253,7 +253,7 @@ def _float8_product(pass_name: str, settings: Mapping[str, Any], operands: Opera
 
 
 class _Inverted:
-    """A scale whose inverse is known already: compiled layers compute it while they cast, so it is no part of the product."""
+    """A scale whose inverse is known already: compiled layers compute it while they cast, so it is no part of the GEMM."""
 
     def __init__(self, inverse: torch.Tensor) -> None:
         self.inverse, self.shape = inverse, inverse.shape
@@ -263,14 +263,14 @@ class _Inverted:
 
 
 def _multiply(a: torch.Tensor, a_inverse: torch.Tensor, b: torch.Tensor, b_inverse: torch.Tensor, fast: bool) -> torch.Tensor:
-    """torchao's product of two cast factors."""
-    product: torch.Tensor = addmm_float8_unwrapped(
+    """torchao's GEMM of two cast factors."""
+    gemm: torch.Tensor = addmm_float8_unwrapped(
         a, _Inverted(a_inverse), b, _Inverted(b_inverse), torch.bfloat16, use_fast_accum=fast
     )
-    return product
+    return gemm
 
 
-def _tensor_product(pass_name: str, settings: Mapping[str, Any], operands: Operands) -> Callable[[], torch.Tensor]:
+def _tensor_gemm(pass_name: str, settings: Mapping[str, Any], operands: Operands) -> Callable[[], torch.Tensor]:
     """torchao's quantized tensors, multiplied: they know how. Their scales are swizzled beforehand, as they are cast."""
     config, tensor = _named(settings["config"])(), _named(settings["tensor"])
     a, b = (

@@ -75,7 +75,7 @@ class TransformerEngineBackend:
         torch.cuda.synchronize()
 
     def prepare(self, task: Task, recipe: Recipe, copies: int) -> Prepared:
-        made = self._autocast if task.mode == "autocast" else self._grouped_product if task.case.rows else self._product
+        made = self._autocast if task.mode == "autocast" else self._grouped_gemm if task.case.rows else self._gemm
         sets = [made(task, recipe, self._operands.get(task.case, copy)) for copy in range(copies)]
         steps, errors = zip(*sets, strict=True)
 
@@ -118,22 +118,22 @@ class TransformerEngineBackend:
         forget()
         return (step if "dgrad" in task.case.passes else lambda _kept=kept: (forward(), None)[1]), error
 
-    def _product(self, task: Task, recipe: Recipe, operands: Operands) -> tuple[Callable[[], None], float]:
-        """One pass's product on operands that the recipe's quantizers made."""
+    def _gemm(self, task: Task, recipe: Recipe, operands: Operands) -> tuple[Callable[[], None], float]:
+        """One pass's GEMM on operands that the recipe's quantizers made."""
         precision = self._recipe(recipe)
         quantizers = self._quantizers(precision)
         left, right, _ = LAYOUTS[task.pass_name]
         quantized = {name: quantizers[name](operands.tensors()[name]) for name in (left, right)}
-        settings = _product_settings(task.pass_name, precision)
+        settings = _gemm_settings(task.pass_name, precision)
 
-        def product() -> Any:
+        def gemm() -> Any:
             return general_gemm(quantized[left], quantized[right], out_dtype=torch.bfloat16, **settings)
 
-        error = operands.error({task.pass_name: product()[0]})
-        return lambda: (product(), None)[1], error
+        error = operands.error({task.pass_name: gemm()[0]})
+        return lambda: (gemm(), None)[1], error
 
-    def _grouped_product(self, task: Task, recipe: Recipe, operands: Operands) -> tuple[Callable[[], None], float]:
-        """The same for experts: one product for each that has tokens, as `te.GroupedLinear` runs them."""
+    def _grouped_gemm(self, task: Task, recipe: Recipe, operands: Operands) -> tuple[Callable[[], None], float]:
+        """The same for experts: one GEMM for each that has tokens, as `te.GroupedLinear` runs them."""
         precision = self._recipe(recipe)
         rows = task.case.rows
         busy = [index for index, count in enumerate(rows) if count]
@@ -151,21 +151,21 @@ class TransformerEngineBackend:
             out = [torch.empty(task.case.outputs, task.case.inputs, **make) for _ in busy]
         else:
             out = [torch.empty(task.case.tokens, task.case.outputs if task.pass_name == "fprop" else task.case.inputs, **make)]
-        settings = _product_settings(task.pass_name, precision) | {
+        settings = _gemm_settings(task.pass_name, precision) | {
             "single_output": task.pass_name != "wgrad",
             "m_splits": [rows[index] for index in busy],
         }
 
-        def product() -> None:
+        def gemm() -> None:
             general_grouped_gemm(quantized[left], quantized[right], out, [None] * len(busy), torch.bfloat16, **settings)
 
-        product()
+        gemm()
         first = out[0] if task.pass_name == "wgrad" else out[0][: rows[busy[0]]]
         error = operands.error({task.pass_name: first}) if busy[0] == 0 else float("nan")
-        return product, error
+        return gemm, error
 
     def _quantizers(self, precision: Any) -> dict[str, Callable[[torch.Tensor], Any]]:
-        """How X, W and dY get into the recipe's format, for both directions, laid out as the products want them."""
+        """How X, W and dY get into the recipe's format, for both directions, laid out as the GEMMs want them."""
         if precision is None:
             return dict.fromkeys(("X", "W", "dY"), lambda tensor: tensor)
         for_x, for_w, _ = RecipeState.create(precision, mode="forward", num_quantizers=3).make_quantizers()
@@ -179,7 +179,7 @@ class TransformerEngineBackend:
         return getattr(te_recipes, recipe.settings[self.name]["class"])() if recipe.quantizes else None
 
 
-def _product_settings(pass_name: str, precision: Any) -> dict[str, Any]:
+def _gemm_settings(pass_name: str, precision: Any) -> dict[str, Any]:
     """Layout and accumulation of a pass, as Transformer Engine's modules choose them."""
     asked = getattr(precision, f"fp8_gemm_{pass_name}", None)
     split = asked.use_split_accumulator if asked is not None else SPLIT_ACCUMULATION[pass_name]

@@ -100,7 +100,7 @@ class Chain(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Up, activation, down; gate and up are one product."""
+    """Up, activation, down; gate and up are one GEMM."""
 
     def __init__(self, kit: PlainKit, hidden: int, spec: MlpSpec) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ class TorchaoKit(PlainKit):
     def why_not(self, plan: StackPlan) -> str:
         if self.recipe.quantizes and "float8" not in self.recipe.settings.get(self.name, {}):
             return f"{self.recipe.name} is not run in steps with torchao yet"
-        if "bf16" in self.recipe.operands["wgrad"]:  # the product that adds up over tokens
+        if "bf16" in self.recipe.operands["wgrad"]:  # the GEMM that sums over tokens
             return ""
         return self.recipe.misaligned({"tokens": plan.tokens})
 
@@ -47,6 +47,6 @@ class TorchaoKit(PlainKit):
 
 
 def _fits(module: Any, name: str) -> bool:
-    """Sizes that products in FP8 can have; and routers stay as they are."""
+    """Sizes that GEMMs in FP8 can have; routers stay as they are."""
     aligned = isinstance(module, nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0
     return aligned and not name.endswith((".router", ".gate"))

@@ -117,9 +117,9 @@
     });
     return {
       ...base(look, plot),
-      grid: { left: 44, right: 4, top: 24, bottom: crowded ? 64 : 28 },
+      grid: { left: 44, right: 4, top: 28, bottom: crowded ? 64 : 28 },
       xAxis: { type: "category", data: spec.bars.map((bar) => bar.label), ...axis(look), axisLabel: { color: look.ink, fontSize: small ? 11 : 12, interval: 0, rotate: crowded ? 35 : 0 } },
-      yAxis: { type: "value", ...rounded((spec.top || 1) * 1.17), name: spec.unit, nameLocation: "end", nameGap: 10, ...axis(look), nameTextStyle: { color: look.soft, fontSize: 11.5, align: "left", padding: [0, 0, 0, -40] } },
+      yAxis: { type: "value", ...rounded((spec.top || 1) * 1.17), name: spec.unit, nameLocation: "end", nameGap: 13, ...axis(look), nameTextStyle: { color: look.soft, fontSize: 11.5, align: "left", padding: [0, 0, 0, -40] } },
       series,
     };
   }
@@ -296,7 +296,8 @@
   }
 
   const KINDS = { bars, waterfall, curve, gains, heat };
-  const height = (spec) => ({ waterfall: () => 30 + 27 * spec.rows.length, gains: () => 34 + spec.rows.length * Math.max(38, 13 * spec.runs.length + 14) }[spec.type] || (() => 380))();
+  const lines = (spec) => Math.max(1, ...spec.cells.map((cell) => cell.label.split("\n").length));
+  const height = (spec) => ({ heat: () => Math.max(380, 110 + spec.rows.length * (12 + 13 * lines(spec))), waterfall: () => 30 + 27 * spec.rows.length, gains: () => 34 + spec.rows.length * Math.max(38, 13 * spec.runs.length + 14) }[spec.type] || (() => 380))();
 
   // --- drawing, again when the window or the theme changes ----------------------------------------------------------------
 

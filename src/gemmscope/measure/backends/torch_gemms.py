@@ -1,7 +1,7 @@
-"""PyTorch's own products, without any layer around them: what the kernels that torchao and others call can do.
+"""PyTorch's own GEMMs, without any layer around them: what the kernels that torchao and others call can do.
 
 Pre-quantized mode only. The factors are quantized here in plain PyTorch (`quantize.py`), and one call multiplies them:
-`torch.mm`, `torch.nn.functional.scaled_mm` with the recipe's kind of scales, or, for experts, one grouped product of them all.
+`torch.mm`, `torch.nn.functional.scaled_mm` with the recipe's kind of scales, or, for experts, one grouped GEMM of them all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gemmscope.recipe.support import support
 from gemmscope.workload.cases import Task
 from gemmscope.workload.ops import PASSES
 
-Product = Callable[[], torch.Tensor]
+GemmCall = Callable[[], torch.Tensor]
 
 # Where sums may be kept in few bits: torchao's and Transformer Engine's choice per tensor; by rows the kernel is slow without.
 FAST_ACCUMULATION: dict[str, tuple[str, ...]] = {"tensor": ("fprop",), "row": PASSES}
@@ -43,7 +43,7 @@ class TorchBackend:
 
     def why_not(self, recipe: Recipe) -> str:
         if self.name not in recipe.backends:
-            return "PyTorch has no product for this recipe"
+            return "PyTorch has no GEMM for this recipe"
         if not torch.cuda.is_available():
             return "no GPU"
         known = support(recipe.name, torch.cuda.get_device_capability())
@@ -66,38 +66,38 @@ class TorchBackend:
             return f"PyTorch {torch.__version__} has no {GROUPED[scales][-1]}"
         uneven = next((row for row in task.case.rows if row % ROWS_MULTIPLE_OF), None)
         if uneven is not None:
-            return f"an expert has {uneven} tokens: grouped products need a multiple of {ROWS_MULTIPLE_OF}"
+            return f"an expert has {uneven} tokens: grouped GEMMs need a multiple of {ROWS_MULTIPLE_OF}"
         return ""
 
     def get_ready(self, tasks: Sequence[Task]) -> None:
         """Nothing is compiled."""
 
     def prepare(self, task: Task, recipe: Recipe, copies: int) -> Prepared:
-        products, errors = [], []
+        gemms, errors = [], []
         for copy in range(copies):
             operands = self._operands.get(task.case, copy)
-            make = _grouped_product if task.case.rows else _product
-            product = make(task, recipe, operands)
-            errors.append(operands.error({task.pass_name: _of_first_expert(task, operands, product())}))
-            products.append(product)
+            make = _grouped_gemm if task.case.rows else _gemm
+            gemm = make(task, recipe, operands)
+            errors.append(operands.error({task.pass_name: _of_first_expert(task, operands, gemm())}))
+            gemms.append(gemm)
 
         def run() -> None:
-            for product in products:
-                product()
+            for gemm in gemms:
+                gemm()
 
         run()
         return Prepared(run, copies, max(errors))
 
 
 def _of_first_expert(task: Task, operands: Operands, result: torch.Tensor) -> torch.Tensor:
-    """What float64 is computed for: the first expert's part of a grouped product."""
+    """What float64 is computed for: the first expert's part of a grouped GEMM."""
     if not task.case.rows:
         return result
     return result[0] if task.pass_name == "wgrad" else result[: operands.rows]
 
 
-def _product(task: Task, recipe: Recipe, operands: Operands) -> Product:
-    """One product of two factors."""
+def _gemm(task: Task, recipe: Recipe, operands: Operands) -> GemmCall:
+    """One GEMM of two factors."""
     left, right = factors(operands, task.pass_name)
     if not recipe.quantizes:
         return lambda: torch.mm(left.values, right.values.t())
@@ -127,13 +127,13 @@ def _packed(data: torch.Tensor) -> torch.Tensor:
 
 
 def _grouped(scales: str) -> Any:
-    """PyTorch's function for the products of experts, public where it is."""
+    """PyTorch's function for the GEMMs of experts, public where it is."""
     places = [(torch.nn.functional, name) for name in GROUPED[scales]] + [(torch, name) for name in GROUPED[scales]]
     return next((getattr(place, name) for place, name in places if hasattr(place, name)), None)
 
 
-def _grouped_product(task: Task, recipe: Recipe, operands: Operands) -> Product:
-    """The products of all experts in one call: tokens lie one expert after another, `ends` says where each one's end."""
+def _grouped_gemm(task: Task, recipe: Recipe, operands: Operands) -> GemmCall:
+    """The GEMMs of all experts in one call: tokens lie one expert after another, `ends` says where each one's end."""
     multiply = _grouped(recipe.scales)
     ends = torch.tensor(list(accumulate(task.case.rows)), dtype=torch.int32, device=operands.x.device)
     left, right = factors(operands, task.pass_name)

@@ -1,1 +1,0 @@
-"""Nothing measured is lost: the run file is what every command writes and every later one reads."""

@@ -1,0 +1,101 @@
+"""The Document of `gemmscope shapes`, and that every writer shows all of it."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import replace
+
+import pytest
+
+from gemmscope.app.model import model_run
+from gemmscope.app.shapes import shapes
+from gemmscope.document.build import document
+from gemmscope.document.model import brief
+from gemmscope.findings import finding
+from gemmscope.model import presets
+from gemmscope.results.shapes import Check, ShapesResult
+from gemmscope.workload.check import Difference
+from gemmscope.writers.csv import csv_text
+from gemmscope.writers.markdown import markdown
+from gemmscope.writers.terminal import text
+
+
+def result_of(preset: str, **run: object) -> ShapesResult:
+    job = model_run(presets.load(preset), **{"micro_batch_size": 1, "sequence_length": 4096, **run})
+    return shapes(job, command="gemmscope shapes")
+
+
+DENSE = result_of("llama-3.1-8b")
+SPLIT = result_of("deepseek-v3", tp=2, pp=4, pp_layers=(16, 15, 15, 15), ep=8, imbalance=1.5)
+RESULTS = {"dense": DENSE, "split": SPLIT}
+
+
+def test_the_answer_and_the_totals() -> None:
+    dense = document(DENSE)
+    count = sum(gemm.count for gemm in DENSE.gemms)
+    assert f"{count:,} GEMMs" in dense.answer
+    gemms, totals, *_ = dense.tables()
+    assert len(gemms.rows) == len(DENSE.gemms)
+    assert sum(row[-1].value or 0.0 for row in gemms.rows) == pytest.approx(1)
+    by_name = {row[0].text: row for row in totals.rows}
+    assert by_name["GEMMs"][2].value == sum(gemm.flops * gemm.count for gemm in DENSE.gemms)
+
+
+def test_every_op_that_is_not_a_linear_has_a_row() -> None:
+    for result in RESULTS.values():
+        *_, others = document(result).tables()
+        names = {op.op for op in result.ops if op.kind not in ("linear", "grouped linear")}
+        assert {row[0].text for row in others.rows} == names
+
+
+def test_findings_are_messages_of_the_same_code() -> None:
+    split = document(SPLIT)
+    assert [message.code for message in split.messages] == [found.code for found in SPLIT.findings]
+    assert {"pipeline-stage-chosen", "experts-shared", "busiest-experts"} <= {message.code for message in split.messages}
+
+
+def test_the_short_view_is_a_subset() -> None:
+    for result in RESULTS.values():
+        whole = document(result)
+        short = brief(whole)
+        assert short.answer == whole.answer
+        assert {table.title for table in short.tables()} < {table.title for table in whole.tables()}
+        assert set(short.messages) <= set(whole.messages)
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_every_writer_shows_everything(name: str) -> None:
+    whole = document(RESULTS[name])
+    pages = {"terminal": text(whole, detail=True), "markdown": markdown([whole]).replace("\\", "")}
+    for page in pages.values():
+        for said in (whole.title, whole.answer, *whole.because, *(message.text for message in whole.messages)):
+            assert said in page
+        for table in whole.tables():
+            assert table.title in page
+            for row in table.rows:
+                assert all(cell.text in page for cell in row)
+    rows = list(csv.DictReader(io.StringIO(csv_text(whole))))
+    assert len(rows) == sum(len(table.rows) for table in whole.tables())
+
+
+def test_the_stage_that_is_shown_is_named_everywhere() -> None:
+    whole = document(SPLIT)
+    facts = dict(whole.facts["Method"])
+    assert f"stage {SPLIT.stage}" in facts["micro-batch"]
+    assert any(f"stage {SPLIT.stage}" in line for line in whole.context)
+
+
+def test_differences_from_the_live_model_are_a_table_and_a_warning() -> None:
+    check = Check(differences=(Difference("parameters", 10, 11),), model_class="LlamaForCausalLM", versions={"torch": "2.13"})
+    found = finding("check-differs", differences=1, model_class="LlamaForCausalLM", versions="torch 2.13")
+    differing = brief(document(DENSE.model_copy(update={"check": check, "findings": (found,)})))
+    assert [message.code for message in differing.messages] == ["check-differs"]
+    assert [cell.text for cell in differing.tables()[-1].rows[0]] == ["parameters", "10", "11"]
+
+
+def test_a_run_file_reads_back_as_the_same_document() -> None:
+    for result in RESULTS.values():
+        again = ShapesResult.model_validate_json(result.to_json())
+        assert again == result
+        assert replace(document(again), name="") == replace(document(result), name="")
