@@ -54,7 +54,7 @@ def example(spec: str) -> Any:
     """A fact that this format takes."""
     if spec == "x":
         return Interval(1.5, 1.4, 1.6)
-    return "name" if spec == "" else 2
+    return "name" if spec == "" else ["name"] if spec == "kernel" else 2
 
 
 @pytest.mark.parametrize("code", catalog())
