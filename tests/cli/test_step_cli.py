@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.command import Run, run
 
 from gemmscope.results.read import read_result
 from gemmscope.results.step import StepResult, Variant
 from gemmscope.step.measurements import StepMeasurements
 from gemmscope.step.predict import StepRun
 from gemmscope.step.recommend import Plan
+from support.command import Run, run
 from support.machines import NOTHING
 
 __all__ = ["run"]  # the fixture

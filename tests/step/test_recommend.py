@@ -18,7 +18,7 @@ from gemmscope.step.cost import Budget, cost
 from gemmscope.step.emit import ready_to_paste
 from gemmscope.step.findings import observed_findings, step_findings
 from gemmscope.step.measurements import StepMeasurements
-from gemmscope.step.recommend import Plan, as_requested, block_times, candidate, recommend
+from gemmscope.step.recommend import Plan, as_requested, candidate, losing_blocks, recommend
 from gemmscope.toml import parse_toml
 from gemmscope.workload.ops import Work
 from gemmscope.workload.summary import Totals
@@ -53,7 +53,7 @@ def run(mixed_ms: float) -> tuple[StepMeasurements, list[Plan]]:
 
 def test_blocks_that_lose_are_left_out() -> None:
     measurements, _ = run(80.0)
-    assert [block.block for block in block_times(measurements, "FP8Current") if block.loses] == ["qkv", "attn out"]
+    assert losing_blocks(measurements, "FP8Current") == ("qkv", "attn out")
     times = step_times(measurements, ["BF16", "FP8Current"], TOTALS, 1000)
     assert candidate(measurements, times) == Plan("FP8Current", ("qkv", "attn out"))
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gemmscope.measure.journal import Journal
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gemmscope.errors import UserError
 from gemmscope.findings import finding
+from gemmscope.measure.journal import Journal
 from gemmscope.measure.link import Death
 from gemmscope.measure.sampler import StoppingRule
 from gemmscope.model import presets
