@@ -117,11 +117,8 @@ def test_what_is_not_run_is_said() -> None:
     assert findings["two-norms-run"].facts == {"norms": ["4"]}
     assert findings["activation-replaced"].facts == {"activations": ["xielu"]}
     split = plan_step(MODELS["llama"], RunSpec(2, 16, tp=2, sequence_parallel=True, separate_projections=True))[1]
-    assert [found.code for found in split] == [
-        "communication-not-run",
-        "sequence-parallel-not-run",
-        "separate-projections-not-run",
-    ]
+    not_run = ["communication-not-run", "sequence-parallel-not-run", "separate-projections-not-run"]
+    assert [found.code for found in split] == not_run
     again = plan_step(MODELS["latent"], RunSpec(2, 16, recompute="selective"))[1]
     assert [found.code for found in again] == ["latent-recompute-not-run"]
     assert all(found.text for found in (*findings.values(), *split, *again))
@@ -294,10 +291,7 @@ def test_memory_that_does_not_suffice_makes_it_shallower(journal: Journal, monke
     real = StepRun(plan("llama"), ["BF16"], StepSettings("cpu"), StoppingRule(), journal, real=True)
     real.run()
     assert real.findings[0] == finding("real-model-shallower", depth=6, smaller=3)
-    assert again.findings == [
-        finding("stack-shallower", depth=6, smaller=3),
-        finding("stack-shallower", depth=3, smaller=1),
-    ]
+    assert again.findings == [finding("stack-shallower", depth=deep, smaller=smaller) for deep, smaller in ((6, 3), (3, 1))]
 
 
 def test_a_process_that_dies_while_profiling_costs_no_step(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:

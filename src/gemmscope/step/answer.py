@@ -28,8 +28,7 @@ def step_times(
 ) -> StepTimes:
     """The answer. `real`: what `--verify` measured; `as_deep`: the prediction of as many layers, if it did not run all."""
     gpu = spec_of(str(measurements.hello.get("device", {}).get("name", "")))
-    baseline = measurements.deepest(BASELINE)
-    slow = profiled_step(measurements, baseline) if baseline is not None else None
+    slow = profiled_step(measurements, measurements.deepest(BASELINE))
     times, failures = [], {}
     for name in names:
         result, step_ms = measurements.deepest(name), measurements.step(name)
@@ -53,8 +52,6 @@ def step_times(
             verified=_verified(as_deep or measurements, real, name) if real is not None else None,
             **explained,
         )
-        if name != BASELINE and not time.fell_back:
-            time = time.model_copy(update={"speedup": measurements.speedup(name)})
         times.append(time)
     return _compared(StepTimes(origin="measured", recipes=tuple(times), failures=failures), measurements)
 
@@ -76,12 +73,13 @@ def _compared(times: StepTimes, measurements: StepMeasurements) -> StepTimes:
     )
     over_baseline = {name: ratio for (name, over), ratio in ratios.items() if over == BASELINE and ratio is not None}
     winner = find_winner(over_baseline, lambda name, over: ratios[name, over]) if BASELINE in names else None
-    return times.model_copy(update={"speedups": speedups, "winner": winner})
+    recipes = [time.model_copy(update={"speedup": over_baseline.get(time.recipe)}) for time in times.recipes]
+    return times.model_copy(update={"recipes": tuple(recipes), "speedups": speedups, "winner": winner})
 
 
-def profiled_step(measurements: StepMeasurements, result: VariantResult) -> ProfiledStep | None:
+def profiled_step(measurements: StepMeasurements, result: VariantResult | None) -> ProfiledStep | None:
     """What its waterfall is made of; None where its kernels were not profiled."""
-    if not result.parts:
+    if result is None or not result.parts:
         return None
     kernels = place(result.parts, quantizes=recipe(result.variant.recipe).quantizes)
     return ProfiledStep(kernels, measurements.mean_ms(result), result.host_ms, result.busy_ms)
