@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ def step(name: str, recipe_name: str = "FP32", *, real: bool = False, **run: Any
 @pytest.mark.parametrize("name", MODELS)
 def test_plan_crosses_the_process_boundary(name: str) -> None:
     made = plan(name)
-    assert StackPlan.from_json(json.loads(json.dumps(made.to_json()))) == made
+    assert StackPlan.from_json(json.loads(json.dumps(asdict(made)))) == made
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=40))
@@ -223,9 +224,8 @@ def test_tensor_parallel_ranks_are_narrower() -> None:
 
 @pytest.fixture
 def journal(tmp_path: Path) -> Iterator[Journal]:
-    opened = Journal(tmp_path / "journal.sqlite3")
-    yield opened
-    opened.close()
+    with closing(Journal(tmp_path / "journal.sqlite3")) as opened:
+        yield opened
 
 
 def test_a_run_on_the_cpu(journal: Journal) -> None:
@@ -328,7 +328,7 @@ def test_a_burst_that_fails_is_said_once(seed: int, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("gc.disable", lambda: None)
     made = plan("llama")
     settings = asdict(StepSettings("cpu", drop_ms=0.1, keep_ms=0.1, least_steps=1, max_rounds=3, seed=seed))
-    worker = StepWorker({**settings, "plan": made.to_json(), "variants": []}, None)
+    worker = StepWorker({**settings, "plan": asdict(made), "variants": []}, None)
     said: list[dict[str, Any]] = []
     monkeypatch.setattr(worker, "say", lambda message_type, **content: said.append({"type": message_type, **content}))
     collect = worker._collect

@@ -24,7 +24,7 @@ from gemmscope.step.cost import Budget, cost
 from gemmscope.step.findings import observed_findings, step_findings
 from gemmscope.step.plan import StackPlan, plan_step
 from gemmscope.step.predict import StepRun
-from gemmscope.step.recommend import Plan, as_requested, candidate, recommend
+from gemmscope.step.recommend import Plan, candidate, recommend
 from gemmscope.units import counted
 from gemmscope.workload.summary import totals
 
@@ -189,7 +189,7 @@ class _Session:
     def recommend(self, predicted: StepRun, times: StepTimes) -> tuple[Recommendation | None, StepRun | None]:
         """The fastest plan; a mixed one only after it was run beside the best single recipe, and won. After Ctrl-C, the fastest
         of what had been measured."""
-        usable = as_requested(times)
+        usable = [time for time in times.recipes if not time.fell_back]  # a fallback is not a speedup, and never recommended
         if not any(time.recipe != BASELINE for time in times.recipes):
             return None, None
         of_recipes = recommend(predicted.results, [Plan(time.recipe) for time in usable])

@@ -29,7 +29,6 @@ from gemmscope.results.step import StepTime, StepTimes
 from gemmscope.step.findings import named_verdict
 
 COLORED = [part for part in STEP_PARTS if part != "quantization"][:8]  # quantization is hatched, what follows is grey
-TRAINING_STEP = "training step"
 
 
 def _title(times: StepTimes, text: str, prefix: str = "") -> str:
@@ -79,17 +78,13 @@ def step_chart(
     """The step of every recipe, part by part. `layers_run`: how many layers the parts are of, if not all."""
     if not times.recipes:
         return None
-    if not any(time.parts_ms for time in times.recipes):
-        return BarChart(_title(times, "Time of a step", prefix), "ms per step", tuple(map(_whole_bar, times.recipes)))
+    if not any(time.parts_ms for time in times.recipes):  # kernels were not profiled, as on the CPU
+        whole = [(time, Segment("whole step", time.step_ms.value, 0)) for time in times.recipes]
+        bars = tuple(Bar(time.recipe, (part,), time.speedup, baseline=time.recipe == BASELINE) for time, part in whole)
+        return BarChart(_title(times, "Time of a step", prefix), "ms per step", bars)
     note = f"Of {units.counted(layers_run, 'layer')}, as many as were run." if layers_run is not None else ""
     bars = tuple(_bar(time, hover) for time in times.recipes)
     return BarChart(_title(times, "Where the time of a step goes", prefix), "ms per step", bars, note)
-
-
-def _whole_bar(time: StepTime) -> Bar:
-    """A step whose kernels were not profiled, as on the CPU."""
-    whole = Segment("whole step", time.step_ms.value, 0)
-    return Bar(time.recipe, (whole,), time.speedup, baseline=time.recipe == BASELINE)
 
 
 def _bar(time: StepTime, hover: Mapping[tuple[str, str], Facts]) -> Bar:
@@ -180,4 +175,4 @@ def _because(best: StepTime, valid: list[StepTime]) -> list[str]:
 def step_speedups(times: StepTimes, where: str) -> tuple[NamedSpeedup, ...]:
     """To show beside those of other runs."""
     known = [(time.recipe, time.speedup) for time in times.recipes if time.speedup is not None]
-    return tuple(NamedSpeedup(where, TRAINING_STEP, name, speedup) for name, speedup in known)
+    return tuple(NamedSpeedup(where, "training step", name, speedup) for name, speedup in known)

@@ -1,7 +1,7 @@
 """A recommendation ready to paste: code for Transformer Engine and torchao, options for torchtitan and Megatron-LM.
 
 How each framework names a recipe is data (`recipe/recipes.toml`: `class`, `float8`, `megatron`), and so are the texts (`paste/`).
-What stays in BF16 is named as its models name the modules.
+What stays in BF16 is named as its models name the modules (`paste/modules.j2`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,6 @@ FRAMEWORKS = {
     "torchtitan": ("torchtitan.j2", "torchao", "float8"),
     "Megatron-LM": ("megatron.j2", "megatron", "flags"),
 }
-# Block → the names that torchtitan's layers give to its linears, and those of Hugging Face.
-TORCHTITAN = {
-    "qkv": ("attention.wq", "attention.wk", "attention.wv"),
-    "attn out": ("attention.wo",),
-    "mlp": ("feed_forward", "moe"),
-}
-HUGGING_FACE = {"qkv": ("q_proj", "k_proj", "v_proj"), "attn out": ("o_proj",), "mlp": ("mlp",)}
 
 
 def ready_to_paste(recipe: str, left_out: Sequence[str] = ()) -> dict[str, str]:
@@ -38,12 +31,8 @@ def ready_to_paste(recipe: str, left_out: Sequence[str] = ()) -> dict[str, str]:
         loader=PackageLoader("gemmscope.step", "paste"), undefined=StrictUndefined, trim_blocks=True, autoescape=False
     )
     requested, texts = recipe_named(recipe), {}
-    modules = {
-        "torchtitan": [module for block in left_out for module in TORCHTITAN[block]],
-        "torchtitan_and_hugging_face": [m for block in left_out for m in (*TORCHTITAN[block], *HUGGING_FACE[block])],
-    }
     for framework, (template, backend, setting) in FRAMEWORKS.items():
         name = requested.settings.get(backend, {}).get(setting)
         if requested.quantizes and name is not None:
-            texts[framework] = templates.get_template(template).render(name=name, left_out=left_out, **modules).rstrip()
+            texts[framework] = templates.get_template(template).render(name=name, left_out=left_out).rstrip()
     return texts

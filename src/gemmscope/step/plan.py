@@ -7,7 +7,7 @@ uses. Layers that share a slot share its memory, not its gradients: every layer 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, cycle
 from typing import Any
 
@@ -88,12 +88,9 @@ class StackPlan:
         """Every layer with weights of its own: the real model."""
         return replace(self, slots=tuple(range(self.depth)))
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> StackPlan:
-        """The inverse of `to_json`."""
+        """The inverse of `dataclasses.asdict`, after JSON has made lists of its tuples."""
         return TypeAdapter(StackPlan).validate_python(data)
 
 
@@ -136,7 +133,7 @@ def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[Finding]]
     return padded, _differences(model, run, chosen)
 
 
-def share_weights(layers: tuple[LayerSpec, ...], most: int = MOST_WEIGHTS) -> tuple[int, ...]:
+def share_weights(layers: tuple[LayerSpec, ...]) -> tuple[int, ...]:
     """Which weights each layer uses: those of a few layers in turn, at least one of every kind.
 
     >>> a, b = "dense", "MoE"
@@ -144,13 +141,13 @@ def share_weights(layers: tuple[LayerSpec, ...], most: int = MOST_WEIGHTS) -> tu
     ((0, 1, 2, 3, 0, 1), (0, 1, 2, 3, 1, 2))
     """
     kinds = list(dict.fromkeys(layers))
-    if len(kinds) > most:
+    if len(kinds) > MOST_WEIGHTS:
         raise UserError(
-            f"the model has {len(kinds)} kinds of layers, and a stack holds the weights of {most} at most",
+            f"the model has {len(kinds)} kinds of layers, and a stack holds the weights of {MOST_WEIGHTS} at most",
             f"choose a pipeline stage with fewer kinds: {option('pp')} and {option('pp_stage')}",
         )
     sizes = dict.fromkeys(kinds, 1)
-    for _ in range(most - len(kinds)):  # one more for the kind with most layers for each slot that it has
+    for _ in range(MOST_WEIGHTS - len(kinds)):  # one more for the kind with most layers for each slot that it has
         growing = max(kinds, key=lambda kind: layers.count(kind) / sizes[kind])
         sizes[growing] += 1 if sizes[growing] < layers.count(growing) else 0
     ends = accumulate(sizes.values())

@@ -76,7 +76,7 @@ class StepRun:
     def fingerprint(self) -> str:
         variants = [variant.to_json() for variant in self._variants(self.first_depth)]
         settings = {key: value for key, value in asdict(self.settings).items() if key != "seed"}
-        content = json.dumps([settings, self.plan.to_json(), variants, self.config], sort_keys=True)
+        content = json.dumps([settings, asdict(self.plan), variants, self.config], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def run(self) -> StepMeasurements:
@@ -131,7 +131,7 @@ class StepRun:
         plain = {key: value for key, value in asdict(self.settings).items() if key != "silence_s"}
         plain |= {"host": self.settings.host and not self.real, "profile": not self.real}  # a real model is only timed
         config = dict(self.config) if self.config is not None else None
-        return {**plain, "plan": self.plan.to_json(), "config": config, "variants": [variant.to_json() for variant in variants]}
+        return {**plain, "plan": asdict(self.plan), "config": config, "variants": [variant.to_json() for variant in variants]}
 
     def _crowded(self) -> bool:
         return any(result.failure_kind == "out of memory" for result in self.results.variants.values())

@@ -13,7 +13,7 @@ from math import inf
 
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
-from gemmscope.results.step import Recommendation, StepTime, StepTimes
+from gemmscope.results.step import Recommendation, StepTimes
 from gemmscope.results.winner import find_winner
 from gemmscope.step.emit import ready_to_paste
 from gemmscope.step.measurements import StepMeasurements
@@ -58,14 +58,9 @@ def losing_blocks(measurements: StepMeasurements, recipe: str) -> tuple[str, ...
     return tuple(block for block in LEAVABLE if recipe_ms.get(block, 0.0) > baseline_ms.get(block, inf) * (1 + MARGIN))
 
 
-def as_requested(times: StepTimes) -> list[StepTime]:
-    """The recipes whose GEMMs ran in their precision: a fallback is not a speedup, and is never recommended."""
-    return [time for time in times.recipes if not time.fell_back]
-
-
 def candidate(measurements: StepMeasurements, times: StepTimes) -> Plan | None:
-    """A mixed plan that could beat every single recipe; None if no block loses, or all do."""
-    others = [time for time in as_requested(times) if time.recipe != BASELINE]
+    """A mixed plan that could beat every single recipe; None if no block loses, or all do. A fallback is never its recipe."""
+    others = [time for time in times.recipes if time.recipe != BASELINE and not time.fell_back]
     if not others:
         return None
     best = min(others, key=lambda time: time.step_ms.value).recipe  # though BF16 is faster, it may win without blocks that lose

@@ -125,13 +125,11 @@ def levels_of(slow: Mapping[StepPart, float], fast: Mapping[StepPart, float]) ->
     [2.0, 1.5]
     """
     levels, slow_ms, fast_ms = [], 0.0, 0.0
-    for part in STEP_PARTS:
-        slow_ms, fast_ms = slow_ms + slow.get(part, 0.0), fast_ms + fast.get(part, 0.0)
-        if part in slow or part in fast:
-            speedup = slow_ms / fast_ms if fast_ms else float("nan")
-            levels.append(
-                WaterfallLevel(part=part, baseline_ms=slow.get(part, 0.0), recipe_ms=fast.get(part, 0.0), speedup=speedup)
-            )
+    for part in (part for part in STEP_PARTS if part in slow or part in fast):
+        baseline_ms, recipe_ms = slow.get(part, 0.0), fast.get(part, 0.0)
+        slow_ms, fast_ms = slow_ms + baseline_ms, fast_ms + recipe_ms
+        speedup = slow_ms / fast_ms if fast_ms else float("nan")
+        levels.append(WaterfallLevel(part=part, baseline_ms=baseline_ms, recipe_ms=recipe_ms, speedup=speedup))
     return tuple(levels)
 
 
