@@ -68,11 +68,10 @@ def _compared(times: StepTimes, measurements: StepMeasurements) -> StepTimes:
     """With the speedups of every recipe over every other one, and the winner; a fallback takes no part in it."""
     names = [time.recipe for time in times.recipes if not time.fell_back]
     ratios = {(name, over): measurements.speedup(name, over=over) for name, over in permutations(names, 2)}
-    speedups = tuple(
-        Speedup(recipe=name, over=over, speedup=ratio) for (name, over), ratio in ratios.items() if ratio is not None
-    )
-    over_baseline = {name: ratio for (name, over), ratio in ratios.items() if over == BASELINE and ratio is not None}
-    winner = find_winner(over_baseline, lambda name, over: ratios[name, over]) if BASELINE in names else None
+    known = {pair: ratio for pair, ratio in ratios.items() if ratio is not None}
+    speedups = tuple(Speedup(recipe=name, over=over, speedup=ratio) for (name, over), ratio in known.items())
+    over_baseline = {name: ratio for (name, over), ratio in known.items() if over == BASELINE}
+    winner = find_winner(over_baseline, lambda name, over: known.get((name, over))) if BASELINE in names else None
     recipes = [time.model_copy(update={"speedup": over_baseline.get(time.recipe)}) for time in times.recipes]
     return times.model_copy(update={"recipes": tuple(recipes), "speedups": speedups, "winner": winner})
 

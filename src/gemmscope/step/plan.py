@@ -106,9 +106,8 @@ def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[Finding]]
     first, last = sharding.stage_layers(model, run)[stage]
     chosen = model.layers[first:last]
     if not chosen:
-        raise UserError(
-            f"pipeline stage {stage} holds no layer: its step has nothing to gain", f"choose another with {option('pp_stage')}"
-        )
+        message = f"pipeline stage {stage} holds no layer: its step has nothing to gain"
+        raise UserError(message, f"choose another with {option('pp_stage')}")
     embeds, heads = stage == 0, stage == run.pp - 1
     vocab = sharding.padded_vocab(model.vocab_size, run) // run.tp if model.vocab_size is not None else None
     layers = tuple(_of_rank(layer, run) for layer in chosen)

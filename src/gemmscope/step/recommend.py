@@ -81,10 +81,7 @@ def recommend(measurements: StepMeasurements, plans: Sequence[Plan]) -> Recommen
     speedups = {name: measurements.speedup(plan.recipe, plan.left_out) for name, plan in by_name.items() if name != BASELINE}
     winner = find_winner({name: speedup for name, speedup in speedups.items() if speedup is not None}, ratio)
     best = by_name.get(winner.best, Plan(winner.best))
+    texts = ready_to_paste(best.recipe, best.left_out)
     return Recommendation(
-        recipe=best.recipe,
-        left_out=best.left_out,
-        speedup=winner.speedup,
-        rivals=winner.rivals,
-        ready_to_paste=ready_to_paste(best.recipe, best.left_out),
+        recipe=best.recipe, left_out=best.left_out, speedup=winner.speedup, rivals=winner.rivals, ready_to_paste=texts
     )
