@@ -78,7 +78,7 @@ def run_step(
         settings = replace(settings, drop_ms=5.0, keep_ms=30.0)  # its clock need not settle
     config = job.source.config if hugging_face else None  # whose own layers have everything that the stack leaves out
     with closing(open_journal()) as journal:
-        session = _Session(plan, choice.recipes, settings, precision, time_limit, journal, [command], reporter, config)
+        session = _StepSession(plan, choice.recipes, settings, precision, time_limit, journal, [command], reporter, config)
         predicted = session.run(f"running the step of {counted(plan.depth, 'layer')} in {', '.join(choice.recipes)} …")
         real, as_deep = session.verify() if verify and not session.interrupted else (None, None)
         verified = [run.results if run is not None else None for run in (real, as_deep)]
@@ -130,7 +130,7 @@ def run_step(
 
 
 @dataclass
-class _Session:
+class _StepSession:
     """Runs the step of one plan in several ways. `interrupted`: Ctrl-C ended one of them, and nothing is started after it."""
 
     plan: StackPlan
