@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.command import Run, run
 
 from gemmscope.results.read import read_result
 from gemmscope.results.step import StepResult, Variant
 from gemmscope.step.measurements import StepMeasurements
 from gemmscope.step.predict import StepRun
 from gemmscope.step.recommend import Plan
+from support.command import Run, run
 from support.machines import NOTHING
 
 __all__ = ["run"]  # the fixture
@@ -105,14 +105,24 @@ def test_what_a_hugging_face_model_cannot(run: Run, tmp_path: Path, options: str
     assert message in " ".join(outcome.err.split())
 
 
+def ms(variant: Variant) -> float:
+    return {"BF16": 2.0, "FP32": 1.0}[variant.recipe]
+
+
+def measured(run: StepRun, ms: Callable[[Variant], float | None] = ms, rounds: int = 5) -> None:
+    """Give a run its times: of each variant as `ms` says, None for one that was not reached."""
+    for number in range(rounds):
+        for variant in [result.variant for result in run.results.variants.values()]:
+            if (time := ms(variant)) is not None:
+                burst = {variant.name: [time * (1 + 0.001 * number)] * 4}
+                run.results.take({"type": "samples", "times_ms": burst, "state": {}})
+
+
 def test_ctrl_c_shows_what_was_measured(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """After two rounds of each: the prediction so far, no verification, exit code 130."""
 
-    def interrupt(self: StepRun) -> StepMeasurements:
-        for number in range(2):
-            for variant in self.results.variants.values():
-                burst = [10.0 + number] * 4
-                self.results.take({"type": "samples", "times_ms": {variant.variant.name: burst}, "state": {}})
+    def interrupt(self: StepRun) -> None:
+        measured(self, lambda _: 10.0, rounds=2)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(StepRun, "run", interrupt)
@@ -121,33 +131,22 @@ def test_ctrl_c_shows_what_was_measured(run: Run, monkeypatch: pytest.MonkeyPatc
     result = written(tmp_path / "step.json")
     assert result.interrupted
     assert "step-interrupted" in codes(result)
-    assert "10.500" in outcome.out
+    assert "10.005" in outcome.out
     assert all(time.verified is None for time in result.step.recipes)
-
-
-def measured(run: StepRun, ms: Callable[[StepRun, Variant], float | None], rounds: int = 5) -> None:
-    """Give a run its times: of each variant as `ms` says, None for one that was not reached."""
-    for number in range(rounds):
-        for result in run.results.variants.values():
-            time = ms(run, result.variant)
-            if time is not None:
-                burst = {result.variant.name: [time * (1 + 0.001 * number)] * 4}
-                run.results.take({"type": "samples", "times_ms": burst, "state": {}})
 
 
 def test_ctrl_c_while_verifying_ends_it(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The real model fitted with three layers only: no prediction of as many is begun, and what was predicted is recommended."""
     asked: list[tuple[bool, int]] = []
 
-    def half(self: StepRun) -> StepMeasurements:
+    def half(self: StepRun) -> None:
         asked.append((self.real, self.plan.depth))
         if self.real:
             self.results = StepMeasurements(self._variants(3), self.plan.depth)
-        measured(self, lambda _, variant: {"BF16": 20.0, "FP32": 10.0}[variant.recipe])
+        measured(self)
         if self.real:
             raise KeyboardInterrupt
         self.rule.settle(0.001)
-        return self.results
 
     monkeypatch.setattr(StepRun, "run", half)
     outcome = run(f"step {SMALL} --verify --break-even --json {tmp_path}/step.json")
@@ -164,14 +163,10 @@ def test_ctrl_c_while_verifying_ends_it(run: Run, monkeypatch: pytest.MonkeyPatc
 def test_ctrl_c_while_a_mixed_plan_is_tried(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only BF16 was reached again: that does not make it the fastest."""
 
-    def half(self: StepRun) -> StepMeasurements:
-        measured(
-            self,
-            lambda run, variant: None if run.mixed and variant.recipe == "FP32" else {"BF16": 2.0, "FP32": 1.0}[variant.recipe],
-        )
+    def half(self: StepRun) -> None:
+        measured(self, lambda variant: None if self.mixed and variant.recipe == "FP32" else ms(variant))
         if self.mixed:
             raise KeyboardInterrupt
-        return self.results
 
     monkeypatch.setattr(StepRun, "run", half)
     monkeypatch.setattr("gemmscope.app.step.candidate", lambda *_: Plan("FP32", ("mlp",)))
@@ -181,11 +176,7 @@ def test_ctrl_c_while_a_mixed_plan_is_tried(run: Run, monkeypatch: pytest.Monkey
 
 
 def test_a_mixed_plan_that_wins_is_recommended(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def whole(self: StepRun) -> StepMeasurements:
-        measured(self, lambda _, variant: 0.5 if variant.left_out else {"BF16": 2.0, "FP32": 1.0}[variant.recipe])
-        return self.results
-
-    monkeypatch.setattr(StepRun, "run", whole)
+    monkeypatch.setattr(StepRun, "run", lambda self: measured(self, lambda variant: 0.5 if variant.left_out else ms(variant)))
     monkeypatch.setattr("gemmscope.app.step.candidate", lambda *_: Plan("FP32", ("mlp",)))
     outcome = run(f"step {SMALL} --json {tmp_path}/step.json")
     assert outcome.code == 0
@@ -198,12 +189,11 @@ def test_a_mixed_plan_that_wins_is_recommended(run: Run, monkeypatch: pytest.Mon
 def test_a_real_model_that_fits_in_part(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It is compared with the prediction of as many layers, whose time counts as predicting, too."""
 
-    def whole(self: StepRun) -> StepMeasurements:
+    def whole(self: StepRun) -> None:
         if self.real:
             self.results = StepMeasurements(self._variants(3), self.plan.depth)
-        measured(self, lambda _, variant: {"BF16": 20.0, "FP32": 10.0}[variant.recipe] * variant.depth)
+        measured(self, lambda variant: ms(variant) * variant.depth)
         self.seconds = 7.0
-        return self.results
 
     monkeypatch.setattr(StepRun, "run", whole)
     outcome = run(f"step {SMALL} --verify --json {tmp_path}/step.json")
@@ -218,7 +208,7 @@ def test_what_the_stack_leaves_out_is_no_matter_of_a_hugging_face_model(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "model_type": "qwen3", "head_dim": 16}))
-    monkeypatch.setattr(StepRun, "run", lambda self: measured(self, lambda _, variant: variant.depth))
+    monkeypatch.setattr(StepRun, "run", lambda self: measured(self, lambda variant: variant.depth))
     options = f"step --config {tmp_path}/config.json --micro-batch-size 1 --sequence-length 16 --device cpu"
     for more, said in (("", True), (" --hugging-face", False)):
         assert run(f"{options}{more} --json {tmp_path}/step.json").code == 0
@@ -226,14 +216,11 @@ def test_what_the_stack_leaves_out_is_no_matter_of_a_hugging_face_model(
 
 
 def test_a_batch_too_odd_for_a_recipe_is_noted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def whole(self: StepRun) -> StepMeasurements:
-        measured(self, lambda _, variant: {"BF16": 2.0, "FP32": 1.0}[variant.recipe])
+    def whole(self: StepRun) -> None:
+        measured(self)
         if self.plan.micro_batch_size == 1:
-            for result in self.results.variants.values():
-                if result.variant.recipe == "FP32":
-                    name = result.variant.name
-                    self.results.take({"type": "failed", "task": name, "why": "too odd", "kind": "unsupported"})
-        return self.results
+            (odd,) = self.results.of("FP32")
+            self.results.take({"type": "failed", "task": odd.variant.name, "why": "too odd", "kind": "unsupported"})
 
     monkeypatch.setattr(StepRun, "run", whole)
     outcome = run(f"step {SMALL.replace('--micro-batch-size 1', '--micro-batch-size 2')} --break-even --json -")
@@ -243,10 +230,9 @@ def test_a_batch_too_odd_for_a_recipe_is_noted(run: Run, monkeypatch: pytest.Mon
 
 
 def test_messages_of_the_worker_are_in_the_result(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def whole(self: StepRun) -> StepMeasurements:
-        measured(self, lambda _, variant: {"BF16": 2.0, "FP32": 1.0}[variant.recipe])
+    def whole(self: StepRun) -> None:
+        measured(self)
         self.results.take({"type": "finding", "code": "launch-not-measured", "facts": {"variant": "FP32", "reason": "x"}})
-        return self.results
 
     monkeypatch.setattr(StepRun, "run", whole)
     outcome = run(f"step {SMALL} --json -")
@@ -254,7 +240,7 @@ def test_messages_of_the_worker_are_in_the_result(run: Run, monkeypatch: pytest.
 
 
 def test_ctrl_c_before_anything_was_measured(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def interrupt(self: StepRun) -> StepMeasurements:
+    def interrupt(self: StepRun) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(StepRun, "run", interrupt)

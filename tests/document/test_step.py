@@ -9,7 +9,7 @@ import pytest
 from gemmscope.document.build import document
 from gemmscope.document.charts import BarChart, CurveChart, WaterfallChart
 from gemmscope.document.model import Document, brief
-from gemmscope.document.step_parts import step_answer, step_chart, step_speedups, step_table
+from gemmscope.document.step_parts import step_answer, step_chart, step_speedups, step_table, waterfalls
 from gemmscope.findings import finding
 from gemmscope.interval import Interval
 from gemmscope.results.linears import Winner
@@ -93,31 +93,30 @@ def test_the_answer_names_the_winner(made: Document, result: StepResult) -> None
 SURE, CLOSE, SLOW = Interval(1.3, 1.29, 1.31), Interval(1.01, 0.99, 1.03), Interval(0.9, 0.89, 0.91)
 
 
+def fp8(speedup: Interval, origin: str = "measured", best: str = "FP8Block", rivals: tuple[str, ...] = ()) -> StepTimes:
+    winner = Winner(best=best, speedup=speedup if best == "FP8Block" else None, rivals=rivals)
+    return times(time("FP8Block", speedup), winner=winner, origin=origin)
+
+
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
         (StepTimes(origin="measured", recipes=()), "Nothing could be measured on X."),
         (times(), "Only BF16 could be measured on X."),
+        (fp8(SURE), "On X, training M in FP8Block has a speedup of 1.300x [1.290, 1.310] over BF16."),
         (
-            times(time("FP8Block", SURE), winner=Winner(best="FP8Block", speedup=SURE)),
-            "On X, training M in FP8Block has a speedup of 1.300x [1.290, 1.310] over BF16.",
-        ),
-        (
-            times(time("FP8Block", CLOSE), winner=Winner(best="FP8Block", speedup=CLOSE, rivals=("BF16",))),
+            fp8(CLOSE, rivals=("BF16",)),
             "On X, FP8Block and BF16 are too close to call for training M: a speedup of 1.010x [0.990, 1.030].",
         ),
         (
-            times(time("FP8Block", SLOW), winner=Winner(best="BF16", speedup=None)),
+            fp8(SLOW, best="BF16"),
             "On X, training M is fastest in BF16: the best other recipe, FP8Block, has a speedup of 0.900x [0.890, 0.910].",
         ),
         (
-            times(time("FP8Block", Interval(1.3)), winner=Winner(best="FP8Block", speedup=Interval(1.3), rivals=("BF16",))),
+            fp8(Interval(1.3), rivals=("BF16",)),
             "On X, training M in FP8Block has a speedup of 1.300x [?] over BF16; too little was measured for an interval.",
         ),
-        (
-            times(time("FP8Block", SURE), winner=Winner(best="FP8Block", speedup=SURE), origin="forecast"),
-            "FORECAST: On X, training M in FP8Block has a speedup of 1.300x [1.290, 1.310] over BF16.",
-        ),
+        (fp8(SURE, "forecast"), "FORECAST: On X, training M in FP8Block has a speedup of 1.300x [1.290, 1.310] over BF16."),
     ],
 )
 def test_answers(given: StepTimes, sentence: str) -> None:
@@ -148,10 +147,8 @@ def test_a_forecast_says_so_in_every_title() -> None:
     given = times(
         time("FP8Block", SURE, waterfall=levels_of({"GEMMs": 9.0}, {"GEMMs": 5.0}), parts_ms={"GEMMs": 5.0}), origin="forecast"
     )
-    table = step_table(given, prefix="b300: ")
-    assert table.title.startswith("b300: FORECAST")
-    assert [column.name for column in table.columns] == ["Recipe", "Step ms", "Speedup [90%]", "Tokens/s", "Model TFLOP/s"]
-    assert table.rows[0][1].text == "100.00 [99.000, 101.00]"
+    charts = [step_chart(given, prefix="b300: "), *waterfalls(given, prefix="b300: ")]
+    assert [chart.title.startswith("b300: FORECAST: ") for chart in charts if chart is not None] == [True, True]
 
 
 def test_a_mixed_plan_is_told(result: StepResult) -> None:

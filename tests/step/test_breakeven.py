@@ -6,7 +6,7 @@ import pytest
 
 from gemmscope.interval import Interval
 from gemmscope.results.step import AtBatch
-from gemmscope.step.breakeven import break_even_finding, wins_from
+from gemmscope.step.breakeven import break_even_finding
 
 
 def at_batch(micro_batch_size: int, sequence_length: int, **speedups: Interval) -> AtBatch:
@@ -19,28 +19,25 @@ def batches(*gains: float) -> list[AtBatch]:
 
 
 @pytest.mark.parametrize(
-    ("gains", "first", "code", "batch"),
+    ("gains", "code", "batch"),
     [
-        ((0.9, 1.01, 1.1, 1.2), 4, "break-even-from", "4 x 512"),
-        ((1.1, 1.2), 1, "break-even-at-smallest", "1 x 512"),
-        ((0.9, 0.99), None, "break-even-never", None),
-        ((1.2, 0.99), None, "break-even-not-at-largest", "2 x 512"),  # a win below does not count
-        ((1.2, 0.9, 1.2), 4, "break-even-from", "4 x 512"),
+        ((0.9, 1.01, 1.1, 1.2), "break-even-from", "4 x 512"),
+        ((1.1, 1.2), "break-even-at-smallest", "1 x 512"),
+        ((0.9, 0.99), "break-even-never", None),
+        ((1.2, 0.99), "break-even-not-at-largest", "2 x 512"),  # a win below does not count
+        ((1.2, 0.9, 1.2), "break-even-from", "4 x 512"),
     ],
 )
-def test_the_smallest_batch_that_wins(gains: tuple[float, ...], first: int | None, code: str, batch: str | None) -> None:
-    measured = batches(*gains)
-    winner = wins_from(measured, "FP8")
-    assert (winner.micro_batch_size if winner else None) == first
-    found = break_even_finding(measured, "FP8")
-    assert (found.code, found.facts.get("batch")) == (code, batch)
-    assert "FP8" in found.text
+def test_the_smallest_batch_that_wins(gains: tuple[float, ...], code: str, batch: str | None) -> None:
+    result = break_even_finding(batches(*gains), "FP8")
+    assert (result.code, result.facts.get("batch")) == (code, batch)
+    assert "FP8" in result.text
 
 
 def test_a_batch_that_was_not_measured_says_nothing() -> None:
-    found = break_even_finding([at_batch(1, 500), *batches(1.2)], "FP8")
-    assert (found.code, found.facts["batch"]) == ("break-even-at-smallest", "1 x 512")
+    result = break_even_finding([at_batch(1, 500), *batches(1.2)], "FP8")
+    assert (result.code, result.facts["batch"]) == ("break-even-at-smallest", "1 x 512")
 
 
 def test_a_speedup_without_interval_is_no_win() -> None:
-    assert wins_from([at_batch(1, 512, FP8=Interval(2.0))], "FP8") is None
+    assert break_even_finding([at_batch(1, 512, FP8=Interval(2.0))], "FP8").code == "break-even-never"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gemmscope.step.recommend import Plan, block_times, candidate, recommend
+from gemmscope.step.recommend import Plan, block_ms, candidate, recommend
 from support.recorded_steps import MODELS, RECIPES, answered, replayed
 
 
@@ -47,7 +47,7 @@ def test_the_prediction_meets_the_real_model() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_no_block_is_left_out_that_gains(name: str) -> None:
     measurements, times = answered(name)
-    assert {block.block for block in block_times(measurements, "FP8Delayed")} == {"qkv", "attn out", "mlp"}
+    assert set(block_ms(measurements, "FP8Delayed")) == {"qkv", "attn out", "mlp"}
     assert candidate(measurements, times) is None
     recommended = recommend(measurements, [Plan(recipe) for recipe in RECIPES])
     assert recommended is not None

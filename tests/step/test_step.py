@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gemmscope.measure.journal import Journal
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gemmscope.errors import UserError
 from gemmscope.findings import finding
+from gemmscope.measure.journal import Journal
 from gemmscope.measure.link import Death
 from gemmscope.measure.sampler import StoppingRule
 from gemmscope.model import presets
@@ -66,7 +67,7 @@ def step(name: str, recipe_name: str = "FP32", *, real: bool = False, **run: Any
 @pytest.mark.parametrize("name", MODELS)
 def test_plan_crosses_the_process_boundary(name: str) -> None:
     made = plan(name)
-    assert StackPlan.from_json(json.loads(json.dumps(made.to_json()))) == made
+    assert StackPlan.from_json(json.loads(json.dumps(asdict(made)))) == made
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=40))
@@ -117,11 +118,8 @@ def test_what_is_not_run_is_said() -> None:
     assert findings["two-norms-run"].facts == {"norms": ["4"]}
     assert findings["activation-replaced"].facts == {"activations": ["xielu"]}
     split = plan_step(MODELS["llama"], RunSpec(2, 16, tp=2, sequence_parallel=True, separate_projections=True))[1]
-    assert [found.code for found in split] == [
-        "communication-not-run",
-        "sequence-parallel-not-run",
-        "separate-projections-not-run",
-    ]
+    not_run = ["communication-not-run", "sequence-parallel-not-run", "separate-projections-not-run"]
+    assert [found.code for found in split] == not_run
     again = plan_step(MODELS["latent"], RunSpec(2, 16, recompute="selective"))[1]
     assert [found.code for found in again] == ["latent-recompute-not-run"]
     assert all(found.text for found in (*findings.values(), *split, *again))
@@ -226,9 +224,8 @@ def test_tensor_parallel_ranks_are_narrower() -> None:
 
 @pytest.fixture
 def journal(tmp_path: Path) -> Iterator[Journal]:
-    opened = Journal(tmp_path / "journal.sqlite3")
-    yield opened
-    opened.close()
+    with closing(Journal(tmp_path / "journal.sqlite3")) as opened:
+        yield opened
 
 
 def test_a_run_on_the_cpu(journal: Journal) -> None:
@@ -294,10 +291,7 @@ def test_memory_that_does_not_suffice_makes_it_shallower(journal: Journal, monke
     real = StepRun(plan("llama"), ["BF16"], StepSettings("cpu"), StoppingRule(), journal, real=True)
     real.run()
     assert real.findings[0] == finding("real-model-shallower", depth=6, smaller=3)
-    assert again.findings == [
-        finding("stack-shallower", depth=6, smaller=3),
-        finding("stack-shallower", depth=3, smaller=1),
-    ]
+    assert again.findings == [finding("stack-shallower", depth=deep, smaller=smaller) for deep, smaller in ((6, 3), (3, 1))]
 
 
 def test_a_process_that_dies_while_profiling_costs_no_step(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,7 +328,7 @@ def test_a_burst_that_fails_is_said_once(seed: int, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("gc.disable", lambda: None)
     made = plan("llama")
     settings = asdict(StepSettings("cpu", drop_ms=0.1, keep_ms=0.1, least_steps=1, max_rounds=3, seed=seed))
-    worker = StepWorker({**settings, "plan": made.to_json(), "variants": []}, None)
+    worker = StepWorker({**settings, "plan": asdict(made), "variants": []}, None)
     said: list[dict[str, Any]] = []
     monkeypatch.setattr(worker, "say", lambda message_type, **content: said.append({"type": message_type, **content}))
     collect = worker._collect

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gemmscope.app.choose import Choices, choose
-from gemmscope.app.model import ModelRun, RankWorkload, rank_workload
+from gemmscope.app.model import ModelRun, rank_workload
 from gemmscope.app.progress import QUIET, Reporter
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
@@ -17,14 +17,14 @@ from gemmscope.measure.findings import state_findings
 from gemmscope.measure.journal import Journal, open_journal
 from gemmscope.measure.sampler import StoppingRule, check_limits
 from gemmscope.recipe.recipes import BASELINE
-from gemmscope.results.step import AtBatch, Recommendation, StepResult, StepSettings, StepTimes
+from gemmscope.results.step import AtBatch, Recommendation, StepResult, StepSettings, StepTimes, VariantResult
 from gemmscope.step.answer import step_times
 from gemmscope.step.breakeven import break_even_finding, smaller_batches
 from gemmscope.step.cost import Budget, cost
 from gemmscope.step.findings import observed_findings, step_findings
 from gemmscope.step.plan import StackPlan, plan_step
 from gemmscope.step.predict import StepRun
-from gemmscope.step.recommend import Plan, as_requested, candidate, recommend
+from gemmscope.step.recommend import Plan, candidate, recommend
 from gemmscope.units import counted
 from gemmscope.workload.summary import totals
 
@@ -55,16 +55,13 @@ def run_step(
     """
     check_limits(precision, time_limit)
     if observed_speedup is not None and not 0 < observed_speedup < 100:
-        raise UserError(
-            f"{option('observed_speedup')} must be between 0 and 100, got {observed_speedup:g}",
-            f"for example {option('observed_speedup', 1.2)}: the speedup of your run over BF16",
-        )
+        message = f"{option('observed_speedup')} must be between 0 and 100, got {observed_speedup:g}"
+        raise UserError(message, f"for example {option('observed_speedup', 1.2)}: the speedup of your run over BF16")
     if budget is not None:
         budget.replicas(job.run)  # raises if the GPUs do not divide, before anything is measured
     if choices.modes is not None and list(choices.modes) == ["pre-quantized"]:
-        raise UserError(
-            f"a step quantizes as it runs: {option('pre_quantize')} is for GEMMs alone", "leave it out, or use gemmscope bench"
-        )
+        message = f"a step quantizes as it runs: {option('pre_quantize')} is for GEMMs alone"
+        raise UserError(message, "leave it out, or use gemmscope bench")
     if hugging_face:
         choices = _for_hugging_face(job, choices, verify=verify)
     model = job.source.model
@@ -81,29 +78,33 @@ def run_step(
         settings = replace(settings, drop_ms=5.0, keep_ms=30.0)  # its clock need not settle
     config = job.source.config if hugging_face else None  # whose own layers have everything that the stack leaves out
     with closing(open_journal()) as journal:
-        session = _Session(plan, choice.recipes, settings, precision, time_limit, journal, command, reporter, config)
+        session = _StepSession(plan, choice.recipes, settings, precision, time_limit, journal, [command], reporter, config)
         predicted = session.run(f"running the step of {counted(plan.depth, 'layer')} in {', '.join(choice.recipes)} …")
         real, as_deep = session.verify() if verify and not session.interrupted else (None, None)
-        times = _times(predicted, real, as_deep, subject)
+        verified = [run.results if run is not None else None for run in (real, as_deep)]
+        tokens = job.run.tokens * job.run.gradient_accumulation
+        summed = totals(subject.workload, job.run, model)
+        times = step_times(predicted.results, choice.recipes, summed, tokens, *verified)
         recommended, mixed = session.recommend(predicted, times)
         batches = session.break_even(times) if break_even and not session.interrupted else ()
     if budget is not None:
         costed = [time.model_copy(update={"cost": cost(time.step_ms, job.run, budget)}) for time in times.recipes]
         times = times.model_copy(update={"recipes": tuple(costed)})
     runs = [run for run in (predicted, real, as_deep, mixed) if run is not None]
+    results = [result for run in runs for result in run.results.variants.values()]
     baseline = predicted.results.deepest(BASELINE)
     depth = baseline.variant.depth if baseline is not None else 0
     findings = [
         *_ended(predicted, interrupted=session.interrupted),
         *([] if times.recipes else [finding("nothing-measured")]),
-        *(found for run in runs for found in (*run.results.findings, *run.findings)),
+        *(message for run in runs for message in (*run.results.findings, *run.findings)),
         *step_findings(times),
-        *_failures(runs, times),
+        *_failures(results, times),
         *(observed_findings(times, observed_speedup) if observed_speedup is not None else ()),
         *(break_even_finding(batches, name) for name in (batches[-1].speedups if batches else ())),
         *_extrapolated(depth, plan.depth, times),
         *session.findings,
-        *state_findings([state for run in runs for result in run.results.variants.values() for state in _clocked(result.states)]),
+        *state_findings([state for result in results for state in result.states if state.get("sm_mhz")]),
         *choice.findings,
         *([] if hugging_face else differences),
         *subject.findings,
@@ -124,12 +125,12 @@ def run_step(
         recommendation=recommended,
         break_even=batches,
         observed_speedup=observed_speedup,
-        variants=tuple(result for run in runs for result in run.results.variants.values()),
+        variants=tuple(results),
     )
 
 
 @dataclass
-class _Session:
+class _StepSession:
     """Runs the step of one plan in several ways. `interrupted`: Ctrl-C ended one of them, and nothing is started after it."""
 
     plan: StackPlan
@@ -138,7 +139,7 @@ class _Session:
     precision: float
     time_limit: float
     journal: Journal
-    command: str
+    command: Sequence[str]
     reporter: Reporter
     config: Mapping[str, Any] | None
     findings: list[Finding] = field(default_factory=list)
@@ -157,17 +158,11 @@ class _Session:
         """One measurement; of another plan, the CPU time to launch is not measured again."""
         self.reporter.say(purpose)
         precision, time_limit = limits or (self.precision, self.time_limit)
+        rule = StoppingRule(target=precision, longest_s=min(time_limit, self.time_limit))
         settings = self.settings if plan is None else replace(self.settings, host=False)
+        chosen = recipes or self.recipes
         step_run = StepRun(
-            plan or self.plan,
-            recipes or self.recipes,
-            settings,
-            StoppingRule(target=precision, longest_s=min(time_limit, self.time_limit)),
-            self.journal,
-            (self.command,),
-            real=real,
-            mixed=mixed,
-            config=self.config,
+            plan or self.plan, chosen, settings, rule, self.journal, self.command, real=real, mixed=mixed, config=self.config
         )
         with self.reporter.measuring(step_run) as on_message:
             step_run.on_message = on_message
@@ -194,7 +189,7 @@ class _Session:
     def recommend(self, predicted: StepRun, times: StepTimes) -> tuple[Recommendation | None, StepRun | None]:
         """The fastest plan; a mixed one only after it was run beside the best single recipe, and won. After Ctrl-C, the fastest
         of what had been measured."""
-        usable = as_requested(times)
+        usable = [time for time in times.recipes if not time.fell_back]  # a fallback is not a speedup, and never recommended
         if not any(time.recipe != BASELINE for time in times.recipes):
             return None, None
         of_recipes = recommend(predicted.results, [Plan(time.recipe) for time in usable])
@@ -227,9 +222,8 @@ class _Session:
                 self.findings.append(finding("batch-not-run", batch=batch, reason=error.message))
                 continue
             failed = {result.variant.recipe: result.failure for result in step_run.results.variants.values() if result.failure}
-            self.findings += [
-                finding("batch-recipe-not-run", batch=batch, recipe=name, reason=reason) for name, reason in failed.items()
-            ]
+            for name, reason in failed.items():
+                self.findings.append(finding("batch-recipe-not-run", batch=batch, recipe=name, reason=reason))
             others = {name: step_run.results.speedup(name) for name in step_run.recipes if name != BASELINE}
             speedups = {name: speedup for name, speedup in others.items() if speedup is not None}
             batches.append(AtBatch(micro_batch_size=size, sequence_length=length, speedups=speedups))
@@ -242,34 +236,22 @@ def _for_hugging_face(job: ModelRun, choices: Choices, *, verify: bool) -> Choic
     """Checks what `hugging_face` needs, and chooses its backend."""
     source, run, name = job.source, job.run, option("hugging_face")
     if source.config is None or source.model is None:
-        raise UserError(
-            f"{name} needs a Hugging Face config", f"give it with {option('config')}: config.json, its folder, or a hub id"
-        )
-    if run.recompute == "selective":
-        raise UserError(
-            f"{name} can recompute whole layers, not attention alone",
-            f"use {option('recompute', 'full')}, or leave out one of them",
-        )
-    if verify:
-        raise UserError(
-            f"{name} runs the real layers already: there is nothing to verify", f"leave out {name} or {option('verify')}"
-        )
-    if len(set(source.model.layers)) > 1:
-        raise UserError(f"{source.origin} has layers of several kinds: a few of them do not represent all", f"leave out {name}")
-    if run.tp * run.cp * run.ep * run.pp > 1:
-        raise UserError(
-            f"{name} runs whole layers and cannot split them", f"leave out {name}, or {option('tp')} and the other parallel sizes"
-        )
+        where = f"give it with {option('config')}: config.json, its folder, or a hub id"
+        raise UserError(f"{name} needs a Hugging Face config", where)
+    selective, split = run.recompute == "selective", run.tp * run.cp * run.ep * run.pp > 1
+    kinds = len(set(source.model.layers))
+    whole, sizes = option("recompute", "full"), f"{option('tp')} and the other parallel sizes"
+    for applies, message, hint in (
+        (selective, "can recompute whole layers, not attention alone", f"use {whole}, or leave out {name}"),
+        (verify, "runs the real layers already: there is nothing to verify", f"leave out {name} or {option('verify')}"),
+        (kinds > 1, f"runs a few layers for all, but {source.origin} has layers of several kinds", f"leave out {name}"),
+        (split, "runs whole layers and cannot split them", f"leave out {name}, or {sizes}"),
+    ):
+        if applies:
+            raise UserError(f"{name} {message}", hint)
     if choices.backend not in (None, "torchao", "cpu"):
         raise UserError(f"{name} runs with torchao, not with {choices.backend}", f"leave out {option('backend')}")
     return choices if choices.backend or choices.device == "cpu" else replace(choices, backend="torchao")
-
-
-def _times(predicted: StepRun, real: StepRun | None, as_deep: StepRun | None, subject: RankWorkload) -> StepTimes:
-    summed = totals(subject.workload, subject.run, subject.source.model)
-    tokens = subject.run.tokens * subject.run.gradient_accumulation
-    others = [run.results if run is not None else None for run in (real, as_deep)]
-    return step_times(predicted.results, predicted.recipes, summed, tokens, *others)
 
 
 def _ended(predicted: StepRun, *, interrupted: bool) -> list[Finding]:
@@ -282,14 +264,10 @@ def _ended(predicted: StepRun, *, interrupted: bool) -> list[Finding]:
     return [finding("step-interrupted" if predicted.results.any_samples() else "step-interrupted-early")]
 
 
-def _failures(runs: Sequence[StepRun], times: StepTimes) -> list[Finding]:
+def _failures(results: Sequence[VariantResult], times: StepTimes) -> list[Finding]:
     """Variants that failed beside recipes that have a step: at another depth, of the real model, of a mixed plan."""
-    return [
-        finding("variant-not-measured", variant=result.variant.name, reason=result.failure)
-        for run in runs
-        for result in run.results.variants.values()
-        if result.failure and result.variant.recipe not in times.failures
-    ]
+    failed = [result for result in results if result.failure and result.variant.recipe not in times.failures]
+    return [finding("variant-not-measured", variant=result.variant.name, reason=result.failure) for result in failed]
 
 
 def _extrapolated(depth: int, layers: int, times: StepTimes) -> list[Finding]:
@@ -297,11 +275,6 @@ def _extrapolated(depth: int, layers: int, times: StepTimes) -> list[Finding]:
         return []
     of_stack = [finding("parts-of-stack", depth=depth)] if any(time.parts_ms for time in times.recipes) else []
     return [finding("step-extrapolated", layers=layers, depth=depth, half=max(1, depth // 2)), *of_stack]
-
-
-def _clocked(states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The states that tell a clock: there is none on the CPU."""
-    return [state for state in states if state.get("sm_mhz")]
 
 
 def _seconds(runs: Sequence[StepRun]) -> dict[str, float]:

@@ -77,7 +77,5 @@ def command(
         reporter=app.progress.Console(),
     )
     deliver(result, outputs)
-    if result.interrupted:
-        raise typer.Exit(130)
-    if not result.step.recipes:
-        raise typer.Exit(1)
+    if result.interrupted or not result.step.recipes:
+        raise typer.Exit(130 if result.interrupted else 1)

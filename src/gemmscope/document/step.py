@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from gemmscope import units
 from gemmscope.document.charts import Point
 from gemmscope.document.common import batch_lines, command_facts, machine_facts, model_facts, subject
-from gemmscope.document.measured import clock_facts, sample_text
+from gemmscope.document.linear_charts import clock_facts, samples_text
 from gemmscope.document.model import Advice, Block, CurveChart, Document, Message, Section
 from gemmscope.document.step_parts import cost_table, step_answer, step_chart, step_speedups, step_table, waterfalls
 from gemmscope.document.table import Cell, Facts, Table, columns
@@ -46,10 +46,7 @@ def step_document(result: StepResult, name: str = "") -> Document:
         sections=tuple(_sections(result)),
         messages=tuple(map(Message.of, shown)),
         advice=_advice(result.recommendation) if result.recommendation is not None else None,
-        facts={
-            "Method": _method(result),
-            "Environment": machine_facts(result.environment, result.device, result.versions),
-        },
+        facts={"Method": _method(result), "Environment": machine_facts(result.environment, result.device, result.versions)},
         speedups=step_speedups(result.step, result.where),
         next_command=NEXT if result.step.recipes else "",
         name=name,
@@ -64,7 +61,7 @@ def _sections(result: StepResult) -> list[Section]:
         "The training step": (step_table(times) if times.recipes else None, chart),
         "From the GEMMs to the step": waterfalls(times),
         "Verification": (_verified(times.recipes),),
-        "Cost": (cost_table(times, note=COST_NOTE),),
+        "Cost": (cost_table(times, COST_NOTE),),
         "Break-even": (_break_even(result),),
     }
     sections = [Section(title, tuple(block for block in group if block is not None)) for title, group in blocks.items()]
@@ -101,18 +98,15 @@ def _advice(recommended: Recommendation) -> Advice:
 def _hover(result: StepResult) -> dict[tuple[str, str], Facts]:
     """(recipe, part) → kernels, samples, clocks."""
     facts: dict[tuple[str, str], Facts] = {}
+    predicting = [variant for variant in result.variants if not variant.variant.real and not variant.variant.left_out]
     for name in (time.recipe for time in result.step.recipes):
-        variants = [each for each in result.variants if _predicts(each, name)]
+        variants = [variant for variant in predicting if variant.variant.recipe == name]
         states = clock_facts([state for variant in variants for state in variant.states])
-        samples = sample_text([variant.rounds_ms for variant in variants])
+        samples = samples_text([variant.rounds_ms for variant in variants])
         kernels = _kernels(variants[0]) if variants else {}
         for part in STEP_PARTS:
             facts[name, part] = (*kernels.get(part, ()), *((("steps timed", samples),) if samples else ()), *states)
     return facts
-
-
-def _predicts(result: VariantResult, name: str) -> bool:
-    return (result.variant.recipe, result.variant.real, result.variant.left_out) == (name, False, ())
 
 
 def _kernels(result: VariantResult) -> dict[str, Facts]:
@@ -134,13 +128,11 @@ def _kernels(result: VariantResult) -> dict[str, Facts]:
 
 def _verified(recipes: Sequence[StepTime]) -> Table | None:
     rows = []
-    for time in recipes:
-        if time.verified is not None:
-            unit = " ms" if time.recipe == BASELINE else "x"
-            both = [_with_interval(value, unit) for value in (time.verified.predicted, time.verified.actual)]
-            error = time.verified.error
-            agrees = Cell(AGREES[time.verified.agrees])
-            rows.append((Cell(time.recipe), Cell(f"{time.verified.depth}"), *both, Cell(f"{error:+.2%}", error), agrees))
+    for name, verified in ((time.recipe, time.verified) for time in recipes if time.verified is not None):
+        unit = " ms" if name == BASELINE else "x"
+        both = [_with_interval(value, unit) for value in (verified.predicted, verified.actual)]
+        error = Cell(f"{verified.error:+.2%}", verified.error)
+        rows.append((Cell(name), Cell(f"{verified.depth}"), *both, error, Cell(AGREES[verified.agrees])))
     heads = columns(("Recipe",), ("Layers", "Predicted [95%]", "Real [95%]", "Error", "Within intervals"))
     note = f"{BASELINE}: milliseconds of the step. Other recipes: speedup over {BASELINE}."
     return Table("Prediction compared with the real model", heads, tuple(rows), note, main=True) if rows else None
@@ -152,24 +144,21 @@ def _with_interval(value: Interval, unit: str) -> Cell:
 
 def _break_even(result: StepResult) -> CurveChart | None:
     """Speedups on smaller batches, up to this one."""
-    series: dict[str, list[Point]] = {}
+    points: dict[str, tuple[Point, ...]] = {}
     for batch in result.break_even:
         for name, speedup in batch.speedups.items():
-            series.setdefault(name, []).append(Point(batch.name, speedup, (("speedup", units.speedup(speedup)),)))
-    if not series:
-        return None
-    points = {name: tuple(each) for name, each in series.items()}
+            point = Point(batch.name, speedup, (("speedup", units.speedup(speedup)),))
+            points[name] = (*points.get(name, ()), point)
     order = tuple(time.recipe for time in result.step.recipes)
-    return CurveChart("Speedup of the step on smaller batches", "micro-batch x sequence", points, order=order)
+    title, axis = "Speedup of the step on smaller batches", "micro-batch x sequence"
+    return CurveChart(title, axis, points, order=order) if points else None
 
 
 def _method(result: StepResult) -> Facts:
     settings = result.settings
-    stack = (
-        f"all {result.layers} layers, forward, backward and optimizer, with the weights of a few"
-        if result.depth >= result.layers
-        else f"{result.layers} layers extrapolated from stacks of {result.depth} and {max(1, result.depth // 2)}"
-    )
+    stack = f"all {result.layers} layers, forward, backward and optimizer, with the weights of a few"
+    if result.depth < result.layers:
+        stack = f"{result.layers} layers extrapolated from stacks of {result.depth} and {max(1, result.depth // 2)}"
     count = sum(len(burst) for variant in result.variants for burst in variant.rounds_ms)
     lines = [
         *model_facts(result.model, result.run, result.stage),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from gemmscope import units
 from gemmscope.document.charts import GREY, Bar, BarChart, Fall, Segment, Shade, WaterfallChart
@@ -23,7 +22,6 @@ from gemmscope.document.table import (
     speedup_cell,
     time_cell,
 )
-from gemmscope.interval import Interval
 from gemmscope.parts import STEP_PARTS, StepPart
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.linears import Winner
@@ -31,28 +29,22 @@ from gemmscope.results.step import StepTime, StepTimes
 from gemmscope.step.findings import named_verdict
 
 COLORED = [part for part in STEP_PARTS if part != "quantization"][:8]  # quantization is hatched, what follows is grey
-TRAINING_STEP = "training step"
 
 
-def _title(times: StepTimes, prefix: str, text: str) -> str:
+def _title(times: StepTimes, text: str, prefix: str = "") -> str:
     return f"{prefix}{'FORECAST: ' if times.origin == 'forecast' else ''}{text}"
-
-
-def _interval(times: StepTimes) -> str:
-    return "95%" if times.origin == "measured" else "90%"
 
 
 # --- tables --------------------------------------------------------------------------------------------------------------
 
 
-def step_table(times: StepTimes, *, prefix: str = "", main: bool = True) -> Table:
-    """A row per recipe. A column that no recipe has a number for is left out."""
-    speedup = f"Speedup [{_interval(times)}]"
-    names = ("Step ms", speedup, "Tokens/s", "Model TFLOP/s", "MFU", "GPU busy ms", "Launch ms", "Peak memory")
+def step_table(times: StepTimes) -> Table:
+    """A row per recipe of a measured step. A column that no recipe has a number for is left out."""
+    names = ("Step ms", "Speedup [95%]", "Tokens/s", "Model TFLOP/s", "MFU", "GPU busy ms", "Launch ms", "Peak memory")
     rows = [
         (
-            time_cell(time.step_ms) if times.origin == "measured" else _range_cell(time.step_ms),
-            _speedup_cell(time),
+            time_cell(time.step_ms),
+            BASELINE_CELL if time.recipe == BASELINE else FALLBACK_CELL if time.fell_back else speedup_cell(time.speedup),
             number(time.tokens_per_s, f"{time.tokens_per_s:,.0f}"),
             number(time.model_tflops, units.tflops(time.model_tflops)),
             share_cell(time.mfu),
@@ -63,58 +55,36 @@ def step_table(times: StepTimes, *, prefix: str = "", main: bool = True) -> Tabl
         for time in times.recipes
     ]
     kept = [index for index in range(len(names)) if any(row[index] != NOTHING for row in rows)]
-    return Table(
-        _title(times, prefix, "Training step of one rank"),
-        columns(("Recipe",), [names[index] for index in kept]),
-        tuple((Cell(time.recipe), *(row[index] for index in kept)) for time, row in zip(times.recipes, rows, strict=True)),
-        main=main,
-    )
+    heads = columns(("Recipe",), [names[index] for index in kept])
+    shown = [(Cell(time.recipe), *(row[index] for index in kept)) for time, row in zip(times.recipes, rows, strict=True)]
+    return Table("Training step of one rank", heads, tuple(shown), main=True)
 
 
-def _range_cell(step_ms: Interval) -> Cell:
-    """Milliseconds with their error bar."""
-    ends = [units.milliseconds(end) for end in (step_ms.low, step_ms.high) if end is not None]
-    return replace(time_cell(step_ms), text=f"{units.milliseconds(step_ms.value)} [{', '.join(ends)}]")
-
-
-def _speedup_cell(time: StepTime) -> Cell:
-    return BASELINE_CELL if time.recipe == BASELINE else FALLBACK_CELL if time.fell_back else speedup_cell(time.speedup)
-
-
-def cost_table(times: StepTimes, *, prefix: str = "", note: str = "") -> Table | None:
+def cost_table(times: StepTimes, note: str = "") -> Table | None:
     """Days, GPU-hours and money of the full run, if that was requested."""
     costs = [(time.recipe, time.cost) for time in times.recipes if time.cost is not None]
-    rows = tuple(
-        (Cell(name), amount_cell(cost.days), amount_cell(cost.gpu_hours), amount_cell(cost.money)) for name, cost in costs
-    )
-    heads = columns(("Recipe",), (f"Days [{_interval(times)}]", "GPU-hours", "Money"))
-    return Table(_title(times, prefix, "Cost of the full run"), heads, rows, note, main=True) if rows else None
+    rows = tuple((Cell(name), *map(amount_cell, (cost.days, cost.gpu_hours, cost.money))) for name, cost in costs)
+    interval = "95%" if times.origin == "measured" else "90%"
+    heads = columns(("Recipe",), (f"Days [{interval}]", "GPU-hours", "Money"))
+    return Table(_title(times, "Cost of the full run"), heads, rows, note, main=True) if rows else None
 
 
 # --- charts --------------------------------------------------------------------------------------------------------------
 
 
 def step_chart(
-    times: StepTimes,
-    *,
-    prefix: str = "",
-    layers_run: int | None = None,
-    hover: Mapping[tuple[str, str], Facts] = {},
+    times: StepTimes, *, prefix: str = "", layers_run: int | None = None, hover: Mapping[tuple[str, str], Facts] = {}
 ) -> BarChart | None:
     """The step of every recipe, part by part. `layers_run`: how many layers the parts are of, if not all."""
     if not times.recipes:
         return None
-    if not any(time.parts_ms for time in times.recipes):
-        return BarChart(_title(times, prefix, "Time of a step"), "ms per step", tuple(map(_whole_bar, times.recipes)))
+    if not any(time.parts_ms for time in times.recipes):  # kernels were not profiled, as on the CPU
+        whole = [(time, Segment("whole step", time.step_ms.value, 0)) for time in times.recipes]
+        bars = tuple(Bar(time.recipe, (part,), time.speedup, baseline=time.recipe == BASELINE) for time, part in whole)
+        return BarChart(_title(times, "Time of a step", prefix), "ms per step", bars)
     note = f"Of {units.counted(layers_run, 'layer')}, as many as were run." if layers_run is not None else ""
     bars = tuple(_bar(time, hover) for time in times.recipes)
-    return BarChart(_title(times, prefix, "Where the time of a step goes"), "ms per step", bars, note)
-
-
-def _whole_bar(time: StepTime) -> Bar:
-    """A step whose kernels were not profiled, as on the CPU."""
-    whole = Segment("whole step", time.step_ms.value, 0)
-    return Bar(time.recipe, (whole,), time.speedup, baseline=time.recipe == BASELINE)
+    return BarChart(_title(times, "Where the time of a step goes", prefix), "ms per step", bars, note)
 
 
 def _bar(time: StepTime, hover: Mapping[tuple[str, str], Facts]) -> Bar:
@@ -141,7 +111,7 @@ def waterfalls(times: StepTimes, *, prefix: str = "") -> tuple[WaterfallChart, .
     """From the speedup of the GEMMs alone to that of the step, for every recipe."""
     return tuple(
         WaterfallChart(
-            _title(times, prefix, f"From GEMMs to step: {time.recipe}"),
+            _title(times, f"From GEMMs to step: {time.recipe}", prefix),
             time.recipe,
             BASELINE,
             tuple(Fall(level.part, level.baseline_ms, level.recipe_ms, level.speedup) for level in time.waterfall),
@@ -197,15 +167,12 @@ def _because(best: StepTime, valid: list[StepTime]) -> list[str]:
         lines.append(f"Other recipes: {', '.join(others)}.")
     if best.verified is not None:
         real, error = units.speedup(best.verified.actual), best.verified.error
-        lines.append(
-            f"The real model with {units.counted(best.verified.depth, 'layer')} has a speedup of {real}; "
-            f"the prediction is off by {error:+.1%}."
-        )
+        layers = units.counted(best.verified.depth, "layer")
+        lines.append(f"The real model with {layers} has a speedup of {real}; the prediction is off by {error:+.1%}.")
     return lines
 
 
 def step_speedups(times: StepTimes, where: str) -> tuple[NamedSpeedup, ...]:
     """To show beside those of other runs."""
-    return tuple(
-        NamedSpeedup(where, TRAINING_STEP, time.recipe, time.speedup) for time in times.recipes if time.speedup is not None
-    )
+    known = [(time.recipe, time.speedup) for time in times.recipes if time.speedup is not None]
+    return tuple(NamedSpeedup(where, "training step", name, speedup) for name, speedup in known)

@@ -28,8 +28,7 @@ def step_times(
 ) -> StepTimes:
     """The answer. `real`: what `--verify` measured; `as_deep`: the prediction of as many layers, if it did not run all."""
     gpu = spec_of(str(measurements.hello.get("device", {}).get("name", "")))
-    baseline = measurements.deepest(BASELINE)
-    slow = profiled_step(measurements, baseline) if baseline is not None else None
+    slow = profiled_step(measurements, measurements.deepest(BASELINE))
     times, failures = [], {}
     for name in names:
         result, step_ms = measurements.deepest(name), measurements.step(name)
@@ -53,8 +52,6 @@ def step_times(
             verified=_verified(as_deep or measurements, real, name) if real is not None else None,
             **explained,
         )
-        if name != BASELINE and not time.fell_back:
-            time = time.model_copy(update={"speedup": measurements.speedup(name)})
         times.append(time)
     return _compared(StepTimes(origin="measured", recipes=tuple(times), failures=failures), measurements)
 
@@ -71,17 +68,17 @@ def _compared(times: StepTimes, measurements: StepMeasurements) -> StepTimes:
     """With the speedups of every recipe over every other one, and the winner; a fallback takes no part in it."""
     names = [time.recipe for time in times.recipes if not time.fell_back]
     ratios = {(name, over): measurements.speedup(name, over=over) for name, over in permutations(names, 2)}
-    speedups = tuple(
-        Speedup(recipe=name, over=over, speedup=ratio) for (name, over), ratio in ratios.items() if ratio is not None
-    )
-    over_baseline = {name: ratio for (name, over), ratio in ratios.items() if over == BASELINE and ratio is not None}
-    winner = find_winner(over_baseline, lambda name, over: ratios[name, over]) if BASELINE in names else None
-    return times.model_copy(update={"speedups": speedups, "winner": winner})
+    known = {pair: ratio for pair, ratio in ratios.items() if ratio is not None}
+    speedups = tuple(Speedup(recipe=name, over=over, speedup=ratio) for (name, over), ratio in known.items())
+    over_baseline = {name: ratio for (name, over), ratio in known.items() if over == BASELINE}
+    winner = find_winner(over_baseline, lambda name, over: known.get((name, over))) if BASELINE in names else None
+    recipes = [time.model_copy(update={"speedup": over_baseline.get(time.recipe)}) for time in times.recipes]
+    return times.model_copy(update={"recipes": tuple(recipes), "speedups": speedups, "winner": winner})
 
 
-def profiled_step(measurements: StepMeasurements, result: VariantResult) -> ProfiledStep | None:
+def profiled_step(measurements: StepMeasurements, result: VariantResult | None) -> ProfiledStep | None:
     """What its waterfall is made of; None where its kernels were not profiled."""
-    if not result.parts:
+    if result is None or not result.parts:
         return None
     kernels = place(result.parts, quantizes=recipe(result.variant.recipe).quantizes)
     return ProfiledStep(kernels, measurements.mean_ms(result), result.host_ms, result.busy_ms)

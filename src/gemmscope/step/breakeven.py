@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 from gemmscope.findings import Finding, finding
 from gemmscope.results.step import AtBatch
@@ -16,39 +17,24 @@ def smaller_batches(micro_batch_size: int, sequence_length: int) -> list[tuple[i
     >>> smaller_batches(8, 4096), smaller_batches(1, 1024), smaller_batches(3, 512)
     ([(1, 4096), (2, 4096), (4, 4096)], [(1, 256), (1, 512)], [(1, 512)])
     """
-    batches, size = [], micro_batch_size // 2
-    while size >= 1:
-        batches.append((size, sequence_length))
-        size //= 2
-    length = sequence_length // 2
-    while micro_batch_size == 1 and length >= LEAST_SEQUENCE:
-        batches.append((1, length))
-        length //= 2
-    return batches[::-1]
+    if micro_batch_size > 1:
+        return [(size, sequence_length) for size in _halves(micro_batch_size)]
+    return [(1, length) for length in _halves(sequence_length) if length >= LEAST_SEQUENCE]
 
 
-def wins_from(measured: Sequence[AtBatch], recipe: str) -> AtBatch | None:
-    """The smallest batch from which on it is faster than BF16 beyond its interval; None if it is not at the largest one."""
-    first = None
-    for batch in reversed(_of(measured, recipe)):
-        if not batch.speedups[recipe].above_one:
-            break
-        first = batch
-    return first
-
-
-def _of(measured: Sequence[AtBatch], recipe: str) -> list[AtBatch]:
-    """The batches that it could be measured on, the smallest first."""
-    own = [batch for batch in measured if recipe in batch.speedups]
-    return sorted(own, key=lambda batch: batch.micro_batch_size * batch.sequence_length)
+def _halves(number: int) -> list[int]:
+    """A half, a quarter and so on down to 1, the smallest first."""
+    return [number >> shift for shift in range(number.bit_length() - 1, 0, -1)]
 
 
 def break_even_finding(measured: Sequence[AtBatch], recipe: str) -> Finding:
-    """From which batch on this recipe wins."""
-    first, own = wins_from(measured, recipe), _of(measured, recipe)
-    if first is None and any(batch.speedups[recipe].above_one for batch in own):
-        return finding("break-even-not-at-largest", recipe=recipe, batch=own[-1].name)
-    if first is None:
-        return finding("break-even-never", recipe=recipe)
-    code = "break-even-at-smallest" if first == own[0] else "break-even-from"
-    return finding(code, recipe=recipe, batch=first.name)
+    """From which batch on this recipe wins: it is faster than BF16 beyond its interval, there and on every larger one."""
+    own = [batch for batch in measured if recipe in batch.speedups]
+    own.sort(key=lambda batch: -batch.micro_batch_size * batch.sequence_length)
+    wins = list(takewhile(lambda batch: batch.speedups[recipe].above_one, own))
+    if wins:
+        code = "break-even-at-smallest" if len(wins) == len(own) else "break-even-from"
+        return finding(code, recipe=recipe, batch=wins[-1].name)
+    if any(batch.speedups[recipe].above_one for batch in own):
+        return finding("break-even-not-at-largest", recipe=recipe, batch=own[0].name)
+    return finding("break-even-never", recipe=recipe)

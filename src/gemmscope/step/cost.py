@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 
 from gemmscope.errors import UserError, option
 from gemmscope.interval import Interval
 from gemmscope.model.spec import RunSpec
 from gemmscope.results.step import Cost
-
-PRICE_HINT = f"the price of one GPU-hour, for example {option('price', 2.5)}"
 
 
 @dataclass(frozen=True)
@@ -21,14 +20,14 @@ class Budget:
     price: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.tokens < float("inf"):
-            raise UserError(
-                f"{option('tokens', f'{self.tokens:g}')} is not a number of tokens", f"for example {option('tokens', '1e12')}"
-            )
+        if not 0 < self.tokens < inf:
+            tokens = option("tokens", f"{self.tokens:g}")
+            raise UserError(f"{tokens} is not a number of tokens", f"for example {option('tokens', '1e12')}")
         if self.gpus < 1:
             raise UserError(f"{option('gpus', self.gpus)} is invalid: it must be 1 or more", f"for example {option('gpus', 256)}")
-        if self.price is not None and not 0 <= self.price < float("inf"):
-            raise UserError(f"{option('price', f'{self.price:g}')} is not a price", PRICE_HINT)
+        if self.price is not None and not 0 <= self.price < inf:
+            price = option("price", f"{self.price:g}")
+            raise UserError(f"{price} is not a price", f"the price of one GPU-hour, for example {option('price', 2.5)}")
 
     @classmethod
     def asked(cls, tokens: float | None, gpus: int | None, price: float | None) -> Budget | None:
@@ -49,17 +48,14 @@ class Budget:
     def replicas(self, run: RunSpec) -> int:
         """How many copies of the model the GPUs hold; experts are shared among `ep` of them."""
         group = run.tp * run.cp * run.pp
-        if self.gpus % group:
-            raise UserError(
-                f"{self.gpus} GPUs do not divide into groups of {group} (tp x cp x pp)",
-                f"for example {option('gpus', group * 8)}",
-            )
-        if (self.gpus // group) % run.ep:
-            raise UserError(
-                f"{self.gpus // group} replicas do not divide into the {run.ep} that share the experts",
-                f"for example {option('gpus', group * run.ep)}",
-            )
-        return self.gpus // group
+        replicas, rest = divmod(self.gpus, group)
+        if rest:
+            message = f"{self.gpus} GPUs do not divide into groups of {group} (tp x cp x pp)"
+            raise UserError(message, f"for example {option('gpus', group * 8)}")
+        if replicas % run.ep:
+            message = f"{replicas} replicas do not divide into the {run.ep} that share the experts"
+            raise UserError(message, f"for example {option('gpus', group * run.ep)}")
+        return replicas
 
 
 def cost(step: Interval, run: RunSpec, budget: Budget) -> Cost:

@@ -17,8 +17,6 @@ from gemmscope.measure.stats import Bursts, Floats, Noise, interval_of, noise_of
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.step import Variant, VariantResult
 
-NOTHING_LEFT_OUT: tuple[str, ...] = ()
-
 
 class StepMeasurements:
     """All variants of a run by their name. `pieces`: the bursts of each, cut into pieces as statistics need them."""
@@ -68,7 +66,7 @@ class StepMeasurements:
         must hold for the steps of another process too, which begin in another state."""
         return noise_of((self.pieces[name] for name, result in self.variants.items() if result.measured), swings=False)
 
-    def of(self, recipe: str, left_out: tuple[str, ...] = NOTHING_LEFT_OUT, *, real: bool = False) -> list[VariantResult]:
+    def of(self, recipe: str, left_out: tuple[str, ...] = (), *, real: bool = False) -> list[VariantResult]:
         """The variants of one plan, the deepest first."""
         chosen = [
             result
@@ -86,20 +84,18 @@ class StepMeasurements:
         flat = [piece for burst in self.pieces[result.variant.name] for piece in burst]
         return sum(flat) / len(flat)
 
-    def step(self, recipe: str, left_out: tuple[str, ...] = NOTHING_LEFT_OUT, *, real: bool = False) -> Interval | None:
+    def step(self, recipe: str, left_out: tuple[str, ...] = (), *, real: bool = False) -> Interval | None:
         """Milliseconds of the whole model's step (`real`: of the depth that was run)."""
         bursts, weights = self._line(self.of(recipe, left_out, real=real))
-        if not bursts:
-            return None
-        return interval_of(bursts, lambda means: _weighted(weights, means), self.noise(), 0)
+        return interval_of(bursts, lambda means: _weighted(weights, means), self.noise(), 0) if bursts else None
 
     def speedup(
         self,
         recipe: str,
-        left_out: tuple[str, ...] = NOTHING_LEFT_OUT,
+        left_out: tuple[str, ...] = (),
         *,
         over: str = BASELINE,
-        over_left_out: tuple[str, ...] = NOTHING_LEFT_OUT,
+        over_left_out: tuple[str, ...] = (),
         real: bool = False,
     ) -> Interval | None:
         """The step's speedup over another plan."""
@@ -116,15 +112,15 @@ class StepMeasurements:
 
     def extrapolated(self, recipe: str, quantity: Callable[[VariantResult], float | None]) -> float | None:
         """A quantity of the whole model: as it was measured, or on the line through two depths."""
-        results = [result for result in self.of(recipe) if result.measured]
-        values = [quantity(result) for result in results]
-        known = [value for value in values if value is not None]
-        if not values or len(known) < len(values):
+        points = [(result.variant.depth, quantity(result)) for result in self.of(recipe) if result.measured]
+        known = [(depth, value) for depth, value in points if value is not None]
+        if not points or len(known) < len(points):
             return None
-        if results[0].variant.depth == self.layers or len(results) == 1:
-            return known[0]
-        depths = [result.variant.depth for result in results]
-        return known[0] + (known[0] - known[1]) * (self.layers - depths[0]) / (depths[0] - depths[1])
+        deep, at_deep = known[0]
+        if deep == self.layers or len(known) == 1:
+            return at_deep
+        shallow, at_shallow = known[1]
+        return at_deep + (at_deep - at_shallow) * (self.layers - deep) / (deep - shallow)
 
     def _line(self, results: list[VariantResult]) -> tuple[list[Bursts], list[float]]:
         """What to add up, with which weights, to get the whole model's step; nothing if a part is missing."""

@@ -7,12 +7,15 @@ uses. Layers that share a slot share its memory, not its gradients: every layer 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from itertools import accumulate, cycle
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
-from gemmscope.model.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RunSpec
+from gemmscope.model.spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RunSpec
 from gemmscope.workload import sharding
 from gemmscope.workload.derive import derive
 
@@ -85,21 +88,10 @@ class StackPlan:
         """Every layer with weights of its own: the real model."""
         return replace(self, slots=tuple(range(self.depth)))
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> StackPlan:
-        """The inverse of `to_json`.
-
-        >>> plan = StackPlan(64, (), (), NormSpec(), None, False, False, 1, 16)
-        >>> StackPlan.from_json(plan.to_json()) == plan
-        True
-        """
-        layers = tuple(_layer_from(layer) for layer in data["layers"])
-        plain = {**data, "layers": layers, "norm": NormSpec(**data["norm"])}
-        plain |= {name: tuple(data[name]) for name in ("slots", "expert_rows")}
-        return StackPlan(**plain)
+        """The inverse of `dataclasses.asdict`, after JSON has made lists of its tuples."""
+        return TypeAdapter(StackPlan).validate_python(data)
 
 
 def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[Finding]]:
@@ -114,9 +106,8 @@ def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[Finding]]
     first, last = sharding.stage_layers(model, run)[stage]
     chosen = model.layers[first:last]
     if not chosen:
-        raise UserError(
-            f"pipeline stage {stage} holds no layer: its step has nothing to gain", f"choose another with {option('pp_stage')}"
-        )
+        message = f"pipeline stage {stage} holds no layer: its step has nothing to gain"
+        raise UserError(message, f"choose another with {option('pp_stage')}")
     embeds, heads = stage == 0, stage == run.pp - 1
     vocab = sharding.padded_vocab(model.vocab_size, run) // run.tp if model.vocab_size is not None else None
     layers = tuple(_of_rank(layer, run) for layer in chosen)
@@ -132,15 +123,16 @@ def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[Finding]]
         tied_embeddings=model.tied_embeddings and embeds and heads,
         head_bias=model.head_bias,
         micro_batch_size=run.micro_batch_size,
-        sequence_length=run.sequence_length // run.cp,
-        expert_rows=tuple(_padded(rows) for rows in sharding.expert_rows(moe, run)) if moe is not None else (),
+        sequence_length=run.sequence_length,
+        expert_rows=tuple(max(16, rows) for rows in sharding.expert_rows(moe, run)) if moe is not None else (),
         accumulation=run.gradient_accumulation,
         recompute=run.recompute,
     )
-    return plan, _differences(model, run, chosen)
+    padded = plan.padded(16)  # low-precision GEMMs need a multiple of 16 tokens: frameworks pad each expert's
+    return padded, _differences(model, run, chosen)
 
 
-def share_weights(layers: tuple[LayerSpec, ...], most: int = MOST_WEIGHTS) -> tuple[int, ...]:
+def share_weights(layers: tuple[LayerSpec, ...]) -> tuple[int, ...]:
     """Which weights each layer uses: those of a few layers in turn, at least one of every kind.
 
     >>> a, b = "dense", "MoE"
@@ -148,47 +140,28 @@ def share_weights(layers: tuple[LayerSpec, ...], most: int = MOST_WEIGHTS) -> tu
     ((0, 1, 2, 3, 0, 1), (0, 1, 2, 3, 1, 2))
     """
     kinds = list(dict.fromkeys(layers))
-    if len(kinds) > most:
+    if len(kinds) > MOST_WEIGHTS:
         raise UserError(
-            f"the model has {len(kinds)} kinds of layers, and a stack holds the weights of {most} at most",
+            f"the model has {len(kinds)} kinds of layers, and a stack holds the weights of {MOST_WEIGHTS} at most",
             f"choose a pipeline stage with fewer kinds: {option('pp')} and {option('pp_stage')}",
         )
-    held = dict.fromkeys(kinds, 1)
-    for _ in range(most - len(kinds)):  # one more for the kind with most layers for each that it holds
-        growing = max(kinds, key=lambda kind: layers.count(kind) / held[kind])
-        held[growing] += 1 if held[growing] < layers.count(growing) else 0
-    offsets, used = {}, 0
-    for kind in kinds:
-        offsets[kind] = used
-        used += held[kind]
-    seen = dict.fromkeys(kinds, 0)
-    slots = []
-    for layer in layers:
-        slots.append(offsets[layer] + seen[layer] % held[layer])
-        seen[layer] += 1
-    return tuple(slots)
+    sizes = dict.fromkeys(kinds, 1)
+    for _ in range(MOST_WEIGHTS - len(kinds)):  # one more for the kind with most layers for each slot that it has
+        growing = max(kinds, key=lambda kind: layers.count(kind) / sizes[kind])
+        sizes[growing] += 1 if sizes[growing] < layers.count(growing) else 0
+    ends = accumulate(sizes.values())
+    slots = {kind: cycle(range(end - sizes[kind], end)) for kind, end in zip(kinds, ends, strict=True)}
+    return tuple(next(slots[layer]) for layer in layers)
 
 
 def _of_rank(layer: LayerSpec, run: RunSpec) -> LayerSpec:
     """A layer with the heads and widths that one tensor-parallel rank holds."""
-    attention = replace(
-        layer.attention, heads=layer.attention.heads // run.tp, kv_heads=max(1, layer.attention.kv_heads // run.tp)
-    )
-    if isinstance(layer.mlp, MlpSpec):
-        return replace(layer, attention=attention, mlp=_narrow(layer.mlp, run.tp))
-    shared = _narrow(layer.mlp.shared, run.tp) if layer.mlp.shared is not None else None
-    return replace(
-        layer, attention=attention, mlp=replace(layer.mlp, expert=_narrow(layer.mlp.expert, run.expert_tp), shared=shared)
-    )
-
-
-def _padded(rows: int) -> int:
-    """Low-precision GEMMs need a multiple of 16 tokens: frameworks pad each expert's.
-
-    >>> _padded(33), _padded(0)
-    (48, 16)
-    """
-    return max(16, -(-rows // 16) * 16)
+    whole, mlp = layer.attention, layer.mlp
+    attention = replace(whole, heads=whole.heads // run.tp, kv_heads=max(1, whole.kv_heads // run.tp))
+    if isinstance(mlp, MlpSpec):
+        return replace(layer, attention=attention, mlp=_narrow(mlp, run.tp))
+    shared = _narrow(mlp.shared, run.tp) if mlp.shared is not None else None
+    return replace(layer, attention=attention, mlp=replace(mlp, expert=_narrow(mlp.expert, run.expert_tp), shared=shared))
 
 
 def _narrow(mlp: MlpSpec, parts: int) -> MlpSpec:
@@ -198,7 +171,10 @@ def _narrow(mlp: MlpSpec, parts: int) -> MlpSpec:
 def _differences(model: ModelSpec, run: RunSpec, layers: tuple[LayerSpec, ...]) -> list[Finding]:
     """What the stack does not run as the model does."""
     attentions = [layer.attention for layer in layers]
-    blocks = [block for layer in layers for block in _feed_forward(layer)]
+    mlps = [layer.mlp for layer in layers]
+    blocks = [
+        block for mlp in mlps for block in ((mlp.expert, mlp.shared) if isinstance(mlp, MoeSpec) else (mlp,)) if block is not None
+    ]
     norms = sorted({layer.norms for layer in layers} - {2})
     unknown = list(dict.fromkeys(block.activation for block in blocks if activation_kind(block.activation) is None))
     conditions = {
@@ -217,13 +193,6 @@ def _differences(model: ModelSpec, run: RunSpec, layers: tuple[LayerSpec, ...]) 
     return [finding(code, **facts.get(code, {})) for code, applies in conditions.items() if applies]
 
 
-def _feed_forward(layer: LayerSpec) -> list[MlpSpec]:
-    """Its feed-forward blocks: one, or an expert and the shared one."""
-    if isinstance(layer.mlp, MlpSpec):
-        return [layer.mlp]
-    return [layer.mlp.expert, *([layer.mlp.shared] if layer.mlp.shared is not None else [])]
-
-
 ACTIVATION_KINDS = {"silu": "silu", "swish": "silu", "relu": "relu", "relu2": "relu2", "quick_gelu": "quick_gelu"}
 EXACT_GELUS = ("gelu", "gelu_python")
 
@@ -237,15 +206,3 @@ def activation_kind(name: str) -> str | None:
     if name.startswith("gelu"):
         return "gelu" if name in EXACT_GELUS else "tanh gelu"
     return ACTIVATION_KINDS.get(name)
-
-
-def _layer_from(data: Mapping[str, Any]) -> LayerSpec:
-    attention = dict(data["attention"])
-    attention["latent"] = LatentSpec(**attention["latent"]) if attention["latent"] else None
-    mlp = data["mlp"]
-    if "experts" in mlp:
-        shared = MlpSpec(**mlp["shared"]) if mlp["shared"] else None
-        made: MlpSpec | MoeSpec = MoeSpec(**{**mlp, "expert": MlpSpec(**mlp["expert"]), "shared": shared})
-    else:
-        made = MlpSpec(**mlp)
-    return LayerSpec(AttentionSpec(**attention), made, data["norms"])

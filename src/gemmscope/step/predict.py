@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from gemmscope.errors import UserError, option
@@ -49,6 +50,7 @@ class StepRun:
     on_message: Callable[[dict[str, Any], StepMeasurements], None] = lambda *_: None
     results: StepMeasurements = field(init=False)
     seconds: float = field(init=False, default=0.0)  # of the whole run
+    counts: None = field(init=False, default=None)  # a step has no fixed number of runs
     findings: list[Finding] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -71,43 +73,37 @@ class StepRun:
         return self.settings.silence_s * max(1.0, self.plan.accumulation / 4)
 
     @property
-    def counts(self) -> None:
-        """A step has no fixed number of runs."""
-        return None
-
-    @property
     def fingerprint(self) -> str:
         variants = [variant.to_json() for variant in self._variants(self.first_depth)]
         settings = {key: value for key, value in asdict(self.settings).items() if key != "seed"}
-        content = json.dumps([settings, self.plan.to_json(), variants, self.config], sort_keys=True)
+        content = json.dumps([settings, asdict(self.plan), variants, self.config], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def run(self) -> StepMeasurements:
         """Measure until the rule is met, at the largest depth that fits."""
-        begin = time.monotonic()
+        begin, depth = time.monotonic(), self.first_depth
         try:
-            return self._run()
+            number = self.journal.begin(self.fingerprint, list(self.command))
+            while not self._try(number, depth):
+                depth = self._shallower(depth)
+            self.journal.finish(number)
         finally:
             self.seconds = time.monotonic() - begin
-
-    def _run(self) -> StepMeasurements:
-        number = self.journal.begin(self.fingerprint, list(self.command))
-        depth = self.first_depth
-        while not self._try(number, depth):
-            if depth <= LEAST_DEPTH:
-                raise UserError(
-                    f"the model does not fit into this GPU's memory even with {depth} of its layers",
-                    f"use a smaller {option('micro_batch_size')} or {option('sequence_length')}, {option('recompute', 'full')}, "
-                    f"or split it with {option('tp')}",
-                )
-            smaller = max(int(depth * SHRINK), LEAST_DEPTH)
-            self.findings.append(
-                finding("real-model-shallower" if self.real else "stack-shallower", depth=depth, smaller=smaller)
-            )
-            depth = smaller
-            self.results = StepMeasurements(self._variants(depth), self.plan.depth)
-        self.journal.finish(number)
         return self.results
+
+    def _shallower(self, depth: int) -> int:
+        """The next depth to try, when memory does not suffice for this one."""
+        if depth <= LEAST_DEPTH:
+            raise UserError(
+                f"the model does not fit into this GPU's memory even with {depth} of its layers",
+                f"use a smaller {option('micro_batch_size')} or {option('sequence_length')}, {option('recompute', 'full')}, "
+                f"or split it with {option('tp')}",
+            )
+        smaller = max(int(depth * SHRINK), LEAST_DEPTH)
+        code = "real-model-shallower" if self.real else "stack-shallower"
+        self.findings.append(finding(code, depth=depth, smaller=smaller))
+        self.results = StepMeasurements(self._variants(smaller), self.plan.depth)
+        return smaller
 
     def _try(self, number: int, depth: int) -> bool:
         """Measure one depth. False if memory does not suffice for one variant: all are then measured at another depth."""
@@ -115,10 +111,7 @@ class StepRun:
         while left:
             with suppress(_CrowdedError), Link("gemmscope.step.worker") as link:
                 death = link.converse(
-                    self._request(left),
-                    silence_s=self.silence_s,
-                    note=lambda message: self._note(number, message),
-                    enough=self._enough,
+                    self._request(left), silence_s=self.silence_s, note=partial(self._note, number), enough=self._enough
                 )
             if self._crowded():
                 return False
@@ -126,7 +119,7 @@ class StepRun:
                 return True
             if self.rule.ended and all(result.measured or result.failure for result in self.results.variants.values()):
                 # everything was timed; only the profile is missing
-                self._note(number, finding_message("kernels-not-profiled", reason=death.why))
+                self._note(number, _finding_message("kernels-not-profiled", death.why))
                 return True
             at = death.task or left[0].name
             if not self.results.variants[at].failure:
@@ -138,7 +131,7 @@ class StepRun:
         plain = {key: value for key, value in asdict(self.settings).items() if key != "silence_s"}
         plain |= {"host": self.settings.host and not self.real, "profile": not self.real}  # a real model is only timed
         config = dict(self.config) if self.config is not None else None
-        return {**plain, "plan": self.plan.to_json(), "config": config, "variants": [variant.to_json() for variant in variants]}
+        return {**plain, "plan": asdict(self.plan), "config": config, "variants": [variant.to_json() for variant in variants]}
 
     def _crowded(self) -> bool:
         return any(result.failure_kind == "out of memory" for result in self.results.variants.values())
@@ -146,8 +139,8 @@ class StepRun:
     def _note(self, number: int, message: dict[str, Any]) -> None:
         if message["type"] == "samples" and not self.results.any_samples():
             self.rule.restart()  # the time limit does not include loading and building
-        trouble = self.journal.write(number, message)
-        for received in (message, *([finding_message("journal-incomplete", reason=trouble)] if trouble else [])):
+        problem = self.journal.write(number, message)
+        for received in (message, *([_finding_message("journal-incomplete", problem)] if problem else [])):
             self.results.take(received)
             self.on_message(received, self.results)
         if self._crowded():
@@ -166,6 +159,6 @@ class StepRun:
         return max((interval.half_width for interval in intervals if interval is not None), default=None)
 
 
-def finding_message(code: str, **facts: str) -> dict[str, Any]:
+def _finding_message(code: str, reason: str) -> dict[str, Any]:
     """A finding as the worker sends them, so that it is recorded as theirs are."""
-    return {"type": "finding", "code": code, "facts": facts}
+    return {"type": "finding", "code": code, "facts": {"reason": reason}}

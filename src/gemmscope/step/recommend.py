@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
-from gemmscope.results.step import Recommendation, StepTime, StepTimes
+from gemmscope.results.step import Recommendation, StepTimes
 from gemmscope.results.winner import find_winner
 from gemmscope.step.emit import ready_to_paste
 from gemmscope.step.measurements import StepMeasurements
@@ -40,47 +41,30 @@ class Plan:
         return self.recipe + (f" with {' and '.join(self.left_out)} in {BASELINE}" if self.left_out else "")
 
 
-@dataclass(frozen=True)
-class BlockTimes:
-    """One block of all layers: milliseconds of a step in BF16 and in the recipe."""
-
-    block: str
-    baseline_ms: float
-    recipe_ms: float
-
-    @property
-    def loses(self) -> bool:
-        return self.recipe_ms > self.baseline_ms * (1 + MARGIN)
+def block_ms(measurements: StepMeasurements, recipe: str) -> dict[str, float]:
+    """Milliseconds of every block of all layers, forward and backward; nothing where kernels were not profiled."""
+    result = next((result for result in measurements.of(recipe) if result.parts), None)
+    sums: dict[str, float] = {}
+    for kernel in place(result.parts) if result is not None else ():
+        if kernel.block in LINEARS:
+            block = MODULE_OF.get(kernel.block, kernel.block)
+            sums[block] = sums.get(block, 0.0) + kernel.time_us / 1000
+    return sums
 
 
-def block_times(measurements: StepMeasurements, recipe: str) -> list[BlockTimes]:
-    """Every block of the layers, forward and backward, in BF16 and in the recipe; nothing where kernels were not profiled."""
-    sides = []
-    for name in (BASELINE, recipe):
-        result = next((result for result in measurements.of(name) if result.parts), None)
-        if result is None:
-            return []
-        sums: dict[str, float] = {}
-        for kernel in place(result.parts):
-            if kernel.block in LINEARS:
-                block = MODULE_OF.get(kernel.block, kernel.block)
-                sums[block] = sums.get(block, 0.0) + kernel.time_us / 1000
-        sides.append(sums)
-    return [BlockTimes(block, sides[0][block], sides[1].get(block, 0.0)) for block in LEAVABLE if block in sides[0]]
-
-
-def as_requested(times: StepTimes) -> list[StepTime]:
-    """The recipes whose GEMMs ran in their precision: a fallback is not a speedup, and is never recommended."""
-    return [time for time in times.recipes if not time.fell_back]
+def losing_blocks(measurements: StepMeasurements, recipe: str) -> tuple[str, ...]:
+    """The blocks that take longer in the recipe than in BF16."""
+    baseline_ms, recipe_ms = block_ms(measurements, BASELINE), block_ms(measurements, recipe)
+    return tuple(block for block in LEAVABLE if recipe_ms.get(block, 0.0) > baseline_ms.get(block, inf) * (1 + MARGIN))
 
 
 def candidate(measurements: StepMeasurements, times: StepTimes) -> Plan | None:
-    """A mixed plan that could beat every single recipe; None if no block loses, or all do."""
-    others = [time for time in as_requested(times) if time.recipe != BASELINE]
+    """A mixed plan that could beat every single recipe; None if no block loses, or all do. A fallback is never its recipe."""
+    others = [time for time in times.recipes if time.recipe != BASELINE and not time.fell_back]
     if not others:
         return None
     best = min(others, key=lambda time: time.step_ms.value).recipe  # though BF16 is faster, it may win without blocks that lose
-    losing = tuple(block.block for block in block_times(measurements, best) if block.loses)
+    losing = losing_blocks(measurements, best)
     return Plan(best, losing) if losing and len(losing) < len(LEAVABLE) else None
 
 
@@ -97,10 +81,7 @@ def recommend(measurements: StepMeasurements, plans: Sequence[Plan]) -> Recommen
     speedups = {name: measurements.speedup(plan.recipe, plan.left_out) for name, plan in by_name.items() if name != BASELINE}
     winner = find_winner({name: speedup for name, speedup in speedups.items() if speedup is not None}, ratio)
     best = by_name.get(winner.best, Plan(winner.best))
+    texts = ready_to_paste(best.recipe, best.left_out)
     return Recommendation(
-        recipe=best.recipe,
-        left_out=best.left_out,
-        speedup=winner.speedup,
-        rivals=winner.rivals,
-        ready_to_paste=ready_to_paste(best.recipe, best.left_out),
+        recipe=best.recipe, left_out=best.left_out, speedup=winner.speedup, rivals=winner.rivals, ready_to_paste=texts
     )

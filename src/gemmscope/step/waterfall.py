@@ -21,14 +21,9 @@ from gemmscope.workload.ops import Pass
 
 LINEARS = ("qkv", "attn out", "mlp", "experts", "shared expert")
 BLOCKS: dict[str, StepPart] = {
-    "attention": "attention",
-    "head": "head and loss",
-    "loss": "head and loss",
-    "embedding": "embedding",
-    "optimizer": "optimizer",
-    "router": "routing",
-    "combine": "routing",
-}
+    "attention": "attention", "head": "head and loss", "loss": "head and loss", "embedding": "embedding",
+    "optimizer": "optimizer", "router": "routing", "combine": "routing",
+}  # fmt: skip
 BY_CLASS: dict[str, StepPart] = {
     "gemm": "GEMMs", "quantize": "quantization", "update": "quantization", "attention": "attention", "optimizer": "optimizer",
     "loss": "head and loss", "embedding": "embedding",
@@ -55,19 +50,12 @@ class PlacedKernel:
             return {BLOCKS[self.block]: self.time_us}
         work = work_in_step(self.name)
         part = BY_CLASS.get(work.kernel_class, "norms and activations")
-        if part != "quantization":
-            return {part: self.time_us}
-        if not self.quantizes:
+        if part == "quantization" and not self.quantizes:
             return {"norms and activations": self.time_us}
-        if work.beside is None:
+        if part != "quantization" or work.beside is None:
             return {part: self.time_us}
         cast_us = CAST_SHARE * self.time_us
         return {part: cast_us, BY_CLASS.get(work.beside, "norms and activations"): self.time_us - cast_us}
-
-    @property
-    def fused_cast(self) -> bool:
-        """Whether it is a cast that was fused with other work."""
-        return "quantization" in self.parts and len(self.parts) > 1
 
 
 def place(parts: Sequence[ProfiledPart], *, quantizes: bool = True) -> list[PlacedKernel]:
@@ -137,13 +125,11 @@ def levels_of(slow: Mapping[StepPart, float], fast: Mapping[StepPart, float]) ->
     [2.0, 1.5]
     """
     levels, slow_ms, fast_ms = [], 0.0, 0.0
-    for part in STEP_PARTS:
-        slow_ms, fast_ms = slow_ms + slow.get(part, 0.0), fast_ms + fast.get(part, 0.0)
-        if part in slow or part in fast:
-            speedup = slow_ms / fast_ms if fast_ms else float("nan")
-            levels.append(
-                WaterfallLevel(part=part, baseline_ms=slow.get(part, 0.0), recipe_ms=fast.get(part, 0.0), speedup=speedup)
-            )
+    for part in (part for part in STEP_PARTS if part in slow or part in fast):
+        baseline_ms, recipe_ms = slow.get(part, 0.0), fast.get(part, 0.0)
+        slow_ms, fast_ms = slow_ms + baseline_ms, fast_ms + recipe_ms
+        speedup = slow_ms / fast_ms if fast_ms else float("nan")
+        levels.append(WaterfallLevel(part=part, baseline_ms=baseline_ms, recipe_ms=recipe_ms, speedup=speedup))
     return tuple(levels)
 
 
@@ -159,7 +145,8 @@ def verdict(levels: Sequence[WaterfallLevel], recipe: Recipe | None = None, plac
     name = recipe.name if recipe is not None else "this recipe"
     if recipe is not None and (fallback := fallbacks(recipe, placed)) is not None:
         return fallback
-    losses = _losses(levels)
+    drops: dict[str, float] = {level.part: before.speedup - level.speedup for before, level in pairwise(levels)}
+    losses = {part: drop for part, drop in drops.items() if drop > 0}  # how far each part reduces the speedup
     worst = max(losses, key=lambda part: losses[part]) if losses else None
     times: dict[str, float] = {level.part: level.recipe_ms for level in levels}
     step_ms, gemms, step = sum(times.values()), levels[0].speedup, levels[-1].speedup
@@ -183,14 +170,9 @@ def verdict(levels: Sequence[WaterfallLevel], recipe: Recipe | None = None, plac
 
 def _fused_casts(placed: Sequence[PlacedKernel]) -> bool:
     """Whether a good part of the casts is fused with norms or activations, so that their time is an estimate."""
-    casts_us = sum(kernel.parts.get("quantization", 0.0) for kernel in placed)
-    return sum(kernel.parts["quantization"] for kernel in placed if kernel.fused_cast) > 0.1 * casts_us
-
-
-def _losses(levels: Sequence[WaterfallLevel]) -> dict[str, float]:
-    """How far each part reduces the speedup."""
-    drops = {level.part: before.speedup - level.speedup for before, level in pairwise(levels)}
-    return {part: drop for part, drop in drops.items() if drop > 0}
+    casts = [kernel.parts for kernel in placed if "quantization" in kernel.parts]
+    fused_us = sum(parts["quantization"] for parts in casts if len(parts) > 1)
+    return fused_us > 0.1 * sum(parts["quantization"] for parts in casts)
 
 
 def fallbacks(recipe: Recipe, placed: Sequence[PlacedKernel]) -> Finding | None:
