@@ -8,13 +8,12 @@ from pathlib import Path
 
 from gemmscope.app.model import ModelRun, rank_workload
 from gemmscope.app.progress import QUIET, Reporter
-from gemmscope.compare.predicted import check_model_flops, with_prediction
+from gemmscope.compare.recorded import check_model_flops, with_prediction, with_twin
 from gemmscope.errors import UserError, option
 from gemmscope.explain.annotate import write_annotated
 from gemmscope.explain.diagnose import TraceDiagnosis, diagnose
 from gemmscope.explain.ranks import rank_findings, rank_times, slowest
 from gemmscope.explain.trace import read_trace
-from gemmscope.explain.twin import with_twin
 from gemmscope.findings import Finding, finding
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.explain import ExplainResult, RankTime
