@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 
-from gemmscope.explain.place import ORDER
+from gemmscope.explain.place import CLASSES, ORDER
 from gemmscope.explain.timeline import HOST_IDLE
 from gemmscope.explain.view import TimedWork, TraceView, add_up, in_launch_order
 from gemmscope.measure.kernels import CAST_SHARE
@@ -16,13 +16,8 @@ from gemmscope.results.explain import PrecisionTotal, StepAccount, UnknownKernel
 EXPOSED: StepPart = "exposed communication"
 HOST: StepPart = "idle, host-bound"
 IDLE: StepPart = "idle, other"
-CLASSES = (*(name for name in ORDER if name not in ("communication", "other")), EXPOSED, "other", HOST, IDLE)
-PARTS: dict[str, StepPart] = {
-    "quantization": "quantization", "attention": "attention", "norms": "norms and activations",
-    "activations": "norms and activations", "elementwise": "norms and activations", "loss": "head and loss",
-    "embedding and indexing": "embedding", "optimizer": "optimizer", "copies": "copies", "other": "other", EXPOSED: EXPOSED,
-    HOST: HOST, IDLE: IDLE,
-}  # fmt: skip
+ROWS = (*(name for name in ORDER if name not in ("communication", "other")), EXPOSED, "other", HOST, IDLE)
+PARTS: dict[str, StepPart] = {EXPOSED: EXPOSED, HOST: HOST, IDLE: IDLE, **{entry["name"]: entry["part"] for entry in CLASSES}}
 
 
 def account(view: TraceView) -> StepAccount:
@@ -35,7 +30,7 @@ def account(view: TraceView) -> StepAccount:
     idle: dict[str, float] = dict(sorted(reasons.items(), key=lambda reason: -reason[1]))
     classes[HOST] = sum(time for why, time in idle.items() if why in HOST_IDLE)
     classes[IDLE] = sum(time for why, time in idle.items() if why not in HOST_IDLE)
-    classes = {name: classes[name] for name in CLASSES if classes.get(name, 0.0) > 0}
+    classes = {name: classes[name] for name in ROWS if classes.get(name, 0.0) > 0}
     # Work that runs beyond the end of a step counts for the step in which it began.
     steps = zip(view.steps.chosen, view.by_step(), strict=True)
     own = [item for step, work in steps for item in work if step.begin <= item.work.start < step.end]

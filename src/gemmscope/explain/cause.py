@@ -9,7 +9,7 @@ from typing import Any, Literal
 from gemmscope.explain.place import LOW, UNKNOWN_PRECISION
 from gemmscope.explain.rates import GpuRates, gpu_rates
 from gemmscope.explain.view import TimedWork, TraceView, add_up
-from gemmscope.findings import Finding
+from gemmscope.findings import Fact, Finding
 from gemmscope.measure.kernels import CAST_SHARE
 from gemmscope.results.explain import Cause, StepAccount
 from gemmscope.toml import load_data
@@ -119,6 +119,10 @@ class StepEvidence:
     def ms(self, items: Iterable[TimedWork]) -> float:
         """Milliseconds per step."""
         return self.view.ms(items)
+
+    def time_facts(self, time_ms: float) -> dict[str, Fact]:
+        """A time and its share of the step, for a finding."""
+        return {"time_ms": time_ms, "share": time_ms / self.step_ms}
 
     def per_step(self, items: Sequence[Any]) -> float:
         return len(items) / self.view.count

@@ -104,7 +104,7 @@ def _eager_casts(step: StepEvidence) -> Iterator[Cause]:
     if time > 0.05 * step.step_ms and per_gemm >= EAGER_KERNELS:
         evidence = [
             finding("cause-eager-casts", kernels=step.per_step(eager), per_gemm=per_gemm),
-            finding("cause-eager-cast-time", time_ms=time, share=time / step.step_ms, gemm_ms=step.ms(step.low)),
+            finding("cause-eager-cast-time", **step.time_facts(time), gemm_ms=step.ms(step.low)),
         ]
         yield step.cause("unfused", time * (1 - COMPILED), evidence, eager, "around every converted linear")
 
@@ -116,12 +116,11 @@ def _quantization(step: StepEvidence, repeated_ms: float) -> Iterator[Cause]:
     time = step.casting_ms - eager_ms - repeated_ms
     if not compiled or step.gain_ms <= 0 or time < GAIN_LOST * step.gain_ms or eager_ms > time:
         return
-    per_gemm = len(compiled) / max(len(step.low), 1)
+    kernels, per_gemm, gemm_ms = step.per_step(compiled), len(compiled) / max(len(step.low), 1), step.ms(step.low)
     evidence = [
-        finding("cause-quantization-kernels", kernels=step.per_step(compiled), per_gemm=per_gemm, time_ms=time,
-                gemm_ms=step.ms(step.low)),
+        finding("cause-quantization-kernels", kernels=kernels, per_gemm=per_gemm, time_ms=time, gemm_ms=gemm_ms),
         finding("cause-gain-lost", gain_ms=step.gain_ms, speedup=step.ratio, share=time / step.gain_ms),
-    ]  # fmt: skip
+    ]
     fused = step.ms(item for item in compiled if item.placed.fused)
     if fused:
         evidence.append(finding("cause-fused-casts", time_ms=fused, share=CAST_SHARE))

@@ -19,15 +19,9 @@ from gemmscope.toml import load_data
 LOW = ("FP8", "MXFP8", "FP8 blocks", "FP4")
 UNKNOWN_PRECISION = "unknown precision"
 PRECISIONS = (*LOW, "BF16", "FP16", "FP32", UNKNOWN_PRECISION)
-CLASS_NAMES = {
-    "quantize": "quantization", "update": "quantization", "memory": "copies", "attention": "attention", "norm": "norms",
-    "activation": "activations", "loss": "loss", "embedding": "embedding and indexing", "optimizer": "optimizer",
-    "elementwise": "elementwise", "communication": "communication", "other": "other",
-}  # fmt: skip
-ORDER = (
-    *(f"GEMM {precision}" for precision in PRECISIONS), "quantization", "attention", "norms", "activations", "elementwise",
-    "loss", "embedding and indexing", "optimizer", "communication", "copies", "other",
-)  # fmt: skip
+CLASSES = load_data("gemmscope.explain", "classes.toml")["class"]
+CLASS_NAMES = {kernel: entry["name"] for entry in CLASSES for kernel in entry["kernels"]}
+ORDER = (*(f"GEMM {precision}" for precision in PRECISIONS), *(entry["name"] for entry in CLASSES))
 CHAIN = 14  # most kernels of one eager cast
 SCALED_GEMM = "_scaled_"  # in the names of Inductor's own GEMMs: triton_tem_fused__scaled_mm_0
 ANONYMOUS = ("elementwise", "memory", "other")

@@ -49,11 +49,8 @@ def _no_launches(step: StepEvidence) -> Iterator[Cause]:
     time = _ms(step, gaps)
     if time > WAITING * step.step_ms:
         longest = max(gaps, key=lambda gap: gap.time)
-        evidence = [
-            finding("cause-no-launches", time_ms=time, share=time / step.step_ms, gaps=step.per_step(gaps),
-                    longest_ms=longest.time / 1000),
-            *_marks_in(step, longest),
-        ]  # fmt: skip
+        times = {**step.time_facts(time), "gaps": step.per_step(gaps), "longest_ms": longest.time / 1000}
+        evidence = [finding("cause-no-launches", **times), *_marks_in(step, longest)]
         yield step.cause("elsewhere", time, evidence, (), _where(step, longest), _gap_spans(gaps, "no launches"))
 
 
@@ -64,7 +61,7 @@ def _late_launches(step: StepEvidence) -> Iterator[Cause]:
     if time <= WAITING * step.step_ms:
         return
     account, code = step.account, "host"
-    evidence = [finding("cause-late-launches", time_ms=time, share=time / step.step_ms, times=step.per_step(late))]
+    evidence = [finding("cause-late-launches", **step.time_facts(time), times=step.per_step(late))]
     in_experts = _ms(step, [gap for gap in late if gap.scope.inside(*EXPERT_NAMES)])
     syncs = _synchronizations(step)
     if syncs >= 2:
@@ -76,11 +73,10 @@ def _late_launches(step: StepEvidence) -> Iterator[Cause]:
         evidence.append(finding("cause-expert-launches", time_ms=in_experts, gemms=step.per_step(gemms), gemm_us=gemm_us))
     if syncs >= 2 and _ms(step, _gaps(step, "late launch after synchronization")) > 0.5 * time:
         code = "syncs"
-    evidence += [
-        finding("cause-launch-rate", launches=account.launches, interval_us=1000 * step.step_ms / max(account.launches, 1),
-                kernel_us=1000 * account.busy_ms / max(account.kernels, 1)),
-        finding("cause-profiler-overhead"),
-    ]  # fmt: skip
+    interval_us = 1000 * step.step_ms / max(account.launches, 1)
+    kernel_us = 1000 * account.busy_ms / max(account.kernels, 1)
+    evidence.append(finding("cause-launch-rate", launches=account.launches, interval_us=interval_us, kernel_us=kernel_us))
+    evidence.append(finding("cause-profiler-overhead"))
     yield step.cause(code, time, evidence, (), "", _gap_spans(late, "waiting for a launch"))
 
 
@@ -89,11 +85,8 @@ def _unexplained_idle(step: StepEvidence) -> Iterator[Cause]:
     gaps = _gaps(step, "launch not recorded", "other stream")
     time = _ms(step, gaps)
     if time > WAITING * step.step_ms:
-        recorded = bool(step.view.trace.launches)
-        evidence = [
-            finding("cause-idle", time_ms=time, share=time / step.step_ms, gaps=step.per_step(gaps)),
-            finding("cause-other-streams" if recorded else "launches-not-recorded"),
-        ]
+        why = finding("cause-other-streams" if step.view.trace.launches else "launches-not-recorded")
+        evidence = [finding("cause-idle", **step.time_facts(time), gaps=step.per_step(gaps)), why]
         yield step.cause("idle", time, evidence, (), "", _gap_spans(gaps, "idle"))
 
 
@@ -110,11 +103,8 @@ def _synchronizations(step: StepEvidence) -> float:
 
 def _marks_in(step: StepEvidence, gap: Gap) -> list[Finding]:
     """What a person or a data loader annotated there."""
-    names = [
-        mark.name
-        for mark in step.view.trace.marks
-        if min(mark.end, gap.end) - max(mark.start, gap.begin) > 0.5 * gap.time and not mark.name.startswith("ProfilerStep")
-    ]
+    marks = [mark for mark in step.view.trace.marks if not mark.name.startswith("ProfilerStep")]
+    names = [mark.name for mark in marks if min(mark.end, gap.end) - max(mark.start, gap.begin) > 0.5 * gap.time]
     return [finding("cause-cpu-activity", marks=list(dict.fromkeys(names)))] if names else []
 
 
@@ -139,7 +129,7 @@ def _recompute(step: StepEvidence) -> Iterator[Cause]:
         gemms = [item for item in again if item.is_gemm]
         casts = [item for item in again if item.name == "quantization"]
         evidence = [
-            finding("cause-recomputed", time_ms=time, share=time / step.step_ms),
+            finding("cause-recomputed", **step.time_facts(time)),
             finding("cause-recomputed-kernels", gemms=step.per_step(gemms), casts=step.per_step(casts)),
         ]
         high = [item for item in gemms if not item.gemm.low]
@@ -188,11 +178,11 @@ def _communication(step: StepEvidence) -> Iterator[Cause]:
     total = exposed + step.account.hidden_ms
     updates = [item for item in step.items if item.placed.facts.kernel_class == "update"]
     short = [item for item in items if item.work.time < 200 and item.mentions("AllReduce", "all_reduce")]
+    hidden_share = step.account.hidden_ms / total
     evidence = [
-        finding("cause-exposed-communication", time_ms=exposed, share=exposed / step.step_ms, total_ms=total,
-                hidden_share=step.account.hidden_ms / total),
+        finding("cause-exposed-communication", **step.time_facts(exposed), total_ms=total, hidden_share=hidden_share),
         finding("cause-collectives", count=step.per_step(items), kernels=list(main_kernels(items, 2))),
-    ]  # fmt: skip
+    ]
     spans = spans_of(items, "exposed")
     if updates and step.ms(short) > 0.6 * exposed:
         evidence.append(finding("cause-short-all-reduces", count=step.per_step(short)))
@@ -206,7 +196,7 @@ def _copies(step: StepEvidence) -> Iterator[Cause]:
     items = [item for item in step.of_class("copies") if item.mentions("HtoD", "DtoH")]
     time = step.ms(items)
     if time > WAITING * step.step_ms:
-        evidence = [finding("cause-exposed-copies", time_ms=time, share=time / step.step_ms, copies=step.per_step(items))]
+        evidence = [finding("cause-exposed-copies", **step.time_facts(time), copies=step.per_step(items))]
         yield step.cause("copies", time, evidence, items, "", spans_of(items, "only copying"))
 
 

@@ -50,14 +50,10 @@ class EventStream:
 
     def _whole(self) -> Iterator[dict[str, Any]]:
         first = self._peek()
-        if first == "[":
-            self._at += 1
-            yield from self._events(may_stop=True)
-        elif first == "{":
-            self._at += 1
-            yield from self._members()
-        else:
+        if first not in "[{":
             raise UserError(f"{self.path} is not a trace: it does not begin like JSON", HOW_TO_RECORD)
+        self._at += 1
+        yield from self._events(may_stop=True) if first == "[" else self._members()
 
     def _members(self) -> Iterator[dict[str, Any]]:
         """Members of the outermost object: `traceEvents` is streamed, the rest kept."""
@@ -79,14 +75,12 @@ class EventStream:
 
     def _events(self, *, may_stop: bool) -> Iterator[dict[str, Any]]:
         """The elements of an array; Chrome allows a bare array to end without its bracket."""
-        decode = self._decode
         while True:
-            at = _BETWEEN.match(self._buffer, self._at).end()  # type: ignore[union-attr]
+            self._at = _BETWEEN.match(self._buffer, self._at).end()  # type: ignore[union-attr]
             try:
-                value, self._at = decode(self._buffer, at)
+                value, self._at = self._decode(self._buffer, self._at)
             except (ValueError, RecursionError):  # a number of thousands of digits is a ValueError, too
-                self._at = at
-                if at < len(self._buffer) and self._buffer[at] == "]":
+                if self._buffer.startswith("]", self._at):
                     self._at += 1
                     return
                 if not self._more():
