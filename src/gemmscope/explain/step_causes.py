@@ -29,14 +29,9 @@ DILUTIONS = {"attention": (0.30, 0.15), "head": (0.30, 0.12), "optimizer": (0.25
 
 def step_causes(step: StepEvidence) -> Iterator[Cause]:
     """All causes, in no order."""
-    yield from _no_launches(step)
-    yield from _late_launches(step)
-    yield from _unexplained_idle(step)
-    yield from _recompute(step)
-    yield from _communication(step)
-    yield from _copies(step)
-    yield from _throttled(step)
-    yield from _dilution(step)
+    idle = (_no_launches, _late_launches, _unexplained_idle)
+    for search in (*idle, _recompute, _communication, _copies, _throttled, _dilution):
+        yield from search(step)
 
 
 def _gaps(step: StepEvidence, *reasons: str) -> list[Gap]:

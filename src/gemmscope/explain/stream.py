@@ -45,8 +45,10 @@ class EventStream:
                 yield from self._whole()
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise UserError(f"{self.path} is truncated or damaged: its gzip data is not complete", "copy it again") from error
-        except OSError as error:
-            raise UserError(f"{self.path} cannot be read: {error.strerror or error}", "name a trace file") from error
+        except (OSError, ValueError) as error:  # the path may hold a zero byte
+            reason = getattr(error, "strerror", None) or error
+            hint = "name a trace file, as the PyTorch profiler writes it"
+            raise UserError(f"{self.path} cannot be read: {reason}", hint) from error
 
     def _whole(self) -> Iterator[dict[str, Any]]:
         first = self._peek()
@@ -140,12 +142,7 @@ class EventStream:
 @contextmanager
 def _opened(path: Path) -> Iterator[io.TextIOBase]:
     """The text of a file, decompressed if it is gzipped, whatever its name."""
-    try:
-        raw = path.open("rb")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{path} cannot be read: {reason}", "name a trace file, as the PyTorch profiler writes it") from error
-    with raw:
+    with path.open("rb") as raw:
         reader: Any = raw
         for _ in range(MOST_PACKED):
             if reader.peek(2)[:2] == _GZIP_MAGIC:
