@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gemmscope.errors import UserError
 from gemmscope.explain import stream
-from gemmscope.explain.slim import slim
+from gemmscope.explain.slim import slim_file
 from gemmscope.explain.stream import EventStream
 from gemmscope.explain.trace import read_trace
 from support.traces import events_of, recorded, steady
@@ -120,6 +120,12 @@ def test_folder_and_missing(tmp_path: Path) -> None:
 
 def test_slim_keeps_the_diagnosis(tmp_path: Path) -> None:
     """Slimming what is slim changes nothing; slimming a raw trace drops frames and keeps kernels."""
+
+    def slim(raw: dict[str, Any]) -> dict[str, Any]:
+        (tmp_path / "raw.json").write_text(json.dumps(raw))
+        slim_file(tmp_path / "raw.json", tmp_path / "slim.json.gz", facts={})
+        return events_of(tmp_path / "slim.json.gz")
+
     raw = events_of(recorded("healthy_te_current"))
     assert len(slim(raw)["traceEvents"]) == len(raw["traceEvents"])
     made = steady()

@@ -8,13 +8,12 @@ from pathlib import Path
 
 from gemmscope.app.model import ModelRun, rank_workload
 from gemmscope.app.progress import QUIET, Reporter
-from gemmscope.compare.predicted import check_model_flops, with_prediction
+from gemmscope.compare.recorded import check_model_flops, with_prediction, with_twin
 from gemmscope.errors import UserError, option
 from gemmscope.explain.annotate import write_annotated
 from gemmscope.explain.diagnose import TraceDiagnosis, diagnose
 from gemmscope.explain.ranks import rank_findings, rank_times, slowest
 from gemmscope.explain.trace import read_trace
-from gemmscope.explain.twin import with_twin
 from gemmscope.findings import Finding, finding
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.explain import ExplainResult, RankTime
@@ -58,7 +57,9 @@ def explain(
         origin = str(against) if isinstance(against, (str, Path)) else f"the {expected.kind} result"
         comparisons.append(with_prediction(diagnosis, expected, recipe, origin))
     if job is not None:
-        findings.append(_check_model(diagnosis, job, reporter))
+        subject = rank_workload(job, reporter.say)
+        model_flops = totals(subject.workload, subject.run, subject.source.model).gemm_flops
+        findings.append(check_model_flops(diagnosis, model_flops * diagnosis.account.micro_batches, subject.name))
     if perfetto is not None:
         write_annotated(diagnosis, perfetto)
         reporter.say(f"wrote {perfetto}; open it at https://ui.perfetto.dev")
@@ -85,12 +86,10 @@ def explain(
 
 def trace_files(traces: Sequence[PathLike]) -> list[Path]:
     """The files; of a folder, the traces that the profiler's TensorBoard handler wrote, one for each rank."""
-    files = []
+    files: list[Path] = []
     for path in map(Path, traces):
-        if not path.is_dir():
-            files.append(path)
-            continue
-        inside = sorted(child for child in path.iterdir() if child.name.endswith((".json", ".json.gz")))
+        is_trace = not path.is_dir()
+        inside = [path] if is_trace else sorted(child for child in path.iterdir() if child.name.endswith((".json", ".json.gz")))
         if not inside:
             raise UserError(f"{path} is a folder without traces (.json, .json.gz)", "name a trace, or the folder that holds them")
         files += inside
@@ -123,33 +122,25 @@ def _diagnose(
     paths: Sequence[Path], baseline: PathLike | None, steps: int | None
 ) -> tuple[TraceDiagnosis, TraceDiagnosis | None, list[RankTime], list[Finding]]:
     """The trace to explain, its BF16 twin, and the times of the ranks with what they show."""
-    every = [diagnose(read_trace(path), steps) for path in paths]
+    diagnoses = [diagnose(read_trace(path), steps) for path in paths]
     twin = diagnose(read_trace(baseline), steps) if baseline is not None else None
-    if len(every) == 1:
-        return every[0], twin, [], []
-    if _one_job(every):
-        ranks, chosen = rank_times(every), slowest(every)
+    if len(diagnoses) == 1:
+        return diagnoses[0], twin, [], []
+    if _one_job(diagnoses):
+        ranks, chosen = rank_times(diagnoses), slowest(diagnoses)
         return chosen, twin, ranks, [*rank_findings(ranks), finding("rank-explained", rank=chosen.trace.rank)]
-    if len(every) == 2 and twin is None and sum(not each.evidence.is_low for each in every) == 1:
-        slow, fast = sorted(every, key=lambda each: each.evidence.low_share)
+    if len(diagnoses) == 2 and twin is None and sum(not diagnosis.evidence.is_low for diagnosis in diagnoses) == 1:
+        slow, fast = sorted(diagnoses, key=lambda diagnosis: diagnosis.evidence.low_share)
         return fast, slow, [], []
     raise UserError(
-        f"the {len(every)} traces are neither ranks of one job nor BF16 and low precision of one training",
+        f"the {len(diagnoses)} traces are neither ranks of one job nor BF16 and low precision of one training",
         f"give one trace, and the same training in BF16 with {option('baseline', 'TRACE')}",
     )
 
 
-def _one_job(every: Sequence[TraceDiagnosis]) -> bool:
+def _one_job(diagnoses: Sequence[TraceDiagnosis]) -> bool:
     """Ranks of one job have different ranks, the same world size, and one precision: BF16 and FP8 are a pair instead."""
-    ranks = [each.trace.rank for each in every]
-    if None in ranks or len(set(ranks)) < len(ranks):
-        return False
-    low = [each.evidence.is_low for each in every if each.evidence.gemms]
-    return len({each.trace.world_size for each in every}) == 1 and (all(low) or not any(low))
-
-
-def _check_model(diagnosis: TraceDiagnosis, job: ModelRun, reporter: Reporter) -> Finding:
-    """Whether the model's GEMMs add up to those of the trace."""
-    subject = rank_workload(job, reporter.say)
-    summed = totals(subject.workload, subject.run, subject.source.model)
-    return check_model_flops(diagnosis, summed.gemm_flops * diagnosis.account.micro_batches, subject.name)
+    ranks = {diagnosis.trace.rank for diagnosis in diagnoses}
+    sizes = {diagnosis.trace.world_size for diagnosis in diagnoses}
+    low = {diagnosis.evidence.is_low for diagnosis in diagnoses if diagnosis.evidence.gemms}
+    return None not in ranks and len(ranks) == len(diagnoses) and len(sizes) == 1 and len(low) <= 1

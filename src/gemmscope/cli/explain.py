@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import typer
@@ -64,15 +64,7 @@ def command(options: ExplainOptions, outputs: FigureOptions, model_options: Mode
             f"{given}: these options need a model, and none is named",
             f"add {option('config', 'PATH')} or {option('preset', 'NAME')}, or leave them out",
         )
-    result = app.explain.explain(
-        files,
-        baseline=options.baseline,
-        against=options.against,
-        recipe=options.recipe,
-        steps=options.steps,
-        job=run_options.of(model_options.load()) if model_options.given() else None,
-        perfetto=options.perfetto,
-        command=typed_command(),
-        reporter=app.progress.Console(),
-    )
+    choices = {**asdict(options), "traces": files}
+    job = run_options.of(model_options.load()) if model_options.given() else None
+    result = app.explain.explain(**choices, job=job, command=typed_command(), reporter=app.progress.Console())
     deliver(result, outputs)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import chain
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ MeasuredResult = BenchResult | StepResult
 # times in a row, varied by 0.49%, where their intervals say 0.35%: that leaves 0.34%.
 BETWEEN_RUNS = 0.0035
 CONFIDENCE = 0.95
-_NORMAL = 1.959964
+NORMAL_95 = 1.959964  # standard errors on either side of a 95% interval
 UNCOMPARED_SETTINGS = ("seed", "silence_s", "max_rounds", "for_nsight")
 
 
@@ -50,16 +51,11 @@ def compare_runs(
     keys = list(dict.fromkeys(key for table in tables for key in table))
     tests = len({(key.recipe, key.mode, number) for number, table in enumerate(tables) for key in table if number})
     width = NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / 2 / max(tests, 1))
-    rows = tuple(
-        ComparedRow(
-            what=key.what,
-            recipe=key.recipe,
-            mode=key.mode,
-            times_ms=tuple(table[key].value if key in table else None for table in tables),
-            changes=tuple(change(tables[0].get(key), table.get(key), width) for table in tables[1:]),
-        )
-        for key in keys
-    )
+    rows = []
+    for key in keys:
+        times = tuple(table[key].value if key in table else None for table in tables)
+        changes = tuple(change(tables[0].get(key), table.get(key), width) for table in tables[1:])
+        rows.append(ComparedRow(what=key.what, recipe=key.recipe, mode=key.mode, times_ms=times, changes=changes))
     for number, name in enumerate(names[1:]):
         if all(row.changes[number].verdict == "missing" for row in rows):
             raise UserError(
@@ -67,9 +63,8 @@ def compare_runs(
                 f"{_recipes(tables[number + 1])}",
                 "measure the same recipes in both",
             )
-    result = CompareResult(
-        command=command, runs=tuple(names), rows=rows, differences=tuple(_environment_differences(runs)), limit=limit
-    )
+    differences = tuple(_environment_differences(runs))
+    result = CompareResult(command=command, runs=tuple(names), rows=tuple(rows), differences=differences, limit=limit)
     return result.model_copy(update={"findings": tuple(_findings(result))})
 
 
@@ -87,10 +82,12 @@ def change(old: Interval | None, new: Interval | None, width: float) -> Change:
     if old is None or new is None or not (_is_time(old.value) and _is_time(new.value)):
         return Change(ratio=None, verdict="missing")
     ratio = new.value / old.value
-    errors = [_standard_error(time) for time in (old, new)]
-    if any(error is None for error in errors):
-        return Change(ratio=Interval(ratio), verdict="too close to call")
-    reach = width * math.sqrt(sum((error or 0.0) ** 2 + BETWEEN_RUNS**2 for error in errors))
+    errors = []  # relative standard errors
+    for time in (old, new):
+        if time.low is None or time.high is None:
+            return Change(ratio=Interval(ratio), verdict="too close to call")
+        errors.append((time.high - time.low) / 2 / time.value / NORMAL_95)
+    reach = width * math.sqrt(sum(error**2 + BETWEEN_RUNS**2 for error in errors))
     low, high = ratio * math.exp(-reach), ratio * math.exp(reach)
     verdict: Verdict = "slower" if low > 1 else "faster" if high < 1 else "too close to call"
     return Change(ratio=Interval(ratio, low, high), verdict=verdict)
@@ -99,13 +96,6 @@ def change(old: Interval | None, new: Interval | None, width: float) -> Change:
 def _is_time(value: float) -> bool:
     """Whether this is a valid time: neither NaN, as in damaged files, nor zero."""
     return 0 < value < math.inf
-
-
-def _standard_error(time: Interval) -> float | None:
-    """The relative standard error that belongs to a 95% interval."""
-    if time.low is None or time.high is None:
-        return None
-    return (time.high - time.low) / 2 / time.value / _NORMAL
 
 
 def _times(run: MeasuredResult) -> dict[RowKey, Interval]:
@@ -124,9 +114,8 @@ def _findings(result: CompareResult) -> list[Finding]:
     if missing := verdicts.count("missing"):
         findings.append(finding("compare-missing", rows=missing))
     if result.limit is not None:
-        failing = {row.name: row.changes[-1].ratio for row in result.failing()}
         limit = f"{100 * result.limit:.3g}%"
-        ratios = {name: ratio.value for name, ratio in failing.items() if ratio is not None}
+        ratios = {row.name: ratio.value for row in result.failing() if (ratio := row.changes[-1].ratio)}
         if ratios:
             worst = max(ratios, key=lambda name: ratios[name])
             findings.append(finding("compare-too-slow", limit=limit, rows=len(ratios), worst=worst, change=ratios[worst] - 1))
@@ -153,24 +142,20 @@ def _require_same_thing(runs: Sequence[MeasuredResult], names: Sequence[str]) ->
 
 def _different_sizes(first: MeasuredResult, run: MeasuredResult) -> str:
     if isinstance(first, BenchResult) and isinstance(run, BenchResult):
-        sizes = [
+        before, after = (
             {case.op: (case.tokens, case.inputs, case.outputs, len(case.rows)) for case in side.linears.cases}
             for side in (first, run)
-        ]
-        common = [op for op in sizes[0] if op in sizes[1]]
-        if not common:
-            return "no op is in both"
+        )
+        common = [op for op in before if op in after]
         for op in common:
-            if sizes[0][op] != sizes[1][op]:
-                old, new = ("x".join(map(str, side[op][:3])) for side in sizes)
+            if before[op] != after[op]:
+                old, new = ("x".join(map(str, sizes[:3])) for sizes in (before[op], after[op]))
                 return f"{op} is {old} in one and {new} in the other"
-        return ""
+        return "" if common else "no op is in both"
     if first.model is not None and run.model is not None:
-        keys = ("hidden_size", "num_hidden_layers", "layers")
-        if any(getattr(first.model, key) != getattr(run.model, key) for key in keys):
-            old, new = (
-                f"hidden size {model.hidden_size}, {model.num_hidden_layers} layers" for model in (first.model, run.model)
-            )
+        models = first.model, run.model
+        if len({(model.hidden_size, model.num_hidden_layers, model.layers) for model in models}) > 1:
+            old, new = (f"hidden size {model.hidden_size}, {model.num_hidden_layers} layers" for model in models)
             return f"the models differ ({old}; {new})"
     return ""
 
@@ -187,17 +172,13 @@ def _different_runs(first: MeasuredResult, run: MeasuredResult) -> str:
 def _environment_differences(runs: Sequence[MeasuredResult]) -> list[EnvironmentDifference]:
     """What differs between the runs besides their times."""
     tables = [_facts(run) for run in runs]
-    differences = []
-    for name in dict.fromkeys(key for table in tables for key in table):
-        values = tuple(table.get(name, "") for table in tables)
-        if len(set(values)) > 1:
-            differences.append(EnvironmentDifference(name=name, values=values))
+    values = {name: tuple(table.get(name, "") for table in tables) for name in dict.fromkeys(chain(*tables))}
+    values = {name: texts for name, texts in values.items() if len(set(texts)) > 1}
     clocks = [_mean_clock(run) for run in runs]
     known = [clock for clock in clocks if clock is not None]
     if known and (len(known) < len(clocks) or max(known) > 1.02 * min(known)):  # a clock varies by a percent or two by itself
-        values = tuple(f"{clock:.0f} MHz" if clock is not None else "" for clock in clocks)
-        differences.append(EnvironmentDifference(name="SM clock while measuring", values=values))
-    return differences
+        values["SM clock while measuring"] = tuple(f"{clock:.0f} MHz" if clock is not None else "" for clock in clocks)
+    return [EnvironmentDifference(name=name, values=texts) for name, texts in values.items()]
 
 
 def _facts(run: MeasuredResult) -> dict[str, str]:

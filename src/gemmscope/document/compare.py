@@ -5,7 +5,7 @@ from __future__ import annotations
 from gemmscope.document.common import command_facts
 from gemmscope.document.model import Document, Message, Section, Subject
 from gemmscope.document.table import NOTHING, Cell, Table, columns, number
-from gemmscope.results.compare import Change, ComparedRow, CompareResult
+from gemmscope.results.compare import Change, CompareResult
 
 METHOD = (
     "Change is the new time over the first: plus is slower. The intervals hold for all rows together with 95% confidence, and "
@@ -55,28 +55,25 @@ def _rows(result: CompareResult, letters: list[str]) -> list[Table]:
 
 def _changes(result: CompareResult, letters: list[str], run: int, shown: list[int]) -> Table:
     heads = columns(("Row",), (*(f"{letters[index]} ms" for index in shown), "Change", "Interval"))
-    rows = tuple(_cells(row, run, shown) for row in result.rows)
+    rows = []
+    for row in result.rows:
+        times = [row.times_ms[index] for index in shown]
+        cells = [number(time, f"{time:.4g}" if time is not None else None) for time in times]
+        rows.append((Cell(row.name), *cells, *_change(row.changes[run - 1])))
     title = f"{letters[run]} compared with {letters[0]}"
-    return Table(title, (*heads, *columns(("Verdict",), ())), rows, METHOD, main=run == len(result.runs) - 1)
+    return Table(title, (*heads, *columns(("Verdict",), ())), tuple(rows), METHOD, main=run == len(result.runs) - 1)
 
 
-def _cells(row: ComparedRow, run: int, shown: list[int]) -> tuple[Cell, ...]:
-    change = row.changes[run - 1]
-    times = [row.times_ms[index] for index in shown]
-    cells = [number(time, f"{time:.4g}" if time is not None else None) for time in times]
+def _change(change: Change) -> tuple[Cell, Cell, Cell]:
+    """The change, its interval and the verdict."""
+    ratio = change.ratio
     verdict = Cell(change.verdict, level="warning" if change.verdict == "slower" else "")
-    return (Cell(row.name), *cells, _change(change), _interval(change), verdict)
-
-
-def _change(change: Change) -> Cell:
-    ratio = change.ratio
-    return NOTHING if ratio is None else Cell(f"{100 * (ratio.value - 1):+.1f}%", ratio.value, ratio.low, ratio.high)
-
-
-def _interval(change: Change) -> Cell:
-    ratio = change.ratio
     if ratio is None:
-        return NOTHING
-    if ratio.low is None or ratio.high is None:
-        return Cell("unknown")
-    return Cell(f"{100 * (ratio.low - 1):+.1f}% to {100 * (ratio.high - 1):+.1f}%")
+        return NOTHING, NOTHING, verdict
+    known = ratio.low is not None and ratio.high is not None
+    interval = f"{_percent(ratio.low or 0.0)} to {_percent(ratio.high or 0.0)}" if known else "unknown"
+    return Cell(_percent(ratio.value), ratio.value, ratio.low, ratio.high), Cell(interval), verdict
+
+
+def _percent(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.1f}%"

@@ -10,7 +10,7 @@ from gemmscope.document.common import command_facts
 from gemmscope.document.model import Block, Document, Message, Section, Subject
 from gemmscope.document.table import NOTHING, Cell, Table, columns, number, share_cell
 from gemmscope.parts import STEP_PARTS
-from gemmscope.results.explain import Cause, ExplainResult, StepComparison
+from gemmscope.results.explain import Cause, ExplainResult, PartComparison, StepComparison
 
 COLORED = [part for part in STEP_PARTS if part != "quantization"][:8]  # quantization is hatched, the rest is grey
 MOST_UNKNOWN = 10  # kernels that are listed one by one
@@ -24,12 +24,18 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
     steps = f"{units.counted(result.steps, 'step')} of {account.step_ms:.2f} ms, found by {result.steps_found_by}"
     compared = [finding for comparison in result.comparisons for finding in comparison.findings]
     sections: dict[str, tuple[Block, ...]] = {
-        "Where the time goes": (_chart(result), _classes(result), *_idle(result), _counts(result), *_unknown(result)),
-        "GEMMs": _gemms(result),
-        "Why the step is not faster": _causes(result),
+        "Where the time goes": (_chart(result), _classes(result), _idle(result), _counts(result), _unknown(result)),
+        "GEMMs": (_gemms(result),),
+        "Why the step is not faster": (_causes(result), _kernels(result)),
         "Comparisons": tuple(map(_comparison, result.comparisons)),
-        "Ranks": _ranks(result),
+        "Ranks": (_ranks(result),),
     }
+    filled = {title: tuple(block for block in blocks if not _is_empty(block)) for title, blocks in sections.items()}
+    framework = [("framework", result.framework)] if result.framework else []
+    if result.comparisons:
+        next_command = "gemmscope step with the model predicts the step in every precision on this GPU"
+    else:
+        next_command = "gemmscope explain TRACE --baseline BF16-TRACE compares with the same training in BF16"
     return Document(
         kind="explain",
         title=f"Profiler trace {file}",
@@ -42,26 +48,20 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
             *(finding.text for finding in compared if finding.level == "note"),
         ),
         context=(f"{result.gpu or 'unknown GPU'}{rank}; {steps}",),
-        sections=tuple(Section(title, blocks) for title, blocks in sections.items() if blocks),
+        sections=tuple(Section(title, blocks) for title, blocks in filled.items() if blocks),
         messages=(
             *(_cause_message(place, cause) for place, cause in enumerate(result.causes, start=1)),
             *(Message.of(finding) for finding in compared if finding.level != "note"),
             *map(Message.of, result.findings),
         ),
-        facts={"Method": (("trace", result.trace), ("steps", steps), *_framework(result), *command_facts(result))},
-        next_command=_next(result),
+        facts={"Method": (("trace", result.trace), ("steps", steps), *framework, *command_facts(result))},
+        next_command=next_command,
         name=name,
     )
 
 
-def _next(result: ExplainResult) -> str:
-    if result.comparisons:
-        return "gemmscope step with the model predicts the step in every precision on this GPU"
-    return "gemmscope explain TRACE --baseline BF16-TRACE compares with the same training in BF16"
-
-
-def _framework(result: ExplainResult) -> tuple[tuple[str, str], ...]:
-    return (("framework", result.framework),) if result.framework else ()
+def _is_empty(block: Block) -> bool:
+    return isinstance(block, Table) and not block.rows
 
 
 def _cause_message(place: int, cause: Cause) -> Message:
@@ -93,134 +93,109 @@ def _chart(result: ExplainResult) -> BarChart:
 
 
 def _classes(result: ExplainResult) -> Table:
-    account = result.account
-    rows = [(Cell(name), _ms(time), share_cell(time / account.step_ms)) for name, time in account.classes_ms.items()]
-    total = sum(account.classes_ms.values())
-    rows.append((Cell("total"), _ms(total), share_cell(total / account.step_ms)))
+    times = result.account.classes_ms
+    rows = _shares(result, {**times, "total": sum(times.values())})
     note = "A cast that is fused with a norm or an activation counts as quantization here; the parts above divide its time."
-    return Table("By class of kernel", columns(("Class",), ("ms per step", "Share")), tuple(rows), note)
+    return Table("By class of kernel", columns(("Class",), ("ms per step", "Share")), rows, note)
 
 
-def _idle(result: ExplainResult) -> tuple[Table, ...]:
-    """The reasons for idle time, where there is any."""
-    account = result.account
-    rows = tuple((Cell(why), _ms(time), share_cell(time / account.step_ms)) for why, time in account.idle_ms.items() if time > 0)
-    return (Table("Idle time by reason", columns(("Reason",), ("ms per step", "Share of step")), rows),) if rows else ()
+def _idle(result: ExplainResult) -> Table:
+    rows = _shares(result, {why: time for why, time in result.account.idle_ms.items() if time > 0})
+    return Table("Idle time by reason", columns(("Reason",), ("ms per step", "Share of step")), rows)
+
+
+def _shares(result: ExplainResult, times_ms: dict[str, float]) -> tuple[tuple[Cell, ...], ...]:
+    step_ms = result.account.step_ms
+    return tuple((Cell(name), _fixed(time), share_cell(time / step_ms)) for name, time in times_ms.items())
 
 
 def _counts(result: ExplainResult) -> Table:
     account = result.account
     casts = account.quantization_kernels
     cells = {
-        "GPU busy, ms": _ms(account.busy_ms),
+        "GPU busy, ms": _fixed(account.busy_ms),
         "GPU busy, share of the step": share_cell(1 - account.idle_share),
-        "GPU idle, ms": _ms(sum(account.idle_ms.values())),
-        "communication hidden behind computation, ms": _ms(account.hidden_ms),
-        "several kernels at once, ms": _ms(account.overlapped_ms),
-        "kernels and copies": number(account.kernels, f"{account.kernels:.0f}"),
-        "launches": number(account.launches, f"{account.launches:.0f}"),
+        "GPU idle, ms": _fixed(sum(account.idle_ms.values())),
+        "communication hidden behind computation, ms": _fixed(account.hidden_ms),
+        "several kernels at once, ms": _fixed(account.overlapped_ms),
+        "kernels and copies": _fixed(account.kernels, 0),
+        "launches": _fixed(account.launches, 0),
         "micro-batches": number(account.micro_batches),
-        "kernels per GEMM, casts included": number(account.kernels_per_gemm, f"{account.kernels_per_gemm:.1f}"),
-        "quantization kernels": number(casts, f"{casts:.0f}"),
-        "quantization kernels per low-precision GEMM": _ratio(casts, max(account.low_gemms, 1), 1),
-        "quantization kernels per micro-batch": _ratio(casts, account.micro_batches, 0),
+        "kernels per GEMM, casts included": _fixed(account.kernels_per_gemm, 1),
+        "quantization kernels": _fixed(casts, 0),
+        "quantization kernels per low-precision GEMM": _fixed(casts / max(account.low_gemms, 1), 1),
+        "quantization kernels per micro-batch": _fixed(casts / account.micro_batches, 0),
         f"linears in low precision, share of {result.low_share_of} (without the output head)": share_cell(result.low_share),
         "GPU time in kernels of a known class": share_cell(account.named_share),
     }
-    rows = tuple((Cell(what), cell) for what, cell in cells.items())
-    return Table("Per step", columns(("What",), ("Value",)), rows)
+    return Table("Per step", columns(("What",), ("Value",)), tuple((Cell(what), cell) for what, cell in cells.items()))
 
 
-def _ms(time_ms: float | None) -> Cell:
-    return number(time_ms, f"{time_ms:.2f}" if time_ms is not None else None)
+def _fixed(value: float | None, digits: int = 2, unit: str = "") -> Cell:
+    return number(value, f"{value:.{digits}f}{unit}" if value is not None else None)
 
 
-def _ratio(value: float, over: float, digits: int) -> Cell:
-    return number(value / over, f"{value / over:.{digits}f}")
-
-
-def _unknown(result: ExplainResult) -> tuple[Table, ...]:
+def _unknown(result: ExplainResult) -> Table:
     """Kernels of no known class: the longest, and the others together."""
-    kernels = result.account.unknown
-    if not kernels:
-        return ()
-    rows = [
-        (Cell(kernel.name), Cell(f"{kernel.time_ms:.3f}", kernel.time_ms), number(kernel.count, f"{kernel.count:.3g}"))
-        for kernel in kernels[:MOST_UNKNOWN]
-    ]
-    if rest := kernels[MOST_UNKNOWN:]:
-        time, count = sum(kernel.time_ms for kernel in rest), sum(kernel.count for kernel in rest)
-        rows.append((Cell(f"{len(rest)} more"), Cell(f"{time:.3f}", time), number(count, f"{count:.3g}")))
-    return (Table("Kernels of unknown class", columns(("Kernel",), ("ms per step", "Runs per step")), tuple(rows)),)
+    kernels, rest = result.account.unknown[:MOST_UNKNOWN], result.account.unknown[MOST_UNKNOWN:]
+    rows = [(kernel.name, kernel.time_ms, kernel.count) for kernel in kernels]
+    if rest:
+        rows.append((f"{len(rest)} more", sum(kernel.time_ms for kernel in rest), sum(kernel.count for kernel in rest)))
+    cells = tuple((Cell(name), _fixed(time, 3), number(count, f"{count:.3g}")) for name, time, count in rows)
+    return Table("Kernels of unknown class", columns(("Kernel",), ("ms per step", "Runs per step")), cells)
 
 
-def _gemms(result: ExplainResult) -> tuple[Block, ...]:
+def _gemms(result: ExplainResult) -> Table:
     rows = []
     total = sum(row.flops for row in result.account.gemms)
     for row in result.account.gemms:
         flops = (NOTHING, NOTHING, NOTHING)
         if row.flops > 0:
-            tflop, rate = row.flops / 1e12, row.flops / row.time_ms / 1e9 if row.time_ms else None
-            flops = (number(tflop, f"{tflop:.2f}"), share_cell(row.flops / total), number(rate, f"{rate:.0f}" if rate else None))
-        rows.append((Cell(row.precision), number(row.count, f"{row.count:.0f}"), _ms(row.time_ms), *flops))
+            rate = row.flops / row.time_ms / 1e9 if row.time_ms else None
+            flops = (_fixed(row.flops / 1e12), share_cell(row.flops / total), _fixed(rate, 0))
+        rows.append((Cell(row.precision), _fixed(row.count, 0), _fixed(row.time_ms), *flops))
     heads = columns(("Precision",), ("GEMMs", "ms", "TFLOP", "Share of FLOPs", "TFLOP/s"))
-    return (Table("GEMMs by precision, per step", heads, tuple(rows), main=True),) if rows else ()
+    return Table("GEMMs by precision, per step", heads, tuple(rows), main=True)
 
 
 # --- causes, comparisons, ranks ------------------------------------------------------------------------------------------
 
 
-def _causes(result: ExplainResult) -> tuple[Block, ...]:
-    """What each cause costs, and the kernels it is in; evidence and advice are messages."""
-    if not result.causes:
-        return ()
-    rows = tuple(
-        (
-            Cell(f"{place}. {cause.title}"),
-            Cell(cause.where),
-            _ms(cause.cost_ms),
-            share_cell(cause.cost_ms / result.account.step_ms),
-            Cell(f"{cause.speedup_without:.2f}x", cause.speedup_without),
-        )
-        for place, cause in enumerate(result.causes, start=1)
-    )
+def _causes(result: ExplainResult) -> Table:
+    """What each cause costs; evidence and advice are messages."""
     heads = columns(("Cause", "Where"), ("Cost, ms per step", "Share of step", "Speedup without it"))
-    kernels = tuple((Cell(cause.title), Cell(kernel)) for cause in result.causes for kernel in cause.kernels)
-    table = Table("Causes by cost", heads, rows, main=True)
-    return (table, *([Table("Kernels of the causes", columns(("Cause", "Kernel"), ()), kernels)] if kernels else []))
+    rows = []
+    for place, cause in enumerate(result.causes, start=1):
+        cost = _fixed(cause.cost_ms), share_cell(cause.cost_ms / result.account.step_ms)
+        rows.append((Cell(f"{place}. {cause.title}"), Cell(cause.where), *cost, _fixed(cause.speedup_without, unit="x")))
+    return Table("Causes by cost", heads, tuple(rows), main=True)
+
+
+def _kernels(result: ExplainResult) -> Table:
+    rows = tuple((Cell(cause.title), Cell(kernel)) for cause in result.causes for kernel in cause.kernels)
+    return Table("Kernels of the causes", columns(("Cause", "Kernel"), ()), rows)
 
 
 def _comparison(comparison: StepComparison) -> Table:
     """Part by part, and the sum of the parts that both sides have."""
     known = [part for part in comparison.parts if part.expected_ms is not None]
     expected, actual = sum(part.expected_ms or 0.0 for part in known), sum(part.trace_ms for part in known)
-    rows = [
-        (
-            Cell(part.part),
-            _ms(part.expected_ms),
-            _ms(part.trace_ms),
-            _signed(part.difference_ms),
-            number(part.speedup, f"{part.speedup:.2f}x" if part.speedup is not None else None),
-        )
-        for part in comparison.parts
-    ]
-    total = number(expected / actual, f"{expected / actual:.2f}x") if actual else NOTHING
-    rows.append((Cell("total"), _ms(expected), _ms(actual), _signed(actual - expected), total))
+    speedup = expected / actual if actual else None
+    total = PartComparison(part="total", expected_ms=expected, trace_ms=actual, speedup=speedup)
+    rows = []
+    for part in (*comparison.parts, total):
+        change = part.difference_ms
+        difference = number(change, f"{change:+.2f}" if change is not None else None)
+        speedup_cell = _fixed(part.speedup, unit="x")
+        rows.append((Cell(part.part), _fixed(part.expected_ms), _fixed(part.trace_ms), difference, speedup_cell))
     heads = columns(("Part",), (f"{comparison.expected}, ms", "this trace, ms", "Difference, ms", "Speedup so far"))
     return Table(comparison.title, heads, tuple(rows), main=True)
 
 
-def _signed(time_ms: float | None) -> Cell:
-    return NOTHING if time_ms is None else Cell(f"{time_ms:+.2f}", time_ms)
-
-
-def _ranks(result: ExplainResult) -> tuple[Block, ...]:
+def _ranks(result: ExplainResult) -> Table:
     rows = tuple(
-        (
-            Cell(str(rank.rank), rank.rank),
-            *map(_ms, (rank.step_ms, rank.computing_ms, rank.exposed_ms, rank.idle_ms)),
-        )
+        (Cell(str(rank.rank), rank.rank), *map(_fixed, (rank.step_ms, rank.computing_ms, rank.exposed_ms, rank.idle_ms)))
         for rank in result.ranks
     )
     heads = columns(("Rank",), ("Step ms", "Computing ms", "Exposed communication ms", "Idle ms"))
-    return (Table("Ranks", heads, rows, main=True),) if rows else ()
+    return Table("Ranks", heads, rows, main=True)

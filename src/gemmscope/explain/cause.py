@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache, cached_property
 from typing import Any, Literal
 
-from gemmscope.explain.place import UNKNOWN_PRECISION
-from gemmscope.explain.rates import gain_ratio, rates
-from gemmscope.explain.view import TimedWork, TraceView
-from gemmscope.findings import Finding
+from gemmscope.explain.place import LOW, UNKNOWN_PRECISION
+from gemmscope.explain.rates import GpuRates, gpu_rates
+from gemmscope.explain.view import TimedWork, TraceView, add_up
+from gemmscope.findings import Fact, Finding
 from gemmscope.measure.kernels import CAST_SHARE
 from gemmscope.results.explain import Cause, StepAccount
 from gemmscope.toml import load_data
 
 NAMED = 0.03  # of the step: causes that cost less are not reported
 MOST_SPANS = 2000  # of one cause in a trace viewer
+LARGE_FLOPS = 5e10  # of a GEMM that fills the GPU
+# Rate of large low-precision GEMMs over BF16, where the trace does not show it: measured on an H200 (FP8 1.85, blocks 1.5).
+USUAL_RATIO = {"FP8": 1.85, "FP8 blocks": 1.5, "MXFP8": 1.7, "FP4": 2.5}
+TE_FUNCTIONS = ("_LayerNormLinear", "_LayerNormMLP", "_GroupedLinear")
+# Parts of kernel names that say more than the template that they are an argument of
+TELLING_ARGUMENTS = ("float8_copy", "AbsFunctor", "FillFunctor", "direct_copy", "CUDAFunctor_add", "MulFunctor")
 
 Span = tuple[float, float, str]
 
@@ -30,14 +35,9 @@ class StepEvidence:
         self.step_ms = account.step_ms
 
     def cause(
-        self,
-        code: str,
-        cost_ms: float,
-        evidence: Iterable[Finding],
-        kernels: Iterable[TimedWork] = (),
-        where: str = "",
+        self, code: str, cost_ms: float, evidence: Iterable[Finding], kernels: Iterable[TimedWork] = (), where: str = "",
         spans: Sequence[Span] = (),
-    ) -> Cause:
+    ) -> Cause:  # fmt: skip
         """A cause with its title and advice; the advice for the framework in use comes first."""
         entry = _advice()[code]
         return Cause(
@@ -53,56 +53,66 @@ class StepEvidence:
         )
 
     @cached_property
-    def ratio(self) -> float:
-        """Speedup of low-precision GEMMs over BF16."""
-        return gain_ratio(self.items)
+    def gpu(self) -> GpuRates | None:
+        return gpu_rates(self.view.trace.gpu_name)
 
     @cached_property
     def rates(self) -> dict[str, float]:
-        return rates(self.items)
+        """TFLOP/s of large GEMMs by precision."""
+        large = [item for item in self.items if item.gemm.flops >= LARGE_FLOPS and item.work.time > 0]
+        flops = add_up((item.gemm.precision, item.gemm.flops) for item in large)
+        times = add_up((item.gemm.precision, item.work.time) for item in large)
+        return {precision: flops[precision] / times[precision] / 1e6 for precision in flops}
+
+    @cached_property
+    def ratio(self) -> float:
+        """Speedup of low-precision GEMMs over BF16: from this trace, else the usual value."""
+        low = [self.rates[precision] for precision in LOW if precision in self.rates]
+        if low and "BF16" in self.rates:
+            return max(max(low) / self.rates["BF16"], 1.05)
+        present = {item.gemm.precision for item in self.items}
+        return max((USUAL_RATIO[precision] for precision in LOW if precision in present), default=USUAL_RATIO["FP8"])
+
+    def of_class(self, name: str) -> list[TimedWork]:
+        return [item for item in self.items if item.name == name]
 
     @cached_property
     def gemms(self) -> list[TimedWork]:
         """The GEMMs of linears, without those of attention and of the output head."""
-        return [
-            item
-            for item in self.items
-            if item.gemm is not None
-            and not item.gemm.head
-            and "bmm" not in item.gemm.layer
-            and item.placed.is_gemm
-            and item.scope.phase != "optimizer"
-        ]
+        gemms = [item for item in self.items if item.is_gemm and item.scope.phase != "optimizer"]
+        return [item for item in gemms if not item.gemm.head and "bmm" not in item.gemm.layer]
 
     @cached_property
     def low(self) -> list[TimedWork]:
-        return [item for item in self.gemms if item.gemm is not None and item.gemm.low]
+        return [item for item in self.gemms if item.gemm.low]
 
     @cached_property
     def high(self) -> list[TimedWork]:
         """In BF16 or above; GEMMs of unknown precision are neither high nor low."""
-        return [item for item in self.gemms if item.gemm and not item.gemm.low and item.gemm.precision != UNKNOWN_PRECISION]
+        return [item for item in self.gemms if not item.gemm.low and item.gemm.precision != UNKNOWN_PRECISION]
 
     @cached_property
+    def known_weight(self) -> float:
+        """Of the GEMMs of linears of known precision."""
+        return self.weight(self.low) + self.weight(self.high)
+
+    @property
     def precision_known(self) -> bool:
         """Whether the trace shows the precision of most GEMMs."""
-        known = self.weight(self.low) + self.weight(self.high)
-        return known > 0 and known >= 0.5 * self.weight(self.gemms)
+        return self.known_weight > 0 and self.known_weight >= 0.5 * self.weight(self.gemms)
 
     @cached_property
     def casts(self) -> list[TimedWork]:
-        return [item for item in self.items if item.placed.name == "quantization"]
+        return self.of_class("quantization")
 
     @cached_property
     def framework(self) -> str:
         """The framework of the layers, from kernel and operator names; empty if unknown."""
+        if any(item.mentions("transformer_engine") or item.scope.inside(*TE_FUNCTIONS) for item in self.items):
+            return "transformer_engine"
         for item in self.items:
-            if "transformer_engine" in item.work.name or item.scope.inside("_LayerNormLinear", "_LayerNormMLP", "_GroupedLinear"):
-                return "transformer_engine"
-        for item in self.items:
-            if item.scope.inside("float8", "Float8", "_scaled_mm") or (
-                item.work.name.startswith("triton_") and "_scaled_mm" in item.work.name
-            ):
+            compiled = item.work.name.startswith("triton_") and item.mentions("_scaled_mm")
+            if compiled or item.scope.inside("float8", "Float8", "_scaled_mm"):
                 return "torchao"
         return ""
 
@@ -110,16 +120,20 @@ class StepEvidence:
         """Milliseconds per step."""
         return self.view.ms(items)
 
+    def time_facts(self, time_ms: float) -> dict[str, Fact]:
+        """A time and its share of the step, for a finding."""
+        return {"time_ms": time_ms, "share": time_ms / self.step_ms}
+
     def per_step(self, items: Sequence[Any]) -> float:
         return len(items) / self.view.count
 
     def weight(self, items: Iterable[TimedWork]) -> float:
         """FLOPs where they are known, else microseconds: the unit in which shares of GEMMs are counted."""
-        return sum(item.gemm.flops if self.flops_known else item.share for item in items if item.gemm is not None)
+        return sum(item.gemm.flops if self.flops_known else item.share for item in items)
 
     @cached_property
     def flops_known(self) -> bool:
-        gemms = [item.gemm for item in self.gemms if item.gemm is not None and not item.gemm.reduces]
+        gemms = [item.gemm for item in self.gemms if not item.gemm.reduces]
         return bool(gemms) and sum(gemm.flops > 0 for gemm in gemms) >= 0.95 * len(gemms)
 
     @property
@@ -129,15 +143,14 @@ class StepEvidence:
     @cached_property
     def low_share(self) -> float:
         """Share of the linears' GEMMs of known precision that ran in low precision."""
-        total = self.weight(self.low) + self.weight(self.high)
-        return self.weight(self.low) / total if total else 0.0
+        return self.weight(self.low) / self.known_weight if self.known_weight else 0.0
 
     @property
     def is_low(self) -> bool:
         """Whether any linears run in low precision."""
         return self.low_share >= 0.01
 
-    @cached_property
+    @property
     def gain_ms(self) -> float:
         """Time that the low-precision GEMMs save over BF16."""
         return self.ms(self.low) * (self.ratio - 1)
@@ -145,17 +158,14 @@ class StepEvidence:
     @cached_property
     def casting_ms(self) -> float:
         """Time of quantization itself; of a kernel that also does a norm or an activation, its share."""
-        return self.ms(item for item in self.casts if not item.placed.fused) + CAST_SHARE * self.ms(
-            item for item in self.casts if item.placed.fused
-        )
+        fused = [item for item in self.casts if item.placed.fused]
+        return self.ms(item for item in self.casts if not item.placed.fused) + CAST_SHARE * self.ms(fused)
 
 
 def main_kernels(items: Iterable[TimedWork], count: int = 3) -> tuple[str, ...]:
     """The names of the kernels that took the most time."""
-    times: Counter[str] = Counter()
-    for item in items:
-        times[item.work.name] += item.share  # type: ignore[assignment]
-    return tuple(short_name(name) for name, _ in times.most_common(count))
+    times = add_up((item.work.name, item.share) for item in items)
+    return tuple(short_name(name) for name in sorted(times, key=lambda name: -times[name])[:count])
 
 
 def short_name(name: str) -> str:
@@ -166,21 +176,14 @@ def short_name(name: str) -> str:
     """
     plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
     cut = min((at for at in (plain.find("<"), plain.find("(")) if at > 0), default=len(plain))
-    inner = [
-        word
-        for word in ("float8_copy", "AbsFunctor", "FillFunctor", "direct_copy", "CUDAFunctor_add", "MulFunctor")
-        if word in name
-    ]
-    return plain[:cut][:100] + (f" ({inner[0]})" if inner and cut < len(plain) else "")
+    inner = next((f" ({argument})" for argument in TELLING_ARGUMENTS if argument in name), "")
+    return plain[:cut][:100] + (inner if cut < len(plain) else "")
 
 
 def sizes_of(items: Iterable[TimedWork], count: int = 3) -> list[str]:
     """The sizes of GEMMs as MxKxN, most time first."""
-    times: Counter[tuple[int, ...]] = Counter()
-    for item in items:
-        if item.gemm is not None and item.gemm.size is not None:
-            times[item.gemm.size] += item.share  # type: ignore[assignment]
-    return ["x".join(map(str, size)) for size, _ in times.most_common(count)]
+    times = add_up((item.gemm.size, item.share) for item in items if item.gemm.size)
+    return ["x".join(map(str, size)) for size in sorted(times, key=lambda size: -times[size])[:count]]
 
 
 def spans_of(items: Iterable[TimedWork], label: str) -> list[Span]:

@@ -14,7 +14,7 @@ from math import prod
 from typing import Any, Literal
 
 from gemmscope.explain.place import LOW, PlacedWork
-from gemmscope.explain.scopes import Scope
+from gemmscope.explain.scopes import Phase, Scope
 from gemmscope.explain.trace import GEMM_OPERATORS, Operator, RecordedTrace
 
 TracedPass = Literal["fprop", "dgrad", "wgrad", "recomputed", ""]
@@ -38,26 +38,34 @@ class TracedGemm:
     def low(self) -> bool:
         return self.precision in LOW
 
+    @property
+    def sides(self) -> tuple[int, ...]:
+        """The sizes in ascending order, which are the same in all passes; empty if they are unknown."""
+        return tuple(sorted(self.size or ()))
+
+
+NO_GEMM = TracedGemm(work=-1, precision="", pass_name="", size=None, flops=0.0, layer="")
+PASSES: dict[Phase, TracedPass] = {"forward": "fprop", "backward": "dgrad", "recomputed": "recomputed"}
+
 
 def traced_gemms(trace: RecordedTrace, scopes: Sequence[Scope], placed: Sequence[PlacedWork]) -> list[TracedGemm]:
     """All GEMMs of the trace, in order."""
-    by_external = {each.external: each for each in trace.operators if each.external is not None}
-    by_sequence = {each.sequence: each for each in reversed(trace.operators) if each.sequence is not None and _layer_gemms(each)}
-    groups: dict[int, list[TracedGemm]] = {}
-    owners: dict[int, Operator] = {}
+    by_external = trace.operators_by_id()
+    layers = [operator for operator in reversed(trace.operators) if operator.sequence is not None and _layer_gemms(operator)]
+    by_sequence = {layer.sequence: layer for layer in layers}
+    groups: dict[int, tuple[Operator, list[TracedGemm]]] = {}
     gemms: list[TracedGemm] = []
-    for number, (work, scope, each) in enumerate(zip(trace.work, scopes, placed, strict=True)):
-        if not each.is_gemm:
+    for number, (work, scope, kernel) in enumerate(zip(trace.work, scopes, placed, strict=True)):
+        if not kernel.is_gemm:
             continue
         operator = _owner(by_external.get(work.external), scope)
-        gemm = TracedGemm(number, each.precision, _pass(scope), None, 0.0, operator.name if operator else "")
+        gemm = TracedGemm(number, kernel.precision, PASSES.get(scope.phase, ""), None, 0.0, operator.name if operator else "")
         gemm.reduces = "splitk" in work.name.lower() and "reduce" in work.name.lower()
         gemms.append(gemm)
         if operator is not None and not gemm.reduces:
-            groups.setdefault(id(operator), []).append(gemm)
-            owners[id(operator)] = operator
-    for key, group in groups.items():
-        _give_sizes(owners[key], group, by_sequence)
+            groups.setdefault(id(operator), (operator, []))[1].append(gemm)
+    for operator, group in groups.values():
+        _give_sizes(operator, group, by_sequence)
     _find_passes(gemms)
     _find_head(gemms, placed)
     return gemms
@@ -65,17 +73,13 @@ def traced_gemms(trace: RecordedTrace, scopes: Sequence[Scope], placed: Sequence
 
 def _owner(operator: Operator | None, scope: Scope) -> Operator | None:
     """The innermost operator with sizes: one of PyTorch's own GEMM operators, or the function of a framework."""
-    for each in (operator, *reversed(scope.operators)):
-        if each is not None and (GEMM_OPERATORS.match(each.name) or not each.name.startswith(("aten::", "autograd::"))):
-            return each
+    for opened in (operator, *reversed(scope.operators)):
+        if opened is not None and (GEMM_OPERATORS.match(opened.name) or not opened.name.startswith(("aten::", "autograd::"))):
+            return opened
     return None
 
 
-def _pass(scope: Scope) -> TracedPass:
-    return {"forward": "fprop", "backward": "dgrad", "recomputed": "recomputed"}.get(scope.phase, "")  # type: ignore[return-value]
-
-
-def _give_sizes(operator: Operator, group: list[TracedGemm], by_sequence: dict[int, Operator]) -> None:
+def _give_sizes(operator: Operator, group: list[TracedGemm], by_sequence: dict[int | None, Operator]) -> None:
     if operator.name.startswith("aten::"):
         size = operand_size(operator.name, operator.shapes)
         for gemm in group:
@@ -83,7 +87,7 @@ def _give_sizes(operator: Operator, group: list[TracedGemm], by_sequence: dict[i
             gemm.flops = 2.0 * prod(size) * _batches(operator.shapes) / len(group) if size else 0.0
         return
     if "Backward" in operator.name:
-        forward = by_sequence.get(operator.sequence) if operator.sequence is not None else None
+        forward = by_sequence.get(operator.sequence)
         sizes = [size for size in reversed(_layer_gemms(forward) if forward else []) for _ in range(2)]
         passes: list[TracedPass] = ["dgrad", "wgrad"] * (len(sizes) // 2)
         if 2 * len(group) == len(sizes):  # only one of the two: the input needs no gradient, or the weight is frozen
@@ -94,10 +98,10 @@ def _give_sizes(operator: Operator, group: list[TracedGemm], by_sequence: dict[i
         for number, (gemm, size) in enumerate(zip(group, sizes, strict=True)):
             gemm.size, gemm.flops = size, 2.0 * prod(size)
             gemm.pass_name = passes[number] if passes else gemm.pass_name
-    elif sizes:
-        total = sum(2.0 * prod(size) for size in sizes)
-        for gemm in group:
-            gemm.flops = total / len(group)
+        return
+    total = sum(2.0 * prod(size) for size in sizes)
+    for gemm in group:
+        gemm.flops = total / len(group)
 
 
 def operand_size(name: str, shapes: Sequence[Any]) -> Size | None:
@@ -166,28 +170,21 @@ def _find_passes(gemms: Sequence[TracedGemm]) -> None:
 def _find_head(gemms: Sequence[TracedGemm], placed: Sequence[PlacedWork]) -> None:
     """The GEMMs of the output head: the last forward GEMM before the loss, and those of the same sizes."""
     by_work = {gemm.work: gemm for gemm in gemms}
-    votes: Counter[Size] = Counter()
+    votes: Counter[tuple[int, ...]] = Counter()
     latest: TracedGemm | None = None
     after = 0  # GEMMs after the loss that still belong to the head: its dgrad and wgrad
-    for number, each in enumerate(placed):
+    for number, work in enumerate(placed):
         gemm = by_work.get(number)
         if gemm is not None and not gemm.reduces:
             latest = gemm if gemm.pass_name in ("fprop", "") else latest
             gemm.head = gemm.size is None and after > 0 and not gemm.low
             after -= 1
-        elif each.name == "loss":
+        elif work.name == "loss":
             if latest is not None and latest.size is not None:
-                votes[_sorted(latest)] += 1
+                votes[latest.sides] += 1
             elif latest is not None:
                 latest.head = not latest.low
             latest, after = None, 2
-    if not votes:
-        return
-    sizes = votes.most_common(1)[0][0]
-    for gemm in gemms:
-        gemm.head = gemm.size is not None and _sorted(gemm) == sizes and not gemm.low
-
-
-def _sorted(gemm: TracedGemm) -> Size:
-    a, b, c = sorted(gemm.size or (0, 0, 0))
-    return a, b, c
+    for sides, _ in votes.most_common(1):
+        for gemm in gemms:
+            gemm.head = gemm.sides == sides and not gemm.low

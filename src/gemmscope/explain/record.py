@@ -15,12 +15,19 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import threading
+from contextlib import suppress
+from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from gemmscope.explain.slim import slim_file
+
 CLOCK_SECONDS = 0.02  # between two readings of the GPU clock
+PACKAGES = ("transformer_engine", "torchao", "megatron-core", "torchtitan", "transformers", "accelerate")
 
 
 class trace_me:  # noqa: N801 (it reads as a verb where it is used)
@@ -61,8 +68,7 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
         self._profiler.step()
         self._watch()
         if self.recorded:
-            self._profiler.__exit__(None, None, None)
-            self._profiler = None
+            self.__exit__(None, None, None)
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None:
         if self._clock is not None:
@@ -81,17 +87,11 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
             )
 
     def _watch(self) -> None:
-        """Read the clock while steps are recorded."""
+        """Read the clock from the first recorded step on, until the trace is written."""
         if self._passed == self.after:
             self._clock = _Clock()
-        if self._passed == self.after + self.steps and self._clock is not None:
-            self._clock.stop()
 
     def _write(self, profiler: Any) -> None:
-        import tempfile
-
-        from gemmscope.explain.slim import slim_file
-
         if self._clock is not None:
             self._clock.stop()
         with tempfile.TemporaryDirectory() as folder:
@@ -124,8 +124,6 @@ class _Clock:
             threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
-        from dataclasses import asdict
-
         while not self._done.wait(CLOCK_SECONDS):
             self.readings.append(asdict(self._gpu.read()))
 
@@ -139,19 +137,15 @@ class _Clock:
 
 def _facts(clock: _Clock | None) -> dict[str, Any]:
     """What the trace itself does not contain."""
-    from importlib import metadata
-
     import torch
 
-    found: dict[str, Any] = {"recorded_with": "trace_me", "versions": {"torch": torch.__version__}}
-    for package in ("transformer_engine", "torchao", "megatron-core", "torchtitan", "transformers", "accelerate"):
-        try:
-            found["versions"][package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
+    facts: dict[str, Any] = {"recorded_with": "trace_me", "versions": {"torch": torch.__version__}}
+    for package in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            facts["versions"][package] = metadata.version(package)
     if clock is not None and clock.readings:
-        found["clock"] = {"max_sm_mhz": clock.max_sm_mhz, "readings": clock.readings[-200:]}
-    return found
+        facts["clock"] = {"max_sm_mhz": clock.max_sm_mhz, "readings": clock.readings[-200:]}
+    return facts
 
 
 def _with_rank(path: Path, rank: int) -> Path:

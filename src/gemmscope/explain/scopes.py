@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, Literal
 
-from gemmscope.explain.trace import ATTENTION_FORWARD, GpuWork, Operator, RecordedTrace
+from gemmscope.explain.trace import ATTENTION_FORWARD, Operator, RecordedTrace
 
 Phase = Literal["forward", "backward", "recomputed", "optimizer", ""]
 FORWARD_FUNCTIONS = re.compile(
@@ -29,8 +30,13 @@ class Scope:
     launched: float | None = None
     phase: Phase = ""
 
-    def inside(self, *words: str) -> bool:
-        return any(word in each.name for each in self.operators for word in words)
+    def inside(self, *texts: str) -> bool:
+        """Whether the name of an operator contains one of the texts."""
+        return any(text in operator.name for operator in self.operators for text in texts)
+
+    def backward_node(self) -> Operator | None:
+        """The node of the backward graph that was running."""
+        return next((operator for operator in self.operators if operator.name.startswith(EVALUATES)), None)
 
 
 def scopes(trace: RecordedTrace) -> list[Scope]:
@@ -47,56 +53,45 @@ def scopes(trace: RecordedTrace) -> list[Scope]:
     result = [Scope()] * len(trace.work)
     for thread, launches in by_thread.items():
         launches.sort()
-        opened: list[Operator] = []
         waiting = operators.get(thread, [])
         at = 0
-        current: tuple[Operator, ...] = ()
+        opened: tuple[Operator, ...] = ()
         for moment, number in launches:
-            changed = False
             while at < len(waiting) and waiting[at].start <= moment:
-                opened = [each for each in opened if each.end > waiting[at].start]
-                opened.append(waiting[at])
-                at, changed = at + 1, True
-            if changed or any(each.end < moment for each in opened):
-                opened = [each for each in opened if each.end >= moment]
-                current = tuple(opened)
-            phase = _phase(current, trace) if not _within(optimizing, moment) else "optimizer"
-            result[number] = Scope(current, moment, phase)
+                opened = (*(operator for operator in opened if operator.end > waiting[at].start), waiting[at])
+                at += 1
+            if any(operator.end < moment for operator in opened):
+                opened = tuple(operator for operator in opened if operator.end >= moment)
+            span = bisect_right(optimizing, (moment, inf)) - 1
+            optimizes = span >= 0 and optimizing[span][1] >= moment
+            result[number] = Scope(opened, moment, "optimizer" if optimizes else _phase(opened, trace))
     return _whole_layers(result)
 
 
 def _whole_layers(result: list[Scope]) -> list[Scope]:
     """Mark a recomputed layer from its first function to its last, including work without a function of its own."""
-    spans: dict[int, tuple[float, float]] = {}
+    launches: dict[int, list[float]] = {}
     for scope in result:
         if scope.phase == "recomputed" and scope.launched is not None:
-            node = id(_node(scope))
-            first, last = spans.get(node, (scope.launched, scope.launched))
-            spans[node] = min(first, scope.launched), max(last, scope.launched)
-    return [
-        replace(scope, phase="recomputed")
-        if scope.phase == "backward" and _between(spans.get(id(_node(scope))), scope)
-        else scope
-        for scope in result
-    ]
-
-
-def _node(scope: Scope) -> Operator | None:
-    return next((each for each in scope.operators if each.name.startswith(EVALUATES)), None)
-
-
-def _between(span: tuple[float, float] | None, scope: Scope) -> bool:
-    return span is not None and scope.launched is not None and span[0] <= scope.launched <= span[1]
+            launches.setdefault(id(scope.backward_node()), []).append(scope.launched)
+    spans = {node: (min(moments), max(moments)) for node, moments in launches.items()}
+    for number, scope in enumerate(result):
+        if scope.phase == "backward" and scope.launched is not None:
+            first, last = spans.get(id(scope.backward_node()), (inf, -inf))
+            if first <= scope.launched <= last:
+                result[number] = replace(scope, phase="recomputed")
+    return result
 
 
 def _phase(current: tuple[Operator, ...], trace: RecordedTrace) -> Phase:
     """Forward functions inside a node of backward are recomputed."""
     if not trace.operators:
         return ""
-    node = next((number for number, each in enumerate(current) if each.name.startswith(EVALUATES)), None)
+    names = [operator.name for operator in current]
+    node = next((number for number, name in enumerate(names) if name.startswith(EVALUATES)), None)
     if node is None:
-        return "backward" if any(_is_backward(each.name) for each in current) else "forward"
-    return "recomputed" if any(is_forward_function(each.name) for each in current[node + 1 :]) else "backward"
+        return "backward" if any("Backward" in name for name in names) else "forward"
+    return "recomputed" if any(map(is_forward_function, names[node + 1 :])) else "backward"
 
 
 def is_forward_function(name: str) -> bool:
@@ -105,13 +100,9 @@ def is_forward_function(name: str) -> bool:
     >>> [is_forward_function(name) for name in ("_LayerNormLinear", "aten::linear", "aten::mm", "_LinearBackward")]
     [True, True, False, False]
     """
-    if _is_backward(name) or name.endswith("_backward"):
+    if "Backward" in name or name.endswith("_backward"):
         return False
     return FORWARD_FUNCTIONS.search(name) is not None or ATTENTION_FORWARD.match(name) is not None
-
-
-def _is_backward(name: str) -> bool:
-    return "Backward" in name
 
 
 def optimizer_spans(trace: RecordedTrace) -> list[tuple[float, float]]:
@@ -119,38 +110,17 @@ def optimizer_spans(trace: RecordedTrace) -> list[tuple[float, float]]:
 
     Lightning passes forward and backward to `optimizer.step` as a closure: there the optimizer begins after the end of backward.
     """
-    nodes = [each for each in trace.operators if each.name.startswith(EVALUATES)]
-    starts = [each.start for each in nodes]
-    joined: list[tuple[float, float]] = []
+    nodes = [operator for operator in trace.operators if operator.name.startswith(EVALUATES)]
+    starts = [node.start for node in nodes]
+    spans: list[tuple[float, float]] = []
     for mark in trace.marks:
-        if not mark.name.startswith(OPTIMIZER_MARKS):
-            continue
-        inside = nodes[bisect_left(starts, mark.start) : bisect_right(starts, mark.end)]
-        begin = min(max((each.end for each in inside), default=mark.start), mark.end)
-        joined.append((begin, mark.end))
-    return _joined(sorted(joined))
-
-
-def _joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Merge overlapping spans.
-
-    >>> _joined([(0, 9), (2, 3), (8, 12), (20, 21)])
-    [(0, 12), (20, 21)]
-    """
-    made: list[tuple[float, float]] = []
-    for begin, end in spans:
-        if made and begin <= made[-1][1]:
-            made[-1] = made[-1][0], max(made[-1][1], end)
+        if mark.name.startswith(OPTIMIZER_MARKS):
+            inside = nodes[bisect_left(starts, mark.start) : bisect_right(starts, mark.end)]
+            spans.append((min(max((node.end for node in inside), default=mark.start), mark.end), mark.end))
+    merged: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
         else:
-            made.append((begin, end))
-    return made
-
-
-def _within(spans: list[tuple[float, float]], moment: float) -> bool:
-    at = bisect_right(spans, (moment, float("inf"))) - 1
-    return at >= 0 and spans[at][1] >= moment
-
-
-def launched_by(trace: RecordedTrace, work: GpuWork) -> str:
-    """The name of the operator that launched it, if the trace has it."""
-    return trace.operator_names.get(work.external, "") if work.external is not None else ""
+            merged.append((begin, end))
+    return merged

@@ -15,28 +15,13 @@ from typing import Any
 
 from gemmscope.explain.stream import EventStream
 
-GPU_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation"})
-MARKS = frozenset({"user_annotation"})
-LAUNCHES = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime"})
-LAUNCH_WORDS = ("Launch", "Memcpy", "Memset", "Synchronize")
+GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
+LAUNCH_NAMES = ("Launch", "Memcpy", "Memset", "Synchronize")
 KEPT_ARGUMENTS = (
     "External id", "correlation", "stream", "device", "Input Dims", "Input type", "Sequence number", "Fwd thread id",
     "Collective name", "In msg nelems", "Group size", "dtype",
 )  # fmt: skip
 KEPT_HEAD = ("schemaVersion", "deviceProperties", "distributedInfo", "displayTimeUnit", "baseTimeNanoseconds", "gemmscope")
-
-
-def slim(raw: dict[str, Any]) -> dict[str, Any]:
-    """The part of a whole trace that `gemmscope explain` reads.
-
-    >>> kept = {"ph": "X", "cat": "kernel", "name": "nvjet", "ts": 1.23456, "dur": 2.0, "args": {"stream": 7, "grid": [1]}}
-    >>> slim({"traceEvents": [kept, {"ph": "X", "cat": "python_function", "name": "f", "ts": 1, "dur": 9}]})["traceEvents"]
-    [{'ph': 'X', 'cat': 'kernel', 'name': 'nvjet', 'ts': 1.235, 'dur': 2.0, 'args': {'stream': 7}}]
-    """
-    events = [event for event in raw.get("traceEvents", ()) if isinstance(event, dict)]
-    wanted = {_arguments(event).get("External id") for event in events if event.get("cat") in GPU_CATEGORIES} - {None}
-    kept = [_trimmed(event) for event in events if _explains(event, wanted)]
-    return {**{key: raw[key] for key in KEPT_HEAD if key in raw}, "traceEvents": kept}
 
 
 def slim_file(raw_path: Path, target: Path, facts: dict[str, Any]) -> None:
@@ -60,28 +45,25 @@ def _explains(event: dict[str, Any], wanted: Iterable[Any]) -> bool:
         return name in ("process_name", "process_labels") and "Spans" not in str(event.get("args"))
     if event.get("ph") != "X":
         return False
-    if category in GPU_CATEGORIES or category in MARKS:
+    if category in (*GPU_CATEGORIES, "user_annotation"):
         return True
-    if category in LAUNCHES:
-        return any(word in name for word in LAUNCH_WORDS)
+    if category in ("cuda_runtime", "cuda_driver", "hip_runtime"):
+        return any(part in name for part in LAUNCH_NAMES)
     if category == "cpu_op":
         return not name.startswith("aten::") or name == "aten::linear" or _arguments(event).get("External id") in wanted
     return False
 
 
 def _arguments(event: dict[str, Any]) -> dict[str, Any]:
-    found = event.get("args")
-    return found if isinstance(found, dict) else {}
+    arguments = event.get("args")
+    return arguments if isinstance(arguments, dict) else {}
 
 
 def _trimmed(event: dict[str, Any]) -> dict[str, Any]:
     if event.get("ph") == "M":
         return event
     small: dict[str, Any] = {key: event[key] for key in ("ph", "cat", "name", "pid", "tid") if key in event}
-    small.update({key: _rounded(event[key]) for key in ("ts", "dur") if key in event})
+    times = {key: event[key] for key in ("ts", "dur") if key in event}
+    small |= {key: round(time, 3) if isinstance(time, float) else time for key, time in times.items()}
     arguments = {key: value for key, value in _arguments(event).items() if key in KEPT_ARGUMENTS and value not in ([], "", None)}
     return {**small, "args": arguments} if arguments else small
-
-
-def _rounded(value: Any) -> Any:
-    return round(value, 3) if isinstance(value, float) else value

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
 
 from gemmscope.explain.account import EXPOSED
 from gemmscope.explain.cause import Span, StepEvidence, main_kernels, sizes_of, spans_of
-from gemmscope.explain.place import LOW
-from gemmscope.explain.rates import facts_clock, gpu_rates
+from gemmscope.explain.rates import facts_clock
 from gemmscope.explain.timeline import Gap
-from gemmscope.explain.view import TimedWork
+from gemmscope.explain.view import TimedWork, add_up
 from gemmscope.findings import Finding, finding
 from gemmscope.results.explain import Cause
 
@@ -22,34 +20,18 @@ SLOW_RATE = 0.6  # of the rate that large GEMMs usually reach on this GPU
 IMPOSSIBLE_RATE = 0.02  # of the peak: no clock is that slow, so the times in the file are not microseconds
 BAD_REASONS = ("HW slowdown", "SW thermal slowdown", "HW thermal slowdown", "HW power brake")
 EXPERT_NAMES = ("Grouped", "Expert", "Moe", "MoE")
-
-
-class Dilution(NamedTuple):
-    """A part of the step that low precision does not speed up: the share of GPU time from which on it is a cause, and what is
-    usual."""
-
-    reported: float
-    usual: float
-
-
-DILUTIONS = {
-    "attention": Dilution(0.30, 0.15),
-    "head": Dilution(0.30, 0.12),
-    "optimizer": Dilution(0.25, 0.12),
-    "rest": Dilution(0.40, 0.15),
-}
+# In the names of kernels of attention and norms
+FORWARD_NAMES = ("fprop", "fwd", "forward", "Forward")
+BACKWARD_NAMES = ("bprop", "bwd", "backward", "Backward")
+# Parts of the step that low precision does not speed up: the share of GPU time from which on each is a cause, and what is usual
+DILUTIONS = {"attention": (0.30, 0.15), "head": (0.30, 0.12), "optimizer": (0.25, 0.12), "rest": (0.40, 0.15)}
 
 
 def step_causes(step: StepEvidence) -> Iterator[Cause]:
     """All causes, in no order."""
-    yield from _no_launches(step)
-    yield from _late_launches(step)
-    yield from _unexplained_idle(step)
-    yield from _recompute(step)
-    yield from _communication(step)
-    yield from _copies(step)
-    yield from _throttled(step)
-    yield from _dilution(step)
+    idle = (_no_launches, _late_launches, _unexplained_idle)
+    for search in (*idle, _recompute, _communication, _copies, _throttled, _dilution):
+        yield from search(step)
 
 
 def _gaps(step: StepEvidence, *reasons: str) -> list[Gap]:
@@ -62,11 +44,8 @@ def _no_launches(step: StepEvidence) -> Iterator[Cause]:
     time = _ms(step, gaps)
     if time > WAITING * step.step_ms:
         longest = max(gaps, key=lambda gap: gap.time)
-        evidence = [
-            finding("cause-no-launches", time_ms=time, share=time / step.step_ms, gaps=step.per_step(gaps),
-                    longest_ms=longest.time / 1000),
-            *_marks_in(step, longest),
-        ]  # fmt: skip
+        times = {**step.time_facts(time), "gaps": step.per_step(gaps), "longest_ms": longest.time / 1000}
+        evidence = [finding("cause-no-launches", **times), *_marks_in(step, longest)]
         yield step.cause("elsewhere", time, evidence, (), _where(step, longest), _gap_spans(gaps, "no launches"))
 
 
@@ -77,7 +56,7 @@ def _late_launches(step: StepEvidence) -> Iterator[Cause]:
     if time <= WAITING * step.step_ms:
         return
     account, code = step.account, "host"
-    evidence = [finding("cause-late-launches", time_ms=time, share=time / step.step_ms, times=step.per_step(late))]
+    evidence = [finding("cause-late-launches", **step.time_facts(time), times=step.per_step(late))]
     in_experts = _ms(step, [gap for gap in late if gap.scope.inside(*EXPERT_NAMES)])
     syncs = _synchronizations(step)
     if syncs >= 2:
@@ -89,11 +68,10 @@ def _late_launches(step: StepEvidence) -> Iterator[Cause]:
         evidence.append(finding("cause-expert-launches", time_ms=in_experts, gemms=step.per_step(gemms), gemm_us=gemm_us))
     if syncs >= 2 and _ms(step, _gaps(step, "late launch after synchronization")) > 0.5 * time:
         code = "syncs"
-    evidence += [
-        finding("cause-launch-rate", launches=account.launches, interval_us=1000 * step.step_ms / max(account.launches, 1),
-                kernel_us=1000 * account.busy_ms / max(account.kernels, 1)),
-        finding("cause-profiler-overhead"),
-    ]  # fmt: skip
+    interval_us = 1000 * step.step_ms / max(account.launches, 1)
+    kernel_us = 1000 * account.busy_ms / max(account.kernels, 1)
+    evidence.append(finding("cause-launch-rate", launches=account.launches, interval_us=interval_us, kernel_us=kernel_us))
+    evidence.append(finding("cause-profiler-overhead"))
     yield step.cause(code, time, evidence, (), "", _gap_spans(late, "waiting for a launch"))
 
 
@@ -102,11 +80,8 @@ def _unexplained_idle(step: StepEvidence) -> Iterator[Cause]:
     gaps = _gaps(step, "launch not recorded", "other stream")
     time = _ms(step, gaps)
     if time > WAITING * step.step_ms:
-        recorded = bool(step.view.trace.launches)
-        evidence = [
-            finding("cause-idle", time_ms=time, share=time / step.step_ms, gaps=step.per_step(gaps)),
-            finding("cause-other-streams" if recorded else "launches-not-recorded"),
-        ]
+        why = finding("cause-other-streams" if step.view.trace.launches else "launches-not-recorded")
+        evidence = [finding("cause-idle", **step.time_facts(time), gaps=step.per_step(gaps)), why]
         yield step.cause("idle", time, evidence, (), "", _gap_spans(gaps, "idle"))
 
 
@@ -116,22 +91,15 @@ def _ms(step: StepEvidence, gaps: list[Gap]) -> float:
 
 def _synchronizations(step: StepEvidence) -> float:
     """Calls that wait for the GPU, per step."""
-    begins = [chosen.begin for chosen in step.view.steps.chosen]
-    ends = [chosen.end for chosen in step.view.steps.chosen]
-    inside = 0
-    for wait in step.view.trace.waits:
-        at = bisect_right(begins, wait.start) - 1
-        inside += "Synchronize" in wait.name and "Event" not in wait.name and at >= 0 and wait.start < ends[at]
-    return inside / step.view.count
+    starts = [wait.start for wait in step.view.trace.waits if "Synchronize" in wait.name and "Event" not in wait.name]
+    inside = [bisect_left(starts, chosen.end) - bisect_left(starts, chosen.begin) for chosen in step.view.steps.chosen]
+    return sum(inside) / step.view.count
 
 
 def _marks_in(step: StepEvidence, gap: Gap) -> list[Finding]:
     """What a person or a data loader annotated there."""
-    names = [
-        mark.name
-        for mark in step.view.trace.marks
-        if min(mark.end, gap.end) - max(mark.start, gap.begin) > 0.5 * gap.time and not mark.name.startswith("ProfilerStep")
-    ]
+    marks = [mark for mark in step.view.trace.marks if not mark.name.startswith("ProfilerStep")]
+    names = [mark.name for mark in marks if min(mark.end, gap.end) - max(mark.start, gap.begin) > 0.5 * gap.time]
     return [finding("cause-cpu-activity", marks=list(dict.fromkeys(names)))] if names else []
 
 
@@ -153,21 +121,19 @@ def _recompute(step: StepEvidence) -> Iterator[Cause]:
     again = [item for item in step.items if item.scope.phase == "recomputed"]
     time = step.ms(again)
     if time > WAITING * step.step_ms:
-        gemms = [item for item in again if item.gemm is not None]
-        casts = [item for item in again if item.placed.name == "quantization"]
+        gemms = [item for item in again if item.is_gemm]
+        casts = [item for item in again if item.name == "quantization"]
         evidence = [
-            finding("cause-recomputed", time_ms=time, share=time / step.step_ms),
+            finding("cause-recomputed", **step.time_facts(time)),
             finding("cause-recomputed-kernels", gemms=step.per_step(gemms), casts=step.per_step(casts)),
         ]
-        high = [item for item in gemms if item.gemm and not item.gemm.low]
+        high = [item for item in gemms if not item.gemm.low]
         if high and step.low and step.weight(high) > 0.5 * step.weight(gemms):
             evidence.append(finding("cause-recomputed-high"))
         yield step.cause("recompute", time, evidence, again, "backward", spans_of(again, "recomputed"))
         return
-    attention = [item for item in step.items if item.placed.name == "attention"]
-    forward = [item for item in attention if _named(item, "fprop", "fwd", "forward", "Forward")]
-    backward = [item for item in attention if _named(item, "bprop", "bwd", "backward", "Backward")]
-    most = _most_of_a_name(backward)
+    forward = [item for item in step.of_class("attention") if item.mentions(*FORWARD_NAMES)]
+    most = _most_of_a_name(item for item in step.of_class("attention") if item.mentions(*BACKWARD_NAMES))
     repeated_ms = _repeated_gemms_ms(step)
     if most and len(forward) > 1.5 * most:
         evidence = [finding("cause-attention-repeated", ratio=len(forward) / most)]
@@ -176,7 +142,7 @@ def _recompute(step: StepEvidence) -> Iterator[Cause]:
         yield step.cause("recompute", step.ms(forward) * 0.5 + repeated_ms, evidence, forward, "backward")
 
 
-def _most_of_a_name(items: list[TimedWork]) -> int:
+def _most_of_a_name(items: Iterable[TimedWork]) -> int:
     """How often work ran that takes several kernels each time."""
     return max(Counter(item.work.name for item in items).values(), default=0)
 
@@ -186,44 +152,32 @@ def _repeated_gemms_ms(step: StepEvidence) -> float:
 
     Without sizes or passes, norms are counted: if they run forward twice, so do whole layers, and a quarter of the GEMMs repeats.
     """
-    if not step.flops_known or not any(item.gemm and item.gemm.pass_name == "fprop" for item in step.gemms):
-        norms = [item for item in step.items if item.placed.name == "norms"]
-        once = _most_of_a_name([item for item in norms if _named(item, "bwd", "backward", "Backward")])
-        twice = _most_of_a_name([item for item in norms if _named(item, "fwd", "forward", "Forward")])
+    if not step.flops_known or not any(item.gemm.pass_name == "fprop" for item in step.gemms):
+        once = _most_of_a_name(item for item in step.of_class("norms") if item.mentions(*BACKWARD_NAMES))
+        twice = _most_of_a_name(item for item in step.of_class("norms") if item.mentions(*FORWARD_NAMES))
         return step.ms(step.gemms) / 4 if once and twice > 1.8 * once else 0.0
-    forward: Counter[tuple[int, ...]] = Counter()
-    backward: Counter[tuple[int, ...]] = Counter()
-    times: Counter[tuple[int, ...]] = Counter()
-    for item in step.gemms:
-        if item.gemm is None or item.gemm.size is None or item.gemm.reduces:
-            continue
-        size = tuple(sorted(item.gemm.size))
-        if item.gemm.pass_name == "fprop":
-            forward[size] += 1
-        else:
-            backward[size] += 1
-            times[size] += item.share  # type: ignore[assignment]
+    gemms = [item for item in step.gemms if item.gemm.size and not item.gemm.reduces]
+    forward = Counter(item.gemm.sides for item in gemms if item.gemm.pass_name == "fprop")
+    others = [item for item in gemms if item.gemm.pass_name != "fprop"]
+    backward = Counter(item.gemm.sides for item in others)
+    times = add_up((item.gemm.sides, item.share) for item in others)
     extra = {size: backward[size] - 2 * count for size, count in forward.items() if backward[size] > 2.4 * count}
     return sum(times[size] * count / backward[size] for size, count in extra.items()) / 1000 / step.view.count
-
-
-def _named(item: TimedWork, *words: str) -> bool:
-    return any(word in item.work.name for word in words)
 
 
 def _communication(step: StepEvidence) -> Iterator[Cause]:
     exposed = step.account.classes_ms.get(EXPOSED, 0.0)
     if exposed <= WAITING * step.step_ms:
         return
-    items = [item for item in step.items if item.placed.name == "communication"]
+    items = step.of_class("communication")
     total = exposed + step.account.hidden_ms
     updates = [item for item in step.items if item.placed.facts.kernel_class == "update"]
-    short = [item for item in items if item.work.time < 200 and _named(item, "AllReduce", "all_reduce")]
+    short = [item for item in items if item.work.time < 200 and item.mentions("AllReduce", "all_reduce")]
+    hidden_share = step.account.hidden_ms / total
     evidence = [
-        finding("cause-exposed-communication", time_ms=exposed, share=exposed / step.step_ms, total_ms=total,
-                hidden_share=step.account.hidden_ms / total),
+        finding("cause-exposed-communication", **step.time_facts(exposed), total_ms=total, hidden_share=hidden_share),
         finding("cause-collectives", count=step.per_step(items), kernels=list(main_kernels(items, 2))),
-    ]  # fmt: skip
+    ]
     spans = spans_of(items, "exposed")
     if updates and step.ms(short) > 0.6 * exposed:
         evidence.append(finding("cause-short-all-reduces", count=step.per_step(short)))
@@ -234,48 +188,46 @@ def _communication(step: StepEvidence) -> Iterator[Cause]:
 
 def _copies(step: StepEvidence) -> Iterator[Cause]:
     """Between CPU and GPU memory while nothing is computed: offloading, or batches that arrive late."""
-    items = [item for item in step.items if item.placed.name == "copies" and _named(item, "HtoD", "DtoH")]
+    items = [item for item in step.of_class("copies") if item.mentions("HtoD", "DtoH")]
     time = step.ms(items)
     if time > WAITING * step.step_ms:
-        evidence = [finding("cause-exposed-copies", time_ms=time, share=time / step.step_ms, copies=step.per_step(items))]
+        evidence = [finding("cause-exposed-copies", **step.time_facts(time), copies=step.per_step(items))]
         yield step.cause("copies", time, evidence, items, "", spans_of(items, "only copying"))
 
 
 def _throttled(step: StepEvidence) -> Iterator[Cause]:
     """By the clock recorded with the trace; without it, if large GEMMs of every precision are slow for the GPU."""
-    clock = facts_clock(step.view.trace.facts)
-    known = gpu_rates(step.view.trace.gpu_name)
-    slow = _slow_gemms(step)
-    busy_ms = step.account.busy_ms
+    clock, slow, busy_ms = facts_clock(step.view.trace.facts), _slow_gemms(step), step.account.busy_ms
     if clock is not None:
         mean, highest, reasons = clock
         bad = [reason for reason in reasons if reason in BAD_REASONS]
-        if mean < SLOW_CLOCK * highest and (slow or known is None or not step.rates) and step.account.idle_share < 0.5:
+        if mean < SLOW_CLOCK * highest and (slow or step.gpu is None or not step.rates) and step.account.idle_share < 0.5:
             evidence = finding("cause-clock", clock_mhz=mean, highest_mhz=highest, reasons=reasons or ["a clock lock"])
             yield step.cause("throttled", busy_ms * (1 - mean / (0.8 * highest)), [evidence, *slow])
         elif bad:
             lost = max(1 - mean / (0.8 * highest), 0.0)
             yield step.cause("throttled", busy_ms * lost, [finding("cause-throttle-reasons", reasons=bad), *slow])
-    elif slow and known is not None:
-        share = max(rate / peak / known.usual for precision, rate in step.rates.items() if (peak := known.peak(precision)))
+    elif slow and step.gpu is not None:
+        share = max(_peak_shares(step).values()) / step.gpu.usual
         yield step.cause("throttled", busy_ms * max(1 - share, 0.0), slow)
 
 
 def _peak_shares(step: StepEvidence) -> dict[str, float]:
     """Rates of large GEMMs as shares of the GPU's peak, where that is known."""
-    known = gpu_rates(step.view.trace.gpu_name)
-    return {name: rate / peak for name, rate in step.rates.items() if (peak := known.peak(name))} if known is not None else {}
+    peaks = {name: step.gpu.peak(name) for name in step.rates} if step.gpu is not None else {}
+    return {name: step.rates[name] / peak for name, peak in peaks.items() if peak}
 
 
 def _slow_gemms(step: StepEvidence) -> list[Finding]:
     """If large GEMMs of every precision are slow; a single slow precision is a matter of its kernels."""
-    known, shares = gpu_rates(step.view.trace.gpu_name), _peak_shares(step)
-    if known is None or not shares:
+    shares = _peak_shares(step)
+    if step.gpu is None or not shares:
         return []
-    if any(share > SLOW_RATE * known.usual or share < IMPOSSIBLE_RATE for share in shares.values()):
+    usual = step.gpu.usual
+    if any(share > SLOW_RATE * usual or share < IMPOSSIBLE_RATE for share in shares.values()):
         return []
     tflops = {name: step.rates[name] for name in shares}
-    return [finding("cause-slow-gemms", tflops=tflops, shares=shares, usual=known.usual, gpu=step.view.trace.gpu_name)]
+    return [finding("cause-slow-gemms", tflops=tflops, shares=shares, usual=usual, gpu=step.view.trace.gpu_name)]
 
 
 def implausible_times(step: StepEvidence) -> list[Finding]:
@@ -288,30 +240,26 @@ def implausible_times(step: StepEvidence) -> list[Finding]:
 
 def _dilution(step: StepEvidence) -> Iterator[Cause]:
     """Parts that low precision does not speed up. Their cost is the time beyond what is usual."""
-    if not any(item.gemm and item.gemm.precision in LOW for item in step.items):
+    if not any(item.gemm.low for item in step.items):
         return
     classes, step_ms = step.account.classes_ms, step.step_ms
-    head = [item for item in step.items if item.gemm is not None and item.gemm.head]
-    attention = [item for item in step.items if item.placed.name == "attention"]
-    rest = ("norms", "activations", "elementwise", "embedding and indexing")
-    sizes = sizes_of(head, 1)
+    attention, head = step.of_class("attention"), [item for item in step.items if item.gemm.head]
+    attention_facts = [finding("cause-attention-kernels", kernels=step.per_step(attention))]
+    head_facts = [finding("cause-gemm-sizes", sizes=sizes)] if (sizes := sizes_of(head, 1)) else []
+    rest = ["norms", "activations", "elementwise", "embedding and indexing"]
     parts: dict[str, tuple[float, list[TimedWork], list[str], list[Finding]]] = {
-        "attention": (
-            step.ms(attention), attention, ["attention"], [finding("cause-attention-kernels", kernels=step.per_step(attention))]
-        ),
-        "head": (
-            step.ms(head) + classes.get("loss", 0.0), head, ["output head", "loss"],
-            [finding("cause-gemm-sizes", sizes=sizes)] if sizes else [],
-        ),
+        "attention": (step.ms(attention), attention, ["attention"], attention_facts),
+        "head": (step.ms(head) + classes.get("loss", 0.0), head, ["output head", "loss"], head_facts),
         "optimizer": (classes.get("optimizer", 0.0), [], ["optimizer"], []),
-        "rest": (sum(classes.get(name, 0.0) for name in rest), [], list(rest), []),
-    }  # fmt: skip
+        "rest": (sum(classes.get(name, 0.0) for name in rest), [], rest, []),
+    }
     busy_ms, gemms_ms = step.account.busy_ms, step.ms(step.low)
     for code, (time, items, names, details) in parts.items():
-        if time > DILUTIONS[code].reported * busy_ms:
+        reported, usual = DILUTIONS[code]
+        if time > reported * busy_ms:
             evidence = [
                 finding("cause-not-sped-up", time_ms=time, step_ms=step_ms, share=time / step_ms, parts=names),
                 *details,
                 finding("cause-best-case", share=gemms_ms / step_ms, speedup=step_ms / max(step_ms - gemms_ms, 1e-9)),
             ]
-            yield step.cause(code, time - DILUTIONS[code].usual * busy_ms, evidence, items)
+            yield step.cause(code, time - usual * busy_ms, evidence, items)

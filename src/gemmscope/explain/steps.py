@@ -54,22 +54,25 @@ def find_steps(trace: RecordedTrace, count: int | None = None) -> Steps:
         begin, end = trace.work[0].start, max(work.end for work in trace.work)
         if end <= begin:
             raise UserError(f"{trace.path} is not valid: all GPU work begins and ends at the same time", HOW_TO_RECORD)
-        long = (end - begin) / count
-        made = [RecordedStep(f"step {number + 1}", begin + number * long, begin + (number + 1) * long) for number in range(count)]
-        return Steps(tuple(made), tuple(made), "the number of steps given", len(_marked(trace)))
+        steps = tuple(_between([begin + number * ((end - begin) / count) for number in range(count + 1)]))
+        return Steps(steps, steps, "the number of steps given", len(_marked(trace)))
     finders: dict[str, Callable[[RecordedTrace], list[RecordedStep]]] = {
         "profiler step marks": _marked,
         "optimizer annotations": _optimizer_marks,
         "optimizer kernels": lambda trace: _optimizer_kernels(trace.work),
     }
     for how, find in finders.items():
-        made = find(trace)
-        if made:
-            return Steps(tuple(made), _alike(made), how)
+        if found := find(trace):
+            return Steps(tuple(found), _alike(found), how)
     raise UserError(
         f"{trace.path} does not show where a training step begins: it has no ProfilerStep marks with launches and no optimizer",
         f"give the number of steps with {option('steps', 'N')}, or {HOW_TO_RECORD}",
     )
+
+
+def _between(edges: Sequence[float]) -> list[RecordedStep]:
+    """Steps that follow each other, from the begin of the first to the end of the last."""
+    return [RecordedStep(f"step {number}", begin, end) for number, (begin, end) in enumerate(pairwise(edges), start=1)]
 
 
 def _alike(steps: Sequence[RecordedStep]) -> tuple[RecordedStep, ...]:
@@ -81,21 +84,26 @@ def _alike(steps: Sequence[RecordedStep]) -> tuple[RecordedStep, ...]:
 
 def _marked(trace: RecordedTrace) -> list[RecordedStep]:
     """`ProfilerStep#N` on the CPU, if launches connect it to the GPU; else its counterpart on the GPU."""
-    marks = {mark.name: mark for mark in reversed(trace.marks) if mark.name.startswith("ProfilerStep")}
-    if marks and any(work.correlation in trace.launches for work in trace.work):
-        return _host_windows(trace, _with_optimizer(trace, sorted(marks.values(), key=lambda mark: mark.start)))
-    counterparts = {mark.name: mark for mark in reversed(trace.gpu_marks) if mark.name.startswith("ProfilerStep")}
-    ordered = sorted(counterparts.values(), key=lambda mark: mark.start)
-    if not ordered:
-        return []
-    ends = [
-        *(mark.start for mark in ordered[1:]),
-        max(work.end for work in trace.work),
-    ]  # the mark on the GPU does not cover backward
-    return [RecordedStep(mark.name, mark.start, end) for mark, end in zip(ordered, ends, strict=True) if end > mark.start]
+    windows = _profiler_steps(trace.marks)
+    if windows and any(work.correlation in trace.launches for work in trace.work):
+        return _host_windows(trace, _with_optimizer(trace, windows))
+    # The mark on the GPU does not cover backward.
+    return _until_next(_profiler_steps(trace.gpu_marks), max(work.end for work in trace.work))
 
 
-def _with_optimizer(trace: RecordedTrace, windows: list[Operator]) -> list[Operator]:
+def _profiler_steps(marks: Sequence[Operator]) -> list[RecordedStep]:
+    first = {mark.name: mark for mark in reversed(marks) if mark.name.startswith("ProfilerStep")}
+    ordered = sorted(first.values(), key=lambda mark: mark.start)
+    return [RecordedStep(mark.name, mark.start, mark.end) for mark in ordered]
+
+
+def _until_next(steps: Sequence[RecordedStep], end: float) -> list[RecordedStep]:
+    """Each step ends where the next begins; those that take no time are dropped."""
+    ends = [*(step.begin for step in steps[1:]), end]
+    return [RecordedStep(step.name, step.begin, end) for step, end in zip(steps, ends, strict=False) if end > step.begin]
+
+
+def _with_optimizer(trace: RecordedTrace, windows: list[RecordedStep]) -> list[RecordedStep]:
     """Where `prof.step()` was called for every micro-batch: merge windows so that each ends with its optimizer."""
     moments = [mark.start for mark in trace.marks if mark.name.startswith("Optimizer.step")]
     ends = sorted({at for moment in moments if (at := _window_of(windows, moment)) is not None})
@@ -103,43 +111,38 @@ def _with_optimizer(trace: RecordedTrace, windows: list[Operator]) -> list[Opera
         return windows
     edges = [ends[0] - (ends[1] - ends[0]) if len(ends) > 1 else -1, *ends]
     joined = [(max(first, -1) + 1, last) for first, last in pairwise(edges) if first >= -1]
-    return [
-        Operator(windows[first].name, windows[first].start, windows[last].end, windows[first].thread) for first, last in joined
-    ]
+    return [RecordedStep(windows[first].name, windows[first].begin, windows[last].end) for first, last in joined]
 
 
-def _host_windows(trace: RecordedTrace, windows: Sequence[Operator]) -> list[RecordedStep]:
+def _host_windows(trace: RecordedTrace, windows: Sequence[RecordedStep]) -> list[RecordedStep]:
     """Translate windows on the CPU to spans on the GPU, through the launches made in them."""
     firsts: list[GpuWork | None] = [None] * len(windows)
     lasts = [0.0] * len(windows)
     for work in trace.work:
         call = trace.launches.get(work.correlation)
-        moment = call.start if call is not None else None
-        at = _window_of(windows, moment) if moment is not None else None
-        if at is None:
-            continue
-        firsts[at] = firsts[at] or work
-        lasts[at] = max(lasts[at], work.end)
+        at = _window_of(windows, call.start) if call is not None else None
+        if at is not None:
+            firsts[at] = firsts[at] or work
+            lasts[at] = max(lasts[at], work.end)
     if not any(firsts):  # no launches: the CPU runs ahead, so its times say nothing about the GPU's
         return []
-    made: list[RecordedStep] = []
+    steps: list[RecordedStep] = []
     before: float | None = None
     for window, first, last in zip(windows, firsts, lasts, strict=True):
         if first is None:
             continue
         if before is None:
             call = trace.launches[first.correlation]
-            begin = first.start if first.start - call.end > QUEUED_US else min(window.start, first.start)
+            begin = first.start if first.start - call.end > QUEUED_US else min(window.begin, first.start)
         else:
-            begin = max(window.start, before)
-        made.append(RecordedStep(window.name, begin, max(last, window.end)))
+            begin = max(window.begin, before)
+        steps.append(RecordedStep(window.name, begin, max(last, window.end)))
         before = last
-    ends = [later.begin for later in made[1:]] + [made[-1].end]
-    return [RecordedStep(step.name, step.begin, end) for step, end in zip(made, ends, strict=True) if end > step.begin]
+    return _until_next(steps, steps[-1].end)
 
 
-def _window_of(windows: Sequence[Operator], moment: float) -> int | None:
-    at = bisect_right(windows, moment, key=lambda window: window.start) - 1
+def _window_of(windows: Sequence[RecordedStep], moment: float) -> int | None:
+    at = bisect_right(windows, moment, key=lambda window: window.begin) - 1
     return at if at >= 0 and moment <= windows[at].end else None
 
 
@@ -151,18 +154,11 @@ def _optimizer_marks(trace: RecordedTrace) -> list[RecordedStep]:
     spans = optimizer_spans(trace)
     if not spans:
         return []
-    gemms = sorted(_launched(trace, work) for work in trace.work if classify(work.name).kernel_class == "gemm")
+    gemms = sorted(trace.launches.get(work.correlation, work).start for work in trace.work if _is_gemm(work))
     behind = [bisect_left(gemms, begin) - bisect_right(gemms, end) for (_, end), (begin, _) in pairwise(spans)]
     ends = [end for (_, end), count in zip(spans, [*behind, FEWEST], strict=True) if count >= FEWEST]
     first = min(call.start for call in trace.launches.values()) if trace.launches else trace.work[0].start
-    edges = [min(first, trace.work[0].start), *ends]
-    windows = [Operator(f"step {number + 1}", edges[number], edges[number + 1], None) for number in range(len(ends))]
-    return _whole_ones(trace.work, _host_windows(trace, windows))
-
-
-def _launched(trace: RecordedTrace, work: GpuWork) -> float:
-    call = trace.launches.get(work.correlation)
-    return call.start if call is not None else work.start
+    return _whole_ones(trace.work, _host_windows(trace, _between([min(first, trace.work[0].start), *ends])))
 
 
 def _optimizer_kernels(every: Sequence[GpuWork]) -> list[RecordedStep]:
@@ -174,21 +170,19 @@ def _optimizer_kernels(every: Sequence[GpuWork]) -> list[RecordedStep]:
     for work, optimizes in zip(every, named, strict=True):
         if optimizes:
             last = work.end
-        elif last is not None and classify(work.name).kernel_class == "gemm":
+        elif last is not None and _is_gemm(work):
             edges.append(last)
             last = None
-    if last is not None:
-        edges.append(last)
-    made = [RecordedStep(f"step {number + 1}", edges[number], edges[number + 1]) for number in range(len(edges) - 1)]
-    return _whole_ones(every, made)
+    return _whole_ones(every, _between(edges if last is None else [*edges, last]))
 
 
 def _whole_ones(every: Sequence[GpuWork], steps: list[RecordedStep]) -> list[RecordedStep]:
     """Drop a first step that was recorded only in part: it has fewer GEMMs than the next."""
     if len(steps) < 2:
         return steps
-    first, second = (
-        sum(classify(work.name).kernel_class == "gemm" for work in every if step.begin <= work.start < step.end)
-        for step in steps[:2]
-    )
+    first, second = (sum(map(_is_gemm, (work for work in every if step.begin <= work.start < step.end))) for step in steps[:2])
     return steps[1:] if first < 0.98 * second else steps
+
+
+def _is_gemm(work: GpuWork) -> bool:
+    return classify(work.name).kernel_class == "gemm"

@@ -45,19 +45,17 @@ class EventStream:
                 yield from self._whole()
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise UserError(f"{self.path} is truncated or damaged: its gzip data is not complete", "copy it again") from error
-        except OSError as error:
-            raise UserError(f"{self.path} cannot be read: {error.strerror or error}", "name a trace file") from error
+        except (OSError, ValueError) as error:  # the path may hold a zero byte
+            reason = getattr(error, "strerror", None) or error
+            hint = "name a trace file, as the PyTorch profiler writes it"
+            raise UserError(f"{self.path} cannot be read: {reason}", hint) from error
 
     def _whole(self) -> Iterator[dict[str, Any]]:
         first = self._peek()
-        if first == "[":
-            self._at += 1
-            yield from self._events(may_stop=True)
-        elif first == "{":
-            self._at += 1
-            yield from self._members()
-        else:
+        if first not in "[{":
             raise UserError(f"{self.path} is not a trace: it does not begin like JSON", HOW_TO_RECORD)
+        self._at += 1
+        yield from self._events(may_stop=True) if first == "[" else self._members()
 
     def _members(self) -> Iterator[dict[str, Any]]:
         """Members of the outermost object: `traceEvents` is streamed, the rest kept."""
@@ -79,14 +77,12 @@ class EventStream:
 
     def _events(self, *, may_stop: bool) -> Iterator[dict[str, Any]]:
         """The elements of an array; Chrome allows a bare array to end without its bracket."""
-        decode = self._decode
         while True:
-            at = _BETWEEN.match(self._buffer, self._at).end()  # type: ignore[union-attr]
+            self._at = _BETWEEN.match(self._buffer, self._at).end()  # type: ignore[union-attr]
             try:
-                value, self._at = decode(self._buffer, at)
+                value, self._at = self._decode(self._buffer, self._at)
             except (ValueError, RecursionError):  # a number of thousands of digits is a ValueError, too
-                self._at = at
-                if at < len(self._buffer) and self._buffer[at] == "]":
+                if self._buffer.startswith("]", self._at):
                     self._at += 1
                     return
                 if not self._more():
@@ -146,12 +142,7 @@ class EventStream:
 @contextmanager
 def _opened(path: Path) -> Iterator[io.TextIOBase]:
     """The text of a file, decompressed if it is gzipped, whatever its name."""
-    try:
-        raw = path.open("rb")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{path} cannot be read: {reason}", "name a trace file, as the PyTorch profiler writes it") from error
-    with raw:
+    with path.open("rb") as raw:
         reader: Any = raw
         for _ in range(MOST_PACKED):
             if reader.peek(2)[:2] == _GZIP_MAGIC:

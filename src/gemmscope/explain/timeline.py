@@ -28,12 +28,11 @@ NO_LAUNCH_US = 1000.0  # without a single launch the CPU is busy with something 
 
 @dataclass(frozen=True)
 class Gap:
-    """Idle time of the GPU. `until`: the work that ended it; `why`: the reason, as far as the launches show it."""
+    """Idle time of the GPU. `why`: the reason, as far as the launches show it; `scope`: of the work that ended it."""
 
     begin: float
     end: float
     why: Idle
-    until: GpuWork | None = None
     scope: Scope = NOWHERE
 
     @property
@@ -51,20 +50,19 @@ class Shares:
     overlapped: float = 0.0  # several kernels computed at once
 
 
-def share_out(
-    trace: RecordedTrace,
-    scopes: Sequence[Scope],
-    step: RecordedStep,
-    ranks: Sequence[int],
-    calls: Sequence[float],
-    first: int = 0,
-) -> Shares:
-    """`ranks`: of all work, 0 computation, 1 copies, 2 communication. `calls`: the times of all launches, in order.
+def share_out(trace: RecordedTrace, scopes: Sequence[Scope], steps: Sequence[RecordedStep], ranks: Sequence[int]) -> list[Shares]:
+    """The shares of each step. `ranks`: of all work, 0 computation, 1 copies, 2 communication."""
+    calls = sorted(call.end for call in trace.launches.values())
+    longest = max(work.time for work in trace.work)
+    return [_share_out(trace, scopes, step, ranks, calls, longest) for step in steps]
 
-    `first`: index of the first piece of work that may belong to the step.
-    """
+
+def _share_out(
+    trace: RecordedTrace, scopes: Sequence[Scope], step: RecordedStep, ranks: Sequence[int], calls: list[float], longest: float
+) -> Shares:
     result = Shares()
     edges: list[tuple[float, int, int]] = []
+    first = bisect_left(trace.work, step.begin - longest, key=lambda work: work.start)
     for number in range(first, len(trace.work)):
         work = trace.work[number]
         if work.start >= step.end:
@@ -93,12 +91,12 @@ def share_out(
     if idle_from is not None and step.end > idle_from:
         at = bisect_left(trace.work, step.end - 1e-3, key=lambda work: work.start)
         after = trace.work[at] if at < len(trace.work) else None
-        result.gaps.append(_gap(trace, idle_from, step.end, after, Scope(), calls))
+        result.gaps.append(_gap(trace, idle_from, step.end, after, NOWHERE, calls))
     return result
 
 
 def _divide(result: Shares, active: tuple[dict[int, None], ...], time: float) -> None:
-    group = next((each for each in active if each), None)
+    group = next((running for running in active if running), None)
     if group is None:
         return
     for number in group:
@@ -110,32 +108,27 @@ def _divide(result: Shares, active: tuple[dict[int, None], ...], time: float) ->
 
 
 def _gap(trace: RecordedTrace, begin: float, end: float, until: GpuWork | None, scope: Scope, calls: Sequence[float]) -> Gap:
-    """Why the GPU was idle: whether the work that ended the gap was launched in time."""
+    """Why the GPU was idle: whether the work that ended the gap (`until`) was launched in time."""
     call = trace.launches.get(until.correlation) if until is not None else None
     if call is None:
-        if not trace.launches or until is not None:
-            return Gap(begin, end, "launch not recorded", until)
-        return Gap(begin, end, "no launch for over 1 ms", None)  # the step ended and nothing more was launched
+        ended = until is None and trace.launches  # the step ended and nothing more was launched
+        return Gap(begin, end, "no launch for over 1 ms" if ended else "launch not recorded")
     if call.start <= begin:
-        return Gap(begin, end, "between kernels" if end - begin < SHORT_US else "other stream", until)
+        return Gap(begin, end, "between kernels" if end - begin < SHORT_US else "other stream")
     awaited = _waited_until(trace, begin, call.start)
     previous = calls[bisect_left(calls, call.start) - 1] if calls and calls[0] < call.start else begin
-    entered = min(
-        (each.start for each in scope.operators), default=call.start
-    )  # a function of a framework may take long before it launches
-    if (
-        scope.phase != "optimizer"
-        and min(entered, call.start) - max(previous, awaited or previous, begin - NO_LAUNCH_US) > NO_LAUNCH_US
-    ):
-        return Gap(begin, end, "no launch for over 1 ms", until, scope)
-    return Gap(begin, end, "late launch after synchronization" if awaited is not None else "late launch", until, scope)
+    # A function of a framework may take long before it launches.
+    entered = min((operator.start for operator in scope.operators), default=call.start)
+    silent_from = max(previous, awaited or previous, begin - NO_LAUNCH_US)
+    if scope.phase != "optimizer" and min(entered, call.start) - silent_from > NO_LAUNCH_US:
+        return Gap(begin, end, "no launch for over 1 ms", scope)
+    return Gap(begin, end, "late launch after synchronization" if awaited is not None else "late launch", scope)
 
 
 def _waited_until(trace: RecordedTrace, begin: float, launched: float) -> float | None:
     """The end of a synchronization that the last GPU work released, shortly before the launch."""
     at = bisect_right(trace.waits, begin, key=lambda wait: wait.start) - 1
-    for number in range(at, max(at - 7, -1), -1):
-        wait = trace.waits[number]
+    for wait in reversed(trace.waits[max(at - 6, 0) : at + 1]):
         if wait.start < begin and begin - 20.0 <= wait.end <= launched:
             return wait.end
     return None

@@ -8,6 +8,7 @@ first event of the trace.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from sys import intern
@@ -19,9 +20,8 @@ from gemmscope.explain.stream import HOW_TO_RECORD, EventStream
 # Category in lower case, as any profiler version writes it -> category here
 CATEGORIES = {
     "kernel": "kernel", "concurrent_kernel": "kernel", "gpu_memcpy": "copy", "memcpy": "copy", "gpu_memset": "copy",
-    "memset": "copy",
-    "cuda_runtime": "launch", "cuda_driver": "launch", "runtime": "launch", "hip_runtime": "launch", "hip_driver": "launch",
-    "xpu_runtime": "launch", "cpu_op": "operator", "operator": "operator", "user_annotation": "mark",
+    "memset": "copy", "cuda_runtime": "launch", "cuda_driver": "launch", "runtime": "launch", "hip_runtime": "launch",
+    "hip_driver": "launch", "xpu_runtime": "launch", "cpu_op": "operator", "operator": "operator", "user_annotation": "mark",
     "gpu_user_annotation": "gpu mark",
 }  # fmt: skip
 GEMM_OPERATORS = re.compile(r"aten::(_scaled|_grouped|_scaled_grouped)?_?(mm|addmm|bmm|baddbmm|linear|matmul|addmv|mv)(_v2)?$")
@@ -88,35 +88,31 @@ class RecordedTrace:
     marks: list[Operator] = field(default_factory=list)
     gpu_marks: list[Operator] = field(default_factory=list)
     head: dict[str, Any] = field(default_factory=dict)
-    others: dict[Any, int] = field(default_factory=dict)  # kernels of the devices that are ignored
+    other_gpus: int = 0  # whose work is ignored
     events: int = 0
-    shapes_recorded: bool = False
     zero_us: float = 0.0  # time of the first event, as written
     skew_us: float = 0.0  # offset of the GPU clock from the CPU clock, as written
 
     @property
     def rank(self) -> int | None:
-        found = self.head.get("distributedInfo")
-        return _integer(found.get("rank")) if isinstance(found, dict) else None
+        return _integer(_table(self.head.get("distributedInfo")).get("rank"))
 
     @property
     def world_size(self) -> int:
-        found = self.head.get("distributedInfo")
-        return (_integer(found.get("world_size")) if isinstance(found, dict) else None) or 1
+        return _integer(_table(self.head.get("distributedInfo")).get("world_size")) or 1
 
     @property
     def gpu_name(self) -> str:
-        found = self.head.get("deviceProperties")
-        for device in found if isinstance(found, list) else ():
-            if isinstance(device, dict) and device.get("name"):
-                return printable(device["name"])
-        return ""
+        names = [_table(device).get("name") for device in _list(self.head.get("deviceProperties"))]
+        return next((printable(name) for name in names if name), "")
 
     @property
     def facts(self) -> dict[str, Any]:
         """What `trace_me` recorded in addition to the events."""
-        found = self.head.get("gemmscope")
-        return found if isinstance(found, dict) else {}
+        return _table(self.head.get("gemmscope"))
+
+    def operators_by_id(self) -> dict[Any, Operator]:
+        return {operator.external: operator for operator in self.operators if operator.external is not None}
 
 
 def read_trace(path: str | Path) -> RecordedTrace:
@@ -137,69 +133,58 @@ def read_trace(path: str | Path) -> RecordedTrace:
 
 def _take(trace: RecordedTrace, event: dict[str, Any], threads: dict[tuple[Any, Any], str]) -> None:
     phase = event.get("ph", "X" if "dur" in event else None)  # some tools omit it
+    arguments, thread = _table(event.get("args")), _key(event.get("tid"))
+    if phase == "M" and event.get("name") == "thread_name":
+        threads[_key(event.get("pid")), thread] = str(arguments.get("name", ""))
     if phase != "X":
-        if phase == "M" and event.get("name") == "thread_name" and isinstance(event.get("args"), dict):
-            threads[_key(event.get("pid")), _key(event.get("tid"))] = str(event["args"].get("name", ""))
         return
     raw = event.get("cat")
     kind = CATEGORIES.get(raw.lower()) if isinstance(raw, str) else None
+    if raw in (None, "") and threads.get((_key(event.get("pid")), thread), "").startswith("Stream #"):
+        kind = "kernel"  # XLA's traces have no categories
     if kind is None:
-        if raw in (None, "") and threads.get((_key(event.get("pid")), _key(event.get("tid"))), "").startswith("Stream #"):
-            kind = "kernel"  # XLA's traces have no categories
-        else:
-            return
+        return
     start, duration = _number(event.get("ts")), _number(event.get("dur", 0))
     if start is None or duration is None or duration < 0:
         return
-    arguments = event.get("args")
-    if not isinstance(arguments, dict):
-        arguments = {}
     name, end = intern(printable(event.get("name", ""))), start + duration
+    correlation = _key(arguments.get("correlation"))
+    external = _key(arguments.get("External id", arguments.get("external id")))
     if kind in ("kernel", "copy"):
         copy = kind == "copy" or name.startswith(("Memcpy", "Memset"))
-        collective = str(arguments.get("Collective name") or "")
-        stream, device = arguments.get("stream", event.get("tid")), arguments.get("device", event.get("pid"))
-        trace.work.append(
-            GpuWork(
-                name, start, end, _key(stream), _key(device), _key(arguments.get("correlation")),
-                _key(arguments.get("External id", arguments.get("external id"))), copy,
-                intern(collective),
-            )
-        )  # fmt: skip
+        collective = intern(str(arguments.get("Collective name") or ""))
+        stream, device = _key(arguments.get("stream", event.get("tid"))), _key(arguments.get("device", event.get("pid")))
+        trace.work.append(GpuWork(name, start, end, stream, device, correlation, external, copy, collective))
     elif kind == "launch":
-        call = Call(name, start, end, _key(event.get("tid")))
-        correlation = _key(arguments.get("correlation"))
+        call = Call(name, start, end, thread)
         if correlation is not None:
             trace.launches[correlation] = call
         if "Synchronize" in name or "cudaMemcpy" in name or "hipMemcpy" in name:
             trace.waits.append(call)
     else:
-        _take_operator(trace, kind, Operator(name, start, end, _key(event.get("tid"))), arguments)
+        _take_operator(trace, kind, Operator(name, start, end, thread, external), arguments)
 
 
 def _take_operator(trace: RecordedTrace, kind: str, operator: Operator, arguments: dict[str, Any]) -> None:
-    external = _key(arguments.get("External id", arguments.get("external id")))
     if kind == "gpu mark":
         trace.gpu_marks.append(operator)
         return
     if kind == "mark" or operator.name.startswith(("ProfilerStep", "Optimizer.step")):
         trace.marks.append(operator)
         return
-    if external is not None:
-        trace.operator_names[external] = operator.name
-    gemm = operator.name.startswith("aten::") and GEMM_OPERATORS.match(operator.name) is not None
-    if operator.name.startswith(("aten::", "triton_")) and not gemm and not ATTENTION_FORWARD.match(operator.name):
+    if operator.external is not None:
+        trace.operator_names[operator.external] = operator.name
+    explains = GEMM_OPERATORS.match(operator.name) or ATTENTION_FORWARD.match(operator.name)
+    if operator.name.startswith(("aten::", "triton_")) and not explains:
         return
-    operator.external = external
     operator.shapes = _list(arguments.get("Input Dims", arguments.get("Input dims")))
     operator.types = _list(arguments.get("Input type"))
     operator.sequence = _integer(arguments.get("Sequence number"))
-    trace.shapes_recorded = trace.shapes_recorded or (gemm and bool(operator.shapes))
     trace.operators.append(operator)
 
 
 def _require_gpu_work(trace: RecordedTrace) -> None:
-    if any(not each.copy for each in trace.work):
+    if not all(work.copy for work in trace.work):
         return
     if not trace.events:
         raise UserError(f"{trace.path} has no events: nothing was recorded", HOW_TO_RECORD)
@@ -211,14 +196,10 @@ def _require_gpu_work(trace: RecordedTrace) -> None:
 
 def _one_device(trace: RecordedTrace) -> None:
     """Of several GPUs in one file, keep the one with the most kernels."""
-    counts: dict[Any, int] = {}
-    for each in trace.work:
-        counts[each.device] = counts.get(each.device, 0) + 1
-    if len(counts) < 2:
-        return
-    chosen = max(counts, key=lambda device: counts[device])
-    trace.others = {device: count for device, count in counts.items() if device != chosen}
-    trace.work = [each for each in trace.work if each.device == chosen]
+    counts = Counter(work.device for work in trace.work)
+    chosen, _ = counts.most_common(1)[0]
+    trace.other_gpus = len(counts) - 1
+    trace.work = [work for work in trace.work if work.device == chosen]
 
 
 def _align(trace: RecordedTrace) -> None:
@@ -230,28 +211,25 @@ def _align(trace: RecordedTrace) -> None:
     if -SKEW_US <= least <= LONGEST_QUEUE_US:
         return
     trace.skew_us = least
-    timed: list[Any] = [*trace.work, *trace.gpu_marks]
-    for each in timed:
-        each.start -= least
-        each.end -= least
+    _shift([*trace.work, *trace.gpu_marks], least)
 
 
 def _from_zero(trace: RecordedTrace) -> None:
     """Count time from the first event: nanoseconds since 1970 would use up the digits of a float."""
     timed: list[Any] = [*trace.work, *trace.launches.values(), *trace.operators, *trace.marks, *trace.gpu_marks]
-    zero = min(each.start for each in timed)
-    seen = set()
-    for each in [*timed, *trace.waits]:
-        if id(each) not in seen:
-            seen.add(id(each))
-            each.start -= zero
-            each.end -= zero
-    trace.zero_us = zero
-    trace.work.sort(key=lambda each: (each.start, each.end))
-    trace.operators.sort(key=lambda each: (each.start, -each.end))
-    trace.waits.sort(key=lambda each: each.start)
-    trace.marks.sort(key=lambda each: (each.start, -each.end))
-    trace.gpu_marks.sort(key=lambda each: (each.start, -each.end))
+    trace.zero_us = min(record.start for record in timed)
+    _shift([*timed, *trace.waits], trace.zero_us)
+    trace.work.sort(key=lambda work: (work.start, work.end))
+    trace.waits.sort(key=lambda wait: wait.start)
+    for records in (trace.operators, trace.marks, trace.gpu_marks):
+        records.sort(key=lambda record: (record.start, -record.end))
+
+
+def _shift(records: list[Any], time_us: float) -> None:
+    """Subtract a time from each record, once: most waits are launches as well."""
+    for record in {id(record): record for record in records}.values():
+        record.start -= time_us
+        record.end -= time_us
 
 
 def _number(value: Any) -> float | None:
@@ -261,10 +239,10 @@ def _number(value: Any) -> float | None:
     (1.5, None, None, None)
     """
     try:
-        found = float(value)
+        number = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    return found if abs(found) < LATEST_US else None  # rejects NaN, too
+    return number if abs(number) < LATEST_US else None  # rejects NaN, too
 
 
 def printable(value: Any) -> str:
@@ -278,8 +256,8 @@ def printable(value: Any) -> str:
 
 
 def _integer(value: Any) -> int | None:
-    found = _number(value)
-    return int(found) if found is not None else None
+    number = _number(value)
+    return int(number) if number is not None else None
 
 
 def _key(value: Any) -> Any:
@@ -295,3 +273,7 @@ def _key(value: Any) -> Any:
 
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
+
+
+def _table(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
-from gemmscope.explain.gemms import TracedGemm, traced_gemms
+from gemmscope.explain.gemms import NO_GEMM, TracedGemm, traced_gemms
 from gemmscope.explain.place import PlacedWork, place
 from gemmscope.explain.scopes import Scope, scopes
 from gemmscope.explain.steps import Steps, find_steps
 from gemmscope.explain.timeline import Shares, share_out
 from gemmscope.explain.trace import GpuWork, RecordedTrace
 
+Key = TypeVar("Key", bound=Hashable)
+
 
 @dataclass(frozen=True, slots=True)
 class TimedWork:
-    """One piece of work in one step. `share` is its part of the step's time, in microseconds."""
+    """One piece of work in one step. `share` is its part of the step's time, in microseconds; `gemm`: NO_GEMM if it is none."""
 
     index: int
     work: GpuWork
     scope: Scope
     placed: PlacedWork
     share: float
-    gemm: TracedGemm | None
+    gemm: TracedGemm
+
+    @property
+    def name(self) -> str:
+        """Its class."""
+        return self.placed.name
+
+    @property
+    def is_gemm(self) -> bool:
+        return self.placed.is_gemm
+
+    def mentions(self, *texts: str) -> bool:
+        """Whether the name of the kernel contains one of the texts."""
+        return any(text in self.work.name for text in texts)
 
 
 @dataclass
@@ -41,12 +56,13 @@ class TraceView:
         """The work of each chosen step, in the order it ran."""
         for shares in self.shares:
             yield [
-                TimedWork(index, self.trace.work[index], self.scopes[index], self.placed[index], share, self.gemms.get(index))
+                TimedWork(
+                    index, self.trace.work[index], self.scopes[index], self.placed[index], share, self.gemms.get(index, NO_GEMM)
+                )
                 for index, share in sorted(shares.of.items())
             ]
 
     def items(self) -> list[TimedWork]:
-        """The work of all chosen steps."""
         return [item for step in self.by_step() for item in step]
 
     @property
@@ -65,9 +81,23 @@ def view_trace(trace: RecordedTrace, step_count: int | None = None) -> TraceView
     sources = scopes(trace)
     placed = place(trace, sources)
     gemms = {gemm.work: gemm for gemm in traced_gemms(trace, sources, placed)}
-    ranks = [work.rank for work in placed]
-    calls = sorted(call.end for call in trace.launches.values())
-    starts = [work.start for work in trace.work]
-    longest = max(work.time for work in trace.work)
-    shares = [share_out(trace, sources, step, ranks, calls, bisect_left(starts, step.begin - longest)) for step in steps.chosen]
+    shares = share_out(trace, sources, steps.chosen, [work.rank for work in placed])
     return TraceView(trace, steps, sources, placed, gemms, shares)
+
+
+def in_launch_order(items: Iterable[TimedWork]) -> list[TimedWork]:
+    """The work whose launch is known."""
+    launched = [item for item in items if item.scope.launched is not None]
+    return sorted(launched, key=lambda item: item.scope.launched or 0.0)
+
+
+def add_up(pairs: Iterable[tuple[Key, float]]) -> dict[Key, float]:
+    """The sum of the values of each key.
+
+    >>> add_up([("norms", 1.0), ("loss", 2.0), ("norms", 3.0)])
+    {'norms': 4.0, 'loss': 2.0}
+    """
+    sums: dict[Key, float] = {}
+    for key, value in pairs:
+        sums[key] = sums.get(key, 0.0) + value
+    return sums

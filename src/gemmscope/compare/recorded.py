@@ -1,4 +1,7 @@
-"""Compares a recorded step with what was predicted for it: by a result of `step` or `bench`, or by the model's own sizes."""
+"""Compares a recorded step with its BF16 twin, with what `step` or `bench` predicted for it, and with the model's own sizes.
+
+With a twin, parts sum to the step on both sides, so do their differences.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Sequence
 from gemmscope.errors import UserError, option
 from gemmscope.explain.diagnose import TraceDiagnosis
 from gemmscope.explain.place import LOW
-from gemmscope.explain.twin import step_flops
+from gemmscope.explain.view import add_up
 from gemmscope.findings import Finding, finding
 from gemmscope.parts import STEP_PARTS, StepPart
 from gemmscope.recipe.recipes import BASELINE
@@ -15,8 +18,66 @@ from gemmscope.results.bench import BenchResult
 from gemmscope.results.explain import PartComparison, StepComparison
 from gemmscope.results.step import StepResult, StepTime
 
+SAME_FLOPS = 0.1  # relative difference that two traces of one model and batch stay below
 RECIPES = {"FP8 blocks": ("FP8Block",), "MXFP8": ("MXFP8",), "FP4": ("NVFP4",)}
 ALIASES: dict[StepPart, StepPart] = {"routing": "embedding"}  # a trace does not show which indexing is routing
+
+
+def with_twin(slow: TraceDiagnosis, fast: TraceDiagnosis) -> StepComparison:
+    """BF16 and low precision, recorded from the same training."""
+    flops = [step_flops(side) for side in (slow, fast)]
+    if all(flops) and abs(flops[0] / flops[1] - 1) > SAME_FLOPS:  # apart from recomputation, they are the same
+        raise UserError(
+            f"{slow.trace.path} and {fast.trace.path} are not the same training: their GEMMs take "
+            f"{flops[0] / 1e12:.2f} and {flops[1] / 1e12:.2f} TFLOP per step",
+            "record both with the same model, batch and parallelism",
+        )
+    before, after = slow.account.parts_ms, fast.account.parts_ms
+    parts, left, right = [], 0.0, 0.0
+    for part in _parts(before, after):
+        left, right = left + (part.expected_ms or 0.0), right + part.trace_ms
+        parts.append(part.model_copy(update={"speedup": left / right if right else None}))
+    before_ms, after_ms = slow.account.step_ms, fast.account.step_ms
+    findings = [finding("twin-speedup", speedup=before_ms / after_ms, before_ms=before_ms, after_ms=after_ms)]
+    if after.get("GEMMs") and before.get("GEMMs"):
+        findings.append(finding("twin-gemm-speedup", speedup=before["GEMMs"] / after["GEMMs"]))
+        others = [part for part in parts if part.part != "GEMMs"]
+        findings += _largest_difference("twin-part-grew", others, after_ms)
+    if not all(flops):
+        counts = [sum(row.count for row in side.account.gemms) for side in (slow, fast)]
+        findings.append(finding("twin-not-checked", gemms_before=counts[0], gemms_after=counts[1]))
+    ranks = slow.trace.world_size, fast.trace.world_size
+    if ranks[0] != ranks[1]:
+        findings.append(finding("twin-ranks-differ", before=ranks[0], after=ranks[1]))
+    batches = slow.account.micro_batches, fast.account.micro_batches
+    if batches[0] != batches[1]:
+        findings.append(finding("twin-micro-batches-differ", before=batches[0], after=batches[1]))
+    title = f"Comparison with the {'other' if slow.evidence.is_low else 'BF16'} trace"
+    return StepComparison(title=title, expected=slow.trace.path.name, parts=tuple(parts), findings=tuple(findings))
+
+
+def _parts(expected: dict[StepPart, float], actual: dict[StepPart, float]) -> list[PartComparison]:
+    return [
+        PartComparison(part=part, expected_ms=expected.get(part, 0.0), trace_ms=actual.get(part, 0.0))
+        for part in STEP_PARTS
+        if part in expected or part in actual
+    ]
+
+
+def _largest_difference(code: str, parts: Sequence[PartComparison], step_ms: float) -> list[Finding]:
+    """The part that takes longer than expected by most, if that matters for the step."""
+    worst = max(parts, key=lambda part: part.difference_ms or 0.0, default=None)
+    if worst is None or (worst.difference_ms or 0.0) <= 0.02 * step_ms:
+        return []
+    return [finding(code, part=worst.part, difference_ms=worst.difference_ms)]
+
+
+def step_flops(diagnosis: TraceDiagnosis) -> float:
+    """FLOPs per step of linears and head, recomputation not counted; zero if sizes are unknown."""
+    if not diagnosis.evidence.flops_known:
+        return 0.0
+    items = [item for item in diagnosis.evidence.items if item.scope.phase not in ("recomputed", "optimizer")]
+    return sum(item.gemm.flops for item in items if "bmm" not in item.gemm.layer) / diagnosis.view.count
 
 
 def with_prediction(diagnosis: TraceDiagnosis, run: StepResult | BenchResult, recipe: str | None, origin: str) -> StepComparison:
@@ -26,7 +87,7 @@ def with_prediction(diagnosis: TraceDiagnosis, run: StepResult | BenchResult, re
     return _with_bench(diagnosis, run, recipe, origin)
 
 
-def recipe_of(diagnosis: TraceDiagnosis, known: Sequence[str], requested: str | None, origin: str) -> str:
+def _recipe_of(diagnosis: TraceDiagnosis, known: Sequence[str], requested: str | None, origin: str) -> str:
     """Which of the known recipes the trace ran: the requested one, else by its GEMMs and casts."""
     if requested is not None:
         chosen = next((name for name in known if name.lower() == requested.lower()), None)
@@ -48,42 +109,29 @@ def recipe_of(diagnosis: TraceDiagnosis, known: Sequence[str], requested: str | 
 
 
 def _with_step(diagnosis: TraceDiagnosis, run: StepResult, requested: str | None, origin: str) -> StepComparison:
-    name = recipe_of(diagnosis, [time.recipe for time in run.step.recipes], requested, origin)
+    name = _recipe_of(diagnosis, [time.recipe for time in run.step.recipes], requested, origin)
     predicted = run.step.of(name)
     assert predicted is not None
     _require_same_step(diagnosis, run, predicted, origin)
-    expected: dict[StepPart, float] = {}
-    for level in predicted.waterfall:
-        part = ALIASES.get(level.part, level.part)
-        expected[part] = expected.get(part, 0.0) + level.recipe_ms
-    actual, step_ms = diagnosis.account.parts_ms, diagnosis.account.step_ms
-    parts = [
-        PartComparison(part=part, expected_ms=expected.get(part, 0.0), trace_ms=actual.get(part, 0.0))
-        for part in STEP_PARTS
-        if part in expected or part in actual
-    ]
+    expected = add_up((ALIASES.get(level.part, level.part), level.recipe_ms) for level in predicted.waterfall)
+    step_ms = diagnosis.account.step_ms
+    parts = _parts(expected, diagnosis.account.parts_ms)
     if not expected:
         parts = [PartComparison(part="step", expected_ms=predicted.step_ms.value, trace_ms=step_ms)]
     error = step_ms / predicted.step_ms.value - 1
     findings = [finding("prediction-error", recipe=name, predicted_ms=predicted.step_ms.value, trace_ms=step_ms, error=error)]
-    worst = max(parts, key=lambda part: part.difference_ms or 0.0)
-    if (worst.difference_ms or 0.0) > 0.02 * step_ms:
-        findings.append(finding("prediction-largest-difference", part=worst.part, difference_ms=worst.difference_ms))
+    findings += _largest_difference("prediction-largest-difference", parts, step_ms)
     base = run.step.of(BASELINE)
     if base is not None and name != BASELINE:
         gain = base.step_ms.value / predicted.step_ms.value
         findings.append(finding("prediction-speedup", speedup=base.step_ms.value / step_ms, predicted=gain))
-    return StepComparison(
-        title=f"Comparison with the prediction in {origin}",
-        expected=f"predicted, {name}",
-        parts=tuple(parts),
-        findings=tuple(findings),
-    )
+    title = f"Comparison with the prediction in {origin}"
+    return StepComparison(title=title, expected=f"predicted, {name}", parts=tuple(parts), findings=tuple(findings))
 
 
 def _require_same_step(diagnosis: TraceDiagnosis, run: StepResult, predicted: StepTime, origin: str) -> None:
     """By the hidden size, which is a side of most GEMMs, and by FLOPs; the FLOPs of the prediction include attention."""
-    sizes = {side for item in diagnosis.evidence.gemms if item.gemm and item.gemm.size for side in item.gemm.size}
+    sizes = {side for item in diagnosis.evidence.gemms for side in item.gemm.sides}
     hidden = run.model.hidden_size if run.model is not None else None
     if sizes and hidden and hidden not in sizes:
         raise UserError(
@@ -103,7 +151,7 @@ def _with_bench(diagnosis: TraceDiagnosis, run: BenchResult, requested: str | No
     totals = {total.recipe: total for total in run.linears.totals if total.mode == "autocast"}
     if not totals:
         raise UserError(f"{origin} has no linears with quantization (autocast)", "run gemmscope bench with a model")
-    name = recipe_of(diagnosis, list(totals), requested, origin)
+    name = _recipe_of(diagnosis, list(totals), requested, origin)
     _require_same_linears(diagnosis, run, origin)
     total, micro_batches = totals[name], diagnosis.account.micro_batches
     actual = dict(diagnosis.account.parts_ms)
@@ -134,8 +182,8 @@ def _with_bench(diagnosis: TraceDiagnosis, run: BenchResult, requested: str | No
 def _require_same_linears(diagnosis: TraceDiagnosis, run: BenchResult, origin: str) -> None:
     cases = run.linears.cases
     planned = {tuple(sorted((case.tokens, case.inputs, case.outputs))) for case in cases}
-    linears = [item for item in diagnosis.evidence.gemms if item.gemm]
-    ran = {tuple(sorted(item.gemm.size)) for item in linears if item.gemm and item.gemm.size}
+    linears = diagnosis.evidence.gemms
+    ran = {item.gemm.sides for item in linears if item.gemm.size}
     if ran and planned and len(planned & ran) < 0.5 * len(planned):
         measured, traced = ("x".join(map(str, sorted(sizes)[0])) for sizes in (planned, ran))
         raise UserError(
@@ -143,7 +191,7 @@ def _require_same_linears(diagnosis: TraceDiagnosis, run: BenchResult, origin: s
             f"({measured} was measured, {traced} is in the trace)",
             "run gemmscope bench with the batch, sequence length and parallelism of the recorded run",
         )
-    flops = sum(item.gemm.flops for item in linears if item.gemm and item.scope.phase != "recomputed") / diagnosis.view.count
+    flops = sum(item.gemm.flops for item in linears if item.scope.phase != "recomputed") / diagnosis.view.count
     planned_flops = sum(3.0 * case.flops * case.count for case in cases) * diagnosis.account.micro_batches
     if flops and planned_flops and not 0.8 < flops / planned_flops < 1.25:
         raise UserError(
