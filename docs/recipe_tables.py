@@ -1,4 +1,4 @@
-"""The tables of `recipes.md`, made from `src/gemmscope/recipe/`: a recipe that is added there appears here."""
+"""The tables of `recipes.md`, generated from `src/gemmscope/recipe/`: a recipe that is added there appears here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def on_gpus() -> list[Recipe]:
 
 
 def where() -> str:
-    """Which architecture runs which recipe; below the table, the reasons and reservations."""
+    """Which architecture runs which recipe; below the table, the reasons and restrictions."""
     names = architectures()
     rows = [[each.name, *(_answer(_on(each, chip)) for chip in names)] for each in on_gpus()]
     table = _table(["recipe", *(f"{name}, {chip}" for chip, name in names.items())], rows)
@@ -31,7 +31,7 @@ def _on(asked: Recipe, chip: str) -> Support:
 
 
 def _answer(found: Support) -> str:
-    return "no" if not found.runs else "emulated" if found.words else "yes"
+    return "no" if not found.runs else "emulated" if found.note else "yes"
 
 
 def _reasons() -> list[str]:
@@ -39,13 +39,13 @@ def _reasons() -> list[str]:
     about: dict[str, dict[str, list[str]]] = {}
     for each in on_gpus():
         for chip in architectures():
-            words = _on(each, chip).words
-            if words:
-                about.setdefault(words, {}).setdefault(each.name, []).append(chip)
+            note = _on(each, chip).note
+            if note:
+                about.setdefault(note, {}).setdefault(each.name, []).append(chip)
     lines = []
-    for words, names in about.items():
+    for note, names in about.items():
         chips = dict.fromkeys(chip for of_recipe in names.values() for chip in of_recipe)
-        lines.append(f"{', '.join(names)} on {', '.join(chips)}: {words}.")
+        lines.append(f"{', '.join(names)} on {', '.join(chips)}: {note}.")
     return lines
 
 
@@ -104,19 +104,23 @@ def quantized() -> str:
         for each in on_gpus()
         if each.quantizes
     ]
-    columns = ["recipe", "X, W and dY are cast", "bytes read + written", "copies of W", "kept of X", "run on"]
+    columns = ["recipe", "X, W and dY are cast", "bytes read + written", "copies of W", "kept from X", "run on"]
     return _table(columns, rows)
 
 
+PER_GEMM = {"per product": "per GEMM"}
+
+
 def _casts(asked: Recipe) -> str:
-    """Transformer Engine casts once for both directions; others say themselves."""
-    words = {}
+    """How often each backend casts; the backends are named where they differ."""
+    casts = {}
     for backend in asked.backends:
         if backend not in GEMMS_ONLY:
-            words[backend] = asked.settings[backend].get("casts", "once")
-    if len(set(words.values())) == 1:
-        return next(iter(words.values()))
-    return "; ".join(f"{backend}: {how}" for backend, how in words.items())
+            often = asked.settings[backend].get("casts", "once")
+            casts[backend] = PER_GEMM.get(often, often)
+    if len(set(casts.values())) == 1:
+        return next(iter(casts.values()))
+    return "; ".join(f"{backend}: {often}" for backend, often in casts.items())
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
