@@ -1,13 +1,13 @@
-"""Fits the forecast of GEMMs to measured times, and says how far it is off on sites it never saw.
+"""Fits the forecast of GEMMs to measured times, and reports its errors on sites that were held out.
 
     python benchmarks/fit_forecast.py DATA_FOLDER
 
-DATA_FOLDER holds `gemm_times.parquet` (one row per measured GEMM: system, framework, gemm_dtype, m, n, k, latency_ms,
+DATA_FOLDER contains `gemm_times.parquet` (one row per measured GEMM: system, framework, gemm_dtype, m, n, k, latency_ms,
 sustained). Needs torch, pandas and pyarrow; takes about seven minutes on two cores. Writes the coefficients that ship with the
 package and the sample of held-out rows that the tests use; forecast_accuracy.py then writes docs/accuracy.md.
 
-Times of fp8, fp8-block and nvfp4 include quantizing the activations, whose time does not depend on n: the fit separates the two
-as launch + passes x bytes, starting from measured times of quantizing alone where there are some.
+Times of fp8, fp8-block and nvfp4 include the quantization of the activations, whose time does not depend on n. The fit separates the
+two as launch + passes x bytes, starting from measured times of quantization alone where there are some.
 """
 
 from __future__ import annotations
