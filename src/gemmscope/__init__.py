@@ -5,13 +5,25 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from gemmscope.api import Job, Model, bench, calibrate, compare, explain, forecast, load, read, report
+    from gemmscope.api import (
+        Job,
+        Model,
+        bench_gemms,
+        calibrate,
+        compare_runs,
+        doctor,
+        explain_trace,
+        forecast_gemms,
+        load,
+        read,
+        write_report,
+    )
     from gemmscope.errors import UserError
     from gemmscope.explain.record import trace_me
 
 __all__ = [
-    "Job", "Model", "UserError", "__version__", "bench", "calibrate", "compare", "explain", "forecast", "load", "read", "report",
-    "trace_me",
+    "Job", "Model", "UserError", "__version__", "bench_gemms", "calibrate", "compare_runs", "doctor", "explain_trace",
+    "forecast_gemms", "load", "read", "trace_me", "write_report",
 ]  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from gemmscope import app, writers
 from gemmscope.app.bench import BenchTiming, Shape
 from gemmscope.app.calibrate import Calibrated
 from gemmscope.app.choose import Choices
+from gemmscope.app.doctor import Diagnosis
 from gemmscope.app.model import ModelRun, load_model, model_run
 from gemmscope.errors import UserError
 from gemmscope.model import presets
@@ -140,9 +141,9 @@ class Job(ModelRun):
         return f"{self.call}.{_call(name, *arguments, **options)}"
 
 
-def bench(shapes: Sequence[Shape] | None = None, *, recipes: Sequence[str] | None = None, **options: Any) -> BenchResult:
+def bench_gemms(shapes: Sequence[Shape] | None = None, *, recipes: Sequence[str] | None = None, **options: Any) -> BenchResult:
     """Time bare GEMMs of these (M, K, N) on this GPU, with the options of `Job.bench`."""
-    return _bench(None, shapes, recipes, options, _call("gemmscope.bench", shapes=shapes, recipes=recipes, **options))
+    return _bench(None, shapes, recipes, options, _call("gemmscope.bench_gemms", shapes=shapes, recipes=recipes, **options))
 
 
 def _bench(
@@ -154,27 +155,27 @@ def _bench(
     )
 
 
-def forecast(*gpus: str, shapes: Sequence[Shape], **options: Any) -> ForecastResult:
+def forecast_gemms(*gpus: str, shapes: Sequence[Shape], **options: Any) -> ForecastResult:
     """Forecast bare GEMMs of these (M, K, N), with the options of `Job.forecast`."""
     choices, rest = _split(options, app.forecast.forecast, Choices)
-    command = _call("gemmscope.forecast", *map(repr, gpus), shapes=shapes, **options)
+    command = _call("gemmscope.forecast_gemms", *map(repr, gpus), shapes=shapes, **options)
     return app.forecast.forecast(None, gpus, shapes=shapes, choices=Choices(**choices), command=command, **rest)
 
 
-def explain(*traces: str | Path, **options: Any) -> ExplainResult:
+def explain_trace(*traces: str | Path, **options: Any) -> ExplainResult:
     """Where the time of a recorded step went, and why it is not faster. Options: baseline, against, recipe, steps, job, perfetto."""
-    command = _call("gemmscope.explain", *(repr(str(trace)) for trace in traces), **options)
+    command = _call("gemmscope.explain_trace", *(repr(str(trace)) for trace in traces), **options)
     return app.explain.explain(traces, command=command, reporter=_console(), **options)
 
 
-def compare(runs: Sequence[str | Path | BenchResult | StepResult], *, fail_if_slower: float | None = None) -> CompareResult:
+def compare_runs(runs: Sequence[str | Path | BenchResult | StepResult], *, fail_if_slower: float | None = None) -> CompareResult:
     """Compare results of bench or step, or their run files, the oldest first."""
     names = [str(run) if isinstance(run, (str, Path)) else run for run in runs]
-    command = _call("gemmscope.compare", repr(names), fail_if_slower=fail_if_slower)
+    command = _call("gemmscope.compare_runs", repr(names), fail_if_slower=fail_if_slower)
     return app.compare.compare(runs, fail_if_slower=fail_if_slower, command=command)
 
 
-def report(runs: Sequence[PathOrResult] | PathOrResult, path: str | Path) -> None:
+def write_report(runs: Sequence[PathOrResult] | PathOrResult, path: str | Path) -> None:
     """One page from results or run files: .html, or .md for Markdown."""
     listed = [runs] if isinstance(runs, (str, Path, Result)) else list(runs)
     documents, messages = app.report.report(listed)
@@ -193,6 +194,11 @@ def calibrate(*, recipes: Sequence[str] | None = None, **options: Any) -> Calibr
     """Measure this GPU, so that forecasts for it are based on it."""
     choices, timing, rest = _split({"recipes": recipes, **options}, app.calibrate.calibrate, Choices, BenchTiming)
     return app.calibrate.calibrate(choices=Choices(**choices), timing=BenchTiming(**timing), reporter=_console(), **rest)
+
+
+def doctor() -> Diagnosis:
+    """What this machine can measure, and why not the rest."""
+    return app.doctor.diagnose()
 
 
 def _split(options: Mapping[str, Any], function: Callable[..., Any], *groups: type) -> list[dict[str, Any]]:

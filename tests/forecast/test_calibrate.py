@@ -174,7 +174,7 @@ def own_findings(run: Run, line: str) -> dict[str, Any]:
 
 def test_the_command(run: Run, pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = {"attention": 2.2, "GEMMs": 9.0}, {"attention": 2.0, "GEMMs": 9.0}
-    monkeypatch.setattr("gemmscope.app.calibrate._Session._step", lambda *_: parts)
+    monkeypatch.setattr("gemmscope.app.calibrate._CalibrationRun._step", lambda *_: parts)
     plain = run(f"{LINE} --gpu h200 --json -").out
     pretend(machine())
     outcome = run("calibrate")
@@ -302,7 +302,7 @@ def test_the_shipped_one_is_checked_alike(monkeypatch: pytest.MonkeyPatch, run: 
 def test_what_is_implausible_is_dropped(run: Run, pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
     """One part that went wrong must not make the file unreadable."""
     parts = {"attention": 22.0, "optimizer": 2.2}, {"attention": 2.0, "optimizer": 2.0}
-    monkeypatch.setattr("gemmscope.app.calibrate._Session._step", lambda *_: parts)
+    monkeypatch.setattr("gemmscope.app.calibrate._CalibrationRun._step", lambda *_: parts)
     pretend(machine())
     outcome = run("calibrate")
     assert outcome.code == 0
@@ -314,7 +314,7 @@ def test_what_is_implausible_is_dropped(run: Run, pretend: Pretend, monkeypatch:
 
 def session(backend: str = "cpu") -> Any:
     choice = Choice(backend, ["BF16"], ["autocast"])
-    return calibrating._Session(choice, DEFAULT_TIMING, gpu("h200"), open_journal(), "", QUIET, resume=False)
+    return calibrating._CalibrationRun(choice, DEFAULT_TIMING, gpu("h200"), open_journal(), "", QUIET, resume=False)
 
 
 def test_cached_weights_are_cached_on_both_sides() -> None:

@@ -93,7 +93,7 @@ def test_swizzled_scales_stand_where_cublas_looks() -> None:
 @pytest.mark.parametrize("pass_name", PASSES)
 @pytest.mark.parametrize("name", [name for name in WITH_TORCH if recipe(name).quantizes])
 def test_quantized_products_are_right(name: str, pass_name: str) -> None:
-    """Multiplied in float64 from what was quantized; and by PyTorch itself, where the CPU has that GEMM."""
+    """Multiplied in float64 from what was quantized; and by PyTorch itself, where the CPU has that product."""
     operands = Operands(CASE, "cpu")
     asked = recipe(name)
     made = [
@@ -102,8 +102,8 @@ def test_quantized_products_are_right(name: str, pass_name: str) -> None:
     ]
     assert operands.error({pass_name: made[0] @ made[1].t()}) < max(ROUNDING[each] for each in asked.operands[pass_name])
     if asked.scales in ("tensor", "row"):
-        gemm = torch_gemms._gemm(Task(CASE, name, "pre-quantized", pass_name), asked, operands)
-        assert operands.error({pass_name: gemm()}) < 0.1
+        product = torch_gemms._gemm(Task(CASE, name, "pre-quantized", pass_name), asked, operands)
+        assert operands.error({pass_name: product()}) < 0.1
 
 
 def faked(tensor: Any) -> Any:
@@ -156,16 +156,16 @@ def test_experts_in_bf16(pass_name: str) -> None:
 def test_what_torch_does_not_measure_has_a_reason() -> None:
     backend = torch_gemms.TorchBackend(OperandStore("cpu"), Options())
     assert "no GEMM" in backend.why_not(recipe("FP8Delayed"))
-    assert "pre-quantized mode only" in backend.why_not_task(Task(CASE, "BF16", "autocast"))
+    assert "only in pre-quantized mode" in backend.why_not_task(Task(CASE, "BF16", "autocast"))
     assert backend.why_not_task(Task(CASE, "MXFP8", "pre-quantized", "fprop")) == ""
-    assert "BF16 and FP8Rowwise only" in backend.why_not_task(Task(EXPERTS, "FP8Block", "pre-quantized", "fprop"))
+    assert "only in BF16 and FP8Rowwise" in backend.why_not_task(Task(EXPERTS, "FP8Block", "pre-quantized", "fprop"))
     uneven = replace(EXPERTS, rows=(64, 100, 92))
     assert "100 tokens" in backend.why_not_task(Task(uneven, "FP8Rowwise", "pre-quantized", "fprop"))
 
 
 def test_every_recipe_has_a_support_entry() -> None:
     for name in recipes():
-        assert support(name, (9, 0)).runs or support(name, (9, 0)).words
+        assert support(name, (9, 0)).runs or support(name, (9, 0)).note
 
 
 @pytest.fixture
@@ -199,7 +199,7 @@ def test_torchao_leaves_layers_in_bf16_and_says_so(torchao_backend: Any) -> None
 @pytest.mark.filterwarnings("ignore")  # compilers warn
 @pytest.mark.parametrize("name", ["BF16", "FP8Tensorwise", "FP8Rowwise", "FP8RowwiseGWHP"])
 def test_torchao_runs_every_pass(torchao_backend: Any, name: str) -> None:
-    """Compiled for the CPU, which has these GEMMs, too."""
+    """Compiled for the CPU, which has these products, too."""
     backend = torchao_backend.TorchaoBackend(OperandStore("cpu"), Options(filter_layers=False))
     square = Case("Attn Out", 128, 256, 256)  # fprop and dgrad are of one size
     for task in tasks_of([CASE, FORWARD, square], [name], MODES, {}):

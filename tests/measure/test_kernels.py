@@ -89,7 +89,7 @@ def test_torchao(recipe_name: str) -> None:
 
 def test_scaling_the_output_belongs_to_the_product_before() -> None:
     """By rows, torchao multiplies with unit scales and scales the result: after the second product and after the last."""
-    parts = attribute(recorded("torchao rowwise"), passes=WGRAD_FIRST, casts="per product")
+    parts = attribute(recorded("torchao rowwise"), passes=WGRAD_FIRST, casts="per GEMM")
     for_wgrad, for_dgrad = parts.kernels["for wgrad"], parts.kernels["for dgrad"]
     assert for_wgrad[-1] == "triton_poi_fused__to_copy_clamp_exp2_floor_log2_mul_reciprocal_t_5"
     assert for_dgrad[-1] == "triton_poi_fused__to_copy_clamp_exp2_floor_log2_mul_reciprocal_t_7"

@@ -42,7 +42,7 @@ def test_pieces_that_are_independent_count_as_more() -> None:
     trials, covered, widths = 300, 0, []
     for trial in range(trials):
         slow, fast = (rng.normal(centre, 0.01 * centre, size=(4, 3)).tolist() for centre in (2.0, 1.0))
-        found = ratio_interval(slow, fast, Noise(alike=0.2), seed=trial)
+        found = ratio_interval(slow, fast, Noise(correlation=0.2), seed=trial)
         covered += found.low <= 2.0 <= found.high
         widths.append(found.half_width)
     assert covered / trials >= 0.93
@@ -61,7 +61,7 @@ def test_common_noise_narrows_without_lying(spreads: tuple[float, ...]) -> None:
             found = ratio_interval(series[index], series[0], common, seed=trial)
             covered += found.low <= index + 1 <= found.high
             together += found.half_width
-            alone += ratio_interval(series[index], series[0], Noise(common.alike), seed=trial).half_width
+            alone += ratio_interval(series[index], series[0], Noise(common.correlation), seed=trial).half_width
     assert 0.93 <= covered / trials / 5 <= 0.995
     assert together < alone
 
@@ -83,7 +83,7 @@ def test_intervals_hold_where_pieces_of_a_burst_are_alike(rounds: int, alike: fl
 
 
 def test_one_round_has_no_interval() -> None:
-    assert time_interval([[1.0, 1.1]], Noise(alike=1.0)).half_width == float("inf")
+    assert time_interval([[1.0, 1.1]], Noise(correlation=1.0)).half_width == float("inf")
     assert time_interval([[1.0]]).half_width == float("inf")
 
 

@@ -78,7 +78,7 @@ def calibrate(
     chip = known_gpu(gpu.name)
     check_place(chip.name)
     with closing(open_journal()) as journal:
-        session = _Session(choice, timing, chip, journal, command, reporter, resume=resume)
+        session = _CalibrationRun(choice, timing, chip, journal, command, reporter, resume=resume)
         reporter.say("measuring linears in the state that training runs in …")
         linears, campaign = session.linears()
         if not linears.ops:
@@ -105,7 +105,7 @@ def calibrate(
 
 
 @dataclass(frozen=True)
-class _Session:
+class _CalibrationRun:
     """Everything that the measurements share."""
 
     choice: Choice

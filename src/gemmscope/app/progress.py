@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 OnMessage = Callable[[dict[str, Any], "Gathered"], None]
 STAGES = {
     "compiling": "compiling kernels",
-    "looking at the kernels": "profiling the kernels",
+    "profiling": "profiling the kernels",
     "launching": "timing CPU launches",
 }
 

@@ -1,16 +1,16 @@
 """Splits the kernels of one linear's forward and backward pass into its parts.
 
-A linear in training runs three GEMMs and quantizes what they multiply. The forward pass comes first; a compiler may put
-wgrad before dgrad. Frameworks quantize in one of two ways, which the recipe's facts name:
+A linear in training runs three GEMMs and quantizes their operands. The forward pass comes first; a compiler may put wgrad before
+dgrad. Frameworks quantize in one of two ways, which the recipe's facts name:
 
-- `once`: X and W before fprop, dY before dgrad, each for both of its GEMMs. A tensor's time is charged half to each pass that
-  it serves: X to fprop and wgrad, W to fprop and dgrad, dY to dgrad and wgrad; wholly to fprop where nothing else is run.
-- `per product`: every GEMM's factors are cast again, by kernels that a compiler has mixed, so tensors are not told apart. What
-  runs since the GEMM before is charged to the GEMM that follows. (Compiled code may cast for the last GEMM ahead of the
-  second, so between these two the split goes by order, not by use.) A kernel that scales a GEMM's output belongs to it.
+- `once`: X and W before fprop, dY before dgrad, each for both of its GEMMs. The time of a tensor is charged half to each pass
+  that uses it: X to fprop and wgrad, W to fprop and dgrad, dY to dgrad and wgrad; wholly to fprop where only fprop runs.
+- `per GEMM`: the operands of every GEMM are cast again, by kernels that a compiler has fused, so tensors cannot be told apart.
+  Kernels between two GEMMs are charged to the second. (Compiled code may cast for the last GEMM ahead of the second one, so
+  between these two the split follows the order, not the use.) A kernel that scales the output of a GEMM belongs to that GEMM.
 
-Nothing is left over: fills and copies go with the kernel they precede, and what is no GEMM and no quantization is kept as
-`other`. Experts run on several streams at once; the parts then sum to more than the time that passed, and are proportions only.
+Every kernel is counted: fills and copies with the kernel they precede, and kernels that are neither GEMM nor quantization as
+`other`. Experts run on several streams at once; the parts then add up to more than the elapsed time, and are only proportions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gemmscope.measure.kernels import KernelFacts, KernelRun, classify
 from gemmscope.results.linears import QUANTIZED_ONCE, QUANTIZED_PER_GEMM, quantization_by_pass
 from gemmscope.workload.ops import PASSES
 
-CASTS = {"once": QUANTIZED_ONCE, "per product": QUANTIZED_PER_GEMM}
+CASTS = {"once": QUANTIZED_ONCE, "per GEMM": QUANTIZED_PER_GEMM}
 
 
 class AttributionError(ValueError):
@@ -43,7 +43,7 @@ class Parts:
         return sum(self.gemm_us.values()) + sum(self.quantize_us.values()) + self.other_us
 
     def charged_us(self) -> dict[str, float]:
-        """Time by pass, quantization and the rest included: sums to the total."""
+        """Time by pass, including quantization and the rest: adds up to the total."""
         shares = quantization_by_pass(self.quantize_us, self.gemm_us)
         return {name: time + shares[name] + self.other_us / len(self.gemm_us) for name, time in self.gemm_us.items()}
 
@@ -58,7 +58,7 @@ class _Piece:
 
     @property
     def starts_gemm(self) -> bool:
-        """A GEMM, and not the second half of one (split-K)."""
+        """Whether it is a GEMM, and not the second half of one (split-K)."""
         return self.facts.kernel_class == "gemm" and "reduce" not in self.name.lower()
 
 
@@ -70,21 +70,21 @@ def attribute(
     weight_cached: bool = False,
     rows: Sequence[int] = (),
 ) -> Parts:
-    """Walk through the kernels in the order they ran, and say of each what it was for.
+    """Go through the kernels in the order they ran, and find the part that each belongs to.
 
-    `passes` are those that were run, in their order. `weight_cached`: W was quantized earlier. `rows` are the tokens of each
-    expert: those that have any run a GEMM of their own in every pass, and all of them have a weight.
+    `passes` are those that ran, in their order. `weight_cached`: W was quantized earlier. `rows` are the tokens of each expert:
+    experts with tokens run their own GEMM in every pass, and all experts have a weight.
     """
     pieces, left_us = _pieces(runs)
-    each = max(sum(1 for row in rows if row), 1)
-    found = sum(piece.starts_gemm for piece in pieces)
-    if found != len(passes) * each:
-        raise AttributionError(f"{found} GEMMs instead of {len(passes) * each}")
+    gemms_per_pass = max(sum(1 for row in rows if row), 1)
+    gemms = sum(piece.starts_gemm for piece in pieces)
+    if gemms != len(passes) * gemms_per_pass:
+        raise AttributionError(f"{gemms} GEMMs instead of {len(passes) * gemms_per_pass}")
     labels = [label for label, served in CASTS[casts].items() if set(served) & set(passes)]
     times_us = dict.fromkeys([*passes, *labels, "other"], 0.0)
     kernels: dict[str, list[str]] = {}
     of_x = _casts_of_x(pieces, weights=0 if weight_cached else max(len(rows), 1))
-    walk = _Walk([name for name in passes for _ in range(each)], casts, of_x)
+    walk = _Walk([name for name in passes for _ in range(gemms_per_pass)], casts, of_x)
     for piece in pieces:
         part = walk.part_of(piece)
         part = part if part in times_us else "other"
@@ -99,7 +99,7 @@ def attribute(
 
 
 def _pieces(runs: Sequence[KernelRun]) -> tuple[list[_Piece], float]:
-    """Fills and copies go with the next kernel of their stream; what none follows is left, in microseconds."""
+    """Kernels with the fills and copies before them on their stream; and the microseconds of those that no kernel follows."""
     pieces: list[_Piece] = []
     waiting: dict[int, float] = {}
     for run in runs:
@@ -112,21 +112,21 @@ def _pieces(runs: Sequence[KernelRun]) -> tuple[list[_Piece], float]:
 
 
 def _casts_of_x(pieces: Sequence[_Piece], weights: int) -> int:
-    """How many casts before the first GEMM are X's. Every weight has one; X has the others: one, or one per expert."""
+    """How many casts before the first GEMM belong to X. Every weight has one; X has the others: one, or one per expert."""
     forward = next(index for index, piece in enumerate(pieces) if piece.starts_gemm)
     return max(sum(piece.facts.ends_tensor for piece in pieces[:forward]) - weights, 1)
 
 
 class _Walk:
-    """Where we are among the kernels: how many GEMMs and casts lie behind."""
+    """The position among the kernels: how many GEMMs and casts have passed."""
 
     def __init__(self, pass_of: Sequence[str], casts: str, of_x: int) -> None:
-        self._pass_of, self._casts, self._of_x = pass_of, casts, of_x  # pass_of the first GEMM, the second, …
+        self._pass_of, self._casts, self._of_x = pass_of, casts, of_x  # pass_of: of the first GEMM, the second, …
         self._gemms = self._cast = 0
         self._after_gemm = False
 
     def part_of(self, piece: _Piece) -> str:
-        """What the next kernel was for: a pass, something that is quantized, or neither."""
+        """The part of the next kernel: a pass, a quantized tensor, or neither."""
         kind = piece.facts.kernel_class
         part = "other"
         if kind == "gemm":
@@ -144,7 +144,7 @@ class _Walk:
         return "X" if self._cast < self._of_x else "W"
 
     def _gemm(self, piece: _Piece) -> str:
-        """The GEMM to come; the one before, if this scales its output; the last one, if none is to come."""
-        scales_it = self._after_gemm and piece.facts.scales_output
-        index = self._gemms - 1 if scales_it else self._gemms
+        """The next GEMM; the one before, if this scales its output; the last one, if there is no next."""
+        scales_output = self._after_gemm and piece.facts.scales_output
+        index = self._gemms - 1 if scales_output else self._gemms
         return f"for {self._pass_of[min(index, len(self._pass_of) - 1)]}"

@@ -1,4 +1,4 @@
-"""What every measuring process asks: which GPU is this, what am I to measure now, and may I stop."""
+"""What all measuring processes share: the GPU in use, what kind of failure an exception is, and the parent's orders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gemmscope.workload.cases import Task
 
 
 def gpu_in_use() -> Gpu | None:
-    """The driver's view of the GPU that torch uses; None where the driver cannot be asked."""
+    """The GPU that torch uses, as the driver reports it; None where the driver cannot be asked."""
     nvml = open_nvml()
     if nvml is None:
         return None
@@ -25,7 +25,7 @@ def gpu_in_use() -> Gpu | None:
 
 
 def device_facts(gpu: Gpu | None, *, on_gpu: bool) -> dict[str, Any]:
-    """What a result should say of the device."""
+    """The description of the device in a result."""
     if not on_gpu or not torch.cuda.is_available():
         return {"name": "CPU"}
     properties = torch.cuda.get_device_properties(0)
@@ -40,32 +40,32 @@ def device_facts(gpu: Gpu | None, *, on_gpu: bool) -> dict[str, Any]:
     return facts | ({"power_limit_w": gpu.power_limit_w(), "max_sm_mhz": gpu.max_sm_mhz()} if gpu else {})
 
 
-OUT_OF_MEMORY = ("out of memory", "alloc_failed", "can't allocate memory")  # CUDA's words for it, cuBLAS's, and the CPU's
-STICKY = ("CUDA error", "cudaError")  # whatever the process asks of the GPU after one of these fails too
+OUT_OF_MEMORY = ("out of memory", "alloc_failed", "can't allocate memory")  # in messages of CUDA, cuBLAS and the CPU allocator
+STICKY = ("CUDA error", "cudaError")  # after one of these, every later GPU call of the process fails too
 
 
 def failure_kind(error: Exception, *, on_gpu: bool) -> str:
-    """What it means for the rest: "out of memory" (there may be room for less), "CUDA fault" (this process is lost) or "error".
+    """The kind of failure: "out of memory" (less may fit), "CUDA fault" (the process cannot go on) or "error".
 
     >>> failure_kind(RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), on_gpu=True)
     'out of memory'
     """
     text = str(error)
-    if isinstance(error, torch.OutOfMemoryError) or any(words in text.lower() for words in OUT_OF_MEMORY):
+    if isinstance(error, torch.OutOfMemoryError) or any(phrase in text.lower() for phrase in OUT_OF_MEMORY):
         return "out of memory"
-    return "CUDA fault" if on_gpu and any(words in text for words in STICKY) else "error"
+    return "CUDA fault" if on_gpu and any(phrase in text for phrase in STICKY) else "error"
 
 
 class Orders:
-    """What the parent says while we work, on standard input: a line of JSON names the groups it wants more of, what it wants most
-    first; its end is the sign to stop."""
+    """The parent's orders on standard input: a line of JSON lists the groups to measure next, the most wanted first; the end of
+    the input means stop."""
 
     def __init__(self) -> None:
         self._wanted: list[tuple[str, ...]] = []
         self._rest = b""
 
     def stop(self) -> bool:
-        """Whether the parent has closed our standard input, or has gone. Takes note of what it said."""
+        """Whether the parent has closed our standard input, or has ended. Reads its latest orders."""
         while select.select([sys.stdin], [], [], 0)[0]:
             piece = os.read(sys.stdin.fileno(), 1 << 16)
             if not piece:
@@ -76,8 +76,7 @@ class Orders:
         return False
 
     def first_wanted(self, groups: Sequence[list[Task]]) -> list[Task] | None:
-        """Of these groups, the one that the parent wants most; None if it wants none of them. Until it says anything, all are
-        wanted."""
+        """The group that the parent wants most; None if it wants none of these. Without orders, all are wanted."""
         self.stop()
         if not self._wanted:
             return groups[0]

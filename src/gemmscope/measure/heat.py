@@ -1,7 +1,7 @@
-"""Keeps the GPU busy while the process loads and prepares, so that measuring begins on a chip that is hot and power-limited.
+"""Keeps the GPU busy while the process loads and prepares, so that measuring begins on a hot, power-limited GPU.
 
-Importing a framework and compiling its kernels takes seconds of one CPU core. In that time a second thread makes the operands,
-loads the profiler's library and runs large GEMMs.
+Importing a framework and compiling its kernels takes seconds on one CPU core. Meanwhile a second thread makes the operands, loads
+the profiler's library and runs large GEMMs.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from gemmscope.measure.backends.reference import OperandStore
 from gemmscope.measure.timer import start_profiler
 from gemmscope.workload.cases import Case
 
-_SIZE, _GEMMS = 8192, 40  # one run keeps the chip busy for some 60 ms, and leaves the interpreter free
+_SIZE, _GEMMS = 8192, 40  # one run keeps the GPU busy for about 60 ms, and does not block the interpreter
 
 
 class Heater:
-    """Large GEMMs, as a graph that can be run again and again on a stream of its own."""
+    """Large GEMMs as a CUDA graph that is replayed on a separate stream."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
         with torch.cuda.stream(self._stream):
-            self._factor = torch.randn(_SIZE, _SIZE, device="cuda", dtype=torch.bfloat16)
-            torch.mm(self._factor, self._factor)
+            self._matrix = torch.randn(_SIZE, _SIZE, device="cuda", dtype=torch.bfloat16)
+            torch.mm(self._matrix, self._matrix)
         self._stream.synchronize()
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
             for _ in range(_GEMMS):
-                torch.mm(self._factor, self._factor)
+                torch.mm(self._matrix, self._matrix)
 
     def run(self) -> None:
         with torch.cuda.stream(self._stream):
@@ -42,7 +42,7 @@ class Heater:
 
 @contextmanager
 def heating(operands: OperandStore, cases: Sequence[Case], *, profile: bool) -> Iterator[None]:
-    """While this lasts, a second thread makes the operands of all cases, loads the profiler, and then heats."""
+    """In this context, a second thread makes the operands of all cases, loads the profiler, and then heats the GPU."""
     stop = threading.Event()
 
     def work() -> None:
@@ -51,7 +51,7 @@ def heating(operands: OperandStore, cases: Sequence[Case], *, profile: bool) -> 
         for case in cases:
             if stop.is_set():
                 return
-            with suppress(torch.OutOfMemoryError):  # it will be said when the case is prepared
+            with suppress(torch.OutOfMemoryError):  # reported when the case is prepared
                 operands.get(case).prepare_references()
         heater = Heater()
         while not stop.is_set():
@@ -67,7 +67,7 @@ def heating(operands: OperandStore, cases: Sequence[Case], *, profile: bool) -> 
 
 
 def heat_for(seconds: float) -> None:
-    """Nothing but heat, for so long."""
+    """Heat the GPU for this many seconds."""
     begin = time.perf_counter()
     heater = Heater() if seconds > 0 else None
     while heater is not None and time.perf_counter() - begin < seconds:

@@ -1,7 +1,7 @@
-"""The line between the parent and a measuring process.
+"""The connection between the parent and a measuring process.
 
-The request goes to the process's standard input as one line of JSON; the end of that input is the sign to stop. Messages come
-back over a pipe of their own, a line each, so that whatever frameworks print is in nobody's way.
+The request goes to the process's standard input as one line of JSON; the end of that input means stop. Messages come back over a
+separate pipe, one line each, so that the output of frameworks does not interfere.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gemmscope.process import worker_command, worker_environment
 
 @dataclass(frozen=True)
 class Death:
-    """A process that did not come to a good end: the task it was at, and what is known of the cause."""
+    """The unexpected end of a process: the task it was working on, and what is known of the cause."""
 
     task: str
     why: str
@@ -31,13 +31,13 @@ class Death:
 
 
 class Link:
-    """One measuring process. Close it, and none is left behind."""
+    """One measuring process. `close` ends it."""
 
-    _leaving: ClassVar[list[subprocess.Popen[bytes]]] = []  # ended, and perhaps not gone yet
+    _ending: ClassVar[list[subprocess.Popen[bytes]]] = []  # killed, and perhaps still exiting
 
     def __init__(self, worker: str = "gemmscope.measure.worker") -> None:
-        while self._leaving:  # its memory is needed
-            self._leaving.pop().wait()
+        while self._ending:  # their memory is needed
+            self._ending.pop().wait()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._reading, writing = os.pipe()
         self._process = subprocess.Popen(
@@ -47,7 +47,7 @@ class Link:
             stdout=subprocess.DEVNULL,
             stderr=self._errors,
             env=worker_environment(),
-            start_new_session=True,  # Ctrl-C reaches the parent alone, which then ends the worker
+            start_new_session=True,  # Ctrl-C reaches only the parent, which then ends the worker
         )
         os.close(writing)
 
@@ -58,23 +58,23 @@ class Link:
         self.close()
 
     def ask(self, request: dict[str, Any]) -> None:
-        """Hand it its task."""
+        """Send the request."""
         self._write(request)
 
     def _write(self, content: Any) -> None:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it is gone already: the end of its messages will say so
+        with suppress(BrokenPipeError):  # it has already ended, which the end of its messages will show
             self._process.stdin.write(json.dumps(content).encode() + b"\n")
             self._process.stdin.flush()
 
     def tell_to_stop(self) -> None:
-        """The end of its standard input is the sign."""
+        """Close its standard input, which tells it to stop."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
 
     def messages(self, silence_s: float) -> Iterator[dict[str, Any] | None]:
-        """What it says, as it arrives; None once nothing came for too long; ends when the process does."""
+        """Its messages as they arrive; None if nothing came for `silence_s`; ends when the process ends."""
         pending = b""
         while True:
             readable, _, _ = select.select([self._reading], [], [], silence_s)
@@ -97,17 +97,17 @@ class Link:
         enough: Callable[[], bool],
         wanted: Callable[[], Sequence[Any]] | None = None,
     ) -> Death | None:
-        """Ask, note every message, and tell it to stop once it is enough. None if it came to a good end, else how it died.
+        """Send the request, pass every message to `note`, and stop once there is `enough`. None after a normal end.
 
-        `wanted`: what it should measure more of. Whoever can say that needs nothing but samples: once it is enough, it ends.
+        `wanted`: what to measure next, sent whenever it changes. With it only samples count, and this returns once they suffice.
         """
         self.ask(request)
-        at, greeted, said = "", False, ()
+        at, greeted, sent = "", False, ()
         for message in self.messages(silence_s):
             if message is None:
-                return Death(at, f"nothing was heard from it for {silence_s:g} s", "hang")
+                return Death(at, f"the measuring process sent nothing for {silence_s:g} s", "hang")
             if message["type"] == "fatal":
-                raise UserError(message["why"], "gemmscope doctor tells what this machine can measure")
+                raise UserError(message["why"], "gemmscope doctor shows what this machine can measure")
             greeted = greeted or message["type"] == "hello"
             at = message["task"] if message["type"] == "begin" else at
             note(message)
@@ -116,30 +116,30 @@ class Link:
                     if wanted is not None:
                         return None
                     self.tell_to_stop()
-                elif wanted is not None and (now := tuple(wanted())) != said:
+                elif wanted is not None and (now := tuple(wanted())) != sent:
                     self._write(now)
-                    said = now
+                    sent = now
             if message["type"] == "done":
                 return None
         if not greeted:
-            raise UserError(f"the measuring process did not start {self.last_words()}")
-        return Death(at, f"the measuring process died {self.last_words()}", "crash")
+            raise UserError(f"the measuring process did not start {self.exit_reason()}")
+        return Death(at, f"the measuring process died {self.exit_reason()}", "crash")
 
-    def last_words(self) -> str:
+    def exit_reason(self) -> str:
         """How it ended: the signal or exit code, and the last line of its error output."""
         code = self._process.wait()
         self._errors.seek(0)
         lines = [line.strip() for line in self._errors.read().decode(errors="replace").splitlines() if line.strip()]
-        if code == -signal.SIGKILL:  # whoever did that left no words; the system does it where memory runs out
+        if code == -signal.SIGKILL:  # no message follows; the system does this when memory runs out
             return "(killed by signal 9)"
         ended = f"signal {-code}" if code < 0 else f"exit code {code}"
         return f"({ended})" + (f": {lines[-1][:200]}" if lines else "")
 
     def close(self) -> None:
-        """End the process, however it is doing. Leaving a GPU takes it a moment, for which only the next one waits."""
+        """Kill the process. Releasing the GPU takes a moment, for which only the next one waits."""
         if not self._errors.closed:
             self._process.kill()
-            self._leaving.append(self._process)
+            self._ending.append(self._process)
             assert self._process.stdin is not None
             with suppress(BrokenPipeError):
                 self._process.stdin.close()

@@ -1,4 +1,4 @@
-"""Asks the frameworks what they can run here, in a process of its own (it imports torch), and prints JSON."""
+"""Asks the frameworks what they can run on this machine, in a separate process (it imports torch), and prints JSON."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from gemmscope.recipe.recipes import recipes
 
 
 def main() -> None:
-    """For each backend: its versions and, for each recipe, why not (empty: it runs); or why it does not load."""
+    """For each backend: its versions and, for each recipe, why it does not run (empty: it runs); or why it does not load."""
     answer: dict[str, Any] = {}
     for name, (module, class_name) in BACKENDS.items():
         try:
             backend = getattr(importlib.import_module(module), class_name)(OperandStore("cpu"), Options())
-            reasons = {each.name: backend.why_not(each) for each in recipes().values()}
+            reasons = {recipe.name: backend.why_not(recipe) for recipe in recipes().values()}
             answer[name] = {"versions": dict(backend.versions()), "why_not": reasons}
         except ModuleNotFoundError as error:
             answer[name] = {"broken": f"{error.name} is not installed"}

@@ -1,8 +1,8 @@
-"""Clocks. A timer makes a prepared task repeatable and times bursts of tasks: on the GPU with CUDA graphs and events.
+"""Timers. A timer makes a prepared task repeatable and times bursts of tasks: on the GPU with CUDA graphs and events.
 
-A burst runs the tasks of a group one after another, over and over, as a training step runs its layers. What precedes the steady
-state is dropped by its time, never by its value. Bursts are launched ahead: the next one is queued while the last one runs, since
-a gap of a few milliseconds between them lets the chip's clock jump (on an H200 that doubled the spread from burst to burst).
+A burst runs the tasks of a group one after another, over and over, as a training step runs its layers. The runs before the steady
+state are dropped by their time, never by their value. Bursts are launched ahead: the next one is queued while the last one runs,
+because a gap of a few milliseconds lets the GPU's clock jump (on an H200 that doubled the spread from burst to burst).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 from gemmscope.measure.backends.base import Prepared
 from gemmscope.measure.kernels import KernelRun
 
-_MARKER = "spin_kernel"  # torch.cuda._sleep: parts the kernels of one task from the next
+_MARKER = "spin_kernel"  # torch.cuda._sleep: separates the kernels of one task from the next
 
 
 @dataclass(frozen=True)
 class Runnable:
-    """A task that can be run again and again. `host_ms` is what dispatching it once costs the CPU.
+    """A task that can be run repeatedly. `host_ms` is the CPU time to dispatch it once.
 
-    `prepared` is kept because a graph holds the addresses of its tensors, not the tensors.
+    `prepared` is kept because a graph stores the addresses of its tensors, not the tensors.
     """
 
     run: Callable[[], None]
@@ -35,14 +35,14 @@ class Runnable:
 
 @dataclass(frozen=True)
 class Amount:
-    """How much of a burst is dropped and how much counts, in milliseconds; or in cycles through its tasks."""
+    """How much of a burst is dropped and how much counts, in milliseconds or in cycles through its tasks."""
 
     drop: float
     keep: float
     in_cycles: bool = False
 
     def cycles(self, cycle_ms: float) -> tuple[int, int]:
-        """(dropped, kept) for tasks that take so long together.
+        """(dropped, kept) cycles, for tasks that take `cycle_ms` together.
 
         >>> Amount(70, 130).cycles(20.0)
         (4, 6)
@@ -57,44 +57,44 @@ class Burst(Protocol):
 
     @property
     def over(self) -> bool:
-        """Whether it ran to its end while it was launched."""
+        """Whether it was complete when `launch` returned."""
 
     def nearly_done(self) -> None:
-        """Wait until it is in the part that counts."""
+        """Wait until the part that counts has begun."""
 
     def times_ms(self) -> list[list[float]]:
-        """Wait for its end. Milliseconds of each run of each task that counts."""
+        """Wait for its end. The milliseconds of each counted run of each task."""
 
 
 class Timer(Protocol):
-    """What the worker asks of a clock."""
+    """What the worker needs of a timer."""
 
     def ready(self, prepared: Prepared) -> Runnable:
-        """Make it repeatable."""
+        """Make a task repeatable."""
 
     def launch(self, tasks: Sequence[Runnable], amount: Amount) -> Burst:
         """Start a burst, behind those that were launched before."""
 
     def kernels(self, groups: Sequence[Sequence[Runnable]], drop_ms: float) -> list[list[list[KernelRun]]]:
-        """The kernels of one run of each task of each group, in the state that the group brings the chip to."""
+        """The kernels of one run of each task of each group, in the state into which the group brings the GPU."""
 
 
 @dataclass(frozen=True)
 class DoneBurst:
-    """One that ran while it was launched."""
+    """A burst that was complete when it was launched."""
 
     samples: list[list[float]]
     over = True
 
     def nearly_done(self) -> None:
-        """It is."""
+        """Nothing to wait for."""
 
     def times_ms(self) -> list[list[float]]:
         return self.samples
 
 
 class CpuTimer:
-    """perf_counter around each run."""
+    """Times each run with perf_counter."""
 
     def ready(self, prepared: Prepared) -> Runnable:
         prepared.run()
@@ -119,7 +119,7 @@ class CpuTimer:
         return (time.perf_counter() - begin) * 1000
 
     def kernels(self, groups: Sequence[Sequence[Runnable]], drop_ms: float) -> list[list[list[KernelRun]]]:  # noqa: ARG002
-        """None to be seen."""
+        """There are none on the CPU."""
         return [[[] for _ in tasks] for tasks in groups]
 
 
@@ -145,14 +145,14 @@ class _CudaBurst:
 
 
 class CudaTimer:
-    """CUDA graphs, so that the host's pace does not show, and events around each replay (or its kernels' own timestamps)."""
+    """CUDA graphs, so that launch time does not matter, and events around each replay (or the kernels' own timestamps)."""
 
     def __init__(self, *, by_kernels: bool = False) -> None:
         self._by_kernels = by_kernels
         self._cycles: dict[tuple[int, ...], float] = {}
 
     def ready(self, prepared: Prepared) -> Runnable:
-        """Time the eager dispatch, capture. (Preparing has run it before, so that nothing is compiled or loaded any more.)"""
+        """Time the eager dispatch, then capture. (Preparing has run the task before, so everything is compiled and loaded.)"""
         torch.cuda.synchronize()
         host_ms = min(_dispatch_ms(prepared) for _ in range(2)) / prepared.copies
         torch.cuda.synchronize()
@@ -179,21 +179,21 @@ class CudaTimer:
         return _CudaBurst(tasks, marks, lambda cycle_ms: self._cycles.update({_ids(tasks): cycle_ms}))
 
     def _burst_by_kernels(self, tasks: Sequence[Runnable], dropped: int, kept: int) -> list[list[float]]:
-        """Time in which any kernel of a run was at work: gaps between kernels do not count."""
+        """The time in which any kernel of a run was active: gaps between kernels do not count."""
 
         def work() -> None:
             _run(tasks, dropped)
             for _ in range(kept):
                 _run_marked(tasks)
 
-        found = _expected(segments(work), kept * len(tasks))
+        recorded = _expected(segments(work), kept * len(tasks))
         return [
-            [busy_ms(found[number * len(tasks) + index]) / task.prepared.copies for number in range(kept)]
+            [busy_ms(recorded[number * len(tasks) + index]) / task.prepared.copies for number in range(kept)]
             for index, task in enumerate(tasks)
         ]
 
     def _cycle(self, tasks: Sequence[Runnable]) -> float:
-        """One cycle's time in ms, to plan bursts by: that of the last burst, or of one cycle if there was none."""
+        """The time of one cycle in ms, to plan bursts: from the last burst, or from one cycle if there was none."""
         group = _ids(tasks)
         if group not in self._cycles:
             before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -205,7 +205,7 @@ class CudaTimer:
         return self._cycles[group]
 
     def kernels(self, groups: Sequence[Sequence[Runnable]], drop_ms: float) -> list[list[list[KernelRun]]]:
-        """One profiler session for all (starting one costs more than running it); every group heats up before it is looked at."""
+        """One profiler session for all groups (starting one costs more than running it); each group warms up before it."""
         warm_up = [Amount(drop_ms, 0).cycles(self._cycle(tasks))[0] for tasks in groups]
 
         def work() -> None:
@@ -214,12 +214,12 @@ class CudaTimer:
                 _run_marked(tasks)
                 torch.cuda._sleep(1)  # ends the last task
 
-        seen = iter(_expected(segments(work), sum(len(tasks) + 1 for tasks in groups)))
-        found = []
+        recorded = iter(_expected(segments(work), sum(len(tasks) + 1 for tasks in groups)))
+        kernels = []
         for tasks in groups:
-            found.append([[kernel_run(event) for event in next(seen)] for _ in tasks])
-            next(seen)  # the next group warming up
-        return found
+            kernels.append([[kernel_run(event) for event in next(recorded)] for _ in tasks])
+            next(recorded)  # the warm-up of the next group
+        return kernels
 
 
 def _ids(tasks: Sequence[Runnable]) -> tuple[int, ...]:
@@ -239,7 +239,7 @@ def start_profiler() -> None:
 
 
 def _profiler() -> Any:
-    """GPU activity alone. (torch.profiler.profile would also import the compiler, to write its settings down.)"""
+    """Records only GPU activity. (torch.profiler.profile would also import the compiler, to record its settings.)"""
     return torch.autograd.profiler.profile(use_device="cuda", use_kineto=True, use_cpu=False)
 
 
@@ -256,35 +256,35 @@ def _run_marked(tasks: Sequence[Runnable]) -> None:
 
 
 def segments(work: Callable[[], None]) -> list[list[Any]]:
-    """Profile `work`, and part what it ran at the markers (`torch.cuda._sleep`): a list of GPU events after each."""
+    """Profile `work` and split its GPU events at the markers (`torch.cuda._sleep`): a list of events after each marker."""
     with _profiler() as session:
         work()
         torch.cuda.synchronize()
     events = [event for event in session.kineto_results.events() if str(event.device_type()).endswith("CUDA")]
-    found: list[list[Any]] = []
+    recorded: list[list[Any]] = []
     for event in sorted(events, key=lambda event: event.start_ns()):
         if _MARKER in event.name():
-            found.append([])
-        elif found:
-            found[-1].append(event)
-    return found
+            recorded.append([])
+        elif recorded:
+            recorded[-1].append(event)
+    return recorded
 
 
-def _expected(found: list[list[Any]], count: int) -> list[list[Any]]:
-    if len(found) != count:
-        raise RuntimeError(f"the profiler saw {len(found)} of {count} runs")
-    return found
+def _expected(recorded: list[list[Any]], count: int) -> list[list[Any]]:
+    if len(recorded) != count:
+        raise RuntimeError(f"the profiler recorded {len(recorded)} of {count} runs")
+    return recorded
 
 
 def kernel_run(event: Any) -> KernelRun:
-    """As plain data."""
+    """A profiler event as plain data."""
     return KernelRun(event.name(), event.duration_ns() / 1000, event.device_resource_id())
 
 
 def busy_ms(events: Sequence[Any]) -> float:
-    """Kernels on several streams overlap: the time in which at least one ran."""
+    """The time in which at least one kernel ran; kernels on several streams overlap."""
     busy_ns, until = 0, 0
-    for event in events:  # in the order of their start
+    for event in events:  # ordered by their start
         start, end = event.start_ns(), event.start_ns() + event.duration_ns()
         busy_ns += max(0, end - max(start, until))
         until = max(until, end)

@@ -1,9 +1,9 @@
 """The measuring process: the only one that imports torch and touches the GPU.
 
 Started by `link.py` with the number of an open descriptor; the request is the first line of its input. It prepares every task,
-looks at the kernels of each (in the state that it will be measured in), then runs rounds of bursts until its input ends, and
-writes one JSON message a line to the descriptor, as things happen: whatever was measured is in the parent's hands before anything
-can go wrong. `begin` names the task at work, so that a crash has a name.
+profiles the kernels of each (in the state in which it will be measured), then runs rounds of bursts until its input ends. It
+writes JSON messages to the descriptor, one per line, as things happen, so that the parent has every result before anything can go
+wrong. `begin` names the current task, so that a crash can be attributed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BEGAN = time.perf_counter()
 
 
 def _mark(what: str) -> None:
-    """Note how long after its start the process got so far."""
+    """Record how long after its start the process reached this point."""
     _TIMELINE[what] = round(time.perf_counter() - _BEGAN, 2)
 
 
@@ -53,8 +53,8 @@ WARM_UP_MS = 1200
 
 
 @dataclass(frozen=True)
-class _Launched:
-    """A burst on its way."""
+class _LaunchedBurst:
+    """A burst that has been launched."""
 
     number: int
     tasks: list[Task]
@@ -68,8 +68,8 @@ def _plan(
     least: int = 1,
     first_wanted: Callable[[Sequence[list[Task]]], list[Task] | None] = lambda groups: groups[0],
 ) -> Iterator[tuple[int, list[Task]]]:
-    """Every group once a round, in random order: the round's number, the group. After `least` rounds, those that are wanted, what
-    is wanted most first."""
+    """Every group once per round in random order: the round's number and the group. After `least` rounds only those that the
+    parent wants, the most wanted first."""
     rng = random.Random(seed)
     for number in range(rounds):
         left = rng.sample(groups, len(groups))
@@ -82,7 +82,7 @@ def _plan(
 
 
 class Worker:
-    """One campaign: the request's tasks, prepared and measured until stopped."""
+    """One campaign: prepares the requested tasks and measures them until stopped."""
 
     def __init__(self, request: dict[str, Any], out: Any) -> None:
         self.request, self.out = request, out
@@ -99,7 +99,7 @@ class Worker:
         self.out.flush()
 
     def main(self) -> None:
-        """Load, prepare, look at the kernels, measure."""
+        """Load, prepare, profile the kernels, measure."""
         cases = list(dict.fromkeys(task.case for task in self.tasks))
         with heating(self.operands, cases, profile=self._profiles()) if self.on_gpu else nullcontext():
             try:
@@ -126,7 +126,7 @@ class Worker:
         self.say("done", seconds=_TIMELINE)
 
     def _profiles(self) -> bool:
-        """Whether torch's own profiler is used: Nsight would stand in its way."""
+        """Whether torch's own profiler is used. It does not work together with Nsight."""
         return self.on_gpu and not self.request["for_nsight"]
 
     def _backend(self) -> Backend:
@@ -139,8 +139,7 @@ class Worker:
 
     @staticmethod
     def _why_not(backend: Backend, task: Task) -> str:
-        asked = recipe(task.recipe)
-        return backend.why_not(asked) or backend.why_not_task(task)
+        return backend.why_not(recipe(task.recipe)) or backend.why_not_task(task)
 
     def _prepare(self, backend: Backend, task: Task) -> None:
         self.say("begin", task=task.key, what="preparing")
@@ -149,13 +148,13 @@ class Worker:
             self.say("failed", task=task.key, why=reason or too_large, kind="unsupported" if reason else "too large")
             return
         try:
-            made = self.timer.ready(backend.prepare(task, recipe(task.recipe), self._copies(task)))
+            runnable = self.timer.ready(backend.prepare(task, recipe(task.recipe), self._copies(task)))
         except Exception as error:
             self._failed(task, error)
         else:
-            self.ready[task.key] = made
-            prepared = made.prepared
-            facts = {"error": prepared.error, "host_ms": made.host_ms, "copies": prepared.copies, "note": prepared.note}
+            self.ready[task.key] = runnable
+            prepared = runnable.prepared
+            facts = {"error": prepared.error, "host_ms": runnable.host_ms, "copies": prepared.copies, "note": prepared.note}
             if self.request["cache_weights"]:
                 facts["cache_weights"] = True
             if prepared.order:
@@ -163,21 +162,21 @@ class Worker:
             self.say("ready", task=task.key, **facts)
 
     def _too_large(self, task: Task) -> str:
-        """Why no try is worth it; empty where memory may suffice."""
+        """Why the task cannot fit into memory; empty where it may."""
         if not self.on_gpu or task.mode != "autocast":
             return ""
-        needed, there = task.case.least_bytes, torch.cuda.get_device_properties(0).total_memory
-        return f"it needs {needed / 1e9:.0f} GB at least, and this GPU has {there / 1e9:.0f} GB" if needed > there else ""
+        needed, memory = task.case.least_bytes, torch.cuda.get_device_properties(0).total_memory
+        return f"it needs at least {needed / 1e9:.0f} GB, and this GPU has {memory / 1e9:.0f} GB" if needed > memory else ""
 
     def _copies(self, task: Task) -> int:
-        """Enough sets of buffers that they do not fit into the cache, or the cache would be measured."""
+        """Enough sets of buffers to exceed the cache; otherwise the cache would be measured."""
         if not self.on_gpu:
             return 1
         wanted = LEAST_BYTES_IN_FLIGHT_OVER_L2 * int(torch.cuda.get_device_properties(0).L2_cache_size)
         return max(1, min(MOST_COPIES, -(-wanted // task.case.bytes_touched)))
 
     def _failed(self, task: Task, error: Exception) -> None:
-        """One task's failure; a sticky CUDA error is the whole process's."""
+        """Report the failure of one task. After a sticky CUDA error the process cannot go on."""
         kind = failure_kind(error, on_gpu=self.on_gpu)
         self.say("failed", task=task.key, why=in_a_line(error), kind=kind)
         if kind == "CUDA fault":
@@ -186,7 +185,7 @@ class Worker:
             torch.cuda.empty_cache()
 
     def _groups(self) -> list[list[Task]]:
-        """The tasks that are measured, those of a recipe and mode together; of one op alone where the chip rests in between."""
+        """The tasks to measure, grouped by recipe and mode; and by op where the GPU rests between bursts."""
         groups: dict[tuple[str, ...], list[Task]] = {}
         for task in self.tasks:
             if task.key in self.ready and task.key not in self.sums:
@@ -194,27 +193,29 @@ class Worker:
         return list(groups.values())
 
     def _profile(self) -> None:
-        """Which kernels run, each group in its own state. It brings the chip to that state, too."""
+        """Record the kernels of each group, in the state into which the group brings the GPU."""
         groups = self._groups()
         if not groups:
             return
-        self.say("begin", task=groups[0][0].key, what="looking at the kernels")
+        self.say("begin", task=groups[0][0].key, what="profiling")
         try:
-            found = self.timer.kernels([[self.ready[task.key] for task in tasks] for tasks in groups], HEAT_BEFORE_KERNELS_MS)
+            recorded = self.timer.kernels([[self.ready[task.key] for task in tasks] for tasks in groups], HEAT_BEFORE_KERNELS_MS)
         except Exception as error:
             self.say("finding", code="kernels-not-recorded", facts={"reason": in_a_line(error)})
             return
         kernels = {
-            task.key: runs for tasks, seen in zip(groups, found, strict=True) for task, runs in zip(tasks, seen, strict=True)
+            task.key: runs
+            for tasks, of_group in zip(groups, recorded, strict=True)
+            for task, runs in zip(tasks, of_group, strict=True)
         }
         for key, runs in kernels.items():
             self.say("kernels", task=key, kernels=[[run.name, round(run.duration_us, 3), run.stream] for run in runs])
         self._find_sums(kernels)
 
     def _find_sums(self, kernels: dict[str, list[KernelRun]]) -> None:
-        """A linear that runs the very kernels of its GEMMs and nothing else (BF16 does) is their sum: it is measured once.
+        """A linear that runs exactly the kernels of its three GEMMs (as BF16 does) is their sum, and is not measured again.
 
-        All linears of a recipe, or none: a burst of some of them would bring the chip to another state than one of all.
+        This applies to all linears of a recipe or to none: a burst of only some would bring the GPU into another state.
         """
         sums: dict[str, dict[str, list[str]]] = {}
         for task in self.tasks:
@@ -225,16 +226,16 @@ class Worker:
             names = Counter(run.name for run in kernels[task.key])
             if names == Counter(run.name for key in parts for run in kernels[key]):
                 sums.setdefault(task.recipe, {})[task.key] = parts
-        for name, found in sums.items():
+        for name, linears in sums.items():
             every = [task for task in self.tasks if task.group == (name, "autocast") and task.key in self.ready]
-            if len(found) == len(every):
-                self.sums |= found
+            if len(linears) == len(every):
+                self.sums |= linears
         for key, parts in self.sums.items():
             self.say("sum", task=key, of=parts)
 
     def _rounds(self) -> None:
-        """A burst of every group in random order, round after round, until told to stop; later of those alone that the parent
-        still wants. The GPU is never left waiting, unless it is to rest before each of them."""
+        """Bursts of every group in random order, round after round, until told to stop; in later rounds only of the groups that
+        the parent still wants. The GPU is never idle, unless it should rest before each burst."""
         groups, counts, orders = self._groups(), self.request["counts"], Orders()
         rest_s = self.request["rest_ms"] / 1000
         if self.on_gpu and counts:
@@ -242,11 +243,11 @@ class Worker:
             heat_for(counts["gpu_warmup"])
         elif self.on_gpu and not rest_s:
             self._warm_up(groups)
-        waiting: _Launched | None = None
+        waiting: _LaunchedBurst | None = None
         rounds, seed = self.request["max_rounds"], self.request["seed"]
         for number, tasks in _plan(groups, rounds, seed, self.request["least_rounds"], orders.first_wanted):
             if orders.stop():
-                return  # what was launched last belongs to no complete round
+                return  # the last burst belongs to an incomplete round
             if number < self.request["had"].get(tasks[0].key, 0):
                 continue
             if waiting is not None and rest_s:
@@ -257,13 +258,13 @@ class Worker:
             burst = self.timer.launch([self.ready[task.key] for task in tasks], self._amount(number))
             if waiting is not None:
                 self._collect(waiting, ends_round=waiting.number != number)
-            waiting = _Launched(number, tasks, burst)
+            waiting = _LaunchedBurst(number, tasks, burst)
         if waiting is not None:
             self._collect(waiting, ends_round=True)
 
     def _warm_up(self, groups: Sequence[list[Task]]) -> None:
-        """Bursts that do not count: the power control needs a few seconds of this very mixture to settle. They tell how long a
-        cycle takes on a hot chip; all but the last, which runs while the first that counts is launched behind it."""
+        """Bursts that do not count: the power control needs a few seconds of this workload to settle. They also show how long a
+        cycle takes on a hot GPU, except the last one, which still runs while the first counted burst is launched."""
         share_ms = WARM_UP_MS / max(len(groups), 1)
         plan = [tasks for _, tasks in _plan(groups, 1, self.request["seed"] + 1)]
         bursts = [self.timer.launch([self.ready[task.key] for task in tasks], Amount(0, share_ms)) for tasks in plan]
@@ -279,10 +280,10 @@ class Worker:
         return Amount(counts["num_warmup"], (counts["num_iters"] + number) // rounds, in_cycles=True)
 
     def _name(self, tasks: Sequence[Task]) -> None:
-        """Say whose burst is running: a fault shows while it is waited for, or when the next one is launched behind it."""
+        """Report whose burst is running: a fault shows while waiting for it, or when the next burst is launched."""
         self.say("begin", task=tasks[0].key, what="measuring")
 
-    def _collect(self, launched: _Launched, *, ends_round: bool) -> None:
+    def _collect(self, launched: _LaunchedBurst, *, ends_round: bool) -> None:
         self._name(launched.tasks)
         launched.burst.nearly_done()
         state = asdict(self.gpu.read()) if self.gpu else {}
@@ -295,7 +296,7 @@ class Worker:
             self.say("round", round=launched.number)
 
     def _run_for_nsight(self) -> None:
-        """Everything a few times, each in an NVTX range of its name, between the calls that Nsight Systems waits for."""
+        """Run every task a few times in an NVTX range with its name, between the calls that start and stop Nsight Systems."""
         if self.on_gpu:
             torch.cuda.cudart().cudaProfilerStart()
         for task in self.tasks:
@@ -310,10 +311,10 @@ class Worker:
 
 
 def main() -> None:
-    """Read the request, say everything to the descriptor."""
+    """Read the request, send messages to the descriptor."""
     line = sys.stdin.readline()
     if not line:
-        return  # started early, and not needed after all
+        return  # started ahead of time, and not needed
     request = json.loads(line)
     with os.fdopen(int(sys.argv[1]), "w", encoding="utf-8") as out:
         Worker(request, out).main()

@@ -145,13 +145,13 @@ class StepWorker:
         """The kernels of one step, part by part, in the state that the step brings the GPU to."""
         if not self.on_gpu:
             return
-        self.say("begin", task=name, what="looking at the kernels")
+        self.say("begin", task=name, what="profiling")
         labels: list[tuple[str, str]] = []
 
         def work() -> None:
             for _ in range(max(2, round(PROFILE_AFTER_MS / self.once_ms[name]))):
                 step.run()
-                self._still(name, "looking at the kernels")
+                self._still(name, "profiling")
             torch.cuda.synchronize()
             with recording() as marks:
                 step.run()

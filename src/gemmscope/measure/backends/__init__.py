@@ -1,8 +1,8 @@
-"""One file per framework. Each runs every recipe through the same lines; only the recipe object varies."""
+"""One file per framework. Each runs all recipes through the same code; only the recipe object varies."""
 
 from __future__ import annotations
 
-# Backend -> its module and class. The modules import frameworks, so they are loaded by the worker alone.
+# Backend -> its module and class. The modules import frameworks, so only the worker loads them.
 BACKENDS = {
     "transformer_engine": ("gemmscope.measure.backends.transformer_engine", "TransformerEngineBackend"),
     "torchao": ("gemmscope.measure.backends.torchao", "TorchaoBackend"),

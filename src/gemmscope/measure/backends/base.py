@@ -1,4 +1,4 @@
-"""What the worker asks of a backend."""
+"""The interface of a backend."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from gemmscope.workload.cases import Task
 
 @dataclass(frozen=True)
 class Options:
-    """What a run may ask of every backend alike."""
+    """Options of a run that all backends have."""
 
-    cache_weights: bool = False  # weights are quantized once per step, and this is not the micro-batch that does it
-    filter_layers: bool = True  # leave layers in BF16 that the framework's own filter would leave
+    cache_weights: bool = False  # weights are quantized once per step, and the timed micro-batch is not the first
+    filter_layers: bool = True  # keep layers in BF16 that the framework's own filter excludes
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A task ready to run. `run` does it `copies` times over as many sets of buffers; `error` is its relative error.
+    """A task that is ready to run. `run` runs it `copies` times, on different sets of buffers; `error` is its relative error.
 
-    `note` says what the framework did otherwise than asked, in words: "torchao's filter leaves this layer in BF16". `order` is
-    that of the passes where it is not the usual one and could be found out: a compiler may put wgrad before dgrad.
+    `note` says what the framework did differently, such as "torchao's filter leaves this layer in BF16". `order` is the order of
+    the passes where it is known and not the usual one: a compiler may put wgrad before dgrad.
     """
 
     run: Callable[[], None]
@@ -34,21 +34,21 @@ class Prepared:
 
 
 class Backend(Protocol):
-    """Support and preparation; timing is the worker's. Made with an `OperandStore` and `Options`."""
+    """Prepares tasks; the worker times them. Made with an `OperandStore` and `Options`."""
 
     name: str
 
     def versions(self) -> Mapping[str, str]:
-        """The packages that do the work, with their versions."""
+        """The versions of the packages that it uses."""
 
     def why_not(self, recipe: Recipe) -> str:
-        """Empty if this GPU and these versions run the recipe, else the reason."""
+        """Why this GPU or these versions cannot run the recipe; empty if they can."""
 
     def why_not_task(self, task: Task) -> str:
-        """Empty if it can measure this task in a recipe that it runs, else the reason."""
+        """Why it cannot measure this task in a recipe that it runs; empty if it can."""
 
     def get_ready(self, tasks: Sequence[Task]) -> None:
-        """Whatever can be done for all tasks at once before they are prepared one by one: compile kernels side by side."""
+        """Work that is done for all tasks at once before they are prepared one by one, such as compiling kernels in parallel."""
 
     def prepare(self, task: Task, recipe: Recipe, copies: int) -> Prepared:
-        """Allocate, quantize where the mode says so, check the result against float64, and return what is to be timed."""
+        """Allocate, quantize where the mode requires it, check the result against float64, and return what will be timed."""

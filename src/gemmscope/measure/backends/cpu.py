@@ -1,4 +1,4 @@
-"""The CPU: no speed of interest, but the whole path from task to table runs and is tested on any machine."""
+"""The CPU. Its speed is not of interest, but it runs the whole path from task to table, for tests on any machine."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class CpuBackend:
         return {"torch": torch.__version__}
 
     def why_not(self, recipe: Recipe) -> str:
-        return "" if self.name in recipe.backends else "the CPU runs BF16 and FP32 only"
+        return "" if self.name in recipe.backends else "the CPU runs only BF16 and FP32"
 
     def why_not_task(self, task: Task) -> str:
         if self._options.cache_weights:
-            return "the CPU quantizes nothing that could be cached"
+            return "nothing is quantized on the CPU, so there are no weights to cache"
         return "grouped GEMMs are not measured on the CPU" if task.case.rows else ""
 
     def get_ready(self, tasks: Sequence[Task]) -> None:

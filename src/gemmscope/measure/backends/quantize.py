@@ -1,8 +1,8 @@
-"""Quantizes the factors of a GEMM in plain PyTorch: one function for every kind of scale.
+"""Quantizes the operands of a GEMM in plain PyTorch: one function for every kind of scale.
 
-A factor is [rows, contraction]. It is cut into blocks; each block's largest value decides its scale, and the values divided by it
-are cast. What differs from recipe to recipe is the size of a block and the format of values and scales: the table below. The
-frameworks do the same with fused kernels; here it happens outside of what is timed, so only the result counts.
+An operand is [rows, contraction]. It is cut into blocks; the largest value of a block decides its scale, and the values divided
+by the scale are cast. Recipes differ in the size of a block and the format of values and scales: the table below. Frameworks do
+the same with fused kernels; here it is not part of the timed region, so only the result matters.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch.nn.functional import pad
 
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # what four bits hold, beside the sign
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the values of four bits, without the sign
 SMALLEST_E4M3 = 2.0**-9
 TILE = (128, 4)  # of swizzled scales
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """`block` is how many rows and how many values along the contraction share a scale; 0 stands for all.
+    """`block` is how many rows and how many values along the contraction share a scale; 0 means all.
 
-    `name` is PyTorch's, in `torch.nn.functional.ScalingType`; `swizzled` scales lie in tiles, as Blackwell reads them.
+    `name` is PyTorch's, in `torch.nn.functional.ScalingType`; `swizzled` scales are stored in tiles, as Blackwell reads them.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Scaling:
     swizzled: bool = False
 
 
-# A recipe's `scales`, and whether the factor is the weight where that makes a difference -> how it is scaled.
+# A recipe's `scales`, with "of W" where the weight is scaled differently -> how the operand is scaled.
 SCALINGS = {
     "tensor": Scaling("TensorWise", (0, 0)),
     "row": Scaling("RowWise", (1, 0), power_of_two=True),
@@ -56,9 +56,9 @@ def scaling_of(scales: str, tensor: str) -> Scaling:
 
 @dataclass(frozen=True)
 class Quantized:
-    """A factor's values, and the scales that give them back: value x its block's scale x the tensor's scale.
+    """The quantized values of an operand and their scales: value x scale of its block x scale of the tensor.
 
-    `data` is [rows, contraction]; of 4-bit values two lie in a byte. `scales` are fp32, [row blocks, contraction blocks].
+    `data` is [rows, contraction]; a byte has two 4-bit values. `scales` are fp32, [row blocks, contraction blocks].
     """
 
     data: torch.Tensor
@@ -67,14 +67,14 @@ class Quantized:
 
 
 def quantize(values: torch.Tensor, number_format: str, scaling: Scaling) -> Quantized:
-    """Scale the values so that the largest of every block is the largest of the format, and cast them."""
+    """Scale the values so that the largest of every block is the largest number of the format, and cast them."""
     rows, columns = values.shape
     height, width = scaling.block[0] or rows, scaling.block[1] or columns
     padded = pad(values.contiguous().float(), (0, -columns % width, 0, -rows % height))
     blocks = padded.view(padded.shape[0] // height, height, padded.shape[1] // width, width)
     wanted = blocks.abs().amax(dim=(1, 3)).clamp(min=2.0**-100) / LARGEST[number_format]
     of_tensor = None
-    if scaling.format == "e4m3":  # too few bits for a tensor's whole range: one more scale brings it there
+    if scaling.format == "e4m3":  # too few bits for the range of a whole tensor, so the tensor has a scale too
         of_tensor = wanted.amax() / LARGEST["e4m3"]
         scales = (wanted / of_tensor).to(FORMATS["e4m3"]).float().clamp(min=SMALLEST_E4M3)
         whole = scales * of_tensor
@@ -85,7 +85,7 @@ def quantize(values: torch.Tensor, number_format: str, scaling: Scaling) -> Quan
 
 
 def _power_of_two(scales: torch.Tensor) -> torch.Tensor:
-    """The next power of two that is not smaller, so that no value overflows."""
+    """Round up to a power of two, so that no value overflows."""
     mantissa, exponent = torch.frexp(scales)
     return torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
 
@@ -96,11 +96,11 @@ def _cast(values: torch.Tensor, number_format: str) -> torch.Tensor:
         return values.clamp(-largest, largest).to(FORMATS[number_format])
     between = torch.tensor([(low + high) / 2 for low, high in pairwise(E2M1)], device=values.device)
     codes = torch.bucketize(values.abs(), between, out_int32=True).to(torch.uint8) + 8 * (values < 0).to(torch.uint8)
-    return codes[:, 0::2] + 16 * codes[:, 1::2]  # the first of two values in the lower half of the byte
+    return codes[:, 0::2] + 16 * codes[:, 1::2]  # the first of two values is in the lower half of the byte
 
 
 def dequantize(quantized: Quantized, scaling: Scaling) -> torch.Tensor:
-    """The values that the GEMM will see, in float64."""
+    """The values that the GEMM multiplies, in float64."""
     data = quantized.data
     if data.dtype == torch.uint8:
         table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=data.device, dtype=torch.float64)
@@ -114,7 +114,7 @@ def dequantize(quantized: Quantized, scaling: Scaling) -> torch.Tensor:
 
 
 def lay_out(quantized: Quantized, scaling: Scaling, *, second: bool) -> list[torch.Tensor]:
-    """The scales as `torch.nn.functional.scaled_mm` wants them, of the first or the second factor."""
+    """The scales as `torch.nn.functional.scaled_mm` expects them, of the first or the second operand."""
     scales = quantized.scales
     if scaling.swizzled:
         tiles = swizzle(scales).to(torch.float8_e8m0fnu if scaling.format == "e8m0" else FORMATS[scaling.format])
@@ -127,8 +127,8 @@ def lay_out(quantized: Quantized, scaling: Scaling, *, second: bool) -> list[tor
 
 
 def swizzle(scales: torch.Tensor) -> torch.Tensor:
-    """Scales in tiles of 128 rows x 4 columns, as cuBLAS documents them: in a tile, (row, column) stands at place
-    16 (row % 32) + 4 (row // 32) + column; tiles follow each other along the contraction first.
+    """Scales in tiles of 128 rows x 4 columns, as documented for cuBLAS: in a tile, (row, column) is at index
+    16 (row % 32) + 4 (row // 32) + column; tiles are ordered along the contraction first.
 
     >>> swizzle(torch.arange(512.0).view(128, 4))[:6].tolist()  # rows 0 and 32
     [0.0, 1.0, 2.0, 3.0, 128.0, 129.0]

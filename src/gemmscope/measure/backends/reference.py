@@ -1,7 +1,7 @@
-"""The operands of a case, and whether a result computed from them is right.
+"""The operands of a case, and the check of results computed from them.
 
-All recipes and modes of a case share one set of random normal data: the same values for every precision, made once. Every
-GEMM is compared with float64 on a slice before it is timed.
+All recipes and modes of a case share one set of random normal data: the same values for every precision, made once. Every GEMM is
+checked against float64 on a slice before it is timed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 
 from gemmscope.workload.cases import Case
 
-SLICE = 64  # rows of the output that are computed again
+SLICE = 64  # rows of the output that are checked
 
-# Rounding alone: bf16 lands near 0.002, E4M3 near 0.04, E5M2 near 0.06, E2M1 near 0.2. Beyond this something is wrong.
+# Rounding gives about 0.002 in bf16, 0.04 in E4M3, 0.06 in E5M2, 0.2 in E2M1. A larger error means that the result is wrong.
 LARGEST_ERROR = 0.3
 
 
@@ -33,11 +33,11 @@ class Operands:
         self.weights = [torch.randn(case.outputs, case.inputs, **make) * scale for _ in range(max(len(case.rows), 1))]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By the names that recipes use; of experts, the first one's weight."""
+        """By the names that recipes use; for experts, the weight of the first one."""
         return {"X": self.x, "W": self.weights[0], "dY": self.grad}
 
     def prepare_references(self) -> None:
-        """Compute what results will be held against, ahead of time."""
+        """Compute the reference results ahead of time."""
         _ = self._references
 
     @cached_property
@@ -50,29 +50,29 @@ class Operands:
         }
 
     def error(self, results: Mapping[str, torch.Tensor]) -> float:
-        """The largest ‖result − reference‖ / ‖reference‖ among the passes given, on the first rows of each."""
+        """The largest ‖result − reference‖ / ‖reference‖ of the given passes, on the first rows of each."""
         worst = 0.0
         with torch.no_grad():
             for name, result in results.items():
-                wanted = self._references[name]
-                error = float((result[:SLICE].double() - wanted).norm() / wanted.norm())
-                if not error < LARGEST_ERROR:  # NaN is not smaller either
-                    raise ArithmeticError(f"{name} is wrong: relative error {error:.3g} against float64")
+                expected = self._references[name]
+                error = float((result[:SLICE].double() - expected).norm() / expected.norm())
+                if not error < LARGEST_ERROR:  # also true for NaN
+                    raise ArithmeticError(f"the result of {name} is wrong: relative error {error:.3g} against float64")
                 worst = max(worst, error)
         return worst
 
 
 class OperandStore:
-    """Makes the operands of a case when they are first asked for, and keeps them."""
+    """Makes the operands of a case when they are first needed, and keeps them."""
 
     def __init__(self, device: str) -> None:
         self._device = device
-        self._made: dict[tuple[Case, int], Operands] = {}
-        self._lock = threading.Lock()  # they are asked for while kernels are compiled side by side
+        self._operands: dict[tuple[Case, int], Operands] = {}
+        self._lock = threading.Lock()  # used from several threads while kernels are compiled
 
     def get(self, case: Case, copy: int = 0) -> Operands:
         """Set number `copy` of the case's operands."""
         with self._lock:
-            if (case, copy) not in self._made:
-                self._made[(case, copy)] = Operands(case, self._device)
-            return self._made[(case, copy)]
+            if (case, copy) not in self._operands:
+                self._operands[(case, copy)] = Operands(case, self._device)
+            return self._operands[(case, copy)]

@@ -1,7 +1,7 @@
-"""PyTorch's own GEMMs, without any layer around them: what the kernels that torchao and others call can do.
+"""PyTorch's own GEMMs, without any layer around them: the speed of the kernels that torchao and others call.
 
-Pre-quantized mode only. The factors are quantized here in plain PyTorch (`quantize.py`), and one call multiplies them:
-`torch.mm`, `torch.nn.functional.scaled_mm` with the recipe's kind of scales, or, for experts, one grouped GEMM of them all.
+Pre-quantized mode only. The operands are quantized in plain PyTorch (`quantize.py`), and one call multiplies them: `torch.mm`,
+`torch.nn.functional.scaled_mm` with the recipe's kind of scales, or, for experts, one grouped GEMM of all of them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from gemmscope.workload.ops import PASSES
 
 GemmCall = Callable[[], torch.Tensor]
 
-# Where sums may be kept in few bits: torchao's and Transformer Engine's choice per tensor; by rows the kernel is slow without.
+# Passes with fast accumulation. Per tensor: as torchao and Transformer Engine choose it; per row, the kernel is slow without it.
 FAST_ACCUMULATION: dict[str, tuple[str, ...]] = {"tensor": ("fprop",), "row": PASSES}
-GROUPED = {"none": ("grouped_mm", "_grouped_mm"), "row": ("_scaled_grouped_mm",)}  # by scales: the function, newest name first
+GROUPED = {"none": ("grouped_mm", "_grouped_mm"), "row": ("_scaled_grouped_mm",)}  # by scales: the function's names, newest first
 ROWS_MULTIPLE_OF = 16  # of every expert
 
 
@@ -50,23 +50,23 @@ class TorchBackend:
         if known.note:  # PyTorch does not emulate
             return known.note
         if recipe.quantizes and not hasattr(torch.nn.functional, "scaled_mm"):
-            return f"PyTorch {torch.__version__} has no torch.nn.functional.scaled_mm: it came with 2.10"
+            return f"PyTorch {torch.__version__} has no torch.nn.functional.scaled_mm, which needs 2.10 or later"
         return ""
 
     def why_not_task(self, task: Task) -> str:
         if task.mode == "autocast":
-            return "PyTorch multiplies, but has no layer that quantizes: measured in pre-quantized mode only"
-        asked = recipe(task.recipe)
+            return "PyTorch has no layer that quantizes, so it is measured only in pre-quantized mode"
+        chosen = recipe(task.recipe)
         if not task.case.rows:
-            return asked.misaligned(task.case.sizes())
-        scales = asked.scales
+            return chosen.misaligned(task.case.sizes())
+        scales = chosen.scales
         if scales not in GROUPED:
-            return "PyTorch multiplies the factors of experts in BF16 and FP8Rowwise only"
+            return "PyTorch has grouped GEMMs only in BF16 and FP8Rowwise"
         if _grouped(scales) is None:
             return f"PyTorch {torch.__version__} has no {GROUPED[scales][-1]}"
         uneven = next((row for row in task.case.rows if row % ROWS_MULTIPLE_OF), None)
         if uneven is not None:
-            return f"an expert has {uneven} tokens: grouped GEMMs need a multiple of {ROWS_MULTIPLE_OF}"
+            return f"an expert has {uneven} tokens, and grouped GEMMs need a multiple of {ROWS_MULTIPLE_OF}"
         return ""
 
     def get_ready(self, tasks: Sequence[Task]) -> None:
@@ -90,14 +90,14 @@ class TorchBackend:
 
 
 def _of_first_expert(task: Task, operands: Operands, result: torch.Tensor) -> torch.Tensor:
-    """What float64 is computed for: the first expert's part of a grouped GEMM."""
+    """The part of a grouped GEMM that has a float64 reference: that of the first expert."""
     if not task.case.rows:
         return result
     return result[0] if task.pass_name == "wgrad" else result[: operands.rows]
 
 
 def _gemm(task: Task, recipe: Recipe, operands: Operands) -> GemmCall:
-    """One GEMM of two factors."""
+    """One GEMM of two operands."""
     left, right = factors(operands, task.pass_name)
     if not recipe.quantizes:
         return lambda: torch.mm(left.values, right.values.t())
@@ -122,18 +122,18 @@ def _quantized(factor: Factor, recipe: Recipe, pass_name: str) -> Quantized:
 
 
 def _packed(data: torch.Tensor) -> torch.Tensor:
-    """Bytes with two 4-bit values in each by their name; all else as it is."""
+    """Bytes that have two 4-bit values each get the dtype for that; all others stay."""
     return data.view(torch.float4_e2m1fn_x2) if data.dtype == torch.uint8 else data
 
 
 def _grouped(scales: str) -> Any:
-    """PyTorch's function for the GEMMs of experts, public where it is."""
+    """PyTorch's function for grouped GEMMs, the public one where there is one."""
     places = [(torch.nn.functional, name) for name in GROUPED[scales]] + [(torch, name) for name in GROUPED[scales]]
     return next((getattr(place, name) for place, name in places if hasattr(place, name)), None)
 
 
 def _grouped_gemm(task: Task, recipe: Recipe, operands: Operands) -> GemmCall:
-    """The GEMMs of all experts in one call: tokens lie one expert after another, `ends` says where each one's end."""
+    """The GEMMs of all experts in one call. Tokens are sorted by expert; `ends` are the ends of each expert's tokens."""
     multiply = _grouped(recipe.scales)
     ends = torch.tensor(list(accumulate(task.case.rows)), dtype=torch.int32, device=operands.x.device)
     left, right = factors(operands, task.pass_name)
@@ -152,7 +152,7 @@ def _grouped_gemm(task: Task, recipe: Recipe, operands: Operands) -> GemmCall:
 def _quantized_experts(
     task: Task, recipe: Recipe, operands: Operands
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """Both factors with their scales, one per row. In wgrad, where tokens are summed over, every expert has rows of its own."""
+    """Both operands with their scales, one per row. In wgrad, which sums over tokens, every expert has its own rows."""
     left, right = factors(operands, task.pass_name)
     if task.pass_name == "wgrad":
         (a, a_scales), (b, b_scales) = (_by_expert(factor, task, recipe) for factor in (left, right))
@@ -167,7 +167,7 @@ def _quantized_experts(
 
 
 def _by_expert(factor: Factor, task: Task, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
-    """A factor whose contraction is cut into experts: [rows, tokens], and the scales of each expert's rows in turn."""
+    """An operand whose contraction is split by expert: [rows, tokens], and the scales of each expert's rows in turn."""
     pieces = [
         _quantized(Factor(factor.tensor, values), recipe, task.pass_name) for values in factor.values.split(task.case.rows, dim=1)
     ]

@@ -1,11 +1,11 @@
 """torchao: a compiled `torch.nn.Linear` that torchao has converted, and its GEMMs alone.
 
-Autocast is what its users train with: the layer converted to the recipe (`convert_to_float8_training`, or `quantize_` where the
-recipe is newer), compiled, forward and backward. BF16 goes the same way, unconverted. torchao leaves layers in BF16 that would
-not gain or cannot be multiplied in FP8; so does this, and says it.
+Autocast is what its users train with: the layer converted to the recipe (`convert_to_float8_training`, or `quantize_` for newer
+recipes), compiled, forward and backward. BF16 is the same without conversion. torchao keeps layers in BF16 that would not gain or
+cannot run in FP8; this backend does the same, and reports it.
 
-Pre-quantized casts the two factors of a pass as the recipe's own configuration says, with torchao's functions, and times what
-torchao then does to multiply them. That is compiled, too: by rows and with exact sums, torchao multiplies first and scales the
+Pre-quantized casts the two operands of a pass as the recipe's own configuration says, with torchao's functions, and times
+torchao's GEMM on them. That is compiled, too: with row scales and exact accumulation, torchao multiplies first and scales the
 output afterwards, which only compiled code does in one kernel.
 """
 
@@ -35,12 +35,12 @@ from gemmscope.recipe.support import support
 from gemmscope.workload.cases import Case, Task
 
 COMPILED = {"dynamic": False, "fullgraph": True}
-MOST_COMPILED = 10_000  # every case is compiled for its own sizes; dynamo would give up after eight
+MOST_COMPILED = 10_000  # every case is compiled for its own sizes; dynamo would stop after eight
 FLOAT8_MULTIPLE_OF = 16
 GEMM_OPS = ("aten::mm", "aten::_scaled_mm", "aten::_scaled_mm_v2")
 LAYER = "linear"  # its name in the model that is converted
 
-# What torchao's configuration calls the cast of each factor of a pass.
+# What torchao's configuration calls the cast of each operand of a pass.
 CASTS = {
     "fprop": ("cast_config_input", "cast_config_weight"),
     "dgrad": ("cast_config_grad_output", "cast_config_weight_for_grad_input"),
@@ -50,7 +50,7 @@ ROLES = {"X": GemmInputRole.INPUT, "W": GemmInputRole.WEIGHT, "dY": GemmInputRol
 
 
 @dataclass(frozen=True)
-class _Made:
+class _TimedStep:
     """One set of buffers: what is timed, its error, and the order of the passes."""
 
     step: Callable[[], Any]
@@ -80,31 +80,31 @@ class TorchaoBackend:
         return known.note if not known.runs else self._why_not_converted(recipe)
 
     def _why_not_converted(self, recipe: Recipe) -> str:
-        """Let torchao convert a small layer: it knows best what its version and PyTorch's are good for."""
+        """Let torchao convert a small layer, to see whether its version and PyTorch's support the recipe."""
         if not recipe.quantizes:
             return ""
         try:
             _convert(_model(torch.empty(128, 128, dtype=torch.bfloat16)), recipe.settings[self.name])
         except Exception as error:
             lines = str(error).strip().splitlines() or [""]
-            return f"torchao {torchao.__version__} does not convert to it: {type(error).__name__}: {lines[0]}"
+            return f"torchao {torchao.__version__} cannot convert a layer to it: {type(error).__name__}: {lines[0]}"
         return ""
 
     def why_not_task(self, task: Task) -> str:
-        asked = recipe(task.recipe)
+        chosen = recipe(task.recipe)
         if task.case.rows:
-            return "torchao's grouped GEMMs are a prototype: the torch backend measures them"
-        if not asked.quantizes:
+            return "torchao's grouped GEMMs are a prototype; the torch backend measures them"
+        if not chosen.quantizes:
             return ""
-        settings = asked.settings[self.name]
+        settings = chosen.settings[self.name]
         if self._options.cache_weights and task.mode == "autocast":
-            return "torchao casts the weight anew in every pass: there is nothing to keep"
+            return "torchao casts the weight in every pass, so there is nothing to cache"
         if task.mode == "pre-quantized" and not {"float8", "tensor"} & set(settings):
-            return f"torchao has no tensor quantized to {asked.name} for training: the torch backend measures the GEMMs"
-        return replace(asked, multiple_of=settings.get("multiple_of", 1)).misaligned(task.case.sizes())
+            return f"torchao has no tensors in {chosen.name} for training; the torch backend measures these GEMMs"
+        return replace(chosen, multiple_of=settings.get("multiple_of", 1)).misaligned(task.case.sizes())
 
     def get_ready(self, tasks: Sequence[Task]) -> None:  # noqa: ARG002
-        """Load the compiler and start its processes. It tries kernels out, so nothing is compiled while the GPU is kept busy."""
+        """Load the compiler and start its processes. Nothing is compiled yet: it times kernels, and the GPU is busy now."""
         importlib.import_module("torch._inductor.compile_fx")
         start = getattr(importlib.import_module("torch._inductor.async_compile"), "maybe_warm_pool", None)
         if start is not None:
@@ -117,11 +117,11 @@ class TorchaoBackend:
         sets = [make(task, settings, self._operands.get(task.case, copy)) for copy in range(copies)]
 
         def run() -> None:
-            for each in sets:
-                each.step()
+            for timed in sets:
+                timed.step()
 
         run()
-        return Prepared(run, copies, max(each.error for each in sets), note, sets[0].order)
+        return Prepared(run, copies, max(timed.error for timed in sets), note, sets[0].order)
 
     def _left_in_bf16(self, case: Case, recipe: Recipe) -> str:
         """Why torchao would not convert this layer; empty if it would."""
@@ -130,31 +130,31 @@ class TorchaoBackend:
             return ""
         if case.inputs % FLOAT8_MULTIPLE_OF or case.outputs % FLOAT8_MULTIPLE_OF:
             sizes = f"{case.inputs} x {case.outputs}"
-            return f"torchao leaves this layer in BF16: {sizes} features are no multiples of {FLOAT8_MULTIPLE_OF}"
+            return f"torchao leaves this layer in BF16: {sizes} features are not multiples of {FLOAT8_MULTIPLE_OF}"
         linear = torch.nn.Linear(case.inputs, case.outputs, bias=False, device="meta")
         gains = not self._options.filter_layers or _filter(name)(linear, LAYER)
         return "" if gains else "torchao's filter leaves this layer in BF16 (too small to gain)"
 
 
 def _filter(name: str) -> Callable[[torch.nn.Module, str], bool]:
-    """torchao's own answer to which layers gain. For some recipes it has none: then all do."""
+    """torchao's own filter for layers that gain. Some recipes have none: then all layers are converted."""
     choose = getattr(float8, "_auto_filter_for_recipe", None)
     if choose is not None:
         with contextlib.suppress(NotImplementedError):
-            found: Callable[[torch.nn.Module, str], bool] = choose(name, [])
-            return found
+            layer_filter: Callable[[torch.nn.Module, str], bool] = choose(name, [])
+            return layer_filter
     return lambda module, name: True  # noqa: ARG005
 
 
 def _model(weight: torch.Tensor) -> torch.nn.Module:
-    """A model of one linear without bias: conversion replaces children, so there must be a parent."""
+    """A model with one linear without bias. Conversion replaces child modules, so the linear needs a parent."""
     linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = torch.nn.Parameter(weight)
     return torch.nn.Sequential(OrderedDict({LAYER: linear}))
 
 
 def _convert(model: torch.nn.Module, settings: Mapping[str, Any]) -> torch.nn.Module:
-    """The model in the recipe that the settings name; as it is, if they name none."""
+    """The model converted to the recipe of the settings; unchanged if they have none."""
     if "float8" in settings:
         config = float8.Float8LinearConfig.from_recipe_name(settings["float8"])
         return float8.convert_to_float8_training(model, config=config)
@@ -164,13 +164,13 @@ def _convert(model: torch.nn.Module, settings: Mapping[str, Any]) -> torch.nn.Mo
 
 
 def _named(path: str) -> Any:
-    """What stands at a dotted path."""
+    """The object at a dotted path."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
 
 
-def _autocast(task: Task, settings: Mapping[str, Any], operands: Operands) -> _Made:
-    """Forward and backward of the compiled layer. x requires grad, or there would be no dgrad."""
+def _autocast(task: Task, settings: Mapping[str, Any], operands: Operands) -> _TimedStep:
+    """Forward and backward of the compiled layer. x requires a gradient, because otherwise there would be no dgrad."""
     x, grad = operands.x.detach().requires_grad_(), operands.grad
     model = _convert(_model(operands.weights[0]), settings)
     weight = model.get_submodule(LAYER).weight
@@ -186,37 +186,37 @@ def _autocast(task: Task, settings: Mapping[str, Any], operands: Operands) -> _M
         return {name: results[name] for name in task.case.passes}
 
     error = operands.error(step())
-    return _Made(step, error, _order(step, task.case))
+    return _TimedStep(step, error, _order(step, task.case))
 
 
 def _order(step: Callable[[], Any], case: Case) -> tuple[str, ...]:
-    """In which order the passes run: fprop first, then the compiler may put wgrad before dgrad. Sizes tell these two apart.
+    """The order of the passes: fprop first; the compiler may put wgrad before dgrad, which their sizes show.
 
-    Empty if they do not: both are then of equal size, or nobody could look.
+    Empty if it cannot be told: both have the same size, or another profiler is running.
     """
     try:
-        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
             step()
-    except RuntimeError:  # another profiler is at work
+    except RuntimeError:  # another profiler is running
         return ()
-    calls = sorted((event for event in seen.events() if event.name in GEMM_OPS), key=lambda event: event.time_range.start)
+    calls = sorted((event for event in recorded.events() if event.name in GEMM_OPS), key=lambda event: event.time_range.start)
     sizes = [(*call.input_shapes[0], call.input_shapes[1][1]) for call in calls if not _inside_gemm(call)]
     wgrad = (case.outputs, case.tokens, case.inputs)
-    found = ("fprop", *("wgrad" if size == wgrad else "dgrad" for size in sizes[1:]))
-    return found if sorted(found) == sorted(case.passes) else ()
+    order = ("fprop", *("wgrad" if size == wgrad else "dgrad" for size in sizes[1:]))
+    return order if sorted(order) == sorted(case.passes) else ()
 
 
 def _inside_gemm(call: Any) -> bool:
-    """Whether one GEMM calls this one to do its work."""
+    """Whether another GEMM operator calls this one."""
     above = call.cpu_parent
     return above is not None and (above.name in GEMM_OPS or _inside_gemm(above))
 
 
-def _gemm(task: Task, settings: Mapping[str, Any], operands: Operands) -> _Made:
-    """One pass's GEMM, of factors that are cast as the recipe says."""
+def _gemm(task: Task, settings: Mapping[str, Any], operands: Operands) -> _TimedStep:
+    """The GEMM of one pass, on operands that are cast as the recipe says."""
     make = _float8_gemm if "float8" in settings else _tensor_gemm if "tensor" in settings else _plain_gemm
     step = make(task.pass_name, settings, operands)
-    return _Made(step, operands.error({task.pass_name: step()}))
+    return _TimedStep(step, operands.error({task.pass_name: step()}))
 
 
 def _plain_gemm(pass_name: str, settings: Mapping[str, Any], operands: Operands) -> Callable[[], torch.Tensor]:  # noqa: ARG001
@@ -225,7 +225,7 @@ def _plain_gemm(pass_name: str, settings: Mapping[str, Any], operands: Operands)
 
 
 def _float8_gemm(pass_name: str, settings: Mapping[str, Any], operands: Operands) -> Callable[[], torch.Tensor]:
-    """As `matmul_with_hp_or_float8_args` casts and multiplies, with the casting done beforehand."""
+    """Like `matmul_with_hp_or_float8_args`, but the operands are cast beforehand."""
     layer = _convert(_model(operands.weights[0]), settings).get_submodule(LAYER)
     casts = [getattr(layer.config, name) for name in CASTS[pass_name]]
     if casts[0].scaling_type is float8.ScalingType.DISABLED:
@@ -245,15 +245,15 @@ def _float8_gemm(pass_name: str, settings: Mapping[str, Any], operands: Operands
             )
         )
     a, b = cast
-    settled = choose_scaled_mm_config(a._gemm_input_role, a._linear_mm_config, b._gemm_input_role, b._linear_mm_config)
+    chosen = choose_scaled_mm_config(a._gemm_input_role, a._linear_mm_config, b._gemm_input_role, b._linear_mm_config)
     a_data, a_scale, b_data, b_scale = preprocess_addmm(a, b)
-    given = a_data, a_scale.reciprocal(), b_data, b_scale.reciprocal(), settled.use_fast_accum
+    arguments = a_data, a_scale.reciprocal(), b_data, b_scale.reciprocal(), chosen.use_fast_accum
     call = torch.compile(_multiply, **COMPILED)
-    return lambda: call(*given)
+    return lambda: call(*arguments)
 
 
 class _Inverted:
-    """A scale whose inverse is known already: compiled layers compute it while they cast, so it is no part of the GEMM."""
+    """A scale whose inverse is already known: compiled layers compute it while they cast, so it is not part of the GEMM."""
 
     def __init__(self, inverse: torch.Tensor) -> None:
         self.inverse, self.shape = inverse, inverse.shape
@@ -263,15 +263,15 @@ class _Inverted:
 
 
 def _multiply(a: torch.Tensor, a_inverse: torch.Tensor, b: torch.Tensor, b_inverse: torch.Tensor, fast: bool) -> torch.Tensor:
-    """torchao's GEMM of two cast factors."""
-    gemm: torch.Tensor = addmm_float8_unwrapped(
+    """torchao's GEMM of two cast operands."""
+    result: torch.Tensor = addmm_float8_unwrapped(
         a, _Inverted(a_inverse), b, _Inverted(b_inverse), torch.bfloat16, use_fast_accum=fast
     )
-    return gemm
+    return result
 
 
 def _tensor_gemm(pass_name: str, settings: Mapping[str, Any], operands: Operands) -> Callable[[], torch.Tensor]:
-    """torchao's quantized tensors, multiplied: they know how. Their scales are swizzled beforehand, as they are cast."""
+    """A GEMM of torchao's quantized tensors, which implement it. Their scales are swizzled when they are cast."""
     config, tensor = _named(settings["config"])(), _named(settings["tensor"])
     a, b = (
         tensor.to_mx(

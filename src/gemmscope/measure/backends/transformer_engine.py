@@ -1,9 +1,9 @@
-"""Transformer Engine: every recipe through the same lines.
+"""Transformer Engine: all recipes run through the same code.
 
 Autocast runs `te.Linear` (or `te.GroupedLinear`) forward and backward as training does: X, W and dY are quantized once each.
-Pre-quantized asks the recipe's own quantizers for X, W and dY and times `general_gemm` on them, with the layouts that the
-modules use (fprop TN, dgrad NN, wgrad NT) and the accumulation that the recipe asks for in each pass. MXFP8 and NVFP4 differ
-from FP8 in the recipe object and nowhere else.
+Pre-quantized quantizes X, W and dY with the recipe's own quantizers and times `general_gemm` on them, with the layouts that the
+modules use (fprop TN, dgrad NN, wgrad NT) and the accumulation that the recipe sets for each pass. MXFP8 and NVFP4 differ from
+FP8 only in the recipe object.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gemmscope.recipe.recipes import Recipe, recipe
 from gemmscope.workload.cases import Case, Task
 
 LAYOUTS = {"fprop": ("W", "X", "TN"), "dgrad": ("W", "dY", "NN"), "wgrad": ("X", "dY", "NT")}
-SPLIT_ACCUMULATION = {"fprop": False, "dgrad": True, "wgrad": True}  # where a recipe has no word of its own
+SPLIT_ACCUMULATION = {"fprop": False, "dgrad": True, "wgrad": True}  # where the recipe does not set it
 COMPILING_THREADS = 12
 
 
@@ -56,7 +56,7 @@ class TransformerEngineBackend:
         return recipe(task.recipe).misaligned(task.case.sizes())
 
     def get_ready(self, tasks: Sequence[Task]) -> None:
-        """Quantize every tensor once, side by side: the first use of a cast compiles it for its shape, half a second each."""
+        """Quantize every tensor once, in parallel: the first cast of each shape is compiled, which takes half a second."""
         jobs = {
             (task.case, name, which): None
             for task in tasks
@@ -67,7 +67,7 @@ class TransformerEngineBackend:
 
         def quantize(job: tuple[Case, str, str]) -> None:
             case, name, which = job
-            with contextlib.suppress(Exception):  # it will be said when the task is prepared
+            with contextlib.suppress(Exception):  # reported when the task is prepared
                 self._quantizers(self._recipe(recipe(name)))[which](self._operands.get(case).tensors()[which])
 
         with ThreadPoolExecutor(COMPILING_THREADS) as threads:
@@ -75,8 +75,8 @@ class TransformerEngineBackend:
         torch.cuda.synchronize()
 
     def prepare(self, task: Task, recipe: Recipe, copies: int) -> Prepared:
-        made = self._autocast if task.mode == "autocast" else self._grouped_gemm if task.case.rows else self._gemm
-        sets = [made(task, recipe, self._operands.get(task.case, copy)) for copy in range(copies)]
+        make = self._autocast if task.mode == "autocast" else self._grouped_gemm if task.case.rows else self._gemm
+        sets = [make(task, recipe, self._operands.get(task.case, copy)) for copy in range(copies)]
         steps, errors = zip(*sets, strict=True)
 
         def run() -> None:
@@ -86,7 +86,7 @@ class TransformerEngineBackend:
         return Prepared(run, copies, max(errors))
 
     def _autocast(self, task: Task, recipe: Recipe, operands: Operands) -> tuple[Callable[[], None], float]:
-        """Forward and backward of the module. x requires grad, or dgrad and the weight's second copy would vanish."""
+        """Forward and backward of the module. x requires a gradient; else dgrad and the weight's second copy would vanish."""
         kept = _start_afresh()
         x, grad = operands.x.detach().requires_grad_(), operands.grad
         call, parameters = _module(task.case, operands)
@@ -107,7 +107,7 @@ class TransformerEngineBackend:
             forward().backward(grad)
             forget()
 
-        forward(first).backward(grad)  # delayed scaling knows its scales from the second step on
+        forward(first).backward(grad)  # delayed scaling has its scales from the second step on
         forget()
         y = forward()
         rows, results = operands.rows, {"fprop": y.detach()[: operands.rows]}
@@ -119,7 +119,7 @@ class TransformerEngineBackend:
         return (step if "dgrad" in task.case.passes else lambda _kept=kept: (forward(), None)[1]), error
 
     def _gemm(self, task: Task, recipe: Recipe, operands: Operands) -> tuple[Callable[[], None], float]:
-        """One pass's GEMM on operands that the recipe's quantizers made."""
+        """The GEMM of one pass on operands that the recipe's quantizers made."""
         precision = self._recipe(recipe)
         quantizers = self._quantizers(precision)
         left, right, _ = LAYOUTS[task.pass_name]
@@ -133,7 +133,7 @@ class TransformerEngineBackend:
         return lambda: (gemm(), None)[1], error
 
     def _grouped_gemm(self, task: Task, recipe: Recipe, operands: Operands) -> tuple[Callable[[], None], float]:
-        """The same for experts: one GEMM for each that has tokens, as `te.GroupedLinear` runs them."""
+        """The same for experts: one GEMM for each expert that has tokens, as `te.GroupedLinear` runs them."""
         precision = self._recipe(recipe)
         rows = task.case.rows
         busy = [index for index, count in enumerate(rows) if count]
@@ -165,14 +165,14 @@ class TransformerEngineBackend:
         return gemm, error
 
     def _quantizers(self, precision: Any) -> dict[str, Callable[[torch.Tensor], Any]]:
-        """How X, W and dY get into the recipe's format, for both directions, laid out as the GEMMs want them."""
+        """The quantizers of X, W and dY, for both directions, with the layout that the GEMMs need."""
         if precision is None:
             return dict.fromkeys(("X", "W", "dY"), lambda tensor: tensor)
         for_x, for_w, _ = RecipeState.create(precision, mode="forward", num_quantizers=3).make_quantizers()
         for_grad, _ = RecipeState.create(precision, mode="backward", num_quantizers=2).make_quantizers()
         for quantizer in (for_x, for_w, for_grad):
             quantizer.set_usage(rowwise=True, columnwise=True)
-            quantizer.optimize_for_gemm = True  # or MXFP8 and NVFP4 would rearrange their scales inside the timed region
+            quantizer.optimize_for_gemm = True  # otherwise MXFP8 and NVFP4 rearrange their scales inside the timed region
         return {"X": for_x, "W": for_w, "dY": for_grad}
 
     def _recipe(self, recipe: Recipe) -> Any:
@@ -181,15 +181,15 @@ class TransformerEngineBackend:
 
 def _gemm_settings(pass_name: str, precision: Any) -> dict[str, Any]:
     """Layout and accumulation of a pass, as Transformer Engine's modules choose them."""
-    asked = getattr(precision, f"fp8_gemm_{pass_name}", None)
-    split = asked.use_split_accumulator if asked is not None else SPLIT_ACCUMULATION[pass_name]
+    of_recipe = getattr(precision, f"fp8_gemm_{pass_name}", None)
+    split = of_recipe.use_split_accumulator if of_recipe is not None else SPLIT_ACCUMULATION[pass_name]
     return {"layout": LAYOUTS[pass_name][2], "grad": pass_name != "fprop", "use_split_accumulator": split}
 
 
 def _start_afresh() -> list[Any]:
-    """Clear Transformer Engine's list of delayed-scaling modules, or the bookkeeping of all would run in every one's step.
+    """Clear Transformer Engine's list of delayed-scaling modules; otherwise every step would update the state of all of them.
 
-    Returns what was cleared: steps captured earlier still write there, so it has to stay alive.
+    Returns the cleared state: steps captured earlier still write to it, so it must be kept alive.
     """
     kept = [dict(value) if isinstance(value, dict) else value for value in vars(FP8GlobalStateManager).values()]
     FP8GlobalStateManager.reset()
