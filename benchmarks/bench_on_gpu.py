@@ -1,9 +1,9 @@
 """Compares `gemmscope bench` with itself and with plain loops, on the GPU at hand, and writes the result as Markdown.
 
-    python benchmarks/bench_on_gpu.py docs/measured/h200.md [1 3 …]     # all sections, or those numbers anew
+    python benchmarks/bench_on_gpu.py docs/measured/h200.md [1 3 …]     # all sections, or only these
 
-It shows how long the reference model takes, whether two runs agree, and whether the autocast total agrees with an independent loop of
-`te.Linear` in the same state and with the sum of its parts. It also checks that fallbacks, unaligned shapes, layers that a filter
+It shows how long the reference model takes, whether two runs agree, and whether the autocast total agrees with an independent loop
+of `te.Linear` in the same state and with the sum of its parts. It also checks that fallbacks, unaligned shapes, layers that a filter
 skips, host-bound models, shapes too large for memory and a killed worker are reported correctly. Takes five minutes.
 """
 
@@ -119,7 +119,7 @@ def reference_twice() -> tuple[list[str], BenchResult]:
     found, other = speedups(first), speedups(second)
     lines = [
         f"Wall time {seconds:.1f} s and {again:.1f} s ({first.rounds} and {second.rounds} rounds). "
-        f"The widest interval of all {len(found)} speedups, single ops and passes and pairs of recipes included: "
+        f"The widest interval of all {len(found)} speedups, including single ops, passes and pairs of recipes: "
         f"±{max(each.half_width for each in found.values()):.2%}.",
         "",
         "| mode | recipe | speedup | 95% interval | again | difference |",

@@ -5,7 +5,7 @@
 DATA_FOLDER contains `quantize_times.parquet` (times of FP8 casts by GPU, library and size). The quantization kernels of training
 were measured on an H200 only (`training.toml`), so the fit needs a ratio: the time of the same kernel and size on another GPU,
 corrected for bandwidth. Three kernels come near the memory bandwidth on an H200, as those of training do: the cast of torch's
-operators, vLLM's cast, and vLLM's cast with scales by row. torch's maximum reaches a quarter of the bandwidth there and is left out.
+operators, vLLM's cast, and vLLM's cast with scales by row. torch's maximum reaches a quarter of the bandwidth and is left out.
 
 Prints one line per architecture for `[quantize.slower]`: slower = 1 + excess / (1 + elements / half_at), fitted to the mean of
 the three kernels, and their distance from it. Needs pandas, pyarrow and scipy.

@@ -48,8 +48,8 @@ From public measurements alone:
 
 """
 CALIBRATED = """
-With the calibration that `gemmscope calibrate` measured on another H200 (eight linears, two short steps; it ships with the package,
-and forecasts of models for an H200 use it):
+With the calibration that `gemmscope calibrate` measured on another H200 (eight linears, two short steps; it ships with the
+package, and forecasts of models for an H200 use it):
 
 """
 AS_IF = """The series of the GPU are left out, and those of related GPUs are used instead (the shared weights of the networks were

@@ -52,7 +52,7 @@ def bench() -> BenchResult:
 
 @cache
 def llama_step() -> StepResult:
-    """The step of eight layers of Llama-3.1-8B's shape recorded on an H200, without the cost and the observed speedup of the tests."""
+    """Eight layers of Llama-3.1-8B's shape recorded on an H200, without the cost and the observed speedup of the tests."""
     result = recorded_step("llama8b")
     recipes = tuple(time.model_copy(update={"cost": None}) for time in result.step.recipes)
     findings = tuple(found for found in result.findings if not found.code.startswith("observed-"))
@@ -205,7 +205,9 @@ def step_table() -> str:
     lines = ["| recipe | predicted [95%] | real | why less than the GEMMs |", "| --- | --- | ---: | --- |"]
     for name, each in steps().items():
         predicted = Interval(**each["predicted"])
-        lines.append(f"| {name} | {predicted.value:.3f} {ends(predicted)} | {each['real']:.3f} | {verdict_text(each['verdict'])} |")
+        lines.append(
+            f"| {name} | {predicted.value:.3f} {ends(predicted)} | {each['real']:.3f} | {verdict_text(each['verdict'])} |"
+        )
     return "\n".join(lines)
 
 
