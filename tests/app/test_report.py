@@ -73,7 +73,7 @@ def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
 def test_nothing_in_a_file_becomes_markup(tmp_path: Path) -> None:
     file = run_data("step")
     file["model"]["name"] = file["device"]["name"] = file["command"] = EVIL
-    file["findings"].append({"code": "model-note", "level": "note", "facts": {"text": EVIL}})
+    file["findings"].append({"code": "converters-ignored", "level": "note", "facts": {"value": EVIL}})
     file["recommendation"]["ready_to_paste"] = {EVIL: EVIL}
     documents, messages = report([put(tmp_path, "step.json", file)])
     text = page(documents, messages)

@@ -60,11 +60,11 @@ def test_transformer_engines_names_of_activations(
         ("FP8Tensorwise", 16, ""),
         ("FP8Tensorwise", 17, "tokens = 17 is not a multiple of 16, which FP8Tensorwise GEMMs need: pad it to 32"),
         ("FP8RowwiseGWHP", 17, ""),
-        ("MXFP8", 16, "MXFP8 is not run in steps with torchao yet"),
+        ("MXFP8", 16, "MXFP8 is not yet supported in steps with torchao"),
     ],
 )
 def test_what_torchao_refuses(recipe_name: str, sequence: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes that do not fit stay in BF16; tokens that do not, no product of theirs can take."""
+    """Sizes that do not fit stay in BF16; recipes cannot run tokens that do not fit."""
     model = from_hyperparameters(hidden_size=64, intermediate_size=90, num_attention_heads=4, num_hidden_layers=2)
     made = kit("torchao", monkeypatch).TorchaoKit(recipe(recipe_name))
     assert made.why_not(plan_step(model, RunSpec(1, sequence))[0]) == words

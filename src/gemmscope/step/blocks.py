@@ -1,7 +1,7 @@
-"""The parts of a transformer that are the same in every framework: a layer's order, attention itself, experts' routing.
+"""The parts of a transformer that are the same in every framework: the order of a layer, attention, the routing of experts.
 
-What multiplies (projections, MLPs, experts) comes from a kit (`kits/`), which knows one framework. Positions and routing are
-fixed beforehand: they cost what they cost in training, and nothing waits for the host.
+Projections, MLPs and experts come from a kit (`kits/`), which knows one framework. Positions and routing are fixed beforehand:
+they cost as much as in training, and the GPU never waits for the CPU.
 """
 
 from __future__ import annotations
@@ -29,67 +29,67 @@ ACTIVATIONS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def activation_of(spec: MlpSpec) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Its activation as PyTorch and Hugging Face have it: `gelu` is the exact one, all others of its kind are the tanh one.
+    """The activation as PyTorch and Hugging Face define it: `gelu` is the exact one, all other GELUs are the tanh approximation.
 
-    It matters where compiled casts compute it anew: in a rowwise step of torchao on an H200 the kernel that does so took 26 of
-    227 ms with the tanh one, 21 with the exact one.
+    The difference matters where compiled casts recompute it: in a rowwise step of torchao on an H200, the kernel that does so
+    took 26 of 227 ms with the tanh approximation and 21 ms with the exact GELU.
     """
     return ACTIVATIONS.get(activation_kind(spec.activation), lambda x: functional.gelu(x, approximate="tanh"))
 
 
 class Kit(Protocol):
-    """One framework's layers in one recipe. `left_out` parts run in BF16."""
+    """The layers of one framework in one recipe. `left_out` parts run in BF16."""
 
     name: str
-    compiles: bool  # its layers, when they are first run
+    compiles: bool  # whether layers are compiled when they first run
     precision: torch.dtype  # of parameters and activations
 
     def why_not(self, plan: StackPlan) -> str:
         """Why this recipe cannot run these layers; empty if it can."""
 
     def norm_linear(self, norm: NormSpec, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
-        """A norm and the linear behind it."""
+        """A norm and the linear after it."""
 
     def linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         """A linear."""
 
     def norm_mlp(self, norm: NormSpec, hidden: int, spec: MlpSpec) -> nn.Module:
-        """A norm and the feed-forward block behind it."""
+        """A norm and the feed-forward block after it."""
 
     def experts(self, hidden: int, spec: MlpSpec, count: int) -> nn.Module:
-        """Feed-forward blocks side by side: called with tokens and how many of them each gets."""
+        """Parallel feed-forward blocks, called with the tokens and the number of tokens of each."""
 
     def norm(self, norm: NormSpec, width: int) -> nn.Module:
         """A norm alone."""
 
     def rotary(self, head_dim: int, sequence: int) -> nn.Module:
-        """Turns heads by their positions: [batch, sequence, heads, head] to the same."""
+        """Rotary position embedding: [batch, sequence, heads, head] to the same shape."""
 
     def finish(self, block: nn.Module) -> nn.Module:
-        """Convert and compile a layer, where the framework does."""
+        """Convert and compile a layer, if the framework does so."""
 
     def low_precision(self) -> AbstractContextManager[Any]:
-        """Around all layers."""
+        """The context for all layers."""
 
     def high_precision(self, part: str) -> AbstractContextManager[Any]:
-        """Around a part that may be left out of low precision."""
+        """The context for a part that may stay in high precision."""
 
     def arguments(self, *, first: bool | None) -> dict[str, Any]:
-        """What its modules are told of the micro-batch: whether it is the step's first (None: the only one)."""
+        """Arguments for its modules: whether the micro-batch is the first of the step (None: the only one)."""
 
     def checkpoint(self, function: Any, x: torch.Tensor) -> torch.Tensor:
-        """Run it without keeping activations, and again in backward."""
+        """Run a function without keeping activations, and recompute it in backward."""
 
 
 class Core(nn.Module):
-    """Attention itself, on projected queries, keys and values."""
+    """Attention on projected queries, keys and values."""
 
     def __init__(self, spec: AttentionSpec, sequence: int, rotary: nn.Module | None) -> None:
         super().__init__()
         self.spec, self.sequence, self.rotary = spec, sequence, rotary
 
     def forward(self, projected: torch.Tensor) -> torch.Tensor:
-        """`projected` is [tokens, Q + K + V]; gives [tokens, output width]."""
+        """From `projected`, [tokens, Q + K + V], to [tokens, output width]."""
         spec = self.spec
         q, k, v = projected.view(-1, self.sequence, projected.shape[-1]).split([spec.q_width, spec.k_width, spec.v_width], dim=-1)
         q = q.unflatten(-1, (spec.heads, spec.head_dim))
@@ -101,15 +101,15 @@ class Core(nn.Module):
 
 
 def attend(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """All are [batch, sequence, heads, head]; gives [tokens, output width]."""
-    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    """From [batch, sequence, heads, head] to [tokens, output width]."""
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     out = functional.scaled_dot_product_attention(q, k, v, is_causal=spec.causal, enable_gqa=grouped)
     return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 class LatentAttention(nn.Module):
-    """Queries, keys and values through a bottleneck (DeepSeek)."""
+    """Multi-head latent attention: queries, keys and values pass through a low-rank bottleneck (DeepSeek)."""
 
     def __init__(self, kit: Kit, norm: NormSpec, hidden: int, spec: AttentionSpec, sequence: int, rotary: nn.Module) -> None:
         super().__init__()
@@ -141,9 +141,9 @@ class LatentAttention(nn.Module):
 
 
 class Experts(nn.Module):
-    """Router, the way to the experts, the experts, the way back; a shared expert beside them.
+    """Router, token dispatch, experts, token combine; and a shared expert.
 
-    The router is computed, but where tokens go is fixed: as many to each expert as planned.
+    The router is computed, but the routing is fixed: each expert gets the planned number of tokens.
     """
 
     def __init__(
@@ -162,15 +162,15 @@ class Experts(nn.Module):
         normed = mark(normed, "router")
         weights = torch.softmax(self.router(normed).float(), dim=-1).topk(self.spec.top_k, dim=-1).values.to(x.dtype)
         sent = mark(normed.index_select(0, self._order), "experts")
-        made = mark(self.experts(sent, list(self.rows), **how), "combine")
-        out = torch.zeros_like(x).index_add(0, self._order, made * weights.flatten().index_select(0, self._choice)[:, None])
+        computed = mark(self.experts(sent, list(self.rows), **how), "combine")
+        out = torch.zeros_like(x).index_add(0, self._order, computed * weights.flatten().index_select(0, self._choice)[:, None])
         if self.shared is not None:
             out = out + self.shared(mark(normed, "shared expert"), [x.shape[0]], **how)
         return out
 
 
 def _places(tokens: int, rows: tuple[int, ...], top_k: int, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which token each row of the experts' input is, and which of the router's choices sent it there."""
+    """The token in each row of the experts' input, and the router's choice that sent it there."""
     generator = torch.Generator().manual_seed(0)
     order = torch.randint(tokens, (sum(rows),), generator=generator)
     choice = order * top_k + torch.randint(top_k, order.shape, generator=generator)
@@ -178,7 +178,7 @@ def _places(tokens: int, rows: tuple[int, ...], top_k: int, device: Any) -> tupl
 
 
 class Block(nn.Module):
-    """One layer: attention and the feed-forward block, each added to what comes in."""
+    """One layer: attention and the feed-forward block, each with a residual connection."""
 
     def __init__(self, kit: Kit, layer: LayerSpec, plan: StackPlan, device: Any) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""A Hugging Face model by its config, truncated to a few layers, as a step: its own class and attention, fused AdamW.
+"""A training step of a Hugging Face model, built from its config with a few layers: its own class and attention, fused AdamW.
 
-Weights are real ones, one set for each layer; the whole model's step follows from two depths. Layers come from the kit converted
-and compiled; embedding, final norm and head stay as they are.
+Every layer has its own weights; the step of the whole model is computed from two depths. The kit converts and compiles the
+layers; embedding, final norm and head stay unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gemmscope.workload.trace_worker import huggingface_model
 
 
 class HuggingFaceStep:
-    """One optimizer step of the first `plan.depth` layers: `run` it again and again."""
+    """One optimizer step of the first `plan.depth` layers, to `run` repeatedly."""
 
     def __init__(self, config: Mapping[str, Any], plan: StackPlan, kit: Kit, device: str) -> None:
         self._model = huggingface_model(_truncated(config, plan.depth), device, kit.precision)
@@ -46,7 +46,7 @@ class HuggingFaceStep:
         self._optimizer.zero_grad(set_to_none=True)
 
     def loss(self) -> float:
-        """One forward pass, to see that it computes."""
+        """One forward pass, to check that the loss is finite."""
         with torch.no_grad():
             loss = float(self._model(input_ids=self._tokens, labels=self._tokens).loss)
         if not math.isfinite(loss):
@@ -60,7 +60,7 @@ def _truncated(config: Mapping[str, Any], depth: int) -> dict[str, Any]:
     >>> _truncated({"num_hidden_layers": 3, "layer_types": ["a", "b", "a"]}, 2)
     {'num_hidden_layers': 2, 'layer_types': ['a', 'b']}
     """
-    name = next((each for each in ("num_hidden_layers", "n_layer", "num_layers", "n_layers") if each in config), None)
+    name = next((key for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers") if key in config), None)
     if name is None:
         raise UserError("this config does not say how many layers there are", f"leave out {option('hugging_face')}")
     whole = config[name]

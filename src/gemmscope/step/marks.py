@@ -1,8 +1,8 @@
-"""Marks between the parts of a step, so that every kernel of a profiled one can be given to a part.
+"""Marks between the parts of a step, so that every kernel of a profiled step can be assigned to a part.
 
-A mark is an identity in the computation that launches a tiny kernel when it is passed, forward and backward, and writes down its
-label. The profiler sees the kernel; the label says what begins there. In backward a part's mark comes when its gradient is done:
-what was before it belongs to it. Outside of a recording marks cost nothing.
+A mark is an identity operation that launches a tiny kernel when it runs, forward and backward, and records its label. The
+profiler shows the kernel; the label says which part begins there. In backward, the mark of a part comes when its gradient is
+complete: the kernels before it belong to the part. Without a recording, marks cost nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Direction = Literal["forward", "backward", "step"]
 
 @dataclass
 class Recording:
-    """The marks passed so far, in order."""
+    """The marks that have run so far, in order."""
 
     labels: list[tuple[str, Direction]] = field(default_factory=list)
 
@@ -34,7 +34,7 @@ _current: Recording | None = None
 
 @contextmanager
 def recording() -> Iterator[Recording]:
-    """While this lasts, marks are written down."""
+    """In this context, marks are recorded."""
     global _current
     _current = Recording()
     try:
@@ -59,7 +59,7 @@ class _Mark(torch.autograd.Function):
 
 
 def mark(x: torch.Tensor, part: str) -> torch.Tensor:
-    """`part` begins here. In compiled layers a recording cuts fusions at the marks; without one they are not there."""
+    """`part` begins here. In compiled layers, marks break fusions, but they only exist while recording."""
     return x if _current is None else _pass(x, part)
 
 
@@ -68,10 +68,12 @@ def _apply(x: torch.Tensor, part: str) -> torch.Tensor:
     return result
 
 
-_pass: Callable[[torch.Tensor, str], torch.Tensor] = torch._disable_dynamo(_apply)  # or each mark would be compiled on its own
+_pass: Callable[[torch.Tensor, str], torch.Tensor] = torch._disable_dynamo(
+    _apply
+)  # otherwise each mark would be compiled separately
 
 
 def mark_step(part: str, direction: Direction = "step") -> None:
-    """A part begins that gradients do not flow through: the optimizer, or a look at the embedding's table."""
+    """A part begins that gradients do not flow through: the optimizer, or the embedding lookup."""
     if _current is not None:
         _current.passed(part, direction)

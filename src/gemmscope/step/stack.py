@@ -1,9 +1,9 @@
 """The real training computation, from embedding to optimizer, at any depth, with the weights of a few layers.
 
-Layers beyond the first few use the memory of their weights again (`plan.slots`), each through parameters of its own, and every
-gradient is dropped as soon as it is complete: no gradient is summed into another, so a layer runs the very kernels that it runs
-in the whole model. The optimizer likewise goes over one parameter for every layer, of which some share memory: the bytes it
-moves are those of the whole model, its learning rate is zero.
+Layers beyond the first few reuse the memory of their weights (`plan.slots`), each through its own parameters, and every gradient
+is dropped as soon as it is complete: no gradient is added to another, so a layer runs exactly the kernels that it runs in the
+whole model. The optimizer also updates one parameter for every layer, some of which share memory: it moves as many bytes as for
+the whole model. Its learning rate is zero.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gemmscope.step.plan import StackPlan
 
 
 class Weights:
-    """The memory that layers of one slot share, in every recipe alike."""
+    """The memory that layers of one slot share, in all recipes."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[int, str, torch.dtype], torch.Tensor] = {}
@@ -29,7 +29,7 @@ class Weights:
         self._moments: dict[int, dict[str, torch.Tensor]] = {}
 
     def adopt(self, module: nn.Module, slot: int) -> list[nn.Parameter]:
-        """Let a module's parameters live in the slot's memory; what is new there stays as the module made it."""
+        """Move a module's parameters into the slot's memory. Parameters that are new there keep their values."""
         adopted = []
         for name, parameter in list(module.named_parameters()):
             held = self._held.setdefault((slot, name, parameter.dtype), parameter.data)
@@ -40,14 +40,14 @@ class Weights:
         return adopted
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor:
-        """A gradient's memory, one for all parameters that share theirs."""
+        """The memory of a gradient, shared by all parameters that share memory."""
         address = parameter.data_ptr()
         if address not in self._gradients:
             self._gradients[address] = torch.randn_like(parameter) * 1e-3
         return self._gradients[address]
 
     def moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """What AdamW keeps, one for all parameters that share their memory."""
+        """The state of AdamW, shared by all parameters that share memory."""
         address = parameter.data_ptr()
         if address not in self._moments:
             self._moments[address] = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
@@ -80,7 +80,7 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleList(blocks)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor, *, first: bool | None = None) -> torch.Tensor:
-        """`x` are token numbers, or states where there is no vocabulary; gives the loss."""
+        """The loss. `x` are token ids, or hidden states where there is no vocabulary."""
         if self.embedding is not None:
             x = self.embedding(x)
         how = self.kit.arguments(first=first)
@@ -101,10 +101,10 @@ class Stack(nn.Module):
 
 
 class Step:
-    """One optimizer step: `run` it again and again.
+    """One optimizer step, to `run` repeatedly.
 
-    `real`: every layer has weights of its own, gradients stay until the optimizer has used them, as in training. Else layers
-    share memory, gradients are dropped as soon as they are complete, and the optimizer goes over buffers that stand for them.
+    `real`: every layer has its own weights, and gradients are kept until the optimizer has used them, as in training. Otherwise
+    layers share memory, gradients are dropped as soon as they are complete, and the optimizer uses buffers in their place.
     """
 
     def __init__(self, plan: StackPlan, kit: Kit, weights: Weights, device: str, *, real: bool = False) -> None:
@@ -138,7 +138,7 @@ class Step:
             self._optimizer.zero_grad(set_to_none=True)
 
     def loss(self) -> float:
-        """One forward pass, to see that it computes."""
+        """One forward pass, to check that the loss is finite."""
         with torch.no_grad():
             loss = float(self.stack(self._x, self._labels))
         if not math.isfinite(loss):
@@ -151,14 +151,14 @@ def _drop(parameter: torch.Tensor) -> None:
 
 
 def _with_gradient(parameter: nn.Parameter, weights: Weights) -> nn.Parameter:
-    """Another parameter on the same memory that always has a gradient: what the optimizer sees."""
+    """Another parameter on the same memory that always has a gradient, for the optimizer."""
     updated = nn.Parameter(parameter.data)
     updated.grad = weights.gradient(parameter)
     return updated
 
 
 def _optimizer(parameters: list[nn.Parameter], weights: Weights) -> torch.optim.Optimizer:
-    """AdamW with a learning rate of zero; parameters that share memory share its moments too."""
+    """AdamW with a learning rate of zero. Parameters that share memory also share its state."""
     fused = parameters[0].is_cuda
     optimizer = torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.0, fused=fused)
     for parameter in parameters:

@@ -1,7 +1,7 @@
-"""The process that runs training steps: builds the stack in every variant, runs bursts of steps, variant after variant in random
-order, until its input ends, then profiles one step of each. Messages as in `measure/worker.py`.
+"""The process that runs training steps: builds the stack in every variant, runs bursts of steps of all variants in random order
+until its input ends, then profiles one step of each. Messages as in `measure/worker.py`.
 
-A *variant* is a recipe, with the parts that are left in BF16, at a depth. All variants live in the memory of the same weights.
+A *variant* is a recipe, with the parts that stay in BF16, at a depth. All variants share the memory of the same weights.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from gemmscope.step.marks import recording
 from gemmscope.step.plan import StackPlan
 from gemmscope.step.stack import Step, Weights
 
-PROFILE_AFTER_MS = 1200.0  # of steps: the clock overshoots first, then falls too low, and has settled then
+PROFILE_AFTER_MS = 1200.0  # of steps: the clock overshoots first, then falls too low, and has settled by then
 HOST_BATCH = (1, 128)  # so small that launching takes longer than running
 HOST_STEPS = 4
 LONG_STEP_MS = 2000.0
-Made = TypeVar("Made")
+Returned = TypeVar("Returned")
 
 
 class StepWorker:
@@ -51,7 +51,7 @@ class StepWorker:
         self.device = "cuda" if self.on_gpu else "cpu"
         self.weights, self.real_weights = Weights(), Weights()
         self.steps: dict[str, Step | HuggingFaceStep] = {}
-        self.once_ms: dict[str, float] = {}  # about what a step takes
+        self.once_ms: dict[str, float] = {}  # approximate time of a step
         self.gpu = gpu_in_use() if self.on_gpu else None
 
     def say(self, message_type: str, **content: Any) -> None:
@@ -111,8 +111,8 @@ class StepWorker:
             if self.on_gpu:
                 torch.cuda.reset_peak_memory_stats()
             step.run()
-            self.say("begin", task=name, what="preparing")  # again and again: a step may take a minute
-            step.run()  # delayed scaling knows its scales from the second step on
+            self.say("begin", task=name, what="preparing")  # repeated as a sign of life: a step may take a minute
+            step.run()  # delayed scaling has its scales from the second step on
             self.say("begin", task=name, what="preparing")
             loss, self.once_ms[name] = step.loss(), self._time_once(step)
         except Exception as error:
@@ -209,14 +209,14 @@ class StepWorker:
         rng, orders = random.Random(self.request["seed"]), Orders()
         gc.collect()
         gc.freeze()
-        gc.disable()  # it would stop the launching for tens of milliseconds now and then; between bursts it may
-        waiting: _Launched | None = None
+        gc.disable()  # it would sometimes delay launches by tens of milliseconds; it runs between bursts instead
+        waiting: _LaunchedSteps | None = None
         for number in range(self.request["max_rounds"]):
             order = rng.sample(list(self.steps), len(self.steps))
             for name in order:
                 if orders.stop():
                     return
-                if name not in self.steps:  # its last burst failed since
+                if name not in self.steps:  # its last burst has failed
                     continue
                 launched = self._guarded(name, partial(self._launch, number, name, ends_round=name == order[-1]))
                 if waiting is not None:
@@ -226,32 +226,34 @@ class StepWorker:
         if waiting is not None:
             self._guarded(waiting.name, partial(self._collect, waiting))
 
-    def _guarded(self, name: str, work: Callable[[], Made]) -> Made | None:
+    def _guarded(self, name: str, work: Callable[[], Returned]) -> Returned | None:
         """Run `work`; a failure costs this variant only, and is reported as its."""
         self.say("begin", task=name, what="measuring")
         try:
             return work()
         except Exception as error:
-            if self.steps.pop(name, None) is not None:  # else its burst before this one has failed, too
+            if self.steps.pop(name, None) is not None:  # otherwise an earlier burst of it has failed already
                 self._failed(name, error)
             return None
 
-    def _launch(self, number: int, name: str, *, ends_round: bool) -> _Launched:
-        """Steps that reach the steady state, then those that count; of steps that take seconds, one is enough."""
+    def _launch(self, number: int, name: str, *, ends_round: bool) -> _LaunchedSteps:
+        """Run steps to reach the steady state, then those that count. If a step takes seconds, one is enough."""
         run, once_ms = self.steps[name].run, self.once_ms[name]
         least = 1 if once_ms > LONG_STEP_MS else self.request["least_steps"]
         for _ in range(max(1, round(self.request["drop_ms"] / once_ms))):
             run()
         self._still(name, "measuring")
         kept = max(least, round(self.request["keep_ms"] / once_ms))
-        return _Launched(number, name, self._timed_on_gpu(run, kept) if self.on_gpu else self._timed_here(run, kept), ends_round)
+        return _LaunchedSteps(
+            number, name, self._timed_on_gpu(run, kept) if self.on_gpu else self._timed_here(run, kept), ends_round
+        )
 
     def _still(self, name: str, what: str) -> None:
         """Between steps that take seconds: a sign of life."""
         if self.once_ms[name] > LONG_STEP_MS:
             self.say("begin", task=name, what=what)
 
-    def _collect(self, launched: _Launched) -> None:
+    def _collect(self, launched: _LaunchedSteps) -> None:
         """Wait for a burst, and send the times of its steps."""
         times = launched.times_ms()
         state = asdict(self.gpu.read()) if self.gpu else {}
@@ -285,8 +287,8 @@ class StepWorker:
 
 
 @dataclass(frozen=True)
-class _Launched:
-    """A burst under way."""
+class _LaunchedSteps:
+    """A burst of steps that has been launched."""
 
     number: int
     name: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Backend -> its module and class; loaded by the worker alone, for they import frameworks.
+# Backend -> its module and class. The modules import frameworks, so only the worker loads them.
 KITS = {
     "transformer_engine": ("gemmscope.step.kits.transformer_engine", "TransformerEngineKit"),
     "torchao": ("gemmscope.step.kits.torchao", "TorchaoKit"),

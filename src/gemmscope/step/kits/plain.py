@@ -1,4 +1,4 @@
-"""Plain PyTorch: norms and linears as they are. The CPU's kit, and what torchao converts."""
+"""Plain PyTorch norms and linears: the kit for the CPU, and the modules that torchao converts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PlainKit:
         return Rotary(head_dim, sequence, self.device, self.precision)
 
     def linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
-        return Linear(inputs, outputs, bias=bias, device=self.device, dtype=self.precision)
+        return PlainLinear(inputs, outputs, bias=bias, device=self.device, dtype=self.precision)
 
     def norm_linear(self, norm: NormSpec, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         return Chain(self.norm(norm, inputs), self.linear(inputs, outputs, bias=bias))
@@ -66,7 +66,7 @@ class PlainKit:
 
 
 class Rotary(nn.Module):
-    """Positions enter by rotating halves of queries and keys."""
+    """Rotary position embedding: rotates halves of queries and keys."""
 
     def __init__(self, head_dim: int, sequence: int, device: str, precision: torch.dtype) -> None:
         super().__init__()
@@ -80,15 +80,15 @@ class Rotary(nn.Module):
         return x * self.cos + turned * self.sin
 
 
-class Linear(nn.Linear):
-    """A linear that listens to nothing."""
+class PlainLinear(nn.Linear):
+    """A linear that ignores other arguments."""
 
     def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
         return functional.linear(x, self.weight, self.bias)
 
 
 class Chain(nn.Module):
-    """One after the other."""
+    """Two modules, one after the other; the second gets the other arguments."""
 
     def __init__(self, first: nn.Module, second: nn.Module) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class FeedForward(nn.Module):
 
 
 class PlainExperts(nn.Module):
-    """One after the other, each on its own tokens."""
+    """Experts, one after the other, each on its own tokens."""
 
     def __init__(self, experts: list[FeedForward]) -> None:
         super().__init__()

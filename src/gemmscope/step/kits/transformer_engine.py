@@ -1,6 +1,6 @@
 """Transformer Engine's fused modules: a norm and its linear in one (`LayerNormLinear`), a norm and its MLP (`LayerNormMLP`).
 
-They write FP8 straight from the norm or the activation, which is why a step gains more than its linears measured alone.
+They write FP8 directly from the norm or the activation, which is why a step can gain more than its linears alone.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class TransformerEngineKit:
     def __init__(self, recipe: Recipe, left_out: frozenset[str] = frozenset(), device: str = "cuda") -> None:
         self.recipe, self.left_out = recipe, left_out
         self._make: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": device}
-        self._state = FP8GlobalState()  # of its own: delayed scaling's bookkeeping would else run in every other recipe's steps
+        self._state = FP8GlobalState()  # separate, or steps of other recipes would update the state of delayed scaling too
         self._precision = getattr(te_recipes, recipe.settings[self.name]["class"])() if recipe.quantizes else None
 
     def why_not(self, plan: StackPlan) -> str:
         return self.recipe.misaligned(plan.low_precision_sizes())
 
     def norm(self, norm: NormSpec, width: int) -> nn.Module:
-        made = te.RMSNorm if norm.kind == "rmsnorm" else te.LayerNorm
-        module: nn.Module = made(width, eps=EPS, dtype=torch.bfloat16, device=self._make["device"])
+        norm_class = te.RMSNorm if norm.kind == "rmsnorm" else te.LayerNorm
+        module: nn.Module = norm_class(width, eps=EPS, dtype=torch.bfloat16, device=self._make["device"])
         return module
 
     def rotary(self, head_dim: int, sequence: int) -> nn.Module:
@@ -100,12 +100,12 @@ class TransformerEngineKit:
 
 
 def _activation(spec: MlpSpec) -> str:
-    """Its own name for it; a GELU, the only one it has, for every GELU and for what it does not know."""
+    """Transformer Engine's name of the activation. It has one GELU, which also stands for activations that it does not have."""
     return ACTIVATIONS.get((activation_kind(spec.activation), spec.gated), "geglu" if spec.gated else "gelu")
 
 
 class FusedRotary(nn.Module):
-    """Transformer Engine's kernel for it."""
+    """Transformer Engine's fused kernel for rotary position embedding."""
 
     def __init__(self, head_dim: int, sequence: int, device: str) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class FusedRotary(nn.Module):
 
 
 class GroupedExperts(nn.Module):
-    """`te.GroupedLinear` up and down, the activation between them."""
+    """`te.GroupedLinear` up and down, with the activation between them."""
 
     def __init__(self, hidden: int, spec: MlpSpec, count: int, make: dict[str, Any]) -> None:
         super().__init__()
