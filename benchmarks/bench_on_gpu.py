@@ -2,9 +2,9 @@
 
     python benchmarks/bench_on_gpu.py docs/measured/h200.md [1 3 …]     # all sections, or only these
 
-It shows how long the reference model takes, whether two runs agree, and whether the autocast total agrees with an independent loop
-of `te.Linear` in the same state and with the sum of its parts. It also checks that fallbacks, unaligned shapes, layers that a filter
-skips, host-bound models, shapes too large for memory and a killed worker are reported correctly. Takes five minutes.
+It shows how long the reference model takes, whether two runs agree, and whether the autocast total agrees with an independent
+loop of `te.Linear` in the same state and with the sum of its parts. It also checks that fallbacks, unaligned shapes, layers that
+a filter skips, host-bound models, shapes too large for memory and a killed worker are reported correctly. Takes five minutes.
 """
 
 from __future__ import annotations

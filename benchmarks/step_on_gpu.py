@@ -116,9 +116,9 @@ def markdown(kept: dict[str, Any]) -> str:
         "",
         "Each row is the speedup of a training step over BF16. *Predicted* comes from a stack that holds the weights of at most "
         "four layers. *Real* is the model at its full depth, run right after the prediction (`--verify`). *Other machine* is the "
-        "same model measured earlier on another machine by an independent script with the same layers and optimizer; these numbers "
-        "were not used for the prediction. gpt1b_l16 is partly host-bound, so the CPU of the other machine affects its speedup. Of "
-        "the torchao layers on the other machine we know only that they are compiled norms and linears.",
+        "same model measured earlier on another machine by an independent script with the same layers and optimizer; these "
+        "numbers were not used for the prediction. gpt1b_l16 is partly host-bound, so the CPU of the other machine affects its "
+        "speedup. Of the torchao layers on the other machine we know only that they are compiled norms and linears.",
     ]
     for backend, models in kept.items():
         lines += ["", f"## {backend}", *_section(models)]
@@ -172,16 +172,16 @@ def main() -> None:
     parser.add_argument("page", type=Path)
     parser.add_argument("--backend", default="transformer_engine")
     parser.add_argument("models", nargs="*")
-    asked = parser.parse_intermixed_args()
-    truth = json.loads(asked.steps.read_text())["models"]
-    kept = json.loads(asked.kept.read_text()) if asked.kept.exists() else {}
-    for name in asked.models or truth:
-        run = step(truth[name]["config"], "--verify", "--backend", asked.backend)
+    arguments = parser.parse_intermixed_args()
+    truth = json.loads(arguments.steps.read_text())["models"]
+    kept = json.loads(arguments.kept.read_text()) if arguments.kept.exists() else {}
+    for name in arguments.models or truth:
+        run = step(truth[name]["config"], "--verify", "--backend", arguments.backend)
         if run is not None:
-            kept.setdefault(asked.backend, {})[name] = summary(run, truth[name], asked.backend)
-            asked.kept.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-            write_page(asked.page, markdown(kept))
-    print(asked.page.read_text() if asked.page.exists() else "nothing was measured")
+            kept.setdefault(arguments.backend, {})[name] = summary(run, truth[name], arguments.backend)
+            arguments.kept.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+            write_page(arguments.page, markdown(kept))
+    print(arguments.page.read_text() if arguments.page.exists() else "nothing was measured")
 
 
 if __name__ == "__main__":

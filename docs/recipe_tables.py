@@ -13,7 +13,7 @@ FORMATS = {"bf16": "BF16", "e4m3": "E4M3", "e5m2": "E5M2", "e2m1": "E2M1"}
 
 
 def on_gpus() -> list[Recipe]:
-    """All recipes but those of machines without a GPU."""
+    """All recipes that run on a GPU."""
     return [each for each in recipes().values() if set(each.backends) & set(ON_GPU)]
 
 
@@ -25,9 +25,9 @@ def where() -> str:
     return "\n".join([table, "", *(f"* {line}" for line in _reasons())])
 
 
-def _on(asked: Recipe, chip: str) -> Support:
+def _on(recipe: Recipe, chip: str) -> Support:
     major, minor = chip.split(".")
-    return support(asked.name, (int(major), int(minor)))
+    return support(recipe.name, (int(major), int(minor)))
 
 
 def _answer(found: Support) -> str:
@@ -35,7 +35,7 @@ def _answer(found: Support) -> str:
 
 
 def _reasons() -> list[str]:
-    """Each reason once, with the recipes and architectures that it is about."""
+    """Each reason once, with its recipes and architectures."""
     about: dict[str, dict[str, list[str]]] = {}
     for each in on_gpus():
         for chip in architectures():
@@ -50,7 +50,7 @@ def _reasons() -> list[str]:
 
 
 def backends() -> str:
-    """What each backend calls a recipe, and the flags of Megatron-LM."""
+    """The name of each recipe in each backend, and the flags of Megatron-LM."""
     rows = []
     for each in on_gpus():
         cells = [_name_in(each, backend) if backend in each.backends else "" for backend in ON_GPU]
@@ -59,8 +59,8 @@ def backends() -> str:
     return _table(["recipe", *(f"`{name}`" for name in ON_GPU), "Megatron-LM"], rows)
 
 
-def _name_in(asked: Recipe, backend: str) -> str:
-    facts = asked.settings.get(backend, {})
+def _name_in(recipe: Recipe, backend: str) -> str:
+    facts = recipe.settings.get(backend, {})
     if backend in GEMMS_ONLY:
         return "GEMMs only"
     if "config" in facts:
@@ -71,7 +71,7 @@ def _name_in(asked: Recipe, backend: str) -> str:
 
 
 def operands() -> str:
-    """What each pass multiplies, how it is scaled, and what sizes must be."""
+    """The formats of the inputs of each pass, their scales, and the alignment of sizes."""
     rows = []
     for each in on_gpus():
         passes = ("·".join(FORMATS.get(name, name.upper()) for name in each.operands[which]) for which in PASSES)
@@ -79,19 +79,19 @@ def operands() -> str:
     return _table(["recipe", *PASSES, "what it is", "sizes a multiple of"], rows)
 
 
-def _multiple(asked: Recipe) -> str:
-    """Of tokens, input and output features; a backend that asks for more is named."""
-    more = [f"{backend}: {asked.settings[backend]['multiple_of']}" for backend in _with(asked, "multiple_of")]
-    own = str(asked.multiple_of) if asked.multiple_of > 1 else "any"
+def _multiple(recipe: Recipe) -> str:
+    """The multiple for tokens, input and output features; backends that need a larger one are named."""
+    more = [f"{backend}: {recipe.settings[backend]['multiple_of']}" for backend in _with(recipe, "multiple_of")]
+    own = str(recipe.multiple_of) if recipe.multiple_of > 1 else "any"
     return "; ".join([own, *more])
 
 
-def _with(asked: Recipe, fact: str) -> list[str]:
-    return [backend for backend in asked.backends if fact in asked.settings.get(backend, {})]
+def _with(recipe: Recipe, fact: str) -> list[str]:
+    return [backend for backend in recipe.backends if fact in recipe.settings.get(backend, {})]
 
 
 def quantized() -> str:
-    """How often tensors are cast, and what that moves and keeps."""
+    """How often tensors are cast, and the bytes that this moves and keeps."""
     rows = [
         [
             each.name,
@@ -111,12 +111,12 @@ def quantized() -> str:
 PER_GEMM = {"per product": "per GEMM"}
 
 
-def _casts(asked: Recipe) -> str:
+def _casts(recipe: Recipe) -> str:
     """How often each backend casts; the backends are named where they differ."""
     casts = {}
-    for backend in asked.backends:
+    for backend in recipe.backends:
         if backend not in GEMMS_ONLY:
-            often = asked.settings[backend].get("casts", "once")
+            often = recipe.settings[backend].get("casts", "once")
             casts[backend] = PER_GEMM.get(often, often)
     if len(set(casts.values())) == 1:
         return next(iter(casts.values()))

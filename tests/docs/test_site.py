@@ -44,7 +44,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     built = (tmp_path / "site" / "tutorial.html").read_text()
     assert "QKV Proj" in built
     assert not re.search(r"<(?:script|link|img)[^>]+(?:src|href)=\"(?:https?:)?//", built), (
-        "a page loads something from elsewhere"
+        "a page loads something from another site"
     )
 
 
