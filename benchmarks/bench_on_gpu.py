@@ -1,10 +1,10 @@
 """Compares `gemmscope bench` with itself and with plain loops, on the GPU at hand, and writes the result as Markdown.
 
-    python benchmarks/bench_on_gpu.py docs/measured/h200.md [1 3 …]     # all sections, or those numbers anew
+    python benchmarks/bench_on_gpu.py docs/measured/h200.md [1 3 …]     # all sections, or only these
 
-What it shows: how long the reference's model takes, whether two runs agree, whether the autocast total is what an independent
-loop of `te.Linear` takes in the same state and what its parts add up to; and that fallbacks, unaligned shapes, layers that a
-filter skips, host-bound models, shapes too large for memory and a killed worker are reported as what they are. Five minutes.
+It shows how long the reference model takes, whether two runs agree, and whether the autocast total agrees with an independent
+loop of `te.Linear` in the same state and with the sum of its parts. It also checks that fallbacks, unaligned shapes, layers that
+a filter skips, host-bound models, shapes too large for memory and a killed worker are reported correctly. Takes five minutes.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ UNALIGNED = "--hidden_size 4096 --intermediate_size 16380 --num_attention_heads 
 HUGE = "--hidden_size 16384 --intermediate_size 1310720 --num_attention_heads 128 --num_hidden_layers 2 --micro_batch_size 2"
 EXPERTS = "--preset mixtral-8x7b --micro-batch-size 1 --sequence-length 4096"
 
-# Anyone's loop, in the state that is asked about: the linears of a layer one after the other, recipes in turn, so that the chip
-# is as hot and as limited in power as it is among them. Each turn runs for 0.4 s, then for 0.8 s that count; the first two rounds
-# count for nothing.
+# A plain loop in the same state: the linears of a layer one after the other, recipes in turn, so that the GPU is as hot and as
+# limited in power as in the bench. Each turn runs for 0.4 s, then for 0.8 s that count; the first two rounds do not count.
 PLAIN_LOOP = """
 import json, random, sys, time, torch, transformer_engine.pytorch as te
 from transformer_engine.common import recipe
@@ -103,7 +102,7 @@ def bench(options: str, **environment: str) -> tuple[BenchResult | None, float, 
 
 
 def must(result: BenchResult | None) -> BenchResult:
-    """A result without which there is nothing to write."""
+    """The result; fails if the run wrote none."""
     assert result is not None, "the run wrote no result"
     return result
 
@@ -114,13 +113,13 @@ def speedups(result: BenchResult) -> dict[tuple[str, str, str, str, str], Interv
 
 
 def reference_twice() -> tuple[list[str], BenchResult]:
-    """The reference's model, all recipes, both modes, two runs in a row."""
+    """The reference model, all recipes, both modes, two runs in a row."""
     (run, seconds, _), (repeat, again, _) = bench(REFERENCE), bench(REFERENCE)
     first, second = must(run), must(repeat)
     found, other = speedups(first), speedups(second)
     lines = [
         f"Wall time {seconds:.1f} s and {again:.1f} s ({first.rounds} and {second.rounds} rounds). "
-        f"The widest interval of all {len(found)} speedups, single ops and passes and pairs of recipes included: "
+        f"The widest interval of all {len(found)} speedups, including single ops, passes and pairs of recipes: "
         f"±{max(each.half_width for each in found.values()):.2%}.",
         "",
         "| mode | recipe | speedup | 95% interval | again | difference |",
@@ -137,7 +136,7 @@ def reference_twice() -> tuple[list[str], BenchResult]:
 
 
 def profiled_ms(result: BenchResult, cell: OpTime) -> float:
-    """What the profiled kernels of one execution take."""
+    """Time of the profiled kernels of one execution."""
     named = (cell.op, cell.recipe, cell.mode)
     task = next(each for each in result.tasks if (each.task.case.op, each.task.recipe, each.task.mode) == named)
     return float(sum(kernel[1] for kernel in task.kernels)) / 1000 / int(task.facts["copies"])
@@ -149,7 +148,7 @@ def autocast(result: BenchResult) -> list[OpTime]:
 
 
 def plain_loops(result: BenchResult) -> list[str]:
-    """The autocast total of a linear compared with a loop that anyone would write, in its own process, in the same state."""
+    """The autocast total of every linear compared with a plain loop in its own process, in the same state."""
     lines = [
         "| op | recipe | gemmscope ms | plain loop ms | difference | sum of the parts | profiled kernels |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
@@ -168,7 +167,7 @@ def plain_loops(result: BenchResult) -> list[str]:
 
 
 def told_apart() -> list[str]:
-    """What must be reported as what it is."""
+    """Cases that must be reported correctly: fallbacks, unaligned sizes, layers that a filter skips."""
     lines = []
     run, _, code = bench(
         f"{REFERENCE} --recipes fp8current --autocast-only --longest 4 --strict", NVTE_BACKWARD_OVERRIDE="high_precision"
@@ -190,7 +189,7 @@ def told_apart() -> list[str]:
 
 
 def too_large_and_killed() -> list[str]:
-    """Faults that cost what they hit, and nothing else."""
+    """Failures that must cost only the tasks they affect."""
     run, _, code = bench(f"{HUGE} --sequence_length 8192 --recipes fp8current --autocast-only --longest 6")
     failed = {each.task.case.op: each.failure_kind for each in must(run).tasks if each.failure}
     measured = sorted({cell.op for cell in must(run).linears.ops})
@@ -245,7 +244,7 @@ def _rounds(journal: Path) -> int:
 
 
 def rows_of(options: str, groups: int = 0) -> list[str]:
-    """A table of what another backend, or experts, take."""
+    """A table of another backend, or of experts."""
     result, _, _ = bench(options)
     if result is None:
         return ["It failed."]
@@ -263,7 +262,7 @@ def rows_of(options: str, groups: int = 0) -> list[str]:
 
 
 def main() -> None:
-    """Run everything, or the sections named; the file is written anew after each section, so that nothing is lost."""
+    """Run everything, or the named sections. The file is written after each section, so that nothing is lost."""
     target, wanted = Path(sys.argv[1]), sys.argv[2:]
     subprocess.run([sys.executable, "-m", "gemmscope", "doctor"], check=True)  # and the frameworks have been imported once
     table, run = reference_twice()
@@ -274,10 +273,10 @@ def main() -> None:
         f"CUDA {device['cuda']}, driver {run.environment.driver}, power limit {device['power_limit_w']:.0f} W.\n"
     )
     sections: dict[str, Callable[[], list[str]]] = {
-        "The reference's model, twice": lambda: [f"`gemmscope bench {REFERENCE}`", "", *table],
-        "Against a plain loop of `te.Linear`": lambda: plain_loops(run),
+        "The reference model, twice": lambda: [f"`gemmscope bench {REFERENCE}`", "", *table],
+        "Compared with a plain loop of `te.Linear`": lambda: plain_loops(run),
         "Too large, and killed": too_large_and_killed,
-        "Told apart": told_apart,
+        "Reported correctly": told_apart,
         "A small model": lambda: [f"`gemmscope bench {SMALL}`", "", *host_bound()],
         "Experts (Mixtral 8x7B, 4096 tokens)": lambda: rows_of(f"{EXPERTS} --no-fp8-delayed --longest 12", groups=1),
         "PyTorch's own GEMMs": lambda: rows_of(f"{REFERENCE} --backend torch --longest 12"),

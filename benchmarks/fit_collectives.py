@@ -1,9 +1,9 @@
-"""Fits the times of collectives inside one node: launch + a term that grows as the root of the bytes + bytes over a bandwidth.
+"""Fits the times of collectives inside one node: launch + a term with the square root of the bytes + bytes over bandwidth.
 
     python benchmarks/fit_collectives.py DATA_FOLDER
 
-DATA_FOLDER holds `nccl_times.parquet`. Needs pandas, pyarrow and scipy. Writes forecast/coefficients/collectives.toml. Every
-fourth message size is left out of fitting and gives the error that is written beside the coefficients.
+DATA_FOLDER contains `nccl_times.parquet`. Needs pandas, pyarrow and scipy. Writes forecast/coefficients/collectives.toml. Every
+fourth message size is held out, and gives the error that is written beside the coefficients.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Fits the forecast of GEMMs to measured times, and says how far it is off on sites it never saw.
+"""Fits the forecast of GEMMs to measured times, and reports its errors on sites that were held out.
 
     python benchmarks/fit_forecast.py DATA_FOLDER
 
-DATA_FOLDER holds `gemm_times.parquet` (one row per measured GEMM: system, framework, gemm_dtype, m, n, k, latency_ms,
+DATA_FOLDER contains `gemm_times.parquet` (one row per measured GEMM: system, framework, gemm_dtype, m, n, k, latency_ms,
 sustained). Needs torch, pandas and pyarrow; takes about seven minutes on two cores. Writes the coefficients that ship with the
 package and the sample of held-out rows that the tests use; forecast_accuracy.py then writes docs/accuracy.md.
 
-Times of fp8, fp8-block and nvfp4 include quantizing the activations, whose time does not depend on n: the fit separates the two
-as launch + passes x bytes, starting from measured times of quantizing alone where there are some.
+Times of fp8, fp8-block and nvfp4 include the quantization of the activations, whose time does not depend on n. The fit separates
+the two as launch + passes x bytes, starting from measured times of quantization alone where there are some.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GPUS = {
     "rtx_pro_6000_server": "rtx-pro-6000",
 }  # fmt: skip
 FORMATS = {"bfloat16": "bf16", "fp8": "fp8", "fp8_block": "fp8-block", "nvfp4": "nvfp4"}
-# Where several libraries were measured, the one that a forecast stands for unless told otherwise: cuBLAS for what it has.
+# Where several libraries were measured, forecasts are by default based on the others: cuBLAS where it has the format.
 NOT_DEFAULT = {("b200", "bf16", "sustained", "trtllm"), ("b200", "nvfp4", "sustained", "trtllm"),
                ("gb200", "bf16", "sustained", "vllm"), ("gb200", "fp8", "sustained", "vllm")}  # fmt: skip
 HIDDEN, EPOCHS, BATCH, RATE = 104, 220, 2048, 6e-3
@@ -62,7 +62,7 @@ def load(folder: Path) -> pd.DataFrame:
 
 
 class Data:
-    """Everything the fit needs, row by row."""
+    """The inputs of the fit, row by row."""
 
     def __init__(self, rows: pd.DataFrame) -> None:
         self.rows = rows
@@ -88,7 +88,7 @@ class Data:
 
 
 def quantize_prior(folder: Path, names: list[dict[str, str]]) -> np.ndarray:
-    """Per series: log passes over the bytes, from times of quantizing alone; a plain guess where only the sum is known."""
+    """Per series: log passes over the bytes, from times of quantization alone; a plain guess where only the sum is known."""
     times = pd.read_parquet(folder / "quantize_times.parquet")
     times = times[times.m * times.k > 3e7]
     times["gpu"] = times.system.astype(str).map(GPUS)
@@ -109,7 +109,7 @@ def quantize_prior(folder: Path, names: list[dict[str, str]]) -> np.ndarray:
 
 
 class Network(torch.nn.Module):
-    """Features and series → correction and log scale; and each series' quantization."""
+    """Features and series → correction and log scale; and the quantization of each series."""
 
     def __init__(self, data: Data, prior: np.ndarray) -> None:
         super().__init__()
@@ -128,13 +128,13 @@ class Network(torch.nn.Module):
         hidden = torch.tanh(self.w1(x) + self.s1[series])
         hidden = torch.nn.functional.silu(self.w2(hidden) + self.s2[series])
         out = self.w3(hidden)
-        product = torch.exp(base + out[:, 0])
+        gemm = torch.exp(base + out[:, 0])
         quantize = torch.exp(self.launch[series]) + torch.exp(self.passes[series]) * bytes_ms
-        return torch.log(product + (bytes_ms > 0) * quantize), out[:, 1]
+        return torch.log(gemm + (bytes_ms > 0) * quantize), out[:, 1]
 
 
 def fit(data: Data, chosen: np.ndarray, prior: np.ndarray, known: np.ndarray, seed: int) -> Network:
-    """Minimise the Laplace likelihood: the median of errors, and their size."""
+    """Fit the Laplace likelihood: the median of the errors, and their size."""
     torch.manual_seed(seed)
     random = np.random.default_rng(seed)
     network = Network(data, prior)
@@ -149,7 +149,7 @@ def fit(data: Data, chosen: np.ndarray, prior: np.ndarray, known: np.ndarray, se
         x, base, bytes_ms, y = (each[index] for each in tensors)
         found, scale = network(x, series[index], base, bytes_ms)
         loss = ((found - y).abs() * torch.exp(-scale) + scale).mean()
-        loss = loss + (known_t * (network.passes - prior_t) ** 2).mean()  # quantizing alone was measured: stay near it
+        loss = loss + (known_t * (network.passes - prior_t) ** 2).mean()  # quantization alone was measured: stay near it
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
@@ -168,14 +168,14 @@ def predict(data: Data, networks: list[Network], index: np.ndarray) -> tuple[np.
 
 
 def errors_of(data: Data, network: Network, which: int) -> tuple[np.ndarray, np.ndarray]:
-    """Errors on a part that this network never saw, in units of its scale, and the series of each."""
+    """Errors on a part that was not used to fit this network, in units of its scale, and the series of each."""
     index = np.flatnonzero((data.rows.part == which).to_numpy())
     found, scale = predict(data, [network], index)
     return (data.y[index] - found) / np.exp(scale), data.rows.series.to_numpy()[index]
 
 
 def quantiles(errors: np.ndarray, series: np.ndarray) -> dict[int, tuple[float, float]]:
-    """Per series: where 90% of the errors lie. Few rows lean towards what all series have in common."""
+    """Per series: the interval that contains 90% of the errors. Series with few rows are shrunk towards all series together."""
     everyone = np.quantile(errors, [0.05, 0.95])
     found = {}
     for each in np.unique(series):
@@ -187,7 +187,7 @@ def quantiles(errors: np.ndarray, series: np.ndarray) -> dict[int, tuple[float, 
 
 
 def stored(network: Network) -> dict[str, dict[str, object]]:
-    """As the package reads it."""
+    """The coefficients in the format that the package reads."""
     arrays = {
         "w1": network.w1.weight.T, "b1": network.w1.bias, "s1": network.s1, "w2": network.w2.weight.T, "b2": network.w2.bias,
         "s2": network.s2, "w3": network.w3.weight.T, "b3": network.w3.bias,
@@ -196,7 +196,7 @@ def stored(network: Network) -> dict[str, dict[str, object]]:
 
 
 def main() -> None:
-    """Fit, calibrate, write, and hold against what was left out."""
+    """Fit, calibrate, write, and check on the held-out rows."""
     folder, began = Path(sys.argv[1]), time.time()
     torch.set_num_threads(2)
     data = Data(load(folder))
@@ -235,7 +235,7 @@ def main() -> None:
 
 
 def evaluate(data: Data, document: dict) -> None:
-    """Held-out error of every series, through the code that the package runs; fills in `held_out`."""
+    """Held-out error of every series, with the code of the package; fills in `held_out`."""
     from gemmscope.forecast.gemm import GemmModel
 
     model = GemmModel(read_coefficients(json.dumps(document), "what was just fitted"))

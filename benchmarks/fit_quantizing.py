@@ -1,14 +1,14 @@
-"""Fits how much slower quantizing is on other architectures than the H200's share of bandwidth would have it.
+"""Fits how much slower quantization is on other architectures than the H200's share of bandwidth implies.
 
     python benchmarks/fit_quantizing.py DATA_FOLDER
 
-DATA_FOLDER holds `quantize_times.parquet` (times of FP8 casts by GPU, library and size). Training's own kernels were measured on
-an H200 only (`training.toml`), so what is needed is a ratio: the same kernel and size on another chip, bandwidth set aside. Three
-kernels come near the memory's bandwidth on an H200, as training's do: the cast of torch's operators, vLLM's cast, and vLLM's cast
-with scales by row. torch's maximum reaches a quarter of it there, and says nothing of bandwidth: it is left out.
+DATA_FOLDER contains `quantize_times.parquet` (times of FP8 casts by GPU, library and size). The quantization kernels of training
+were measured on an H200 only (`training.toml`), so the fit needs a ratio: the time of the same kernel and size on another GPU,
+corrected for bandwidth. Three kernels come near the memory bandwidth on an H200, as those of training do: the cast of torch's
+operators, vLLM's cast, and vLLM's cast with scales by row. torch's maximum reaches a quarter of the bandwidth and is left out.
 
 Prints one line per architecture for `[quantize.slower]`: slower = 1 + excess / (1 + elements / half_at), fitted to the mean of
-the three, and how far they lie from it. Needs pandas, pyarrow and scipy.
+the three kernels, and their distance from it. Needs pandas, pyarrow and scipy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LEAST_ELEMENTS = 1e7  # smaller tensors are launches and caches
 
 
 def load(folder: Path) -> pd.DataFrame:
-    """Milliseconds of cast and whole (maximum and cast) by chip, library and size, without the launch."""
+    """Milliseconds of the cast and of maximum and cast together, by GPU, library and size, without the launch."""
     times = pd.read_parquet(folder / "quantize_times.parquet").astype({"system": str, "framework": str, "fw_version": str})
     times = times[times.fw_version == times.framework.map(NEWEST)]
     times["gpu"] = times.system.map(CHIPS)
@@ -42,12 +42,12 @@ def load(folder: Path) -> pd.DataFrame:
 
 
 def slower(elements: np.ndarray, excess: float, half_at: float) -> np.ndarray:
-    """The form that is fitted: long tensors reach what they reach on an H200."""
+    """The function that is fitted: long tensors reach the same share of bandwidth as on an H200."""
     return 1 + excess / (1 + elements / half_at)
 
 
 def ratios(table: pd.DataFrame, name: str) -> pd.DataFrame:
-    """By size (its octave's middle): each kernel's time over the H200's, if both had the same bandwidth."""
+    """By size (the middle of its octave): the time of each kernel over that on the H200, as if both had the same bandwidth."""
     measured_on = facts()["measured_on"]
     bandwidth = gpu(name).bandwidth_tbps / gpu(measured_on).bandwidth_tbps
     columns = {}
@@ -62,7 +62,7 @@ def ratios(table: pd.DataFrame, name: str) -> pd.DataFrame:
 
 
 def main() -> None:
-    """Fit each architecture over its chips."""
+    """Fit each architecture over its GPUs."""
     table = load(Path(sys.argv[1]))
     for architecture in ARCHITECTURES:
         chips = [name for name in CHIPS.values() if gpu(name).architecture == architecture]

@@ -1,4 +1,4 @@
-"""Writes the forecasts' part of docs/accuracy.md, from the coefficients, the held-out sample and the measured steps alone.
+"""Writes the part of docs/accuracy.md about forecasts, from the coefficients, the held-out sample and the measured steps alone.
 
 python benchmarks/forecast_accuracy.py
 """
@@ -30,30 +30,30 @@ from step_on_gpu import FORECASTS
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "docs/accuracy.md"
-HEAD = """# How far forecasts are off
+HEAD = """# Accuracy of forecasts
 
-Written by `python benchmarks/forecast_accuracy.py`; [forecast.md](forecast.md) says how forecasts are made.
+Written by `python benchmarks/forecast_accuracy.py`; [forecast.md](forecast.md) explains how forecasts are made.
 
-## Products of sizes that were never fitted
+## GEMMs of sizes that were not fitted
 
-A fifth of all (n, k) sites was kept out of fitting; these are the errors on them, through the code that ships. Goals: a median of
-at most 4%, a 90th percentile of at most 12%, and 85 to 95% of measured times inside the 90% error bar, for every GPU and format.
-The plain roofline is the larger of FLOPs over the published rate and bytes over the bandwidth. Times are those of
+A fifth of all (n, k) sites was held out of fitting; these are the errors on them, with the code that ships. Goals: a median of at
+most 4%, a 90th percentile of at most 12%, and 85 to 95% of measured times inside the 90% error bar, for every GPU and format. The
+plain roofline is the larger of FLOPs over the published rate and bytes over the bandwidth. Measured times come from
 ai-dynamo/aiconfigurator.
 
 """
-STEPS = """Nothing was fitted to these speedups; the clock's gain inside a step was chosen with the BF16 times in view.
+STEPS = """Nothing was fitted to these speedups; the increase of the clock inside a step was chosen with the BF16 times in view.
 
 From public measurements alone:
 
 """
 CALIBRATED = """
-With what `gemmscope calibrate` measured on another H200 (eight linears, two short steps; it ships, and forecasts of models on an
-H200 use it):
+With the calibration that `gemmscope calibrate` measured on another H200 (eight linears, two short steps; it ships with the
+package, and forecasts of models for an H200 use it):
 
 """
-AS_IF = """The series of the GPU are left out and its relatives stand in (the networks' shared weights did see it). Where the
-library or its version differs from that of the relative, that is part of the error.
+AS_IF = """The series of the GPU are left out, and those of related GPUs are used instead (the shared weights of the networks were
+fitted with it). Where the library or its version differs from that of the related GPU, this is part of the error.
 
 """
 
@@ -66,7 +66,7 @@ def table(columns: str, rows: list[str]) -> str:
 
 
 def held_out(coefficients: Coefficients) -> Iterator[str]:
-    """Per GPU and format, then every series."""
+    """Every series, then each GPU and format."""
     series = [
         " | ".join(
             [each.gpu, each.fmt, each.state, each.library, f"{each.held_out['rows']}", f"{each.held_out['median']:.1%}",
@@ -99,29 +99,29 @@ def sample() -> dict[tuple[str, str, str, str], np.ndarray]:
     return {key: np.array(values) for key, values in rows.items()}
 
 
-def errors(products: GemmModel, key: tuple[str, ...], rows: np.ndarray, library: str | None) -> tuple[np.ndarray, np.ndarray]:
-    """Relative errors, and whether each lies inside the bar."""
+def errors(gemms: GemmModel, key: tuple[str, ...], rows: np.ndarray, library: str | None) -> tuple[np.ndarray, np.ndarray]:
+    """Relative errors, and whether each lies inside its error bar."""
     m, k, n, measured = rows.T
-    found = products.time(gpu(key[0]), key[1], Shapes.of(m, k, n), "sustained" if key[2] == "sustained" else "burst", library)
+    found = gemms.time(gpu(key[0]), key[1], Shapes.of(m, k, n), "sustained" if key[2] == "sustained" else "burst", library)
     return found.total_ms / measured - 1, (measured >= found.low_ms) & (measured <= found.high_ms)
 
 
 def transfers(coefficients: Coefficients) -> Iterator[str]:
-    """As if a GPU had not been measured: its relatives stand in."""
+    """Errors if a GPU had not been measured, and related GPUs were used instead."""
     lines = []
     for key, rows in sample().items():
         others = tuple(each for each in coefficients.series if each.gpu != key[0])
-        products = GemmModel(replace(coefficients, series=others))
+        gemms = GemmModel(replace(coefficients, series=others))
         try:
-            basis = products.basis(gpu(key[0]), key[1], "sustained" if key[2] == "sustained" else "burst")
+            basis = gemms.basis(gpu(key[0]), key[1], "sustained" if key[2] == "sustained" else "burst")
         except UserError:
             continue
-        error, inside = errors(products, key, rows, None)
+        error, inside = errors(gemms, key, rows, None)
         what = " | ".join(key)
         source = f"{basis.series.gpu}, {basis.series.state}, {basis.series.library}"
         spread = f"{np.median(error):+.1%} | {np.median(np.abs(error)):.1%} | {np.quantile(np.abs(error), 0.9):.1%}"
         lines.append(f"{what} | {source} | {spread} | {inside.mean():.0%}")
-    yield table("GPU | format | state | library | stands on | bias | median | 90th percentile | inside the bar", lines)
+    yield table("GPU | format | state | library | based on | bias | median | 90th percentile | inside the bar", lines)
 
 
 def steps(measured: Adjustment | None) -> Iterator[str]:
@@ -150,7 +150,7 @@ def steps(measured: Adjustment | None) -> Iterator[str]:
 
 
 def training_steps() -> str:
-    """These steps from public measurements alone, and with what was measured on another H200."""
+    """These steps from public measurements alone, and with the calibration of another H200."""
     found = shipped("h200")
     assert found is not None
     return "".join([STEPS, *steps(None), CALIBRATED, *steps(found.adjustment(other_chip=True))])
@@ -159,13 +159,13 @@ def training_steps() -> str:
 def text(coefficients: Coefficients) -> str:
     """The whole page."""
     parts = [HEAD, *held_out(coefficients)]
-    parts += ["\n## GPUs and libraries as if they had not been measured\n\n", AS_IF, *transfers(coefficients)]
+    parts += ["\n## GPUs and libraries treated as not measured\n\n", AS_IF, *transfers(coefficients)]
     parts += ["\n## Training steps measured on an H200\n\n", training_steps()]
     return "".join(parts)
 
 
 def main() -> None:
-    """Write it."""
+    """Write the page."""
     before = OUT.read_text(encoding="utf-8").partition(FORECASTS)[0] if OUT.exists() else ""
     OUT.write_text(before + FORECASTS + "\n" + text(model().coefficients), encoding="utf-8")
     print(f"wrote {OUT}")

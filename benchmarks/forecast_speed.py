@@ -1,4 +1,4 @@
-"""How fast forecasts are: 10,000 different models in every precision, and one from the prompt.
+"""Measures the speed of forecasts: 10,000 different models in every precision, and single commands.
 
 Goals on a two-core machine: 10,000 configurations in under 10 s, one command in under 1 s.
 """
@@ -18,14 +18,14 @@ MODEL = "--preset llama-3.1-8b --micro-batch-size 1 --sequence-length 8192"
 
 
 def seconds(options: str) -> float:
-    """What one command takes, from the prompt and back."""
+    """Wall time of one command."""
     begin = time.perf_counter()
     subprocess.run([*FORECAST, *options.split()], capture_output=True, check=True)
     return time.perf_counter() - begin
 
 
 def main() -> None:
-    """Every product of the plane is another one, in six precisions."""
+    """Time a sweep whose GEMMs all differ, in six precisions, and single forecasts."""
     print(f"a sweep of 100 x 100: {seconds(f'{SWEEP} {PLANE}'):.2f} s")
     for chips in ("h200", "b300,b200,h200"):
         times = [seconds(f"{MODEL} --gpu {chips}") for _ in range(ROUNDS)]

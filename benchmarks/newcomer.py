@@ -1,6 +1,6 @@
-"""A newcomer's first minutes, on an installed gemmscope: `python benchmarks/newcomer.py .venv/bin/gemmscope`.
+"""Tries the first commands of a new user with an installed gemmscope: `python benchmarks/newcomer.py .venv/bin/gemmscope`.
 
-Runs shapes, a forecast and its report in an empty folder, says how long each took, and that torch was not brought along.
+Runs shapes, a forecast and its report in an empty folder, prints how long each took, and checks that torch was not installed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COMMANDS = (
 
 
 def main() -> None:
-    """Any failure ends it."""
+    """Run every command; any failure ends the script."""
     program = str(Path(sys.argv[1]).absolute())
     python = Path(program).parent / "python"
     with tempfile.TemporaryDirectory() as folder:

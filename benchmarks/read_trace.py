@@ -1,9 +1,9 @@
-"""How long a large trace takes to read and explain, and how much memory, against parsing the same file with `json.load`.
+"""Measures time and memory to read and explain a large trace, compared with parsing the same file with `json.load`.
 
     python benchmarks/read_trace.py [MEGABYTES] [docs/measured/explain.md]
 
 The trace is a recorded one, repeated with later times and other ids until it is large enough, in the layout that the profiler
-writes, with the Python frames that `with_stack=True` adds. Each side runs in a process of its own.
+writes, with the Python frames that `with_stack=True` adds. The two sides run in separate processes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ print(json.dumps([whole, whole, resource.getrusage(resource.RUSAGE_SELF).ru_maxr
 
 
 def grow(target: Path, megabytes: int) -> int:
-    """Write the trace; gives its bytes."""
+    """Write the trace; returns its size in bytes."""
     raw: dict[str, Any] = json.loads(gzip.decompress(RECORDED.read_bytes()))
     events = [event for event in raw.pop("traceEvents") if event["ph"] == "X"]
     first = min(event["ts"] for event in events)
@@ -59,7 +59,7 @@ def grow(target: Path, megabytes: int) -> int:
 
 
 def _text(event: dict[str, Any], copy: int, later: float, steps: int) -> str:
-    """One event with other ids, as the profiler lays it out; operators come with the frames that called them."""
+    """One event with other ids, in the layout of the profiler; operators have the frames that called them."""
     arguments = dict(event.get("args", {}))
     for key in ("External id", "correlation", "Sequence number"):
         if key in arguments:
@@ -77,19 +77,19 @@ def _text(event: dict[str, Any], copy: int, later: float, steps: int) -> str:
 
 
 def measure(code: str, path: Path) -> list[Any]:
-    """Seconds to read, in all, peak memory in KiB, events, steps, and the verdict."""
+    """Seconds to read, total seconds, peak memory in KiB, events, steps, and the verdict."""
     child = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
     found: list[Any] = json.loads(child.stdout)
     return found
 
 
 def main() -> None:
-    """Grow, measure both, say it."""
+    """Write the trace, measure both sides, print the table."""
     megabytes = int(sys.argv[1]) if len(sys.argv) > 1 else 300
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         size = grow(path, megabytes) / 1e6
-        read, whole, memory, count, steps, words = measure(EXPLAIN, path)
+        read, whole, memory, count, steps, verdict = measure(EXPLAIN, path)
         _, plain, plain_memory, *_ = measure(PLAIN, path)
     lines = [
         "# Reading a large trace",
@@ -104,7 +104,7 @@ def main() -> None:
         f"| `json.load` of the same file | {plain:.1f} | {plain_memory / 1024:.0f} MiB |",
         f"| ratio of explain to `json.load` | {whole / plain:.2f} | {memory / plain_memory:.2f} |",
         "",
-        f"Its verdict: {words}.",
+        f"Its verdict: {verdict}",
     ]
     print("\n".join(lines))
     if len(sys.argv) > 2:

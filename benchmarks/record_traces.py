@@ -1,9 +1,9 @@
-"""Records traces of real training steps, each made to suffer from one cause on purpose, for `gemmscope explain` to find.
+"""Records traces of real training steps, each with one problem on purpose, for `gemmscope explain` to find.
 
     python benchmarks/record_traces.py FOLDER            # on a GPU with Transformer Engine and torchao
-    python benchmarks/record_traces.py FOLDER --dry      # a CPU, plain PyTorch and tiny sizes: does the script itself work?
+    python benchmarks/record_traces.py FOLDER --dry      # on a CPU, with plain PyTorch and tiny sizes, to test the script itself
 
-Cases run one after the other in a process of their own that is started again when one of them takes it down.
+Cases run one after the other in a separate process, which is started again when a case ends it.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def build(case: Case, device: str) -> Any:
 
 
 def record(name: str, case: Case, target: Path, device: str) -> None:
-    """Train a few steps, and record two of them."""
+    """Train a few steps and record two of them."""
     import torch
     from torch.nn import functional
 
@@ -287,7 +287,7 @@ def record(name: str, case: Case, target: Path, device: str) -> None:
 
 
 def work(names: list[str], folder: Path, dry: bool) -> None:
-    """In the process of its own: one case after the other, each failing alone."""
+    """Run the cases one after the other in this process; a failure ends only its own case."""
     import torch
 
     device = "cpu" if dry else "cuda"
@@ -329,7 +329,7 @@ def _clock(*arguments: str) -> None:
 
 
 def main() -> None:
-    """Start the working process, and start it again after the case that killed it."""
+    """Start the worker process, and start it again after a case that ended it."""
     folder, dry = Path(sys.argv[1]), "--dry" in sys.argv
     chosen = [name for name in sys.argv[2:] if name in CASES]
     if "--work" in sys.argv:

@@ -1,4 +1,4 @@
-"""How long a user waits: medians of whole processes, beside Python's own start-up, all in one run.
+"""Measures start-up time: medians of whole processes, compared with that of Python itself in the same run.
 
 Goals on a two-core machine: `gemmscope --help` under 0.3 s, `gemmscope shapes --preset …` under 0.6 s.
 """
@@ -33,7 +33,7 @@ def seconds(arguments: list[str]) -> float:
 
 
 def main() -> None:
-    """Interleave the commands, so that a busy moment hits all alike."""
+    """Interleave the commands, so that a busy moment affects all of them."""
     samples: dict[str, list[float]] = {name: [] for name in COMMANDS}
     for _ in range(ROUNDS):
         for name, arguments in COMMANDS.items():

@@ -4,8 +4,8 @@
 
 STEPS.json holds measured steps: {"models": {name: {"config": {sizes}, backend: {recipe: {"median_ms": …}}}}}. Every model is
 predicted from a stack that holds the weights of at most four layers, and verified in the same run. The second file keeps the
-results; the third is made from it, so that models and backends can be run one by one. A minute and a half for each; torchao
-compiles for as long again.
+results; the third is generated from it, so that models and backends can be run one by one. One run takes a minute and a half;
+with torchao twice as long, because it compiles.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from gemmscope.document.build import document
+from gemmscope.findings import Finding, finding
+from gemmscope.measure.kernels import CAST_SHARE
 from gemmscope.results.step import StepResult
 
 
@@ -46,7 +48,7 @@ NAMES = {"FP8Tensorwise": "tensorwise", "FP8Rowwise": "rowwise"}  # of torchao's
 
 
 def summary(run: StepResult, model: dict[str, Any], backend: str) -> dict[str, Any]:
-    """What is kept of one model's run."""
+    """The part of a model's result that is kept."""
     real = {name.replace("bf16", "BF16"): measured["median_ms"] for name, measured in model.get(backend, {}).items()}
     base = statistics.mean([real["BF16"], real.get("BF16_again", real["BF16"])]) if real else None
     kept = {}
@@ -57,7 +59,7 @@ def summary(run: StepResult, model: dict[str, Any], backend: str) -> dict[str, A
                 "predicted": {key: round(value, 4) for key, value in asdict(each.speedup).items()},
                 "before": round(base / before, 4) if base and before else None,
                 "real": round(each.verified.actual.value, 4) if each.verified else None,
-                "verdict": each.verdict.text if each.verdict else "",
+                "verdict": _kept_finding(each.verdict) if each.verdict else None,
             }
     named = min((each.named_share for each in run.step.recipes if each.named_share is not None), default=0.0)
     advice = document(run).advice
@@ -68,11 +70,27 @@ def summary(run: StepResult, model: dict[str, Any], backend: str) -> dict[str, A
     }  # fmt: skip
 
 
-HOST_BOUND = ("gpt1b_l16",)  # partly: another machine's host is no truth for this one
+def _kept_finding(verdict: Finding) -> dict[str, Any]:
+    """Code and facts of a verdict; its sentence is written with the page."""
+    return {"code": verdict.code, "facts": dict(verdict.facts)}
+
+
+def verdict_text(verdict: dict[str, Any] | None) -> str:
+    """The sentence of a kept verdict; `FUSED` marks estimates of fused casts."""
+    if verdict is None:
+        return ""
+    return finding(verdict["code"], **verdict["facts"]).text + (f" {FUSED}" if verdict["facts"].get("fused_casts") else "")
+
+
+FUSED = "(1)"
+FUSED_NOTE = (
+    f"{FUSED} Of kernels that fuse a cast with a norm or an activation, {CAST_SHARE:.0%} of the time is counted as quantization."
+)
+HOST_BOUND = ("gpt1b_l16",)  # partly: the CPU of another machine launches at another speed
 
 
 def _errors(models: dict[str, Any], truth: str, *, own: Sequence[str] = ()) -> list[float]:
-    """Of every case against that truth; of the models in `own` against the real model of the same run."""
+    """Errors of every case relative to that truth; for the models in `own`, relative to the real model of the same run."""
     every = [
         (each["predicted"]["value"], each["real" if name in own else truth])
         for name, model in models.items()
@@ -87,20 +105,20 @@ def _in_words(errors: list[float]) -> str:
 
 
 def markdown(kept: dict[str, Any]) -> str:
-    """The page, of {backend: {model: summary}}."""
+    """The page, from {backend: {model: summary}}."""
     some = next(iter(next(iter(kept.values())).values()))
     versions = {key: value for models in kept.values() for model in models.values() for key, value in model["versions"].items()}
     lines = [
-        "# Predicted against real training steps",
+        "# Predicted and real training steps",
         "",
         f"Written by `benchmarks/step_on_gpu.py` on {some['device']}, "
         f"{', '.join(f'{key} {value}' for key, value in versions.items())}, driver {some['driver']}.",
         "",
-        "The speedup of the training step over BF16, predicted from a stack that holds the weights of at most four layers; then "
-        "the real model at its full depth, run right after it (`--verify`); and the same models measured earlier on another "
-        "machine with a script of its own, whose layers and optimizer are the same and whose numbers were not used. "
-        "gpt1b_l16 is partly host-bound: there another machine's host is no truth for this one. Of the other machine's torchao "
-        "layers no more is known than that they are compiled norms and linears.",
+        "Each row is the speedup of a training step over BF16. *Predicted* comes from a stack that holds the weights of at most "
+        "four layers. *Real* is the model at its full depth, run right after the prediction (`--verify`). *Other machine* is the "
+        "same model measured earlier on another machine by an independent script with the same layers and optimizer; these "
+        "numbers were not used for the prediction. gpt1b_l16 is partly host-bound, so the CPU of the other machine affects its "
+        "speedup. Of the torchao layers on the other machine we know only that they are compiled norms and linears.",
     ]
     for backend, models in kept.items():
         lines += ["", f"## {backend}", *_section(models)]
@@ -113,9 +131,9 @@ def _section(models: dict[str, Any]) -> list[str]:
     fair = _errors(models, "before", own=own)
     lines = [
         "",
-        *([f"* against the real model in the same run: {_in_words(same)}"] if same else []),
-        *([f"* against the other machine: {_in_words(before)}"] if before else []),
-        *([f"* the same, {', '.join(own)} against the real model in the same run: {_in_words(fair)}"] if own else []),
+        *([f"* compared with the real model in the same run: {_in_words(same)}"] if same else []),
+        *([f"* compared with the other machine: {_in_words(before)}"] if before else []),
+        *([f"* the same, but {', '.join(own)} compared with the real model in the same run: {_in_words(fair)}"] if own else []),
         "",
         "| model | recipe | predicted [95%] | real | error | other machine | error | why |",
         "| --- | --- | --- | ---: | ---: | ---: | ---: | --- |",
@@ -126,8 +144,11 @@ def _section(models: dict[str, Any]) -> list[str]:
             cells = [name, recipe, f"{found['value']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"]
             for truth in (each["real"], each["before"]):
                 cells += [f"{truth:.3f}", f"{found['value'] / truth - 1:+.1%}"] if truth else ["", ""]
-            lines.append(f"| {' | '.join([*cells, each['verdict']])} |")
-    lines += ["", "| model | predicting takes | verifying | GPU time named | recommended |", "| --- | ---: | ---: | ---: | --- |"]
+            lines.append(f"| {' | '.join([*cells, verdict_text(each['verdict'])])} |")
+    if any(FUSED in line for line in lines):
+        lines += ["", FUSED_NOTE]
+    heads = "| model | predicting took | verifying took | GPU time in known kernels | recommendation |"
+    lines += ["", heads, "| --- | ---: | ---: | ---: | --- |"]
     for name, model in models.items():
         took = [f"{model['seconds'][what]:.0f} s" if what in model["seconds"] else "" for what in ("predicting", "verifying")]
         lines.append(f"| {name} | {took[0]} | {took[1]} | {model['named']:.1%} | {model['recommended']} |")
@@ -138,29 +159,29 @@ FORECASTS = "\n<!-- forecasts: what follows is written by benchmarks/forecast_ac
 
 
 def write_page(path: Path, text: str) -> None:
-    """The part of the page that is about steps; the forecasts' part stays."""
+    """Write the part of the page that is about steps; the part about forecasts stays."""
     _, mark, forecasts = (path.read_text(encoding="utf-8") if path.exists() else "").partition(FORECASTS)
     path.write_text(text + mark + forecasts, encoding="utf-8")
 
 
 def main() -> None:
-    """Every model; the files are written anew after each, so that nothing is lost."""
+    """Run every model. The files are written after each one, so that nothing is lost."""
     parser = argparse.ArgumentParser()
     parser.add_argument("steps", type=Path)
     parser.add_argument("kept", type=Path)
     parser.add_argument("page", type=Path)
     parser.add_argument("--backend", default="transformer_engine")
     parser.add_argument("models", nargs="*")
-    asked = parser.parse_intermixed_args()
-    truth = json.loads(asked.steps.read_text())["models"]
-    kept = json.loads(asked.kept.read_text()) if asked.kept.exists() else {}
-    for name in asked.models or truth:
-        run = step(truth[name]["config"], "--verify", "--backend", asked.backend)
+    arguments = parser.parse_intermixed_args()
+    truth = json.loads(arguments.steps.read_text())["models"]
+    kept = json.loads(arguments.kept.read_text()) if arguments.kept.exists() else {}
+    for name in arguments.models or truth:
+        run = step(truth[name]["config"], "--verify", "--backend", arguments.backend)
         if run is not None:
-            kept.setdefault(asked.backend, {})[name] = summary(run, truth[name], asked.backend)
-            asked.kept.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-            write_page(asked.page, markdown(kept))
-    print(asked.page.read_text() if asked.page.exists() else "nothing was measured")
+            kept.setdefault(arguments.backend, {})[name] = summary(run, truth[name], arguments.backend)
+            arguments.kept.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+            write_page(arguments.page, markdown(kept))
+    print(arguments.page.read_text() if arguments.page.exists() else "nothing was measured")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from gemmscope.findings import catalog
 
 
 def findings() -> str:
-    """Every code with its level and its sentence; facts stand in braces."""
+    """Every code with its level and its sentence; facts are in braces."""
     lines = ["| code | level | sentence |", "| --- | --- | --- |"]
     for code, entry in sorted(catalog().items()):
         sentence = in_shell(entry["text"]).replace("|", "\\|")

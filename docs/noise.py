@@ -1,4 +1,4 @@
-"""How far measurements on an H200 repeat: the numbers of `bench.md`, from what was recorded there."""
+"""How well measurements on an H200 repeat: the numbers of `bench.md`, from recorded runs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ LENGTHS_MS = (300, 450, 600, 750)
 
 
 def repeats() -> str:
-    """Of each pair of runs in a row, the speedup of all linears that moved most."""
+    """For each pair of consecutive runs, the largest change of a speedup of all linears."""
     sittings = json.loads((DOCS / "measured" / "h200_repeats.json").read_text())["sittings"]
-    rows = ["| bursts | runs in a row | the speedup that moved most, from each run to the next |", "| --- | ---: | --- |"]
+    rows = ["| bursts | consecutive runs | largest change of a speedup, from each run to the next |", "| --- | ---: | --- |"]
     for sitting in sittings:
         moved = [max(abs(after[name] / before[name] - 1) for name in before) for before, after in pairwise(sitting["runs"])]
         rows.append(f"| {sitting['bursts']} | {len(sitting['runs'])} | {', '.join(f'{each:.2%}' for each in moved)} |")
@@ -27,13 +27,13 @@ def repeats() -> str:
 
 
 def lengths() -> str:
-    """How much the means of bursts of one thing on one machine vary, by how much of each burst is looked at."""
-    rows = ["| seconds of each burst | its mean varies by |", "| ---: | ---: |"]
+    """How much the mean of a burst varies between bursts of one task on one machine, by the length that is used."""
+    rows = ["| seconds of each burst | standard deviation of its mean |", "| ---: | ---: |"]
     return "\n".join([*rows, *(f"| {each / 1000:g} | {varies_by(each):.2%} |" for each in LENGTHS_MS)])
 
 
 def varies_by(length_ms: float) -> float:
-    """The relative standard deviation, of all machines and things together."""
+    """The relative standard deviation, over all machines and tasks."""
     squares = freedom = 0.0
     for runs in MACHINES:
         for name in runs[0]:

@@ -1,9 +1,9 @@
-"""Writes the output blocks of the documentation anew: `make pictures`. A test fails when one is stale.
+"""Renews the generated blocks of the documentation: `make pictures`. A test fails when one is stale.
 
-A block behind a line `<!-- output: NAME -->` is text made from recorded data. A block between `<!-- made: NAME -->` and
-`<!-- /made -->` is Markdown, made from recorded data, forecasts or tables of facts (`worked_example.py` and the like). A
-block between `<!-- prints: COMMAND -->` and `<!-- /prints -->` is what the command prints now; `<!-- from: WORDS -->` below the
-first mark shows only the table whose title holds these words.
+A block after a line `<!-- output: NAME -->` is text generated from recorded data. A block between `<!-- made: NAME -->` and
+`<!-- /made -->` is Markdown generated from recorded data, forecasts or tables of facts (`worked_example.py` and the like). A
+block between `<!-- prints: COMMAND -->` and `<!-- /prints -->` is the current output of the command; with
+`<!-- from: WORDS -->` below the first mark, only the table whose title contains these words.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ import finding_table  # noqa: E402
 import noise  # noqa: E402
 import recipe_tables  # noqa: E402
 import worked_example  # noqa: E402
-from support.step_files import recorded_step  # noqa: E402
 
 
 def step() -> str:
     """The recorded Llama step as the command prints it."""
-    return _tidy(terminal.text(document(recorded_step("llama8b")), detail=False))
+    return _tidy(terminal.text(document(worked_example.llama_step()), detail=False))
 
 
 def bench() -> str:
@@ -64,7 +63,7 @@ MARKED = re.compile(r"(<!-- made: (?P<name>.*?) -->\n).*?(<!-- /made -->)", flag
 
 
 def renewed(page: str) -> str:
-    """A page with its blocks as they are now."""
+    """The page with all generated blocks renewed."""
     for name, make in BLOCKS.items():
         pattern = rf"(<!-- output: {name} -->\n```\n).*?(\n```)"
         found = re.search(pattern, page, flags=re.DOTALL)
@@ -93,7 +92,7 @@ def _printed(command: str) -> str:
 
 
 def _table(printed: str, words: str) -> str:
-    """From the line that holds the words: a title, the blank line of its table, and the table."""
+    """The table whose title contains the words, with its title."""
     lines = printed.splitlines()
     first = next(index for index, line in enumerate(lines) if words in line)
     last = next((index for index in range(first + 2, len(lines)) if not lines[index]), len(lines))
@@ -101,7 +100,7 @@ def _table(printed: str, words: str) -> str:
 
 
 def main() -> None:
-    """All pages."""
+    """Renew all pages."""
     for path in PAGES:
         path.write_text(renewed(path.read_text(encoding="utf-8")), encoding="utf-8")
 

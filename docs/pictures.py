@@ -1,4 +1,4 @@
-"""Draws the pictures of the documentation from real output: `make pictures`. A test fails when words in one are stale."""
+"""Draws the figures of the documentation from real output: `make pictures`. A test fails when the text in one is stale."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from gemmscope.writers.figure import save_figure, save_figures
 IMAGES = Path(__file__).parent / "images"
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "tests")]
 import worked_example  # noqa: E402
-from support.step_files import recorded_step  # noqa: E402
 
 COMMAND = "gemmscope shapes --preset qwen3-30b-a3b --micro-batch-size 4 --sequence-length 4096 --tp 2 --sequence-parallel --ep 8"
 
 
 def draw_shapes(path: Path) -> None:
-    """What the command prints, as a picture of a terminal."""
+    """The output of the command, as a picture of a terminal."""
     job = gs.load("qwen3-30b-a3b").on(micro_batch_size=4, sequence_length=4096, tp=2, sequence_parallel=True, ep=8)
     console = Console(record=True, width=100, highlight=False, file=io.StringIO())
     console.print(f"[bold green]$[/] {COMMAND}", soft_wrap=False)
@@ -35,9 +34,9 @@ def draw_shapes(path: Path) -> None:
 
 
 def draw_step(path: Path) -> None:
-    """What `gemmscope report --figures` draws of a step recorded on an H200."""
+    """The waterfall that `gemmscope report --figures` draws of a step recorded on an H200."""
     with tempfile.TemporaryDirectory() as name:
-        save_figures([document(recorded_step("llama8b"))], Path(name))
+        save_figures([document(worked_example.llama_step())], Path(name))
         path.write_bytes((Path(name) / "waterfall.svg").read_bytes())
 
 
@@ -52,13 +51,13 @@ DRAWN: dict[str, Callable[[Path], None]] = {
 
 
 def words(svg: str) -> list[str]:
-    """What can be read in a picture. Where lines run, and the numbers along axes, are the business of whatever drew it."""
+    """The text in a figure, without the numbers along the axes."""
     found = [html.unescape(text) for text in re.findall(r">([^<>]*[^<>\s][^<>]*)</(?:text|tspan)>", svg)]
     return [text for text in found if re.search(r"[^\d.\s]", text)]
 
 
 def main() -> None:
-    """All of them."""
+    """Draw all figures."""
     for name, draw in DRAWN.items():
         draw(IMAGES / name)
 

@@ -1,4 +1,4 @@
-"""The tables of `recipes.md`, made from `src/gemmscope/recipe/`: a recipe that is added there appears here."""
+"""The tables of `recipes.md`, generated from `src/gemmscope/recipe/`: a recipe that is added there appears here."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ FORMATS = {"bf16": "BF16", "e4m3": "E4M3", "e5m2": "E5M2", "e2m1": "E2M1"}
 
 
 def on_gpus() -> list[Recipe]:
-    """All recipes but those of machines without a GPU."""
+    """All recipes that run on a GPU."""
     return [each for each in recipes().values() if set(each.backends) & set(ON_GPU)]
 
 
 def where() -> str:
-    """Which architecture runs which recipe; below the table, the reasons and reservations."""
+    """Which architecture runs which recipe; below the table, the reasons and restrictions."""
     names = architectures()
     rows = [[each.name, *(_answer(_on(each, chip)) for chip in names)] for each in on_gpus()]
     table = _table(["recipe", *(f"{name}, {chip}" for chip, name in names.items())], rows)
     return "\n".join([table, "", *(f"* {line}" for line in _reasons())])
 
 
-def _on(asked: Recipe, chip: str) -> Support:
+def _on(recipe: Recipe, chip: str) -> Support:
     major, minor = chip.split(".")
-    return support(asked.name, (int(major), int(minor)))
+    return support(recipe.name, (int(major), int(minor)))
 
 
 def _answer(found: Support) -> str:
-    return "no" if not found.runs else "emulated" if found.words else "yes"
+    return "no" if not found.runs else "emulated" if found.note else "yes"
 
 
 def _reasons() -> list[str]:
-    """Each reason once, with the recipes and architectures that it is about."""
+    """Each reason once, with its recipes and architectures."""
     about: dict[str, dict[str, list[str]]] = {}
     for each in on_gpus():
         for chip in architectures():
-            words = _on(each, chip).words
-            if words:
-                about.setdefault(words, {}).setdefault(each.name, []).append(chip)
+            note = _on(each, chip).note
+            if note:
+                about.setdefault(note, {}).setdefault(each.name, []).append(chip)
     lines = []
-    for words, names in about.items():
+    for note, names in about.items():
         chips = dict.fromkeys(chip for of_recipe in names.values() for chip in of_recipe)
-        lines.append(f"{', '.join(names)} on {', '.join(chips)}: {words}.")
+        lines.append(f"{', '.join(names)} on {', '.join(chips)}: {note}.")
     return lines
 
 
 def backends() -> str:
-    """What each backend calls a recipe, and the flags of Megatron-LM."""
+    """The name of each recipe in each backend, and the flags of Megatron-LM."""
     rows = []
     for each in on_gpus():
         cells = [_name_in(each, backend) if backend in each.backends else "" for backend in ON_GPU]
@@ -59,8 +59,8 @@ def backends() -> str:
     return _table(["recipe", *(f"`{name}`" for name in ON_GPU), "Megatron-LM"], rows)
 
 
-def _name_in(asked: Recipe, backend: str) -> str:
-    facts = asked.settings.get(backend, {})
+def _name_in(recipe: Recipe, backend: str) -> str:
+    facts = recipe.settings.get(backend, {})
     if backend in GEMMS_ONLY:
         return "GEMMs only"
     if "config" in facts:
@@ -71,7 +71,7 @@ def _name_in(asked: Recipe, backend: str) -> str:
 
 
 def operands() -> str:
-    """What each pass multiplies, how it is scaled, and what sizes must be."""
+    """The formats of the inputs of each pass, their scales, and the alignment of sizes."""
     rows = []
     for each in on_gpus():
         passes = ("·".join(FORMATS.get(name, name.upper()) for name in each.operands[which]) for which in PASSES)
@@ -79,19 +79,19 @@ def operands() -> str:
     return _table(["recipe", *PASSES, "what it is", "sizes a multiple of"], rows)
 
 
-def _multiple(asked: Recipe) -> str:
-    """Of tokens, input and output features; a backend that asks for more is named."""
-    more = [f"{backend}: {asked.settings[backend]['multiple_of']}" for backend in _with(asked, "multiple_of")]
-    own = str(asked.multiple_of) if asked.multiple_of > 1 else "any"
+def _multiple(recipe: Recipe) -> str:
+    """The multiple for tokens, input and output features; backends that need a larger one are named."""
+    more = [f"{backend}: {recipe.settings[backend]['multiple_of']}" for backend in _with(recipe, "multiple_of")]
+    own = str(recipe.multiple_of) if recipe.multiple_of > 1 else "any"
     return "; ".join([own, *more])
 
 
-def _with(asked: Recipe, fact: str) -> list[str]:
-    return [backend for backend in asked.backends if fact in asked.settings.get(backend, {})]
+def _with(recipe: Recipe, fact: str) -> list[str]:
+    return [backend for backend in recipe.backends if fact in recipe.settings.get(backend, {})]
 
 
 def quantized() -> str:
-    """How often tensors are cast, and what that moves and keeps."""
+    """How often tensors are cast, and the bytes that this moves and keeps."""
     rows = [
         [
             each.name,
@@ -104,19 +104,23 @@ def quantized() -> str:
         for each in on_gpus()
         if each.quantizes
     ]
-    columns = ["recipe", "X, W and dY are cast", "bytes read + written", "copies of W", "kept of X", "run on"]
+    columns = ["recipe", "X, W and dY are cast", "bytes read + written", "copies of W", "kept from X", "run on"]
     return _table(columns, rows)
 
 
-def _casts(asked: Recipe) -> str:
-    """Transformer Engine casts once for both directions; others say themselves."""
-    words = {}
-    for backend in asked.backends:
+PER_GEMM = {"per product": "per GEMM"}
+
+
+def _casts(recipe: Recipe) -> str:
+    """How often each backend casts; the backends are named where they differ."""
+    casts = {}
+    for backend in recipe.backends:
         if backend not in GEMMS_ONLY:
-            words[backend] = asked.settings[backend].get("casts", "once")
-    if len(set(words.values())) == 1:
-        return next(iter(words.values()))
-    return "; ".join(f"{backend}: {how}" for backend, how in words.items())
+            often = recipe.settings[backend].get("casts", "once")
+            casts[backend] = PER_GEMM.get(often, often)
+    if len(set(casts.values())) == 1:
+        return next(iter(casts.values()))
+    return "; ".join(f"{backend}: {often}" for backend, often in casts.items())
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -1,6 +1,6 @@
-"""The worked example of the documentation (hidden 4096, intermediate 16384, 32 heads, 24 layers, 31 x 512 tokens): its numbers.
+"""Numbers of the worked example of the documentation: hidden 4096, intermediate 16384, 32 heads, 24 layers, 31 x 512 tokens.
 
-Measured numbers are those of a bench recorded on an H200; the others are forecasts. `outputs.py` writes the tables and sentences of
+Measured numbers come from a bench recorded on an H200; the others are forecasts. `outputs.py` writes the tables and sentences of
 this file into the pages, `pictures.py` draws its figures.
 """
 
@@ -18,12 +18,14 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MultipleLocator
 
 import gemmscope as gs
-from gemmscope.document.linears import modes_table
+from gemmscope.document.linears import linears_sections
+from gemmscope.document.table import Table
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.forecast import ForecastResult
 from gemmscope.results.linears import Linears
+from gemmscope.results.step import StepResult
 from gemmscope.toml import parse_toml
 from gemmscope.units import ends, speedup
 from gemmscope.workload.cases import MODES, Mode
@@ -32,8 +34,10 @@ from gemmscope.writers.markdown import pipe_table
 from gemmscope.writers.panels import CLEAR, COLORS, DARK, REST, lighter
 
 DOCS = Path(__file__).parent
-sys.path.insert(0, str(DOCS.parent / "tests"))
+sys.path[:0] = [str(DOCS.parent / "tests"), str(DOCS.parent / "benchmarks")]
+from step_on_gpu import verdict_text  # noqa: E402
 from support.run_files import recorded_bench  # noqa: E402
+from support.step_files import recorded_step  # noqa: E402
 
 BLACKWELL = {"b300": "B300", "b200": "B200"}
 SIZES = {"hidden_size": 4096, "intermediate_size": 16384, "num_attention_heads": 32, "num_hidden_layers": 24}
@@ -42,13 +46,23 @@ STEP = "codon5b_l8"  # the same layers, eight of them, as a training step
 
 @cache
 def bench() -> BenchResult:
-    """On an H200, measured."""
+    """The bench recorded on an H200."""
     return recorded_bench("first")
 
 
 @cache
+def llama_step() -> StepResult:
+    """Eight layers of Llama-3.1-8B's shape recorded on an H200, without the cost and the observed speedup of the tests."""
+    result = recorded_step("llama8b")
+    recipes = tuple(time.model_copy(update={"cost": None}) for time in result.step.recipes)
+    findings = tuple(found for found in result.findings if not found.code.startswith("observed-"))
+    step = result.step.model_copy(update={"recipes": recipes})
+    return result.model_copy(update={"step": step, "findings": findings, "observed_speedup": None})
+
+
+@cache
 def forecast(*gpus: str) -> ForecastResult:
-    """On GPUs that were not at hand."""
+    """The forecast for these GPUs."""
     return gs.load(**SIZES).on(micro_batch_size=31, sequence_length=512).forecast(*gpus)
 
 
@@ -70,28 +84,34 @@ def steps() -> dict[str, Any]:
     return found
 
 
+def modes_table(linears: Linears) -> Table:
+    """The table of the short view: all linears in every recipe, autocast beside pre-quantized."""
+    blocks = [block for section in linears_sections(linears) for block in section.blocks]
+    return next(block for block in blocks if isinstance(block, Table) and block.main)
+
+
 # --- tables and sentences ----------------------------------------------------------------------------------------------
 
 
 def h200_table() -> str:
-    """What was measured, both modes."""
+    """Measured speedups, both modes."""
     return pipe_table(modes_table(measured()))
 
 
 def blackwell_tables() -> str:
-    """What is forecast, both modes, GPU by GPU."""
+    """Forecast speedups, both modes, one table for each GPU."""
     return "\n\n".join(
         f"{title}, FORECAST:\n\n{pipe_table(modes_table(forecast_linears(gpu)))}" for gpu, title in BLACKWELL.items()
     )
 
 
 def conclusions() -> str:
-    """What follows, in sentences that hold for the current numbers."""
+    """Conclusions, as sentences made from the current numbers."""
     linears, step = measured(), steps()
     (best, gain), (raw, hardware) = (_best(linears, mode) for mode in MODES)
     block, block_gemms = (_speedup(linears, "FP8Block", mode) for mode in MODES)
     lines = [
-        f"**On an H200: {best}.** The linears run {gain.value:.2f}x as fast as in {BASELINE}; the GEMMs alone reach "
+        f"**On an H200: {best}.** The linears reach a speedup of {gain.value:.2f}x over {BASELINE}; the GEMMs alone reach "
         f"{hardware.value:.2f}x ({raw}). FP8Block reaches {block.value:.2f}x, because its GEMMs alone reach only "
         f"{block_gemms.value:.2f}x.",
         *(_blackwell_sentence(gpu, title) for gpu, title in BLACKWELL.items()),
@@ -139,7 +159,7 @@ def _speedup(linears: Linears, name: str, mode: Mode) -> Interval:
 
 
 def side_by_side() -> str:
-    """The tutorial's table: what was measured on the H200 beside what is forecast for it and for a B300."""
+    """The tutorial's table: measured on the H200, forecast for the H200 and forecast for a B300, side by side."""
     h200, b300 = forecast_linears("h200"), forecast_linears("b300")
     lines = [
         "| recipe | mode | H200, measured [95%] | H200, FORECAST [90%] | B300, FORECAST [90%] |",
@@ -185,12 +205,14 @@ def step_table() -> str:
     lines = ["| recipe | predicted [95%] | real | why less than the GEMMs |", "| --- | --- | ---: | --- |"]
     for name, each in steps().items():
         predicted = Interval(**each["predicted"])
-        lines.append(f"| {name} | {predicted.value:.3f} {ends(predicted)} | {each['real']:.3f} | {each['verdict']} |")
+        lines.append(
+            f"| {name} | {predicted.value:.3f} {ends(predicted)} | {each['real']:.3f} | {verdict_text(each['verdict'])} |"
+        )
     return "\n".join(lines)
 
 
 def published() -> str:
-    """What Transformer Engine's documentation prints for this model, and what is forecast for the same GPU."""
+    """Numbers for this model from Transformer Engine's documentation, beside the forecast for the same GPU."""
     facts = parse_toml((DOCS / "measured" / "published.toml").read_text(encoding="utf-8"))
     lines = [
         "| GPU | mode | recipe | published | FORECAST here [90%] | published ms | FORECAST ms [90%] |",

@@ -1,4 +1,4 @@
-"""The table of recorded traces in docs/explain.md is what the code says now."""
+"""The table of recorded traces in docs/explain.md is current."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def table() -> str:
     for name in FIRST_CAUSE:
         found = found_in(name)
         first = found.causes[0] if found.causes else None
-        words = f"{first.title} | {first.cost_ms / found.account.step_ms:.0%}" if first else "as expected | "
-        lines.append(f"| {name.replace('_', ' ')} | {words} |")
+        shown = f"{first.title} | {first.cost_ms / found.account.step_ms:.0%}" if first else "as expected | "
+        lines.append(f"| {name.replace('_', ' ')} | {shown} |")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""The documentation site and the package: no dead link, no stale output, nothing that moves the reader's torch."""
+"""The documentation site and the package: no dead link, no stale output, no dependency on torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ import pytest
 import yaml
 
 from gemmscope import __version__
-from gemmscope.store.schema import FILES
-from support.run_files import put, recorded_step
+from gemmscope.results.schema import FILES
+from support.run_files import put
+from support.step_files import recorded_step
 
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
@@ -43,7 +44,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     built = (tmp_path / "site" / "tutorial.html").read_text()
     assert "QKV Proj" in built
     assert not re.search(r"<(?:script|link|img)[^>]+(?:src|href)=\"(?:https?:)?//", built), (
-        "a page loads something from elsewhere"
+        "a page loads something from another site"
     )
 
 
@@ -107,9 +108,11 @@ def test_the_wheel_brings_what_it_needs_and_no_torch(packages: dict[str, Path]) 
         names = wheel.namelist()
         metadata = wheel.read(next(name for name in names if name.endswith(".dist-info/METADATA"))).decode()
     needed = set(re.findall(r"^Requires-Dist: ([\w-]+)", metadata, flags=re.MULTILINE))
-    assert needed == {"matplotlib", "numpy", "pydantic", "pyyaml", "rich", "typer", "tomli"}
-    for asset in ("echarts.min.js", "echarts.LICENSE", "page.html", "page.css", "page.js"):
-        assert f"gemmscope/report/page/assets/{asset}" in names
+    assert needed == {
+        "jinja2", "matplotlib", "numpy", "nvidia-ml-py", "platformdirs", "pydantic", "pyyaml", "rich", "tomli", "typer",
+    }  # fmt: skip
+    for asset in ("echarts.min.js", "echarts.LICENSE", "page.html.j2", "page.css", "page.js"):
+        assert f"gemmscope/writers/assets/{asset}" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not any(name.startswith(("tests/", "docs/")) for name in names)
 
@@ -117,7 +120,7 @@ def test_the_wheel_brings_what_it_needs_and_no_torch(packages: dict[str, Path]) 
 def test_the_sdist_can_be_tested_and_documented(packages: dict[str, Path]) -> None:
     with tarfile.open(packages["sdist"]) as sdist:
         names = {name.split("/", 1)[1] for name in sdist.getnames() if "/" in name}
-    for name in ("mkdocs.yml", "requirements-dev.txt", "CITATION.cff", "tests/test_report.py", "docs/tutorial.md"):
+    for name in ("mkdocs.yml", "requirements-dev.txt", "CITATION.cff", "tests/app/test_report.py", "docs/tutorial.md"):
         assert name in names
     assert not any(name.startswith((".venv", "build/")) for name in names)
 
@@ -132,17 +135,17 @@ def test_completion_can_be_shown(shell: str) -> None:
 
 
 def test_no_color_is_respected() -> None:
-    """Even on what claims to be a terminal with colours."""
+    """Even on a terminal that has colors."""
     terminal = {**os.environ, "FORCE_COLOR": "1", "TERM": "xterm-256color"}
     terminal.pop("NO_COLOR", None)
     code = (
-        "from gemmscope.report.formats import print_tables; from gemmscope.report.shapes import Table;"
-        "print_tables([Table('t', ('Op',), (('FALLBACK',),))], ['above'], ['warning: below'])"
+        "from gemmscope.document.table import FALLBACK_CELL, Column, Table; from gemmscope.writers.terminal import show_table;"
+        "show_table(Table('title', (Column('Op'),), ((FALLBACK_CELL,),)))"
     )
     shown = [
         subprocess.run([sys.executable, "-c", code], env=terminal | extra, capture_output=True, text=True, check=True).stdout
         for extra in ({}, {"NO_COLOR": "1"})
     ]
-    coloured = re.compile(r"\x1b\[(?:\d+;)*3\d")
-    assert coloured.search(shown[0])
-    assert not coloured.search(shown[1])
+    colored = re.compile(r"\x1b\[(?:\d+;)*3\d")
+    assert colored.search(shown[0])
+    assert not colored.search(shown[1])
