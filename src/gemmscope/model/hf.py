@@ -16,17 +16,7 @@ from gemmscope.findings import Finding, finding
 from gemmscope.model.families import FamilyConfig, known_model_types
 from gemmscope.model.flags import head_size
 from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import (
-    AttentionSpec,
-    LatentSpec,
-    LayerSpec,
-    MlpSpec,
-    ModelSpec,
-    MoeSpec,
-    NormSpec,
-    QkNorm,
-    check_size,
-)
+from gemmscope.model.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, QkNorm, check_size
 
 _CLOSED_FORM_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
@@ -101,9 +91,7 @@ def _model(family: FamilyConfig, origin: str) -> ModelSpec:
         norms //= 2
     layers = [
         LayerSpec(
-            replace(attention, window=windows[index]),
-            cast("MlpSpec | MoeSpec", moe if moe_layers[index] else dense),
-            norms,
+            replace(attention, window=windows[index]), cast("MlpSpec | MoeSpec", moe if moe_layers[index] else dense), norms
         )
         for index in range(count)
     ]

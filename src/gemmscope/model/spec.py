@@ -34,14 +34,21 @@ LARGEST = {
 }
 
 
-def check_size(what: str, value: object, limit: str) -> int:
+def check_size(what: str, value: object, limit: str, hint: str = "") -> int:
     """`value` as a positive whole number not beyond `LARGEST[limit]`, or a `UserError` that names it."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise UserError(f"{what} must be a whole number, not {shown(value)}")
+        raise UserError(f"{what} must be a whole number, not {shown(value)}", hint)
     if value < 1:
-        raise UserError(f"{what} must be at least 1, not {shown(value)}")
+        raise UserError(f"{what} must be at least 1, not {shown(value)}", hint)
     if value > LARGEST[limit]:
-        raise UserError(f"{what} must be at most {LARGEST[limit]}, not {shown(value)}")
+        raise UserError(f"{what} must be at most {LARGEST[limit]}, not {shown(value)}", hint)
+    return value
+
+
+def check_flag(what: str, value: object, hint: str) -> bool:
+    """`value` if it is true or false, or a `UserError` that names it."""
+    if not isinstance(value, bool):
+        raise UserError(f"{what} must be true or false, not {shown(value)}", hint)
     return value
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from gemmscope.errors import UserError, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import check_size
+from gemmscope.model.spec import check_flag, check_size
 from gemmscope.model.torchtitan_model import Flavor, load_flavor, model_and_flavor, model_findings, model_spec
 from gemmscope.toml import parse_toml
 
@@ -129,20 +129,12 @@ def _size(tables: Tables, key: str, limit: str = "parallel", *, example: int = 1
     what, value = _find(tables, key)
     if value is None or (type(value) is int and value in also):
         return value
-    hint = f"for example: {key} = {example}"
-    if type(value) is not int or abs(value) >= 2**63:
-        raise UserError(f"{what} must be a whole number, not {shown(value)}", hint)
-    try:
-        return check_size(what, value, limit)
-    except UserError as error:
-        raise UserError(error.message, hint) from None
+    return check_size(what, value, limit, f"for example: {key} = {example}")
 
 
 def _flag(tables: Tables, key: str, *, default: bool) -> bool:
     what, value = _find(tables, key)
-    if value is None or isinstance(value, bool):
-        return default if value is None else value
-    raise UserError(f"{what} must be true or false, not {shown(value)}", f"for example: {key} = {str(default).lower()}")
+    return default if value is None else check_flag(what, value, f"for example: {key} = {str(default).lower()}")
 
 
 # ------------------------------------------------------------------------------------------------------------ the run

@@ -292,13 +292,7 @@ def _linear(
         return GroupedLinear(name=name, tokens=sum(rows), rows=rows, inputs=inputs, outputs=outputs, parameters=parameters)
     parameters = inputs * outputs + biased
     return Linear(
-        name=name,
-        tokens=run.tokens,
-        inputs=inputs,
-        outputs=outputs,
-        parameters=parameters,
-        section=section,
-        copies=copies,
+        name=name, tokens=run.tokens, inputs=inputs, outputs=outputs, parameters=parameters, section=section, copies=copies
     )
 
 

@@ -142,16 +142,7 @@ class Recorder:
             groups = 1 if weight.stride(0) == 0 else batch
             tokens *= batch
         record = _Forward(
-            self.path(),
-            _Place.of(left),
-            _Place.of(right),
-            weight_side,
-            tokens,
-            inputs,
-            outputs,
-            groups,
-            batch,
-            (m, k, n),
+            self.path(), _Place.of(left), _Place.of(right), weight_side, tokens, inputs, outputs, groups, batch, (m, k, n)
         )
         if torch.is_grad_enabled() and (left.requires_grad or right.requires_grad):
             self._by_node.setdefault(torch.autograd._get_sequence_nr() - 1, []).append(record)
@@ -206,12 +197,7 @@ class Recorder:
         if direction == "forward" and queries > 1:  # a single query does not show causality
             self.masks[mask] += 1
         forward = [(queries, head_dim, keys), (queries, keys, value_dim)]
-        backward = [
-            (queries, keys, head_dim),
-            (head_dim, queries, keys),
-            (queries, value_dim, keys),
-            (keys, queries, value_dim),
-        ]
+        backward = [(queries, keys, head_dim), (head_dim, queries, keys), (queries, value_dim, keys), (keys, queries, value_dim)]
         for m, k, n in forward if direction == "forward" else backward:
             self.batched_gemms[(path, direction, m, k, n, batch, visible)] += 1
 

@@ -98,15 +98,7 @@ def huggingface_model(config_dict: dict[str, Any], device: str, precision: torch
 
 # Keys that belong to a stored checkpoint. For the shapes of training they have no meaning, or do harm (a quantizer to import).
 _STORAGE_ONLY_KEYS = frozenset(
-    {
-        "architectures",
-        "torch_dtype",
-        "dtype",
-        "transformers_version",
-        "quantization_config",
-        "auto_map",
-        "_name_or_path",
-    }
+    {"architectures", "torch_dtype", "dtype", "transformers_version", "quantization_config", "auto_map", "_name_or_path"}
 )
 
 
