@@ -13,18 +13,8 @@ from gemmscope.findings import Finding, finding
 from gemmscope.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RunSpec
 from gemmscope.workload import sharding
 from gemmscope.workload.ops import (
-    Activation,
-    Attention,
-    Elementwise,
-    Embedding,
-    Gemm,
-    GroupedLinear,
-    Linear,
-    Loss,
-    Norm,
-    Op,
-    Optimizer,
-)
+    Activation, Attention, Elementwise, Embedding, Gemm, GroupedLinear, Linear, Loss, Norm, Op, Optimizer, with_counts,
+)  # fmt: skip
 
 EMBEDDING, HEAD, STEP = "embedding", "head", "step"
 
@@ -37,14 +27,14 @@ class Workload:
     stage: int
     findings: tuple[Finding, ...] = ()
 
-    def gemms(self) -> list[Gemm]:
+    def gemms(self) -> tuple[Gemm, ...]:
         """The GEMMs of all linears in the order they run; equal ones of the same op are counted together."""
         counts: Counter[Gemm] = Counter()
         for op in self.ops:
             if isinstance(op, Linear):
                 for gemm in op.gemms():
                     counts[replace(gemm, count=1)] += gemm.count
-        return [replace(gemm, count=count) for gemm, count in counts.items()]
+        return with_counts(counts)
 
     @property
     def parameters(self) -> int:

@@ -18,23 +18,26 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from gemmscope.errors import shown
-from gemmscope.workload.recorder import Recorder
+from gemmscope.workload.ops import with_counts
+from gemmscope.workload.recorder import record
+from gemmscope.workload.trace import ModuleTrace
 
 
 class TraceError(Exception):
     """A problem that the user can solve; its text is shown unchanged."""
 
 
-def trace(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Run forward and backward of `module` and return the recording as plain JSON values."""
-    recorder = Recorder(module)
-    with recorder:
+def trace(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ModuleTrace:
+    """Run forward and backward of `module` and return what was recorded."""
+    with record(module) as recorder:
         output = module(*args, **kwargs)
         targets = [tensor for tensor in _differentiable(output) if tensor.requires_grad]
         if not targets:
@@ -43,7 +46,14 @@ def trace(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
             )
         torch.autograd.backward([tensor.sum() for tensor in targets])
     unique = {id(parameter): parameter.numel() for parameter in module.parameters()}
-    return {"class": type(module).__name__, "parameters": sum(unique.values()), **recorder.as_json()}
+    return ModuleTrace(
+        class_name=type(module).__name__,
+        parameters=sum(unique.values()),
+        gemms=with_counts(recorder.gemms),
+        batched_gemms=with_counts(recorder.batched_gemms),
+        remainder=with_counts(recorder.remainder),
+        masks=recorder.masks,
+    )
 
 
 def _differentiable(output: Any) -> Iterator[torch.Tensor]:
@@ -158,19 +168,19 @@ def _on_meta(module: Any, name: str, answer: Any) -> None:
     setattr(module, name, replaced)
 
 
-def live_masks(module: torch.nn.Module, seen: Mapping[str, int]) -> dict[str, Any]:
-    """The masks of a Hugging Face model: each layer's sliding window, and whether attention is causal.
+def _causal(module: torch.nn.Module, masks: Mapping[str, int]) -> bool | None:
+    """Whether the attention of a Hugging Face model is causal; None: not known.
 
-    `seen` counts how its attentions were called. Where a mask tensor or unfused attention hides this, attributes of the modules
-    tell. None: not known.
+    `masks` count how its attentions were called. Where a mask tensor or unfused attention hides this, attributes of the modules
+    tell.
     """
-    by_call = {kind == "causal" for kind in ("causal", "none") if seen.get(kind)}
+    by_call = {kind == "causal" for kind in ("causal", "none") if masks.get(kind)}
     by_module = {bool(part.is_causal) for part in module.modules() if isinstance(getattr(part, "is_causal", None), bool)}
     causal = by_call or by_module
-    return {"windows": _windows(getattr(module, "config", None)), "causal": causal.pop() if len(causal) == 1 else None}
+    return causal.pop() if len(causal) == 1 else None
 
 
-def _windows(config: Any) -> list[int | None] | None:
+def _windows(config: Any) -> tuple[int | None, ...] | None:
     """The sliding window of each layer, from the configuration with its defaults. ModernBERT's window counts both sides."""
     layers = getattr(config, "num_hidden_layers", None)
     if not isinstance(layers, int):
@@ -178,8 +188,8 @@ def _windows(config: Any) -> list[int | None] | None:
     window = _declared(config, "local_attention") or _declared(config, "sliding_window") or None
     kinds = _declared(config, "layer_types")
     if kinds is None:  # a family with the window in every layer, or in none
-        return [window] * layers
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+        return (window,) * layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _declared(config: Any, name: str) -> Any:
@@ -306,7 +316,7 @@ def _reason(error: BaseException) -> str:
     return reason if len(reason) <= LONGEST_REASON else reason[: LONGEST_REASON - 1] + "…"
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
+def answer(request: dict[str, Any]) -> ModuleTrace:
     """Trace the requested Hugging Face config or module factory."""
     batch, sequence = request["micro_batch"], request["sequence"]
     if "config" in request:
@@ -320,11 +330,9 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     with _naming("running the model on the meta device", folder):
         result = trace(module, args, kwargs)
     if "config" in request:
-        result |= live_masks(module, result["masks"])
-    versions = {"torch": torch.__version__}
-    if "transformers" in sys.modules:
-        versions["transformers"] = sys.modules["transformers"].__version__
-    return {**result, "versions": versions}
+        result = replace(result, windows=_windows(module.config), causal=_causal(module, result.masks))
+    libraries = [name for name in ("torch", "transformers") if name in sys.modules]
+    return replace(result, versions={name: sys.modules[name].__version__ for name in libraries})
 
 
 def main() -> None:
@@ -337,7 +345,7 @@ def main() -> None:
     request = json.loads(Path(request_path).read_text(encoding="utf-8"))
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # output of the user's module must not mix with ours
-            result = answer(request)
+            result = TypeAdapter(ModuleTrace).dump_python(answer(request), mode="json", by_alias=True)
     except TraceError as failure:
         result = {"error": str(failure)}
     Path(answer_path).write_text(json.dumps(result), encoding="utf-8")
