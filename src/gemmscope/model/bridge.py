@@ -53,7 +53,7 @@ def read(text: str, origin: str) -> ModelSource:
             "Megatron-Bridge YAML has the sizes indented under model: such as num_layers: 32",
         )
     values = {**_section(document, model, "transformer"), **model}
-    provider = _provider(values)
+    provider = _last_name(values.get("_target_"))
     if provider.startswith("MLA"):
         values.setdefault("multi_latent_attention", True)
     if re.search("mamba|hybrid", provider, re.IGNORECASE):
@@ -63,7 +63,9 @@ def read(text: str, origin: str) -> ModelSource:
             raise other_model("model._target_ is the class of", what)
     _require_sizes_of_class(values, provider)
     findings = _add_run(values, document)
-    values["activation_func"] = _function_name(values.get("activation_func"))
+    function = values.get("activation_func")  # written as it is, or as the _target_ of a mapping
+    activation = _last_name(function.get("_target_") if isinstance(function, dict) else function)
+    values["activation_func"] = "relu2" if activation == "squared_relu" else activation or None
     if not values.get("should_pad_vocab"):
         values.pop("make_vocab_size_divisible_by", None)
     elif values.get("make_vocab_size_divisible_by") is None:
@@ -79,9 +81,8 @@ def _spell(name: str) -> str:
     return f"train.{name}" if name in ("micro_batch_size", "global_batch_size") else f"model.{name}"
 
 
-def _provider(values: Mapping[str, object]) -> str:
-    """The name of the model's class, without its module."""
-    target = values.get("_target_")
+def _last_name(target: object) -> str:
+    """`silu` from `torch.nn.functional.silu`; empty where it is not text."""
     return target.strip().rpartition(".")[2] if isinstance(target, str) else ""
 
 
@@ -113,13 +114,6 @@ def _add_run(values: dict[str, object], document: Mapping[str, object]) -> list[
     elif isinstance(length, int) and isinstance(data_length, int) and length != data_length:
         return [finding("sequence-length-differs", length=shown(length), dataset_length=shown(data_length))]
     return []
-
-
-def _function_name(value: object) -> str | None:
-    """`silu` from `torch.nn.functional.silu`, written as it is or as the `_target_` of a mapping."""
-    target = value.get("_target_") if isinstance(value, dict) else value
-    name = target.strip().rpartition(".")[2] if isinstance(target, str) else None
-    return "relu2" if name == "squared_relu" else name
 
 
 def _load(text: str) -> dict[str, object]:

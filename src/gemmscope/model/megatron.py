@@ -24,7 +24,6 @@ from gemmscope.model.megatron_values import FACTS, MegatronSettings, Unknown
 from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import LARGEST
 
-
 OTHER_NAME = FACTS["other_name"]  # Megatron-LM: Megatron-core
 OTHER_SCRIPTS = FACTS["other_scripts"]
 LAUNCHER = ("nproc_per_node", "nnodes")  # of torchrun: their product is the number of GPUs

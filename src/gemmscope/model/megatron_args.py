@@ -145,17 +145,14 @@ def _expert_tensor_parallel(settings: MegatronSettings, model: ModelSpec) -> int
     return size if any(layer.is_moe for layer in model.layers) else None
 
 
-def _ranks(settings: MegatronSettings, run: Mapping[str, Any]) -> int | None:
-    """Data-parallel ranks, where the file gives the number of GPUs."""
-    world = settings.maybe_size("world_size", "parallel")
-    if world is None:
-        return settings.maybe_size("data_parallel_size", "parallel")
-    model_ranks = run.get("tp", 1) * run.get("pp", 1) * run.get("cp", 1)
-    return None if world % model_ranks else int(world // model_ranks)
-
-
 def _accumulation(settings: MegatronSettings, run: Mapping[str, Any]) -> int | None:
-    samples, ranks = settings.maybe_size("global_batch_size", "vocab_size"), _ranks(settings, run)
+    """Micro-batches per step, where the file gives the number of GPUs (which gives the data-parallel ranks) and the batch."""
+    samples, world = settings.maybe_size("global_batch_size", "vocab_size"), settings.maybe_size("world_size", "parallel")
+    if world is None:
+        ranks = settings.maybe_size("data_parallel_size", "parallel")
+    else:
+        model_ranks = run.get("tp", 1) * run.get("pp", 1) * run.get("cp", 1)
+        ranks = None if world % model_ranks else world // model_ranks
     if not samples or not ranks or "micro_batch_size" not in run:
         return None
     micro_batches, remainder = divmod(samples, ranks * run["micro_batch_size"])

@@ -153,9 +153,7 @@ def _moe_mlp(settings: MegatronSettings, hidden: int) -> MoeSpec | None:
 
 def _moe_layers(settings: MegatronSettings, layers: int) -> list[bool]:
     pattern = settings.pattern("moe_layer_freq", layers) or 1
-    if isinstance(pattern, int):
-        return [layer % pattern == 0 for layer in range(layers)]
-    return [bool(layer) for layer in pattern]
+    return [layer % pattern == 0 for layer in range(layers)] if isinstance(pattern, int) else [*map(bool, pattern)]
 
 
 def _window(settings: MegatronSettings) -> int | None:
@@ -174,6 +172,4 @@ def _windowed_layers(settings: MegatronSettings, layers: int) -> list[bool]:
     pattern = settings.pattern("window_attn_skip_freq", layers)
     if pattern is None:
         return [True] * layers
-    if isinstance(pattern, int):
-        return [(layer + 1) % pattern != 0 for layer in range(layers)]
-    return [bool(layer) for layer in pattern]
+    return [(layer + 1) % pattern != 0 for layer in range(layers)] if isinstance(pattern, int) else [*map(bool, pattern)]

@@ -49,7 +49,6 @@ class MegatronSettings:
         return self.assign.format(self.spell(name), FACTS["examples"].get(name, 1))
 
     def given(self, name: str) -> bool:
-        """Whether the file sets it."""
         return self.values.get(name) is not None
 
     def single(self, name: str) -> object:
@@ -65,15 +64,12 @@ class MegatronSettings:
         return value
 
     def whole(self, name: str) -> int:
-        """A whole number that the file sets."""
         return whole_number(self.spell(name), self.single(name), f"for example {self.example(name)}")
 
     def size(self, name: str, limit: str, default: int) -> int:
-        """A positive whole number, or the default."""
         return self.maybe_size(name, limit) or default
 
     def maybe_size(self, name: str, limit: str) -> int | None:
-        """A positive whole number where given."""
         if not self.given(name):
             return None
         return check_size(self.spell(name), self.whole(name), limit, f"for example {self.example(name)}")
@@ -85,7 +81,6 @@ class MegatronSettings:
         return self.maybe_size(name, limit)
 
     def flag(self, name: str, *, default: bool = False) -> bool:
-        """Yes or no."""
         if not self.given(name):
             return default
         value = self.single(name)

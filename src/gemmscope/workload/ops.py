@@ -45,7 +45,6 @@ class Work:
         return Work(self.flops + other.flops, self.bytes_moved + other.bytes_moved)
 
     def times(self, factor: float) -> Work:
-        """The same work `factor` times."""
         return Work(self.flops * factor, self.bytes_moved * factor)
 
 
@@ -106,8 +105,8 @@ class Op:
         raise NotImplementedError
 
     def backward(self) -> Work:
-        """One backward execution."""
-        raise NotImplementedError
+        """One backward execution; most operations have one."""
+        return Work()
 
     def total(self) -> Work:
         """The work of this op in one micro-batch (the optimizer: in one step)."""
@@ -216,7 +215,6 @@ class OneWay(Op):
     direction: Direction
 
     def work(self) -> Work:
-        """One execution."""
         raise NotImplementedError
 
     def forward(self) -> Work:
@@ -341,6 +339,3 @@ class Optimizer(Op):
 
     def forward(self) -> Work:
         return Work(OPTIMIZER_FLOPS_PER_PARAMETER * self.updated, OPTIMIZER_BYTES_PER_PARAMETER * self.updated)
-
-    def backward(self) -> Work:
-        return Work()

@@ -74,7 +74,6 @@ class Recorder:
     # --- context -----------------------------------------------------------------------------------------------------
 
     def enter(self, module: torch.nn.Module) -> None:
-        """A module starts its forward pass."""
         self._running.append(self._names.get(id(module), "?"))
 
     def leave(self) -> None:

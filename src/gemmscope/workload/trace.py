@@ -61,7 +61,6 @@ class TracedLinear(Linear):
         return self.weights
 
     def gemms(self) -> Iterator[Gemm]:
-        """Only the passes that ran."""
         yield from self.seen
 
     def backward(self) -> Work:

@@ -41,9 +41,7 @@ def trace(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         output = module(*args, **kwargs)
         targets = [tensor for tensor in _differentiable(output) if tensor.requires_grad]
         if not targets:
-            raise TraceError(
-                "the forward pass returned no tensor that requires a gradient, so there is no backward pass to trace"
-            )
+            raise TraceError("there is no backward pass to trace: no tensor of the forward pass's output requires a gradient")
         torch.autograd.backward([tensor.sum() for tensor in targets])
     unique = {id(parameter): parameter.numel() for parameter in module.parameters()}
     return ModuleTrace(
@@ -64,11 +62,8 @@ def _differentiable(output: Any) -> Iterator[torch.Tensor]:
     elif isinstance(output, torch.Tensor):
         if output.is_floating_point():
             yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _differentiable(value)
-    elif isinstance(output, (tuple, list)):
-        for value in output:
+    elif isinstance(output, (Mapping, tuple, list)):
+        for value in output.values() if isinstance(output, Mapping) else output:
             yield from _differentiable(value)
 
 
@@ -224,12 +219,9 @@ def build_from_factory(reference: str, batch: int, sequence: int) -> tuple[torch
         spec.loader.exec_module(python_module)
     factory = getattr(python_module, name, None)
     if not callable(factory):
-        callables = [
-            key
-            for key, value in vars(python_module).items()
-            if callable(value) and getattr(value, "__module__", None) == module_name
-        ]
-        defined = f"it defines {', '.join(sorted(callables))}" if callables else "it defines no function"
+        own = {key: value for key, value in vars(python_module).items() if getattr(value, "__module__", None) == module_name}
+        callables = ", ".join(sorted(key for key, value in own.items() if callable(value)))
+        defined = f"it defines {callables or 'no function'}"
         raise TraceError(f"{path_text} has no function {name!r}; {defined}")
     with _naming(f"{name}()", folder), torch.device("meta"):
         result = factory(**_accepted(factory, {"micro_batch_size": batch, "sequence_length": sequence}))
