@@ -105,6 +105,9 @@ def _model(family: FamilyConfig, origin: str) -> ModelSpec:
     if "first_layer_norms" in facts:
         layers[0] = replace(layers[0], norms=facts["first_layer_norms"])
     name = str(family.config.get("_name_or_path") or origin)
+    positions = family.number("positions") if family.flag("positions_if", default=True) else 0  # rows of the learned table
+    if positions:
+        positions = check_size(facts["positions"], positions, "sequence_length") + facts.get("positions_extra", 0)
     embedding = family.number("embedding_size")
     vocab = check_size("vocab_size", family.size("vocab_size"), "vocab_size")
     tied = family.value("tie_word_embeddings")
@@ -118,7 +121,7 @@ def _model(family: FamilyConfig, origin: str) -> ModelSpec:
         tied_embeddings=tied,
         embedding_size=embedding if embedding != hidden else None,
         embedding_projection_bias=family.flag("embedding_projection_bias"),
-        positions=_positions(family) if family.flag("positions_if", default=True) else 0,
+        positions=positions or 0,
         positions_on_hidden=family.flag("positions_on_hidden"),
         token_types=(family.number("token_types") or 0) + (family.number("task_types") or 0) * family.flag("task_types_if"),
         embedding_norm=family.flag("embedding_norm"),
@@ -176,12 +179,6 @@ def _attention(family: FamilyConfig, hidden: int) -> AttentionSpec:
         kv_heads=heads if kv_heads is None else kv_heads,
         head_dim=head_size(hidden, heads) if head_dim is None else head_dim,
     )
-
-
-def _positions(family: FamilyConfig) -> int:
-    """Rows of the learned position table; 0 where there is none."""
-    rows = family.number("positions")
-    return check_size(family.facts["positions"], rows, "sequence_length") + family.facts.get("positions_extra", 0) if rows else 0
 
 
 def _mlp(family: FamilyConfig, hidden: int) -> MlpSpec:

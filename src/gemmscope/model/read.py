@@ -10,6 +10,7 @@ import codecs
 import os
 import stat
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,6 +18,8 @@ from gemmscope.errors import UserError, option
 from gemmscope.model import bridge, hf, hub, megatron, torchtitan
 from gemmscope.model.source import ModelSource
 
+Reader = tuple[Callable[[str], bool], Callable[[str, str], ModelSource]]
+READERS: tuple[Reader, ...] = tuple((reader.recognises, reader.read) for reader in (hf, torchtitan, bridge, megatron))
 FORMATS = (
     f"{option('config')} takes a Hugging Face config.json, Megatron-LM arguments, a torchtitan TOML or a Megatron-Bridge YAML"
 )
@@ -51,11 +54,10 @@ def read_text(text: str, origin: str) -> ModelSource:
     """The model that a file's text describes, in any of the formats."""
     if len(text) > LARGEST_TEXT and not hf.recognises(text) and not megatron.prints_arguments(text):
         raise _too_large(origin)
-    for reader in (hf, torchtitan, bridge, megatron):
-        if reader.recognises(text):
+    for recognises, read in READERS:
+        if recognises(text):
             try:
-                source: ModelSource = reader.read(text, origin)
-                return source
+                return read(text, origin)
             except UserError as error:
                 raise UserError(f"{origin}: {error.message}", error.hint) from error
     raise UserError(f"{origin} {'is empty' if not text.strip() else 'has an unknown format'}", FORMATS)
