@@ -41,7 +41,7 @@ def trace(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         output = module(*args, **kwargs)
         targets = [tensor for tensor in _differentiable(output) if tensor.requires_grad]
         if not targets:
-            raise TraceError("there is no backward pass to trace: no tensor of the forward pass's output requires a gradient")
+            raise TraceError("nothing to trace backward: the forward pass returned no tensor that requires a gradient")
         torch.autograd.backward([tensor.sum() for tensor in targets])
     unique = {id(parameter): parameter.numel() for parameter in module.parameters()}
     return ModuleTrace(
