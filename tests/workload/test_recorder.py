@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gemmscope.workload.trace import _parse, as_workload
+from gemmscope.workload.trace import ModuleTrace, as_workload
 from support.reading import codes
 
 torch = pytest.importorskip("torch", reason="tracing needs torch")
@@ -17,15 +17,15 @@ nn = torch.nn
 Key = tuple[str, int, int, int, int]
 
 
-def record(module: Any, *inputs: Any) -> dict[str, Any]:
+def record(module: Any, *inputs: Any) -> ModuleTrace:
     trace_worker.move_to_meta(module)
     return trace_worker.trace(module, tuple(value.to("meta") for value in inputs), {})
 
 
-def gemms(result: dict[str, Any]) -> Counter[Key]:
+def gemms(result: ModuleTrace) -> Counter[Key]:
     counts: Counter[Key] = Counter()
-    for row in result["gemms"]:
-        counts[(row["pass"], row["m"], row["k"], row["n"], row["groups"])] += row["count"]
+    for gemm in result.gemms:
+        counts[(gemm.pass_name, gemm.m, gemm.k, gemm.n, gemm.groups)] += gemm.count
     return counts
 
 
@@ -60,7 +60,7 @@ def test_linear(bias: bool) -> None:
 
 def test_module_path_folds_layer_numbers() -> None:
     result = record(Wrapped(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))), TOKENS)
-    assert {row["module"] for row in result["gemms"]} == {"layer.*"}
+    assert {gemm.op for gemm in result.gemms} == {"layer.*"}
     assert gemms(result) == three(6, 8, 8, count=2)
 
 
@@ -144,8 +144,8 @@ def test_attention_is_the_same_fused_or_not(fused: bool) -> None:
     result = record(Wrapped(SelfAttention(fused)), TOKENS)
     assert gemms(result) == three(6, 8, 24)
     batched: Counter[Key] = Counter()
-    for row in result["batched_gemms"]:
-        batched[(row["pass"], row["m"], row["k"], row["n"], row["batch"])] += row["count"]
+    for gemm in result.batched_gemms:
+        batched[(gemm.direction, gemm.m, gemm.k, gemm.n, gemm.batch)] += gemm.count
     assert batched == Counter(
         {
             ("forward", 3, 4, 3, 4): 1,
@@ -197,15 +197,14 @@ class TorchsOwn(nn.Module):
 )
 def test_masks_of_attention(layer: Any, visible: str, mask: str) -> None:
     result = record(Wrapped(layer), TOKENS)
-    assert {row["visible"] for row in result["batched_gemms"]} == {visible}
-    assert sum(row["count"] for row in result["batched_gemms"]) == 6
-    assert result["masks"] == {mask: 1}
+    assert {str(gemm.visible) for gemm in result.batched_gemms} == {visible}
+    assert sum(gemm.count for gemm in result.batched_gemms) == 6
+    assert result.masks == {mask: 1}
 
 
 def test_causal_attention_counts_what_the_mask_lets_through() -> None:
     causal, full, explicit = (
-        as_workload(_parse({**record(Wrapped(Masked(**how)), TOKENS), "versions": {}}))
-        for how in ({"is_causal": True}, {}, {"attn_mask": "tensor"})
+        as_workload(record(Wrapped(Masked(**how)), TOKENS)) for how in ({"is_causal": True}, {}, {"attn_mask": "tensor"})
     )
     pairs = 3 * 4 // 2
     assert sum(op.total().flops for op in causal.ops) == 6 * 2 * 2 * 2 * pairs * 4  # GEMMs, FLOPs, batch, heads, ., head size
@@ -254,19 +253,19 @@ def test_custom_autograd_function() -> None:
 
 def test_convolutions_are_a_named_remainder() -> None:
     result = record(nn.Sequential(nn.Conv1d(4, 6, 3, padding=1), nn.Conv1d(6, 2, 1)), torch.zeros(2, 4, 10))
-    assert result["gemms"] == []
-    flops = {(row["module"], row["pass"]): row["flops"] * row["count"] for row in result["remainder"]}
+    assert result.gemms == ()
+    flops = {(op.name, op.direction): op.flops * op.count for op in result.remainder}
     first, second = 2 * (2 * 6 * 10) * (4 * 3), 2 * (2 * 2 * 10) * 6
     assert flops[("*", "forward")] in (first, second)  # both fold to one path, told apart by their FLOPs
-    assert sum(row["flops"] for row in result["remainder"] if row["pass"] == "forward") == first + second
-    assert sum(row["flops"] for row in result["remainder"] if row["pass"] == "backward") == first + 2 * second
+    assert sum(op.flops for op in result.remainder if op.direction == "forward") == first + second
+    assert sum(op.flops for op in result.remainder if op.direction == "backward") == first + 2 * second
 
 
 def test_tied_weights_count_once_as_parameters() -> None:
     module = Wrapped(nn.Linear(8, 10, bias=False))
     module.layer.weight = module.embedding.weight
     result = record(module, TOKENS)
-    assert result["parameters"] == 80
+    assert result.parameters == 80
     assert gemms(result) == three(6, 8, 10)
 
 

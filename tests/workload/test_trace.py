@@ -19,7 +19,7 @@ from gemmscope.process import worker_command
 from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import Linear
 from gemmscope.workload.summary import totals
-from gemmscope.workload.trace import ModuleTrace, TracedLinear, _parse, as_workload, trace_module
+from gemmscope.workload.trace import ModuleTrace, TracedLinear, as_workload, trace_module
 from support.reading import codes
 
 RUN = RunSpec(2, 16)
@@ -119,7 +119,7 @@ def test_a_module_among_files_with_names_of_the_standard_library(shadowed: Path)
 def traced(module: Any, *inputs: Any) -> ModuleTrace:
     worker = pytest.importorskip("gemmscope.workload.trace_worker", reason="tracing needs torch")
     worker.move_to_meta(module)
-    return _parse({**worker.trace(module, tuple(value.to("meta") for value in inputs), {}), "versions": {}})
+    return worker.trace(module, tuple(value.to("meta") for value in inputs), {})
 
 
 def modules() -> dict[str, Any]:

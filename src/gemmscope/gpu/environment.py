@@ -113,7 +113,7 @@ def _uses(gpus: Sequence[Gpu]) -> list[Use]:
         if not any(utilization or processes for utilization, processes in uses):
             break
         time.sleep(RETRY_S)
-        uses = [_calmer(before, _use(gpu)) for before, gpu in zip(uses, gpus, strict=True)]
+        uses = [_lower(before, _use(gpu)) for before, gpu in zip(uses, gpus, strict=True)]
     return uses
 
 
@@ -121,7 +121,7 @@ def _use(gpu: Gpu) -> Use:
     return gpu.utilization(), tuple(pid for pid in gpu.compute_processes() if pid != os.getpid())
 
 
-def _calmer(before: Use, now: Use) -> Use:
+def _lower(before: Use, now: Use) -> Use:
     """The lower utilization of the two, and the latest processes."""
     known = [utilization for utilization, _ in (before, now) if utilization is not None]
     return min(known, default=None), now[1]

@@ -46,16 +46,13 @@ class Nvml:
     """The initialized library. Make one with `open_nvml`."""
 
     def driver(self) -> str | None:
-        """The version of the driver."""
         version: str | None = _query("nvmlSystemGetDriverVersion")
         return version
 
     def count(self) -> int:
-        """The number of GPUs."""
         return _query("nvmlDeviceGetCount") or 0
 
     def gpu(self, index: int) -> Gpu | None:
-        """The GPU of that number, as the driver counts them."""
         handle = _query("nvmlDeviceGetHandleByIndex", index)
         return Gpu(handle) if handle is not None else None
 
@@ -80,7 +77,6 @@ class Gpu:
         return value / 1000 if value is not None else None
 
     def name(self) -> str:
-        """As the driver names it."""
         return self._query("nvmlDeviceGetName") or "unknown GPU"
 
     def uuid(self) -> str | None:
@@ -89,16 +85,13 @@ class Gpu:
         return uuid
 
     def compute_capability(self) -> tuple[int, int] | None:
-        """(major, minor)."""
         capability = self._query("nvmlDeviceGetCudaComputeCapability")
         return (int(capability[0]), int(capability[1])) if capability is not None else None
 
     def power_limit_w(self) -> float | None:
-        """The limit in force."""
         return self._thousandths("nvmlDeviceGetEnforcedPowerLimit")
 
     def max_sm_mhz(self) -> int | None:
-        """The highest clock of the multiprocessors."""
         clock: int | None = self._query("nvmlDeviceGetMaxClockInfo", pynvml.NVML_CLOCK_SM)
         return clock
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
+from pydantic import TypeAdapter
+
 from gemmscope.errors import UserError, shown
 from gemmscope.toml import load_data
 
@@ -44,12 +46,11 @@ class GpuSpec:
 @cache
 def gpus() -> Mapping[str, GpuSpec]:
     """All GPUs by name."""
-    specs = {}
-    for name, facts in load_data("gemmscope.gpu", "specs.toml").items():
-        plain = {key: value for key, value in facts.items() if key not in ("capability", "measured")}
-        major, minor = facts["capability"].split(".")
-        specs[name] = GpuSpec(name=name, capability=(int(major), int(minor)), **plain)
-    return specs
+    adapter, table = TypeAdapter(GpuSpec), load_data("gemmscope.gpu", "specs.toml")
+    return {
+        name: adapter.validate_python({**facts, "name": name, "capability": facts["capability"].split(".")})
+        for name, facts in table.items()
+    }
 
 
 def gpu(name: str) -> GpuSpec:

@@ -12,23 +12,13 @@ from collections.abc import Mapping
 
 from gemmscope.errors import UserError, shown
 from gemmscope.findings import Finding, finding
-from gemmscope.model.megatron_args import REQUIRED, RUN_SIZES, model_source, other_model
-from gemmscope.model.megatron_values import Dialect, MegatronSettings, Unknown
+from gemmscope.model.megatron_args import REQUIRED, model_source, other_model
+from gemmscope.model.megatron_values import FACTS, MegatronSettings, Unknown
 from gemmscope.model.source import ModelSource
 
-SHAPES = ("ffn_hidden_size", "gated_linear_unit", "num_moe_experts", "vocab_size")
-SHAPES_HEADS = ("num_query_groups", "kv_channels")
-SHAPES_MOE = ("moe_ffn_hidden_size", "moe_router_topk", "moe_layer_freq", "moe_shared_expert_intermediate_size")
-SHAPES_MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-PLAIN_CLASSES = {  # without default sizes: settings that the file does not give have Megatron-core's defaults
-    "GPTModelProvider",
-    "GPTModelConfig",
-    "MLAModelProvider",
-    "TransformerConfig",
-    "MLATransformerConfig",
-}
-TELLTALE = (*REQUIRED, *SHAPES, *SHAPES_HEADS, *SHAPES_MOE, *SHAPES_MLA, *RUN_SIZES)
-OTHER_CLASSES = {"T5": "T5, an encoder with a decoder", "Bert": "BERT, an encoder"}  # by the start of the class name
+BRIDGE = FACTS["bridge"]
+SHAPES = [name for kind in ("shapes", "shapes_heads", "shapes_moe", "shapes_mla") for name in BRIDGE[kind]]
+TELLTALE = (*REQUIRED, *SHAPES, *FACTS["run_sizes"])
 MOST_ALIASES_WITH_MERGES = 20  # merged mappings are copied, and copies of copies grow without bound
 DEEPEST = 100  # levels of nesting; far more would crash the process, because the parser's C code recurses
 
@@ -63,44 +53,46 @@ def read(text: str, origin: str) -> ModelSource:
             "Megatron-Bridge YAML has the sizes indented under model: such as num_layers: 32",
         )
     values = {**_section(document, model, "transformer"), **model}
-    provider = _provider(values)
+    provider = _last_name(values.get("_target_"))
     if provider.startswith("MLA"):
         values.setdefault("multi_latent_attention", True)
     if re.search("mamba|hybrid", provider, re.IGNORECASE):
         values.setdefault("is_hybrid_model", True)
-    for start, what in OTHER_CLASSES.items():
+    for start, what in BRIDGE["other_classes"].items():
         if provider.startswith(start):
             raise other_model("model._target_ is the class of", what)
     _require_sizes_of_class(values, provider)
     findings = _add_run(values, document)
-    values["activation_func"] = _function_name(values.get("activation_func"))
+    function = values.get("activation_func")  # written as it is, or as the _target_ of a mapping
+    activation = _last_name(function.get("_target_") if isinstance(function, dict) else function)
+    values["activation_func"] = "relu2" if activation == "squared_relu" else activation or None
     if not values.get("should_pad_vocab"):
         values.pop("make_vocab_size_divisible_by", None)
     elif values.get("make_vocab_size_divisible_by") is None:
         values["make_vocab_size_divisible_by"] = 128
     unknown_names = [f"model.{name}" for name in values if name not in TELLTALE]
-    return model_source(MegatronSettings(values, _DIALECT), origin, findings, unknown_names)
+    settings = MegatronSettings(
+        values, _spell, "{}: {}", swiglu_keeps_parameters=False, q_lora_rank=512, kv_lora_rank=512, positions="seq_length"
+    )
+    return model_source(settings, origin, findings, unknown_names)
 
 
 def _spell(name: str) -> str:
     return f"train.{name}" if name in ("micro_batch_size", "global_batch_size") else f"model.{name}"
 
 
-_DIALECT = Dialect(_spell, "{}: {}", swiglu_keeps_parameters=False, q_lora_rank=512, kv_lora_rank=512, positions="seq_length")
-
-
-def _provider(values: Mapping[str, object]) -> str:
-    """The name of the model's class, without its module."""
-    target = values.get("_target_")
+def _last_name(target: object) -> str:
+    """`silu` from `torch.nn.functional.silu`; empty where it is not text."""
     return target.strip().rpartition(".")[2] if isinstance(target, str) else ""
 
 
 def _require_sizes_of_class(values: Mapping[str, object], provider: str) -> None:
-    if not provider or provider in PLAIN_CLASSES:
+    if not provider or provider in BRIDGE["plain_classes"]:
         return
     latent = values.get("multi_latent_attention") is True
-    names = [*REQUIRED, "multi_latent_attention", *SHAPES, *(SHAPES_MLA if latent else SHAPES_HEADS)]
-    names += SHAPES_MOE if values.get("num_moe_experts") else ()
+    names = [*REQUIRED, "multi_latent_attention", *BRIDGE["shapes"]]
+    names += BRIDGE["shapes_mla" if latent else "shapes_heads"]
+    names += BRIDGE["shapes_moe"] if values.get("num_moe_experts") else ()
     missing = [name for name in names if name not in values or (name in REQUIRED and values[name] is None)]
     if missing:
         raise UserError(
@@ -124,13 +116,6 @@ def _add_run(values: dict[str, object], document: Mapping[str, object]) -> list[
     return []
 
 
-def _function_name(value: object) -> str | None:
-    """`silu` from `torch.nn.functional.silu`, written as it is or as the `_target_` of a mapping."""
-    target = value.get("_target_") if isinstance(value, dict) else value
-    name = target.strip().rpartition(".")[2] if isinstance(target, str) else None
-    return "relu2" if name == "squared_relu" else name
-
-
 def _load(text: str) -> dict[str, object]:
     import yaml  # imported here, because it would take half the start-up time of a command that reads no YAML
 
@@ -146,15 +131,7 @@ def _load(text: str) -> dict[str, object]:
             raise UserError(f"too many aliases (*name) with merges (<<): {aliases}", "write the values out instead")
         document = yaml.load(text, Loader=loader)
     # Besides YAMLError: numbers too long for Python, invalid dates, nesting deeper than the stack.
-    except (
-        yaml.YAMLError,
-        ValueError,
-        ArithmeticError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ) as error:
+    except (yaml.YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {min(mark.line, text.count(chr(10))) + 1}" if mark else ""  # the end may count as one line more
         reason = str(getattr(error, "problem", None) or type(error).__name__)[:200]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,18 +14,9 @@ from gemmscope.toml import load_data
 
 _NOT_FAMILIES = frozenset({"decoder", "encoder", "gpt"})  # templates for the others
 
-# The same size under the names that different configs give it.
-ALIASES = {
-    "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
-    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "attention_heads"),
-    "num_key_value_heads": ("num_key_value_heads",),
-    "head_dim": ("head_dim",),
-    "intermediate_size": ("intermediate_size", "ffn_dim", "n_inner", "hidden_dim"),
-    "vocab_size": ("vocab_size",),
-    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-    "num_experts_per_tok": ("num_experts_per_tok", "moe_k"),
-}
+_KEYS = load_data("gemmscope.model", "config_keys.toml")
+ALIASES: Mapping[str, Sequence[str]] = _KEYS["aliases"]
+"""The same size under the names that different configs give it."""
 
 
 @cache
@@ -39,37 +30,21 @@ def known_model_types() -> tuple[str, ...]:
     return tuple(sorted(set(_facts()) - _NOT_FAMILIES))
 
 
-def named_by_architecture(config: Mapping[str, Any]) -> str:
-    """The known model type that a config's `architectures` names where its model_type is unknown; empty if there is none.
-
-    >>> named_by_architecture({"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]})
-    'deepseek_v3'
-    """
-    listed = config.get("architectures")
-    first = str(listed[0]) if isinstance(listed, list) and listed else ""
-    wanted = first.partition("For")[0].lower()
-    return next((name for name in known_model_types() if wanted and re.sub(r"[_-]", "", name) == wanted), "")
-
-
-# Keys that tell which known type a config of an unknown type resembles; the first that is present counts.
-TELLING_KEYS = {
-    "n_routed_experts": "deepseek_v3",
-    "num_local_experts": "mixtral",
-    "num_experts": "qwen3_moe",
-    "num_key_value_heads": "llama",
-}
-
-
 def built_like(config: Mapping[str, Any]) -> str:
     """The known model type that an unknown one probably resembles, by its architecture, its name or its keys; or empty.
 
     >>> [built_like({"model_type": name, "num_key_value_heads": 8}) for name in ("gemma9", "frob")]
     ['gemma', 'llama']
+    >>> built_like({"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]})
+    'deepseek_v3'
     """
+    listed = config.get("architectures")
+    architecture = str(listed[0]).partition("For")[0].lower() if isinstance(listed, list) and listed else ""
+    by_architecture = [name for name in known_model_types() if re.sub(r"[_-]", "", name) == architecture]
     given = str(config.get("model_type")).lower()
     by_name = [name for name in closest(given, known_model_types()) if name[:3] == given[:3]]
-    by_keys = [name for key, name in TELLING_KEYS.items() if key in config]
-    return next(iter([*filter(None, [named_by_architecture(config)]), *by_name, *by_keys]), "")
+    by_keys = [name for key, name in _KEYS["resembles"].items() if key in config]
+    return next(iter([*by_architecture, *by_name, *by_keys]), "")
 
 
 @cache
@@ -119,14 +94,14 @@ class FamilyConfig:
             pairs = " but ".join(f"{key} = {shown(value)}" for key, value in given.items())
             raise UserError(f"contradictory sizes in the config: {pairs}", "these are two names of the same size: keep one")
         value = next(iter(given.values()), None)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise UserError(f"{next(iter(given))} must be a whole number, not {shown(value)}", "correct it in the config")
-        if value is not None and value < 0:
-            raise UserError(f"{next(iter(given))} must not be negative, got {shown(value)}", "correct it in the config")
-        return value
+        if value is None or (type(value) is int and value >= 0):
+            return value
+        problem = (
+            f"must not be negative, got {shown(value)}" if type(value) is int else f"must be a whole number, not {shown(value)}"
+        )
+        raise UserError(f"{next(iter(given))} {problem}", "correct it in the config")
 
     def size(self, name: str) -> int:
-        """A required size."""
         value = self.optional_size(name)
         if value is None:
             names = ALIASES.get(name, (name,))
@@ -139,7 +114,7 @@ class FamilyConfig:
         return value
 
 
-def _misspelled(names: tuple[str, ...], config: Mapping[str, Any]) -> str:
+def _misspelled(names: Sequence[str], config: Mapping[str, Any]) -> str:
     """A key of the config that is very similar to one of `names`, and not a known key itself."""
     known = {alias for aliases in ALIASES.values() for alias in aliases}
     unknown = [key for key in config if key not in known]

@@ -34,20 +34,13 @@ def from_hyperparameters(
         head_dim = head_size(hidden, heads)
     layer = LayerSpec(
         attention=AttentionSpec(
-            heads=heads,
-            kv_heads=heads if num_key_value_heads is None else num_key_value_heads,
-            head_dim=head_dim,
-            rotary=False,
+            heads=heads, kv_heads=heads if num_key_value_heads is None else num_key_value_heads, head_dim=head_dim, rotary=False
         ),
         mlp=MlpSpec(intermediate_size, gated=gated, activation="silu" if gated else "gelu"),
     )
     layers = check_size(option("num_hidden_layers"), num_hidden_layers, "layers")
     return ModelSpec(
-        name=name or "transformer",
-        hidden_size=hidden,
-        layers=(layer,) * layers,
-        vocab_size=vocab_size,
-        source=source,
+        name=name or "transformer", hidden_size=hidden, layers=(layer,) * layers, vocab_size=vocab_size, source=source
     )
 
 

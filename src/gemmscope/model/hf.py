@@ -7,7 +7,7 @@ parts that have no closed form (linear attention, cross attention), gives a sour
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from gemmscope.model.spec import (
     MoeSpec,
     NormSpec,
     QkNorm,
+    check_flag,
     check_size,
 )
 
@@ -55,16 +56,12 @@ def from_config(config: Mapping[str, Any], origin: str) -> ModelSource:
             "the config has no model_type" if model_type is None else f"model_type must be a name, not {shown(model_type)}",
             'add for example "model_type": "llama"; types known without torch: ' + ", ".join(known_model_types()),
         )
-    language = config.get("text_config")
-    if (
-        model_type not in known_model_types()
-        and isinstance(language, Mapping)
-        and language.get("model_type") in known_model_types()
-    ):
+    known, language = model_type in known_model_types(), config.get("text_config")
+    if not known and isinstance(language, Mapping) and language.get("model_type") in known_model_types():
         source = from_config(language, origin)
         return replace(source, findings=(finding("language-part-only", model_type=model_type), *source.findings))
     label = f"{origin} (Hugging Face, {model_type})"
-    if model_type not in known_model_types() or _needs_tracing(config):
+    if not known or _needs_tracing(config):
         return ModelSource(origin=label, model=None, config=config)
     model = _model(FamilyConfig(model_type, config), origin)
     return ModelSource(origin=label, model=model, config=config, findings=tuple(_findings(config, model)))
@@ -101,19 +98,22 @@ def _model(family: FamilyConfig, origin: str) -> ModelSpec:
         norms //= 2
     layers = [
         LayerSpec(
-            replace(attention, window=windows[index]),
-            cast("MlpSpec | MoeSpec", moe if moe_layers[index] else dense),
-            norms,
+            replace(attention, window=windows[index]), cast("MlpSpec | MoeSpec", moe if moe_layers[index] else dense), norms
         )
         for index in range(count)
     ]
     if "first_layer_norms" in facts:
         layers[0] = replace(layers[0], norms=facts["first_layer_norms"])
+    name = str(family.config.get("_name_or_path") or origin)
+    positions = family.number("positions") if family.flag("positions_if", default=True) else 0  # rows of the learned table
+    if positions:
+        positions = check_size(facts["positions"], positions, "sequence_length") + facts.get("positions_extra", 0)
     embedding = family.number("embedding_size")
     vocab = check_size("vocab_size", family.size("vocab_size"), "vocab_size")
-    tied = _tied(family)
+    tied = family.value("tie_word_embeddings")
+    tied = tied is not None and check_flag("tie_word_embeddings", tied, 'write "tie_word_embeddings": true')
     return ModelSpec(
-        name=_printable(str(family.config.get("_name_or_path") or origin)),
+        name="".join(letter if letter.isprintable() else "?" for letter in name[:120]),
         hidden_size=hidden,
         layers=tuple(layers),
         vocab_size=vocab,
@@ -121,7 +121,7 @@ def _model(family: FamilyConfig, origin: str) -> ModelSpec:
         tied_embeddings=tied,
         embedding_size=embedding if embedding != hidden else None,
         embedding_projection_bias=family.flag("embedding_projection_bias"),
-        positions=_positions(family) if family.flag("positions_if", default=True) else 0,
+        positions=positions or 0,
         positions_on_hidden=family.flag("positions_on_hidden"),
         token_types=(family.number("token_types") or 0) + (family.number("task_types") or 0) * family.flag("task_types_if"),
         embedding_norm=family.flag("embedding_norm"),
@@ -135,18 +135,6 @@ def _model(family: FamilyConfig, origin: str) -> ModelSpec:
         model_type=family.model_type,
         source=origin,
     )
-
-
-def _printable(name: str) -> str:
-    """A name without control characters, and not too long."""
-    return "".join(letter if letter.isprintable() else "?" for letter in name[:120])
-
-
-def _tied(family: FamilyConfig) -> bool:
-    value = family.value("tie_word_embeddings")
-    if value is not None and not isinstance(value, bool):
-        raise UserError(f"tie_word_embeddings must be true or false, not {shown(value)}", 'write "tie_word_embeddings": true')
-    return bool(value)
 
 
 def _attention(family: FamilyConfig, hidden: int) -> AttentionSpec:
@@ -169,11 +157,11 @@ def _attention(family: FamilyConfig, hidden: int) -> AttentionSpec:
         stored_fused=family.flag("qkv_fused"),
     )
     if family.flag("latent"):
-        rope = family.size("qk_rope_head_dim")
+        rope, value_dim = family.size("qk_rope_head_dim"), family.optional_size("v_head_dim")
         return replace(
             common,
             head_dim=family.size("qk_nope_head_dim") + rope,
-            value_dim=_or(family.optional_size("v_head_dim"), lambda: head_size(hidden, heads)),
+            value_dim=head_size(hidden, heads) if value_dim is None else value_dim,
             latent=LatentSpec(
                 q_rank=family.optional_size("q_lora_rank"),
                 kv_rank=family.size("kv_lora_rank"),
@@ -182,22 +170,15 @@ def _attention(family: FamilyConfig, hidden: int) -> AttentionSpec:
             ),
         )
     if "kv_heads" in family.facts:
-        kv_heads = 1 if family.flag("kv_heads") else heads
+        kv_heads = 1 if family.flag("kv_heads") else None
     else:
-        kv_heads = _or(family.optional_size("num_key_value_heads"), lambda: heads)
-    head_dim = _or(family.optional_size("head_dim"), lambda: head_size(hidden, heads))
-    return replace(common, kv_heads=kv_heads, head_dim=head_dim)
-
-
-def _positions(family: FamilyConfig) -> int:
-    """Rows of the learned position table; 0 where there is none."""
-    rows = family.number("positions")
-    return check_size(family.facts["positions"], rows, "sequence_length") + family.facts.get("positions_extra", 0) if rows else 0
-
-
-def _or(given: int | None, otherwise: Callable[[], int]) -> int:
-    """The given size, even a zero (which the spec then rejects), else the default."""
-    return given if given is not None else otherwise()
+        kv_heads = family.optional_size("num_key_value_heads")
+    head_dim = family.optional_size("head_dim")
+    return replace(  # a zero is kept, which the spec then rejects
+        common,
+        kv_heads=heads if kv_heads is None else kv_heads,
+        head_dim=head_size(hidden, heads) if head_dim is None else head_dim,
+    )
 
 
 def _mlp(family: FamilyConfig, hidden: int) -> MlpSpec:
@@ -218,34 +199,26 @@ def _activation(family: FamilyConfig) -> str:
 
 def _moe(family: FamilyConfig) -> MoeSpec:
     """The experts. Their gate and up are stored as one weight in every family."""
-    facts = family.facts
-    bias = family.flag("expert_bias")
-    width = family.size(facts["expert_size"])
-    expert = MlpSpec(width, gated=True, activation=_activation(family), up_bias=bias, down_bias=bias, stored_fused=True)
-    shared_width = None
+    facts, width, shared_width = family.facts, family.size(family.facts["expert_size"]), 0
+
+    def expert(size: int, bias: bool, fused: bool) -> MlpSpec:
+        return MlpSpec(size, gated=True, activation=_activation(family), up_bias=bias, down_bias=bias, stored_fused=fused)
+
     if "shared_size" in facts:
         shared_width = family.size(facts["shared_size"])
     elif "shared_count" in facts:
         shared_width = width * (family.optional_size(facts["shared_count"]) or 0)
-    shared_bias = family.flag("mlp_bias")
-    shared = None
-    if shared_width:
-        shared = MlpSpec(
-            shared_width, gated=True, activation=expert.activation, up_bias=shared_bias, down_bias=shared_bias,
-            stored_fused=family.flag("shared_fused"),
-        )  # fmt: skip
     return MoeSpec(
         experts=family.size("num_experts"),
         top_k=facts["top_k"] if "top_k" in facts else family.size("num_experts_per_tok"),
-        expert=expert,
-        shared=shared,
-        shared_gate=family.flag("shared_gate") and shared is not None,
+        expert=expert(width, family.flag("expert_bias"), fused=True),
+        shared=expert(shared_width, family.flag("mlp_bias"), family.flag("shared_fused")) if shared_width else None,
+        shared_gate=family.flag("shared_gate") and shared_width > 0,
         router_bias=family.flag("router_bias"),
     )
 
 
 def _moe_layers(family: FamilyConfig, count: int) -> list[bool]:
-    """Which layers have experts."""
     rule = family.facts.get("moe_layers")
     if rule is None:
         return [False] * count

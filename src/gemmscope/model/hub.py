@@ -44,7 +44,7 @@ def resolve(name: str) -> str:
     return child.stdout
 
 
-def _main(name: str) -> int:
+def _main(name: str) -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from transformers import PretrainedConfig
 
@@ -52,19 +52,15 @@ def _main(name: str) -> int:
         config, _ = PretrainedConfig.get_config_dict(name, local_files_only=True)
     except Exception:
         if not _hub_reachable():
-            print("it is not in the local cache, and the hub cannot be reached from here", file=sys.stderr)  # noqa: T201
-            return 1
+            raise SystemExit("it is not in the local cache, and the hub cannot be reached from here") from None
         try:
             config, _ = PretrainedConfig.get_config_dict(name)
         except Exception as error:
             reason = str(error).strip().splitlines() or [type(error).__name__]
-            print(reason[0], file=sys.stderr)  # noqa: T201
-            return 1
+            raise SystemExit(reason[0]) from None
     if not config:
-        print("it has no config.json", file=sys.stderr)  # noqa: T201
-        return 1
+        raise SystemExit("it has no config.json")
     sys.stdout.write(json.dumps(config))
-    return 0
 
 
 def _hub_reachable() -> bool:
@@ -81,4 +77,4 @@ def _hub_reachable() -> bool:
 
 
 if __name__ == "__main__":
-    raise SystemExit(_main(sys.argv[1]))
+    _main(sys.argv[1])

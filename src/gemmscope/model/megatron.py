@@ -20,98 +20,28 @@ from gemmscope.errors import UserError
 from gemmscope.findings import Finding, finding
 from gemmscope.model.megatron_args import REQUIRED, model_source, other_model
 from gemmscope.model.megatron_shell import ASSIGNMENT, Shell, words_of
-from gemmscope.model.megatron_values import Dialect, MegatronSettings, Unknown
+from gemmscope.model.megatron_values import FACTS, MegatronSettings, Unknown
 from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import LARGEST
 
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-SAME_NAME = _names("""
-num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size
-max_position_embeddings position_embedding_type normalization make_vocab_size_divisible_by softmax_type window_size
-window_attn_skip_freq
-moe_ffn_hidden_size moe_router_topk moe_shared_expert_intermediate_size moe_layer_freq moe_latent_size
-moe_expert_capacity_factor mtp_num_layers q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
-seq_length micro_batch_size global_batch_size world_size data_parallel_size tensor_model_parallel_size
-context_parallel_size pipeline_model_parallel_size pipeline_model_parallel_layout virtual_pipeline_model_parallel_size
-num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank expert_model_parallel_size
-expert_tensor_parallel_size recompute_granularity recompute_modules recompute_method hybrid_override_pattern
-hybrid_layer_pattern heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json
-experimental_attention_variant
-""")
-OTHER_NAME = {  # Megatron-LM: Megatron-core
-    "num_experts": "num_moe_experts",
-    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
-    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
-}
+OTHER_NAME = FACTS["other_name"]  # Megatron-LM: Megatron-core
+OTHER_SCRIPTS = FACTS["other_scripts"]
 LAUNCHER = ("nproc_per_node", "nnodes")  # of torchrun: their product is the number of GPUs
 T5_ONLY = ("decoder_num_layers", "decoder_seq_length")
 ONLY_HERE = ("encoder_num_layers", "encoder_seq_length", "padded_vocab_size", "spec", *T5_ONLY, *LAUNCHER)
-SWITCHES = _names("""
-group_query_attention add_bias_linear add_qkv_bias qk_layernorm multi_latent_attention moe_shared_expert_gate
-attention_output_gate head_wise_attn_gate is_hybrid_model sequence_parallel account_for_embedding_in_pipeline_split
-account_for_loss_in_pipeline_split swiglu squared_relu quick_geglu untie_embeddings_and_output_weights
-use_rotary_position_embeddings add_position_embedding recompute_activations
-""")
-OFF_SWITCHES = {"disable_bias_linear": "add_bias_linear", "no_position_embedding": "add_position_embedding"}
-SWITCHES_TO_CORE = (  # Megatron-LM's switch, and the settings of Megatron-core that it stands for
-    ("swiglu", {"gated_linear_unit": True, "activation_func": "silu"}),
-    ("quick_geglu", {"gated_linear_unit": True, "activation_func": "quick_gelu"}),
-    ("squared_relu", {"activation_func": "relu2"}),
-    ("untie_embeddings_and_output_weights", {"share_embeddings_and_output_weights": False}),
-    ("use_rotary_position_embeddings", {"position_embedding_type": "rope"}),
-    ("recompute_activations", {"recompute_granularity": "selective"}),
-)
-VALUED = SAME_NAME | {*OTHER_NAME, *ONLY_HERE}
+SWITCHES = set(FACTS["switches"])
+VALUED = {*FACTS["same_name"], *OTHER_NAME, *ONLY_HERE}
 KNOWN = VALUED | SWITCHES
-NOT_MISSPELLED = {"o_lora_rank"}  # real flags that resemble a known one
-OTHER_SPELLINGS = {  # names from other programs and old releases: what Megatron-LM calls the same
-    "tensor_parallel_size": "tensor_model_parallel_size",
-    "tensor_model_parallel": "tensor_model_parallel_size",
-    "tensor_parallel": "tensor_model_parallel_size",
-    "model_parallel_size": "tensor_model_parallel_size",
-    "pipeline_parallel_size": "pipeline_model_parallel_size",
-    "pipeline_model_parallel": "pipeline_model_parallel_size",
-    "pipeline_parallel": "pipeline_model_parallel_size",
-    "context_model_parallel_size": "context_parallel_size",
-    "context_parallel": "context_parallel_size",
-    "expert_parallel_size": "expert_model_parallel_size",
-    "expert_parallel": "expert_model_parallel_size",
-    "expert_tensor_model_parallel_size": "expert_tensor_parallel_size",
-    "sequence_length": "seq_length",
-    "seq_len": "seq_length",
-    "batch_size": "micro_batch_size",
-    "micro_batch": "micro_batch_size",
-    "global_batch": "global_batch_size",
-    "intermediate_size": "ffn_hidden_size",
-    "num_key_value_heads": "num_query_groups",
-    "num_kv_heads": "num_query_groups",
-}
-OTHER_SCRIPTS = {  # pretrain_NAME….py of Megatron-LM that does not train a GPT model
-    "bert": "BERT, an encoder",
-    "t5": "T5, an encoder with a decoder",
-    "mamba": "a model with Mamba layers",
-    "hybrid": "a model with Mamba layers",
-    "ict": "a pair of BERT encoders",
-    "biencoder": "a pair of BERT encoders",
-    "retro": "Retro, a decoder with a retriever",
-    "vision": "a vision model",
-    "vlm": "a vision-language model",
-}
-RECOMPUTE_MODULES = _names("core_attn moe_act layernorm mla_up_proj mlp moe shared_experts")  # several may follow the flag
 MOST_UNKNOWN_FLAGS = 300  # with more, the text is not a launch script, and no flag is taken for a misspelling
 TELLTALE = {*REQUIRED, "ffn_hidden_size", "tensor_model_parallel_size", "micro_batch_size", "seq_length"}
 
 
 @dataclass
 class Arguments:
-    """The arguments in a text, by Megatron-LM's names, while they are being collected."""
+    """The arguments in a text, by Megatron-LM's names, while they are being collected. The other fields are ordered sets."""
 
     values: dict[str, object] = field(default_factory=dict)
-    unknown: dict[str, None] = field(default_factory=dict)  # flags that are not used here, in order
+    unknown: dict[str, None] = field(default_factory=dict)  # flags that are not used here
     repeated: dict[str, None] = field(default_factory=dict)
     conditional: dict[str, None] = field(default_factory=dict)  # inside an `if` or `case` of the script
     scripts: dict[str, None] = field(default_factory=dict)  # the NAME of each pretrain_NAME.py
@@ -153,7 +83,8 @@ def read(text: str, origin: str) -> ModelSource:
     printed = _read_printed(text)
     if TELLTALE & printed.values.keys():
         return _source(printed, origin, lambda name: name, "{} ........ {}")
-    arguments = _read_flags(text)
+    arguments = Arguments()
+    _collect(text, Shell(), arguments, in_branch=False, depth=0)
     if not arguments.values:
         raise UserError(
             "there are no Megatron-LM arguments",
@@ -168,14 +99,6 @@ def _source(arguments: Arguments, origin: str, spell_here: Callable[[str], str],
     def spell(name: str) -> str:
         return spell_here(from_core.get(name, name))
 
-    dialect = Dialect(
-        spell,
-        assign,
-        swiglu_keeps_parameters=True,
-        q_lora_rank=None,
-        kv_lora_rank=32,
-        positions="max_position_embeddings",
-    )
     findings = _check_script(arguments, spell)
     findings += [finding("setting-repeated", setting=spell(name)) for name in arguments.repeated]
     if arguments.conditional:
@@ -185,7 +108,10 @@ def _source(arguments: Arguments, origin: str, spell_here: Callable[[str], str],
     findings += [
         finding("setting-misspelled", setting=spell(name), suggestion=spell(meant)) for name, meant in _misspellings(arguments)
     ]
-    settings = MegatronSettings(_to_core(arguments.values), dialect)
+    settings = MegatronSettings(
+        _to_core(arguments.values), spell, assign,
+        swiglu_keeps_parameters=True, q_lora_rank=None, kv_lora_rank=32, positions="max_position_embeddings",
+    )  # fmt: skip
     return model_source(settings, origin, findings, [*map(spell, arguments.unknown)])
 
 
@@ -196,12 +122,12 @@ def _check_script(arguments: Arguments, spell: Callable[[str], str]) -> list[Fin
             raise other_model(f"{spell(name)} is a setting of", OTHER_SCRIPTS["t5"])
     if "mamba" in str(arguments.values.get("spec")).lower():
         raise other_model(f"{spell('spec')} selects", OTHER_SCRIPTS["mamba"])
-    others = {name: what for name in arguments.scripts for kind, what in OTHER_SCRIPTS.items() if name.split("_")[0] == kind}
-    for name, what in others.items():
-        if "gpt" in arguments.scripts:
-            return [finding("read-as-gpt", script=f"pretrain_{name}.py")]
-        raise other_model(f"pretrain_{name}.py trains", what)
-    return []
+    other = next((name for name in arguments.scripts if name.split("_")[0] in OTHER_SCRIPTS), None)
+    if other is None:
+        return []
+    if "gpt" not in arguments.scripts:
+        raise other_model(f"pretrain_{other}.py trains", OTHER_SCRIPTS[other.split("_")[0]])
+    return [finding("read-as-gpt", script=f"pretrain_{other}.py")]
 
 
 def _groups_are_ignored(values: Mapping[str, object]) -> bool:
@@ -215,10 +141,10 @@ def _misspellings(arguments: Arguments) -> Iterator[tuple[str, str]]:
     if len(arguments.unknown) >= MOST_UNKNOWN_FLAGS:
         return
     for name in arguments.unknown:
-        meant = OTHER_SPELLINGS.get(name)
+        meant = FACTS["other_spellings"].get(name)
         if meant is not None and meant not in arguments.values:
             yield name, meant
-        elif meant is None and name not in NOT_MISSPELLED:
+        elif meant is None and name not in FACTS["not_misspelled"]:
             for similar in difflib.get_close_matches(name, VALUED - {"spec", *LAUNCHER}, n=1, cutoff=0.9):
                 yield name, similar
 
@@ -236,7 +162,7 @@ def _to_core(given: Mapping[str, object]) -> dict[str, object]:
         core.pop("num_query_groups", None)
     if given.get("add_position_embedding") is False:
         core.setdefault("position_embedding_type", "none")
-    for switch, settings in SWITCHES_TO_CORE:
+    for switch, settings in FACTS["switches_to_core"].items():
         if given.get(switch) is True:
             core.update(settings)
     if given.get("vocab_size") is None and given.get("padded_vocab_size") is not None:
@@ -271,12 +197,6 @@ def _read_printed(text: str) -> Arguments:
 # ---- flags
 
 
-def _read_flags(text: str) -> Arguments:
-    arguments = Arguments()
-    _collect(text, Shell(), arguments, in_branch=False, depth=0)
-    return arguments
-
-
 def _collect(text: str, shell: Shell, arguments: Arguments, *, in_branch: bool, depth: int) -> None:
     """Walk through the words: assignments, flags and the value that follows a flag."""
     has_branches = re.search(r"(?:^|[\n;])[ \t]*(?:fi|esac)\b", text) is not None
@@ -301,8 +221,8 @@ def _collect(text: str, shell: Shell, arguments: Arguments, *, in_branch: bool, 
             waiting = switch = ""
             name, equals, value = piece[2:].partition("=")
             name = name.rstrip(":").replace("-", "_")
-            if name in OFF_SWITCHES:
-                arguments.put(OFF_SWITCHES[name], value=False, in_branch=inside)
+            if name in FACTS["off_switches"]:
+                arguments.put(FACTS["off_switches"][name], value=False, in_branch=inside)
             elif name in SWITCHES:
                 arguments.put(name, value=value.lower() != "false", in_branch=inside)
                 switch = name
@@ -315,7 +235,7 @@ def _collect(text: str, shell: Shell, arguments: Arguments, *, in_branch: bool, 
         elif waiting:
             arguments.put(waiting, shell.resolve(piece), in_branch=inside)
             waiting = ""
-        elif piece in RECOMPUTE_MODULES and isinstance(arguments.values.get("recompute_modules"), str):
+        elif piece in FACTS["recompute_modules"] and isinstance(arguments.values.get("recompute_modules"), str):
             arguments.values["recompute_modules"] = f"{arguments.values['recompute_modules']} {piece}"
         elif switch and piece.lower() == "false":
             arguments.values[switch] = False

@@ -1,8 +1,8 @@
 """Builds the model and the run from settings under Megatron's names: the part that Megatron-LM and Megatron-Bridge files share.
 
 A reader collects the settings of its file as `MegatronSettings`: values under Megatron-core's names (`num_moe_experts`, not
-`--num-experts`), still as written, plus a `Dialect`: how the file spells a name, and the few defaults in which Megatron-LM's
-arguments and Megatron-core's dataclasses differ. Everything else is decided once, as Megatron does: `megatron_values` parses
+`--num-experts`), still as written, how the file spells a name, and the few defaults in which Megatron-LM's arguments and
+Megatron-core's dataclasses differ. Everything else is decided once, as Megatron does: `megatron_values` parses
 values, `megatron_model` builds the layers, `megatron_pipeline` assigns them to pipeline stages. This module handles the run, the
 required settings and the findings.
 
@@ -21,36 +21,16 @@ from gemmscope.errors import UserError, closest, option
 from gemmscope.findings import Finding, finding
 from gemmscope.model import megatron_pipeline
 from gemmscope.model.megatron_model import dense_mlp, model_spec
-from gemmscope.model.megatron_values import MegatronSettings, Unknown
+from gemmscope.model.megatron_values import FACTS, MegatronSettings, Unknown
 from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import LARGEST, ModelSpec
 
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 """The settings that every file must have."""
 
-NOT_MODELLED = {
-    "hybrid_override_pattern": "adds Mamba layers",
-    "hybrid_layer_pattern": "adds Mamba layers",
-    "is_hybrid_model": "adds Mamba layers",
-    "heterogeneous_layers_config_path": "gives each layer its own sizes, from another file",
-    "heterogeneous_layers_config_encoded_json": "gives each layer its own sizes",
-    "experimental_attention_variant": "replaces the attention with a variant",
-    "attention_output_gate": "adds a gate to the QKV projection",
-    "head_wise_attn_gate": "adds a gate to the QKV projection",
-    "moe_latent_size": "projects tokens to a smaller size before the experts",
-}
-RUN_SIZES = {  # Megatron-core's name: (field of RunSpec, its limit)
-    "seq_length": ("sequence_length", "sequence_length"),
-    "micro_batch_size": ("micro_batch_size", "micro_batch_size"),
-    "tensor_model_parallel_size": ("tp", "parallel"),
-    "context_parallel_size": ("cp", "parallel"),
-    "pipeline_model_parallel_size": ("pp", "parallel"),
-    "expert_model_parallel_size": ("ep", "parallel"),
-    "make_vocab_size_divisible_by": ("vocab_multiple", "parallel"),
-}
 ATTENTION = "core_attn"  # the only module whose recomputation is counted
 OPTIONAL = {  # gemmscope's own arguments can give these, so an unknown value is ignored
-    *RUN_SIZES,
+    *FACTS["run_sizes"],
     *("sequence_parallel", "recompute_granularity", "recompute_modules", "global_batch_size", "world_size", "data_parallel_size"),
     *(megatron_pipeline.FIRST, megatron_pipeline.LAST, megatron_pipeline.LAYOUT),
     *(*megatron_pipeline.PIECES, megatron_pipeline.LAYERS_PER_PIECE),
@@ -96,7 +76,7 @@ def other_model(evidence: str, what: str) -> UserError:
 
 
 def _reject_not_modelled(settings: MegatronSettings) -> None:
-    for name, meaning in NOT_MODELLED.items():
+    for name, meaning in FACTS["not_modelled"].items():
         if settings.values.get(name) not in (None, False, "False", "false", ""):
             raise UserError(
                 f"{settings.spell(name)} {meaning}, which is not supported for a file",
@@ -126,7 +106,7 @@ def _misspellings(wanted: str, unknown_names: Collection[str]) -> list[str]:
 
 def _run_settings(settings: MegatronSettings, model: ModelSpec) -> dict[str, Any]:
     run: dict[str, Any] = {}
-    for name, (field, limit) in RUN_SIZES.items():
+    for name, (field, limit) in FACTS["run_sizes"].items():
         value = settings.maybe_size(name, limit)
         if value is not None:
             run[field] = value
@@ -165,17 +145,14 @@ def _expert_tensor_parallel(settings: MegatronSettings, model: ModelSpec) -> int
     return size if any(layer.is_moe for layer in model.layers) else None
 
 
-def _ranks(settings: MegatronSettings, run: Mapping[str, Any]) -> int | None:
-    """Data-parallel ranks, where the file gives the number of GPUs."""
-    world = settings.maybe_size("world_size", "parallel")
-    if world is None:
-        return settings.maybe_size("data_parallel_size", "parallel")
-    model_ranks = run.get("tp", 1) * run.get("pp", 1) * run.get("cp", 1)
-    return None if world % model_ranks else int(world // model_ranks)
-
-
 def _accumulation(settings: MegatronSettings, run: Mapping[str, Any]) -> int | None:
-    samples, ranks = settings.maybe_size("global_batch_size", "vocab_size"), _ranks(settings, run)
+    """Micro-batches per step, where the file gives the number of GPUs (which gives the data-parallel ranks) and the batch."""
+    samples, world = settings.maybe_size("global_batch_size", "vocab_size"), settings.maybe_size("world_size", "parallel")
+    if world is None:
+        ranks = settings.maybe_size("data_parallel_size", "parallel")
+    else:
+        model_ranks = run.get("tp", 1) * run.get("pp", 1) * run.get("cp", 1)
+        ranks = None if world % model_ranks else world // model_ranks
     if not samples or not ranks or "micro_batch_size" not in run:
         return None
     micro_batches, remainder = divmod(samples, ranks * run["micro_batch_size"])

@@ -43,7 +43,7 @@ def model_spec(settings: MegatronSettings, origin: str) -> ModelSpec:
         vocab_size=settings.maybe_size("vocab_size", "vocab_size"),
         norm=NormSpec("layernorm", bias=True) if _has_layer_norm(settings) else NormSpec("rmsnorm"),
         tied_embeddings=settings.flag("share_embeddings_and_output_weights", default=True),
-        positions=(settings.maybe_size(settings.dialect.positions, "sequence_length") or 0) if learned else 0,
+        positions=(settings.maybe_size(settings.positions, "sequence_length") or 0) if learned else 0,
         source=origin,
     )
 
@@ -70,8 +70,8 @@ def _attention(settings: MegatronSettings, hidden: int, window: int | None) -> A
             latent=LatentSpec(
                 q_rank=settings.maybe_size("q_lora_rank", "hidden_size")
                 if "q_lora_rank" in settings.values
-                else settings.dialect.q_lora_rank,
-                kv_rank=settings.size("kv_lora_rank", "hidden_size", settings.dialect.kv_lora_rank),
+                else settings.q_lora_rank,
+                kv_rank=settings.size("kv_lora_rank", "hidden_size", settings.kv_lora_rank),
                 rope_dim=rope,
             ),
         )
@@ -116,7 +116,7 @@ def dense_mlp(settings: MegatronSettings, hidden: int) -> MlpSpec:
     gated, activation = settings.flag("gated_linear_unit"), settings.text("activation_func", "gelu")
     width = settings.maybe_size("ffn_hidden_size", "intermediate_size")
     if width is None:
-        narrow = settings.dialect.swiglu_keeps_parameters and gated and activation == "silu"
+        narrow = settings.swiglu_keeps_parameters and gated and activation == "silu"
         width = int((4 * hidden * 2 / 3) / 64) * 64 if narrow else 4 * hidden
         what = f"{settings.spell('ffn_hidden_size')} (by default from {settings.spell('hidden_size')} = {hidden})"
         check_size(what, width, "intermediate_size")
@@ -132,7 +132,7 @@ def _moe_mlp(settings: MegatronSettings, hidden: int) -> MoeSpec | None:
     if top_k > experts:
         raise UserError(
             f"{settings.spell('moe_router_topk')} = {top_k} is more than {settings.spell('num_moe_experts')} = {experts}",
-            "for example " + settings.dialect.assign.format(settings.spell("moe_router_topk"), experts),
+            "for example " + settings.assign.format(settings.spell("moe_router_topk"), experts),
         )
     dense = dense_mlp(settings, hidden)
     width = settings.size("moe_ffn_hidden_size", "intermediate_size", dense.intermediate_size)
@@ -153,9 +153,7 @@ def _moe_mlp(settings: MegatronSettings, hidden: int) -> MoeSpec | None:
 
 def _moe_layers(settings: MegatronSettings, layers: int) -> list[bool]:
     pattern = settings.pattern("moe_layer_freq", layers) or 1
-    if isinstance(pattern, int):
-        return [layer % pattern == 0 for layer in range(layers)]
-    return [bool(layer) for layer in pattern]
+    return [layer % pattern == 0 for layer in range(layers)] if isinstance(pattern, int) else [*map(bool, pattern)]
 
 
 def _window(settings: MegatronSettings) -> int | None:
@@ -174,6 +172,4 @@ def _windowed_layers(settings: MegatronSettings, layers: int) -> list[bool]:
     pattern = settings.pattern("window_attn_skip_freq", layers)
     if pattern is None:
         return [True] * layers
-    if isinstance(pattern, int):
-        return [(layer + 1) % pattern != 0 for layer in range(layers)]
-    return [bool(layer) for layer in pattern]
+    return [(layer + 1) % pattern != 0 for layer in range(layers)] if isinstance(pattern, int) else [*map(bool, pattern)]

@@ -102,7 +102,6 @@ class Shell:
             return match[0]
 
     def resolve(self, text: str) -> str | Unknown:
-        """The value of an argument."""
         if len(text) > 100 * LONGEST_VALUE:
             return Unknown(text, "it is too long")
         filled = self.fill_in(text)

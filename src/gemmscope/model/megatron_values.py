@@ -15,34 +15,10 @@ from dataclasses import dataclass
 
 from gemmscope.errors import UserError, shown
 from gemmscope.model.spec import LARGEST, check_size
+from gemmscope.toml import load_data
 
-EXAMPLES = {  # values for messages; 1 for all others
-    "num_layers": 32,
-    "hidden_size": 4096,
-    "ffn_hidden_size": 14336,
-    "num_attention_heads": 32,
-    "num_query_groups": 8,
-    "kv_channels": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 4096,
-    "seq_length": 4096,
-    "global_batch_size": 128,
-    "make_vocab_size_divisible_by": 128,
-    "world_size": 8,
-    "tensor_model_parallel_size": 2,
-    "context_parallel_size": 2,
-    "pipeline_model_parallel_size": 2,
-    "expert_model_parallel_size": 8,
-    "num_moe_experts": 8,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 2048,
-    "moe_shared_expert_intermediate_size": 2048,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_head_dim": 128,
-    "qk_pos_emb_head_dim": 64,
-    "v_head_dim": 128,
-}
+FACTS = load_data("gemmscope.model", "megatron.toml")
+"""Names of settings, and what is known about them."""
 
 
 @dataclass(frozen=True)
@@ -54,34 +30,25 @@ class Unknown:
 
 
 @dataclass(frozen=True)
-class Dialect:
-    """How a file format spells settings, and the defaults that differ between formats."""
+class MegatronSettings:
+    """The settings of a file by Megatron-core name: text from arguments, typed values from YAML. None: not given.
 
-    spell: Callable[[str], str]
+    The other fields are how the file format spells settings, and the defaults that differ between formats.
+    """
+
+    values: Mapping[str, object]
+    spell: Callable[[str], str]  # the name as it is written in the file
     assign: str  # name and value: "{} {}" for flags, "{}: {}" for YAML
     swiglu_keeps_parameters: bool  # the default MLP of a SwiGLU model is 2/3 as wide, which keeps the parameter count
     q_lora_rank: int | None
     kv_lora_rank: int
     positions: str  # the setting with the number of learned positions
 
-
-@dataclass(frozen=True)
-class MegatronSettings:
-    """The settings of a file by Megatron-core name: text from arguments, typed values from YAML. None: not given."""
-
-    values: Mapping[str, object]
-    dialect: Dialect
-
-    def spell(self, name: str) -> str:
-        """The name as it is written in the file."""
-        return self.dialect.spell(name)
-
     def example(self, name: str) -> str:
         """The setting with a valid value, as it is written in the file."""
-        return self.dialect.assign.format(self.spell(name), EXAMPLES.get(name, 1))
+        return self.assign.format(self.spell(name), FACTS["examples"].get(name, 1))
 
     def given(self, name: str) -> bool:
-        """Whether the file sets it."""
         return self.values.get(name) is not None
 
     def single(self, name: str) -> object:
@@ -97,22 +64,15 @@ class MegatronSettings:
         return value
 
     def whole(self, name: str) -> int:
-        """A whole number that the file sets."""
         return whole_number(self.spell(name), self.single(name), f"for example {self.example(name)}")
 
     def size(self, name: str, limit: str, default: int) -> int:
-        """A positive whole number, or the default."""
         return self.maybe_size(name, limit) or default
 
     def maybe_size(self, name: str, limit: str) -> int | None:
-        """A positive whole number where given."""
         if not self.given(name):
             return None
-        number = self.whole(name)
-        try:
-            return check_size(self.spell(name), number, limit)
-        except UserError as error:
-            raise UserError(error.message, f"for example {self.example(name)}") from None
+        return check_size(self.spell(name), self.whole(name), limit, f"for example {self.example(name)}")
 
     def maybe_count(self, name: str, limit: str) -> int | None:
         """Like `maybe_size`, where 0 means that there are none."""
@@ -121,7 +81,6 @@ class MegatronSettings:
         return self.maybe_size(name, limit)
 
     def flag(self, name: str, *, default: bool = False) -> bool:
-        """Yes or no."""
         if not self.given(name):
             return default
         value = self.single(name)

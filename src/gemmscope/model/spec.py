@@ -34,14 +34,27 @@ LARGEST = {
 }
 
 
-def check_size(what: str, value: object, limit: str) -> int:
+def check_size(what: str, value: object, limit: str, hint: str = "") -> int:
     """`value` as a positive whole number not beyond `LARGEST[limit]`, or a `UserError` that names it."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise UserError(f"{what} must be a whole number, not {shown(value)}")
+        raise UserError(f"{what} must be a whole number, not {shown(value)}", hint)
     if value < 1:
-        raise UserError(f"{what} must be at least 1, not {shown(value)}")
+        raise UserError(f"{what} must be at least 1, not {shown(value)}", hint)
     if value > LARGEST[limit]:
-        raise UserError(f"{what} must be at most {LARGEST[limit]}, not {shown(value)}")
+        raise UserError(f"{what} must be at most {LARGEST[limit]}, not {shown(value)}", hint)
+    return value
+
+
+def check_optional(what: str, value: object, limit: str) -> None:
+    """`check_size`, where None is valid too."""
+    if value is not None:
+        check_size(what, value, limit)
+
+
+def check_flag(what: str, value: object, hint: str) -> bool:
+    """`value` if it is true or false, or a `UserError` that names it."""
+    if not isinstance(value, bool):
+        raise UserError(f"{what} must be true or false, not {shown(value)}", hint)
     return value
 
 
@@ -55,8 +68,7 @@ class LatentSpec:
     down_bias: bool = False
 
     def __post_init__(self) -> None:
-        if self.q_rank is not None:
-            check_size("q_lora_rank", self.q_rank, "hidden_size")
+        check_optional("q_lora_rank", self.q_rank, "hidden_size")
         check_size("kv_lora_rank", self.kv_rank, "hidden_size")
         check_size("qk_rope_head_dim", self.rope_dim, "head_dim")
 
@@ -86,10 +98,8 @@ class AttentionSpec:
         check_size("num_attention_heads", self.heads, "heads")
         check_size("num_key_value_heads", self.kv_heads, "heads")
         check_size("head_dim", self.head_dim, "head_dim")
-        if self.value_dim is not None:
-            check_size("v_head_dim", self.value_dim, "head_dim")
-        if self.window is not None:
-            check_size("sliding_window", self.window, "sequence_length")
+        check_optional("v_head_dim", self.value_dim, "head_dim")
+        check_optional("sliding_window", self.window, "sequence_length")
         if self.heads % self.kv_heads:
             raise UserError(
                 f"num_attention_heads = {self.heads} is not a multiple of num_key_value_heads = {self.kv_heads}",
@@ -203,10 +213,8 @@ class ModelSpec:
     def __post_init__(self) -> None:
         check_size("hidden_size", self.hidden_size, "hidden_size")
         check_size("num_hidden_layers", len(self.layers), "layers")
-        if self.vocab_size is not None:
-            check_size("vocab_size", self.vocab_size, "vocab_size")
-        if self.embedding_size is not None:
-            check_size("embedding_size", self.embedding_size, "hidden_size")
+        check_optional("vocab_size", self.vocab_size, "vocab_size")
+        check_optional("embedding_size", self.embedding_size, "hidden_size")
 
     @property
     def embedding_width(self) -> int:
@@ -283,8 +291,7 @@ class RunSpec:
         for name in ("tp", "cp", "pp", "ep", "gradient_accumulation"):
             check_size(option(name), getattr(self, name), "parallel")
         check_size("vocab_multiple", self.vocab_multiple, "parallel")
-        if self.etp is not None:
-            check_size(option("etp"), self.etp, "parallel")
+        check_optional(option("etp"), self.etp, "parallel")
         if self.recompute not in RECOMPUTE:
             raise UserError(
                 f"{option('recompute')} must be {' or '.join(RECOMPUTE)}, not {shown(self.recompute)}",
@@ -309,21 +316,12 @@ class RunSpec:
 RUN_SETTINGS = tuple(field.name for field in fields(RunSpec))
 
 
-def divisors(number: int) -> list[int]:
-    """All divisors, smallest first.
-
-    >>> divisors(12)
-    [1, 2, 3, 4, 6, 12]
-    """
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
-
-
 def divisors_text(number: int, most: int = 12) -> str:
-    """Divisors for a message, the first few.
+    """Divisors for a message, the smallest first, at most `most` of them.
 
-    >>> divisors_text(8)
-    '1, 2, 4, 8'
+    >>> divisors_text(12), divisors_text(12, most=2)
+    ('1, 2, 3, 4, 6, 12', '1, 2, …')
     """
-    known = divisors(number)
+    small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
+    known = sorted({*small, *(number // divisor for divisor in small)})
     return ", ".join(map(str, known[:most])) + (", …" if len(known) > most else "")

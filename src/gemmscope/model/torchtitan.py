@@ -24,7 +24,7 @@ from typing import Any
 from gemmscope.errors import UserError, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import check_size
+from gemmscope.model.spec import check_flag, check_size
 from gemmscope.model.torchtitan_model import Flavor, load_flavor, model_and_flavor, model_findings, model_spec
 from gemmscope.toml import parse_toml
 
@@ -39,16 +39,10 @@ SPLITS_BY_NAME = ("module_fqns_per_model_part", "pipeline_parallel_split_points"
 
 # How a schedule places stages on the pipeline's ranks: one each, several in rounds, or two in a V (down and back up).
 SCHEDULES = {
-    "1f1b": "single",
-    "gpipe": "single",
-    "pipelineschedulesingle": "single",
-    "interleaved1f1b": "loop",
-    "flexibleinterleaved1f1b": "loop",
-    "loopedbfs": "loop",
-    "interleavedzerobubble": "loop",
-    "pipelineschedulemulti": "loop",
-    "zbvzerobubble": "v",
-    "dualpipev": "v",
+    **dict.fromkeys(("1f1b", "gpipe", "pipelineschedulesingle"), "single"),
+    **dict.fromkeys(("interleaved1f1b", "flexibleinterleaved1f1b", "loopedbfs"), "loop"),
+    **dict.fromkeys(("interleavedzerobubble", "pipelineschedulemulti"), "loop"),
+    **dict.fromkeys(("zbvzerobubble", "dualpipev"), "v"),
 }
 
 
@@ -76,17 +70,7 @@ def read(text: str, origin: str) -> ModelSource:
     >>> source.model.name, source.model.hidden_size, source.run_settings["sequence_length"]
     ('torchtitan llama3 8B', 4096, 8192)
     """
-    return _source(_parse(text), origin)
-
-
-def _parse(text: str) -> Tables:
-    """The tables of a text. Rejects keys with so many parts that the parser would use all memory."""
-    if any(line.count(".") > MOST_DOTS for line in text.split("\n")):
-        raise UserError(f"a line has more than {MOST_DOTS} dots", "write each setting on its own line")
-    return parse_toml(text)
-
-
-def _source(tables: Tables, origin: str) -> ModelSource:
+    tables = _parse(text)
     model = _table(tables, "model")
     family, name = model_and_flavor(model)
     flavor = load_flavor(family, name)
@@ -101,6 +85,13 @@ def _source(tables: Tables, origin: str) -> ModelSource:
     settings = {key: value for part, _ in parts for key, value in part.items()}
     findings = tuple(item for _, of_part in parts for item in of_part)
     return ModelSource(origin, model_spec(family, name, flavor), settings, findings)
+
+
+def _parse(text: str) -> Tables:
+    """The tables of a text. Rejects keys with so many parts that the parser would use all memory."""
+    if any(line.count(".") > MOST_DOTS for line in text.split("\n")):
+        raise UserError(f"a line has more than {MOST_DOTS} dots", "write each setting on its own line")
+    return parse_toml(text)
 
 
 # ---------------------------------------------------------------------------------------------------- settings of the file
@@ -129,20 +120,12 @@ def _size(tables: Tables, key: str, limit: str = "parallel", *, example: int = 1
     what, value = _find(tables, key)
     if value is None or (type(value) is int and value in also):
         return value
-    hint = f"for example: {key} = {example}"
-    if type(value) is not int or abs(value) >= 2**63:
-        raise UserError(f"{what} must be a whole number, not {shown(value)}", hint)
-    try:
-        return check_size(what, value, limit)
-    except UserError as error:
-        raise UserError(error.message, hint) from None
+    return check_size(what, value, limit, f"for example: {key} = {example}")
 
 
 def _flag(tables: Tables, key: str, *, default: bool) -> bool:
     what, value = _find(tables, key)
-    if value is None or isinstance(value, bool):
-        return default if value is None else value
-    raise UserError(f"{what} must be true or false, not {shown(value)}", f"for example: {key} = {str(default).lower()}")
+    return default if value is None else check_flag(what, value, f"for example: {key} = {str(default).lower()}")
 
 
 # ------------------------------------------------------------------------------------------------------------ the run
@@ -193,7 +176,6 @@ def _local_batches(tables: Tables, total: int, local: int) -> int | None:
 
 
 def _parallel(tables: Tables, flavor: Flavor, pp: int) -> RunPart:
-    """The parallel sizes, and findings about what is not modelled."""
     degrees = {
         "tp": _size(tables, "tensor_parallel_degree"),
         "cp": _size(tables, "context_parallel_degree"),
@@ -238,7 +220,6 @@ def split_layers(layers: int, stages: int, first_less: int = 1, last_less: int =
 
 
 def _pipeline(tables: Tables, layers: int, pp: int) -> RunPart:
-    """How many layers each pipeline rank has."""
     if pp == 1:
         return {}, []
     what, schedule = _find(tables, "pipeline_parallel_schedule")

@@ -58,7 +58,6 @@ class Flavor:
     v_head_dim: int = 0
 
     def is_moe(self, layer: int) -> bool:
-        """Whether the layer of that index is a mixture of experts."""
         return self.num_experts > 0 and layer >= self.n_dense_layers and (layer + 1) % self.interleave_moe_layer_step == 0
 
 
@@ -117,7 +116,10 @@ def model_spec(family: str, name: str, flavor: Flavor) -> ModelSpec:
     return ModelSpec(
         name=f"torchtitan {family} {name}",
         hidden_size=flavor.dim,
-        layers=tuple(_layer(flavor, index) for index in range(flavor.n_layers)),
+        layers=tuple(
+            LayerSpec(_attention(flavor, index), _experts(flavor) if flavor.is_moe(index) else _dense(flavor))
+            for index in range(flavor.n_layers)
+        ),
         vocab_size=flavor.vocab_size,
         tied_embeddings=flavor.enable_weight_tying,
         model_type=family,
@@ -136,10 +138,6 @@ def swiglu_size(dim: int, multiplier: float = 1.0, multiple_of: int = 256, share
     """
     size = int(multiplier * int(2 * 4 * dim / 3)) // shared_by
     return ceil(size / multiple_of) * multiple_of
-
-
-def _layer(flavor: Flavor, index: int) -> LayerSpec:
-    return LayerSpec(_attention(flavor, index), _experts(flavor) if flavor.is_moe(index) else _dense(flavor))
 
 
 def _attention(flavor: Flavor, index: int) -> AttentionSpec:
@@ -172,8 +170,7 @@ def _window(flavor: Flavor, index: int) -> int | None:
 
 
 def _dense(flavor: Flavor) -> MlpSpec:
-    size = flavor.hidden_dim or swiglu_size(flavor.dim, flavor.ffn_dim_multiplier, flavor.multiple_of)
-    return _mlp(size, bias=flavor.bias)
+    return _mlp(flavor.hidden_dim or swiglu_size(flavor.dim, flavor.ffn_dim_multiplier, flavor.multiple_of), bias=flavor.bias)
 
 
 def _mlp(size: int, *, bias: bool = False, fused: bool = False) -> MlpSpec:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from gemmscope.errors import UserError, closest
 from gemmscope.toml import load_data
@@ -67,15 +69,10 @@ class Recipe:
 @cache
 def recipes() -> Mapping[str, Recipe]:
     """All recipes by name, the baseline first."""
-    known = {item.name for item in fields(Recipe)} - {"name", "settings"}
-    result = {}
+    adapter, known, result = TypeAdapter(Recipe), {item.name for item in fields(Recipe)}, {}
     for name, facts in load_data("gemmscope.recipe", "recipes.toml").items():
-        plain = {key: value for key, value in facts.items() if key in known}
-        plain["backends"] = tuple(facts["backends"])
-        plain["operands"] = {which: tuple(pair) for which, pair in facts["operands"].items()}
-        plain["also_scaled"] = {which: tuple(kinds) for which, kinds in facts.get("also_scaled", {}).items()}
         settings = {key: value for key, value in facts.items() if key not in known}
-        result[name] = Recipe(name=name, settings=settings, **plain)
+        result[name] = adapter.validate_python({**facts, "name": name, "settings": settings})
     return result
 
 
@@ -91,13 +88,3 @@ def recipe(name: str) -> Recipe:
         hint = f"did you mean {' or '.join(similar)}? " if similar else ""
         raise UserError(f"unknown recipe {name!r}", f"{hint}recipes: {', '.join(recipes())}")
     return recipes()[by_lower[name.lower()]]
-
-
-def parse_names(text: str) -> list[str]:
-    """`bf16,fp8current` as recipe names; the baseline is always included, and first.
-
-    >>> parse_names("fp8block")
-    ['BF16', 'FP8Block']
-    """
-    names: Sequence[str] = [recipe(part.strip()).name for part in text.split(",") if part.strip()]
-    return list(dict.fromkeys([BASELINE, *names]))

@@ -8,9 +8,12 @@ FP8Block came out 3% lower when it shared a burst with its bare GEMMs, which dra
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
+
+from pydantic import TypeAdapter
 
 from gemmscope.workload.ops import PASSES, GroupedLinear, Linear, Pass
 
@@ -84,18 +87,16 @@ class Task:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Task:
-        case = {**data["case"], "rows": tuple(data["case"]["rows"]), "passes": tuple(data["case"]["passes"])}
-        return Task(Case(**case), data["recipe"], data["mode"], data["pass_name"])
+        return TypeAdapter(Task).validate_python(data)
 
 
 def cases_of(linears: Iterable[Linear]) -> list[Case]:
     """The distinct linears of a workload; equal ones are counted together."""
-    counts: dict[Case, int] = {}
+    counts: Counter[Case] = Counter()
     for linear in linears:
         rows = linear.rows if isinstance(linear, GroupedLinear) else ()
-        case = Case(linear.name, linear.tokens, linear.inputs, linear.outputs, rows=rows)
-        counts[case] = counts.get(case, 0) + linear.count
-    return [Case(case.op, case.tokens, case.inputs, case.outputs, count, case.rows) for case, count in counts.items()]
+        counts[Case(linear.name, linear.tokens, linear.inputs, linear.outputs, rows=rows)] += linear.count
+    return [replace(case, count=count) for case, count in counts.items()]
 
 
 def tasks_of(cases: Sequence[Case], recipes: Sequence[str], modes: Sequence[Mode], same_kernels: dict[str, str]) -> list[Task]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.workload.derive import derive
-from gemmscope.workload.ops import Attention
-from gemmscope.workload.trace import ModuleTrace, gemm_counts
+from gemmscope.workload.ops import Attention, Gemm
+from gemmscope.workload.trace import ModuleTrace
 
 
 @dataclass(frozen=True)
@@ -28,22 +29,10 @@ def comparable_run(run: RunSpec) -> RunSpec:
 def differences(model: ModelSpec, run: RunSpec, trace: ModuleTrace) -> list[Difference]:
     """Every difference between the closed form and the trace; empty when they are equal."""
     workload = derive(model, comparable_run(run))
-    result = [
-        Difference(f"{which} {m}x{k}x{n}" + (f" in {groups} groups" if groups > 1 else ""), derived, traced)
-        for (which, m, k, n, groups), derived, traced in _unequal(gemm_counts(workload.gemms()), gemm_counts(trace.gemms))
-    ]
-    expected: Counter[tuple[str, int, int, int, int]] = Counter()
-    for op in workload.ops:
-        if isinstance(op, Attention):
-            for gemm in op.batched_gemms():
-                expected[gemm] += op.count
-    traced_gemms: Counter[tuple[str, int, int, int, int]] = Counter()
-    for batched in trace.batched_gemms:
-        traced_gemms[(batched.direction, batched.m, batched.k, batched.n, batched.batch)] += batched.count
-    result += [
-        Difference(f"attention {direction} {batch} x {m}x{k}x{n}", derived, traced)
-        for (direction, m, k, n, batch), derived, traced in _unequal(expected, traced_gemms)
-    ]
+    result = _unequal(_linear_counts(workload.gemms()), _linear_counts(trace.gemms))
+    derived = [(gemm, op.count) for op in workload.ops if isinstance(op, Attention) for gemm in op.batched_gemms()]
+    traced = [((op.direction, op.m, op.k, op.n, op.batch), op.count) for op in trace.batched_gemms]
+    result += _unequal(_attention_counts(derived), _attention_counts(traced))
     if workload.parameters != trace.parameters:
         result.append(Difference("parameters", workload.parameters, trace.parameters))
     result += [Difference(f"{op.kind} in {op.name}", 0, op.count) for op in trace.remainder]
@@ -66,8 +55,21 @@ def _masks(model: ModelSpec, trace: ModuleTrace) -> list[Difference]:
     return result
 
 
-def _unequal(
-    derived: Counter[tuple[str, int, int, int, int]], traced: Counter[tuple[str, int, int, int, int]]
-) -> list[tuple[tuple[str, int, int, int, int], int, int]]:
-    keys = dict.fromkeys([*derived, *traced])
-    return [(key, derived[key], traced[key]) for key in keys if derived[key] != traced[key]]
+def _linear_counts(gemms: Iterable[Gemm]) -> Counter[str]:
+    """How often each GEMM with a weight runs, by its text in a difference."""
+    counts: Counter[str] = Counter()
+    for gemm in gemms:
+        counts[f"{gemm.pass_name} {gemm.shape}" + (f" in {gemm.groups} groups" if gemm.groups > 1 else "")] += gemm.count
+    return counts
+
+
+def _attention_counts(gemms: Iterable[tuple[tuple[str, int, int, int, int], int]]) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for (direction, m, k, n, batch), count in gemms:
+        counts[f"attention {direction} {batch} x {m}x{k}x{n}"] += count
+    return counts
+
+
+def _unequal(derived: Counter[str], traced: Counter[str]) -> list[Difference]:
+    names = dict.fromkeys([*derived, *traced])
+    return [Difference(name, derived[name], traced[name]) for name in names if derived[name] != traced[name]]

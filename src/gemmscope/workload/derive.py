@@ -24,7 +24,8 @@ from gemmscope.workload.ops import (
     Norm,
     Op,
     Optimizer,
-)
+    with_counts,
+)  # fmt: skip
 
 EMBEDDING, HEAD, STEP = "embedding", "head", "step"
 
@@ -37,18 +38,17 @@ class Workload:
     stage: int
     findings: tuple[Finding, ...] = ()
 
-    def gemms(self) -> list[Gemm]:
+    def gemms(self) -> tuple[Gemm, ...]:
         """The GEMMs of all linears in the order they run; equal ones of the same op are counted together."""
         counts: Counter[Gemm] = Counter()
         for op in self.ops:
             if isinstance(op, Linear):
                 for gemm in op.gemms():
                     counts[replace(gemm, count=1)] += gemm.count
-        return [replace(gemm, count=count) for gemm, count in counts.items()]
+        return with_counts(counts)
 
     @property
     def parameters(self) -> int:
-        """The parameters of this rank."""
         return sum(op.parameters * op.count for op in self.ops)
 
 
@@ -120,15 +120,12 @@ def _embedding(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
     if model.embedding_norm:
         yield _norm(model, run, "Embedding Norm", width, EMBEDDING)
     if model.embedding_size is not None and model.embedding_size != model.hidden_size:
-        yield _linear(
-            "Embedding In Proj",
-            run,
-            width,
-            model.hidden_size,
-            bias=model.embedding_projection_bias,
-            section=EMBEDDING,
-            copies=run.tp,
-        )
+        yield replace(_embedding_projection(model, run, "Embedding In Proj", width, model.hidden_size), section=EMBEDDING)
+
+
+def _embedding_projection(model: ModelSpec, run: RunSpec, name: str, inputs: int, outputs: int) -> Linear:
+    """Between an embedding and a hidden size that differ, the same on every tensor-parallel rank."""
+    return replace(_linear(name, run, inputs, outputs, bias=model.embedding_projection_bias), copies=run.tp)
 
 
 def _layer(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
@@ -139,8 +136,9 @@ def _layer(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
         repeated = runs == 2 or (run.recompute == "selective" and isinstance(op, Attention))
         yield replace(op, forward_runs=2 if repeated else 1)
     yield replace(_residual(model, run), forward_runs=runs)
-    block = _moe(model, layer.mlp, run) if isinstance(layer.mlp, MoeSpec) else _mlp(model, layer.mlp, run)
-    for op in block:
+    mlp = layer.mlp
+    block = _moe(model, mlp, run) if isinstance(mlp, MoeSpec) else _feed_forward(model, mlp, run, "MLP", run.tp)
+    for op in (*block, _residual(model, run)):
         yield replace(op, forward_runs=runs)
 
 
@@ -149,15 +147,9 @@ def _attention(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[
     if spec.qk_norm is not None:
         yield _qk_norm(model, spec, run)
     if spec.rotary:
-        rotated = spec.latent.rope_dim * (spec.heads + 1) if spec.latent else spec.q_width + spec.k_width
+        width = (spec.latent.rope_dim * (spec.heads + 1) if spec.latent else spec.q_width + spec.k_width) // run.tp
         yield Elementwise(
-            name="Rotary",
-            rows=run.tokens,
-            width=rotated // run.tp,
-            forward_tensors=2,
-            backward_tensors=2,
-            forward_flops=3,
-            backward_flops=3,
+            name="Rotary", rows=run.tokens, width=width, forward_tensors=2, backward_tensors=2, forward_flops=3, backward_flops=3
         )
     queries = run.sequence_length // run.cp
     yield Attention(
@@ -203,11 +195,6 @@ def _latent_projections(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> 
     yield _linear("KV Up Proj", run, latent.kv_rank, heads * key_value, bias=spec.k_bias)
 
 
-def _mlp(model: ModelSpec, spec: MlpSpec, run: RunSpec) -> Iterator[Op]:
-    yield from _feed_forward(model, spec, run, "MLP", run.tp)
-    yield _residual(model, run)
-
-
 def _feed_forward(model: ModelSpec, spec: MlpSpec, run: RunSpec, name: str, tp: int, rows: tuple[int, ...] = ()) -> Iterator[Op]:
     """Up, activation, down; with `rows`, a grouped GEMM over that many experts. Gate and up are one GEMM by default."""
     width, hidden = spec.intermediate_size // tp, model.hidden_size
@@ -239,7 +226,6 @@ def _moe(model: ModelSpec, spec: MoeSpec, run: RunSpec) -> Iterator[Op]:
         yield from _feed_forward(model, spec.shared, run, "Shared Expert", run.tp)
         if spec.shared_gate:
             yield _on_sequence_shard(_linear("Shared Expert Scale", run, hidden, 1), run)
-    yield _residual(model, run)
 
 
 def _head(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
@@ -254,15 +240,7 @@ def _head(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
         yield replace(transform, copies=run.tp)
         yield _norm(model, run, "Head Norm", model.embedding_width, HEAD)
     elif model.embedding_width != model.hidden_size:
-        yield _linear(
-            "Embedding Out Proj",
-            run,
-            width,
-            model.embedding_width,
-            bias=model.embedding_projection_bias,
-            section=HEAD,
-            copies=run.tp,
-        )
+        yield replace(_embedding_projection(model, run, "Embedding Out Proj", width, model.embedding_width), section=HEAD)
     vocab = sharding.padded_vocab(model.vocab_size, run)
     head = _linear("LM Head", run, model.embedding_width, vocab // run.tp, bias=model.head_bias, section=HEAD)
     is_tied = model.tied_embeddings and run.pp == 1  # a later stage has its own copy of the table
@@ -275,31 +253,14 @@ def _head(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
 
 
 def _linear(
-    name: str,
-    run: RunSpec,
-    inputs: int,
-    outputs: int,
-    *,
-    bias: bool | int = False,
-    rows: tuple[int, ...] = (),
-    section: str = "",
-    copies: int = 1,
+    name: str, run: RunSpec, inputs: int, outputs: int, *, bias: bool | int = False, rows: tuple[int, ...] = (), section: str = ""
 ) -> Linear:
     """A linear on all tokens of this rank, or on its experts' rows. `bias`: yes, no, or the number of outputs that have one."""
-    biased = outputs if bias is True else int(bias)
+    parameters = inputs * outputs + (outputs if bias is True else int(bias))
     if rows:
-        parameters = len(rows) * (inputs * outputs + biased)
+        parameters *= len(rows)
         return GroupedLinear(name=name, tokens=sum(rows), rows=rows, inputs=inputs, outputs=outputs, parameters=parameters)
-    parameters = inputs * outputs + biased
-    return Linear(
-        name=name,
-        tokens=run.tokens,
-        inputs=inputs,
-        outputs=outputs,
-        parameters=parameters,
-        section=section,
-        copies=copies,
-    )
+    return Linear(name=name, tokens=run.tokens, inputs=inputs, outputs=outputs, parameters=parameters, section=section)
 
 
 def _on_sequence_shard(linear: Linear, run: RunSpec) -> Linear:

@@ -12,19 +12,21 @@ Conventions, the same for every op:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Annotated, ClassVar, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import Field, PlainSerializer, PlainValidator
 
 Pass = Literal["fprop", "dgrad", "wgrad"]
 PASSES: tuple[Pass, ...] = ("fprop", "dgrad", "wgrad")
 
 Direction = Literal["forward", "backward"]
 Size = TypeVar("Size")  # a number, or an array of them
+Counted = TypeVar("Counted", bound="Gemm | Op")
 
+ALL_VISIBLE = Fraction(1)
 ELEMENT_BYTES = 2  # bf16
 
 # Fused AdamW on bf16 parameters and states: reads and writes the parameter and both moments, reads the gradient.
@@ -43,7 +45,6 @@ class Work:
         return Work(self.flops + other.flops, self.bytes_moved + other.bytes_moved)
 
     def times(self, factor: float) -> Work:
-        """The same work `factor` times."""
         return Work(self.flops * factor, self.bytes_moved * factor)
 
 
@@ -72,21 +73,19 @@ class Gemm:
 def gemm_size(tokens: Size, inputs: Size, outputs: Size, pass_name: Pass) -> tuple[Size, Size, Size]:
     """M, K and N of one pass of a linear: fprop X·W, dgrad dY·Wᵀ, wgrad Xᵀ·dY. Sizes may be arrays.
 
-    >>> gemm_size(512, 64, 32, "dgrad"), gemm_size(512, 64, 32, "wgrad")
-    ((512, 32, 64), (64, 512, 32))
+    It is its own inverse: from M, K and N of a pass, it gives tokens, input and output features of the linear.
+
+    >>> gemm_size(512, 64, 32, "dgrad"), gemm_size(512, 64, 32, "wgrad"), gemm_size(64, 512, 32, "wgrad")
+    ((512, 32, 64), (64, 512, 32), (512, 64, 32))
     """
     if pass_name == "dgrad":
         return tokens, outputs, inputs
     return (inputs, tokens, outputs) if pass_name == "wgrad" else (tokens, inputs, outputs)
 
 
-def linear_size(m: Size, k: Size, n: Size, pass_name: Pass) -> tuple[Size, Size, Size]:
-    """Tokens, input and output features of the linear that a pass belongs to: `gemm_size` is its own inverse.
-
-    >>> linear_size(*gemm_size(512, 64, 32, "wgrad"), "wgrad")
-    (512, 64, 32)
-    """
-    return gemm_size(m, k, n, pass_name)
+def with_counts(counts: Mapping[Counted, int]) -> tuple[Counted, ...]:
+    """GEMMs or operations that were counted, as a list in which each has its `count`."""
+    return tuple(replace(item, count=count) for item, count in counts.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +105,8 @@ class Op:
         raise NotImplementedError
 
     def backward(self) -> Work:
-        """One backward execution."""
-        raise NotImplementedError
+        """One backward execution; most operations have one."""
+        return Work()
 
     def total(self) -> Work:
         """The work of this op in one micro-batch (the optimizer: in one step)."""
@@ -145,11 +144,9 @@ class Linear(Op):
         return Work(2 * self.tokens * self.inputs * self.outputs, elements * ELEMENT_BYTES)
 
     def forward(self) -> Work:
-        """fprop."""
         return self._one_gemm()
 
     def backward(self) -> Work:
-        """Dgrad and wgrad."""
         return self._one_gemm().times(2)
 
 
@@ -200,34 +197,58 @@ class Attention(Op):
 
     def batched_gemms(self) -> Iterator[tuple[Direction, int, int, int, int]]:
         """(direction, m, k, n, batch) of the batched GEMMs of unfused attention, which applies the mask afterwards."""
-        q, k, d, v, batch = self.queries, self.keys, self.head_dim, self.value_dim, self.batch * self.heads
-        yield from (("forward", *shape, batch) for shape in ((q, d, k), (q, k, v)))
-        yield from (("backward", *shape, batch) for shape in ((q, k, d), (d, q, k), (q, v, k), (k, q, v)))
+        for direction, shapes in attention_gemms(self.queries, self.keys, self.head_dim, self.value_dim).items():
+            yield from ((direction, *shape, self.batch * self.heads) for shape in shapes)
+
+
+def attention_gemms(q: int, k: int, d: int, v: int) -> dict[Direction, tuple[tuple[int, int, int], ...]]:
+    """M, K and N of scores and context forward and of the four gradients backward: `q` queries and `k` keys of size `d`,
+    values of size `v`.
+    """
+    return {"forward": ((q, d, k), (q, k, v)), "backward": ((q, k, d), (d, q, k), (q, v, k), (k, q, v))}
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchedGemm(Op):
+class OneWay(Op):
+    """Work that a trace shows in one direction only."""
+
+    direction: Direction
+
+    def work(self) -> Work:
+        raise NotImplementedError
+
+    def forward(self) -> Work:
+        return self.work() if self.direction == "forward" else Work()
+
+    def backward(self) -> Work:
+        return self.work() if self.direction == "backward" else Work()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchedGemm(OneWay):
     """A batched GEMM of two activations, as a trace shows it; `visible` is the share of it that a causal mask allows."""
 
     kind: ClassVar[str] = "batched GEMM"
-    direction: Direction
     m: int
     k: int
     n: int
     batch: int
-    visible: Fraction = Fraction(1)
+    visible: Annotated[Fraction, PlainValidator(Fraction), PlainSerializer(str)] = ALL_VISIBLE
 
-    def _work(self) -> Work:
+    def work(self) -> Work:
         elements = self.batch * (self.m * self.k + self.k * self.n + self.m * self.n)
         return Work(int(2 * self.batch * self.m * self.k * self.n * self.visible), elements * ELEMENT_BYTES)
 
-    def forward(self) -> Work:
-        """All of it, if it ran forward."""
-        return self._work() if self.direction == "forward" else Work()
 
-    def backward(self) -> Work:
-        """All of it, if it ran backward."""
-        return self._work() if self.direction == "backward" else Work()
+@dataclass(frozen=True, kw_only=True)
+class Remainder(OneWay):
+    """Work with FLOPs that is not a GEMM: a convolution. Its bytes are not recorded."""
+
+    kind: ClassVar[str] = "convolution"
+    flops: int
+
+    def work(self) -> Work:
+        return Work(self.flops)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,9 +338,4 @@ class Optimizer(Op):
     updated: int
 
     def forward(self) -> Work:
-        """The update."""
         return Work(OPTIMIZER_FLOPS_PER_PARAMETER * self.updated, OPTIMIZER_BYTES_PER_PARAMETER * self.updated)
-
-    def backward(self) -> Work:
-        """Nothing."""
-        return Work()

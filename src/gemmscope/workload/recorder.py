@@ -14,11 +14,12 @@ dispatch on the meta device are not those that a GPU runs.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
-from types import TracebackType
 from typing import Any
 from unittest import mock
 
@@ -26,27 +27,15 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gemmscope.workload.ops import Pass, gemm_size
+from gemmscope.workload.ops import ALL_VISIBLE, BatchedGemm, Direction, Gemm, Pass, Remainder, attention_gemms, gemm_size
 
-_ALL = Fraction(1)
+ROOT = "(root)"
 _FUSED_ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _LAYER_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
-
-@dataclass(frozen=True)
-class _Place:
-    """A tensor's location in memory, kept alive. A transpose has the same location; Q, K and V cut from one tensor do not."""
-
-    storage: torch.UntypedStorage
-    offset: int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Place:
-        return cls(tensor.untyped_storage(), tensor.storage_offset())
-
-    def same_as(self, other: _Place) -> bool:
-        return self.storage._cdata == other.storage._cdata and self.offset == other.offset
+_Place = tuple[int, int]
+"""A tensor's location in memory. A transpose has the same location; Q, K and V cut from one tensor do not."""
 
 
 @dataclass
@@ -57,9 +46,7 @@ class _Forward:
     left: _Place
     right: _Place
     weight_side: str | None  # "left", "right", or None for a GEMM of two activations
-    tokens: int
-    inputs: int
-    outputs: int
+    size: tuple[int, int, int]  # tokens, input and output features, where it has a weight
     groups: int
     batch: int
     shape: tuple[int, int, int]
@@ -67,49 +54,36 @@ class _Forward:
 
 @dataclass
 class Recorder:
-    """A context manager that records every operation inside it. See `as_json` for the result."""
+    """What was recorded, each with the count 1 and how often it ran. Make one with `record`."""
 
     module: torch.nn.Module
-    gemms: Counter[tuple[str, str, int, int, int, int]] = field(default_factory=Counter)
-    batched_gemms: Counter[tuple[str, str, int, int, int, int, Fraction]] = field(default_factory=Counter)
-    remainder: Counter[tuple[str, str, str, int]] = field(default_factory=Counter)
+    gemms: Counter[Gemm] = field(default_factory=Counter)  # with a weight
+    batched_gemms: Counter[BatchedGemm] = field(default_factory=Counter)  # without one
+    remainder: Counter[Remainder] = field(default_factory=Counter)
     masks: Counter[str] = field(default_factory=Counter)  # of the forward attentions: none, causal, explicit
 
     def __post_init__(self) -> None:
         self._names = {id(module): name for name, module in self.module.named_modules()}
-        self._stack: list[str] = []
+        self._running: list[str] = []
         self._by_node: dict[int, list[_Forward]] = {}
         self._convolutions: dict[int, str] = {}
-        self._weights = {
-            parameter.untyped_storage()._cdata: parameter.untyped_storage() for parameter in self.module.parameters()
-        }
+        storages = [parameter.untyped_storage() for parameter in self.module.parameters()]
+        self._weights = {storage._cdata: storage for storage in storages}
+        self._kept: dict[int, torch.UntypedStorage] = {}  # alive, so that no other storage gets the same address
 
     # --- context -----------------------------------------------------------------------------------------------------
 
-    def __enter__(self) -> Recorder:
-        hooks = torch.nn.modules.module
-        self._handles = [
-            hooks.register_module_forward_pre_hook(lambda module, _: self._stack.append(self._names.get(id(module), "?"))),
-            hooks.register_module_forward_hook(lambda *_: self._pop(), always_call=True),
-        ]
-        self._modes = (_Dispatch(self), _Functions(self))
-        for mode in self._modes:
-            mode.__enter__()
-        return self
+    def enter(self, module: torch.nn.Module) -> None:
+        self._running.append(self._names.get(id(module), "?"))
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        for mode in reversed(self._modes):
-            mode.__exit__(kind, error, tb)
-        for handle in self._handles:
-            handle.remove()
-
-    def _pop(self) -> None:
-        if self._stack:
-            self._stack.pop()
+    def leave(self) -> None:
+        """The running module has ended, or raised."""
+        if self._running:
+            self._running.pop()
 
     def path(self) -> str:
         """The running module's path with layer numbers replaced by *: `model.layers.*.self_attn.q_proj`."""
-        return _LAYER_INDEX.sub("*", self._stack[-1]) if self._stack else ""
+        return _LAYER_INDEX.sub("*", self._running[-1] if self._running else "") or ROOT
 
     # --- recording ---------------------------------------------------------------------------------------------------
 
@@ -130,6 +104,11 @@ class Recorder:
         else:
             self._forward(left, right)
 
+    def _place(self, tensor: torch.Tensor) -> _Place:
+        storage = tensor.untyped_storage()
+        self._kept[storage._cdata] = storage
+        return storage._cdata, tensor.storage_offset()
+
     def _forward(self, left: torch.Tensor, right: torch.Tensor) -> None:
         m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
         batch = left.shape[0] if left.dim() == 3 and right.dim() == 3 else 1
@@ -141,48 +120,42 @@ class Recorder:
             # A batch of weights is a grouped GEMM of equal groups; one weight broadcast over a batch is just more tokens.
             groups = 1 if weight.stride(0) == 0 else batch
             tokens *= batch
-        record = _Forward(
-            self.path(),
-            _Place.of(left),
-            _Place.of(right),
-            weight_side,
-            tokens,
-            inputs,
-            outputs,
-            groups,
-            batch,
-            (m, k, n),
-        )
-        if torch.is_grad_enabled() and (left.requires_grad or right.requires_grad):
+        size, places = (tokens, inputs, outputs), (self._place(left), self._place(right))
+        record = _Forward(self.path(), *places, weight_side, size, groups, batch, (m, k, n))
+        # Without gradients, this runs inside a custom autograd.Function, whose node was just made.
+        if not torch.is_grad_enabled() or left.requires_grad or right.requires_grad:
             self._by_node.setdefault(torch.autograd._get_sequence_nr() - 1, []).append(record)
-        elif not torch.is_grad_enabled():
-            node = torch.autograd._get_sequence_nr() - 1  # inside a custom autograd.Function, whose node was just made
-            self._by_node.setdefault(node, []).append(record)
         if weight_side is None:
-            self.batched_gemms[(record.path, "forward", m, k, n, batch, _ALL)] += 1
+            self.batched_gemm(record.path, "forward", record.shape, batch)
         else:
-            self.linear(record.path, "fprop", (tokens, inputs, outputs), groups)
+            self.linear(record.path, "fprop", size, groups)
 
     def linear(self, path: str, pass_name: Pass, size: tuple[int, int, int], groups: int) -> None:
         """One GEMM of a linear with these tokens, input and output features."""
-        m, k, n = gemm_size(*size, pass_name)
-        self.gemms[(path, pass_name, m, k, n, groups)] += 1
+        self.gemms[Gemm(path, pass_name, *gemm_size(*size, pass_name), groups)] += 1
+
+    def batched_gemm(
+        self, path: str, direction: Direction, shape: tuple[int, int, int], batch: int, visible: Fraction = ALL_VISIBLE
+    ) -> None:
+        """One batched GEMM, M x K x N, of two activations."""
+        m, k, n = shape
+        self.batched_gemms[BatchedGemm(name=path, direction=direction, m=m, k=k, n=n, batch=batch, visible=visible)] += 1
 
     def _backward(self, left: torch.Tensor, right: torch.Tensor) -> None:
         node = torch._C._current_autograd_node()
         candidates = self._by_node.get(node._sequence_nr(), []) if node is not None else []
-        operands = (_Place.of(left), _Place.of(right))
+        operands = (self._place(left), self._place(right))
         for record in candidates:
             for side, place in (("left", record.left), ("right", record.right)):
-                if any(place.same_as(operand) for operand in operands):
+                if place in operands:
                     self._count_backward(record, side)
                     return
         if candidates:  # recomputed: it reads a new copy of the activation that was recorded
             self._count_backward(candidates[0], self._side_read(candidates[0], left, right))
             return
-        m, k, n, batch = left.shape[-2], left.shape[-1], right.shape[-1], left.shape[0] if left.dim() == 3 else 1
-        name = f"({node.name()})" if node is not None else ""  # the gradient of an operation that is not a GEMM itself
-        self.batched_gemms[(name, "backward", m, k, n, batch, _ALL)] += 1
+        name = f"({node.name()})" if node is not None else ROOT  # the gradient of an operation that is not a GEMM itself
+        shape, batch = (left.shape[-2], left.shape[-1], right.shape[-1]), left.shape[0] if left.dim() == 3 else 1
+        self.batched_gemm(name, "backward", shape, batch)
 
     def _side_read(self, record: _Forward, left: torch.Tensor, right: torch.Tensor) -> str:
         """Which operand of the forward GEMM a backward one reads, decided by its kind instead of its location."""
@@ -192,61 +165,53 @@ class Recorder:
         return "right" if left.shape[-1] == record.shape[2] else "left"  # dA = dC Bᵀ sums over n, dB = Aᵀ dC over m
 
     def _count_backward(self, record: _Forward, operand_read: str) -> None:
+        pass_name: Pass = "dgrad" if operand_read == (record.weight_side or "right") else "wgrad"
         if record.weight_side is None:
-            m, k, n = gemm_size(*record.shape, "dgrad" if operand_read == "right" else "wgrad")
-            self.batched_gemms[(record.path, "backward", m, k, n, record.batch, _ALL)] += 1
+            self.batched_gemm(record.path, "backward", gemm_size(*record.shape, pass_name), record.batch)
         else:
-            pass_name: Pass = "dgrad" if operand_read == record.weight_side else "wgrad"
-            self.linear(record.path, pass_name, (record.tokens, record.inputs, record.outputs), record.groups)
+            self.linear(record.path, pass_name, record.size, record.groups)
 
-    def attention(self, path: str, direction: str, shape: tuple[int, int, int, int, int], *, mask: str) -> None:
-        """The batched GEMMs of one attention: scores and context forward; four gradients backward."""
-        batch, queries, keys, head_dim, value_dim = shape
-        visible = _causal_share(queries, keys) if mask == "causal" else _ALL
+    def attention(self, path: str, direction: Direction, query: torch.Size, keys: int, value_dim: int, mask: str) -> None:
+        """The batched GEMMs of one attention with queries of this shape: [.., heads, queries, head_dim]."""
+        queries, head_dim = query[-2:]
         if direction == "forward" and queries > 1:  # a single query does not show causality
             self.masks[mask] += 1
-        forward = [(queries, head_dim, keys), (queries, keys, value_dim)]
-        backward = [
-            (queries, keys, head_dim),
-            (head_dim, queries, keys),
-            (queries, value_dim, keys),
-            (keys, queries, value_dim),
-        ]
-        for m, k, n in forward if direction == "forward" else backward:
-            self.batched_gemms[(path, direction, m, k, n, batch, visible)] += 1
+        visible = _causal_share(queries, keys) if mask == "causal" else ALL_VISIBLE
+        for shape in attention_gemms(queries, keys, head_dim, value_dim)[direction]:
+            self.batched_gemm(path, direction, shape, query[:-2].numel(), visible)
 
-    def convolution(self, output: torch.Tensor, weight: torch.Tensor, source: torch.Tensor, *, transposed: bool) -> None:
-        """One forward convolution: the filters are applied at every output position (transposed: every input position)."""
-        path = self.path()
-        self._convolutions[torch.autograd._get_sequence_nr() - 1] = path
-        flops = 2 * (source if transposed else output).numel() * weight.shape[1:].numel()
-        self.remainder[(path, "convolution", "forward", flops)] += 1
+    def convolution(
+        self, output: torch.Tensor, source: torch.Tensor, weight: torch.Tensor, *, transposed: bool, gradients: int | None = None
+    ) -> None:
+        """A convolution: the filters are applied at every output position (transposed: every input position).
 
-    def convolution_backward(self, output: torch.Tensor, source: torch.Tensor, weight: torch.Tensor, **how: Any) -> None:
-        """The requested gradients of input and weight, each as much work as the forward pass."""
-        node = torch._C._current_autograd_node()
-        path = self._convolutions.get(node._sequence_nr(), "") if node is not None else ""
-        one = 2 * (source if how["transposed"] else output).numel() * weight.shape[1:].numel()
-        self.remainder[(path, "convolution", "backward", one * sum(how["wanted"]))] += 1
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain lists. `gemms` have a weight, `batched_gemms` have none, `remainder` is other work.
-
-        `visible` is the share of a batched GEMM that the mask of its attention allows, as a fraction.
+        `gradients` is None forward. Backward, each requested gradient (of input and weight) is as much work as forward.
         """
-        gemms = [
-            {"module": path, "pass": which, "m": m, "k": k, "n": n, "groups": groups, "count": count}
-            for (path, which, m, k, n, groups), count in self.gemms.items()
-        ]
-        batched_gemms = [
-            {"module": path, "pass": which, "m": m, "k": k, "n": n, "batch": batch, "visible": str(visible), "count": count}
-            for (path, which, m, k, n, batch, visible), count in self.batched_gemms.items()
-        ]
-        remainder = [
-            {"module": path, "kind": kind, "pass": which, "flops": flops, "count": count}
-            for (path, kind, which, flops), count in self.remainder.items()
-        ]
-        return {"gemms": gemms, "batched_gemms": batched_gemms, "remainder": remainder, "masks": dict(self.masks)}
+        flops = 2 * (source if transposed else output).numel() * weight.shape[1:].numel()
+        if gradients is None:
+            path = self.path()
+            self._convolutions[torch.autograd._get_sequence_nr() - 1] = path
+            self.remainder[Remainder(name=path, direction="forward", flops=flops)] += 1
+        else:
+            node = torch._C._current_autograd_node()
+            path = self._convolutions.get(node._sequence_nr(), ROOT) if node is not None else ROOT
+            self.remainder[Remainder(name=path, direction="backward", flops=flops * gradients)] += 1
+
+
+@contextlib.contextmanager
+def record(module: torch.nn.Module) -> Iterator[Recorder]:
+    """Record every operation that runs inside this context."""
+    recorder, hooks = Recorder(module), torch.nn.modules.module
+    handles = [
+        hooks.register_module_forward_pre_hook(lambda running, _: recorder.enter(running)),
+        hooks.register_module_forward_hook(lambda *_: recorder.leave(), always_call=True),
+    ]
+    try:
+        with _Dispatch(recorder), _Functions(recorder):
+            yield recorder
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class _Dispatch(TorchDispatchMode):
@@ -269,9 +234,9 @@ class _Dispatch(TorchDispatchMode):
             matrix, vector = args[-2:] if name == "aten::mv" else args[1:3]
             recorder.gemm(matrix, vector.unsqueeze(-1))
         elif name == "aten::convolution":
-            recorder.convolution(output, args[1], args[0], transposed=args[6])
+            recorder.convolution(output, args[0], args[1], transposed=args[6])
         elif name == "aten::convolution_backward":
-            recorder.convolution_backward(args[0], args[1], args[2], transposed=args[7], wanted=args[10][:2])
+            recorder.convolution(args[0], args[1], args[2], transposed=args[7], gradients=sum(args[10][:2]))
         recorder.derive_weight(_tensors(args), _tensors((output,)))
         return output
 
@@ -320,7 +285,7 @@ def _causal_share(queries: int, keys: int) -> Fraction:
     """The share of all pairs that torch's `is_causal` allows: the first query sees the first key, and so on."""
     reach = min(queries, keys)
     pairs = reach * (reach + 1) // 2 + (queries - reach) * keys
-    return Fraction(pairs, queries * keys) if pairs else _ALL
+    return Fraction(pairs, queries * keys) if pairs else ALL_VISIBLE
 
 
 class _Attention(torch.autograd.Function):
@@ -334,14 +299,14 @@ class _Attention(torch.autograd.Function):
         ctx: Any, recorder: Recorder, mask: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(query, key, value)
-        ctx.recorder, ctx.path, ctx.mask = recorder, recorder.path(), mask
-        ctx.shape = (query.shape[:-2].numel(), query.shape[-2], key.shape[-2], query.shape[-1], value.shape[-1])
-        recorder.attention(ctx.path, "forward", ctx.shape, mask=mask)
+        ctx.recorder, ctx.path = recorder, recorder.path()
+        ctx.facts = (query.shape, key.shape[-2], value.shape[-1], mask)
+        recorder.attention(ctx.path, "forward", *ctx.facts)
         return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> Any:
-        ctx.recorder.attention(ctx.path, "backward", ctx.shape, mask=ctx.mask)
+        ctx.recorder.attention(ctx.path, "backward", *ctx.facts)
         return None, None, *(torch.empty_like(tensor) for tensor in ctx.saved_tensors)
 
 

@@ -10,19 +10,19 @@ import importlib.util
 import json
 import subprocess
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from fractions import Fraction
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from gemmscope.errors import UserError, option
 from gemmscope.findings import finding
 from gemmscope.model.spec import RunSpec
 from gemmscope.process import worker_command, worker_environment
 from gemmscope.workload.derive import Workload
-from gemmscope.workload.ops import PASSES, BatchedGemm, Direction, Gemm, Linear, Op, Pass, Work, linear_size
+from gemmscope.workload.ops import PASSES, BatchedGemm, Gemm, Linear, Pass, Remainder, Work, gemm_size
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class ModuleTrace:
     """One forward and backward pass of one micro-batch, as the worker recorded it.
 
     `gemms` are the GEMMs with a weight; their `op` is the module's path, with layer numbers replaced by *. `batched_gemms` are
-    those without a weight (attention), `remainder` is work that is not a GEMM (convolutions). `explicit_masks` counts the
-    attentions that got a mask tensor, whose values are not known. Of a Hugging Face model, as far as it shows: the sliding
-    `windows` of its layers (None: a layer without one) and whether its attention is `causal`.
+    those without a weight (attention), `remainder` is work that is not a GEMM (convolutions). `masks` counts the attentions
+    by mask: none, causal, explicit (a mask tensor, whose values are not known). Of a Hugging Face model, as far as it shows: the
+    sliding `windows` of its layers (None: a layer without one) and whether its attention is `causal`.
     """
 
     class_name: str
@@ -40,8 +40,8 @@ class ModuleTrace:
     gemms: tuple[Gemm, ...]
     batched_gemms: tuple[BatchedGemm, ...]
     remainder: tuple[Remainder, ...]
-    versions: Mapping[str, str]
-    explicit_masks: int = 0
+    masks: Mapping[str, int]
+    versions: Mapping[str, str] = field(default_factory=dict)
     windows: tuple[int | None, ...] | None = None
     causal: bool | None = None
 
@@ -61,30 +61,12 @@ class TracedLinear(Linear):
         return self.weights
 
     def gemms(self) -> Iterator[Gemm]:
-        """Only the passes that ran."""
         yield from self.seen
 
     def backward(self) -> Work:
         """As many GEMMs as were recorded: two, or fewer where a gradient is not needed."""
         gemms = sum(gemm.count for gemm in self.seen if gemm.pass_name != "fprop")
         return self._one_gemm().times(gemms / self.count)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Remainder(Op):
-    """Work with FLOPs that is not a GEMM: a convolution."""
-
-    kind: ClassVar[str] = "convolution"
-    direction: Direction
-    flops: int
-
-    def forward(self) -> Work:
-        """The FLOPs, if it ran forward; bytes are not recorded."""
-        return Work(self.flops) if self.direction == "forward" else Work()
-
-    def backward(self) -> Work:
-        """The FLOPs, if it ran backward."""
-        return Work(self.flops) if self.direction == "backward" else Work()
 
 
 def trace_huggingface(config: Mapping[str, Any], run: RunSpec) -> ModuleTrace:
@@ -126,46 +108,20 @@ def _ask_worker(request: dict[str, Any], run: RunSpec) -> ModuleTrace:
         answer = json.loads(answer_path.read_text(encoding="utf-8"))
     if "error" in answer:
         raise UserError(answer["error"])
-    return _parse(answer)
-
-
-def _parse(answer: dict[str, Any]) -> ModuleTrace:
-    return ModuleTrace(
-        class_name=answer["class"],
-        parameters=answer["parameters"],
-        gemms=tuple(
-            Gemm(row["module"] or "(root)", row["pass"], row["m"], row["k"], row["n"], row["groups"], row["count"])
-            for row in answer["gemms"]
-        ),
-        batched_gemms=tuple(
-            BatchedGemm(
-                name=row["module"] or "(root)", direction=row["pass"], m=row["m"], k=row["k"], n=row["n"],
-                batch=row["batch"], count=row["count"], visible=Fraction(row["visible"]),
-            )
-            for row in answer["batched_gemms"]
-        ),
-        remainder=tuple(
-            Remainder(name=row["module"] or "(root)", direction=row["pass"], flops=row["flops"], count=row["count"])
-            for row in answer["remainder"]
-        ),
-        versions=answer["versions"],
-        explicit_masks=answer["masks"].get("explicit", 0),
-        windows=tuple(answer["windows"]) if answer.get("windows") is not None else None,
-        causal=answer.get("causal"),
-    )  # fmt: skip
+    return TypeAdapter(ModuleTrace).validate_python(answer)
 
 
 def as_workload(trace: ModuleTrace) -> Workload:
     """The trace as a workload: linears by module, each with the passes that ran."""
     by_layer: dict[tuple[str, int, int, int, int], list[Gemm]] = {}
     for gemm in trace.gemms:
-        tokens, inputs, outputs = linear_size(gemm.m, gemm.k, gemm.n, gemm.pass_name)
+        tokens, inputs, outputs = gemm_size(gemm.m, gemm.k, gemm.n, gemm.pass_name)
         by_layer.setdefault((gemm.op, tokens, inputs, outputs, gemm.groups), []).append(gemm)
     linears = [_linear(*sizes, seen) for sizes, seen in by_layer.items()]
     findings = [finding("traced")]
     if trace.remainder:
         findings.append(finding("convolutions", count=sum(op.count for op in trace.remainder)))
-    if trace.explicit_masks:
+    if trace.masks.get("explicit"):
         findings.append(finding("explicit-masks"))
     return Workload((*linears, *trace.batched_gemms, *trace.remainder), stage=0, findings=tuple(findings))
 
@@ -181,11 +137,3 @@ def _linear(name: str, tokens: int, inputs: int, outputs: int, groups: int, seen
         name=name, tokens=tokens, inputs=inputs, outputs=outputs, weights=groups, seen=in_order,
         count=count, forward_runs=ran["fprop"] // count,
     )  # fmt: skip
-
-
-def gemm_counts(gemms: list[Gemm] | tuple[Gemm, ...]) -> Counter[tuple[str, int, int, int, int]]:
-    """(pass, m, k, n, groups) → how often."""
-    counts: Counter[tuple[str, int, int, int, int]] = Counter()
-    for gemm in gemms:
-        counts[(gemm.pass_name, gemm.m, gemm.k, gemm.n, gemm.groups)] += gemm.count
-    return counts

@@ -18,32 +18,40 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from gemmscope.errors import shown
-from gemmscope.workload.recorder import Recorder
+from gemmscope.workload.ops import with_counts
+from gemmscope.workload.recorder import record
+from gemmscope.workload.trace import ModuleTrace
 
 
 class TraceError(Exception):
     """A problem that the user can solve; its text is shown unchanged."""
 
 
-def trace(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Run forward and backward of `module` and return the recording as plain JSON values."""
-    recorder = Recorder(module)
-    with recorder:
+def trace(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ModuleTrace:
+    """Run forward and backward of `module` and return what was recorded."""
+    with record(module) as recorder:
         output = module(*args, **kwargs)
         targets = [tensor for tensor in _differentiable(output) if tensor.requires_grad]
         if not targets:
-            raise TraceError(
-                "the forward pass returned no tensor that requires a gradient, so there is no backward pass to trace"
-            )
+            raise TraceError("nothing to trace backward: the forward pass returned no tensor that requires a gradient")
         torch.autograd.backward([tensor.sum() for tensor in targets])
     unique = {id(parameter): parameter.numel() for parameter in module.parameters()}
-    return {"class": type(module).__name__, "parameters": sum(unique.values()), **recorder.as_json()}
+    return ModuleTrace(
+        class_name=type(module).__name__,
+        parameters=sum(unique.values()),
+        gemms=with_counts(recorder.gemms),
+        batched_gemms=with_counts(recorder.batched_gemms),
+        remainder=with_counts(recorder.remainder),
+        masks=recorder.masks,
+    )
 
 
 def _differentiable(output: Any) -> Iterator[torch.Tensor]:
@@ -54,11 +62,8 @@ def _differentiable(output: Any) -> Iterator[torch.Tensor]:
     elif isinstance(output, torch.Tensor):
         if output.is_floating_point():
             yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _differentiable(value)
-    elif isinstance(output, (tuple, list)):
-        for value in output:
+    elif isinstance(output, (Mapping, tuple, list)):
+        for value in output.values() if isinstance(output, Mapping) else output:
             yield from _differentiable(value)
 
 
@@ -98,15 +103,7 @@ def huggingface_model(config_dict: dict[str, Any], device: str, precision: torch
 
 # Keys that belong to a stored checkpoint. For the shapes of training they have no meaning, or do harm (a quantizer to import).
 _STORAGE_ONLY_KEYS = frozenset(
-    {
-        "architectures",
-        "torch_dtype",
-        "dtype",
-        "transformers_version",
-        "quantization_config",
-        "auto_map",
-        "_name_or_path",
-    }
+    {"architectures", "torch_dtype", "dtype", "transformers_version", "quantization_config", "auto_map", "_name_or_path"}
 )
 
 
@@ -166,19 +163,19 @@ def _on_meta(module: Any, name: str, answer: Any) -> None:
     setattr(module, name, replaced)
 
 
-def live_masks(module: torch.nn.Module, seen: Mapping[str, int]) -> dict[str, Any]:
-    """The masks of a Hugging Face model: each layer's sliding window, and whether attention is causal.
+def _causal(module: torch.nn.Module, masks: Mapping[str, int]) -> bool | None:
+    """Whether the attention of a Hugging Face model is causal; None: not known.
 
-    `seen` counts how its attentions were called. Where a mask tensor or unfused attention hides this, attributes of the modules
-    tell. None: not known.
+    `masks` count how its attentions were called. Where a mask tensor or unfused attention hides this, attributes of the modules
+    tell.
     """
-    by_call = {kind == "causal" for kind in ("causal", "none") if seen.get(kind)}
+    by_call = {kind == "causal" for kind in ("causal", "none") if masks.get(kind)}
     by_module = {bool(part.is_causal) for part in module.modules() if isinstance(getattr(part, "is_causal", None), bool)}
     causal = by_call or by_module
-    return {"windows": _windows(getattr(module, "config", None)), "causal": causal.pop() if len(causal) == 1 else None}
+    return causal.pop() if len(causal) == 1 else None
 
 
-def _windows(config: Any) -> list[int | None] | None:
+def _windows(config: Any) -> tuple[int | None, ...] | None:
     """The sliding window of each layer, from the configuration with its defaults. ModernBERT's window counts both sides."""
     layers = getattr(config, "num_hidden_layers", None)
     if not isinstance(layers, int):
@@ -186,8 +183,8 @@ def _windows(config: Any) -> list[int | None] | None:
     window = _declared(config, "local_attention") or _declared(config, "sliding_window") or None
     kinds = _declared(config, "layer_types")
     if kinds is None:  # a family with the window in every layer, or in none
-        return [window] * layers
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+        return (window,) * layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _declared(config: Any, name: str) -> Any:
@@ -222,12 +219,9 @@ def build_from_factory(reference: str, batch: int, sequence: int) -> tuple[torch
         spec.loader.exec_module(python_module)
     factory = getattr(python_module, name, None)
     if not callable(factory):
-        callables = [
-            key
-            for key, value in vars(python_module).items()
-            if callable(value) and getattr(value, "__module__", None) == module_name
-        ]
-        defined = f"it defines {', '.join(sorted(callables))}" if callables else "it defines no function"
+        own = {key: value for key, value in vars(python_module).items() if getattr(value, "__module__", None) == module_name}
+        callables = ", ".join(sorted(key for key, value in own.items() if callable(value)))
+        defined = f"it defines {callables or 'no function'}"
         raise TraceError(f"{path_text} has no function {name!r}; {defined}")
     with _naming(f"{name}()", folder), torch.device("meta"):
         result = factory(**_accepted(factory, {"micro_batch_size": batch, "sequence_length": sequence}))
@@ -314,7 +308,7 @@ def _reason(error: BaseException) -> str:
     return reason if len(reason) <= LONGEST_REASON else reason[: LONGEST_REASON - 1] + "…"
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
+def answer(request: dict[str, Any]) -> ModuleTrace:
     """Trace the requested Hugging Face config or module factory."""
     batch, sequence = request["micro_batch"], request["sequence"]
     if "config" in request:
@@ -328,11 +322,9 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     with _naming("running the model on the meta device", folder):
         result = trace(module, args, kwargs)
     if "config" in request:
-        result |= live_masks(module, result["masks"])
-    versions = {"torch": torch.__version__}
-    if "transformers" in sys.modules:
-        versions["transformers"] = sys.modules["transformers"].__version__
-    return {**result, "versions": versions}
+        result = replace(result, windows=_windows(module.config), causal=_causal(module, result.masks))
+    libraries = [name for name in ("torch", "transformers") if name in sys.modules]
+    return replace(result, versions={name: sys.modules[name].__version__ for name in libraries})
 
 
 def main() -> None:
@@ -345,7 +337,7 @@ def main() -> None:
     request = json.loads(Path(request_path).read_text(encoding="utf-8"))
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # output of the user's module must not mix with ours
-            result = answer(request)
+            result = TypeAdapter(ModuleTrace).dump_python(answer(request), mode="json", by_alias=True)
     except TraceError as failure:
         result = {"error": str(failure)}
     Path(answer_path).write_text(json.dumps(result), encoding="utf-8")
