@@ -60,7 +60,7 @@ class ShapesCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Fill in the value where nothing, or another option, follows."""
         filled = []
-        for argument, following in zip(args, [*args[1:], "--end"], strict=True):
+        for argument, following in zip(args, [*args[1:], "--end"], strict=False):
             filled.append(argument)
             if argument == "--shapes" and re.match(r"--?[A-Za-z]", following):
                 filled.append("default")

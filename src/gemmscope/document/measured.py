@@ -18,8 +18,7 @@ def sample_text(series: Sequence[Sequence[Sequence[float]]]) -> str:
     ('3 in 2 bursts', '')
     """
     count = sum(len(burst) for bursts in series for burst in bursts)
-    most = max((len(bursts) for bursts in series), default=0)
-    return f"{count} in {units.counted(most, 'burst')}" if count else ""
+    return f"{count:,} in {units.counted(max(map(len, series)), 'burst')}" if count else ""
 
 
 def clock_facts(states: Sequence[Mapping[str, Any]]) -> Facts:
