@@ -23,7 +23,8 @@ from gemmscope.document.model import Document, Table, brief
 from gemmscope.results.base import Result
 from gemmscope.results.read import KINDS, read_result
 from gemmscope.writers import csv as csv_writer
-from gemmscope.writers import figure, html as html_writer, markdown, terminal
+from gemmscope.writers import figure, markdown, terminal
+from gemmscope.writers import html as html_writer
 from support.results import RESULTS
 
 NAMES = tuple(RESULTS)

@@ -7,14 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from gemmscope import app
-from gemmscope.cli.bench_options import (
-    BenchOutputs,
-    ChoiceOptions,
-    ShapesCommand,
-    TimingOptions,
-    parse_shape,
-    parse_shapes,
-)
+from gemmscope.cli.bench_options import BenchOutputs, ChoiceOptions, ShapesCommand, TimingOptions, parse_shape, parse_shapes
 from gemmscope.cli.options import ModelOptions, RunOptions, takes
 from gemmscope.cli.output import check_targets, deliver, say, typed_command
 from gemmscope.errors import UserError, option

@@ -11,11 +11,7 @@ from gemmscope.cli.output import OutputOptions, check_targets, deliver, typed_co
 
 @takes(ModelOptions, RunOptions, OutputOptions)
 def command(
-    model_options: ModelOptions,
-    run_options: RunOptions,
-    outputs: OutputOptions,
-    list_presets: bool = False,
-    check: bool = False,
+    model_options: ModelOptions, run_options: RunOptions, outputs: OutputOptions, list_presets: bool = False, check: bool = False
 ) -> None:
     """List the GEMMs of one training step, with their FLOPs.
 
