@@ -47,10 +47,8 @@ class FigureOptions(OutputOptions):
         if self.output is None:
             return super().targets()
         if not self.output.lower().endswith(FIGURE_ENDINGS):
-            raise UserError(
-                f"{option('output')} {shown(self.output)} is not a figure file: it must end in {', '.join(FIGURE_ENDINGS)}",
-                "for example -o bench.png",
-            )
+            given, endings = f"{option('output')} {shown(self.output)}", ", ".join(FIGURE_ENDINGS)
+            raise UserError(f"{given} is not a figure file: it must end in {endings}", "for example -o bench.png")
         return {**super().targets(), "output": self.output}
 
 
