@@ -41,7 +41,7 @@ benchmark: $(VENV)/.developing
 	$(BIN)/python benchmarks/forecast_speed.py
 
 schema: $(VENV)/.installed
-	$(BIN)/python -m gemmscope.results.schema docs/schema
+	$(BIN)/python tests/support/schemas.py docs/schema
 
 pictures: $(VENV)/.developing
 	$(BIN)/python docs/pictures.py

@@ -1,7 +1,7 @@
 """Every writer says the same of every result: terminal with --detail, Markdown, HTML, CSV, figures.
 
-A result of every kind, recorded on an H200 or computed, goes through its Document to every writer; what each one shows is read back
-and compared with the Document.
+A result of every kind, recorded on an H200 or computed, goes through its Document to every writer; what each one shows is read
+back and compared with the Document.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from gemmscope.document.model import Document, Table, brief
 from gemmscope.results.base import Result
 from gemmscope.results.read import KINDS, read_result
 from gemmscope.writers import csv as csv_writer
-from gemmscope.writers import figure, html as html_writer, markdown, terminal
+from gemmscope.writers import figure, markdown, terminal
+from gemmscope.writers import html as html_writer
 from support.results import RESULTS
 
 NAMES = tuple(RESULTS)
@@ -119,7 +120,7 @@ def test_every_writer_shows_the_same_words(name: str) -> None:
     found = told(name)
     words = [found.answer, *found.because, *found.context, *(message.text for message in found.messages)]
     words += [found.advice.text] if found.advice else []
-    words += [text for text in (found.advice.ready_to_paste.values() if found.advice else ())]
+    words += found.advice.ready_to_paste.values() if found.advice else ()
     words += [f"{value}" for facts in found.facts.values() for _, value in facts]
     for writer, text in shown(name).items():
         for sentence in words:

@@ -74,7 +74,7 @@ class Model:
         return self.source.model
 
     def on(self, micro_batch_size: int | None = None, sequence_length: int | None = None, **run: Any) -> Job:
-        """The batch, and any field of `RunSpec` (tp, sequence_parallel, cp, pp, ep, recompute, ...); the rest as its file says."""
+        """The batch, and any field of `RunSpec` (tp, cp, pp, ep, recompute, ...); the rest as the model's file says."""
         given = {"micro_batch_size": micro_batch_size, "sequence_length": sequence_length, **run}
         given = {name: value for name, value in given.items() if value is not None}
         job = model_run(self.source, **given)
@@ -107,8 +107,8 @@ class Job(ModelRun):
         return app.forecast.forecast(self, gpus, choices=Choices(**choices), command=command, reporter=_console(), **rest)
 
     def sweep(self, *gpus: str, recipes: Sequence[str] | None = None, **axes_and_options: Any) -> ForecastResult:
-        """The training step over one size or two: `job.sweep("b200", micro_batch_size=[1, 2, 4])`. Sizes of the model can vary if it
-        was loaded by its sizes. Options: state, dp, left_out."""
+        """The training step over one size or two: `job.sweep("b200", micro_batch_size=[1, 2, 4])`. Sizes of the model can vary if
+        it was loaded by its sizes. Options: state, dp, left_out."""
         axes = {name: value for name, value in axes_and_options.items() if name not in ("state", "dp", "left_out")}
         options = {name: value for name, value in axes_and_options.items() if name not in axes}
         choices, rest = _split({"recipes": recipes, **options}, app.forecast.sweep, Choices)
@@ -131,7 +131,7 @@ class Job(ModelRun):
         **options: Any,
     ) -> StepResult:
         """Predict the training step on this GPU. Options: verify, break_even, hugging_face, precision, time_limit,
-        observed_speedup, backend, device, share_gpu, left_out. `tokens` on `gpu_count` GPUs at a `price` per GPU-hour: the cost."""
+        observed_speedup, backend, device, share_gpu, left_out. `tokens`, `gpu_count` and `price` (per GPU-hour): the cost."""
         command = self._command("step", recipes=recipes, tokens=tokens, gpu_count=gpu_count, price=price, **options)
         choices, rest = _split({"recipes": recipes, **options}, app.step.run_step, Choices)
         budget = Budget.asked(tokens, gpu_count, price)
@@ -163,7 +163,7 @@ def forecast_gemms(*gpus: str, shapes: Sequence[Shape], **options: Any) -> Forec
 
 
 def explain_trace(*traces: str | Path, **options: Any) -> ExplainResult:
-    """Where the time of a recorded step went, and why it is not faster. Options: baseline, against, recipe, steps, job, perfetto."""
+    """Where the time of a recorded step went, and why. Options: baseline, against, recipe, steps, job, perfetto."""
     command = _call("gemmscope.explain_trace", *(repr(str(trace)) for trace in traces), **options)
     return app.explain.explain(traces, command=command, reporter=_console(), **options)
 

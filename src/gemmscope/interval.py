@@ -46,6 +46,12 @@ class Interval:
         """Of a ratio: too close to call. A ratio without an interval says nothing either way."""
         return self.known and not self.above_one and not self.below_one
 
+    def overlaps(self, other: Interval) -> bool:
+        """Whether the intervals of two estimates overlap; no, where one of them has none."""
+        if self.low is None or self.high is None or other.low is None or other.high is None:
+            return False
+        return other.low <= self.high and self.low <= other.high
+
     def times(self, factor: float) -> Interval:
         """The same estimate in another unit."""
         ends = [end * factor if end is not None else None for end in (self.low, self.high)]

@@ -106,14 +106,14 @@ def names(items: Iterable[str], most: int = MOST_NAMED) -> str:
     return ", ".join(distinct[:most]) + more
 
 
-def kernel_name(name: str) -> str:
+def kernel_name(name: str, longest: int = LONGEST_KERNEL) -> str:
     """The name of a kernel without its arguments, and not too long.
 
     >>> kernel_name("void (anonymous namespace)::softmax<float>(float*, int)")
     'softmax<float>'
     """
     bare = name.replace("(anonymous namespace)::", "").removeprefix("void ").split("(")[0]
-    return bare if len(bare) <= LONGEST_KERNEL else bare[: LONGEST_KERNEL - 1] + "…"
+    return bare if len(bare) <= longest else bare[: longest - 1] + "…"
 
 
 def counted(count: float, noun: str) -> str:

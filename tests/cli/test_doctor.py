@@ -51,7 +51,7 @@ class Leaving:
 
 def test_what_has_just_ended_does_not_count_as_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run right after another finds the other's process still leaving the GPU: it is looked at again."""
-    monkeypatch.setattr("gemmscope.gpu.environment.LOOK_S", 0.0)
+    monkeypatch.setattr("gemmscope.gpu.environment.RETRY_S", 0.0)
     leaving = Leaving([97, 40, 0], [[4711], [4711], []])
     busy = Leaving([5] * 9, [[4712]] * 9)
     assert environment._in_use([leaving]) == [(0, ())]  # type: ignore[list-item]

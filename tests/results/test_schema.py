@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from gemmscope.results.schema import FILES, schema_text
 from gemmscope.results.shapes import ShapesResult
+from support.schemas import FILES, schema_text
 
 SCHEMAS = Path(__file__).parent.parent.parent / "docs" / "schema"
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
 from gemmscope.app.choose import Choice, Choices, choose
-from gemmscope.app.model import ModelRun, linear_cases, rank_workload
+from gemmscope.app.model import LinearCases, ModelRun, linear_cases, rank_workload
 from gemmscope.app.progress import QUIET, Reporter
 from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding, finding
@@ -23,7 +23,7 @@ from gemmscope.measure.measurements import Measurements
 from gemmscope.measure.sampler import StoppingRule, check_limits
 from gemmscope.recipe.recipes import recipes
 from gemmscope.results.bench import BenchResult, BenchSettings, Counts, TaskResult
-from gemmscope.workload.cases import Case, bare_gemms, tasks_of
+from gemmscope.workload.cases import bare_gemms, tasks_of
 
 Shape = tuple[int, int, int]
 
@@ -65,16 +65,15 @@ class BenchTiming:
 
     def counts(self) -> Counts | None:
         """Fixed counts, if any was given."""
-        given = {"num_warmup": self.num_warmup, "num_iters": self.num_iters, "gpu_warmup": self.gpu_warmup}
-        typed: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        return Counts(**typed) if typed else None
+        names = ("num_warmup", "num_iters", "gpu_warmup")
+        given: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return Counts(**given) if given else None
 
     def settings(self, backend: str, *, for_nsight: bool = False) -> BenchSettings:
         """What the worker is told."""
         counts = self.counts()
-        fixed: dict[str, Any] = {"max_rounds": counts.rounds} if counts else {}
-        if counts:  # a burst sends nothing until its end, and may be as long as was requested
-            fixed["silence_s"] = 3600.0
+        # a burst of fixed counts sends nothing until its end, and may be as long as was requested
+        fixed: dict[str, Any] = {"max_rounds": counts.rounds, "silence_s": 3600.0} if counts else {}
         if backend == "cpu":  # it has no clock to settle
             fixed |= {"drop_ms": 5.0, "keep_ms": 30.0}
         return BenchSettings(
@@ -115,7 +114,7 @@ def run_bench(
     """
     with _prepared(job, shapes, choices, timing, command, reporter) as bench:
         campaign = bench.campaign
-        beside = [*bench.target.findings, *bench.choice.findings]
+        beside = [*bench.linears.findings, *bench.choice.findings]
         beside += [finding("dgrad-always-measured")] if verify_dgrad else []
         if resume and campaign.journal.unfinished(campaign.fingerprint) is None:
             beside.append(finding("nothing-to-resume"))
@@ -129,16 +128,15 @@ def run_bench(
         campaign.results,
         shown_recipes,
         bench.choice.modes,
-        layers=bench.target.layers,
-        layer_counts=bench.target.layer_counts,
+        layers=bench.linears.layers,
+        layer_counts=bench.linears.layer_counts,
         backend=campaign.settings.backend,
         cache_weights=campaign.settings.cache_weights,
     )
-    found = [*linear_findings(linears), *measurement_findings(campaign.results, linears), ended]
     return BenchResult(
         command=command,
-        **bench.target.about,
-        findings=(*found, *beside),
+        **bench.about,
+        findings=(*linear_findings(linears), *measurement_findings(campaign.results, linears), ended, *beside),
         settings=campaign.settings,
         precision=None if campaign.settings.counts else timing.precision,
         time_limit_s=None if campaign.settings.counts else timing.longest,
@@ -179,21 +177,11 @@ def allow_resuming(result: BenchResult) -> str:
 
 
 @dataclass(frozen=True)
-class _Target:
-    """What is measured. `about` are the fields of the result that name the model."""
-
-    cases: Sequence[Case]
-    about: Mapping[str, Any]
-    findings: Sequence[Finding] = ()
-    layers: int | None = None
-    layer_counts: Mapping[str, int] | None = None
-
-
-@dataclass(frozen=True)
 class _Bench:
-    """A campaign that is ready to run."""
+    """A campaign that is ready to run. `about` are the fields of the result that name the model."""
 
-    target: _Target
+    linears: LinearCases
+    about: Mapping[str, Any]
     choice: Choice
     campaign: Campaign = field(repr=False)
     machine: Environment = field(repr=False)
@@ -220,11 +208,14 @@ def _prepared(
     choice = choose(choices, machine, cache_weights=timing.cache_weights)
     same = {name: other for name, each in recipes().items() if (other := each.same_kernels_as)}
     with Link() as started, closing(open_journal()) as journal:  # the worker imports torch, which takes seconds, meanwhile
-        target = _model_target(job, reporter) if job is not None else _bare_target(shapes, on_cpu=choices.on_cpu)
-        tasks = tasks_of(target.cases, choice.recipes, choice.modes, same)
+        if job is not None:
+            linears, about = _model_linears(job, reporter)
+        else:
+            linears, about = _bare_gemms(shapes, on_cpu=choices.on_cpu), {"origin": "shapes"}
+        tasks = tasks_of(linears.cases, choice.recipes, choice.modes, same)
         settings = timing.settings(choice.backend, for_nsight=for_nsight)
         campaign = Campaign(tasks, settings, timing.rule(), journal, command=[command], started=started)
-        yield _Bench(target, choice, campaign, machine)
+        yield _Bench(linears, about, choice, campaign, machine)
 
 
 def check_shape(shape: Shape) -> None:
@@ -236,21 +227,20 @@ def check_shape(shape: Shape) -> None:
         raise UserError(f"{shown(written)} is too large: a size can be at most {LARGEST_SIZE}", "for example 8192x4096x14336")
 
 
-def _bare_target(shapes: Sequence[Shape] | None, *, on_cpu: bool) -> _Target:
+def _bare_gemms(shapes: Sequence[Shape] | None, *, on_cpu: bool) -> LinearCases:
     """The given shapes, or squares from a ladder of sizes."""
     ladder = LADDER_ON_CPU if on_cpu else LADDER
-    findings = [finding("small-shapes-on-cpu")] if on_cpu and shapes is None else []
-    return _Target(bare_gemms(shapes or [(side, side, side) for side in ladder]), {"origin": "shapes"}, findings)
+    findings = (finding("small-shapes-on-cpu"),) if on_cpu and shapes is None else ()
+    return LinearCases(tuple(bare_gemms(shapes or [(side, side, side) for side in ladder])), findings)
 
 
-def _model_target(job: ModelRun, reporter: Reporter) -> _Target:
-    """The model's linears."""
+def _model_linears(job: ModelRun, reporter: Reporter) -> tuple[LinearCases, dict[str, Any]]:
+    """The model's linears, and the fields of the result that name the model."""
     subject = rank_workload(job, reporter.say)
     linears = linear_cases(subject.workload)
     if not linears.cases:
         raise UserError(f"{subject.name} has no linear layers to measure", "gemmscope shapes lists what it runs")
-    findings = (*subject.findings, *linears.findings)
-    return _Target(linears.cases, subject.about(), findings, linears.layers, linears.layer_counts)
+    return replace(linears, findings=(*subject.findings, *linears.findings)), subject.about()
 
 
 def _measure(campaign: Campaign, reporter: Reporter, *, resume: bool) -> tuple[Finding, bool]:
@@ -258,8 +248,9 @@ def _measure(campaign: Campaign, reporter: Reporter, *, resume: bool) -> tuple[F
     with reporter.measuring(campaign) as show:
 
         def on_message(message: dict[str, Any], measurements: Measurements) -> None:
-            if message["type"] == "hello":
-                _load_output()
+            if message["type"] == "hello":  # import what shows the result while the worker prepares, not after it
+                import_module("gemmscope.document.bench")
+                import_module("gemmscope.writers.terminal")
             show(message, measurements)
 
         campaign.on_message = on_message
@@ -271,9 +262,3 @@ def _measure(campaign: Campaign, reporter: Reporter, *, resume: bool) -> tuple[F
     if campaign.settings.counts:
         return fixed_counts(campaign.settings), False
     return campaign.rule.ended or finding("all-measured"), False
-
-
-def _load_output() -> None:
-    """Import what shows the result while the worker prepares, not after it."""
-    for module in ("gemmscope.document.bench", "gemmscope.writers.terminal"):
-        import_module(module)

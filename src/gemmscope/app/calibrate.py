@@ -12,18 +12,8 @@ from gemmscope.app.progress import QUIET, Reporter
 from gemmscope.document.table import Cell, Table, columns, number
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
-from gemmscope.forecast.calibration import (
-    CASES,
-    STACKS,
-    Calibration,
-    check_place,
-    drop_implausible,
-    gemm_factors,
-    known_gpu,
-    part_factors,
-    quantize_factors,
-    save,
-)
+from gemmscope.forecast import calibration as factors
+from gemmscope.forecast.calibration import Calibration
 from gemmscope.forecast.gemm import State
 from gemmscope.forecast.linear_results import forecast_linears
 from gemmscope.forecast.linears import Adjustment, Forecaster
@@ -75,8 +65,8 @@ def calibrate(
     gpu = visible_gpu(machine)
     if choice.backend == "cpu" or gpu is None:
         raise UserError("calibration needs an NVIDIA GPU, because forecasts are of GPUs", f"leave out {option('device', 'cpu')}")
-    chip = known_gpu(gpu.name)
-    check_place(chip.name)
+    chip = factors.known_gpu(gpu.name)
+    factors.check_place(chip.name)
     with closing(open_journal()) as journal:
         session = _CalibrationRun(choice, timing, chip, journal, command, reporter, resume=resume)
         reporter.say("measuring linears in the state that training runs in …")
@@ -84,13 +74,13 @@ def calibrate(
         if not linears.ops:
             return None
         expected = session.forecast(linears, "sustained")
-        gemms, quantize = gemm_factors(linears, expected, chip), quantize_factors(linears, expected)
+        gemms, quantize = factors.gemm_factors(linears, expected, chip), factors.quantize_factors(linears, expected)
         reporter.say("measuring their GEMMs on a rested GPU …")
         rested, _ = session.linears(rested=True)
-        burst = gemm_factors(rested, session.forecast(rested, "burst"), chip)
+        burst = factors.gemm_factors(rested, session.forecast(rested, "burst"), chip)
         parts, findings = session.parts(Adjustment(gemms, quantize, {}, burst)) if choice.backend != "torch" else ({}, [])
     hello = campaign.results.hello
-    calibration, dropped = drop_implausible(
+    calibration, dropped = factors.drop_implausible(
         Calibration(
             gpu=chip.name,
             device=str(hello.get("device", {}).get("name", "")),
@@ -101,7 +91,7 @@ def calibrate(
             versions=dict(hello.get("versions", {})),
         )
     )
-    return Calibrated(calibration, save(calibration), (*findings, *dropped))
+    return Calibrated(calibration, factors.save(calibration), (*findings, *dropped))
 
 
 @dataclass(frozen=True)
@@ -124,7 +114,7 @@ class _CalibrationRun:
         if rested:
             settings = replace(settings, rest_ms=REST_MS, drop_ms=BURST_DROP_MS, keep_ms=BURST_KEEP_MS)
             rule = StoppingRule(target=RESTED_PRECISION, longest_s=RESTED_LIMIT_S)
-        tasks = tasks_of(CASES, choice.recipes, choice.modes, same)
+        tasks = tasks_of(factors.CASES, choice.recipes, choice.modes, same)
         with Link() as started:
             campaign = Campaign(tasks, settings, rule, self.journal, command=[self.command], started=started)
             with self.reporter.measuring(campaign) as on_message:
@@ -142,7 +132,7 @@ class _CalibrationRun:
     def parts(self, adjustment: Adjustment) -> tuple[dict[StepPart, float], list[Finding]]:
         """Of everything that is not a GEMM; empty if no step could be run."""
         try:
-            return part_factors([self._step(adjustment, *stack) for stack in STACKS]), []
+            return factors.part_factors([self._step(adjustment, *stack) for stack in factors.STACKS]), []
         except UserError as error:
             return {}, [finding("parts-not-calibrated", reason=error.message)]
 
@@ -168,12 +158,13 @@ class _CalibrationRun:
 def factor_table(calibration: Calibration) -> Table:
     """Every factor of a calibration."""
     states = (("sustained", calibration.gemms), ("burst", calibration.burst))
-    rows = [
-        (Cell(f"{fmt} GEMMs, {state}, {pass_name}"), number(factor, f"{factor:.3f}"))
+    listed = {
+        f"{fmt} GEMMs, {state}, {pass_name}": factor
         for state, table in states
         for fmt, passes in table.items()
         for pass_name, factor in passes.items()
-    ]
-    rows += [(Cell(f"quantization, {name}"), number(factor, f"{factor:.3f}")) for name, factor in calibration.quantize.items()]
-    rows += [(Cell(part), number(factor, f"{factor:.3f}")) for part, factor in calibration.parts.items()]
+    }
+    listed |= {f"quantization, {name}": factor for name, factor in calibration.quantize.items()}
+    listed |= {str(part): factor for part, factor in calibration.parts.items()}
+    rows = [(Cell(name), number(factor, f"{factor:.3f}")) for name, factor in listed.items()]
     return Table(f"Measured over forecast time on {calibration.device}", columns(("Part",), ("Factor",)), tuple(rows))

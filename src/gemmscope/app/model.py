@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gemmscope.document.table import Cell, Column, Table
+from gemmscope.document.table import Cell, Table, columns, number
 from gemmscope.errors import UserError, closest, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.model import presets
@@ -67,10 +67,8 @@ def load_model(
 def _from_sizes(sizes: Mapping[str, int], *, gated: bool) -> ModelSource:
     missing = [name for name in REQUIRED_SIZES if name not in sizes]
     if missing:
-        needed = [option(name, "N") for name in missing]
-        raise UserError(
-            f"the sizes are not complete: {', '.join(option(name) for name in missing)} missing", f"add {' '.join(needed)}"
-        )
+        listed = ", ".join(map(option, missing))
+        raise UserError(f"the sizes are not complete: {listed} missing", f"add {' '.join(option(name, 'N') for name in missing)}")
     values: dict[str, Any] = {name: sizes.get(name) for name in SIZES}
     return ModelSource(origin="command line", model=from_hyperparameters(**values, gated=gated))
 
@@ -158,10 +156,9 @@ def rank_workload(job: ModelRun, say: Any) -> RankWorkload:
 def _trace(source: ModelSource, run: RunSpec, say: Any) -> ModuleTrace:
     plain = RunSpec(run.micro_batch_size, run.sequence_length, gradient_accumulation=run.gradient_accumulation)
     if replace(run, separate_projections=False) != plain:  # a trace shows projections as the module has them
-        kept = [option(name) for name in ("micro_batch_size", "sequence_length", "gradient_accumulation")]
         raise UserError(
             f"{source.origin} is traced as it runs in one process: it cannot be sharded or recomputed here",
-            f"keep only {kept[0]}, {kept[1]} and {kept[2]}",
+            f"keep only {option('micro_batch_size')}, {option('sequence_length')} and {option('gradient_accumulation')}",
         )
     say("tracing the live model on the meta device (importing torch takes a few seconds) …")
     return trace_module(source.module, run) if source.module is not None else _trace_unknown(source.config or {}, run)
@@ -204,10 +201,8 @@ def linear_cases(workload: Workload) -> LinearCases:
             findings.append(finding("all-passes-measured", op=op.name))
     if any(op.forward_runs > 1 for op in linears):
         findings.append(finding("recompute-not-in-linears"))
-    linears = _told_apart(linears)
-    cases = cases_of(linears)
-    layers, counts = _layer(linears)
-    return LinearCases(tuple(cases), tuple(findings), layers, counts)
+    linears = _with_unique_names(linears)
+    return LinearCases(tuple(cases_of(linears)), tuple(findings), *_layer(linears))
 
 
 def _with_rows(op: Linear) -> Linear:
@@ -216,7 +211,7 @@ def _with_rows(op: Linear) -> Linear:
     return GroupedLinear(name=op.name, tokens=op.tokens, inputs=op.inputs, outputs=op.outputs, count=op.count, rows=rows)
 
 
-def _told_apart(linears: list[Linear]) -> list[Linear]:
+def _with_unique_names(linears: list[Linear]) -> list[Linear]:
     """A name that stands for several sizes gets the size appended: results are kept by name."""
     sizes: dict[str, set[tuple[int, int, int, int]]] = {}
     for op in linears:
@@ -246,7 +241,7 @@ def preset_table() -> Table:
     """All presets with their size."""
     rows = []
     for preset in map(presets.describe, presets.names()):
-        size = Cell(parameters(preset.parameters), float(preset.parameters)) if preset.parameters else Cell("")
+        size = number(preset.parameters, parameters(preset.parameters)) if preset.parameters else Cell("")
         rows.append((Cell(preset.name), size, Cell(preset.description)))
-    columns = (Column("Name", numeric=False), Column("Parameters"), Column("Description", numeric=False))
-    return Table("Presets", columns, tuple(rows))
+    heads = (*columns(("Name",), ("Parameters",)), *columns(("Description",), ()))
+    return Table("Presets", heads, tuple(rows))

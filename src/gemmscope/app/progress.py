@@ -1,7 +1,7 @@
 """Progress of long work, for whoever runs it: a live line on a terminal's standard error, or nothing.
 
-A `Reporter` is handed to every application function. The command line uses `Console`; Python uses it too, so that a notebook or a
-script says what it is waiting for. `QUIET` says nothing.
+A `Reporter` is handed to every application function; a plain one says nothing. The command line uses `Console`; Python uses it
+too, so that a notebook or a script says what it is waiting for.
 """
 
 from __future__ import annotations
@@ -9,71 +9,36 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gemmscope.measure.sampler import StoppingRule
-    from gemmscope.results.bench import Counts
+    from gemmscope.measure.campaign import Campaign
+    from gemmscope.measure.measurements import Measurements
+    from gemmscope.step.measurements import StepMeasurements
+    from gemmscope.step.predict import StepRun
+
+OnMessage = Callable[[dict[str, Any], "Measurements | StepMeasurements"], None]
+STAGES = {"compiling": "compiling kernels", "profiling": "profiling the kernels", "launching": "timing CPU launches"}
 
 
-OnMessage = Callable[[dict[str, Any], "Gathered"], None]
-STAGES = {
-    "compiling": "compiling kernels",
-    "profiling": "profiling the kernels",
-    "launching": "timing CPU launches",
-}
-
-
-class Gathered(Protocol):
-    """What was measured so far."""
-
-    complete_rounds: int
-
-    def prepared(self) -> tuple[int, int]:
-        """How many tasks are ready to be measured or have failed; of how many."""
-
-
-class Measuring(Protocol):
-    """A measurement that goes on round by round until it is precise enough."""
-
-    rule: StoppingRule
-
-    @property
-    def recipes(self) -> Sequence[str]: ...
-
-    @property
-    def counts(self) -> Counts | None:
-        """Fixed numbers of runs instead of the stopping rule."""
-
-    def widest(self) -> float | None:
-        """The widest relative interval of all speedups."""
-
-
-class Reporter(Protocol):
+class Reporter:
     """Where an application function reports its progress."""
 
     def say(self, text: str) -> None:
         """One line of information beside the result."""
 
-    def measuring(self, campaign: Measuring) -> AbstractContextManager[OnMessage]:
-        """Follow a measurement; gives the function to call after each message of the worker."""
-
-
-class _Quiet:
-    def say(self, text: str) -> None:
-        """Nothing."""
-
     @contextmanager
-    def measuring(self, campaign: Measuring) -> Iterator[OnMessage]:  # noqa: ARG002
+    def measuring(self, campaign: Campaign | StepRun) -> Iterator[OnMessage]:  # noqa: ARG002
+        """Follow a measurement; gives the function to call after each message of the worker."""
         yield lambda *_: None
 
 
-QUIET: Reporter = _Quiet()
+QUIET = Reporter()
 
 
-class Console:
+class Console(Reporter):
     """Lines on standard error; a live one while measuring, if that is a terminal."""
 
     def say(self, text: str) -> None:
@@ -82,7 +47,7 @@ class Console:
             print(text, file=sys.stderr, flush=True)  # noqa: T201
 
     @contextmanager
-    def measuring(self, campaign: Measuring) -> Iterator[OnMessage]:
+    def measuring(self, campaign: Campaign | StepRun) -> Iterator[OnMessage]:
         """A spinner with the stage, the precision reached and the time left."""
         if sys.stderr is None or not sys.stderr.isatty():
             yield lambda *_: None
@@ -95,7 +60,7 @@ class Console:
         with progress.Progress(*columns, console=RichConsole(stderr=True), transient=True) as live:
             task = live.add_task("loading the framework", total=None)
 
-            def on_message(message: dict[str, Any], results: Gathered) -> None:
+            def on_message(message: dict[str, Any], results: Measurements | StepMeasurements) -> None:
                 if text := line.text(message, results):
                     live.update(task, description=text)
 
@@ -116,7 +81,7 @@ def rounds_left(rounds: int, half_width: float | None, target: float, least: int
 class TimeLeft:
     """Seconds left, from the rounds so far and how fast they came."""
 
-    def __init__(self, campaign: Measuring, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, campaign: Campaign | StepRun, clock: Callable[[], float] = time.monotonic) -> None:
         self._campaign, self._clock = campaign, clock
         self._since: float | None = None
         self._rounds_then = 0
@@ -145,10 +110,10 @@ class TimeLeft:
 class ProgressLine:
     """What the live line says."""
 
-    def __init__(self, campaign: Measuring) -> None:
+    def __init__(self, campaign: Campaign | StepRun) -> None:
         self._campaign, self._time_left = campaign, TimeLeft(campaign)
 
-    def text(self, message: dict[str, Any], results: Gathered) -> str:
+    def text(self, message: dict[str, Any], results: Measurements | StepMeasurements) -> str:
         """The line after this message; empty if nothing changes."""
         kind, rounds = message["type"], results.complete_rounds
         if kind == "begin" and message.get("what") == "measuring":
@@ -161,7 +126,7 @@ class ProgressLine:
             return f"preparing {done} of {every}"
         return self._measuring(results) if kind == "round" else ""
 
-    def _measuring(self, results: Gathered) -> str:
+    def _measuring(self, results: Measurements | StepMeasurements) -> str:
         widest = self._campaign.widest()
         left = self._time_left.seconds(results.complete_rounds, widest)
         what = "speedups" if len(self._campaign.recipes) > 1 else "times"

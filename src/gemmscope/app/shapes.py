@@ -82,10 +82,8 @@ def _check(subject: RankWorkload, reporter: Reporter) -> tuple[Check, tuple[Find
     )
     versions = ", ".join(f"{name} {version}" for name, version in check.versions.items())
     live = {"model_class": check.model_class, "versions": versions}
-    outcome = (
-        finding("check-equal", gemms=check.gemms, **live)
-        if check.equal
-        else finding("check-differs", differences=len(check.differences), **live)
-    )
-    unsharded = [finding("check-unsharded")] if comparable_run(run) != run else []
-    return check, (outcome, *unsharded)
+    if check.equal:
+        outcome = finding("check-equal", gemms=check.gemms, **live)
+    else:
+        outcome = finding("check-differs", differences=len(check.differences), **live)
+    return check, (outcome, *([finding("check-unsharded")] if comparable_run(run) != run else []))

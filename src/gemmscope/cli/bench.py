@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from gemmscope import app
-from gemmscope.cli.bench_options import (
-    BenchOutputs,
-    ChoiceOptions,
-    ShapesCommand,
-    TimingOptions,
-    parse_shape,
-    parse_shapes,
-)
+from gemmscope.cli.bench_options import BenchOutputs, ChoiceOptions, ShapesCommand, TimingOptions, parse_shape, parse_shapes
 from gemmscope.cli.options import ModelOptions, RunOptions, takes
 from gemmscope.cli.output import check_targets, deliver, say, typed_command
 from gemmscope.errors import UserError, option
@@ -22,16 +15,6 @@ from gemmscope.errors import UserError, option
 if TYPE_CHECKING:
     from gemmscope.results.bench import TaskResult
 
-EXAMPLES = """\b
-Examples:
-  gemmscope bench --preset llama-3.1-8b --micro-batch-size 1 --sequence-length 8192
-  gemmscope bench --config config.json --micro-batch-size 4 --sequence-length 4096 --recipes fp8current,fp8block -o bench.png
-  gemmscope bench --shapes 4096,8192x4096x14336 --csv -
-  gemmscope bench --preset smollm2-135m --micro-batch-size 1 --sequence-length 128 --device cpu
-
-\b
-Exit codes: 0 success, 1 nothing measured, 2 invalid input or output, 3 --strict found another precision, 130 interrupted.
-"""
 PROFILE_SHAPE = "4096"
 Command = ShapesCommand
 
@@ -43,17 +26,10 @@ def command(
     choice_options: ChoiceOptions,
     timing_options: TimingOptions,
     outputs: BenchOutputs,
-    shapes: Annotated[
-        str | None,
-        typer.Option(metavar="N,MxKxN,…", help="Bare GEMMs instead of a model: squares and triplets. (default: 256 to 16384)"),
-    ] = None,
-    profile: Annotated[
-        bool, typer.Option("--profile", help="For Nsight Systems: run everything a few times in NVTX ranges, time nothing.")
-    ] = False,
-    profile_shape: Annotated[
-        str | None, typer.Option(metavar="N|MxKxN", help="What --profile runs if no model is named. (default: 4096)")
-    ] = None,
-    verify_dgrad: Annotated[bool, typer.Option("--verify-dgrad", hidden=True, help="Dgrad is always measured.")] = False,
+    shapes: str | None = None,
+    profile: bool = False,
+    profile_shape: str | None = None,
+    verify_dgrad: bool = False,
 ) -> None:
     """Time a model's linears in every precision on this GPU, in the state that training runs in.
 

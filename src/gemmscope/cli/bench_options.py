@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-import typer
 from typer.core import TyperCommand
 
 from gemmscope import app
-from gemmscope.cli.options import number, size
 from gemmscope.cli.output import FigureOptions
 from gemmscope.errors import UserError, option, shown
 
@@ -23,6 +21,13 @@ Shape = tuple[int, int, int]
 
 SHAPE_HINT = "for example --shapes 1024,4096 for squares, --shapes 8192x4096x14336 for MxKxN, or --shapes default"
 MOST_DIGITS = 12  # more than any size has
+LEAVE_OUT = {
+    "FP8Current": "no_fp8_current",
+    "FP8Delayed": "no_fp8_delayed",
+    "FP8Block": "no_fp8_block",
+    "MXFP8": "no_fp8",
+    "NVFP4": "no_fp4",
+}
 
 
 def parse_shapes(text: str) -> list[Shape] | None:
@@ -53,55 +58,35 @@ class ShapesCommand(TyperCommand):
     """A bare `--shapes` means the default ladder: typer has no option whose value may be left out."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Fill in the value."""
-        return super().parse_args(ctx, with_default_shapes(args))
-
-
-def with_default_shapes(arguments: list[str]) -> list[str]:
-    """`--shapes` with nothing after it, or another option, as `--shapes default`.
-
-    >>> with_default_shapes(["--shapes", "--device", "cpu"])
-    ['--shapes', 'default', '--device', 'cpu']
-    """
-    filled = []
-    for index, argument in enumerate(arguments):
-        filled.append(argument)
-        following = arguments[index + 1 : index + 2]
-        if argument == "--shapes" and (not following or re.match(r"--?[A-Za-z]", following[0])):
-            filled.append("default")
-    return filled
+        """Fill in the value where nothing, or another option, follows."""
+        filled = []
+        for argument, following in zip(args, [*args[1:], "--end"], strict=False):
+            filled.append(argument)
+            if argument == "--shapes" and re.match(r"--?[A-Za-z]", following):
+                filled.append("default")
+        return super().parse_args(ctx, filled)
 
 
 @dataclass(frozen=True)
 class RecipeOptions:
     """Which precisions, in which modes."""
 
-    recipes: Annotated[str | None, typer.Option(metavar="NAME,…", help="Precisions to compare. (default: all the GPU runs)")] = (
-        None
-    )
-    no_fp8_current: Annotated[bool, typer.Option("--no-fp8-current", help="Leave out FP8Current.")] = False
-    no_fp8_delayed: Annotated[bool, typer.Option("--no-fp8-delayed", help="Leave out FP8Delayed.")] = False
-    no_fp8_block: Annotated[bool, typer.Option("--no-fp8-block", help="Leave out FP8Block.")] = False
-    no_fp8: Annotated[bool, typer.Option("--no-fp8", help="Leave out MXFP8.")] = False
-    no_fp4: Annotated[bool, typer.Option("--no-fp4", help="Leave out NVFP4.")] = False
-    pre_quantize: Annotated[bool, typer.Option("--pre-quantize", help="Only the GEMMs, on inputs quantized beforehand.")] = False
-    autocast_only: Annotated[bool, typer.Option("--autocast-only", help="Only forward and backward with quantization.")] = False
+    recipes: str | None = None
+    no_fp8_current: bool = False
+    no_fp8_delayed: bool = False
+    no_fp8_block: bool = False
+    no_fp8: bool = False
+    no_fp4: bool = False
+    pre_quantize: bool = False
+    autocast_only: bool = False
 
     def left_out(self) -> dict[str, str]:
         """Recipes with the option that leaves them out."""
-        options = {
-            "FP8Current": "no_fp8_current",
-            "FP8Delayed": "no_fp8_delayed",
-            "FP8Block": "no_fp8_block",
-            "MXFP8": "no_fp8",
-            "NVFP4": "no_fp4",
-        }
-        return {name: flag for name, flag in options.items() if getattr(self, flag)}
+        return {name: flag for name, flag in LEAVE_OUT.items() if getattr(self, flag)}
 
     def given(self) -> list[str]:
         """The options that were given."""
-        flags = [name for name in ("pre_quantize", "autocast_only") if getattr(self, name)]
-        return [*(["recipes"] if self.recipes is not None else []), *self.left_out().values(), *flags]
+        return [name for name, value in vars(self).items() if value is not None and value is not False]
 
     def choices(self) -> Choices:
         """As the application takes it."""
@@ -119,10 +104,8 @@ class RecipeOptions:
 
     def _modes(self) -> list[Mode] | None:
         if self.pre_quantize and self.autocast_only:
-            raise UserError(
-                f"{option('pre_quantize')} and {option('autocast_only')} leave nothing to measure",
-                "keep one of them, or neither for both modes",
-            )
+            both = f"{option('pre_quantize')} and {option('autocast_only')}"
+            raise UserError(f"{both} leave nothing to measure", "keep one of them, or neither for both modes")
         return ["pre-quantized"] if self.pre_quantize else ["autocast"] if self.autocast_only else None
 
 
@@ -130,52 +113,28 @@ class RecipeOptions:
 class ChoiceOptions(RecipeOptions):
     """Also which framework, and on what device."""
 
-    device: Annotated[
-        str | None,
-        typer.Option(metavar="cuda|cpu", help="Where to measure; the CPU only shows that measuring works. (default: cuda)"),
-    ] = None
-    backend: Annotated[
-        str | None,
-        typer.Option(
-            metavar="transformer_engine|torchao|torch|cpu",
-            help="The framework to measure. (default: the first of these that is installed and has the named recipes)",
-        ),
-    ] = None
-    share_gpu: Annotated[bool, typer.Option("--share-gpu", help="Measure even if others use the GPU.")] = False
+    device: str | None = None
+    backend: str | None = None
+    share_gpu: bool = False
 
     def choices(self) -> Choices:
         """As the application takes it."""
-        return app.choose.Choices(
-            self._recipes(), tuple(self.left_out()), self._modes(), self.backend, self.device, self.share_gpu
-        )
+        return replace(super().choices(), device=self.device, backend=self.backend, share_gpu=self.share_gpu)
 
 
 @dataclass(frozen=True)
 class TimingOptions:
     """How to time, and for how long. Fixed counts, if any is given, replace precision and time limit."""
 
-    timing: Annotated[
-        str,
-        typer.Option(metavar="cuda-events|profiler", help="Time by events around each run, or by the kernels' own timestamps."),
-    ] = "cuda-events"
-    precision: Annotated[float, typer.Option(metavar="SHARE", help="Measure until every speedup is known this precisely.")] = 0.01
-    longest: Annotated[float, typer.Option(metavar="SECONDS", help="Time limit.")] = 120.0
-    num_warmup: Annotated[int | None, size("Fixed counts: warm-up runs in each round. (default: 10)")] = None
-    num_iters: Annotated[int | None, size("Fixed counts: timed runs of each task, instead of a precision. (default: 100)")] = None
-    gpu_warmup: Annotated[
-        float | None,
-        typer.Option(parser=number, metavar="SECONDS", help="Fixed counts: load the GPU for this long first. (default: 5)"),
-    ] = None
-    cache_weights: Annotated[
-        bool, typer.Option("--cache-weights", help="Weights are quantized once per step: leave that out of the times.")
-    ] = False
-    torchao_filter: Annotated[
-        bool,
-        typer.Option(
-            "--torchao-filter/--no-torchao-filter", help="Leave those layers in BF16 that torchao's own filter would leave."
-        ),
-    ] = True
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the same measurement if it was cut short.")] = False
+    timing: str = "cuda-events"
+    precision: float = 0.01
+    longest: float = 120.0
+    num_warmup: int | None = None
+    num_iters: int | None = None
+    gpu_warmup: float | None = None
+    cache_weights: bool = False
+    torchao_filter: bool = True
+    resume: bool = False
 
     def bench_timing(self) -> BenchTiming:
         """As the application takes it."""
@@ -186,4 +145,4 @@ class TimingOptions:
 class BenchOutputs(FigureOptions):
     """Where a measurement goes, and how strict to be with it."""
 
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 if anything ran in another precision.")] = False
+    strict: bool = False

@@ -9,15 +9,6 @@ from gemmscope.cli.bench_options import ChoiceOptions, TimingOptions
 from gemmscope.cli.options import takes
 from gemmscope.cli.output import say, typed_command
 
-EXAMPLES = """\b
-Examples:
-  gemmscope calibrate
-  gemmscope calibrate --recipes fp8current,fp8block --longest 120
-
-\b
-Exit codes: 0 success, 1 nothing could be measured, 2 invalid input, 130 interrupted.
-"""
-
 
 @takes(ChoiceOptions, TimingOptions)
 def command(choice_options: ChoiceOptions, timing_options: TimingOptions) -> None:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
 from gemmscope import app, writers
+from gemmscope.cli.options import takes
 from gemmscope.cli.output import write
 
-EXAMPLES = """\b
-Examples:
-  gemmscope doctor
-  gemmscope doctor --json -        (attach this to a bug report)
-"""
 
-
-def command(json: Annotated[str | None, typer.Option(metavar="PATH|-", help="Write the diagnosis as JSON.")] = None) -> None:
+@takes()
+def command(json: str | None = None) -> None:
     """Check what this machine can measure, and why not the rest.
 
     Looks at the GPU, the driver and the packages, asks the frameworks which precisions they run here, and says what to

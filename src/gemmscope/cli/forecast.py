@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from gemmscope import app
 from gemmscope.cli.bench_options import RecipeOptions, parse_shapes
@@ -14,16 +12,6 @@ from gemmscope.cli.options import ModelOptions, RunOptions, takes
 from gemmscope.cli.output import FIGURE_ENDINGS, FigureOptions, check_targets, deliver, say, typed_command, write
 from gemmscope.errors import UserError, option, shown
 
-EXAMPLES = """\b
-Examples:
-  gemmscope forecast --preset llama-3.1-8b --micro-batch-size 1 --sequence-length 8192 --gpu b300,h200
-  gemmscope forecast --preset llama-3.1-70b --micro-batch-size 1 --sequence-length 8192 --tp 4 --gpu b200 -o b200.png
-  gemmscope forecast --hidden-size 4096 --intermediate-size 16384 --num-attention-heads 32 --num-hidden-layers 24 \\
-    --sequence-length 4096 --gpu b300 --sweep hidden_size=2048:8192:1024 --sweep micro_batch_size=1,2,4,8 -o sweep.png
-  gemmscope forecast --preset llama-3.1-70b --micro-batch-size 1 --sequence-length 8192 --tp 4 --gpu h200,b300 \\
-    --tokens 2e12 --gpus 256 --price h200=2.5,b300=4
-  gemmscope forecast --gpu b200 --gemms gemms.csv
-"""
 ONLY_LINEARS = ("cache_weights", "pre_quantize", "autocast_only")
 COST = ("tokens", "gpus", "price")
 
@@ -35,10 +23,7 @@ def command(
     recipe_options: RecipeOptions,
     options: ForecastOptions,
     outputs: FigureOptions,
-    shapes: Annotated[
-        str | None,
-        typer.Option(metavar="N,MxKxN,…", help="Bare GEMMs instead of a model: squares and triplets."),
-    ] = None,
+    shapes: str | None = None,
 ) -> None:
     """Forecast a model's linears and its training step on GPUs you do not have, in every precision they run.
 

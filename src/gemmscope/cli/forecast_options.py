@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from gemmscope.cli.options import GPUS, TOKENS, size
 from gemmscope.errors import UserError, shown
 
 if TYPE_CHECKING:
@@ -22,43 +19,21 @@ MOST_VALUES = 100_000
 class ForecastOptions:
     """Which GPUs, and what to forecast for them."""
 
-    gpu: Annotated[
-        str | None,
-        typer.Option(metavar="NAME,…", help="GPUs, side by side: h200, b200, b300 … (an unknown name lists them)"),
-    ] = None
-    state: Annotated[
-        str,
-        typer.Option(metavar="sustained|burst", help="The power-limited state that training runs in, or the first moments."),
-    ] = "sustained"
-    dp: Annotated[int | None, size("Data parallel size: replicas that exchange gradients. (default: 1)")] = None
-    sweep: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=A:B:STEP", help="Vary a size (or NAME=1,2,4); twice for a plane. Shows the best precision."),
-    ] = None
-    gemms: Annotated[
-        str | None,
-        typer.Option(metavar="FILE.csv|-", help="GEMMs instead of a model: columns m, k, n, format [, layout, groups, library]."),
-    ] = None
-    library: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="With --gemms: as this library was measured. (default: the GPU's usual)"),
-    ] = None
-    tokens: Annotated[float | None, TOKENS] = None
-    gpus: Annotated[int | None, GPUS] = None
-    price: Annotated[
-        str | None, typer.Option(metavar="X|NAME=X,…", help="Per GPU-hour, for all GPUs or for each: h200=2.5,b300=4.")
-    ] = None
-    cache_weights: Annotated[
-        bool, typer.Option("--cache-weights", help="Weights are quantized once per step: leave that out of the linears' times.")
-    ] = False
+    gpu: str | None = None
+    state: str = "sustained"
+    dp: int | None = None
+    sweep: list[str] | None = None
+    gemms: str | None = None
+    library: str | None = None
+    tokens: float | None = None
+    gpus: int | None = None
+    price: str | None = None
+    cache_weights: bool = False
 
     def given(self) -> list[str]:
         """Options that were given and are about a model, not about single GEMMs."""
-        values = {name: getattr(self, name) for name in ("dp", "tokens", "gpus", "price")}
-        return [
-            *(name for name, value in values.items() if value is not None),
-            *(["cache_weights"] if self.cache_weights else []),
-        ]
+        about_model = ("dp", "tokens", "gpus", "price", "cache_weights")
+        return [name for name in about_model if getattr(self, name) not in (None, False)]
 
     def names(self) -> list[str]:
         """The GPUs as they were typed."""

@@ -13,19 +13,9 @@ from typer.core import TyperGroup
 
 from gemmscope import __version__
 from gemmscope.errors import UserError, in_shell
+from gemmscope.toml import load_data
 
-COMMANDS = {
-    "shapes": "List the GEMMs of one training step, with their FLOPs.",
-    "bench": "Time a model's linears in every precision on this GPU.",
-    "step": "Predict the training step in every precision on this GPU.",
-    "forecast": "Forecast linears and the training step on GPUs you do not have.",
-    "calibrate": "Measure this GPU, so that forecasts for it are based on it.",
-    "explain": "Explain from a profiler trace why a training step is not faster.",
-    "trace-me": "Print the lines that record such a trace.",
-    "compare": "Compare run files: faster, slower, or too close to call.",
-    "report": "Make one self-contained page from run files.",
-    "doctor": "Check what this machine can measure, and why not the rest.",
-}
+COMMANDS = load_data("gemmscope.cli", "commands.toml")
 SETTINGS: dict[str, Any] = {
     "help_option_names": ["-h", "--help"],
     "token_normalize_func": lambda token: token.replace("_", "-"),  # --hidden_size and --hidden-size are the same option
@@ -42,13 +32,14 @@ class LazyGroup(TyperGroup):
         if cmd_name not in COMMANDS:
             return None
         module = import_module(f"gemmscope.cli.{cmd_name.replace('-', '_')}")
-        made = typer.Typer(rich_markup_mode=None, context_settings=SETTINGS, add_completion=False)
-        made.command(cmd_name, cls=getattr(module, "Command", None), epilog=module.EXAMPLES)(module.command)
-        return typer.main.get_command(made)
+        examples = "\n\n".join(f"\b\n{paragraph}" for paragraph in COMMANDS[cmd_name]["examples"].split("\n\n"))  # not re-wrapped
+        program = typer.Typer(rich_markup_mode=None, context_settings=SETTINGS, add_completion=False)
+        program.command(cmd_name, cls=getattr(module, "Command", None), epilog=examples)(module.command)
+        return typer.main.get_command(program)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
         with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+            formatter.write_dl([(name, command["summary"]) for name, command in COMMANDS.items()])
 
 
 app = typer.Typer(

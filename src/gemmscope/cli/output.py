@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -25,10 +25,10 @@ FIGURE_ENDINGS = (".png", ".svg", ".pdf", ".eps", ".jpg", ".webp")
 class OutputOptions:
     """Where a result goes."""
 
-    json: Annotated[str | None, typer.Option(metavar="PATH|-", help="Write the result as JSON.")] = None
-    csv: Annotated[str | None, typer.Option(metavar="PATH|-", help="Write every table as CSV, numbers not rounded.")] = None
-    markdown: Annotated[str | None, typer.Option(metavar="PATH|-", help="Write everything as Markdown.")] = None
-    detail: Annotated[bool, typer.Option("--detail", help="Print every table and note, not only the short view.")] = False
+    json: str | None = None
+    csv: str | None = None
+    markdown: str | None = None
+    detail: bool = False
 
     def targets(self) -> dict[str, str]:
         """The outputs that were requested: option → path."""
@@ -40,19 +40,15 @@ class OutputOptions:
 class FigureOptions(OutputOptions):
     """Where a result with charts goes."""
 
-    output: Annotated[
-        str | None, typer.Option("--output", "-o", metavar="PATH", help="Draw the main charts (.png, .svg, .pdf).")
-    ] = None
+    output: str | None = None
 
     def targets(self) -> dict[str, str]:
         """With the figure, whose ending must be one that can be drawn."""
         if self.output is None:
             return super().targets()
         if not self.output.lower().endswith(FIGURE_ENDINGS):
-            raise UserError(
-                f"{option('output')} {shown(self.output)} is not a figure file: it must end in {', '.join(FIGURE_ENDINGS)}",
-                "for example -o bench.png",
-            )
+            given, endings = f"{option('output')} {shown(self.output)}", ", ".join(FIGURE_ENDINGS)
+            raise UserError(f"{given} is not a figure file: it must end in {endings}", "for example -o bench.png")
         return {**super().targets(), "output": self.output}
 
 

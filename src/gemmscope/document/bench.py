@@ -29,10 +29,7 @@ def bench_document(result: BenchResult, name: str = "") -> Document:
         sections=linears_sections(linears, tasks=result.tasks),
         messages=tuple(map(Message.of, result.findings)),
         advice=_advice(result),
-        facts={
-            "Method": _method(result),
-            "Environment": machine_facts(result.environment, result.device, result.versions),
-        },
+        facts={"Method": _method(result), "Environment": machine_facts(result.environment, result.device, result.versions)},
         speedups=linears_speedups(linears, result.where),
         next_command="" if model is None or not linears.ops else step,
         name=name,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from gemmscope import units
-from gemmscope.document.table import NOTHING, Cell, Column, Facts, Table, share_cell, speedup_cell, time_cell
+from gemmscope.document.table import NOTHING, Cell, Facts, Table, columns, number, share_cell, speedup_cell, time_cell
 from gemmscope.interval import Interval
 
 Shade = Literal["plain", "light", "hatched"]
@@ -64,37 +64,33 @@ class BarChart:
     def table(self) -> Table:
         """A row per segment, a column per bar, in milliseconds; of a single bar also the shares."""
         bars = [bar for bar in self.bars if bar.segments]
-        passes = any(segment.shade == "light" for bar in bars for segment in bar.segments)
+        segments = [segment for bar in bars for segment in bar.segments]
+        passes = any(segment.shade == "light" for segment in segments)
         shares = len(bars) == 1 and bars[0].total_ms > 0
+
+        def row(name: str, part: str, cells: Iterable[Cell], share: Cell) -> tuple[Cell, ...]:
+            return (Cell(name), *([Cell(part)] if passes else []), *cells, *([share] if shares else []))
+
         rows = []
-        for name, shade in dict.fromkeys((segment.name, segment.shade) for bar in bars for segment in bar.segments):
+        for name, shade in dict.fromkeys((segment.name, segment.shade) for segment in segments):
             times = [sum(one.time_ms for one in bar.segments if (one.name, one.shade) == (name, shade)) for bar in bars]
-            cells = [time_cell(time) if time else NOTHING for time in times]
-            cells += [share_cell(times[0] / bars[0].total_ms)] if shares else []
-            rows.append(_row(name, SHADES[shade], passes, cells))
-        rows.append(
-            _row("total", "", passes, [*(time_cell(bar.total_ms) for bar in bars), *([share_cell(1.0)] if shares else [])])
-        )
+            share = share_cell(times[0] / bars[0].total_ms if shares else None)
+            rows.append(row(name, SHADES[shade], (time_cell(time) if time else NOTHING for time in times), share))
+        rows.append(row("total", "", (time_cell(bar.total_ms) for bar in bars), share_cell(1.0)))
         speedups = [Cell(bar.alarm, level="error") if bar.alarm else speedup_cell(bar.speedup) for bar in bars]
         if any(cell != NOTHING for cell in speedups):
-            rows.append(_row("speedup", "", passes, [*speedups, *([NOTHING] if shares else [])]))
-        heads = [Column("Part", numeric=False), *([Column("Pass", numeric=False)] if passes else [])]
-        heads += [*(Column(bar.label) for bar in bars), *([Column("Share")] if shares else [])]
-        return Table(f"{self.title} ({self.unit})", tuple(heads), tuple(rows), self.note, self.main)
-
-
-def _row(name: str, part: str, passes: bool, cells: list[Cell]) -> tuple[Cell, ...]:
-    return (Cell(name), *([Cell(part)] if passes else []), *cells)
+            rows.append(row("speedup", "", speedups, NOTHING))
+        heads = columns(["Part", "Pass"] if passes else ["Part"], [*(bar.label for bar in bars), *(["Share"] if shares else [])])
+        return Table(f"{self.title} ({self.unit})", heads, tuple(rows), self.note, self.main)
 
 
 def legend(charts: Sequence[BarChart]) -> dict[str, int]:
     """The names in plain or light shade with their colors, in the order they are stacked."""
-    found: dict[str, int] = {}
-    for bar in (bar for chart in charts for bar in chart.bars):
-        for segment in bar.segments:
-            if segment.shade != "hatched":
-                found.setdefault(segment.name, segment.color)
-    return found
+    colors: dict[str, int] = {}
+    for segment in (segment for chart in charts for bar in chart.bars for segment in bar.segments):
+        if segment.shade != "hatched":
+            colors.setdefault(segment.name, segment.color)
+    return colors
 
 
 @dataclass(frozen=True)
@@ -121,20 +117,15 @@ class WaterfallChart:
     def table(self) -> Table:
         """A row per part of the step."""
         rows = tuple(
-            (Cell(fall.part), _ms(fall.baseline_ms), _ms(fall.recipe_ms), Cell(f"{fall.speedup:.3f}x", fall.speedup))
+            (
+                Cell(fall.part),
+                *(number(time_ms, f"{time_ms:.2f}") for time_ms in (fall.baseline_ms, fall.recipe_ms)),
+                number(fall.speedup, f"{fall.speedup:.3f}x"),
+            )
             for fall in self.falls
         )
-        columns = (
-            Column("Part", numeric=False),
-            Column(f"{self.baseline} ms"),
-            Column(f"{self.recipe} ms"),
-            Column("Speedup so far"),
-        )
-        return Table(self.title, columns, rows, self.note, self.main)
-
-
-def _ms(time_ms: float) -> Cell:
-    return Cell(f"{time_ms:.2f}", time_ms)
+        heads = columns(("Part",), (f"{self.baseline} ms", f"{self.recipe} ms", "Speedup so far"))
+        return Table(self.title, heads, rows, self.note, self.main)
 
 
 @dataclass(frozen=True)
@@ -174,21 +165,16 @@ class CurveChart:
     def table(self) -> Table:
         """A row per size, a column per recipe."""
         points = {(name, point.at): point for name, series in self.series.items() for point in series}
-        rows = []
-        for at in self.places:
-            cells = [self._cell(points.get((name, at))) for name in self.series]
-            rows.append((Cell(at), *cells))
-        columns = (Column(self.axis, numeric=False), *(Column(name) for name in self.series))
+        rows = tuple((Cell(at), *(self._cell(points.get((name, at))) for name in self.series)) for at in self.places)
         unit = "" if self.unit == "x" else f" ({self.unit})"
-        return Table(f"{self.title}{unit}", columns, tuple(rows), self.note, self.main)
+        return Table(f"{self.title}{unit}", columns((self.axis,), list(self.series)), rows, self.note, self.main)
 
     def _cell(self, point: Point | None) -> Cell:
         if point is None:
             return NOTHING
-        mark = f" {point.mark}" if point.mark else ""
         value = point.value
         text = units.speedup(value) if self.unit == "x" else units.tflops(value.value)
-        return Cell(text + mark, value.value, value.low, value.high)
+        return Cell(f"{text} {point.mark}" if point.mark else text, value.value, value.low, value.high)
 
 
 @dataclass(frozen=True)
@@ -213,11 +199,11 @@ class HeatMap:
     cells: tuple[tuple[HeatCell, ...], ...]
     note: str = ""
     main: bool = False
-    legend: Facts = field(default=())
+    legend: Facts = ()
 
     def table(self) -> Table:
         """The plane itself."""
-        heads = (Column(self.row_name, numeric=False), *(Column(f"{self.column_name}={name}") for name in self.columns))
+        heads = columns((self.row_name,), [f"{self.column_name}={name}" for name in self.columns])
         rows = tuple(
             (Cell(name), *(Cell(cell.text or "-", cell.value) for cell in cells))
             for name, cells in zip(self.rows, self.cells, strict=True)
@@ -234,5 +220,5 @@ def axis_ends(values: Iterable[float]) -> tuple[float, float]:
     >>> axis_ends([1.0, 1.963])
     (0.9, 2.1)
     """
-    found = [value for value in values if math.isfinite(value)] or [1.0]
-    return math.floor(min(found) * 10 - 0.5) / 10, math.ceil(max(found) * 10 + 0.5) / 10
+    finite = [value for value in values if math.isfinite(value)] or [1.0]
+    return math.floor(min(finite) * 10 - 0.5) / 10, math.ceil(max(finite) * 10 + 0.5) / 10

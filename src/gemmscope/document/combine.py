@@ -22,7 +22,7 @@ def label(documents: Sequence[Document], document: Document) -> str:
 
 def letter(documents: Sequence[Document], document: Document) -> str:
     """The letter of a run among several: A, B, …"""
-    return chr(ord("A") + next(place for place, each in enumerate(documents) if each is document))
+    return chr(ord("A") + next(place for place, other in enumerate(documents) if other is document))
 
 
 def sources(documents: Sequence[Document]) -> dict[str, str]:
@@ -68,24 +68,25 @@ def _difference(by_run: Mapping[str, Interval], keys: Sequence[str]) -> Cell:
     if first is None or second is None:
         return NOTHING
     ratio = second.value / first.value - 1
-    overlap = (
-        first.low is not None
-        and first.high is not None
-        and second.low is not None
-        and second.high is not None
-        and second.low <= first.high
-        and first.low <= second.high
-    )
-    return Cell(f"{ratio:+.1%}" + (", intervals overlap" if overlap else ""), ratio)
+    return Cell(f"{ratio:+.1%}" + (", intervals overlap" if first.overlaps(second) else ""), ratio)
 
 
 def check_together(documents: Sequence[Document]) -> list[Message]:
-    """A `UserError` if the runs do not belong on one page; else what the reader must know of their differences."""
+    """A `UserError` if the runs do not belong on one page; else what the reader must know of their differences.
+
+    Other batches may be compared on purpose; the reader must know.
+    """
     if len(documents) > MOST_RUNS:
         raise UserError(f"{len(documents)} runs are too many for one page", f"give at most {MOST_RUNS}")
     for first, second in combinations(documents, 2):
         _must_belong_together(first, second)
-    return _differing_batches(documents)
+    batches = {document.name: document.subject.batch for document in documents if document.subject.batch}
+    first_batch = next(iter(batches.values()), {})
+    differing = [name for name in first_batch if len({str(batch.get(name)) for batch in batches.values()}) > 1]
+    if not differing:
+        return []
+    runs = "; ".join(f"{name}: " + ", ".join(f"{key} {batch[key]}" for key in differing) for name, batch in batches.items())
+    return [Message.of(finding("runs-differ", runs=runs))]
 
 
 def _must_belong_together(first: Document, second: Document) -> None:
@@ -109,16 +110,5 @@ def _must_belong_together(first: Document, second: Document) -> None:
 
 
 def _apart(why: str, *documents: Document) -> UserError:
-    each = " and ".join(f"gemmscope report {document.name}" for document in documents)
-    return UserError(f"these runs do not belong on one page: {why}", f"make a report of each: {each}")
-
-
-def _differing_batches(documents: Sequence[Document]) -> list[Message]:
-    """Other batches may be compared on purpose; the reader must know."""
-    batches = {document.name: document.subject.batch for document in documents if document.subject.batch}
-    first = next(iter(batches.values()), {})
-    differing = [name for name in first if len({str(batch.get(name)) for batch in batches.values()}) > 1]
-    if not differing:
-        return []
-    runs = "; ".join(f"{name}: " + ", ".join(f"{key} {batch[key]}" for key in differing) for name, batch in batches.items())
-    return [Message.of(finding("runs-differ", runs=runs))]
+    commands = " and ".join(f"gemmscope report {document.name}" for document in documents)
+    return UserError(f"these runs do not belong on one page: {why}", f"make a report of each: {commands}")

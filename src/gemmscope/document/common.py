@@ -20,15 +20,11 @@ def subject(model: ModelSummary | None, run: RunSpec | None, cases: Sequence[Cas
     """Which model and batch; without a model, bare GEMMs."""
     if model is None or run is None:
         return Subject("Bare GEMMs", bare=True)
+    split = {name: getattr(run, name) for name in SPLIT}
     return Subject(
         title=f"{model.name}: {_model_text(model)}",
         model={"hidden size": model.hidden_size, "layers": model.layers, "number of layers": model.num_hidden_layers},
-        batch={
-            "micro-batch": run.micro_batch_size,
-            "sequence": run.sequence_length,
-            **{name: getattr(run, name) for name in SPLIT},
-            "recompute": run.recompute,
-        },
+        batch={"micro-batch": run.micro_batch_size, "sequence": run.sequence_length, **split, "recompute": run.recompute},
         sizes={case.op: (case.inputs, case.outputs) for case in cases},
     )
 
@@ -58,14 +54,13 @@ def batch_lines(run: RunSpec | None, stage: int) -> list[str]:
 
 def model_facts(model: ModelSummary | None, run: RunSpec | None, stage: int = 0) -> Facts:
     """Model and batch as a list shows them."""
-    made = [("model", f"{model.name}, {_model_text(model)}")] if model is not None else []
-    return (*made, *([("micro-batch", "; ".join(batch_lines(run, stage)))] if run is not None else []))
+    named = [("model", f"{model.name}, {_model_text(model)}")] if model is not None else []
+    return (*named, *([("micro-batch", "; ".join(batch_lines(run, stage)))] if run is not None else []))
 
 
 def command_facts(result: Result) -> Facts:
     """What was run, and with which gemmscope."""
-    made = [("command", result.command)] if result.command else []
-    return (*made, ("gemmscope", result.gemmscope_version))
+    return (*([("command", result.command)] if result.command else []), ("gemmscope", result.gemmscope_version))
 
 
 def machine_facts(environment: Environment, device: Mapping[str, Any], versions: Mapping[str, str]) -> Facts:

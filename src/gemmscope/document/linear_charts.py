@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from gemmscope import units
-from gemmscope.document.charts import GREY, Bar, BarChart, CurveChart, Point, Segment
+from gemmscope.document.charts import GREY, Bar, BarChart, CurveChart, Point, Segment, Shade
+from gemmscope.document.measured import clock_facts, sample_text
 from gemmscope.document.table import Facts
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
@@ -36,18 +36,14 @@ def by_op(tasks: Sequence[TaskResult]) -> Tasks:
 # --- bars ----------------------------------------------------------------------------------------------------------------
 
 
-def bar_chart(linears: Linears, mode: Mode, title: str, tasks: Tasks) -> BarChart:
+def bar_chart(linears: Linears, mode: Mode, start: str, tasks: Tasks) -> BarChart:
     """A bar for each recipe: every op in its color, wgrad lighter, quantization on top."""
-    colors = _colors(linears.cases)
-    return BarChart(title, UNIT, tuple(_bar(linears, name, mode, colors, tasks) for name in linears.recipes), figure=True)
-
-
-def _colors(cases: Sequence[Case]) -> dict[str, int]:
-    """The largest ops have colors of their own, in the order they run."""
-    work = {case.op: case.flops * case.count for case in cases}
+    work = {case.op: case.flops * case.count for case in linears.cases}
     largest = sorted(work, key=lambda op: -work[op])[: len(work) if len(work) <= COLORS else MOST_OPS]
-    own = [op for op in work if op in largest]
-    return {op: own.index(op) if op in own else GREY for op in work}
+    own = [op for op in work if op in largest]  # the largest ops have colors of their own, in the order they run
+    colors = {op: own.index(op) if op in own else GREY for op in work}
+    bars = tuple(_bar(linears, name, mode, colors, tasks) for name in linears.recipes)
+    return BarChart(start + CHART_TITLES[mode], UNIT, bars, figure=True)
 
 
 def _bar(linears: Linears, name: str, mode: Mode, colors: dict[str, int], tasks: Tasks) -> Bar:
@@ -76,45 +72,44 @@ def _segments(linears: Linears, case: Case, cell: OpTime, color: int, tasks: Tas
     if not gemms:
         time_ms = cell.total_ms.value * case.count
         return [Segment(label, time_ms, color, "plain", op_facts(linears, case, cell, "GEMMs", time_ms, (), tasks))]
-    forward = sum(time for name, time in gemms.items() if name != "wgrad") * case.count
-    facts = op_facts(linears, case, cell, "fprop + dgrad", forward, ("fprop", "dgrad"), tasks)
-    segments = [Segment(label, forward, color, "plain", facts)]
-    if "wgrad" in gemms:
-        wgrad = gemms["wgrad"] * case.count
-        facts = op_facts(linears, case, cell, "wgrad", wgrad, ("wgrad",), tasks)
-        segments.append(Segment(label, wgrad, color, "light", facts))
+    segments = []
+    parts: tuple[tuple[str, tuple[Pass, ...], Shade], ...] = (
+        ("fprop + dgrad", ("fprop", "dgrad"), "plain"),
+        ("wgrad", ("wgrad",), "light"),
+    )
+    for part, passes, shade in parts:
+        if any(name in gemms for name in passes):
+            time_ms = sum(gemms.get(name, 0.0) for name in passes) * case.count
+            facts = op_facts(linears, case, cell, part, time_ms, passes, tasks)
+            segments.append(Segment(label, time_ms, color, shade, facts))
     return segments
 
 
 # --- curves --------------------------------------------------------------------------------------------------------------
 
 
-def curve_charts(linears: Linears, mode: Mode, title: str, tasks: Tasks) -> list[CurveChart]:
+def curve_charts(linears: Linears, mode: Mode, start: str, tasks: Tasks) -> list[CurveChart]:
     """Speedup and TFLOP/s of bare GEMMs against their size."""
     square = all(case.tokens == case.inputs == case.outputs for case in linears.cases)
     axis = "side of square matrices" if square else "M x K x N"
-    at = {case.op: str(case.tokens) if square else case.op for case in linears.cases}
-    speedups: dict[str, list[Point]] = {}
-    rates: dict[str, list[Point]] = {}
+    speedups: dict[str, tuple[Point, ...]] = {}
+    rates: dict[str, tuple[Point, ...]] = {}
     for name in linears.columns(mode):
         for case in linears.cases:
-            cell = linears.op_time(case.op, name, mode)
-            if cell is None:
+            if (cell := linears.op_time(case.op, name, mode)) is None:
                 continue
+            at = str(case.tokens) if square else case.op
             facts = op_facts(linears, case, cell, name, cell.total_ms.value, ("fprop",), tasks)
-            mark = "FALLBACK" if cell.fallbacks else ""
-            rates.setdefault(name, []).append(Point(at[case.op], rate(case, cell), facts, mark))
-            speedup = linears.speedup(name, mode, case.op)
-            if speedup is not None:
-                speedups.setdefault(name, []).append(Point(at[case.op], speedup, facts))
-    low = tuple(name for name in linears.recipes if name != BASELINE)
+            point = Point(at, rate(case, cell), facts, "FALLBACK" if cell.fallbacks else "")
+            rates[name] = (*rates.get(name, ()), point)
+            if (speedup := linears.speedup(name, mode, case.op)) is not None:
+                speedups[name] = (*speedups.get(name, ()), Point(at, speedup, facts))
+    title, low = start + MODE_TITLES[mode], tuple(name for name in linears.recipes if name != BASELINE)
     charts = []
     if speedups:
-        series = {name: tuple(points) for name, points in speedups.items()}
-        charts.append(CurveChart(f"{title}: speedup over {BASELINE}", axis, series, order=low, main=True))
+        charts.append(CurveChart(f"{title}: speedup over {BASELINE}", axis, speedups, order=low, main=True))
     if rates:
-        series = {name: tuple(points) for name, points in rates.items()}
-        charts.append(CurveChart(f"{title}: rate", axis, series, "TFLOP/s", (*low, BASELINE), main=not speedups, figure=True))
+        charts.append(CurveChart(f"{title}: rate", axis, rates, "TFLOP/s", (*low, BASELINE), main=not speedups, figure=True))
     return charts
 
 
@@ -144,38 +139,12 @@ def op_facts(
     for name in passes:
         if (proof := cell.evidence.get(name)) is not None:
             lines += [(f"{name} ran", proof.ran or proof.verdict)]
-            lines += [(f"{name} kernel", short_kernel(kernel)) for kernel in proof.kernels[:MOST_KERNELS]]
-    behind = tasks.get((case.op, cell.recipe, cell.mode), ())
-    lines += [("samples", samples_text([result.rounds_ms for result in behind]))]
-    return tuple((name, text) for name, text in (*lines, *clock_facts([s for result in behind for s in result.states])) if text)
+            lines += [(f"{name} kernel", units.kernel_name(kernel, LONGEST_KERNEL)) for kernel in proof.kernels[:MOST_KERNELS]]
+    results = tasks.get((case.op, cell.recipe, cell.mode), ())
+    lines += [("samples", sample_text([result.rounds_ms for result in results]))]
+    lines += clock_facts([state for result in results for state in result.states])
+    return tuple((name, text) for name, text in lines if text)
 
 
 def _ms(time_ms: float) -> str:
     return f"{units.milliseconds(time_ms)} ms"
-
-
-def short_kernel(kernel: str) -> str:
-    """A kernel's name without its arguments, and not too long."""
-    bare = kernel.replace("(anonymous namespace)::", "").removeprefix("void ").split("(")[0]
-    return bare if len(bare) <= LONGEST_KERNEL else bare[: LONGEST_KERNEL - 1] + "…"
-
-
-def samples_text(tasks: Sequence[Sequence[Sequence[float]]]) -> str:
-    """How many samples, in how many bursts.
-
-    >>> samples_text([[[1.0, 1.1], [1.2]]]), samples_text([])
-    ('3 in 2 bursts', '')
-    """
-    count = sum(len(burst) for bursts in tasks for burst in bursts)
-    return f"{count:,} in {units.counted(max(map(len, tasks)), 'burst')}" if count else ""
-
-
-def clock_facts(states: Sequence[Mapping[str, Any]]) -> Facts:
-    """SM clock, power and temperature while measuring: the median, and both ends."""
-    facts = []
-    for name, key, unit in (("SM clock", "sm_mhz", "MHz"), ("power", "power_w", "W"), ("temperature", "temperature_c", "°C")):
-        values = sorted(float(value) for state in states if isinstance(value := state.get(key), (int, float)))
-        if values:
-            spread = f" ({values[0]:.0f} to {values[-1]:.0f})" if values[0] != values[-1] else ""
-            facts.append((name, f"{values[len(values) // 2]:.0f} {unit}{spread}"))
-    return tuple(facts)

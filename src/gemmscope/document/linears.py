@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import combinations
 
 from gemmscope import units
-from gemmscope.document.linear_charts import CHART_TITLES, MODE_TITLES, Tasks, bar_chart, by_op, curve_charts, rate
+from gemmscope.document.linear_charts import MODE_TITLES, bar_chart, by_op, curve_charts, rate
 from gemmscope.document.model import Block, NamedSpeedup, Section
 from gemmscope.document.table import (
     BASELINE_CELL,
@@ -31,7 +31,6 @@ from gemmscope.workload.ops import PASSES, Pass, gemm_size
 
 WHAT: dict[Mode, str] = {"autocast": "linears, autocast", "pre-quantized": "GEMMs, pre-quantized"}
 ALL = "all"  # the pass of a row for the whole op
-Proof = tuple[str, str, str, str, str, str, str]  # recipe, verdict, requested, ran, mode, passes, ops
 VERDICT_LEVELS: dict[str, Level] = {"fallback": "error", "emulated": "warning", "unproven": "warning"}
 
 
@@ -43,30 +42,22 @@ def linears_answer(linears: Linears, where: str) -> tuple[str, tuple[str, ...]]:
     if not linears.ops:
         return "Nothing could be measured.", ()
     if linears.bare:
-        return _answer_of_gemms(linears, where)
+        return _answer_of_gemms(linears, where), ()
     mode: Mode = "autocast" if "autocast" in linears.modes else "pre-quantized"
-    what = "linears" if mode == "autocast" else "GEMMs"
+    what, included = ("linears", "with quantization") if mode == "autocast" else ("GEMMs", "without quantization")
     winner = linears.winners.get(mode)
     if winner is None:
         return _nothing_to_compare(linears, mode, where), ()
-    if winner.best == BASELINE or BASELINE in winner.rivals:
-        name, gain = _fastest(linears, mode)
-        if winner.rivals:
-            close = units.names(rival for rival in (winner.best, *winner.rivals) if rival != BASELINE)
-            return f"On {where}, {close} and {BASELINE} are too close to call for the {what}: {units.speedup(gain)}.", ()
-        return f"On {where}, no recipe is faster than {BASELINE} for the {what}; {name} comes closest: {units.speedup(gain)}.", ()
-    assert winner.speedup is not None
-    gives = "would give" if linears.forecast else "gives"
-    included = "with quantization" if mode == "autocast" else "without quantization"
-    sentence = (
-        f"On {where}, {winner.best} {gives} the {what} a speedup of {units.speedup(winner.speedup)} over {BASELINE}, {included}."
-    )
-    return sentence, tuple(_because(linears, winner.best, mode))
-
-
-def _fastest(linears: Linears, mode: Mode) -> tuple[str, Interval]:
+    if winner.best != BASELINE and BASELINE not in winner.rivals and winner.speedup is not None:
+        gives = f"{'would give' if linears.forecast else 'gives'} the {what} a speedup of {units.speedup(winner.speedup)}"
+        return f"On {where}, {winner.best} {gives} over {BASELINE}, {included}.", tuple(_because(linears, winner.best, mode))
     gains = {name: gain for name in linears.columns(mode) if (gain := linears.speedup(name, mode)) is not None}
-    return max(gains.items(), key=lambda pair: pair[1].value)
+    name = max(gains, key=lambda name: gains[name].value)
+    highest = units.speedup(gains[name])
+    if winner.rivals:
+        close = units.names(rival for rival in (winner.best, *winner.rivals) if rival != BASELINE)
+        return f"On {where}, {close} and {BASELINE} are too close to call for the {what}: {highest}.", ()
+    return f"On {where}, no recipe is faster than {BASELINE} for the {what}; {name} comes closest: {highest}.", ()
 
 
 def _nothing_to_compare(linears: Linears, mode: Mode, where: str) -> str:
@@ -74,9 +65,7 @@ def _nothing_to_compare(linears: Linears, mode: Mode, where: str) -> str:
     if fallen:
         return f"No speedup on {where}: {units.names(fallen)} did not run in the precision requested (FALLBACK)."
     done = "was forecast" if linears.forecast else "was measured"
-    return (
-        f"Only {units.names(dict.fromkeys(cell.recipe for cell in linears.ops))} {done} on {where}: there is nothing to compare."
-    )
+    return f"Only {units.names(cell.recipe for cell in linears.ops)} {done} on {where}: there is nothing to compare."
 
 
 def _because(linears: Linears, name: str, mode: Mode) -> list[str]:
@@ -96,22 +85,18 @@ def _because(linears: Linears, name: str, mode: Mode) -> list[str]:
     return lines
 
 
-def _answer_of_gemms(linears: Linears, where: str) -> tuple[str, tuple[str, ...]]:
-    mode = linears.modes[-1]
-    gains = [
-        (name, case.op, gain)
-        for name in linears.columns(mode)
-        for case in linears.cases
-        if (gain := linears.speedup(name, mode, case.op)) is not None
-    ]
-    shapes = units.counted(len(linears.cases), "shape")
+def _answer_of_gemms(linears: Linears, where: str) -> str:
+    mode, shapes = linears.modes[-1], units.counted(len(linears.cases), "shape")
+    pairs = [(name, case.op) for name in linears.columns(mode) for case in linears.cases]
+    gains = {pair: gain for pair in pairs if (gain := linears.speedup(pair[0], mode, pair[1])) is not None}
     if not gains:
-        return f"{shapes} measured on {where}; there is no speedup to form.", ()
-    name, op, gain = max(gains, key=lambda each: each[2].value)
+        return f"{shapes} measured on {where}; there is no speedup to form."
+    name, op = max(gains, key=lambda pair: gains[pair].value)
+    gain = gains[name, op]
     best = f"{op} in {name}, {units.speedup(gain)}, {mode}"
     if gain.includes_one or gain.below_one:
-        return f"On {where}, none of {shapes} is certain to be faster than {BASELINE}; the highest speedup is that of {best}.", ()
-    return f"On {where}, the highest speedup over {BASELINE} of {shapes} is that of {best}.", ()
+        return f"On {where}, none of {shapes} is certain to be faster than {BASELINE}; the highest speedup is that of {best}."
+    return f"On {where}, the highest speedup over {BASELINE} of {shapes} is that of {best}."
 
 
 def linears_speedups(linears: Linears, where: str) -> tuple[NamedSpeedup, ...]:
@@ -132,10 +117,13 @@ def linears_sections(linears: Linears, *, prefix: str = "", tasks: Sequence[Task
     """Every table and chart. `prefix` goes before each title."""
     if not linears.ops:
         return ()
-    start, behind = prefix + ("FORECAST " if linears.forecast else ""), by_op(tasks)
-    first = _gemm_blocks(linears, start, behind) if linears.bare else _model_blocks(linears, start, behind)
+    start, results = prefix + ("FORECAST " if linears.forecast else ""), by_op(tasks)
     details: list[Block] = [_times(linears, mode, start) for mode in linears.modes]
-    if not linears.bare:
+    if linears.bare:
+        first: list[Block] = [chart for mode in linears.modes for chart in curve_charts(linears, mode, start, results)]
+    else:
+        first = [_summary(linears, start), *(bar_chart(linears, mode, start, results) for mode in linears.modes)]
+        first += [_pairs(linears, start)] if len(linears.recipes) > 2 else []
         details += [_speedups(linears, mode, start) for mode in linears.modes if len(linears.columns(mode)) > 1]
     if any(cell.quantization_ms for cell in linears.ops):
         details.append(_quantization(linears, start))
@@ -148,18 +136,6 @@ def linears_sections(linears: Linears, *, prefix: str = "", tasks: Sequence[Task
     if any(cell.evidence for cell in linears.ops):
         sections.append(Section(f"{prefix}Precision that ran", (_evidence(linears, start),)))
     return tuple(sections)
-
-
-def _model_blocks(linears: Linears, start: str, tasks: Tasks) -> list[Block]:
-    blocks: list[Block] = [_summary(linears, start)]
-    blocks += [bar_chart(linears, mode, start + CHART_TITLES[mode], tasks) for mode in linears.modes]
-    if len(linears.recipes) > 2:
-        blocks.append(_pairs(linears, start))
-    return blocks
-
-
-def _gemm_blocks(linears: Linears, start: str, tasks: Tasks) -> list[Block]:
-    return [chart for mode in linears.modes for chart in curve_charts(linears, mode, start + MODE_TITLES[mode], tasks)]
 
 
 def _summary(linears: Linears, start: str) -> Table:
@@ -217,10 +193,9 @@ def _kept(linears: Linears, name: str) -> Cell:
 
 def _pairs(linears: Linears, start: str) -> Table:
     """Every low precision over every other."""
-    pairs = list(combinations([name for name in linears.recipes if name != BASELINE], 2))
     rows = tuple(
         (Cell(later), Cell(earlier), *(_pair(linears, later, earlier, mode) for mode in linears.modes))
-        for earlier, later in pairs
+        for earlier, later in combinations([name for name in linears.recipes if name != BASELINE], 2)
     )
     title = f"{start}Recipes compared with each other: speedup of all linears"
     return Table(title, columns(("Recipe", "Over"), [MODE_TITLES[mode] for mode in linears.modes]), rows)
@@ -228,7 +203,7 @@ def _pairs(linears: Linears, start: str) -> Table:
 
 def _pair(linears: Linears, name: str, over: str, mode: Mode) -> Cell:
     """A speedup, or why there is none."""
-    if any(linears.falls_back(side, mode) for side in (name, over)):
+    if linears.falls_back(name, mode) or linears.falls_back(over, mode):
         return FALLBACK_CELL
     if linears.measured_as(name, mode) == linears.measured_as(over, mode):
         return Cell("same kernels")
@@ -245,11 +220,10 @@ def _what_is_timed(linears: Linears, mode: Mode) -> str:
     if linears.bare:
         return "X and W are quantized once each, then multiplied."
     if linears.cache_weights:
-        return (
-            "Forward and backward; X and dY are quantized once each. Quantization of W is left out, because it happens once per "
-            "step. Each pass includes its share of the quantization."
-        )
-    return "Forward and backward; X, W and dY are quantized once each. Each pass includes its share of the quantization."
+        once = "X and dY are quantized once each. Quantization of W is left out, because it happens once per step."
+    else:
+        once = "X, W and dY are quantized once each."
+    return f"Forward and backward; {once} Each pass includes its share of the quantization."
 
 
 def _times(linears: Linears, mode: Mode, start: str) -> Table:
@@ -262,36 +236,29 @@ def _times(linears: Linears, mode: Mode, start: str) -> Table:
             rows.append((Cell(case.op), *times))
         return Table(f"{title} GEMM (ms, TFLOP/s in brackets)", columns(("M x K x N",), names), tuple(rows), note)
     for case in linears.cases:
-        for pass_name in case.passes if len(case.passes) == 1 else (*case.passes, ALL):
+        for pass_name in case.passes if len(case.passes) == 1 else (*case.passes, None):
             times = (_time(case, linears.op_time(case.op, name, mode), pass_name) for name in names)
-            rows.append((Cell(case.op), Cell(pass_name), _shape(case, pass_name), number(case.count), *times))
+            rows.append((Cell(case.op), Cell(pass_name or ALL), _shape(case, pass_name), number(case.count), *times))
     rows += _sums(linears, mode, names)
     heads = columns(("Op", "Pass", "M x K x N"), ("Count", *names))
     return Table(f"{title} pass (ms, TFLOP/s in brackets)", heads, tuple(rows), note)
 
 
-def _shape(case: Case, pass_name: str) -> Cell:
-    if pass_name not in PASSES:
+def _shape(case: Case, pass_name: Pass | None) -> Cell:
+    if pass_name is None:
         return Cell("")
-    sizes = gemm_size(case.tokens, case.inputs, case.outputs, _pass(pass_name))
-    groups = f", {len(case.rows)} groups" if len(case.rows) > 1 else ""
-    return Cell("x".join(map(str, sizes)) + groups)
+    sizes = gemm_size(case.tokens, case.inputs, case.outputs, pass_name)
+    return Cell("x".join(map(str, sizes)) + (f", {len(case.rows)} groups" if len(case.rows) > 1 else ""))
 
 
-def _pass(name: str) -> Pass:
-    return next(each for each in PASSES if each == name)
-
-
-def _time(case: Case, cell: OpTime | None, pass_name: str) -> Cell:
+def _time(case: Case, cell: OpTime | None, pass_name: Pass | None) -> Cell:
     """One pass, or the whole op. A bare GEMM is its whole op."""
-    if cell is None:
-        return NOTHING
-    whole = pass_name == ALL or len(case.passes) == 1
-    time = cell.total_ms if whole else cell.pass_ms.get(_pass(pass_name))
-    if time is None:
+    whole = pass_name is None or len(case.passes) == 1
+    time = None if cell is None else cell.total_ms if whole else cell.pass_ms.get(pass_name or "fprop")
+    if cell is None or time is None:
         return NOTHING
     flops = rate(case, cell).value if whole else case.flops / time.value / 1e9
-    fell_back = bool(cell.fallbacks) if pass_name == ALL else pass_name in cell.fallbacks
+    fell_back = bool(cell.fallbacks) if pass_name is None else pass_name in cell.fallbacks
     text = f"{units.milliseconds(time.value)} ({units.tflops(flops)})"
     return Cell(f"{text} FALLBACK" if fell_back else text, time.value, time.low, time.high, "error" if fell_back else "")
 
@@ -299,20 +266,14 @@ def _time(case: Case, cell: OpTime | None, pass_name: str) -> Cell:
 def _sums(linears: Linears, mode: Mode, names: Sequence[str]) -> list[tuple[Cell, ...]]:
     """The passes of one layer, one layer, all layers; of the model where layers differ."""
     totals = [linears.total(name, mode) for name in names]
-    of_what = "One layer" if linears.layer_counts else "All linears"
-    rows = [
-        (
-            Cell(of_what),
-            Cell(name),
-            Cell(""),
-            NOTHING,
-            *(time_cell(total.pass_ms.get(name) if total else None) for total in totals),
-        )
-        for name in PASSES
-    ]
+    of_what = Cell("One layer" if linears.layer_counts else "All linears")
+    rows = []
+    for pass_name in PASSES:
+        times = (time_cell(total.pass_ms.get(pass_name) if total else None) for total in totals)
+        rows.append((of_what, Cell(pass_name), Cell(""), NOTHING, *times))
     if linears.layer_counts:
         layer = (time_cell(total.layer_ms if total else None) for total in totals)
-        rows.append((Cell(of_what), Cell(ALL), Cell(""), number(linears.layers), *layer))
+        rows.append((of_what, Cell(ALL), Cell(""), number(linears.layers), *layer))
     model = (time_cell(total.total_ms if total else None) for total in totals)
     return [*rows, (Cell("All linears"), Cell(ALL), Cell(""), NOTHING, *model)]
 
@@ -364,9 +325,9 @@ def _quantized(cell: OpTime | None, label: str) -> Cell:
 
 def _memory(linears: Linears, start: str) -> Table:
     rows = []
-    for each in linears.memory:
-        sizes = (each.weights_bytes, each.copies_bytes, each.weights_bytes + each.copies_bytes, each.kept_bytes)
-        rows.append((Cell(each.recipe), *map(bytes_cell, sizes)))
+    for memory in linears.memory:
+        weights, copies = memory.weights_bytes, memory.copies_bytes
+        rows.append((Cell(memory.recipe), *map(bytes_cell, (weights, copies, weights + copies, memory.kept_bytes))))
     heads = columns(("Recipe",), ("BF16 weights", "Quantized copies", "Weights in total", "X kept for backward"))
     note = "On one rank, for one micro-batch; computed from sizes, not measured."
     return Table(f"{start}Weights and kept inputs", heads, tuple(rows), note)
@@ -374,7 +335,7 @@ def _memory(linears: Linears, start: str) -> Table:
 
 def _evidence(linears: Linears, start: str) -> Table:
     """What kernel names prove. Ops, then passes, then modes with the same evidence share a row."""
-    proofs: list[Proof] = [
+    proofs: list[tuple[str, ...]] = [
         (cell.recipe, f"left in {BASELINE}" if cell.left_in_baseline else proof.verdict, proof.requested, proof.ran or "-",
          cell.mode, pass_name, cell.op)
         for cell in linears.ops
@@ -390,10 +351,9 @@ def _evidence(linears: Linears, start: str) -> Table:
     return Table(f"{start}Precision of every pass, as kernel names prove it", heads, rows)
 
 
-def _merged(rows: Sequence[Proof], place: int) -> list[Proof]:
+def _merged(rows: Sequence[tuple[str, ...]], place: int) -> list[tuple[str, ...]]:
     """Rows that differ only at this place become one, with the values there listed."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
         groups.setdefault((*row[:place], *row[place + 1 :]), []).append(row[place])
-    merged = [(*key[:place], units.names(values), *key[place:]) for key, values in groups.items()]
-    return [(a, b, c, d, e, f, g) for a, b, c, d, e, f, g in merged]
+    return [(*key[:place], units.names(values), *key[place:]) for key, values in groups.items()]

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from gemmscope import units
 from gemmscope.document.charts import BarChart, Chart, CurveChart, HeatMap, WaterfallChart
 from gemmscope.document.table import Facts, Table
 from gemmscope.findings import Finding, Level
@@ -109,17 +108,3 @@ def brief(document: Document) -> Document:
         advice=replace(document.advice, ready_to_paste={}) if document.advice is not None else None,
         facts={},
     )
-
-
-def sentence_of(text: str) -> str:
-    """A capital letter first and a full stop last.
-
-    >>> sentence_of("as expected"), sentence_of("Is it?")
-    ('As expected.', 'Is it?')
-    """
-    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
-
-
-def speedup_text(found: Interval | None) -> str:
-    """A speedup in a sentence or a table; a dash where there is none."""
-    return units.speedup(found) if found is not None else "-"

@@ -6,7 +6,7 @@ from gemmscope import units
 from gemmscope.document.common import batch_lines, command_facts, model_facts, subject
 from gemmscope.document.model import Document, Message, Section
 from gemmscope.document.table import NOTHING, Cell, Table, bytes_cell, columns, number, share_cell
-from gemmscope.results.shapes import ListedOp, ShapesResult
+from gemmscope.results.shapes import Check, ShapesResult
 
 GEMM_COLUMNS = columns(("Op", "Pass", "M x K x N"), ("Groups", "Count", "FLOPs each", "FLOPs", "Share"))
 OTHER_COLUMNS = columns(("Op",), ("Count", "Forward FLOPs", "Forward bytes", "Backward FLOPs", "Backward bytes"))
@@ -15,31 +15,22 @@ LINEAR_KINDS = ("linear", "grouped linear")
 
 def shapes_document(result: ShapesResult, name: str = "") -> Document:
     """Everything that the result says."""
-    totals = result.totals
-    count = sum(gemm.count for gemm in result.gemms)
+    count, flops = sum(gemm.count for gemm in result.gemms), units.si(result.totals.gemm_flops_per_step, "FLOP")
+    about = model_facts(result.model, result.run, result.stage)
     tables = [_gemms(result), _totals(result), _others(result)]
     if result.check is not None and result.check.differences:
-        tables.append(_differences(result))
+        tables.append(_differences(result.check))
     return Document(
         kind="shapes",
         title=f"{result.name}: {result.model.description}" if result.model and result.model.description else result.name,
         subject=subject(result.model, result.run),
         where="one rank",
-        answer=(
-            f"One micro-batch runs {count:,} GEMMs on one rank; a training step needs "
-            f"{units.si(totals.gemm_flops_per_step, 'FLOP')} for them."
-        ),
+        answer=f"One micro-batch runs {count:,} GEMMs on one rank; a training step needs {flops} for them.",
         because=(_parameters(result),),
         context=tuple(batch_lines(result.run, result.stage)),
         sections=(Section("GEMMs and other work", tuple(tables)),),
         messages=tuple(map(Message.of, result.findings)),
-        facts={
-            "Method": (
-                *model_facts(result.model, result.run, result.stage),
-                ("derived by", result.derived_by),
-                *command_facts(result),
-            )
-        },
+        facts={"Method": (*about, ("derived by", result.derived_by), *command_facts(result))},
         next_command="gemmscope forecast with the same model and --gpu b300,h200 estimates its time on GPUs you do not have",
         name=name,
     )
@@ -59,14 +50,9 @@ def _gemms(result: ShapesResult) -> Table:
     """Every GEMM of one micro-batch on one rank."""
     rows = tuple(
         (
-            Cell(gemm.op),
-            Cell(gemm.pass_name),
-            Cell(gemm.shape),
+            *(Cell(gemm.op), Cell(gemm.pass_name), Cell(gemm.shape)),
             number(gemm.groups) if gemm.groups > 1 else Cell("", 1.0),
-            number(gemm.count),
-            Cell(units.si(gemm.flops, "FLOP"), float(gemm.flops)),
-            Cell(units.si(gemm.flops * gemm.count, "FLOP"), float(gemm.flops * gemm.count)),
-            share_cell(gemm.share),
+            *(number(gemm.count), _flops(gemm.flops), _flops(gemm.flops * gemm.count), share_cell(gemm.share)),
         )
         for gemm in result.gemms
     )
@@ -75,13 +61,13 @@ def _gemms(result: ShapesResult) -> Table:
 
 def _totals(result: ShapesResult) -> Table:
     """FLOPs per layer, per micro-batch and per step."""
-    totals, steps = result.totals, result.totals.micro_batches_per_step
-    rest = "Attention" if totals.layers else "GEMMs without a weight"
+    totals, layers, steps = result.totals, result.totals.layers, result.totals.micro_batches_per_step
+    rest = "Attention" if layers else "GEMMs without a weight"
     rows = [
-        (Cell(f"GEMMs of one {layer.section}"), number(layer.layers), _flops(layer.gemm_flops), _flops(None))
-        for layer in totals.layers
-    ]
-    rows += [
+        *(
+            (Cell(f"GEMMs of one {each.section}"), number(each.layers), _flops(each.gemm_flops), NOTHING)
+            for each in totals.layers
+        ),
         (Cell("GEMMs"), NOTHING, _flops(totals.gemm_flops), _flops(totals.gemm_flops_per_step)),
         (Cell(rest), NOTHING, _flops(totals.attention_flops), _flops(totals.attention_flops * steps)),
     ]
@@ -89,8 +75,8 @@ def _totals(result: ShapesResult) -> Table:
     return Table(title, columns(("Part",), ("Layers", "Per micro-batch", "Per step")), tuple(rows), main=True)
 
 
-def _flops(value: float | None) -> Cell:
-    return Cell(units.si(value, "FLOP"), value) if value is not None else NOTHING
+def _flops(value: float) -> Cell:
+    return Cell(units.si(value, "FLOP"), float(value))
 
 
 def _others(result: ShapesResult) -> Table:
@@ -98,43 +84,17 @@ def _others(result: ShapesResult) -> Table:
     sums: dict[str, list[float]] = {}
     for op in result.ops:
         if op.kind not in LINEAR_KINDS:
-            total = sums.setdefault(op.op, [0.0] * 5)
-            for index, value in enumerate(_work(op)):
-                total[index] += value
-    rows = tuple(
-        (
-            Cell(name),
-            number(count, f"{count:.0f}"),
-            _work_flops(forward),
-            _work_bytes(read),
-            _work_flops(back),
-            _work_bytes(moved),
-        )
-        for name, (count, forward, read, back, moved) in sums.items()
-    )
-    return Table("Everything else (minimum memory traffic in BF16, nothing fused)", OTHER_COLUMNS, rows)
+            forward = op.count * op.forward_runs
+            work = [float(op.count), op.forward_flops * forward, op.forward_bytes * forward]
+            work += [op.backward_flops * op.count, op.backward_bytes * op.count]
+            sums[op.op] = [total + value for total, value in zip(sums.get(op.op, [0.0] * 5), work, strict=True)]
+    rows = []
+    for name, (count, *work) in sums.items():
+        cells = [cell(value) if value else NOTHING for cell, value in zip((_flops, bytes_cell) * 2, work, strict=True)]
+        rows.append((Cell(name), number(count, f"{count:.0f}"), *cells))
+    return Table("Everything else (minimum memory traffic in BF16, nothing fused)", OTHER_COLUMNS, tuple(rows))
 
 
-def _work(op: ListedOp) -> tuple[float, ...]:
-    forward = op.count * op.forward_runs
-    return (
-        op.count,
-        op.forward_flops * forward,
-        op.forward_bytes * forward,
-        op.backward_flops * op.count,
-        op.backward_bytes * op.count,
-    )
-
-
-def _work_flops(value: float) -> Cell:
-    return Cell(units.si(value, "FLOP"), value) if value else NOTHING
-
-
-def _work_bytes(value: float) -> Cell:
-    return bytes_cell(value) if value else NOTHING
-
-
-def _differences(result: ShapesResult) -> Table:
-    assert result.check is not None
-    rows = tuple((Cell(each.what), number(each.derived), number(each.traced)) for each in result.check.differences)
+def _differences(check: Check) -> Table:
+    rows = tuple((Cell(each.what), number(each.derived), number(each.traced)) for each in check.differences)
     return Table("Differences from the live model", columns(("What",), ("Derived", "Traced")), rows, main=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from gemmscope import units
 from gemmscope.document.charts import Point
 from gemmscope.document.common import batch_lines, command_facts, machine_facts, model_facts, subject
-from gemmscope.document.linear_charts import clock_facts, samples_text
+from gemmscope.document.measured import clock_facts, sample_text
 from gemmscope.document.model import Advice, Block, CurveChart, Document, Message, Section
 from gemmscope.document.step_parts import cost_table, step_answer, step_chart, step_speedups, step_table, waterfalls
 from gemmscope.document.table import Cell, Facts, Table, columns
@@ -102,7 +102,7 @@ def _hover(result: StepResult) -> dict[tuple[str, str], Facts]:
     for name in (time.recipe for time in result.step.recipes):
         variants = [variant for variant in predicting if variant.variant.recipe == name]
         states = clock_facts([state for variant in variants for state in variant.states])
-        samples = samples_text([variant.rounds_ms for variant in variants])
+        samples = sample_text([variant.rounds_ms for variant in variants])
         kernels = _kernels(variants[0]) if variants else {}
         for part in STEP_PARTS:
             facts[name, part] = (*kernels.get(part, ()), *((("steps timed", samples),) if samples else ()), *states)

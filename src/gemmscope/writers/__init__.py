@@ -10,17 +10,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gemmscope.writers import csv as csv
-    from gemmscope.writers import figure as figure
-    from gemmscope.writers import html as html
-    from gemmscope.writers import markdown as markdown
-    from gemmscope.writers import terminal as terminal
+    from gemmscope.writers import csv, figure, html, markdown, terminal
+
+__all__ = ["csv", "figure", "html", "markdown", "terminal"]
 
 
 def __getattr__(name: str) -> ModuleType:
-    try:
-        return import_module(f"{__name__}.{name}")
-    except ModuleNotFoundError as error:
-        if error.name != f"{__name__}.{name}":
-            raise
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return import_module(f"{__name__}.{name}")

@@ -1,7 +1,7 @@
 """Every table of a Document in one CSV file with one header, numbers not rounded.
 
-The first column names the table. A row has values in its own table's columns only; a number with an interval has two more columns,
-`<name> low` and `<name> high`. To get one table with pandas: ``df[df.table == title].dropna(axis=1, how="all")``.
+The first column names the table. A row has values in its own table's columns only; a number with an interval has two more
+columns, `<name> low` and `<name> high`. To get one table with pandas: ``df[df.table == title].dropna(axis=1, how="all")``.
 """
 
 from __future__ import annotations

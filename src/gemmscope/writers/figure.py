@@ -6,6 +6,7 @@ Charts of one kind and unit share a row of panels. The colors can be told apart 
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -46,11 +47,10 @@ def save_figure(document: Document, path: str | Path) -> None:
     with mpl.rc_context(STYLE):
         sizes = [_size(row) for row in rows]
         width = max(width for width, _ in sizes)
-        figure = Figure(figsize=(width, sum(height for _, height in sizes) + 0.3), layout="constrained")
+        figure = _figure(document.title, width, sum(height for _, height in sizes) + 0.3)
         parts = figure.subfigures(len(rows), 1, squeeze=False, height_ratios=[height for _, height in sizes])[:, 0]
         for part, row in zip(parts, rows, strict=True):
             _draw(part, row)
-        figure.suptitle(textwrap.fill(document.title, int(width * 10)), fontsize=11, fontweight="bold")
         _write(figure, Path(path))
 
 
@@ -60,35 +60,37 @@ def save_figures(documents: Sequence[Document], folder: Path) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(
-            f"figures cannot be written to {folder}: {error.strerror}", "name a folder that can be written"
-        ) from error
+        message = f"figures cannot be written to {folder}: {error.strerror}"
+        raise UserError(message, "name a folder that can be written") from error
     with mpl.rc_context(STYLE):
         for name, figure in _figures(documents):
             for ending in FORMATS:
-                path = folder / f"{name}.{ending}"
-                _write(figure, path)
-                written.append(path)
+                written.append(folder / f"{name}.{ending}")
+                _write(figure, written[-1])
     return written
 
 
 def _figures(documents: Sequence[Document]) -> Iterator[tuple[str, Figure]]:
     for document in documents:
         start = f"{letter(documents, document).lower()}-" if len(documents) > 1 else ""
-        used: dict[str, int] = {}
+        used = Counter[str]()
         for row in _rows(document.charts()):
-            figure = Figure(figsize=_size(row), layout="constrained")
+            figure = _figure(document.title, *_size(row))
             _draw(figure, row)
-            figure.suptitle(textwrap.fill(document.title, int(figure.get_size_inches()[0] * 10)), fontsize=11, fontweight="bold")
             name = _file_name(row[0])
-            used[name] = used.get(name, 0) + 1
+            used[name] += 1
             yield f"{start}{name}" + (f"-{used[name]}" if used[name] > 1 else ""), figure
     if len(documents) > 1 and sources(documents):
         rows = speedup_rows(documents)
-        figure = Figure(figsize=(6.5, 1.0 + 0.16 * len(rows) * (len(sources(documents)) + 1)), layout="constrained")
+        figure = _figure(documents[0].subject.title, 6.5, 1.0 + 0.16 * len(rows) * (len(sources(documents)) + 1))
         panels.side_by_side(figure.subplots(), rows, sources(documents))
-        figure.suptitle(documents[0].subject.title, fontsize=11, fontweight="bold")
         yield "side-by-side", figure
+
+
+def _figure(title: str, width: float, height: float) -> Figure:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    figure.suptitle(textwrap.fill(title, int(width * 10)), fontsize=11, fontweight="bold")
+    return figure
 
 
 def _file_name(chart: Chart) -> str:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from importlib.resources import files
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup, escape
@@ -23,7 +23,7 @@ from gemmscope.document.combine import label, letter, side_by_side_table, source
 from gemmscope.document.model import Block, Document, Message, Section
 from gemmscope.document.table import Facts, Table
 from gemmscope.units import slug
-from gemmscope.writers.chart_data import ChartData, axes_of, chart_data, side_by_side_data
+from gemmscope.writers.chart_data import ChartData, axes_of, chart_data, rounded, side_by_side_data
 
 SPEEDUP = re.compile(r"(\d+\.\d+x)( \[[^\]]*\])")
 
@@ -51,7 +51,7 @@ def page(documents: Sequence[Document], messages: Sequence[Message] = ()) -> str
             charts=charts,
             side_by_side=side_by_side_table(documents) if sources(documents) and len(documents) > 1 else None,
             joined=_joined,
-            data=lambda: script_json(charts.data),
+            data=lambda: script_json(rounded(charts.data)),
             echarts=Markup(scripts[0]),
             script=Markup(scripts[1]),
         )
@@ -97,31 +97,20 @@ def _contents(documents: Sequence[Document]) -> list[tuple[str, str]]:
 
 def emphasize(text: str) -> Markup:
     """A sentence with its speedups bold, each on one line with its interval."""
-    parts, end = [], 0
-    for found in SPEEDUP.finditer(text):
-        parts.append(escape(text[end : found.start()]))
-        parts.append(Markup('<strong>{}</strong><span class="interval">{}</span>').format(found[1], found[2]))
-        end = found.end()
-    return Markup("").join([*parts, escape(text[end:])])
+    return Markup(SPEEDUP.sub(r'<strong>\1</strong><span class="interval">\2</span>', str(escape(text))))
 
 
-class _Group(NamedTuple):
+def _groups(blocks: Sequence[Block]) -> list[dict[str, Any]]:
     """Neighboring blocks of one kind. Charts stand side by side, tables below one another."""
-
-    charts: bool
-    blocks: list[Block]
-
-
-def _groups(blocks: Sequence[Block]) -> list[_Group]:
-    return [_Group(kind is not Table, list(group)) for kind, group in groupby(blocks, key=type)]
+    return [{"charts": kind is not Table, "blocks": list(group)} for kind, group in groupby(blocks, key=type)]
 
 
 def _joined(facts: Facts) -> list[tuple[str, str]]:
     """Names that come several times are joined."""
-    made: dict[str, str] = {}
+    values: dict[str, str] = {}
     for name, value in facts:
-        made[name] = f"{made[name]}; {value}" if name in made else value
-    return list(made.items())
+        values[name] = f"{values[name]}; {value}" if name in values else value
+    return list(values.items())
 
 
 def script_json(data: Any) -> Markup:

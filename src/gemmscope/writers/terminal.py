@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 
 from rich import box
 from rich.console import Console
@@ -19,59 +20,54 @@ WIDEST = 200  # at least: tables are never folded or cut
 
 def show(document: Document, *, detail: bool = False, console: Console | None = None) -> None:
     """Print the short view, or everything."""
-    if console is None:
-        console = Console(highlight=False, soft_wrap=True)
-        console.width = max(console.width, WIDEST)
-    shown = document if detail else brief(document)
-    console.print(Text(shown.title, style="bold"))
-    for line in shown.context:
-        console.print(Text(line))
-    console.print()
-    console.print(Text(shown.answer, style="bold"))
-    for line in shown.because:
-        console.print(Text(line))
-    for section in shown.sections:
+    console = console or Console(highlight=False, soft_wrap=True)
+    view = document if detail else brief(document)
+
+    def line(text: str = "", style: str = "") -> None:
+        console.print(Text(text, style=style))
+
+    line(view.title, "bold")
+    for text in view.context:
+        line(text)
+    line()
+    line(view.answer, "bold")
+    for text in view.because:
+        line(text)
+    for section in view.sections:
         if detail:
-            console.print()
-            console.print(Text(section.title, style="bold underline"))
+            line()
+            line(section.title, "bold underline")
             if section.text:
-                console.print(Text(section.text))
+                line(section.text)
         for block in section.blocks:
             show_table(block if isinstance(block, Table) else block.table(), console)
-    if shown.messages or shown.advice:
-        console.print()
-    for message in shown.messages:
-        console.print(Text(LABELS[message.level] + message.text, style=STYLES[message.level]))
-    _show_advice(shown, console)
-    for heading, facts in shown.facts.items():
-        console.print()
-        console.print(Text(heading, style="bold underline"))
+    if view.messages or view.advice:
+        line()
+    for message in view.messages:
+        line(LABELS[message.level] + message.text, STYLES[message.level])
+    if view.advice is not None:
+        line(f"recommended: {view.advice.text}", "bold")
+        for framework, text in view.advice.ready_to_paste.items():
+            line(f"\n{framework}:\n{text}")
+    for heading, facts in view.facts.items():
+        line()
+        line(heading, "bold underline")
         for name, value in facts:
-            console.print(Text(f"{name}: {value}"))
+            line(f"{name}: {value}")
     if not detail:
-        _show_next(document, shown, console)
+        line()
+        for text in _next_lines(document, view):
+            line(text)
 
 
-def _show_advice(shown: Document, console: Console) -> None:
-    if shown.advice is None:
-        return
-    console.print(Text(f"recommended: {shown.advice.text}", style="bold"))
-    for framework, text in shown.advice.ready_to_paste.items():
-        console.print()
-        console.print(Text(f"{framework}:"))
-        console.print(Text(text))
-
-
-def _show_next(document: Document, shown: Document, console: Console) -> None:
+def _next_lines(document: Document, view: Document) -> Iterator[str]:
     """What the short view leaves out, and what to do next."""
-    notes = len(document.messages) - len(shown.messages)
-    more = len(document.tables()) - len(shown.tables())
-    parts = [f"{count} more {noun}{'s' if count > 1 else ''}" for count, noun in ((more, "table"), (notes, "note")) if count]
-    console.print()
+    left_out = {"table": len(document.tables()) - len(view.tables()), "note": len(document.messages) - len(view.messages)}
+    parts = [f"{count} more {noun}{'s' if count > 1 else ''}" for noun, count in left_out.items() if count]
     if parts:
-        console.print(Text(f"{' and '.join(parts)}: add --detail"))
+        yield f"{' and '.join(parts)}: add --detail"
     if document.next_command:
-        console.print(Text(f"next: {document.next_command}"))
+        yield f"next: {document.next_command}"
 
 
 def show_table(table: Table, console: Console | None = None) -> None:

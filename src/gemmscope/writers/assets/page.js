@@ -79,7 +79,7 @@
       }
     }
     const shape = (part) => {
-      const own = part.colour < 0 ? look.rest : look.ops[part.colour % look.ops.length];
+      const own = part.color < 0 ? look.rest : look.ops[part.color % look.ops.length];
       if (part.shade === "hatched") return { color: look.paper, decal: hatching(look), borderColor: look.dark, borderWidth: 0.8 };
       return { color: part.shade === "light" ? mixed(own, look.paper, 0.5) : own, borderColor: look.paper, borderWidth: 0.6 };
     };
@@ -87,7 +87,7 @@
     const datum = (bar, key) => {
       const parts = bar.segments.filter((part) => `${part.name}/${part.shade}` === key);
       if (!parts.length) return "-";
-      const value = parts.reduce((sum, part) => sum + part.value, 0);
+      const value = parts.reduce((sum, part) => sum + part.time_ms, 0);
       return { value, itemStyle: shape(parts[0]), title: `${bar.label}: ${parts[0].name}`, facts: parts[0].facts };
     };
     const small = width < 430;
@@ -142,9 +142,25 @@
     return { interval, max: Math.ceil(value / interval) * interval };
   }
 
+  /* Every part of a waterfall as the way from one speedup to the next; the step at the end. */
+  function steps(spec) {
+    const facts = (baseline, recipe, name, speedup) => [
+      [spec.baseline, `${baseline.toFixed(2)} ms`], [spec.recipe, `${recipe.toFixed(2)} ms`], [name, `${speedup.toFixed(3)}x`],
+    ];
+    let [before, baseline, recipe] = [1, 0, 0];
+    const rows = spec.falls.map((fall, index) => {
+      const row = { name: fall.part, from: before, to: fall.speedup, kind: index === 0 ? "start" : fall.speedup <= before ? "down" : "up" };
+      before = fall.speedup;
+      baseline += fall.baseline_ms;
+      recipe += fall.recipe_ms;
+      return { ...row, facts: facts(fall.baseline_ms, fall.recipe_ms, "speedup so far", fall.speedup) };
+    });
+    return [...rows, { name: "the step", from: 1, to: before, kind: "end", facts: facts(baseline, recipe, "speedup", before) }];
+  }
+
   /* From the speedup of the GEMMs to that of the step, part by part. */
   function waterfall(spec, look, width, plot) {
-    const rows = spec.rows;
+    const rows = steps(spec);
     const colours = { start: look.ops[0], down: look.down, up: look.up, end: look.dark };
     const across = (row, index, api) => {
       const [from, to] = [api.coord([row.from, index]), api.coord([row.to, index])];
@@ -204,12 +220,14 @@
   /* Speedups against a size, each with its interval. */
   function curve(spec, look, width, plot) {
     const crowded = spec.places.length * 46 > width || spec.places.some((place) => place.length > 9);
-    const made = spec.series.flatMap((line, index) => {
-      const shift = (index - (spec.series.length - 1) / 2) * 5; // or intervals would hide each other
-      const own = look.ops[line.colour % look.ops.length];
-      const data = line.points.map((point) => ({ value: [point.at, point.value, point.low, point.high], title: `${line.name}, ${spec.places[point.at]}`, facts: point.facts }));
+    const names = Object.keys(spec.series);
+    const made = names.flatMap((name, index) => {
+      const shift = (index - (names.length - 1) / 2) * 5; // or intervals would hide each other
+      const color = spec.colors[name];
+      const own = look.ops[color % look.ops.length];
+      const data = spec.series[name].map(({ at, value, facts }) => ({ value: [spec.places.indexOf(at), value.value, value.low, value.high], title: `${name}, ${at}`, facts }));
       return [
-        { name: line.name, type: "line", data, symbol: SYMBOLS[line.colour % SYMBOLS.length], symbolSize: 8, symbolOffset: [shift, 0], color: own, lineStyle: { width: 1.4 }, emphasis: { scale: 1.5 } },
+        { name, type: "line", data, symbol: SYMBOLS[color % SYMBOLS.length], symbolSize: 8, symbolOffset: [shift, 0], color: own, lineStyle: { width: 1.4 }, emphasis: { scale: 1.5 } },
         {
           type: "custom", data: data.filter((point) => point.value[2] !== null), silent: true, z: 3,
           renderItem: (_, api) => {
@@ -221,7 +239,7 @@
     });
     return {
       ...base(look, plot),
-      legend: { data: spec.series.map((line) => line.name), top: 0, left: spec.unit === "x" ? 40 : 70, itemWidth: 18, textStyle: { color: look.ink, fontSize: 12 }, selectedMode: false },
+      legend: { data: names, top: 0, left: spec.unit === "x" ? 40 : 70, itemWidth: 18, textStyle: { color: look.ink, fontSize: 12 }, selectedMode: false },
       grid: { left: 44, right: 10, top: 34, bottom: crowded ? 84 : 48 },
       xAxis: { type: "category", data: spec.places, name: spec.axis, nameLocation: "middle", nameGap: crowded ? 66 : 28, ...axis(look), axisLabel: { color: look.ink, fontSize: 11, interval: 0, rotate: crowded ? 38 : 0 } },
       yAxis: spec.unit === "x" ? speedups(spec, look, 300) : { type: "value", min: spec.low, max: spec.high, name: spec.unit, nameGap: 12, ...axis(look), nameTextStyle: { color: look.soft, fontSize: 11.5, align: "left", padding: [0, 0, 0, -42] }, axisLabel: { color: look.soft, fontSize: 11, showMaxLabel: false } },
@@ -259,27 +277,34 @@
     };
   }
 
+  /* The fields of a heat map with their places; what has no speedup is on the uncertain side of the line. */
+  const fields = (spec) => spec.cells.flatMap((row, y) => row.map((cell, x) => ({ ...cell, at: [x, y], certain: cell.certain && cell.value !== null })));
+
   /* The best precision over a plane of two sizes: its speedup as color, its name in the field. */
   function heat(spec, look, width, plot) {
     const crowded = spec.columns.length * 74 > width;
-    const data = spec.cells.map((cell) => ({ value: [...cell.at, cell.value === null ? "-" : cell.value], title: `${spec.row} ${spec.rows[cell.at[1]]}, ${spec.column} ${spec.columns[cell.at[0]]}`, facts: cell.facts, name: cell.label }));
+    const all = fields(spec);
+    const data = all.map((cell) => ({
+      value: [...cell.at, cell.value === null ? "-" : cell.value], title: `${spec.row_name} ${spec.rows[cell.at[1]]}, ${spec.column_name} ${spec.columns[cell.at[0]]}`,
+      facts: cell.text ? [["best", cell.text]] : [], name: cell.label,
+    }));
     const names = (list, name, gap) => ({ type: "category", data: list, name, nameLocation: "middle", nameGap: gap, ...axis(look), axisLabel: { color: look.ink, fontSize: 11 } });
     return {
       ...base(look, plot),
       grid: { left: 70, right: 14, top: 14, bottom: 92 },
-      xAxis: names(spec.columns, spec.column, 26),
-      yAxis: names(spec.rows, spec.row, 54),
+      xAxis: names(spec.columns, spec.column_name, 26),
+      yAxis: names(spec.rows, spec.row_name, 54),
       visualMap: { min: 1, max: spec.high, calculable: false, orient: "horizontal", left: "center", bottom: 4, precision: 2, text: [`${spec.high.toFixed(2)}x`, "1.00x"], textStyle: { color: look.soft }, inRange: { color: [look.faint, look.ops[4], look.ops[0]] } },
       series: [
         { type: "heatmap", data, label: { show: !crowded, fontSize: 10.5, lineHeight: 13, formatter: (at) => at.data.name }, emphasis: { itemStyle: { borderColor: look.ink, borderWidth: 1.4 } } },
-        { type: "custom", silent: true, z: 5, data: spec.cells.map((cell) => cell.at), renderItem: (at, api) => ({ type: "group", children: over(spec, look, at.dataIndex, api, crowded) }) },
+        { type: "custom", silent: true, z: 5, data: all.map((cell) => cell.at), renderItem: (at, api) => ({ type: "group", children: over(all, look, at.dataIndex, api, crowded) }) },
       ],
     };
   }
 
   /* On top of a field: its text where it has no speedup, and the break-even line to neighbors on the other side of it. */
-  function over(spec, look, index, api, crowded) {
-    const cell = spec.cells[index];
+  function over(all, look, index, api, crowded) {
+    const cell = all[index];
     const [x, y] = api.coord(cell.at);
     const [width, height] = api.size([1, 1]);
     const children = [];
@@ -287,7 +312,7 @@
       children.push({ type: "text", x, y, style: { text: wrapped(cell.text, Math.max(6, Math.floor(width / 6))).join("\n"), fill: look.soft, font: `10.5px ${look.font}`, align: "center", verticalAlign: "middle" } });
     }
     const side = (right, up, shape) => {
-      const other = spec.cells.find((one) => one.at[0] === cell.at[0] + right && one.at[1] === cell.at[1] + up);
+      const other = all.find((one) => one.at[0] === cell.at[0] + right && one.at[1] === cell.at[1] + up);
       if (other && other.certain !== cell.certain) children.push({ type: "line", shape, style: { stroke: look.down, lineWidth: 2.5 } });
     };
     side(1, 0, { x1: x + width / 2, x2: x + width / 2, y1: y - height / 2, y2: y + height / 2 });
@@ -296,8 +321,8 @@
   }
 
   const KINDS = { bars, waterfall, curve, gains, heat };
-  const lines = (spec) => Math.max(1, ...spec.cells.map((cell) => cell.label.split("\n").length));
-  const height = (spec) => ({ heat: () => Math.max(380, 110 + spec.rows.length * (12 + 13 * lines(spec))), waterfall: () => 30 + 27 * spec.rows.length, gains: () => 34 + spec.rows.length * Math.max(38, 13 * spec.runs.length + 14) }[spec.type] || (() => 380))();
+  const lines = (spec) => Math.max(1, ...spec.cells.flat().map((cell) => cell.label.split("\n").length));
+  const height = (spec) => ({ heat: () => Math.max(380, 110 + spec.rows.length * (12 + 13 * lines(spec))), waterfall: () => 30 + 27 * (spec.falls.length + 1), gains: () => 34 + spec.rows.length * Math.max(38, 13 * spec.runs.length + 14) }[spec.type] || (() => 380))();
 
   // --- drawing, again when the window or the theme changes ----------------------------------------------------------------
 
@@ -323,14 +348,14 @@
       item.append(Object.assign(document.createElement("i"), { className: look }), name);
     };
     if (spec.type === "heat") {
-      if (new Set(spec.cells.map((cell) => cell.certain)).size > 1) add("edge", "break-even line: the speedup is certain beyond it");
+      if (new Set(fields(spec).map((cell) => cell.certain)).size > 1) add("edge", "break-even line: the speedup is certain beyond it");
       for (const [mark, meaning] of spec.legend) add("none", `${mark}: ${meaning}`);
       plot.before(list);
       return;
     }
     for (const [name, index] of spec.legend) add(index < 0 ? "rest" : `c${index % 8}`, name);
-    if (spec.passes) { add("dark", "fprop + dgrad"); add("light", "wgrad (lighter)"); }
-    if (spec.hatched) add("hatched", spec.hatched);
+    if (spec.bars.some((bar) => bar.segments.some((part) => part.shade === "light"))) { add("dark", "fprop + dgrad"); add("light", "wgrad (lighter)"); }
+    for (const name of spec.hatched) add("hatched", name);
     plot.before(list);
   }
   plots.forEach((plot) => { const spec = specs[Number(plot.dataset.chart)]; if (spec.type === "bars" || spec.type === "heat") legend(plot, spec); });

@@ -1,4 +1,4 @@
-"""Writes the JSON Schemas of the run files: ``python -m gemmscope.results.schema docs/schema``."""
+"""Writes the JSON Schemas of the run files: ``python tests/support/schemas.py docs/schema``."""
 
 from __future__ import annotations
 
