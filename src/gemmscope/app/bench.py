@@ -35,13 +35,13 @@ NSYS = "nsys profile --capture-range=cudaProfilerApi --trace=cuda,nvtx -o gemmsc
 
 @dataclass(frozen=True)
 class BenchTiming:
-    """How to time, and for how long. Fixed counts, if any is given, replace `precision` and `longest`."""
+    """How to time, and for how long. Fixed counts, if any is given, replace `precision` and `time_limit`."""
 
     timing: str = "cuda-events"
     """Or "profiler": by the kernels' own timestamps."""
     precision: float = 0.01
     """Continue until every speedup is known this precisely."""
-    longest: float = 120.0
+    time_limit: float = 120.0
     """Time limit in seconds."""
     num_warmup: int | None = None
     num_iters: int | None = None
@@ -55,7 +55,7 @@ class BenchTiming:
         """A `UserError` for an invalid value."""
         if self.timing not in ("cuda-events", "profiler"):
             raise UserError(f"{option('timing')} {shown(self.timing)} is not known", "it can be cuda-events or profiler")
-        check_limits(self.precision, self.longest)
+        check_limits(self.precision, self.time_limit)
         if self.num_iters is not None and self.num_iters < 1:
             raise UserError(f"{option('num_iters', self.num_iters)} measures nothing", "it must be 1 or more")
         if self.num_warmup is not None and self.num_warmup < 0:
@@ -90,7 +90,7 @@ class BenchTiming:
         """When to stop; with fixed counts, never before the worker does."""
         if self.counts():
             return StoppingRule(target=-1.0, longest_s=float("inf"))
-        return StoppingRule(target=self.precision, least_rounds=2, longest_s=self.longest)
+        return StoppingRule(target=self.precision, least_rounds=2, longest_s=self.time_limit)
 
 
 DEFAULT_CHOICES, DEFAULT_TIMING = Choices(), BenchTiming()
@@ -139,7 +139,7 @@ def run_bench(
         findings=(*linear_findings(linears), *measurement_findings(campaign.results, linears), ended, *beside),
         settings=campaign.settings,
         precision=None if campaign.settings.counts else timing.precision,
-        time_limit_s=None if campaign.settings.counts else timing.longest,
+        time_limit_s=None if campaign.settings.counts else timing.time_limit,
         environment=bench.machine,
         device=campaign.results.hello.get("device", {}),
         versions=campaign.results.hello.get("versions", {}),

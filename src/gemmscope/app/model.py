@@ -45,6 +45,8 @@ def load_model(
     **sizes: int | None,
 ) -> ModelSource:
     """The model that was named, in one of four ways: a preset, a config file, a module of the user's, plain sizes."""
+    if unknown := [name for name in sizes if name not in SIZES]:
+        raise UserError(f"{', '.join(unknown)} is not a size of a model", f"sizes: {', '.join(SIZES)}")
     given = {name: value for name, value in sizes.items() if value is not None}
     ways = [option(name) for name, value in (("config", config), ("preset", preset), ("module", module)) if value is not None]
     if given or gated_mlp:

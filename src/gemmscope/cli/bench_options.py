@@ -128,7 +128,7 @@ class TimingOptions:
 
     timing: str = "cuda-events"
     precision: float = 0.01
-    longest: float = 120.0
+    time_limit: float = 120.0
     num_warmup: int | None = None
     num_iters: int | None = None
     gpu_warmup: float | None = None

@@ -10,19 +10,6 @@ from gemmscope import app
 from gemmscope.cli.options import takes
 from gemmscope.cli.output import OutputOptions, check_targets, deliver, typed_command
 
-EXAMPLES = """\b
-Examples:
-  gemmscope compare before.json after.json
-  gemmscope compare main.json branch.json --fail-if-slower 3% --markdown comment.md
-  gemmscope compare monday.json tuesday.json wednesday.json --csv over_time.csv
-
-\b
-Exit codes:
-  0  compared; with --fail-if-slower: no row is slower by that much
-  1  --fail-if-slower: at least one row is slower by that much
-  2  a file cannot be read, or the runs are not of the same thing
-"""
-
 
 def share(text: str) -> float:
     """`3%` or `0.03`. A plain 3 is rejected: who means 3% would get a limit of 300%."""

@@ -8,22 +8,9 @@ from typing import Annotated
 import typer
 
 from gemmscope import app
-from gemmscope.cli.options import ModelOptions, RunOptions, size, takes
+from gemmscope.cli.options import ModelOptions, RunOptions, takes
 from gemmscope.cli.output import FigureOptions, check_targets, deliver, typed_command
 from gemmscope.errors import UserError, option
-
-EXAMPLES = """\b
-Examples:
-  gemmscope explain trace.json.gz
-  gemmscope explain fp8.json.gz --baseline bf16.json.gz
-  gemmscope explain fp8.json.gz --against step_run.json --markdown comment.md
-  gemmscope explain rank0.json.gz rank1.json.gz rank2.json.gz rank3.json.gz
-  gemmscope explain trace.json.gz --perfetto annotated.json.gz
-
-\b
-A trace is the file that the PyTorch profiler writes (export_chrome_trace), plain or gzipped. `gemmscope trace-me`
-prints three lines that record a good one.
-"""
 
 
 @dataclass(frozen=True)
@@ -34,17 +21,11 @@ class ExplainOptions:
         list[str],
         typer.Argument(metavar="TRACE", help="One trace; the ranks of one job, or their folder; or BF16 and low precision."),
     ]
-    baseline: Annotated[str | None, typer.Option(metavar="TRACE", help="The same training in BF16.")] = None
-    against: Annotated[
-        str | None, typer.Option(metavar="RUNFILE", help="A run file of step or bench, to compare with the prediction.")
-    ] = None
-    recipe: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Recipe of the run file. (default: the one that the trace ran)")
-    ] = None
-    steps: Annotated[int | None, size("Number of steps in the trace, if nothing in it marks them.")] = None
-    perfetto: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Write the trace again with the diagnosis on tracks of its own.")
-    ] = None
+    baseline: str | None = None
+    against: str | None = None
+    recipe: str | None = None
+    steps: int | None = None
+    perfetto: str | None = None
 
 
 @takes(ExplainOptions, FigureOptions, ModelOptions, RunOptions)

@@ -42,16 +42,6 @@ def number(text: str) -> float:
         raise typer.BadParameter(f"{text!r} is not a number") from None
 
 
-def size(text: str) -> Any:
-    """An option that takes a whole number."""
-    return typer.Option(help=text, parser=whole_number, metavar="N")
-
-
-# The cost of a full run, of a step that is measured or forecast.
-TOKENS = typer.Option(parser=number, metavar="N", help="Training tokens, to estimate the cost of the full run.")
-GPUS = size("GPUs of the full run, for its cost.")
-
-
 def takes(*groups: type) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
     """Decorate a command `f(a: GroupA, b: GroupB, own: …)` so that typer sees the groups' fields as options."""
 

@@ -11,12 +11,6 @@ from gemmscope import app, writers
 from gemmscope.cli.output import check_targets, say, write
 from gemmscope.errors import UserError, option
 
-EXAMPLES = """\b
-Examples:
-  gemmscope report step.json -o report.html
-  gemmscope report bench-h200.json bench-h100.json -o side-by-side.html
-  gemmscope report step.json --markdown - --figures figures/
-"""
 DEFAULT = "report.html"
 
 

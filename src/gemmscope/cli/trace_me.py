@@ -7,11 +7,6 @@ from typing import Annotated
 
 import typer
 
-EXAMPLES = """\b
-Examples:
-  gemmscope trace-me
-  gemmscope trace-me --kind trainer >> callbacks.py
-"""
 
 KINDS = ("loop", "trainer", "plain")
 

@@ -26,7 +26,7 @@ def shapes_document(result: ShapesResult, name: str = "") -> Document:
         subject=subject(result.model, result.run),
         where="one rank",
         answer=f"One micro-batch runs {count:,} GEMMs on one rank; a training step needs {flops} for them.",
-        because=(_parameters(result),),
+        because=(_parameters(result), *(each.text for each in result.findings if each.code == "check-equal")),
         context=tuple(batch_lines(result.run, result.stage)),
         sections=(Section("GEMMs and other work", tuple(tables)),),
         messages=tuple(map(Message.of, result.findings)),
