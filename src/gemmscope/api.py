@@ -37,7 +37,6 @@ from gemmscope.results.explain import ExplainResult
 from gemmscope.results.forecast import ForecastResult
 from gemmscope.results.shapes import ShapesResult
 from gemmscope.results.step import StepResult
-from gemmscope.step.cost import Budget
 
 PathOrResult = str | Path | Result
 
@@ -134,7 +133,7 @@ class Job(ModelRun):
         observed_speedup, backend, device, share_gpu, left_out. `tokens`, `gpu_count` and `price` (per GPU-hour): the cost."""
         command = self._command("step", recipes=recipes, tokens=tokens, gpu_count=gpu_count, price=price, **options)
         choices, rest = _split({"recipes": recipes, **options}, app.step.run_step, Choices)
-        budget = Budget.asked(tokens, gpu_count, price)
+        budget = app.step.Budget.asked(tokens, gpu_count, price)
         return app.step.run_step(self, choices=Choices(**choices), budget=budget, command=command, reporter=_console(), **rest)
 
     def _command(self, name: str, *arguments: str, **options: Any) -> str:

@@ -1,6 +1,6 @@
 """The folders in which gemmscope keeps its own files.
 
-On Linux they are the XDG folders: `$XDG_STATE_HOME`, `$XDG_CACHE_HOME` and `$XDG_CONFIG_HOME`, or their defaults in the home folder.
+On Linux they are the XDG folders: `$XDG_STATE_HOME`, `$XDG_CACHE_HOME` and `$XDG_CONFIG_HOME`, or the defaults for these.
 """
 
 from __future__ import annotations

@@ -68,11 +68,11 @@ def test_progress_is_silent_where_nobody_looks(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("timing", "half_width", "left"),
     [
-        (BenchTiming(precision=0.01, longest=1000), 0.02, 24.0),  # four times as many rounds: 12 more of 2 s
-        (BenchTiming(precision=0.01, longest=10), 0.02, 2.0),  # the limit comes first
-        (BenchTiming(precision=0.01, longest=1000), 0.005, 0.0),
+        (BenchTiming(precision=0.01, time_limit=1000), 0.02, 24.0),  # four times as many rounds: 12 more of 2 s
+        (BenchTiming(precision=0.01, time_limit=10), 0.02, 2.0),  # the limit comes first
+        (BenchTiming(precision=0.01, time_limit=1000), 0.005, 0.0),
         (BenchTiming(num_iters=100), 0.02, 2.0),  # five rounds in all, whatever the precision
-        (BenchTiming(precision=0.01, longest=10), None, 2.0),
+        (BenchTiming(precision=0.01, time_limit=10), None, 2.0),
     ],
 )
 def test_time_left(tmp_path: Path, timing: BenchTiming, half_width: float | None, left: float) -> None:

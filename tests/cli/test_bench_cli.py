@@ -288,7 +288,7 @@ def test_settings_reach_the_worker(run: Run, pretend: Pretend) -> None:
 
 
 def test_without_counts_precision_decides() -> None:
-    timing = BenchTiming(precision=0.02, longest=30)
+    timing = BenchTiming(precision=0.02, time_limit=30)
     assert timing.counts() is None
     assert (timing.rule().target, timing.rule().longest_s) == (0.02, 30)
     assert timing.settings("cpu").max_rounds > 100_000  # nobody waits for so many

@@ -54,8 +54,8 @@ def test_what_has_just_ended_does_not_count_as_use(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("gemmscope.gpu.environment.RETRY_S", 0.0)
     leaving = Leaving([97, 40, 0], [[4711], [4711], []])
     busy = Leaving([5] * 9, [[4712]] * 9)
-    assert environment._in_use([leaving]) == [(0, ())]  # type: ignore[list-item]
-    assert environment._in_use([busy]) == [(5, (4712,))]  # type: ignore[list-item]
+    assert environment._uses([leaving]) == [(0, ())]  # type: ignore[list-item]
+    assert environment._uses([busy]) == [(5, (4712,))]  # type: ignore[list-item]
 
 
 def test_words_that_are_no_text_do_no_harm(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-
 KINDS = ("loop", "trainer", "plain")
 
 
