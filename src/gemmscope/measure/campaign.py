@@ -10,37 +10,19 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from gemmscope.errors import UserError, option
 from gemmscope.findings import finding
+from gemmscope.measure.journal import Journal
 from gemmscope.measure.link import Link
 from gemmscope.measure.measurements import Measurements
 from gemmscope.measure.sampler import Group, StoppingRule
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.bench import BenchSettings, Counts
 from gemmscope.workload.cases import MODES, Case, Mode, Task
-
-
-class Keeper(Protocol):
-    """What a campaign needs of a journal (`journal.py`)."""
-
-    def begin(self, fingerprint: str, command: list[str]) -> int:
-        """A new campaign's number."""
-
-    def write(self, campaign: int, message: dict[str, Any]) -> str:
-        """Write one message; the reason if it cannot be written, once."""
-
-    def finish(self, campaign: int) -> None:
-        """Nothing is left to resume."""
-
-    def unfinished(self, fingerprint: str) -> int | None:
-        """An earlier campaign that measured the same and was cut short."""
-
-    def messages(self, campaign: int) -> Iterator[dict[str, Any]]:
-        """Its messages."""
 
 
 @dataclass
@@ -50,7 +32,7 @@ class Campaign:
     tasks: Sequence[Task]
     settings: BenchSettings
     rule: StoppingRule
-    journal: Keeper
+    journal: Journal
     command: Sequence[str] = ()
     on_message: Callable[[dict[str, Any], Measurements], None] = lambda *_: None
     started: Link | None = None  # a worker that was started early: it imports torch while others read the model

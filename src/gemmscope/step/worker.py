@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import gc
 import importlib
-import json
-import os
 import random
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -22,9 +19,8 @@ from typing import Any, TypeVar
 import torch
 
 from gemmscope.errors import in_a_line
-from gemmscope.measure.device import Orders, device_facts, failure_kind, gpu_in_use
+from gemmscope.measure.device import MeasuringProcess, Orders, device_facts
 from gemmscope.measure.timer import busy_ms, kernel_run, segments
-from gemmscope.process import without_jax
 from gemmscope.recipe.recipes import recipe
 from gemmscope.step.blocks import Kit
 from gemmscope.step.huggingface import HuggingFaceStep
@@ -37,39 +33,24 @@ PROFILE_AFTER_MS = 1200.0  # of steps: the clock overshoots first, then falls to
 HOST_BATCH = (1, 128)  # so small that launching takes longer than running
 HOST_STEPS = 4
 LONG_STEP_MS = 2000.0
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
-class StepWorker:
+class StepWorker(MeasuringProcess):
     """One request: a plan and its variants."""
 
     def __init__(self, request: dict[str, Any], out: Any) -> None:
-        self.request, self.out = request, out
+        super().__init__(request, out)
         self.plan = StackPlan.from_json(request["plan"])
         self.variants: list[dict[str, Any]] = request["variants"]
-        self.on_gpu = request["backend"] != "cpu"
-        self.device = "cuda" if self.on_gpu else "cpu"
         self.weights, self.real_weights = Weights(), Weights()
         self.steps: dict[str, Step | HuggingFaceStep] = {}
         self.once_ms: dict[str, float] = {}  # about what a step takes
-        self.gpu = gpu_in_use() if self.on_gpu else None
-
-    def say(self, message_type: str, **content: Any) -> None:
-        self.out.write(json.dumps({"type": message_type, **content}) + "\n")
-        self.out.flush()
-
-    def warn(self, code: str, **facts: Any) -> None:
-        """A finding of the measurement itself."""
-        self.say("finding", code=code, facts=facts)
 
     def main(self) -> None:
         """Build, measure, profile."""
-        module, class_name = KITS[self.request["backend"]]
-        try:
-            with without_jax():
-                self.kit = getattr(importlib.import_module(module), class_name)
-        except Exception as error:
-            self.say("fatal", why=f"the {self.request['backend']} backend does not load: {in_a_line(error)}")
+        self.kit = self.load(KITS)
+        if self.kit is None:
             return
         self.say("hello", device=device_facts(self.gpu, on_gpu=self.on_gpu), versions=_versions(self.request["backend"]))
         if self.request["host"]:
@@ -85,8 +66,8 @@ class StepWorker:
         self.say("done")
 
     def _kit_of(self, variant: dict[str, Any]) -> Kit:
-        made: Kit = self.kit(recipe(variant["recipe"]), frozenset(variant["left_out"]), device=self.device)
-        return made
+        kit: Kit = self.kit(recipe(variant["recipe"]), frozenset(variant["left_out"]), device=self.device)
+        return kit
 
     def _make(self, variant: dict[str, Any], plan: StackPlan) -> Step | HuggingFaceStep:
         kit = self._kit_of(variant)
@@ -99,7 +80,7 @@ class StepWorker:
 
     def _build(self, variant: dict[str, Any]) -> None:
         name = variant["name"]
-        self.say("begin", task=name, what="preparing")
+        self.begin(name, "preparing")
         why_not = self._kit_of(variant).why_not(self.plan)
         if why_not:
             self.say("failed", task=name, why=why_not, kind="unsupported")
@@ -111,12 +92,12 @@ class StepWorker:
             if self.on_gpu:
                 torch.cuda.reset_peak_memory_stats()
             step.run()
-            self.say("begin", task=name, what="preparing")  # again and again: a step may take a minute
+            self.begin(name, "preparing")  # again and again: a step may take a minute
             step.run()  # delayed scaling knows its scales from the second step on
-            self.say("begin", task=name, what="preparing")
-            loss, self.once_ms[name] = step.loss(), self._time_once(step)
+            self.begin(name, "preparing")
+            loss, self.once_ms[name] = step.loss(), self._mean_ms(step)
         except Exception as error:
-            self._failed(name, error)
+            self.failed(name, error)
             step = None
         if step is None:
             gc.collect()
@@ -128,24 +109,20 @@ class StepWorker:
         peak = torch.cuda.max_memory_allocated() - before if self.on_gpu else 0
         self.say("ready", task=name, loss=loss, held_bytes=held, peak_bytes=peak)
 
-    def _time_once(self, step: Step | HuggingFaceStep) -> float:
+    def _mean_ms(self, step: Step | HuggingFaceStep, count: int = 1) -> float:
+        """Milliseconds per step, launched back to back on an idle GPU."""
         self._synchronize()
         begin = time.perf_counter()
-        step.run()
+        for _ in range(count):
+            step.run()
         self._synchronize()
-        return (time.perf_counter() - begin) * 1000
-
-    def _failed(self, name: str, error: Exception) -> None:
-        kind = failure_kind(error, on_gpu=self.on_gpu)
-        self.say("failed", task=name, why=in_a_line(error), kind=kind)
-        if kind == "CUDA fault":
-            os._exit(70)
+        return (time.perf_counter() - begin) * 1000 / count
 
     def _profile(self, name: str, step: Step | HuggingFaceStep) -> None:
         """The kernels of one step, part by part, in the state that the step brings the GPU to."""
         if not self.on_gpu:
             return
-        self.say("begin", task=name, what="profiling")
+        self.begin(name, "profiling")
         labels: list[tuple[str, str]] = []
 
         def work() -> None:
@@ -180,19 +157,14 @@ class StepWorker:
     def _host(self, variant: dict[str, Any]) -> None:
         """The CPU time to launch a step: the same layers on a batch that keeps the GPU waiting."""
         name = variant["name"]
-        self.say("begin", task=name, what="launching")
+        self.begin(name, "launching")
         batch, sequence = HOST_BATCH
         small = self.plan.with_batch(min(batch, self.plan.micro_batch_size), min(sequence, self.plan.sequence_length))
         try:
             step = self._make({**variant, "real": False}, small)
             for _ in range(2):
                 step.run()
-            self._synchronize()
-            begin = time.perf_counter()
-            for _ in range(HOST_STEPS):
-                step.run()
-            self._synchronize()
-            self.say("host", task=name, host_ms=(time.perf_counter() - begin) * 1000 / HOST_STEPS)
+            self.say("host", task=name, host_ms=self._mean_ms(step, HOST_STEPS))
         except Exception as error:
             self.warn("launch-not-measured", variant=name, reason=in_a_line(error))
 
@@ -226,14 +198,14 @@ class StepWorker:
         if waiting is not None:
             self._guarded(waiting.name, partial(self._collect, waiting))
 
-    def _guarded(self, name: str, work: Callable[[], Made]) -> Made | None:
-        """Run `work`; a failure costs this variant only, and is reported as its."""
-        self.say("begin", task=name, what="measuring")
+    def _guarded(self, name: str, work: Callable[[], Result]) -> Result | None:
+        """Run `work`; a failure costs only this variant."""
+        self.begin(name, "measuring")
         try:
             return work()
         except Exception as error:
             if self.steps.pop(name, None) is not None:  # else its burst before this one has failed, too
-                self._failed(name, error)
+                self.failed(name, error)
             return None
 
     def _launch(self, number: int, name: str, *, ends_round: bool) -> _Launched:
@@ -249,15 +221,12 @@ class StepWorker:
     def _still(self, name: str, what: str) -> None:
         """Between steps that take seconds: a sign of life."""
         if self.once_ms[name] > LONG_STEP_MS:
-            self.say("begin", task=name, what=what)
+            self.begin(name, what)
 
     def _collect(self, launched: _Launched) -> None:
         """Wait for a burst, and send the times of its steps."""
         times = launched.times_ms()
-        state = asdict(self.gpu.read()) if self.gpu else {}
-        self.say("samples", round=launched.number, times_ms={launched.name: times}, state=state)
-        if launched.ends_round:
-            self.say("round", round=launched.number)
+        self.send_samples(launched.number, {launched.name: times}, self.gpu_state(), ends_round=launched.ends_round)
 
     @staticmethod
     def _timed_on_gpu(run: Callable[[], None], kept: int) -> Callable[[], list[float]]:
@@ -301,12 +270,5 @@ def _versions(backend: str) -> dict[str, str]:
     return versions
 
 
-def main() -> None:
-    """Read the request, send messages to the descriptor."""
-    request = json.loads(sys.stdin.readline())
-    with os.fdopen(int(sys.argv[1]), "w", encoding="utf-8") as out:
-        StepWorker(request, out).main()
-
-
 if __name__ == "__main__":
-    main()
+    StepWorker.serve()
