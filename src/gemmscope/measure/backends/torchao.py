@@ -15,7 +15,7 @@ import contextlib
 import importlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,8 +27,7 @@ from torchao.float8.float8_ops import addmm_float8_unwrapped, preprocess_addmm
 from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import GemmInputRole, choose_scaled_mm_config
 
-from gemmscope.measure.backends.base import Options, Prepared
-from gemmscope.measure.backends.factors import factors
+from gemmscope.measure.backends.base import Backend, Options, Prepared, TimedStep, one_after_another
 from gemmscope.measure.backends.reference import Operands, OperandStore
 from gemmscope.recipe.recipes import Recipe, recipe
 from gemmscope.recipe.support import support
@@ -49,27 +48,18 @@ CASTS = {
 ROLES = {"X": GemmInputRole.INPUT, "W": GemmInputRole.WEIGHT, "dY": GemmInputRole.GRAD_OUTPUT}
 
 
-@dataclass(frozen=True)
-class _TimedStep:
-    """One set of buffers: what is timed, its error, and the order of the passes."""
-
-    step: Callable[[], Any]
-    error: float
-    order: tuple[str, ...] = ()
-
-
-class TorchaoBackend:
+class TorchaoBackend(Backend):
     """torchao as it is installed."""
 
     name = "torchao"
 
     def __init__(self, operands: OperandStore, options: Options) -> None:
-        self._operands, self._options = operands, options
+        super().__init__(operands, options)
         torch._dynamo.config.recompile_limit = MOST_COMPILED
         torch._dynamo.config.accumulated_recompile_limit = MOST_COMPILED
 
     def versions(self) -> Mapping[str, str]:
-        return {"torch": torch.__version__, "torchao": torchao.__version__}
+        return {**super().versions(), "torchao": torchao.__version__}
 
     def why_not(self, recipe: Recipe) -> str:
         if self.name not in recipe.backends:
@@ -115,13 +105,9 @@ class TorchaoBackend:
         settings = recipe.settings[self.name] if recipe.quantizes and not note else {}
         make = _autocast if task.mode == "autocast" else _gemm
         sets = [make(task, settings, self._operands.get(task.case, copy)) for copy in range(copies)]
-
-        def run() -> None:
-            for timed in sets:
-                timed.step()
-
-        run()
-        return Prepared(run, copies, max(timed.error for timed in sets), note, sets[0].order)
+        prepared = one_after_another(sets, note)
+        prepared.run()
+        return prepared
 
     def _left_in_bf16(self, case: Case, recipe: Recipe) -> str:
         """Why torchao would not convert this layer; empty if it would."""
@@ -169,7 +155,7 @@ def _named(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _autocast(task: Task, settings: Mapping[str, Any], operands: Operands) -> _TimedStep:
+def _autocast(task: Task, settings: Mapping[str, Any], operands: Operands) -> TimedStep:
     """Forward and backward of the compiled layer. x requires a gradient, because otherwise there would be no dgrad."""
     x, grad = operands.x.detach().requires_grad_(), operands.grad
     model = _convert(_model(operands.weights[0]), settings)
@@ -186,7 +172,7 @@ def _autocast(task: Task, settings: Mapping[str, Any], operands: Operands) -> _T
         return {name: results[name] for name in task.case.passes}
 
     error = operands.error(step())
-    return _TimedStep(step, error, _order(step, task.case))
+    return TimedStep(step, error, _order(step, task.case))
 
 
 def _order(step: Callable[[], Any], case: Case) -> tuple[str, ...]:
@@ -212,15 +198,15 @@ def _inside_gemm(call: Any) -> bool:
     return above is not None and (above.name in GEMM_OPS or _inside_gemm(above))
 
 
-def _gemm(task: Task, settings: Mapping[str, Any], operands: Operands) -> _TimedStep:
+def _gemm(task: Task, settings: Mapping[str, Any], operands: Operands) -> TimedStep:
     """The GEMM of one pass, on operands that are cast as the recipe says."""
     make = _float8_gemm if "float8" in settings else _tensor_gemm if "tensor" in settings else _plain_gemm
     step = make(task.pass_name, settings, operands)
-    return _TimedStep(step, operands.error({task.pass_name: step()}))
+    return TimedStep(step, operands.error({task.pass_name: step()}))
 
 
 def _plain_gemm(pass_name: str, settings: Mapping[str, Any], operands: Operands) -> Callable[[], torch.Tensor]:  # noqa: ARG001
-    left, right = factors(operands, pass_name)
+    left, right = operands.factors(pass_name)
     return lambda: torch.mm(left.values, right.values.t())
 
 
@@ -231,7 +217,7 @@ def _float8_gemm(pass_name: str, settings: Mapping[str, Any], operands: Operands
     if casts[0].scaling_type is float8.ScalingType.DISABLED:
         return _plain_gemm(pass_name, settings, operands)
     cast = []
-    for factor, how, second in zip(factors(operands, pass_name), casts, (False, True), strict=True):
+    for factor, how, second in zip(operands.factors(pass_name), casts, (False, True), strict=True):
         values = factor.values.contiguous()
         cast.append(
             hp_tensor_to_float8_dynamic(
@@ -281,6 +267,6 @@ def _tensor_gemm(pass_name: str, settings: Mapping[str, Any], operands: Operands
             kernel_preference=config.kernel_preference,
             is_swizzled_scales=True,
         )
-        for factor in factors(operands, pass_name)
+        for factor in operands.factors(pass_name)
     )
     return lambda: torch.mm(a, b.t())
