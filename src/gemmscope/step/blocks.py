@@ -6,79 +6,16 @@ fixed beforehand: they cost what they cost in training, and nothing waits for th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from gemmscope.model.spec import AttentionSpec, LayerSpec, MlpSpec, MoeSpec, NormSpec
+from gemmscope.model.spec import AttentionSpec, LayerSpec, MoeSpec, NormSpec
+from gemmscope.step.kits.plain import Kit
 from gemmscope.step.marks import mark
-from gemmscope.step.plan import StackPlan, activation_kind
-
-EPS = 1e-5
-ACTIVATIONS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": functional.silu,
-    "relu": functional.relu,
-    "relu2": lambda x: functional.relu(x).square(),
-    "gelu": functional.gelu,
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-}
-
-
-def activation_of(spec: MlpSpec) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Its activation as PyTorch and Hugging Face have it: `gelu` is the exact one, all others of its kind are the tanh one.
-
-    It matters where compiled casts compute it anew: in a rowwise step of torchao on an H200 the kernel that does so took 26 of
-    227 ms with the tanh one, 21 with the exact one.
-    """
-    return ACTIVATIONS.get(activation_kind(spec.activation), lambda x: functional.gelu(x, approximate="tanh"))
-
-
-class Kit(Protocol):
-    """One framework's layers in one recipe. `left_out` parts run in BF16."""
-
-    name: str
-    compiles: bool  # its layers, when they are first run
-    precision: torch.dtype  # of parameters and activations
-
-    def why_not(self, plan: StackPlan) -> str:
-        """Why this recipe cannot run these layers; empty if it can."""
-
-    def norm_linear(self, norm: NormSpec, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
-        """A norm and the linear behind it."""
-
-    def linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
-        """A linear."""
-
-    def norm_mlp(self, norm: NormSpec, hidden: int, spec: MlpSpec) -> nn.Module:
-        """A norm and the feed-forward block behind it."""
-
-    def experts(self, hidden: int, spec: MlpSpec, count: int) -> nn.Module:
-        """Feed-forward blocks side by side: called with tokens and how many of them each gets."""
-
-    def norm(self, norm: NormSpec, width: int) -> nn.Module:
-        """A norm alone."""
-
-    def rotary(self, head_dim: int, sequence: int) -> nn.Module:
-        """Turns heads by their positions: [batch, sequence, heads, head] to the same."""
-
-    def finish(self, block: nn.Module) -> nn.Module:
-        """Convert and compile a layer, where the framework does."""
-
-    def low_precision(self) -> AbstractContextManager[Any]:
-        """Around all layers."""
-
-    def high_precision(self, part: str) -> AbstractContextManager[Any]:
-        """Around a part that may be left out of low precision."""
-
-    def arguments(self, *, first: bool | None) -> dict[str, Any]:
-        """What its modules are told of the micro-batch: whether it is the step's first (None: the only one)."""
-
-    def checkpoint(self, function: Any, x: torch.Tensor) -> torch.Tensor:
-        """Run it without keeping activations, and again in backward."""
+from gemmscope.step.plan import StackPlan
 
 
 class Core(nn.Module):
@@ -102,7 +39,7 @@ class Core(nn.Module):
 
 def attend(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """All are [batch, sequence, heads, head]; gives [tokens, output width]."""
-    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     out = functional.scaled_dot_product_attention(q, k, v, is_causal=spec.causal, enable_gqa=grouped)
     return out.transpose(1, 2).flatten(2).flatten(0, 1)

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gemmscope.step.blocks import Block, Kit
+from gemmscope.step.blocks import Block
+from gemmscope.step.kits.plain import Kit
 from gemmscope.step.marks import mark, mark_step
 from gemmscope.step.plan import StackPlan
 

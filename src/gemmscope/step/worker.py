@@ -22,9 +22,9 @@ from gemmscope.errors import in_a_line
 from gemmscope.measure.device import MeasuringProcess, Orders, device_facts
 from gemmscope.measure.timer import busy_ms, kernel_run, segments
 from gemmscope.recipe.recipes import recipe
-from gemmscope.step.blocks import Kit
 from gemmscope.step.huggingface import HuggingFaceStep
 from gemmscope.step.kits import KITS
+from gemmscope.step.kits.plain import Kit
 from gemmscope.step.marks import recording
 from gemmscope.step.plan import StackPlan
 from gemmscope.step.stack import Step, Weights

@@ -10,13 +10,13 @@ from torch import nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from gemmscope.recipe.recipes import Recipe
-from gemmscope.step.kits.plain import PlainKit
+from gemmscope.step.kits.plain import Kit
 from gemmscope.step.plan import StackPlan
 
 MODULES = {"qkv": "attention_in", "attn out": "attention_out", "mlp": "feed_forward"}  # part -> its module in a layer
 
 
-class TorchaoKit(PlainKit):
+class TorchaoKit(Kit):
     """BF16 is compiled too, unconverted. `left_out` parts are not converted."""
 
     name = "torchao"

@@ -17,7 +17,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalState, FP8GlobalSta
 
 from gemmscope.model.spec import MlpSpec, NormSpec
 from gemmscope.recipe.recipes import Recipe
-from gemmscope.step.blocks import EPS, activation_of
+from gemmscope.step.kits.plain import EPS, FeedForward, Kit
 from gemmscope.step.plan import StackPlan, activation_kind
 
 # (activation, gated) -> Transformer Engine's name
@@ -28,15 +28,14 @@ ACTIVATIONS: dict[tuple[str | None, bool], str] = {
 NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
 
 
-class TransformerEngineKit:
+class TransformerEngineKit(Kit):
     """Its modules in one recipe; `left_out` parts run in BF16."""
 
     name = "transformer_engine"
-    compiles = False
-    precision = torch.bfloat16
 
     def __init__(self, recipe: Recipe, left_out: frozenset[str] = frozenset(), device: str = "cuda") -> None:
-        self.recipe, self.left_out = recipe, left_out
+        super().__init__(recipe, left_out, device)
+        self.precision = torch.bfloat16
         self._make: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": device}
         self._state = FP8GlobalState()  # of its own: delayed scaling's bookkeeping would else run in every other recipe's steps
         self._precision = getattr(te_recipes, recipe.settings[self.name]["class"])() if recipe.quantizes else None
@@ -45,12 +44,12 @@ class TransformerEngineKit:
         return self.recipe.misaligned(plan.low_precision_sizes())
 
     def norm(self, norm: NormSpec, width: int) -> nn.Module:
-        made = te.RMSNorm if norm.kind == "rmsnorm" else te.LayerNorm
-        module: nn.Module = made(width, eps=EPS, dtype=torch.bfloat16, device=self._make["device"])
+        norm_class = te.RMSNorm if norm.kind == "rmsnorm" else te.LayerNorm
+        module: nn.Module = norm_class(width, eps=EPS, dtype=torch.bfloat16, device=self.device)
         return module
 
     def rotary(self, head_dim: int, sequence: int) -> nn.Module:
-        return FusedRotary(head_dim, sequence, self._make["device"])
+        return FusedRotary(head_dim, sequence, self.device)
 
     def linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         module: nn.Module = te.Linear(inputs, outputs, bias=bias, **self._make)
@@ -73,10 +72,9 @@ class TransformerEngineKit:
         return module
 
     def experts(self, hidden: int, spec: MlpSpec, count: int) -> nn.Module:
-        return GroupedExperts(hidden, spec, count, self._make)
-
-    def finish(self, block: nn.Module) -> nn.Module:
-        return block
+        up = te.GroupedLinear(count, hidden, spec.intermediate_size * (1 + spec.gated), bias=spec.up_bias, **self._make)
+        down = te.GroupedLinear(count, spec.intermediate_size, hidden, bias=spec.down_bias, **self._make)
+        return FeedForward(spec, up, down)
 
     def low_precision(self) -> AbstractContextManager[Any]:
         FP8GlobalStateManager.quantization_state = self._state
@@ -114,24 +112,3 @@ class FusedRotary(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         turned: torch.Tensor = apply_rotary_pos_emb(x, self.angles, tensor_format="bshd", fused=True)
         return turned
-
-
-class GroupedExperts(nn.Module):
-    """`te.GroupedLinear` up and down, the activation between them."""
-
-    def __init__(self, hidden: int, spec: MlpSpec, count: int, make: dict[str, Any]) -> None:
-        super().__init__()
-        self.gated = spec.gated
-        self.activation = activation_of(spec)
-        self.up = te.GroupedLinear(count, hidden, spec.intermediate_size * (2 if spec.gated else 1), bias=spec.up_bias, **make)
-        self.down = te.GroupedLinear(count, spec.intermediate_size, hidden, bias=spec.down_bias, **make)
-
-    def forward(self, x: torch.Tensor, rows: list[int], **how: Any) -> torch.Tensor:
-        inner = self.up(x, rows, **how)
-        if self.gated:
-            gate, up = inner.chunk(2, dim=-1)
-            inner = self.activation(gate) * up
-        else:
-            inner = self.activation(inner)
-        result: torch.Tensor = self.down(inner, rows, **how)
-        return result
