@@ -78,15 +78,12 @@ class CpuTimer:
     def launch(self, tasks: Sequence[Runnable], amount: Amount) -> Burst:
         """Start a burst, behind those that were launched before."""
         samples: list[list[float]] = [[] for _ in tasks]
-        begin = time.perf_counter()
-        _run(tasks, 1)
-        dropped, kept = amount.cycles(max((time.perf_counter() - begin) * 1000, 1e-3))
+        dropped, kept = amount.cycles(max(_elapsed_ms(lambda: _run(tasks, 1)), 1e-3))
         for number in range(dropped + kept):
             for index, task in enumerate(tasks):
-                begin = time.perf_counter()
-                task.run()
+                time_ms = _elapsed_ms(task.run)
                 if number >= dropped:
-                    samples[index].append((time.perf_counter() - begin) * 1000 / task.prepared.copies)
+                    samples[index].append(time_ms / task.prepared.copies)
         return DoneBurst(samples)
 
     def kernels(self, groups: Sequence[Sequence[Runnable]], drop_ms: float) -> list[list[list[KernelRun]]]:  # noqa: ARG002
@@ -125,7 +122,7 @@ class CudaTimer:
     def ready(self, prepared: Prepared) -> Runnable:
         """Time the eager dispatch, then capture. (Preparing has run the task before, so everything is compiled and loaded.)"""
         torch.cuda.synchronize()
-        host_ms = min(_dispatch_ms(prepared) for _ in range(2)) / prepared.copies
+        host_ms = min(_elapsed_ms(prepared.run) for _ in range(2)) / prepared.copies
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -157,7 +154,7 @@ class CudaTimer:
             for _ in range(kept):
                 _run_marked(tasks)
 
-        recorded = _expected(segments(work), kept * len(tasks))
+        recorded = segments(work, kept * len(tasks))
         return [
             [busy_ms(recorded[number * len(tasks) + index]) / task.prepared.copies for number in range(kept)]
             for index, task in enumerate(tasks)
@@ -185,7 +182,7 @@ class CudaTimer:
                 _run_marked(tasks)
                 torch.cuda._sleep(1)  # ends the last task
 
-        recorded = iter(_expected(segments(work), sum(len(tasks) + 1 for tasks in groups)))
+        recorded = iter(segments(work, sum(len(tasks) + 1 for tasks in groups)))
         kernels = []
         for tasks in groups:
             kernels.append([[kernel_run(event) for event in next(recorded)] for _ in tasks])
@@ -201,9 +198,9 @@ def _ids(tasks: Sequence[Runnable]) -> tuple[int, ...]:
     return tuple(id(task) for task in tasks)
 
 
-def _dispatch_ms(prepared: Prepared) -> float:
+def _elapsed_ms(run: Callable[[], object]) -> float:
     begin = time.perf_counter()
-    prepared.run()
+    run()
     return (time.perf_counter() - begin) * 1000
 
 
@@ -230,7 +227,7 @@ def _run_marked(tasks: Sequence[Runnable]) -> None:
         task.run()
 
 
-def segments(work: Callable[[], None]) -> list[list[Any]]:
+def segments(work: Callable[[], None], expected: int | None = None) -> list[list[Any]]:
     """Profile `work` and split its GPU events at the markers (`torch.cuda._sleep`): a list of events after each marker."""
     with _profiler() as session:
         work()
@@ -242,12 +239,8 @@ def segments(work: Callable[[], None]) -> list[list[Any]]:
             recorded.append([])
         elif recorded:
             recorded[-1].append(event)
-    return recorded
-
-
-def _expected(recorded: list[list[Any]], count: int) -> list[list[Any]]:
-    if len(recorded) != count:
-        raise RuntimeError(f"the profiler recorded {len(recorded)} of {count} runs")
+    if expected is not None and len(recorded) != expected:
+        raise RuntimeError(f"the profiler recorded {len(recorded)} of {expected} runs")
     return recorded
 
 

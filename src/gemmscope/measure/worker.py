@@ -13,8 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 _TIMELINE: dict[str, float] = {}
 _BEGAN = time.perf_counter()
@@ -47,10 +46,7 @@ HEAT_BEFORE_KERNELS_MS = 30
 WARM_UP_MS = 1200
 
 
-@dataclass(frozen=True)
-class _LaunchedBurst:
-    """A burst that has been launched."""
-
+class _LaunchedBurst(NamedTuple):
     number: int
     tasks: list[Task]
     burst: Burst
@@ -162,6 +158,9 @@ class Worker(MeasuringProcess):
                 groups.setdefault((*task.group, task.case.op if self.request["rest_ms"] else ""), []).append(task)
         return list(groups.values())
 
+    def _runnables(self, tasks: Sequence[Task]) -> list[Runnable]:
+        return [self.ready[task.key] for task in tasks]
+
     def _profile(self) -> None:
         """Record the kernels of each group, in the state into which the group brings the GPU."""
         groups = self._groups()
@@ -169,15 +168,13 @@ class Worker(MeasuringProcess):
             return
         self.begin(groups[0][0].key, "profiling")
         try:
-            recorded = self.timer.kernels([[self.ready[task.key] for task in tasks] for tasks in groups], HEAT_BEFORE_KERNELS_MS)
+            recorded = self.timer.kernels([self._runnables(tasks) for tasks in groups], HEAT_BEFORE_KERNELS_MS)
         except Exception as error:
             self.warn("kernels-not-recorded", reason=in_a_line(error))
             return
-        kernels = {
-            task.key: runs
-            for tasks, of_group in zip(groups, recorded, strict=True)
-            for task, runs in zip(tasks, of_group, strict=True)
-        }
+        tasks = [task for group in groups for task in group]
+        runs_of_tasks = [runs for group in recorded for runs in group]
+        kernels = {task.key: runs for task, runs in zip(tasks, runs_of_tasks, strict=True)}
         for key, runs in kernels.items():
             self.say("kernels", task=key, kernels=[[run.name, round(run.duration_us, 3), run.stream] for run in runs])
         self._find_sums(kernels)
@@ -225,7 +222,7 @@ class Worker(MeasuringProcess):
                 waiting = None
             time.sleep(rest_s)
             self._name(tasks if waiting is None or waiting.burst.over else waiting.tasks)
-            burst = self.timer.launch([self.ready[task.key] for task in tasks], self._amount(number))
+            burst = self.timer.launch(self._runnables(tasks), self._amount(number))
             if waiting is not None:
                 self._collect(waiting, ends_round=waiting.number != number)
             waiting = _LaunchedBurst(number, tasks, burst)
@@ -237,7 +234,7 @@ class Worker(MeasuringProcess):
         cycle takes on a hot GPU, except the last one, which still runs while the first counted burst is launched."""
         share_ms = WARM_UP_MS / max(len(groups), 1)
         plan = [tasks for _, tasks in _plan(groups, 1, self.request["seed"] + 1)]
-        bursts = [self.timer.launch([self.ready[task.key] for task in tasks], Amount(0, share_ms)) for tasks in plan]
+        bursts = [self.timer.launch(self._runnables(tasks), Amount(0, share_ms)) for tasks in plan]
         for tasks, burst in list(zip(plan, bursts, strict=True))[:-1]:
             self._name(tasks)
             burst.times_ms()
@@ -267,13 +264,12 @@ class Worker(MeasuringProcess):
         """Run every task a few times in an NVTX range with its name, between the calls that start and stop Nsight Systems."""
         if self.on_gpu:
             torch.cuda.cudart().cudaProfilerStart()
-        for task in self.tasks:
-            if task.key in self.ready:
-                with torch.cuda.nvtx.range(task.key) if self.on_gpu else nullcontext():
-                    for _ in range(RUNS_FOR_NSIGHT):
-                        self.ready[task.key].prepared.run()
-                if self.on_gpu:
-                    torch.cuda.synchronize()
+        for key, runnable in self.ready.items():
+            with torch.cuda.nvtx.range(key) if self.on_gpu else nullcontext():
+                for _ in range(RUNS_FOR_NSIGHT):
+                    runnable.prepared.run()
+            if self.on_gpu:
+                torch.cuda.synchronize()
         if self.on_gpu:
             torch.cuda.cudart().cudaProfilerStop()
 
