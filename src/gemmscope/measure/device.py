@@ -28,22 +28,6 @@ def gpu_in_use() -> Gpu | None:
     return nvml.gpu_by_uuid(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}") or nvml.gpu(0)
 
 
-def device_facts(gpu: Gpu | None, *, on_gpu: bool) -> dict[str, Any]:
-    """The description of the device in a result."""
-    if not on_gpu or not torch.cuda.is_available():
-        return {"name": "CPU"}
-    properties = torch.cuda.get_device_properties(0)
-    facts = {
-        "name": properties.name,
-        "compute_capability": f"{properties.major}.{properties.minor}",
-        "memory_bytes": properties.total_memory,
-        "multiprocessors": properties.multi_processor_count,
-        "l2_bytes": properties.L2_cache_size,
-        "cuda": torch.version.cuda,
-    }
-    return facts | ({"power_limit_w": gpu.power_limit_w(), "max_sm_mhz": gpu.max_sm_mhz()} if gpu else {})
-
-
 OUT_OF_MEMORY = ("out of memory", "alloc_failed", "can't allocate memory")  # in messages of CUDA, cuBLAS and the CPU allocator
 STICKY = ("CUDA error", "cudaError")  # after one of these, every later GPU call of the process fails too
 
@@ -111,6 +95,21 @@ class MeasuringProcess:
         except Exception as error:
             self.say("fatal", why=f"the {self.request['backend']} backend does not load: {in_a_line(error)}")
             return None
+
+    def device_facts(self) -> dict[str, Any]:
+        """The description of the device in a result."""
+        if not self.on_gpu or not torch.cuda.is_available():
+            return {"name": "CPU"}
+        properties = torch.cuda.get_device_properties(0)
+        facts = {
+            "name": properties.name,
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "memory_bytes": properties.total_memory,
+            "multiprocessors": properties.multi_processor_count,
+            "l2_bytes": properties.L2_cache_size,
+            "cuda": torch.version.cuda,
+        }
+        return facts | ({"power_limit_w": self.gpu.power_limit_w(), "max_sm_mhz": self.gpu.max_sm_mhz()} if self.gpu else {})
 
     def gpu_state(self) -> dict[str, Any]:
         """Clock, power and temperature at this moment; empty where the driver cannot be asked."""

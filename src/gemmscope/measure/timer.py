@@ -78,10 +78,10 @@ class CpuTimer:
     def launch(self, tasks: Sequence[Runnable], amount: Amount) -> Burst:
         """Start a burst, behind those that were launched before."""
         samples: list[list[float]] = [[] for _ in tasks]
-        dropped, kept = amount.cycles(max(_elapsed_ms(lambda: _run(tasks, 1)), 1e-3))
+        dropped, kept = amount.cycles(max(elapsed_ms(lambda: _run(tasks, 1)), 1e-3))
         for number in range(dropped + kept):
             for index, task in enumerate(tasks):
-                time_ms = _elapsed_ms(task.run)
+                time_ms = elapsed_ms(task.run)
                 if number >= dropped:
                     samples[index].append(time_ms / task.prepared.copies)
         return DoneBurst(samples)
@@ -122,7 +122,7 @@ class CudaTimer:
     def ready(self, prepared: Prepared) -> Runnable:
         """Time the eager dispatch, then capture. (Preparing has run the task before, so everything is compiled and loaded.)"""
         torch.cuda.synchronize()
-        host_ms = min(_elapsed_ms(prepared.run) for _ in range(2)) / prepared.copies
+        host_ms = min(elapsed_ms(prepared.run) for _ in range(2)) / prepared.copies
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -198,7 +198,8 @@ def _ids(tasks: Sequence[Runnable]) -> tuple[int, ...]:
     return tuple(id(task) for task in tasks)
 
 
-def _elapsed_ms(run: Callable[[], object]) -> float:
+def elapsed_ms(run: Callable[[], object]) -> float:
+    """The CPU's time for one call, in milliseconds."""
     begin = time.perf_counter()
     run()
     return (time.perf_counter() - begin) * 1000

@@ -32,7 +32,7 @@ from gemmscope.errors import in_a_line
 from gemmscope.measure.backends import BACKENDS
 from gemmscope.measure.backends.base import Backend, Options
 from gemmscope.measure.backends.reference import OperandStore
-from gemmscope.measure.device import MeasuringProcess, Orders, device_facts
+from gemmscope.measure.device import MeasuringProcess, Orders
 from gemmscope.measure.heat import heat_for, heating
 from gemmscope.measure.kernels import KernelRun
 from gemmscope.measure.timer import Amount, Burst, CpuTimer, CudaTimer, Runnable, Timer
@@ -93,8 +93,7 @@ class Worker(MeasuringProcess):
                 return
             backend: Backend = make(self.operands, Options(self.request["cache_weights"], self.request["filter_layers"]))
             _mark("backend loaded")
-            device = device_facts(self.gpu, on_gpu=self.on_gpu)
-            self.say("hello", versions=dict(backend.versions()), device=device, seconds=_TIMELINE)
+            self.say("hello", versions=dict(backend.versions()), device=self.device_facts(), seconds=_TIMELINE)
             self.begin(self.tasks[0].key, "compiling")
             possible = [task for task in self.tasks if not self._why_not(backend, task)]
             backend.get_ready(possible)
@@ -221,7 +220,8 @@ class Worker(MeasuringProcess):
                 self._collect(waiting, ends_round=waiting.number != number)
                 waiting = None
             time.sleep(rest_s)
-            self._name(tasks if waiting is None or waiting.burst.over else waiting.tasks)
+            running = tasks if waiting is None or waiting.burst.over else waiting.tasks
+            self.begin(running[0].key, "measuring")  # a fault shows while waiting for a burst, or when the next one is launched
             burst = self.timer.launch(self._runnables(tasks), self._amount(number))
             if waiting is not None:
                 self._collect(waiting, ends_round=waiting.number != number)
@@ -236,7 +236,7 @@ class Worker(MeasuringProcess):
         plan = [tasks for _, tasks in _plan(groups, 1, self.request["seed"] + 1)]
         bursts = [self.timer.launch(self._runnables(tasks), Amount(0, share_ms)) for tasks in plan]
         for tasks, burst in list(zip(plan, bursts, strict=True))[:-1]:
-            self._name(tasks)
+            self.begin(tasks[0].key, "measuring")
             burst.times_ms()
 
     def _amount(self, number: int) -> Amount:
@@ -246,12 +246,8 @@ class Worker(MeasuringProcess):
         rounds = self.request["max_rounds"]
         return Amount(counts["num_warmup"], (counts["num_iters"] + number) // rounds, in_cycles=True)
 
-    def _name(self, tasks: Sequence[Task]) -> None:
-        """Report whose burst is running: a fault shows while waiting for it, or when the next burst is launched."""
-        self.begin(tasks[0].key, "measuring")
-
     def _collect(self, launched: _LaunchedBurst, *, ends_round: bool) -> None:
-        self._name(launched.tasks)
+        self.begin(launched.tasks[0].key, "measuring")
         launched.burst.nearly_done()
         state = self.gpu_state()
         times = {task.key: samples for task, samples in zip(launched.tasks, launched.burst.times_ms(), strict=True)}

@@ -9,18 +9,16 @@ from __future__ import annotations
 import gc
 import importlib
 import random
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from gemmscope.errors import in_a_line
-from gemmscope.measure.device import MeasuringProcess, Orders, device_facts
-from gemmscope.measure.timer import busy_ms, kernel_run, segments
+from gemmscope.measure.device import MeasuringProcess, Orders
+from gemmscope.measure.timer import busy_ms, elapsed_ms, kernel_run, segments
 from gemmscope.recipe.recipes import recipe
 from gemmscope.step.huggingface import HuggingFaceStep
 from gemmscope.step.kits import KITS
@@ -52,7 +50,7 @@ class StepWorker(MeasuringProcess):
         self.kit = self.load(KITS)
         if self.kit is None:
             return
-        self.say("hello", device=device_facts(self.gpu, on_gpu=self.on_gpu), versions=_versions(self.request["backend"]))
+        self.say("hello", device=self.device_facts(), versions=_versions(self.request["backend"]))
         if self.request["host"]:
             for variant in self.variants:
                 if not self._kit_of(variant).why_not(self.plan):
@@ -111,12 +109,14 @@ class StepWorker(MeasuringProcess):
 
     def _mean_ms(self, step: Step | HuggingFaceStep, count: int = 1) -> float:
         """Milliseconds per step, launched back to back on an idle GPU."""
+
+        def work() -> None:
+            for _ in range(count):
+                step.run()
+            self._synchronize()
+
         self._synchronize()
-        begin = time.perf_counter()
-        for _ in range(count):
-            step.run()
-        self._synchronize()
-        return (time.perf_counter() - begin) * 1000 / count
+        return elapsed_ms(work) / count
 
     def _profile(self, name: str, step: Step | HuggingFaceStep) -> None:
         """The kernels of one step, part by part, in the state that the step brings the GPU to."""
@@ -245,18 +245,11 @@ class StepWorker(MeasuringProcess):
 
     @staticmethod
     def _timed_here(run: Callable[[], None], kept: int) -> Callable[[], list[float]]:
-        times = []
-        for _ in range(kept):
-            begin = time.perf_counter()
-            run()
-            times.append((time.perf_counter() - begin) * 1000)
+        times = [elapsed_ms(run) for _ in range(kept)]
         return lambda: times
 
 
-@dataclass(frozen=True)
-class _Launched:
-    """A burst under way."""
-
+class _Launched(NamedTuple):
     number: int
     name: str
     times_ms: Callable[[], list[float]]

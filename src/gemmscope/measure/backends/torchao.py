@@ -250,10 +250,7 @@ class _Inverted:
 
 def _multiply(a: torch.Tensor, a_inverse: torch.Tensor, b: torch.Tensor, b_inverse: torch.Tensor, fast: bool) -> torch.Tensor:
     """torchao's GEMM of two cast operands."""
-    result: torch.Tensor = addmm_float8_unwrapped(
-        a, _Inverted(a_inverse), b, _Inverted(b_inverse), torch.bfloat16, use_fast_accum=fast
-    )
-    return result
+    return addmm_float8_unwrapped(a, _Inverted(a_inverse), b, _Inverted(b_inverse), torch.bfloat16, use_fast_accum=fast)
 
 
 def _tensor_gemm(pass_name: str, settings: Mapping[str, Any], operands: Operands) -> Callable[[], torch.Tensor]:

@@ -91,8 +91,7 @@ class Kit:
 
     def checkpoint(self, function: Any, x: torch.Tensor) -> torch.Tensor:
         """Run it without keeping activations, and again in backward."""
-        result: torch.Tensor = checkpoint.checkpoint(function, x, use_reentrant=False)
-        return result
+        return checkpoint.checkpoint(function, x, use_reentrant=False)
 
 
 class Rotary(nn.Module):
@@ -125,8 +124,7 @@ class Chain(nn.Module):
         self.first, self.second = first, second
 
     def forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
-        result: torch.Tensor = self.second(self.first(x), **how)
-        return result
+        return self.second(self.first(x), **how)
 
 
 class FeedForward(nn.Module):
@@ -143,8 +141,7 @@ class FeedForward(nn.Module):
             inner = self.activation(gate) * up
         else:
             inner = self.activation(inner)
-        result: torch.Tensor = self.down(inner, *rows, **how)
-        return result
+        return self.down(inner, *rows, **how)
 
 
 class PlainExperts(nn.Module):

@@ -42,8 +42,7 @@ class TorchaoKit(Kit):
                 config=Float8LinearConfig.from_recipe_name(settings["float8"]),
                 module_filter_fn=lambda module, name: _fits(module, name) and not name.startswith(tuple(spared)),
             )
-        compiled: nn.Module = torch.compile(block, dynamic=False)
-        return compiled
+        return torch.compile(block, dynamic=False)
 
 
 def _fits(module: Any, name: str) -> bool:

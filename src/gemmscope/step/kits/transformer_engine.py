@@ -45,22 +45,19 @@ class TransformerEngineKit(Kit):
 
     def norm(self, norm: NormSpec, width: int) -> nn.Module:
         norm_class = te.RMSNorm if norm.kind == "rmsnorm" else te.LayerNorm
-        module: nn.Module = norm_class(width, eps=EPS, dtype=torch.bfloat16, device=self.device)
-        return module
+        return norm_class(width, eps=EPS, dtype=torch.bfloat16, device=self.device)
 
     def rotary(self, head_dim: int, sequence: int) -> nn.Module:
         return FusedRotary(head_dim, sequence, self.device)
 
     def linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
-        module: nn.Module = te.Linear(inputs, outputs, bias=bias, **self._make)
-        return module
+        return te.Linear(inputs, outputs, bias=bias, **self._make)
 
     def norm_linear(self, norm: NormSpec, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
-        module: nn.Module = te.LayerNormLinear(inputs, outputs, eps=EPS, bias=bias, normalization=NORMS[norm.kind], **self._make)
-        return module
+        return te.LayerNormLinear(inputs, outputs, eps=EPS, bias=bias, normalization=NORMS[norm.kind], **self._make)
 
     def norm_mlp(self, norm: NormSpec, hidden: int, spec: MlpSpec) -> nn.Module:
-        module: nn.Module = te.LayerNormMLP(
+        return te.LayerNormMLP(
             hidden,
             spec.intermediate_size,
             eps=EPS,
@@ -69,7 +66,6 @@ class TransformerEngineKit(Kit):
             activation=_activation(spec),
             **self._make,
         )
-        return module
 
     def experts(self, hidden: int, spec: MlpSpec, count: int) -> nn.Module:
         up = te.GroupedLinear(count, hidden, spec.intermediate_size * (1 + spec.gated), bias=spec.up_bias, **self._make)
@@ -93,8 +89,7 @@ class TransformerEngineKit(Kit):
         return {"is_first_microbatch": first}
 
     def checkpoint(self, function: Any, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = te.checkpoint(function, x, use_reentrant=False)
-        return result
+        return te.checkpoint(function, x, use_reentrant=False)
 
 
 def _activation(spec: MlpSpec) -> str:
@@ -110,5 +105,4 @@ class FusedRotary(nn.Module):
         self.angles = te.RotaryPositionEmbedding(head_dim)(sequence).to(device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        turned: torch.Tensor = apply_rotary_pos_emb(x, self.angles, tensor_format="bshd", fused=True)
-        return turned
+        return apply_rotary_pos_emb(x, self.angles, tensor_format="bshd", fused=True)
