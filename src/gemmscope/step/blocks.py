@@ -83,24 +83,22 @@ class Experts(nn.Module):
     The router is computed, but where tokens go is fixed: as many to each expert as planned.
     """
 
-    def __init__(
-        self, kit: Kit, norm: NormSpec, hidden: int, spec: MoeSpec, rows: tuple[int, ...], tokens: int, device: Any
-    ) -> None:
+    def __init__(self, kit: Kit, plan: StackPlan, spec: MoeSpec, device: Any) -> None:
         super().__init__()
+        hidden, rows = plan.hidden_size, plan.expert_rows
         self.spec, self.rows = spec, rows
-        self.norm = kit.norm(norm, hidden)
+        self.norm = kit.norm(plan.norm, hidden)
         self.router = nn.Linear(hidden, spec.experts, bias=spec.router_bias, device=device, dtype=kit.precision)
         self.experts = kit.experts(hidden, spec.expert, len(rows))
         self.shared = kit.experts(hidden, spec.shared, 1) if spec.shared is not None else None
-        self._order, self._choice = _places(tokens, rows, spec.top_k, device)
+        self._order, self._choice = _places(plan.tokens, rows, spec.top_k, device)
 
     def forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
-        normed = self.norm(x)
-        normed = mark(normed, "router")
+        normed = mark(self.norm(x), "router")
         weights = torch.softmax(self.router(normed).float(), dim=-1).topk(self.spec.top_k, dim=-1).values.to(x.dtype)
         sent = mark(normed.index_select(0, self._order), "experts")
-        made = mark(self.experts(sent, list(self.rows), **how), "combine")
-        out = torch.zeros_like(x).index_add(0, self._order, made * weights.flatten().index_select(0, self._choice)[:, None])
+        outputs = mark(self.experts(sent, list(self.rows), **how), "combine")
+        out = torch.zeros_like(x).index_add(0, self._order, outputs * weights.flatten().index_select(0, self._choice)[:, None])
         if self.shared is not None:
             out = out + self.shared(mark(normed, "shared expert"), [x.shape[0]], **how)
         return out
@@ -133,7 +131,7 @@ class Block(nn.Module):
             self.core = Core(spec, sequence, rotary)
         self.attention_out = kit.linear(spec.out_width, hidden, bias=spec.out_bias)
         if isinstance(layer.mlp, MoeSpec):
-            self.feed_forward: nn.Module = Experts(kit, norm, hidden, layer.mlp, plan.expert_rows, plan.tokens, device)
+            self.feed_forward: nn.Module = Experts(kit, plan, layer.mlp, device)
         else:
             self.feed_forward = kit.norm_mlp(norm, hidden, layer.mlp)
 

@@ -60,7 +60,7 @@ def _truncated(config: Mapping[str, Any], depth: int) -> dict[str, Any]:
     >>> _truncated({"num_hidden_layers": 3, "layer_types": ["a", "b", "a"]}, 2)
     {'num_hidden_layers': 2, 'layer_types': ['a', 'b']}
     """
-    name = next((each for each in ("num_hidden_layers", "n_layer", "num_layers", "n_layers") if each in config), None)
+    name = next((key for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers") if key in config), None)
     if name is None:
         raise UserError("this config does not say how many layers there are", f"leave out {option('hugging_face')}")
     whole = config[name]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from gemmscope.measure.backends.base import Backend, Prepared
@@ -27,12 +25,8 @@ class CpuBackend(Backend):
     def prepare(self, task: Task, recipe: Recipe, copies: int) -> Prepared:  # noqa: ARG002
         operands = self._operands.get(task.case)
         precision = torch.float32 if recipe.name == "FP32" else torch.bfloat16
-
-        def gemm(pass_name: str) -> Callable[[], torch.Tensor]:
-            left, right = (factor.values.to(precision) for factor in operands.factors(pass_name))
-            return lambda: left @ right.t()
-
-        gemms = {name: gemm(name) for name in ((task.pass_name,) if task.pass_name else task.case.passes)}
+        passes = (task.pass_name,) if task.pass_name else task.case.passes
+        gemms = {name: operands.plain_gemm(name, precision) for name in passes}
         error = operands.error({name: multiply() for name, multiply in gemms.items()})
         if task.mode == "pre-quantized":
             return Prepared(gemms[task.pass_name], 1, error)

@@ -14,7 +14,7 @@ the one that is summed over, and along which values share a scale.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -63,6 +63,11 @@ class Operands:
         """A and B of a pass."""
         tensors = self.tensors(expert)
         return [Factor(name, tensors[name].t() if transposed else tensors[name]) for name, transposed in FACTORS[pass_name]]
+
+    def plain_gemm(self, pass_name: str, precision: torch.dtype = torch.bfloat16) -> Callable[[], torch.Tensor]:
+        """The GEMM of a pass, unquantized."""
+        left, right = (factor.values.to(precision) for factor in self.factors(pass_name))
+        return lambda: torch.mm(left, right.t())
 
     def prepare_references(self) -> None:
         """Compute the reference results ahead of time."""

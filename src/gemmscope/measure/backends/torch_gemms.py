@@ -82,9 +82,9 @@ def _of_first_expert(task: Task, operands: Operands, result: torch.Tensor) -> to
 
 def _gemm(task: Task, recipe: Recipe, operands: Operands) -> GemmCall:
     """One GEMM of two operands."""
-    left, right = operands.factors(task.pass_name)
     if not recipe.quantizes:
-        return lambda: torch.mm(left.values, right.values.t())
+        return operands.plain_gemm(task.pass_name)
+    left, right = operands.factors(task.pass_name)
     kinds = torch.nn.functional.ScalingType
     swizzles = torch.nn.functional.SwizzleType
     a, b = (_quantized(factor, recipe, task.pass_name) for factor in (left, right))

@@ -114,9 +114,9 @@ class TorchaoBackend(Backend):
         name = recipe.settings.get(self.name, {}).get("float8")
         if name is None:
             return ""
-        if case.inputs % FLOAT8_MULTIPLE_OF or case.outputs % FLOAT8_MULTIPLE_OF:
-            sizes = f"{case.inputs} x {case.outputs}"
-            return f"torchao leaves this layer in BF16: {sizes} features are not multiples of {FLOAT8_MULTIPLE_OF}"
+        multiple, sizes = FLOAT8_MULTIPLE_OF, (case.inputs, case.outputs)
+        if any(size % multiple for size in sizes):
+            return f"torchao leaves this layer in BF16: {sizes[0]} x {sizes[1]} features are not multiples of {multiple}"
         linear = torch.nn.Linear(case.inputs, case.outputs, bias=False, device="meta")
         gains = not self._options.filter_layers or _filter(name)(linear, LAYER)
         return "" if gains else "torchao's filter leaves this layer in BF16 (too small to gain)"
@@ -200,14 +200,9 @@ def _inside_gemm(call: Any) -> bool:
 
 def _gemm(task: Task, settings: Mapping[str, Any], operands: Operands) -> TimedStep:
     """The GEMM of one pass, on operands that are cast as the recipe says."""
-    make = _float8_gemm if "float8" in settings else _tensor_gemm if "tensor" in settings else _plain_gemm
-    step = make(task.pass_name, settings, operands)
+    make = _float8_gemm if "float8" in settings else _tensor_gemm if "tensor" in settings else None
+    step = make(task.pass_name, settings, operands) if make else operands.plain_gemm(task.pass_name)
     return TimedStep(step, operands.error({task.pass_name: step()}))
-
-
-def _plain_gemm(pass_name: str, settings: Mapping[str, Any], operands: Operands) -> Callable[[], torch.Tensor]:  # noqa: ARG001
-    left, right = operands.factors(pass_name)
-    return lambda: torch.mm(left.values, right.values.t())
 
 
 def _float8_gemm(pass_name: str, settings: Mapping[str, Any], operands: Operands) -> Callable[[], torch.Tensor]:
@@ -215,7 +210,7 @@ def _float8_gemm(pass_name: str, settings: Mapping[str, Any], operands: Operands
     layer = _convert(_model(operands.weights[0]), settings).get_submodule(LAYER)
     casts = [getattr(layer.config, name) for name in CASTS[pass_name]]
     if casts[0].scaling_type is float8.ScalingType.DISABLED:
-        return _plain_gemm(pass_name, settings, operands)
+        return operands.plain_gemm(pass_name)
     cast = []
     for factor, how, second in zip(operands.factors(pass_name), casts, (False, True), strict=True):
         values = factor.values.contiguous()
