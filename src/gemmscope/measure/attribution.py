@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from gemmscope.measure.kernels import KernelFacts, KernelRun, classify
 from gemmscope.results.linears import QUANTIZED_ONCE, QUANTIZED_PER_GEMM, quantization_by_pass
@@ -83,7 +84,9 @@ def attribute(
     labels = [label for label, served in CASTS[casts].items() if set(served) & set(passes)]
     times_us = dict.fromkeys([*passes, *labels, "other"], 0.0)
     kernels: dict[str, list[str]] = {}
-    of_x = _casts_of_x(pieces, weights=0 if weight_cached else max(len(rows), 1))
+    # before the first GEMM, every weight has one cast; X has the others: one, or one per expert
+    before = takewhile(lambda piece: not piece.starts_gemm, pieces)
+    of_x = max(sum(piece.facts.ends_tensor for piece in before) - (0 if weight_cached else max(len(rows), 1)), 1)
     pass_of = [name for name in passes for _ in range(gemms_per_pass)]
     for piece, label in zip(pieces, _parts(pieces, pass_of, casts, of_x), strict=True):
         part = label if label in times_us else "other"
@@ -108,12 +111,6 @@ def _pieces(runs: Sequence[KernelRun]) -> tuple[list[_Piece], float]:
         else:
             pieces.append(_Piece(run.name, facts, run.duration_us + waiting.pop(run.stream, 0.0)))
     return pieces, sum(waiting.values())
-
-
-def _casts_of_x(pieces: Sequence[_Piece], weights: int) -> int:
-    """How many casts before the first GEMM belong to X. Every weight has one; X has the others: one, or one per expert."""
-    forward = next(index for index, piece in enumerate(pieces) if piece.starts_gemm)
-    return max(sum(piece.facts.ends_tensor for piece in pieces[:forward]) - weights, 1)
 
 
 def _parts(pieces: Sequence[_Piece], pass_of: Sequence[str], casts: str, of_x: int) -> Iterator[str]:

@@ -50,7 +50,10 @@ class StepWorker(MeasuringProcess):
         self.kit = self.load(KITS)
         if self.kit is None:
             return
-        self.say("hello", device=self.device_facts(), versions=_versions(self.request["backend"]))
+        versions = {"torch": torch.__version__}
+        if self.on_gpu:
+            versions[self.kit.name] = importlib.import_module(self.kit.name).__version__
+        self.say("hello", device=self.device_facts(), versions=versions)
         if self.request["host"]:
             for variant in self.variants:
                 if not self._kit_of(variant).why_not(self.plan):
@@ -97,7 +100,7 @@ class StepWorker(MeasuringProcess):
         except Exception as error:
             self.failed(name, error)
             step = None
-        if step is None:
+        if step is None:  # outside of `except`, where the exception would keep its memory alive
             gc.collect()
             if self.on_gpu:
                 torch.cuda.empty_cache()
@@ -254,13 +257,6 @@ class _Launched(NamedTuple):
     name: str
     times_ms: Callable[[], list[float]]
     ends_round: bool
-
-
-def _versions(backend: str) -> dict[str, str]:
-    versions = {"torch": torch.__version__}
-    if backend in ("transformer_engine", "torchao"):
-        versions[backend] = importlib.import_module(backend).__version__
-    return versions
 
 
 if __name__ == "__main__":

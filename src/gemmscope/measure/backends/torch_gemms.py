@@ -81,7 +81,6 @@ def _of_first_expert(task: Task, operands: Operands, result: torch.Tensor) -> to
 
 
 def _gemm(task: Task, recipe: Recipe, operands: Operands) -> GemmCall:
-    """One GEMM of two operands."""
     if not recipe.quantizes:
         return operands.plain_gemm(task.pass_name)
     left, right = operands.factors(task.pass_name)

@@ -27,6 +27,7 @@ from torchao.float8.float8_ops import addmm_float8_unwrapped, preprocess_addmm
 from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import GemmInputRole, choose_scaled_mm_config
 
+from gemmscope.errors import in_a_line
 from gemmscope.measure.backends.base import Backend, Options, Prepared, TimedStep, one_after_another
 from gemmscope.measure.backends.reference import Operands, OperandStore
 from gemmscope.recipe.recipes import Recipe, recipe
@@ -67,17 +68,12 @@ class TorchaoBackend(Backend):
         if not torch.cuda.is_available():
             return "no GPU"
         known = support(recipe.name, torch.cuda.get_device_capability())
-        return known.note if not known.runs else self._why_not_converted(recipe)
-
-    def _why_not_converted(self, recipe: Recipe) -> str:
-        """Let torchao convert a small layer, to see whether its version and PyTorch's support the recipe."""
-        if not recipe.quantizes:
-            return ""
-        try:
+        if not known.runs or not recipe.quantizes:
+            return "" if known.runs else known.note
+        try:  # converting a small layer shows whether torchao's version and PyTorch's support the recipe
             _convert(_model(torch.empty(128, 128, dtype=torch.bfloat16)), recipe.settings[self.name])
         except Exception as error:
-            lines = str(error).strip().splitlines() or [""]
-            return f"torchao {torchao.__version__} cannot convert a layer to it: {type(error).__name__}: {lines[0]}"
+            return f"torchao {torchao.__version__} cannot convert a layer to it: {in_a_line(error)}"
         return ""
 
     def why_not_task(self, task: Task) -> str:
@@ -150,7 +146,6 @@ def _convert(model: torch.nn.Module, settings: Mapping[str, Any]) -> torch.nn.Mo
 
 
 def _named(path: str) -> Any:
-    """The object at a dotted path."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
 
@@ -244,7 +239,6 @@ class _Inverted:
 
 
 def _multiply(a: torch.Tensor, a_inverse: torch.Tensor, b: torch.Tensor, b_inverse: torch.Tensor, fast: bool) -> torch.Tensor:
-    """torchao's GEMM of two cast operands."""
     return addmm_float8_unwrapped(a, _Inverted(a_inverse), b, _Inverted(b_inverse), torch.bfloat16, use_fast_accum=fast)
 
 
