@@ -6,7 +6,7 @@ measurement can show.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gemmscope.findings import Fact, Finding, finding
@@ -27,8 +27,8 @@ def linear_findings(linears: Linears) -> list[Finding]:
     return [
         *_fallbacks(linears),
         *_unproven(linears),
-        *_left_in_baseline(linears),
-        *_not_split(linears),
+        *_by_reason("left-in-baseline", ((cell.recipe, cell.left_in_baseline, cell.op) for cell in linears.ops)),
+        *_by_reason("not-split", ((cell.recipe, cell.not_split, cell.op) for cell in linears.ops if not cell.left_in_baseline)),
         *_same_kernels(linears),
         *_dgrad(linears),
         *_quantization(linears),
@@ -40,11 +40,13 @@ def linear_findings(linears: Linears) -> list[Finding]:
 
 def measurement_findings(measurements: Measurements, linears: Linears) -> list[Finding]:
     """What the measurement itself tells."""
+    tasks = measurements.tasks.values()
+    sums = dict.fromkeys(result.task.recipe for result in tasks if result.facts.get("sum_of"))
     return [
         *([] if linears.ops else [finding("nothing-measured")]),
         *measurements.findings,
-        *_failures(measurements),
-        *_sums(measurements),
+        *_by_reason("not-measured", ((result.task.recipe, result.failure, result.task.case.op) for result in tasks)),
+        *(finding("measured-as-sum", recipe=name) for name in sums),
         *speedups_leaving_high(linears, measurements.speedup_leaving),
         *([finding("single-round")] if measurements.complete_rounds == 1 else []),
         *_warm_cache(measurements),
@@ -105,20 +107,11 @@ def _unproven(linears: Linears) -> Iterator[Finding]:
             yield finding("unproven-no-kernels", recipe=name)
 
 
-def _left_in_baseline(linears: Linears) -> list[Finding]:
-    cells = [cell for cell in linears.ops if cell.left_in_baseline]
-    groups = _joined(((cell.recipe, cell.left_in_baseline), cell.op) for cell in cells)
-    return [finding("left-in-baseline", recipe=name, ops=_once(ops), reason=reason) for (name, reason), ops in groups.items()]
-
-
-def _not_split(linears: Linears) -> list[Finding]:
-    cells = [cell for cell in linears.ops if cell.not_split and not cell.left_in_baseline]
-    groups = _joined(((cell.recipe, cell.not_split), cell.op) for cell in cells)
-    return [finding("not-split", recipe=name, ops=ops, reason=reason) for (name, reason), ops in groups.items()]
-
-
-def _once(ops: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(ops))
+def _by_reason(code: str, reasons: Iterable[tuple[str, str, str]]) -> Iterator[Finding]:
+    """One finding for each recipe and reason, from (recipe, reason, op); an empty reason is none."""
+    groups = _joined(((name, reason), op) for name, reason, op in reasons if reason)
+    for (name, reason), ops in groups.items():
+        yield finding(code, recipe=name, ops=list(dict.fromkeys(ops)), reason=reason)
 
 
 def _same_kernels(linears: Linears) -> Iterator[Finding]:
@@ -208,18 +201,6 @@ def speedups_leaving_high(
     ]
 
 
-def _failures(measurements: Measurements) -> list[Finding]:
-    failed = [result for result in measurements.tasks.values() if result.failure]
-    groups = _joined(((result.task.recipe, result.failure), result.task.case.op) for result in failed)
-    return [finding("not-measured", recipe=name, ops=_once(ops), reason=reason) for (name, reason), ops in groups.items()]
-
-
-def _sums(measurements: Measurements) -> list[Finding]:
-    """Where a linear and its GEMMs are one measurement."""
-    names = dict.fromkeys(result.task.recipe for result in measurements.tasks.values() if result.facts.get("sum_of"))
-    return [finding("measured-as-sum", recipe=name) for name in names]
-
-
 def _warm_cache(measurements: Measurements) -> list[Finding]:
     """Shapes so small that all their sets of buffers together stay in the cache."""
     cache = measurements.hello.get("device", {}).get("l2_bytes") or 0
@@ -228,7 +209,7 @@ def _warm_cache(measurements: Measurements) -> list[Finding]:
         (result.task.case, int(result.facts.get("copies", 1))) for result in measurements.tasks.values() if result.measured
     ]
     warm = [case.op for case, copies in measured if case.bytes_touched * copies < enough]
-    return [finding("warm-cache", ops=_once(warm))] if warm else []
+    return [finding("warm-cache", ops=list(dict.fromkeys(warm)))] if warm else []
 
 
 def _states(measurements: Measurements, name: str, mode: Mode) -> list[dict[str, Any]]:
