@@ -31,8 +31,7 @@ from support.small_steps import two_layers
 
 torch = pytest.importorskip("torch", reason="steps need torch")
 
-from gemmscope.step.blocks import activation_of  # noqa: E402
-from gemmscope.step.kits.plain import PlainKit  # noqa: E402
+from gemmscope.step.kits.plain import Kit, activation_of  # noqa: E402
 from gemmscope.step.marks import recording  # noqa: E402
 from gemmscope.step.stack import Stack, Step, Weights  # noqa: E402
 
@@ -61,7 +60,7 @@ def plan(name: str, **run: Any) -> StackPlan:
 
 def step(name: str, recipe_name: str = "FP32", *, real: bool = False, **run: Any) -> Step:
     made = plan(name, **run)
-    return Step(made.unrolled() if real else made, PlainKit(recipe(recipe_name)), Weights(), "cpu")
+    return Step(made.unrolled() if real else made, Kit(recipe(recipe_name)), Weights(), "cpu")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -82,7 +81,7 @@ def test_weights_are_shared_among_layers_of_a_kind(kinds: list[str]) -> None:
 @pytest.mark.parametrize("name", presets.names())
 def test_every_preset_can_be_built_and_run(name: str) -> None:
     """Two layers of it on the meta device, forward and backward; what FP8 needs of sizes, they all have."""
-    made, kit = two_layers(name), PlainKit(recipe("BF16"), device="meta")
+    made, kit = two_layers(name), Kit(recipe("BF16"), device="meta")
     stack = Stack(made, kit, Weights(), "meta")
     labels = torch.zeros(made.tokens, dtype=torch.long, device="meta")
     states = torch.zeros(made.tokens, made.hidden_size, dtype=kit.precision, device="meta")

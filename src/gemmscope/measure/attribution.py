@@ -15,8 +15,9 @@ Every kernel is counted: fills and copies with the kernel they precede, and kern
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from gemmscope.measure.kernels import KernelFacts, KernelRun, classify
 from gemmscope.results.linears import QUANTIZED_ONCE, QUANTIZED_PER_GEMM, quantization_by_pass
@@ -83,11 +84,12 @@ def attribute(
     labels = [label for label, served in CASTS[casts].items() if set(served) & set(passes)]
     times_us = dict.fromkeys([*passes, *labels, "other"], 0.0)
     kernels: dict[str, list[str]] = {}
-    of_x = _casts_of_x(pieces, weights=0 if weight_cached else max(len(rows), 1))
-    walk = _Walk([name for name in passes for _ in range(gemms_per_pass)], casts, of_x)
-    for piece in pieces:
-        part = walk.part_of(piece)
-        part = part if part in times_us else "other"
+    # before the first GEMM, every weight has one cast; X has the others: one, or one per expert
+    before = takewhile(lambda piece: not piece.starts_gemm, pieces)
+    of_x = max(sum(piece.facts.ends_tensor for piece in before) - (0 if weight_cached else max(len(rows), 1)), 1)
+    pass_of = [name for name in passes for _ in range(gemms_per_pass)]
+    for piece, label in zip(pieces, _parts(pieces, pass_of, casts, of_x), strict=True):
+        part = label if label in times_us else "other"
         times_us[part] += piece.time_us
         kernels.setdefault(part, []).append(piece.name)
     return Parts(
@@ -111,40 +113,20 @@ def _pieces(runs: Sequence[KernelRun]) -> tuple[list[_Piece], float]:
     return pieces, sum(waiting.values())
 
 
-def _casts_of_x(pieces: Sequence[_Piece], weights: int) -> int:
-    """How many casts before the first GEMM belong to X. Every weight has one; X has the others: one, or one per expert."""
-    forward = next(index for index, piece in enumerate(pieces) if piece.starts_gemm)
-    return max(sum(piece.facts.ends_tensor for piece in pieces[:forward]) - weights, 1)
-
-
-class _Walk:
-    """The position among the kernels: how many GEMMs and casts have passed."""
-
-    def __init__(self, pass_of: Sequence[str], casts: str, of_x: int) -> None:
-        self._pass_of, self._casts, self._of_x = pass_of, casts, of_x  # pass_of: of the first GEMM, the second, …
-        self._gemms = self._cast = 0
-        self._after_gemm = False
-
-    def part_of(self, piece: _Piece) -> str:
-        """The part of the next kernel: a pass, a quantized tensor, or neither."""
-        kind = piece.facts.kernel_class
-        part = "other"
-        if kind == "gemm":
-            self._gemms += piece.starts_gemm
-            part = self._pass_of[max(self._gemms - 1, 0)]
-        elif kind == "quantize":
-            part = self._tensor() if self._casts == "once" else self._gemm(piece)
-            self._cast += piece.facts.ends_tensor
-        self._after_gemm = kind == "gemm"
-        return part
-
-    def _tensor(self) -> str:
-        if self._gemms:
-            return "dY"
-        return "X" if self._cast < self._of_x else "W"
-
-    def _gemm(self, piece: _Piece) -> str:
-        """The next GEMM; the one before, if this scales its output; the last one, if there is no next."""
-        scales_output = self._after_gemm and piece.facts.scales_output
-        index = self._gemms - 1 if scales_output else self._gemms
-        return f"for {self._pass_of[min(index, len(self._pass_of) - 1)]}"
+def _parts(pieces: Sequence[_Piece], pass_of: Sequence[str], casts: str, of_x: int) -> Iterator[str]:
+    """The part of each kernel in turn: a pass, a quantized tensor, or neither. `pass_of`: of the first GEMM, the second, …"""
+    gemms = ended = 0  # how many GEMMs have started, and how many casts have ended
+    after_gemm = False
+    for piece in pieces:
+        facts, part = piece.facts, "other"
+        if facts.kernel_class == "gemm":
+            gemms += piece.starts_gemm
+            part = pass_of[max(gemms - 1, 0)]
+        elif facts.kernel_class == "quantize" and casts == "once":
+            part = "dY" if gemms else "X" if ended < of_x else "W"
+        elif facts.kernel_class == "quantize":  # of the next GEMM, unless it scales the output of the last one or no GEMM follows
+            scaled = gemms - 1 if after_gemm and facts.scales_output else gemms
+            part = f"for {pass_of[min(scaled, len(pass_of) - 1)]}"
+        ended += facts.kernel_class == "quantize" and facts.ends_tensor
+        after_gemm = facts.kernel_class == "gemm"
+        yield part

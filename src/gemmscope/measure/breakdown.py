@@ -33,7 +33,7 @@ def _autocast(measurements: Measurements, result: TaskResult) -> OpTime:
     split: dict[str, Any] = {}
     if result.kernels:
         try:
-            parts = _parts(result, _habits(measurements, task.recipe))
+            parts = _parts(result, measurements.hello.get("versions", {}))
         except AttributionError as error:
             split["not_split"] = str(error)
         else:
@@ -55,16 +55,11 @@ def _autocast(measurements: Measurements, result: TaskResult) -> OpTime:
     )
 
 
-def _habits(measurements: Measurements, recipe_name: str) -> Mapping[str, Any]:
-    """How the framework that was measured casts in this recipe; its versions tell which framework that was."""
-    requested, versions = recipe(recipe_name), measurements.hello.get("versions", {})
-    backend = next((name for name in requested.backends if name in versions), "")
-    habits: Mapping[str, Any] = requested.settings.get(backend, {})
-    return habits
-
-
-def _parts(result: TaskResult, habits: Mapping[str, Any]) -> Parts:
+def _parts(result: TaskResult, versions: Mapping[str, str]) -> Parts:
     """The kernels of one run; a graph with several sets of buffers holds as many runs, of which the first is used."""
+    requested = recipe(result.task.recipe)
+    backend = next((name for name in requested.backends if name in versions), "")
+    habits = requested.settings.get(backend, {})  # how the framework that was measured casts in this recipe
     runs = [KernelRun(*kernel) for kernel in result.kernels]
     facts, case = result.facts, result.task.case
     order = facts.get("order") or habits.get("order", ())

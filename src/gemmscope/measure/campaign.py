@@ -10,37 +10,19 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from gemmscope.errors import UserError, option
 from gemmscope.findings import finding
+from gemmscope.measure.journal import Journal
 from gemmscope.measure.link import Link
 from gemmscope.measure.measurements import Measurements
 from gemmscope.measure.sampler import Group, StoppingRule
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.bench import BenchSettings, Counts
 from gemmscope.workload.cases import MODES, Case, Mode, Task
-
-
-class Keeper(Protocol):
-    """What a campaign needs of a journal (`journal.py`)."""
-
-    def begin(self, fingerprint: str, command: list[str]) -> int:
-        """A new campaign's number."""
-
-    def write(self, campaign: int, message: dict[str, Any]) -> str:
-        """Write one message; the reason if it cannot be written, once."""
-
-    def finish(self, campaign: int) -> None:
-        """Nothing is left to resume."""
-
-    def unfinished(self, fingerprint: str) -> int | None:
-        """An earlier campaign that measured the same and was cut short."""
-
-    def messages(self, campaign: int) -> Iterator[dict[str, Any]]:
-        """Its messages."""
 
 
 @dataclass
@@ -50,7 +32,7 @@ class Campaign:
     tasks: Sequence[Task]
     settings: BenchSettings
     rule: StoppingRule
-    journal: Keeper
+    journal: Journal
     command: Sequence[str] = ()
     on_message: Callable[[dict[str, Any], Measurements], None] = lambda *_: None
     started: Link | None = None  # a worker that was started early: it imports torch while others read the model
@@ -100,15 +82,15 @@ class Campaign:
         """One worker after another, until one ends normally: each that dies costs the task it died at."""
         while True:
             left = [task for task in tasks if not self.results.tasks[task.key].failure]
-            blamed = self._one_worker(number, left) if left else None
-            if blamed is None:
+            failure = self._one_worker(number, left) if left else None
+            if failure is None:
                 return
-            self._note(number, blamed)
+            self._note(number, failure)
 
     def _crowded_out(self, narrow: Callable[[Task, Task], bool]) -> list[list[Task]]:
         """Smaller sets in which tasks that ran out of memory get another try; none that is as large as all together."""
         failed = [result.task for result in self.results.tasks.values() if result.failure_kind == "out of memory"]
-        sets = dict.fromkeys(tuple(each for each in self.tasks if narrow(task, each)) for task in failed)
+        sets = dict.fromkeys(tuple(other for other in self.tasks if narrow(task, other)) for task in failed)
         return [list(tasks) for tasks in sets if len(tasks) < len(self.tasks)]
 
     def _enough(self) -> bool:
@@ -132,14 +114,16 @@ class Campaign:
     def _one_worker(self, number: int, tasks: Sequence[Task]) -> dict[str, Any] | None:
         """Run one worker. None if it ended normally, else the failure of the task it died at."""
         early, self.started = self.started, None
+        had = {task.key: len(self.results.tasks[task.key].rounds_ms) for task in tasks}  # bursts of processes before this one
+        request = {
+            **asdict(self.settings),
+            "least_rounds": self.rule.least_rounds,
+            "had": had if self.settings.counts else {},
+            "tasks": [task.to_json() for task in tasks],
+        }
         with early or Link() as link:
             death = link.converse(
-                {
-                    **asdict(self.settings),
-                    "least_rounds": self.rule.least_rounds,
-                    "had": self._bursts_had(tasks),
-                    "tasks": [task.to_json() for task in tasks],
-                },
+                request,
                 silence_s=self.settings.silence_s,
                 note=lambda message: self._note(number, message),
                 enough=self._enough,
@@ -147,15 +131,10 @@ class Campaign:
             )
         if death is None:
             return None
-        at = death.task or tasks[0].key
-        result = self.results.tasks[at]
-        if result.failure:  # it reported the failure itself before it died
-            return _failure(at, result.failure, result.failure_kind)
-        return _failure(at, death.why, death.kind)
-
-    def _bursts_had(self, tasks: Sequence[Task]) -> dict[str, int]:
-        """Where runs are counted, those of earlier processes (one that died, or was interrupted) count too: bursts by task."""
-        return {task.key: len(self.results.tasks[task.key].rounds_ms) for task in tasks} if self.settings.counts else {}
+        result = self.results.tasks[death.task or tasks[0].key]
+        reported = bool(result.failure)  # by the worker itself, before it died
+        why, kind = (result.failure, result.failure_kind) if reported else (death.why, death.kind)
+        return {"type": "failed", "task": result.task.key, "why": why, "kind": kind}
 
     def _wanted(self, tasks: Sequence[Task]) -> list[Group]:
         """What to measure more of, of what this worker can measure; what is known worst comes first."""
@@ -185,7 +164,3 @@ def _must_be_alike(earlier: dict[str, Any], now: dict[str, Any]) -> None:
 def _identity(hello: dict[str, Any]) -> dict[str, Any]:
     device = hello.get("device", {})
     return {**hello.get("versions", {}), "GPU": device.get("name"), "power limit": device.get("power_limit_w")}
-
-
-def _failure(task: str, why: str, kind: str) -> dict[str, Any]:
-    return {"type": "failed", "task": task, "why": why, "kind": kind}

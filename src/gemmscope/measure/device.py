@@ -1,17 +1,21 @@
-"""What all measuring processes share: the GPU in use, what kind of failure an exception is, and the parent's orders."""
+"""What all measuring processes share: the request, messages to the parent, failures, the GPU in use, and the parent's orders."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import select
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
+from gemmscope.errors import in_a_line
 from gemmscope.gpu.nvml import Gpu, open_nvml
+from gemmscope.process import without_jax
 from gemmscope.workload.cases import Task
 
 
@@ -22,22 +26,6 @@ def gpu_in_use() -> Gpu | None:
         return None
     uuid = str(torch.cuda.get_device_properties(0).uuid)
     return nvml.gpu_by_uuid(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}") or nvml.gpu(0)
-
-
-def device_facts(gpu: Gpu | None, *, on_gpu: bool) -> dict[str, Any]:
-    """The description of the device in a result."""
-    if not on_gpu or not torch.cuda.is_available():
-        return {"name": "CPU"}
-    properties = torch.cuda.get_device_properties(0)
-    facts = {
-        "name": properties.name,
-        "compute_capability": f"{properties.major}.{properties.minor}",
-        "memory_bytes": properties.total_memory,
-        "multiprocessors": properties.multi_processor_count,
-        "l2_bytes": properties.L2_cache_size,
-        "cuda": torch.version.cuda,
-    }
-    return facts | ({"power_limit_w": gpu.power_limit_w(), "max_sm_mhz": gpu.max_sm_mhz()} if gpu else {})
 
 
 OUT_OF_MEMORY = ("out of memory", "alloc_failed", "can't allocate memory")  # in messages of CUDA, cuBLAS and the CPU allocator
@@ -54,6 +42,84 @@ def failure_kind(error: Exception, *, on_gpu: bool) -> str:
     if isinstance(error, torch.OutOfMemoryError) or any(phrase in text.lower() for phrase in OUT_OF_MEMORY):
         return "out of memory"
     return "CUDA fault" if on_gpu and any(phrase in text for phrase in STICKY) else "error"
+
+
+class MeasuringProcess:
+    """Takes one request and reports to the parent. Subclasses implement `main`."""
+
+    def __init__(self, request: dict[str, Any], out: Any) -> None:
+        self.request, self.out = request, out
+        self.on_gpu = request["backend"] != "cpu"
+        self.device = "cuda" if self.on_gpu else "cpu"
+        self.gpu = gpu_in_use() if self.on_gpu else None
+
+    @classmethod
+    def serve(cls) -> None:
+        """Read the request from standard input, send messages to the descriptor named on the command line."""
+        line = sys.stdin.readline()
+        if not line:
+            return  # started ahead of time, and not needed
+        with os.fdopen(int(sys.argv[1]), "w", encoding="utf-8") as out:
+            cls(json.loads(line), out).main()
+
+    def main(self) -> None:
+        """Measure what was requested."""
+        raise NotImplementedError
+
+    def say(self, message_type: str, **content: Any) -> None:
+        """Send one message."""
+        self.out.write(json.dumps({"type": message_type, **content}) + "\n")
+        self.out.flush()
+
+    def begin(self, task: str, what: str) -> None:
+        """Name the current task, so that a crash can be attributed; also a sign of life."""
+        self.say("begin", task=task, what=what)
+
+    def warn(self, code: str, **facts: Any) -> None:
+        """Report a finding of the measurement itself."""
+        self.say("finding", code=code, facts=facts)
+
+    def failed(self, task: str, error: Exception) -> None:
+        """Report the failure of one task. After a sticky CUDA error the process cannot go on."""
+        kind = failure_kind(error, on_gpu=self.on_gpu)
+        self.say("failed", task=task, why=in_a_line(error), kind=kind)
+        if kind == "CUDA fault":
+            os._exit(70)
+
+    def load(self, classes: Mapping[str, tuple[str, str]]) -> Any:
+        """The class of the requested backend; None, after a message that says why, if it does not load."""
+        module, class_name = classes[self.request["backend"]]
+        try:
+            with without_jax():
+                return getattr(importlib.import_module(module), class_name)
+        except Exception as error:
+            self.say("fatal", why=f"the {self.request['backend']} backend does not load: {in_a_line(error)}")
+            return None
+
+    def device_facts(self) -> dict[str, Any]:
+        """The description of the device in a result."""
+        if not self.on_gpu or not torch.cuda.is_available():
+            return {"name": "CPU"}
+        properties = torch.cuda.get_device_properties(0)
+        facts = {
+            "name": properties.name,
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "memory_bytes": properties.total_memory,
+            "multiprocessors": properties.multi_processor_count,
+            "l2_bytes": properties.L2_cache_size,
+            "cuda": torch.version.cuda,
+        }
+        return facts | ({"power_limit_w": self.gpu.power_limit_w(), "max_sm_mhz": self.gpu.max_sm_mhz()} if self.gpu else {})
+
+    def gpu_state(self) -> dict[str, Any]:
+        """Clock, power and temperature at this moment; empty where the driver cannot be asked."""
+        return asdict(self.gpu.read()) if self.gpu else {}
+
+    def send_samples(self, number: int, times_ms: dict[str, list[float]], state: dict[str, Any], *, ends_round: bool) -> None:
+        """The samples of one burst of round `number`."""
+        self.say("samples", round=number, times_ms=times_ms, state=state)
+        if ends_round:
+            self.say("round", round=number)
 
 
 class Orders:

@@ -6,7 +6,7 @@ measurement can show.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gemmscope.findings import Fact, Finding, finding
@@ -27,8 +27,8 @@ def linear_findings(linears: Linears) -> list[Finding]:
     return [
         *_fallbacks(linears),
         *_unproven(linears),
-        *_left_in_baseline(linears),
-        *_not_split(linears),
+        *_by_reason("left-in-baseline", ((cell.recipe, cell.left_in_baseline, cell.op) for cell in linears.ops)),
+        *_by_reason("not-split", ((cell.recipe, cell.not_split, cell.op) for cell in linears.ops if not cell.left_in_baseline)),
         *_same_kernels(linears),
         *_dgrad(linears),
         *_quantization(linears),
@@ -40,16 +40,20 @@ def linear_findings(linears: Linears) -> list[Finding]:
 
 def measurement_findings(measurements: Measurements, linears: Linears) -> list[Finding]:
     """What the measurement itself tells."""
+    tasks = measurements.tasks.values()
+    sums = dict.fromkeys(result.task.recipe for result in tasks if result.facts.get("sum_of"))
     return [
         *([] if linears.ops else [finding("nothing-measured")]),
         *measurements.findings,
-        *_failures(measurements),
-        *_sums(measurements),
+        *_by_reason("not-measured", ((result.task.recipe, result.failure, result.task.case.op) for result in tasks)),
+        *(finding("measured-as-sum", recipe=name) for name in sums),
         *speedups_leaving_high(linears, measurements.speedup_leaving),
         *([finding("single-round")] if measurements.complete_rounds == 1 else []),
         *_warm_cache(measurements),
         *_slowed_down(measurements, linears),
-        *_state(measurements, linears),
+        *state_findings(
+            [state for name in linears.recipes for mode in linears.modes for state in _states(measurements, name, mode)]
+        ),
     ]
 
 
@@ -70,80 +74,61 @@ def _joined(pairs: Iterator[tuple[tuple[Any, ...], str]]) -> dict[tuple[Any, ...
     return groups
 
 
-def _fallbacks(linears: Linears) -> list[Finding]:
-    cells = ((cell, proofs) for cell in linears.ops if (proofs := cell.fallbacks))
-    found = (((cell.recipe, cell.mode, *_passes(proofs)), cell.op) for cell, proofs in cells)
-    return [
-        finding("fallback", ops=ops, recipe=name, mode=mode, passes=list(passes), ran=ran, requested=requested)
-        for (name, mode, passes, ran, requested), ops in _joined(found).items()
-    ]
+def _fallbacks(linears: Linears) -> Iterator[Finding]:
+    fallbacks: dict[tuple[Any, ...], list[str]] = {}
+    for cell in linears.ops:
+        if proofs := cell.fallbacks:
+            ran, requested = (
+                " and ".join(dict.fromkeys(getattr(proof, field) for proof in proofs.values())) for field in ("ran", "requested")
+            )
+            fallbacks.setdefault((cell.recipe, cell.mode, tuple(proofs), ran, requested), []).append(cell.op)
+    for (name, mode, passes, ran, requested), ops in fallbacks.items():
+        yield finding("fallback", ops=ops, recipe=name, mode=mode, passes=list(passes), ran=ran, requested=requested)
 
 
-def _passes(proofs: Mapping[Any, Any]) -> tuple[tuple[str, ...], str, str]:
-    """The passes that fell back, and what they ran and should have run, each once."""
-    ran = " and ".join(dict.fromkeys(proof.ran for proof in proofs.values()))
-    return tuple(proofs), ran, " and ".join(dict.fromkeys(proof.requested for proof in proofs.values()))
-
-
-def _unproven(linears: Linears) -> list[Finding]:
+def _unproven(linears: Linears) -> Iterator[Finding]:
     """Precisions that kernel names do not prove, or that other kernels emulate: once for each reason."""
     if linears.forecast:
-        return []
-    proofs = (
-        (cell, pass_name, proof)
-        for cell in linears.ops
-        if not cell.left_in_baseline
+        return
+    cells = [cell for cell in linears.ops if not cell.left_in_baseline]
+    groups = _joined(
+        ((proof.verdict, bool(proof.kernels), cell.recipe, proof.ran, proof.requested), f"{cell.op} {pass_name}")
+        for cell in cells
         for pass_name, proof in cell.evidence.items()
         if proof.verdict in ("unproven", "emulated")
     )
-    groups = _joined(
-        ((proof.verdict, bool(proof.kernels), cell.recipe, proof.ran, proof.requested), f"{cell.op} {pass_name}")
-        for cell, pass_name, proof in proofs
-    )
-    lines = []
     for (verdict, seen, name, ran, requested), passes in groups.items():
         if verdict == "emulated":
-            lines.append(finding("emulated", recipe=name, passes=passes, ran=ran, requested=requested))
+            yield finding("emulated", recipe=name, passes=passes, ran=ran, requested=requested)
         else:
-            lines.append(finding("unproven" if seen else "unproven-no-gemm", recipe=name, passes=passes))
-    blind = [cell.recipe for cell in linears.ops if not cell.evidence and not cell.left_in_baseline]
-    return lines + [finding("unproven-no-kernels", recipe=name) for name in dict.fromkeys(blind) if recipe(name).quantizes]
+            yield finding("unproven" if seen else "unproven-no-gemm", recipe=name, passes=passes)
+    for name in dict.fromkeys(cell.recipe for cell in cells if not cell.evidence):
+        if recipe(name).quantizes:
+            yield finding("unproven-no-kernels", recipe=name)
 
 
-def _left_in_baseline(linears: Linears) -> list[Finding]:
-    cells = [cell for cell in linears.ops if cell.left_in_baseline]
-    groups = _joined(((cell.recipe, cell.left_in_baseline), cell.op) for cell in cells)
-    return [finding("left-in-baseline", recipe=name, ops=_once(ops), reason=reason) for (name, reason), ops in groups.items()]
+def _by_reason(code: str, reasons: Iterable[tuple[str, str, str]]) -> Iterator[Finding]:
+    """One finding for each recipe and reason, from (recipe, reason, op); an empty reason is none."""
+    groups = _joined(((name, reason), op) for name, reason, op in reasons if reason)
+    for (name, reason), ops in groups.items():
+        yield finding(code, recipe=name, ops=list(dict.fromkeys(ops)), reason=reason)
 
 
-def _not_split(linears: Linears) -> list[Finding]:
-    cells = [cell for cell in linears.ops if cell.not_split and not cell.left_in_baseline]
-    groups = _joined(((cell.recipe, cell.not_split), cell.op) for cell in cells)
-    return [finding("not-split", recipe=name, ops=ops, reason=reason) for (name, reason), ops in groups.items()]
+def _same_kernels(linears: Linears) -> Iterator[Finding]:
+    for name in linears.recipes if "pre-quantized" in linears.modes else ():
+        other = linears.measured_as(name, "pre-quantized")
+        if other != name:
+            yield finding("same-kernels", recipe=name, other=other)
 
 
-def _once(ops: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(ops))
-
-
-def _same_kernels(linears: Linears) -> list[Finding]:
-    if "pre-quantized" not in linears.modes:
-        return []
-    pairs = {name: linears.measured_as(name, "pre-quantized") for name in linears.recipes}
-    return [finding("same-kernels", recipe=name, other=other) for name, other in pairs.items() if other != name]
-
-
-def _dgrad(linears: Linears) -> list[Finding]:
+def _dgrad(linears: Linears) -> Iterator[Finding]:
     """Dgrad and fprop have as many FLOPs, but other sizes and other kernels."""
-    lines = []
     for mode in linears.modes:
         sums = {name: total.pass_ms for name in linears.columns(mode) if (total := linears.total(name, mode)) is not None}
-        ratios = {
-            name: times["dgrad"] / times["fprop"] for name, times in sums.items() if times.get("dgrad") and times.get("fprop")
-        }
-        if ratios:
-            lines.append(finding("dgrad-over-fprop", mode=mode, ratios=ratios))
-    return lines
+        trained = {name: times for name, times in sums.items() if times.get("dgrad") and times.get("fprop")}
+        if trained:
+            ratios = {name: times["dgrad"] / times["fprop"] for name, times in trained.items()}
+            yield finding("dgrad-over-fprop", mode=mode, ratios=ratios)
 
 
 def _quantization(linears: Linears) -> list[Finding]:
@@ -170,33 +155,30 @@ def _slower(linears: Linears) -> list[Finding]:
     return [finding("ops-slower", recipe=name, mode=mode, speedups=ops) for (name, mode), ops in slower.items()]
 
 
-def _too_close(linears: Linears) -> list[Finding]:
+def _too_close(linears: Linears) -> Iterator[Finding]:
     close = (((name, mode), op) for name, mode, op, speedup in _op_speedups(linears) if speedup.includes_one)
-    lines = [finding("ops-too-close", recipe=name, mode=mode, ops=ops) for (name, mode), ops in _joined(close).items()]
+    for (name, mode), ops in _joined(close).items():
+        yield finding("ops-too-close", recipe=name, mode=mode, ops=ops)
     for mode, winner in linears.winners.items():
-        lines += [
-            finding("too-close-to-call", recipe=winner.best, over=other, what=f"all linears, {mode}") for other in winner.rivals
-        ]
-    return lines
+        for other in winner.rivals:
+            yield finding("too-close-to-call", recipe=winner.best, over=other, what=f"all linears, {mode}")
 
 
-def _host_bound(linears: Linears) -> list[Finding]:
+def _host_bound(linears: Linears) -> Iterator[Finding]:
     """Where launching takes longer than running: of all linears together, because one op leaves the CPU time to catch up with
     another; of each bare GEMM."""
-    lines = []
     for name in linears.recipes:
         cells = [(cell, case.count) for case in linears.cases if (cell := linears.op_time(case.op, name, "autocast"))]
         bound = [cell for cell, _ in cells if cell.host_bound]
         if linears.bare and bound:
-            lines.append(finding("host-bound-gemms", recipe=name, ops=[cell.op for cell in bound]))
+            yield finding("host-bound-gemms", recipe=name, ops=[cell.op for cell in bound])
             continue
         host_ms = sum(cell.host_ms * count for cell, count in cells)
         gpu_ms = sum(cell.total_ms.value * count for cell, count in cells)
         if bound and host_ms > gpu_ms:
             worst: OpTime = max(bound, key=lambda cell: cell.host_ms / cell.total_ms.value)
             of_worst: dict[str, Fact] = {"op": worst.op, "op_host_ms": worst.host_ms, "op_gpu_ms": worst.total_ms.value}
-            lines.append(finding("host-bound-linears", recipe=name, host_ms=host_ms, gpu_ms=gpu_ms, **of_worst))
-    return lines
+            yield finding("host-bound-linears", recipe=name, host_ms=host_ms, gpu_ms=gpu_ms, **of_worst)
 
 
 def speedups_leaving_high(
@@ -209,49 +191,29 @@ def speedups_leaving_high(
     left = [case for case in linears.cases if case.op in LEFT_HIGH]
     if not left or len(left) == len(linears.cases):
         return []
-    lines = []
-    for mode in linears.modes:
-        for name in linears.columns(mode):
-            if recipe(name).quantizes and linears.speedup(name, mode) is not None:
-                speedup = speedup_leaving(name, mode, left)
-                if speedup is not None:
-                    ops = [case.op for case in left]
-                    lines.append(finding("speedup-leaving-ops", recipe=name, mode=mode, ops=ops, over=BASELINE, speedup=speedup))
-    return lines
-
-
-def _failures(measurements: Measurements) -> list[Finding]:
-    failed = [result for result in measurements.tasks.values() if result.failure]
-    groups = _joined(((result.task.recipe, result.failure), result.task.case.op) for result in failed)
-    return [finding("not-measured", recipe=name, ops=_once(ops), reason=reason) for (name, reason), ops in groups.items()]
-
-
-def _sums(measurements: Measurements) -> list[Finding]:
-    """Where a linear and its GEMMs are one measurement."""
-    names = dict.fromkeys(result.task.recipe for result in measurements.tasks.values() if result.facts.get("sum_of"))
-    return [finding("measured-as-sum", recipe=name) for name in names]
+    ops = [case.op for case in left]
+    return [
+        finding("speedup-leaving-ops", recipe=name, mode=mode, ops=ops, over=BASELINE, speedup=speedup)
+        for mode in linears.modes
+        for name in linears.columns(mode)
+        if recipe(name).quantizes and linears.speedup(name, mode) is not None
+        if (speedup := speedup_leaving(name, mode, left)) is not None
+    ]
 
 
 def _warm_cache(measurements: Measurements) -> list[Finding]:
     """Shapes so small that all their sets of buffers together stay in the cache."""
     cache = measurements.hello.get("device", {}).get("l2_bytes") or 0
-    warm = [
-        result.task.case.op
-        for result in measurements.tasks.values()
-        if result.measured
-        and result.task.case.bytes_touched * int(result.facts.get("copies", 1)) < LEAST_BYTES_IN_FLIGHT_OVER_L2 * cache
+    enough = LEAST_BYTES_IN_FLIGHT_OVER_L2 * cache
+    measured = [
+        (result.task.case, int(result.facts.get("copies", 1))) for result in measurements.tasks.values() if result.measured
     ]
-    return [finding("warm-cache", ops=_once(warm))] if warm else []
+    warm = [case.op for case, copies in measured if case.bytes_touched * copies < enough]
+    return [finding("warm-cache", ops=list(dict.fromkeys(warm)))] if warm else []
 
 
 def _states(measurements: Measurements, name: str, mode: Mode) -> list[dict[str, Any]]:
     return [state for result in measurements.of(name, mode) for state in result.states if state.get("sm_mhz")]
-
-
-def _state(measurements: Measurements, linears: Linears) -> list[Finding]:
-    """Clock, power, temperature and what limited the clock, over all bursts."""
-    states = [state for name in linears.recipes for mode in linears.modes for state in _states(measurements, name, mode)]
-    return state_findings(states)
 
 
 def state_findings(states: Sequence[Mapping[str, Any]]) -> list[Finding]:
@@ -268,17 +230,14 @@ def state_findings(states: Sequence[Mapping[str, Any]]) -> list[Finding]:
     return lines + ([finding("clock-limited-by", reasons=reasons)] if reasons else [])
 
 
-def _slowed_down(measurements: Measurements, linears: Linears) -> list[Finding]:
+def _slowed_down(measurements: Measurements, linears: Linears) -> Iterator[Finding]:
     """States that a healthy training run would not be in, or not stay in."""
-    lines = []
     for mode in linears.modes:
         for name in linears.columns(mode):
             states = _states(measurements, name, mode)
             slow = sorted({reason for state in states for reason in state.get("throttle", ()) if reason in SLOWED_DOWN})
             if slow:
-                lines.append(finding("throttled", recipe=name, mode=mode, reasons=slow))
+                yield finding("throttled", recipe=name, mode=mode, reasons=slow)
             clocks = [state["sm_mhz"] for state in states]
             if clocks and max(clocks) > min(clocks) * (1 + CLOCK_MOVED):
-                ends = {"lowest_mhz": min(clocks), "highest_mhz": max(clocks)}
-                lines.append(finding("clock-moved", recipe=name, mode=mode, **ends))
-    return lines
+                yield finding("clock-moved", recipe=name, mode=mode, lowest_mhz=min(clocks), highest_mhz=max(clocks))

@@ -54,20 +54,16 @@ def classify(name: str) -> KernelFacts:
 
 
 CAST_SHARE = 0.75  # of a kernel that casts and does a norm or an activation as well: 0.82, 0.85 and 0.56 in three compiled steps
-# on an H200, held against the same step in BF16, which does the norms and activations alone
+# on an H200, compared with the same step in BF16, which does the norms and activations alone
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """What a kernel is for in a training step. `rides`: it casts, and does a norm, an activation or the like on the way, so that
+    """What a kernel is for in a training step. `beside`: it casts, and does a norm, an activation or the like as well, so that
     `CAST_SHARE` of its time is the cast's, and the rest is that of `beside`."""
 
     kernel_class: KernelClass
     beside: KernelClass | None = None
-
-    @property
-    def rides(self) -> bool:
-        return self.beside is not None
 
 
 @cache

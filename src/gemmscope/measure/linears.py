@@ -116,12 +116,12 @@ class _Sums:
 
     def winners(self) -> dict[Mode, Winner]:
         """The fastest recipe of each mode that has speedups."""
-        found = {}
+        winners = {}
         for mode in self._linears.modes:
             speedups = {name: gain for name in self._linears.columns(mode) if (gain := self.speedup(name, mode)) is not None}
             if speedups:
-                found[mode] = find_winner(speedups, partial(self._ratio, mode))
-        return found
+                winners[mode] = find_winner(speedups, partial(self._ratio, mode))
+        return winners
 
     def _ratio(self, mode: Mode, name: str, over: str) -> Interval | None:
         return self.speedup(name, mode, over=over)

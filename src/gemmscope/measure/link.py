@@ -57,11 +57,8 @@ class Link:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def ask(self, request: dict[str, Any]) -> None:
-        """Send the request."""
-        self._write(request)
-
-    def _write(self, content: Any) -> None:
+    def send(self, content: Any) -> None:
+        """Send the request, or later orders."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has already ended, which the end of its messages will show
             self._process.stdin.write(json.dumps(content).encode() + b"\n")
@@ -101,7 +98,7 @@ class Link:
 
         `wanted`: what to measure next, sent whenever it changes. With it only samples count, and this returns once they suffice.
         """
-        self.ask(request)
+        self.send(request)
         at, greeted, sent = "", False, ()
         for message in self.messages(silence_s):
             if message is None:
@@ -117,7 +114,7 @@ class Link:
                         return None
                     self.tell_to_stop()
                 elif wanted is not None and (now := tuple(wanted())) != sent:
-                    self._write(now)
+                    self.send(now)
                     sent = now
             if message["type"] == "done":
                 return None
@@ -140,8 +137,6 @@ class Link:
         if not self._errors.closed:
             self._process.kill()
             self._ending.append(self._process)
-            assert self._process.stdin is not None
-            with suppress(BrokenPipeError):
-                self._process.stdin.close()
+            self.tell_to_stop()
             os.close(self._reading)
             self._errors.close()

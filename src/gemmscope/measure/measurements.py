@@ -42,7 +42,9 @@ class Measurements:
             result = self.tasks[message["task"]]
             result.failure, result.failure_kind = message["why"], message["kind"]
         elif kind == "samples":
-            duration_ms = sum(self._took_ms(key, burst) for key, burst in message["times_ms"].items())
+            bursts = ((self.tasks[key].facts, burst) for key, burst in message["times_ms"].items())
+            # a sample is the time of one set of buffers; the sum of other tasks takes no time of its own
+            duration_ms = sum(sum(burst) * int(facts.get("copies", 1)) for facts, burst in bursts if "sum_of" not in facts)
             for key, burst in message["times_ms"].items():
                 self.tasks[key].rounds_ms.append(burst)
                 self.pieces[key].append(pieces(burst, duration_ms))
@@ -58,11 +60,6 @@ class Measurements:
             self.findings.append(finding(message["code"], **message["facts"]))
         elif kind == "round":
             self.complete_rounds += 1
-
-    def _took_ms(self, key: str, burst: Sequence[float]) -> float:
-        """GPU time of a task's samples; a sample is the time of one set of buffers. Zero for a sum of other tasks."""
-        facts = self.tasks[key].facts
-        return 0.0 if "sum_of" in facts else sum(burst) * int(facts.get("copies", 1))
 
     def cases(self) -> list[Case]:
         return list(dict.fromkeys(result.task.case for result in self.tasks.values()))
@@ -102,12 +99,10 @@ class Measurements:
         """The noise of everything that was measured; or of some ops, which may be noisier than all together."""
         key = tuple(cases) if cases is not None else ()
         if key not in self._noise:
-            series = (self.totals(*group, cases) for group in self._groups())
+            groups = dict.fromkeys(result.task.group for result in self.tasks.values() if "sum_of" not in result.facts)
+            series = (self.totals(*group, cases) for group in groups)
             self._noise[key] = noise_of(totals for totals in series if totals is not None)
         return self._noise[key]
-
-    def _groups(self) -> list[tuple[str, Mode]]:
-        return list(dict.fromkeys(result.task.group for result in self.tasks.values() if "sum_of" not in result.facts))
 
     def bursts_behind(self, groups: Iterable[tuple[str, Mode]]) -> list[tuple[str, Mode]]:
         """The groups whose bursts measure these, in their order: a linear that is the sum of its GEMMs is measured by them."""
@@ -130,13 +125,12 @@ def added(parts: Sequence[tuple[Bursts, int]]) -> list[list[float]]:
     >>> added([([[1.0, 2.0]], 1), ([[10.0, 20.0]], 2)])
     [[21.0, 42.0]]
     """
-    rounds = min(len(bursts) for bursts, _ in parts)
-    return [_add([(bursts[number], count) for bursts, count in parts]) for number in range(rounds)]
-
-
-def _add(bursts: Sequence[tuple[Sequence[float], int]]) -> list[float]:
-    """Tasks that were measured apart may be cut into other numbers of pieces: then their means are added."""
-    size = len(bursts[0][0])
-    if any(len(burst) != size for burst, _ in bursts):
-        return [sum(count * sum(burst) / len(burst) for burst, count in bursts)]
-    return [sum(count * burst[index] for burst, count in bursts) for index in range(size)]
+    total = []
+    for number in range(min(len(bursts) for bursts, _ in parts)):
+        round_of_parts = [(bursts[number], count) for bursts, count in parts]
+        size = len(round_of_parts[0][0])
+        if any(len(burst) != size for burst, _ in round_of_parts):  # measured apart, and cut into other numbers of pieces
+            total.append([sum(count * sum(burst) / len(burst) for burst, count in round_of_parts)])
+        else:
+            total.append([sum(count * burst[index] for burst, count in round_of_parts) for index in range(size)])
+    return total

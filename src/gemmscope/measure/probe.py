@@ -7,6 +7,7 @@ import json
 import sys
 from typing import Any
 
+from gemmscope.errors import in_a_line
 from gemmscope.measure.backends import BACKENDS
 from gemmscope.measure.backends.base import Options
 from gemmscope.measure.backends.reference import OperandStore
@@ -24,8 +25,7 @@ def main() -> None:
         except ModuleNotFoundError as error:
             answer[name] = {"broken": f"{error.name} is not installed"}
         except Exception as error:
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            answer[name] = {"broken": f"{type(error).__name__}: {lines[0]}"}
+            answer[name] = {"broken": in_a_line(error)}
     sys.stdout.write("\n" + json.dumps(answer) + "\n")
 
 

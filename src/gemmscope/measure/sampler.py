@@ -91,30 +91,22 @@ class StoppingRule:
         self, results: Measurements, recipes: Sequence[str], modes: Sequence[Mode], cases: Sequence[Case] | None
     ) -> Iterator[tuple[float, tuple[Group, ...]]]:
         """The half-width of every speedup, and the groups that it is formed of: of each op and of all together over the
-        baseline, of all together also over each other. In a mode where no speedup can be formed any more, of each time."""
+        baseline, of all together also over each other. In a mode where no speedup can be formed any more (one recipe alone, or
+        the others failed), of each time; but nothing is decided while samples are still to come."""
         wanted = [None, *([case] for case in results.cases())] if cases is None else [[case] for case in cases]
         for mode in modes:
-            formed = list(self._speedups(results, recipes, mode, wanted))
-            yield from formed or self._times(results, recipes, mode, wanted)
-
-    def _speedups(
-        self, results: Measurements, recipes: Sequence[str], mode: Mode, wanted: Sequence[list[Case] | None]
-    ) -> Iterator[tuple[float, tuple[Group, ...]]]:
-        for index, recipe in enumerate(recipes):
-            for over in recipes[:index]:
-                for some in wanted if over == BASELINE else wanted[:1]:
-                    speedup = results.speedup(recipe, mode, some, over)
-                    if speedup is not None:
-                        yield speedup.half_width, self._behind(results, speedup, ((recipe, mode), (over, mode)), some)
-
-    def _times(
-        self, results: Measurements, recipes: Sequence[str], mode: Mode, wanted: Sequence[list[Case] | None]
-    ) -> Iterator[tuple[float, tuple[Group, ...]]]:
-        """One recipe alone, or the others failed. While samples are still to come, nothing is decided."""
-        if any(result.pending for recipe in recipes for some in wanted for result in results.among(recipe, mode, some)):
-            return
-        for recipe in recipes:
-            for some in wanted:
+            formed = False
+            for index, recipe in enumerate(recipes):
+                for over in recipes[:index]:
+                    for some in wanted if over == BASELINE else wanted[:1]:
+                        speedup = results.speedup(recipe, mode, some, over)
+                        if speedup is not None:
+                            formed = True
+                            yield speedup.half_width, self._behind(results, speedup, ((recipe, mode), (over, mode)), some)
+            pairs = [(recipe, some) for recipe in recipes for some in wanted]
+            if formed or any(result.pending for recipe, some in pairs for result in results.among(recipe, mode, some)):
+                continue
+            for recipe, some in pairs:
                 total = results.totals(recipe, mode, some)
                 if total is not None:
                     yield time_interval(total, results.noise(some)).half_width, ((recipe, mode),)

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,7 +28,7 @@ class Runnable:
     `prepared` is kept because a graph stores the addresses of its tensors, not the tensors.
     """
 
-    run: Callable[[], None]
+    run: Callable[[], object]
     prepared: Prepared
     host_ms: float
 
@@ -52,44 +52,18 @@ class Amount:
         return math.ceil(self.drop / cycle_ms), max(1, round(self.keep / cycle_ms)) if self.keep else 0
 
 
-class Burst(Protocol):
-    """A burst that has been launched."""
+@dataclass(frozen=True)
+class DoneBurst:
+    """A burst that was complete when it was launched, with the milliseconds of each counted run of each task."""
 
-    @property
-    def over(self) -> bool:
-        """Whether it was complete when `launch` returned."""
+    samples: list[list[float]]
+    over = True  # whether it was complete when `launch` returned
 
     def nearly_done(self) -> None:
         """Wait until the part that counts has begun."""
 
     def times_ms(self) -> list[list[float]]:
         """Wait for its end. The milliseconds of each counted run of each task."""
-
-
-class Timer(Protocol):
-    """What the worker needs of a timer."""
-
-    def ready(self, prepared: Prepared) -> Runnable:
-        """Make a task repeatable."""
-
-    def launch(self, tasks: Sequence[Runnable], amount: Amount) -> Burst:
-        """Start a burst, behind those that were launched before."""
-
-    def kernels(self, groups: Sequence[Sequence[Runnable]], drop_ms: float) -> list[list[list[KernelRun]]]:
-        """The kernels of one run of each task of each group, in the state into which the group brings the GPU."""
-
-
-@dataclass(frozen=True)
-class DoneBurst:
-    """A burst that was complete when it was launched."""
-
-    samples: list[list[float]]
-    over = True
-
-    def nearly_done(self) -> None:
-        """Nothing to wait for."""
-
-    def times_ms(self) -> list[list[float]]:
         return self.samples
 
 
@@ -97,35 +71,29 @@ class CpuTimer:
     """Times each run with perf_counter."""
 
     def ready(self, prepared: Prepared) -> Runnable:
+        """Make a task repeatable."""
         prepared.run()
         return Runnable(prepared.run, prepared, host_ms=0.0)
 
     def launch(self, tasks: Sequence[Runnable], amount: Amount) -> Burst:
+        """Start a burst, behind those that were launched before."""
         samples: list[list[float]] = [[] for _ in tasks]
-        cycle_ms = max(self._time_cycle(tasks), 1e-3)
-        dropped, kept = amount.cycles(cycle_ms)
+        dropped, kept = amount.cycles(max(elapsed_ms(lambda: _run(tasks, 1)), 1e-3))
         for number in range(dropped + kept):
             for index, task in enumerate(tasks):
-                begin = time.perf_counter()
-                task.run()
+                time_ms = elapsed_ms(task.run)
                 if number >= dropped:
-                    samples[index].append((time.perf_counter() - begin) * 1000 / task.prepared.copies)
+                    samples[index].append(time_ms / task.prepared.copies)
         return DoneBurst(samples)
 
-    def _time_cycle(self, tasks: Sequence[Runnable]) -> float:
-        begin = time.perf_counter()
-        for task in tasks:
-            task.run()
-        return (time.perf_counter() - begin) * 1000
-
     def kernels(self, groups: Sequence[Sequence[Runnable]], drop_ms: float) -> list[list[list[KernelRun]]]:  # noqa: ARG002
-        """There are none on the CPU."""
+        """The kernels of one run of each task of each group, in the state into which it brings the GPU; none on the CPU."""
         return [[[] for _ in tasks] for tasks in groups]
 
 
 @dataclass(frozen=True)
 class _CudaBurst:
-    """Events before and after each task, cycle by cycle."""
+    """A burst that may still be running: events before and after each task, cycle by cycle."""
 
     tasks: Sequence[Runnable]
     marks: list[list[Any]]
@@ -154,7 +122,7 @@ class CudaTimer:
     def ready(self, prepared: Prepared) -> Runnable:
         """Time the eager dispatch, then capture. (Preparing has run the task before, so everything is compiled and loaded.)"""
         torch.cuda.synchronize()
-        host_ms = min(_dispatch_ms(prepared) for _ in range(2)) / prepared.copies
+        host_ms = min(elapsed_ms(prepared.run) for _ in range(2)) / prepared.copies
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -186,7 +154,7 @@ class CudaTimer:
             for _ in range(kept):
                 _run_marked(tasks)
 
-        recorded = _expected(segments(work), kept * len(tasks))
+        recorded = segments(work, kept * len(tasks))
         return [
             [busy_ms(recorded[number * len(tasks) + index]) / task.prepared.copies for number in range(kept)]
             for index, task in enumerate(tasks)
@@ -214,7 +182,7 @@ class CudaTimer:
                 _run_marked(tasks)
                 torch.cuda._sleep(1)  # ends the last task
 
-        recorded = iter(_expected(segments(work), sum(len(tasks) + 1 for tasks in groups)))
+        recorded = iter(segments(work, sum(len(tasks) + 1 for tasks in groups)))
         kernels = []
         for tasks in groups:
             kernels.append([[kernel_run(event) for event in next(recorded)] for _ in tasks])
@@ -222,13 +190,18 @@ class CudaTimer:
         return kernels
 
 
+Burst = DoneBurst | _CudaBurst
+Timer = CpuTimer | CudaTimer
+
+
 def _ids(tasks: Sequence[Runnable]) -> tuple[int, ...]:
     return tuple(id(task) for task in tasks)
 
 
-def _dispatch_ms(prepared: Prepared) -> float:
+def elapsed_ms(run: Callable[[], object]) -> float:
+    """The CPU's time for one call, in milliseconds."""
     begin = time.perf_counter()
-    prepared.run()
+    run()
     return (time.perf_counter() - begin) * 1000
 
 
@@ -255,7 +228,7 @@ def _run_marked(tasks: Sequence[Runnable]) -> None:
         task.run()
 
 
-def segments(work: Callable[[], None]) -> list[list[Any]]:
+def segments(work: Callable[[], None], expected: int | None = None) -> list[list[Any]]:
     """Profile `work` and split its GPU events at the markers (`torch.cuda._sleep`): a list of events after each marker."""
     with _profiler() as session:
         work()
@@ -267,12 +240,8 @@ def segments(work: Callable[[], None]) -> list[list[Any]]:
             recorded.append([])
         elif recorded:
             recorded[-1].append(event)
-    return recorded
-
-
-def _expected(recorded: list[list[Any]], count: int) -> list[list[Any]]:
-    if len(recorded) != count:
-        raise RuntimeError(f"the profiler recorded {len(recorded)} of {count} runs")
+    if expected is not None and len(recorded) != expected:
+        raise RuntimeError(f"the profiler recorded {len(recorded)} of {expected} runs")
     return recorded
 
 

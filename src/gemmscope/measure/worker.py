@@ -8,17 +8,12 @@ wrong. `begin` names the current task, so that a crash can be attributed.
 
 from __future__ import annotations
 
-import importlib
-import json
-import os
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 _TIMELINE: dict[str, float] = {}
 _BEGAN = time.perf_counter()
@@ -37,11 +32,10 @@ from gemmscope.errors import in_a_line
 from gemmscope.measure.backends import BACKENDS
 from gemmscope.measure.backends.base import Backend, Options
 from gemmscope.measure.backends.reference import OperandStore
-from gemmscope.measure.device import Orders, device_facts, failure_kind, gpu_in_use
+from gemmscope.measure.device import MeasuringProcess, Orders
 from gemmscope.measure.heat import heat_for, heating
 from gemmscope.measure.kernels import KernelRun
 from gemmscope.measure.timer import Amount, Burst, CpuTimer, CudaTimer, Runnable, Timer
-from gemmscope.process import without_jax
 from gemmscope.recipe.recipes import recipe
 from gemmscope.workload.cases import LEAST_BYTES_IN_FLIGHT_OVER_L2, Task
 from gemmscope.workload.ops import PASSES
@@ -52,10 +46,7 @@ HEAT_BEFORE_KERNELS_MS = 30
 WARM_UP_MS = 1200
 
 
-@dataclass(frozen=True)
-class _LaunchedBurst:
-    """A burst that has been launched."""
-
+class _LaunchedBurst(NamedTuple):
     number: int
     tasks: list[Task]
     burst: Burst
@@ -81,36 +72,29 @@ def _plan(
             yield number, tasks
 
 
-class Worker:
+class Worker(MeasuringProcess):
     """One campaign: prepares the requested tasks and measures them until stopped."""
 
     def __init__(self, request: dict[str, Any], out: Any) -> None:
-        self.request, self.out = request, out
+        super().__init__(request, out)
         self.tasks = [Task.from_json(task) for task in request["tasks"]]
         self.ready: dict[str, Runnable] = {}
         self.sums: dict[str, list[str]] = {}  # tasks that are the sum of others, by key
-        self.on_gpu = request["backend"] != "cpu"
         self.timer: Timer = CudaTimer(by_kernels=request["timing"] == "profiler") if self.on_gpu else CpuTimer()
-        self.operands = OperandStore("cuda" if self.on_gpu else "cpu")
-        self.gpu = gpu_in_use() if self.on_gpu else None
-
-    def say(self, message_type: str, **content: Any) -> None:
-        self.out.write(json.dumps({"type": message_type, **content}) + "\n")
-        self.out.flush()
+        self.operands = OperandStore(self.device)
 
     def main(self) -> None:
         """Load, prepare, profile the kernels, measure."""
         cases = list(dict.fromkeys(task.case for task in self.tasks))
-        with heating(self.operands, cases, profile=self._profiles()) if self.on_gpu else nullcontext():
-            try:
-                backend = self._backend()
-            except Exception as error:
-                self.say("fatal", why=f"the {self.request['backend']} backend does not load: {in_a_line(error)}")
+        profile = not self.request["for_nsight"]  # torch's own profiler does not work together with Nsight
+        with heating(self.operands, cases, profile=profile) if self.on_gpu else nullcontext():
+            make = self.load(BACKENDS)
+            if make is None:
                 return
-            self.say(
-                "hello", versions=dict(backend.versions()), device=device_facts(self.gpu, on_gpu=self.on_gpu), seconds=_TIMELINE
-            )
-            self.say("begin", task=self.tasks[0].key, what="compiling")
+            backend: Backend = make(self.operands, Options(self.request["cache_weights"], self.request["filter_layers"]))
+            _mark("backend loaded")
+            self.say("hello", versions=dict(backend.versions()), device=self.device_facts(), seconds=_TIMELINE)
+            self.begin(self.tasks[0].key, "compiling")
             possible = [task for task in self.tasks if not self._why_not(backend, task)]
             backend.get_ready(possible)
         _mark("compiled")
@@ -125,24 +109,12 @@ class Worker:
             self._rounds()
         self.say("done", seconds=_TIMELINE)
 
-    def _profiles(self) -> bool:
-        """Whether torch's own profiler is used. It does not work together with Nsight."""
-        return self.on_gpu and not self.request["for_nsight"]
-
-    def _backend(self) -> Backend:
-        module, class_name = BACKENDS[self.request["backend"]]
-        options = Options(self.request["cache_weights"], self.request["filter_layers"])
-        with without_jax():
-            backend: Backend = getattr(importlib.import_module(module), class_name)(self.operands, options)
-        _mark("backend loaded")
-        return backend
-
     @staticmethod
     def _why_not(backend: Backend, task: Task) -> str:
         return backend.why_not(recipe(task.recipe)) or backend.why_not_task(task)
 
     def _prepare(self, backend: Backend, task: Task) -> None:
-        self.say("begin", task=task.key, what="preparing")
+        self.begin(task.key, "preparing")
         reason, too_large = self._why_not(backend, task), self._too_large(task)
         if reason or too_large:
             self.say("failed", task=task.key, why=reason or too_large, kind="unsupported" if reason else "too large")
@@ -150,7 +122,9 @@ class Worker:
         try:
             runnable = self.timer.ready(backend.prepare(task, recipe(task.recipe), self._copies(task)))
         except Exception as error:
-            self._failed(task, error)
+            self.failed(task.key, error)
+            if self.on_gpu:
+                torch.cuda.empty_cache()
         else:
             self.ready[task.key] = runnable
             prepared = runnable.prepared
@@ -175,15 +149,6 @@ class Worker:
         wanted = LEAST_BYTES_IN_FLIGHT_OVER_L2 * int(torch.cuda.get_device_properties(0).L2_cache_size)
         return max(1, min(MOST_COPIES, -(-wanted // task.case.bytes_touched)))
 
-    def _failed(self, task: Task, error: Exception) -> None:
-        """Report the failure of one task. After a sticky CUDA error the process cannot go on."""
-        kind = failure_kind(error, on_gpu=self.on_gpu)
-        self.say("failed", task=task.key, why=in_a_line(error), kind=kind)
-        if kind == "CUDA fault":
-            os._exit(70)
-        if self.on_gpu:
-            torch.cuda.empty_cache()
-
     def _groups(self) -> list[list[Task]]:
         """The tasks to measure, grouped by recipe and mode; and by op where the GPU rests between bursts."""
         groups: dict[tuple[str, ...], list[Task]] = {}
@@ -192,22 +157,23 @@ class Worker:
                 groups.setdefault((*task.group, task.case.op if self.request["rest_ms"] else ""), []).append(task)
         return list(groups.values())
 
+    def _runnables(self, tasks: Sequence[Task]) -> list[Runnable]:
+        return [self.ready[task.key] for task in tasks]
+
     def _profile(self) -> None:
         """Record the kernels of each group, in the state into which the group brings the GPU."""
         groups = self._groups()
         if not groups:
             return
-        self.say("begin", task=groups[0][0].key, what="profiling")
+        self.begin(groups[0][0].key, "profiling")
         try:
-            recorded = self.timer.kernels([[self.ready[task.key] for task in tasks] for tasks in groups], HEAT_BEFORE_KERNELS_MS)
+            recorded = self.timer.kernels([self._runnables(tasks) for tasks in groups], HEAT_BEFORE_KERNELS_MS)
         except Exception as error:
-            self.say("finding", code="kernels-not-recorded", facts={"reason": in_a_line(error)})
+            self.warn("kernels-not-recorded", reason=in_a_line(error))
             return
-        kernels = {
-            task.key: runs
-            for tasks, of_group in zip(groups, recorded, strict=True)
-            for task, runs in zip(tasks, of_group, strict=True)
-        }
+        tasks = [task for group in groups for task in group]
+        runs_of_tasks = [runs for group in recorded for runs in group]
+        kernels = {task.key: runs for task, runs in zip(tasks, runs_of_tasks, strict=True)}
         for key, runs in kernels.items():
             self.say("kernels", task=key, kernels=[[run.name, round(run.duration_us, 3), run.stream] for run in runs])
         self._find_sums(kernels)
@@ -239,7 +205,7 @@ class Worker:
         groups, counts, orders = self._groups(), self.request["counts"], Orders()
         rest_s = self.request["rest_ms"] / 1000
         if self.on_gpu and counts:
-            self.say("begin", task=self.tasks[0].key, what="heating")
+            self.begin(self.tasks[0].key, "heating")
             heat_for(counts["gpu_warmup"])
         elif self.on_gpu and not rest_s:
             self._warm_up(groups)
@@ -254,8 +220,9 @@ class Worker:
                 self._collect(waiting, ends_round=waiting.number != number)
                 waiting = None
             time.sleep(rest_s)
-            self._name(tasks if waiting is None or waiting.burst.over else waiting.tasks)
-            burst = self.timer.launch([self.ready[task.key] for task in tasks], self._amount(number))
+            running = tasks if waiting is None or waiting.burst.over else waiting.tasks
+            self.begin(running[0].key, "measuring")  # a fault shows while waiting for a burst, or when the next one is launched
+            burst = self.timer.launch(self._runnables(tasks), self._amount(number))
             if waiting is not None:
                 self._collect(waiting, ends_round=waiting.number != number)
             waiting = _LaunchedBurst(number, tasks, burst)
@@ -267,9 +234,9 @@ class Worker:
         cycle takes on a hot GPU, except the last one, which still runs while the first counted burst is launched."""
         share_ms = WARM_UP_MS / max(len(groups), 1)
         plan = [tasks for _, tasks in _plan(groups, 1, self.request["seed"] + 1)]
-        bursts = [self.timer.launch([self.ready[task.key] for task in tasks], Amount(0, share_ms)) for tasks in plan]
+        bursts = [self.timer.launch(self._runnables(tasks), Amount(0, share_ms)) for tasks in plan]
         for tasks, burst in list(zip(plan, bursts, strict=True))[:-1]:
-            self._name(tasks)
+            self.begin(tasks[0].key, "measuring")
             burst.times_ms()
 
     def _amount(self, number: int) -> Amount:
@@ -279,46 +246,29 @@ class Worker:
         rounds = self.request["max_rounds"]
         return Amount(counts["num_warmup"], (counts["num_iters"] + number) // rounds, in_cycles=True)
 
-    def _name(self, tasks: Sequence[Task]) -> None:
-        """Report whose burst is running: a fault shows while waiting for it, or when the next burst is launched."""
-        self.say("begin", task=tasks[0].key, what="measuring")
-
     def _collect(self, launched: _LaunchedBurst, *, ends_round: bool) -> None:
-        self._name(launched.tasks)
+        self.begin(launched.tasks[0].key, "measuring")
         launched.burst.nearly_done()
-        state = asdict(self.gpu.read()) if self.gpu else {}
+        state = self.gpu_state()
         times = {task.key: samples for task, samples in zip(launched.tasks, launched.burst.times_ms(), strict=True)}
         for whole, parts in self.sums.items():
             if parts[0] in times:
                 times[whole] = [sum(run) for run in zip(*(times[part] for part in parts), strict=True)]
-        self.say("samples", round=launched.number, times_ms=times, state=state)
-        if ends_round:
-            self.say("round", round=launched.number)
+        self.send_samples(launched.number, times, state, ends_round=ends_round)
 
     def _run_for_nsight(self) -> None:
         """Run every task a few times in an NVTX range with its name, between the calls that start and stop Nsight Systems."""
         if self.on_gpu:
             torch.cuda.cudart().cudaProfilerStart()
-        for task in self.tasks:
-            if task.key in self.ready:
-                with torch.cuda.nvtx.range(task.key) if self.on_gpu else nullcontext():
-                    for _ in range(RUNS_FOR_NSIGHT):
-                        self.ready[task.key].prepared.run()
-                if self.on_gpu:
-                    torch.cuda.synchronize()
+        for key, runnable in self.ready.items():
+            with torch.cuda.nvtx.range(key) if self.on_gpu else nullcontext():
+                for _ in range(RUNS_FOR_NSIGHT):
+                    runnable.prepared.run()
+            if self.on_gpu:
+                torch.cuda.synchronize()
         if self.on_gpu:
             torch.cuda.cudart().cudaProfilerStop()
 
 
-def main() -> None:
-    """Read the request, send messages to the descriptor."""
-    line = sys.stdin.readline()
-    if not line:
-        return  # started ahead of time, and not needed
-    request = json.loads(line)
-    with os.fdopen(int(sys.argv[1]), "w", encoding="utf-8") as out:
-        Worker(request, out).main()
-
-
 if __name__ == "__main__":
-    main()
+    Worker.serve()

@@ -1,95 +1,32 @@
-"""The parts of a transformer that are the same in every framework: the order of a layer, attention, the routing of experts.
+"""The parts of a transformer that are the same in every framework: a layer's order, attention itself, experts' routing.
 
-Projections, MLPs and experts come from a kit (`kits/`), which knows one framework. Positions and routing are fixed beforehand:
-they cost as much as in training, and the GPU never waits for the CPU.
+What multiplies (projections, MLPs, experts) comes from a kit (`kits/`), which knows one framework. Positions and routing are
+fixed beforehand: they cost what they cost in training, and nothing waits for the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from gemmscope.model.spec import AttentionSpec, LayerSpec, MlpSpec, MoeSpec, NormSpec
+from gemmscope.model.spec import AttentionSpec, LayerSpec, MoeSpec, NormSpec
+from gemmscope.step.kits.plain import Kit
 from gemmscope.step.marks import mark
-from gemmscope.step.plan import StackPlan, activation_kind
-
-EPS = 1e-5
-ACTIVATIONS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": functional.silu,
-    "relu": functional.relu,
-    "relu2": lambda x: functional.relu(x).square(),
-    "gelu": functional.gelu,
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-}
-
-
-def activation_of(spec: MlpSpec) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The activation as PyTorch and Hugging Face define it: `gelu` is the exact one, all other GELUs are the tanh approximation.
-
-    The difference matters where compiled casts recompute it: in a rowwise step of torchao on an H200, the kernel that does so
-    took 26 of 227 ms with the tanh approximation and 21 ms with the exact GELU.
-    """
-    return ACTIVATIONS.get(activation_kind(spec.activation), lambda x: functional.gelu(x, approximate="tanh"))
-
-
-class Kit(Protocol):
-    """The layers of one framework in one recipe. `left_out` parts run in BF16."""
-
-    name: str
-    compiles: bool  # whether layers are compiled when they first run
-    precision: torch.dtype  # of parameters and activations
-
-    def why_not(self, plan: StackPlan) -> str:
-        """Why this recipe cannot run these layers; empty if it can."""
-
-    def norm_linear(self, norm: NormSpec, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
-        """A norm and the linear after it."""
-
-    def linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
-        """A linear."""
-
-    def norm_mlp(self, norm: NormSpec, hidden: int, spec: MlpSpec) -> nn.Module:
-        """A norm and the feed-forward block after it."""
-
-    def experts(self, hidden: int, spec: MlpSpec, count: int) -> nn.Module:
-        """Parallel feed-forward blocks, called with the tokens and the number of tokens of each."""
-
-    def norm(self, norm: NormSpec, width: int) -> nn.Module:
-        """A norm alone."""
-
-    def rotary(self, head_dim: int, sequence: int) -> nn.Module:
-        """Rotary position embedding: [batch, sequence, heads, head] to the same shape."""
-
-    def finish(self, block: nn.Module) -> nn.Module:
-        """Convert and compile a layer, if the framework does so."""
-
-    def low_precision(self) -> AbstractContextManager[Any]:
-        """The context for all layers."""
-
-    def high_precision(self, part: str) -> AbstractContextManager[Any]:
-        """The context for a part that may stay in high precision."""
-
-    def arguments(self, *, first: bool | None) -> dict[str, Any]:
-        """Arguments for its modules: whether the micro-batch is the first of the step (None: the only one)."""
-
-    def checkpoint(self, function: Any, x: torch.Tensor) -> torch.Tensor:
-        """Run a function without keeping activations, and recompute it in backward."""
+from gemmscope.step.plan import StackPlan
 
 
 class Core(nn.Module):
-    """Attention on projected queries, keys and values."""
+    """Attention itself, on projected queries, keys and values."""
 
     def __init__(self, spec: AttentionSpec, sequence: int, rotary: nn.Module | None) -> None:
         super().__init__()
         self.spec, self.sequence, self.rotary = spec, sequence, rotary
 
     def forward(self, projected: torch.Tensor) -> torch.Tensor:
-        """From `projected`, [tokens, Q + K + V], to [tokens, output width]."""
+        """`projected` is [tokens, Q + K + V]; gives [tokens, output width]."""
         spec = self.spec
         q, k, v = projected.view(-1, self.sequence, projected.shape[-1]).split([spec.q_width, spec.k_width, spec.v_width], dim=-1)
         q = q.unflatten(-1, (spec.heads, spec.head_dim))
@@ -101,7 +38,7 @@ class Core(nn.Module):
 
 
 def attend(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """From [batch, sequence, heads, head] to [tokens, output width]."""
+    """All are [batch, sequence, heads, head]; gives [tokens, output width]."""
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     out = functional.scaled_dot_product_attention(q, k, v, is_causal=spec.causal, enable_gqa=grouped)
@@ -109,7 +46,7 @@ def attend(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention: queries, keys and values pass through a low-rank bottleneck (DeepSeek)."""
+    """Queries, keys and values through a bottleneck (DeepSeek)."""
 
     def __init__(self, kit: Kit, norm: NormSpec, hidden: int, spec: AttentionSpec, sequence: int, rotary: nn.Module) -> None:
         super().__init__()
@@ -141,36 +78,34 @@ class LatentAttention(nn.Module):
 
 
 class Experts(nn.Module):
-    """Router, token dispatch, experts, token combine; and a shared expert.
+    """Router, the way to the experts, the experts, the way back; a shared expert beside them.
 
-    The router is computed, but the routing is fixed: each expert gets the planned number of tokens.
+    The router is computed, but where tokens go is fixed: as many to each expert as planned.
     """
 
-    def __init__(
-        self, kit: Kit, norm: NormSpec, hidden: int, spec: MoeSpec, rows: tuple[int, ...], tokens: int, device: Any
-    ) -> None:
+    def __init__(self, kit: Kit, plan: StackPlan, spec: MoeSpec, device: Any) -> None:
         super().__init__()
+        hidden, rows = plan.hidden_size, plan.expert_rows
         self.spec, self.rows = spec, rows
-        self.norm = kit.norm(norm, hidden)
+        self.norm = kit.norm(plan.norm, hidden)
         self.router = nn.Linear(hidden, spec.experts, bias=spec.router_bias, device=device, dtype=kit.precision)
         self.experts = kit.experts(hidden, spec.expert, len(rows))
         self.shared = kit.experts(hidden, spec.shared, 1) if spec.shared is not None else None
-        self._order, self._choice = _places(tokens, rows, spec.top_k, device)
+        self._order, self._choice = _places(plan.tokens, rows, spec.top_k, device)
 
     def forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
-        normed = self.norm(x)
-        normed = mark(normed, "router")
+        normed = mark(self.norm(x), "router")
         weights = torch.softmax(self.router(normed).float(), dim=-1).topk(self.spec.top_k, dim=-1).values.to(x.dtype)
         sent = mark(normed.index_select(0, self._order), "experts")
-        computed = mark(self.experts(sent, list(self.rows), **how), "combine")
-        out = torch.zeros_like(x).index_add(0, self._order, computed * weights.flatten().index_select(0, self._choice)[:, None])
+        outputs = mark(self.experts(sent, list(self.rows), **how), "combine")
+        out = torch.zeros_like(x).index_add(0, self._order, outputs * weights.flatten().index_select(0, self._choice)[:, None])
         if self.shared is not None:
             out = out + self.shared(mark(normed, "shared expert"), [x.shape[0]], **how)
         return out
 
 
 def _places(tokens: int, rows: tuple[int, ...], top_k: int, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The token in each row of the experts' input, and the router's choice that sent it there."""
+    """Which token each row of the experts' input is, and which of the router's choices sent it there."""
     generator = torch.Generator().manual_seed(0)
     order = torch.randint(tokens, (sum(rows),), generator=generator)
     choice = order * top_k + torch.randint(top_k, order.shape, generator=generator)
@@ -178,7 +113,7 @@ def _places(tokens: int, rows: tuple[int, ...], top_k: int, device: Any) -> tupl
 
 
 class Block(nn.Module):
-    """One layer: attention and the feed-forward block, each with a residual connection."""
+    """One layer: attention and the feed-forward block, each added to what comes in."""
 
     def __init__(self, kit: Kit, layer: LayerSpec, plan: StackPlan, device: Any) -> None:
         super().__init__()
@@ -196,7 +131,7 @@ class Block(nn.Module):
             self.core = Core(spec, sequence, rotary)
         self.attention_out = kit.linear(spec.out_width, hidden, bias=spec.out_bias)
         if isinstance(layer.mlp, MoeSpec):
-            self.feed_forward: nn.Module = Experts(kit, norm, hidden, layer.mlp, plan.expert_rows, plan.tokens, device)
+            self.feed_forward: nn.Module = Experts(kit, plan, layer.mlp, device)
         else:
             self.feed_forward = kit.norm_mlp(norm, hidden, layer.mlp)
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from gemmscope.errors import UserError, option
-from gemmscope.step.blocks import Kit
+from gemmscope.step.kits.plain import Kit
 from gemmscope.step.marks import mark_step
 from gemmscope.step.plan import StackPlan
 from gemmscope.workload.trace_worker import huggingface_model

@@ -64,8 +64,7 @@ def mark(x: torch.Tensor, part: str) -> torch.Tensor:
 
 
 def _apply(x: torch.Tensor, part: str) -> torch.Tensor:
-    result: torch.Tensor = _Mark.apply(x, part)
-    return result
+    return _Mark.apply(x, part)
 
 
 _pass: Callable[[torch.Tensor, str], torch.Tensor] = torch._disable_dynamo(

@@ -17,7 +17,7 @@ from typing import Any
 
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
-from gemmscope.measure.campaign import Keeper
+from gemmscope.measure.journal import Journal
 from gemmscope.measure.link import Link
 from gemmscope.measure.sampler import StoppingRule
 from gemmscope.recipe.recipes import BASELINE
@@ -42,7 +42,7 @@ class StepRun:
     recipes: Sequence[str]
     settings: StepSettings
     rule: StoppingRule
-    journal: Keeper
+    journal: Journal
     command: Sequence[str] = ()
     real: bool = False
     mixed: Sequence[Plan] = ()  # plans that leave parts in BF16, measured beside the recipes

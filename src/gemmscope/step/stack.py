@@ -9,13 +9,15 @@ the whole model. Its learning rate is zero.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from gemmscope.step.blocks import Block, Kit
+from gemmscope.step.blocks import Block
+from gemmscope.step.kits.plain import Kit
 from gemmscope.step.marks import mark, mark_step
 from gemmscope.step.plan import StackPlan
 
@@ -24,7 +26,7 @@ class Weights:
     """The memory that layers of one slot share, in all recipes."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple[int, str, torch.dtype], torch.Tensor] = {}
+        self._memory: dict[tuple[int, str, torch.dtype], torch.Tensor] = {}
         self._gradients: dict[int, torch.Tensor] = {}
         self._moments: dict[int, dict[str, torch.Tensor]] = {}
 
@@ -32,9 +34,8 @@ class Weights:
         """Move a module's parameters into the slot's memory. Parameters that are new there keep their values."""
         adopted = []
         for name, parameter in list(module.named_parameters()):
-            held = self._held.setdefault((slot, name, parameter.dtype), parameter.data)
             owner, _, own_name = name.rpartition(".")
-            shared = nn.Parameter(held)
+            shared = nn.Parameter(self._memory.setdefault((slot, name, parameter.dtype), parameter.data))
             setattr(module.get_submodule(owner), own_name, shared)
             adopted.append(shared)
         return adopted
@@ -86,18 +87,13 @@ class Stack(nn.Module):
         how = self.kit.arguments(first=first)
         with self.kit.low_precision():
             for block in self.blocks:
-                x = self._run(block, x, how)
+                run = partial(block, **how)
+                x = self.kit.checkpoint(run, x) if self.plan.recompute == "full" else run(x)
         x = self.final_norm(mark(x, "head"))
         if self.head is None:
             return x.float().square().mean()
         logits = mark(self.head(x), "loss")
         return functional.cross_entropy(logits.view(-1, logits.shape[-1]), labels)
-
-    def _run(self, block: nn.Module, x: torch.Tensor, how: dict[str, Any]) -> torch.Tensor:
-        if self.plan.recompute == "full":
-            return self.kit.checkpoint(lambda states: block(states, **how), x)
-        result: torch.Tensor = block(x, **how)
-        return result
 
 
 class Step:
@@ -110,15 +106,13 @@ class Step:
     def __init__(self, plan: StackPlan, kit: Kit, weights: Weights, device: str, *, real: bool = False) -> None:
         self.plan, self.device = plan, device
         self.stack = Stack(plan, kit, weights, device)
-        self._weights = weights
-        self._real = real
-        self._every = [*self.stack.inner, *self.stack.ends]
-        self._updated = self._every
+        self._weights, self._real = weights, real
+        self._every = updated = [*self.stack.inner, *self.stack.ends]
         if not real:
             for parameter in self._every:
                 parameter.register_post_accumulate_grad_hook(_drop)
-            self._updated = [_with_gradient(parameter, weights) for parameter in self._every]
-        self._optimizer = _optimizer(self._updated, weights)
+            updated = [_with_gradient(parameter, weights) for parameter in self._every]
+        self._optimizer = _optimizer(updated, weights)
         self._x, self._labels = _batch(plan, device, kit.precision)
         if self._x.requires_grad:
             self._x.register_post_accumulate_grad_hook(_drop)

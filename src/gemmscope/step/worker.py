@@ -1,77 +1,59 @@
-"""The process that runs training steps: builds the stack in every variant, runs bursts of steps of all variants in random order
-until its input ends, then profiles one step of each. Messages as in `measure/worker.py`.
+"""The process that runs training steps: builds the stack in every variant, runs bursts of steps, variant after variant in random
+order, until its input ends, then profiles one step of each. Messages as in `measure/worker.py`.
 
-A *variant* is a recipe, with the parts that stay in BF16, at a depth. All variants share the memory of the same weights.
+A *variant* is a recipe, with the parts that are left in BF16, at a depth. All variants live in the memory of the same weights.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
-import json
-import os
 import random
-import sys
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from gemmscope.errors import in_a_line
-from gemmscope.measure.device import Orders, device_facts, failure_kind, gpu_in_use
-from gemmscope.measure.timer import busy_ms, kernel_run, segments
-from gemmscope.process import without_jax
+from gemmscope.measure.device import MeasuringProcess, Orders
+from gemmscope.measure.timer import busy_ms, elapsed_ms, kernel_run, segments
 from gemmscope.recipe.recipes import recipe
-from gemmscope.step.blocks import Kit
 from gemmscope.step.huggingface import HuggingFaceStep
 from gemmscope.step.kits import KITS
+from gemmscope.step.kits.plain import Kit
 from gemmscope.step.marks import recording
 from gemmscope.step.plan import StackPlan
 from gemmscope.step.stack import Step, Weights
 
-PROFILE_AFTER_MS = 1200.0  # of steps: the clock overshoots first, then falls too low, and has settled by then
+PROFILE_AFTER_MS = 1200.0  # of steps: the clock overshoots first, then falls too low, and has settled then
 HOST_BATCH = (1, 128)  # so small that launching takes longer than running
 HOST_STEPS = 4
 LONG_STEP_MS = 2000.0
-Returned = TypeVar("Returned")
+Result = TypeVar("Result")
 
 
-class StepWorker:
+class StepWorker(MeasuringProcess):
     """One request: a plan and its variants."""
 
     def __init__(self, request: dict[str, Any], out: Any) -> None:
-        self.request, self.out = request, out
+        super().__init__(request, out)
         self.plan = StackPlan.from_json(request["plan"])
         self.variants: list[dict[str, Any]] = request["variants"]
-        self.on_gpu = request["backend"] != "cpu"
-        self.device = "cuda" if self.on_gpu else "cpu"
         self.weights, self.real_weights = Weights(), Weights()
         self.steps: dict[str, Step | HuggingFaceStep] = {}
-        self.once_ms: dict[str, float] = {}  # approximate time of a step
-        self.gpu = gpu_in_use() if self.on_gpu else None
-
-    def say(self, message_type: str, **content: Any) -> None:
-        self.out.write(json.dumps({"type": message_type, **content}) + "\n")
-        self.out.flush()
-
-    def warn(self, code: str, **facts: Any) -> None:
-        """A finding of the measurement itself."""
-        self.say("finding", code=code, facts=facts)
+        self.once_ms: dict[str, float] = {}  # about what a step takes
 
     def main(self) -> None:
         """Build, measure, profile."""
-        module, class_name = KITS[self.request["backend"]]
-        try:
-            with without_jax():
-                self.kit = getattr(importlib.import_module(module), class_name)
-        except Exception as error:
-            self.say("fatal", why=f"the {self.request['backend']} backend does not load: {in_a_line(error)}")
+        self.kit = self.load(KITS)
+        if self.kit is None:
             return
-        self.say("hello", device=device_facts(self.gpu, on_gpu=self.on_gpu), versions=_versions(self.request["backend"]))
+        versions = {"torch": torch.__version__}
+        if self.on_gpu:
+            versions[self.kit.name] = importlib.import_module(self.kit.name).__version__
+        self.say("hello", device=self.device_facts(), versions=versions)
         if self.request["host"]:
             for variant in self.variants:
                 if not self._kit_of(variant).why_not(self.plan):
@@ -85,8 +67,8 @@ class StepWorker:
         self.say("done")
 
     def _kit_of(self, variant: dict[str, Any]) -> Kit:
-        made: Kit = self.kit(recipe(variant["recipe"]), frozenset(variant["left_out"]), device=self.device)
-        return made
+        kit: Kit = self.kit(recipe(variant["recipe"]), frozenset(variant["left_out"]), device=self.device)
+        return kit
 
     def _make(self, variant: dict[str, Any], plan: StackPlan) -> Step | HuggingFaceStep:
         kit = self._kit_of(variant)
@@ -99,7 +81,7 @@ class StepWorker:
 
     def _build(self, variant: dict[str, Any]) -> None:
         name = variant["name"]
-        self.say("begin", task=name, what="preparing")
+        self.begin(name, "preparing")
         why_not = self._kit_of(variant).why_not(self.plan)
         if why_not:
             self.say("failed", task=name, why=why_not, kind="unsupported")
@@ -111,14 +93,14 @@ class StepWorker:
             if self.on_gpu:
                 torch.cuda.reset_peak_memory_stats()
             step.run()
-            self.say("begin", task=name, what="preparing")  # repeated as a sign of life: a step may take a minute
-            step.run()  # delayed scaling has its scales from the second step on
-            self.say("begin", task=name, what="preparing")
-            loss, self.once_ms[name] = step.loss(), self._time_once(step)
+            self.begin(name, "preparing")  # again and again: a step may take a minute
+            step.run()  # delayed scaling knows its scales from the second step on
+            self.begin(name, "preparing")
+            loss, self.once_ms[name] = step.loss(), self._mean_ms(step)
         except Exception as error:
-            self._failed(name, error)
+            self.failed(name, error)
             step = None
-        if step is None:
+        if step is None:  # outside of `except`, where the exception would keep its memory alive
             gc.collect()
             if self.on_gpu:
                 torch.cuda.empty_cache()
@@ -128,24 +110,22 @@ class StepWorker:
         peak = torch.cuda.max_memory_allocated() - before if self.on_gpu else 0
         self.say("ready", task=name, loss=loss, held_bytes=held, peak_bytes=peak)
 
-    def _time_once(self, step: Step | HuggingFaceStep) -> float:
-        self._synchronize()
-        begin = time.perf_counter()
-        step.run()
-        self._synchronize()
-        return (time.perf_counter() - begin) * 1000
+    def _mean_ms(self, step: Step | HuggingFaceStep, count: int = 1) -> float:
+        """Milliseconds per step, launched back to back on an idle GPU."""
 
-    def _failed(self, name: str, error: Exception) -> None:
-        kind = failure_kind(error, on_gpu=self.on_gpu)
-        self.say("failed", task=name, why=in_a_line(error), kind=kind)
-        if kind == "CUDA fault":
-            os._exit(70)
+        def work() -> None:
+            for _ in range(count):
+                step.run()
+            self._synchronize()
+
+        self._synchronize()
+        return elapsed_ms(work) / count
 
     def _profile(self, name: str, step: Step | HuggingFaceStep) -> None:
         """The kernels of one step, part by part, in the state that the step brings the GPU to."""
         if not self.on_gpu:
             return
-        self.say("begin", task=name, what="profiling")
+        self.begin(name, "profiling")
         labels: list[tuple[str, str]] = []
 
         def work() -> None:
@@ -180,19 +160,14 @@ class StepWorker:
     def _host(self, variant: dict[str, Any]) -> None:
         """The CPU time to launch a step: the same layers on a batch that keeps the GPU waiting."""
         name = variant["name"]
-        self.say("begin", task=name, what="launching")
+        self.begin(name, "launching")
         batch, sequence = HOST_BATCH
         small = self.plan.with_batch(min(batch, self.plan.micro_batch_size), min(sequence, self.plan.sequence_length))
         try:
             step = self._make({**variant, "real": False}, small)
             for _ in range(2):
                 step.run()
-            self._synchronize()
-            begin = time.perf_counter()
-            for _ in range(HOST_STEPS):
-                step.run()
-            self._synchronize()
-            self.say("host", task=name, host_ms=(time.perf_counter() - begin) * 1000 / HOST_STEPS)
+            self.say("host", task=name, host_ms=self._mean_ms(step, HOST_STEPS))
         except Exception as error:
             self.warn("launch-not-measured", variant=name, reason=in_a_line(error))
 
@@ -209,14 +184,14 @@ class StepWorker:
         rng, orders = random.Random(self.request["seed"]), Orders()
         gc.collect()
         gc.freeze()
-        gc.disable()  # it would sometimes delay launches by tens of milliseconds; it runs between bursts instead
-        waiting: _LaunchedSteps | None = None
+        gc.disable()  # it would stop the launching for tens of milliseconds now and then; between bursts it may
+        waiting: _Launched | None = None
         for number in range(self.request["max_rounds"]):
             order = rng.sample(list(self.steps), len(self.steps))
             for name in order:
                 if orders.stop():
                     return
-                if name not in self.steps:  # its last burst has failed
+                if name not in self.steps:  # its last burst failed since
                     continue
                 launched = self._guarded(name, partial(self._launch, number, name, ends_round=name == order[-1]))
                 if waiting is not None:
@@ -226,40 +201,35 @@ class StepWorker:
         if waiting is not None:
             self._guarded(waiting.name, partial(self._collect, waiting))
 
-    def _guarded(self, name: str, work: Callable[[], Returned]) -> Returned | None:
-        """Run `work`; a failure costs this variant only, and is reported as its."""
-        self.say("begin", task=name, what="measuring")
+    def _guarded(self, name: str, work: Callable[[], Result]) -> Result | None:
+        """Run `work`; a failure costs only this variant."""
+        self.begin(name, "measuring")
         try:
             return work()
         except Exception as error:
-            if self.steps.pop(name, None) is not None:  # otherwise an earlier burst of it has failed already
-                self._failed(name, error)
+            if self.steps.pop(name, None) is not None:  # else its burst before this one has failed, too
+                self.failed(name, error)
             return None
 
-    def _launch(self, number: int, name: str, *, ends_round: bool) -> _LaunchedSteps:
-        """Run steps to reach the steady state, then those that count. If a step takes seconds, one is enough."""
+    def _launch(self, number: int, name: str, *, ends_round: bool) -> _Launched:
+        """Steps that reach the steady state, then those that count; of steps that take seconds, one is enough."""
         run, once_ms = self.steps[name].run, self.once_ms[name]
         least = 1 if once_ms > LONG_STEP_MS else self.request["least_steps"]
         for _ in range(max(1, round(self.request["drop_ms"] / once_ms))):
             run()
         self._still(name, "measuring")
         kept = max(least, round(self.request["keep_ms"] / once_ms))
-        return _LaunchedSteps(
-            number, name, self._timed_on_gpu(run, kept) if self.on_gpu else self._timed_here(run, kept), ends_round
-        )
+        return _Launched(number, name, self._timed_on_gpu(run, kept) if self.on_gpu else self._timed_here(run, kept), ends_round)
 
     def _still(self, name: str, what: str) -> None:
         """Between steps that take seconds: a sign of life."""
         if self.once_ms[name] > LONG_STEP_MS:
-            self.say("begin", task=name, what=what)
+            self.begin(name, what)
 
-    def _collect(self, launched: _LaunchedSteps) -> None:
+    def _collect(self, launched: _Launched) -> None:
         """Wait for a burst, and send the times of its steps."""
         times = launched.times_ms()
-        state = asdict(self.gpu.read()) if self.gpu else {}
-        self.say("samples", round=launched.number, times_ms={launched.name: times}, state=state)
-        if launched.ends_round:
-            self.say("round", round=launched.number)
+        self.send_samples(launched.number, {launched.name: times}, self.gpu_state(), ends_round=launched.ends_round)
 
     @staticmethod
     def _timed_on_gpu(run: Callable[[], None], kept: int) -> Callable[[], list[float]]:
@@ -278,37 +248,16 @@ class StepWorker:
 
     @staticmethod
     def _timed_here(run: Callable[[], None], kept: int) -> Callable[[], list[float]]:
-        times = []
-        for _ in range(kept):
-            begin = time.perf_counter()
-            run()
-            times.append((time.perf_counter() - begin) * 1000)
+        times = [elapsed_ms(run) for _ in range(kept)]
         return lambda: times
 
 
-@dataclass(frozen=True)
-class _LaunchedSteps:
-    """A burst of steps that has been launched."""
-
+class _Launched(NamedTuple):
     number: int
     name: str
     times_ms: Callable[[], list[float]]
     ends_round: bool
 
 
-def _versions(backend: str) -> dict[str, str]:
-    versions = {"torch": torch.__version__}
-    if backend in ("transformer_engine", "torchao"):
-        versions[backend] = importlib.import_module(backend).__version__
-    return versions
-
-
-def main() -> None:
-    """Read the request, send messages to the descriptor."""
-    request = json.loads(sys.stdin.readline())
-    with os.fdopen(int(sys.argv[1]), "w", encoding="utf-8") as out:
-        StepWorker(request, out).main()
-
-
 if __name__ == "__main__":
-    main()
+    StepWorker.serve()

@@ -99,20 +99,6 @@ def _cast(values: torch.Tensor, number_format: str) -> torch.Tensor:
     return codes[:, 0::2] + 16 * codes[:, 1::2]  # the first of two values is in the lower half of the byte
 
 
-def dequantize(quantized: Quantized, scaling: Scaling) -> torch.Tensor:
-    """The values that the GEMM multiplies, in float64."""
-    data = quantized.data
-    if data.dtype == torch.uint8:
-        table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=data.device, dtype=torch.float64)
-        values = table[torch.stack([data % 16, data // 16], dim=-1).flatten(1).long()]
-    else:
-        values = data.double()
-    rows, columns = values.shape
-    scales = quantized.scales.double() * (1.0 if quantized.of_tensor is None else quantized.of_tensor.double())
-    scales = scales.repeat_interleave(scaling.block[0] or rows, 0)[:rows]
-    return values * scales.repeat_interleave(scaling.block[1] or columns, 1)[:, :columns]
-
-
 def lay_out(quantized: Quantized, scaling: Scaling, *, second: bool) -> list[torch.Tensor]:
     """The scales as `torch.nn.functional.scaled_mm` expects them, of the first or the second operand."""
     scales = quantized.scales

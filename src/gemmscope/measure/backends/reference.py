@@ -2,12 +2,20 @@
 
 All recipes and modes of a case share one set of random normal data: the same values for every precision, made once. Every GEMM is
 checked against float64 on a slice before it is timed.
+
+A linear Y = X·Wᵀ has three GEMMs. Each is written here as A·Bᵀ, with both operands as [rows, contraction]: the last dimension is
+the one that is summed over, and along which values share a scale.
+
+    fprop   Y  = X · Wᵀ      A = X   [tokens, in]    B = W   [out, in]
+    dgrad   dX = dY · W      A = dY  [tokens, out]   B = Wᵀ  [in, out]
+    wgrad   dW = dYᵀ · X     A = dYᵀ [out, tokens]   B = Xᵀ  [in, tokens]
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +27,21 @@ SLICE = 64  # rows of the output that are checked
 
 # Rounding gives about 0.002 in bf16, 0.04 in E4M3, 0.06 in E5M2, 0.2 in E2M1. A larger error means that the result is wrong.
 LARGEST_ERROR = 0.3
+
+# pass -> (tensor, whether it is transposed) of each operand
+FACTORS = {
+    "fprop": (("X", False), ("W", False)),
+    "dgrad": (("dY", False), ("W", True)),
+    "wgrad": (("dY", True), ("X", True)),
+}
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One operand of a GEMM: which tensor it is, and a view of its values as [rows, contraction]."""
+
+    tensor: str
+    values: torch.Tensor
 
 
 class Operands:
@@ -32,9 +55,19 @@ class Operands:
         scale = case.inputs**-0.5
         self.weights = [torch.randn(case.outputs, case.inputs, **make) * scale for _ in range(max(len(case.rows), 1))]
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """By the names that recipes use; for experts, the weight of the first one."""
-        return {"X": self.x, "W": self.weights[0], "dY": self.grad}
+    def tensors(self, expert: int = 0) -> dict[str, torch.Tensor]:
+        """By the names that recipes use; for experts, all tokens and the weight of one expert."""
+        return {"X": self.x, "W": self.weights[expert], "dY": self.grad}
+
+    def factors(self, pass_name: str, expert: int = 0) -> list[Factor]:
+        """A and B of a pass."""
+        tensors = self.tensors(expert)
+        return [Factor(name, tensors[name].t() if transposed else tensors[name]) for name, transposed in FACTORS[pass_name]]
+
+    def plain_gemm(self, pass_name: str, precision: torch.dtype = torch.bfloat16) -> Callable[[], torch.Tensor]:
+        """The GEMM of a pass, unquantized."""
+        left, right = (factor.values.to(precision) for factor in self.factors(pass_name))
+        return lambda: torch.mm(left, right.t())
 
     def prepare_references(self) -> None:
         """Compute the reference results ahead of time."""

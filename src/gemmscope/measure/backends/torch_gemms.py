@@ -6,17 +6,16 @@ Pre-quantized mode only. The operands are quantized in plain PyTorch (`quantize.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.nn.functional
 
-from gemmscope.measure.backends.base import Options, Prepared
-from gemmscope.measure.backends.factors import FACTORS, Factor, factors
+from gemmscope.measure.backends.base import Backend, Prepared, TimedStep, one_after_another
 from gemmscope.measure.backends.quantize import Quantized, lay_out, quantize, scaling_of
-from gemmscope.measure.backends.reference import Operands, OperandStore
+from gemmscope.measure.backends.reference import FACTORS, Factor, Operands
 from gemmscope.recipe.recipes import Recipe, recipe
 from gemmscope.recipe.support import support
 from gemmscope.workload.cases import Task
@@ -30,16 +29,10 @@ GROUPED = {"none": ("grouped_mm", "_grouped_mm"), "row": ("_scaled_grouped_mm",)
 ROWS_MULTIPLE_OF = 16  # of every expert
 
 
-class TorchBackend:
+class TorchBackend(Backend):
     """PyTorch as it is installed."""
 
     name = "torch"
-
-    def __init__(self, operands: OperandStore, options: Options) -> None:
-        self._operands, self._options = operands, options
-
-    def versions(self) -> Mapping[str, str]:
-        return {"torch": torch.__version__}
 
     def why_not(self, recipe: Recipe) -> str:
         if self.name not in recipe.backends:
@@ -69,24 +62,15 @@ class TorchBackend:
             return f"an expert has {uneven} tokens, and grouped GEMMs need a multiple of {ROWS_MULTIPLE_OF}"
         return ""
 
-    def get_ready(self, tasks: Sequence[Task]) -> None:
-        """Nothing is compiled."""
-
     def prepare(self, task: Task, recipe: Recipe, copies: int) -> Prepared:
-        gemms, errors = [], []
+        sets = []
         for copy in range(copies):
             operands = self._operands.get(task.case, copy)
-            make = _grouped_gemm if task.case.rows else _gemm
-            gemm = make(task, recipe, operands)
-            errors.append(operands.error({task.pass_name: _of_first_expert(task, operands, gemm())}))
-            gemms.append(gemm)
-
-        def run() -> None:
-            for gemm in gemms:
-                gemm()
-
-        run()
-        return Prepared(run, copies, max(errors))
+            gemm = (_grouped_gemm if task.case.rows else _gemm)(task, recipe, operands)
+            sets.append(TimedStep(gemm, operands.error({task.pass_name: _of_first_expert(task, operands, gemm())})))
+        prepared = one_after_another(sets)
+        prepared.run()
+        return prepared
 
 
 def _of_first_expert(task: Task, operands: Operands, result: torch.Tensor) -> torch.Tensor:
@@ -97,10 +81,9 @@ def _of_first_expert(task: Task, operands: Operands, result: torch.Tensor) -> to
 
 
 def _gemm(task: Task, recipe: Recipe, operands: Operands) -> GemmCall:
-    """One GEMM of two operands."""
-    left, right = factors(operands, task.pass_name)
     if not recipe.quantizes:
-        return lambda: torch.mm(left.values, right.values.t())
+        return operands.plain_gemm(task.pass_name)
+    left, right = operands.factors(task.pass_name)
     kinds = torch.nn.functional.ScalingType
     swizzles = torch.nn.functional.SwizzleType
     a, b = (_quantized(factor, recipe, task.pass_name) for factor in (left, right))
@@ -136,7 +119,7 @@ def _grouped_gemm(task: Task, recipe: Recipe, operands: Operands) -> GemmCall:
     """The GEMMs of all experts in one call. Tokens are sorted by expert; `ends` are the ends of each expert's tokens."""
     multiply = _grouped(recipe.scales)
     ends = torch.tensor(list(accumulate(task.case.rows)), dtype=torch.int32, device=operands.x.device)
-    left, right = factors(operands, task.pass_name)
+    left, right = operands.factors(task.pass_name)
     if recipe.quantizes:
         first, second, scales = _quantized_experts(task, recipe, operands)
         fast = task.pass_name in FAST_ACCUMULATION[recipe.scales]
@@ -153,13 +136,13 @@ def _quantized_experts(
     task: Task, recipe: Recipe, operands: Operands
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     """Both operands with their scales, one per row. In wgrad, which sums over tokens, every expert has its own rows."""
-    left, right = factors(operands, task.pass_name)
+    left, right = operands.factors(task.pass_name)
     if task.pass_name == "wgrad":
         (a, a_scales), (b, b_scales) = (_by_expert(factor, task, recipe) for factor in (left, right))
         return a, b.t(), (a_scales, b_scales)
     tokens = _quantized(left, recipe, task.pass_name)
     weights = [
-        _quantized(factors(operands, task.pass_name, expert)[1], recipe, task.pass_name) for expert in range(len(task.case.rows))
+        _quantized(operands.factors(task.pass_name, expert)[1], recipe, task.pass_name) for expert in range(len(task.case.rows))
     ]
     data = torch.stack([weight.data.view(torch.uint8) for weight in weights]).view(weights[0].data.dtype)
     scales = torch.stack([weight.scales.flatten() for weight in weights])

@@ -15,7 +15,7 @@ import contextlib
 import importlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,8 +27,8 @@ from torchao.float8.float8_ops import addmm_float8_unwrapped, preprocess_addmm
 from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import GemmInputRole, choose_scaled_mm_config
 
-from gemmscope.measure.backends.base import Options, Prepared
-from gemmscope.measure.backends.factors import factors
+from gemmscope.errors import in_a_line
+from gemmscope.measure.backends.base import Backend, Options, Prepared, TimedStep, one_after_another
 from gemmscope.measure.backends.reference import Operands, OperandStore
 from gemmscope.recipe.recipes import Recipe, recipe
 from gemmscope.recipe.support import support
@@ -49,27 +49,18 @@ CASTS = {
 ROLES = {"X": GemmInputRole.INPUT, "W": GemmInputRole.WEIGHT, "dY": GemmInputRole.GRAD_OUTPUT}
 
 
-@dataclass(frozen=True)
-class _TimedStep:
-    """One set of buffers: what is timed, its error, and the order of the passes."""
-
-    step: Callable[[], Any]
-    error: float
-    order: tuple[str, ...] = ()
-
-
-class TorchaoBackend:
+class TorchaoBackend(Backend):
     """torchao as it is installed."""
 
     name = "torchao"
 
     def __init__(self, operands: OperandStore, options: Options) -> None:
-        self._operands, self._options = operands, options
+        super().__init__(operands, options)
         torch._dynamo.config.recompile_limit = MOST_COMPILED
         torch._dynamo.config.accumulated_recompile_limit = MOST_COMPILED
 
     def versions(self) -> Mapping[str, str]:
-        return {"torch": torch.__version__, "torchao": torchao.__version__}
+        return {**super().versions(), "torchao": torchao.__version__}
 
     def why_not(self, recipe: Recipe) -> str:
         if self.name not in recipe.backends:
@@ -77,17 +68,12 @@ class TorchaoBackend:
         if not torch.cuda.is_available():
             return "no GPU"
         known = support(recipe.name, torch.cuda.get_device_capability())
-        return known.note if not known.runs else self._why_not_converted(recipe)
-
-    def _why_not_converted(self, recipe: Recipe) -> str:
-        """Let torchao convert a small layer, to see whether its version and PyTorch's support the recipe."""
-        if not recipe.quantizes:
-            return ""
-        try:
+        if not known.runs or not recipe.quantizes:
+            return "" if known.runs else known.note
+        try:  # converting a small layer shows whether torchao's version and PyTorch's support the recipe
             _convert(_model(torch.empty(128, 128, dtype=torch.bfloat16)), recipe.settings[self.name])
         except Exception as error:
-            lines = str(error).strip().splitlines() or [""]
-            return f"torchao {torchao.__version__} cannot convert a layer to it: {type(error).__name__}: {lines[0]}"
+            return f"torchao {torchao.__version__} cannot convert a layer to it: {in_a_line(error)}"
         return ""
 
     def why_not_task(self, task: Task) -> str:
@@ -115,22 +101,18 @@ class TorchaoBackend:
         settings = recipe.settings[self.name] if recipe.quantizes and not note else {}
         make = _autocast if task.mode == "autocast" else _gemm
         sets = [make(task, settings, self._operands.get(task.case, copy)) for copy in range(copies)]
-
-        def run() -> None:
-            for timed in sets:
-                timed.step()
-
-        run()
-        return Prepared(run, copies, max(timed.error for timed in sets), note, sets[0].order)
+        prepared = one_after_another(sets, note)
+        prepared.run()
+        return prepared
 
     def _left_in_bf16(self, case: Case, recipe: Recipe) -> str:
         """Why torchao would not convert this layer; empty if it would."""
         name = recipe.settings.get(self.name, {}).get("float8")
         if name is None:
             return ""
-        if case.inputs % FLOAT8_MULTIPLE_OF or case.outputs % FLOAT8_MULTIPLE_OF:
-            sizes = f"{case.inputs} x {case.outputs}"
-            return f"torchao leaves this layer in BF16: {sizes} features are not multiples of {FLOAT8_MULTIPLE_OF}"
+        multiple, sizes = FLOAT8_MULTIPLE_OF, (case.inputs, case.outputs)
+        if any(size % multiple for size in sizes):
+            return f"torchao leaves this layer in BF16: {sizes[0]} x {sizes[1]} features are not multiples of {multiple}"
         linear = torch.nn.Linear(case.inputs, case.outputs, bias=False, device="meta")
         gains = not self._options.filter_layers or _filter(name)(linear, LAYER)
         return "" if gains else "torchao's filter leaves this layer in BF16 (too small to gain)"
@@ -164,12 +146,11 @@ def _convert(model: torch.nn.Module, settings: Mapping[str, Any]) -> torch.nn.Mo
 
 
 def _named(path: str) -> Any:
-    """The object at a dotted path."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
 
 
-def _autocast(task: Task, settings: Mapping[str, Any], operands: Operands) -> _TimedStep:
+def _autocast(task: Task, settings: Mapping[str, Any], operands: Operands) -> TimedStep:
     """Forward and backward of the compiled layer. x requires a gradient, because otherwise there would be no dgrad."""
     x, grad = operands.x.detach().requires_grad_(), operands.grad
     model = _convert(_model(operands.weights[0]), settings)
@@ -186,7 +167,7 @@ def _autocast(task: Task, settings: Mapping[str, Any], operands: Operands) -> _T
         return {name: results[name] for name in task.case.passes}
 
     error = operands.error(step())
-    return _TimedStep(step, error, _order(step, task.case))
+    return TimedStep(step, error, _order(step, task.case))
 
 
 def _order(step: Callable[[], Any], case: Case) -> tuple[str, ...]:
@@ -212,16 +193,11 @@ def _inside_gemm(call: Any) -> bool:
     return above is not None and (above.name in GEMM_OPS or _inside_gemm(above))
 
 
-def _gemm(task: Task, settings: Mapping[str, Any], operands: Operands) -> _TimedStep:
+def _gemm(task: Task, settings: Mapping[str, Any], operands: Operands) -> TimedStep:
     """The GEMM of one pass, on operands that are cast as the recipe says."""
-    make = _float8_gemm if "float8" in settings else _tensor_gemm if "tensor" in settings else _plain_gemm
-    step = make(task.pass_name, settings, operands)
-    return _TimedStep(step, operands.error({task.pass_name: step()}))
-
-
-def _plain_gemm(pass_name: str, settings: Mapping[str, Any], operands: Operands) -> Callable[[], torch.Tensor]:  # noqa: ARG001
-    left, right = factors(operands, pass_name)
-    return lambda: torch.mm(left.values, right.values.t())
+    make = _float8_gemm if "float8" in settings else _tensor_gemm if "tensor" in settings else None
+    step = make(task.pass_name, settings, operands) if make else operands.plain_gemm(task.pass_name)
+    return TimedStep(step, operands.error({task.pass_name: step()}))
 
 
 def _float8_gemm(pass_name: str, settings: Mapping[str, Any], operands: Operands) -> Callable[[], torch.Tensor]:
@@ -229,9 +205,9 @@ def _float8_gemm(pass_name: str, settings: Mapping[str, Any], operands: Operands
     layer = _convert(_model(operands.weights[0]), settings).get_submodule(LAYER)
     casts = [getattr(layer.config, name) for name in CASTS[pass_name]]
     if casts[0].scaling_type is float8.ScalingType.DISABLED:
-        return _plain_gemm(pass_name, settings, operands)
+        return operands.plain_gemm(pass_name)
     cast = []
-    for factor, how, second in zip(factors(operands, pass_name), casts, (False, True), strict=True):
+    for factor, how, second in zip(operands.factors(pass_name), casts, (False, True), strict=True):
         values = factor.values.contiguous()
         cast.append(
             hp_tensor_to_float8_dynamic(
@@ -263,11 +239,7 @@ class _Inverted:
 
 
 def _multiply(a: torch.Tensor, a_inverse: torch.Tensor, b: torch.Tensor, b_inverse: torch.Tensor, fast: bool) -> torch.Tensor:
-    """torchao's GEMM of two cast operands."""
-    result: torch.Tensor = addmm_float8_unwrapped(
-        a, _Inverted(a_inverse), b, _Inverted(b_inverse), torch.bfloat16, use_fast_accum=fast
-    )
-    return result
+    return addmm_float8_unwrapped(a, _Inverted(a_inverse), b, _Inverted(b_inverse), torch.bfloat16, use_fast_accum=fast)
 
 
 def _tensor_gemm(pass_name: str, settings: Mapping[str, Any], operands: Operands) -> Callable[[], torch.Tensor]:
@@ -281,6 +253,6 @@ def _tensor_gemm(pass_name: str, settings: Mapping[str, Any], operands: Operands
             kernel_preference=config.kernel_preference,
             is_swizzled_scales=True,
         )
-        for factor in factors(operands, pass_name)
+        for factor in operands.factors(pass_name)
     )
     return lambda: torch.mm(a, b.t())

@@ -20,8 +20,8 @@ from transformer_engine.common import recipe as te_recipes
 from transformer_engine.pytorch.cpp_extensions import general_gemm, general_grouped_gemm
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, RecipeState
 
-from gemmscope.measure.backends.base import Options, Prepared
-from gemmscope.measure.backends.reference import Operands, OperandStore
+from gemmscope.measure.backends.base import Backend, Prepared, TimedStep, one_after_another
+from gemmscope.measure.backends.reference import Operands
 from gemmscope.recipe.recipes import Recipe, recipe
 from gemmscope.workload.cases import Case, Task
 
@@ -30,16 +30,13 @@ SPLIT_ACCUMULATION = {"fprop": False, "dgrad": True, "wgrad": True}  # where the
 COMPILING_THREADS = 12
 
 
-class TransformerEngineBackend:
+class TransformerEngineBackend(Backend):
     """Transformer Engine as it is installed."""
 
     name = "transformer_engine"
 
-    def __init__(self, operands: OperandStore, options: Options) -> None:
-        self._operands, self._options = operands, options
-
     def versions(self) -> Mapping[str, str]:
-        return {"torch": torch.__version__, "transformer_engine": transformer_engine.__version__}
+        return {**super().versions(), "transformer_engine": transformer_engine.__version__}
 
     def why_not(self, recipe: Recipe) -> str:
         if self.name not in recipe.backends:
@@ -76,16 +73,9 @@ class TransformerEngineBackend:
 
     def prepare(self, task: Task, recipe: Recipe, copies: int) -> Prepared:
         make = self._autocast if task.mode == "autocast" else self._grouped_gemm if task.case.rows else self._gemm
-        sets = [make(task, recipe, self._operands.get(task.case, copy)) for copy in range(copies)]
-        steps, errors = zip(*sets, strict=True)
+        return one_after_another([make(task, recipe, self._operands.get(task.case, copy)) for copy in range(copies)])
 
-        def run() -> None:
-            for step in steps:
-                step()
-
-        return Prepared(run, copies, max(errors))
-
-    def _autocast(self, task: Task, recipe: Recipe, operands: Operands) -> tuple[Callable[[], None], float]:
+    def _autocast(self, task: Task, recipe: Recipe, operands: Operands) -> TimedStep:
         """Forward and backward of the module. x requires a gradient; else dgrad and the weight's second copy would vanish."""
         kept = _start_afresh()
         x, grad = operands.x.detach().requires_grad_(), operands.grad
@@ -103,22 +93,26 @@ class TransformerEngineBackend:
             for parameter in parameters:
                 parameter.grad = None
 
+        trains = "dgrad" in task.case.passes
+
         def step(_kept: Any = kept) -> None:
-            forward().backward(grad)
-            forget()
+            y = forward()
+            if trains:
+                y.backward(grad)
+                forget()
 
         forward(first).backward(grad)  # delayed scaling has its scales from the second step on
         forget()
         y = forward()
         rows, results = operands.rows, {"fprop": y.detach()[: operands.rows]}
-        if "dgrad" in task.case.passes:
+        if trains:
             y.backward(grad)
             results |= {"dgrad": x.grad[:rows], "wgrad": parameters[0].grad}
         error = operands.error(results)
         forget()
-        return (step if "dgrad" in task.case.passes else lambda _kept=kept: (forward(), None)[1]), error
+        return TimedStep(step, error)
 
-    def _gemm(self, task: Task, recipe: Recipe, operands: Operands) -> tuple[Callable[[], None], float]:
+    def _gemm(self, task: Task, recipe: Recipe, operands: Operands) -> TimedStep:
         """The GEMM of one pass on operands that the recipe's quantizers made."""
         precision = self._recipe(recipe)
         quantizers = self._quantizers(precision)
@@ -129,10 +123,9 @@ class TransformerEngineBackend:
         def gemm() -> Any:
             return general_gemm(quantized[left], quantized[right], out_dtype=torch.bfloat16, **settings)
 
-        error = operands.error({task.pass_name: gemm()[0]})
-        return lambda: (gemm(), None)[1], error
+        return TimedStep(gemm, operands.error({task.pass_name: gemm()[0]}))
 
-    def _grouped_gemm(self, task: Task, recipe: Recipe, operands: Operands) -> tuple[Callable[[], None], float]:
+    def _grouped_gemm(self, task: Task, recipe: Recipe, operands: Operands) -> TimedStep:
         """The same for experts: one GEMM for each expert that has tokens, as `te.GroupedLinear` runs them."""
         precision = self._recipe(recipe)
         rows = task.case.rows
@@ -161,8 +154,7 @@ class TransformerEngineBackend:
 
         gemm()
         first = out[0] if task.pass_name == "wgrad" else out[0][: rows[busy[0]]]
-        error = operands.error({task.pass_name: first}) if busy[0] == 0 else float("nan")
-        return gemm, error
+        return TimedStep(gemm, operands.error({task.pass_name: first}) if busy[0] == 0 else float("nan"))
 
     def _quantizers(self, precision: Any) -> dict[str, Callable[[torch.Tensor], Any]]:
         """The quantizers of X, W and dY, for both directions, with the layout that the GEMMs need."""

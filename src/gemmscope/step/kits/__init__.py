@@ -6,5 +6,5 @@ from __future__ import annotations
 KITS = {
     "transformer_engine": ("gemmscope.step.kits.transformer_engine", "TransformerEngineKit"),
     "torchao": ("gemmscope.step.kits.torchao", "TorchaoKit"),
-    "cpu": ("gemmscope.step.kits.plain", "PlainKit"),
+    "cpu": ("gemmscope.step.kits.plain", "Kit"),
 }

@@ -1,7 +1,8 @@
-"""Plain PyTorch norms and linears: the kit for the CPU, and the modules that torchao converts."""
+"""Plain PyTorch: norms and linears as they are. The CPU's kit, what torchao converts, and the interface of every kit."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,21 +13,39 @@ from torch.utils import checkpoint
 
 from gemmscope.model.spec import MlpSpec, NormSpec
 from gemmscope.recipe.recipes import Recipe
-from gemmscope.step.blocks import EPS, activation_of
-from gemmscope.step.plan import StackPlan
+from gemmscope.step.plan import StackPlan, activation_kind
+
+EPS = 1e-5
+ACTIVATIONS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "relu": functional.relu,
+    "relu2": lambda x: functional.relu(x).square(),
+    "gelu": functional.gelu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+}
 
 
-class PlainKit:
-    """BF16 or FP32."""
+def activation_of(spec: MlpSpec) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Its activation as PyTorch and Hugging Face have it: `gelu` is the exact one, all others of its kind are the tanh one.
+
+    It matters where compiled casts compute it anew: in a rowwise step of torchao on an H200 the kernel that does so took 26 of
+    227 ms with the tanh one, 21 with the exact one.
+    """
+    return ACTIVATIONS.get(activation_kind(spec.activation), lambda x: functional.gelu(x, approximate="tanh"))
+
+
+class Kit:
+    """One framework's layers in one recipe: here PyTorch's own, in BF16 or FP32. `left_out` parts run in BF16."""
 
     name = "cpu"
-    compiles = False
+    compiles = False  # its layers, when they are first run
 
     def __init__(self, recipe: Recipe, left_out: frozenset[str] = frozenset(), device: str = "cpu") -> None:
         self.recipe, self.left_out, self.device = recipe, left_out, device
         self.precision = torch.float32 if recipe.name == "FP32" else torch.bfloat16
 
     def why_not(self, plan: StackPlan) -> str:  # noqa: ARG002
+        """Why this recipe cannot run these layers; empty if it can."""
         return ""
 
     def norm(self, norm: NormSpec, width: int) -> nn.Module:
@@ -34,6 +53,7 @@ class PlainKit:
         return nn.RMSNorm(width, **make) if norm.kind == "rmsnorm" else nn.LayerNorm(width, bias=norm.bias, **make)
 
     def rotary(self, head_dim: int, sequence: int) -> nn.Module:
+        """Rotates heads by their positions: [batch, sequence, heads, head] to the same."""
         return Rotary(head_dim, sequence, self.device, self.precision)
 
     def linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
@@ -43,30 +63,39 @@ class PlainKit:
         return Chain(self.norm(norm, inputs), self.linear(inputs, outputs, bias=bias))
 
     def norm_mlp(self, norm: NormSpec, hidden: int, spec: MlpSpec) -> nn.Module:
-        return Chain(self.norm(norm, hidden), FeedForward(self, hidden, spec))
+        return Chain(self.norm(norm, hidden), self._feed_forward(hidden, spec))
+
+    def _feed_forward(self, hidden: int, spec: MlpSpec) -> nn.Module:
+        up = self.linear(hidden, spec.intermediate_size * (1 + spec.gated), bias=spec.up_bias)
+        return FeedForward(spec, up, self.linear(spec.intermediate_size, hidden, bias=spec.down_bias))
 
     def experts(self, hidden: int, spec: MlpSpec, count: int) -> nn.Module:
-        return PlainExperts([FeedForward(self, hidden, spec) for _ in range(count)])
+        """Feed-forward blocks side by side: called with tokens and how many of them each gets."""
+        return PlainExperts([self._feed_forward(hidden, spec) for _ in range(count)])
 
     def finish(self, block: nn.Module) -> nn.Module:
+        """Convert and compile a layer, where the framework does."""
         return block
 
     def low_precision(self) -> AbstractContextManager[Any]:
+        """Around all layers."""
         return nullcontext()
 
     def high_precision(self, part: str) -> AbstractContextManager[Any]:  # noqa: ARG002
+        """Around a part that may be left out of low precision."""
         return nullcontext()
 
     def arguments(self, *, first: bool | None) -> dict[str, Any]:  # noqa: ARG002
+        """What its modules are told of the micro-batch: whether it is the step's first (None: the only one)."""
         return {}
 
     def checkpoint(self, function: Any, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = checkpoint.checkpoint(function, x, use_reentrant=False)
-        return result
+        """Run it without keeping activations, and again in backward."""
+        return checkpoint.checkpoint(function, x, use_reentrant=False)
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding: rotates halves of queries and keys."""
+    """Positions enter by rotating halves of queries and keys."""
 
     def __init__(self, head_dim: int, sequence: int, device: str, precision: torch.dtype) -> None:
         super().__init__()
@@ -81,49 +110,44 @@ class Rotary(nn.Module):
 
 
 class PlainLinear(nn.Linear):
-    """A linear that ignores other arguments."""
+    """A linear that ignores the arguments of the micro-batch."""
 
     def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
         return functional.linear(x, self.weight, self.bias)
 
 
 class Chain(nn.Module):
-    """Two modules, one after the other; the second gets the other arguments."""
+    """One after the other."""
 
     def __init__(self, first: nn.Module, second: nn.Module) -> None:
         super().__init__()
         self.first, self.second = first, second
 
     def forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
-        result: torch.Tensor = self.second(self.first(x), **how)
-        return result
+        return self.second(self.first(x), **how)
 
 
 class FeedForward(nn.Module):
-    """Up, activation, down; gate and up are one GEMM."""
+    """Up, activation, down; gate and up are one GEMM. `rows`: the tokens of each expert, where up and down are grouped."""
 
-    def __init__(self, kit: PlainKit, hidden: int, spec: MlpSpec) -> None:
+    def __init__(self, spec: MlpSpec, up: nn.Module, down: nn.Module) -> None:
         super().__init__()
-        self.gated = spec.gated
-        self.activation = activation_of(spec)
-        self.up = kit.linear(hidden, spec.intermediate_size * (2 if spec.gated else 1), bias=spec.up_bias)
-        self.down = kit.linear(spec.intermediate_size, hidden, bias=spec.down_bias)
+        self.gated, self.activation, self.up, self.down = spec.gated, activation_of(spec), up, down
 
-    def forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
-        inner = self.up(x, **how)
+    def forward(self, x: torch.Tensor, *rows: list[int], **how: Any) -> torch.Tensor:
+        inner = self.up(x, *rows, **how)
         if self.gated:
             gate, up = inner.chunk(2, dim=-1)
             inner = self.activation(gate) * up
         else:
             inner = self.activation(inner)
-        result: torch.Tensor = self.down(inner, **how)
-        return result
+        return self.down(inner, *rows, **how)
 
 
 class PlainExperts(nn.Module):
-    """Experts, one after the other, each on its own tokens."""
+    """One after the other, each on its own tokens."""
 
-    def __init__(self, experts: list[FeedForward]) -> None:
+    def __init__(self, experts: list[nn.Module]) -> None:
         super().__init__()
         self.each = nn.ModuleList(experts)
 

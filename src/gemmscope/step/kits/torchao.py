@@ -10,14 +10,14 @@ from torch import nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from gemmscope.recipe.recipes import Recipe
-from gemmscope.step.kits.plain import PlainKit
+from gemmscope.step.kits.plain import Kit
 from gemmscope.step.plan import StackPlan
 
 MODULES = {"qkv": "attention_in", "attn out": "attention_out", "mlp": "feed_forward"}  # part -> its module in a layer
 
 
-class TorchaoKit(PlainKit):
-    """BF16 is compiled too, without conversion. `left_out` parts are not converted."""
+class TorchaoKit(Kit):
+    """BF16 is compiled too, unconverted. `left_out` parts are not converted."""
 
     name = "torchao"
     compiles = True
@@ -28,7 +28,7 @@ class TorchaoKit(PlainKit):
 
     def why_not(self, plan: StackPlan) -> str:
         if self.recipe.quantizes and "float8" not in self.recipe.settings.get(self.name, {}):
-            return f"{self.recipe.name} is not yet supported in steps with torchao"
+            return f"{self.recipe.name} is not run in steps with torchao yet"
         if "bf16" in self.recipe.operands["wgrad"]:  # the GEMM that sums over tokens
             return ""
         return self.recipe.misaligned({"tokens": plan.tokens})
@@ -36,14 +36,13 @@ class TorchaoKit(PlainKit):
     def finish(self, block: nn.Module) -> nn.Module:
         settings = self.recipe.settings.get(self.name, {})
         if "float8" in settings:
-            excluded = [MODULES[part] for part in sorted(self.left_out)]
+            spared = [MODULES[part] for part in sorted(self.left_out)]
             convert_to_float8_training(
                 block,
                 config=Float8LinearConfig.from_recipe_name(settings["float8"]),
-                module_filter_fn=lambda module, name: _fits(module, name) and not name.startswith(tuple(excluded)),
+                module_filter_fn=lambda module, name: _fits(module, name) and not name.startswith(tuple(spared)),
             )
-        compiled: nn.Module = torch.compile(block, dynamic=False)
-        return compiled
+        return torch.compile(block, dynamic=False)
 
 
 def _fits(module: Any, name: str) -> bool:

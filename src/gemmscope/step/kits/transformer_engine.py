@@ -1,6 +1,6 @@
 """Transformer Engine's fused modules: a norm and its linear in one (`LayerNormLinear`), a norm and its MLP (`LayerNormMLP`).
 
-They write FP8 directly from the norm or the activation, which is why a step can gain more than its linears alone.
+They write FP8 straight from the norm or the activation, which is why a step gains more than its linears measured alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalState, FP8GlobalSta
 
 from gemmscope.model.spec import MlpSpec, NormSpec
 from gemmscope.recipe.recipes import Recipe
-from gemmscope.step.blocks import EPS, activation_of
+from gemmscope.step.kits.plain import EPS, FeedForward, Kit
 from gemmscope.step.plan import StackPlan, activation_kind
 
 # (activation, gated) -> Transformer Engine's name
@@ -28,17 +28,16 @@ ACTIVATIONS: dict[tuple[str | None, bool], str] = {
 NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
 
 
-class TransformerEngineKit:
+class TransformerEngineKit(Kit):
     """Its modules in one recipe; `left_out` parts run in BF16."""
 
     name = "transformer_engine"
-    compiles = False
-    precision = torch.bfloat16
 
     def __init__(self, recipe: Recipe, left_out: frozenset[str] = frozenset(), device: str = "cuda") -> None:
-        self.recipe, self.left_out = recipe, left_out
+        super().__init__(recipe, left_out, device)
+        self.precision = torch.bfloat16
         self._make: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": device}
-        self._state = FP8GlobalState()  # separate, or steps of other recipes would update the state of delayed scaling too
+        self._state = FP8GlobalState()  # of its own: delayed scaling's bookkeeping would else run in every other recipe's steps
         self._precision = getattr(te_recipes, recipe.settings[self.name]["class"])() if recipe.quantizes else None
 
     def why_not(self, plan: StackPlan) -> str:
@@ -46,22 +45,19 @@ class TransformerEngineKit:
 
     def norm(self, norm: NormSpec, width: int) -> nn.Module:
         norm_class = te.RMSNorm if norm.kind == "rmsnorm" else te.LayerNorm
-        module: nn.Module = norm_class(width, eps=EPS, dtype=torch.bfloat16, device=self._make["device"])
-        return module
+        return norm_class(width, eps=EPS, dtype=torch.bfloat16, device=self.device)
 
     def rotary(self, head_dim: int, sequence: int) -> nn.Module:
-        return FusedRotary(head_dim, sequence, self._make["device"])
+        return FusedRotary(head_dim, sequence, self.device)
 
     def linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
-        module: nn.Module = te.Linear(inputs, outputs, bias=bias, **self._make)
-        return module
+        return te.Linear(inputs, outputs, bias=bias, **self._make)
 
     def norm_linear(self, norm: NormSpec, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
-        module: nn.Module = te.LayerNormLinear(inputs, outputs, eps=EPS, bias=bias, normalization=NORMS[norm.kind], **self._make)
-        return module
+        return te.LayerNormLinear(inputs, outputs, eps=EPS, bias=bias, normalization=NORMS[norm.kind], **self._make)
 
     def norm_mlp(self, norm: NormSpec, hidden: int, spec: MlpSpec) -> nn.Module:
-        module: nn.Module = te.LayerNormMLP(
+        return te.LayerNormMLP(
             hidden,
             spec.intermediate_size,
             eps=EPS,
@@ -70,13 +66,11 @@ class TransformerEngineKit:
             activation=_activation(spec),
             **self._make,
         )
-        return module
 
     def experts(self, hidden: int, spec: MlpSpec, count: int) -> nn.Module:
-        return GroupedExperts(hidden, spec, count, self._make)
-
-    def finish(self, block: nn.Module) -> nn.Module:
-        return block
+        up = te.GroupedLinear(count, hidden, spec.intermediate_size * (1 + spec.gated), bias=spec.up_bias, **self._make)
+        down = te.GroupedLinear(count, spec.intermediate_size, hidden, bias=spec.down_bias, **self._make)
+        return FeedForward(spec, up, down)
 
     def low_precision(self) -> AbstractContextManager[Any]:
         FP8GlobalStateManager.quantization_state = self._state
@@ -95,43 +89,20 @@ class TransformerEngineKit:
         return {"is_first_microbatch": first}
 
     def checkpoint(self, function: Any, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = te.checkpoint(function, x, use_reentrant=False)
-        return result
+        return te.checkpoint(function, x, use_reentrant=False)
 
 
 def _activation(spec: MlpSpec) -> str:
-    """Transformer Engine's name of the activation. It has one GELU, which also stands for activations that it does not have."""
+    """Its own name for it; a GELU, the only one it has, for every GELU and for what it does not know."""
     return ACTIVATIONS.get((activation_kind(spec.activation), spec.gated), "geglu" if spec.gated else "gelu")
 
 
 class FusedRotary(nn.Module):
-    """Transformer Engine's fused kernel for rotary position embedding."""
+    """Transformer Engine's kernel for it."""
 
     def __init__(self, head_dim: int, sequence: int, device: str) -> None:
         super().__init__()
         self.angles = te.RotaryPositionEmbedding(head_dim)(sequence).to(device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        turned: torch.Tensor = apply_rotary_pos_emb(x, self.angles, tensor_format="bshd", fused=True)
-        return turned
-
-
-class GroupedExperts(nn.Module):
-    """`te.GroupedLinear` up and down, with the activation between them."""
-
-    def __init__(self, hidden: int, spec: MlpSpec, count: int, make: dict[str, Any]) -> None:
-        super().__init__()
-        self.gated = spec.gated
-        self.activation = activation_of(spec)
-        self.up = te.GroupedLinear(count, hidden, spec.intermediate_size * (2 if spec.gated else 1), bias=spec.up_bias, **make)
-        self.down = te.GroupedLinear(count, spec.intermediate_size, hidden, bias=spec.down_bias, **make)
-
-    def forward(self, x: torch.Tensor, rows: list[int], **how: Any) -> torch.Tensor:
-        inner = self.up(x, rows, **how)
-        if self.gated:
-            gate, up = inner.chunk(2, dim=-1)
-            inner = self.activation(gate) * up
-        else:
-            inner = self.activation(inner)
-        result: torch.Tensor = self.down(inner, rows, **how)
-        return result
+        return apply_rotary_pos_emb(x, self.angles, tensor_format="bshd", fused=True)
