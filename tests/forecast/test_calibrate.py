@@ -127,7 +127,7 @@ def test_saved_and_loaded() -> None:
         ('{"version": 3}', "is a damaged calibration"),
         (
             '{"version": 3, "gpu": "h200", "device": "", "gemms": {}, "quantize": {}, "parts": {"GEMMs": 1.0}}',
-            "is not calibrated",
+            "no calibrated part 'GEMMs'",
         ),
         ('{"version": 3, "gpu": "h200", "device": "", "gemms": {}, "quantize": {}, "rows": {}}', "Unexpected"),
         (

@@ -102,16 +102,14 @@ class _ModeForecast:
         quantize_ms = linear.quantize_ms if self.mode == "autocast" else {}
         shares = quantization_by_pass(quantize_ms, case.passes)
         whole = total([linear.all_gemms(), linear.quantization()]) if self.mode == "autocast" else linear.all_gemms()
-        passes = {
-            each: total([gemm, Estimate(shares[each], 0.0, linear.quantize_uncertainty)]) for each, gemm in linear.gemms.items()
-        }
+        casts = {pass_name: Estimate(share, 0.0, linear.quantize_uncertainty) for pass_name, share in shares.items()}
         self.estimates[name, case.op] = whole
         self.ops[name, case.op] = OpTime(
             op=case.op,
             recipe=name,
             mode=self.mode,
             total_ms=whole.interval(),
-            pass_ms={each: estimate.interval() for each, estimate in passes.items()},
+            pass_ms={pass_name: total([gemm, casts[pass_name]]).interval() for pass_name, gemm in linear.gemms.items()},
             quantize_ms=quantize_ms,
             left_in_baseline=f"frameworks leave it in {BASELINE}" if left else "",
         )
@@ -119,32 +117,21 @@ class _ModeForecast:
     def _add_speedups(self, times: Mapping[str, Estimate], op: str = "") -> Mapping[tuple[str, str], Interval]:
         """Of every recipe over every other: of one op, or of all linears together."""
         pairs = pairwise(times, lambda name, over: ratio(times[over], times[name], self.forecaster.in_common(name, over)))
-        self.speedups += [
-            Speedup(recipe=name, over=over, mode=self.mode, op=op, speedup=found) for (name, over), found in pairs.items()
-        ]
+        for (name, over), gain in pairs.items():
+            self.speedups.append(Speedup(recipe=name, over=over, mode=self.mode, op=op, speedup=gain))
         return pairs
 
 
 def misaligned(cases: Sequence[Case], recipes: Sequence[str]) -> list[Finding]:
     """Ops whose sizes do not fit a recipe: one finding for each reason, with all its ops and recipes."""
-    ops: dict[tuple[str, int, int], dict[str, None]] = {}
-    names: dict[tuple[str, int, int], dict[str, None]] = {}
-    for name in recipes:
-        chosen = recipe(name)
+    reasons: dict[tuple[str, int, int], list[tuple[str, str]]] = {}
+    for chosen in map(recipe, recipes):
         for case in cases:
             if chosen.quantizes and case.op not in NEVER_QUANTIZED and (wrong := chosen.misalignment(case.sizes())) is not None:
-                reason = (*wrong, chosen.multiple_of)
-                ops.setdefault(reason, {})[case.op] = None
-                names.setdefault(reason, {})[name] = None
-    return [
-        finding(
-            "sizes-misaligned",
-            ops=list(ops[reason]),
-            recipes=list(names[reason]),
-            what=reason[0],
-            size=reason[1],
-            multiple_of=reason[2],
-            padded=-(-reason[1] // reason[2]) * reason[2],
-        )
-        for reason in ops
-    ]
+                reasons.setdefault((*wrong, chosen.multiple_of), []).append((case.op, chosen.name))
+    findings = []
+    for (what, size, multiple), pairs in reasons.items():
+        ops, names = (list(dict.fromkeys(column)) for column in zip(*pairs, strict=True))
+        sizes = {"size": size, "multiple_of": multiple, "padded": -(-size // multiple) * multiple}
+        findings.append(finding("sizes-misaligned", ops=ops, recipes=names, what=what, **sizes))
+    return findings

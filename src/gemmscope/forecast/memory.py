@@ -10,21 +10,16 @@ from gemmscope.step.answer import BYTES_PER_PARAMETER
 from gemmscope.workload.ops import ELEMENT_BYTES
 
 
-def needed_bytes(linears: Linears, model: ModelSpec, run: RunSpec, parameters: int) -> dict[str, float]:
-    """By recipe: weights, gradients and moments, quantized copies, and the inputs of the linears that one micro-batch keeps.
+def does_not_fit(linears: Linears, model: ModelSpec, run: RunSpec, parameters: int, chip: GpuSpec) -> list[Finding]:
+    """A finding where some recipe needs more memory than the GPU has.
 
-    Where whole layers are recomputed, each keeps its input alone.
+    That is weights, gradients and moments, quantized copies, and the inputs of the linears that one micro-batch keeps. Where
+    whole layers are recomputed, each keeps its input alone.
     """
     layers = sum(case.count for case in linears.cases if case.op.startswith("Attn Out"))
-    needed = {}
-    for of_recipe in linears.memory:
-        inputs = layers * run.tokens * model.hidden_size * ELEMENT_BYTES if run.recompute == "full" else of_recipe.kept_bytes
-        needed[of_recipe.recipe] = BYTES_PER_PARAMETER * parameters + of_recipe.copies_bytes + inputs
-    return needed
-
-
-def does_not_fit(linears: Linears, model: ModelSpec, run: RunSpec, parameters: int, chip: GpuSpec) -> list[Finding]:
-    """A finding where some recipe needs more memory than the GPU has."""
-    needed = {name: size / 1e9 for name, size in needed_bytes(linears, model, run, parameters).items()}
-    too_large = {name: size for name, size in needed.items() if size > chip.memory_gb}
+    needed_gb = {}
+    for memory in linears.memory:
+        inputs = layers * run.tokens * model.hidden_size * ELEMENT_BYTES if run.recompute == "full" else memory.kept_bytes
+        needed_gb[memory.recipe] = (BYTES_PER_PARAMETER * parameters + memory.copies_bytes + inputs) / 1e9
+    too_large = {name: size for name, size in needed_gb.items() if size > chip.memory_gb}
     return [finding("does-not-fit", needed_gb=too_large, memory_gb=chip.memory_gb)] if too_large else []
