@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
@@ -127,13 +128,9 @@ def drop_implausible(calibration: Calibration) -> tuple[Calibration, list[Findin
     dropped = list[Finding]()
 
     def kept(table: Mapping[Name, float], what: str) -> dict[Name, float]:
-        good = {name: factor for name, factor in table.items() if 1 / LARGEST_FACTOR <= factor <= LARGEST_FACTOR}
-        dropped.extend(
-            finding("implausible-factor", what=f"{what}{name}", factor=factor)
-            for name, factor in table.items()
-            if name not in good
-        )
-        return good
+        bad = {name: factor for name, factor in table.items() if not 1 / LARGEST_FACTOR <= factor <= LARGEST_FACTOR}
+        dropped.extend(finding("implausible-factor", what=f"{what}{name}", factor=factor) for name, factor in bad.items())
+        return {name: factor for name, factor in table.items() if name not in bad}
 
     gemms, burst = (
         {fmt: kept(passes, f"{fmt}, {state}, ") for fmt, passes in table.items()}
@@ -146,27 +143,28 @@ def drop_implausible(calibration: Calibration) -> tuple[Calibration, list[Findin
 def check_place(gpu: str) -> None:
     """A `UserError` where `save` could not write: before minutes of measuring, not after."""
     path = place(gpu)
-    try:
+    with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _not_writable(path, error.strerror or str(error)) from None
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise _not_writable(path, "it is a folder" if path.is_dir() else "no permission")
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise OSError("it is a folder" if path.is_dir() else "no permission")
 
 
 def save(calibration: Calibration) -> Path:
     """Write it where forecasts look for it."""
     path = place(calibration.gpu)
-    try:
+    with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(calibration), indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise _not_writable(path, error.strerror or str(error)) from None
     return path
 
 
-def _not_writable(path: Path, reason: str) -> UserError:
-    return UserError(f"{path} cannot be written: {reason}", "set XDG_CONFIG_HOME to a folder that can be written")
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        hint = "set XDG_CONFIG_HOME to a folder that can be written"
+        raise UserError(f"{path} cannot be written: {error.strerror or error}", hint) from None
 
 
 def known_gpu(device: str) -> GpuSpec:

@@ -35,9 +35,6 @@ class LinearTime(NamedTuple):
     def all_gemms(self) -> Estimate:
         return total(self.gemms.values())
 
-    def quantization(self) -> Estimate:
-        return Estimate(sum(self.quantize_ms.values()), 0.0, self.quantize_uncertainty)
-
 
 class StepLinears(NamedTuple):
     """Many linears in one micro-batch of a step: GEMMs, what they take at the clock of a burst, quantization by tensor.
