@@ -16,9 +16,8 @@ from gemmscope.findings import Finding, finding
 from gemmscope.forecast.calibration import calibrated
 from gemmscope.forecast.gemm import STATES, State, model
 from gemmscope.forecast.gemm_list import GemmForecast, forecast_gemm_list
-from gemmscope.forecast.linear_results import forecast_linears, misaligned
+from gemmscope.forecast.linear_results import does_not_fit, forecast_linears, misaligned
 from gemmscope.forecast.linears import Forecaster
-from gemmscope.forecast.memory import does_not_fit
 from gemmscope.forecast.step import StepForecast, forecast_step
 from gemmscope.forecast.sweep import Configuration, forecast_sweep
 from gemmscope.forecast.training import gemm_format

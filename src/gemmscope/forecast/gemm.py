@@ -120,7 +120,8 @@ class GemmModel:
         """
         if fmt not in RATE_OF:
             raise UserError(f"there is no format {fmt!r}", f"formats: {', '.join(FORMATS)}")
-        able = [each for each in FORMATS if _multiplies(chip, each)]
+        scales_inside = chip.capability >= (10, 0)  # scales inside the GEMM came with Blackwell
+        able = [each for each in FORMATS if RATE_OF[each] in chip.tflops and (each != "mxfp8" or scales_inside)]
         if fmt not in able:
             raise UserError(f"{chip.name} has no {fmt} GEMMs", f"formats that it multiplies: {', '.join(able)}")
         facts = _transfer()
@@ -229,11 +230,6 @@ def model() -> GemmModel:
 @cache
 def _transfer() -> dict[str, Any]:
     return load_data("gemmscope.forecast", "coefficients/transfer.toml")
-
-
-def _multiplies(chip: GpuSpec, fmt: str) -> bool:
-    """Whether the chip has instructions for it: scales inside the GEMM came with Blackwell."""
-    return RATE_OF[fmt] in chip.tflops and (fmt != "mxfp8" or chip.capability >= (10, 0))
 
 
 def _distance(chip: GpuSpec, other: GpuSpec) -> tuple[float, float]:

@@ -165,16 +165,11 @@ class _Gemms(NamedTuple):
                 continue
             basis[model().basis(chip, fmt, state, by).description] = None
             if measured is not None and by is None:
-                gemm_ms = times.gemm_ms * _factors(measured, fmt, layouts, chip, state)
-                times = replace(times, gemm_ms=np.maximum(gemm_ms, chip_limit_ms(shapes, fmt, chip)))
+                factors = np.ones(len(layouts))  # the user's own measurements over the forecast
+                for name, layout in LAYOUT_OF.items():
+                    if (known := measured.gemm(fmt, name, state)) is not None:
+                        factors[layouts == layout] = known[0] * gemm_factor(fmt, chip)
+                gemm_ms = np.maximum(times.gemm_ms * factors, chip_limit_ms(shapes, fmt, chip))
+                times = replace(times, gemm_ms=gemm_ms)
             result[index] = np.stack([times.gemm_ms, times.quantize_ms, times.low_ms, times.high_ms], axis=1)
         return [tuple(row) for row in result.tolist()], list(basis) or ["none of these GEMMs"]
-
-
-def _factors(measured: Adjustment, fmt: str, layouts: NDArray[np.str_], chip: GpuSpec, state: State) -> NDArray[np.float64]:
-    """The user's own measurements over the forecast, GEMM by GEMM."""
-    factors = np.ones(len(layouts))
-    for name, layout in LAYOUT_OF.items():
-        if (known := measured.gemm(fmt, name, state)) is not None:
-            factors[layouts == layout] = known[0] * gemm_factor(fmt, chip)
-    return factors

@@ -36,18 +36,6 @@ class LinearTime(NamedTuple):
         return total(self.gemms.values())
 
 
-class StepLinears(NamedTuple):
-    """Many linears in one micro-batch of a step: GEMMs, what they take at the clock of a burst, quantization by tensor.
-
-    `weights` is quantizing every weight once; a step that caches them, or has many micro-batches, does so once.
-    """
-
-    gemms: Estimate
-    least_ms: float
-    activations: Estimate
-    weights: Estimate
-
-
 class Adjustment(NamedTuple):
     """Measured over forecast: factors on GEMMs by format and pass, sustained and in a burst, on quantizing by recipe, on a
     step's other parts. `own_chip`: it was the reader's own; what was measured on another chip of the kind corrects times, and
@@ -104,8 +92,9 @@ class Forecaster:
 
     def in_common(self, first: str, second: str) -> float:
         """The share of the shared errors that two recipes have alike: all of it where both run the same GEMMs on this chip."""
-        same = BASELINE not in (first, second) and self.costs(first).formats == self.costs(second).formats
-        return 1.0 if same else in_common()
+        if BASELINE in (first, second) or self.costs(first).formats != self.costs(second).formats:
+            return in_common()
+        return 1.0
 
     def other(self, time_ms: float, part: StepPart, uncertainty: float) -> Estimate:
         """What is not a GEMM, in one part of a step: as measured on this chip, or with the uncertainty it has otherwise."""
@@ -181,8 +170,12 @@ class Forecaster:
         quantize_ms = {tensor: costs.quantizing.time_ms(size) for tensor, size in elements.items()} if costs.quantizes else {}
         return LinearTime(gemms, quantize_ms, self._uncertainty)
 
-    def in_step(self, linears: Sequence[tuple[Case, int, int]], name: str) -> StepLinears:
-        """Many linears inside a step: (case, count, forward runs) for each. Fast, because sweeps call it for every point."""
+    def in_step(self, linears: Sequence[tuple[Case, int, int]], name: str) -> tuple[Estimate, float, Estimate, Estimate]:
+        """Many linears in one micro-batch of a step: (case, count, forward runs) for each. Fast: sweeps call it for every point.
+
+        Returns their GEMMs, the milliseconds of these at the clock of a burst, the quantization of all activations, and that of
+        every weight once.
+        """
         formats, quantizes, costs = self.costs(name)
         known, value, squares, shared, least, activations, weights = self._known, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
         for case, count, runs in linears:
@@ -202,8 +195,7 @@ class Forecaster:
                 activations += (costs.time_ms(tokens * inputs) + costs.time_ms(tokens * outputs)) * share * (2 + runs) / 3
                 weights += costs.time_ms(case.weights) * share
         gemms = Estimate(value, sqrt(squares) / value, shared / value) if value else Estimate(0.0)
-        casts = [Estimate(time_ms, 0.0, self._uncertainty) for time_ms in (activations, weights)]
-        return StepLinears(gemms, least, *casts)
+        return gemms, least, Estimate(activations, 0.0, self._uncertainty), Estimate(weights, 0.0, self._uncertainty)
 
     def least_ms(self, case: Case, name: str) -> float:
         """A linear's GEMMs at the clock of a burst."""

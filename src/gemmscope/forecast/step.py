@@ -91,13 +91,13 @@ class StepForecast:
 
     def step(self, name: str) -> StepEstimate:
         """All parts in one recipe."""
-        fixed = self.fixed
-        linears, batches = self.forecaster.in_step(self.quantized, name), self.run.gradient_accumulation
+        fixed, batches = self.fixed, self.run.gradient_accumulation
+        gemms, gemms_least_ms, activations, weights = self.forecaster.in_step(self.quantized, name)
         # A weight is quantized once per step where that is kept, else wherever forward runs.
         weight_casts = 1 / batches if batches > 1 or self.forecaster.cache_weights else self._weight_runs
-        quantization = total([linears.activations, linears.weights.times(weight_casts)])
-        every: dict[StepPart, Estimate] = {"GEMMs": linears.gemms, "quantization": quantization, **fixed.per_micro_batch}
-        least: dict[StepPart, float] = {"GEMMs": linears.least_ms, "head and loss": fixed.head_least_ms}
+        quantization = total([activations, weights.times(weight_casts)])
+        every: dict[StepPart, Estimate] = {"GEMMs": gemms, "quantization": quantization, **fixed.per_micro_batch}
+        least: dict[StepPart, float] = {"GEMMs": gemms_least_ms, "head and loss": fixed.head_least_ms}
         one = self._at_step_clock({part: estimate for part, estimate in every.items() if estimate.value}, least)
         parts = {part: estimate.times(batches) for part, estimate in one.items()}
         if fixed.optimizer.value:
