@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Sequence
 from concurrent import futures  # its pools are loaded when they are used
@@ -67,12 +68,18 @@ def _shared_among_cores(
 def _points(forecaster: Forecaster, wanted: Sequence[Configuration], recipes: Sequence[str], dp: int) -> list[SweepPoint]:
     """Some hundreds at a time: their GEMMs are gathered first and computed together."""
     points: list[SweepPoint] = []
-    for first in range(0, len(wanted), AT_A_TIME):
-        some = wanted[first : first + AT_A_TIME]
-        steps = [StepForecast(forecaster, model, run, derive(model, run), dp) for _, model, run in some]
-        forecaster.prepare((case for step in steps for case in step.cases), [BASELINE, *recipes])
-        points += [_point(values, step, recipes) for (values, _, _), step in zip(some, steps, strict=True)]
-        forecaster.forget(beyond=MOST_KEPT)
+    collecting = gc.isenabled()
+    gc.disable()  # millions of tuples without cycles: looking for garbage among them takes an eighth of the time
+    try:
+        for first in range(0, len(wanted), AT_A_TIME):
+            some = wanted[first : first + AT_A_TIME]
+            steps = [StepForecast(forecaster, model, run, derive(model, run), dp) for _, model, run in some]
+            forecaster.prepare((case for step in steps for case in step.cases), [BASELINE, *recipes])
+            points += [_point(values, step, recipes) for (values, _, _), step in zip(some, steps, strict=True)]
+            forecaster.forget(beyond=MOST_KEPT)
+    finally:
+        if collecting:
+            gc.enable()
     return points
 
 
