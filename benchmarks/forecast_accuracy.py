@@ -69,7 +69,7 @@ def held_out(coefficients: Coefficients) -> Iterator[str]:
     """Every series, then each GPU and format."""
     series = [
         " | ".join(
-            [each.gpu, each.fmt, each.state, each.library, f"{each.held_out['rows']}", f"{each.held_out['median']:.1%}",
+            [each.gpu, each.fmt, each.state, each.library, f"{each.held_out['rows']:.0f}", f"{each.held_out['median']:.1%}",
              f"{each.held_out['p90']:.1%}", f"{each.held_out['covered']:.0%}", f"{each.held_out['roofline_median']:.0%}"]
         )
         for each in coefficients.series

@@ -127,7 +127,7 @@ def test_saved_and_loaded() -> None:
         ('{"version": 3}', "is a damaged calibration"),
         (
             '{"version": 3, "gpu": "h200", "device": "", "gemms": {}, "quantize": {}, "parts": {"GEMMs": 1.0}}',
-            "is not calibrated",
+            "no calibrated part 'GEMMs'",
         ),
         ('{"version": 3, "gpu": "h200", "device": "", "gemms": {}, "quantize": {}, "rows": {}}', "Unexpected"),
         (
@@ -151,7 +151,7 @@ def test_saved_and_loaded() -> None:
             "'fprop', 'dgrad' or 'wgrad'",
         ),
         ('{"version": 3, "gpu": "h200", "device": "", "gemms": {}, "quantize": {"FP9": 1.0}}', "recipe 'FP9'"),
-        ('{"version": 3, "gpu": "h200", "device": "", "gemms": {"bf16": [1]}, "quantize": {}}', "valid dictionary"),
+        ('{"version": 3, "gpu": "h200", "device": "", "gemms": {"bf16": [1]}, "quantize": {}}', "should be an object"),
         ('{"version": 3, "gpu": "b200", "device": "", "gemms": {}, "quantize": {}}', "it is of 'b200', not of 'h200'"),
     ],
 )

@@ -21,7 +21,6 @@ from gemmscope.errors import UserError
 from gemmscope.forecast.coefficients import read_coefficients
 from gemmscope.forecast.gemm import GemmModel, State, model
 from gemmscope.forecast.physics import Shapes
-from gemmscope.forecast.sites import HELD_OUT, part
 from gemmscope.gpu.specs import GpuSpec, gpu, gpus
 
 SAMPLE = Path(__file__).parent.parent / "data" / "held_out_gemms.csv.gz"
@@ -52,7 +51,10 @@ def errors(key: tuple[str, str, str, str]) -> tuple[np.ndarray, np.ndarray]:
     return np.abs(found.total_ms / measured - 1), inside
 
 
-def test_the_sample_was_never_fitted_on() -> None:
+def test_the_sample_was_never_fitted_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent.parent / "benchmarks"))
+    from sites import HELD_OUT, part
+
     assert all(part(int(n), int(k)) == HELD_OUT for rows in ROWS.values() for _, k, n, _ in rows)
     assert {(each.gpu, each.fmt, each.state, each.library) for each in model().coefficients.series} == set(ROWS)
 
@@ -81,7 +83,7 @@ def test_published_errors_are_those_of_the_coefficients() -> None:
     for each in model().coefficients.series:
         held = each.held_out
         series = f"| {each.gpu} | {each.fmt} | {each.state} | {each.library} |"
-        line = f"{series} {held['rows']} | {held['median']:.1%} | {held['p90']:.1%} |"
+        line = f"{series} {held['rows']:.0f} | {held['median']:.1%} | {held['p90']:.1%} |"
         assert line in text, "run: python benchmarks/fit_forecast.py DATA"
 
 
@@ -232,7 +234,7 @@ def test_coefficients_that_do_not_fit_together(damage: Callable[[dict[str, Any]]
 
 
 def test_coefficients_of_another_version() -> None:
-    with pytest.raises(UserError, match=r"mine\.json is a coefficients file of version 99\.1, not"):
+    with pytest.raises(UserError, match=r"mine\.json is a coefficients file of version 99, not 1"):
         read_coefficients(json.dumps({"version": 99, "features_version": 1}), "mine.json")
 
 

@@ -201,7 +201,7 @@ def test_weights_are_quantized_once_per_step() -> None:
     one = steps("h200", model, run).step("FP8Current").parts["quantization"].value
     four = steps("h200", model, replace(run, gradient_accumulation=4)).step("FP8Current").parts["quantization"].value
     forecaster = Forecaster(gpu("h200"), "sustained")
-    weights = forecaster.in_step(steps("h200", model, run).quantized, "FP8Current").weights.value
+    weights = forecaster.in_step(steps("h200", model, run).quantized, "FP8Current")[3].value
     assert weights > 0
     assert four == pytest.approx(4 * one - 3 * weights)
     again = replace(run, recompute="full")
@@ -269,7 +269,7 @@ def test_a_full_node_leaves_the_network_to_others() -> None:
     assert half == near
     model = presets.load("llama-3.1-70b").model
     assert model is not None
-    slow, fast = (steps("h200", model, RunSpec(1, 4096, tp=tp), dp=8).fixed().exchanged for tp in (8, 4))
+    slow, fast = (steps("h200", model, RunSpec(1, 4096, tp=tp), dp=8).fixed.exchanged for tp in (8, 4))
     assert slow.data_ms == pytest.approx(fast.data_ms, rel=0.01)  # half the gradients, and half the ports for each group
     wide = [collective_ms(gpu("gb200"), "reduce_scatter", 8, 1e9, each) for each in (1, 8)]
     assert wide[0] == wide[1]
@@ -281,11 +281,11 @@ def test_whoever_holds_the_same_weights_exchanges_gradients() -> None:
     assert model is not None
     assert moe is not None
     context, replicas = (
-        steps("h200", model, RunSpec(1, 8192, cp=cp), dp=dp).fixed().exchanged.data_ms for cp, dp in ((8, 1), (1, 8))
+        steps("h200", model, RunSpec(1, 8192, cp=cp), dp=dp).fixed.exchanged.data_ms for cp, dp in ((8, 1), (1, 8))
     )
     assert context == pytest.approx(replicas)
     shared, plain, split = (
-        steps("h200", moe, RunSpec(1, 8192, ep=ep, tp=tp, etp=etp)).fixed().exchanged.data_ms
+        steps("h200", moe, RunSpec(1, 8192, ep=ep, tp=tp, etp=etp)).fixed.exchanged.data_ms
         for ep, tp, etp in ((8, 1, None), (1, 1, None), (8, 2, 1))
     )
     assert plain == 0
@@ -331,7 +331,7 @@ def test_cores_share_what_one_would_find(monkeypatch: pytest.MonkeyPatch) -> Non
     def broken(*_: object) -> None:
         raise BrokenProcessPool
 
-    monkeypatch.setattr("gemmscope.forecast.sweep.ProcessPoolExecutor", broken)
+    monkeypatch.setattr("concurrent.futures.ProcessPoolExecutor", broken)
     assert forecast_sweep(forecaster, wanted, [], ["FP8Current"]) == alone
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
+from math import prod
 from typing import Any
 
 from gemmscope.app.bench import DEFAULT_CHOICES, Shape, check_shape
@@ -16,9 +16,8 @@ from gemmscope.findings import Finding, finding
 from gemmscope.forecast.calibration import calibrated
 from gemmscope.forecast.gemm import STATES, State, model
 from gemmscope.forecast.gemm_list import GemmForecast, forecast_gemm_list
-from gemmscope.forecast.linear_results import forecast_linears, misaligned
+from gemmscope.forecast.linear_results import does_not_fit, forecast_linears, misaligned
 from gemmscope.forecast.linears import Forecaster
-from gemmscope.forecast.memory import does_not_fit
 from gemmscope.forecast.step import StepForecast, forecast_step
 from gemmscope.forecast.sweep import Configuration, forecast_sweep
 from gemmscope.forecast.training import gemm_format
@@ -37,8 +36,7 @@ from gemmscope.workload.derive import HEAD
 from gemmscope.workload.ops import Linear
 from gemmscope.workload.sharding import check
 
-RUN_SIZES = ("micro_batch_size", "sequence_length", "tp", "cp", "pp", "ep", "etp", "gradient_accumulation")
-SWEEP_SIZES = (*SIZES, *RUN_SIZES)
+SWEEP_SIZES = (*SIZES, "micro_batch_size", "sequence_length", "tp", "cp", "pp", "ep", "etp", "gradient_accumulation")
 MOST_POINTS = 100_000
 Price = float | Mapping[str, float] | None
 
@@ -68,45 +66,36 @@ def forecast(
     by_gpu = _choose_recipes(chips, choices)
     subject = rank_workload(job, reporter.say) if job is not None else None
     linears = _cases(subject, shapes)
-    if budgets and (subject is None or subject.source.model is None):
-        raise UserError(
-            f"{option('tokens')} and {option('gpus')} are about a training step, and there is none",
-            f"name a model: {option('config')} or {option('preset')}",
-        )
-    if budgets and job is not None:
+    spec = subject.source.model if subject is not None else None
+    if budgets:
+        if job is None or spec is None:
+            problem = f"{option('tokens')} and {option('gpus')} are about a training step, and there is none"
+            raise UserError(problem, f"name a model: {option('config')} or {option('preset')}")
         replicas = _replicas_of(budgets[chips[0].name], job.run, dp)
-    made = []
+    forecasts = []
     for chip in chips:
-        chosen = by_gpu[chip.name]
-        adjustment, about = calibrated(chip.name)
+        (names, recipe_findings), (adjustment, calibration_findings) = by_gpu[chip.name], calibrated(chip.name)
         forecaster = Forecaster(chip, known_state, cache_weights=cache_weights, measured=adjustment)
-        found = forecast_linears(
-            forecaster, linears.cases, chosen.recipes, choices.chosen_modes(), linears.layers, linears.layer_counts
-        )
+        times = forecast_linears(forecaster, linears.cases, names, choices.chosen_modes(), linears.layers, linears.layer_counts)
         step = None
-        if subject is not None and subject.source.model is not None:
-            estimate = StepForecast(forecaster, subject.source.model, subject.run, subject.workload, replicas or 1)
-            step = forecast_step(estimate, chosen.recipes, budgets.get(chip.name))
-        made.append(
+        if subject is not None and spec is not None:
+            step_forecast = StepForecast(forecaster, spec, subject.run, subject.workload, replicas)
+            step = forecast_step(step_forecast, names, budgets.get(chip.name))
+        forecasts.append(
             GpuForecast(
                 gpu=chip.name,
                 title=chip.title,
                 capability=chip.architecture,
-                basis=tuple(_basis(chip, known_state, chosen.recipes)),
-                linears=found,
+                basis=_basis(chip, known_state, names),
+                linears=times,
                 step=step,
-                findings=(*_findings(found, step, subject, chip), *chosen.findings, *about),
+                findings=(*_findings(times, step, subject, chip), *recipe_findings, *calibration_findings),
             )
         )
-    return ForecastResult(
-        command=command,
-        **(subject.about() if subject is not None else {"origin": "shapes"}),
-        findings=tuple(_common_findings(subject, linears, made)),
-        coefficients=_coefficients(),
-        state=known_state,
-        dp=replicas or 1,
-        gpus=tuple(made),
-    )
+    about = subject.about() if subject is not None else {"origin": "shapes"}
+    findings = tuple(_common_findings(subject, linears, forecasts))
+    common = _common(command, known_state, replicas)
+    return ForecastResult(**common, **about, findings=findings, gpus=tuple(forecasts))
 
 
 def sweep(
@@ -130,26 +119,17 @@ def sweep(
     possible, impossible = _configurations(model, run, axes)
     sweeps = []
     for chip in chips:
-        adjustment, about = calibrated(chip.name)
-        chosen = by_gpu[chip.name]
-        points = forecast_sweep(
-            Forecaster(chip, known_state, measured=adjustment), possible, impossible, chosen.recipes, replicas or 1
-        )
-        sweeps.append(points.model_copy(update={"findings": (*points.findings, *chosen.findings, *about)}))
+        (names, recipe_findings), (adjustment, calibration_findings) = by_gpu[chip.name], calibrated(chip.name)
+        swept = forecast_sweep(Forecaster(chip, known_state, measured=adjustment), possible, impossible, names, replicas)
+        findings = (*swept.findings, *recipe_findings, *calibration_findings)
+        sweeps.append(swept.model_copy(update={"findings": findings}))
     reasons: dict[str, list[str]] = {}
     for point in impossible:
         reasons.setdefault(point.why_not, []).append(point.place)
+    not_possible = (finding("sweep-point-not-possible", places=places, reason=reason) for reason, places in reasons.items())
+    common = _common(command, known_state, replicas)
     return ForecastResult(
-        command=command,
-        origin="sweep",
-        findings=(
-            finding("forecast-not-measured"),
-            *(finding("sweep-point-not-possible", places=places, reason=reason) for reason, places in reasons.items()),
-        ),
-        coefficients=_coefficients(),
-        state=known_state,
-        dp=replicas or 1,
-        sweeps=tuple(sweeps),
+        **common, origin="sweep", findings=(finding("forecast-not-measured"), *not_possible), sweeps=tuple(sweeps)
     )
 
 
@@ -163,11 +143,8 @@ def forecast_gemms(file: str, gpus: Sequence[str], *, state: str = "sustained", 
     for chip in chips:
         adjustments[chip.name], about = calibrated(chip.name, own_only=True) if by is None else (None, [])
         findings += about
-    made = forecast_gemm_list(file, chips, adjustments, _state(state), by)
-    return GemmForecast(made.csv, (finding("forecast-not-measured"), *made.findings, *findings))
-
-
-# --- what was asked for -------------------------------------------------------------------------------------------------------
+    result = forecast_gemm_list(file, chips, adjustments, _state(state), by)
+    return GemmForecast(result.csv, (finding("forecast-not-measured"), *result.findings, *findings))
 
 
 def _chips(names: Sequence[str]) -> list[GpuSpec]:
@@ -184,18 +161,16 @@ def _state(state: str) -> State:
     raise UserError(f"{option('state')} {shown(state)} is not known", "it can be sustained (as in training) or burst")
 
 
-def _replicas(dp: int | None) -> int | None:
-    return check_size(option("dp"), dp, "parallel") if dp is not None else None
+def _replicas(dp: int | None) -> int:
+    return check_size(option("dp"), dp, "parallel") if dp is not None else 1
 
 
 def _replicas_of(budget: Budget, run: RunSpec, dp: int | None) -> int:
     """How many data-parallel replicas the GPUs of the run make in its layout."""
     replicas = budget.replicas(run) // run.ep
     if dp is not None and dp != replicas:
-        raise UserError(
-            f"{option('gpus', budget.gpus)} makes {replicas} data-parallel replicas in this layout, not {dp}",
-            f"leave out {option('dp')}",
-        )
+        problem = f"{option('gpus', budget.gpus)} makes {replicas} data-parallel replicas in this layout, not {dp}"
+        raise UserError(problem, f"leave out {option('dp')}")
     return replicas
 
 
@@ -206,48 +181,35 @@ def _budgets(chips: Sequence[GpuSpec], tokens: float | None, gpu_count: int | No
     if budget is None:
         return {}
     names = [chip.name for chip in chips]
-    strange = [name for name in by_gpu or () if name not in names]
-    if strange:
+    if strange := [name for name in by_gpu or () if name not in names]:
         raise UserError(f"{option('price')} names {strange[0]}, which is not among the GPUs", f"they are {', '.join(names)}")
     return {name: budget if by_gpu is None else budget.at(by_gpu.get(name)) for name in names}
 
 
-@dataclass(frozen=True)
-class _GpuChoice:
-    """The recipes to forecast on one GPU, and what there is to know about them."""
+def _choose_recipes(chips: Sequence[GpuSpec], requested: Choices) -> dict[str, tuple[list[str], list[Finding]]]:
+    """By GPU: the recipes to forecast, and what there is to know about them.
 
-    recipes: list[str]
-    findings: list[Finding]
-
-
-def _choose_recipes(chips: Sequence[GpuSpec], requested: Choices) -> dict[str, _GpuChoice]:
-    """By GPU. Those named must run on at least one of the GPUs; by default, all of Transformer Engine's that a GPU runs."""
+    Those named must run on at least one of the GPUs; by default, all of Transformer Engine's that a GPU runs.
+    """
     usual = [name for name, known in recipes().items() if "transformer_engine" in known.backends]
     named = requested.named_recipes()
     wanted = [name for name in named or usual if name not in requested.left_out]
-    reasons = {(name, chip.name): _why_not(name, chip) for name in wanted for chip in chips}
     choices = {}
     for chip in chips:
-        chosen = [name for name in wanted if not reasons[name, chip.name]]
-        findings = [
-            finding("recipe-emulated", recipe=name, how=words)
-            for name in chosen
-            if (words := support(name, chip.capability).note)
-        ]
+        reasons = {name: _why_not(name, chip) for name in wanted}
+        chosen = [name for name in wanted if not reasons[name]]
+        notes = {name: support(name, chip.capability).note for name in chosen}
+        findings = [finding("recipe-emulated", recipe=name, how=note) for name, note in notes.items() if note]
         if named is not None:
-            findings += [
-                finding("recipe-left-out", recipe=name, reason=reasons[name, chip.name]) for name in wanted if name not in chosen
-            ]
+            findings += [finding("recipe-left-out", recipe=name, reason=why) for name, why in reasons.items() if why]
         elif chosen == [BASELINE] and not requested.left_out:
             findings.append(finding("only-baseline-runs", gpu=chip.name, reason=_why_not("FP8Current", chip)))
-        choices[chip.name] = _GpuChoice(chosen, findings)
+        choices[chip.name] = chosen, findings
     for name in wanted if named is not None else ():
-        if all(reasons[name, chip.name] for chip in chips):
+        if not any(name in chosen for chosen, _ in choices.values()):
             able = [other for other in recipes() if not all(_why_not(other, chip) for chip in chips)]
-            where = " or ".join(chip.name for chip in chips)
-            raise UserError(
-                f"{name} cannot run on {where}: {reasons[name, chips[0].name]}", f"recipes that can: {', '.join(able)}"
-            )
+            problem = f"{name} cannot run on {' or '.join(choices)}: {_why_not(name, chips[0])}"
+            raise UserError(problem, f"recipes that can: {', '.join(able)}")
     return choices
 
 
@@ -274,19 +236,16 @@ def _cases(subject: RankWorkload | None, shapes: Sequence[Shape] | None) -> Line
     return linears
 
 
-# --- what there is to know ----------------------------------------------------------------------------------------------------
+def _common(command: str, state: State, dp: int) -> dict[str, Any]:
+    """What every result of this command has, with the origin of the fitted numbers."""
+    fitted = model().coefficients
+    return {"command": command, "coefficients": f"{fitted.source}; {fitted.fitted}", "state": state, "dp": dp}
 
 
-def _coefficients() -> str:
-    """Where the fitted numbers come from."""
-    about = model().coefficients.about
-    return f"{about['source']}; {about['fitted']}"
-
-
-def _basis(chip: GpuSpec, state: State, names: Sequence[str]) -> list[str]:
+def _basis(chip: GpuSpec, state: State, names: Sequence[str]) -> tuple[str, ...]:
     """What the GEMMs of every format on this GPU are based on."""
-    formats = [gemm_format(recipe(name), pass_name, chip) for name in names for pass_name in ("fprop", "wgrad")]
-    return [model().basis(chip, fmt, state, in_training=True).description for fmt in dict.fromkeys(formats)]
+    formats = dict.fromkeys(gemm_format(recipe(name), pass_name, chip) for name in names for pass_name in ("fprop", "wgrad"))
+    return tuple(model().basis(chip, fmt, state, in_training=True).description for fmt in formats)
 
 
 def _findings(linears: Linears, step: StepTimes | None, subject: RankWorkload | None, chip: GpuSpec) -> Iterator[Finding]:
@@ -302,7 +261,7 @@ def _findings(linears: Linears, step: StepTimes | None, subject: RankWorkload | 
         yield from does_not_fit(linears, subject.source.model, subject.run, subject.workload.parameters, chip)
 
 
-def _common_findings(subject: RankWorkload | None, linears: LinearCases, made: Sequence[GpuForecast]) -> Iterator[Finding]:
+def _common_findings(subject: RankWorkload | None, linears: LinearCases, forecasts: Sequence[GpuForecast]) -> Iterator[Finding]:
     """About all GPUs."""
     yield finding("forecast-not-measured")
     if subject is None:
@@ -317,12 +276,9 @@ def _common_findings(subject: RankWorkload | None, linears: LinearCases, made: S
     if subject.run.pp > 1 and subject.run.pp_stage is not None:
         yield finding("one-stage-only", stage=subject.run.pp_stage)
     heads = dict.fromkeys(op.name for op in subject.workload.ops if isinstance(op, Linear) and op.section == HEAD)
-    low = any(recipe(time.recipe).quantizes for each in made if each.step is not None for time in each.step.recipes)
-    if heads and low:
+    steps = [gpu.step for gpu in forecasts if gpu.step is not None]
+    if heads and any(recipe(time.recipe).quantizes for step in steps for time in step.recipes):
         yield finding("head-in-baseline", ops=list(heads))
-
-
-# --- sweeps -------------------------------------------------------------------------------------------------------------------
 
 
 def _check_axes(axes: Mapping[str, Sequence[int]], model: Mapping[str, Any]) -> None:
@@ -334,13 +290,9 @@ def _check_axes(axes: Mapping[str, Sequence[int]], model: Mapping[str, Any]) -> 
             raise UserError(f"{shown(name)} is not a size that a sweep can vary", f"{hint}sizes: {', '.join(SWEEP_SIZES)}")
     if not 1 <= len(axes) <= 2:
         raise UserError(f"a sweep varies one size or two, not {len(axes)}", "keep one or two of them")
-    empty = [name for name, values in axes.items() if not values]
-    if empty:
+    if empty := [name for name, values in axes.items() if not values]:
         raise UserError(f"the sweep gives {empty[0]} no values", f"for example {empty[0]} 1, 2, 4")
-    points = 1
-    for values in axes.values():
-        points *= len(values)
-    if points > MOST_POINTS:
+    if (points := prod(map(len, axes.values()))) > MOST_POINTS:
         raise UserError(f"the sweep has {points} points, more than {MOST_POINTS}", "take larger steps")
     other = [way for way in ("config", "preset", "module") if model.get(way) is not None]
     varied = [name for name in axes if name in SIZES]
@@ -361,9 +313,7 @@ def _configurations(
     for combination in product(*(dict.fromkeys(values) for values in axes.values())):
         values = dict(zip(axes, combination, strict=True))
         try:
-            spec, run_spec = _described(model, run, values)
-            check(spec, run_spec)
-            possible.append((values, spec, run_spec))
+            possible.append((values, *_described(model, run, values)))
         except UserError as error:
             first = first or error
             impossible.append(SweepPoint(values=values, why_not=in_python(error.message)))
@@ -373,8 +323,10 @@ def _configurations(
 
 
 def _described(model: Mapping[str, Any], run: Mapping[str, Any], values: Mapping[str, int]) -> tuple[ModelSpec, RunSpec]:
-    """The model and the run with these sizes; only a model with a closed form can be varied."""
+    """The model and the run with these sizes, checked; only a model with a closed form can be varied."""
     source = load_model(**{**model, **{name: value for name, value in values.items() if name in SIZES}})
     if source.model is None:
         raise UserError(f"{source.origin} is traced: it cannot be varied", "give a model that has a closed form")
-    return source.model, model_run(source, **{**run, **{name: value for name, value in values.items() if name in RUN_SIZES}}).run
+    described = model_run(source, **{**run, **{name: value for name, value in values.items() if name not in SIZES}})
+    check(source.model, described.run)
+    return source.model, described.run

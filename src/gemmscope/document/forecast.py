@@ -12,21 +12,11 @@ from gemmscope.document.linears import linears_answer, linears_sections, linears
 from gemmscope.document.model import Block, Document, NamedSpeedup, Section
 from gemmscope.document.step_parts import cost_table, step_answer, step_chart, step_speedups, waterfalls
 from gemmscope.document.sweep import STATES, gpu_messages, sweep_document
-from gemmscope.document.table import (
-    BASELINE_CELL,
-    NOTHING,
-    Cell,
-    Facts,
-    Table,
-    columns,
-    number,
-    range_cell,
-    share_cell,
-    speedup_cell,
-)
+from gemmscope.document.table import BASELINE_CELL, NOTHING, Cell, Table, columns, number, range_cell, share_cell, speedup_cell
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.forecast import ForecastResult, GpuForecast
+from gemmscope.results.step import StepTimes
 
 NO_RESTARTS = "Every GPU computes all the time, or waits for the others. Restarts are not included."
 
@@ -44,7 +34,7 @@ def forecast_document(result: ForecastResult, name: str = "") -> Document:
         kind="forecast",
         title=f"FORECAST, not measured: {result.name} on {', '.join(gpu.title for gpu in result.gpus)}",
         subject=subject(result.model, result.run, first.linears.cases),
-        where=_where(first) if len(result.gpus) == 1 else f"{', '.join(gpu.gpu for gpu in result.gpus)}, FORECAST",
+        where=f"{first.title if len(result.gpus) == 1 else ', '.join(gpu.gpu for gpu in result.gpus)}, FORECAST",
         answer=answer,
         because=because,
         context=tuple(_context(result)),
@@ -56,10 +46,6 @@ def forecast_document(result: ForecastResult, name: str = "") -> Document:
         next_command=f"{'gemmscope bench' if first.linears.bare else 'gemmscope step'} measures the same on the GPU itself",
         name=name,
     )
-
-
-def _where(gpu: GpuForecast) -> str:
-    return f"{gpu.title}, FORECAST"
 
 
 def _context(result: ForecastResult) -> Iterator[str]:
@@ -80,18 +66,15 @@ def _answer(result: ForecastResult) -> tuple[str, tuple[str, ...]]:
     sentence = f"FORECAST: fastest recipe for the {what} (speedup over {BASELINE} on the same GPU): {', '.join(best)}."
     if result.gpus[0].linears.bare:
         sentence = f"FORECAST: {units.counted(len(result.gpus[0].linears.cases), 'shape')} on {len(result.gpus)} GPUs."
-    return sentence, tuple(line for gpu, answer in zip(result.gpus, answers, strict=True) for line in _because(gpu, *answer))
+    because = []
+    for gpu, (answer, reasons) in zip(result.gpus, answers, strict=True):
+        because += [answer, *(f"{gpu.gpu}: {reason}" for reason in reasons[:1])]
+    return sentence, tuple(because)
 
 
 def _best(gpu: GpuForecast) -> str:
     winner = gpu.step.winner if gpu.step is not None else next(iter(gpu.linears.winners.values()), None)
     return BASELINE if winner is None or winner.speedup is None else f"{winner.best} {winner.speedup.value:.2f}x"
-
-
-def _because(gpu: GpuForecast, sentence: str, because: Sequence[str]) -> Iterator[str]:
-    """The answer of one GPU among several, and the first reason for it."""
-    yield sentence
-    yield from (f"{gpu.gpu}: {line}" for line in because[:1])
 
 
 def _answer_of(gpu: GpuForecast) -> tuple[str, tuple[str, ...]]:
@@ -101,17 +84,14 @@ def _answer_of(gpu: GpuForecast) -> tuple[str, tuple[str, ...]]:
     return f"FORECAST: {sentence}", because
 
 
-# --- side by side ---------------------------------------------------------------------------------------------------------
-
-
 def _side_by_side(result: ForecastResult) -> Section:
     costs = [(gpu.gpu, table) for gpu in result.gpus if gpu.step is not None and (table := cost_table(gpu.step)) is not None]
-    blocks: list[Block] = [_main_table(result.gpus)]
-    if costs:
-        first = costs[0][1]
-        rows = tuple((Cell(gpu), *row) for gpu, table in costs for row in table.rows)
-        blocks.append(replace(first, columns=(*columns(("GPU",), ()), *first.columns), rows=rows, note=NO_RESTARTS))
-    return Section("Summary", tuple(blocks))
+    if not costs:
+        return Section("Summary", (_main_table(result.gpus),))
+    first = costs[0][1]
+    rows = tuple((Cell(gpu), *row) for gpu, table in costs for row in table.rows)
+    cost = replace(first, columns=(*columns(("GPU",), ()), *first.columns), rows=rows, note=NO_RESTARTS)
+    return Section("Summary", (_main_table(result.gpus), cost))
 
 
 def _main_table(gpus: Sequence[GpuForecast]) -> Table:
@@ -154,27 +134,20 @@ def _called(speedup: Interval | None) -> Cell:
     return replace(cell, text=f"{cell.text} too close to call") if speedup is not None and speedup.includes_one else cell
 
 
-# --- one GPU --------------------------------------------------------------------------------------------------------------
-
-
 def _gpu_sections(gpu: GpuForecast, *, several: bool) -> Iterator[Section]:
     prefix = f"{gpu.gpu}: " if several else ""
     if gpu.step is not None and gpu.step.recipes:
         chart = step_chart(gpu.step, prefix=prefix)
-        blocks: list[Block] = [
-            *([replace(chart, figure=True)] if chart is not None else []),
-            *waterfalls(gpu.step, prefix=prefix),
-            *_pairs(gpu, prefix),
-        ]
-        yield Section(f"{prefix}Training step", tuple(blocks))
+        charts = [replace(chart, figure=True)] if chart is not None else []
+        blocks: tuple[Block, ...] = (*charts, *waterfalls(gpu.step, prefix=prefix), *_pairs(gpu.step, prefix))
+        yield Section(f"{prefix}Training step", blocks)
     yield from linears_sections(gpu.linears, prefix=prefix)
 
 
-def _pairs(gpu: GpuForecast, prefix: str) -> Iterator[Table]:
+def _pairs(step: StepTimes, prefix: str) -> Iterator[Table]:
     """Every low precision over every other: which of them are too close to call."""
-    assert gpu.step is not None
-    pairs = combinations([time.recipe for time in gpu.step.recipes if time.recipe != BASELINE], 2)
-    rows = tuple((Cell(later), Cell(earlier), _called(gpu.step.speedup(later, earlier))) for earlier, later in pairs)
+    pairs = combinations([time.recipe for time in step.recipes if time.recipe != BASELINE], 2)
+    rows = tuple((Cell(later), Cell(earlier), _called(step.speedup(later, earlier))) for earlier, later in pairs)
     if rows:
         title = f"{prefix}FORECAST: recipes compared with each other: speedup of the training step"
         yield Table(title, columns(("Recipe", "Over"), ("Speedup [90% error bar]",)), rows)
@@ -186,11 +159,12 @@ def _not_main(section: Section) -> Section:
 
 
 def _speedups(gpu: GpuForecast) -> tuple[NamedSpeedup, ...]:
-    steps = step_speedups(gpu.step, _where(gpu)) if gpu.step is not None else ()
-    return (*steps, *linears_speedups(gpu.linears, _where(gpu)))
+    where = f"{gpu.title}, FORECAST"
+    steps = step_speedups(gpu.step, where) if gpu.step is not None else ()
+    return (*steps, *linears_speedups(gpu.linears, where))
 
 
-def _method(result: ForecastResult) -> Facts:
+def _method(result: ForecastResult) -> tuple[tuple[str, str], ...]:
     """What the forecast is based on."""
     several = len(result.gpus) > 1
     return (

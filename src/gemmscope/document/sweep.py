@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import cycle
 
 from gemmscope import units
 from gemmscope.document.charts import CurveChart, HeatCell, HeatMap, Point
 from gemmscope.document.common import command_facts
-from gemmscope.document.model import Block, Document, Message, Section, Subject
+from gemmscope.document.model import Document, Message, Section, Subject
 from gemmscope.document.table import NOTHING, Cell, Table, columns, number, speedup_cell, time_cell
 from gemmscope.findings import Finding
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.forecast import ForecastResult, GpuSweep, SweepPoint
 
-STATES = {
-    "sustained": "the power-limited state that training runs in",
-    "burst": "the first moments after a rest; training is slower",
-}
+SUSTAINED, BURST = "the power-limited state that training runs in", "the first moments after a rest; training is slower"
+STATES = {"sustained": SUSTAINED, "burst": BURST}
 HOST_BOUND = "HOST-BOUND"
 WIDEST_WITH_NAMES = 8  # columns of a heat map that have room for the names of recipes
 LETTERS = "ABCDEFGHIJKL"
@@ -26,23 +25,25 @@ def sweep_document(result: ForecastResult, name: str = "") -> Document:
     """Everything that the result says."""
     sizes = " and ".join(result.sweeps[0].sizes)
     gpus = ", ".join(sweep.gpu for sweep in result.sweeps)
-    answers = [_answer(sweep) for sweep in result.sweeps]
     count = sum(len(sweep.points) for sweep in result.sweeps)
+    answers = [_answer(sweep) for sweep in result.sweeps]
+    answer, because = answers[0]
+    if len(answers) > 1:
+        answer = f"FORECAST: {count:,} configurations on {len(answers)} GPUs."
+        because = [line for sentence, reasons in answers for line in (sentence, *reasons)]
+    replicas = f", {result.dp} data-parallel replicas" if result.dp > 1 else ""
     return Document(
         kind="forecast",
         title=f"FORECAST, not measured: {sizes} varied on {gpus}",
         subject=Subject(f"A sweep over {sizes}"),
         where=f"{gpus}, FORECAST",
-        answer=answers[0][0] if len(answers) == 1 else f"FORECAST: {count:,} configurations on {len(answers)} GPUs.",
-        because=tuple(
-            answers[0][1] if len(answers) == 1 else (line for answer, because in answers for line in (answer, *because))
-        ),
+        answer=answer,
+        because=tuple(because),
         context=(
-            f"{count:,} configurations, the training step of one rank"
-            + (f", {result.dp} data-parallel replicas" if result.dp > 1 else ""),
+            f"{count:,} configurations, the training step of one rank{replicas}",
             f"{result.state}: {STATES[result.state]}; every interval is a 90% error bar",
         ),
-        sections=tuple(Section(f"{sweep.gpu}: FORECAST of the training step", tuple(_blocks(sweep))) for sweep in result.sweeps),
+        sections=tuple(map(_section, result.sweeps)),
         messages=gpu_messages(result.findings, {sweep.gpu: sweep.findings for sweep in result.sweeps}),
         facts={"Method": (("state", result.state), ("fitted on", result.coefficients), *command_facts(result))},
         forecast=True,
@@ -64,19 +65,17 @@ def _answer(sweep: GpuSweep) -> tuple[str, list[str]]:
     possible = [point for point in sweep.points if point.winner is not None]
     gaining = [point for point in possible if point.gains]
     count = f"{len(gaining):,} of {units.counted(len(possible), 'possible point')}"
-    because = [
-        f"{sweep.gpu}: at {count}, the best recipe is faster than {BASELINE} beyond its error bar"
-        + (" and not host-bound." if any(point.host_bound for point in possible) else ".")
-    ]
-    close = [point for point in gaining if point.winner and point.winner.rivals]
-    if close:
+    host = any(point.host_bound for point in possible)
+    launched = " and not host-bound" if host else ""
+    because = [f"{sweep.gpu}: at {count}, the best recipe is faster than {BASELINE} beyond its error bar{launched}."]
+    if close := [point for point in gaining if point.winner and point.winner.rivals]:
         because.append(f"{sweep.gpu}: at {len(close):,} of these, it is too close to call against another recipe.")
     if len(sweep.sizes) == 1 and sweep.break_even:
         begins = [f"{each.recipe} {'nowhere' if each.since is None else each.since}" for each in sweep.break_even]
         because.append(f"{sweep.gpu}: break-even, by {sweep.sizes[0]}: {', '.join(begins)}.")
     best = max(gaining, key=_gain, default=None)
     if best is None or best.winner is None or best.winner.speedup is None:
-        reason = "" if not any(point.host_bound for point in possible) else " without being host-bound"
+        reason = " without being host-bound" if host else ""
         return f"FORECAST: on {sweep.gpu}, no recipe is faster than {BASELINE} beyond its error bar{reason}.", because
     place = ", ".join(f"{name} {value}" for name, value in best.values.items())
     gain = units.speedup(best.winner.speedup)
@@ -88,48 +87,30 @@ def _gain(point: SweepPoint) -> float:
     return point.winner.speedup.value if point.winner is not None and point.winner.speedup is not None else 1.0
 
 
-def _blocks(sweep: GpuSweep) -> Iterator[Block]:
+def _section(sweep: GpuSweep) -> Section:
     one = len(sweep.sizes) == 1
-    yield _curve(sweep) if one else _heat_map(sweep)
-    yield _points(sweep, one=one)
-    if sweep.break_even:
-        yield _break_even(sweep, one=one)
+    chart = _curve(sweep) if one else _heat_map(sweep)
+    begins = [_break_even(sweep, one=one)] if sweep.break_even else []
+    return Section(f"{sweep.gpu}: FORECAST of the training step", (chart, _points(sweep, one=one), *begins))
 
 
 def _low(sweep: GpuSweep) -> tuple[str, ...]:
     return tuple(name for name in sweep.recipes if name != BASELINE)
 
 
-# --- one size -------------------------------------------------------------------------------------------------------------
-
-
 def _curve(sweep: GpuSweep) -> CurveChart:
     """Every recipe along one size."""
-    series = {
-        name: tuple(
-            Point(
-                point.place,
-                point.speedups[name],
-                ((sweep.sizes[0], point.place), ("speedup", units.speedup(point.speedups[name]))),
-                HOST_BOUND if name in point.host_bound else "",
-            )
-            for point in sweep.points
-            if name in point.speedups
-        )
-        for name in _low(sweep)
-    }
+    series: dict[str, list[Point]] = {}
+    for name in _low(sweep):
+        for point in sweep.points:
+            if (gain := point.speedups.get(name)) is not None:
+                tooltip = ((sweep.sizes[0], point.place), ("speedup", units.speedup(gain)))
+                mark = HOST_BOUND if name in point.host_bound else ""
+                series.setdefault(name, []).append(Point(point.place, gain, tooltip, mark))
     note = f"x: {HOST_BOUND}, launching takes longer than running" if any(point.host_bound for point in sweep.points) else ""
-    return CurveChart(
-        f"{sweep.gpu}: FORECAST speedup of the training step over {BASELINE}",
-        sweep.sizes[0],
-        {name: points for name, points in series.items() if points},
-        order=_low(sweep),
-        note=note,
-        main=True,
-    )
-
-
-# --- two sizes ------------------------------------------------------------------------------------------------------------
+    title = f"{sweep.gpu}: FORECAST speedup of the training step over {BASELINE}"
+    curves = {name: tuple(points) for name, points in series.items()}
+    return CurveChart(title, sweep.sizes[0], curves, order=_low(sweep), note=note, main=True)
 
 
 def _heat_map(sweep: GpuSweep) -> HeatMap:
@@ -137,11 +118,7 @@ def _heat_map(sweep: GpuSweep) -> HeatMap:
     rows, across = (list(dict.fromkeys(point.values[size] for point in sweep.points)) for size in sweep.sizes)
     by_values = {tuple(point.values.values()): point for point in sweep.points}
     used = dict.fromkeys(point.winner.best for point in sweep.points if point.winner is not None)
-    short = (
-        {name: LETTERS[index % len(LETTERS)] for index, name in enumerate(sweep.recipes)}
-        if len(across) > WIDEST_WITH_NAMES
-        else {}
-    )
+    short = dict(zip(sweep.recipes, cycle(LETTERS), strict=False)) if len(across) > WIDEST_WITH_NAMES else {}
     legend = [("?", "too close to call")] if any(point.winner and point.winner.rivals for point in sweep.points) else []
     legend += [("host", "host-bound")] if any(point.host_bound for point in sweep.points) else []
     legend += [(short[name], name) for name in used if name in short]
@@ -170,9 +147,6 @@ def _heat_cell(point: SweepPoint, short: Mapping[str, str]) -> HeatCell:
         certain=point.gains,
         text=best + ("" if best == BASELINE else f" {gain:.2f}x") + mark + (f" {HOST_BOUND}" if host else ""),
     )
-
-
-# --- tables ---------------------------------------------------------------------------------------------------------------
 
 
 def _points(sweep: GpuSweep, *, one: bool) -> Table:
@@ -210,14 +184,11 @@ def _break_even(sweep: GpuSweep, *, one: bool) -> Table:
     groups: dict[tuple[str, int | None], list[str]] = {}
     for each in sweep.break_even:
         groups.setdefault((each.recipe, each.since), []).append(str(each.at))
-    rows = tuple(
-        (
-            Cell(name),
-            number(since, str(since)) if since is not None else Cell("nowhere"),
-            *(() if one else (Cell(", ".join(at)),)),
-        )
-        for (name, since), at in groups.items()
-    )
-    heads = (*columns(("Recipe",), (f"From {sweep.sizes[0]}",)), *(() if one else columns((f"At {sweep.sizes[1]}",), ())))
+    heads, rows = columns(("Recipe",), (f"From {sweep.sizes[0]}",)), list[tuple[Cell, ...]]()
+    for (name, since), at in groups.items():
+        row = (Cell(name), number(since, str(since)) if since is not None else Cell("nowhere"))
+        rows.append(row if one else (*row, Cell(", ".join(at))))
+    if not one:
+        heads = (*heads, *columns((f"At {sweep.sizes[1]}",), ()))
     title = f"{sweep.gpu}: FORECAST break-even: faster than {BASELINE} beyond the error bar, to the end of the sweep"
     return Table(title, heads, tuple(rows))

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field
 
 from gemmscope.errors import UserError
 from gemmscope.findings import Finding, finding
 from gemmscope.folders import config_folder
-from gemmscope.forecast.coefficients import REINSTALL
+from gemmscope.forecast.coefficients import REINSTALL, read_stored
 from gemmscope.forecast.gemm import FORMATS
 from gemmscope.forecast.linears import Adjustment
 from gemmscope.forecast.training import gemm_format
@@ -29,66 +30,23 @@ from gemmscope.gpu.specs import GpuSpec, gpus, spec_of
 from gemmscope.model.flags import from_hyperparameters
 from gemmscope.model.spec import RunSpec
 from gemmscope.parts import StepPart
-from gemmscope.recipe.recipes import recipe
-from gemmscope.results.linears import Linears
-from gemmscope.workload.cases import Case
+from gemmscope.recipe.recipes import recipe, recipes
+from gemmscope.results.linears import Linears, OpTime
+from gemmscope.toml import load_data
+from gemmscope.workload.cases import Case, Mode
 from gemmscope.workload.ops import Pass
 
-VERSION = 3
-Pair = tuple[float, float]  # milliseconds, measured and forecast
 LARGEST_FACTOR = 5.0  # a larger one means that another GPU was measured
 AGAIN = "run gemmscope calibrate again, or remove the file to forecast without it"
 
-# Linears from small to large, wide and narrow, few tokens and many: a minute or two for every recipe.
-CASES = tuple(
-    Case(f"{tokens}x{inputs}x{outputs}", tokens, inputs, outputs)
-    for tokens, inputs, outputs in (
-        (2048, 2048, 6144), (8192, 2048, 8192), (4096, 4096, 4096), (8192, 4096, 14336), (16384, 4096, 12288),
-        (16384, 14336, 4096), (8192, 8192, 8192), (4096, 8192, 28672),
-    )
-)  # fmt: skip
-
-
-# Steps in BF16: many tokens of short sequences, and few of a long one.
-STACKS = (
-    (
-        from_hyperparameters(
-            hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_hidden_layers=2, vocab_size=32000, gated=True
-        ),
-        RunSpec(micro_batch_size=8, sequence_length=2048),
-    ),
-    (
-        from_hyperparameters(
-            hidden_size=2048, intermediate_size=8192, num_attention_heads=16, num_hidden_layers=2, vocab_size=32000
-        ),
-        RunSpec(micro_batch_size=1, sequence_length=16384),
-    ),
-)
+_DESIGN = load_data("gemmscope.forecast", "coefficients/calibration.toml")
+CASES = tuple(Case("x".join(map(str, sizes)), *sizes) for sizes in _DESIGN["linears"])
+STACKS = tuple((from_hyperparameters(**stack["model"]), RunSpec(**stack["run"])) for stack in _DESIGN["step"])
 CALIBRATED_PARTS: tuple[StepPart, ...] = ("attention", "norms and activations", "optimizer", "embedding")
-
-
-def _known_format(name: str) -> str:
-    if name not in FORMATS:
-        raise ValueError(f"there is no format {name[:40]!r}")
-    return name
-
-
-def _known_recipe(name: str) -> str:
-    try:
-        return recipe(name).name
-    except UserError as error:
-        raise ValueError(error.message) from None
-
-
-def _calibrated_part(name: StepPart) -> StepPart:
-    if name not in CALIBRATED_PARTS:
-        raise ValueError(f"{name} is not calibrated")
-    return name
-
-
 Name = TypeVar("Name", bound=str)
+Key = TypeVar("Key", bound=Hashable)
 Factor = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=1 / LARGEST_FACTOR, le=LARGEST_FACTOR)]
-GemmFactors = dict[Annotated[str, AfterValidator(_known_format)], dict[Pass, Factor]]
+GemmFactors = dict[str, dict[Pass, Factor]]
 
 
 @dataclass(frozen=True)
@@ -101,11 +59,20 @@ class Calibration:
     gpu: str
     device: str
     gemms: GemmFactors
-    quantize: dict[Annotated[str, AfterValidator(_known_recipe)], Factor]
+    quantize: dict[str, Factor]
     burst: GemmFactors = field(default_factory=dict)
-    parts: dict[Annotated[StepPart, AfterValidator(_calibrated_part)], Factor] = field(default_factory=dict)
+    parts: dict[StepPart, Factor] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
-    version: int = VERSION
+    version: Literal[3] = 3
+
+    def __post_init__(self) -> None:
+        for what, names, known in (
+            ("format", (*self.gemms, *self.burst), FORMATS),
+            ("recipe", self.quantize, recipes()),
+            ("calibrated part", self.parts, CALIBRATED_PARTS),
+        ):
+            if unknown := [name for name in names if name not in known]:
+                raise ValueError(f"there is no {what} {unknown[0][:40]!r}")
 
     def adjustment(self, *, other_chip: bool = False) -> Adjustment:
         """As forecasts use it; with more uncertainty where the GPU that was measured is not the user's own."""
@@ -146,21 +113,10 @@ def calibrated(gpu: str, *, own_only: bool = False) -> tuple[Adjustment | None, 
 
 def _read(text: str, origin: str, gpu: str, hint: str) -> Calibration:
     """A calibration from its JSON; a `UserError` that names `origin` if it is not valid."""
-    try:
-        data = json.loads(text)
-        version = data["version"]
-        if version == VERSION:
-            calibration = TypeAdapter(Calibration).validate_python(data)
-            if calibration.gpu == gpu:
-                return calibration
-            raise UserError(f"{origin} is a damaged calibration: it is of {calibration.gpu[:40]!r}, not of {gpu!r}", hint)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise UserError(f"{origin} is a damaged calibration: {where}: {first['msg']}", hint) from None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{origin} is a damaged calibration: {type(error).__name__}: {str(error)[:100]}", hint) from None
-    raise UserError(f"{origin} is a calibration of version {str(version)[:20]}, not {VERSION}", hint)
+    calibration = read_stored(Calibration, "calibration", text, origin, hint)
+    if calibration.gpu != gpu:
+        raise UserError(f"{origin} is a damaged calibration: it is of {calibration.gpu[:40]!r}, not of {gpu!r}", hint)
+    return calibration
 
 
 def drop_implausible(calibration: Calibration) -> tuple[Calibration, list[Finding]]:
@@ -169,16 +125,12 @@ def drop_implausible(calibration: Calibration) -> tuple[Calibration, list[Findin
     >>> drop_implausible(Calibration("h200", "", {"bf16": {"fprop": 1.0}}, {"FP8Block": 9.0}))[1][0].facts["what"]
     'quantization for FP8Block'
     """
-    dropped: list[Finding] = []
+    dropped = list[Finding]()
 
     def kept(table: Mapping[Name, float], what: str) -> dict[Name, float]:
-        good = {name: factor for name, factor in table.items() if 1 / LARGEST_FACTOR <= factor <= LARGEST_FACTOR}
-        dropped.extend(
-            finding("implausible-factor", what=f"{what}{name}", factor=factor)
-            for name, factor in table.items()
-            if name not in good
-        )
-        return good
+        bad = {name: factor for name, factor in table.items() if not 1 / LARGEST_FACTOR <= factor <= LARGEST_FACTOR}
+        dropped.extend(finding("implausible-factor", what=f"{what}{name}", factor=factor) for name, factor in bad.items())
+        return {name: factor for name, factor in table.items() if name not in bad}
 
     gemms, burst = (
         {fmt: kept(passes, f"{fmt}, {state}, ") for fmt, passes in table.items()}
@@ -191,27 +143,28 @@ def drop_implausible(calibration: Calibration) -> tuple[Calibration, list[Findin
 def check_place(gpu: str) -> None:
     """A `UserError` where `save` could not write: before minutes of measuring, not after."""
     path = place(gpu)
-    try:
+    with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _not_writable(path, error.strerror or str(error)) from None
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise _not_writable(path, "it is a folder" if path.is_dir() else "no permission")
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise OSError("it is a folder" if path.is_dir() else "no permission")
 
 
 def save(calibration: Calibration) -> Path:
     """Write it where forecasts look for it."""
     path = place(calibration.gpu)
-    try:
+    with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(calibration), indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise _not_writable(path, error.strerror or str(error)) from None
     return path
 
 
-def _not_writable(path: Path, reason: str) -> UserError:
-    return UserError(f"{path} cannot be written: {reason}", "set XDG_CONFIG_HOME to a folder that can be written")
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        hint = "set XDG_CONFIG_HOME to a folder that can be written"
+        raise UserError(f"{path} cannot be written: {error.strerror or error}", hint) from None
 
 
 def known_gpu(device: str) -> GpuSpec:
@@ -228,23 +181,23 @@ def known_gpu(device: str) -> GpuSpec:
 
 def quantize_factors(measured: Linears, forecast: Linears) -> dict[str, float]:
     """Of the quantization of each recipe."""
-    pairs: dict[str, list[Pair]] = {}
-    for name in measured.columns("autocast") if "autocast" in measured.modes else ():
-        for case in measured.cases:
-            seen, expected = measured.op_time(case.op, name, "autocast"), forecast.op_time(case.op, name, "autocast")
-            if seen and expected and seen.quantization_ms > 0 and seen.counts:
-                pairs.setdefault(name, []).append((seen.quantization_ms, expected.quantization_ms))
-    return {name: _factor(found) for name, found in pairs.items()}
+    return _factors(
+        (name, (seen.quantization_ms, expected.quantization_ms))
+        for name, seen, expected in _op_times(measured, forecast, "autocast")
+        if seen.quantization_ms > 0
+    )
 
 
 def gemm_factors(measured: Linears, forecast: Linears, chip: GpuSpec) -> GemmFactors:
     """Of the GEMMs alone, by format and pass."""
-    pairs: dict[tuple[str, Pass], list[Pair]] = {}
-    for format_and_pass, pair in _gemm_times(measured, forecast, chip):
-        pairs.setdefault(format_and_pass, []).append(pair)
+    flat = _factors(
+        ((gemm_format(recipe(name), pass_name, chip), pass_name), (time_ms.value, expected.pass_ms[pass_name].value))
+        for name, seen, expected in _op_times(measured, forecast, "pre-quantized")
+        for pass_name, time_ms in seen.pass_ms.items()
+    )
     factors: GemmFactors = {}
-    for (fmt, pass_name), found in pairs.items():
-        factors.setdefault(fmt, {})[pass_name] = _factor(found)
+    for (fmt, pass_name), factor in flat.items():
+        factors.setdefault(fmt, {})[pass_name] = factor
     return factors
 
 
@@ -254,29 +207,30 @@ def part_factors(steps: Iterable[tuple[Mapping[StepPart, float], Mapping[StepPar
     >>> part_factors([({"attention": 2.0, "GEMMs": 9.0}, {"attention": 1.0}), ({"attention": 1.0}, {"attention": 2.0})])
     {'attention': 1.0}
     """
-    pairs: dict[StepPart, list[Pair]] = {}
-    for seen, expected in steps:
-        for part in CALIBRATED_PARTS:
-            if seen.get(part) and expected.get(part):
-                pairs.setdefault(part, []).append((seen[part], expected[part]))
-    return {part: _factor(found) for part, found in pairs.items()}
+    return _factors(
+        (part, (seen[part], expected[part]))
+        for seen, expected in steps
+        for part in CALIBRATED_PARTS
+        if seen.get(part) and expected.get(part)
+    )
 
 
-def _gemm_times(measured: Linears, forecast: Linears, chip: GpuSpec) -> Iterator[tuple[tuple[str, Pass], Pair]]:
-    for name in measured.columns("pre-quantized"):
+def _op_times(measured: Linears, forecast: Linears, mode: Mode) -> Iterator[tuple[str, OpTime, OpTime]]:
+    """Recipe, measured and forecast times of every op that has both."""
+    for name in measured.columns(mode) if mode in measured.modes else ():
         for case in measured.cases:
-            seen, expected = (linears.op_time(case.op, name, "pre-quantized") for linears in (measured, forecast))
-            if seen is None or expected is None or not seen.counts:
-                continue
-            for pass_name, time_ms in seen.pass_ms.items():
-                fmt = gemm_format(recipe(name), pass_name, chip)
-                yield (fmt, pass_name), (time_ms.value, expected.pass_ms[pass_name].value)
+            seen, expected = (linears.op_time(case.op, name, mode) for linears in (measured, forecast))
+            if seen is not None and expected is not None and seen.counts:
+                yield name, seen, expected
 
 
-def _factor(pairs: Sequence[Pair]) -> float:
-    """The sum of all measured times over that of all forecasts, so that large ones weigh as they do in training.
+def _factors(times_ms: Iterable[tuple[Key, tuple[float, float]]]) -> dict[Key, float]:
+    """By key, the sum of all measured times over that of all forecasts, so that large ones weigh as they do in training.
 
-    >>> _factor([(3.0, 2.0), (9.0, 10.0)])
-    1.0
+    >>> _factors([("FP8Block", (3.0, 2.0)), ("FP8Block", (9.0, 10.0))])
+    {'FP8Block': 1.0}
     """
-    return round(sum(seen for seen, _ in pairs) / sum(expected for _, expected in pairs), 4)
+    pairs: dict[Key, list[tuple[float, float]]] = {}
+    for key, pair in times_ms:
+        pairs.setdefault(key, []).append(pair)
+    return {key: round(sum(seen for seen, _ in of_key) / sum(other for _, other in of_key), 4) for key, of_key in pairs.items()}

@@ -7,24 +7,23 @@ networks fitted from different starts; numbers are stored as 16-bit floats in ba
 
 from __future__ import annotations
 
-import base64
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib.resources import files
-from typing import Any
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Base64Bytes, ConfigDict, Field, TypeAdapter, ValidationError
 
 from gemmscope.errors import UserError
-from gemmscope.forecast.physics import FEATURES_VERSION, Array, Shapes, features
+from gemmscope.forecast.physics import Array, Shapes, features
 
-VERSION = 1
-LAYERS = ("w1", "b1", "s1", "w2", "b2", "s2", "w3", "b3")
 REINSTALL = "it is part of the package: install gemmscope again"
 CORRECTION_LIMIT = 2.5  # as a logarithm: nothing measured is further from the physics
+FINITE = ConfigDict(allow_inf_nan=False)
+Stored = TypeVar("Stored")
 
 
 @dataclass(frozen=True)
@@ -33,6 +32,8 @@ class Series:
 
     `low` and `high` are the 5% and 95% quantiles of its errors, in units of the networks' own uncertainty.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = FINITE
 
     index: int
     gpu: str
@@ -47,19 +48,45 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Coefficients:
-    """Everything in one file. `ranges` are the smallest and largest features seen: beyond them the correction stays as it is."""
+class StoredArray:
+    """An array of a network."""
 
+    shape: tuple[int, ...]
+    float16: Base64Bytes
+
+    def __post_init__(self) -> None:
+        if not np.isfinite(self.values).all():
+            raise ValueError("a number in it is not finite")
+
+    @cached_property
+    def values(self) -> NDArray[np.float32]:
+        return np.frombuffer(self.float16, dtype="<f2").reshape(self.shape).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """Everything in one file. `features_version` is that of `physics.features`, which the networks were fitted on.
+
+    `ranges` are the smallest and largest features seen: beyond them the correction stays as it is.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = FINITE
+
+    version: Literal[1]
+    features_version: Literal[1]
+    source: str
+    fitted: str
     series: tuple[Series, ...]
-    networks: tuple[Mapping[str, NDArray[np.float32]], ...]
-    ranges: tuple[NDArray[np.float32], NDArray[np.float32]]
-    about: Mapping[str, str]
+    networks: Annotated[tuple[Mapping[str, StoredArray], ...], Field(min_length=1)]
+    ranges: Mapping[Literal["low", "high"], tuple[float, ...]]
 
     def correction(self, shapes: Shapes, sms: int, work: Array, series: NDArray[np.int_]) -> tuple[Array, Array]:
         """Logarithms: the correction, and its uncertainty (the scale of a Laplace distribution)."""
-        known = features(shapes, sms, work).clip(*self.ranges)
+        low, high = (np.array(self.ranges[end], dtype=np.float32) for end in ("low", "high"))
+        known = features(shapes, sms, work).clip(low, high)
         total = np.zeros((len(known), 2), dtype=np.float32)
-        for net in self.networks:
+        for network in self.networks:
+            net = {name: array.values for name, array in network.items()}
             hidden = np.tanh(known @ net["w1"] + net["b1"] + net["s1"][series])
             hidden = hidden @ net["w2"] + net["b2"] + net["s2"][series]
             hidden = hidden / (1 + np.exp(-hidden.clip(-30, 30)))
@@ -67,68 +94,39 @@ class Coefficients:
         total /= len(self.networks)
         return total[:, 0].astype(np.float64).clip(-CORRECTION_LIMIT, CORRECTION_LIMIT), np.exp(total[:, 1].astype(np.float64))
 
+    def fits_together(self) -> bool:
+        """Whether the arrays have the shapes that features and series give them."""
+        inputs, series = features(Shapes.of(1, 1, 1), 1).shape[1], len(self.series)
+        hidden = self.networks[0]["b1"].shape[0] if "b1" in self.networks[0] else 0
+        first = {"w1": (inputs, hidden), "b1": (hidden,), "s1": (series, hidden)}
+        second = {"w2": (hidden, hidden), "b2": (hidden,), "s2": (series, hidden)}
+        shapes = {**first, **second, "w3": (hidden, 2), "b3": (2,)}
+        known = [{name: array.values.shape for name, array in network.items()} for network in self.networks]
+        return all(each == shapes for each in known) and [*map(len, self.ranges.values())] == [inputs, inputs]
 
-def pack(values: Any) -> dict[str, Any]:
-    """An array as JSON."""
-    array = np.asarray(values, dtype="<f2")
-    return {"shape": list(array.shape), "float16": base64.b64encode(array.tobytes()).decode()}
 
-
-def unpack(stored: Mapping[str, Any]) -> NDArray[np.float32]:
-    """The array back.
-
-    >>> unpack(pack([[1.0, 0.5]])).tolist()
-    [[1.0, 0.5]]
-    """
-    array = np.frombuffer(base64.b64decode(stored["float16"]), dtype="<f2").reshape(stored["shape"])
-    return np.asarray(array, dtype=np.float32)
+def read_stored(kind: type[Stored], what: str, text: str, origin: str, hint: str) -> Stored:
+    """A dataclass from its JSON; a `UserError` that names `origin` if it is damaged or of another version."""
+    try:
+        return TypeAdapter(kind).validate_json(text)
+    except ValidationError as error:
+        errors = error.errors()
+    for each in errors:
+        if each["type"] == "literal_error" and each["loc"] == ("version",):
+            raise UserError(f"{origin} is a {what} of version {str(each['input'])[:20]}, not {each['ctx']['expected']}", hint)
+    where = "".join(f"{part}: " for part in errors[0]["loc"])
+    raise UserError(f"{origin} is a damaged {what}: {where}{errors[0]['msg'][:120]}", hint)
 
 
 def read_coefficients(text: str, origin: str) -> Coefficients:
-    """Coefficients from their JSON; a `UserError` that names `origin` if it is damaged or of another version."""
-    try:
-        data = json.loads(text)
-        version = f"{data['version']}.{data['features_version']}"
-        if version == f"{VERSION}.{FEATURES_VERSION}":
-            return _made(data)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = f"{type(error).__name__}: {str(error)[:120]}"
-        raise UserError(f"{origin} is a damaged coefficients file: {reason}", REINSTALL) from None
-    raise UserError(f"{origin} is a coefficients file of version {version[:20]}, not {VERSION}.{FEATURES_VERSION}", REINSTALL)
-
-
-def _made(data: Mapping[str, Any]) -> Coefficients:
-    """From the file's tables; any exception tells that something is missing or does not fit."""
-    series = tuple(
-        Series(index=index, **{**facts, "quantize": tuple(facts["quantize"])}) for index, facts in enumerate(data["series"])
-    )
-    for each in series:
-        if not all(isinstance(name, str) for name in (each.gpu, each.fmt, each.state, each.library)):
-            raise TypeError(f"series {each.index} has a name that is no text")
-        launch, passes = each.quantize
-        if not np.isfinite([launch, passes, each.low, each.high]).all():
-            raise ValueError(f"series {each.index} has a number that is none")
-    networks = tuple({name: unpack(net[name]) for name in LAYERS} for net in data["networks"])
-    low, high = (np.asarray(data["ranges"][end], dtype=np.float32) for end in ("low", "high"))
-    inputs, hidden = len(low), len(networks[0]["b1"]) if networks else 0
-    inside = {"w1": (inputs, hidden), "s1": (len(series), hidden), "w2": (hidden, hidden), "s2": (len(series), hidden)}
-    shapes = {**inside, "b1": (hidden,), "b2": (hidden,), "w3": (hidden, 2), "b3": (2,)}
-    features_known = features(Shapes.of(1, 1, 1), 1).shape[1]
-    fit = all(net[name].shape == shapes[name] for net in networks for name in LAYERS)
-    if not networks or not fit or not low.shape == high.shape == (features_known,):
-        raise ValueError("its networks and its series do not fit together")
-    if not all(np.isfinite(array).all() for array in (low, high, *(net[name] for net in networks for name in LAYERS))):
-        raise ValueError("a number in it is none")
-    about = {"source": str(data["source"]), "fitted": str(data["fitted"])}
-    return Coefficients(series, networks, (low, high), about)
+    """Coefficients from their JSON, checked."""
+    coefficients = read_stored(Coefficients, "coefficients file", text, origin, REINSTALL)
+    if not coefficients.fits_together():
+        raise UserError(f"{origin} is a damaged coefficients file: its networks and its series do not fit together", REINSTALL)
+    return coefficients
 
 
 @cache
 def shipped() -> Coefficients:
     """Those of the package."""
-    place = files("gemmscope.forecast").joinpath("coefficients/gemm.json")
-    try:
-        text = place.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UserError(f"gemm.json cannot be read: {getattr(error, 'strerror', None) or error}", REINSTALL) from None
-    return read_coefficients(text, "gemm.json")
+    return read_coefficients(files("gemmscope.forecast").joinpath("coefficients/gemm.json").read_text("utf-8"), "gemm.json")

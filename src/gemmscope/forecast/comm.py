@@ -64,14 +64,8 @@ def collective_ms(chip: GpuSpec, operation: Collective, ranks: int, message_byte
 class Communication:
     """Milliseconds: of one micro-batch, waited for; and of gradients, once a step, before any of it is hidden."""
 
-    tensor_ms: float = 0.0
-    context_ms: float = 0.0
-    expert_ms: float = 0.0
-    data_ms: float = 0.0
-
-    @property
-    def per_micro_batch_ms(self) -> float:
-        return self.tensor_ms + self.context_ms + self.expert_ms
+    per_micro_batch_ms: float
+    data_ms: float
 
 
 def communication(
@@ -86,34 +80,23 @@ def communication(
     runs = 2 if run.recompute == "full" else 1  # of forward
     tensor = 0.0
     if run.tp > 1 and run.sequence_parallel:  # before and after each block; the inputs once more for wgrad
-        gathers, scatters = 2 * (runs + 2), 2 * (runs + 1)
-        tensor = layers * (
-            gathers * collective_ms(chip, "all_gather", run.tp, activations)
-            + scatters * collective_ms(chip, "reduce_scatter", run.tp, activations)
-        )
+        gathers = 2 * (runs + 2) * collective_ms(chip, "all_gather", run.tp, activations)
+        tensor = layers * (gathers + 2 * (runs + 1) * collective_ms(chip, "reduce_scatter", run.tp, activations))
     elif run.tp > 1:
         tensor = layers * 2 * (runs + 1) * collective_ms(chip, "all_reduce", run.tp, activations)
     attention = model.layers[0].attention
     kept = run.micro_batch_size * run.sequence_length * (attention.k_width + attention.v_width) / run.tp * ELEMENT_BYTES
-    context = layers * (
-        (runs + 1) * collective_ms(chip, "all_gather", run.cp, kept, run.tp)
-        + collective_ms(chip, "reduce_scatter", run.cp, kept, run.tp)
-    )
+    gathers = (runs + 1) * collective_ms(chip, "all_gather", run.cp, kept, run.tp)  # nothing where cp is 1
+    context = layers * (gathers + collective_ms(chip, "reduce_scatter", run.cp, kept, run.tp))
     expert = 0.0
     moe = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MoeSpec)]
     if run.ep > 1 and moe:
         sent = run.tokens * moe[0].top_k * model.hidden_size * ELEMENT_BYTES * run.expert_tp / run.tp
-        expert = (
-            layers
-            * len(moe)
-            / len(model.layers)
-            * 2
-            * (runs + 1)
-            * collective_ms(chip, "alltoall", run.ep, sent, run.tp * run.cp)
-        )
+        exchanges = layers * len(moe) / len(model.layers) * 2 * (runs + 1)
+        expert = exchanges * collective_ms(chip, "alltoall", run.ep, sent, run.tp * run.cp)
     data = _gradients_ms(chip, run, parameters - in_experts, run.cp * run.ep, run.tp, dp)
     data += _gradients_ms(chip, run, in_experts, run.cp * run.tp // run.expert_tp, run.expert_tp, dp)  # experts are split over ep
-    return Communication(tensor, context if run.cp > 1 else 0.0, expert, data)
+    return Communication(tensor + context + expert, data)
 
 
 def _gradients_ms(chip: GpuSpec, run: RunSpec, parameters: int, near: int, apart: int, dp: int) -> float:

@@ -16,8 +16,6 @@ from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.linears import Winner
 from gemmscope.results.winner import find_winner
 
-Pairs = Mapping[tuple[str, str], Interval]  # (recipe, over another one) → speedup
-
 
 class Estimate(NamedTuple):
     """One number. A plain tuple: sweeps make millions of them."""
@@ -73,7 +71,7 @@ def pairwise(names: Iterable[str], speedup: Callable[[str, str], Estimate]) -> d
     return {(name, over): speedup(name, over).interval() for name in listed for over in listed if BASELINE != name != over}
 
 
-def winner_of(pairs: Pairs) -> Winner:
-    """By the rule that all commands share."""
+def winner_of(pairs: Mapping[tuple[str, str], Interval]) -> Winner:
+    """By the rule that all commands share. `pairs`: (recipe, over another one) → speedup."""
     gains = {name: interval for (name, over), interval in pairs.items() if over == BASELINE}
     return find_winner(gains, lambda name, over: pairs.get((name, over)))

@@ -16,7 +16,7 @@ import numpy as np
 
 from gemmscope.errors import UserError
 from gemmscope.forecast.coefficients import Coefficients, Series, shipped
-from gemmscope.forecast.physics import RATE_OF, Array, Shapes, least_ms, memory_ms, roofline_ms, tile_work
+from gemmscope.forecast.physics import RATE_OF, Array, Shapes, memory_ms, roofline_ms, tile_work
 from gemmscope.gpu.specs import GpuSpec, gpu
 from gemmscope.toml import load_data
 from gemmscope.workload.ops import Pass
@@ -25,7 +25,6 @@ State = Literal["sustained", "burst"]
 STATES: tuple[State, ...] = ("sustained", "burst")
 FORMATS = tuple(RATE_OF)
 Layout = Literal["tn", "nn", "nt"]
-LAYOUTS: tuple[Layout, ...] = ("tn", "nn", "nt")
 LAYOUT_OF: dict[Pass, Layout] = {"fprop": "tn", "dgrad": "nn", "wgrad": "nt"}
 CAST_BYTES = 3.0  # per element: bf16 read, eight bits written
 LEAST_QUANTIZING = 0.1  # of what the fit gives it: so much of it is left where the GEMM needs the rest
@@ -113,58 +112,47 @@ class GemmModel:
 
     def __init__(self, coefficients: Coefficients) -> None:
         self.coefficients = coefficients
-        self._bases: dict[tuple[str, str, str, str | None, bool], Basis] = {}
 
     def basis(self, chip: GpuSpec, fmt: str, state: State, library: str | None = None, *, in_training: bool = False) -> Basis:
         """The series that stands for this GPU, format and state; a `UserError` where the chip cannot multiply the format.
 
         `in_training`: both states as one library runs them, where that is no longer way; so that they can be compared.
         """
-        key = (chip.name, fmt, state, library, in_training)
-        if key not in self._bases:
-            self._bases[key] = self._find(chip, fmt, state, library, in_training=in_training)
-        return self._bases[key]
-
-    def _find(self, chip: GpuSpec, fmt: str, state: State, library: str | None, *, in_training: bool) -> Basis:
         if fmt not in RATE_OF:
             raise UserError(f"there is no format {fmt!r}", f"formats: {', '.join(FORMATS)}")
-        able = [each for each in FORMATS if _multiplies(chip, each)]
+        scales_inside = chip.capability >= (10, 0)  # scales inside the GEMM came with Blackwell
+        able = [each for each in FORMATS if RATE_OF[each] in chip.tflops and (each != "mxfp8" or scales_inside)]
         if fmt not in able:
             raise UserError(f"{chip.name} has no {fmt} GEMMs", f"formats that it multiplies: {', '.join(able)}")
         facts = _transfer()
-        near = {each: self._near(chip, fmt, each, library, facts) for each in STATES}
+        near = {each: self._near(chip, fmt, each, library) for each in STATES}
         if not near[state] and library is not None:
-            other = self._find(chip, fmt, state, None, in_training=in_training)
-            return replace(
-                other, uncertainty=float(np.hypot(other.uncertainty, facts["uncertainty"]["other_library"])), stands_for=library
-            )
+            other = self.basis(chip, fmt, state, in_training=in_training)
+            uncertainty = float(np.hypot(other.uncertainty, facts["uncertainty"]["other_library"]))
+            return replace(other, uncertainty=uncertainty, stands_for=library)
         if not near[state]:
             raise UserError(f"nothing measured comes near {fmt} GEMMs on {chip.name}")
         mixed = facts["distance"]["other_library"] if in_training else 0.0
         pairs = product(near["sustained"], near["burst"])
         chosen = min(pairs, key=lambda pair: pair[0][0] + pair[1][0] + mixed * (pair[0][2].library != pair[1][2].library))
         _, uncertainty, series = chosen[0 if state == "sustained" else 1]
-        return Basis(chip, fmt, state, series, _factor(chip, fmt, state, series, facts), uncertainty)
+        return Basis(chip, fmt, state, series, _factor(chip, fmt, state, series), uncertainty)
 
-    def _near(
-        self, chip: GpuSpec, fmt: str, state: State, library: str | None, facts: dict[str, Any]
-    ) -> list[tuple[float, float, Series]]:
+    def _near(self, chip: GpuSpec, fmt: str, state: State, library: str | None) -> list[tuple[float, float, Series]]:
         """Series that could stand for it, with their distance and the uncertainty that this adds."""
-        found = []
+        candidates, facts = [], _transfer()
         for series in self.coefficients.series:
             if series.fmt not in (fmt, *facts["stands_for"].get(fmt, ())) or (library is not None and series.library != library):
                 continue
-            distance, uncertainty = _distance(chip, gpu(series.gpu), facts)
+            distance, uncertainty = _distance(chip, gpu(series.gpu))
             if not np.isfinite(distance):
                 continue
             for differs, how in ((series.fmt != fmt, "other_format"), (series.state != state, "other_state")):
                 if differs:
-                    uncertainty, distance = (
-                        float(np.hypot(uncertainty, facts["uncertainty"][how])),
-                        distance + facts["distance"][how],
-                    )
-            found.append((distance + (not series.default) * 0.01, uncertainty, series))
-        return found
+                    uncertainty = float(np.hypot(uncertainty, facts["uncertainty"][how]))
+                    distance += facts["distance"][how]
+            candidates.append((distance + (not series.default) * 0.01, uncertainty, series))
+        return candidates
 
     def time(
         self,
@@ -190,24 +178,15 @@ class GemmModel:
         known: Corrections = {}
         times = self._time(basis, shapes, layout, work, known)
         if unknown and basis.direct:
-            for series in self._others(basis.series):
-                times = times.reaching(self._time(replace(basis, series=series), shapes, layout, work, known))
+            measured = (chip.name, fmt, state)
+            for series in self.coefficients.series:  # error bars reach what other libraries take
+                if (series.gpu, series.fmt, series.state) == measured and series is not basis.series:
+                    times = times.reaching(self._time(replace(basis, series=series), shapes, layout, work, known))
         if state == "sustained" and in_training:  # single GEMMs are forecast as they were measured
             first = self._time(self.basis(chip, fmt, "burst", library, in_training=True), shapes, layout, work, known)
             times = times.at_least(first.gemm_ms, first.total_ms).reaching(times)
             times = replace(times, burst_ms=np.minimum(first.gemm_ms, times.gemm_ms))
         return times
-
-    def _others(self, series: Series) -> list[Series]:
-        """The same thing as other libraries do it: where none is named, error bars reach theirs, too."""
-        own = (series.gpu, series.fmt, series.state)
-        return [each for each in self.coefficients.series if (each.gpu, each.fmt, each.state) == own and each is not series]
-
-    def series_time(self, series: Series, shapes: Shapes) -> Times:
-        """GEMMs as this very series measured them."""
-        state: State = "sustained" if series.state == "sustained" else "burst"
-        chip = gpu(series.gpu)
-        return self._time(Basis(chip, series.fmt, state, series, 1.0, 0.0), shapes, "tn", tile_work(shapes, chip.sms), {})
 
     def _time(self, basis: Basis, shapes: Shapes, layout: Any, work: Array, known: Corrections) -> Times:
         chip, series, fmt = basis.chip, basis.series, basis.fmt
@@ -228,13 +207,18 @@ class GemmModel:
             quantize = launch + passes * quantize_bytes_ms(shapes.m * shapes.k, chip.bandwidth_tbps)
         uncertainty = np.hypot(np.hypot(basis.uncertainty, uncertainties), uncertainty_outside(shapes))
         low, high = np.maximum(-series.low * scale, 0.005), np.maximum(series.high * scale, 0.005)
-        found = Times(gemm, quantize, np.hypot(low, uncertainty), np.hypot(high, uncertainty), uncertainty, gemm)
-        return found.at_least(chip_limit_ms(shapes, fmt, chip))
+        times = Times(gemm, quantize, np.hypot(low, uncertainty), np.hypot(high, uncertainty), uncertainty, gemm)
+        return times.at_least(chip_limit_ms(shapes, fmt, chip))
 
 
 def chip_limit_ms(shapes: Shapes, fmt: str, chip: GpuSpec) -> Array:
-    """What no library can beat on this chip."""
-    return least_ms(shapes, fmt, tflops=chip.tflops[RATE_OF[fmt]], bandwidth_tbps=chip.bandwidth_tbps)
+    """What no library can beat on this chip: FLOPs at the published rate, bytes at the published bandwidth."""
+    compute_ms, memory_ms = (
+        shapes.flops / (chip.tflops[RATE_OF[fmt]] * 1e9),
+        shapes.bytes_moved(fmt) / (chip.bandwidth_tbps * 1e9),
+    )
+    limit: Array = np.maximum(compute_ms, memory_ms)
+    return limit
 
 
 @cache
@@ -248,15 +232,11 @@ def _transfer() -> dict[str, Any]:
     return load_data("gemmscope.forecast", "coefficients/transfer.toml")
 
 
-def _multiplies(chip: GpuSpec, fmt: str) -> bool:
-    """Whether the chip has instructions for it: scales inside the GEMM came with Blackwell."""
-    return RATE_OF[fmt] in chip.tflops and (fmt != "mxfp8" or chip.capability >= (10, 0))
-
-
-def _distance(chip: GpuSpec, other: GpuSpec, facts: dict[str, Any]) -> tuple[float, float]:
+def _distance(chip: GpuSpec, other: GpuSpec) -> tuple[float, float]:
     """How far a measured chip is from the one asked for, and the uncertainty that this adds; infinite if it is no relative."""
     if chip.name == other.name:
         return 0.0, 0.0
+    facts = _transfer()
     if chip.architecture == other.architecture:
         return facts["distance"]["same_architecture"], facts["uncertainty"]["same_architecture"]
     relatives = facts["relatives"].get(chip.architecture, [])
@@ -265,9 +245,9 @@ def _distance(chip: GpuSpec, other: GpuSpec, facts: dict[str, Any]) -> tuple[flo
     return float("inf"), 0.0
 
 
-def _factor(chip: GpuSpec, fmt: str, state: State, series: Series, facts: dict[str, Any]) -> float:
+def _factor(chip: GpuSpec, fmt: str, state: State, series: Series) -> float:
     """On compute time: the other state, and a format that stands in for another."""
-    factor = 1.0
+    factor, facts = 1.0, _transfer()
     if series.fmt != fmt:
         factor *= facts["slower_than_stand_in"].get(fmt, 1.0)
     if series.state != state:

@@ -45,10 +45,18 @@ class GemmRow(NamedTuple):
     where: str
     cells: dict[str, str]
 
-    def kind(self, library: str | None) -> Kind:
-        """Its format and its library."""
-        fmt = self.cells["format"].strip().lower()
-        return SPELLINGS.get(fmt, fmt), self.cells.get("library", "").strip().lower() or library
+    def cell(self, name: str) -> str:
+        """A name in lower case; empty where there is no such column."""
+        return self.cells.get(name, "").strip().lower()
+
+    def size(self, name: str) -> int:
+        """A whole number, or a `UserError`."""
+        digits = self.cell(name).removesuffix(".0")  # as spreadsheets often write them
+        if not digits.isascii() or not digits.isdigit() or not 0 < int(digits[:12]) <= LARGEST_SIZE:
+            raise UserError(
+                f"{self.where}: {name} is {shown(self.cells[name])}, not a whole number from 1 to {LARGEST_SIZE}", HINT
+            )
+        return int(digits)
 
 
 def read_rows(path: str) -> tuple[list[str], list[GemmRow]]:
@@ -71,11 +79,9 @@ def read_rows(path: str) -> tuple[list[str], list[GemmRow]]:
             rows.append(GemmRow(where, {str(key): value or "" for key, value in row.items()}))
     except csv.Error as error:
         raise UserError(f"{path} is not CSV: {error}", HINT) from None
-    twice = [name for name in dict.fromkeys(lowered) if lowered.count(name) > 1]
-    if twice:
+    if twice := [name for name in lowered if lowered.count(name) > 1]:
         raise UserError(f"{path} has the column {shown(twice[0])} twice", HINT)
-    missing = [name for name in REQUIRED if name not in lowered]
-    if missing:
+    if missing := [name for name in REQUIRED if name not in lowered]:
         raise UserError(f"{path} has no column {', '.join(missing)}", HINT)
     if not rows:
         raise UserError(f"{path} has no GEMMs below its first line", HINT)
@@ -90,18 +96,18 @@ def forecast_gemm_list(
     `measured`: calibrations by GPU. Where one of several GPUs has no such GEMMs, its times are empty.
     """
     columns, rows = read_rows(path)
-    several = len(chips) > 1
-    kept = [name for name in columns if name.lower() not in (*ADDED, *(["gpu"] if several else []))]
+    added = ("gpu", *ADDED) if len(chips) > 1 else ADDED
+    kept = [name for name in columns if name.lower() not in added]
     gemms = _Gemms.of(rows, library)
     failures: dict[Kind, list[UserError]] = {}
     out, findings = io.StringIO(), list[Finding]()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([*kept, *(["gpu"] if several else []), *ADDED])
+    writer.writerow([*kept, *added])
     for chip in chips:
         times, basis = gemms.times(chip, state, measured.get(chip.name), failures)
         findings.append(finding("forecast-basis", gpu=chip.name, basis=basis))
         for row, of_row in zip(rows, times, strict=True):
-            cells = [row.cells[name.lower()] for name in kept] + ([chip.name] if several else [])
+            cells = [*(row.cells[name.lower()] for name in kept), *([chip.name] if "gpu" in added else [])]
             writer.writerow([*cells, *(f"{time:.6g}" if of_row[0] else "" for time in of_row)])
     for kind, errors in failures.items():
         if len(errors) == len(chips):
@@ -125,14 +131,18 @@ class _Gemms(NamedTuple):
         """Checked row by row."""
         sizes, layouts, kinds = [], [], dict[Kind, list[int]]()
         for number, row in enumerate(rows):
-            m, k, n = (_size(row.cells[name], name, row.where) for name in ("m", "k", "n"))
-            groups = _size(row.cells.get("groups") or "1", "groups", row.where)
-            layouts.append(_layout(row.cells.get("layout", ""), row.where))
+            m, k, n = map(row.size, ("m", "k", "n"))
+            groups = row.size("groups") if row.cells.get("groups") else 1
+            if row.cell("layout") not in LAYOUT_NAMES:
+                problem = f"{row.where}: there is no layout {shown(row.cells['layout'])}"
+                raise UserError(problem, "it can be tn (fprop), nn (dgrad) or nt (wgrad)")
+            layouts.append(LAYOUT_NAMES[row.cell("layout")])
             side, most = ("k", k) if layouts[-1] == "nt" else ("m", m)  # what the groups share
             if groups > most:
                 raise UserError(f"{row.where}: {groups} groups share {side} = {most}: some are empty", HINT)
             sizes.append((m, k, n, groups))
-            kinds.setdefault(row.kind(library), []).append(number)
+            fmt = row.cell("format")
+            kinds.setdefault((SPELLINGS.get(fmt, fmt), row.cell("library") or library), []).append(number)
         return _Gemms(np.array(sizes, dtype=np.float64), np.array(layouts), kinds)
 
     def times(
@@ -155,30 +165,11 @@ class _Gemms(NamedTuple):
                 continue
             basis[model().basis(chip, fmt, state, by).description] = None
             if measured is not None and by is None:
-                gemm_ms = times.gemm_ms * _factors(measured, fmt, layouts, chip, state)
-                times = replace(times, gemm_ms=np.maximum(gemm_ms, chip_limit_ms(shapes, fmt, chip)))
+                factors = np.ones(len(layouts))  # the user's own measurements over the forecast
+                for name, layout in LAYOUT_OF.items():
+                    if (known := measured.gemm(fmt, name, state)) is not None:
+                        factors[layouts == layout] = known[0] * gemm_factor(fmt, chip)
+                gemm_ms = np.maximum(times.gemm_ms * factors, chip_limit_ms(shapes, fmt, chip))
+                times = replace(times, gemm_ms=gemm_ms)
             result[index] = np.stack([times.gemm_ms, times.quantize_ms, times.low_ms, times.high_ms], axis=1)
         return [tuple(row) for row in result.tolist()], list(basis) or ["none of these GEMMs"]
-
-
-def _factors(measured: Adjustment, fmt: str, layouts: NDArray[np.str_], chip: GpuSpec, state: State) -> NDArray[np.float64]:
-    """The user's own measurements over the forecast, GEMM by GEMM."""
-    factors = np.ones(len(layouts))
-    for name, layout in LAYOUT_OF.items():
-        if (known := measured.gemm(fmt, name, state)) is not None:
-            factors[layouts == layout] = known[0] * gemm_factor(fmt, chip)
-    return factors
-
-
-def _size(text: str, name: str, where: str) -> int:
-    digits = text.strip().removesuffix(".0")  # as spreadsheets often write them
-    if not digits.isascii() or not digits.isdigit() or not 0 < int(digits[:12]) <= LARGEST_SIZE:
-        raise UserError(f"{where}: {name} is {shown(text)}, not a whole number from 1 to {LARGEST_SIZE}", HINT)
-    return int(digits)
-
-
-def _layout(text: str, where: str) -> str:
-    name = text.strip().lower()
-    if name not in LAYOUT_NAMES:
-        raise UserError(f"{where}: there is no layout {shown(text)}", "it can be tn (fprop), nn (dgrad) or nt (wgrad)")
-    return LAYOUT_NAMES[name]

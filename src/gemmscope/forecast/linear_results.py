@@ -12,21 +12,15 @@ from gemmscope.findings import Finding, finding
 from gemmscope.forecast.estimate import Estimate, pairwise, ratio, total, winner_of
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.training import NEVER_QUANTIZED
+from gemmscope.gpu.specs import GpuSpec
 from gemmscope.interval import Interval
 from gemmscope.measure.memory import memory
+from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.recipe.recipes import BASELINE, recipe
-from gemmscope.results.linears import (
-    Linears,
-    LinearsTotal,
-    OpTime,
-    Speedup,
-    Winner,
-    linears_total,
-    quantization_by_pass,
-    same_kernels,
-)
+from gemmscope.results.linears import Linears, OpTime, Speedup, linears_total, quantization_by_pass, same_kernels
+from gemmscope.step.answer import BYTES_PER_PARAMETER
 from gemmscope.workload.cases import Case, Mode
-from gemmscope.workload.ops import PASSES
+from gemmscope.workload.ops import ELEMENT_BYTES, PASSES
 
 
 def forecast_linears(
@@ -41,9 +35,25 @@ def forecast_linears(
     forecaster.prepare(cases, recipes)
     bare = all(case.passes == PASSES[:1] for case in cases)
     counts = dict(layer_counts or {})
-    parts = {mode: _ModeForecast(forecaster, tuple(cases), mode) for mode in modes}
-    for mode, part in parts.items():
-        part.fill([name for name in recipes if same_kernels(name, mode, list(recipes)) == name], counts, bare=bare)
+    ops, speedups, totals, winners = list[OpTime](), list[Speedup](), [], {}
+    for mode in modes:
+        names = [name for name in recipes if same_kernels(name, mode, list(recipes)) == name]  # with numbers of their own
+        part = _ModeForecast(forecaster, mode)
+        for case in cases:
+            for name in names:
+                part.add_op(case, name)
+            own = [name for name in names if (name, case.op) in part.ops and not part.ops[name, case.op].left_in_baseline]
+            part.add_speedups({name: part.estimates[name, case.op] for name in own}, case.op)
+        whole = {}
+        for name in names if not bare else ():
+            known = {case.op: part.ops[name, case.op] for case in cases if (name, case.op) in part.ops}
+            if len(known) == len(cases):
+                whole[name] = total(part.estimates[name, case.op].times(case.count) for case in cases)
+                totals.append(linears_total(name, mode, whole[name].interval(), tuple(cases), known, counts))
+        if not bare:
+            winners[mode] = winner_of(part.add_speedups(whole))
+        ops += part.ops.values()
+        speedups += part.speedups
     return Linears(
         origin="forecast",
         cases=tuple(cases),
@@ -52,11 +62,11 @@ def forecast_linears(
         layers=layers,
         layer_counts=counts,
         cache_weights=forecaster.cache_weights,
-        ops=tuple(op for part in parts.values() for op in part.ops.values()),
-        speedups=tuple(speedup for part in parts.values() for speedup in part.speedups),
-        totals=tuple(summed for part in parts.values() for summed in part.totals),
+        ops=tuple(ops),
+        speedups=tuple(speedups),
+        totals=tuple(totals),
         memory=() if bare else tuple(memory(cases, name, capability=forecaster.chip.architecture) for name in recipes),
-        winners={mode: part.winner for mode, part in parts.items() if part.winner is not None},
+        winners=winners,
     )
 
 
@@ -65,34 +75,12 @@ class _ModeForecast:
     """Everything in one mode; `ops` and `estimates` by recipe and op."""
 
     forecaster: Forecaster
-    cases: tuple[Case, ...]
     mode: Mode
     ops: dict[tuple[str, str], OpTime] = field(default_factory=dict)
     estimates: dict[tuple[str, str], Estimate] = field(default_factory=dict)
     speedups: list[Speedup] = field(default_factory=list)
-    totals: list[LinearsTotal] = field(default_factory=list)
-    winner: Winner | None = None
 
-    def fill(self, names: Sequence[str], layer_counts: dict[str, int], *, bare: bool) -> None:
-        """The recipes that have numbers of their own in this mode."""
-        for case in self.cases:
-            for name in names:
-                self._add_op(case, name)
-            own = [name for name in names if (name, case.op) in self.ops and not self.ops[name, case.op].left_in_baseline]
-            self._add_speedups({name: self.estimates[name, case.op] for name in own}, case.op)
-        if bare:
-            return
-        whole = {}
-        for name in names:
-            counted = [(self.estimates.get((name, case.op)), case.count) for case in self.cases]
-            known = [estimate.times(count) for estimate, count in counted if estimate is not None]
-            if len(known) == len(counted):
-                whole[name] = total(known)
-                ops = {case.op: self.ops[name, case.op] for case in self.cases}
-                self.totals.append(linears_total(name, self.mode, whole[name].interval(), self.cases, ops, layer_counts))
-        self.winner = winner_of(self._add_speedups(whole))
-
-    def _add_op(self, case: Case, name: str) -> None:
+    def add_op(self, case: Case, name: str) -> None:
         """One op in one recipe, where its sizes fit."""
         left = name != BASELINE and case.op in NEVER_QUANTIZED
         chosen = recipe(BASELINE if left else name)
@@ -101,50 +89,53 @@ class _ModeForecast:
         linear = self.forecaster.linear(case, chosen.name)
         quantize_ms = linear.quantize_ms if self.mode == "autocast" else {}
         shares = quantization_by_pass(quantize_ms, case.passes)
-        whole = total([linear.all_gemms(), linear.quantization()]) if self.mode == "autocast" else linear.all_gemms()
-        passes = {
-            each: total([gemm, Estimate(shares[each], 0.0, linear.quantize_uncertainty)]) for each, gemm in linear.gemms.items()
-        }
+        quantization = Estimate(sum(quantize_ms.values()), 0.0, linear.quantize_uncertainty)
+        whole = total([linear.all_gemms(), quantization]) if self.mode == "autocast" else linear.all_gemms()
+        casts = {pass_name: Estimate(share, 0.0, linear.quantize_uncertainty) for pass_name, share in shares.items()}
         self.estimates[name, case.op] = whole
         self.ops[name, case.op] = OpTime(
             op=case.op,
             recipe=name,
             mode=self.mode,
             total_ms=whole.interval(),
-            pass_ms={each: estimate.interval() for each, estimate in passes.items()},
+            pass_ms={pass_name: total([gemm, casts[pass_name]]).interval() for pass_name, gemm in linear.gemms.items()},
             quantize_ms=quantize_ms,
             left_in_baseline=f"frameworks leave it in {BASELINE}" if left else "",
         )
 
-    def _add_speedups(self, times: Mapping[str, Estimate], op: str = "") -> Mapping[tuple[str, str], Interval]:
+    def add_speedups(self, times: Mapping[str, Estimate], op: str = "") -> Mapping[tuple[str, str], Interval]:
         """Of every recipe over every other: of one op, or of all linears together."""
         pairs = pairwise(times, lambda name, over: ratio(times[over], times[name], self.forecaster.in_common(name, over)))
-        self.speedups += [
-            Speedup(recipe=name, over=over, mode=self.mode, op=op, speedup=found) for (name, over), found in pairs.items()
-        ]
+        for (name, over), gain in pairs.items():
+            self.speedups.append(Speedup(recipe=name, over=over, mode=self.mode, op=op, speedup=gain))
         return pairs
 
 
 def misaligned(cases: Sequence[Case], recipes: Sequence[str]) -> list[Finding]:
     """Ops whose sizes do not fit a recipe: one finding for each reason, with all its ops and recipes."""
-    ops: dict[tuple[str, int, int], dict[str, None]] = {}
-    names: dict[tuple[str, int, int], dict[str, None]] = {}
-    for name in recipes:
-        chosen = recipe(name)
+    reasons: dict[tuple[str, int, int], list[tuple[str, str]]] = {}
+    for chosen in map(recipe, recipes):
         for case in cases:
             if chosen.quantizes and case.op not in NEVER_QUANTIZED and (wrong := chosen.misalignment(case.sizes())) is not None:
-                reason = (*wrong, chosen.multiple_of)
-                ops.setdefault(reason, {})[case.op] = None
-                names.setdefault(reason, {})[name] = None
-    return [
-        finding(
-            "sizes-misaligned",
-            ops=list(ops[reason]),
-            recipes=list(names[reason]),
-            what=reason[0],
-            size=reason[1],
-            multiple_of=reason[2],
-            padded=-(-reason[1] // reason[2]) * reason[2],
-        )
-        for reason in ops
-    ]
+                reasons.setdefault((*wrong, chosen.multiple_of), []).append((case.op, chosen.name))
+    findings = []
+    for (what, size, multiple), pairs in reasons.items():
+        ops, names = (list(dict.fromkeys(column)) for column in zip(*pairs, strict=True))
+        sizes = {"size": size, "multiple_of": multiple, "padded": -(-size // multiple) * multiple}
+        findings.append(finding("sizes-misaligned", ops=ops, recipes=names, what=what, **sizes))
+    return findings
+
+
+def does_not_fit(linears: Linears, model: ModelSpec, run: RunSpec, parameters: int, chip: GpuSpec) -> list[Finding]:
+    """A finding where some recipe needs more memory than the GPU has.
+
+    That is weights, gradients and moments, quantized copies, and the inputs of the linears that one micro-batch keeps. Where
+    whole layers are recomputed, each keeps its input alone.
+    """
+    layers = sum(case.count for case in linears.cases if case.op.startswith("Attn Out"))
+    needed_gb = {}
+    for needed in linears.memory:
+        inputs = layers * run.tokens * model.hidden_size * ELEMENT_BYTES if run.recompute == "full" else needed.kept_bytes
+        needed_gb[needed.recipe] = (BYTES_PER_PARAMETER * parameters + needed.copies_bytes + inputs) / 1e9
+    too_large = {name: size for name, size in needed_gb.items() if size > chip.memory_gb}
+    return [finding("does-not-fit", needed_gb=too_large, memory_gb=chip.memory_gb)] if too_large else []

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gemmscope.forecast.estimate import Estimate, total
-from gemmscope.forecast.gemm import LAYOUT_OF, GemmModel, State, chip_limit_ms, model, uncertainty_outside
+from gemmscope.forecast.gemm import LAYOUT_OF, State, chip_limit_ms, model, uncertainty_outside
 from gemmscope.forecast.physics import Array, Shapes
 from gemmscope.forecast.training import Quantizing, facts, gemm_factor, gemm_format, quantizing, uncertainty_of
 from gemmscope.gpu.specs import GpuSpec
@@ -34,21 +34,6 @@ class LinearTime(NamedTuple):
 
     def all_gemms(self) -> Estimate:
         return total(self.gemms.values())
-
-    def quantization(self) -> Estimate:
-        return Estimate(sum(self.quantize_ms.values()), 0.0, self.quantize_uncertainty)
-
-
-class StepLinears(NamedTuple):
-    """Many linears in one micro-batch of a step: GEMMs, what they take at the clock of a burst, quantization by tensor.
-
-    `weights` is quantizing every weight once; a step that caches them, or has many micro-batches, does so once.
-    """
-
-    gemms: Estimate
-    least_ms: float
-    activations: Estimate
-    weights: Estimate
 
 
 class Adjustment(NamedTuple):
@@ -78,13 +63,6 @@ class Adjustment(NamedTuple):
         return None
 
 
-class _Factors(NamedTuple):
-    """On GEMMs, one for each; their uncertainties, zero where nothing was measured on the chip itself."""
-
-    values: Array
-    uncertainties: Array
-
-
 class RecipeCosts(NamedTuple):
     """What a recipe does on one chip: the format of each pass's GEMMs, and its quantization."""
 
@@ -96,37 +74,27 @@ class RecipeCosts(NamedTuple):
 class Forecaster:
     """Times of linears on one chip in one state. What was computed once is kept: models share shapes, sweeps share more."""
 
-    def __init__(
-        self,
-        chip: GpuSpec,
-        state: State,
-        *,
-        cache_weights: bool = False,
-        gemms: GemmModel | None = None,
-        measured: Adjustment | None = None,
-    ) -> None:
-        self.chip, self.state, self.cache_weights = chip, state, cache_weights
-        self.gemms, self.measured = gemms or model(), measured
-        self._known: dict[tuple[str, Key], Estimate] = {}
-        self._least: dict[tuple[str, Key], float] = {}  # of a GEMM at the clock of a burst: a share of its time
+    def __init__(self, chip: GpuSpec, state: State, *, cache_weights: bool = False, measured: Adjustment | None = None) -> None:
+        self.chip, self.state, self.cache_weights, self.measured = chip, state, cache_weights, measured
+        # GEMMs by format, and the share of each one's time that it takes at the clock of a burst.
+        self._known: dict[tuple[str, Key], tuple[Estimate, float]] = {}
         self._costs: dict[str, RecipeCosts] = {}
         self._common, self._uncertainty = uncertainty_of("common", chip), uncertainty_of("quantize", chip)
 
     def costs(self, name: str) -> RecipeCosts:
         """Of a recipe on this chip."""
         if name not in self._costs:
-            asked = recipe(name)
-            formats = {each: gemm_format(asked, each, self.chip) for each in LAYOUT_OF}
-            costs = quantizing(asked, self.chip)
-            if self.measured is not None and name in self.measured.quantize:
-                costs = costs.times(self.measured.quantize[name])
-            self._costs[name] = RecipeCosts(formats, asked.quantizes, costs)
+            chosen = recipe(name)
+            formats = {each: gemm_format(chosen, each, self.chip) for each in LAYOUT_OF}
+            factor = self.measured.quantize.get(name, 1.0) if self.measured is not None else 1.0
+            self._costs[name] = RecipeCosts(formats, chosen.quantizes, quantizing(chosen, self.chip).times(factor))
         return self._costs[name]
 
     def in_common(self, first: str, second: str) -> float:
         """The share of the shared errors that two recipes have alike: all of it where both run the same GEMMs on this chip."""
-        same = BASELINE not in (first, second) and self.costs(first).formats == self.costs(second).formats
-        return 1.0 if same else in_common()
+        if BASELINE in (first, second) or self.costs(first).formats != self.costs(second).formats:
+            return in_common()
+        return 1.0
 
     def other(self, time_ms: float, part: StepPart, uncertainty: float) -> Estimate:
         """What is not a GEMM, in one part of a step: as measured on this chip, or with the uncertainty it has otherwise."""
@@ -152,7 +120,6 @@ class Forecaster:
         """Drop what was computed if it has become more than that."""
         if len(self._known) > beyond:
             self._known.clear()
-            self._least.clear()
 
     def _compute(self, fmt: str, keys: list[Key]) -> None:
         sizes = [(*gemm_size(tokens, inputs, outputs, each), groups) for tokens, inputs, outputs, groups, each in keys]
@@ -161,27 +128,32 @@ class Forecaster:
         dgrad, wgrad = passes == "dgrad", passes == "wgrad"
         shapes = Shapes.of(m, k, n, groups, wgrad & (groups > 1))
         layouts = np.select([dgrad, wgrad], [LAYOUT_OF["dgrad"], LAYOUT_OF["wgrad"]], LAYOUT_OF["fprop"])
-        found = self.gemms.time(self.chip, fmt, shapes, self.state, layout=layouts, in_training=True)
-        own = np.sqrt(np.maximum(((found.low + found.high) / 2) ** 2 - found.shared**2, 0.0))
-        shared = np.hypot(found.shared, self._common)
-        factors, in_burst = (self._measured_factors(fmt, passes, state) for state in (self.state, "burst"))
+        times = model().time(self.chip, fmt, shapes, self.state, layout=layouts, in_training=True)
+        own = np.sqrt(np.maximum(((times.low + times.high) / 2) ** 2 - times.shared**2, 0.0))
+        shared = np.hypot(times.shared, self._common)
+        factors, uncertainties = self._measured_factors(fmt, passes, self.state)
         if self.measured is not None and self.measured.own_chip:  # what all shapes share is known
-            known = factors.uncertainties > 0
-            shared[known] = np.hypot(factors.uncertainties, uncertainty_outside(shapes))[known]
-        floor = np.maximum(found.burst_ms * in_burst.values, chip_limit_ms(shapes, fmt, self.chip))
-        times = np.maximum(found.gemm_ms * factors.values, floor)
-        numbers = zip(keys, times.tolist(), own.tolist(), shared.tolist(), (floor / times).tolist(), strict=True)
-        for key, time_ms, alone, together, share in numbers:
-            self._known[fmt, key], self._least[fmt, key] = Estimate(time_ms, alone, together), share
+            known = uncertainties > 0
+            shared[known] = np.hypot(uncertainties, uncertainty_outside(shapes))[known]
+        floor = np.maximum(
+            times.burst_ms * self._measured_factors(fmt, passes, "burst")[0], chip_limit_ms(shapes, fmt, self.chip)
+        )
+        gemm_ms = np.maximum(times.gemm_ms * factors, floor)
+        estimates = map(Estimate, gemm_ms.tolist(), own.tolist(), shared.tolist())
+        shares = (floor / gemm_ms).tolist()
+        self._known.update(zip(((fmt, key) for key in keys), zip(estimates, shares, strict=True), strict=True))
 
-    def _measured_factors(self, fmt: str, passes: NDArray[np.str_], state: State) -> _Factors:
-        """Training's GEMMs over those that were measured widely, and over those forecast where this very chip was measured."""
-        values, uncertainties = np.full(len(passes), gemm_factor(fmt, self.chip)), np.zeros(len(passes))
-        for name in LAYOUT_OF if self.measured is not None else ():
-            if self.measured is not None and (found := self.measured.gemm(fmt, name, state)) is not None:
-                values[passes == name] *= found[0]
-                uncertainties[passes == name] = found[1]
-        return _Factors(values, uncertainties)
+    def _measured_factors(self, fmt: str, passes: NDArray[np.str_], state: State) -> tuple[Array, Array]:
+        """Training's GEMMs over those that were measured widely, and over those forecast where this very chip was measured.
+
+        With their uncertainties, zero where nothing was measured on the chip itself.
+        """
+        factors, uncertainties = np.full(len(passes), gemm_factor(fmt, self.chip)), np.zeros(len(passes))
+        for name in LAYOUT_OF:
+            if self.measured is not None and (known := self.measured.gemm(fmt, name, state)) is not None:
+                factors[passes == name] *= known[0]
+                uncertainties[passes == name] = known[1]
+        return factors, uncertainties
 
     def linear(self, case: Case, name: str) -> LinearTime:
         """One linear in one recipe."""
@@ -189,46 +161,46 @@ class Forecaster:
         keys = {each: (costs.formats[each], _key(case, each)) for each in case.passes}
         if any(key not in self._known for key in keys.values()):
             self.prepare([case], [name])
-        gemms = {each: self._known[key] for each, key in keys.items()}
-        quantize = self._quantize(case, costs.quantizing) if costs.quantizes else {}
-        return LinearTime(gemms, quantize, self._uncertainty)
+        gemms = {each: self._known[key][0] for each, key in keys.items()}
+        elements = {"X": case.tokens * case.inputs, "W": case.weights, "dY": case.tokens * case.outputs}
+        if self.cache_weights:
+            del elements["W"]
+        if len(case.passes) == 1:  # a bare GEMM
+            del elements["dY"]
+        quantize_ms = {tensor: costs.quantizing.time_ms(size) for tensor, size in elements.items()} if costs.quantizes else {}
+        return LinearTime(gemms, quantize_ms, self._uncertainty)
 
-    def in_step(self, linears: Sequence[tuple[Case, int, int]], name: str) -> StepLinears:
-        """Many linears inside a step: (case, count, forward runs) for each. Fast, because sweeps call it for every point."""
+    def in_step(self, linears: Sequence[tuple[Case, int, int]], name: str) -> tuple[Estimate, float, Estimate, Estimate]:
+        """Many linears in one micro-batch of a step: (case, count, forward runs) for each. Fast: sweeps call it for every point.
+
+        Returns their GEMMs, the milliseconds of these at the clock of a burst, the quantization of all activations, and that of
+        every weight once.
+        """
         formats, quantizes, costs = self.costs(name)
         known, value, squares, shared, least, activations, weights = self._known, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
         for case, count, runs in linears:
             tokens, inputs, outputs, groups = case.tokens, case.inputs, case.outputs, len(case.rows) or 1
             for each in case.passes:
                 key = (formats[each], (tokens, inputs, outputs, groups, each))
-                found = known.get(key)
-                part = found if found is not None else self.linear(case, name).gemms[each]
-                time_ms = part[0] * (count * runs if each == "fprop" else count)
+                if key not in known:
+                    self.prepare([case], [name])
+                (gemm_ms, own_part, shared_part), least_share = known[key]
+                time_ms = gemm_ms * (count * runs if each == "fprop" else count)
                 value += time_ms
-                squares += (time_ms * part[1]) ** 2
-                shared += time_ms * part[2]
-                least += time_ms * self._least[key]
+                squares += (time_ms * own_part) ** 2
+                shared += time_ms * shared_part
+                least += time_ms * least_share
             if quantizes:
                 share = costs.in_step * count
                 activations += (costs.time_ms(tokens * inputs) + costs.time_ms(tokens * outputs)) * share * (2 + runs) / 3
                 weights += costs.time_ms(case.weights) * share
         gemms = Estimate(value, sqrt(squares) / value, shared / value) if value else Estimate(0.0)
-        casts = [Estimate(time_ms, 0.0, self._uncertainty) for time_ms in (activations, weights)]
-        return StepLinears(gemms, least, *casts)
+        return gemms, least, Estimate(activations, 0.0, self._uncertainty), Estimate(weights, 0.0, self._uncertainty)
 
     def least_ms(self, case: Case, name: str) -> float:
         """A linear's GEMMs at the clock of a burst."""
-        found, formats = self.linear(case, name), self.costs(name).formats
-        return sum(part.value * self._least[formats[each], _key(case, each)] for each, part in found.gemms.items())
-
-    def _quantize(self, case: Case, costs: Quantizing) -> dict[str, float]:
-        """X, W and dY; bare GEMMs have no dY, and cached weights are not quantized here."""
-        times = {"X": costs.time_ms(case.tokens * case.inputs)}
-        if not self.cache_weights:
-            times["W"] = costs.time_ms(case.weights)
-        if len(case.passes) > 1:
-            times["dY"] = costs.time_ms(case.tokens * case.outputs)
-        return times
+        gemms, formats = self.linear(case, name).gemms, self.costs(name).formats
+        return sum(part.value * self._known[formats[each], _key(case, each)][1] for each, part in gemms.items())
 
 
 def _key(case: Case, pass_name: Pass) -> Key:

@@ -25,7 +25,6 @@ FILL_K = 200.0  # elements of K that filling and draining a tile's pipeline is w
 BANDWIDTH_REACHED = 0.92  # of the data sheet's
 LAUNCH_MS = 0.0025
 SHARPNESS = 4.0  # how sudden the change from memory-bound to compute-bound is
-FEATURES_VERSION = 1
 
 # Bytes per element of an operand, scales included.
 OPERAND_BYTES = {"bf16": 2.0, "fp8": 1.0, "fp8-block": 1.03, "mxfp8": 1.03, "nvfp4": 0.5625}
@@ -83,12 +82,6 @@ def tile_work(shapes: Shapes, sms: int) -> Array:
 def memory_ms(shapes: Shapes, fmt: str, bandwidth_tbps: float) -> Array:
     """Time for the bytes."""
     return shapes.bytes_moved(fmt) / (bandwidth_tbps * 1e9 * BANDWIDTH_REACHED)
-
-
-def least_ms(shapes: Shapes, fmt: str, *, tflops: float, bandwidth_tbps: float) -> Array:
-    """What no library can beat: FLOPs at the published rate, bytes at the published bandwidth."""
-    floor: Array = np.maximum(shapes.flops / (tflops * 1e9), shapes.bytes_moved(fmt) / (bandwidth_tbps * 1e9))
-    return floor
 
 
 def roofline_ms(shapes: Shapes, fmt: str, *, sms: int, tflops: float, bandwidth_tbps: float, work: Array | None = None) -> Array:

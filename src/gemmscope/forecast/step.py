@@ -76,8 +76,7 @@ class StepForecast:
         self.cases = [_case(op) for op in self.linears]
         pairs = zip(self.linears, self.cases, strict=True)
         self.quantized = [(case, op.count, op.forward_runs) for op, case in pairs if _part_of_linear(op) == "GEMMs"]
-        self._dp = dp
-        self._fixed: _Fixed | None = None
+        self._dp, self._sizes = dp, [(case.op, case.sizes()) for case, _, _ in self.quantized]
         runs = sum(count * forward for _, count, forward in self.quantized)
         self._weight_runs = (2 + runs / max(sum(count for _, count, _ in self.quantized), 1)) / 3
 
@@ -85,19 +84,20 @@ class StepForecast:
         """Why a recipe cannot run this model; empty if it can."""
         chosen = recipe(name)
         if chosen.quantizes:
-            for case, _, _ in self.quantized:
-                reason = chosen.misaligned(case.sizes())
-                if reason:
-                    return f"{case.op}: {reason}"
+            for op, sizes in self._sizes:
+                if reason := chosen.misaligned(sizes):
+                    return f"{op}: {reason}"
         return ""
 
     def step(self, name: str) -> StepEstimate:
         """All parts in one recipe."""
-        fixed = self.fixed()
-        linears, batches = self.forecaster.in_step(self.quantized, name), self.run.gradient_accumulation
-        quantization = total([linears.activations, linears.weights.times(self._weight_casts())])
-        every: dict[StepPart, Estimate] = {"GEMMs": linears.gemms, "quantization": quantization, **fixed.per_micro_batch}
-        least: dict[StepPart, float] = {"GEMMs": linears.least_ms, "head and loss": fixed.head_least_ms}
+        fixed, batches = self.fixed, self.run.gradient_accumulation
+        gemms, gemms_least_ms, activations, weights = self.forecaster.in_step(self.quantized, name)
+        # A weight is quantized once per step where that is kept, else wherever forward runs.
+        weight_casts = 1 / batches if batches > 1 or self.forecaster.cache_weights else self._weight_runs
+        quantization = total([activations, weights.times(weight_casts)])
+        every: dict[StepPart, Estimate] = {"GEMMs": gemms, "quantization": quantization, **fixed.per_micro_batch}
+        least: dict[StepPart, float] = {"GEMMs": gemms_least_ms, "head and loss": fixed.head_least_ms}
         one = self._at_step_clock({part: estimate for part, estimate in every.items() if estimate.value}, least)
         parts = {part: estimate.times(batches) for part, estimate in one.items()}
         if fixed.optimizer.value:
@@ -113,11 +113,6 @@ class StepForecast:
             bubble = (self.run.pp - 1) * (shared.value + fixed.exchanged.per_micro_batch_ms)
             parts["pipeline bubble"] = Estimate(bubble, shared.own, shared.shared)
         return StepEstimate(in_order(parts))
-
-    def _weight_casts(self) -> float:
-        """How often one micro-batch quantizes a weight: once per step where it is kept, else wherever forward runs."""
-        batches = self.run.gradient_accumulation
-        return 1 / batches if batches > 1 or self.forecaster.cache_weights else self._weight_runs
 
     def _at_step_clock(self, parts: dict[StepPart, Estimate], least: dict[StepPart, float]) -> dict[StepPart, Estimate]:
         """GEMMs in a step run at a higher clock than back to back, because what runs between them draws less power.
@@ -135,15 +130,11 @@ class StepForecast:
             for part, estimate in parts.items()
         }
 
+    @cached_property
     def fixed(self) -> _Fixed:
-        """Everything but quantized linears, computed once."""
-        if self._fixed is None:
-            self._fixed = self._compute_fixed()
-        return self._fixed
-
-    def _compute_fixed(self) -> _Fixed:
+        """Everything but quantized linears."""
         chip = self.forecaster.chip
-        found: dict[StepPart, list[Estimate]] = {}
+        estimates: dict[StepPart, list[Estimate]] = {}
         optimizer, saved = Estimate(0.0), 0.0
         for op in self.workload.ops:
             if isinstance(op, Linear):
@@ -151,7 +142,7 @@ class StepForecast:
                 if part != "GEMMs":
                     gemms = self.forecaster.linear(_case(op), BASELINE).all_gemms()
                     times = op.count * (1 + (op.forward_runs - 1) / 3)
-                    found.setdefault(part, []).append(gemms.times(times))
+                    estimates.setdefault(part, []).append(gemms.times(times))
                     if part == "head and loss":
                         saved += (gemms.value - self.forecaster.least_ms(_case(op), BASELINE)) * times
                 continue
@@ -160,11 +151,11 @@ class StepForecast:
             if isinstance(op, Optimizer):
                 optimizer = estimate
             else:
-                found.setdefault(part, []).append(estimate)
+                estimates.setdefault(part, []).append(estimate)
         experts = [op for op in self.linears if isinstance(op, GroupedLinear)]
         in_experts = sum(op.parameters * op.count for op in experts)
         exchanged = communication(chip, self.model, self.run, self.layers, self.workload.parameters, self._dp, in_experts)
-        parts = {part: total(estimates) for part, estimates in found.items()}
+        parts = {part: total(of_part) for part, of_part in estimates.items()}
         head = parts["head and loss"].value if "head and loss" in parts else 0.0
         return _Fixed(parts, optimizer, exchanged, head - saved)
 
@@ -248,7 +239,7 @@ def forecast_step(forecast: StepForecast, names: Sequence[str], budget: Budget |
     return StepTimes(
         origin="forecast",
         recipes=tuple(recipes),
-        speedups=tuple(Speedup(recipe=name, over=over, speedup=found) for (name, over), found in pairs.items()),
+        speedups=tuple(Speedup(recipe=name, over=over, speedup=gain) for (name, over), gain in pairs.items()),
         winner=winner_of(pairs),
         failures=failures,
     )
