@@ -1,7 +1,5 @@
 """The one exception that means "the input is wrong": shown as a message, never as a traceback, exit code 2."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Collection, Iterable

@@ -4,8 +4,6 @@ A finding has a code, a level and its facts. Stages make findings with `finding(
 codes. `findings.toml` is the one file that turns them into sentences, and `sentence` is the one function that does so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache

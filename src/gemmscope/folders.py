@@ -3,8 +3,6 @@
 On Linux they are the XDG folders: `$XDG_STATE_HOME`, `$XDG_CACHE_HOME` and `$XDG_CONFIG_HOME`, or the defaults for these.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from platformdirs import PlatformDirs

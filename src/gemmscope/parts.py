@@ -3,8 +3,6 @@
 The order is that of a waterfall: the GEMMs first, then everything that dilutes their speedup.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Literal, TypeVar, get_args
 

@@ -4,8 +4,6 @@
 standard library's. (``python -P`` avoids that, but Python 3.10 does not have it.)
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

@@ -3,8 +3,6 @@
 `results/base.py` calls these functions by name, so that results need not import what shows them.
 """
 
-from __future__ import annotations
-
 import base64
 import html
 from collections.abc import Callable

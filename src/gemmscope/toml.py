@@ -4,8 +4,6 @@ Python has a TOML parser since 3.11; on 3.10 the `tomli` package is the same par
 `UserError`: the parser's own exceptions (a syntax error, nesting too deep, a number too long) never reach the caller.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 from importlib.resources import files

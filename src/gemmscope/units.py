@@ -1,7 +1,5 @@
 """Numbers as text: units, speedups with their intervals, shares, lists of names."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from gemmscope.results.schema import FILES
 
 from gemmscope import __version__
-from gemmscope.results.schema import FILES
 from support.run_files import put
 from support.step_files import recorded_step
 

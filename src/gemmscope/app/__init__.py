@@ -4,8 +4,6 @@ Modules are loaded when they are first used (`app.bench.run_bench(...)`), so tha
 `writers/__init__.py` are the only places that load modules lazily.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING

@@ -1,7 +1,5 @@
 """`gemmscope bench`: times a model's linears, or bare GEMMs, in every precision on this GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace

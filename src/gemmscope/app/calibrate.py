@@ -1,7 +1,5 @@
 """`gemmscope calibrate`: measures linears and short steps on this GPU, so that forecasts for it are based on them."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -4,8 +4,6 @@ Whatever cannot run here is rejected at once, with the reason and with what can 
 installed packages and the tables of recipes; the framework has the last word, in the worker.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass

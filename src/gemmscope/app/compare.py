@@ -1,7 +1,5 @@
 """`gemmscope compare`: runs of the same thing, row by row, for people and for CI."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast

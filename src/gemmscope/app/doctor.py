@@ -1,7 +1,5 @@
 """`gemmscope doctor`: what this machine can measure, why not the rest, and what to do about it."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

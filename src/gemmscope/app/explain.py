@@ -1,7 +1,5 @@
 """`gemmscope explain`: why a recorded training step is not faster, from its profiler trace."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

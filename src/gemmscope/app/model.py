@@ -1,7 +1,5 @@
 """From what names a model to what one rank runs: every command that takes a model starts here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

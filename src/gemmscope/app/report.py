@@ -1,7 +1,5 @@
 """`gemmscope report`: results of any kind as documents that stand on one page."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`gemmscope shapes`: which GEMMs a model runs. No GPU; no torch, unless a model is traced."""
 
-from __future__ import annotations
-
 from gemmscope.app.model import ModelRun, RankWorkload, rank_workload
 from gemmscope.app.progress import QUIET, Reporter
 from gemmscope.errors import UserError, option

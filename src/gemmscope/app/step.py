@@ -1,7 +1,5 @@
 """`gemmscope step`: predicts the training step in every recipe, recommends one, and verifies the prediction on request."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace

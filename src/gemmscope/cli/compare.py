@@ -1,7 +1,5 @@
 """`gemmscope compare`."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -1,7 +1,5 @@
 """`gemmscope doctor`."""
 
-from __future__ import annotations
-
 import typer
 
 from gemmscope import app, writers

@@ -1,7 +1,5 @@
 """`gemmscope explain`."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`gemmscope forecast`."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

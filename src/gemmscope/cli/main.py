@@ -1,7 +1,5 @@
 """`gemmscope`: the commands, and one message with exit code 2 for every invalid input."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

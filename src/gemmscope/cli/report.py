@@ -1,7 +1,5 @@
 """`gemmscope report`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

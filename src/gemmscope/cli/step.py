@@ -1,7 +1,5 @@
 """`gemmscope step`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

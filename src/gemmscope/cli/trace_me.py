@@ -1,7 +1,5 @@
 """`gemmscope trace-me`: the lines that record a good trace for `gemmscope explain`."""
 
-from __future__ import annotations
-
 from importlib.resources import files
 from typing import Annotated
 

@@ -3,8 +3,6 @@
 With a twin, parts sum to the step on both sides, so do their differences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from gemmscope.errors import UserError, option

@@ -9,8 +9,6 @@ A row is judged by the interval of the *ratio* of its times. Three kinds of unce
   all recipes, modes and runs hold together with 95% (Bonferroni). A run compared with itself is "too close to call" in every row.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """The Document of a `BenchResult`."""
 
-from __future__ import annotations
-
 from gemmscope import units
 from gemmscope.document.common import batch_lines, command_facts, machine_facts, model_facts, subject
 from gemmscope.document.linears import linears_answer, linears_sections, linears_speedups

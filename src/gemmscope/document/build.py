@@ -1,7 +1,5 @@
 """`document(result)`: the one entrance. A new kind of result is a line in `BUILDERS`."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 from gemmscope.document.model import Document

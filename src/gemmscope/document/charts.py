@@ -1,7 +1,5 @@
 """Charts as data. Each can be drawn (by the page and by figures) and shown as a table (by every other writer)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

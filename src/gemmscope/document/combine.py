@@ -1,7 +1,5 @@
 """Several documents on one page: their labels, their speedups side by side, and whether they belong together."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 

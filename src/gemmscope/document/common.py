@@ -1,7 +1,5 @@
 """What all kinds of results say of themselves in the same words: model, batch, command, machine."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The Document of a `CompareResult`."""
 
-from __future__ import annotations
-
 from gemmscope.document.common import command_facts
 from gemmscope.document.model import Document, Message, Section, Subject
 from gemmscope.document.table import NOTHING, Cell, Table, columns, number

@@ -1,7 +1,5 @@
 """The Document of an `ExplainResult`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from gemmscope import units

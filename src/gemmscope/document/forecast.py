@@ -1,7 +1,5 @@
 """The Document of a `ForecastResult`: all GPUs side by side, then each of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations

@@ -1,7 +1,5 @@
 """The charts of linears: stacked bars of a model, curves of bare GEMMs. Hover facts tell the kernels, clocks and samples."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from gemmscope import units

@@ -1,7 +1,5 @@
 """The linears of a bench or a forecast as parts of a Document: the answer, tables and charts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import combinations
 

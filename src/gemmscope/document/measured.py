@@ -1,7 +1,5 @@
 """What a tooltip says of a measured time: its samples, and the clocks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The Document of a `ShapesResult`."""
 
-from __future__ import annotations
-
 from gemmscope import units
 from gemmscope.document.common import batch_lines, command_facts, model_facts, subject
 from gemmscope.document.model import Document, Message, Section

@@ -1,7 +1,5 @@
 """The Document of a `StepResult`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from gemmscope import units

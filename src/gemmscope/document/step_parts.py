@@ -1,7 +1,5 @@
 """Tables, charts and sentences of a training step, measured or forecast."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from gemmscope import units

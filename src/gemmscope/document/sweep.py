@@ -1,7 +1,5 @@
 """The Document of a sweep: the best recipe over one size (curves) or two (a heat map), and every point of it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 

@@ -1,7 +1,5 @@
 """Tables: columns, and rows of cells. A cell has its text, its number for sorting and CSV, and its interval."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

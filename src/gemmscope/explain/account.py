@@ -1,7 +1,5 @@
 """Adds up where the time of a training step went: by part of the step, by class of kernel, and in counts."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby

@@ -1,7 +1,5 @@
 """Writes a copy of the trace with the diagnosis on tracks of its own, for Perfetto and chrome://tracing."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterator

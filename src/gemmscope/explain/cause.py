@@ -1,7 +1,5 @@
 """What all searches for causes share: the evidence of a step, and how a cause is made from it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import cache, cached_property
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The diagnosis of one trace: its account, its causes in the order of their cost, and the verdict."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

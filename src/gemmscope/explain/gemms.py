@@ -5,8 +5,6 @@ operands. Transformer Engine's functions record the input and the weights of a w
 sequence number, and runs two GEMMs for each GEMM of forward.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

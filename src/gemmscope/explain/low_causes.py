@@ -1,7 +1,5 @@
 """Causes within low precision itself: it does not run, or not everywhere, or its casts cost too much."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 

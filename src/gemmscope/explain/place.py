@@ -4,8 +4,6 @@ The kernel name decides (`measure/kernel_names.toml`). Where it is not specific,
 (`operators.toml`). Work that neither identifies is `other`, and listed by name.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import cache

@@ -1,7 +1,5 @@
 """Several ranks of one job: which one computes longest and makes the others wait."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from gemmscope.explain.account import EXPOSED, HOST, IDLE

@@ -1,7 +1,5 @@
 """How fast the GPU of a trace can be: the peak rates of its GEMMs, and the clock at which it ran."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import cache

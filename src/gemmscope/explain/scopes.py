@@ -4,8 +4,6 @@ They distinguish forward from backward and recomputed from first-time work, and 
 elementwise kernel belongs.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ frameworks, step marks and annotations. Python frames, allocator events, arrows 
 dropped.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Causes around low precision: the GPU waits, repeats work, runs slowly, or spends its time on other parts of the step."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator

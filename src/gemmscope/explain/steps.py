@@ -4,8 +4,6 @@ A step begins when the CPU has begun it *and* the GPU has finished the previous 
 whether the CPU runs ahead or the GPU waits for it. Without step marks of the profiler, a step ends where the optimizer ends.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ The text is read in pieces. Each event is decoded as soon as it is complete, yie
 `head`: device properties, ranks, versions) is kept. Memory use is limited by one piece and one event, not by the file.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

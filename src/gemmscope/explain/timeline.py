@@ -5,8 +5,6 @@ counts as copies, time in which only communication runs as exposed communication
 that compute at the same time share that time equally.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field

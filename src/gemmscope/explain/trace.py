@@ -5,8 +5,6 @@ missing. Events that cannot be read are skipped; only a trace without any GPU wo
 first event of the trace.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import dataclass, field

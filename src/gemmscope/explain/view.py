@@ -1,7 +1,5 @@
 """Everything known about the steps of a trace: each piece of work with its operators, its class, its GEMM and its time."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar

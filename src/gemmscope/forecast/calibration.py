@@ -6,8 +6,6 @@ of each recipe; two short training steps give one for attention, norms, optimize
 differs from shape to shape, and no longer what all shapes share. The factors of one H200 ship with the package.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Hashable, Iterable, Iterator, Mapping

@@ -5,8 +5,6 @@ numbers per GEMM: how far the library's time is from the physics (a logarithm), 
 networks fitted from different starts; numbers are stored as 16-bit floats in base64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property

@@ -5,8 +5,6 @@ from the network's bandwidth. What tensor, context and expert parallelism exchan
 are exchanged behind the backward pass, as far as that lasts.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from math import sqrt

@@ -3,8 +3,6 @@
 Every interval is a 90% error bar. An error that both sides of a speedup share cancels in it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The linears of a model in every precision: three GEMMs each, and quantizing X, W and dY once each."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from math import hypot, sqrt
 from typing import NamedTuple

@@ -4,8 +4,6 @@ GEMMs and their quantization depend on the recipe; the head, attention, norms, a
 dilute the speedup. A model split over several GPUs also waits for collectives, and for the pipeline to fill.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

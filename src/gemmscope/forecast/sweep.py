@@ -1,7 +1,5 @@
 """Many configurations at once: the best recipe at each, its speedup of the training step, and where speedups begin."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The machine, its software and its GPUs, described without importing anything heavy. Every measured result holds this."""
 
-from __future__ import annotations
-
 import os
 import platform
 import sys

@@ -1,7 +1,5 @@
 """The datasheets of GPUs: `specs.toml` as objects, and the names by which people choose a GPU."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Mapping

@@ -13,8 +13,6 @@ Every kernel is counted: fills and copies with the kernel they precede, and kern
 `other`. Experts run on several streams at once; the parts then add up to more than the elapsed time, and are only proportions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile

@@ -1,7 +1,5 @@
 """One op in one recipe and mode, from its measurements: time per pass, quantization, and the proof of its precision."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ and nothing else: it is recorded as failed, and a new worker takes the remaining
 rounds can interleave them; those that do not fit are tried again among fewer.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

@@ -1,7 +1,5 @@
 """What all measuring processes share: the request, messages to the parent, failures, the GPU in use, and the parent's orders."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -4,8 +4,6 @@ A GEMM that ran in another precision is a fallback, and is never counted as a sp
 loading the result types takes a moment.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from gemmscope.measure.kernels import classify

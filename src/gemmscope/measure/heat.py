@@ -4,8 +4,6 @@ Importing a framework and compiling its kernels takes seconds on one CPU core. M
 the profiler's library and runs large GEMMs.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator, Sequence

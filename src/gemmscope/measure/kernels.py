@@ -3,8 +3,6 @@
 Names are decoded by the table in `kernel_names.toml`. `evidence.py` compares the precision with the one requested.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import cache

@@ -4,8 +4,6 @@ What ran in another precision than requested has a time but no speedup, and neit
 precision. What was not measured is missing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """What a campaign has measured so far, gathered from the worker's messages, live or from the journal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

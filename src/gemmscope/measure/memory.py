@@ -5,8 +5,6 @@ BF16 as it is, in low precision its quantized copy, which is smaller. Norms, att
 every precision, and are not counted here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from gemmscope.recipe.recipes import recipe

@@ -1,7 +1,5 @@
 """Asks the frameworks what they can run on this machine, in a separate process (it imports torch), and prints JSON."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

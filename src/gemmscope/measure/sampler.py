@@ -1,7 +1,5 @@
 """When to stop: on precision, not on a count. A small object that can be swapped, and tested without a GPU."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -18,8 +18,6 @@ Intervals come from a bootstrap over pieces, independently for both sides of a r
 as Student's t for small samples.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ writes JSON messages to the descriptor, one per line, as things happen, so that 
 wrong. `begin` names the current task, so that a crash can be attributed.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections import Counter

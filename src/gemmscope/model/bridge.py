@@ -5,8 +5,6 @@ The `model:` section uses Megatron-core's own names, so `megatron_args` reads it
 has default sizes that are in no file: then every setting that decides a shape must be in the YAML.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

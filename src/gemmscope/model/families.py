@@ -1,7 +1,5 @@
 """The facts of `families.toml`: what Hugging Face's code builds for a model type, applied to one config."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Mapping, Sequence

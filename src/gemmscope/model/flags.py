@@ -4,8 +4,6 @@ They describe only the layers of a classic transformer (multi-head attention, pl
 a vocabulary there is no embedding and no head. The optional sizes add grouped-query attention, a gated MLP and a vocabulary.
 """
 
-from __future__ import annotations
-
 from gemmscope.errors import UserError, option
 from gemmscope.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, check_size, divisors_text
 

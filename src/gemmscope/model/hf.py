@@ -4,8 +4,6 @@ The sizes come from the config, everything else from `families.toml`. A model ty
 parts that have no closed form (linear attention, cross attention), gives a source without a model: its shapes must be traced.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

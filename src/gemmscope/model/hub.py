@@ -4,8 +4,6 @@ gemmscope itself never imports transformers. This file is also what that process
 config, or one line with the reason why it cannot.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -9,8 +9,6 @@ the branches of an `if`) matters only where a size depends on it.
 models (BERT, T5, Mamba, vision) take the same flags and are rejected: the flags describe only GPT models completely.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping

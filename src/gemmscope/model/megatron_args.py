@@ -9,8 +9,6 @@ required settings and the findings.
 A setting that changes shapes and cannot be modelled is an error. One that only adds work that is not counted is a finding.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace

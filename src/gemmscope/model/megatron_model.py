@@ -6,8 +6,6 @@ have Megatron's defaults, which are those of GPT-2: LayerNorm, biases everywhere
 the model, and an output head that shares the embedding's weight.
 """
 
-from __future__ import annotations
-
 from pathlib import PurePath
 
 from gemmscope.errors import UserError

@@ -9,8 +9,6 @@ and the third quarter). The number of layers of each stage is then kept, but not
 a finding says so.
 """
 
-from __future__ import annotations
-
 import re
 
 from gemmscope.errors import UserError, shown

@@ -1,7 +1,5 @@
 """Splits a shell script into words and follows the variables that it sets. Nothing is run."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ does, but from their syntax tree and within bounds: no text of a file is ever ex
 that the script does not set) is an `Unknown`: it is an error only where it is needed.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Callable, Mapping, Sequence

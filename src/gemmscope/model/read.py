@@ -4,8 +4,6 @@ Input is read only up to a limit, so that neither a wrong path nor an endless st
 are small, except a Hugging Face JSON with long lists, and the log of a training, of which only the start is needed.
 """
 
-from __future__ import annotations
-
 import codecs
 import os
 import stat

@@ -1,7 +1,5 @@
 """What a reader returns: the model, and the run settings of the same file."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

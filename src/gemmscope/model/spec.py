@@ -7,8 +7,6 @@ Neither knows file formats (the readers do) or operations (`workload` does).
 Every size is checked when a spec is made, so that later stages can rely on it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import groupby

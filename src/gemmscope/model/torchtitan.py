@@ -14,8 +14,6 @@ How torchtitan decides shapes:
   last stage have fewer layers, because they also have the embedding and the output.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from math import ceil

@@ -5,8 +5,6 @@
 layers by the rules of torchtitan's code: how wide an MLP is, which layers have experts, which see only a window.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache

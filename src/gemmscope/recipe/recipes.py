@@ -1,7 +1,5 @@
 """The recipes of `recipes.toml` as objects. A recipe is data; every backend runs all of them through one code path."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache

@@ -1,7 +1,5 @@
 """Which GPU runs which recipe, from a table. Frameworks may know better; this needs none."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from typing import Any

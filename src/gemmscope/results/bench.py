@@ -1,7 +1,5 @@
 """The result of `gemmscope bench`: what was measured, sample by sample, and what follows from it."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The result of `gemmscope compare`: runs of the same thing, row by row."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from gemmscope.interval import Interval

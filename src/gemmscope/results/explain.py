@@ -1,7 +1,5 @@
 """The result of `gemmscope explain`: where the time of a recorded step went, and why it is not faster."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -3,8 +3,6 @@
 Nothing in it was measured on the GPU it names, and every interval is a 90% error bar.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from gemmscope.findings import Finding

@@ -4,8 +4,6 @@
 never a zero. What ran in another precision than requested has a time but no speedup.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 

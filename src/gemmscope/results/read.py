@@ -1,7 +1,5 @@
 """Reads run files back, plain or gzipped. Whatever is wrong with one becomes one message."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import zlib

@@ -1,7 +1,5 @@
 """The result of `gemmscope shapes`: every GEMM of one micro-batch on one rank, and what the step adds up to."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -3,8 +3,6 @@
 `StepTimes` is what a measured and a forecast step have in common.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import asdict, dataclass, field
 from math import hypot, isfinite

@@ -5,8 +5,6 @@ one; an error that both sides share cancels in that ratio. Every candidate that 
 two are too close to call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from gemmscope.interval import Interval

@@ -1,7 +1,5 @@
 """From measurements to the answer: the step of every recipe, its speedup, and why it gains what it gains."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import permutations
 from typing import Any

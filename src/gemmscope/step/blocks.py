@@ -4,8 +4,6 @@ What multiplies (projections, MLPs, experts) comes from a kit (`kits/`), which k
 fixed beforehand: they cost what they cost in training, and nothing waits for the host.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """From which batch on each recipe wins: the same step on smaller batches, each measured."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import takewhile
 

@@ -4,8 +4,6 @@ How each framework names a recipe is data (`recipe/recipes.toml`: `class`, `floa
 What stays in BF16 is named as its models name the modules (`paste/modules.j2`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from jinja2 import Environment, PackageLoader, StrictUndefined

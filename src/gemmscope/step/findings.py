@@ -1,7 +1,5 @@
 """What there is to know beside the times of a step, measured or forecast."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ Every layer has its own weights; the step of the whole model is computed from tw
 layers; embedding, final norm and head stay unchanged.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -5,8 +5,6 @@ profiler shows the kernel; the label says which part begins there. In backward, 
 complete: the kernels before it belong to the part. Without a recording, marks cost nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

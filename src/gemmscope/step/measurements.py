@@ -4,8 +4,6 @@ Where the whole depth does not fit into memory, each recipe is run at two depths
 line through them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ are precise enough. Where the whole depth does not fit into memory, it runs two 
 This is the parent's side; `worker.py` runs the steps. Every message is journaled before it is used.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

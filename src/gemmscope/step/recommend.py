@@ -5,8 +5,6 @@ in BF16. The best recipe without the blocks that lose is a candidate; it is run 
 only if it wins.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf

@@ -6,8 +6,6 @@ whole model. The optimizer also updates one parameter for every layer, some of w
 the whole model. Its learning rate is zero.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ together tell which part of the step it is. Each part adds its time to both side
 so far: the first one is what the hardware gives, the last one what training gains.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

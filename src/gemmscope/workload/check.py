@@ -1,7 +1,5 @@
 """Compares the closed form with the live model: every GEMM, every count, every parameter, every layer's mask."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass

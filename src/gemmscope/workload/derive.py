@@ -3,8 +3,6 @@
 Read `_layer` first: it lists the operations of a transformer layer in the order they run.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

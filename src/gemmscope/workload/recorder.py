@@ -12,8 +12,6 @@ Scaled-dot-product attention and grouped GEMMs are replaced by functions that on
 dispatch on the meta device are not those that a GPU runs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections import Counter

@@ -5,8 +5,6 @@ the vocabulary is split and padded until it divides; context parallelism splits 
 experts over ranks that each have their own micro-batch.
 """
 
-from __future__ import annotations
-
 from itertools import accumulate
 from math import gcd
 

@@ -1,7 +1,5 @@
 """The totals of a workload: FLOPs per kind of layer, per micro-batch and per step, and the parameters."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from gemmscope.model.spec import ModelSpec, MoeSpec, RunSpec

@@ -4,8 +4,6 @@
 derived one, so that all later stages treat both alike.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

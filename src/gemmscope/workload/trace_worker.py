@@ -5,8 +5,6 @@ the meta device, where tensors have shapes but no storage, so a 405B model needs
 then dispatch every operation that training would dispatch, and `recorder.py` records each GEMM.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import inspect

@@ -3,8 +3,6 @@
 Each is loaded when it is first used: matplotlib and rich take a while.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING

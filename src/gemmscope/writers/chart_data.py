@@ -1,7 +1,5 @@
 """Charts as the JSON that `assets/page.js` draws: their own fields, and the axes that they share."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field

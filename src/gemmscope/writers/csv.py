@@ -4,8 +4,6 @@ The first column names the table. A row has values in its own table's columns on
 columns, `<name> low` and `<name> high`. To get one table with pandas: ``df[df.table == title].dropna(axis=1, how="all")``.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Charts of one kind and unit share a row of panels. The colors can be told apart with every kind of color vision.
 """
 
-from __future__ import annotations
-
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence

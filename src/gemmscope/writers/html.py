@@ -4,8 +4,6 @@
 or is text inside JSON; scripts are allowed by their hashes alone.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

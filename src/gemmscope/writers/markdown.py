@@ -1,7 +1,5 @@
 """Documents as Markdown, for pull requests and wikis: the same answers, tables and findings."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 

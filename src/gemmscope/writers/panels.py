@@ -1,7 +1,5 @@
 """Draws one chart into one panel of a figure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

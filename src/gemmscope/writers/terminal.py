@@ -1,7 +1,5 @@
 """A Document on a terminal: colored there, plain and unfolded in a pipe."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator
 

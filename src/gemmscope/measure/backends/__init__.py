@@ -1,7 +1,5 @@
 """One file per framework. Each runs all recipes through the same code; only the recipe object varies."""
 
-from __future__ import annotations
-
 # Backend -> its module and class. The modules import frameworks, so only the worker loads them.
 BACKENDS = {
     "transformer_engine": ("gemmscope.measure.backends.transformer_engine", "TransformerEngineBackend"),

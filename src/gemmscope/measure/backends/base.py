@@ -1,7 +1,5 @@
 """The interface of a backend, and what all of them share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

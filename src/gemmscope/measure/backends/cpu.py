@@ -1,7 +1,5 @@
 """The CPU. Its speed is not of interest, but it runs the whole path from task to table, for tests on any machine."""
 
-from __future__ import annotations
-
 import torch
 
 from gemmscope.measure.backends.base import Backend, Prepared

@@ -5,8 +5,6 @@ by the scale are cast. Recipes differ in the size of a block and the format of v
 the same with fused kernels; here it is not part of the timed region, so only the result matters.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 

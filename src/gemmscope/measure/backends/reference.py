@@ -11,8 +11,6 @@ the one that is summed over, and along which values share a scale.
     wgrad   dW = dYᵀ · X     A = dYᵀ [out, tokens]   B = Xᵀ  [in, tokens]
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Pre-quantized mode only. The operands are quantized in plain PyTorch (`quantize.
 `torch.nn.functional.scaled_mm` with the recipe's kind of scales, or, for experts, one grouped GEMM of all of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any

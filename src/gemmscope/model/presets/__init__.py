@@ -1,7 +1,5 @@
 """Well-known models as data: one TOML file each, with the source of its sizes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files

@@ -1,7 +1,5 @@
 """One file per framework: how it builds the parts of a layer, in any recipe."""
 
-from __future__ import annotations
-
 # Backend -> its module and class. The modules import frameworks, so only the worker loads them.
 KITS = {
     "transformer_engine": ("gemmscope.step.kits.transformer_engine", "TransformerEngineKit"),

@@ -1,7 +1,5 @@
 """Plain PyTorch: norms and linears as they are. The CPU's kit, what torchao converts, and the interface of every kit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
