@@ -154,7 +154,6 @@ def _backend(requested: str | None, device: str, named: Sequence[str] | None) ->
 
 
 def _with_recipes(named: Sequence[str]) -> tuple[str, ...]:
-    """The backends that have every named recipe."""
     wanted = [recipe(name) for name in named if recipe(name).quantizes]
     able = tuple(backend for backend in ON_GPU if all(backend in each.backends for each in wanted))
     if not able:
@@ -164,7 +163,6 @@ def _with_recipes(named: Sequence[str]) -> tuple[str, ...]:
 
 
 def _missing(backend: str) -> str:
-    """The first package that it lacks."""
     return next((package for package in PACKAGES[backend] if importlib.util.find_spec(package) is None), "")
 
 

@@ -247,7 +247,6 @@ def _basis(chip: GpuSpec, state: State, names: Sequence[str]) -> tuple[str, ...]
 
 
 def _findings(linears: Linears, step: StepTimes | None, subject: RankWorkload | None, chip: GpuSpec) -> Iterator[Finding]:
-    """About one GPU."""
     if step is not None:
         yield from step_findings(step.model_copy(update={"failures": {}}))  # the sizes below are the reason for all of them
         winner = step.winner
@@ -260,7 +259,6 @@ def _findings(linears: Linears, step: StepTimes | None, subject: RankWorkload | 
 
 
 def _common_findings(subject: RankWorkload | None, linears: LinearCases, forecasts: Sequence[GpuForecast]) -> Iterator[Finding]:
-    """About all GPUs."""
     yield finding("forecast-not-measured")
     if subject is None:
         return

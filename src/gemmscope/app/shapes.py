@@ -63,7 +63,6 @@ def _batched_gemms(op: Op) -> list[ListedBatchedGemm]:
 
 
 def _check(subject: RankWorkload, reporter: Reporter) -> tuple[Check, tuple[Finding, ...]]:
-    """Compare the closed form with the live model."""
     source, run, model = subject.source, subject.run, subject.source.model
     if source.config is None or model is None:
         raise UserError(

@@ -253,7 +253,6 @@ def _for_hugging_face(job: ModelRun, choices: Choices, *, verify: bool) -> Choic
 
 
 def _ended(predicted: StepRun, *, interrupted: bool) -> list[Finding]:
-    """How measuring the prediction ended."""
     ended = predicted.rule.ended
     if not interrupted:
         return [ended or finding("all-measured")]

@@ -35,7 +35,6 @@ def bench_document(result: BenchResult, name: str = "") -> Document:
 
 
 def _context(result: BenchResult) -> list[str]:
-    """The model and its batch, and what measured it."""
     sizes = [result.model.description] if result.model is not None and result.model.description else []
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
     backend = f"{result.settings.backend} backend" + (f" ({versions})" if versions else "")
@@ -56,7 +55,6 @@ def _advice(result: BenchResult) -> Advice | None:
 
 
 def _method(result: BenchResult) -> Facts:
-    """How it was measured."""
     settings = result.settings
     until = ""
     if settings.counts is not None:

@@ -63,7 +63,6 @@ def _changes(result: CompareResult, letters: list[str], run: int, shown: list[in
 
 
 def _change(change: Change) -> tuple[Cell, Cell, Cell]:
-    """The change, its interval and the verdict."""
     ratio = change.ratio
     verdict = Cell(change.verdict, level="warning" if change.verdict == "slower" else "")
     if ratio is None:

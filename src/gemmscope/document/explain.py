@@ -70,9 +70,6 @@ def _cause_message(place: int, cause: Cause) -> Message:
     return Message(f"cause-{cause.code}", "warning", text)
 
 
-# --- where the time goes -------------------------------------------------------------------------------------------------
-
-
 def _chart(result: ExplainResult) -> BarChart:
     """One bar with the parts of the step, quantization on top."""
     account = result.account
@@ -154,9 +151,6 @@ def _gemms(result: ExplainResult) -> Table:
         rows.append((Cell(row.precision), _fixed(row.count, 0), _fixed(row.time_ms), *flops))
     heads = columns(("Precision",), ("GEMMs", "ms", "TFLOP", "Share of FLOPs", "TFLOP/s"))
     return Table("GEMMs by precision, per step", heads, tuple(rows), main=True)
-
-
-# --- causes, comparisons, ranks ------------------------------------------------------------------------------------------
 
 
 def _causes(result: ExplainResult) -> Table:

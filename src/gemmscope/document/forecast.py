@@ -10,7 +10,17 @@ from gemmscope.document.linears import linears_answer, linears_sections, linears
 from gemmscope.document.model import Block, Document, NamedSpeedup, Section
 from gemmscope.document.step_parts import cost_table, step_answer, step_chart, step_speedups, waterfalls
 from gemmscope.document.sweep import STATES, gpu_messages, sweep_document
-from gemmscope.document.table import BASELINE_CELL, NOTHING, Cell, Table, columns, number, range_cell, share_cell, speedup_cell
+from gemmscope.document.table import (
+    BASELINE_CELL,
+    NOTHING,
+    Cell,
+    Table,
+    called_cell,
+    columns,
+    number,
+    range_cell,
+    share_cell,
+)
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.forecast import ForecastResult, GpuForecast
@@ -121,15 +131,9 @@ def _step_cells(gpu: GpuForecast, name: str, baseline: Interval | None) -> list[
         number(time.tokens_per_s, f"{time.tokens_per_s:,.0f}"),
         number(time.model_tflops, units.tflops(time.model_tflops)),
         share_cell(time.mfu),
-        BASELINE_CELL if name == BASELINE else _called(time.speedup),
+        BASELINE_CELL if name == BASELINE else called_cell(time.speedup),
         *([number(over, f"{over:.2f}x")] if over else []),
     ]
-
-
-def _called(speedup: Interval | None) -> Cell:
-    """A speedup, and whether it is too close to call."""
-    cell = speedup_cell(speedup)
-    return replace(cell, text=f"{cell.text} too close to call") if speedup is not None and speedup.includes_one else cell
 
 
 def _gpu_sections(gpu: GpuForecast, *, several: bool) -> Iterator[Section]:
@@ -145,7 +149,7 @@ def _gpu_sections(gpu: GpuForecast, *, several: bool) -> Iterator[Section]:
 def _pairs(step: StepTimes, prefix: str) -> Iterator[Table]:
     """Every low precision over every other: which of them are too close to call."""
     pairs = combinations([time.recipe for time in step.recipes if time.recipe != BASELINE], 2)
-    rows = tuple((Cell(later), Cell(earlier), _called(step.speedup(later, earlier))) for earlier, later in pairs)
+    rows = tuple((Cell(later), Cell(earlier), called_cell(step.speedup(later, earlier))) for earlier, later in pairs)
     if rows:
         title = f"{prefix}FORECAST: recipes compared with each other: speedup of the training step"
         yield Table(title, columns(("Recipe", "Over"), ("Speedup [90% error bar]",)), rows)
@@ -163,7 +167,6 @@ def _speedups(gpu: GpuForecast) -> tuple[NamedSpeedup, ...]:
 
 
 def _method(result: ForecastResult) -> tuple[tuple[str, str], ...]:
-    """What the forecast is based on."""
     several = len(result.gpus) > 1
     return (
         *model_facts(result.model, result.run, result.stage),

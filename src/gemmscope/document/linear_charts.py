@@ -31,9 +31,6 @@ def by_op(tasks: Sequence[TaskResult]) -> Tasks:
     return groups
 
 
-# --- bars ----------------------------------------------------------------------------------------------------------------
-
-
 def bar_chart(linears: Linears, mode: Mode, start: str, tasks: Tasks) -> BarChart:
     """A bar for each recipe: every op in its color, wgrad lighter, quantization on top."""
     work = {case.op: case.flops * case.count for case in linears.cases}
@@ -83,9 +80,6 @@ def _segments(linears: Linears, case: Case, cell: OpTime, color: int, tasks: Tas
     return segments
 
 
-# --- curves --------------------------------------------------------------------------------------------------------------
-
-
 def curve_charts(linears: Linears, mode: Mode, start: str, tasks: Tasks) -> list[CurveChart]:
     """Speedup and TFLOP/s of bare GEMMs against their size."""
     square = all(case.tokens == case.inputs == case.outputs for case in linears.cases)
@@ -117,9 +111,6 @@ def rate(case: Case, cell: OpTime) -> Interval:
     low = work / time.high if time.high else None
     high = work / time.low if time.low and time.low > 0 else None
     return Interval(work / time.value, *((low, high) if low is not None and high is not None else (None, None)))
-
-
-# --- hover facts ---------------------------------------------------------------------------------------------------------
 
 
 def op_facts(

@@ -13,6 +13,7 @@ from gemmscope.document.table import (
     Cell,
     Table,
     bytes_cell,
+    called_cell,
     columns,
     number,
     share_cell,
@@ -20,7 +21,6 @@ from gemmscope.document.table import (
     time_cell,
 )
 from gemmscope.findings import Level
-from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.bench import TaskResult
 from gemmscope.results.linears import Linears, OpTime
@@ -30,9 +30,6 @@ from gemmscope.workload.ops import PASSES, Pass, gemm_size
 WHAT: dict[Mode, str] = {"autocast": "linears, autocast", "pre-quantized": "GEMMs, pre-quantized"}
 ALL = "all"  # the pass of a row for the whole op
 VERDICT_LEVELS: dict[str, Level] = {"fallback": "error", "emulated": "warning", "unproven": "warning"}
-
-
-# --- the answer ----------------------------------------------------------------------------------------------------------
 
 
 def linears_answer(linears: Linears, where: str) -> tuple[str, tuple[str, ...]]:
@@ -108,9 +105,6 @@ def linears_speedups(linears: Linears, where: str) -> tuple[NamedSpeedup, ...]:
     )
 
 
-# --- sections ------------------------------------------------------------------------------------------------------------
-
-
 def linears_sections(linears: Linears, *, prefix: str = "", tasks: Sequence[TaskResult] = ()) -> tuple[Section, ...]:
     """Every table and chart. `prefix` goes before each title."""
     if not linears.ops:
@@ -159,7 +153,6 @@ def _summary(linears: Linears, start: str) -> Table:
 
 
 def _total_cells(linears: Linears, name: str, mode: Mode) -> tuple[Cell, Cell]:
-    """Time and speedup of all linears."""
     total, other = linears.total(name, mode), linears.measured_as(name, mode)
     if total is None:
         return NOTHING, NOTHING
@@ -170,15 +163,7 @@ def _total_cells(linears: Linears, name: str, mode: Mode) -> tuple[Cell, Cell]:
     speedup = linears.speedup(name, mode)
     if other != name:
         return time_cell(total.total_ms), Cell(f"as {other}", *((speedup.value, speedup.low, speedup.high) if speedup else ()))
-    return time_cell(total.total_ms), _called(speedup)
-
-
-def _called(speedup: Interval | None) -> Cell:
-    """A speedup, and whether it is too close to call."""
-    cell = speedup_cell(speedup)
-    if speedup is None or not speedup.includes_one:
-        return cell
-    return Cell(f"{cell.text} too close to call", cell.value, cell.low, cell.high, cell.level)
+    return time_cell(total.total_ms), called_cell(speedup)
 
 
 def _kept(linears: Linears, name: str) -> Cell:
@@ -190,7 +175,6 @@ def _kept(linears: Linears, name: str) -> Cell:
 
 
 def _pairs(linears: Linears, start: str) -> Table:
-    """Every low precision over every other."""
     rows = tuple(
         (Cell(later), Cell(earlier), *(_pair(linears, later, earlier, mode) for mode in linears.modes))
         for earlier, later in combinations([name for name in linears.recipes if name != BASELINE], 2)
@@ -205,10 +189,7 @@ def _pair(linears: Linears, name: str, over: str, mode: Mode) -> Cell:
         return FALLBACK_CELL
     if linears.measured_as(name, mode) == linears.measured_as(over, mode):
         return Cell("same kernels")
-    return _called(linears.speedup(name, mode, over=over))
-
-
-# --- every op and pass ---------------------------------------------------------------------------------------------------
+    return called_cell(linears.speedup(name, mode, over=over))
 
 
 def _what_is_timed(linears: Linears, mode: Mode) -> str:
@@ -296,7 +277,7 @@ def _op_speedup(linears: Linears, op: str, name: str, mode: Mode, pass_name: str
         return FALLBACK_CELL
     if cell is not None and cell.left_in_baseline:
         return Cell(f"left in {BASELINE}", level="note")
-    return _called(linears.speedup(name, mode, op))
+    return called_cell(linears.speedup(name, mode, op))
 
 
 def _quantization(linears: Linears, start: str) -> Table:

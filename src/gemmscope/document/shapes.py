@@ -45,7 +45,6 @@ def _parameters(result: ShapesResult) -> str:
 
 
 def _gemms(result: ShapesResult) -> Table:
-    """Every GEMM of one micro-batch on one rank."""
     rows = tuple(
         (
             *(Cell(gemm.op), Cell(gemm.pass_name), Cell(gemm.shape)),

@@ -90,9 +90,6 @@ def _advice(recommended: Recommendation) -> Advice:
     return Advice(f"use {plan.name}{gain}{rivals}", recommended.ready_to_paste)
 
 
-# --- tooltips ------------------------------------------------------------------------------------------------------------
-
-
 def _hover(result: StepResult) -> dict[tuple[str, str], Facts]:
     """(recipe, part) → kernels, samples, clocks."""
     facts: dict[tuple[str, str], Facts] = {}
@@ -121,9 +118,6 @@ def _kernels(result: VariantResult) -> dict[str, Facts]:
     }
 
 
-# --- tables and facts ----------------------------------------------------------------------------------------------------
-
-
 def _verified(recipes: Sequence[StepTime]) -> Table | None:
     rows = []
     for name, verified in ((time.recipe, time.verified) for time in recipes if time.verified is not None):
@@ -141,7 +135,6 @@ def _with_interval(value: Interval, unit: str) -> Cell:
 
 
 def _break_even(result: StepResult) -> CurveChart | None:
-    """Speedups on smaller batches, up to this one."""
     points: dict[str, tuple[Point, ...]] = {}
     for batch in result.break_even:
         for name, speedup in batch.speedups.items():

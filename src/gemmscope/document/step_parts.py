@@ -33,9 +33,6 @@ def _title(times: StepTimes, text: str, prefix: str = "") -> str:
     return f"{prefix}{'FORECAST: ' if times.origin == 'forecast' else ''}{text}"
 
 
-# --- tables --------------------------------------------------------------------------------------------------------------
-
-
 def step_table(times: StepTimes) -> Table:
     """A row per recipe of a measured step. A column that no recipe has a number for is left out."""
     names = ("Step ms", "Speedup [95%]", "Tokens/s", "Model TFLOP/s", "MFU", "GPU busy ms", "Launch ms", "Peak memory")
@@ -65,9 +62,6 @@ def cost_table(times: StepTimes, note: str = "") -> Table | None:
     interval = "95%" if times.origin == "measured" else "90%"
     heads = columns(("Recipe",), (f"Days [{interval}]", "GPU-hours", "Money"))
     return Table(_title(times, "Cost of the full run"), heads, rows, note, main=True) if rows else None
-
-
-# --- charts --------------------------------------------------------------------------------------------------------------
 
 
 def step_chart(
@@ -122,9 +116,6 @@ def waterfalls(times: StepTimes, *, prefix: str = "") -> tuple[WaterfallChart, .
 
 def _why(time: StepTime) -> str:
     return named_verdict(time, time.verdict).text if time.verdict is not None else ""
-
-
-# --- the answer ----------------------------------------------------------------------------------------------------------
 
 
 def step_answer(times: StepTimes, where: str, model_name: str = "") -> tuple[str, tuple[str, ...]]:

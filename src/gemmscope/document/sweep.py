@@ -97,7 +97,6 @@ def _low(sweep: GpuSweep) -> tuple[str, ...]:
 
 
 def _curve(sweep: GpuSweep) -> CurveChart:
-    """Every recipe along one size."""
     series: dict[str, list[Point]] = {}
     for name in _low(sweep):
         for point in sweep.points:

@@ -1,7 +1,7 @@
 """Tables: columns, and rows of cells. A cell has its text, its number for sorting and CSV, and its interval."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from gemmscope import units
@@ -86,6 +86,12 @@ def speedup_cell(found: Interval | None) -> Cell:
         return NOTHING
     level: Level | Literal[""] = "warning" if found.below_one or found.includes_one else ""
     return Cell(units.speedup(found), found.value, found.low, found.high, level)
+
+
+def called_cell(found: Interval | None) -> Cell:
+    """A speedup, and whether it is too close to call."""
+    cell = speedup_cell(found)
+    return replace(cell, text=f"{cell.text} too close to call") if found is not None and found.includes_one else cell
 
 
 def amount_cell(found: Interval | None) -> Cell:

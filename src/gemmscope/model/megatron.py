@@ -172,9 +172,6 @@ def _to_core(given: Mapping[str, object]) -> dict[str, object]:
     return core
 
 
-# ---- the printed list
-
-
 def _read_printed(text: str) -> Arguments:
     arguments = Arguments()
     constants = {"True": True, "False": False, "None": None}
@@ -190,9 +187,6 @@ def _read_printed(text: str) -> Arguments:
         arguments.values["vocab_size"] = padded[1]
     arguments.add_scripts(text)
     return arguments
-
-
-# ---- flags
 
 
 def _collect(text: str, shell: Shell, arguments: Arguments, *, in_branch: bool, depth: int) -> None:

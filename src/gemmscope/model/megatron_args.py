@@ -70,9 +70,6 @@ def other_model(evidence: str, what: str) -> UserError:
     )
 
 
-# ---- required settings, and settings that are not supported
-
-
 def _reject_not_modelled(settings: MegatronSettings) -> None:
     for name, meaning in FACTS["not_modelled"].items():
         if settings.values.get(name) not in (None, False, "False", "false", ""):
@@ -97,9 +94,6 @@ def _require_sizes(settings: MegatronSettings, unknown_names: Collection[str]) -
 def _misspellings(wanted: str, unknown_names: Collection[str]) -> list[str]:
     """Names so similar to the wanted one that they are probably misspellings of it: --hiden-size, but not --hidden-dropout."""
     return [name for name in closest(wanted, unknown_names) if SequenceMatcher(None, name, wanted).ratio() > 0.8]
-
-
-# ---- the run
 
 
 def _run_settings(settings: MegatronSettings, model: ModelSpec) -> dict[str, Any]:
@@ -155,9 +149,6 @@ def _accumulation(settings: MegatronSettings, run: Mapping[str, Any]) -> int | N
         return None
     micro_batches, remainder = divmod(samples, ranks * run["micro_batch_size"])
     return None if remainder or micro_batches > LARGEST["parallel"] else micro_batches
-
-
-# ---- findings
 
 
 def _findings(settings: MegatronSettings, model: ModelSpec, run: Mapping[str, Any]) -> Iterator[Finding]:

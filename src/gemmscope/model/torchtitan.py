@@ -92,9 +92,6 @@ def _parse(text: str) -> Tables:
     return parse_toml(text)
 
 
-# ---------------------------------------------------------------------------------------------------- settings of the file
-
-
 def _table(tables: Tables, name: str) -> Tables:
     table = tables.get(name, {})
     if not isinstance(table, dict):
@@ -124,9 +121,6 @@ def _size(tables: Tables, key: str, limit: str = "parallel", *, example: int = 1
 def _flag(tables: Tables, key: str, *, default: bool) -> bool:
     what, value = _find(tables, key)
     return default if value is None else check_flag(what, value, f"for example: {key} = {str(default).lower()}")
-
-
-# ------------------------------------------------------------------------------------------------------------ the run
 
 
 def _batch(tables: Tables, pp: int) -> RunPart:

@@ -227,7 +227,6 @@ def _moe(model: ModelSpec, spec: MoeSpec, run: RunSpec) -> Iterator[Op]:
 
 
 def _head(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
-    """Final norm, the vocabulary's linear, the loss."""
     if model.final_norm:
         yield _norm(model, run, "Final Norm", model.hidden_size, HEAD)
     if model.vocab_size is None or not model.head_output:
@@ -245,9 +244,6 @@ def _head(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
     shared = model.embedding_width * (vocab // run.tp) if is_tied else 0
     yield replace(head, padding=(vocab - model.vocab_size), parameters=head.parameters - shared)
     yield Loss(name="Loss", section=HEAD, rows=run.tokens, width=vocab // run.tp)
-
-
-# --- parts ------------------------------------------------------------------------------------------------------------
 
 
 def _linear(

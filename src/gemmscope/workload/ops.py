@@ -190,7 +190,6 @@ class Attention(Op):
         return Work(2 * self.forward().flops, elements * ELEMENT_BYTES)
 
     def _tensor_elements(self) -> int:
-        """Elements of Q, K, V and O together."""
         per_query = self.heads * (self.head_dim + self.value_dim)
         per_key = self.kv_heads * (self.head_dim + self.value_dim)
         return self.batch * (self.queries * per_query + self.keys * per_key)

@@ -65,9 +65,6 @@ def _differentiable(output: Any) -> Iterator[torch.Tensor]:
             yield from _differentiable(value)
 
 
-# --- Hugging Face models -------------------------------------------------------------------------------------------------
-
-
 def build_huggingface(config_dict: dict[str, Any], batch: int, sequence: int) -> tuple[torch.nn.Module, dict[str, Any]]:
     """The training model of a `config.json` on the meta device, and its inputs."""
     _know_meta_tensors()
@@ -189,9 +186,6 @@ def _declared(config: Any, name: str) -> Any:
     """A setting that the configuration class knows. The file may have others, which the code does not read."""
     known = hasattr(type(config), name) or name in inspect.signature(type(config).__init__).parameters
     return getattr(config, name, None) if known else None
-
-
-# --- the user's own module -----------------------------------------------------------------------------------------------
 
 
 def build_from_factory(reference: str, batch: int, sequence: int) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
