@@ -206,7 +206,7 @@ def test_a_recipe_that_the_gpu_cannot_run_is_refused(run: Run, pretend: Pretend)
     outcome = run(f"bench {REFERENCE} --recipes nvfp4")
     assert outcome.code == 2
     assert "NVFP4 cannot be measured here: " in outcome.err
-    assert "need compute capability 10.0, and this NVIDIA H200 is 9.0" in outcome.err
+    assert "need compute capability 10.0, and this NVIDIA H200 has 9.0" in outcome.err
     assert "recipes that can run here: BF16, FP8Current, FP8Delayed, FP8Block" in outcome.err
     assert ran == []
 

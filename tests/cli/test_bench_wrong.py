@@ -21,7 +21,7 @@ __all__ = ["own_state", "pretend", "run"]  # the fixtures
     [
         (f"{SMALL}", "there is no NVIDIA GPU here"),
         (f"{SMALL} --device tpu", "--device 'tpu' is not known"),
-        (f"{ON_CPU} --recipes fp9", "there is no recipe 'fp9'"),
+        (f"{ON_CPU} --recipes fp9", "unknown recipe 'fp9'"),
         (f"{ON_CPU} --recipes ,", "--recipes names no recipe"),
         (f"{ON_CPU} --recipes fp8current", "FP8Current cannot be measured here: the cpu backend does not have it"),
         (f"{ON_CPU} --pre-quantize --autocast-only", "leave nothing to measure"),
@@ -46,7 +46,7 @@ __all__ = ["own_state", "pretend", "run"]  # the fixtures
         (f"{ON_CPU} --gpu-warmup inf", "--gpu-warmup inf is invalid"),
         (f"{ON_CPU} --num-iters many", "'many' is not a whole number"),
         (f"{ON_CPU} --precision 0", "--precision must be between 0 and 1, got 0"),
-        (f"{ON_CPU} --longest nan", "--longest must be more than 0 seconds, got nan"),
+        (f"{ON_CPU} --longest nan", "--time-limit must be more than 0 seconds, got nan"),
         (f"{ON_CPU} --cache-weights", "--cache-weights is not possible with the cpu backend"),
         (f"{ON_CPU} --backend torch", "the torch backend does not measure on cpu"),
         (f"{ON_CPU} --backend jax", "--backend 'jax' is not known"),

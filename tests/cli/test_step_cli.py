@@ -261,7 +261,7 @@ def test_ctrl_c_before_anything_was_measured(run: Run, monkeypatch: pytest.Monke
         (f"{SMALL} --observed-speedup 0", "--observed-speedup must be between 0 and 100"),
         (f"{SMALL} --precision 2", "--precision must be between 0 and 1"),
         (f"{SMALL} --pre-quantize", "a step quantizes as it runs"),
-        (f"{SMALL} --longest nan", "--longest must be more than 0 seconds"),
+        (f"{SMALL} --longest nan", "--time-limit must be more than 0 seconds"),
         (f"{SMALL} -o step.txt", "is not a figure file"),
         (f"{SMALL} --json /no/such/folder/x.json", "cannot be written"),
         ("--device cpu", "no model is named"),

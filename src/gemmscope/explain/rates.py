@@ -27,7 +27,7 @@ def gpu_rates(name: str) -> GpuRates | None:
     """The GPU with this driver name; None if it is not known.
 
     >>> gpu_rates("NVIDIA H200").peak("BF16"), gpu_rates("NVIDIA Something")
-    (989, None)
+    (989.0, None)
     """
     facts = load_data("gemmscope.explain", "gpu_rates.toml")
     spec = spec_of(name)

@@ -26,7 +26,7 @@ def check_limits(precision: float, longest: float) -> None:
         )
     if not longest > 0:
         raise UserError(
-            f"{option('longest')} must be more than 0 seconds, got {longest:g}", f"for example {option('longest', 60)}"
+            f"{option('time_limit')} must be more than 0 seconds, got {longest:g}", f"for example {option('time_limit', 60)}"
         )
 
 

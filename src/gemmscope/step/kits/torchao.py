@@ -28,7 +28,7 @@ class TorchaoKit(Kit):
 
     def why_not(self, plan: StackPlan) -> str:
         if self.recipe.quantizes and "float8" not in self.recipe.settings.get(self.name, {}):
-            return f"{self.recipe.name} is not run in steps with torchao yet"
+            return f"{self.recipe.name} is not yet supported in steps with torchao"
         if "bf16" in self.recipe.operands["wgrad"]:  # the GEMM that sums over tokens
             return ""
         return self.recipe.misaligned({"tokens": plan.tokens})
