@@ -74,8 +74,9 @@ def takes(*groups: type) -> Callable[[Callable[..., Result]], Callable[..., Resu
 
 def _described(name: str, hint: Any, command: str) -> Any:
     """The type of an option with what `options.toml` says of it, unless it is annotated already."""
-    if get_origin(hint) is Annotated:
-        return hint
+    for own in (hint, *get_args(hint)):  # Python 3.10 puts an Optional around it where the default is None
+        if get_origin(own) is Annotated:
+            return own
     text = {**OPTIONS["shared"], **OPTIONS.get(command, {})}[name]
     settings = {"help": text} if isinstance(text, str) else dict(text)
     types = get_args(hint) or (hint,)
