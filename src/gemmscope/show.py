@@ -3,18 +3,15 @@
 `results/base.py` calls these functions by name, so that results need not import what shows them.
 """
 
-import base64
-import html
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from gemmscope.document.build import document
-from gemmscope.document.model import Document
 from gemmscope.errors import UserError
 from gemmscope.results.base import Result
 from gemmscope.writers import csv, figure, markdown, terminal
-from gemmscope.writers.html import page
+from gemmscope.writers.html import notebook_html, page
 
 
 def text(result: Result, *, detail: bool = False) -> str:
@@ -23,25 +20,14 @@ def text(result: Result, *, detail: bool = False) -> str:
 
 
 def notebook(result: Result) -> str:
-    """The answer, the main tables and the figure."""
+    """The answer, the main tables and the main charts, as HTML."""
     found = document(result)
-    parts = [f"<p><b>{html.escape(found.answer)}</b><br>{'<br>'.join(map(html.escape, found.because))}</p>"]
-    for table in found.tables():
-        if table.main:
-            head = "".join(f"<th>{html.escape(column.name)}</th>" for column in table.columns)
-            rows = "".join(f"<tr>{''.join(f'<td>{html.escape(cell.text)}</td>' for cell in row)}</tr>" for row in table.rows)
-            parts.append(f"<table><caption>{html.escape(table.title)}</caption><tr>{head}</tr>{rows}</table>")
-    parts += [f"<p>{html.escape(message.text)}</p>" for message in found.messages if message.level != "note"]
-    if found.charts():
-        parts.append(f'<img alt="charts" src="data:image/png;base64,{base64.b64encode(_png(found)).decode()}">')
-    return "".join(parts)
-
-
-def _png(found: Document) -> bytes:
+    if not found.charts():
+        return notebook_html(found)
     with TemporaryDirectory() as folder:
         path = Path(folder) / "figure.png"
         figure.save_figure(found, path)
-        return path.read_bytes()
+        return notebook_html(found, path.read_bytes())
 
 
 def save(result: Result, path: str | Path) -> None:

@@ -23,8 +23,9 @@ SETTINGS: dict[str, Any] = {
 class LazyGroup(TyperGroup):
     """Imports a command's module when that command is called."""
 
-    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
-        return list(COMMANDS)
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = dict.fromkeys(COMMANDS)  # type: ignore[assignment]  # names alone: to list and to suggest
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
         if cmd_name not in COMMANDS:

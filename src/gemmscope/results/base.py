@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -102,9 +103,27 @@ class ModelResult(Result):
     stage: int = 0
     """The pipeline stage that was looked at."""
 
-    NAME_OF_GEMMS: ClassVar[str] = "GEMMs"
-
     @property
     def name(self) -> str:
         """What the result is about, in a title."""
-        return self.model.name if self.model is not None else self.NAME_OF_GEMMS
+        return self.model.name if self.model is not None else "GEMMs"
+
+
+@dataclass(kw_only=True)
+class Samples:
+    """Samples burst by burst, and the GPU's state after each. `failure` says why there are none."""
+
+    rounds_ms: list[list[float]] = field(default_factory=list)
+    states: list[dict[str, Any]] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    failure: str = ""
+    failure_kind: str = ""
+
+    @property
+    def measured(self) -> bool:
+        return bool(self.rounds_ms) and not self.failure
+
+    @property
+    def pending(self) -> bool:
+        """Samples are still to come: there are none, and it did not fail."""
+        return not self.rounds_ms and not self.failure

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gemmscope.gpu.environment import Environment
-from gemmscope.results.base import ModelResult
+from gemmscope.results.base import ModelResult, Samples
 from gemmscope.results.linears import Linears
 from gemmscope.workload.cases import Task
 
@@ -43,26 +43,11 @@ class BenchSettings:
 
 
 @dataclass
-class TaskResult:
-    """One task: its samples burst by burst, the GPU's state after each, the kernels of one run. `failure` says why there are
-    none."""
+class TaskResult(Samples):
+    """One task with its samples, and the kernels of one run."""
 
     task: Task
-    rounds_ms: list[list[float]] = field(default_factory=list)
-    states: list[dict[str, Any]] = field(default_factory=list)
     kernels: list[list[Any]] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
-    failure: str = ""
-    failure_kind: str = ""
-
-    @property
-    def measured(self) -> bool:
-        return bool(self.rounds_ms) and not self.failure
-
-    @property
-    def pending(self) -> bool:
-        """Samples are still to come: there are none, and it did not fail."""
-        return not self.rounds_ms and not self.failure
 
 
 class BenchResult(ModelResult):

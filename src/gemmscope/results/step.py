@@ -13,7 +13,7 @@ from gemmscope.gpu.environment import Environment
 from gemmscope.interval import Interval
 from gemmscope.parts import StepPart
 from gemmscope.recipe.recipes import BASELINE
-from gemmscope.results.base import ModelResult, Origin, Part
+from gemmscope.results.base import ModelResult, Origin, Part, Samples
 from gemmscope.results.linears import Speedup, Winner
 
 
@@ -179,23 +179,13 @@ ProfiledPart = tuple[str, str, list[list[Any]]]  # part, direction, its kernels 
 
 
 @dataclass
-class VariantResult:
-    """One variant: its samples burst by burst, and the kernels of one profiled step by part. `failure` says why there are
-    none."""
+class VariantResult(Samples):
+    """One variant with its samples, and the kernels of one profiled step by part."""
 
     variant: Variant
-    rounds_ms: list[list[float]] = field(default_factory=list)
-    states: list[dict[str, Any]] = field(default_factory=list)
     parts: list[ProfiledPart] = field(default_factory=list)
     busy_ms: float | None = None
     host_ms: float | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
-    failure: str = ""
-    failure_kind: str = ""
-
-    @property
-    def measured(self) -> bool:
-        return bool(self.rounds_ms) and not self.failure
 
 
 class StepResult(ModelResult):

@@ -30,11 +30,9 @@ def page(documents: Sequence[Document], messages: Sequence[Message] = ()) -> str
     """The whole file; `messages` are about all runs together."""
     scripts = [asset("echarts.min.js"), asset("page.js")]
     charts = _Charts(documents)
-    environment = Environment(loader=FunctionLoader(asset), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.filters |= {"slug": slug, "emphasize": emphasize, "groupby_kind": _groups}
-    environment.tests["table"] = lambda block: isinstance(block, Table)
-    return (
-        environment.get_template("page.html.j2")
+    html = (
+        _templates()
+        .get_template("page.html.j2")
         .render(
             version=__version__,
             policy=" ".join(f"'sha256-{_hash(script)}'" for script in scripts),
@@ -53,8 +51,20 @@ def page(documents: Sequence[Document], messages: Sequence[Message] = ()) -> str
             echarts=Markup(scripts[0]),
             script=Markup(scripts[1]),
         )
-        .lstrip()
     )
+    return html.lstrip()
+
+
+def notebook_html(document: Document, png: bytes = b"") -> str:
+    """The answer, the main tables, and the charts as a picture: what a notebook shows."""
+    return _templates().get_template("notebook.html.j2").render(document=document, png=base64.b64encode(png).decode())
+
+
+def _templates() -> Environment:
+    templates = Environment(loader=FunctionLoader(asset), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    templates.filters |= {"slug": slug, "emphasize": emphasize, "groupby_kind": _groups}
+    templates.tests["table"] = lambda block: isinstance(block, Table)
+    return templates
 
 
 def asset(name: str) -> str:
