@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 from gemmscope.app import compare as comparing
 from gemmscope.app import shapes as shaping
@@ -12,6 +14,10 @@ from support.explain_files import explanation
 from support.forecast_files import forecast_result, plane, several_gpus, sweep
 from support.run_files import recorded_bench, squares
 from support.step_files import recorded_step
+
+TRACES = sorted(
+    path.name.removesuffix(".json.gz") for path in (Path(__file__).parent.parent / "data" / "traces").glob("*.json.gz")
+)
 
 
 def shapes(preset: str, **run: int) -> Result:
@@ -35,7 +41,8 @@ RESULTS: dict[str, Callable[[], Result]] = {
     "forecast of several GPUs": several_gpus,
     "sweep": sweep,
     "sweep of a plane": plane,
-    "explain": lambda: explanation("recompute"),
-    "explain a healthy step": lambda: explanation("healthy_te_current"),
     "compare": compared,
+    **{f"bench, {name} run": partial(recorded_bench, name) for name in ("third", "fourth")},
+    "step of a small model": lambda: recorded_step("gpt1b"),
+    **{f"explain {name}": partial(explanation, name) for name in TRACES},
 }

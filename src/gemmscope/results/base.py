@@ -101,7 +101,7 @@ class ModelResult(Result):
     run: RunSpec | None = None
     """Batch and parallelism."""
     stage: int = 0
-    """The pipeline stage that was looked at."""
+    """The pipeline stage that was analyzed."""
 
     @property
     def name(self) -> str:
