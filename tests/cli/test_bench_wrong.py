@@ -14,6 +14,7 @@ from support.fake_gpu import ON_CPU, SMALL, Pretend, own_state, pretend
 from support.machines import NOTHING, machine
 
 __all__ = ["own_state", "pretend", "run"]  # the fixtures
+pytest.importorskip("torch", reason="the CPU backend needs torch")
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from support.command import Run, run
 from support.machines import NOTHING
 
 __all__ = ["run"]  # the fixture
+pytest.importorskip("torch", reason="measuring needs torch")
 
 SIZES = "--hidden-size 32 --intermediate-size 64 --num-attention-heads 2 --num-hidden-layers 5 --vocab-size 61"
 SMALL = f"{SIZES} --micro-batch-size 1 --sequence-length 16 --device cpu"

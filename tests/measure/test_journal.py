@@ -35,6 +35,7 @@ def filled(path: Path) -> int:
 
 @pytest.mark.parametrize("resume", ["", " --resume"])
 def test_a_damaged_file_is_one_message(run: Run, path: Path, resume: str) -> None:
+    pytest.importorskip("torch", reason="measuring needs torch")
     filled(path)
     with path.open("r+b") as file:
         file.seek(4096)  # behind the page that says what tables there are
@@ -47,6 +48,7 @@ def test_a_damaged_file_is_one_message(run: Run, path: Path, resume: str) -> Non
 
 def test_a_full_disk_is_said_and_measuring_goes_on(path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     """What was written before stays; what comes after is in the tables and the run file, and said to be nowhere else."""
+    pytest.importorskip("torch", reason="measuring needs torch")
     number = filled(path)
     opened = Journal.__init__
 

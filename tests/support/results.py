@@ -41,8 +41,9 @@ RESULTS: dict[str, Callable[[], Result]] = {
     "forecast of several GPUs": several_gpus,
     "sweep": sweep,
     "sweep of a plane": plane,
+    "explain": lambda: explanation("recompute"),
     "compare": compared,
     **{f"bench, {name} run": partial(recorded_bench, name) for name in ("third", "fourth")},
     "step of a small model": lambda: recorded_step("gpt1b"),
-    **{f"explain {name}": partial(explanation, name) for name in TRACES},
+    **{f"explain {name}": partial(explanation, name) for name in TRACES if name != "recompute"},
 }
