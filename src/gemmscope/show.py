@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from gemmscope.document.build import document
 from gemmscope.errors import UserError
 from gemmscope.results.base import Result
-from gemmscope.writers import csv, figure, markdown, terminal
+from gemmscope.writers import FIGURE_ENDINGS, csv, figure, markdown, terminal
 from gemmscope.writers.html import notebook_html, page
 
 
@@ -34,7 +34,7 @@ def save(result: Result, path: str | Path) -> None:
     """Write it: .json the run file, .md Markdown, .csv every table, .html a page, .png, .svg or .pdf the main charts."""
     target, found = Path(path), document(result)
     ending = target.suffix.lower()
-    if ending in figure.ENDINGS:
+    if ending in FIGURE_ENDINGS:
         figure.save_figure(found, target)
         return
     texts: dict[str, Callable[[], str]] = {
@@ -45,7 +45,7 @@ def save(result: Result, path: str | Path) -> None:
     }
     if ending not in texts:
         raise UserError(
-            f"{target.name} does not tell what to write", f"use one of the endings {', '.join((*texts, *figure.ENDINGS))}"
+            f"{target.name} does not tell what to write", f"use one of the endings {', '.join((*texts, *FIGURE_ENDINGS))}"
         )
     try:
         target.write_text(texts[ending](), encoding="utf-8", errors="replace")

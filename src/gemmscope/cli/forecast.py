@@ -3,11 +3,11 @@
 import os
 from typing import Any
 
-from gemmscope import app
+from gemmscope import app, writers
 from gemmscope.cli.bench_options import RecipeOptions, parse_shapes
 from gemmscope.cli.forecast_options import ForecastOptions
 from gemmscope.cli.options import ModelOptions, RunOptions, takes
-from gemmscope.cli.output import FIGURE_ENDINGS, FigureOptions, check_targets, deliver, say, typed_command, write
+from gemmscope.cli.output import FigureOptions, check_targets, deliver, say, typed_command, write
 from gemmscope.errors import UserError, option, shown
 
 ONLY_LINEARS = ("cache_weights", "pre_quantize", "autocast_only")
@@ -89,7 +89,7 @@ def _forecast_gemms(options: ForecastOptions, outputs: FigureOptions, named: lis
         raise UserError(
             f"{option('gemms')} forecasts single GEMMs in the formats of its file: {listed} has no effect", "leave it out"
         )
-    if outputs.output is not None and outputs.output.lower().endswith(FIGURE_ENDINGS):
+    if outputs.output is not None and outputs.output.lower().endswith(writers.FIGURE_ENDINGS):
         raise UserError(
             f"{option('gemms')} draws no figure, and -o {shown(outputs.output)} names one", "for example -o times.csv"
         )

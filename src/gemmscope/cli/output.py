@@ -18,8 +18,6 @@ from gemmscope.errors import UserError, option, shown
 if TYPE_CHECKING:
     from gemmscope.results.base import Result
 
-FIGURE_ENDINGS = (".png", ".svg", ".pdf", ".eps", ".jpg", ".webp")
-
 
 @dataclass(frozen=True)
 class OutputOptions:
@@ -46,8 +44,8 @@ class FigureOptions(OutputOptions):
         """With the figure, whose ending must be one that can be drawn."""
         if self.output is None:
             return super().targets()
-        if not self.output.lower().endswith(FIGURE_ENDINGS):
-            given, endings = f"{option('output')} {shown(self.output)}", ", ".join(FIGURE_ENDINGS)
+        if not self.output.lower().endswith(writers.FIGURE_ENDINGS):
+            given, endings = f"{option('output')} {shown(self.output)}", ", ".join(writers.FIGURE_ENDINGS)
             raise UserError(f"{given} is not a figure file: it must end in {endings}", "for example -o bench.png")
         return {**super().targets(), "output": self.output}
 

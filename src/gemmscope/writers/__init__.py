@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gemmscope.writers import csv, figure, html, markdown, terminal
 
+FIGURE_ENDINGS = (".png", ".svg", ".pdf", ".eps", ".jpg", ".webp")
 __all__ = ["csv", "figure", "html", "markdown", "terminal"]
 
 

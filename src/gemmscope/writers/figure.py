@@ -21,7 +21,6 @@ from gemmscope.units import slug
 from gemmscope.writers import panels
 
 FORMATS = ("png", "svg")
-ENDINGS = (".png", ".svg", ".pdf", ".eps", ".jpg", ".webp")
 STYLE: Any = {
     "font.size": 9,
     "hatch.linewidth": 0.5,
