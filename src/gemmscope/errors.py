@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 
 
 class UserError(Exception):
-    """What was given and what is wrong with it (`message`), and what to type instead (`hint`).
+    """What was given and why it is invalid (`message`), and what to type instead (`hint`).
 
     Arguments are named with `option`, so that the command line says `--tp 2` where Python says `tp=2`.
     """

@@ -78,7 +78,7 @@ class Quantizing(NamedTuple):
         return self.launch_ms + self.element_ms * elements * (1 + self.excess / (1 + elements / self.half_at))
 
     def times(self, factor: float) -> Quantizing:
-        """So many times as long."""
+        """The same costs, scaled by a factor."""
         return self._replace(launch_ms=self.launch_ms * factor, element_ms=self.element_ms * factor)
 
 

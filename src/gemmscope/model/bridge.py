@@ -117,7 +117,7 @@ def _add_run(values: dict[str, object], document: Mapping[str, object]) -> list[
 def _load(text: str) -> dict[str, object]:
     import yaml  # imported here, because it would take half the start-up time of a command that reads no YAML
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where PyYAML was built with it: several times as fast
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # faster, where PyYAML was built with it
     try:
         depth = aliases = 0
         for event in yaml.parse(text, Loader=loader):
