@@ -66,7 +66,7 @@ def test_readme_commands_run(line: str) -> None:
 
 def test_readme_shows_real_output() -> None:
     pytest.importorskip("transformers", reason="the check needs transformers")
-    shown = re.search(r"^\$ (gemmscope shapes .*--check --detail)\n…\n(note: .*)$", README, flags=re.MULTILINE)
+    shown = re.search(r"^\$ (gemmscope shapes .*--check)\n…\n(Check passed: .*)$", README, flags=re.MULTILINE)
     assert shown is not None
     command = [sys.executable, "-m", "gemmscope", *shlex.split(shown[1])[1:]]
     child = subprocess.run(command, capture_output=True, text=True, check=True)
