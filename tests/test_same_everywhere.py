@@ -11,7 +11,6 @@ import html
 import io
 import json
 import re
-from collections.abc import Callable
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
@@ -20,7 +19,6 @@ import pytest
 
 from gemmscope.document.build import BUILDERS, document
 from gemmscope.document.model import Document, Table, brief
-from gemmscope.results.base import Result
 from gemmscope.results.read import KINDS, read_result
 from gemmscope.writers import csv as csv_writer
 from gemmscope.writers import figure, markdown, terminal
@@ -200,8 +198,3 @@ def test_several_runs_stand_side_by_side() -> None:
         for speedup in each.speedups:
             assert f"{speedup.speedup.value:.3f}x" in text
             assert f"{speedup.speedup.value:.3f}x" in page
-
-
-def test_results_are_made_once() -> None:
-    made: Callable[[], Result] = RESULTS["shapes"]
-    assert isinstance(made(), Result)
