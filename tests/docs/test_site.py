@@ -128,7 +128,7 @@ def test_the_sdist_can_be_tested_and_documented(packages: dict[str, Path]) -> No
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_can_be_shown(shell: str) -> None:
     environment = {"_GEMMSCOPE_COMPLETE": f"source_{shell}", "PATH": "/usr/bin:/bin", "HOME": "/nowhere"}
-    code = "import sys; sys.argv[0] = 'gemmscope'; from gemmscope.cli.main import run; run()"
+    code = "import sys; sys.argv[0] = 'gemmscope'; from gemmscope.__main__ import run; run()"
     path = {"PYTHONPATH": str(ROOT / "src")}
     child = subprocess.run([sys.executable, "-c", code], env=environment | path, capture_output=True, text=True, check=False)
     assert "gemmscope" in child.stdout, child.stderr

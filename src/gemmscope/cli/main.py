@@ -1,7 +1,6 @@
 """`gemmscope`: the commands, and one message with exit code 2 for every invalid input."""
 
 import os
-import signal
 import sys
 from importlib import import_module
 from typing import Annotated, Any
@@ -11,13 +10,19 @@ from typer.core import TyperGroup
 
 from gemmscope import __version__
 from gemmscope.errors import UserError, in_shell
+from gemmscope.signals import Interrupted
 from gemmscope.toml import load_data
 
+SIGPIPE = 13
 COMMANDS = load_data("gemmscope.cli", "commands.toml")
 SETTINGS: dict[str, Any] = {
     "help_option_names": ["-h", "--help"],
     "token_normalize_func": lambda token: token.replace("_", "-"),  # --hidden_size and --hidden-size are the same option
 }
+
+
+class _OutputClosed(BaseException):
+    """Whoever read our standard output has gone, as in `gemmscope … | head`."""
 
 
 class LazyGroup(TyperGroup):
@@ -35,6 +40,12 @@ class LazyGroup(TyperGroup):
         program = typer.Typer(rich_markup_mode=None, context_settings=SETTINGS, add_completion=False)
         program.command(cmd_name, cls=getattr(module, "Command", None), epilog=examples)(module.command)
         return typer.main.get_command(program)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:  # typer would end with exit code 1, as if something had failed
+            raise _OutputClosed from error
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
         with formatter.section("Commands"):
@@ -69,7 +80,8 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0 success, 1 a check failed, 2 invalid input or output, 130 interrupted."""
+    """Run the command line. Exit codes: 0 success, 1 a check failed, 2 invalid input or output, 128 + the number of a signal that
+    ended it (130 for Ctrl-C, 143 for SIGTERM)."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character shows a question mark
@@ -82,23 +94,15 @@ def main() -> None:
     except UserError as error:
         _complain(in_shell(error.message), in_shell(error.hint))
         sys.exit(2)
-    except KeyboardInterrupt:
+    except Interrupted as interruption:
         _complain("interrupted")
-        sys.exit(130)
-    except OSError as error:  # standard output is full or closed
+        sys.exit(interruption.exit_code)
+    except (_OutputClosed, BrokenPipeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in buffers goes there
+        sys.exit(128 + SIGPIPE)
+    except OSError as error:  # standard output is full
         _complain(f"the output cannot be written: {error.strerror or error}")
         os._exit(2)
-
-
-def run() -> None:
-    """The program: `main` in a process of its own."""
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `gemmscope … | head` ends as other tools do
-    for name in ("SIGTERM", "SIGHUP"):  # exit normally, so that worker processes and temporary folders go too; nohup is respected
-        ending = getattr(signal, name, None)
-        if ending is not None and signal.getsignal(ending) == signal.SIG_DFL:
-            signal.signal(ending, lambda number, _: sys.exit(128 + number))
-    main()
 
 
 def _complain(message: str, hint: str = "") -> None:

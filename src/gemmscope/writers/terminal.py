@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Iterator
+from typing import IO
 
 from rich import box
 from rich.console import Console
@@ -16,9 +17,20 @@ LABELS = {"error": "error: ", "warning": "warning: ", "note": "note: "}
 WIDEST = 200  # at least: tables are never folded or cut
 
 
+class Screen(Console):
+    """Standard output, or `out`."""
+
+    def __init__(self, out: IO[str] | None = None) -> None:
+        super().__init__(file=out, width=WIDEST if out else None, highlight=False, soft_wrap=True)
+
+    def on_broken_pipe(self) -> None:
+        """Whoever read this has gone: for the command line to handle. (Rich would end the process with exit code 1.)"""
+        raise
+
+
 def show(document: Document, *, detail: bool = False, console: Console | None = None) -> None:
     """Print the short view, or everything."""
-    console = console or Console(highlight=False, soft_wrap=True)
+    console = console or Screen()
     view = document if detail else brief(document)
 
     def line(text: str = "", style: str = "") -> None:
@@ -70,7 +82,7 @@ def _next_lines(document: Document, view: Document) -> Iterator[str]:
 
 def show_table(table: Table, console: Console | None = None) -> None:
     """One table with its title."""
-    console = console or Console(highlight=False, soft_wrap=True)
+    console = console or Screen()
     texts = [[column.name, *(row[index].text for row in table.rows)] for index, column in enumerate(table.columns)]
     console.width = max(console.width, WIDEST, sum(max(map(len, column)) + 3 for column in texts))
     rich_table = RichTable(title=table.title, box=box.SIMPLE_HEAD, title_justify="left", title_style="italic", pad_edge=False)
@@ -87,5 +99,5 @@ def show_table(table: Table, console: Console | None = None) -> None:
 def text(document: Document, *, detail: bool = True) -> str:
     """The same as plain text."""
     out = io.StringIO()
-    show(document, detail=detail, console=Console(file=out, width=WIDEST, highlight=False, soft_wrap=True))
+    show(document, detail=detail, console=Screen(out))
     return out.getvalue()
