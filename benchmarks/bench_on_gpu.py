@@ -219,7 +219,7 @@ def killed() -> list[str]:
             deadline = time.monotonic() + 60
             while time.monotonic() < deadline and _rounds(Path(state, "gemmscope", "journal.sqlite3")) < 1:
                 time.sleep(0.2)
-            found = subprocess.run(["pgrep", "-f", "gemmscope.measure.worker"], capture_output=True, text=True, check=False)
+            found = subprocess.run(["pgrep", "-f", "gemmscope.bench.worker"], capture_output=True, text=True, check=False)
             for pid in found.stdout.split():
                 os.kill(int(pid), signal.SIGKILL)
 

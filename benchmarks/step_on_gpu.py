@@ -24,7 +24,7 @@ from typing import Any
 
 from gemmscope.document.build import document
 from gemmscope.findings import Finding, finding
-from gemmscope.measure.kernels import CAST_SHARE
+from gemmscope.engine.kernels import CAST_SHARE
 from gemmscope.results.step import StepResult
 
 

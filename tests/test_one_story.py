@@ -10,8 +10,8 @@ import pytest
 import gemmscope as gs
 from gemmscope.document.build import document
 from gemmscope.document.model import Document
-from gemmscope.measure.findings import linear_findings
-from gemmscope.measure.linears import measured_linears
+from gemmscope.bench.findings import linear_findings
+from gemmscope.bench.linears import measured_linears
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.base import Result
 from gemmscope.results.forecast import ForecastResult, SweepPoint

@@ -6,6 +6,7 @@ standard library's. (``python -P`` avoids that, but Python 3.10 does not have it
 
 import importlib.util
 import os
+import signal
 import sys
 import threading
 import time
@@ -77,7 +78,9 @@ def end_with_parent() -> None:
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(1)
+            time.sleep(0.5)
+        if os.getpgrp() == os.getpid():  # with a process group of its own: whatever it has started ends too
+            os.killpg(0, signal.SIGKILL)
         os._exit(1)
 
     threading.Thread(target=watch, name="end with parent", daemon=True).start()

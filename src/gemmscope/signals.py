@@ -20,9 +20,9 @@ MOST_PATIENT = 3  # so many signals end even a process that holds them
 class Interrupted(BaseException):
     """The user or the system asked this process to end. Raised in the command line; in Python, Ctrl-C is a KeyboardInterrupt."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
+    def __init__(self, number: int, outcome: str = "") -> None:
+        super().__init__(number, outcome)
+        self.number, self.outcome = number, outcome
 
     @property
     def exit_code(self) -> int:
@@ -35,7 +35,8 @@ class Held:
 
     def __init__(self) -> None:
         self.first: int | None = None
-        self.answered = False  # whoever holds them has ended because of it
+        self.answered = False  # whoever holds them returns what it has: in Python, nothing is raised
+        self.outcome = ""  # what the command line says beside "interrupted"
         self._count = 0
         self._reading, self._writing = os.pipe()
 
@@ -46,7 +47,11 @@ class Held:
             self.first = number
             os.write(self._writing, b"!")
         if self._count >= MOST_PATIENT:
-            raise _interruption(self.first)
+            raise self.interruption()
+
+    def interruption(self) -> BaseException:
+        """To be raised where nothing can be returned."""
+        return _interruption(self.first or signal.SIGINT, self.outcome)
 
     def fileno(self) -> int:
         """Becomes readable when a signal arrives: `select` waits for it beside other things."""
@@ -61,8 +66,8 @@ _held: Held | None = None
 _installed = False
 
 
-def _interruption(number: int) -> BaseException:
-    return Interrupted(number) if _installed else KeyboardInterrupt()
+def _interruption(number: int, outcome: str = "") -> BaseException:
+    return Interrupted(number, outcome) if _installed else KeyboardInterrupt()
 
 
 def _handle(number: int, _: FrameType | None) -> None:
@@ -88,11 +93,9 @@ def ignore() -> None:
 
 @contextmanager
 def held() -> Iterator[Held]:
-    """Note signals instead of raising them. At the end, a signal that nobody has `answered` is raised.
-
-    In a process that has not called `install`, Ctrl-C alone is held; outside of the main thread nothing is. Inside another `held`
-    it is the same one.
-    """
+    """Note signals instead of raising them. At the end they are raised: in the command line always, for its exit code; in Python
+    unless somebody has `answered`, where only Ctrl-C is held, and nothing outside of the main thread. Inside another `held` it is
+    the same one."""
     global _held
     if _held is not None:
         yield _held
@@ -113,5 +116,5 @@ def held() -> Iterator[Held]:
         if ours:
             _held = None
         mine.close()
-    if mine.first is not None and not mine.answered:
-        raise _interruption(mine.first)
+    if mine.first is not None and (_installed or not mine.answered):
+        raise mine.interruption()

@@ -10,8 +10,8 @@ from gemmscope.app.bench import BenchTiming, run_bench
 from gemmscope.app.choose import Choices, choose
 from gemmscope.app.model import load_model, model_run
 from gemmscope.errors import UserError
-from gemmscope.measure.campaign import Campaign
-from gemmscope.measure.measurements import Measurements
+from gemmscope.engine.campaign import Campaign
+from gemmscope.bench.measurements import Measurements
 from support.bench_results import record
 from support.fake_gpu import Pretend, own_state, pretend
 from support.machines import machine

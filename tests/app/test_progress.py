@@ -12,8 +12,8 @@ import pytest
 
 from gemmscope.app.bench import BenchTiming
 from gemmscope.app.progress import Console, ProgressLine, TimeLeft
-from gemmscope.measure.campaign import Campaign
-from gemmscope.measure.journal import Journal
+from gemmscope.engine.campaign import Campaign
+from gemmscope.engine.journal import Journal
 from gemmscope.workload.cases import bare_gemms, tasks_of
 
 

@@ -22,9 +22,9 @@ from gemmscope.app.bench import BenchTiming
 from gemmscope.cli.bench_options import parse_shapes
 from gemmscope.errors import UserError
 from gemmscope.findings import finding
-from gemmscope.measure.campaign import Campaign
-from gemmscope.measure.journal import Journal
-from gemmscope.measure.measurements import Measurements
+from gemmscope.engine.campaign import Campaign
+from gemmscope.engine.journal import Journal
+from gemmscope.bench.measurements import Measurements
 from gemmscope.results.bench import BenchResult, Counts
 from gemmscope.workload.cases import MODES
 from support.command import Run, run

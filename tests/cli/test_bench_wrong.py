@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gemmscope.measure.campaign import Campaign
+from gemmscope.engine.campaign import Campaign
 from support.command import Run, run
 from support.fake_gpu import ON_CPU, SMALL, Pretend, own_state, pretend
 from support.machines import NOTHING, machine

@@ -12,7 +12,7 @@ import pytest
 from gemmscope.document.bench import bench_document
 from gemmscope.document.model import Document, brief
 from gemmscope.document.table import Table
-from gemmscope.measure.measurements import Measurements
+from gemmscope.bench.measurements import Measurements
 from gemmscope.results.bench import BenchResult
 from gemmscope.writers import csv, figure, html, markdown, panels, terminal
 from support.bench_results import LAYER, MODEL, QKV, RECIPES, recorded_measurements

@@ -25,8 +25,8 @@ from gemmscope.forecast.linears import Adjustment, Forecaster
 from gemmscope.forecast.step import StepForecast
 from gemmscope.gpu.environment import Environment
 from gemmscope.gpu.specs import gpu
-from gemmscope.measure.campaign import Campaign
-from gemmscope.measure.journal import open_journal
+from gemmscope.engine.campaign import Campaign
+from gemmscope.engine.journal import open_journal
 from gemmscope.model.flags import from_hyperparameters
 from gemmscope.model.spec import RunSpec
 from gemmscope.parts import StepPart

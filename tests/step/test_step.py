@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from gemmscope.errors import UserError
 from gemmscope.findings import finding
-from gemmscope.measure.journal import Journal
-from gemmscope.measure.link import Death
-from gemmscope.measure.sampler import StoppingRule
+from gemmscope.engine.journal import Journal
+from gemmscope.engine.link import Death
+from gemmscope.engine.rule import StoppingRule
 from gemmscope.model import presets
 from gemmscope.model.flags import from_hyperparameters
 from gemmscope.model.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RunSpec
@@ -277,7 +277,7 @@ def test_memory_that_does_not_suffice_makes_it_shallower(journal: Journal, monke
             if variant["depth"] > 2:
                 note({"type": "failed", "task": variant["name"], "why": "too large", "kind": "out of memory"})
 
-    monkeypatch.setattr("gemmscope.measure.link.Link.converse", converse)
+    monkeypatch.setattr("gemmscope.engine.link.Link.converse", converse)
     run = StepRun(plan("llama"), ["BF16"], StepSettings("cpu"), StoppingRule(), journal)
     monkeypatch.setattr("gemmscope.step.predict.LEAST_DEPTH", 4)
     with pytest.raises(UserError, match="does not fit into this GPU's memory even with 4 of its layers"):
@@ -306,7 +306,7 @@ def test_a_process_that_dies_while_profiling_costs_no_step(journal: Journal, mon
             enough()
         return Death(request["variants"][0]["name"], "the measuring process died (signal 11)", "crash")
 
-    monkeypatch.setattr("gemmscope.measure.link.Link.converse", converse)
+    monkeypatch.setattr("gemmscope.engine.link.Link.converse", converse)
     measurements = StepRun(plan("llama"), ["BF16", "FP32"], StepSettings("cpu"), StoppingRule(), journal).run()
     assert asked == [2]
     assert measurements.speedup("FP32") is not None

@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
     pytest.skip("no NVIDIA GPU here", allow_module_level=True)
 pytest.importorskip("transformer_engine.pytorch", reason="Transformer Engine's layers")
 
-from gemmscope.measure.timer import segments  # noqa: E402
+from gemmscope.engine.timer import segments  # noqa: E402
 from gemmscope.step.kits.transformer_engine import TransformerEngineKit  # noqa: E402
 from gemmscope.step.marks import recording  # noqa: E402
 from gemmscope.step.stack import Step, Weights  # noqa: E402
@@ -50,7 +50,7 @@ def test_options(options: dict[str, object]) -> None:
 @pytest.mark.parametrize("left_out", ["qkv", "attn out", "mlp"])
 def test_parts_left_in_bf16(left_out: str) -> None:
     """Its GEMMs run in BF16, the others do not."""
-    from gemmscope.measure.kernels import classify
+    from gemmscope.engine.kernels import classify
     from gemmscope.step.waterfall import place
 
     plan = two_layers("llama-3.1-8b")

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gemmscope.measure.linears import measured_linears
-from gemmscope.measure.measurements import Measurements
+from gemmscope.bench.linears import measured_linears
+from gemmscope.bench.measurements import Measurements
 from gemmscope.results.linears import Linears
 from gemmscope.workload.cases import MODES, Case, Mode, Task, bare_gemms, tasks_of
 

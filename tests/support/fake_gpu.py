@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from gemmscope.gpu.environment import Environment
-from gemmscope.measure.campaign import Campaign
-from gemmscope.measure.measurements import Measurements
+from gemmscope.engine.campaign import Campaign
+from gemmscope.bench.measurements import Measurements
 from support.bench_results import record
 from support.machines import machine
 

@@ -8,9 +8,9 @@ from typing import Any
 from gemmscope.app.model import model_run
 from gemmscope.app.shapes import shapes
 from gemmscope.findings import finding
-from gemmscope.measure.findings import linear_findings, measurement_findings
-from gemmscope.measure.linears import measured_linears
-from gemmscope.measure.measurements import Measurements
+from gemmscope.bench.findings import linear_findings, measurement_findings
+from gemmscope.bench.linears import measured_linears
+from gemmscope.bench.measurements import Measurements
 from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.results.base import Result

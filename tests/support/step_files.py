@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gemmscope.findings import finding
-from gemmscope.measure.findings import state_findings
+from gemmscope.bench.findings import state_findings
 from gemmscope.results.base import ModelSummary
 from gemmscope.results.step import AtBatch, StepResult, StepSettings
 from gemmscope.step.breakeven import break_even_finding

@@ -1,6 +1,6 @@
 """`gemmscope bench`: times a model's linears, or bare GEMMs, in every precision on this GPU."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -9,18 +9,20 @@ from typing import Any
 from gemmscope.app.choose import Choice, Choices, choose
 from gemmscope.app.model import LinearCases, ModelRun, linear_cases, rank_workload
 from gemmscope.app.progress import QUIET, Reporter
+from gemmscope.bench.campaign import WORKER, LinearCampaign, fingerprint_of
+from gemmscope.bench.findings import fixed_counts, linear_findings, measurement_findings
+from gemmscope.bench.linears import measured_linears
+from gemmscope.bench.measurements import Measurements
+from gemmscope.engine.journal import Recording, open_journal
+from gemmscope.engine.link import LocalWorkers
+from gemmscope.engine.messages import Hello, Message
+from gemmscope.engine.rule import StoppingRule, check_limits
 from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.gpu.environment import Environment, environment
-from gemmscope.measure.campaign import Campaign
-from gemmscope.measure.findings import fixed_counts, linear_findings, measurement_findings
-from gemmscope.measure.journal import open_journal
-from gemmscope.measure.linears import measured_linears
-from gemmscope.measure.link import Link
-from gemmscope.measure.measurements import Measurements
-from gemmscope.measure.sampler import StoppingRule, check_limits
 from gemmscope.recipe.recipes import recipes
 from gemmscope.results.bench import BenchResult, BenchSettings, Counts, TaskResult
+from gemmscope.signals import held
 from gemmscope.workload.cases import bare_gemms, tasks_of
 
 Shape = tuple[int, int, int]
@@ -104,49 +106,60 @@ def run_bench(
     verify_dgrad: bool = False,
     command: str = "",
     reporter: Reporter = QUIET,
+    deliver: Callable[[BenchResult], None] = lambda _: None,
 ) -> BenchResult:
     """Measure the linears of a model, or bare GEMMs of these shapes; without either, a ladder of square GEMMs.
 
     Ctrl-C ends it early, with what was measured until then. `resume` continues the same measurement if it was cut short.
-    `verify_dgrad` has no effect: dgrad is always measured.
+    `verify_dgrad` has no effect: dgrad is always measured. `deliver` writes the result: only then the measurement is finished.
     """
-    with _prepared(job, shapes, choices, timing, command, reporter) as bench:
+    with _prepared(job, shapes, choices, timing, command, reporter, resume=resume) as bench, held() as signals:
         campaign = bench.campaign
         beside = [*bench.linears.findings, *bench.choice.findings]
         beside += [finding("dgrad-always-measured")] if verify_dgrad else []
-        if resume and campaign.journal.unfinished(campaign.fingerprint) is None:
-            beside.append(finding("nothing-to-resume"))
-            reporter.say(beside[-1].text)
-        ended, interrupted = _measure(campaign, reporter, resume=resume)
-    shown_recipes = bench.choice.recipes
-    if choices.recipes is None:  # those that were named have their column, measured or not
-        measured = {task.task.recipe for task in campaign.results.tasks.values() if task.measured}
-        shown_recipes = [name for name in shown_recipes if name in measured]
-    linears = measured_linears(
-        campaign.results,
-        shown_recipes,
-        bench.choice.modes,
-        layers=bench.linears.layers,
-        layer_counts=bench.linears.layer_counts,
-        backend=campaign.settings.backend,
-        cache_weights=campaign.settings.cache_weights,
-    )
-    return BenchResult(
-        command=command,
-        **bench.about,
-        findings=(*linear_findings(linears), *measurement_findings(campaign.results, linears), ended, *beside),
-        settings=campaign.settings,
-        precision=None if campaign.settings.counts else timing.precision,
-        time_limit_s=None if campaign.settings.counts else timing.time_limit,
-        environment=bench.machine,
-        device=campaign.results.hello.get("device", {}),
-        versions=campaign.results.hello.get("versions", {}),
-        fingerprint=campaign.fingerprint,
-        rounds=campaign.results.complete_rounds,
-        interrupted=interrupted,
-        linears=linears,
-        tasks=tuple(campaign.results.tasks.values()),
-    )
+        if resume and (found := not_resumed(campaign.recording)) is not None:
+            beside.append(found)
+            reporter.say(found.text)
+        ended = _measure(campaign, reporter)
+        shown_recipes = bench.choice.recipes
+        if choices.recipes is None:  # those that were named have their column, measured or not
+            measured = {task.task.recipe for task in campaign.results.tasks.values() if task.measured}
+            shown_recipes = [name for name in shown_recipes if name in measured]
+        linears = measured_linears(
+            campaign.results,
+            shown_recipes,
+            bench.choice.modes,
+            layers=bench.linears.layers,
+            layer_counts=bench.linears.layer_counts,
+            backend=campaign.settings.backend,
+            cache_weights=campaign.settings.cache_weights,
+        )
+        result = BenchResult(
+            command=command,
+            **bench.about,
+            findings=(*linear_findings(linears), *measurement_findings(campaign.results, linears), ended, *beside),
+            settings=campaign.settings,
+            precision=None if campaign.settings.counts else timing.precision,
+            time_limit_s=None if campaign.settings.counts else timing.time_limit,
+            environment=bench.machine,
+            device=dict(campaign.results.hello.device),
+            versions=dict(campaign.results.hello.versions),
+            fingerprint=campaign.part,
+            rounds=campaign.results.complete_rounds,
+            interrupted=campaign.interrupted,
+            linears=linears,
+            tasks=tuple(campaign.results.tasks.values()),
+        )
+        campaign.recording.deliver(lambda: deliver(result), complete=not campaign.interrupted)
+        signals.answered = True
+    return result
+
+
+def not_resumed(recording: Recording) -> Finding | None:
+    """Why `resume` begins anew; None if it does not."""
+    if recording.resumed:
+        return None
+    return finding("resume-runs-elsewhere" if recording.running_elsewhere else "nothing-to-resume")
 
 
 def run_for_nsight(
@@ -167,13 +180,6 @@ def run_for_nsight(
     return list(bench.campaign.results.tasks.values())
 
 
-def allow_resuming(result: BenchResult) -> str:
-    """Let a complete measurement be resumed, because its result could not be written. Returns the path of the journal."""
-    with closing(open_journal()) as journal:
-        journal.reopen(result.fingerprint)
-        return str(journal.path)
-
-
 @dataclass(frozen=True)
 class _Bench:
     """A campaign that is ready to run. `about` are the fields of the result that name the model."""
@@ -181,7 +187,7 @@ class _Bench:
     linears: LinearCases
     about: Mapping[str, Any]
     choice: Choice
-    campaign: Campaign = field(repr=False)
+    campaign: LinearCampaign = field(repr=False)
     machine: Environment = field(repr=False)
 
 
@@ -195,6 +201,7 @@ def _prepared(
     reporter: Reporter,
     *,
     for_nsight: bool = False,
+    resume: bool = False,
 ) -> Iterator[_Bench]:
     """Check everything, start the worker, derive what to measure."""
     timing.check()
@@ -205,15 +212,17 @@ def _prepared(
     machine = environment()
     choice = choose(choices, machine, cache_weights=timing.cache_weights)
     same = {name: other for name, each in recipes().items() if (other := each.same_kernels_as)}
-    with Link() as started, closing(open_journal()) as journal:  # the worker imports torch, which takes seconds, meanwhile
+    with LocalWorkers() as workers, closing(open_journal()) as journal:
+        workers.start_early(WORKER)  # it imports torch, which takes seconds, while the model is read
         if job is not None:
             linears, about = _model_linears(job, reporter)
         else:
             linears, about = _bare_gemms(shapes, on_cpu=choices.on_cpu), {"origin": "shapes"}
         tasks = tasks_of(linears.cases, choice.recipes, choice.modes, same)
         settings = timing.settings(choice.backend, for_nsight=for_nsight)
-        campaign = Campaign(tasks, settings, timing.rule(), journal, command=[command], started=started)
-        yield _Bench(linears, about, choice, campaign, machine)
+        with journal.recording(fingerprint_of(tasks, settings), command, resume=resume) as recording:
+            campaign = LinearCampaign(tasks=tasks, settings=settings, rule=timing.rule(), recording=recording, workers=workers)
+            yield _Bench(linears, about, choice, campaign, machine)
 
 
 def check_shape(shape: Shape) -> None:
@@ -241,22 +250,20 @@ def _model_linears(job: ModelRun, reporter: Reporter) -> tuple[LinearCases, dict
     return replace(linears, findings=(*subject.findings, *linears.findings)), subject.about()
 
 
-def _measure(campaign: Campaign, reporter: Reporter, *, resume: bool) -> tuple[Finding, bool]:
-    """Run the campaign. Returns how it ended, and whether that was Ctrl-C."""
+def _measure(campaign: LinearCampaign, reporter: Reporter) -> Finding:
+    """Run the campaign. Returns how it ended."""
     with reporter.measuring(campaign) as show:
 
-        def on_message(message: dict[str, Any], measurements: Measurements) -> None:
-            if message["type"] == "hello":  # import what shows the result while the worker prepares, not after it
+        def on_message(message: Message, measurements: Measurements) -> None:
+            if isinstance(message, Hello):  # import what shows the result while the worker prepares, not after it
                 import_module("gemmscope.document.bench")
                 import_module("gemmscope.writers.terminal")
             show(message, measurements)
 
         campaign.on_message = on_message
-        try:
-            campaign.run(resume=resume)
-        except KeyboardInterrupt:
-            measured = any(task.rounds_ms for task in campaign.results.tasks.values())
-            return finding("interrupted" if measured else "interrupted-early"), True
+        campaign.run()
+    if campaign.interrupted:
+        return finding("interrupted" if campaign.results.any_samples() else "interrupted-early")
     if campaign.settings.counts:
-        return fixed_counts(campaign.settings), False
-    return campaign.rule.ended or finding("all-measured"), False
+        return fixed_counts(campaign.settings)
+    return campaign.rule.ended or finding("all-measured")

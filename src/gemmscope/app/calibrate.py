@@ -1,13 +1,18 @@
 """`gemmscope calibrate`: measures linears and short steps on this GPU, so that forecasts for it are based on them."""
 
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from gemmscope.app.bench import DEFAULT_CHOICES, DEFAULT_TIMING, BenchTiming
 from gemmscope.app.choose import Choice, Choices, choose, visible_gpu
 from gemmscope.app.progress import QUIET, Reporter
+from gemmscope.bench.campaign import LinearCampaign
+from gemmscope.bench.linears import measured_linears
 from gemmscope.document.table import Cell, Table, columns, number
+from gemmscope.engine.journal import Recording, fingerprint, open_journal
+from gemmscope.engine.link import LocalWorkers
+from gemmscope.engine.rule import StoppingRule
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
 from gemmscope.forecast import calibration as factors
@@ -18,19 +23,15 @@ from gemmscope.forecast.linears import Adjustment, Forecaster
 from gemmscope.forecast.step import StepForecast
 from gemmscope.gpu.environment import environment
 from gemmscope.gpu.specs import GpuSpec
-from gemmscope.measure.campaign import Campaign
-from gemmscope.measure.journal import Journal, open_journal
-from gemmscope.measure.linears import measured_linears
-from gemmscope.measure.link import Link
-from gemmscope.measure.sampler import StoppingRule
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.parts import StepPart
 from gemmscope.recipe.recipes import BASELINE, recipes
 from gemmscope.results.linears import Linears
 from gemmscope.results.step import StepSettings
+from gemmscope.signals import held
 from gemmscope.step.answer import profiled_step
+from gemmscope.step.campaign import StepCampaign
 from gemmscope.step.plan import plan_step
-from gemmscope.step.predict import StepRun
 from gemmscope.workload.cases import tasks_of
 from gemmscope.workload.derive import derive
 
@@ -65,8 +66,14 @@ def calibrate(
         raise UserError("calibration needs an NVIDIA GPU, because forecasts are of GPUs", f"leave out {option('device', 'cpu')}")
     chip = factors.known_gpu(gpu.name)
     factors.check_place(chip.name)
-    with closing(open_journal()) as journal:
-        session = _CalibrationRun(choice, timing, chip, journal, command, reporter, resume=resume)
+    mark = fingerprint("calibrate", chip.name, choice.backend, choice.recipes, asdict(timing))
+    with (
+        closing(open_journal()) as journal,
+        journal.recording(mark, command, resume=resume) as recording,
+        LocalWorkers() as workers,
+        held(),
+    ):
+        session = _CalibrationRun(choice, timing, chip, recording, workers, reporter)
         reporter.say("measuring linears in the state that training runs in …")
         linears, campaign = session.linears()
         if not linears.ops:
@@ -77,19 +84,21 @@ def calibrate(
         rested, _ = session.linears(rested=True)
         burst = factors.gemm_factors(rested, session.forecast(rested, "burst"), chip)
         parts, findings = session.parts(Adjustment(gemms, quantize, {}, burst)) if choice.backend != "torch" else ({}, [])
-    hello = campaign.results.hello
-    calibration, dropped = factors.drop_implausible(
-        Calibration(
-            gpu=chip.name,
-            device=str(hello.get("device", {}).get("name", "")),
-            gemms=gemms,
-            quantize=quantize,
-            burst=burst,
-            parts=parts,
-            versions=dict(hello.get("versions", {})),
+        hello = campaign.results.hello
+        calibration, dropped = factors.drop_implausible(
+            Calibration(
+                gpu=chip.name,
+                device=str(hello.device.get("name", "")),
+                gemms=gemms,
+                quantize=quantize,
+                burst=burst,
+                parts=parts,
+                versions=dict(hello.versions),
+            )
         )
-    )
-    return Calibrated(calibration, factors.save(calibration), (*findings, *dropped))
+        path = factors.place(calibration.gpu)
+        recording.deliver(lambda: factors.save(calibration), complete=True)
+    return Calibrated(calibration, path, (*findings, *dropped))
 
 
 @dataclass(frozen=True)
@@ -99,12 +108,11 @@ class _CalibrationRun:
     choice: Choice
     timing: BenchTiming
     chip: GpuSpec
-    journal: Journal
-    command: str
+    recording: Recording
+    workers: LocalWorkers
     reporter: Reporter
-    resume: bool
 
-    def linears(self, *, rested: bool = False) -> tuple[Linears, Campaign]:
+    def linears(self, *, rested: bool = False) -> tuple[Linears, LinearCampaign]:
         """The designed linears; `rested`: their GEMMs alone, each on a GPU that was idle before."""
         choice = replace(self.choice, modes=["pre-quantized"]) if rested else self.choice
         same = {name: other for name, known in recipes().items() if (other := known.same_kernels_as)}
@@ -113,14 +121,19 @@ class _CalibrationRun:
             settings = replace(settings, rest_ms=REST_MS, drop_ms=BURST_DROP_MS, keep_ms=BURST_KEEP_MS)
             rule = StoppingRule(target=RESTED_PRECISION, longest_s=RESTED_LIMIT_S)
         tasks = tasks_of(factors.CASES, choice.recipes, choice.modes, same)
-        with Link() as started:
-            campaign = Campaign(tasks, settings, rule, self.journal, command=[self.command], started=started)
-            with self.reporter.measuring(campaign) as on_message:
-                campaign.on_message = on_message
-                campaign.run(resume=self.resume)
+        campaign = LinearCampaign(tasks=tasks, settings=settings, rule=rule, recording=self.recording, workers=self.workers)
+        self._run(campaign)
         caches = self.timing.cache_weights
         measured = measured_linears(campaign.results, choice.recipes, choice.modes, backend=choice.backend, cache_weights=caches)
         return measured, campaign
+
+    def _run(self, campaign: LinearCampaign | StepCampaign) -> None:
+        """Measure. A signal ends the calibration; `resume` continues it."""
+        with self.reporter.measuring(campaign) as on_message, held() as signals:
+            campaign.on_message = on_message
+            campaign.run()
+            if campaign.interrupted:
+                raise signals.interruption()
 
     def forecast(self, measured: Linears, state: State) -> Linears:
         """The same linears from public measurements."""
@@ -143,10 +156,11 @@ class _CalibrationRun:
         )
         rule = StoppingRule(target=STEPS_PRECISION, longest_s=STEPS_LIMIT_S)
         settings = StepSettings(self.choice.backend, host=False)
-        step = StepRun(plan_step(model, run)[0], [BASELINE], settings, rule, self.journal, command=[self.command])
-        with self.reporter.measuring(step) as on_message:
-            step.on_message = on_message
-            step.run()
+        plan, _ = plan_step(model, run)
+        step = StepCampaign(
+            plan=plan, recipes=[BASELINE], settings=settings, rule=rule, recording=self.recording, workers=self.workers
+        )
+        self._run(step)
         deepest = step.results.deepest(BASELINE)
         profiled = profiled_step(step.results, deepest) if deepest is not None else None
         forecast = StepForecast(Forecaster(self.chip, "sustained", measured=adjustment), model, run, derive(model, run))

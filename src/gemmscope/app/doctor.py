@@ -86,7 +86,7 @@ def _ask_frameworks() -> dict[str, Any]:
     """What the backends report, from a process that may import torch; empty without torch."""
     if importlib.util.find_spec("torch") is None:
         return {}
-    command = worker_command("gemmscope.measure.probe")
+    command = worker_command("gemmscope.bench.probe")
     try:
         child = subprocess.run(
             command, env=worker_environment(), capture_output=True, text=True, errors="replace", timeout=180, check=False

@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from gemmscope.measure.campaign import Campaign
-    from gemmscope.measure.measurements import Measurements
-    from gemmscope.step.measurements import StepMeasurements
-    from gemmscope.step.predict import StepRun
+from gemmscope.engine.messages import Begin, Failed, Hello, Ready, Round
 
-OnMessage = Callable[[dict[str, Any], "Measurements | StepMeasurements"], None]
+if TYPE_CHECKING:
+    from gemmscope.bench.campaign import LinearCampaign
+    from gemmscope.engine.campaign import OnMessage
+    from gemmscope.engine.messages import Message
+    from gemmscope.engine.store import ResultStore
+    from gemmscope.step.campaign import StepCampaign
+
 STAGES = {"compiling": "compiling kernels", "profiling": "profiling the kernels", "launching": "timing CPU launches"}
 
 
@@ -30,7 +32,7 @@ class Reporter:
         """One line of information beside the result."""
 
     @contextmanager
-    def measuring(self, campaign: Campaign | StepRun) -> Iterator[OnMessage]:  # noqa: ARG002
+    def measuring(self, campaign: LinearCampaign | StepCampaign) -> Iterator[OnMessage]:  # noqa: ARG002
         """Follow a measurement; gives the function to call after each message of the worker."""
         yield lambda *_: None
 
@@ -47,7 +49,7 @@ class Console(Reporter):
             print(text, file=sys.stderr, flush=True)  # noqa: T201
 
     @contextmanager
-    def measuring(self, campaign: Campaign | StepRun) -> Iterator[OnMessage]:
+    def measuring(self, campaign: LinearCampaign | StepCampaign) -> Iterator[OnMessage]:
         """A spinner with the stage, the precision reached and the time left."""
         if sys.stderr is None or not sys.stderr.isatty():
             yield lambda *_: None
@@ -60,7 +62,7 @@ class Console(Reporter):
         with progress.Progress(*columns, console=RichConsole(stderr=True), transient=True) as live:
             task = live.add_task("loading the framework", total=None)
 
-            def on_message(message: dict[str, Any], results: Measurements | StepMeasurements) -> None:
+            def on_message(message: Message, results: ResultStore[Any]) -> None:
                 if text := line.text(message, results):
                     live.update(task, description=text)
 
@@ -81,7 +83,7 @@ def rounds_left(rounds: int, half_width: float | None, target: float, least: int
 class TimeLeft:
     """Seconds left, from the rounds so far and how fast they came."""
 
-    def __init__(self, campaign: Campaign | StepRun, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, campaign: LinearCampaign | StepCampaign, clock: Callable[[], float] = time.monotonic) -> None:
         self._campaign, self._clock = campaign, clock
         self._since: float | None = None
         self._rounds_then = 0
@@ -93,13 +95,13 @@ class TimeLeft:
 
     def seconds(self, rounds: int, half_width: float | None) -> float | None:
         """None if it cannot be told."""
-        rule, counts = self._campaign.rule, self._campaign.counts
+        rule, rounds_in_all = self._campaign.rule, self._campaign.rounds
         seen = rounds - self._rounds_then
         if self._since is None or seen < 1:
             return None
         per_round = (self._clock() - self._since) / seen
-        if counts is not None:
-            return max(counts.rounds - seen, 0) * per_round
+        if rounds_in_all is not None:
+            return max(rounds_in_all - seen, 0) * per_round
         missing = rounds_left(rounds, half_width, rule.target, rule.least_rounds)
         limit = max(rule.longest_s - (self._clock() - rule.started), (rule.least_rounds - rounds) * per_round, 0.0)
         if missing is None:
@@ -110,23 +112,23 @@ class TimeLeft:
 class ProgressLine:
     """What the live line says."""
 
-    def __init__(self, campaign: Campaign | StepRun) -> None:
+    def __init__(self, campaign: LinearCampaign | StepCampaign) -> None:
         self._campaign, self._time_left = campaign, TimeLeft(campaign)
 
-    def text(self, message: dict[str, Any], results: Measurements | StepMeasurements) -> str:
+    def text(self, message: Message, results: ResultStore[Any]) -> str:
         """The line after this message; empty if nothing changes."""
-        kind, rounds = message["type"], results.complete_rounds
-        if kind == "begin" and message.get("what") == "measuring":
+        rounds = results.complete_rounds
+        if isinstance(message, Begin) and message.what == "measuring":
             self._time_left.begin(rounds)
             return "" if rounds else "first round"
-        if kind == "begin":
-            return STAGES.get(str(message.get("what")), "")
-        if kind in ("hello", "ready", "failed") and not rounds:
+        if isinstance(message, Begin):
+            return STAGES.get(message.what, "")
+        if isinstance(message, (Hello, Ready, Failed)) and not rounds:
             done, every = results.prepared()
             return f"preparing {done} of {every}"
-        return self._measuring(results) if kind == "round" else ""
+        return self._measuring(results) if isinstance(message, Round) else ""
 
-    def _measuring(self, results: Measurements | StepMeasurements) -> str:
+    def _measuring(self, results: ResultStore[Any]) -> str:
         widest = self._campaign.widest()
         left = self._time_left.seconds(results.complete_rounds, widest)
         what = "speedups" if len(self._campaign.recipes) > 1 else "times"

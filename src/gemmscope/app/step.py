@@ -1,27 +1,30 @@
 """`gemmscope step`: predicts the training step in every recipe, recommends one, and verifies the prediction on request."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from gemmscope.app.bench import not_resumed
 from gemmscope.app.choose import Choices, choose
 from gemmscope.app.model import ModelRun, rank_workload
 from gemmscope.app.progress import QUIET, Reporter
+from gemmscope.bench.findings import state_findings
+from gemmscope.engine.journal import Recording, open_journal
+from gemmscope.engine.link import LocalWorkers, Workers
+from gemmscope.engine.rule import StoppingRule, check_limits
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
 from gemmscope.gpu.environment import environment
-from gemmscope.measure.findings import state_findings
-from gemmscope.measure.journal import Journal, open_journal
-from gemmscope.measure.sampler import StoppingRule, check_limits
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.step import AtBatch, Recommendation, StepResult, StepSettings, StepTimes, VariantResult
+from gemmscope.signals import held
 from gemmscope.step.answer import step_times
 from gemmscope.step.breakeven import break_even_finding, smaller_batches
+from gemmscope.step.campaign import StepCampaign, fingerprint_of
 from gemmscope.step.cost import Budget, cost
 from gemmscope.step.findings import observed_findings, step_findings
 from gemmscope.step.plan import StackPlan, plan_step
-from gemmscope.step.predict import StepRun
 from gemmscope.step.recommend import Plan, candidate, recommend
 from gemmscope.units import counted
 from gemmscope.workload.summary import totals
@@ -43,13 +46,16 @@ def run_step(
     observed_speedup: float | None = None,
     budget: Budget | None = None,
     command: str = "",
+    resume: bool = False,
     reporter: Reporter = QUIET,
+    deliver: Callable[[StepResult], None] = lambda _: None,
 ) -> StepResult:
     """Measure the training step in every recipe.
 
     `verify` also runs the real model; `break_even` also runs smaller batches; `hugging_face` runs the model's own Hugging Face
     class. Measuring ends when every speedup is known to `precision`, or after `time_limit` seconds. `observed_speedup` is
-    compared with the prediction, and `budget` gives the cost of the full run.
+    compared with the prediction, and `budget` gives the cost of the full run. `resume` continues the same measurement if it was
+    cut short. `deliver` writes the result: only then the measurement is finished.
     """
     check_limits(precision, time_limit)
     if observed_speedup is not None and not 0 < observed_speedup < 100:
@@ -75,8 +81,16 @@ def run_step(
     if choice.backend == "cpu":
         settings = replace(settings, drop_ms=5.0, keep_ms=30.0)  # its clock need not settle
     config = job.source.config if hugging_face else None  # whose own layers have everything that the stack leaves out
-    with closing(open_journal()) as journal:
-        session = _StepSession(plan, choice.recipes, settings, precision, time_limit, journal, [command], reporter, config)
+    mark = fingerprint_of(plan, settings, config, list(choice.recipes))
+    with (
+        closing(open_journal()) as journal,
+        journal.recording(mark, command, resume=resume) as recording,
+        LocalWorkers() as workers,
+        held() as signals,
+    ):
+        if resume and (found := not_resumed(recording)) is not None:
+            reporter.say(found.text)
+        session = _StepSession(plan, choice.recipes, settings, precision, time_limit, recording, workers, reporter, config)
         predicted = session.run(f"running the step of {counted(plan.depth, 'layer')} in {', '.join(choice.recipes)} …")
         real, as_deep = session.verify() if verify and not session.interrupted else (None, None)
         verified = [run.results if run is not None else None for run in (real, as_deep)]
@@ -85,46 +99,49 @@ def run_step(
         times = step_times(predicted.results, choice.recipes, summed, tokens, *verified)
         recommended, mixed = session.recommend(predicted, times)
         batches = session.break_even(times) if break_even and not session.interrupted else ()
-    if budget is not None:
-        costed = [time.model_copy(update={"cost": cost(time.step_ms, job.run, budget)}) for time in times.recipes]
-        times = times.model_copy(update={"recipes": tuple(costed)})
-    runs = [run for run in (predicted, real, as_deep, mixed) if run is not None]
-    results = [result for run in runs for result in run.results.variants.values()]
-    baseline = predicted.results.deepest(BASELINE)
-    depth = baseline.variant.depth if baseline is not None else 0
-    findings = [
-        *_ended(predicted, interrupted=session.interrupted),
-        *([] if times.recipes else [finding("nothing-measured")]),
-        *(message for run in runs for message in (*run.results.findings, *run.findings)),
-        *step_findings(times),
-        *_failures(results, times),
-        *(observed_findings(times, observed_speedup) if observed_speedup is not None else ()),
-        *(break_even_finding(batches, name) for name in (batches[-1].speedups if batches else ())),
-        *_extrapolated(depth, plan.depth, times),
-        *session.findings,
-        *state_findings([state for result in results for state in result.states if state.get("sm_mhz")]),
-        *choice.findings,
-        *([] if hugging_face else differences),
-        *subject.findings,
-    ]
-    return StepResult(
-        command=command,
-        **subject.about(),
-        findings=tuple(findings),
-        environment=machine,
-        device=predicted.results.hello.get("device", {}),
-        versions=predicted.results.hello.get("versions", {}),
-        settings=settings,
-        depth=depth,
-        layers=plan.depth,
-        interrupted=session.interrupted,
-        seconds=_seconds(runs),
-        step=times,
-        recommendation=recommended,
-        break_even=batches,
-        observed_speedup=observed_speedup,
-        variants=tuple(results),
-    )
+        if budget is not None:
+            costed = [time.model_copy(update={"cost": cost(time.step_ms, job.run, budget)}) for time in times.recipes]
+            times = times.model_copy(update={"recipes": tuple(costed)})
+        runs = [run for run in (predicted, real, as_deep, mixed) if run is not None]
+        results = [result for run in runs for result in run.results.tasks.values()]
+        baseline = predicted.results.deepest(BASELINE)
+        depth = baseline.variant.depth if baseline is not None else 0
+        findings = [
+            *_ended(predicted, interrupted=session.interrupted),
+            *([] if times.recipes else [finding("nothing-measured")]),
+            *(message for run in runs for message in (*run.results.findings, *run.findings)),
+            *step_findings(times),
+            *_failures(results, times),
+            *(observed_findings(times, observed_speedup) if observed_speedup is not None else ()),
+            *(break_even_finding(batches, name) for name in (batches[-1].speedups if batches else ())),
+            *_extrapolated(depth, plan.depth, times),
+            *session.findings,
+            *state_findings([state for result in results for state in result.states if state.get("sm_mhz")]),
+            *choice.findings,
+            *([] if hugging_face else differences),
+            *subject.findings,
+        ]
+        result = StepResult(
+            command=command,
+            **subject.about(),
+            findings=tuple(findings),
+            environment=machine,
+            device=dict(predicted.results.hello.device),
+            versions=dict(predicted.results.hello.versions),
+            settings=settings,
+            depth=depth,
+            layers=plan.depth,
+            interrupted=session.interrupted,
+            seconds=_seconds(runs),
+            step=times,
+            recommendation=recommended,
+            break_even=batches,
+            observed_speedup=observed_speedup,
+            variants=tuple(results),
+        )
+        recording.deliver(lambda: deliver(result), complete=not session.interrupted)
+        signals.answered = True
+    return result
 
 
 @dataclass
@@ -136,8 +153,8 @@ class _StepSession:
     settings: StepSettings
     precision: float
     time_limit: float
-    journal: Journal
-    command: Sequence[str]
+    recording: Recording
+    workers: Workers
     reporter: Reporter
     config: Mapping[str, Any] | None
     findings: list[Finding] = field(default_factory=list)
@@ -152,29 +169,34 @@ class _StepSession:
         mixed: tuple[Plan, ...] = (),
         real: bool = False,
         limits: tuple[float, float] | None = None,
-    ) -> StepRun:
+    ) -> StepCampaign:
         """One measurement; of another plan, the CPU time to launch is not measured again."""
         self.reporter.say(purpose)
         precision, time_limit = limits or (self.precision, self.time_limit)
         rule = StoppingRule(target=precision, longest_s=min(time_limit, self.time_limit))
         settings = self.settings if plan is None else replace(self.settings, host=False)
-        chosen = recipes or self.recipes
-        step_run = StepRun(
-            plan or self.plan, chosen, settings, rule, self.journal, self.command, real=real, mixed=mixed, config=self.config
+        campaign = StepCampaign(
+            plan=plan or self.plan,
+            recipes=recipes or self.recipes,
+            settings=settings,
+            rule=rule,
+            recording=self.recording,
+            workers=self.workers,
+            real=real,
+            mixed=mixed,
+            config=self.config,
         )
-        with self.reporter.measuring(step_run) as on_message:
-            step_run.on_message = on_message
-            try:
-                step_run.run()
-            except KeyboardInterrupt:
-                self.interrupted = True
-        return step_run
+        with self.reporter.measuring(campaign) as on_message:
+            campaign.on_message = on_message
+            campaign.run()
+        self.interrupted = campaign.interrupted
+        return campaign
 
-    def verify(self) -> tuple[StepRun | None, StepRun | None]:
+    def verify(self) -> tuple[StepCampaign | None, StepCampaign | None]:
         """The real model; and, where only some of its layers fit into memory, the prediction of as many."""
         try:
             real = self.run("running the real model …", real=True)
-            measured = [result.variant.depth for result in real.results.variants.values() if result.measured]
+            measured = [result.variant.depth for result in real.results.tasks.values() if result.measured]
             depth = max(measured, default=self.plan.depth)
             if depth == self.plan.depth or self.interrupted:
                 return real, None
@@ -184,7 +206,7 @@ class _StepSession:
             self.findings.append(finding("not-verified", reason=error.message))
             return None, None
 
-    def recommend(self, predicted: StepRun, times: StepTimes) -> tuple[Recommendation | None, StepRun | None]:
+    def recommend(self, predicted: StepCampaign, times: StepTimes) -> tuple[Recommendation | None, StepCampaign | None]:
         """The fastest plan; a mixed one only after it was run beside the best single recipe, and won. After Ctrl-C, the fastest
         of what had been measured."""
         usable = [time for time in times.recipes if not time.fell_back]  # a fallback is not a speedup, and never recommended
@@ -219,7 +241,7 @@ class _StepSession:
             except UserError as error:
                 self.findings.append(finding("batch-not-run", batch=batch, reason=error.message))
                 continue
-            failed = {result.variant.recipe: result.failure for result in step_run.results.variants.values() if result.failure}
+            failed = {result.variant.recipe: result.failure for result in step_run.results.tasks.values() if result.failure}
             for name, reason in failed.items():
                 self.findings.append(finding("batch-recipe-not-run", batch=batch, recipe=name, reason=reason))
             others = {name: step_run.results.speedup(name) for name in step_run.recipes if name != BASELINE}
@@ -252,7 +274,7 @@ def _for_hugging_face(job: ModelRun, choices: Choices, *, verify: bool) -> Choic
     return choices if choices.backend or choices.device == "cpu" else replace(choices, backend="torchao")
 
 
-def _ended(predicted: StepRun, *, interrupted: bool) -> list[Finding]:
+def _ended(predicted: StepCampaign, *, interrupted: bool) -> list[Finding]:
     ended = predicted.rule.ended
     if not interrupted:
         return [ended or finding("all-measured")]
@@ -274,7 +296,7 @@ def _extrapolated(depth: int, layers: int, times: StepTimes) -> list[Finding]:
     return [finding("step-extrapolated", layers=layers, depth=depth, half=max(1, depth // 2)), *of_stack]
 
 
-def _seconds(runs: Sequence[StepRun]) -> dict[str, float]:
+def _seconds(runs: Sequence[StepCampaign]) -> dict[str, float]:
     """What each purpose took, all its runs together."""
     sums: dict[str, float] = {}
     for run in runs:

@@ -62,10 +62,8 @@ def command(
             say(f"note: --profile times nothing, so {', '.join(f'--{name}' for name in outputs.targets())} is not written")
         _report_profile(app.bench.run_for_nsight(job, **arguments))
         return
-    result = app.bench.run_bench(job, resume=timing_options.resume, verify_dgrad=verify_dgrad, **arguments)
-    deliver(result, outputs, lambda: _how_to_resume(app.bench.allow_resuming(result)))
-    if result.interrupted:
-        raise typer.Exit(130)
+    arguments |= {"resume": timing_options.resume, "verify_dgrad": verify_dgrad}
+    result = app.bench.run_bench(job, **arguments, deliver=lambda result: deliver(result, outputs))
     if not result.linears.ops:
         raise typer.Exit(1)
     if outputs.strict and result.has("fallback"):
@@ -95,8 +93,3 @@ def _report_profile(tasks: list[TaskResult]) -> None:
     say(f"{ran} of {len(tasks)} tasks ran, each in an NVTX range of its name; nothing was timed")
     if not ran:
         raise typer.Exit(1)
-
-
-def _how_to_resume(journal: str) -> str:
-    same = "run the same command with --resume and another path to write to"
-    return f"nothing is lost: all samples are in the journal {journal}; {same}"

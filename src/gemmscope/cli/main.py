@@ -95,7 +95,7 @@ def main() -> None:
         _complain(in_shell(error.message), in_shell(error.hint))
         sys.exit(2)
     except Interrupted as interruption:
-        _complain("interrupted")
+        _complain(f"interrupted{': ' * bool(interruption.outcome)}{in_shell(interruption.outcome)}")
         sys.exit(interruption.exit_code)
     except (_OutputClosed, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in buffers goes there

@@ -20,6 +20,7 @@ class StepOptions:
     hugging_face: bool = False
     precision: float = 0.01
     time_limit: float = 30.0
+    resume: bool = False
     observed_speedup: float | None = None
     tokens: float | None = None
     gpus: int | None = None
@@ -43,8 +44,13 @@ def command(
     check_targets(outputs.targets(), model_options.files())
     budget = app.step.Budget.asked(options.tokens, options.gpus, options.price)
     asked: dict[str, Any] = {name: value for name, value in vars(options).items() if name not in ("tokens", "gpus", "price")}
-    asked |= {"command": typed_command(), "reporter": app.progress.Console()}
-    result = app.step.run_step(run_options.of(model_options.load()), choices=choice_options.choices(), budget=budget, **asked)
-    deliver(result, outputs)
-    if result.interrupted or not result.step.recipes:
-        raise typer.Exit(130 if result.interrupted else 1)
+    asked |= {
+        "command": typed_command(),
+        "reporter": app.progress.Console(),
+        "choices": choice_options.choices(),
+        "budget": budget,
+    }
+    job = run_options.of(model_options.load())
+    result = app.step.run_step(job, **asked, deliver=lambda result: deliver(result, outputs))
+    if not result.step.recipes:
+        raise typer.Exit(1)

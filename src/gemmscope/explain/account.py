@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 
+from gemmscope.engine.kernels import CAST_SHARE
 from gemmscope.explain.place import CLASSES, ORDER
 from gemmscope.explain.timeline import HOST_IDLE
 from gemmscope.explain.view import TimedWork, TraceView, add_up, in_launch_order
-from gemmscope.measure.kernels import CAST_SHARE
 from gemmscope.parts import StepPart, in_order
 from gemmscope.results.explain import PrecisionTotal, StepAccount, UnknownKernel
 

@@ -4,11 +4,11 @@ from collections.abc import Iterable, Sequence
 from functools import cache, cached_property
 from typing import Any, Literal
 
+from gemmscope.engine.kernels import CAST_SHARE
 from gemmscope.explain.place import LOW, UNKNOWN_PRECISION
 from gemmscope.explain.rates import GpuRates, gpu_rates
 from gemmscope.explain.view import TimedWork, TraceView, add_up
 from gemmscope.findings import Fact, Finding
-from gemmscope.measure.kernels import CAST_SHARE
 from gemmscope.results.explain import Cause, StepAccount
 from gemmscope.toml import load_data
 

@@ -3,11 +3,11 @@
 from collections import Counter
 from collections.abc import Iterator
 
+from gemmscope.engine.kernels import CAST_SHARE
 from gemmscope.explain.account import forwards
 from gemmscope.explain.cause import StepEvidence, sizes_of, spans_of
 from gemmscope.explain.view import TimedWork, in_launch_order
 from gemmscope.findings import Fact, Finding, finding
-from gemmscope.measure.kernels import CAST_SHARE
 from gemmscope.results.explain import Cause
 
 GAIN_LOST = 0.5  # of the GEMMs' gain

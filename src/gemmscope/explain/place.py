@@ -1,6 +1,6 @@
 """Gives every piece of GPU work a class: GEMMs of a precision, quantization, attention, and so on.
 
-The kernel name decides (`measure/kernel_names.toml`). Where it is not specific, the operators that launched the kernel decide
+The kernel name decides (`engine/kernel_names.toml`). Where it is not specific, the operators that launched the kernel decide
 (`operators.toml`). Work that neither identifies is `other`, and listed by name.
 """
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from gemmscope.engine.kernels import KernelFacts, classify, work_in_step
 from gemmscope.explain.scopes import Scope
 from gemmscope.explain.trace import GpuWork, Operator, RecordedTrace
-from gemmscope.measure.kernels import KernelFacts, classify, work_in_step
 from gemmscope.toml import load_data
 
 LOW = ("FP8", "MXFP8", "FP8 blocks", "FP4")

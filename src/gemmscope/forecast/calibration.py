@@ -147,13 +147,12 @@ def check_place(gpu: str) -> None:
             raise OSError("it is a folder" if path.is_dir() else "no permission")
 
 
-def save(calibration: Calibration) -> Path:
+def save(calibration: Calibration) -> None:
     """Write it where forecasts look for it."""
     path = place(calibration.gpu)
     with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(calibration), indent=1) + "\n", encoding="utf-8")
-    return path
 
 
 @contextmanager

@@ -6,13 +6,13 @@ Every interval is a 90% error bar. An error that both sides of a speedup share c
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gemmscope.bench.memory import memory
 from gemmscope.findings import Finding, finding
 from gemmscope.forecast.estimate import Estimate, pairwise, ratio, total, winner_of
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.training import NEVER_QUANTIZED
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.interval import Interval
-from gemmscope.measure.memory import memory
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.results.linears import Linears, OpTime, Speedup, linears_total, quantization_by_pass, same_kernels

@@ -25,7 +25,7 @@ def step_times(
     as_deep: StepMeasurements | None = None,
 ) -> StepTimes:
     """The answer. `real`: what `--verify` measured; `as_deep`: the prediction of as many layers, if it did not run all."""
-    gpu = spec_of(str(measurements.hello.get("device", {}).get("name", "")))
+    gpu = spec_of(str(measurements.hello.device.get("name", "")))
     slow = profiled_step(measurements, measurements.deepest(BASELINE))
     times, failures = [], {}
     for name in names:

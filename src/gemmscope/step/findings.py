@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from gemmscope.engine.kernels import CAST_SHARE
 from gemmscope.findings import Finding, finding
-from gemmscope.measure.kernels import CAST_SHARE
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.step import StepTime, StepTimes
 

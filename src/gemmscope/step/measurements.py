@@ -1,74 +1,52 @@
-"""What a run of steps has measured so far, collected from the worker's messages, live or out of the journal.
+"""What was measured of training steps so far.
 
 Where the whole depth does not fit into memory, each recipe is run at two depths, and the step of the whole model follows from the
 line through them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
-from gemmscope.findings import Finding, finding
+from gemmscope.engine.messages import Launch, Message, Profile
+from gemmscope.engine.stats import Bursts, Floats, Noise, interval_of, noise_of
+from gemmscope.engine.store import ResultStore
 from gemmscope.interval import Interval
-from gemmscope.measure.stats import Bursts, Floats, Noise, interval_of, noise_of, pieces
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.step import Variant, VariantResult
 
 
-class StepMeasurements:
-    """All variants of a run by their name. `pieces`: the bursts of each, cut into pieces as statistics need them."""
+class StepMeasurements(ResultStore[VariantResult]):
+    """All variants of a step by their name."""
 
     def __init__(self, variants: Iterable[Variant], layers: int) -> None:
-        self.variants = {variant.name: VariantResult(variant) for variant in variants}
-        self.pieces: dict[str, list[list[float]]] = {name: [] for name in self.variants}
+        super().__init__({variant.name: VariantResult(variant) for variant in variants})
         self.layers = layers  # of the whole model
-        self.hello: dict[str, Any] = {}
-        self.findings: list[Finding] = []
-        self.complete_rounds = 0
 
-    def prepared(self) -> tuple[int, int]:
-        """How many variants are ready or have failed; of how many."""
-        return sum(bool(result.facts) or bool(result.failure) for result in self.variants.values()), len(self.variants)
-
-    def take(self, message: dict[str, Any]) -> None:
+    def take(self, message: Message) -> None:
         """Record one message of the worker."""
-        kind = message["type"]
-        result = self.variants.get(str(message.get("task", "")))
-        if kind == "hello":
-            self.hello = message
-        elif kind == "finding":
-            self.findings.append(finding(message["code"], **message["facts"]))
-        elif kind == "round":
-            self.complete_rounds += 1
-        elif kind == "samples":
-            for name, burst in message["times_ms"].items():
-                self.variants[name].rounds_ms.append(burst)
-                self.variants[name].states.append(message["state"])
-                self.pieces[name].append(pieces(burst, sum(burst)))
-        elif result is not None and kind == "ready":
-            result.facts = {key: value for key, value in message.items() if key not in ("type", "task")}
-        elif result is not None and kind == "failed":
-            result.failure, result.failure_kind = message["why"], message["kind"]
-        elif result is not None and kind == "profile":
-            result.parts = [(part, direction, kernels) for part, direction, kernels in message["parts"]]
-            result.busy_ms = message["busy_ms"]
-        elif result is not None and kind == "host":
-            result.host_ms = message["host_ms"]
+        match message:
+            case Profile(name, parts, busy_ms):
+                self.tasks[name].parts = [(part, way, [list(kernel) for kernel in kernels]) for part, way, kernels in parts]
+                self.tasks[name].busy_ms = busy_ms
+            case Launch(name, host_ms):
+                self.tasks[name].host_ms = host_ms
+            case _:
+                super().take(message)
 
-    def any_samples(self) -> bool:
-        return any(result.rounds_ms for result in self.variants.values())
+    def empty(self, key: str) -> VariantResult:
+        return VariantResult(self.tasks[key].variant)
 
     def noise(self) -> Noise:
         """The noise, estimated from everything that was measured. Negative correlation within a burst is not used: a prediction
         must hold for the steps of another process too, which begin in another state."""
-        return noise_of((self.pieces[name] for name, result in self.variants.items() if result.measured), swings=False)
+        return noise_of((self.pieces[name] for name, result in self.tasks.items() if result.measured), swings=False)
 
     def of(self, recipe: str, left_out: tuple[str, ...] = (), *, real: bool = False) -> list[VariantResult]:
         """The variants of one plan, the deepest first."""
         chosen = [
             result
-            for result in self.variants.values()
+            for result in self.tasks.values()
             if (result.variant.recipe, result.variant.left_out, result.variant.real) == (recipe, left_out, real)
         ]
         return sorted(chosen, key=lambda result: -result.variant.depth)

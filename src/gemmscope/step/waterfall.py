@@ -1,6 +1,6 @@
 """Explains a step's speedup: from the GEMMs alone, down through everything that dilutes it, to the step.
 
-Every kernel of a profiled step belongs to a block of the model (`marks.py`) and has a class (`measure/kernels.py`); both
+Every kernel of a profiled step belongs to a block of the model (`marks.py`) and has a class (`engine/kernels.py`); both
 together tell which part of the step it is. Each part adds its time to both sides, and the speedup after it is that of everything
 so far: the first one is what the hardware gives, the last one what training gains.
 """
@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from gemmscope.bench.evidence import evidence
+from gemmscope.engine.kernels import CAST_SHARE, classify, work_in_step
 from gemmscope.findings import Finding, finding
-from gemmscope.measure.evidence import evidence
-from gemmscope.measure.kernels import CAST_SHARE, classify, work_in_step
 from gemmscope.parts import STEP_PARTS, StepPart, in_order
 from gemmscope.recipe.recipes import Recipe
 from gemmscope.results.step import ProfiledPart, WaterfallLevel

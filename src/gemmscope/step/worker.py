@@ -1,5 +1,5 @@
 """The process that runs training steps: builds the stack in every variant, runs bursts of steps, variant after variant in random
-order, until its input ends, then profiles one step of each. Messages as in `measure/worker.py`.
+order, until its input ends, then profiles one step of each.
 
 A *variant* is a recipe, with the parts that are left in BF16, at a depth. All variants live in the memory of the same weights.
 """
@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import gc
 import importlib
-import random
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 
+from gemmscope.engine.messages import Done, Failed, Hello, Launch, Profile, Ready
+from gemmscope.engine.timer import Burst, DoneBurst, busy_ms, elapsed_ms, kernel_run, segments
+from gemmscope.engine.worker import BurstGroup, MeasuringProcess
 from gemmscope.errors import in_a_line
-from gemmscope.measure.device import MeasuringProcess, Orders
-from gemmscope.measure.timer import busy_ms, elapsed_ms, kernel_run, segments
 from gemmscope.recipe.recipes import recipe
 from gemmscope.step.huggingface import HuggingFaceStep
 from gemmscope.step.kits import KITS
@@ -31,7 +30,6 @@ PROFILE_AFTER_MS = 1200.0  # of steps: the clock overshoots first, then falls to
 HOST_BATCH = (1, 128)  # so small that launching takes longer than running
 HOST_STEPS = 4
 LONG_STEP_MS = 2000.0
-Result = TypeVar("Result")
 
 
 class StepWorker(MeasuringProcess):
@@ -53,18 +51,18 @@ class StepWorker(MeasuringProcess):
         versions = {"torch": torch.__version__}
         if self.on_gpu:
             versions[self.kit.name] = importlib.import_module(self.kit.name).__version__
-        self.say("hello", device=self.device_facts(), versions=versions)
+        self.say(Hello(versions, self.device_facts()))
         if self.request["host"]:
             for variant in self.variants:
                 if not self._kit_of(variant).why_not(self.plan):
                     self._host(variant)
         for variant in self.variants:
             self._build(variant)
-        self._rounds()
+        self._measure()
         if self.request["profile"]:  # last: the GPU is in its steady state, and marks have not split compiled layers yet
             for name, step in self.steps.items():
                 self._profile(name, step)
-        self.say("done")
+        self.say(Done())
 
     def _kit_of(self, variant: dict[str, Any]) -> Kit:
         kit: Kit = self.kit(recipe(variant["recipe"]), frozenset(variant["left_out"]), device=self.device)
@@ -84,7 +82,7 @@ class StepWorker(MeasuringProcess):
         self.begin(name, "preparing")
         why_not = self._kit_of(variant).why_not(self.plan)
         if why_not:
-            self.say("failed", task=name, why=why_not, kind="unsupported")
+            self.say(Failed(name, why_not, "unsupported"))
             return
         before = torch.cuda.memory_allocated() if self.on_gpu else 0
         step: Step | HuggingFaceStep | None = None
@@ -108,7 +106,7 @@ class StepWorker(MeasuringProcess):
         self.steps[name] = step
         held = torch.cuda.memory_allocated() - before if self.on_gpu else 0
         peak = torch.cuda.max_memory_allocated() - before if self.on_gpu else 0
-        self.say("ready", task=name, loss=loss, held_bytes=held, peak_bytes=peak)
+        self.say(Ready(name, {"loss": loss, "held_bytes": held, "peak_bytes": peak}))
 
     def _mean_ms(self, step: Step | HuggingFaceStep, count: int = 1) -> float:
         """Milliseconds per step, launched back to back on an idle GPU."""
@@ -151,11 +149,11 @@ class StepWorker(MeasuringProcess):
             self.warn("marks-missing", variant=name, seen=len(recorded), marks=len(labels))
             return
         parts = [
-            [part, way, [[run.name, round(run.duration_us, 3), run.stream] for run in map(kernel_run, events)]]
+            (part, way, [(run.name, round(run.duration_us, 3), run.stream) for run in map(kernel_run, events)])
             for (part, way), events in zip(labels, recorded, strict=True)
         ]
         every = [event for events in recorded for event in events]
-        self.say("profile", task=name, parts=parts, busy_ms=busy_ms(every))
+        self.say(Profile(name, parts, busy_ms(every)))
 
     def _host(self, variant: dict[str, Any]) -> None:
         """The CPU time to launch a step: the same layers on a batch that keeps the GPU waiting."""
@@ -167,7 +165,7 @@ class StepWorker(MeasuringProcess):
             step = self._make({**variant, "real": False}, small)
             for _ in range(2):
                 step.run()
-            self.say("host", task=name, host_ms=self._mean_ms(step, HOST_STEPS))
+            self.say(Launch(name, self._mean_ms(step, HOST_STEPS)))
         except Exception as error:
             self.warn("launch-not-measured", variant=name, reason=in_a_line(error))
 
@@ -175,88 +173,54 @@ class StepWorker(MeasuringProcess):
         if self.on_gpu:
             torch.cuda.synchronize()
 
-    def _rounds(self) -> None:
-        """A burst of every variant in random order, round after round, until told to stop.
-
-        The next burst is launched before the last one is collected: after a moment without work the power control lets the GPU
-        run too fast, and then too slow, for half a second.
-        """
-        rng, orders = random.Random(self.request["seed"]), Orders()
+    def _measure(self) -> None:
+        """A burst of every variant in turn; the garbage collector would stop the launching now and then, so it runs between."""
         gc.collect()
         gc.freeze()
-        gc.disable()  # it would stop the launching for tens of milliseconds now and then; between bursts it may
-        waiting: _Launched | None = None
-        for number in range(self.request["max_rounds"]):
-            order = rng.sample(list(self.steps), len(self.steps))
-            for name in order:
-                if orders.stop():
-                    return
-                if name not in self.steps:  # its last burst failed since
-                    continue
-                launched = self._guarded(name, partial(self._launch, number, name, ends_round=name == order[-1]))
-                if waiting is not None:
-                    self._guarded(waiting.name, partial(self._collect, waiting))
-                waiting = launched
-                gc.collect()
-        if waiting is not None:
-            self._guarded(waiting.name, partial(self._collect, waiting))
+        gc.disable()
+        self.rounds([BurstGroup((name,), [name]) for name in self.steps])
 
-    def _guarded(self, name: str, work: Callable[[], Result]) -> Result | None:
-        """Run `work`; a failure costs only this variant."""
-        self.begin(name, "measuring")
-        try:
-            return work()
-        except Exception as error:
-            if self.steps.pop(name, None) is not None:  # else its burst before this one has failed, too
-                self.failed(name, error)
-            return None
-
-    def _launch(self, number: int, name: str, *, ends_round: bool) -> _Launched:
+    def launch(self, group: BurstGroup, number: int) -> Burst:  # noqa: ARG002
         """Steps that reach the steady state, then those that count; of steps that take seconds, one is enough."""
+        gc.collect()
+        [name] = group.tasks
         run, once_ms = self.steps[name].run, self.once_ms[name]
         least = 1 if once_ms > LONG_STEP_MS else self.request["least_steps"]
         for _ in range(max(1, round(self.request["drop_ms"] / once_ms))):
             run()
         self._still(name, "measuring")
         kept = max(least, round(self.request["keep_ms"] / once_ms))
-        return _Launched(number, name, self._timed_on_gpu(run, kept) if self.on_gpu else self._timed_here(run, kept), ends_round)
+        return _StepBurst(run, kept) if self.on_gpu else DoneBurst([[elapsed_ms(run) for _ in range(kept)]])
+
+    def burst_failed(self, group: BurstGroup, error: Exception) -> None:
+        """It costs only this variant."""
+        self.failed(group.tasks[0], error)
+        self.steps.pop(group.tasks[0], None)
 
     def _still(self, name: str, what: str) -> None:
         """Between steps that take seconds: a sign of life."""
         if self.once_ms[name] > LONG_STEP_MS:
             self.begin(name, what)
 
-    def _collect(self, launched: _Launched) -> None:
-        """Wait for a burst, and send the times of its steps."""
-        times = launched.times_ms()
-        self.send_samples(launched.number, {launched.name: times}, self.gpu_state(), ends_round=launched.ends_round)
 
-    @staticmethod
-    def _timed_on_gpu(run: Callable[[], None], kept: int) -> Callable[[], list[float]]:
-        """Milliseconds from the start of a step to the start of the next."""
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(kept + 1)]
-        for mark in marks[:-1]:
+class _StepBurst:
+    """Steps on the GPU, timed from the start of each to the start of the next."""
+
+    over = False
+
+    def __init__(self, run: Callable[[], None], kept: int) -> None:
+        self._marks = [torch.cuda.Event(enable_timing=True) for _ in range(kept + 1)]
+        for mark in self._marks[:-1]:
             mark.record()
             run()
-        marks[-1].record()
+        self._marks[-1].record()
 
-        def times_ms() -> list[float]:
-            marks[-1].synchronize()
-            return [before.elapsed_time(after) for before, after in pairwise(marks)]
+    def nearly_done(self) -> None:
+        """Wait for its end."""
+        self._marks[-1].synchronize()
 
-        return times_ms
-
-    @staticmethod
-    def _timed_here(run: Callable[[], None], kept: int) -> Callable[[], list[float]]:
-        times = [elapsed_ms(run) for _ in range(kept)]
-        return lambda: times
-
-
-class _Launched(NamedTuple):
-    number: int
-    name: str
-    times_ms: Callable[[], list[float]]
-    ends_round: bool
+    def times_ms(self) -> list[list[float]]:
+        return [[before.elapsed_time(after) for before, after in pairwise(self._marks)]]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,31 @@
+"""Asks the frameworks what they can run on this machine, in a separate process (it imports torch), and prints JSON."""
+
+import importlib
+import json
+import sys
+from typing import Any
+
+from gemmscope.bench.backends import BACKENDS
+from gemmscope.bench.backends.base import Options
+from gemmscope.bench.backends.reference import OperandStore
+from gemmscope.errors import in_a_line
+from gemmscope.recipe.recipes import recipes
+
+
+def main() -> None:
+    """For each backend: its versions and, for each recipe, why it does not run (empty: it runs); or why it does not load."""
+    answer: dict[str, Any] = {}
+    for name, (module, class_name) in BACKENDS.items():
+        try:
+            backend = getattr(importlib.import_module(module), class_name)(OperandStore("cpu"), Options())
+            reasons = {recipe.name: backend.why_not(recipe) for recipe in recipes().values()}
+            answer[name] = {"versions": dict(backend.versions()), "why_not": reasons}
+        except ModuleNotFoundError as error:
+            answer[name] = {"broken": f"{error.name} is not installed"}
+        except Exception as error:
+            answer[name] = {"broken": in_a_line(error)}
+    sys.stdout.write("\n" + json.dumps(answer) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Drives measurements: worker processes, their messages, the journal, when to stop, statistics."""

@@ -1,0 +1,203 @@
+"""Drives a campaign from the parent's side: starts workers, journals their messages, restarts them when they die, stops in time.
+
+The parent never imports torch. It knows the worker's current task (`begin`), so a crash, a CUDA fault or a hang costs that task
+and nothing else: it is recorded as failed, and a new worker takes the others. What is measured is said by subclasses: which tasks
+are measured together, what the worker is asked to do, and how precisely everything is known.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, TypeVar
+
+from gemmscope.engine.journal import Recording
+from gemmscope.engine.link import Link, WorkerEndedError, Workers
+from gemmscope.engine.messages import Attempted, Begin, Done, Failed, Fatal, Group, Hello, Message, Noticed, Round, Samples
+from gemmscope.engine.rule import StoppingRule, Uncertainty
+from gemmscope.engine.store import ResultStore, identity
+from gemmscope.errors import UserError, option
+from gemmscope.findings import finding
+from gemmscope.signals import Held, held
+
+Results = TypeVar("Results", bound=ResultStore[Any])
+OnMessage = Callable[[Message, Any], None]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """Tasks that are measured together, in the memory of one process. A failure of the kind `ends_at` ends the attempt."""
+
+    tasks: Sequence[str]
+    ends_at: str = ""
+
+
+@dataclass(kw_only=True)
+class Campaign(ABC, Generic[Results]):
+    """One measurement. `run` measures until the rule says stop; `results` has what was measured, also when it is interrupted."""
+
+    worker: ClassVar[str]  # the module that the measuring process runs
+    ends_itself: ClassVar[bool] = False  # the worker has something left to do after the last sample
+
+    rule: StoppingRule
+    recording: Recording
+    workers: Workers = field(repr=False)
+    on_message: OnMessage = lambda *_: None
+    results: Results = field(init=False)
+    interrupted: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        self._decide_again = 0.0
+        self._clock_runs = self._greeted = False
+        self._at = ""  # the worker's current task
+
+    @property
+    @abstractmethod
+    def part(self) -> str:
+        """The fingerprint of this campaign within its run."""
+
+    @property
+    @abstractmethod
+    def silence_s(self) -> float:
+        """A worker that sends nothing for this long is considered hung."""
+
+    @abstractmethod
+    def attempts(self) -> Iterator[Attempt]:
+        """What to measure, set after set. Each is asked for when the one before it is over, and may follow from its results."""
+
+    @abstractmethod
+    def request(self, tasks: Sequence[str]) -> dict[str, Any]:
+        """What the worker is asked to do."""
+
+    @abstractmethod
+    def uncertainties(self, tasks: Sequence[str]) -> Iterable[Uncertainty]:
+        """How precisely everything is known that the tasks of an attempt are measured for."""
+
+    def wanted(self, groups: Sequence[Group], tasks: Sequence[str]) -> list[Group]:  # noqa: ARG002
+        """What this worker should measure more of, so that these groups are known better; nothing: all alike."""
+        return []
+
+    def widest(self) -> float | None:
+        """The largest half-width of all that is measured."""
+        return max((each.half_width for each in self.uncertainties(list(self.results.tasks))), default=None)
+
+    def run(self) -> Results:
+        """Measure what the journal does not have yet, until the rule is met. A signal ends it early (`interrupted`)."""
+        earlier = self.recording.messages(self.part)
+        with held() as signals:
+            for attempt in self.attempts():
+                self.rule.restart(self.results.complete_rounds)
+                self._clock_runs = False
+                earlier, over = self._replay(attempt, earlier)
+                if over:
+                    self.rule.conclude(self.uncertainties(attempt.tasks))
+                elif self.ends_itself or not self._enough(attempt.tasks):
+                    self._measure(attempt, signals)
+                if signals.first is not None:
+                    self.interrupted = signals.answered = True
+                    signals.outcome = f"the same command with {option('resume')} continues from here"
+                    break
+        return self.results
+
+    def _replay(self, attempt: Attempt, earlier: list[Message]) -> tuple[list[Message], bool]:
+        """Take in what the journal has of this attempt. Returns the messages of later ones, and whether this one was over."""
+        begun = Attempted(list(attempt.tasks))
+        if not earlier:
+            self._note(begun)
+            return [], False
+        if earlier[0] != begun:
+            raise UserError("the journal has another course of this measurement", f"start again without {option('resume')}")
+        following = (index for index, message in enumerate(earlier) if index and isinstance(message, Attempted))
+        end = next(following, len(earlier))
+        for message in earlier[:end]:
+            self.results.take(message)
+        return earlier[end:], end < len(earlier) or isinstance(earlier[end - 1], Done)
+
+    def _measure(self, attempt: Attempt, signals: Held) -> None:
+        """One worker after another, until one ends normally: each that dies costs the task it died at."""
+        while left := self.results.left(attempt.tasks):
+            link = self.workers.start(self.worker)
+            try:
+                ended = self._converse(link, left, attempt, signals)
+            except WorkerEndedError as death:
+                ended = self._survive(death, left)
+            finally:
+                link.close()
+            if ended:
+                return
+
+    def _converse(self, link: Link, tasks: list[str], attempt: Attempt, signals: Held) -> bool:
+        """Take in one worker's messages until there is enough. True: the attempt is over."""
+        self._at, self._greeted = "", False
+        enough, sent = False, list[Group]()
+        had = {key: len(self.results.tasks[key].rounds_ms) for key in tasks} if not self.rule.decides else {}
+        link.send({**self.request(tasks), "least_rounds": self.rule.least_rounds, "had": had})
+        for message in link.messages(self.silence_s, signals):
+            if isinstance(message, Fatal):
+                raise WorkerEndedError("error", message.why)
+            self._note(message)
+            if isinstance(message, Done) or (isinstance(message, Failed) and message.kind == attempt.ends_at):
+                return True
+            if isinstance(message, (Samples, Round)) and not enough:
+                enough = self._enough(attempt.tasks)
+                if enough and not self.ends_itself:
+                    self._note(Done())
+                    return True
+                if enough:
+                    link.tell_to_stop()
+                elif (now := self.wanted(self.rule.open, tasks)) != sent:
+                    link.send(now)
+                    sent = now
+        return True  # a signal
+
+    def _survive(self, death: WorkerEndedError, tasks: list[str]) -> bool:
+        """Record what the end of a worker costs. True: the attempt is over."""
+        if not self._greeted and not self.results.any_samples():
+            why = f"the measuring process did not start {death.detail}" if death.kind == "crash" else death.why
+            raise UserError(why, "gemmscope doctor shows what this machine can measure") from death
+        if self.rule.ended is not None:  # everything was timed
+            self._note(Noticed("kernels-not-profiled", {"reason": death.why}))
+            self._note(Done())
+            return True
+        at = [self._at] if self._at in tasks else tasks[:1]
+        for key in at if self._greeted else tasks:  # a process that does not start any more cannot measure any of them
+            if not self.results.tasks[key].failure:  # else the worker itself had reported it before it died
+                self._note(Failed(key, death.why, death.kind))
+        return False
+
+    def _enough(self, tasks: Sequence[str]) -> bool:
+        """Asked after every burst; but deciding takes a moment with many tasks, and must not hold up the messages."""
+        began = time.monotonic()
+        if not self.rule.decides or began < self._decide_again:
+            return False
+        enough = self.rule.done(self.results.complete_rounds, lambda: self.uncertainties(tasks))
+        self._decide_again = began + 4 * (time.monotonic() - began)
+        return enough
+
+    def _note(self, message: Message) -> None:
+        """Write a message to the journal, then use it."""
+        if isinstance(message, Hello):
+            self._greeted = True
+            _must_be_alike(self.results.hello, message)
+        elif isinstance(message, Begin):
+            self._at = message.task
+        elif isinstance(message, Samples) and not self._clock_runs:
+            self.rule.start_clock()
+            self._clock_runs = True
+        problem = self.recording.write(self.part, message)
+        self.results.take(message)
+        self.on_message(message, self.results)
+        if problem:
+            self.results.findings.append(finding("journal-incomplete", reason=problem))
+
+
+def _must_be_alike(earlier: Hello, now: Hello) -> None:
+    """Measurements that are combined must come from one GPU and one set of versions."""
+    before, after = identity(earlier), identity(now)
+    changed = [f"{key} was {before.get(key)} and is {value}" for key, value in after.items() if before.get(key) != value]
+    if changed and earlier != Hello():
+        raise UserError(
+            f"the earlier measurement was made elsewhere: {', '.join(changed)}", f"start again without {option('resume')}"
+        )

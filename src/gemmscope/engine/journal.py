@@ -1,0 +1,193 @@
+"""The journal: every message of a measuring process, written to disk before it is used.
+
+SQLite in write-ahead mode, one file in the user's state folder. A *run* is one command; its *parts* are the campaigns that it
+measures one after another. A run is finished once its results are written: whatever ends a command before that (Ctrl-C, a crash,
+a full disk, a power cut), `--resume` continues from here. While a run is going on, its process holds a lock, which the system
+releases however the process ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from gemmscope import __version__
+from gemmscope.engine.messages import Message, line, parse
+from gemmscope.errors import UserError, option
+from gemmscope.folders import state_folder
+
+VERSION = 2  # of the tables and messages: part of the file's name, so that another version keeps its own
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS run (
+    id INTEGER PRIMARY KEY, fingerprint TEXT NOT NULL, started REAL NOT NULL, command TEXT NOT NULL, finished REAL
+);
+CREATE TABLE IF NOT EXISTS message (
+    run INTEGER NOT NULL REFERENCES run(id), part TEXT NOT NULL, at REAL NOT NULL, content TEXT NOT NULL
+);
+CREATE INDEX IF NOT EXISTS message_of_run ON message (run, part);
+"""
+_COLUMNS = {"run": ["id", "fingerprint", "started", "command", "finished"], "message": ["run", "part", "at", "content"]}
+_HINT = "make room for it, or move it away if it is damaged; or set XDG_STATE_HOME to another folder that can be written"
+MOST_DAYS = 30
+MOST_BYTES = 512 << 20
+
+
+def fingerprint(*content: Any) -> str:
+    """The same for measurements of the same things by the same version."""
+    written = json.dumps([__version__, *content], sort_keys=True)
+    return hashlib.sha256(written.encode()).hexdigest()[:16]
+
+
+def open_journal() -> Journal:
+    """The journal of this user."""
+    return Journal(state_folder() / f"journal-{VERSION}.sqlite3")
+
+
+class Journal:
+    """One open journal. Several processes may have it open at the same time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._database = sqlite3.connect(path, isolation_level=None)
+            self._database.execute("PRAGMA auto_vacuum=INCREMENTAL")
+            self._database.execute("PRAGMA journal_mode=WAL")
+            self._database.executescript(_SCHEMA)
+            shape = {table: [row[1] for row in self._database.execute(f"PRAGMA table_info({table})")] for table in _COLUMNS}
+        except (OSError, sqlite3.Error) as error:
+            raise UserError(f"the journal {path} cannot be written: {error}", _HINT) from error
+        if shape != _COLUMNS:
+            self.close()
+            raise UserError(f"the journal {path} was not written by this version of gemmscope", "move it away")
+
+    def ask(self, statement: str, *values: Any) -> list[Any]:
+        """The rows of one statement; a `UserError` if the disk is full, the file damaged, or held by another program too long."""
+        try:
+            return self._database.execute(statement, values).fetchall()
+        except sqlite3.Error as error:
+            raise UserError(f"the journal {self.path} cannot be written: {error}", _HINT) from error
+
+    @contextmanager
+    def recording(self, mark: str, command: str, *, resume: bool = False) -> Iterator[Recording]:
+        """A new run, or with `resume` the newest one of this fingerprint that is neither finished nor going on elsewhere."""
+        self.prune()
+        running = False
+        for number in self._unfinished(mark) if resume else ():
+            lock = self._lock(number)
+            if lock is not None:
+                break
+            running = True
+        else:
+            self.ask("INSERT INTO run (fingerprint, started, command) VALUES (?, ?, ?)", mark, time.time(), command)
+            [(number,)] = self.ask("SELECT last_insert_rowid()")
+            lock = self._lock(number)
+            resume = False
+        try:
+            yield Recording(self, number, resumed=resume, running_elsewhere=running)
+        finally:
+            self._release(number, lock)
+
+    def unfinished(self, mark: str) -> int | None:
+        """The newest run of this fingerprint that is not finished."""
+        return next(iter(self._unfinished(mark)), None)
+
+    def _unfinished(self, mark: str) -> list[int]:
+        rows = self.ask("SELECT id FROM run WHERE fingerprint = ? AND finished IS NULL ORDER BY id DESC", mark)
+        return [int(number) for (number,) in rows]
+
+    def prune(self) -> None:
+        """Remove runs older than 30 days; and beyond 512 MB the oldest, finished ones first. Never one that is going on."""
+        for number, started in self.ask("SELECT id, started FROM run ORDER BY finished IS NULL, id"):
+            aged = time.time() - started > MOST_DAYS * 86400
+            if (aged or self._bytes() > MOST_BYTES) and (lock := self._lock(number)) is not None:
+                self.ask("DELETE FROM message WHERE run = ?", number)
+                self.ask("DELETE FROM run WHERE id = ?", number)
+                self._release(number, lock)
+        self.ask("PRAGMA incremental_vacuum")
+
+    def _bytes(self) -> int:
+        pages, free, size = (self.ask(f"PRAGMA {name}")[0][0] for name in ("page_count", "freelist_count", "page_size"))
+        return int((pages - free) * size)
+
+    def _lock_path(self, number: int) -> Path:
+        return self.path.with_name(f"{self.path.stem}.run-{number}.lock")
+
+    def _lock(self, number: int) -> IO[bytes] | None:
+        """The lock of a run; None while another process, or another thread of this one, holds it."""
+        path = self._lock_path(number)
+        try:
+            file = path.open("wb")
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            still_there = path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno()))
+        except BlockingIOError:
+            file.close()
+            return None
+        except OSError as error:
+            raise UserError(f"the journal {self.path} cannot be written: {error}", _HINT) from error
+        return file if still_there else self._lock(number)  # whoever held it before has removed the file meanwhile
+
+    def _release(self, number: int, lock: IO[bytes] | None) -> None:
+        with suppress(OSError):
+            self._lock_path(number).unlink()
+        if lock is not None:
+            lock.close()
+
+    def close(self) -> None:
+        self._database.close()
+
+
+@dataclass
+class Recording:
+    """One run in the journal. `resumed`: it was there before. `running_elsewhere`: one like it is going on in another process."""
+
+    journal: Journal
+    number: int
+    resumed: bool = False
+    running_elsewhere: bool = False
+    incomplete: bool = field(default=False, init=False)  # a message could not be written
+
+    def messages(self, part: str) -> list[Message]:
+        """Every message of a part, in order."""
+        try:
+            rows = self.journal.ask("SELECT content FROM message WHERE run = ? AND part = ? ORDER BY rowid", self.number, part)
+            return [parse(content) for (content,) in rows]
+        except (ValueError, TypeError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(
+                f"the journal {self.journal.path} is damaged: {reason}", f"start again without {option('resume')}"
+            ) from error
+
+    def write(self, part: str, message: Message) -> str:
+        """Write one message. If that fails, measuring continues without a journal, and the reason is returned, once."""
+        if self.incomplete:
+            return ""
+        try:
+            self.journal.ask("INSERT INTO message VALUES (?, ?, ?, ?)", self.number, part, time.time(), line(message))
+        except UserError as error:
+            self.incomplete = True
+            return error.message
+        return ""
+
+    def deliver(self, write: Callable[[], None], *, complete: bool) -> None:
+        """Write the results. If that succeeds and they are `complete`, the run is finished: there is nothing to resume."""
+        try:
+            write()
+        except UserError as error:
+            if self.incomplete:
+                raise
+            same = "run the same command with ‹resume› and another path to write to"
+            where = f"nothing is lost: all samples are in the journal {self.journal.path}; {same}"
+            raise UserError(error.message, where) from error
+        if complete:
+            with suppress(UserError):  # the results are written: a disk that is full since then takes nothing from them
+                self.journal.ask("UPDATE run SET finished = ? WHERE id = ?", time.time(), self.number)

@@ -1,0 +1,102 @@
+"""What kernel names tell: which class of work a kernel does, and the precision of a GEMM.
+
+Names are decoded by the table in `kernel_names.toml`. `evidence.py` compares the precision with the one requested.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+from gemmscope.toml import load_data
+
+KernelClass = Literal[
+    "gemm", "quantize", "update", "memory",
+    "attention", "norm", "activation", "loss", "embedding", "optimizer", "elementwise", "communication", "other",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class KernelRun:
+    """One execution of a kernel as the profiler saw it."""
+
+    name: str
+    duration_us: float
+    stream: int = 0
+
+
+@dataclass(frozen=True)
+class KernelFacts:
+    """What a name says. `operands` and `scales` are None where it proves nothing about them."""
+
+    kernel_class: KernelClass
+    operands: tuple[str, str] | None = None
+    scales: str | None = None
+    ends_tensor: bool = False  # the last kernel of one tensor's quantization
+    scales_output: bool = False  # right after a GEMM: applies the scales that the GEMM left out
+
+
+@cache
+def classify(name: str) -> KernelFacts:
+    """The facts in one kernel's name.
+
+    >>> classify("nvjet_sm90_qrtst_128x160_128x5_2x1_v_bz_coopA_algo2_TNT").operands
+    ('e4m3', 'e5m2')
+    """
+    for rule in _rules()["kernel"]:
+        if re.search(rule["found"], name):
+            operands, scales = _nvjet(name) if "nvjet_" in name else (rule.get("operands"), rule.get("scales"))
+            pair = (operands[0], operands[1]) if operands else None
+            return KernelFacts(rule["class"], pair, scales, rule.get("ends_tensor", False), rule.get("scales_output", False))
+    return KernelFacts("other")
+
+
+CAST_SHARE = 0.75  # of a kernel that casts and does a norm or an activation as well: 0.82, 0.85 and 0.56 in three compiled steps
+# on an H200, compared with the same step in BF16, which does the norms and activations alone
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What a kernel is for in a training step. `beside`: it casts, and does a norm, an activation or the like as well, so that
+    `CAST_SHARE` of its time is the cast's, and the rest is that of `beside`."""
+
+    kernel_class: KernelClass
+    beside: KernelClass | None = None
+
+
+@cache
+def work_in_step(name: str) -> StepWork:
+    """As `classify`, where a compiler may have mixed casts with everything around them; a linear alone has nothing to mix.
+
+    >>> work_in_step("triton_poi_fused_mul_silu_3")
+    StepWork(kernel_class='activation', beside=None)
+    >>> work_in_step("triton_red_fused_abs_gelu_max_6")
+    StepWork(kernel_class='quantize', beside='activation')
+    """
+    facts, rules = classify(name), _rules()["inductor"]
+    if not name.startswith("triton_") or facts.kernel_class not in ("quantize", "elementwise", "norm", "activation"):
+        return StepWork(facts.kernel_class)
+    work = next((rule["class"] for rule in rules["work"] if re.search(rule["found"], name)), None)
+    if re.search(rules["casts"], name):
+        return StepWork("quantize", work)
+    if facts.kernel_class in ("norm", "activation"):
+        return StepWork(facts.kernel_class)
+    return StepWork(work or ("elementwise" if facts.scales_output else facts.kernel_class))
+
+
+@cache
+def _rules() -> dict[str, Any]:
+    return load_data("gemmscope.engine", "kernel_names.toml")
+
+
+def _nvjet(name: str) -> tuple[list[str] | None, str | None]:
+    """Decode `nvjet_sm90_qqtst_…`: five letters name both operands, three name one format for both."""
+    tag = re.search(r"nvjet_(?:sm\d+_)?([a-z]{3,5})_", name)
+    letters = _rules()["nvjet"]["letters"]
+    if tag is None or any(letter not in letters for letter in tag[1]):
+        return None, None
+    operands = [letters[letter] for letter in (tag[1][:2] if len(tag[1]) == 5 else tag[1][0] * 2)]
+    for rule in _rules()["nvjet"]["scales"]:
+        if re.search(rule["found"], name):
+            return operands, str(rule["is"])
+    return operands, "none" if operands[0] in ("bf16", "fp16", "fp32") else "tensor"

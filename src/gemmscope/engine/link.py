@@ -1,0 +1,183 @@
+"""The connection between the parent and a measuring process.
+
+The request goes to the process's standard input as one line of JSON; the end of that input means stop. Messages come back over a
+separate pipe, one line each, so that the output of frameworks does not interfere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, ClassVar, Protocol
+
+from gemmscope.engine.messages import Message, parse
+from gemmscope.errors import shown
+from gemmscope.process import worker_command, worker_environment
+from gemmscope.signals import Held
+
+MOST_ERRORS = 1 << 16  # bytes of error output that are looked at
+LOOK_S = 1.0  # how often to see whether a process that is silent has ended: a child of it may keep the pipe open
+
+
+class WorkerEndedError(Exception):
+    """The process ended or must be ended: what happened, details, and the kind of failure that this is for its task."""
+
+    def __init__(self, kind: str, what: str, detail: str = "") -> None:
+        super().__init__(kind, what, detail)
+        self.kind, self.why, self.detail = kind, f"{what} {detail}".strip(), detail
+
+
+class Link(Protocol):
+    """One measuring process, wherever it runs."""
+
+    def send(self, content: Any) -> None:
+        """Send the request, or later orders."""
+
+    def tell_to_stop(self) -> None:
+        """Let it end what it is doing."""
+
+    def messages(self, silence_s: float, held: Held) -> Iterator[Message]:
+        """Its messages as they arrive, until a signal is held; those that have arrived by then included.
+
+        A `WorkerEndedError` if it ends, sends nothing for `silence_s`, or sends what is no message."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+class Workers(Protocol):
+    """Where measuring processes come from. Several GPUs, or those of a cluster, plug in here."""
+
+    def start(self, module: str) -> Link:
+        """Start a process that runs this module."""
+
+
+class LocalWorkers:
+    """Processes on this machine. One may be started early: it imports torch while others read the model."""
+
+    def __init__(self) -> None:
+        self._early: dict[str, LocalLink] = {}
+
+    def __enter__(self) -> LocalWorkers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._early:
+            self._early.popitem()[1].close()
+
+    def start_early(self, module: str) -> None:
+        """Start a process now, which the first `start` of this module returns."""
+        self._early[module] = LocalLink(module)
+
+    def start(self, module: str) -> LocalLink:
+        return self._early.pop(module, None) or LocalLink(module)
+
+
+class LocalLink:
+    """A process on this machine, with a process group of its own, which ends with it."""
+
+    _ending: ClassVar[list[subprocess.Popen[bytes]]] = []  # killed, and perhaps still exiting
+
+    def __init__(self, module: str) -> None:
+        while self._ending:  # their memory is needed
+            self._ending.pop().wait()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        self._reading, writing = os.pipe()
+        self._process = subprocess.Popen(
+            worker_command(module, str(writing)),
+            bufsize=0,
+            pass_fds=(writing,),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=self._errors,
+            env=worker_environment(),
+            start_new_session=True,  # Ctrl-C reaches only the parent, which then ends the worker
+        )
+        os.close(writing)
+        assert self._process.stdin is not None
+        self._input = self._process.stdin
+        self._outgoing, self._stopping = b"", False
+        for number in (self._reading, self._input.fileno()):
+            os.set_blocking(number, False)
+
+    def send(self, content: Any) -> None:
+        self._outgoing += json.dumps(content).encode() + b"\n"
+        self._write()
+
+    def tell_to_stop(self) -> None:
+        """Close its standard input, once everything is sent."""
+        self._stopping = True
+        self._write()
+
+    def messages(self, silence_s: float, held: Held) -> Iterator[Message]:
+        pending, heard = b"", time.monotonic()
+        while True:
+            over = self._process.poll() is not None  # what it had sent before is read first
+            sending = [self._input.fileno()] if self._outgoing else []
+            select.select([self._reading, held.fileno()], sending, [], 0 if over else min(silence_s, LOOK_S))
+            self._write()
+            piece = self._read()
+            if piece:
+                heard = time.monotonic()
+                *whole, pending = (pending + piece).split(b"\n")
+                yield from map(_message, whole)
+            elif held.first is not None:
+                return
+            elif piece is None or over:
+                raise WorkerEndedError("crash", "the measuring process died", self._exit_reason())
+            elif time.monotonic() - heard >= silence_s:
+                raise WorkerEndedError("hang", f"the measuring process sent nothing for {silence_s:g} s")
+
+    def _read(self) -> bytes | None:
+        """What has arrived; None at the end."""
+        try:
+            return os.read(self._reading, 1 << 20) or None
+        except BlockingIOError:
+            return b""
+
+    def _write(self) -> None:
+        """Send as much as the pipe takes now; the rest follows while messages are waited for."""
+        try:
+            while self._outgoing:
+                self._outgoing = self._outgoing[os.write(self._input.fileno(), self._outgoing) :]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:  # it has ended, which the end of its messages will show
+            self._outgoing = b""
+        if self._stopping and not self._input.closed:
+            self._input.close()
+
+    def _exit_reason(self) -> str:
+        """How it ended: the signal or exit code, and the last line of its error output."""
+        code = self._process.wait()
+        size = self._errors.seek(0, os.SEEK_END)
+        self._errors.seek(max(0, size - MOST_ERRORS))
+        lines = [line.strip() for line in self._errors.read().decode(errors="replace").splitlines() if line.strip()]
+        if code == -signal.SIGKILL:  # no message follows; the system does this when memory runs out
+            return "(killed by signal 9)"
+        ended = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return f"({ended})" + (f": {lines[-1][:200]}" if lines else "")
+
+    def close(self) -> None:
+        """Kill the process and those that it started. Releasing the GPU takes a moment, for which only the next one waits."""
+        if not self._errors.closed:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._ending.append(self._process)
+            self._input.close()
+            os.close(self._reading)
+            self._errors.close()
+
+
+def _message(text: bytes) -> Message:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise WorkerEndedError("error", f"the measuring process sent what is not a message: {shown(text)}") from error

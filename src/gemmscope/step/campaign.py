@@ -1,0 +1,121 @@
+"""Measures the training step: at the real depth with the weights of a few layers, in every recipe, until the speedups are precise
+enough. Where the whole depth does not fit into memory, it runs two shallower stacks and extrapolates.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from gemmscope.engine.campaign import Attempt, Campaign
+from gemmscope.engine.journal import fingerprint
+from gemmscope.engine.rule import Uncertainty
+from gemmscope.errors import UserError, option
+from gemmscope.findings import Finding, finding
+from gemmscope.recipe.recipes import BASELINE
+from gemmscope.results.step import StepSettings, Variant
+from gemmscope.step.measurements import StepMeasurements
+from gemmscope.step.plan import MOST_WEIGHTS, StackPlan
+from gemmscope.step.recommend import Plan
+
+SHRINK = 0.6  # of the depth, when memory does not suffice
+LEAST_DEPTH = 2
+OUT_OF_MEMORY = "out of memory"
+
+
+@dataclass(kw_only=True)
+class StepCampaign(Campaign[StepMeasurements]):
+    """A plan in several recipes. `real`: run the real model instead, as deep as memory allows (`--verify`)."""
+
+    worker = "gemmscope.step.worker"
+    ends_itself = True  # it profiles one step of each variant last
+
+    plan: StackPlan
+    recipes: Sequence[str]
+    settings: StepSettings
+    real: bool = False
+    mixed: Sequence[Plan] = ()  # plans that leave parts in BF16, measured beside the recipes
+    config: Mapping[str, Any] | None = None  # of a Hugging Face model, which then runs its own layers, truncated to a few
+    seconds: float = field(init=False, default=0.0)  # of the whole run
+    rounds: None = field(init=False, default=None)  # their number is not fixed
+    findings: list[Finding] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.results = StepMeasurements(self._variants(self.first_depth), self.plan.depth)
+
+    @property
+    def first_depth(self) -> int:
+        """The depth to try first: the whole one, where layers share weights."""
+        return min(self.plan.depth, MOST_WEIGHTS) if self.config is not None else self.plan.depth
+
+    def _variants(self, depth: int) -> list[Variant]:
+        """Every recipe at this depth; if it is not the whole one, also at half of it."""
+        depths = [depth] if self.real or depth == self.plan.depth else [depth, max(1, depth // 2)]
+        plans = [*(Plan(recipe) for recipe in self.recipes), *self.mixed]
+        return [Variant(plan.recipe, layers, plan.left_out, real=self.real) for plan in plans for layers in depths]
+
+    @property
+    def silence_s(self) -> float:
+        """A step of many micro-batches takes longer."""
+        return self.settings.silence_s * max(1.0, self.plan.accumulation / 4)
+
+    @property
+    def part(self) -> str:
+        variants = [variant.to_json() for variant in self._variants(self.first_depth)]
+        return fingerprint_of(self.plan, self.settings, self.config, variants)
+
+    def run(self) -> StepMeasurements:
+        """Measure until the rule is met, at the largest depth that fits."""
+        began = time.monotonic()
+        try:
+            return super().run()
+        finally:
+            self.seconds = time.monotonic() - began
+
+    def attempts(self) -> Iterator[Attempt]:
+        """All variants at one depth; if memory does not suffice for one of them, all at a smaller depth."""
+        depth = self.first_depth
+        while True:
+            yield Attempt(list(self.results.tasks), ends_at=OUT_OF_MEMORY)
+            if not any(result.failure_kind == OUT_OF_MEMORY for result in self.results.tasks.values()):
+                return
+            depth = self._shallower(depth)
+
+    def _shallower(self, depth: int) -> int:
+        """The next depth to try, when memory does not suffice for this one."""
+        if depth <= LEAST_DEPTH:
+            raise UserError(
+                f"the model does not fit into this GPU's memory even with {depth} of its layers",
+                f"use a smaller {option('micro_batch_size')} or {option('sequence_length')}, {option('recompute', 'full')}, "
+                f"or split it with {option('tp')}",
+            )
+        smaller = max(int(depth * SHRINK), LEAST_DEPTH)
+        code = "real-model-shallower" if self.real else "stack-shallower"
+        self.findings.append(finding(code, depth=depth, smaller=smaller))
+        self.results = StepMeasurements(self._variants(smaller), self.plan.depth)
+        return smaller
+
+    def request(self, tasks: Sequence[str]) -> dict[str, Any]:
+        return {
+            **asdict(self.settings),
+            "host": self.settings.host and not self.real,
+            "profile": not self.real,  # a real model is only timed
+            "plan": asdict(self.plan),
+            "config": dict(self.config) if self.config is not None else None,
+            "variants": [self.results.tasks[name].variant.to_json() for name in tasks],
+        }
+
+    def uncertainties(self, tasks: Sequence[str]) -> list[Uncertainty]:  # noqa: ARG002
+        """Of every speedup; of the baseline alone, of its time."""
+        others = [name for name in self.recipes if name != BASELINE]
+        intervals = [self.results.speedup(name, real=self.real) for name in others]
+        intervals += [self.results.speedup(plan.recipe, plan.left_out, real=self.real) for plan in self.mixed]
+        if not others:
+            intervals = [self.results.step(BASELINE, real=self.real)]
+        return [Uncertainty(interval.half_width) for interval in intervals if interval is not None]
+
+
+def fingerprint_of(plan: StackPlan, settings: StepSettings, config: Mapping[str, Any] | None, what: Any) -> str:
+    """The same for steps that are measured in the same way; the order of bursts may differ."""
+    return fingerprint("step", {**asdict(settings), "seed": 0}, asdict(plan), config, what)

@@ -1,0 +1,186 @@
+"""Statistics on distributions whose answers are known, and on what was recorded on real chips."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gemmscope.bench.measurements import Measurements
+from gemmscope.engine.rule import StoppingRule
+from gemmscope.engine.stats import Noise, noise_of, pieces, ratio_interval, time_interval
+from gemmscope.workload.cases import MODES, Case, Task
+from support.recorded_bursts import BASELINE, MACHINES
+
+
+def bursts(rng: np.random.Generator, centre: float, rounds: int, spread: float) -> list[list[float]]:
+    """Rounds that differ by `spread` (relative), each with five samples close together: what a clock that drifts gives."""
+    return [list(rng.normal(centre * (1 + rng.normal(0, spread)), centre * 0.002, size=5)) for _ in range(rounds)]
+
+
+def test_interval_covers_the_truth_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(0)
+    trials = 300
+    found = [ratio_interval(bursts(rng, 2.0, 10, 0.01), bursts(rng, 1.0, 10, 0.01), seed=trial) for trial in range(trials)]
+    covered = sum(interval.low <= 2.0 <= interval.high for interval in found)
+    assert 0.89 <= covered / trials <= 0.99
+
+
+def test_samples_of_one_burst_are_not_taken_for_independent() -> None:
+    """A hundred samples in each of four bursts: the doubt is that of four, not of four hundred."""
+    rng = np.random.default_rng(1)
+    rounds = [list(rng.normal(1 + shift, 0.0001, size=100)) for shift in (-0.02, -0.01, 0.01, 0.02)]
+    assert time_interval(rounds).half_width > 0.008
+
+
+def test_pieces_that_are_independent_count_as_more() -> None:
+    """Four bursts of three pieces that owe nothing to their burst: more is known than from four numbers."""
+    rng = np.random.default_rng(3)
+    trials, covered, widths = 300, 0, []
+    for trial in range(trials):
+        slow, fast = (rng.normal(centre, 0.01 * centre, size=(4, 3)).tolist() for centre in (2.0, 1.0))
+        found = ratio_interval(slow, fast, Noise(correlation=0.2), seed=trial)
+        covered += found.low <= 2.0 <= found.high
+        widths.append(found.half_width)
+    assert covered / trials >= 0.93
+    assert np.mean(widths) < 0.013
+
+
+@pytest.mark.parametrize("spreads", [(0.01,) * 6, (0.006, 0.008, 0.01, 0.01, 0.012, 0.014)])
+def test_common_noise_narrows_without_lying(spreads: tuple[float, ...]) -> None:
+    """Six things on one chip, three bursts of three pieces each: intervals hold as often as they say, also if spreads differ."""
+    rng = np.random.default_rng(4)
+    trials, covered, together, alone = 200, 0, 0.0, 0.0
+    for trial in range(trials):
+        series = [rng.normal(index + 1, (index + 1) * spread, size=(3, 3)).tolist() for index, spread in enumerate(spreads)]
+        common = noise_of(series)
+        for index in range(1, 6):
+            found = ratio_interval(series[index], series[0], common, seed=trial)
+            covered += found.low <= index + 1 <= found.high
+            together += found.half_width
+            alone += ratio_interval(series[index], series[0], Noise(common.correlation), seed=trial).half_width
+    assert 0.93 <= covered / trials / 5 <= 0.995
+    assert together < alone
+
+
+@pytest.mark.parametrize(("rounds", "alike"), [(3, 0.3), (3, 0.6), (6, 0.6)])
+def test_intervals_hold_where_pieces_of_a_burst_are_alike(rounds: int, alike: float) -> None:
+    """Six things, few bursts, each with a shift of its own that its three pieces share."""
+    rng = np.random.default_rng(5)
+    trials, covered = 200, 0
+    for trial in range(trials):
+        series = []
+        for index in range(6):
+            shift = rng.normal(0, 0.01 * alike**0.5, size=(rounds, 1))
+            series.append(((index + 1) * (1 + shift + rng.normal(0, 0.01 * (1 - alike) ** 0.5, size=(rounds, 3)))).tolist())
+        common = noise_of(series)
+        found = [ratio_interval(series[index], series[0], common, seed=trial) for index in range(1, 6)]
+        covered += sum(each.low <= index <= each.high for index, each in enumerate(found, start=2))
+    assert covered / trials / 5 >= 0.9
+
+
+def test_one_round_has_no_interval() -> None:
+    assert time_interval([[1.0, 1.1]], Noise(correlation=1.0)).half_width == float("inf")
+    assert time_interval([[1.0]]).half_width == float("inf")
+
+
+def test_more_rounds_narrow_it() -> None:
+    rng = np.random.default_rng(2)
+    few, many = time_interval(bursts(rng, 1.0, 5, 0.01)), time_interval(bursts(rng, 1.0, 80, 0.01))
+    assert many.half_width < few.half_width
+
+
+@given(st.lists(st.floats(0.1, 100), min_size=1, max_size=40), st.floats(1.0, 1000.0))
+def test_pieces_stay_within_the_samples(samples: list[float], duration_ms: float) -> None:
+    found = pieces(samples, duration_ms)
+    assert 1 <= len(found) <= len(samples)
+    assert all(min(samples) * 0.999999 <= piece <= max(samples) * 1.000001 for piece in found)
+
+
+@given(st.floats(0.5, 3.0), st.floats(1.5, 10.0))
+def test_ratio_does_not_depend_on_units(ratio: float, unit: float) -> None:
+    slow = [[ratio * value] for value in (1.0, 1.01, 0.99, 1.02)]
+    fast = [[value] for value in (1.0, 1.01, 0.99, 1.02)]
+    plain = ratio_interval(slow, fast)
+    scaled = ratio_interval([[unit * v for v in burst] for burst in slow], [[unit * v for v in burst] for burst in fast])
+    assert plain.value == pytest.approx(ratio)
+    assert scaled.value == pytest.approx(plain.value)
+    assert scaled.low == pytest.approx(plain.low)
+
+
+def white(rng: np.random.Generator) -> Callable[[], float]:
+    return lambda: float(rng.normal(0, 0.009))
+
+
+def swinging(rng: np.random.Generator) -> Callable[[], float]:
+    """A power control that swings with a period of eight pieces, and drifts in phase."""
+    phase = float(rng.uniform(0, 2 * np.pi))
+
+    def piece() -> float:
+        nonlocal phase
+        phase += 2 * np.pi / 8 + float(rng.normal(0, 0.25))
+        return 0.012 * float(np.sin(phase)) + float(rng.normal(0, 0.003))
+
+    return piece
+
+
+def sticky(rng: np.random.Generator) -> Callable[[], float]:
+    """Neighbouring pieces are alike."""
+    last = 0.0
+
+    def piece() -> float:
+        nonlocal last
+        last = 0.3 * last + float(rng.normal(0, 0.0086))
+        return last
+
+    return piece
+
+
+@pytest.mark.parametrize("clock", [white, swinging, sticky])
+def test_intervals_hold_where_they_decide_when_to_stop(clock: Callable[[np.random.Generator], Callable[[], float]]) -> None:
+    """Four recipes in two modes, two rounds at least, then more of what is known worst until all are known to 1%: stopping
+    when intervals happen to be narrow, and measuring the sides unequally, must neither make them lie nor shift what they hold."""
+    names, case, covered, errors = ["BF16", "FP8Current", "FP8Delayed", "FP8Block"], Case("MLP Up", 1, 1, 1), 0, []
+    truth = dict(zip(names, (100.0, 63.0, 60.0, 74.0), strict=True))
+    tasks = {task.group: task for mode in MODES for task in (Task(case, name, mode) for name in names)}
+    for trial in range(60):
+        rng = np.random.default_rng(trial)
+        moved, results, rule = clock(rng), Measurements(tasks.values()), StoppingRule(least_rounds=2, longest_s=float("inf"))
+        done = False
+        while not done:
+            first = [tuple(group) for group in rng.permutation(list(tasks)).tolist()]
+            for group in first if results.complete_rounds < 2 or not rule.open else rule.open:
+                if not done:
+                    moved()  # what a burst drops
+                    burst = [truth[group[0]] * (1 + moved()) for _ in range(round(750 / truth[group[0]]))]
+                    results.take({"type": "samples", "times_ms": {tasks[group].key: burst}, "state": {}})
+                    done = rule.done(results, names, MODES)
+            results.take({"type": "round"})
+        for recipe, mode in ((name, mode) for name in names[1:] for mode in MODES):
+            found, exact = results.speedup(recipe, mode), truth["BF16"] / truth[recipe]
+            assert found is not None
+            covered += found.low <= exact <= found.high
+            errors.append(found.value / exact - 1)
+    assert covered / len(errors) >= 0.92
+    assert abs(float(np.mean(errors))) < 0.0015
+
+
+def test_intervals_hold_on_real_chips() -> None:
+    """Runs in a row on one chip, each stopped when its own intervals were narrow enough: none knows the others' mean."""
+    deviations, widths = [], []
+    for runs in MACHINES:
+        for name in runs[0].keys() - {BASELINE}:
+            found = []
+            for run in runs:
+                series = {key: [pieces(burst, sum(burst)) for burst in bursts] for key, bursts in run.items()}
+                found.append(ratio_interval(series[BASELINE], series[name], noise_of(series.values())))
+            middle = float(np.mean([each.value for each in found]))
+            scale = (1 - 1 / len(found)) ** 0.5  # a run is part of the mean that it is held against
+            deviations += [(each.value / middle - 1) / scale for each in found]
+            widths += [each.half_width for each in found]
+    assert len(widths) > 100
+    assert np.mean(np.abs(deviations) <= widths) >= 0.95
+    assert 2 * float(np.std(deviations)) > 0.5 * float(np.mean(widths))  # and they are not so wide that this says nothing
