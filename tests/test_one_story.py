@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import pytest
 
 import gemmscope as gs
-from gemmscope.document.build import document
-from gemmscope.document.model import Document
 from gemmscope.bench.findings import linear_findings
 from gemmscope.bench.linears import measured_linears
+from gemmscope.document.build import document
+from gemmscope.document.model import Document
+from gemmscope.engine.messages import Noticed
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.base import Result
 from gemmscope.results.forecast import ForecastResult, SweepPoint
@@ -87,7 +88,7 @@ def _faster(point: SweepPoint) -> bool:
 
 def test_warnings_of_a_step_are_in_its_measurements() -> None:
     measurements = replayed("llama8b")
-    measurements.take({"type": "finding", "code": "journal-incomplete", "facts": {"reason": "disk full"}})
+    measurements.take(Noticed("journal-incomplete", {"reason": "disk full"}))
     assert [finding.code for finding in measurements.findings] == ["journal-incomplete"]
 
 

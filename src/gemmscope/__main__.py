@@ -9,20 +9,26 @@ from gemmscope import signals
 
 def run() -> None:
     """Run the command line in a process of its own, ready for signals before anything else is imported."""
-    signals.install()
-    code = 0
+    with signals.raised():
+        code = _run()
+        signals.ignore()
+    signals.ignore()  # until the end: a signal in the last moment would show a traceback
+    sys.exit(code)
+
+
+def _run() -> int:
     try:
         _open_standard_streams()
         from gemmscope.cli.main import main
 
         main()
     except SystemExit as ending:
-        code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+        return ending.code if isinstance(ending.code, int) else int(ending.code is not None)
     except signals.Interrupted as interruption:  # while modules were imported
-        _write_error(b"gemmscope: interrupted\n")
-        code = interruption.exit_code
-    signals.ignore()  # a signal in the last moment would show a traceback
-    sys.exit(code)
+        with suppress(OSError):
+            os.write(2, b"gemmscope: interrupted\n")
+        return interruption.exit_code
+    return 0
 
 
 def _open_standard_streams() -> None:
@@ -30,11 +36,6 @@ def _open_standard_streams() -> None:
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(number)
-
-
-def _write_error(text: bytes) -> None:
-    with suppress(OSError):
-        os.write(2, text)
 
 
 if __name__ == "__main__":

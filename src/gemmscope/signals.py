@@ -76,13 +76,21 @@ def _handle(number: int, _: FrameType | None) -> None:
     _held.note(number)
 
 
-def install() -> None:
-    """For the command line: from now on these signals raise `Interrupted`. What is ignored stays so (nohup, background jobs)."""
+@contextmanager
+def raised() -> Iterator[None]:
+    """For the command line: these signals raise `Interrupted`. What is ignored stays so (nohup, background jobs)."""
     global _installed
+    before = {number: signal.getsignal(number) for number in ENDING}
     _installed = True
-    for number in ENDING:
-        if signal.getsignal(number) not in (signal.SIG_IGN, None):
+    for number, handler in before.items():
+        if handler not in (signal.SIG_IGN, None):
             signal.signal(number, _handle)
+    try:
+        yield
+    finally:
+        _installed = False
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def ignore() -> None:

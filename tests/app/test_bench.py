@@ -9,10 +9,11 @@ import pytest
 from gemmscope.app.bench import BenchTiming, run_bench
 from gemmscope.app.choose import Choices, choose
 from gemmscope.app.model import load_model, model_run
-from gemmscope.errors import UserError
-from gemmscope.engine.campaign import Campaign
+from gemmscope.bench.campaign import LinearCampaign
 from gemmscope.bench.measurements import Measurements
+from gemmscope.errors import UserError
 from support.bench_results import record
+from support.campaigns import interrupt
 from support.fake_gpu import Pretend, own_state, pretend
 from support.machines import machine
 
@@ -58,12 +59,14 @@ def test_errors_name_arguments(pretend: Pretend, arguments: dict[str, Any], mess
 def test_ctrl_c_returns_what_was_measured(pretend: Pretend, monkeypatch: pytest.MonkeyPatch, measured: bool, code: str) -> None:
     pretend()
 
-    def interrupted(self: Campaign, *, resume: bool = False) -> Measurements:
+    def interrupted(self: LinearCampaign) -> Measurements:
         if measured:
             record(self.results)
-        raise KeyboardInterrupt
+        interrupt()
+        self.interrupted = True
+        return self.results
 
-    monkeypatch.setattr(Campaign, "run", interrupted)
+    monkeypatch.setattr(LinearCampaign, "run", interrupted)
     result = run_bench(shapes=[(64, 64, 64)])
     assert result.interrupted
     assert result.has(code)

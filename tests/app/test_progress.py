@@ -6,14 +6,15 @@ import io
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from gemmscope.app.bench import BenchTiming
 from gemmscope.app.progress import Console, ProgressLine, TimeLeft
-from gemmscope.engine.campaign import Campaign
-from gemmscope.engine.journal import Journal
+from gemmscope.bench.campaign import LinearCampaign
+from gemmscope.engine.journal import Journal, RecordedRun
+from gemmscope.engine.link import LocalWorkers
+from gemmscope.engine.messages import Begin, Hello, Message, Ready, Round, Sampled
 from gemmscope.workload.cases import bare_gemms, tasks_of
 
 
@@ -22,20 +23,23 @@ class Screen(io.StringIO):
         return True
 
 
-def campaign_for_progress(tmp_path: Path, timing: BenchTiming) -> Campaign:
+def campaign_for_progress(tmp_path: Path, timing: BenchTiming) -> LinearCampaign:
     tasks = tasks_of(bare_gemms([(64, 64, 64)]), ["BF16", "FP8Current"], ["autocast"], {})
-    return Campaign(tasks, timing.settings("cpu"), timing.rule(), Journal(tmp_path / "journal.sqlite3"))
+    recording = RecordedRun(Journal(tmp_path / "journal.sqlite3"), 1)
+    return LinearCampaign(
+        tasks=tasks, settings=timing.settings("cpu"), rule=timing.rule(), recording=recording, workers=LocalWorkers()
+    )
 
 
-def messages(campaign: Campaign) -> list[dict[str, Any]]:
+def messages(campaign: LinearCampaign) -> list[Message]:
     keys = list(campaign.results.tasks)
-    ready = [{"type": "ready", "task": key, "error": 0, "host_ms": 0.1, "copies": 1, "note": ""} for key in keys]
-    measuring = {"type": "begin", "task": keys[0], "what": "measuring"}
-    rounds: list[dict[str, Any]] = []
+    ready = [Ready(key, {"error": 0, "host_ms": 0.1, "copies": 1, "note": ""}) for key in keys]
+    measuring = Begin(keys[0], "measuring")
+    rounds: list[Message] = []
     for number in range(5):
         times = {key: [1.0 + index + number / 100] for index, key in enumerate(keys)}
-        rounds += [measuring, {"type": "samples", "times_ms": times, "state": {}}, {"type": "round", "round": number}]
-    return [{"type": "hello"}, {"type": "begin", "task": keys[0], "what": "compiling"}, *ready, *rounds]
+        rounds += [measuring, Sampled(times, {}), Round(number)]
+    return [Hello(), Begin(keys[0], "compiling"), *ready, *rounds]
 
 
 def test_progress_says_what_it_does_and_how_long_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +56,7 @@ def test_progress_says_what_it_does_and_how_long_it_takes(tmp_path: Path, monkey
     assert said[:4] == ["preparing 0 of 2", "compiling kernels", "preparing 1 of 2", "preparing 2 of 2"]
     assert re.fullmatch(r"round 5, speedups known to ±\d+\.\d%, about \d+ s left", said[-1])
     assert "loading the framework" in sys.stderr.getvalue()  # type: ignore[attr-defined]
-    campaign.journal.close()  # type: ignore[attr-defined]
+    campaign.recording.journal.close()
 
 
 def test_progress_is_silent_where_nobody_looks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,7 +66,7 @@ def test_progress_is_silent_where_nobody_looks(tmp_path: Path, capsys: pytest.Ca
             campaign.results.take(message)
             show(message, campaign.results)
     assert capsys.readouterr() == ("", "")
-    campaign.journal.close()  # type: ignore[attr-defined]
+    campaign.recording.journal.close()
 
 
 @pytest.mark.parametrize(
@@ -85,4 +89,4 @@ def test_time_left(tmp_path: Path, timing: BenchTiming, half_width: float | None
     estimate.begin(0)
     now[0] += 8
     assert estimate.seconds(4, half_width) == pytest.approx(left)
-    campaign.journal.close()  # type: ignore[attr-defined]
+    campaign.recording.journal.close()

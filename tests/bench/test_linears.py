@@ -10,6 +10,7 @@ from gemmscope.bench.findings import linear_findings, measurement_findings
 from gemmscope.bench.linears import measured_linears
 from gemmscope.bench.measurements import Measurements
 from gemmscope.bench.memory import memory
+from gemmscope.engine.messages import Failed, Hello
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.linears import Linears, Memory
 from gemmscope.workload.cases import MODES, Case, Task
@@ -121,7 +122,7 @@ def test_a_fallback_has_times_and_no_speedup() -> None:
 def test_what_failed_is_missing_and_never_zero() -> None:
     measurements = recorded_measurements(MODEL)
     key = Task(QKV, "FP8Block", "autocast").key
-    measurements.take({"type": "failed", "task": key, "why": "OutOfMemoryError: too large", "kind": "out of memory"})
+    measurements.take(Failed(key, "OutOfMemoryError: too large", "out of memory"))
     linears = measured_linears(measurements, RECIPES, MODES, **LAYER)
     assert linears.op_time("QKV Proj", "FP8Block", "autocast") is None
     assert linears.op_time("MLP Up", "FP8Block", "autocast") is not None
@@ -193,7 +194,7 @@ def test_one_round_has_no_interval() -> None:
 def test_what_stays_in_the_cache_is_said() -> None:
     measurements = recorded_measurements()
     assert "warm-cache" not in codes(measurements)
-    measurements.hello["device"]["l2_bytes"] = 10**12
+    measurements.take(Hello(measurements.hello.versions, {**measurements.hello.device, "l2_bytes": 10**12}))
     assert "warm-cache" in codes(measurements)
 
 

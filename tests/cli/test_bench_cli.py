@@ -19,12 +19,13 @@ from typing import Any
 import pytest
 
 from gemmscope.app.bench import BenchTiming
+from gemmscope.bench.campaign import LinearCampaign
+from gemmscope.bench.measurements import Measurements
 from gemmscope.cli.bench_options import parse_shapes
+from gemmscope.engine.journal import VERSION, open_journal
+from gemmscope.engine.messages import Failed
 from gemmscope.errors import UserError
 from gemmscope.findings import finding
-from gemmscope.engine.campaign import Campaign
-from gemmscope.engine.journal import Journal
-from gemmscope.bench.measurements import Measurements
 from gemmscope.results.bench import BenchResult, Counts
 from gemmscope.workload.cases import MODES
 from support.command import Run, run
@@ -115,7 +116,7 @@ def test_ctrl_c_shows_what_was_measured(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # whoever runs the tests in the background ignores it
     )
-    journal = tmp_path / "gemmscope" / "journal.sqlite3"
+    journal = tmp_path / "gemmscope" / f"journal-{VERSION}.sqlite3"
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and _rounds_in(journal) < 2:
         time.sleep(0.2)
@@ -164,7 +165,7 @@ def test_shapes_are_squares_and_triplets() -> None:
         parse_shapes("")
 
 
-def recipes_of(ran: list[Campaign]) -> list[str]:
+def recipes_of(ran: list[LinearCampaign]) -> list[str]:
     return ran[0].recipes
 
 
@@ -281,7 +282,7 @@ def test_settings_reach_the_worker(run: Run, pretend: Pretend) -> None:
     assert settings.counts == Counts(num_warmup=10, num_iters=50, gpu_warmup=5.0)
     assert settings.max_rounds == settings.counts.rounds
     assert (settings.timing, settings.cache_weights, settings.filter_layers) == ("profiler", True, False)
-    assert not ran[0].rule.done(ran[0].results, ran[0].recipes, ran[0].modes)  # counts decide, not precision
+    assert not ran[0].rule.decides  # counts do, not precision
     assert finding("fixed-counts-after-load", runs=50, warmup=10, seconds=5.0).text in outcome.out
     assert "timed by the kernels' own timestamps" in outcome.out
     assert "Quantization of W is left out, because it happens once per step" in outcome.out
@@ -300,13 +301,12 @@ def test_the_cpu_is_not_loaded_first(run: Run, pretend: Pretend) -> None:
     assert BenchResult.model_validate_json(outcome.out).has("fixed-counts")
 
 
-def test_nothing_to_resume_is_said(run: Run, pretend: Pretend, tmp_path: Path) -> None:
-    ran = pretend()
+def test_nothing_to_resume_is_said(run: Run, pretend: Pretend) -> None:
+    pretend()
     said = finding("nothing-to-resume").text
     assert said in run(f"bench {REFERENCE} --resume").err
-    journal = Journal(tmp_path / "state" / "gemmscope" / "journal.sqlite3")
-    journal.reopen(ran[0].fingerprint)
-    journal.close()
+    with closing(open_journal()) as journal:
+        journal.ask("UPDATE run SET finished = NULL")
     assert said not in run(f"bench {REFERENCE} --resume").err
     assert said in run(f"bench {REFERENCE} --resume --recipes fp8block").err
 
@@ -338,12 +338,12 @@ def test_strict_exits_with_3(run: Run, pretend: Pretend) -> None:
 def test_nothing_measured_is_no_success(run: Run, pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend()
 
-    def fail(self: Campaign, *, resume: bool = False) -> Measurements:
+    def fail(self: LinearCampaign) -> Measurements:
         for key in self.results.tasks:
-            self.results.take({"type": "failed", "task": key, "why": "OutOfMemoryError", "kind": "out of memory"})
+            self.results.take(Failed(key, "OutOfMemoryError", "out of memory"))
         return self.results
 
-    monkeypatch.setattr(Campaign, "run", fail)
+    monkeypatch.setattr(LinearCampaign, "run", fail)
     assert run(f"bench {REFERENCE} --profile").code == 1
     outcome = run(f"bench {REFERENCE}")
     assert outcome.code == 1
@@ -354,16 +354,16 @@ def test_nothing_measured_is_no_success(run: Run, pretend: Pretend, monkeypatch:
 
 def test_a_named_recipe_keeps_its_column(run: Run, pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = pretend()
-    measure = Campaign.run
+    measure = LinearCampaign.run
 
-    def run_and_fail(self: Campaign, *, resume: bool = False) -> Measurements:
-        results = measure(self, resume=resume)
+    def run_and_fail(self: LinearCampaign) -> Measurements:
+        results = measure(self)
         for key, result in results.tasks.items():
             if result.task.recipe == "FP8Block":
-                results.take({"type": "failed", "task": key, "why": "cublas says no", "kind": "error"})
+                results.take(Failed(key, "cublas says no", "error"))
         return results
 
-    monkeypatch.setattr(Campaign, "run", run_and_fail)
+    monkeypatch.setattr(LinearCampaign, "run", run_and_fail)
     row = re.compile(r"^ FP8Block +- +- ", flags=re.MULTILINE)
     assert row.search(run(f"bench {REFERENCE} --recipes fp8block").out)
     assert not row.search(run(f"bench {REFERENCE} --no-fp8-current --no-fp8-delayed").out)
@@ -390,6 +390,5 @@ def test_a_disk_that_fills_up_costs_no_measurement(
     assert "nothing is lost: all samples are in the journal" in outcome.err
     assert "--resume" in outcome.err
     assert (tmp_path / "run.csv").exists()
-    journal = Journal(tmp_path / "state" / "gemmscope" / "journal.sqlite3")
-    assert journal.unfinished(ran[0].fingerprint) is not None
-    journal.close()
+    with closing(open_journal()) as journal:
+        assert journal.unfinished(ran[0].part) is not None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gemmscope.engine.campaign import Campaign
+from gemmscope.bench.campaign import LinearCampaign
 from support.command import Run, run
 from support.fake_gpu import ON_CPU, SMALL, Pretend, own_state, pretend
 from support.machines import NOTHING, machine
@@ -68,7 +68,7 @@ pytest.importorskip("torch", reason="the CPU backend needs torch")
 def test_bad_input(run: Run, options: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Said at once: no campaign is even begun."""
     monkeypatch.setattr("gemmscope.app.bench.environment", lambda: NOTHING)
-    monkeypatch.setattr(Campaign, "run", lambda *_, **__: pytest.fail("it started to measure"))
+    monkeypatch.setattr(LinearCampaign, "run", lambda *_, **__: pytest.fail("it started to measure"))
     outcome = run(f"bench {options}")
     assert outcome.code == 2
     assert message in outcome.err

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from gemmscope.engine.messages import Failed, Noticed, Sampled
+from gemmscope.engine.rule import Uncertainty
 from gemmscope.results.read import read_result
 from gemmscope.results.step import StepResult, Variant
+from gemmscope.step.campaign import StepCampaign
 from gemmscope.step.measurements import StepMeasurements
-from gemmscope.step.predict import StepRun
 from gemmscope.step.recommend import Plan
+from support.campaigns import interrupt
 from support.command import Run, run
 from support.machines import NOTHING
 
@@ -106,27 +109,33 @@ def test_what_a_hugging_face_model_cannot(run: Run, tmp_path: Path, options: str
     assert message in " ".join(outcome.err.split())
 
 
+def stop(campaign: StepCampaign) -> None:
+    """What Ctrl-C does to a campaign."""
+    interrupt()
+    campaign.interrupted = True
+
+
 def ms(variant: Variant) -> float:
     return {"BF16": 2.0, "FP32": 1.0}[variant.recipe]
 
 
-def measured(run: StepRun, ms: Callable[[Variant], float | None] = ms, rounds: int = 5) -> None:
+def measured(run: StepCampaign, ms: Callable[[Variant], float | None] = ms, rounds: int = 5) -> None:
     """Give a run its times: of each variant as `ms` says, None for one that was not reached."""
     for number in range(rounds):
-        for variant in [result.variant for result in run.results.variants.values()]:
+        for variant in [result.variant for result in run.results.tasks.values()]:
             if (time := ms(variant)) is not None:
                 burst = {variant.name: [time * (1 + 0.001 * number)] * 4}
-                run.results.take({"type": "samples", "times_ms": burst, "state": {}})
+                run.results.take(Sampled(burst, {}))
 
 
 def test_ctrl_c_shows_what_was_measured(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """After two rounds of each: the prediction so far, no verification, exit code 130."""
 
-    def interrupt(self: StepRun) -> None:
+    def some(self: StepCampaign) -> None:
         measured(self, lambda _: 10.0, rounds=2)
-        raise KeyboardInterrupt
+        stop(self)
 
-    monkeypatch.setattr(StepRun, "run", interrupt)
+    monkeypatch.setattr(StepCampaign, "run", some)
     outcome = run(f"step {SMALL} --verify --json {tmp_path}/step.json")
     assert outcome.code == 130
     result = written(tmp_path / "step.json")
@@ -140,16 +149,16 @@ def test_ctrl_c_while_verifying_ends_it(run: Run, monkeypatch: pytest.MonkeyPatc
     """The real model fitted with three layers only: no prediction of as many is begun, and what was predicted is recommended."""
     asked: list[tuple[bool, int]] = []
 
-    def half(self: StepRun) -> None:
+    def half(self: StepCampaign) -> None:
         asked.append((self.real, self.plan.depth))
         if self.real:
             self.results = StepMeasurements(self._variants(3), self.plan.depth)
         measured(self)
         if self.real:
-            raise KeyboardInterrupt
-        self.rule.settle(0.001)
+            stop(self)
+        self.rule.conclude([Uncertainty(0.001)])
 
-    monkeypatch.setattr(StepRun, "run", half)
+    monkeypatch.setattr(StepCampaign, "run", half)
     outcome = run(f"step {SMALL} --verify --break-even --json {tmp_path}/step.json")
     assert outcome.code == 130
     assert asked == [(False, 5), (True, 5)]
@@ -164,12 +173,12 @@ def test_ctrl_c_while_verifying_ends_it(run: Run, monkeypatch: pytest.MonkeyPatc
 def test_ctrl_c_while_a_mixed_plan_is_tried(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only BF16 was reached again: that does not make it the fastest."""
 
-    def half(self: StepRun) -> None:
+    def half(self: StepCampaign) -> None:
         measured(self, lambda variant: None if self.mixed and variant.recipe == "FP32" else ms(variant))
         if self.mixed:
-            raise KeyboardInterrupt
+            stop(self)
 
-    monkeypatch.setattr(StepRun, "run", half)
+    monkeypatch.setattr(StepCampaign, "run", half)
     monkeypatch.setattr("gemmscope.app.step.candidate", lambda *_: Plan("FP32", ("mlp",)))
     outcome = run(f"step {SMALL}")
     assert outcome.code == 130
@@ -177,7 +186,9 @@ def test_ctrl_c_while_a_mixed_plan_is_tried(run: Run, monkeypatch: pytest.Monkey
 
 
 def test_a_mixed_plan_that_wins_is_recommended(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(StepRun, "run", lambda self: measured(self, lambda variant: 0.5 if variant.left_out else ms(variant)))
+    monkeypatch.setattr(
+        StepCampaign, "run", lambda self: measured(self, lambda variant: 0.5 if variant.left_out else ms(variant))
+    )
     monkeypatch.setattr("gemmscope.app.step.candidate", lambda *_: Plan("FP32", ("mlp",)))
     outcome = run(f"step {SMALL} --json {tmp_path}/step.json")
     assert outcome.code == 0
@@ -190,13 +201,13 @@ def test_a_mixed_plan_that_wins_is_recommended(run: Run, monkeypatch: pytest.Mon
 def test_a_real_model_that_fits_in_part(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It is compared with the prediction of as many layers, whose time counts as predicting, too."""
 
-    def whole(self: StepRun) -> None:
+    def whole(self: StepCampaign) -> None:
         if self.real:
             self.results = StepMeasurements(self._variants(3), self.plan.depth)
         measured(self, lambda variant: ms(variant) * variant.depth)
         self.seconds = 7.0
 
-    monkeypatch.setattr(StepRun, "run", whole)
+    monkeypatch.setattr(StepCampaign, "run", whole)
     outcome = run(f"step {SMALL} --verify --json {tmp_path}/step.json")
     assert outcome.code == 0
     result = written(tmp_path / "step.json")
@@ -209,7 +220,7 @@ def test_what_the_stack_leaves_out_is_no_matter_of_a_hugging_face_model(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "model_type": "qwen3", "head_dim": 16}))
-    monkeypatch.setattr(StepRun, "run", lambda self: measured(self, lambda variant: variant.depth))
+    monkeypatch.setattr(StepCampaign, "run", lambda self: measured(self, lambda variant: variant.depth))
     options = f"step --config {tmp_path}/config.json --micro-batch-size 1 --sequence-length 16 --device cpu"
     for more, said in (("", True), (" --hugging-face", False)):
         assert run(f"{options}{more} --json {tmp_path}/step.json").code == 0
@@ -217,13 +228,13 @@ def test_what_the_stack_leaves_out_is_no_matter_of_a_hugging_face_model(
 
 
 def test_a_batch_too_odd_for_a_recipe_is_noted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def whole(self: StepRun) -> None:
+    def whole(self: StepCampaign) -> None:
         measured(self)
         if self.plan.micro_batch_size == 1:
             (odd,) = self.results.of("FP32")
-            self.results.take({"type": "failed", "task": odd.variant.name, "why": "too odd", "kind": "unsupported"})
+            self.results.take(Failed(odd.variant.name, "too odd", "unsupported"))
 
-    monkeypatch.setattr(StepRun, "run", whole)
+    monkeypatch.setattr(StepCampaign, "run", whole)
     outcome = run(f"step {SMALL.replace('--micro-batch-size 1', '--micro-batch-size 2')} --break-even --json -")
     findings = {found.code: found.facts for found in StepResult.model_validate_json(outcome.out).findings}
     assert findings["break-even-at-smallest"] == {"recipe": "FP32", "batch": "2 x 16"}
@@ -231,20 +242,17 @@ def test_a_batch_too_odd_for_a_recipe_is_noted(run: Run, monkeypatch: pytest.Mon
 
 
 def test_messages_of_the_worker_are_in_the_result(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def whole(self: StepRun) -> None:
+    def whole(self: StepCampaign) -> None:
         measured(self)
-        self.results.take({"type": "finding", "code": "launch-not-measured", "facts": {"variant": "FP32", "reason": "x"}})
+        self.results.take(Noticed("launch-not-measured", {"variant": "FP32", "reason": "x"}))
 
-    monkeypatch.setattr(StepRun, "run", whole)
+    monkeypatch.setattr(StepCampaign, "run", whole)
     outcome = run(f"step {SMALL} --json -")
     assert "launch-not-measured" in codes(StepResult.model_validate_json(outcome.out))
 
 
 def test_ctrl_c_before_anything_was_measured(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def interrupt(self: StepRun) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(StepRun, "run", interrupt)
+    monkeypatch.setattr(StepCampaign, "run", stop)
     outcome = run(f"step {SMALL} --json {tmp_path}/step.json")
     assert outcome.code == 130
     assert {"step-interrupted-early", "nothing-measured"} <= codes(written(tmp_path / "step.json"))

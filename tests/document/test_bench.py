@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from gemmscope.bench.measurements import Measurements
 from gemmscope.document.bench import bench_document
 from gemmscope.document.model import Document, brief
 from gemmscope.document.table import Table
-from gemmscope.bench.measurements import Measurements
+from gemmscope.engine.messages import Failed
 from gemmscope.results.bench import BenchResult
 from gemmscope.writers import csv, figure, html, markdown, panels, terminal
 from support.bench_results import LAYER, MODEL, QKV, RECIPES, recorded_measurements
@@ -106,7 +107,7 @@ def test_what_failed_is_a_dash() -> None:
     measurements: Measurements = recorded_measurements(MODEL)
     for key, result in measurements.tasks.items():
         if result.task.recipe == "FP8Block" and result.task.mode == "autocast":
-            measurements.take({"type": "failed", "task": key, "why": "too large", "kind": "out of memory"})
+            measurements.take(Failed(key, "too large", "out of memory"))
     document = bench_document(bench_result(measurements, **LAYER))
     assert set(texts(table(document, "Autocast: time"), "FP8Block").values()) == {"-"}
     bars = document.charts()[0].bars  # type: ignore[union-attr]
@@ -116,7 +117,7 @@ def test_what_failed_is_a_dash() -> None:
 def test_nothing_measured() -> None:
     measurements = recorded_measurements(MODEL)
     for key in measurements.tasks:
-        measurements.take({"type": "failed", "task": key, "why": "too large", "kind": "out of memory"})
+        measurements.take(Failed(key, "too large", "out of memory"))
     document = bench_document(bench_result(measurements))
     assert (document.sections, document.advice, document.speedups) == ((), None, ())
     assert "nothing-measured" in {message.code for message in document.messages}

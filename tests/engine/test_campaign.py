@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gemmscope.bench.campaign import LinearCampaign, _of_one_case, _of_one_recipe
+from gemmscope.bench.measurements import Measurements
+from gemmscope.engine.journal import Journal, RecordedRun
+from gemmscope.engine.messages import Begin, Done, Failed, Hello, Message, Round, Sampled
+from gemmscope.engine.rule import StoppingRule, Uncertainty
 from gemmscope.errors import UserError
 from gemmscope.findings import finding
-from gemmscope.engine.campaign import Campaign, _of_one_case, _of_one_recipe
-from gemmscope.engine.journal import Journal
-from gemmscope.bench.measurements import Measurements
-from gemmscope.engine.rule import StoppingRule
 from gemmscope.model import presets
 from gemmscope.model.spec import RunSpec
 from gemmscope.results.bench import BenchSettings, Counts
@@ -24,27 +26,23 @@ from gemmscope.workload.cases import MODES, Case, Task, bare_gemms, cases_of, ta
 from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import Linear
 from support.bench_results import MODEL, recorded_measurements
+from support.campaigns import CASES, Scripted, interrupt, recorded, small_campaign
 
 pytest.importorskip("torch", reason="measuring needs torch")
 
-CASES = [Case("QKV Proj", 32, 32, 96, 2), Case("MLP Up", 32, 32, 128, 2)]
+
+# bursts come one by one, and not all before the parent looks
+WITH_PAUSES = BenchSettings("cpu", drop_ms=1, keep_ms=2, max_rounds=5, silence_s=60, rest_ms=80)
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> Iterator[Journal]:
-    opened = Journal(tmp_path / "state" / "journal.sqlite3")
-    yield opened
-    opened.close()
+def recording(tmp_path: Path) -> Iterator[RecordedRun]:
+    with recorded(tmp_path) as opened:
+        yield opened
 
 
-def campaign(journal: Journal, recipes: list[str], on_message: Callable[..., None] = lambda *_: None, **rule: Any) -> Campaign:
-    settings = BenchSettings("cpu", drop_ms=1, keep_ms=2, max_rounds=5, silence_s=60)
-    limits = {"least_rounds": 2, "target": 0.5} | rule
-    return Campaign(tasks_of(CASES, recipes, MODES, {}), settings, StoppingRule(**limits), journal, on_message=on_message)
-
-
-def test_measures_everything(journal: Journal) -> None:
-    results = campaign(journal, ["BF16"]).run()
+def test_measures_everything(recording: RecordedRun) -> None:
+    results = small_campaign(recording, ["BF16"]).run()
     assert results.complete_rounds >= 2
     assert all(result.measured and result.facts["error"] < 0.01 for result in results.tasks.values())
     total = results.totals("BF16", "autocast")
@@ -52,16 +50,16 @@ def test_measures_everything(journal: Journal) -> None:
     assert all(piece > 0 for burst in total for piece in burst)
 
 
-def test_a_recipe_this_machine_cannot_run_is_named_not_counted(journal: Journal) -> None:
-    results = campaign(journal, ["BF16", "FP8Current"]).run()
+def test_a_recipe_this_machine_cannot_run_is_named_not_counted(recording: RecordedRun) -> None:
+    results = small_campaign(recording, ["BF16", "FP8Current"]).run()
     assert results.speedup("FP8Current", "autocast") is None
     assert {result.failure for result in results.of("FP8Current", "autocast")} == {"the CPU runs only BF16 and FP32"}
     assert all(result.measured for result in results.of("BF16", "autocast"))
 
 
-def test_later_rounds_measure_what_is_still_in_doubt(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_rounds_measure_what_is_still_in_doubt(recording: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rounds of everything; then, of the one group that is wanted, until the rounds are over."""
-    run = campaign(journal, ["BF16", "FP32"], target=0.0)
+    run = small_campaign(recording, ["BF16", "FP32"], target=0.0)
     run.settings = replace(run.settings, keep_ms=60)
     monkeypatch.setattr(run.results, "bursts_behind", lambda groups: [("FP32", "autocast")] if groups else [])
     results = run.run()
@@ -71,43 +69,42 @@ def test_later_rounds_measure_what_is_still_in_doubt(journal: Journal, monkeypat
     assert results.complete_rounds == 5
 
 
-def test_where_no_speedup_can_be_formed_times_decide(journal: Journal) -> None:
+def test_where_no_speedup_can_be_formed_times_decide(recording: RecordedRun) -> None:
     """The other recipe failed: measuring ends when the baseline's own times are known, not at the time limit."""
-    run = campaign(journal, ["BF16", "FP8Current"], target=0.9)
+    run = small_campaign(recording, ["BF16", "FP8Current"], target=0.9)
     run.settings = replace(run.settings, max_rounds=1000)
     run.run()
     assert run.rule.ended == finding("precision-reached", precision=0.9)
-    assert journal.unfinished(run.fingerprint) is None
 
 
-def test_what_the_worker_does_not_have_is_not_asked_for(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_worker_does_not_have_is_not_asked_for(recording: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or it would skip all it has, round after round, and end with nothing measured."""
-    run = campaign(journal, ["BF16", "FP8Current"], target=0.0)
+    run = small_campaign(recording, ["BF16", "FP8Current"], target=0.0)
     monkeypatch.setattr(run.results, "bursts_behind", lambda _: [("FP8Current", "autocast")])
     results = run.run()
     assert {len(result.rounds_ms) for result in results.tasks.values() if not result.failure} == {5}
 
 
-def test_a_rested_chip_measures_one_op_at_a_time(journal: Journal) -> None:
-    run = campaign(journal, ["BF16"])
+def test_a_rested_chip_measures_one_op_at_a_time(recording: RecordedRun) -> None:
+    run = small_campaign(recording, ["BF16"])
     run.settings = replace(run.settings, rest_ms=5.0)
     results = run.run()
-    bursts = [message for message in journal.messages(1) if message["type"] == "samples"]
-    assert all(len({key.split(" / ")[0] for key in message["times_ms"]}) == 1 for message in bursts)
+    bursts = [message for message in recording.messages(run.part) if isinstance(message, Sampled)]
+    assert all(len({key.split(" / ")[0] for key in message.times_ms}) == 1 for message in bursts)
     assert all(result.measured for result in results.tasks.values())
 
 
-def test_a_dead_worker_costs_one_task(journal: Journal) -> None:
+def test_a_dead_worker_costs_one_task(recording: RecordedRun) -> None:
     """Killed while it measures: that task is recorded as failed, a new worker measures the rest."""
     killed: list[int] = []
 
-    def kill(message: dict[str, Any], _: Measurements) -> None:
-        if message["type"] == "begin" and message["what"] == "measuring" and not killed:
+    def kill(message: Message, _: Measurements) -> None:
+        if isinstance(message, Begin) and message.what == "measuring" and not killed:
             child = next(int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and _is_worker(entry.name))
             killed.append(child)
             os.kill(child, signal.SIGKILL)
 
-    slow = campaign(journal, ["BF16"], kill)
+    slow = small_campaign(recording, ["BF16"], on_message=kill)
     slow.settings = replace(slow.settings, keep_ms=150, max_rounds=1000)  # it cannot be through before the signal arrives
     results = slow.run()
     failed = [result for result in results.tasks.values() if result.failure]
@@ -139,20 +136,18 @@ def test_a_burst_that_fails_when_it_is_launched_names_the_one_that_ran(
 
     tasks = [Task(CASES[0], name, "autocast") for name in ("BF16", "FP32")]
     request = asdict(BenchSettings("cpu")) | {"tasks": [task.to_json() for task in tasks], "least_rounds": 2, "had": {}}
-    said: list[dict[str, Any]] = []
+    said: list[Message] = []
     worker = Worker(request, None)
     monkeypatch.setattr(Out, "over", over)
-    monkeypatch.setattr(worker, "say", lambda message_type, **content: said.append({"type": message_type, **content}))
+    monkeypatch.setattr(worker, "say", said.append)
     monkeypatch.setattr(worker.timer, "launch", launch)
-    monkeypatch.setattr("gemmscope.bench.worker._plan", lambda groups, *_: ((0, group) for group in groups))
-    monkeypatch.setattr("gemmscope.bench.worker.Orders", Unheard)
+    monkeypatch.setattr("gemmscope.engine.worker.plan_rounds", lambda groups, *_: ((0, group) for group in groups))
+    monkeypatch.setattr("gemmscope.engine.worker.Orders", Unheard)
     worker.ready = {task.key: task.recipe for task in tasks}  # type: ignore[misc]
     with pytest.raises(RuntimeError):
-        worker._rounds()
-    assert (
-        next(message["task"] for message in reversed(said) if message["type"] == "begin")
-        == Task(CASES[0], blamed, "autocast").key
-    )
+        worker._measure()
+    began = [message.task for message in said if isinstance(message, Begin)]
+    assert began[-1] == Task(CASES[0], blamed, "autocast").key
 
 
 class Unheard:
@@ -171,61 +166,158 @@ def _is_worker(pid: str) -> bool:
     return b"gemmscope.bench.worker" in words and parent == os.getpid()
 
 
-def test_interrupted_and_resumed(journal: Journal) -> None:
+def test_interrupted_and_resumed(tmp_path: Path) -> None:
     """Ctrl-C leaves what was measured; --resume goes on from there."""
 
-    def interrupt(message: dict[str, Any], _: Measurements) -> None:
-        if message["type"] == "round":
-            raise KeyboardInterrupt
+    def on_message(message: Message, _: Measurements) -> None:
+        if message == Round(0):
+            interrupt()
 
-    first = campaign(journal, ["BF16"], interrupt, target=0.0)
-    with pytest.raises(KeyboardInterrupt):
+    with recorded(tmp_path) as recording:
+        first = small_campaign(recording, ["BF16"], on_message=on_message, target=0.0, settings=WITH_PAUSES)
         first.run()
-    assert first.results.complete_rounds == 1
-    again = campaign(journal, ["BF16"])
-    results = again.run(resume=True)
+        assert first.interrupted
+        assert 1 <= first.results.complete_rounds < 5
+    with recorded(tmp_path, resume=True) as recording:
+        assert recording.resumed
+        results = small_campaign(recording, ["BF16"], settings=WITH_PAUSES).run()
     assert results.complete_rounds >= 2
-    assert len(next(iter(results.tasks.values())).rounds_ms) >= 2
-    assert journal.unfinished(again.fingerprint) is None
+    for key, result in results.tasks.items():  # exactly what was there, then what came later
+        before = first.results.tasks[key].rounds_ms
+        assert result.rounds_ms[: len(before)] == before
+        assert len(result.rounds_ms) >= 2
 
 
-def test_resuming_elsewhere_is_refused(journal: Journal) -> None:
+def test_what_was_measured_before_the_results_were_written_is_not_measured_again(tmp_path: Path) -> None:
+    """The process was killed between the last sample and the files: the same result, without a worker."""
+    with recorded(tmp_path) as recording:
+        before = small_campaign(recording, ["BF16"])
+        before.run()
+    with recorded(tmp_path, resume=True) as recording:
+        workers = Scripted(lambda _: pytest.fail("a worker was started"))
+        after = small_campaign(recording, ["BF16"], workers=workers)
+        after.run()
+    assert [task.rounds_ms for task in after.results.tasks.values()] == [task.rounds_ms for task in before.results.tasks.values()]
+    assert after.rule.ended == before.rule.ended
+
+
+def test_resuming_elsewhere_is_refused(tmp_path: Path) -> None:
     """Another GPU's rounds are not averaged with this one's."""
-    run = campaign(journal, ["BF16"])
-    number = journal.begin("x", [])
-    run._note(number, {"type": "hello", "device": {"name": "NVIDIA H100"}, "versions": {"torch": "2.11"}})
-    run._note(number, {"type": "hello", "device": {"name": "NVIDIA H100"}, "versions": {"torch": "2.11"}})
-    with pytest.raises(UserError, match="GPU was NVIDIA H100 and is NVIDIA H200"):
-        run._note(number, {"type": "hello", "device": {"name": "NVIDIA H200"}, "versions": {"torch": "2.11"}})
+
+    def on(gpu: str) -> Scripted:
+        def script(_: dict[str, Any]) -> Iterator[Message]:
+            yield Hello({"torch": "2.11"}, {"name": gpu})
+            interrupt()
+            yield Begin("", "preparing")
+
+        return Scripted(script)
+
+    for gpu in ("NVIDIA H100", "NVIDIA H100"):
+        with recorded(tmp_path, resume=True) as recording:
+            small_campaign(recording, ["BF16"], workers=on(gpu)).run()
+    with (
+        recorded(tmp_path, resume=True) as recording,
+        pytest.raises(UserError, match="GPU was NVIDIA H100 and is NVIDIA H200"),
+    ):
+        small_campaign(recording, ["BF16"], workers=on("NVIDIA H200")).run()
 
 
-def test_a_backend_that_does_not_load_is_one_message(journal: Journal) -> None:
-    broken = campaign(journal, ["BF16"])
+def test_a_worker_that_does_not_start_again_costs_what_was_left(recording: RecordedRun) -> None:
+    """The first one was killed; what it had measured is the result, and the rest says why it is missing."""
+    starts: list[dict[str, Any]] = []
+
+    def script(request: dict[str, Any]) -> Iterator[Message]:
+        starts.append(request)
+        if len(starts) == 1:
+            yield Hello()
+            yield Sampled({Task.from_json(request["tasks"][0]).key: [1.0]})
+            yield Begin(Task.from_json(request["tasks"][1]).key, "measuring")
+
+    results = small_campaign(recording, ["BF16"], workers=Scripted(script, "(exit code 1): no memory")).run()
+    assert len(starts) == 2
+    assert results.any_samples()
+    assert {result.failure for result in results.tasks.values()} == {"the measuring process died (exit code 1): no memory"}
+
+
+@pytest.mark.parametrize("noise", [b"not json", b"{}", b'{"type": "round"}', b"\xff\x00"])
+def test_a_worker_that_sends_no_messages_is_ended(recording: RecordedRun, noise: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = noise + b"\n"
+    monkeypatch.setattr("gemmscope.engine.link.worker_command", lambda _, fd: _python(f"os.write({fd}, {line!r})"))
+    with pytest.raises(UserError, match="sent what is not a message"):
+        small_campaign(recording, ["BF16"]).run()
+
+
+def test_a_worker_that_says_nothing_is_ended(recording: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gemmscope.engine.link.worker_command", lambda _, fd: _python("time.sleep(60)"))
+    silent = small_campaign(recording, ["BF16"], settings=BenchSettings("cpu", silence_s=0.3))
+    with pytest.raises(UserError, match=r"sent nothing for 0\.3 s"):
+        silent.run()
+
+
+def test_a_worker_that_leaves_a_child_with_its_pipe_is_seen_to_end(
+    recording: RecordedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end is seen although the pipe stays open; the child ends too."""
+    code = "child = os.fork(); child or time.sleep(60); os._exit(3)"
+    monkeypatch.setattr("gemmscope.engine.link.worker_command", lambda _, fd: _python(code))
+    with pytest.raises(UserError, match=r"did not start \(exit code 3\)"):
+        small_campaign(recording, ["BF16"]).run()
+
+
+def test_a_request_larger_than_the_pipe_reaches_a_worker_that_reads_late(
+    recording: RecordedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that dies without reading is seen to die."""
+    late = "time.sleep(0.5); os._exit(len(sys.stdin.readline()) > 500_000)"
+    for code, message in ((late, "exit code 1"), ("os._exit(4)", "exit code 4")):
+        monkeypatch.setattr("gemmscope.engine.link.worker_command", lambda _, fd, code=code: _python(code))
+        tasks = tasks_of([Case(f"op {number} {'x' * 1000}", 32, 32, 32, 1) for number in range(200)], ["BF16"], MODES, {})
+        with pytest.raises(UserError, match=message):
+            small_campaign(recording, [], tasks=tasks).run()
+
+
+def _python(code: str) -> list[str]:
+    return [sys.executable, "-c", f"import os, sys, time; {code}"]
+
+
+def test_a_backend_that_does_not_load_is_one_message(recording: RecordedRun) -> None:
+    broken = small_campaign(recording, ["BF16"])
     broken.settings = BenchSettings("transformer_engine")
     with pytest.raises(UserError, match=r"does not load|did not start"):
         broken.run()
 
 
-def test_what_ran_out_of_memory_gets_another_try_among_fewer(journal: Journal) -> None:
-    """First its case alone, then its recipe beside the baseline; never what was tried already."""
-    run = campaign(journal, ["BF16", "FP8Current"])
-    key = Task(CASES[0], "FP8Current", "autocast").key
-    run._note(journal.begin("x", []), {"type": "failed", "task": key, "why": "too large", "kind": "out of memory"})
-    alone = run._crowded_out(_of_one_case)
-    assert [{task.case for task in tasks} for tasks in alone] == [{CASES[0]}]
-    assert {task.recipe for task in alone[0]} == {"BF16", "FP8Current"}
-    assert [[task.key for task in tasks] for tasks in run._crowded_out(_of_one_recipe)] == [
-        [Task(CASES[0], "BF16", "autocast").key, key]
-    ]
-    run.results.take({"type": "again", "tasks": [key]})
-    assert not run.results.tasks[key].failure
-    assert run._crowded_out(_of_one_case) == []
+def test_what_ran_out_of_memory_gets_another_try_among_fewer(recording: RecordedRun) -> None:
+    """First its op alone, then its recipe beside the baseline; never what was tried already."""
+    key = Task(CASES[0], "FP32", "autocast").key
+
+    def script(request: dict[str, Any]) -> Iterator[Message]:
+        keys = [Task.from_json(task).key for task in request["tasks"]]
+        yield Hello()
+        if len(keys) > 2 and key in keys:
+            yield Failed(key, "too large", "out of memory")
+        for number in range(3):
+            yield Sampled({each: [1.0 + number / 1000] for each in keys})
+            yield Round(number)
+        yield Done()
+
+    workers = Scripted(script)
+    run = small_campaign(recording, ["BF16", "FP32"], workers=workers)
+    results = run.run()
+    asked = [[Task.from_json(task) for task in request["tasks"]] for request in workers.requests]
+    assert [len(tasks) for tasks in asked] == [len(run.tasks), len(run.tasks) // 2, 2]
+    assert {task.case for task in asked[1]} == {CASES[0]}
+    assert [task.key for task in asked[2]] == [Task(CASES[0], "BF16", "autocast").key, key]
+    assert results.tasks[key].measured
+    assert results.tasks[key].rounds_ms[0] == [1.0]  # of the last try alone
+    assert len(results.tasks[key].rounds_ms) <= 3
+    assert run._crowded_out(_of_one_case) == run._crowded_out(_of_one_recipe) == []
 
 
-def test_fixed_counts(journal: Journal) -> None:
+def test_fixed_counts(recording: RecordedRun) -> None:
     """Every task runs as often as was asked for, spread over a few rounds."""
     counts = Counts(num_warmup=1, num_iters=13, gpu_warmup=0)
-    fixed = campaign(journal, ["BF16"], target=0.0)
+    fixed = small_campaign(recording, ["BF16"], target=0.0, longest_s=float("inf"))
     fixed.settings = replace(fixed.settings, counts=counts, max_rounds=counts.rounds)
     results = fixed.run()
     assert {sum(map(len, result.rounds_ms)) for result in results.tasks.values()} == {13}
@@ -233,33 +325,34 @@ def test_fixed_counts(journal: Journal) -> None:
 
 
 @pytest.mark.parametrize("after", [1, 3])
-def test_fixed_counts_are_no_more_after_resuming(journal: Journal, after: int) -> None:
+def test_fixed_counts_are_no_more_after_resuming(tmp_path: Path, after: int) -> None:
     """What was measured before it was interrupted counts: in the middle of a round, too."""
     counts, bursts = Counts(num_warmup=0, num_iters=13, gpu_warmup=0), []
 
-    def interrupt(message: dict[str, Any], _: Measurements) -> None:
-        if message["type"] == "samples":
+    def on_message(message: Message, _: Measurements) -> None:
+        if isinstance(message, Sampled):
             bursts.append(message)
             if len(bursts) == after:
-                raise KeyboardInterrupt
+                interrupt()
 
-    def fixed(on_message: Callable[..., None] = lambda *_: None) -> Campaign:
-        made = campaign(journal, ["BF16"], on_message, target=0.0)
+    def fixed(recording: RecordedRun, **more: Any) -> LinearCampaign:
+        made = small_campaign(recording, ["BF16"], target=0.0, longest_s=float("inf"), settings=WITH_PAUSES, **more)
         made.settings = replace(made.settings, counts=counts, max_rounds=counts.rounds)
         return made
 
-    with pytest.raises(KeyboardInterrupt):
-        fixed(interrupt).run()
-    results = fixed().run(resume=True)
+    with recorded(tmp_path) as recording:
+        assert fixed(recording, on_message=on_message).run().complete_rounds < 5
+    with recorded(tmp_path, resume=True) as recording:
+        results = fixed(recording).run()
     assert {sum(map(len, result.rounds_ms)) for result in results.tasks.values()} == {13}
     assert results.complete_rounds == 5
 
 
-def test_a_bare_product_is_fprop_alone(journal: Journal) -> None:
+def test_a_bare_product_is_fprop_alone(recording: RecordedRun) -> None:
     tasks = tasks_of(bare_gemms([(32, 64, 16)]), ["BF16"], MODES, {})
     assert [task.pass_name for task in tasks] == ["", "fprop"]
     settings = BenchSettings("cpu", drop_ms=1, keep_ms=2, max_rounds=3)
-    results = Campaign(tasks, settings, StoppingRule(target=0.9, least_rounds=2), journal).run()
+    results = small_campaign(recording, [], tasks=tasks, settings=settings, target=0.9).run()
     assert all(result.measured for result in results.tasks.values())
 
 
@@ -288,45 +381,45 @@ def test_cases_of_a_model() -> None:
     assert (experts.count, len(experts.rows), sum(experts.rows)) == (32, 8, 256)
 
 
+def widest(results: Measurements, recipes: list[str], cases: list[Case] | None = None) -> float | None:
+    return max((each.half_width for each in results.uncertainties(recipes, MODES, 0.01, cases)), default=None)
+
+
 @pytest.mark.parametrize(("target", "seconds", "code"), [(0.5, 1e9, "precision-reached"), (0.0, 0.0, "time-limit-reached")])
 def test_stopping_rule(target: float, seconds: float, code: str) -> None:
-    tasks = tasks_of(CASES[:1], ["BF16", "FP8Current"], ["autocast"], {})
-    results = Measurements(tasks)
+    """It knows how precisely things are known, and nothing of what they are."""
     rule = StoppingRule(target=target, least_rounds=3, longest_s=seconds, clock=lambda: 0.0)
+    known = [Uncertainty(0.1, (("FP8", "autocast"),)), Uncertainty(0.2, (("BF16", "autocast"), ("FP8", "autocast")))]
     for number in range(3):
-        assert not rule.done(results, ["BF16", "FP8Current"], ["autocast"])
-        for task, time in zip(tasks, (2.0, 1.0), strict=True):
-            results.take({"type": "samples", "times_ms": {task.key: [time + 0.01 * number]}, "state": {}})
-        results.take({"type": "round", "round": number})
-    assert rule.done(results, ["BF16", "FP8Current"], ["autocast"])
+        assert not rule.done(number, lambda: known)
+    assert rule.open == (() if target else (("BF16", "autocast"), ("FP8", "autocast")))
+    assert rule.done(3, lambda: known)
     assert rule.ended is not None
     assert rule.ended.code == code
 
 
 def test_another_try_has_rounds_of_its_own() -> None:
     """Those of the first try are none of its: least rounds and time limit begin anew, and nothing is wanted yet."""
-    results = recorded_measurements([MODEL[0]], spread=0.05)
-    names, rule = ["BF16", "FP8Current"], StoppingRule(target=1e-6, least_rounds=2, longest_s=0.0)
-    assert rule.done(results, names, MODES)
+    rule, known = StoppingRule(target=1e-6, least_rounds=2, longest_s=0.0), [Uncertainty(0.1, (("BF16",),))]
+    assert rule.done(4, lambda: known)
     assert rule.open
-    rule.restart(results.complete_rounds)
+    rule.restart(4)
     assert not rule.open
-    for number in range(2):
-        assert not rule.done(results, names, MODES)
-        results.take({"type": "round", "round": number})
-    assert rule.done(results, names, MODES)
+    assert not rule.done(4, lambda: known)
+    assert not rule.done(5, lambda: known)
+    assert rule.done(6, lambda: known)
 
 
 def test_while_something_is_still_to_come_times_do_not_decide() -> None:
     results = recorded_measurements([MODEL[0]], spread=0.0001)
-    low = results.of("FP8Current", "autocast")[0]
-    low.rounds_ms, results.pieces[low.task.key] = [], []
-    rule = StoppingRule(target=0.5)
-    assert rule.widest(results, ["BF16", "FP8Current"], ["autocast"]) is None
-    low.failure = "too large"
-    widest = rule.widest(results, ["BF16", "FP8Current"], ["autocast"])
-    assert widest is not None
-    assert widest < 0.01
+    for low in results.of("FP8Current", "autocast") + results.of("FP8Current", "pre-quantized"):
+        low.rounds_ms, results.pieces[low.task.key] = [], []
+    assert widest(results, ["BF16", "FP8Current"]) is None
+    for low in results.of("FP8Current", "autocast") + results.of("FP8Current", "pre-quantized"):
+        low.failure = "too large"
+    found = widest(results, ["BF16", "FP8Current"])
+    assert found is not None
+    assert found < 0.01
 
 
 def test_another_try_looks_at_its_own_ops_only() -> None:
@@ -337,8 +430,7 @@ def test_another_try_looks_at_its_own_ops_only() -> None:
         if result.task.case == wide:
             bursts = results.pieces[result.task.key]
             bursts[:] = [[piece * (1 + 0.2 * (index % 2)) for piece in burst] for index, burst in enumerate(bursts)]
-    rule = StoppingRule()
-    every, own = (rule.widest(results, ["BF16", "FP8Current"], MODES, cases) for cases in (None, [narrow]))
+    every, own = (widest(results, ["BF16", "FP8Current"], cases) for cases in (None, [narrow]))
     assert every is not None
     assert own is not None
     assert own < every / 2

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from contextlib import closing
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
+from gemmscope.engine import journal as journals
+from gemmscope.engine.journal import Journal, RecordedRun, open_journal
+from gemmscope.engine.messages import Noticed, Round
 from gemmscope.errors import UserError
-from gemmscope.engine.journal import Journal
 from gemmscope.results.bench import BenchResult
 from support.command import Run, run
 
@@ -22,15 +28,26 @@ BENCH = "bench --shapes 32 --device cpu --num-iters 2 --num-warmup 0"
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    return tmp_path / "gemmscope" / "journal.sqlite3"
+    with closing(open_journal()) as journal:
+        return journal.path
 
 
-def filled(path: Path) -> int:
-    with closing(Journal(path)) as journal:
-        number = journal.begin("x", [])
+@contextmanager
+def recorded(path: Path, mark: str = "x", *, resume: bool = False) -> Iterator[RecordedRun]:
+    with closing(Journal(path)) as journal, journal.recording(mark, "gemmscope bench", resume=resume) as recording:
+        yield recording
+
+
+def filled(path: Path, mark: str = "x") -> int:
+    with recorded(path, mark) as recording:
         for count in range(2000):
-            journal.write(number, {"type": "round", "round": count})
-        return number
+            recording.write("", Round(count))
+        return recording.number
+
+
+def runs(path: Path) -> list[int]:
+    with closing(sqlite3.connect(path)) as database:
+        return [number for (number,) in database.execute("SELECT id FROM run ORDER BY id")]
 
 
 @pytest.mark.parametrize("resume", ["", " --resume"])
@@ -49,7 +66,7 @@ def test_a_damaged_file_is_one_message(run: Run, path: Path, resume: str) -> Non
 def test_a_full_disk_is_said_and_measuring_goes_on(path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     """What was written before stays; what comes after is in the tables and the run file, and said to be nowhere else."""
     pytest.importorskip("torch", reason="measuring needs torch")
-    number = filled(path)
+    filled(path)
     opened = Journal.__init__
 
     def without_room(self: Journal, where: Path) -> None:
@@ -58,10 +75,10 @@ def test_a_full_disk_is_said_and_measuring_goes_on(path: Path, monkeypatch: pyte
         self._database.execute(f"PRAGMA max_page_count = {pages}")
 
     monkeypatch.setattr(Journal, "__init__", without_room)
-    with closing(Journal(path)) as journal:
-        assert "cannot be written: database or disk is full" in journal.write(number, {"words": "x" * 100_000})
-        assert not journal.write(number, {"words": "said once"})
-        assert sum(1 for _ in journal.messages(number)) == 2000
+    with recorded(path, resume=True) as recording:
+        assert "cannot be written: database or disk is full" in recording.write("", Noticed("words", {"words": "x" * 100_000}))
+        assert not recording.write("", Noticed("words", {"words": "said once"}))
+        assert len(recording.messages("")) == 2000
     outcome = run("bench --shapes 32,48 --device cpu --num-iters 400 --num-warmup 0 --json -")
     assert outcome.code == 0, outcome.err
     result = BenchResult.model_validate_json(outcome.out)
@@ -69,10 +86,95 @@ def test_a_full_disk_is_said_and_measuring_goes_on(path: Path, monkeypatch: pyte
     assert {cell.op for cell in result.linears.ops} == {"32x32x32", "48x48x48"}
 
 
-def test_a_damaged_message_is_one_message(path: Path) -> None:
-    number = filled(path)
+@pytest.mark.parametrize("content", ["{", "[]", "7", '{"type": "nothing"}', '{"type": "round"}', b"\xff\xfe", None])
+def test_a_damaged_message_is_one_message(path: Path, content: object) -> None:
+    filled(path)
     with closing(sqlite3.connect(path)) as database:
-        database.execute("UPDATE message SET content = '{' WHERE rowid = 7")
+        database.execute("PRAGMA ignore_check_constraints = 1")
+        database.execute("UPDATE message SET content = coalesce(?, 0) WHERE rowid = 7", (content,))
         database.commit()
-    with closing(Journal(path)) as journal, pytest.raises(UserError, match="is damaged"):
-        list(journal.messages(number))
+    with recorded(path, resume=True) as recording, pytest.raises(UserError, match="is damaged"):
+        recording.messages("")
+
+
+@pytest.mark.parametrize("tables", ["run (id INTEGER PRIMARY KEY)", "message (a, b)", "run (id, fingerprint, started)"])
+def test_a_journal_of_another_shape_is_one_message(tmp_path: Path, tables: str) -> None:
+    with closing(sqlite3.connect(tmp_path / "journal.sqlite3")) as database:
+        database.execute(f"CREATE TABLE {tables}")
+    with pytest.raises(UserError, match=r"was not written by this version|cannot be written"):
+        Journal(tmp_path / "journal.sqlite3")
+
+
+def test_a_finished_run_is_not_resumed(path: Path) -> None:
+    with recorded(path) as first:
+        first.deliver(lambda: None, complete=False)
+    with recorded(path, resume=True) as again:
+        assert again.resumed
+        assert again.number == first.number
+        again.deliver(lambda: None, complete=True)
+    with recorded(path, resume=True) as other:
+        assert not other.resumed
+        assert other.number != first.number
+
+
+def test_a_run_whose_results_cannot_be_written_can_be_resumed(path: Path) -> None:
+    def full() -> None:
+        raise UserError("no space left on device")
+
+    with recorded(path) as recording, pytest.raises(UserError) as error:
+        recording.deliver(full, complete=True)
+    assert error.value.message == "no space left on device"
+    assert "nothing is lost" in error.value.hint
+    with recorded(path, resume=True) as again:
+        assert again.resumed
+
+
+def test_a_run_that_goes_on_in_another_process_is_not_joined(path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from gemmscope.engine.journal import Journal\n"
+        "with Journal(Path(sys.argv[1])).recording('x', ''): print('ready', flush=True); time.sleep(60)"
+    )
+    other = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE)
+    assert other.stdout is not None
+    try:
+        other.stdout.readline()
+        with recorded(path, resume=True) as recording:
+            assert not recording.resumed
+            assert recording.running_elsewhere
+    finally:
+        other.kill()
+        other.communicate()
+    with recorded(path, resume=True) as recording:  # once it is dead, it can be resumed; the newest first
+        assert recording.resumed
+        assert not recording.running_elsewhere
+
+
+def test_old_runs_are_removed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = filled(path, "old"), filled(path, "new")
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("UPDATE run SET started = ? WHERE id = ?", (time.time() - 31 * 86400, old))
+        database.commit()
+    with recorded(path, "going on") as recording:
+        assert runs(path) == [new, recording.number]
+
+
+def test_a_journal_that_is_too_large_loses_its_oldest_runs_and_becomes_smaller(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finished ones first; one that is going on stays, whatever its size."""
+    kept = filled(path, "unfinished")
+    with recorded(path, "finished") as recording:
+        for count in range(2000):
+            recording.write("", Round(count))
+        recording.deliver(lambda: None, complete=True)
+    size = path.stat().st_size
+    monkeypatch.setattr(journals, "MOST_BYTES", size * 3 // 4)
+    with recorded(path, "going on") as going_on:
+        assert runs(path) == [kept, going_on.number]
+        monkeypatch.setattr(journals, "MOST_BYTES", 0)
+        going_on.journal.prune()
+        assert runs(path) == [going_on.number]
+    with closing(Journal(path)) as journal:
+        journal.ask("PRAGMA wal_checkpoint(TRUNCATE)")
+    assert path.stat().st_size < size / 2
+    assert not list(path.parent.glob("*.lock"))

@@ -11,8 +11,9 @@ import pytest
 from gemmscope.bench.attribution import AttributionError, attribute
 from gemmscope.bench.breakdown import op_time
 from gemmscope.bench.evidence import evidence
-from gemmscope.engine.kernels import KernelRun, classify
 from gemmscope.bench.measurements import Measurements
+from gemmscope.engine.kernels import KernelRun, classify
+from gemmscope.engine.messages import Hello, Kernels, Sampled
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.linears import OpTime
 from gemmscope.workload.cases import Case, Task
@@ -157,10 +158,10 @@ def measured(name: str, kernels: str, versions: dict[str, str], **facts: object)
     """Measurements of one linear in one recipe, as the worker's messages would have made them."""
     task = Task(Case("QKV Proj", 15872, 4096, 12288), name, "autocast")
     results = Measurements([task])
-    results.take({"type": "hello", "versions": versions})
-    results.take({"type": "kernels", "task": task.key, "kernels": RECORDED[kernels]})
+    results.take(Hello(versions))
+    results.take(Kernels(task.key, RECORDED[kernels]))
     results.tasks[task.key].facts = {"host_ms": 0.1, "copies": 1, **facts}
-    results.take({"type": "samples", "times_ms": {task.key: [5.0]}, "state": {}})
+    results.take(Sampled({task.key: [5.0]}, {}))
     return results
 
 

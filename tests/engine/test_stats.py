@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemmscope.bench.measurements import Measurements
+from gemmscope.engine.messages import Round, Sampled
 from gemmscope.engine.rule import StoppingRule
 from gemmscope.engine.stats import Noise, noise_of, pieces, ratio_interval, time_interval
 from gemmscope.workload.cases import MODES, Case, Task
@@ -156,9 +158,10 @@ def test_intervals_hold_where_they_decide_when_to_stop(clock: Callable[[np.rando
                 if not done:
                     moved()  # what a burst drops
                     burst = [truth[group[0]] * (1 + moved()) for _ in range(round(750 / truth[group[0]]))]
-                    results.take({"type": "samples", "times_ms": {tasks[group].key: burst}, "state": {}})
-                    done = rule.done(results, names, MODES)
-            results.take({"type": "round"})
+                    results.take(Sampled({tasks[group].key: burst}, {}))
+                    known = partial(results.uncertainties, names, MODES, rule.target)
+                    done = rule.done(results.complete_rounds, known)
+            results.take(Round(0))
         for recipe, mode in ((name, mode) for name in names[1:] for mode in MODES):
             found, exact = results.speedup(recipe, mode), truth["BF16"] / truth[recipe]
             assert found is not None

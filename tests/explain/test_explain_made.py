@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from gemmscope.engine.kernels import classify
 from gemmscope.errors import UserError
 from gemmscope.explain.account import EXPOSED
 from gemmscope.explain.ranks import rank_findings, rank_times, slowest
-from gemmscope.engine.kernels import classify
 from support.traces import ADAM, BF16, CAST, FP8, Builder, as_expected, codes, fact, steady
 
 NCCL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"

@@ -18,6 +18,9 @@ from gemmscope.app import calibrate as calibrating
 from gemmscope.app.bench import DEFAULT_TIMING
 from gemmscope.app.choose import Choice
 from gemmscope.app.progress import QUIET
+from gemmscope.bench.campaign import LinearCampaign
+from gemmscope.engine.journal import RecordedRun, open_journal
+from gemmscope.engine.link import LocalWorkers
 from gemmscope.errors import UserError
 from gemmscope.forecast.calibration import STACKS, Calibration, gemm_factors, load, place, quantize_factors, save, shipped
 from gemmscope.forecast.linear_results import forecast_linears
@@ -25,8 +28,6 @@ from gemmscope.forecast.linears import Adjustment, Forecaster
 from gemmscope.forecast.step import StepForecast
 from gemmscope.gpu.environment import Environment
 from gemmscope.gpu.specs import gpu
-from gemmscope.engine.campaign import Campaign
-from gemmscope.engine.journal import open_journal
 from gemmscope.model.flags import from_hyperparameters
 from gemmscope.model.spec import RunSpec
 from gemmscope.parts import StepPart
@@ -40,7 +41,7 @@ from support.machines import machine
 
 __all__ = ["run"]  # the fixture
 
-Pretend = Callable[[Environment], list[Campaign]]
+Pretend = Callable[[Environment], list[LinearCampaign]]
 
 LINE = (
     "forecast --hidden_size 4096 --intermediate_size 16384 --num_attention_heads 32 --num_hidden_layers 24 "
@@ -57,24 +58,16 @@ def _own_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
     """Pretends that this machine has an H200: campaigns are filled with kernels recorded there, and listed."""
-    ran: list[Campaign] = []
+    ran: list[LinearCampaign] = []
 
-    class NoWorker:
-        def __enter__(self) -> NoWorker:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-    def measured(campaign: Campaign, *, resume: bool = False) -> None:
+    def measured(campaign: LinearCampaign) -> None:
         ran.append(campaign)
         record(campaign.results)
 
-    def call(found: Environment) -> list[Campaign]:
+    def call(found: Environment) -> list[LinearCampaign]:
         monkeypatch.setattr("gemmscope.app.calibrate.environment", lambda: found)
         monkeypatch.setattr("gemmscope.app.choose._missing", lambda _: "")
-        monkeypatch.setattr("gemmscope.app.calibrate.Link", NoWorker)
-        monkeypatch.setattr(Campaign, "run", measured)
+        monkeypatch.setattr(LinearCampaign, "run", measured)
         return ran
 
     return call
@@ -195,7 +188,7 @@ def test_the_command(run: Run, pretend: Pretend, monkeypatch: pytest.MonkeyPatch
 
 def test_what_could_not_be_measured_is_not_written(run: Run, pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(machine())
-    monkeypatch.setattr(Campaign, "run", lambda *_, **__: None)
+    monkeypatch.setattr(LinearCampaign, "run", lambda *_, **__: None)
     outcome = run("calibrate")
     assert outcome.code == 1
     assert load("h200") is None
@@ -314,7 +307,7 @@ def test_what_is_implausible_is_dropped(run: Run, pretend: Pretend, monkeypatch:
 
 def session(backend: str = "cpu") -> Any:
     choice = Choice(backend, ["BF16"], ["autocast"])
-    return calibrating._CalibrationRun(choice, DEFAULT_TIMING, gpu("h200"), open_journal(), "", QUIET, resume=False)
+    return calibrating._CalibrationRun(choice, DEFAULT_TIMING, gpu("h200"), RecordedRun(open_journal(), 1), LocalWorkers(), QUIET)
 
 
 def test_cached_weights_are_cached_on_both_sides() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gemmscope.engine.messages import Profile, Ready, Sampled
 from gemmscope.errors import UserError
 from gemmscope.interval import Interval
 from gemmscope.model.spec import RunSpec
@@ -31,13 +32,13 @@ TOTALS = Totals((), 1e12, 1e11, Work(), 1, 1000, 1000, 1000, 1.1e12)
 def profile(measurements: StepMeasurements, variant: Variant, **part_ms: float) -> None:
     name = BF16 if variant.recipe == "BF16" else FP8
     parts = [[part.replace("_", " "), "forward", [[name, time * 1000, 7]]] for part, time in part_ms.items()]
-    measurements.take({"type": "profile", "task": variant.name, "parts": parts, "busy_ms": sum(part_ms.values())})
+    measurements.take(Profile(variant.name, parts, sum(part_ms.values())))
 
 
 def bursts(measurements: StepMeasurements, variant: Variant, center: float, spread: float = 0.002) -> None:
     for number in range(-2, 3):
         burst = [center * (1 + spread * number)] * 4
-        measurements.take({"type": "samples", "times_ms": {variant.name: burst}, "state": {}})
+        measurements.take(Sampled({variant.name: burst}, {}))
 
 
 def run(mixed_ms: float) -> tuple[StepMeasurements, list[Plan]]:
@@ -158,7 +159,7 @@ def test_a_fallback_is_never_recommended() -> None:
     measurements = StepMeasurements([PLAIN, LOW], layers=8)
     for variant in (PLAIN, LOW):
         parts = [["mlp", "forward", [[BF16, 9e4, 7]]], ["optimizer", "step", [["multi_tensor_apply_kernel", 1e4, 7]]]]
-        measurements.take({"type": "profile", "task": variant.name, "parts": parts, "busy_ms": 100.0})
+        measurements.take(Profile(variant.name, parts, 100.0))
     bursts(measurements, PLAIN, 110.0)
     bursts(measurements, LOW, 100.0)
     times = step_times(measurements, ["BF16", "FP8Current"], TOTALS, 1000)
@@ -221,7 +222,7 @@ def test_weights_that_stay_quantized_count_in_peak_memory() -> None:
     """10 GB beyond what both hold; FP8 also keeps 3 GB of quantized weights from one micro-batch to the next."""
     measurements = StepMeasurements([PLAIN, LOW], layers=8)
     for variant, held in ((PLAIN, 1e9), (LOW, 4e9)):
-        measurements.take({"type": "ready", "task": variant.name, "held_bytes": held, "peak_bytes": held + 10e9})
+        measurements.take(Ready(variant.name, {"held_bytes": held, "peak_bytes": held + 10e9}))
         bursts(measurements, variant, 100.0)
     times = step_times(measurements, ["BF16", "FP8Current"], TOTALS, 1000)
     assert [time.peak_bytes for time in times.recipes] == [10e9 + 8000, 13e9 + 8000]

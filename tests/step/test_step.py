@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,20 +12,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gemmscope.engine.journal import RecordedRun
+from gemmscope.engine.link import LocalWorkers
+from gemmscope.engine.messages import Begin, Done, Failed, Hello, Message, Round, Sampled
+from gemmscope.engine.rule import StoppingRule
 from gemmscope.errors import UserError
 from gemmscope.findings import finding
-from gemmscope.engine.journal import Journal
-from gemmscope.engine.link import Death
-from gemmscope.engine.rule import StoppingRule
 from gemmscope.model import presets
 from gemmscope.model.flags import from_hyperparameters
 from gemmscope.model.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RunSpec
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.step import StepSettings, Variant
+from gemmscope.step.campaign import StepCampaign
 from gemmscope.step.measurements import StepMeasurements
 from gemmscope.step.plan import StackPlan, plan_step, share_weights
-from gemmscope.step.predict import StepRun
 from gemmscope.workload.derive import derive
+from support.campaigns import Scripted, interrupt, recorded
 from support.small_steps import two_layers
 
 torch = pytest.importorskip("torch", reason="steps need torch")
@@ -222,34 +223,42 @@ def test_tensor_parallel_ranks_are_narrower() -> None:
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> Iterator[Journal]:
-    with closing(Journal(tmp_path / "journal.sqlite3")) as opened:
+def recording_of_run(tmp_path: Path) -> Iterator[RecordedRun]:
+    with recorded(tmp_path) as opened:
         yield opened
 
 
-def test_a_run_on_the_cpu(journal: Journal) -> None:
+def step_campaign(
+    recording: RecordedRun, made: StackPlan, recipes: list[str], settings: StepSettings, **more: Any
+) -> StepCampaign:
+    defaults = {"rule": StoppingRule(), "workers": LocalWorkers()}
+    return StepCampaign(plan=made, recipes=recipes, settings=settings, recording=recording, **(defaults | more))
+
+
+def test_a_run_on_the_cpu(recording_of_run: RecordedRun) -> None:
     settings = StepSettings("cpu", drop_ms=1, keep_ms=5, max_rounds=4)
-    run = StepRun(plan("llama"), ["BF16", "FP32"], settings, StoppingRule(target=0.9, least_rounds=2), journal)
+    rule = StoppingRule(target=0.9, least_rounds=2)
+    run = step_campaign(recording_of_run, plan("llama"), ["BF16", "FP32"], settings, rule=rule)
     measurements = run.run()
     speedup = measurements.speedup("FP32")
     assert speedup is not None
     assert speedup.low is not None
     assert speedup.high is not None
     assert speedup.low < speedup.value < speedup.high
-    assert all(result.host_ms for result in measurements.variants.values())
+    assert all(result.host_ms for result in measurements.tasks.values())
 
 
-def test_many_micro_batches_may_be_silent_for_longer(journal: Journal) -> None:
+def test_many_micro_batches_may_be_silent_for_longer(recording_of_run: RecordedRun) -> None:
     def silence(accumulation: int) -> float:
         made = plan("llama", gradient_accumulation=accumulation)
-        return StepRun(made, ["BF16"], StepSettings("cpu", silence_s=180), StoppingRule(), journal).silence_s
+        return step_campaign(recording_of_run, made, ["BF16"], StepSettings("cpu", silence_s=180)).silence_s
 
     assert (silence(1), silence(64)) == (180, 180 * 16)
 
 
 def times(measurements: StepMeasurements, variant: Variant, *rounds: float) -> None:
     for time in rounds:
-        measurements.take({"type": "samples", "times_ms": {variant.name: [time] * 4}, "state": {}})
+        measurements.take(Sampled({variant.name: [time] * 4}, {}))
 
 
 def test_two_depths_give_the_whole_models_step() -> None:
@@ -268,80 +277,122 @@ def test_two_depths_give_the_whole_models_step() -> None:
     assert gain.known
 
 
-def test_memory_that_does_not_suffice_makes_it_shallower(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    def converse(self: Any, request: dict[str, Any], *, note: Any, **_: Any) -> None:
-        asked.append(request["variants"][0]["depth"])
+def test_memory_that_does_not_suffice_makes_it_shallower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def script(request: dict[str, Any]) -> Iterator[Message]:
+        yield Hello()
         for variant in request["variants"]:
             if variant["depth"] > 2:
-                note({"type": "failed", "task": variant["name"], "why": "too large", "kind": "out of memory"})
+                yield Failed(variant["name"], "too large", "out of memory")
+        yield Done()
 
-    monkeypatch.setattr("gemmscope.engine.link.Link.converse", converse)
-    run = StepRun(plan("llama"), ["BF16"], StepSettings("cpu"), StoppingRule(), journal)
-    monkeypatch.setattr("gemmscope.step.predict.LEAST_DEPTH", 4)
+    def run(**more: Any) -> tuple[StepCampaign, list[int]]:
+        workers = Scripted(script)
+        with recorded(tmp_path) as recording:
+            campaign = step_campaign(recording, plan("llama"), ["BF16"], StepSettings("cpu"), workers=workers, **more)
+            try:
+                campaign.run()
+            finally:
+                asked.extend(request["variants"][0]["depth"] for request in workers.requests)
+        return campaign, asked
+
+    asked: list[int] = []
+    monkeypatch.setattr("gemmscope.step.campaign.LEAST_DEPTH", 4)
     with pytest.raises(UserError, match="does not fit into this GPU's memory even with 4 of its layers"):
-        run.run()
+        run()
     assert asked == [6, 4]
-    monkeypatch.setattr("gemmscope.step.predict.LEAST_DEPTH", 1)
-    again = StepRun(plan("llama"), ["BF16"], StepSettings("cpu"), StoppingRule(), journal)
-    again.run()
+    monkeypatch.setattr("gemmscope.step.campaign.LEAST_DEPTH", 1)
+    again, _ = run()
     assert asked[2:] == [6, 3, 1]
-    real = StepRun(plan("llama"), ["BF16"], StepSettings("cpu"), StoppingRule(), journal, real=True)
-    real.run()
+    real, _ = run(real=True)
     assert real.findings[0] == finding("real-model-shallower", depth=6, smaller=3)
     assert again.findings == [finding("stack-shallower", depth=deep, smaller=smaller) for deep, smaller in ((6, 3), (3, 1))]
 
 
-def test_a_process_that_dies_while_profiling_costs_no_step(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+def timed(request: dict[str, Any], rounds: int = 4) -> Iterator[Message]:
+    yield Hello()
+    for number in range(rounds):
+        for variant in request["variants"]:
+            yield Sampled({variant["name"]: [10.0 + number / 1000] * 4})
+        yield Round(number)
+
+
+def test_a_process_that_dies_while_profiling_costs_no_step(recording_of_run: RecordedRun) -> None:
     """All was timed well enough; only what its kernels do stays unknown."""
-    asked: list[int] = []
-
-    def converse(self: Any, request: dict[str, Any], *, note: Any, enough: Any, **_: Any) -> Death:
-        asked.append(len(request["variants"]))
-        for number in range(4):
-            for variant in request["variants"]:
-                note({"type": "samples", "times_ms": {variant["name"]: [10.0 + number / 1000] * 4}, "state": {}})
-            note({"type": "round"})
-            enough()
-        return Death(request["variants"][0]["name"], "the measuring process died (signal 11)", "crash")
-
-    monkeypatch.setattr("gemmscope.engine.link.Link.converse", converse)
-    measurements = StepRun(plan("llama"), ["BF16", "FP32"], StepSettings("cpu"), StoppingRule(), journal).run()
-    assert asked == [2]
+    workers = Scripted(timed, "(signal 11)")
+    campaign = step_campaign(recording_of_run, plan("llama"), ["BF16", "FP32"], StepSettings("cpu"), workers=workers)
+    measurements = campaign.run()
+    assert [len(request["variants"]) for request in workers.requests] == [2]
     assert measurements.speedup("FP32") is not None
     (found,) = measurements.findings
     assert (found.code, found.facts["reason"]) == ("kernels-not-profiled", "the measuring process died (signal 11)")
 
 
+def test_a_shallower_stack_is_resumed_where_it_was(tmp_path: Path) -> None:
+    """Killed in its second depth: the first is not tried again, and its samples are there once."""
+
+    def script(request: dict[str, Any]) -> Iterator[Message]:
+        deep = request["variants"][0]["depth"] > 3
+        yield Hello()
+        if deep:
+            yield Failed(request["variants"][0]["name"], "too large", "out of memory")
+        yield from timed(request, rounds=1)
+        interrupt()
+        yield Sampled({request["variants"][0]["name"]: [11.0] * 4})
+
+    def campaign(recording: RecordedRun, workers: Scripted) -> StepCampaign:
+        return step_campaign(recording, plan("llama"), ["BF16", "FP32"], StepSettings("cpu"), workers=workers)
+
+    with recorded(tmp_path) as recording:
+        first = campaign(recording, Scripted(script))
+        first.run()
+        assert first.interrupted
+        assert {result.variant.depth for result in first.results.tasks.values()} == {3, 1}
+    with recorded(tmp_path, resume=True) as recording:
+        workers = Scripted(lambda request: [*timed(request), Done()])
+        after = campaign(recording, workers)
+        after.run()
+    assert [{variant["depth"] for variant in request["variants"]} for request in workers.requests] == [{3, 1}]
+    for name, result in after.results.tasks.items():
+        before = first.results.tasks[name].rounds_ms
+        assert before
+        assert result.rounds_ms == [*before, *([10.0 + number / 1000] * 4 for number in range(4))]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_burst_that_fails_is_said_once(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the next of its kind was launched behind it; with its own reason, which decides what follows. The others go on."""
+    from gemmscope.engine.timer import Burst, DoneBurst
+    from gemmscope.engine.worker import BurstGroup
     from gemmscope.step.worker import StepWorker
 
     class Quiet:
         stop = staticmethod(lambda: False)
+        first_wanted = staticmethod(lambda groups: groups[0])
 
-    monkeypatch.setattr("gemmscope.step.worker.Orders", Quiet)
+    monkeypatch.setattr("gemmscope.engine.worker.Orders", Quiet)
     monkeypatch.setattr("gc.freeze", lambda: None)  # of this very process
     monkeypatch.setattr("gc.disable", lambda: None)
     made = plan("llama")
     settings = asdict(StepSettings("cpu", drop_ms=0.1, keep_ms=0.1, least_steps=1, max_rounds=3, seed=seed))
-    worker = StepWorker({**settings, "plan": asdict(made), "variants": []}, None)
-    said: list[dict[str, Any]] = []
-    monkeypatch.setattr(worker, "say", lambda message_type, **content: said.append({"type": message_type, **content}))
-    collect = worker._collect
+    worker = StepWorker({**settings, "plan": asdict(made), "variants": [], "least_rounds": 3, "had": {}}, None)
+    said: list[Message] = []
+    monkeypatch.setattr(worker, "say", said.append)
+    launch = worker.launch
 
-    def fail(launched: Any) -> None:
-        if launched.name == "bad":
+    class Bad(DoneBurst):
+        def times_ms(self) -> list[list[float]]:
             raise RuntimeError("out of memory")
-        collect(launched)
 
-    monkeypatch.setattr(worker, "_collect", fail)
+    def launch_or_fail(group: BurstGroup, number: int) -> Burst:
+        burst = launch(group, number)
+        return Bad([]) if group.tasks == ["bad"] else burst
+
+    monkeypatch.setattr(worker, "launch", launch_or_fail)
     worker.steps, worker.once_ms = dict.fromkeys(("bad", "good"), step("llama")), {"bad": 1.0, "good": 3000.0}
-    worker._rounds()
-    good = [message for message in said if message.get("task") == "good"]
+    worker._measure()
+    good = [message for message in said if isinstance(message, Begin) and message.task == "good"]
     assert len(good) == 3 * 3  # launched, still at it after the steps that do not count, collected
-    failed = [message for message in said if message["type"] == "failed"]
-    assert [(message["task"], message["kind"]) for message in failed] == [("bad", "out of memory")]
-    assert sum(message["type"] == "samples" for message in said) == 3
+    failed = [message for message in said if isinstance(message, Failed)]
+    assert [(message.task, message.kind) for message in failed] == [("bad", "out of memory")]
+    assert sum(isinstance(message, Sampled) for message in said) == 3
+    assert sum(isinstance(message, Round) for message in said) == 3

@@ -10,6 +10,7 @@ from typing import Any
 
 from gemmscope.bench.linears import measured_linears
 from gemmscope.bench.measurements import Measurements
+from gemmscope.engine.messages import Hello, Kernels, Ready, Round, Sampled
 from gemmscope.results.linears import Linears
 from gemmscope.workload.cases import MODES, Case, Mode, Task, bare_gemms, tasks_of
 
@@ -72,17 +73,17 @@ def record(
     recipe's times, `states` are used in turn.
     """
     device = {"name": "NVIDIA H200", "compute_capability": "9.0"}
-    measurements.take({"type": "hello", "device": device, "versions": {"transformer_engine": "2.20.2"}})
+    measurements.take(Hello({"transformer_engine": "2.20.2"}, device))
     for task in [result.task for result in measurements.tasks.values()]:
         kernels = recorded_kernels(task, (kernels_of or {}).get(task.recipe, task.recipe))
         time_ms = sum(kernel[1] for kernel in kernels) / 1000 * (slower or {}).get(task.recipe, 1.0)
         host_ms = 9.0 if task.recipe == "FP8Block" else 0.0001
         note = (notes or {}).get(task.case.op, "") if task.recipe != "BF16" else ""
-        measurements.take({"type": "ready", "task": task.key, "error": 0.04, "host_ms": host_ms, "copies": 1, "note": note})
-        measurements.take({"type": "kernels", "task": task.key, "kernels": kernels})
+        measurements.take(Ready(task.key, {"error": 0.04, "host_ms": host_ms, "copies": 1, "note": note}))
+        measurements.take(Kernels(task.key, kernels))
         for number in range(rounds):
             lag = (number + len(task.key)) % 3  # no two tasks move alike
             state = dict(states[number % len(states)])
-            measurements.take({"type": "samples", "times_ms": {task.key: [time_ms * (1 + lag * spread)]}, "state": state})
+            measurements.take(Sampled({task.key: [time_ms * (1 + lag * spread)]}, state))
     for number in range(rounds):
-        measurements.take({"type": "round", "round": number})
+        measurements.take(Round(number))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from gemmscope.cli.main import main
+from gemmscope.signals import raised
 
 
 class Outcome(NamedTuple):
@@ -24,7 +25,7 @@ Run = Callable[[str], Outcome]
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     def call(line: str) -> Outcome:
         monkeypatch.setattr(sys, "argv", ["gemmscope", *line.split()])
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as ended, raised():
             main()
         captured = capsys.readouterr()
         return Outcome(int(ended.value.code or 0), captured.out, captured.err)

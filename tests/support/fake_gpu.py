@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gemmscope.gpu.environment import Environment
-from gemmscope.engine.campaign import Campaign
+from gemmscope.bench.campaign import LinearCampaign
 from gemmscope.bench.measurements import Measurements
+from gemmscope.gpu.environment import Environment
 from support.bench_results import record
 from support.machines import machine
 
@@ -30,7 +29,7 @@ def own_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
-Pretend = Callable[..., list[Campaign]]
+Pretend = Callable[..., list[LinearCampaign]]
 
 
 @pytest.fixture
@@ -38,23 +37,21 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
     """As if this machine had that GPU and those packages; campaigns take recorded kernels, and are handed back as they ran."""
     real = importlib.util.find_spec
 
-    def prepare(found: Environment | None = None, packages: str = "torch transformer_engine", **how: Any) -> list[Campaign]:
+    def prepare(found: Environment | None = None, packages: str = "torch transformer_engine", **how: Any) -> list[LinearCampaign]:
         known = {"torch", "transformer_engine", "torchao"}
         monkeypatch.setattr("gemmscope.app.bench.environment", lambda: found or machine())
         monkeypatch.setattr(
             "importlib.util.find_spec", lambda name: (name in packages.split() or None) if name in known else real(name)
         )
-        ran: list[Campaign] = []
+        ran: list[LinearCampaign] = []
 
-        def campaign_run(self: Campaign, *, resume: bool = False) -> Measurements:
-            number = self.journal.begin(self.fingerprint, list(self.command))
+        def campaign_run(self: LinearCampaign) -> Measurements:
             ran.append(self)
             record(self.results, **how)
-            self.journal.finish(number)
             return self.results
 
-        monkeypatch.setattr(Campaign, "run", campaign_run)
-        monkeypatch.setattr("gemmscope.app.bench.Link", nullcontext)  # no worker is started
+        monkeypatch.setattr(LinearCampaign, "run", campaign_run)
+        monkeypatch.setattr("gemmscope.app.bench.LocalWorkers.start_early", lambda *_: None)
         return ran
 
     return prepare

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from gemmscope.engine.messages import Message, parse
 from gemmscope.model.flags import from_hyperparameters
 from gemmscope.model.spec import RunSpec
 from gemmscope.results.step import StepTimes, Variant
@@ -32,11 +33,19 @@ MODELS = {
 }
 
 
+def _message(recorded: dict[str, Any]) -> Message:
+    """The facts of a variant were beside its name when this was recorded."""
+    if recorded["type"] == "ready":
+        facts = {key: value for key, value in recorded.items() if key not in ("type", "task")}
+        recorded = {"type": "ready", "task": recorded["task"], "facts": facts}
+    return parse(json.dumps(recorded))
+
+
 def replayed(name: str, *, real: bool = False) -> StepMeasurements:
     depth = len(MODELS[name][0].layers)
     measurements = StepMeasurements([Variant(recipe, depth, real=real) for recipe in RECIPES], depth)
     for message in RECORDED[name + (" real" if real else "")]:
-        measurements.take(message)
+        measurements.take(_message(message))
     return measurements
 
 

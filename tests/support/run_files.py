@@ -7,10 +7,11 @@ from typing import Any
 
 from gemmscope.app.model import model_run
 from gemmscope.app.shapes import shapes
-from gemmscope.findings import finding
 from gemmscope.bench.findings import linear_findings, measurement_findings
 from gemmscope.bench.linears import measured_linears
 from gemmscope.bench.measurements import Measurements
+from gemmscope.engine.messages import Hello, Kernels, Ready, Round, Sampled
+from gemmscope.findings import finding
 from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.results.base import Result
@@ -35,18 +36,21 @@ def recorded_bench(name: str = "first") -> BenchResult:
 def replayed(result: BenchResult) -> Measurements:
     """The samples and kernels of a bench, taken in again as the worker's messages brought them."""
     measurements = Measurements([each.task for each in result.tasks])
-    measurements.take({"type": "hello", "device": result.device, "versions": result.versions})
+    measurements.take(Hello(result.versions, result.device))
     groups = {each.task.key: each.task.group for each in result.tasks}
-    bursts: dict[tuple[str, str, int], dict[str, Any]] = {}  # the tasks of one recipe and mode share a burst
+    bursts: dict[
+        tuple[str, str, int], tuple[dict[str, list[float]], dict[str, Any]]
+    ] = {}  # the tasks of one recipe and mode share a burst
     for each in result.tasks:
-        measurements.take({"type": "ready", "task": each.task.key, **each.facts})
-        measurements.take({"type": "kernels", "task": each.task.key, "kernels": each.kernels})
+        measurements.take(Ready(each.task.key, {**each.facts}))
+        measurements.take(Kernels(each.task.key, each.kernels))
         for number, (times_ms, state) in enumerate(zip(each.rounds_ms, each.states, strict=True)):
             group = groups[each.facts.get("sum_of", [each.task.key])[0]]  # a sum was measured with its parts
-            burst = bursts.setdefault((*group, number), {"type": "samples", "times_ms": {}, "state": state})
-            burst["times_ms"][each.task.key] = times_ms
-    for message in [*bursts.values(), *({"type": "round", "round": number} for number in range(result.rounds))]:
-        measurements.take(message)
+            bursts.setdefault((*group, number), ({}, state))[0][each.task.key] = times_ms
+    for burst in bursts.values():
+        measurements.take(Sampled(*burst))
+    for number in range(result.rounds):
+        measurements.take(Round(number))
     return measurements
 
 
@@ -62,8 +66,8 @@ def bench_result(measurements: Measurements, **about: Any) -> BenchResult:
         precision=0.01,
         time_limit_s=120.0,
         environment=machine(),
-        device=measurements.hello["device"],
-        versions=measurements.hello["versions"],
+        device=dict(measurements.hello.device),
+        versions=dict(measurements.hello.versions),
         rounds=measurements.complete_rounds,
         linears=linears,
         tasks=tuple(measurements.tasks.values()),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gemmscope.findings import finding
 from gemmscope.bench.findings import state_findings
+from gemmscope.findings import finding
 from gemmscope.results.base import ModelSummary
 from gemmscope.results.step import AtBatch, StepResult, StepSettings
 from gemmscope.step.breakeven import break_even_finding
@@ -24,7 +24,7 @@ def recorded_step(name: str = "llama8b", *, verified: bool = False, batches: boo
     speedups = {time.recipe: time.speedup for time in times.recipes if time.speedup is not None}
     sizes = (1, 2, run.micro_batch_size) if batches else ()
     at = [AtBatch(micro_batch_size=size, sequence_length=run.sequence_length, speedups=speedups) for size in sizes]
-    variants = [result for each in (measurements, *([real] if real else [])) for result in each.variants.values()]
+    variants = [result for each in (measurements, *([real] if real else [])) for result in each.tasks.values()]
     return StepResult(
         command="gemmscope step --json step.json",
         origin="command line",
@@ -38,8 +38,8 @@ def recorded_step(name: str = "llama8b", *, verified: bool = False, batches: boo
             *state_findings([state for result in variants for state in result.states if state]),
         ),
         environment=machine(),
-        device=measurements.hello["device"],
-        versions=measurements.hello["versions"],
+        device=dict(measurements.hello.device),
+        versions=dict(measurements.hello.versions),
         settings=StepSettings("transformer_engine", seed=1),
         depth=len(model.layers),
         layers=len(model.layers),

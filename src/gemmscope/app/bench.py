@@ -13,7 +13,7 @@ from gemmscope.bench.campaign import WORKER, LinearCampaign, fingerprint_of
 from gemmscope.bench.findings import fixed_counts, linear_findings, measurement_findings
 from gemmscope.bench.linears import measured_linears
 from gemmscope.bench.measurements import Measurements
-from gemmscope.engine.journal import Recording, open_journal
+from gemmscope.engine.journal import RecordedRun, open_journal
 from gemmscope.engine.link import LocalWorkers
 from gemmscope.engine.messages import Hello, Message
 from gemmscope.engine.rule import StoppingRule, check_limits
@@ -155,7 +155,7 @@ def run_bench(
     return result
 
 
-def not_resumed(recording: Recording) -> Finding | None:
+def not_resumed(recording: RecordedRun) -> Finding | None:
     """Why `resume` begins anew; None if it does not."""
     if recording.resumed:
         return None

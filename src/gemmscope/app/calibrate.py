@@ -10,7 +10,7 @@ from gemmscope.app.progress import QUIET, Reporter
 from gemmscope.bench.campaign import LinearCampaign
 from gemmscope.bench.linears import measured_linears
 from gemmscope.document.table import Cell, Table, columns, number
-from gemmscope.engine.journal import Recording, fingerprint, open_journal
+from gemmscope.engine.journal import RecordedRun, fingerprint, open_journal
 from gemmscope.engine.link import LocalWorkers
 from gemmscope.engine.rule import StoppingRule
 from gemmscope.errors import UserError, option
@@ -108,7 +108,7 @@ class _CalibrationRun:
     choice: Choice
     timing: BenchTiming
     chip: GpuSpec
-    recording: Recording
+    recording: RecordedRun
     workers: LocalWorkers
     reporter: Reporter
 

@@ -10,7 +10,7 @@ from gemmscope.app.choose import Choices, choose
 from gemmscope.app.model import ModelRun, rank_workload
 from gemmscope.app.progress import QUIET, Reporter
 from gemmscope.bench.findings import state_findings
-from gemmscope.engine.journal import Recording, open_journal
+from gemmscope.engine.journal import RecordedRun, open_journal
 from gemmscope.engine.link import LocalWorkers, Workers
 from gemmscope.engine.rule import StoppingRule, check_limits
 from gemmscope.errors import UserError, option
@@ -153,7 +153,7 @@ class _StepSession:
     settings: StepSettings
     precision: float
     time_limit: float
-    recording: Recording
+    recording: RecordedRun
     workers: Workers
     reporter: Reporter
     config: Mapping[str, Any] | None

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
-from gemmscope.engine.journal import Recording
+from gemmscope.engine.journal import RecordedRun
 from gemmscope.engine.link import Link, WorkerEndedError, Workers
-from gemmscope.engine.messages import Attempted, Begin, Done, Failed, Fatal, Group, Hello, Message, Noticed, Round, Samples
+from gemmscope.engine.messages import Attempted, Begin, Done, Failed, Fatal, Group, Hello, Message, Noticed, Round, Sampled
 from gemmscope.engine.rule import StoppingRule, Uncertainty
 from gemmscope.engine.store import ResultStore, identity
 from gemmscope.errors import UserError, option
@@ -42,7 +42,7 @@ class Campaign(ABC, Generic[Results]):
     ends_itself: ClassVar[bool] = False  # the worker has something left to do after the last sample
 
     rule: StoppingRule
-    recording: Recording
+    recording: RecordedRun
     workers: Workers = field(repr=False)
     on_message: OnMessage = lambda *_: None
     results: Results = field(init=False)
@@ -140,7 +140,7 @@ class Campaign(ABC, Generic[Results]):
             self._note(message)
             if isinstance(message, Done) or (isinstance(message, Failed) and message.kind == attempt.ends_at):
                 return True
-            if isinstance(message, (Samples, Round)) and not enough:
+            if isinstance(message, (Sampled, Round)) and not enough:
                 enough = self._enough(attempt.tasks)
                 if enough and not self.ends_itself:
                     self._note(Done())
@@ -183,7 +183,7 @@ class Campaign(ABC, Generic[Results]):
             _must_be_alike(self.results.hello, message)
         elif isinstance(message, Begin):
             self._at = message.task
-        elif isinstance(message, Samples) and not self._clock_runs:
+        elif isinstance(message, Sampled) and not self._clock_runs:
             self.rule.start_clock()
             self._clock_runs = True
         problem = self.recording.write(self.part, message)

@@ -78,7 +78,7 @@ class Journal:
             raise UserError(f"the journal {self.path} cannot be written: {error}", _HINT) from error
 
     @contextmanager
-    def recording(self, mark: str, command: str, *, resume: bool = False) -> Iterator[Recording]:
+    def recording(self, mark: str, command: str, *, resume: bool = False) -> Iterator[RecordedRun]:
         """A new run, or with `resume` the newest one of this fingerprint that is neither finished nor going on elsewhere."""
         self.prune()
         running = False
@@ -93,7 +93,7 @@ class Journal:
             lock = self._lock(number)
             resume = False
         try:
-            yield Recording(self, number, resumed=resume, running_elsewhere=running)
+            yield RecordedRun(self, number, resumed=resume, running_elsewhere=running)
         finally:
             self._release(number, lock)
 
@@ -113,7 +113,8 @@ class Journal:
                 self.ask("DELETE FROM message WHERE run = ?", number)
                 self.ask("DELETE FROM run WHERE id = ?", number)
                 self._release(number, lock)
-        self.ask("PRAGMA incremental_vacuum")
+        with suppress(sqlite3.Error):  # another process is writing: the next run makes the file smaller
+            self._database.executescript("PRAGMA incremental_vacuum")
 
     def _bytes(self) -> int:
         pages, free, size = (self.ask(f"PRAGMA {name}")[0][0] for name in ("page_count", "freelist_count", "page_size"))
@@ -147,7 +148,7 @@ class Journal:
 
 
 @dataclass
-class Recording:
+class RecordedRun:
     """One run in the journal. `resumed`: it was there before. `running_elsewhere`: one like it is going on in another process."""
 
     journal: Journal

@@ -119,7 +119,8 @@ class LocalLink:
     def messages(self, silence_s: float, held: Held) -> Iterator[Message]:
         pending, heard = b"", time.monotonic()
         while True:
-            over = self._process.poll() is not None  # what it had sent before is read first
+            over = self._process.poll() is not None
+            stopping = held.first is not None  # in both cases, what it has sent until now is still read
             sending = [self._input.fileno()] if self._outgoing else []
             select.select([self._reading, held.fileno()], sending, [], 0 if over else min(silence_s, LOOK_S))
             self._write()
@@ -128,11 +129,13 @@ class LocalLink:
                 heard = time.monotonic()
                 *whole, pending = (pending + piece).split(b"\n")
                 yield from map(_message, whole)
-            elif held.first is not None:
+            if stopping:
                 return
-            elif piece is None or over:
+            if piece:
+                continue
+            if piece is None or over:
                 raise WorkerEndedError("crash", "the measuring process died", self._exit_reason())
-            elif time.monotonic() - heard >= silence_s:
+            if time.monotonic() - heard >= silence_s:
                 raise WorkerEndedError("hang", f"the measuring process sent nothing for {silence_s:g} s")
 
     def _read(self) -> bytes | None:

@@ -57,7 +57,7 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class Samples:
+class Sampled:
     """The times of one burst, by task, and the GPU's state after it."""
 
     times_ms: Mapping[str, list[float]]
@@ -144,7 +144,7 @@ class Done:
     type: Literal["done"] = "done"
 
 
-Message = Hello | Begin | Ready | Failed | Samples | Round | Kernels | Sum | Profile | Launch | Noticed | Attempted | Fatal | Done
+Message = Hello | Begin | Ready | Failed | Sampled | Round | Kernels | Sum | Profile | Launch | Noticed | Attempted | Fatal | Done
 
 
 def line(message: Message) -> str:

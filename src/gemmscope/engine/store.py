@@ -45,7 +45,7 @@ class ResultStore(Generic[Measured]):
                 self.tasks[key].facts = dict(facts)
             case messages.Failed(key, why, kind):
                 self.tasks[key].failure, self.tasks[key].failure_kind = why, kind
-            case messages.Samples(times_ms, state):
+            case messages.Sampled(times_ms, state):
                 duration_ms = self.duration_ms(times_ms)
                 for key, burst in times_ms.items():
                     self.tasks[key].rounds_ms.append(list(burst))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gemmscope.engine.messages import Begin, Failed, Fatal, Group, Message, Noticed, Round, Samples, line
+from gemmscope.engine.messages import Begin, Failed, Fatal, Group, Message, Noticed, Round, Sampled, line
 from gemmscope.engine.timer import Burst
 from gemmscope.errors import in_a_line
 from gemmscope.gpu.nvml import Gpu, open_nvml
@@ -145,7 +145,7 @@ class MeasuringProcess:
         except Exception as error:
             self._drop(launched.group, error)
         else:
-            self.say(Samples(self.completed(times), state, launched.number))
+            self.say(Sampled(self.completed(times), state, launched.number))
         if ends_round:
             self.say(Round(launched.number))
 
