@@ -1,7 +1,7 @@
 """Kills and interrupts bench, step and sweeps at random times, on the CPU, and counts what is lost.
 
-`python benchmarks/kills.py --kills 1000 --seed 1`. A chain of runs measures one thing. Each run gets one fault at a random time, and
-the next one continues with --resume; the last one is not disturbed. Every sample in the journal must be in the final result
+`python benchmarks/kills.py --kills 1000 --seed 1`. A chain of runs measures one thing. Each run gets one fault at a random time,
+and the next one continues with --resume; the last one is not disturbed. Every sample in the journal must be in the final result
 exactly once, no process, temporary folder or silent exit may remain, and no file may be replaced by less. Exit code 1 otherwise.
 """
 
@@ -49,8 +49,8 @@ FAULTS = [
 MOST_FAULTS = 6  # of one chain
 PATIENCE_S, HANGS_AFTER_S = 5.0, 180.0
 PROBLEMS = (
-    "lost samples", "repeated samples", "orphans", "silent exits", "folders left", "files replaced by less", "tracebacks",
-    "unexpected exit codes", "hangs",
+    "lost samples", "repeated samples", "results not delivered", "orphans", "silent exits", "folders left",
+    "files replaced by less", "tracebacks", "unexpected exit codes", "hangs",
 )  # fmt: skip
 
 
@@ -128,6 +128,7 @@ def run_with_fault(
         **os.environ,
         **{f"XDG_{kind}_HOME": str(folder / kind.lower()) for kind in ("STATE", "CONFIG")},
         "TMPDIR": str(folder / "tmp"),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),  # torch's own, which is meant to stay
         "OMP_NUM_THREADS": "1",
         MARKER: marker,
     }
@@ -217,6 +218,7 @@ class Tally:
     """Everything that was counted, by all chains."""
 
     wanted: int
+    verbose: bool = False
     hits: int = 0
     runs: int = 0
     outcomes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
@@ -244,7 +246,9 @@ class Chain:
         self.where = f"chain {number} ({name})"
         self.result = self.folder / "result.json"
         self.before = 0  # the newest run of the journal that is settled
-        self.size = 0
+        self.kept = Bursts()  # of the runs after it
+        self.size = 0  # of the result, as far as it is of the same measurement
+        self.written_at = 0
         self.fresh = True  # the next run continues nothing
         for inside in ("state", "config", "tmp"):
             (self.folder / inside).mkdir()
@@ -272,7 +276,7 @@ class Chain:
         arguments += ["--resume"] if self.resumes and not self.fresh else []
         at_s = self.choice.uniform(0, 1.05) * self.tally.usual_s.get(self.name, 5.0)
         if self.name != "sweep" and not self.resumes:
-            self.before = max(journaled_runs(self.folder / "state"), default=0)
+            self.before, self.kept, self.size = max(journaled_runs(self.folder / "state"), default=0), Bursts(), min(self.size, 1)
         ended = run_with_fault(arguments, self.folder, self.marker, fault, at_s, self.choice)
         self.where = f"{self.where.split(':')[0]}: {fault or 'no fault'} after {at_s:.2f} s"
         if left := left_running(self.marker, PATIENCE_S):
@@ -280,6 +284,9 @@ class Chain:
             for process in left:
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
+        if self.tally.verbose:
+            last = (ended.stderr.strip().splitlines() or [""])[-1]
+            print(f"{self.where}: {ended.code} in {ended.seconds:.1f} s: {last}", flush=True)
         outcome = self._check_ending(fault, ended)
         self._check_result(ended)
         with self.tally.lock:
@@ -333,16 +340,27 @@ class Chain:
             return
         runs = {number: run for number, run in journaled_runs(self.folder / "state").items() if number > self.before}
         kept = sum((run.bursts for run in runs.values()), Bursts())
-        if size < self.size and (not size or not self.fresh):
-            self._problem("files replaced by less", f"{self.size} bursts, then {size}")
-        self.size = size
+        self._check_size(size)
         settled = bool(runs) and runs[max(runs)].finished
+        written = Bursts(bursts_in(result))
+        if forgotten := self.kept - kept:
+            self._problem("lost samples", f"{forgotten.total()} bursts are no longer in the journal", forgotten.total())
         if ended.code == 0 or settled:  # everything must be in the result
-            written = Bursts(bursts_in(result))
             self._compare(kept, written)
+        elif ended.code in SIGNALS.values() and kept - self.kept and kept - written:  # what this run measured, at least
+            self._problem("results not delivered", f"{(kept - written).total()} of {kept.total()} bursts")
+        self.kept = Bursts() if settled else kept
         self.fresh = settled or not runs
         if settled:
-            self.before = max(runs)
+            self.before, self.size = max(runs), 1
+
+    def _check_size(self, size: int) -> None:
+        """A file that was written has at least what was measured before; of another measurement, something."""
+        written_at = self.result.stat().st_mtime_ns if self.result.exists() else 0
+        if size < self.size:
+            self._problem("files replaced by less", f"{self.size}, then {size}")
+        if written_at != self.written_at:
+            self.size, self.written_at = size, written_at
 
     def _compare(self, kept: Bursts, written: Bursts) -> None:
         if lost := kept - written:
@@ -358,9 +376,8 @@ class Chain:
             self._problem("lost samples", f"{size} of {complete} points", complete - size)
         if ended.code in SIGNALS.values() and "wrote" in ended.stderr and not result["interrupted"] and size != complete:
             self._problem("lost samples", "an interrupted sweep does not say so")
-        if self.size and not size:
-            self._problem("files replaced by less", f"{self.size} points, then none")
-        self.size = size
+        self._check_size(size)
+        self.size = min(size, 1)  # nothing is continued
 
 
 # --- all of them -------------------------------------------------------------------------------------------------------------
@@ -372,10 +389,11 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=1000, help="How many faults.")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2, help="Chains at a time.")
+    parser.add_argument("--verbose", action="store_true", help="Print how every run ended.")
     parser.add_argument("--only", choices=list(COMMANDS), action="append", help="Only this command. Can be repeated.")
     options = parser.parse_args()
     names = options.only or list(COMMANDS)
-    begin, tally = time.monotonic(), Tally(options.kills)
+    begin, tally = time.monotonic(), Tally(options.kills, options.verbose)
     resumes = {name: name != "sweep" and has_resume(name) for name in names}
     for name, able in resumes.items():
         if not able and name != "sweep":
