@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from gemmscope.document.build import document
-from gemmscope.findings import Finding, finding
 from gemmscope.engine.kernels import CAST_SHARE
+from gemmscope.findings import Finding, finding
 from gemmscope.results.step import StepResult
 
 

@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from gemmscope import app, writers
+from gemmscope import app, signals, writers
 from gemmscope.cli.bench_options import RecipeOptions, parse_shapes
 from gemmscope.cli.forecast_options import ForecastOptions
 from gemmscope.cli.options import ModelOptions, RunOptions, takes
@@ -58,9 +58,10 @@ def command(
                 f"{option('sweep')} forecasts the training step of many runs, and {option(unused[0])} is about {what}",
                 "leave it out",
             )
-        deliver(
-            app.forecast.sweep(model_options.given(), run_options.given(), options.axes(), options.names(), **common), outputs
-        )
+        model, run, axes = model_options.given(), run_options.given(), options.axes()
+        with signals.held():  # also while the points that were computed are written
+            result = app.forecast.sweep(model, run, axes, options.names(), reporter=app.progress.Console(), **common)
+            deliver(result, outputs)
         return
     parsed = None
     if shapes is not None:

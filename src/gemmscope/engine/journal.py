@@ -64,7 +64,7 @@ class Journal:
             self._database.execute("PRAGMA journal_mode=WAL")
             self._database.executescript(_SCHEMA)
             shape = {table: [row[1] for row in self._database.execute(f"PRAGMA table_info({table})")] for table in _COLUMNS}
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, sqlite3.Error, ValueError) as error:  # ValueError: text that is not UTF-8
             raise UserError(f"the journal {path} cannot be written: {error}", _HINT) from error
         if shape != _COLUMNS:
             self.close()
@@ -74,7 +74,7 @@ class Journal:
         """The rows of one statement; a `UserError` if the disk is full, the file damaged, or held by another program too long."""
         try:
             return self._database.execute(statement, values).fetchall()
-        except sqlite3.Error as error:
+        except (sqlite3.Error, ValueError) as error:
             raise UserError(f"the journal {self.path} cannot be written: {error}", _HINT) from error
 
     @contextmanager
@@ -107,8 +107,8 @@ class Journal:
 
     def prune(self) -> None:
         """Remove runs older than 30 days; and beyond 512 MB the oldest, finished ones first. Never one that is going on."""
-        for number, started in self.ask("SELECT id, started FROM run ORDER BY finished IS NULL, id"):
-            aged = time.time() - started > MOST_DAYS * 86400
+        oldest = time.time() - MOST_DAYS * 86400
+        for number, aged in self.ask("SELECT id, started < ? FROM run ORDER BY finished IS NULL, id", oldest):
             if (aged or self._bytes() > MOST_BYTES) and (lock := self._lock(number)) is not None:
                 self.ask("DELETE FROM message WHERE run = ?", number)
                 self.ask("DELETE FROM run WHERE id = ?", number)
