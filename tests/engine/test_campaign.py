@@ -15,6 +15,7 @@ import pytest
 from gemmscope.bench.campaign import LinearCampaign, _of_one_case, _of_one_recipe
 from gemmscope.bench.measurements import Measurements
 from gemmscope.engine.journal import Journal, RecordedRun
+from gemmscope.engine.link import WorkerEndedError
 from gemmscope.engine.messages import Begin, Done, Failed, Hello, Message, Round, Sampled
 from gemmscope.engine.rule import StoppingRule, Uncertainty
 from gemmscope.errors import UserError
@@ -94,8 +95,8 @@ def test_a_rested_chip_measures_one_op_at_a_time(recording: RecordedRun) -> None
     assert all(result.measured for result in results.tasks.values())
 
 
-def test_a_dead_worker_costs_one_task(recording: RecordedRun) -> None:
-    """Killed while it measures: that task is recorded as failed, a new worker measures the rest."""
+def test_a_worker_that_is_killed_costs_nothing(recording: RecordedRun) -> None:
+    """Killed while it measures: a new worker goes on."""
     killed: list[int] = []
 
     def kill(message: Message, _: Measurements) -> None:
@@ -107,11 +108,32 @@ def test_a_dead_worker_costs_one_task(recording: RecordedRun) -> None:
     slow = small_campaign(recording, ["BF16"], on_message=kill)
     slow.settings = replace(slow.settings, keep_ms=150, max_rounds=1000)  # it cannot be through before the signal arrives
     results = slow.run()
-    failed = [result for result in results.tasks.values() if result.failure]
-    assert len(killed) == len(failed) == 1
-    assert failed[0].failure_kind == "crash"
-    assert "signal 9" in failed[0].failure
-    assert all(result.rounds_ms for result in results.tasks.values() if not result.failure)
+    assert len(killed) == 1
+    assert all(result.measured for result in results.tasks.values())
+
+
+@pytest.mark.parametrize(("killed", "workers"), [(True, 2 * 4 + 1), (False, 4 + 1)])
+def test_workers_that_die_cost_the_tasks_they_die_at(recording: RecordedRun, killed: bool, workers: int) -> None:
+    """Here every worker dies at the first task that it is given, of those in autocast: killed from outside, the second time."""
+    started: list[dict[str, Any]] = []
+
+    def script(request: dict[str, Any]) -> Iterator[Message]:
+        started.append(request)
+        tasks = [Task.from_json(task) for task in request["tasks"]]
+        yield Hello()
+        doomed = [task.key for task in tasks if task.mode == "autocast"]
+        if not doomed:
+            yield Sampled({task.key: [1.0] for task in tasks})
+            yield Done()
+            return
+        yield Begin(doomed[0], "measuring")
+        raise WorkerEndedError("crash", "the measuring process died", "(signal 9)", killed=killed)
+
+    results = small_campaign(recording, ["BF16", "FP32"], workers=Scripted(script)).run()
+    assert len(started) == workers
+    for result in results.tasks.values():
+        assert result.failure_kind == ("crash" if result.task.mode == "autocast" else "")
+        assert bool(result.rounds_ms) == (result.task.mode == "pre-quantized")
 
 
 @pytest.mark.parametrize(("over", "blamed"), [(True, "FP32"), (False, "BF16")])

@@ -1,7 +1,8 @@
 """Drives a campaign from the parent's side: starts workers, journals their messages, restarts them when they die, stops in time.
 
 The parent never imports torch. It knows the worker's current task (`begin`), so a crash, a CUDA fault or a hang costs that task
-and nothing else: it is recorded as failed, and a new worker takes the others. What is measured is said by subclasses: which tasks
+and nothing else: it is recorded as failed, and a new worker takes the others. A worker that is killed from outside costs nothing
+the first time. What is measured is said by subclasses: which tasks
 are measured together, what the worker is asked to do, and how precisely everything is known.
 """
 
@@ -52,6 +53,7 @@ class Campaign(ABC, Generic[Results]):
         self._decide_again = 0.0
         self._clock_runs = self._greeted = False
         self._at = ""  # the worker's current task
+        self._killed_at: set[str] = set()
 
     @property
     @abstractmethod
@@ -154,6 +156,9 @@ class Campaign(ABC, Generic[Results]):
 
     def _survive(self, death: WorkerEndedError, tasks: list[str]) -> bool:
         """Record what the end of a worker costs. True: the attempt is over."""
+        if death.killed and self._at not in self._killed_at:  # once at each task it is nobody's fault
+            self._killed_at.add(self._at)
+            return False
         if not self._greeted and not self.results.any_samples():
             why = f"the measuring process did not start {death.detail}" if death.kind == "crash" else death.why
             raise UserError(why, "gemmscope doctor shows what this machine can measure") from death

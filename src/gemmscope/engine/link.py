@@ -27,11 +27,14 @@ LOOK_S = 1.0  # how often to see whether a process that is silent has ended: a c
 
 
 class WorkerEndedError(Exception):
-    """The process ended or must be ended: what happened, details, and the kind of failure that this is for its task."""
+    """The process ended or must be ended: what happened, details, and the kind of failure that this is for its task.
 
-    def __init__(self, kind: str, what: str, detail: str = "") -> None:
+    `killed`: by SIGKILL, which no program sends to itself: it may have been anything but the task.
+    """
+
+    def __init__(self, kind: str, what: str, detail: str = "", *, killed: bool = False) -> None:
         super().__init__(kind, what, detail)
-        self.kind, self.why, self.detail = kind, f"{what} {detail}".strip(), detail
+        self.kind, self.why, self.detail, self.killed = kind, f"{what} {detail}".strip(), detail, killed
 
 
 class Link(Protocol):
@@ -134,7 +137,9 @@ class LocalLink:
             if piece:
                 continue
             if piece is None or over:
-                raise WorkerEndedError("crash", "the measuring process died", self._exit_reason())
+                reason = self._exit_reason()
+                killed = self._process.returncode == -signal.SIGKILL
+                raise WorkerEndedError("crash", "the measuring process died", reason, killed=killed)
             if time.monotonic() - heard >= silence_s:
                 raise WorkerEndedError("hang", f"the measuring process sent nothing for {silence_s:g} s")
 
