@@ -81,3 +81,8 @@ class ForecastResult(ModelResult):
     dp: int = 1
     gpus: tuple[GpuForecast, ...] = ()
     sweeps: tuple[GpuSweep, ...] = ()
+
+    @property
+    def sample_count(self) -> int | None:
+        """The points of a sweep."""
+        return sum(len(sweep.points) for sweep in self.sweeps) if self.sweeps else None
