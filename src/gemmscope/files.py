@@ -14,15 +14,17 @@ import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import IO, cast
 
 from gemmscope.errors import UserError
 
-CANNOT_SYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)  # some file systems have no such call
+NO_SUCH_CALL = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)  # some file systems have no such call
 CANNOT_REPLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDEV)  # the file itself may be writable
+TEMPORARY, LOST_S = ".gemmscope-{}.tmp", 3600.0
 DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/(\d+)")
 STREAMS = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
 
@@ -64,7 +66,8 @@ def text_into(out: IO[bytes], *, packed: bool = False) -> Iterator[IO[str]]:
 
 
 def _replacing(target: Path) -> Iterator[IO[bytes]]:
-    beside = target.with_name(f".gemmscope-{secrets.token_hex(8)}.tmp")
+    beside = target.with_name(TEMPORARY.format(secrets.token_hex(8)))
+    _remove_lost(target.parent)
     try:
         try:
             out: IO[bytes] = beside.open("xb")
@@ -80,7 +83,7 @@ def _replacing(target: Path) -> Iterator[IO[bytes]]:
                 _take_over(target.stat(), beside)
             yield out
             out.flush()
-            _sync(out.fileno())
+            _if_possible(os.fsync, out.fileno())
         _put(beside, target)
     finally:
         with suppress(OSError):
@@ -118,19 +121,27 @@ def _overwrite(target: Path, content: IO[bytes]) -> None:
     content.seek(0)
     with target.open("r+b") as out:
         if size and hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(out.fileno(), 0, size)
+            _if_possible(os.posix_fallocate, out.fileno(), 0, size)
         shutil.copyfileobj(content, out)
         out.truncate()
         out.flush()
-        _sync(out.fileno())
+        _if_possible(os.fsync, out.fileno())
 
 
-def _sync(number: int) -> None:
+def _if_possible(call: Callable[..., object], *arguments: int) -> None:
     try:
-        os.fsync(number)
+        call(*arguments)
     except OSError as error:
-        if error.errno not in CANNOT_SYNC:
+        if error.errno not in NO_SUCH_CALL:
             raise
+
+
+def _remove_lost(folder: Path) -> None:
+    """What processes that were killed left behind."""
+    with suppress(OSError):
+        for path in folder.glob(TEMPORARY.format("*")):
+            if time.time() - path.stat().st_mtime > LOST_S:
+                path.unlink()
 
 
 def _flush_streams() -> None:

@@ -7,6 +7,7 @@ run files; on their way to a person they pass through here.
 import re
 import unicodedata
 
+UNUSUAL = re.compile(r"[^ -~]")
 FORMULA = re.compile(r"[=+\-@\t\r＝＋－＠]")
 _ONE = r"[-+]?[\d.,]+(e[-+]?\d+)?[x%]?"
 NUMBER = re.compile(f"{_ONE}( to {_ONE})?", re.IGNORECASE)
@@ -18,7 +19,7 @@ def printable(text: str, keep: str = "\n\t") -> str:
     >>> printable("H200\\x1b[31m\\u202e"), printable("two\\nlines"), printable("two\\nlines", keep="")
     ('H200\\\\x1b[31m\\\\u202e', 'two\\nlines', 'two\\\\nlines')
     """
-    return text if text.isprintable() else "".join(each if _is_visible(each) or each in keep else _escape(each) for each in text)
+    return UNUSUAL.sub(lambda found: found[0] if _is_visible(found[0]) or found[0] in keep else _escape(found[0]), text)
 
 
 def _is_visible(character: str) -> bool:
@@ -45,11 +46,11 @@ def visible_json(text: str) -> str:
     >>> visible_json('"\\x9b1m é"')
     '"\\\\u009b1m é"'
     """
-    return text if text.isascii() and "\x7f" not in text else "".join(map(_json_character, text))
+    return UNUSUAL.sub(lambda found: _json_character(found[0]), text)
 
 
 def _json_character(character: str) -> str:
-    if character == "\n" or _is_visible(character):
+    if character in "\n\t\r" or _is_visible(character):  # between values; inside strings they are written out already
         return character
     units = character.encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[place : place + 2].hex()}" for place in range(0, len(units), 2))

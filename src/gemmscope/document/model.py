@@ -112,16 +112,20 @@ def brief(document: Document) -> Document:
     )
 
 
-def visible(value: Any, keep: str = "") -> Any:
-    """A part of a Document with its texts made harmless: each on one line, except those that are meant to have several."""
+def visible(value: Any, keep: str = "", longest: int | None = None) -> Any:
+    """A part of a Document with its texts made harmless: each on one line, except those that are meant to have several.
+
+    `longest`: the most characters of each.
+    """
     if isinstance(value, str):
-        return printable(value, keep)
+        text = printable(value, keep)
+        return text if longest is None or len(text) <= longest else f"{text[: longest - 1]}…"
     if isinstance(value, tuple):
-        return tuple(visible(item, keep) for item in value)
+        return tuple(visible(item, keep, longest) for item in value)
     if isinstance(value, Mapping):
-        return {visible(name): visible(item, keep) for name, item in value.items()}
+        return {visible(name, "", longest): visible(item, keep, longest) for name, item in value.items()}
     if not is_dataclass(value) or isinstance(value, type):
         return value
     keep = "\n" if isinstance(value, (Advice, HeatCell)) else ""
-    changed = {name: new for name, old in vars(value).items() if (new := visible(old, keep)) != old}
+    changed = {name: new for name, old in vars(value).items() if (new := visible(old, keep, longest)) != old}
     return replace(value, **changed) if changed else value

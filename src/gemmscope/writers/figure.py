@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from gemmscope.document.charts import BarChart, Chart, CurveChart, HeatMap, WaterfallChart
 from gemmscope.document.combine import letter, sources, speedup_rows
-from gemmscope.document.model import Document
+from gemmscope.document.model import Document, visible
 from gemmscope.errors import UserError
 from gemmscope.files import replacing
 from gemmscope.units import slug
@@ -26,6 +26,7 @@ from gemmscope.writers import panels
 
 FORMATS = ("png", "svg")
 DPI = 200
+LONGEST = 160  # characters of a label: laying out thousands takes minutes
 HINT = "for example -o figure.png"
 STYLE: Any = {
     "font.size": 9,
@@ -66,6 +67,7 @@ def _drawing() -> Iterator[None]:
 
 
 def _main_charts(document: Document) -> Figure:
+    document = visible(document, longest=LONGEST)
     charts = document.charts()
     rows = list(_rows([chart for chart in charts if chart.main or getattr(chart, "figure", False)] or charts))
     if not rows:
@@ -88,7 +90,7 @@ def save_figures(documents: Sequence[Document], folder: Path) -> list[Path]:
         message = f"figures cannot be written to {folder}: {error.strerror}"
         raise UserError(message, "name a folder that can be written") from error
     with _drawing():
-        for name, figure in _figures(documents):
+        for name, figure in _figures([visible(document, longest=LONGEST) for document in documents]):
             for ending in FORMATS:
                 written.append(folder / f"{name}.{ending}")
                 _write(figure, written[-1])
