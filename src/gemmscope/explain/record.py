@@ -45,6 +45,7 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
         self.path = Path(path) if len(ranks) < 2 else _with_rank(Path(path), rank)
         self.steps, self.after = steps, after
         self.recorded = False
+        self._finished = False
         self._wanted = rank in ranks
         self._passed = 0
         self._profiler: Any = None
@@ -68,7 +69,7 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
             return
         self._profiler.step()
         self._watch()
-        if self.recorded:
+        if self._finished:
             self.__exit__(None, None, None)
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None:
@@ -76,11 +77,11 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
             self._clock.stop()
         if self._profiler is None:
             return
-        if not self.recorded:
+        if not self._finished:
             self._profiler.on_trace_ready = None
         self._profiler.__exit__(kind, value, traceback)
         self._profiler = None
-        if not self.recorded and kind is None:
+        if not self._finished and kind is None:
             needed = self.after + self.steps
             say(
                 f"gemmscope: nothing was recorded: the loop ran {self._passed} steps, {needed} are needed; "
@@ -98,12 +99,13 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
         with tempfile.TemporaryDirectory() as folder:
             raw = Path(folder, "trace.json")
             profiler.export_chrome_trace(str(raw))
-            self.recorded = True  # or cannot be: the training goes on
+            self._finished = True
             try:
                 slim_file(raw, self.path, _facts(self._clock))
-            except UserError as error:
+            except UserError as error:  # the training goes on
                 say(f"gemmscope: {error}")
                 return
+        self.recorded = True
         say(f"gemmscope: wrote {self.path}; now: gemmscope explain {self.path}")
 
 
