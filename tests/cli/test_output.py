@@ -22,6 +22,7 @@ from gemmscope.results.base import Result
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.read import read_result
 from support.command import Outcome, Run, run
+from support.machines import machine
 from support.poison import HOSTILE, invisible, poisoned
 from support.results import RESULTS, TRACES
 from support.run_files import recorded_bench
@@ -276,6 +277,17 @@ run()
 
 
 @pytest.mark.parametrize(
+    "line", ["forecast --gemms - --gpu h100", f"shapes --config /dev/stdin {BATCH}", f"shapes --config - {BATCH}"]
+)
+def test_closed_standard_input(line: str) -> None:
+    command = ["bash", "-c", f"{sys.executable} -m gemmscope {line} <&-"]
+    child = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert child.returncode == 2
+    assert child.stderr.startswith("gemmscope: ")
+    assert "Traceback" not in child.stderr
+
+
+@pytest.mark.parametrize(
     ("redirection", "line", "code", "message"),
     [
         (">/dev/full", SHAPES, 2, "the output cannot be written: No space left on device"),
@@ -287,6 +299,8 @@ run()
         (">/dev/full 2>/dev/full", SHAPES, 2, ""),
         ("2> >(true)", f"{SHAPES} --json /dev/null", 0, ""),
         ("", f"{SHAPES} --json /dev/full", 2, "/dev/full cannot be written: No space left on device"),
+        (">/dev/full", f"{SHAPES} --csv /dev/full", 2, "/dev/full cannot be written: No space left on device"),
+        ("| true; exit ${PIPESTATUS[0]}", f"{SHAPES} --csv /dev/full", 2, "/dev/full cannot be written: No space left on device"),
     ],
 )
 def test_full_streams(redirection: str, line: str, code: int, message: str) -> None:
@@ -385,6 +399,9 @@ def test_hostile_run_files(call: Call, hostile_files: dict[str, Path], tmp_path:
     assert call("compare", bench, again, "--csv", "-").code == 0
     assert call("compare", bench, again, "--json", "-").code == 0
     assert call("report", bench, again, "-o", "-").code == 0
+    for name in ("bench", "step"):
+        trace = DATA / "traces" / "recompute.json.gz"
+        assert call("explain", str(trace), "--against", str(hostile_files[name]), "--detail").code in (0, 2)
 
 
 @pytest.mark.parametrize("name", ["recompute", "syncs", "experts"])
@@ -401,6 +418,17 @@ def test_hostile_traces(call: Call, tmp_path: Path, name: str) -> None:
     for arguments in (["--detail"], ["--json", "-"], ["--csv", "-"], ["--markdown", "-"], ["--against", str(STEP)]):
         assert call("explain", str(path), *arguments).code in (0, 2), arguments
     assert call("explain", str(path), "--perfetto", str(tmp_path / "out.json.gz"), "--detail").code in (0, 2)
+
+
+def test_a_hostile_driver(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    evil = machine()
+    evil = replace(evil, driver=EVIL, packages={EVIL: EVIL}, gpus=tuple(replace(gpu, name=EVIL) for gpu in evil.gpus))
+    monkeypatch.setattr("gemmscope.app.doctor.environment", lambda: evil)
+    monkeypatch.setattr(
+        "gemmscope.app.doctor._ask_frameworks", lambda: {"torch": {"broken": EVIL}, "transformer_engine": {"broken": EVIL}}
+    )
+    assert "[bold]x[/]" in call("doctor").out
+    assert json.loads(call("doctor", "--json", "-").out)["environment"]["driver"] == EVIL
 
 
 def test_gemm_lists_have_no_formulas(call: Call, tmp_path: Path) -> None:

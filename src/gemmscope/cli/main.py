@@ -87,7 +87,9 @@ def main() -> None:
     """Run the command line. Exit codes: 0 success, 1 a check failed, 2 invalid input or output, 128 + the number of a signal that
     ended it (130 for Ctrl-C, 143 for SIGTERM)."""
     if sys.stdout is None:  # closed: whatever is written to it fails, and is not lost silently
-        sys.stdout = open(os.open(os.devnull, os.O_RDONLY), "w", encoding="utf-8")  # noqa: PTH123, SIM115
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w", encoding="utf-8")
+    if sys.stdin is None:
+        sys.stdin = os.fdopen(os.open(os.devnull, os.O_WRONLY), encoding="utf-8")
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character shows a question mark
@@ -96,11 +98,24 @@ def main() -> None:
 
 def _exit_code() -> int:
     """Run the command; every error becomes a message and an exit code."""
+    code = 0
     try:
-        try:
-            return app(standalone_mode=False) or 0
-        finally:
-            sys.stdout.flush()  # while an error can still be reported
+        code = _command_code()
+        sys.stdout.flush()  # while an error can still be reported
+    except (_OutputClosed, BrokenPipeError):
+        _discard_output()
+        return code or 128 + SIGPIPE
+    except OSError as error:  # standard output is full, or closed
+        reason = "standard output is closed" if error.errno == errno.EBADF else error.strerror or error
+        complain(f"the output cannot be written: {reason}")
+        _discard_output()
+        return code or 2
+    return code
+
+
+def _command_code() -> int:
+    try:
+        return app(standalone_mode=False) or 0
     except UsageProblem as error:
         shown = io.StringIO()
         error.show(shown)
@@ -112,16 +127,8 @@ def _exit_code() -> int:
     except (Interrupted, typer.Abort) as interruption:
         complain("interrupted")
         return getattr(interruption, "exit_code", 128 + SIGINT)
-    except (_OutputClosed, BrokenPipeError):
-        _discard_output()
-        return 128 + SIGPIPE
-    except OSError as error:  # standard output is full, or closed
-        reason = "standard output is closed" if error.errno == errno.EBADF else error.strerror or error
-        complain(f"the output cannot be written: {reason}")
-        _discard_output()
-        return 2
 
 
 def _discard_output() -> None:
     """What is left in the buffer cannot be written."""
-    sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
+    sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")

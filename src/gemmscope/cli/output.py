@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,33 +64,33 @@ def deliver(result: Result, outputs: OutputOptions, if_lost: Callable[[], str] =
     The run file comes first: it holds everything. Standard output comes last: whoever reads it may have gone. `if_lost` is called
     when a file could not be written, and says how to get the result nevertheless.
     """
+    document = cache(lambda: app.result.document(result))
+    texts: dict[str, Callable[[], str]] = {
+        "json": result.to_json,
+        "csv": lambda: writers.csv.csv_text(document()),
+        "markdown": lambda: writers.markdown.markdown([document()]),
+    }
     targets, keeper, failures = outputs.targets(), Keeper(result), list[UserError]()
     for name, place in sorted(targets.items(), key=lambda target: (to_stdout(target[1]), target[0] != "json")):
+        path, note = keeper.place(place, run_file=name == "json")
+        if note:
+            say(note)
         try:
-            _write_result(result, name, place, keeper)
+            if path is None:
+                continue
+            if name == "output":
+                writers.figure.save_figure(document(), path)
+                say(f"wrote {path}")
+            else:
+                write(path, texts[name]())
         except UserError as error:
             failures.append(error)
-    if not any(map(to_stdout, targets.values())):
-        writers.terminal.show(app.result.document(result), detail=outputs.detail)
-    if failures:
-        raise UserError(failures[0].message, if_lost() or failures[0].hint)
-
-
-def _write_result(result: Result, name: str, asked: str, keeper: Keeper) -> None:
-    place, note = keeper.place(asked, run_file=name == "json")
-    if note:
-        say(note)
-    if place is None:
-        return
-    if name == "json":
-        write(place, result.to_json())
-        return
-    document = app.result.document(result)
-    if name == "output":
-        writers.figure.save_figure(document, place)
-        say(f"wrote {place}")
-    else:
-        write(place, writers.csv.csv_text(document) if name == "csv" else writers.markdown.markdown([document]))
+    try:
+        if not any(map(to_stdout, targets.values())):
+            writers.terminal.show(document(), detail=outputs.detail)
+    finally:
+        if failures:
+            raise UserError(failures[0].message, if_lost() or failures[0].hint)
 
 
 def to_stdout(where: str | Path) -> bool:
