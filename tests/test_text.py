@@ -46,7 +46,7 @@ def test_json_stays_the_same_data(text: str) -> None:
     assert not invisible(written, allowed="\n")
 
 
-FORMULAS = ("=1+1", "+A1", "-A1", "@SUM(A1)", "\t=1", "\r=1", "＝1", "-1+cmd|' /C calc'!A0", "--1", "-1 to A1")
+FORMULAS = ("=1+1", "+A1", "-A1", "@SUM(A1)", "\t=1", "\r=1", "＝1", "-1+cmd|' /C calc'!A0", "--1", "-1 to A1", "+", "-,", "+٣")
 
 
 @pytest.mark.parametrize("text", FORMULAS)

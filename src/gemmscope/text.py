@@ -9,7 +9,7 @@ import unicodedata
 
 UNUSUAL = re.compile(r"[^ -~]")
 FORMULA = re.compile(r"[=+\-@\t\r＝＋－＠]")
-_ONE = r"[-+]?[\d.,]+(e[-+]?\d+)?[x%]?"
+_ONE = r"[-+]?[.,]?[0-9][0-9.,]*(e[-+]?[0-9]+)?[x%]?"
 NUMBER = re.compile(f"{_ONE}( to {_ONE})?", re.IGNORECASE)
 
 

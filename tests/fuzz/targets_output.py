@@ -64,7 +64,7 @@ def write_everything(evil: Evil, folder: Path) -> str:
     tables = found.tables()
     rows = list(csv.reader(io.StringIO(csv_writer.csv_text(found))))
     assert len(rows) == 1 + sum(len(table.rows) for table in tables), "the CSV file has other rows"
-    assert not [cell for row in rows for cell in row if re.match(r"[=@\t\r]|[+-](?![\d.])", cell)], "a formula"
+    assert not [cell for row in rows for cell in row if re.match(r"[=@\t\r]|[+-](?![0-9.,]|$)", cell)], "a formula"
     html_writer.page([found]).encode()
     html_writer.notebook_html(found).encode()
     if found.charts():
@@ -126,7 +126,7 @@ def gemm_list(cells: list[list[str]], folder: Path) -> str:
     text = command_line(["forecast", "--gemms", str(path), "--gpu", "h100", "--csv", str(folder / "out.csv")])
     written = (folder / "out.csv").read_text(encoding="utf-8")
     for row in csv.reader(io.StringIO(written)):
-        assert not [cell for cell in row if re.match(r"[=@\t\r]|[+-](?![\d.])", cell)], "a formula"
+        assert not [cell for cell in row if re.match(r"[=@\t\r]|[+-](?![0-9.,]|$)", cell)], "a formula"
     return text + written
 
 
