@@ -184,6 +184,20 @@ def test_trace_me_says_when_nothing_was_recorded(tmp_path: Path, capsys: pytest.
     assert "nothing was recorded: the loop ran 3 steps, 7 are needed" in capsys.readouterr().err
 
 
+@pytest.mark.oracle
+def test_a_trace_that_cannot_be_written_does_not_end_the_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch", reason="recording needs torch")
+    passed = 0
+    with trace_me(tmp_path / "no" / "t.json.gz", steps=1, after=1) as trace:
+        for _ in range(4):
+            trace.step()
+            passed += 1
+    assert (passed, trace.recorded) == (4, False)
+    err = capsys.readouterr().err
+    assert "t.json.gz cannot be written: No such file or directory" in err
+    assert "nothing was recorded" not in err
+
+
 def test_trace_me_of_other_ranks_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     with trace_me(tmp_path / "t.json.gz") as trace:

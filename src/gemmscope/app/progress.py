@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from gemmscope.engine.messages import Begin, Failed, Hello, Ready, Round
+from gemmscope.say import say
 
 if TYPE_CHECKING:
     from gemmscope.bench.campaign import LinearCampaign
@@ -51,8 +52,7 @@ class Console(Reporter):
 
     def say(self, text: str) -> None:
         """Print it."""
-        if sys.stderr is not None:
-            print(text, file=sys.stderr, flush=True)  # noqa: T201
+        say(text)
 
     @contextmanager
     def measuring(self, campaign: LinearCampaign | StepCampaign) -> Iterator[OnMessage]:

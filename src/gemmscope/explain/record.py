@@ -14,7 +14,6 @@ and after that it costs nothing. torch is the user's own, imported only when the
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 import threading
 from contextlib import suppress
@@ -24,7 +23,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from gemmscope.errors import UserError
 from gemmscope.explain.slim import slim_file
+from gemmscope.say import say
 
 CLOCK_SECONDS = 0.02  # between two readings of the GPU clock
 PACKAGES = ("transformer_engine", "torchao", "megatron-core", "torchtitan", "transformers", "accelerate")
@@ -44,6 +45,7 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
         self.path = Path(path) if len(ranks) < 2 else _with_rank(Path(path), rank)
         self.steps, self.after = steps, after
         self.recorded = False
+        self._finished = False
         self._wanted = rank in ranks
         self._passed = 0
         self._profiler: Any = None
@@ -67,7 +69,7 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
             return
         self._profiler.step()
         self._watch()
-        if self.recorded:
+        if self._finished:
             self.__exit__(None, None, None)
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None:
@@ -75,15 +77,15 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
             self._clock.stop()
         if self._profiler is None:
             return
-        if not self.recorded:
+        if not self._finished:
             self._profiler.on_trace_ready = None
         self._profiler.__exit__(kind, value, traceback)
         self._profiler = None
-        if not self.recorded and kind is None:
+        if not self._finished and kind is None:
             needed = self.after + self.steps
-            sys.stderr.write(
+            say(
                 f"gemmscope: nothing was recorded: the loop ran {self._passed} steps, {needed} are needed; "
-                f"call trace.step() after every step, or use an after= smaller than {self.after}\n"
+                f"call trace.step() after every step, or use an after= smaller than {self.after}"
             )
 
     def _watch(self) -> None:
@@ -97,9 +99,14 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
         with tempfile.TemporaryDirectory() as folder:
             raw = Path(folder, "trace.json")
             profiler.export_chrome_trace(str(raw))
-            slim_file(raw, self.path, _facts(self._clock))
+            self._finished = True
+            try:
+                slim_file(raw, self.path, _facts(self._clock))
+            except UserError as error:  # the training goes on
+                say(f"gemmscope: {error}")
+                return
         self.recorded = True
-        sys.stderr.write(f"gemmscope: wrote {self.path}; now: gemmscope explain {self.path}\n")
+        say(f"gemmscope: wrote {self.path}; now: gemmscope explain {self.path}")
 
 
 class _Clock:
