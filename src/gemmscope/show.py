@@ -5,10 +5,10 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from gemmscope.document.build import document
 from gemmscope.errors import UserError
+from gemmscope.folders import temporary_folder
 from gemmscope.results.base import Result
 from gemmscope.writers import FIGURE_ENDINGS, csv, figure, markdown, terminal
 from gemmscope.writers.html import notebook_html, page
@@ -24,8 +24,8 @@ def notebook(result: Result) -> str:
     found = document(result)
     if not found.charts():
         return notebook_html(found)
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "figure.png"
+    with temporary_folder() as folder:
+        path = folder / "figure.png"
         figure.save_figure(found, path)
         return notebook_html(found, path.read_bytes())
 

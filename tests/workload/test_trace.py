@@ -20,24 +20,11 @@ from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import Linear
 from gemmscope.workload.summary import totals
 from gemmscope.workload.trace import ModuleTrace, TracedLinear, as_workload, trace_module
+from support.processes import alive, wait_until
 from support.reading import codes
 
 RUN = RunSpec(2, 16)
 SHADOWS = "random queue types inspect select token string io json logging traceback warnings"
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_until(condition: Any, seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.1)
-    return bool(condition())
 
 
 # --- the process ----------------------------------------------------------------------------------------------------------
@@ -102,6 +89,19 @@ def test_ending_the_command_ends_the_tracing(tmp_path: Path, ending: signal.Sign
     assert wait_until(lambda: not alive(worker), 10)
     assert parent.returncode == 128 + ending
     assert not list(left.glob("gemmscope-*"))
+
+
+def test_a_factory_that_leaves_a_child_running_does_not_block(tmp_path: Path) -> None:
+    """The child keeps the output of the tracing process open."""
+    pytest.importorskip("torch", reason="tracing needs torch")
+    note = tmp_path / "pid"
+    (tmp_path / "mine.py").write_text(
+        "import os, pathlib, time, torch\ndef build():\n    if os.fork() == 0:\n"
+        f"        pathlib.Path({str(note)!r}).write_text(str(os.getpid()))\n        time.sleep(600)\n"
+        "    return torch.nn.Sequential(torch.nn.Embedding(9, 32))\n"
+    )
+    assert trace_module(f"{tmp_path}/mine.py:build", RUN).parameters == 9 * 32
+    assert wait_until(lambda: not alive(int(note.read_text())), 10)
 
 
 def test_a_module_among_files_with_names_of_the_standard_library(shadowed: Path) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import threading
 from contextlib import suppress
 from dataclasses import asdict
@@ -25,6 +24,7 @@ from types import TracebackType
 from typing import Any
 
 from gemmscope.explain.slim import slim_file
+from gemmscope.folders import temporary_folder
 
 CLOCK_SECONDS = 0.02  # between two readings of the GPU clock
 PACKAGES = ("transformer_engine", "torchao", "megatron-core", "torchtitan", "transformers", "accelerate")
@@ -94,8 +94,8 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
     def _write(self, profiler: Any) -> None:
         if self._clock is not None:
             self._clock.stop()
-        with tempfile.TemporaryDirectory() as folder:
-            raw = Path(folder, "trace.json")
+        with temporary_folder() as folder:
+            raw = folder / "trace.json"
             profiler.export_chrome_trace(str(raw))
             slim_file(raw, self.path, _facts(self._clock))
         self.recorded = True
