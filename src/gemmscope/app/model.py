@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from gemmscope.document.table import Cell, Table, columns, number
@@ -11,7 +10,7 @@ from gemmscope.findings import Finding, finding
 from gemmscope.model import presets
 from gemmscope.model.families import built_like, known_model_types
 from gemmscope.model.flags import from_hyperparameters
-from gemmscope.model.read import read_config
+from gemmscope.model.read import names_file, read_config
 from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import RUN_SETTINGS, RunSpec
 from gemmscope.results.base import ModelSummary
@@ -78,7 +77,7 @@ def _from_config(config: str) -> ModelSource:
     try:
         return read_config(config)
     except UserError as error:
-        similar = closest(config, presets.names(), 1) if len(config) < 100 and not Path(config).exists() else []
+        similar = closest(config, presets.names(), 1) if len(config) < 100 and not names_file(config) else []
         if not similar:
             raise
         raise UserError(error.message, f"did you mean {option('preset', similar[0])}? {error.hint}") from error

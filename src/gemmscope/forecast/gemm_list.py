@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -20,9 +18,11 @@ from gemmscope.forecast.linears import Adjustment
 from gemmscope.forecast.physics import Shapes
 from gemmscope.forecast.training import gemm_factor
 from gemmscope.gpu.specs import GpuSpec
+from gemmscope.reading import called, read_text
 
 Kind = tuple[str, str | None]  # a format, and a library if one is named
 LARGEST_SIZE = 10**7
+LARGEST_FILE = 32 * 2**20  # bytes: a million GEMMs
 REQUIRED = ("m", "k", "n", "format")
 ADDED = ("gemm_ms", "quantize_ms", "low_ms", "high_ms")
 HINT = "the first line names the columns m,k,n,format and optionally layout,groups,library; then one GEMM per line"
@@ -61,11 +61,7 @@ class GemmRow(NamedTuple):
 
 def read_rows(path: str) -> tuple[list[str], list[GemmRow]]:
     """The file's columns and rows; `-` is standard input."""
-    try:
-        text = (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode("utf-8-sig")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}", HINT) from None
-    path = "standard input" if path == "-" else path
+    text, path = read_text(path, LARGEST_FILE, HINT), called(path)
     try:
         reader = csv.DictReader(io.StringIO(text), strict=True)
         columns = [str(name).strip() for name in reader.fieldnames or ()]
