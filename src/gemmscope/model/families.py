@@ -9,7 +9,7 @@ from typing import Any
 from gemmscope.errors import UserError, closest, shown
 from gemmscope.toml import load_data
 
-LARGEST_NUMBER = 2**40  # of any setting that counts something
+LARGEST_NUMBER = 2**62  # of any setting; most have a far smaller limit of their own
 _NOT_FAMILIES = frozenset({"decoder", "encoder", "gpt"})  # templates for the others
 
 _KEYS = load_data("gemmscope.model", "config_keys.toml")

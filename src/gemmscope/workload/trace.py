@@ -23,6 +23,7 @@ from gemmscope.workload.ops import PASSES, BatchedGemm, Gemm, Linear, Pass, Rema
 
 MOST_COUNTED = {**dict.fromkeys(("layer", "layers", "blocks", "depth", "depths"), LARGEST["layers"]), "labels": 2**20}
 COUNTS = re.compile(rf"(?:{'|'.join(MOST_COUNTED)})$")
+LONGEST_LIST, LARGEST_REQUEST = 100_000, 4 * 2**20
 LONGEST_S = 600.0  # to trace a config; the largest models take a minute
 
 
@@ -82,13 +83,15 @@ def trace_huggingface(config: Mapping[str, Any], run: RunSpec) -> ModuleTrace:
 
 
 def _check_counts(config: Mapping[str, Any]) -> None:
-    """A `UserError` where the config has so many layers or labels, at any depth, that building the model would not end."""
+    """A `UserError` where the config is so large, or has so many layers or labels at any depth, that building would not end."""
     inside: list[tuple[str, Any]] = list(config.items())
     while inside:
         key, value = inside.pop()
         if isinstance(value, Mapping):
             inside.extend(value.items())
         elif isinstance(value, list):
+            if len(value) > LONGEST_LIST:
+                raise UserError(f"{shown(key)} has {len(value)} entries, more than {LONGEST_LIST}", "correct it in the config")
             inside.extend((key, item) for item in value)
         elif isinstance(value, int) and (counted := COUNTS.search(key)) and value > (most := MOST_COUNTED[counted[0]]):
             raise UserError(f"{shown(key)} must be at most {most}, not {shown(value)}", "correct it in the config")
@@ -115,7 +118,10 @@ def _ask_worker(request: dict[str, Any], run: RunSpec, time_limit_s: float = flo
     try:
         with temporary_folder() as folder:
             request_path, answer_path = folder / "request.json", folder / "answer.json"
-            request_path.write_text(json.dumps(request), encoding="utf-8")
+            text = json.dumps(request)
+            if len(text) > LARGEST_REQUEST:
+                raise UserError(f"it is too large to be traced: it has more than {LARGEST_REQUEST >> 20} MiB")
+            request_path.write_text(text, encoding="utf-8")
             files = (str(request_path), str(answer_path))
             worker = run_worker("gemmscope.workload.trace_worker", *files, time_limit_s=time_limit_s)
             if worker.code is None:
