@@ -26,6 +26,7 @@ from gemmscope.app.choose import Choices
 from gemmscope.app.doctor import Diagnosis
 from gemmscope.app.model import ModelRun, load_model, model_run
 from gemmscope.errors import UserError
+from gemmscope.files import write_text
 from gemmscope.model import presets
 from gemmscope.model.read import read_text
 from gemmscope.model.source import ModelSource
@@ -183,7 +184,7 @@ def write_report(runs: Sequence[PathOrResult] | PathOrResult, path: str | Path) 
     if Path(path).suffix.lower() not in (".html", ".md"):
         raise UserError(f"{path} does not tell what to write", "use a path that ends in .html or .md")
     write = writers.html.page if Path(path).suffix.lower() == ".html" else writers.markdown.markdown
-    Path(path).write_text(write(documents, messages), encoding="utf-8")
+    write_text(path, write(documents, messages))
 
 
 def read(path: str | Path) -> Result:

@@ -5,6 +5,8 @@ import re
 from collections.abc import Collection, Iterable
 from itertools import islice
 
+from gemmscope.text import printable
+
 
 class UserError(Exception):
     """What was given and why it is invalid (`message`), and what to type instead (`hint`).
@@ -13,9 +15,8 @@ class UserError(Exception):
     """
 
     def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message, self.hint = printable(message, keep=""), printable(hint, keep="")  # both may quote files
+        super().__init__(self.message)
 
     def __str__(self) -> str:
         return in_python(f"{self.message}\n{self.hint}" if self.hint else self.message)

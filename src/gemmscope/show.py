@@ -8,8 +8,10 @@ from pathlib import Path
 
 from gemmscope.document.build import document
 from gemmscope.errors import UserError
-from gemmscope.folders import temporary_folder
+from gemmscope.files import write_text
 from gemmscope.results.base import Result
+from gemmscope.results.keep import Keeper
+from gemmscope.say import say
 from gemmscope.writers import FIGURE_ENDINGS, csv, figure, markdown, terminal
 from gemmscope.writers.html import notebook_html, page
 
@@ -22,34 +24,28 @@ def text(result: Result, *, detail: bool = False) -> str:
 def notebook(result: Result) -> str:
     """The answer, the main tables and the main charts, as HTML."""
     found = document(result)
-    if not found.charts():
-        return notebook_html(found)
-    with temporary_folder() as folder:
-        path = folder / "figure.png"
-        figure.save_figure(found, path)
-        return notebook_html(found, path.read_bytes())
+    return notebook_html(found, figure.png(found))
 
 
 def save(result: Result, path: str | Path) -> None:
     """Write it: .json the run file, .md Markdown, .csv every table, .html a page, .png, .svg or .pdf the main charts."""
-    target, found = Path(path), document(result)
-    ending = target.suffix.lower()
-    if ending in FIGURE_ENDINGS:
-        figure.save_figure(found, target)
-        return
+    ending = Path(path).suffix.lower()
     texts: dict[str, Callable[[], str]] = {
         ".json": result.to_json,
-        ".md": lambda: markdown.markdown([found]),
-        ".csv": lambda: csv.csv_text(found),
-        ".html": lambda: page([found]),
+        ".md": lambda: markdown.markdown([document(result)]),
+        ".csv": lambda: csv.csv_text(document(result)),
+        ".html": lambda: page([document(result)]),
     }
-    if ending not in texts:
+    if ending not in (*texts, *FIGURE_ENDINGS):
         raise UserError(
-            f"{target.name} does not tell what to write", f"use one of the endings {', '.join((*texts, *FIGURE_ENDINGS))}"
+            f"{Path(path).name} does not tell what to write", f"use one of the endings {', '.join((*texts, *FIGURE_ENDINGS))}"
         )
-    try:
-        target.write_text(texts[ending](), encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise UserError(
-            f"{target} cannot be written: {error.strerror or error}", "name a file in a folder that exists"
-        ) from error
+    place, note = Keeper(result).place(path, run_file=ending == ".json")
+    if note:
+        say(f"{note}; wrote {place}" if place is not None else note)
+    if place is None:
+        return
+    if ending in FIGURE_ENDINGS:
+        figure.save_figure(document(result), place)
+    else:
+        write_text(place, texts[ending](), "name a file in a folder that exists")

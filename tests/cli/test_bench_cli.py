@@ -14,7 +14,6 @@ import time
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -375,14 +374,14 @@ def test_a_disk_that_fills_up_costs_no_measurement(
 ) -> None:
     """The tables are printed, the other files are written, and the campaign can be resumed."""
     ran = pretend()
-    write_text = Path.write_text
+    replace_file = Path.replace
 
-    def full(self: Path, *arguments: Any, **named: Any) -> int:
-        if self.suffix == ".json":
+    def full(self: Path, target: Path) -> Path:
+        if target.suffix == ".json":
             raise OSError(28, "No space left on device")
-        return write_text(self, *arguments, **named)
+        return replace_file(self, target)
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "replace", full)
     outcome = run(f"bench {REFERENCE} --json {tmp_path}/run.json --csv {tmp_path}/run.csv")
     assert outcome.code == 2
     assert "All linears" in outcome.out

@@ -10,6 +10,7 @@ from gemmscope.document.table import Cell, Table, columns
 from gemmscope.gpu.environment import Environment, GpuFacts, environment, python_command
 from gemmscope.recipe.recipes import recipes
 from gemmscope.recipe.support import architecture_name, support
+from gemmscope.text import visible_json
 from gemmscope.units import si
 
 BUSY = 10  # per cent of utilization
@@ -24,7 +25,7 @@ class Diagnosis:
     backends: dict[str, Any]
 
     def to_json(self) -> str:
-        return json.dumps({"environment": asdict(self.machine), "backends": self.backends}, indent=1) + "\n"
+        return visible_json(json.dumps({"environment": asdict(self.machine), "backends": self.backends}, indent=1)) + "\n"
 
     def lines(self) -> list[str]:
         """System, packages, driver and GPUs."""

@@ -1,6 +1,5 @@
 """`gemmscope explain`: why a recorded training step is not faster, from its profiler trace."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from gemmscope.explain.annotate import write_annotated
 from gemmscope.explain.diagnose import TraceDiagnosis, diagnose
 from gemmscope.explain.ranks import rank_findings, rank_times, slowest
 from gemmscope.explain.trace import read_trace
+from gemmscope.files import same_file
 from gemmscope.findings import Finding, finding
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.explain import ExplainResult, RankTime
@@ -106,7 +106,7 @@ def _check(paths: Sequence[Path], baseline: PathLike | None, steps: int | None, 
             f"for example {option('perfetto', 'annotated.json.gz')}",
         )
     inputs = [*paths, *([Path(baseline)] if baseline is not None else [])]
-    if perfetto is not None and os.path.realpath(perfetto) in map(os.path.realpath, inputs):
+    if perfetto is not None and any(same_file(perfetto, path) for path in inputs):
         raise UserError(f"{option('perfetto', perfetto)} would overwrite an input file", "name another file")
     for path in inputs:
         if looks_like_run(path):

@@ -4,7 +4,8 @@ import typer
 
 from gemmscope import app, writers
 from gemmscope.cli.options import takes
-from gemmscope.cli.output import write
+from gemmscope.cli.output import check_targets, to_stdout, write
+from gemmscope.text import printable
 
 
 @takes()
@@ -14,13 +15,14 @@ def command(json: str | None = None) -> None:
     Looks at the GPU, the driver and the packages, asks the frameworks which precisions they run here, and says what to
     install or change. Works without a GPU and without torch.
     """
+    check_targets({"json": json} if json is not None else {})
     diagnosis = app.doctor.diagnose()
     if json is not None:
         write(json, diagnosis.to_json())
-        if json == "-":
+        if to_stdout(json):
             return
     for line in diagnosis.lines():
-        typer.echo(line)
+        typer.echo(printable(line))
     writers.terminal.show_table(diagnosis.table())
     for line in diagnosis.advice():
-        typer.echo(line)
+        typer.echo(printable(line))

@@ -1,5 +1,7 @@
 """`gemmscope`: the commands, and one message with exit code 2 for every invalid input."""
 
+import errno
+import io
 import os
 import sys
 from importlib import import_module
@@ -10,10 +12,12 @@ from typer.core import TyperGroup
 
 from gemmscope import __version__
 from gemmscope.errors import UserError, in_shell
+from gemmscope.say import complain, say
 from gemmscope.signals import Interrupted
 from gemmscope.toml import load_data
 
-SIGPIPE = 13
+SIGINT, SIGPIPE = 2, 13
+UsageProblem: Any = typer.BadParameter.__mro__[2]  # ClickException: newer versions of typer have a click of their own
 COMMANDS = load_data("gemmscope.cli", "commands.toml")
 SETTINGS: dict[str, Any] = {
     "help_option_names": ["-h", "--help"],
@@ -82,33 +86,42 @@ def _options(
 def main() -> None:
     """Run the command line. Exit codes: 0 success, 1 a check failed, 2 invalid input or output, 128 + the number of a signal that
     ended it (130 for Ctrl-C, 143 for SIGTERM)."""
+    if sys.stdout is None:  # closed: whatever is written to it fails, and is not lost silently
+        sys.stdout = open(os.open(os.devnull, os.O_RDONLY), "w", encoding="utf-8")  # noqa: PTH123, SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character shows a question mark
+    sys.exit(_exit_code())
+
+
+def _exit_code() -> int:
+    """Run the command; every error becomes a message and an exit code."""
     try:
         try:
-            app()
+            return app(standalone_mode=False) or 0
         finally:
-            if sys.stdout is not None:
-                sys.stdout.flush()  # while an error can still be reported
+            sys.stdout.flush()  # while an error can still be reported
+    except UsageProblem as error:
+        shown = io.StringIO()
+        error.show(shown)
+        say(shown.getvalue().rstrip())
+        return int(error.exit_code)
     except UserError as error:
-        _complain(in_shell(error.message), in_shell(error.hint))
-        sys.exit(2)
-    except Interrupted as interruption:
-        _complain("interrupted")
-        sys.exit(interruption.exit_code)
+        complain(in_shell(error.message), in_shell(error.hint))
+        return 2
+    except (Interrupted, typer.Abort) as interruption:
+        complain("interrupted")
+        return getattr(interruption, "exit_code", 128 + SIGINT)
     except (_OutputClosed, BrokenPipeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in buffers goes there
-        sys.exit(128 + SIGPIPE)
-    except OSError as error:  # standard output is full
-        _complain(f"the output cannot be written: {error.strerror or error}")
-        os._exit(2)
+        _discard_output()
+        return 128 + SIGPIPE
+    except OSError as error:  # standard output is full, or closed
+        reason = "standard output is closed" if error.errno == errno.EBADF else error.strerror or error
+        complain(f"the output cannot be written: {reason}")
+        _discard_output()
+        return 2
 
 
-def _complain(message: str, hint: str = "") -> None:
-    if sys.stderr is None:
-        return
-    color = "red" if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else None
-    typer.secho(f"gemmscope: {message}", err=True, fg=color)
-    if hint:
-        typer.echo(f"  {hint}", err=True)
+def _discard_output() -> None:
+    """What is left in the buffer cannot be written."""
+    sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115

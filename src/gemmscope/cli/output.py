@@ -7,13 +7,15 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
 from gemmscope import app, writers
 from gemmscope.errors import UserError, option, shown
+from gemmscope.files import descriptor, same_file, write_text
+from gemmscope.results.keep import Keeper
+from gemmscope.say import say as say  # for the commands
 
 if TYPE_CHECKING:
     from gemmscope.results.base import Result
@@ -58,51 +60,60 @@ def typed_command() -> str:
 def deliver(result: Result, outputs: OutputOptions, if_lost: Callable[[], str] = lambda: "") -> None:
     """Write the files that were requested and print the result, unless a file went to standard output.
 
-    `if_lost` is called when a file could not be written, and says how to get the result nevertheless.
+    The run file comes first: it holds everything. Standard output comes last: whoever reads it may have gone. `if_lost` is called
+    when a file could not be written, and says how to get the result nevertheless.
     """
-    document = app.result.document(result)
-    texts: dict[str, Callable[[], str]] = {
-        "json": result.to_json,
-        "csv": lambda: writers.csv.csv_text(document),
-        "markdown": lambda: writers.markdown.markdown([document]),
-    }
-    failures = []
-    for name, place in outputs.targets().items():
+    targets, keeper, failures = outputs.targets(), Keeper(result), list[UserError]()
+    for name, place in sorted(targets.items(), key=lambda target: (to_stdout(target[1]), target[0] != "json")):
         try:
-            if name == "output":
-                writers.figure.save_figure(document, place)
-                say(f"wrote {place}")
-            else:
-                write(place, texts[name]())
+            _write_result(result, name, place, keeper)
         except UserError as error:
             failures.append(error)
-    if "-" not in outputs.targets().values():
-        writers.terminal.show(document, detail=outputs.detail)
+    if not any(map(to_stdout, targets.values())):
+        writers.terminal.show(app.result.document(result), detail=outputs.detail)
     if failures:
         raise UserError(failures[0].message, if_lost() or failures[0].hint)
 
 
-def write(where: str, text: str) -> None:
+def _write_result(result: Result, name: str, asked: str, keeper: Keeper) -> None:
+    place, note = keeper.place(asked, run_file=name == "json")
+    if note:
+        say(note)
+    if place is None:
+        return
+    if name == "json":
+        write(place, result.to_json())
+        return
+    document = app.result.document(result)
+    if name == "output":
+        writers.figure.save_figure(document, place)
+        say(f"wrote {place}")
+    else:
+        write(place, writers.csv.csv_text(document) if name == "csv" else writers.markdown.markdown([document]))
+
+
+def to_stdout(where: str | Path) -> bool:
+    """Whether an output goes to standard output."""
+    return where == "-" or descriptor(where) == 1
+
+
+def write(where: str | Path, text: str) -> None:
     """Write a result to a path, or to standard output for `-`; a file is announced on standard error."""
-    if where == "-":
+    if to_stdout(where):
         sys.stdout.write(text)
         return
-    try:
-        Path(where).write_text(text, encoding="utf-8", errors="replace")  # names in run files may hold halves of characters
-    except (OSError, ValueError) as error:
-        raise UserError(f"{where} cannot be written: {getattr(error, 'strerror', None) or error}") from error
+    write_text(where, text)
     say(f"wrote {where}")
 
 
 def check_targets(named: Mapping[str, str], reads: Iterable[str] = ()) -> None:
     """Reject output paths that cannot be written, or that would overwrite an input file, before long work. Nothing is created."""
-    places = {name: os.path.realpath(where) if where != "-" else where for name, where in named.items()}
-    if len(set(places.values())) < len(places):
+    if any(same_file(one, other) for one, other in combinations(named.values(), 2)):
         listed = ", ".join(map(option, named))
         raise UserError(f"two outputs go to the same place: {', '.join(named.values())}", f"give {listed} a path each")
-    inputs = {os.path.realpath(path) for path in reads}
+    inputs = [path for path in reads if Path(path).is_file()]
     for name, where in named.items():
-        if places[name] in inputs:
+        if any(same_file(where, path) for path in inputs):
             raise UserError(f"{option(name)} {where} would overwrite an input file", "name another file")
         reason = "" if where == "-" else _why_not_writable(Path(where))
         if reason:
@@ -111,6 +122,8 @@ def check_targets(named: Mapping[str, str], reads: Iterable[str] = ()) -> None:
 
 def _why_not_writable(path: Path) -> str:
     try:
+        if descriptor(path) is not None:
+            return ""
         if path.is_dir():
             return "it is a folder"
         if not path.parent.is_dir():
@@ -118,8 +131,3 @@ def _why_not_writable(path: Path) -> str:
         return "" if os.access(path if path.exists() else path.parent, os.W_OK) else "no permission"
     except (OSError, ValueError) as error:  # a name too long, a zero byte
         return str(getattr(error, "strerror", None) or error)
-
-
-def say(text: str) -> None:
-    """A line for the person, beside the result."""
-    typer.echo(text, err=True)

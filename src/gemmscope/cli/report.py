@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from gemmscope import app, writers
-from gemmscope.cli.output import check_targets, say, write
+from gemmscope.cli.output import check_targets, say, to_stdout, write
 from gemmscope.errors import UserError, option
 
 DEFAULT = "report.html"
@@ -44,6 +44,6 @@ def command(
     if figures is not None:
         written = writers.figure.save_figures(documents, Path(figures))
         say(f"wrote {len(written)} figures into {figures}" if written else f"there is no chart to draw in {', '.join(runs)}")
-    if "-" not in targets.values():
+    if not any(map(to_stdout, targets.values())):
         for line in app.report.answers(documents):
             typer.echo(line)

@@ -1,8 +1,11 @@
-"""`document(result)`: the one entrance. A new kind of result is a line in `BUILDERS`."""
+"""`document(result)`: the one entrance. A new kind of result is a line in `BUILDERS`.
+
+A result is data, and may hold any text. A Document is for people: it leaves here with nothing invisible in it, for every writer.
+"""
 
 from importlib import import_module
 
-from gemmscope.document.model import Document
+from gemmscope.document.model import Document, visible
 from gemmscope.results.base import Result
 
 BUILDERS = {
@@ -18,5 +21,5 @@ BUILDERS = {
 def document(result: Result, name: str = "") -> Document:
     """Everything there is to say about a result. `name`: of the run file that it was read from."""
     module, _, function = BUILDERS[result.kind].partition(":")
-    made: Document = getattr(import_module(module), function)(result, name)
+    made: Document = visible(getattr(import_module(module), function)(result, name))
     return made

@@ -6,12 +6,14 @@ A block (a table or a chart) with `main` set, and a message that is not a note, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
+from typing import Any
 
-from gemmscope.document.charts import BarChart, Chart, CurveChart, HeatMap, WaterfallChart
+from gemmscope.document.charts import BarChart, Chart, CurveChart, HeatCell, HeatMap, WaterfallChart
 from gemmscope.document.table import Facts, Table
 from gemmscope.findings import Finding, Level
 from gemmscope.interval import Interval
+from gemmscope.text import printable
 
 __all__ = ["BarChart", "Block", "Chart", "CurveChart", "Document", "HeatMap", "Message", "Section", "Table", "WaterfallChart"]
 
@@ -108,3 +110,22 @@ def brief(document: Document) -> Document:
         advice=replace(document.advice, ready_to_paste={}) if document.advice is not None else None,
         facts={},
     )
+
+
+def visible(value: Any, keep: str = "", longest: int | None = None) -> Any:
+    """A part of a Document with its texts made harmless: each on one line, except those that are meant to have several.
+
+    `longest`: the most characters of each.
+    """
+    if isinstance(value, str):
+        text = printable(value, keep)
+        return text if longest is None or len(text) <= longest else f"{text[: longest - 1]}…"
+    if isinstance(value, tuple):
+        return tuple(visible(item, keep, longest) for item in value)
+    if isinstance(value, Mapping):
+        return {visible(name, "", longest): visible(item, keep, longest) for name, item in value.items()}
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    keep = "\n" if isinstance(value, (Advice, HeatCell)) else ""
+    changed = {name: new for name, old in vars(value).items() if (new := visible(old, keep, longest)) != old}
+    return replace(value, **changed) if changed else value

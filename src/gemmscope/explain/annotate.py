@@ -1,14 +1,13 @@
 """Writes a copy of the trace with the diagnosis on tracks of its own, for Perfetto and chrome://tracing."""
 
-import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gemmscope.errors import UserError
 from gemmscope.explain.diagnose import TraceDiagnosis
 from gemmscope.explain.stream import EventStream
+from gemmscope.files import replacing, text_into
 
 PROCESS = "gemmscope diagnosis"
 
@@ -37,17 +36,14 @@ def write_annotated(diagnosis: TraceDiagnosis, target: str | Path) -> None:
     """The whole trace, event by event, followed by the diagnosis; gzipped if the name ends in .gz."""
     path = Path(target)
     stream = EventStream(diagnosis.trace.path)
-    try:
-        with gzip.open(path, "wt", encoding="utf-8") if path.suffix == ".gz" else path.open("w", encoding="utf-8") as out:
-            out.write('{"traceEvents": [\n')
-            first = True
-            for events in (stream, events_of(diagnosis)):
-                for event in events:
-                    out.write(("" if first else ",\n") + json.dumps(event))
-                    first = False
-            out.write("\n]")
-            for key, value in stream.head.items():
-                out.write(f",\n{json.dumps(key)}: {json.dumps(value)}")
-            out.write("}\n")
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
+    with replacing(path) as raw, text_into(raw, packed=path.suffix == ".gz") as out:
+        out.write('{"traceEvents": [\n')
+        first = True
+        for events in (stream, events_of(diagnosis)):
+            for event in events:
+                out.write(("" if first else ",\n") + json.dumps(event))
+                first = False
+        out.write("\n]")
+        for key, value in stream.head.items():
+            out.write(f",\n{json.dumps(key)}: {json.dumps(value)}")
+        out.write("}\n")

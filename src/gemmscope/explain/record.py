@@ -14,7 +14,6 @@ and after that it costs nothing. torch is the user's own, imported only when the
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from contextlib import suppress
 from dataclasses import asdict
@@ -23,8 +22,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from gemmscope.errors import UserError
 from gemmscope.explain.slim import slim_file
 from gemmscope.folders import temporary_folder
+from gemmscope.say import say
 
 CLOCK_SECONDS = 0.02  # between two readings of the GPU clock
 PACKAGES = ("transformer_engine", "torchao", "megatron-core", "torchtitan", "transformers", "accelerate")
@@ -81,9 +82,9 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
         self._profiler = None
         if not self.recorded and kind is None:
             needed = self.after + self.steps
-            sys.stderr.write(
+            say(
                 f"gemmscope: nothing was recorded: the loop ran {self._passed} steps, {needed} are needed; "
-                f"call trace.step() after every step, or use an after= smaller than {self.after}\n"
+                f"call trace.step() after every step, or use an after= smaller than {self.after}"
             )
 
     def _watch(self) -> None:
@@ -97,9 +98,13 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
         with temporary_folder() as folder:
             raw = folder / "trace.json"
             profiler.export_chrome_trace(str(raw))
-            slim_file(raw, self.path, _facts(self._clock))
-        self.recorded = True
-        sys.stderr.write(f"gemmscope: wrote {self.path}; now: gemmscope explain {self.path}\n")
+            self.recorded = True  # or cannot be: the training goes on
+            try:
+                slim_file(raw, self.path, _facts(self._clock))
+            except UserError as error:
+                say(f"gemmscope: {error}")
+                return
+        say(f"gemmscope: wrote {self.path}; now: gemmscope explain {self.path}")
 
 
 class _Clock:

@@ -5,13 +5,13 @@ frameworks, step marks and annotations. Python frames, allocator events, arrows 
 dropped.
 """
 
-import gzip
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from gemmscope.explain.stream import EventStream
+from gemmscope.files import replacing, text_into
 
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
 LAUNCH_NAMES = ("Launch", "Memcpy", "Memset", "Synchronize")
@@ -27,7 +27,7 @@ def slim_file(raw_path: Path, target: Path, facts: dict[str, Any]) -> None:
     first = EventStream(raw_path)
     wanted = {_arguments(event).get("External id") for event in first if event.get("cat") in GPU_CATEGORIES} - {None}
     head = {"gemmscope": facts, **{key: value for key, value in first.head.items() if key in KEPT_HEAD}}
-    with gzip.open(target, "wt", encoding="utf-8") as out:
+    with replacing(target) as raw, text_into(raw, packed=True) as out:
         out.write(json.dumps(head, separators=(",", ":"))[:-1] + ',"traceEvents":[')
         separator = ""
         for event in EventStream(raw_path):

@@ -18,6 +18,7 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 from pydantic import ConfigDict, Field
 
 from gemmscope.errors import UserError
+from gemmscope.files import write_text
 from gemmscope.findings import Finding, finding
 from gemmscope.folders import config_folder
 from gemmscope.forecast.coefficients import REINSTALL, read_stored
@@ -37,6 +38,7 @@ from gemmscope.workload.ops import Pass
 
 LARGEST_FILE = 2**20  # bytes: a calibration has a few thousand
 LARGEST_FACTOR = 5.0  # a larger one means that another GPU was measured
+XDG_HINT = "set XDG_CONFIG_HOME to a folder that can be written"
 AGAIN = "run gemmscope calibrate again, or remove the file to forecast without it"
 
 _DESIGN = load_data("gemmscope.forecast", "coefficients/calibration.toml")
@@ -154,7 +156,7 @@ def save(calibration: Calibration) -> Path:
     path = place(calibration.gpu)
     with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(calibration), indent=1) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(asdict(calibration), indent=1) + "\n", XDG_HINT)
     return path
 
 
@@ -163,8 +165,7 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        hint = "set XDG_CONFIG_HOME to a folder that can be written"
-        raise UserError(f"{path} cannot be written: {error.strerror or error}", hint) from None
+        raise UserError(f"{path} cannot be written: {error.strerror or error}", XDG_HINT) from None
 
 
 def known_gpu(device: str) -> GpuSpec:

@@ -19,6 +19,7 @@ from gemmscope.forecast.physics import Shapes
 from gemmscope.forecast.training import gemm_factor
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.reading import called, read_text
+from gemmscope.text import csv_cell
 
 Kind = tuple[str, str | None]  # a format, and a library if one is named
 LARGEST_SIZE = 10**7
@@ -105,12 +106,12 @@ def forecast_gemm_list(
     failures: dict[Kind, list[UserError]] = {}
     out, findings = io.StringIO(), list[Finding]()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([*kept, *added])
+    writer.writerow([*map(csv_cell, kept), *added])
     for chip in chips:
         times, basis = gemms.times(chip, state, measured.get(chip.name), failures)
         findings.append(finding("forecast-basis", gpu=chip.name, basis=basis))
         for row, of_row in zip(rows, times, strict=True):
-            cells = [*(row.cells[name.lower()] for name in kept), *([chip.name] if "gpu" in added else [])]
+            cells = [*(csv_cell(row.cells[name.lower()]) for name in kept), *([chip.name] if "gpu" in added else [])]
             writer.writerow([*cells, *(f"{time:.6g}" if of_row[0] else "" for time in of_row)])
     for kind, errors in failures.items():
         if len(errors) == len(chips):

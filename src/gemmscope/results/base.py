@@ -9,10 +9,12 @@ from types import ModuleType
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
+from pydantic_core import PydanticSerializationError, to_json
 
 from gemmscope import __version__
 from gemmscope.findings import Finding
 from gemmscope.model.spec import ModelSpec, RunSpec
+from gemmscope.text import visible_json
 
 SCHEMA_VERSION: Literal[2] = 2
 Origin = Literal["measured", "forecast"]
@@ -39,9 +41,18 @@ class Result(Part):
         """Whether there is a finding of this code."""
         return any(finding.code == code for finding in self.findings)
 
+    @property
+    def sample_count(self) -> int | None:
+        """How much was measured, to tell which of two results holds more; None where nothing is measured."""
+        return None
+
     def to_json(self) -> str:
         """As it is written to a run file."""
-        return self.model_dump_json(by_alias=True, indent=1) + "\n"
+        try:
+            text = self.model_dump_json(by_alias=True, indent=1)
+        except PydanticSerializationError:  # halves of characters, which JSON cannot hold
+            text = to_json(_whole(self.model_dump(mode="json", by_alias=True)), indent=1, inf_nan_mode="null").decode()
+        return visible_json(text) + "\n"
 
     def save(self, path: str | Path) -> None:
         """Write it: .json the run file, .md Markdown, .csv every table, .html a page, .png, .svg or .pdf the main charts."""
@@ -56,6 +67,15 @@ class Result(Part):
     def _repr_html_(self) -> str:
         """How a notebook shows it."""
         return str(_show().notebook(self))
+
+
+def _whole(data: Any) -> Any:
+    """The data with a mark in the place of every half of a character."""
+    if isinstance(data, str):
+        return data.encode("utf-8", "replace").decode()
+    if isinstance(data, list):
+        return [_whole(item) for item in data]
+    return {_whole(key): _whole(value) for key, value in data.items()} if isinstance(data, dict) else data
 
 
 def _show() -> ModuleType:
@@ -118,6 +138,10 @@ class Samples:
     facts: dict[str, Any] = field(default_factory=dict)
     failure: str = ""
     failure_kind: str = ""
+
+    @property
+    def sample_count(self) -> int:
+        return sum(map(len, self.rounds_ms))
 
     @property
     def measured(self) -> bool:

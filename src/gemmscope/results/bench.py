@@ -70,5 +70,9 @@ class BenchResult(ModelResult):
     tasks: tuple[TaskResult, ...]
 
     @property
+    def sample_count(self) -> int:
+        return sum(task.sample_count for task in self.tasks)
+
+    @property
     def where(self) -> str:
         return str(self.device.get("name", "this machine"))

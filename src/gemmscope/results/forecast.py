@@ -83,3 +83,8 @@ class ForecastResult(ModelResult):
     """A signal ended the sweep early: only the points that were computed until then are here."""
     gpus: tuple[GpuForecast, ...] = ()
     sweeps: tuple[GpuSweep, ...] = ()
+
+    @property
+    def sample_count(self) -> int | None:
+        """The points of a sweep."""
+        return sum(len(sweep.points) for sweep in self.sweeps) if self.sweeps else None

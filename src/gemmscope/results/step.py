@@ -211,5 +211,9 @@ class StepResult(ModelResult):
     variants: tuple[VariantResult, ...] = ()
 
     @property
+    def sample_count(self) -> int:
+        return sum(variant.sample_count for variant in self.variants)
+
+    @property
     def where(self) -> str:
         return str(self.device.get("name", "this machine"))

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from gemmscope.document.model import Document
 from gemmscope.document.table import Cell, Table
+from gemmscope.text import csv_cell
 
 
 def csv_text(document: Document) -> str:
@@ -17,11 +18,13 @@ def csv_text(document: Document) -> str:
     tables = document.tables()
     names = dict.fromkeys(name for table in tables for name in _columns(table))
     out = io.StringIO()
-    writer = csv.DictWriter(out, ["table", *names], lineterminator="\n", restval="")
-    writer.writeheader()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(map(csv_cell, ["table", *names]))
     for table in tables:
         for row in table.rows:
-            writer.writerow({"table": table.title, **dict(_values(table, row))})
+            values = dict(_values(table, row))
+            cells = [table.title, *(values.get(name, "") for name in names)]
+            writer.writerow([csv_cell(cell) if isinstance(cell, str) else cell for cell in cells])
     return out.getvalue()
 
 

@@ -3,9 +3,12 @@
 Charts of one kind and unit share a row of panels. The colors can be told apart with every kind of color vision.
 """
 
+import io
 import textwrap
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -15,12 +18,16 @@ from matplotlib.figure import Figure
 
 from gemmscope.document.charts import BarChart, Chart, CurveChart, HeatMap, WaterfallChart
 from gemmscope.document.combine import letter, sources, speedup_rows
-from gemmscope.document.model import Document
+from gemmscope.document.model import Document, visible
 from gemmscope.errors import UserError
+from gemmscope.files import replacing
 from gemmscope.units import slug
 from gemmscope.writers import panels
 
 FORMATS = ("png", "svg")
+DPI = 200
+LONGEST = 160  # characters of a label: laying out thousands takes minutes
+HINT = "for example -o figure.png"
 STYLE: Any = {
     "font.size": 9,
     "hatch.linewidth": 0.5,
@@ -37,18 +44,41 @@ UNDATED: dict[str, Any] = {"Date": None}  # of an SVG, for the same reason
 
 def save_figure(document: Document, path: str | Path) -> None:
     """Draw the main charts of a document into one file, or all if none is main; its ending selects the format."""
+    with _drawing():
+        _write(_main_charts(document), Path(path))
+
+
+def png(document: Document) -> bytes:
+    """The same as a picture; empty if there is no chart."""
+    if not document.charts():
+        return b""
+    out = io.BytesIO()
+    with _drawing():
+        _main_charts(document).savefig(out, format="png", dpi=DPI)
+    return out.getvalue()
+
+
+@contextmanager
+def _drawing() -> Iterator[None]:
+    """In our style. What a font lacks is drawn as a box, without a warning."""
+    with mpl.rc_context(STYLE), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _main_charts(document: Document) -> Figure:
+    document = visible(document, longest=LONGEST)
     charts = document.charts()
     rows = list(_rows([chart for chart in charts if chart.main or getattr(chart, "figure", False)] or charts))
     if not rows:
         raise UserError(f"there is no chart to draw in this {document.kind} result")
-    with mpl.rc_context(STYLE):
-        sizes = [_size(row) for row in rows]
-        width = max(width for width, _ in sizes)
-        figure = _figure(document.title, width, sum(height for _, height in sizes) + 0.3)
-        parts = figure.subfigures(len(rows), 1, squeeze=False, height_ratios=[height for _, height in sizes])[:, 0]
-        for part, row in zip(parts, rows, strict=True):
-            _draw(part, row)
-        _write(figure, Path(path))
+    sizes = [_size(row) for row in rows]
+    width = max(width for width, _ in sizes)
+    figure = _figure(document.title, width, sum(height for _, height in sizes) + 0.3)
+    parts = figure.subfigures(len(rows), 1, squeeze=False, height_ratios=[height for _, height in sizes])[:, 0]
+    for part, row in zip(parts, rows, strict=True):
+        _draw(part, row)
+    return figure
 
 
 def save_figures(documents: Sequence[Document], folder: Path) -> list[Path]:
@@ -59,8 +89,8 @@ def save_figures(documents: Sequence[Document], folder: Path) -> list[Path]:
     except OSError as error:
         message = f"figures cannot be written to {folder}: {error.strerror}"
         raise UserError(message, "name a folder that can be written") from error
-    with mpl.rc_context(STYLE):
-        for name, figure in _figures(documents):
+    with _drawing():
+        for name, figure in _figures([visible(document, longest=LONGEST) for document in documents]):
             for ending in FORMATS:
                 written.append(folder / f"{name}.{ending}")
                 _write(figure, written[-1])
@@ -134,8 +164,9 @@ def _draw(figure: Any, row: Sequence[Chart]) -> None:
 
 
 def _write(figure: Any, path: Path) -> None:
+    ending = path.suffix.lower().removeprefix(".")
     try:
-        figure.savefig(path, dpi=200, metadata=UNDATED if path.suffix.lower() == ".svg" else None)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"the figure cannot be written to {path}: {reason}", "for example -o figure.png") from error
+        with replacing(path, HINT) as out:
+            figure.savefig(out, format=ending, dpi=DPI, metadata=UNDATED if ending == "svg" else None)
+    except ValueError as error:
+        raise UserError(f"the figure cannot be written to {path}: {error}", HINT) from error

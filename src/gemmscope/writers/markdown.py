@@ -7,7 +7,11 @@ from gemmscope.document.combine import label, side_by_side_table
 from gemmscope.document.model import Document, Message
 from gemmscope.document.table import Facts, Table
 
-SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\`*_<>|#"})
+SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\`*_<>|#&~$"})
+LINK = re.compile(r"\](?=[(\[:])|^\[|!\[|:(?=//)|\.(?<=www\.)|@", re.IGNORECASE)
+"""Where a link, an image, an address or a mention begins."""
+BLOCK = re.compile(r"^(?:[-+=]|\d{1,9}(?=[.)](?: |$)))")
+"""What makes a list or a heading of the line that begins with it."""
 
 
 def markdown(documents: Sequence[Document], messages: Sequence[Message] = ()) -> str:
@@ -30,21 +34,21 @@ def _blocks(documents: Sequence[Document], messages: Sequence[Message]) -> Itera
 
 def _one(document: Document) -> Iterator[str]:
     yield f"**{_plain(document.answer)}**"
-    yield from map(_plain, document.because)
+    yield from map(_paragraph, document.because)
     if document.context:
-        yield "  \n".join(map(_plain, document.context))
+        yield "  \n".join(map(_paragraph, document.context))
     if document.advice is not None:
         yield "## Recommendation"
-        yield _plain(document.advice.text)
+        yield _paragraph(document.advice.text)
         for framework, text in document.advice.ready_to_paste.items():
-            yield f"{_plain(framework)}:\n\n{_fenced(text)}"
+            yield f"{_paragraph(framework)}:\n\n{_fenced(text)}"
     if document.messages:
         yield "## Findings"
         yield _messages(document.messages)
     for section in document.sections:
         yield f"## {_plain(section.title)}"
         if section.text:
-            yield _plain(section.text)
+            yield _paragraph(section.text)
         for block in section.blocks:
             yield titled(block if isinstance(block, Table) else block.table())
     for heading, facts in document.facts.items():
@@ -54,7 +58,7 @@ def _one(document: Document) -> Iterator[str]:
 
 def titled(table: Table) -> str:
     """A table below its title."""
-    note = f"\n\n{_plain(table.note)}" if table.note else ""
+    note = f"\n\n{_paragraph(table.note)}" if table.note else ""
     return f"**{_plain(table.title)}**{note}\n\n{pipe_table(table)}"
 
 
@@ -68,17 +72,24 @@ def pipe_table(table: Table) -> str:
 
 def _messages(messages: Sequence[Message]) -> str:
     return "\n".join(
-        f"- **{_plain(message.text)}**" if message.level == "error" else f"- {_plain(message.text)}" for message in messages
+        f"- **{_plain(message.text)}**" if message.level == "error" else f"- {_paragraph(message.text)}" for message in messages
     )
 
 
 def _facts(facts: Facts) -> str:
-    return "\n".join(f"- {_plain(name)}: {_plain(value)}" for name, value in facts)
+    return "\n".join(f"- {_paragraph(name)}: {_plain(value)}" for name, value in facts)
 
 
 def _plain(text: str) -> str:
     """On one line, and nothing in it is markup; brackets of intervals stay, those of links do not."""
-    return re.sub(r"\](?=[(\[:])|^\[|!\[", lambda found: "\\" + found[0], " ".join(text.split()).translate(SPECIAL))
+    return LINK.sub(lambda found: "\\" + found[0], " ".join(text.split()).translate(SPECIAL))
+
+
+def _paragraph(text: str) -> str:
+    """The same at the beginning of a line."""
+    plain = _plain(text)
+    begin = BLOCK.match(plain)
+    return plain if begin is None else f"\\{plain}" if begin[0] in "-+=" else f"{begin[0]}\\{plain[begin.end() :]}"
 
 
 def _fenced(text: str) -> str:

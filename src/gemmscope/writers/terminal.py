@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from typing import IO
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from gemmscope.document.model import Document, brief
+from gemmscope.document.model import Document, brief, visible
 from gemmscope.document.table import Table
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "", "": ""}
@@ -84,9 +85,11 @@ def _next_lines(document: Document, view: Document) -> Iterator[str]:
 def show_table(table: Table, console: Console | None = None) -> None:
     """One table with its title."""
     console = console or Screen()
+    table = visible(table)  # it may come without a Document
     texts = [[column.name, *(row[index].text for row in table.rows)] for index, column in enumerate(table.columns)]
-    console.width = max(console.width, WIDEST, sum(max(map(len, column)) + 3 for column in texts))
-    rich_table = RichTable(title=table.title, box=box.SIMPLE_HEAD, title_justify="left", title_style="italic", pad_edge=False)
+    console.width = max(console.width, WIDEST, sum(max(map(cell_len, column)) + 3 for column in texts))
+    title = Text(table.title)  # a plain string would be parsed as markup
+    rich_table = RichTable(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="italic", pad_edge=False)
     for column in table.columns:
         rich_table.add_column(Text(column.name), justify="right" if column.numeric else "left", no_wrap=True)
     for row in table.rows[:MOST_ROWS]:

@@ -1,0 +1,69 @@
+"""Where the files of a result go: never in the place of one that holds more.
+
+A result of which nothing was measured replaces no file. An interrupted one does not replace a run file with more samples, nor
+other files whose samples are not known: it goes beside them, as `NAME.interrupted.EXT`.
+"""
+
+import os
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple
+
+from gemmscope.files import is_special
+from gemmscope.results.base import Result
+from gemmscope.results.read import read_result
+
+
+class Place(NamedTuple):
+    """The path to write to, None where the old file is to stay; `note` says so."""
+
+    path: str | Path | None
+    note: str = ""
+
+
+class Keeper:
+    """Decides for all files of one result. What is decided for the run file holds for those that are asked for after it."""
+
+    def __init__(self, result: Result) -> None:
+        self._count, self._interrupted = result.sample_count, bool(getattr(result, "interrupted", False))
+        self._keeps: bool | None = None
+
+    def place(self, path: str | Path, *, run_file: bool = False) -> Place:
+        """Where to write what was meant for `path`."""
+        if self._count is None or path == "-" or is_special(path) or not _has_content(Path(path)):
+            return Place(path)
+        if self._count == 0:
+            return Place(None, f"nothing was measured: {path} is left as it was")
+        if not self._interrupted:
+            return Place(path)
+        if run_file:
+            self._keeps = _samples(path) > self._count
+        if self._keeps is False:
+            return Place(path)
+        why = "it has more samples than this interrupted run" if self._keeps else "this run was interrupted"
+        return Place(_beside(Path(path)), f"{path} is left as it was: {why}")
+
+
+def _has_content(path: Path) -> bool:
+    try:
+        return path.stat().st_size > 0 and path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _samples(path: str | Path) -> int:
+    """The samples of a run file; 0 for anything else."""
+    try:
+        return read_result(path).sample_count or 0
+    except Exception:  # whatever that file holds, it must not cost the new result
+        return 0
+
+
+def _beside(path: Path) -> Path:
+    """The first free name.
+
+    >>> _beside(Path("no-such-folder/out.json")).name
+    'out.interrupted.json'
+    """
+    names = (path.with_name(f"{path.stem}.interrupted{'' if n == 1 else f'-{n}'}{path.suffix}") for n in count(1))
+    return next(name for name in names if not os.path.lexists(name))

@@ -1,0 +1,191 @@
+"""Every kind of result with hostile text in every string: no writer lets any of it be more than text.
+
+In a browser, if there is one: nothing of it runs, and nothing is asked for over the network. Everywhere: the pages have no
+element and no attribute that they do not have with harmless text.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from markdown_it import MarkdownIt
+
+from gemmscope.document.build import document
+from gemmscope.document.model import Document
+from gemmscope.results.base import Result
+from gemmscope.writers import csv as csv_writer
+from gemmscope.writers import figure, markdown, terminal
+from gemmscope.writers import html as html_writer
+from support.browser import CHROMIUM, Browser
+from support.poison import HOSTILE, invisible, poisoned
+from support.results import RESULTS
+
+NAMES = (*(name for name in RESULTS if not name.startswith(("explain ", "bench, "))), "explain syncs", "explain experts")
+MARKUP = "".join(HOSTILE[:6])
+
+
+@cache
+def evil(name: str) -> Result:
+    """Markup in every string."""
+    return poisoned(RESULTS[name](), lambda text: MARKUP + text)[0]
+
+
+@cache
+def mixed(name: str) -> Document:
+    """One of every attack, from string to string."""
+    turn = NAMES.index(name)
+    return document(
+        poisoned(RESULTS[name](), lambda text: HOSTILE[(len(text) + turn) % len(HOSTILE)] + text)[0], f"{HOSTILE[8]}.json"
+    )
+
+
+class Elements(HTMLParser):
+    """The elements of a page with the names of their attributes, what its links point to, and its scripts."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: set[tuple[str, tuple[str, ...]]] = set()
+        self.addresses: set[str] = set()
+        self.scripts = 0
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.add((tag, tuple(sorted(name for name, _ in attrs))))
+        self.scripts += tag == "script"
+        self.addresses |= {value or "" for name, value in attrs if name in ("src", "href", "action", "srcset", "poster")}
+
+
+def test_strings_are_poisoned() -> None:
+    """What is tested is there: in run files, and on pages as text."""
+    for name in NAMES:
+        assert evil(name).to_json().count("<script>window.broken") > 5, name
+        assert "&lt;script&gt;window.broken" in html_writer.page([document(evil(name))]), name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pages_have_no_other_elements(name: str) -> None:
+    for make in (lambda result: html_writer.page([document(result, str(result.command))]), lambda result: result._repr_html_()):
+        clean, hostile = Elements(make(RESULTS[name]())), Elements(make(evil(name)))
+        assert hostile.elements <= clean.elements
+        assert hostile.scripts == clean.scripts
+        assert not [place for place in hostile.addresses if not re.match(r"#[a-z0-9-]*$|data:image/png;base64,|data:,$", place)]
+
+
+def test_a_page_of_several_runs_has_no_other_elements() -> None:
+    names = ("bench", "bench again", "forecast")
+    clean, hostile = (
+        Elements(html_writer.page([document(make(name), f"{place}.json") for place, name in enumerate(names)]))
+        for make in (lambda name: RESULTS[name](), evil)
+    )
+    assert hostile.elements <= clean.elements
+    assert hostile.scripts == clean.scripts
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_invisible_is_shown(name: str) -> None:
+    found = mixed(name)
+    texts = [
+        terminal.text(found, detail=True),
+        terminal.text(found, detail=False),
+        markdown.markdown([found]),
+        csv_writer.csv_text(found),
+    ]
+    for text in (*texts, html_writer.notebook_html(found)):
+        assert not invisible(text, allowed="\n")
+        text.encode("utf-8")
+    page = html_writer.page([found])
+    page.encode("utf-8")
+    assert not invisible(page.replace(html_writer.asset("echarts.min.js"), ""), allowed="\n\t")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_markdown_has_no_markup_links_or_images(name: str) -> None:
+    reader = MarkdownIt("gfm-like", {"linkify": False, "html": True})
+    for found in (mixed(name), document(evil(name))):
+        text = markdown.markdown([found])
+        html = Elements(reader.render(text))
+        allowed = "h1 h2 p strong br ul ol li pre code table thead tbody tr th td".split()
+        assert {tag for tag, _ in html.elements} <= set(allowed)
+        assert html.addresses == set()
+        outside = re.sub(r"^(`{3,})\n.*?\n\1$", "", text, flags=re.MULTILINE | re.DOTALL)
+        assert not re.search(r"(?<!\\)<|https?://|www\.", outside)  # sites make links of bare addresses
+        for line in outside.splitlines():
+            if line.startswith("|"):
+                assert line.endswith("|")
+        expected = sum(len(table.rows) + 2 for table in found.tables())
+        assert sum(line.startswith("|") for line in outside.splitlines()) == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_csv_has_no_formulas(name: str) -> None:
+    found = mixed(name)
+    rows = list(csv.reader(io.StringIO(csv_writer.csv_text(found))))
+    assert len(rows) == 1 + sum(len(table.rows) for table in found.tables())
+    for cell in (cell for row in rows for cell in row):
+        assert not re.match(r"[=@\t\r]|[+-](?![\d.])", cell), cell
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_figures(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A dollar is a dollar, a missing glyph is a box, and the files are well formed."""
+    found = mixed(name)
+    if not found.charts():
+        pytest.skip("it has no charts")
+    figure.save_figure(found, tmp_path / "figure.svg")
+    figure.save_figure(found, tmp_path / "figure.png")
+    tree = ElementTree.parse(tmp_path / "figure.svg")
+    assert {element.tag.rpartition("}")[2] for element in tree.iter()} & {"script", "a", "foreignObject"} == set()
+    addresses = [value for element in tree.iter() for name, value in element.attrib.items() if name.endswith("href")]
+    assert not [address for address in addresses if not address.startswith(("#", "data:image/png"))]
+    assert capfd.readouterr().err == ""
+
+
+# --- in a browser -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("Chromium is not installed")
+    made = Browser(tmp_path_factory.mktemp("profile"))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("form", ["page", "notebook"])
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_runs_in_a_browser(browser: Browser, tmp_path: Path, name: str, form: str) -> None:
+    result = evil(name)
+    path = tmp_path / "page.html"
+    if form == "page":
+        path.write_text(html_writer.page([document(result, f"{MARKUP}.json")]), encoding="utf-8")
+    else:  # where it stands, nothing forbids scripts
+        path.write_text(f"<!doctype html><meta charset=utf-8><title>notebook</title>{result._repr_html_()}", encoding="utf-8")
+    tab = browser.open(path)
+    try:
+        title = tab.evaluate("document.title")
+        assert title == "notebook" if form == "notebook" else title.startswith("gemmscope: ")
+        for x, y in tab.evaluate(
+            """[...document.querySelectorAll(".plot")].slice(0, 6).flatMap((plot) => {
+              plot.scrollIntoView({ block: "center", behavior: "instant" });
+              const box = plot.getBoundingClientRect();
+              return [0.25, 0.5, 0.75].map((share) => [box.left + box.width * share, box.top + box.height * 0.7]);
+            })"""
+        ):
+            tab.point(x, y)  # what is shown on hover is made of the same strings
+        tab.evaluate("[...document.querySelectorAll('button, summary, a')].slice(0, 200).forEach((each) => each.click())")
+        assert tab.evaluate("window.broken") is None
+        assert tab.complaints() == []
+        assert [address for address in tab.requests() if not address.startswith("data:")] == [path.resolve().as_uri()]
+        assert not [event for event in browser.events if event.get("method") == "Page.javascriptDialogOpening"]
+    finally:
+        tab.close()
