@@ -11,7 +11,7 @@ from pathlib import Path
 from gemmscope.errors import UserError, option, shown
 from gemmscope.model import bridge, hf, hub, megatron, torchtitan
 from gemmscope.model.source import ModelSource
-from gemmscope.reading import STANDARD_INPUT, called, open_input
+from gemmscope.reading import LONGEST_NAME, STANDARD_INPUT, called, open_input
 
 Reader = tuple[Callable[[str], bool], Callable[[str, str], ModelSource]]
 READERS: tuple[Reader, ...] = tuple((reader.recognises, reader.read) for reader in (hf, torchtitan, bridge, megatron))
@@ -32,11 +32,11 @@ def read_config(reference: str) -> ModelSource:
     if Path(reference).is_dir():
         path = Path(reference) / "config.json"
         if not names_file(str(path)):
-            raise UserError(f"the folder {shown(reference)} has no config.json", f"give a file: {option('config', 'PATH')}")
+            raise UserError(f"the folder {_quoted(reference)} has no config.json", f"give a file: {option('config', 'PATH')}")
         return read_text(_text(str(path)), called(path))
     if hub.looks_like_hub_id(reference):
         return read_text(hub.resolve(reference), reference)
-    raise UserError(f"there is no file or folder {shown(reference)}", f"{FORMATS}, or a hub id")
+    raise UserError(f"there is no file or folder {_quoted(reference)}", f"{FORMATS}, or a hub id")
 
 
 def names_file(reference: str) -> bool:
@@ -47,6 +47,10 @@ def names_file(reference: str) -> bool:
         return Path(reference).exists() and not Path(reference).is_dir()
     except (OSError, ValueError):  # no permission to look, a name too long, a NUL character: reading it says which
         return True
+
+
+def _quoted(reference: str) -> str:
+    return repr(reference) if len(reference) <= LONGEST_NAME else shown(reference)
 
 
 def read_text(text: str, origin: str) -> ModelSource:
