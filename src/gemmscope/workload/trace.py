@@ -131,6 +131,8 @@ def _ask_worker(request: dict[str, Any], run: RunSpec, time_limit_s: float = flo
             answer = json.loads(answer_path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"a temporary file cannot be written or read: {error.strerror or error}") from error
+    except ValueError as error:  # where the disk is full
+        raise UserError(f"the tracing process ended in the middle of its answer: {worker.reason}") from error
     if "error" in answer:
         raise UserError(answer["error"])
     return TypeAdapter(ModuleTrace).validate_python(answer)
@@ -141,6 +143,8 @@ def as_workload(trace: ModuleTrace) -> Workload:
     by_layer: dict[tuple[str, int, int, int, int], list[Gemm]] = {}
     for gemm in trace.gemms:
         tokens, inputs, outputs = gemm_size(gemm.m, gemm.k, gemm.n, gemm.pass_name)
+        if not gemm.flops:  # of an empty tensor
+            continue
         by_layer.setdefault((gemm.op, tokens, inputs, outputs, gemm.groups), []).append(gemm)
     linears = [_linear(*sizes, seen) for sizes, seen in by_layer.items()]
     findings = [finding("traced")]

@@ -364,3 +364,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # whatever threads the user's module has started
