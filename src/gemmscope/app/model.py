@@ -12,7 +12,7 @@ from gemmscope.model.families import built_like, known_model_types
 from gemmscope.model.flags import from_hyperparameters
 from gemmscope.model.read import names_file, read_config
 from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import RUN_SETTINGS, RunSpec
+from gemmscope.model.spec import RUN_SETTINGS, RunSpec, check_size
 from gemmscope.results.base import ModelSummary
 from gemmscope.units import parameters
 from gemmscope.workload.cases import Case, cases_of
@@ -206,6 +206,7 @@ def linear_cases(workload: Workload) -> LinearCases:
 
 def _with_rows(op: Linear) -> Linear:
     """A traced linear of several weights: how its rows are split is not known from a trace."""
+    check_size(f"the number of weights of {shown(op.name)}", op.groups, "experts")
     rows = tuple((op.tokens + index) // op.groups for index in range(op.groups))
     return GroupedLinear(name=op.name, tokens=op.tokens, inputs=op.inputs, outputs=op.outputs, count=op.count, rows=rows)
 
