@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Collection, Iterable
+from itertools import islice
 
 from gemmscope.text import printable
 
@@ -43,13 +44,17 @@ def in_python(text: str) -> str:
     return _OPTION.sub(lambda match: match[1] + (f"={match[2]}" if match[2] else ""), text)
 
 
-def closest(given: str, known: Iterable[str], how_many: int = 3) -> list[str]:
+MOST_COMPARED, LONGEST_COMPARED = 1000, 100  # names, and characters of each: comparing takes long, and files may have millions
+
+
+def closest(given: str, known: Iterable[str], how_many: int = 3, *, cutoff: float = 0.5) -> list[str]:
     """The known names that are most similar to `given`, the best first.
 
     >>> closest("lama", ["llama", "gpt2"])
     ['llama']
     """
-    return difflib.get_close_matches(given, list(known), n=how_many, cutoff=0.5)
+    names = [name for name in islice(known, MOST_COMPARED) if len(name) <= LONGEST_COMPARED]
+    return difflib.get_close_matches(given[:LONGEST_COMPARED], names, n=how_many, cutoff=cutoff)
 
 
 LONGEST_SHOWN = 60

@@ -80,9 +80,9 @@ def test_a_misspelt_key_is_named() -> None:
     [
         ("", "is empty"),
         ("   \n", "is empty"),
-        ("{", "the JSON is not valid"),
-        ("{'hidden_size': 4096}", "the JSON is not valid"),
-        ('{"a": ' * 100_000, "the JSON is not valid"),
+        ("{", "is not valid JSON"),
+        ("{'hidden_size': 4096}", "is not valid JSON"),
+        ('{"a": ' * 100_000, "is not valid JSON"),
         ("{}", "has no model_type"),
         ("Lorem ipsum dolor sit amet.", "has an unknown format"),
     ],

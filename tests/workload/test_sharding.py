@@ -150,6 +150,18 @@ def test_uneven_pipeline() -> None:
     assert counts == [16, 15, 15, 15]
 
 
+@pytest.mark.parametrize(("preset", "pp"), [("gpt2", 12), ("gemma-3-27b", 2), ("deepseek-v3", 61), ("mixtral-8x7b", 4)])
+def test_the_stage_with_most_work_is_chosen_among_all(preset: str, pp: int) -> None:
+    """Equal stages are derived once: that must not change the choice."""
+    model = presets.load(preset).model
+    assert model is not None
+    chosen = derive(model, RunSpec(1, 64, pp=pp))
+    every = [derive(model, RunSpec(1, 64, pp=pp, pp_stage=stage)) for stage in range(pp)]
+    work = [sum(op.total().flops for op in each.ops) for each in every]
+    assert chosen.stage == work.index(max(work))
+    assert chosen.ops == every[chosen.stage].ops
+
+
 def test_padded_vocabulary_is_named() -> None:
     model = presets.load("gpt2").model
     assert model is not None

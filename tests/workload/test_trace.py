@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from gemmscope.child import Ended
 from gemmscope.errors import UserError
 from gemmscope.model import presets
 from gemmscope.model.spec import RunSpec
@@ -20,24 +21,11 @@ from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import Linear
 from gemmscope.workload.summary import totals
 from gemmscope.workload.trace import ModuleTrace, TracedLinear, as_workload, trace_module
+from support.processes import alive, wait_until
 from support.reading import codes
 
 RUN = RunSpec(2, 16)
 SHADOWS = "random queue types inspect select token string io json logging traceback warnings"
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_until(condition: Any, seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.1)
-    return bool(condition())
 
 
 # --- the process ----------------------------------------------------------------------------------------------------------
@@ -102,6 +90,41 @@ def test_ending_the_command_ends_the_tracing(tmp_path: Path, ending: signal.Sign
     assert wait_until(lambda: not alive(worker), 10)
     assert parent.returncode == 128 + ending
     assert not list(left.glob("gemmscope-*"))
+
+
+def test_a_factory_that_leaves_a_child_running_does_not_block(tmp_path: Path) -> None:
+    """The child keeps the output of the tracing process open."""
+    pytest.importorskip("torch", reason="tracing needs torch")
+    note = tmp_path / "pid"
+    (tmp_path / "mine.py").write_text(
+        "import os, pathlib, time, torch\ndef build():\n    if os.fork() == 0:\n"
+        f"        pathlib.Path({str(note)!r}).write_text(str(os.getpid()))\n        time.sleep(600)\n"
+        "    return torch.nn.Sequential(torch.nn.Embedding(9, 32))\n"
+    )
+    assert trace_module(f"{tmp_path}/mine.py:build", RUN).parameters == 9 * 32
+    assert wait_until(lambda: not alive(int(note.read_text())), 10)
+
+
+def test_a_factory_that_leaves_a_thread_running_does_not_block(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="tracing needs torch")
+    (tmp_path / "mine.py").write_text(
+        "import threading, time, torch\ndef build():\n    threading.Thread(target=lambda: time.sleep(600)).start()\n"
+        "    return torch.nn.Sequential(torch.nn.Embedding(9, 32))\n"
+    )
+    assert trace_module(f"{tmp_path}/mine.py:build", RUN).parameters == 9 * 32
+
+
+def test_an_answer_that_is_cut_short_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a full disk."""
+    pytest.importorskip("torch", reason="tracing needs torch")
+
+    def cut(module: str, request: str, answer: str, **_: Any) -> Ended:
+        Path(answer).write_text('{"class_name": "Lin')
+        return Ended(1, "", "OSError: No space left on device")
+
+    monkeypatch.setattr("gemmscope.workload.trace.run_worker", cut)
+    with pytest.raises(UserError, match="in the middle of its answer: OSError: No space left"):
+        trace_module("mine.py:build", RUN)
 
 
 def test_a_module_among_files_with_names_of_the_standard_library(shadowed: Path) -> None:
@@ -184,6 +207,13 @@ def test_a_linear_without_a_backward_pass() -> None:
     workload = as_workload(traced(torch.nn.Sequential(frozen, torch.nn.Linear(8, 4)), torch.zeros(6, 8)))
     first = workload.ops[0]
     assert (first.count, first.forward_runs, first.backward().flops) == (1, 1, 0)
+
+
+def test_gemms_of_empty_tensors_do_not_count() -> None:
+    torch = pytest.importorskip("torch", reason="tracing needs torch")
+    workload = as_workload(traced(torch.nn.Linear(8, 8), torch.zeros(0, 8)))
+    assert workload.gemms() == ()
+    assert totals(workload, RUN, None).gemm_flops == 0
 
 
 @pytest.mark.parametrize(("sequence", "exceeded"), [(1024, False), (1025, True)])

@@ -2,19 +2,19 @@
 
 import importlib.util
 import json
-import subprocess
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from gemmscope.child import run_worker
 from gemmscope.document.table import Cell, Table, columns
 from gemmscope.gpu.environment import Environment, GpuFacts, environment, python_command
-from gemmscope.process import worker_command, worker_environment
 from gemmscope.recipe.recipes import recipes
 from gemmscope.recipe.support import architecture_name, support
 from gemmscope.text import visible_json
 from gemmscope.units import si
 
 BUSY = 10  # per cent of utilization
+LONGEST_S = 180
 
 
 @dataclass(frozen=True)
@@ -87,19 +87,14 @@ def _ask_frameworks() -> dict[str, Any]:
     """What the backends report, from a process that may import torch; empty without torch."""
     if importlib.util.find_spec("torch") is None:
         return {}
-    command = worker_command("gemmscope.bench.probe")
-    try:
-        child = subprocess.run(
-            command, env=worker_environment(), capture_output=True, text=True, errors="replace", timeout=180, check=False
-        )
-    except subprocess.TimeoutExpired:
+    worker = run_worker("gemmscope.bench.probe", time_limit_s=LONGEST_S)
+    if worker.code is None:
         return {"torch": {"broken": "importing it took more than three minutes"}}
-    lines = child.stdout.strip().splitlines()
+    lines = worker.output.strip().splitlines()
     try:
         answer: dict[str, Any] = json.loads(lines[-1])
     except (IndexError, ValueError):
-        last = (child.stderr.strip().splitlines() or ["no reason given"])[-1]
-        return {"torch": {"broken": f"asking it ended with exit code {child.returncode}: {last}"}}
+        return {"torch": {"broken": f"asking it ended with exit code {worker.code}: {worker.reason}"}}
     return answer
 
 

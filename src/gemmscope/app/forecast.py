@@ -37,6 +37,7 @@ from gemmscope.workload.sharding import check
 
 SWEEP_SIZES = (*SIZES, "micro_batch_size", "sequence_length", "tp", "cp", "pp", "ep", "etp", "gradient_accumulation")
 MOST_POINTS = 100_000
+MOST_REASONS, OTHER_REASONS = 20, "other reasons, which the table of all points has"
 Price = float | Mapping[str, float] | None
 
 
@@ -143,7 +144,8 @@ def sweep(
     about = [finding("sweep-interrupted", points=points, wanted=wanted)] if interrupted else []
     reasons: dict[str, list[str]] = {}
     for point in impossible:
-        reasons.setdefault(point.why_not, []).append(point.place)
+        listed = point.why_not in reasons or len(reasons) < MOST_REASONS
+        reasons.setdefault(point.why_not if listed else OTHER_REASONS, []).append(point.place)
     about += [finding("sweep-point-not-possible", places=places, reason=reason) for reason, places in reasons.items()]
     common = _common(command, known_state, replicas)
     return ForecastResult(

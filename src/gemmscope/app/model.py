@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from gemmscope.document.table import Cell, Table, columns, number
@@ -11,9 +10,9 @@ from gemmscope.findings import Finding, finding
 from gemmscope.model import presets
 from gemmscope.model.families import built_like, known_model_types
 from gemmscope.model.flags import from_hyperparameters
-from gemmscope.model.read import read_config
+from gemmscope.model.read import names_file, read_config
 from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import RUN_SETTINGS, RunSpec
+from gemmscope.model.spec import RUN_SETTINGS, RunSpec, check_size
 from gemmscope.results.base import ModelSummary
 from gemmscope.units import parameters
 from gemmscope.workload.cases import Case, cases_of
@@ -78,7 +77,7 @@ def _from_config(config: str) -> ModelSource:
     try:
         return read_config(config)
     except UserError as error:
-        similar = closest(config, presets.names(), 1) if len(config) < 100 and not Path(config).exists() else []
+        similar = closest(config, presets.names(), 1) if len(config) < 100 and not names_file(config) else []
         if not similar:
             raise
         raise UserError(error.message, f"did you mean {option('preset', similar[0])}? {error.hint}") from error
@@ -207,6 +206,7 @@ def linear_cases(workload: Workload) -> LinearCases:
 
 def _with_rows(op: Linear) -> Linear:
     """A traced linear of several weights: how its rows are split is not known from a trace."""
+    check_size(f"the number of weights of {shown(op.name)}", op.groups, "experts")
     rows = tuple((op.tokens + index) // op.groups for index in range(op.groups))
     return GroupedLinear(name=op.name, tokens=op.tokens, inputs=op.inputs, outputs=op.outputs, count=op.count, rows=rows)
 

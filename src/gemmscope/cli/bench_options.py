@@ -21,6 +21,7 @@ Shape = tuple[int, int, int]
 
 SHAPE_HINT = "for example --shapes 1024,4096 for squares, --shapes 8192x4096x14336 for MxKxN, or --shapes default"
 MOST_DIGITS = 12  # more than any size has
+MOST_SHAPES = 1000
 LEAVE_OUT = {
     "FP8Current": "no_fp8_current",
     "FP8Delayed": "no_fp8_delayed",
@@ -41,6 +42,8 @@ def parse_shapes(text: str) -> list[Shape] | None:
     parts = [part.strip() for part in text.split(",")]
     if not any(parts):
         raise UserError("--shapes names no shape", SHAPE_HINT)
+    if len(parts) > MOST_SHAPES:
+        raise UserError(f"--shapes names {len(parts)} shapes, more than {MOST_SHAPES}", "name fewer")
     return [parse_shape(part) for part in parts if part]
 
 

@@ -62,7 +62,7 @@ def parse_sweep(text: str) -> tuple[str, Sequence[int]]:
     """
     name, _, values = text.partition("=")
     name, values = name.strip().replace("-", "_"), values.strip()
-    number = r"\d{1,20}"  # the conversion of thousands of digits would be refused
+    number = "[0-9]{1,20}"  # the conversion of thousands of digits would be refused
     if re.fullmatch(f"{number}:{number}:{number}", values):
         first, last, step = map(int, values.split(":"))
         if step == 0:

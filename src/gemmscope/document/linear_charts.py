@@ -84,8 +84,8 @@ def curve_charts(linears: Linears, mode: Mode, start: str, tasks: Tasks) -> list
     """Speedup and TFLOP/s of bare GEMMs against their size."""
     square = all(case.tokens == case.inputs == case.outputs for case in linears.cases)
     axis = "side of square matrices" if square else "M x K x N"
-    speedups: dict[str, tuple[Point, ...]] = {}
-    rates: dict[str, tuple[Point, ...]] = {}
+    speedups: dict[str, list[Point]] = {}
+    rates: dict[str, list[Point]] = {}
     for name in linears.columns(mode):
         for case in linears.cases:
             if (cell := linears.op_time(case.op, name, mode)) is None:
@@ -93,15 +93,16 @@ def curve_charts(linears: Linears, mode: Mode, start: str, tasks: Tasks) -> list
             at = str(case.tokens) if square else case.op
             facts = op_facts(linears, case, cell, name, cell.total_ms.value, ("fprop",), tasks)
             point = Point(at, rate(case, cell), facts, "FALLBACK" if cell.fallbacks else "")
-            rates[name] = (*rates.get(name, ()), point)
+            rates.setdefault(name, []).append(point)
             if (speedup := linears.speedup(name, mode, case.op)) is not None:
-                speedups[name] = (*speedups.get(name, ()), Point(at, speedup, facts))
+                speedups.setdefault(name, []).append(Point(at, speedup, facts))
     title, low = start + MODE_TITLES[mode], tuple(name for name in linears.recipes if name != BASELINE)
+    gains, reached = ({name: tuple(points) for name, points in series.items()} for series in (speedups, rates))
     charts = []
     if speedups:
-        charts.append(CurveChart(f"{title}: speedup over {BASELINE}", axis, speedups, order=low, main=True))
+        charts.append(CurveChart(f"{title}: speedup over {BASELINE}", axis, gains, order=low, main=True))
     if rates:
-        charts.append(CurveChart(f"{title}: rate", axis, rates, "TFLOP/s", (*low, BASELINE), main=not speedups, figure=True))
+        charts.append(CurveChart(f"{title}: rate", axis, reached, "TFLOP/s", (*low, BASELINE), main=not speedups, figure=True))
     return charts
 
 

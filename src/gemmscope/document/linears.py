@@ -41,12 +41,12 @@ def linears_answer(linears: Linears, where: str) -> tuple[str, tuple[str, ...]]:
     mode: Mode = "autocast" if "autocast" in linears.modes else "pre-quantized"
     what, included = ("linears", "with quantization") if mode == "autocast" else ("GEMMs", "without quantization")
     winner = linears.winners.get(mode)
-    if winner is None:
+    gains = {name: gain for name in linears.columns(mode) if (gain := linears.speedup(name, mode)) is not None}
+    if winner is None or not gains:
         return _nothing_to_compare(linears, mode, where), ()
     if winner.best != BASELINE and BASELINE not in winner.rivals and winner.speedup is not None:
         gives = f"{'would give' if linears.forecast else 'gives'} the {what} a speedup of {units.speedup(winner.speedup)}"
         return f"On {where}, {winner.best} {gives} over {BASELINE}, {included}.", tuple(_because(linears, winner.best, mode))
-    gains = {name: gain for name in linears.columns(mode) if (gain := linears.speedup(name, mode)) is not None}
     name = max(gains, key=lambda name: gains[name].value)
     highest = units.speedup(gains[name])
     if winner.rivals:

@@ -53,8 +53,12 @@ def sweep_document(result: ForecastResult, name: str = "") -> Document:
 def gpu_messages(common: Sequence[Finding], by_gpu: Mapping[str, Sequence[Finding]]) -> tuple[Message, ...]:
     """Findings of several GPUs: those that all share once, the others after the name of their GPU."""
     first, *others = by_gpu.values()
-    shared = [finding for finding in first if all(finding in findings for findings in others)]
-    own = [Message.of(finding, f"{gpu}: ") for gpu, findings in by_gpu.items() for finding in findings if finding not in shared]
+    common_texts = [{finding.text for finding in findings} for findings in others]
+    shared = [finding for finding in first if all(finding.text in texts for texts in common_texts)]
+    said = {finding.text for finding in shared}
+    own = [
+        Message.of(finding, f"{gpu}: ") for gpu, findings in by_gpu.items() for finding in findings if finding.text not in said
+    ]
     return (*map(Message.of, common), *map(Message.of, shared), *own)
 
 

@@ -14,7 +14,6 @@ and after that it costs nothing. torch is the user's own, imported only when the
 from __future__ import annotations
 
 import os
-import tempfile
 import threading
 from contextlib import suppress
 from dataclasses import asdict
@@ -25,6 +24,7 @@ from typing import Any
 
 from gemmscope.errors import UserError
 from gemmscope.explain.slim import slim_file
+from gemmscope.folders import temporary_folder
 from gemmscope.say import say
 
 CLOCK_SECONDS = 0.02  # between two readings of the GPU clock
@@ -96,8 +96,8 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
     def _write(self, profiler: Any) -> None:
         if self._clock is not None:
             self._clock.stop()
-        with tempfile.TemporaryDirectory() as folder:
-            raw = Path(folder, "trace.json")
+        with temporary_folder() as folder:
+            raw = folder / "trace.json"
             profiler.export_chrome_trace(str(raw))
             self._finished = True
             try:

@@ -29,12 +29,14 @@ from gemmscope.gpu.specs import GpuSpec, gpus, spec_of
 from gemmscope.model.flags import from_hyperparameters
 from gemmscope.model.spec import RunSpec
 from gemmscope.parts import StepPart
+from gemmscope.reading import called, read_text
 from gemmscope.recipe.recipes import recipe, recipes
 from gemmscope.results.linears import Linears, OpTime
 from gemmscope.toml import load_data
 from gemmscope.workload.cases import Case, Mode
 from gemmscope.workload.ops import Pass
 
+LARGEST_FILE = 2**20  # bytes: a calibration has a few thousand
 LARGEST_FACTOR = 5.0  # a larger one means that another GPU was measured
 XDG_HINT = "set XDG_CONFIG_HOME to a folder that can be written"
 AGAIN = "run gemmscope calibrate again, or remove the file to forecast without it"
@@ -94,12 +96,12 @@ def load(gpu: str) -> Calibration | None:
     """This user's calibration of a GPU, if there is one; a `UserError` if its file is damaged or of another version."""
     path = place(gpu)
     try:
-        text = path.read_text(encoding="utf-8")
+        path.lstat()
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}", AGAIN) from None
-    return _read(text, str(path), gpu, AGAIN)
+    except (OSError, ValueError):
+        pass  # reading it says why
+    return _read(read_text(path, LARGEST_FILE, AGAIN), called(path), gpu, AGAIN)
 
 
 def calibrated(gpu: str, *, own_only: bool = False) -> tuple[Adjustment | None, list[Finding]]:

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import csv
 import io
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gemmscope.errors import UserError, shown
+from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.forecast.gemm import LAYOUT_OF, State, chip_limit_ms, model
 from gemmscope.forecast.linears import Adjustment
 from gemmscope.forecast.physics import Shapes
 from gemmscope.forecast.training import gemm_factor
 from gemmscope.gpu.specs import GpuSpec
+from gemmscope.reading import called, read_text
 from gemmscope.text import csv_cell
 
 Kind = tuple[str, str | None]  # a format, and a library if one is named
 LARGEST_SIZE = 10**7
+LARGEST_FILE, MOST_COLUMNS, MOST_CELLS = 32 * 2**20, 1000, 10**6
+MOST_KINDS = 100  # formats and libraries
 REQUIRED = ("m", "k", "n", "format")
 ADDED = ("gemm_ms", "quantize_ms", "low_ms", "high_ms")
 HINT = "the first line names the columns m,k,n,format and optionally layout,groups,library; then one GEMM per line"
@@ -62,21 +63,23 @@ class GemmRow(NamedTuple):
 
 def read_rows(path: str) -> tuple[list[str], list[GemmRow]]:
     """The file's columns and rows; `-` is standard input."""
-    try:
-        text = (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode("utf-8-sig")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}", HINT) from None
-    path = "standard input" if path == "-" else path
+    if not path:
+        raise UserError(f"{option('gemms')} is empty", HINT)
+    text, path = read_text(path, LARGEST_FILE, HINT), called(path)
     try:
         reader = csv.DictReader(io.StringIO(text), strict=True)
         columns = [str(name).strip() for name in reader.fieldnames or ()]
         lowered = [name.lower() for name in columns]
         reader.fieldnames = lowered
-        rows = []
+        if len(columns) > MOST_COLUMNS:
+            raise UserError(f"{path} has {len(columns)} columns, more than {MOST_COLUMNS}", HINT)
+        rows: list[GemmRow] = []
         for row in reader:
             where = f"{path}, line {reader.line_num}"
             if None in row:  # cells beyond the last column
                 raise UserError(f"{where} has more cells than the first line has columns ({len(columns)})", HINT)
+            if len(rows) * len(columns) >= MOST_CELLS:
+                raise UserError(f"{path} is too large: it has more than {MOST_CELLS} cells", "split it into several files")
             rows.append(GemmRow(where, {str(key): value or "" for key, value in row.items()}))
     except csv.Error as error:
         raise UserError(f"{path} is not CSV: {error}", HINT) from None
@@ -144,6 +147,8 @@ class _Gemms(NamedTuple):
             sizes.append((m, k, n, groups))
             fmt = row.cell("format")
             kinds.setdefault((SPELLINGS.get(fmt, fmt), row.cell("library") or library), []).append(number)
+            if len(kinds) > MOST_KINDS:
+                raise UserError(f"{row.where}: there are more than {MOST_KINDS} formats and libraries", HINT)
         return _Gemms(np.array(sizes, dtype=np.float64), np.array(layouts), kinds)
 
     def times(

@@ -18,6 +18,7 @@ BRIDGE = FACTS["bridge"]
 SHAPES = [name for kind in ("shapes", "shapes_heads", "shapes_moe", "shapes_mla") for name in BRIDGE[kind]]
 TELLTALE = (*REQUIRED, *SHAPES, *FACTS["run_sizes"])
 MOST_ALIASES_WITH_MERGES = 20  # merged mappings are copied, and copies of copies grow without bound
+MOST_VALUES, LONGEST_NUMBER = 50_000, 400  # real files have a few thousand
 DEEPEST = 100  # levels of nesting; far more would crash the process, because the parser's C code recurses
 
 
@@ -120,11 +121,12 @@ def _load(text: str) -> dict[str, object]:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # faster, where PyYAML was built with it
     try:
         depth = aliases = 0
-        for event in yaml.parse(text, Loader=loader):
+        for count, event in enumerate(yaml.parse(text, Loader=loader)):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             aliases += isinstance(event, yaml.AliasEvent)
-            if depth > DEEPEST:
-                raise yaml.MarkedYAMLError(problem=f"nested more than {DEEPEST} deep", problem_mark=event.start_mark)
+            problem = _problem(depth, count, event.value if isinstance(event, yaml.ScalarEvent) else "")
+            if problem:
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
         if "<<" in text and aliases > MOST_ALIASES_WITH_MERGES:
             raise UserError(f"too many aliases (*name) with merges (<<): {aliases}", "write the values out instead")
         document = yaml.load(text, Loader=loader)
@@ -141,6 +143,15 @@ def _load(text: str) -> dict[str, object]:
         what = "empty" if document is None else "a list" if isinstance(document, list) else shown(document)
         raise UserError(f"the file is {what}, not a mapping of settings", "write model: with num_layers: 32 indented under it")
     return {key: value for key, value in document.items() if isinstance(key, str)}
+
+
+def _problem(depth: int, count: int, value: str) -> str:
+    """Why the parser would take too long: the depth, the number of values so far, the value; empty if it would not."""
+    if depth > DEEPEST:
+        return f"nested more than {DEEPEST} deep"
+    if count > MOST_VALUES:
+        return f"more than {MOST_VALUES} keys and values"
+    return "a number with too many digits" if len(value) > LONGEST_NUMBER and re.fullmatch(r"[-+0-9_:.]+", value) else ""
 
 
 def _section(document: Mapping[str, object], parent: Mapping[str, object], name: str) -> dict[str, object]:

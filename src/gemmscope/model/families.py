@@ -1,6 +1,5 @@
 """The facts of `families.toml`: what Hugging Face's code builds for a model type, applied to one config."""
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 from gemmscope.errors import UserError, closest, shown
 from gemmscope.toml import load_data
 
+LARGEST_NUMBER = 2**62  # of any setting; most have a far smaller limit of their own
 _NOT_FAMILIES = frozenset({"decoder", "encoder", "gpt"})  # templates for the others
 
 _KEYS = load_data("gemmscope.model", "config_keys.toml")
@@ -92,11 +92,12 @@ class FamilyConfig:
             pairs = " but ".join(f"{key} = {shown(value)}" for key, value in given.items())
             raise UserError(f"contradictory sizes in the config: {pairs}", "these are two names of the same size: keep one")
         value = next(iter(given.values()), None)
-        if value is None or (type(value) is int and value >= 0):
+        if value is None or (type(value) is int and 0 <= value <= LARGEST_NUMBER):
             return value
-        problem = (
-            f"must not be negative, got {shown(value)}" if type(value) is int else f"must be a whole number, not {shown(value)}"
-        )
+        if type(value) is not int:
+            problem = f"must be a whole number, not {shown(value)}"
+        else:
+            problem = f"must {'not be negative' if value < 0 else f'be at most {LARGEST_NUMBER}'}, got {shown(value)}"
         raise UserError(f"{next(iter(given))} {problem}", "correct it in the config")
 
     def size(self, name: str) -> int:
@@ -116,5 +117,5 @@ def _misspelled(names: Sequence[str], config: Mapping[str, Any]) -> str:
     """A key of the config that is very similar to one of `names`, and not a known key itself."""
     known = {alias for aliases in ALIASES.values() for alias in aliases}
     unknown = [key for key in config if key not in known]
-    close = (difflib.get_close_matches(name, unknown, n=1, cutoff=0.85) for name in names)
+    close = (closest(name, unknown, 1, cutoff=0.85) for name in names)
     return next((match[0] for match in close if match), "")

@@ -4,9 +4,9 @@ The sizes come from the config, everything else from `families.toml`. A model ty
 parts that have no closed form (linear attention, cross attention), gives a source without a model: its shapes must be traced.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any, cast
 
 from gemmscope.errors import UserError, shown
@@ -26,7 +26,9 @@ from gemmscope.model.spec import (
     check_flag,
     check_size,
 )
+from gemmscope.reading import parse_json
 
+DEEPEST = 100  # levels of nesting: real configs have four
 _CLOSED_FORM_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -37,13 +39,21 @@ def recognises(text: str) -> bool:
 
 def read(text: str, origin: str) -> ModelSource:
     """The model of a config.json's text."""
-    try:
-        config = json.loads(text.lstrip("\ufeff"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"the JSON is not valid: {error}", "correct it: a config.json is an object {…}") from error
+    config = parse_json(text.lstrip("\ufeff"), "it", "correct it: a config.json is an object {…}")
     if not isinstance(config, dict):
         raise UserError(f"the JSON is a {type(config).__name__}, not an object", "a config.json is an object {…}")
+    if text.count("{") + text.count("[") > DEEPEST and _is_deep(config):
+        raise UserError(f"the JSON is nested more than {DEEPEST} deep", "remove what is not part of the config")
     return from_config(config, origin)
+
+
+def _is_deep(config: Mapping[str, Any]) -> bool:
+    """Whether it is nested so deeply that walking through it could end at Python's limit of recursion."""
+    level: list[Any] = [config]
+    for _ in range(DEEPEST):
+        inside = chain.from_iterable(value.values() if isinstance(value, dict) else value for value in level)
+        level = [value for value in inside if isinstance(value, (dict, list))]
+    return bool(level)
 
 
 def from_config(config: Mapping[str, Any], origin: str) -> ModelSource:
@@ -228,7 +238,7 @@ def _moe_layers(family: FamilyConfig, count: int) -> list[bool]:
         dense = family.value("mlp_only_layers") or []
         if not isinstance(dense, list):
             raise UserError(f"mlp_only_layers must be a list of layer numbers, not {shown(dense)}", "for example [0, 1]")
-        has_experts = family.optional_size("num_experts") != 0
+        has_experts, dense = family.optional_size("num_experts") != 0, {index for index in dense if isinstance(index, int)}
         return [has_experts and index not in dense and (index + 1) % step == 0 for index in range(count)]
     if rule == "interval":
         step = check_size("moe_layer_interval", family.size("moe_layer_interval"), "layers")

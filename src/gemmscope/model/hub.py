@@ -8,11 +8,10 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
 
+from gemmscope.child import run_worker
 from gemmscope.errors import UserError, option
-from gemmscope.process import worker_command, worker_environment
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 
@@ -35,11 +34,11 @@ def resolve(name: str) -> str:
             f"there is no file or folder {name!r}, and looking it up as a hub id needs transformers, which is not installed",
             f"pip install transformers, or {instead}",
         )
-    child = subprocess.run(worker_command(__name__, name), env=worker_environment(), capture_output=True, text=True, check=False)
-    if child.returncode != 0:
-        lines = child.stderr.strip().splitlines() or ["no reason given"]
-        raise UserError(f"there is no file or folder {name!r}, and it cannot be resolved as a hub id: {lines[-1]}", instead)
-    return child.stdout
+    worker = run_worker(__name__, name)
+    if worker.code != 0 or worker.cut:
+        reason = "its config is too large" if worker.cut else worker.reason
+        raise UserError(f"there is no file or folder {name!r}, and it cannot be resolved as a hub id: {reason}", instead)
+    return worker.output
 
 
 def _main(name: str) -> None:

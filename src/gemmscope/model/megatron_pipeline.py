@@ -79,6 +79,8 @@ def _layout_parts(settings: MegatronSettings, layers: int, stages: int) -> list[
     elif isinstance(value, str) and len(value) <= 2000:
         flat = value.replace(",", "")
         for unit in (r"\(([^()]+)\)\*([0-9]{1,4})", r"([Etm|L])\*([0-9]{1,4})"):
+            if sum(len(block) * int(times) for block, times in re.findall(unit, flat)) > LARGEST["layers"] * 3:
+                flat = "?"  # far more layers than any model has
             flat = re.sub(unit, lambda match: match[1] * int(match[2]), flat)
         if not set(flat) - set("EtmL|"):
             parts = [part.count("t") for part in flat.split("|")]

@@ -5,16 +5,13 @@ are small, except a Hugging Face JSON with long lists, and the log of a training
 """
 
 import codecs
-import os
-import stat
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
 
-from gemmscope.errors import UserError, option
+from gemmscope.errors import UserError, option, shown
 from gemmscope.model import bridge, hf, hub, megatron, torchtitan
 from gemmscope.model.source import ModelSource
+from gemmscope.reading import LONGEST_NAME, STANDARD_INPUT, called, open_input
 
 Reader = tuple[Callable[[str], bool], Callable[[str, str], ModelSource]]
 READERS: tuple[Reader, ...] = tuple((reader.recognises, reader.read) for reader in (hf, torchtitan, bridge, megatron))
@@ -24,28 +21,36 @@ FORMATS = (
 LARGEST_FILE = 32 * 2**20
 LARGEST_TEXT = 2**20  # characters of anything but JSON: scripts and YAML take long to parse, and real ones are far smaller
 START_OF_LOG = 4 * 2**20  # bytes of a training log that are read: Megatron prints its arguments first
-STDIN = "/dev/stdin"
-OPEN_FILES = ("/dev/fd/", "/proc/self/fd/")  # a shell's <(command)
 
 
 def read_config(reference: str) -> ModelSource:
     """The model of a file, a folder with a config.json, standard input (-), or a hub id."""
-    if reference in ("-", STDIN):
-        return read_text(_standard_input(), "standard input")
-    path = Path(reference)
-    try:
-        if path.is_dir():
-            path = path / "config.json"
-            if not path.exists():
-                raise UserError(f"the folder {reference!r} has no config.json", f"give a file: {option('config', 'PATH')}")
-        exists = path.exists()
-    except (OSError, ValueError) as error:  # a name too long, a NUL character
-        raise UserError(f"{reference[:80]!r} is not a valid path: {error}", FORMATS) from error
-    if exists:
-        return read_text(_file(path), str(path))
+    if not reference:
+        raise UserError(f"{option('config')} is empty", FORMATS)
+    if names_file(reference):
+        return read_text(_text(reference), called(reference))
+    if Path(reference).is_dir():
+        path = Path(reference) / "config.json"
+        if not names_file(str(path)):
+            raise UserError(f"the folder {_quoted(reference)} has no config.json", f"give a file: {option('config', 'PATH')}")
+        return read_text(_text(str(path)), called(path))
     if hub.looks_like_hub_id(reference):
         return read_text(hub.resolve(reference), reference)
-    raise UserError(f"there is no file or folder {reference!r}", f"{FORMATS}, or a hub id")
+    raise UserError(f"there is no file or folder {_quoted(reference)}", f"{FORMATS}, or a hub id")
+
+
+def names_file(reference: str) -> bool:
+    """Whether something can be read under that name: a file, a pipe, standard input."""
+    if reference in STANDARD_INPUT:
+        return True
+    try:
+        return Path(reference).exists() and not Path(reference).is_dir()
+    except (OSError, ValueError):  # no permission to look, a name too long, a NUL character: reading it says which
+        return True
+
+
+def _quoted(reference: str) -> str:
+    return repr(reference) if len(reference) <= LONGEST_NAME else shown(reference)
 
 
 def read_text(text: str, origin: str) -> ModelSource:
@@ -69,43 +74,17 @@ def _too_large(origin: str) -> UserError:
     )
 
 
-def _standard_input() -> str:
-    stream = getattr(sys.stdin, "buffer", None)
-    if stream is None:
-        raise UserError("there is no standard input to read", f"give a file: {option('config', 'PATH')}")
-    try:
-        return _text(stream, "standard input")
-    except OSError as error:
-        raise UserError(f"standard input cannot be read: {error.strerror or error}") from error
-
-
-def _file(path: Path) -> str:
-    """The text of a file, a pipe, or an open file of this process. Other devices may never end, or block forever."""
-    try:
-        kind = path.stat().st_mode
-        is_file = stat.S_ISREG(kind)
-        if not (is_file or stat.S_ISFIFO(kind) or str(path).startswith(OPEN_FILES) or str(path) == os.devnull):
-            what = "a folder" if stat.S_ISDIR(kind) else "a socket" if stat.S_ISSOCK(kind) else "a device"
-            raise UserError(f"{path} is {what}, not a file", FORMATS)
-
-        def non_blocking(name: str, flags: int) -> int:  # some files of the kernel block where others end
-            return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
-
-        with open(path, "rb", opener=non_blocking if is_file else None) as stream:
-            return _text(stream, str(path))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
-
-
-def _text(stream: BinaryIO, origin: str) -> str:
-    """As much of a stream as any format needs: all of it, or the start of a long log."""
-    data = stream.read(START_OF_LOG) or b""  # None where nothing has arrived yet
-    cut = len(data) == START_OF_LOG
-    if cut and hf.recognises(data[:1000].decode("utf-8", "replace")):
-        data += stream.read(LARGEST_FILE + 1 - START_OF_LOG) or b""
-        cut = False
-        if len(data) > LARGEST_FILE:
-            raise _too_large(origin)
+def _text(reference: str) -> str:
+    """As much of a file or stream as any format needs: all of it, or the start of a long log."""
+    origin = called(reference)
+    with open_input(reference, FORMATS) as stream:
+        data = stream.read(START_OF_LOG)
+        cut = len(data) == START_OF_LOG
+        if cut and hf.recognises(data[:1000].decode("utf-8", "replace")):
+            data += stream.read(LARGEST_FILE + 1 - START_OF_LOG)
+            cut = False
+            if len(data) > LARGEST_FILE:
+                raise _too_large(origin)
     try:
         text = codecs.getincrementaldecoder("utf-8-sig")().decode(data, final=not cut)
     except UnicodeDecodeError as error:

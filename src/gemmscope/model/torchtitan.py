@@ -32,7 +32,7 @@ RunPart = tuple[dict[str, Any], list[Finding]]
 
 TABLES = ("job", "model", "training", "parallelism", "activation_checkpoint")
 RUN_TABLES = ("parallelism", "training", "experimental")  # releases of 2024 kept the degrees in the last two
-MOST_DOTS = 1000  # in a line: the parser's memory grows with the square of a dotted key's parts
+MOST_DOTS = 1000  # in one line, or fewer in several: the parser's memory grows with the square of a dotted key's parts
 SPLITS_BY_NAME = ("module_fqns_per_model_part", "pipeline_parallel_split_points")
 
 # How a schedule places stages on the pipeline's ranks: one each, several in rounds, or two in a V (down and back up).
@@ -87,8 +87,9 @@ def read(text: str, origin: str) -> ModelSource:
 
 def _parse(text: str) -> Tables:
     """The tables of a text. Rejects keys with so many parts that the parser would use all memory."""
-    if any(line.count(".") > MOST_DOTS for line in text.split("\n")):
-        raise UserError(f"a line has more than {MOST_DOTS} dots", "write each setting on its own line")
+    dots = [line.count(".") for line in text.split("\n")]
+    if sum(count * count for count in dots) > MOST_DOTS * MOST_DOTS:
+        raise UserError(f"too many dots: a line has {max(dots)}", "write each setting on its own line")
     return parse_toml(text)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from gemmscope.errors import UserError, closest
+from gemmscope.errors import UserError, closest, shown
 from gemmscope.toml import load_data
 
 BASELINE = "BF16"
@@ -80,9 +80,11 @@ def recipe(name: str) -> Recipe:
     >>> recipe("fp8current").operands["dgrad"]
     ('e4m3', 'e5m2')
     """
+    if name in recipes():
+        return recipes()[name]
     by_lower = {known.lower(): known for known in recipes()}
     if name.lower() not in by_lower:
         similar = [by_lower[match] for match in closest(name.lower(), by_lower)]
         hint = f"did you mean {' or '.join(similar)}? " if similar else ""
-        raise UserError(f"unknown recipe {name!r}", f"{hint}recipes: {', '.join(recipes())}")
+        raise UserError(f"unknown recipe {shown(name)}", f"{hint}recipes: {', '.join(recipes())}")
     return recipes()[by_lower[name.lower()]]

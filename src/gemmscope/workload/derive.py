@@ -61,12 +61,22 @@ def derive(model: ModelSpec, run: RunSpec) -> Workload:
     """
     sharding.check(model, run)
     bounds = sharding.stage_layers(model, run)
-    stages = range(run.pp) if run.pp_stage is None else [run.pp_stage]
+    stages = _different_stages(model, run, bounds) if run.pp_stage is None else [run.pp_stage]
     candidates = [(tuple(_stage(model, run, stage, *bounds[stage])), stage) for stage in stages]
     ops, stage = max(candidates, key=lambda pair: sum(op.total().flops for op in pair[0]))
     parameters = sum(op.parameters * op.count for op in ops)
     optimizer = Optimizer(name="Optimizer", section=STEP, updated=parameters)
     return Workload((*ops, optimizer), stage, tuple(_findings(model, run, stage, ops)))
+
+
+def _different_stages(model: ModelSpec, run: RunSpec, bounds: list[tuple[int, int]]) -> list[int]:
+    """The first of every kind of pipeline stage: there may be thousands, and most are equal."""
+    if run.pp < 3:
+        return list(range(run.pp))
+    kinds: dict[tuple[bool, bool, tuple[LayerSpec, ...]], int] = {}
+    for stage, (first, last) in enumerate(bounds):
+        kinds.setdefault((stage == 0, stage == run.pp - 1, model.layers[first:last]), stage)
+    return list(kinds.values())
 
 
 def _findings(model: ModelSpec, run: RunSpec, stage: int, ops: tuple[Op, ...]) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ experts over ranks that each have their own micro-batch.
 from itertools import accumulate
 from math import gcd
 
-from gemmscope.errors import UserError, option
+from gemmscope.errors import UserError, option, shown
 from gemmscope.model.spec import MlpSpec, ModelSpec, MoeSpec, RunSpec, divisors_text
 
 
@@ -112,8 +112,7 @@ def stage_layers(model: ModelSpec, run: RunSpec) -> list[tuple[int, int]]:
     if run.pp_layers is not None:
         if len(run.pp_layers) != run.pp or sum(run.pp_layers) != total or min(run.pp_layers) < 0:
             raise UserError(
-                f"{option('pp_layers')} must be {run.pp} numbers that add up to {total} layers, not "
-                + ",".join(map(str, run.pp_layers)),
+                f"{option('pp_layers')} must be {run.pp} numbers that add up to {total} layers, not {shown(run.pp_layers)}",
                 f"for example {option('pp_layers', _even_split(total, run.pp))}",
             )
         ends = list(accumulate(run.pp_layers))

@@ -6,21 +6,25 @@ derived one, so that all later stages treat both alike.
 
 import importlib.util
 import json
-import subprocess
-import tempfile
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from gemmscope.errors import UserError, option
+from gemmscope.child import run_worker
+from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import finding
-from gemmscope.model.spec import RunSpec
-from gemmscope.process import worker_command, worker_environment
+from gemmscope.folders import temporary_folder
+from gemmscope.model.spec import LARGEST, RunSpec
 from gemmscope.workload.derive import Workload
 from gemmscope.workload.ops import PASSES, BatchedGemm, Gemm, Linear, Pass, Remainder, Work, gemm_size
+
+MOST_COUNTED = {**dict.fromkeys(("layer", "layers", "blocks", "depth", "depths"), LARGEST["layers"]), "labels": 2**20}
+COUNTS = re.compile(rf"(?:{'|'.join(MOST_COUNTED)})$")
+LONGEST_LIST, LARGEST_REQUEST = 100_000, 4 * 2**20
+LONGEST_S = 600.0  # to trace a config; the largest models take a minute
 
 
 @dataclass(frozen=True)
@@ -70,11 +74,27 @@ class TracedLinear(Linear):
 def trace_huggingface(config: Mapping[str, Any], run: RunSpec) -> ModuleTrace:
     """Trace the model that transformers builds from a config."""
     _require("transformers", "to build this model from its config")
+    _check_counts(config)
     try:
-        return _ask_worker({"config": dict(config)}, run)
+        return _ask_worker({"config": dict(config)}, run, LONGEST_S)
     except UserError as error:
         hint = f"to use your own inputs: {option('module', 'FILE.py:FACTORY')}, a function that returns (module, inputs)"
         raise UserError(error.message, error.hint or hint) from error
+
+
+def _check_counts(config: Mapping[str, Any]) -> None:
+    """A `UserError` where the config is so large, or has so many layers or labels at any depth, that building would not end."""
+    inside: list[tuple[str, Any]] = list(config.items())
+    while inside:
+        key, value = inside.pop()
+        if isinstance(value, Mapping):
+            inside.extend(value.items())
+        elif isinstance(value, list):
+            if len(value) > LONGEST_LIST:
+                raise UserError(f"{shown(key)} has {len(value)} entries, more than {LONGEST_LIST}", "correct it in the config")
+            inside.extend((key, item) for item in value)
+        elif isinstance(value, int) and (counted := COUNTS.search(key)) and value > (most := MOST_COUNTED[counted[0]]):
+            raise UserError(f"{shown(key)} must be at most {most}, not {shown(value)}", "correct it in the config")
 
 
 def trace_module(reference: str, run: RunSpec) -> ModuleTrace:
@@ -92,18 +112,27 @@ def _require(package: str, why: str) -> None:
             raise UserError(f"{name} is needed {why}, but it is not installed", f"pip install {name}, in gemmscope's environment")
 
 
-def _ask_worker(request: dict[str, Any], run: RunSpec) -> ModuleTrace:
+def _ask_worker(request: dict[str, Any], run: RunSpec, time_limit_s: float = float("inf")) -> ModuleTrace:
     _require("torch", "to trace a module")
     request |= {"micro_batch": run.micro_batch_size, "sequence": run.sequence_length}
-    with tempfile.TemporaryDirectory(prefix="gemmscope-") as folder:
-        request_path, answer_path = Path(folder, "request.json"), Path(folder, "answer.json")
-        request_path.write_text(json.dumps(request), encoding="utf-8")
-        command = worker_command("gemmscope.workload.trace_worker", str(request_path), str(answer_path))
-        child = subprocess.run(command, env=worker_environment(), capture_output=True, text=True, check=False)
-        if not answer_path.is_file():
-            lines = child.stderr.strip().splitlines() or [f"exit code {child.returncode}"]
-            raise UserError(f"the tracing process ended without an answer: {lines[-1]}")
-        answer = json.loads(answer_path.read_text(encoding="utf-8"))
+    try:
+        with temporary_folder() as folder:
+            request_path, answer_path = folder / "request.json", folder / "answer.json"
+            text = json.dumps(request)
+            if len(text) > LARGEST_REQUEST:
+                raise UserError(f"it is too large to be traced: it has more than {LARGEST_REQUEST >> 20} MiB")
+            request_path.write_text(text, encoding="utf-8")
+            files = (str(request_path), str(answer_path))
+            worker = run_worker("gemmscope.workload.trace_worker", *files, time_limit_s=time_limit_s)
+            if worker.code is None:
+                raise UserError(f"tracing it took longer than {time_limit_s:.0f} s")
+            if not answer_path.is_file():
+                raise UserError(f"the tracing process ended without an answer: {worker.reason}")
+            answer = json.loads(answer_path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"a temporary file cannot be written or read: {error.strerror or error}") from error
+    except ValueError as error:  # where the disk is full
+        raise UserError(f"the tracing process ended in the middle of its answer: {worker.reason}") from error
     if "error" in answer:
         raise UserError(answer["error"])
     return TypeAdapter(ModuleTrace).validate_python(answer)
@@ -114,6 +143,8 @@ def as_workload(trace: ModuleTrace) -> Workload:
     by_layer: dict[tuple[str, int, int, int, int], list[Gemm]] = {}
     for gemm in trace.gemms:
         tokens, inputs, outputs = gemm_size(gemm.m, gemm.k, gemm.n, gemm.pass_name)
+        if not gemm.flops:  # of an empty tensor
+            continue
         by_layer.setdefault((gemm.op, tokens, inputs, outputs, gemm.groups), []).append(gemm)
     linears = [_linear(*sizes, seen) for sizes, seen in by_layer.items()]
     findings = [finding("traced")]

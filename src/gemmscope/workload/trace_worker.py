@@ -24,6 +24,7 @@ import torch
 from pydantic import TypeAdapter
 
 from gemmscope.errors import shown
+from gemmscope.workload.confine import NetworkError, limit_memory, offline
 from gemmscope.workload.ops import with_counts
 from gemmscope.workload.recorder import record
 from gemmscope.workload.trace import ModuleTrace
@@ -77,29 +78,39 @@ def build_huggingface(config_dict: dict[str, Any], batch: int, sequence: int) ->
 
 
 def huggingface_model(config_dict: dict[str, Any], device: str, precision: torch.dtype) -> Any:
-    """The training model of a `config.json`, with newly initialized weights."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise TraceError("transformers is not installed: pip install transformers") from error
-    model_type = config_dict.get("model_type")
-    if model_type not in transformers.CONFIG_MAPPING:
-        raise TraceError(f"transformers {transformers.__version__} does not know model_type {shown(model_type)}")
-    settings = {key: value for key, value in config_dict.items() if key not in _STORAGE_ONLY_KEYS}
-    try:
-        config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
-    except (KeyError, ValueError) as error:
-        raise TraceError(f"transformers {transformers.__version__} cannot read this config: {_reason(error)}") from error
-    config.use_cache = False
-    module = _instantiate(transformers, config, device, precision)
+    """The training model of a `config.json`, with newly initialized weights. Nothing is downloaded."""
+    with offline():
+        try:
+            import transformers
+        except ImportError as error:
+            raise TraceError("transformers is not installed: pip install transformers") from error
+        model_type = config_dict.get("model_type")
+        if model_type not in transformers.CONFIG_MAPPING:
+            raise TraceError(f"transformers {transformers.__version__} does not know model_type {shown(model_type)}")
+        settings = _without_storage(config_dict)
+        try:
+            config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
+        except (KeyError, ValueError) as error:
+            raise TraceError(f"transformers {transformers.__version__} cannot read this config: {_reason(error)}") from error
+        config.use_cache = False
+        module = _instantiate(transformers, config, device, precision)
     module.train()
     return module
 
 
-# Keys that belong to a stored checkpoint. For the shapes of training they have no meaning, or do harm (a quantizer to import).
+# Keys that belong to a stored checkpoint. For the shapes of training they have no meaning, or do harm (a quantizer or a kernel to
+# import, code to run).
 _STORAGE_ONLY_KEYS = frozenset(
     {"architectures", "torch_dtype", "dtype", "transformers_version", "quantization_config", "auto_map", "_name_or_path"}
+    | {"attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"}
 )
+
+
+def _without_storage(config: Any) -> Any:
+    """The config, and the configs inside it, without those keys."""
+    if not isinstance(config, dict):
+        return config
+    return {key: _without_storage(value) for key, value in config.items() if key not in _STORAGE_ONLY_KEYS}
 
 
 def _instantiate(transformers: Any, config: Any, device: str, precision: torch.dtype) -> torch.nn.Module:
@@ -268,7 +279,18 @@ def _naming(what: str, folder: Path | None = None) -> Iterator[None]:
     except TraceError:
         raise
     except (Exception, SystemExit) as error:
+        if _needed_network(error):
+            reason = "the config refers to a file of the hub (a backbone, for example), and configs are traced without network"
+            raise TraceError(f"{what}: {reason}") from error
         raise TraceError(f"{what} raised {type(error).__name__}: {_reason(error)}{_place(error, folder)}") from error
+
+
+def _needed_network(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, NetworkError) or type(error).__name__ == "OfflineModeIsEnabled":
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _place(error: BaseException, folder: Path | None) -> str:
@@ -302,21 +324,24 @@ def _reason(error: BaseException) -> str:
 
 def answer(request: dict[str, Any]) -> ModuleTrace:
     """Trace the requested Hugging Face config or module factory."""
-    batch, sequence = request["micro_batch"], request["sequence"]
-    if "config" in request:
-        with _naming("building the model from its config"):
-            module, kwargs = build_huggingface(request["config"], batch, sequence)
-        args: tuple[Any, ...] = ()
-        folder = None
-    else:
-        module, args, kwargs = build_from_factory(request["module"], batch, sequence)
-        folder = Path(request["module"].rpartition(":")[0]).resolve().parent
-    with _naming("running the model on the meta device", folder):
-        result = trace(module, args, kwargs)
-    if "config" in request:
-        result = replace(result, windows=_windows(module.config), causal=_causal(module, result.masks))
+    result = _trace_config(request) if "config" in request else _trace_factory(request)
     libraries = [name for name in ("torch", "transformers") if name in sys.modules]
     return replace(result, versions={name: sys.modules[name].__version__ for name in libraries})
+
+
+def _trace_config(request: dict[str, Any]) -> ModuleTrace:
+    with offline():
+        with _naming("building the model from its config"):
+            module, kwargs = build_huggingface(request["config"], request["micro_batch"], request["sequence"])
+        with _naming("running the model on the meta device"):
+            result = trace(module, (), kwargs)
+    return replace(result, windows=_windows(module.config), causal=_causal(module, result.masks))
+
+
+def _trace_factory(request: dict[str, Any]) -> ModuleTrace:
+    module, args, kwargs = build_from_factory(request["module"], request["micro_batch"], request["sequence"])
+    with _naming("running the model on the meta device", Path(request["module"].rpartition(":")[0]).resolve().parent):
+        return trace(module, args, kwargs)
 
 
 def main() -> None:
@@ -327,6 +352,8 @@ def main() -> None:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     request = json.loads(Path(request_path).read_text(encoding="utf-8"))
+    if "config" in request:
+        limit_memory()
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # output of the user's module must not mix with ours
             result = TypeAdapter(ModuleTrace).dump_python(answer(request), mode="json", by_alias=True)
@@ -337,3 +364,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # whatever threads the user's module has started

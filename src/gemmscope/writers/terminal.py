@@ -15,6 +15,7 @@ from gemmscope.document.table import Table
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "", "": ""}
 LABELS = {"error": "error: ", "warning": "warning: ", "note": "note: "}
+MOST_ROWS = 1000  # of a table: more take seconds to lay out, and nobody reads them here
 WIDEST = 200  # at least: tables are never folded or cut
 
 
@@ -91,10 +92,12 @@ def show_table(table: Table, console: Console | None = None) -> None:
     rich_table = RichTable(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="italic", pad_edge=False)
     for column in table.columns:
         rich_table.add_column(Text(column.name), justify="right" if column.numeric else "left", no_wrap=True)
-    for row in table.rows:
+    for row in table.rows[:MOST_ROWS]:
         rich_table.add_row(*(Text(cell.text, style=STYLES[cell.level]) for cell in row))
     console.print()
     console.print(rich_table)
+    if len(table.rows) > MOST_ROWS:
+        console.print(Text(f"… and {len(table.rows) - MOST_ROWS:,} more rows: --csv and --json write them all", style="dim"))
     if table.note:
         console.print(Text(table.note, style="dim"))
 

@@ -5,7 +5,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from gemmscope.errors import UserError, closest
+from gemmscope.errors import UserError, closest, shown
 from gemmscope.model import hf
 from gemmscope.model.flags import from_hyperparameters
 from gemmscope.model.source import ModelSource
@@ -56,7 +56,7 @@ def _load(name: str) -> dict[str, Any]:
     if wanted not in names():
         similar = closest(wanted, names())
         raise UserError(
-            f"unknown preset {name!r}",
+            f"unknown preset {shown(name)}",
             (f"did you mean {' or '.join(similar)}? " if similar else "") + "gemmscope shapes --list-presets lists all presets",
         )
     return load_data(__name__, f"{wanted}.toml")

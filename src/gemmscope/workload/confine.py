@@ -1,0 +1,53 @@
+"""Limits for a process that builds a model from a config: no network, and no more memory than models on the meta device need.
+
+A config may name a backbone, a kernel or a tokenizer on the hub, which transformers would look up. Only a hub id that the user
+asks for is downloaded, by `model/hub.py`.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+LOOKUPS = ("socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr")
+SENDING = ("socket.connect", "socket.sendto", "socket.sendmsg")
+MOST_MEMORY = 8 * 2**30  # bytes, torch included
+
+_depth = 0
+_hooked = False
+
+
+class NetworkError(ConnectionError):
+    """Something tried to use the network inside `offline`."""
+
+
+@contextmanager
+def offline() -> Iterator[None]:
+    """Fail instead of using the network. Libraries of Hugging Face are told, and do not try, if they are imported inside."""
+    global _depth, _hooked
+    os.environ.update(OFFLINE)
+    if not _hooked:
+        sys.addaudithook(_refuse)  # hooks cannot be removed: this one does nothing outside
+        _hooked = True
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
+
+
+def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
+    if _depth and (event in LOOKUPS or (event in SENDING and not isinstance(arguments[1], (str, bytes)))):  # text: a local socket
+        raise NetworkError("the network is not used to build a model from a config")
+
+
+def limit_memory() -> None:
+    """From now on, this process gets a MemoryError where a config describes something enormous. Linux only."""
+    with suppress(ImportError, ValueError, OSError):
+        import resource
+
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        limit = MOST_MEMORY if hard == resource.RLIM_INFINITY else min(MOST_MEMORY, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))

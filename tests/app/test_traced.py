@@ -1,0 +1,34 @@
+"""Commands on traced models whose sizes are unusual."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gemmscope.workload.ops import Gemm
+from gemmscope.workload.trace import ModuleTrace
+from support.command import Run, run  # noqa: F401 (a fixture)
+
+COMMAND = "forecast --gpu h200 --micro-batch-size 1 --sequence-length 8 --config"
+
+
+def traced(monkeypatch: pytest.MonkeyPatch, folder: Path, *gemms: Gemm) -> str:
+    """A config whose tracing gives these GEMMs."""
+    trace = ModuleTrace("Odd", 1, gemms, (), (), {})
+    monkeypatch.setattr("gemmscope.app.model.trace_huggingface", lambda *_: trace)
+    (folder / "config.json").write_text('{"model_type": "unheard-of"}')
+    return f"{COMMAND} {folder}"
+
+
+def test_linears_that_fit_no_low_precision(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    line = traced(monkeypatch, tmp_path, Gemm("up", "fprop", 7, 7, 7), Gemm("up", "dgrad", 7, 7, 7), Gemm("up", "wgrad", 7, 7, 7))
+    outcome = run(line)
+    assert outcome.code == 0
+    assert "Only BF16 was forecast on H200 SXM 141 GB: there is nothing to compare." in outcome.out
+
+
+def test_more_weights_than_any_model_has_experts(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    outcome = run(traced(monkeypatch, tmp_path, Gemm("up", "fprop", 2**40, 64, 64, groups=10**9)))
+    assert outcome.code == 2
+    assert "the number of weights of 'up' must be at most 65536, not 1000000000" in outcome.err
