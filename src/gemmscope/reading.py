@@ -82,12 +82,14 @@ def parse_json(data: bytes | str, name: str | Path, hint: str = "") -> Any:
 def called(name: str | Path) -> str:
     """How messages call a file; a strange name as Python would quote it.
 
-    >>> called("-"), called("run.json"), called("a" + chr(0))
-    ('standard input', 'run.json', "'a\\\\x00'")
+    >>> called("-"), called("run.json"), called("/dev/fd/63"), called("a" + chr(0))
+    ('standard input', 'run.json', 'pipe 63', "'a\\\\x00'")
     """
     text = str(name)
     if text in STANDARD_INPUT:
         return "standard input"
+    if inherited := _OPEN_FILE.fullmatch(text):
+        return f"pipe {inherited[1]}"
     return text if len(text) <= LONGEST_NAME and text.isprintable() else shown(text)
 
 

@@ -36,7 +36,7 @@ def _event(name: str, start: float, time: float, track: str, facts: dict[str, st
 def write_annotated(diagnosis: TraceDiagnosis, target: str | Path) -> None:
     """The whole trace, event by event, followed by the diagnosis; gzipped if the name ends in .gz."""
     path = Path(target)
-    stream = EventStream(diagnosis.trace.path)
+    stream = EventStream(diagnosis.trace.source)
     try:
         with gzip.open(path, "wt", encoding="utf-8") if path.suffix == ".gz" else path.open("w", encoding="utf-8") as out:
             out.write('{"traceEvents": [\n')

@@ -52,18 +52,6 @@ def read_result(path: str | Path, kinds: Collection[str] = tuple(KINDS)) -> Resu
         raise UserError(f"{path} is damaged: {where}: {first['msg']}", f"run gemmscope {kind} again with --json") from None
 
 
-def looks_like_run(path: str | Path) -> bool:
-    """Whether a file begins as a run file does: its first keys name a schema version and a kind."""
-    try:
-        with Path(path).open("rb") as raw:
-            begin = raw.read(4096)
-        if begin[:2] == b"\x1f\x8b":
-            begin = zlib.decompressobj(31).decompress(begin, 4096)
-    except (OSError, ValueError, zlib.error):
-        return False
-    return b'"schema_version"' in begin and b'"kind"' in begin and b"traceEvents" not in begin
-
-
 def _json(path: Path) -> dict[str, Any]:
     try:
         raw = path.read_bytes()
