@@ -14,7 +14,7 @@ from gemmscope.explain.ranks import rank_findings, rank_times, slowest
 from gemmscope.explain.stream import A_TRACE
 from gemmscope.explain.trace import read_trace
 from gemmscope.findings import Finding, finding
-from gemmscope.reading import InputFile
+from gemmscope.reading import InputFile, enough_memory
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.explain import ExplainResult, RankTime
 from gemmscope.results.read import read_result
@@ -55,7 +55,8 @@ def explain(
     if perfetto is not None:  # the trace is read once more
         for source in sources:
             source.keep()
-    diagnosis, twin, ranks, findings = _diagnose(sources, baseline, steps)
+    with enough_memory(", ".join(map(str, sources[:3]))):
+        diagnosis, twin, ranks, findings = _diagnose(sources, baseline, steps)
     comparisons = [with_twin(twin, diagnosis)] if twin is not None else []
     if isinstance(expected, (StepResult, BenchResult)):
         origin = str(against) if isinstance(against, (str, Path)) else f"the {expected.kind} result"

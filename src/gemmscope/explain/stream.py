@@ -17,6 +17,8 @@ from gemmscope.reading import InputFile
 PIECE = 4 << 20  # characters read at once
 LONGEST_EVENT = 8 << 20  # characters: a longer event means invalid JSON
 LONGEST_HEAD = 16 << 20  # characters of everything besides the events
+MOST_MEMBERS = 10_000  # of the outermost object
+MOST_EVENTS = 20_000_000
 HOW_TO_RECORD = "record one with three lines in your training loop: gemmscope trace-me"
 _SPACE = re.compile(r"[ \t\r\n]*")
 _BETWEEN = re.compile(r"[ \t\r\n,]*")
@@ -30,10 +32,11 @@ class EventStream:
         self.source = source if isinstance(source, InputFile) else InputFile(source, A_TRACE)
         self.head: dict[str, Any] = {}
         self.characters = 0
-        self._head_size = self._length = 0
+        self._head_size = self._length = self._members_read = self._events_read = 0
+        self._advanced, self._token_end = False, 0  # since the last piece; in characters from the beginning
         self._text: io.TextIOBase | None = None
         self._buffer, self._at, self._ended = "", 0, False
-        self._decode = json.JSONDecoder(strict=False).raw_decode
+        self._decode: Any = vars(json.JSONDecoder(strict=False))["scan_once"]  # raw_decode without its wrapper
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         with self.source.open(unpack=True) as stream:
@@ -74,10 +77,10 @@ class EventStream:
     def _keep(self, key: str, value: Any) -> None:
         """Keep a member of the outermost object, unless there is too much of them."""
         self._head_size += self._length
-        if self._head_size > LONGEST_HEAD:
-            raise UserError(
-                f"{self.source} is not a trace: it has more than {LONGEST_HEAD >> 20} MiB besides its events", HOW_TO_RECORD
-            )
+        self._members_read += 1
+        if self._head_size > LONGEST_HEAD or self._members_read > MOST_MEMBERS:
+            limits = f"{LONGEST_HEAD >> 20} MiB or {MOST_MEMBERS:,} members"
+            raise UserError(f"{self.source} is not a trace: it has more than {limits} besides its events", HOW_TO_RECORD)
         self.head[key] = value
 
     def _events(self, *, may_stop: bool) -> Iterator[dict[str, Any]]:
@@ -88,7 +91,7 @@ class EventStream:
                 value, self._at = self._decode(self._buffer, self._at)
             except RecursionError:
                 raise self._too_deep() from None
-            except ValueError:  # a number of thousands of digits, too
+            except (ValueError, StopIteration):  # also a number of thousands of digits
                 if self._buffer.startswith("]", self._at):
                     self._at += 1
                     return
@@ -97,6 +100,10 @@ class EventStream:
                         return
                     raise self._invalid() from None
                 continue
+            self._advanced = True
+            self._events_read += 1
+            if self._events_read > MOST_EVENTS:
+                raise UserError(f"{self.source} has more than {MOST_EVENTS:,} events", "record fewer steps")
             if isinstance(value, dict):
                 yield value
 
@@ -108,10 +115,11 @@ class EventStream:
                 value, end = self._decode(self._buffer, at)
             except RecursionError:
                 raise self._too_deep() from None
-            except ValueError:  # a number of thousands of digits, too
+            except (ValueError, StopIteration):  # also a number of thousands of digits
                 end = len(self._buffer)
             if end < len(self._buffer):  # a number at the end of the buffer may continue
                 self._at, self._length = end, end - at
+                self._advanced = True
                 return value
             self._at = at
             if not self._more():
@@ -128,7 +136,9 @@ class EventStream:
 
     def _more(self) -> bool:
         """Read another piece; False at the end of the file, or if the text so far is too long for an event."""
-        if self._ended or len(self._buffer) - self._at > LONGEST_EVENT:
+        if self._advanced:
+            self._advanced, self._token_end = False, self._place()
+        if self._ended or self.characters - self._token_end > LONGEST_EVENT:
             return False
         assert self._text is not None
         piece = self._text.read(max(PIECE, len(self._buffer) - self._at))
@@ -137,11 +147,15 @@ class EventStream:
         self._buffer, self._at = self._buffer[self._at :] + piece, 0
         return not self._ended
 
+    def _place(self) -> int:
+        """How many characters of the file come before the one that is next."""
+        return self.characters - (len(self._buffer) - self._at)
+
     def _too_deep(self) -> UserError:
         return UserError(f"{self.source} is not a trace: its JSON is nested too deeply", HOW_TO_RECORD)
 
     def _invalid(self) -> UserError:
-        place = self.characters - (len(self._buffer) - self._at)
+        place = self._place()
         if not self.characters:
             return UserError(f"{self.source} is empty", HOW_TO_RECORD)
         if self._ended:
@@ -149,4 +163,7 @@ class EventStream:
                 f"{self.source} is truncated or damaged: its JSON from character {place:,} to {self.characters:,} is incomplete",
                 "copy it again, or let the profiler finish writing before the job ends",
             )
-        return UserError(f"{self.source} is not valid JSON from character {place:,} on", HOW_TO_RECORD)
+        longest = f"{LONGEST_EVENT >> 20} MiB"
+        return UserError(
+            f"{self.source} is not valid JSON from character {place:,} on, or has over {longest} there", HOW_TO_RECORD
+        )

@@ -7,6 +7,7 @@ first event of the trace.
 
 import re
 from collections import Counter
+from collections.abc import Sized
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
@@ -28,6 +29,7 @@ GEMM_OPERATORS = re.compile(r"aten::(_scaled|_grouped|_scaled_grouped)?_?(mm|add
 ATTENTION_FORWARD = re.compile(r"aten::_?(scaled_dot_product\w*attention|(flash|efficient|cudnn)_attention_forward)$")
 _WHOLE = re.compile(r"-?[0-9]{1,19}")
 SKEW_US = 20.0
+MOST_RECORDS = 3_000_000  # of about 1 KB each
 LONGEST_NAME = 8000  # characters: the demangled names of templates are long
 MOST_SHAPES = 2000  # of one operator: the weights of many experts
 LATEST_US = 1e20  # no valid timestamp is larger
@@ -127,9 +129,13 @@ def read_trace(path: str | Path | InputFile) -> RecordedTrace:
     stream = EventStream(path)
     trace = RecordedTrace(stream.source)
     threads: dict[tuple[Any, Any], str] = {}
+    kept: tuple[Sized, ...] = (trace.work, trace.launches, trace.operators, trace.marks, trace.gpu_marks, threads)
     for event in stream:
         trace.events += 1
-        _take(trace, event, threads)
+        if event.get("ph", "X") in ("X", "M"):
+            _take(trace, event, threads)
+        if not trace.events % 10_000 and sum(map(len, kept)) > MOST_RECORDS:
+            raise UserError(f"{trace.path} has more than {MOST_RECORDS:,} kernels, launches and operators", "record fewer steps")
     trace.head = stream.head
     _require_gpu_work(trace)
     _one_device(trace)
@@ -140,6 +146,8 @@ def read_trace(path: str | Path | InputFile) -> RecordedTrace:
 
 def _take(trace: RecordedTrace, event: dict[str, Any], threads: dict[tuple[Any, Any], str]) -> None:
     phase = event.get("ph", "X" if "dur" in event else None)  # some tools omit it
+    if phase is None:
+        return
     arguments, thread = _table(event.get("args")), _key(event.get("tid"))
     if phase == "M" and event.get("name") == "thread_name":
         threads[_key(event.get("pid")), thread] = str(arguments.get("name", ""))
