@@ -67,11 +67,11 @@ def read_text(name: str | Path, limit: int, hint: str = "", *, unpack: bool = Fa
         raise UserError(f"{called(name)} is not a text file (byte {error.start} is not UTF-8)", hint) from None
 
 
-def parse_json(data: bytes | str, name: str | Path, hint: str = "") -> Any:
+def parse_json(data: bytes | str, name: str | Path, hint: str = "", *, most_containers: int = MOST_CONTAINERS) -> Any:
     """The value of a JSON text of limited size; a `UserError` if it is invalid, or would need far more memory than its text."""
     containers = data.count("{") + data.count("[") if isinstance(data, str) else data.count(b"{") + data.count(b"[")
-    if containers > MOST_CONTAINERS:
-        raise UserError(f"{called(name)} is too large: it has more than {MOST_CONTAINERS:,} lists and objects", hint)
+    if containers > most_containers:
+        raise UserError(f"{called(name)} is too large: it has more than {most_containers:,} lists and objects", hint)
     try:
         return json.loads(data)
     except RecursionError:

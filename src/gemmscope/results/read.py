@@ -25,6 +25,7 @@ KINDS: dict[str, type[Result]] = {
     "compare": CompareResult,
 }
 LARGEST = 64 << 20  # bytes: no run file comes near
+MOST_VALUES = 600_000  # a run file of 6 MB has 200,000; each may be wrong, and then needs a kilobyte to say so
 EXPECTED = "name a run file, as --json writes it"
 
 
@@ -51,13 +52,16 @@ def _result(path: str | Path, kinds: Collection[str]) -> Result:
     try:
         return TypeAdapter(KINDS[kind]).validate_python(data)
     except ValidationError as error:
-        first = error.errors()[0]
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise UserError(f"{path} is damaged: {where}: {first['msg']}", f"run gemmscope {kind} again with --json") from None
 
 
 def _json(path: Path) -> dict[str, Any]:
-    data = parse_json(read_bytes(path, LARGEST, EXPECTED, unpack=True), path, EXPECTED)
+    raw = read_bytes(path, LARGEST, EXPECTED, unpack=True)
+    if raw.count(b",") > MOST_VALUES:
+        raise UserError(f"{called(path)} is too large: it has more than {MOST_VALUES:,} values", EXPECTED)
+    data = parse_json(raw, path, EXPECTED, most_containers=MOST_VALUES // 5)
     if not isinstance(data, dict):
         raise UserError(f"{called(path)} is JSON, but not a run file", "write one with --json PATH")
     return data
