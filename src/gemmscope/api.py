@@ -107,13 +107,15 @@ class Job(ModelRun):
 
     def sweep(self, *gpus: str, recipes: Sequence[str] | None = None, **axes_and_options: Any) -> ForecastResult:
         """The training step over one size or two: `job.sweep("b200", micro_batch_size=[1, 2, 4])`. Sizes of the model can vary if
-        it was loaded by its sizes. Options: state, dp, left_out."""
+        it was loaded by its sizes. Ctrl-C returns the points computed until then. Options: state, dp, left_out."""
         axes = {name: value for name, value in axes_and_options.items() if name not in ("state", "dp", "left_out")}
         options = {name: value for name, value in axes_and_options.items() if name not in axes}
         choices, rest = _split({"recipes": recipes, **options}, app.forecast.sweep, Choices)
         command = self._command("sweep", *map(repr, gpus), recipes=recipes, **axes_and_options)
         arguments = self.model_arguments, self.arguments
-        return app.forecast.sweep(*arguments, axes, gpus, choices=Choices(**choices), command=command, **rest)
+        return app.forecast.sweep(
+            *arguments, axes, gpus, choices=Choices(**choices), command=command, reporter=_console(), **rest
+        )
 
     def bench(self, *, recipes: Sequence[str] | None = None, **options: Any) -> BenchResult:
         """Time the linears on this GPU. Options: modes, left_out, backend, device, share_gpu, precision, time_limit, counts, ...,

@@ -48,6 +48,11 @@ class Held:
         if self._count >= MOST_PATIENT:
             raise _interruption(self.first)
 
+    def interruption(self) -> BaseException:
+        """What to raise where the signal leaves nothing to return."""
+        assert self.first is not None
+        return _interruption(self.first)
+
     def fileno(self) -> int:
         """Becomes readable when a signal arrives: `select` waits for it beside other things."""
         return self._reading

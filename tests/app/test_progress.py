@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from gemmscope.app import progress
 from gemmscope.app.bench import BenchTiming
 from gemmscope.app.progress import Console, ProgressLine, TimeLeft
 from gemmscope.measure.campaign import Campaign
@@ -63,6 +64,15 @@ def test_progress_is_silent_where_nobody_looks(tmp_path: Path, capsys: pytest.Ca
             show(message, campaign.results)
     assert capsys.readouterr() == ("", "")
     campaign.journal.close()  # type: ignore[attr-defined]
+
+
+def test_counting_shows_a_line_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "SHOWN_AFTER_S", -1)
+    for screen in (io.StringIO(), Screen()):
+        monkeypatch.setattr(sys, "stderr", screen)
+        with Console().counting("points", 3000) as show:
+            show(1000)
+        assert ("1,000 of 3,000 points, about 0 s left" in screen.getvalue()) == screen.isatty()
 
 
 @pytest.mark.parametrize(

@@ -386,6 +386,8 @@ def test_what_a_sweep_leaves_out_has_a_reason(run: Run) -> None:
         ("--gpu h200 --sweep hidden_size=9:1:1", "ends before it begins", "hidden_size=1:9:1"),
         ("--gpu h200 --sweep hiden_size=1,2", "is not a size that a sweep can vary", "hidden_size"),
         ("--gpu h200 --sweep hidden_size=a", "neither", "--sweep"),
+        (f"--gpu h200 --sweep hidden_size={'9' * 5000}", "neither", "--sweep"),
+        (f"--gpu h200 --sweep hidden_size=1:{'9' * 5000}:1", "neither", "--sweep"),
         ("--gpu h200 --sweep hidden_size=1:100000000:1", "more than 100000 values", "larger steps"),
         ("--gpu h200 --sweep tp=1,2 --sweep pp=1,2 --sweep cp=1,2", "not 3", "two"),
         ("--gpu h200 --sweep tp=1,2 --sweep tp=1,2", "twice", "another"),

@@ -5,6 +5,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
+from gemmscope import signals
 from gemmscope.app.bench import DEFAULT_CHOICES, Shape, check_shape
 from gemmscope.app.choose import Choices
 from gemmscope.app.model import SIZES, LinearCases, ModelRun, RankWorkload, linear_cases, load_model, model_run, rank_workload
@@ -24,7 +25,7 @@ from gemmscope.measure.findings import linear_findings
 from gemmscope.model.spec import ModelSpec, RunSpec, check_size
 from gemmscope.recipe.recipes import BASELINE, recipe, recipes
 from gemmscope.recipe.support import support
-from gemmscope.results.forecast import ForecastResult, GpuForecast, SweepPoint
+from gemmscope.results.forecast import ForecastResult, GpuForecast, GpuSweep, SweepPoint
 from gemmscope.results.linears import Linears
 from gemmscope.results.step import StepTimes
 from gemmscope.step.cost import Budget
@@ -106,28 +107,50 @@ def sweep(
     state: str = "sustained",
     dp: int | None = None,
     command: str = "",
+    reporter: Reporter = QUIET,
 ) -> ForecastResult:
     """The training step over one size or two: the best recipe at each point, and from where on each recipe is faster than BF16.
 
-    `model` and `run` are the arguments of `load_model` and `model_run`; `axes` gives a size of either its values.
+    `model` and `run` are the arguments of `load_model` and `model_run`; `axes` gives a size of either its values. A signal ends
+    it early, with the points that were computed until then.
     """
     chips, known_state, replicas = _chips(gpus), _state(state), _replicas(dp)
     by_gpu = _choose_recipes(chips, choices)
     _check_axes(axes, model)
-    possible, impossible = _configurations(model, run, axes)
-    sweeps = []
-    for chip in chips:
-        (names, recipe_findings), (adjustment, calibration_findings) = by_gpu[chip.name], calibrated(chip.name)
-        swept = forecast_sweep(Forecaster(chip, known_state, measured=adjustment), possible, impossible, names, replicas)
-        findings = (*swept.findings, *recipe_findings, *calibration_findings)
-        sweeps.append(swept.model_copy(update={"findings": findings}))
+    sweeps: list[GpuSweep] = []
+    with signals.held() as held:
+        possible, impossible = _configurations(model, run, axes, held)
+        points, wanted = 0, len(possible) * len(chips)
+        with reporter.counting("points", wanted) as show:
+
+            def on_points(count: int) -> None:
+                nonlocal points
+                points += count
+                show(points)
+
+            for chip in chips:
+                (names, recipe_findings), (adjustment, calibration_findings) = by_gpu[chip.name], calibrated(chip.name)
+                forecaster = Forecaster(chip, known_state, measured=adjustment)
+                swept = forecast_sweep(forecaster, possible, impossible, names, replicas, on_points)
+                if swept is not None:
+                    findings = (*swept.findings, *recipe_findings, *calibration_findings)
+                    sweeps.append(swept.model_copy(update={"findings": findings}))
+        interrupted = held.first is not None
+        if interrupted and not sweeps:
+            raise held.interruption()
+        held.answered |= interrupted
+    about = [finding("sweep-interrupted", points=points, wanted=wanted)] if interrupted else []
     reasons: dict[str, list[str]] = {}
     for point in impossible:
         reasons.setdefault(point.why_not, []).append(point.place)
-    not_possible = (finding("sweep-point-not-possible", places=places, reason=reason) for reason, places in reasons.items())
+    about += [finding("sweep-point-not-possible", places=places, reason=reason) for reason, places in reasons.items()]
     common = _common(command, known_state, replicas)
     return ForecastResult(
-        **common, origin="sweep", findings=(finding("forecast-not-measured"), *not_possible), sweeps=tuple(sweeps)
+        **common,
+        origin="sweep",
+        findings=(finding("forecast-not-measured"), *about),
+        interrupted=interrupted,
+        sweeps=tuple(sweeps),
     )
 
 
@@ -300,13 +323,15 @@ def _check_axes(axes: Mapping[str, Sequence[int]], model: Mapping[str, Any]) -> 
 
 
 def _configurations(
-    model: Mapping[str, Any], run: Mapping[str, Any], axes: Mapping[str, Sequence[int]]
+    model: Mapping[str, Any], run: Mapping[str, Any], axes: Mapping[str, Sequence[int]], held: signals.Held
 ) -> tuple[list[Configuration], list[SweepPoint]]:
-    """Every combination that is possible, and the others with the reason. If none is, that reason is the error."""
+    """Every combination that is possible, and the others with the reason; if none is, that is the error. A signal ends it."""
     possible: list[Configuration] = []
     impossible: list[SweepPoint] = []
     first: UserError | None = None
     for combination in product(*(dict.fromkeys(values) for values in axes.values())):
+        if held.first is not None:
+            break
         values = dict(zip(axes, combination, strict=True))
         try:
             possible.append((values, *_described(model, run, values)))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 OnMessage = Callable[[dict[str, Any], "Measurements | StepMeasurements"], None]
 STAGES = {"compiling": "compiling kernels", "profiling": "profiling the kernels", "launching": "timing CPU launches"}
+SHOWN_AFTER_S = 0.5
 
 
 class Reporter:
@@ -33,6 +34,11 @@ class Reporter:
     def measuring(self, campaign: Campaign | StepRun) -> Iterator[OnMessage]:  # noqa: ARG002
         """Follow a measurement; gives the function to call after each message of the worker."""
         yield lambda *_: None
+
+    @contextmanager
+    def counting(self, what: str, total: int) -> Iterator[Callable[[int], None]]:  # noqa: ARG002
+        """Follow the computation of many things; gives the function to call with how many are done."""
+        yield lambda _: None
 
 
 QUIET = Reporter()
@@ -65,6 +71,26 @@ class Console(Reporter):
                     live.update(task, description=text)
 
             yield on_message
+
+    @contextmanager
+    def counting(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
+        """How many are done and the time left, once it has taken a moment. Without a thread: processes are forked meanwhile."""
+        if sys.stderr is None or not sys.stderr.isatty():
+            yield lambda _: None
+            return
+        from rich.console import Console as RichConsole
+        from rich.live import Live
+
+        begin = time.monotonic()
+        with Live(console=RichConsole(stderr=True, highlight=False), auto_refresh=False, transient=True) as live:
+
+            def show(done: int) -> None:
+                seconds = time.monotonic() - begin
+                if seconds > SHOWN_AFTER_S and done:
+                    left = seconds * (total - done) / done
+                    live.update(f"{done:,} of {total:,} {what}, about {left:.0f} s left", refresh=True)
+
+            yield show
 
 
 def rounds_left(rounds: int, half_width: float | None, target: float, least: int) -> float | None:

@@ -3,7 +3,9 @@
 import os
 from typing import Any
 
-from gemmscope import app, writers
+import typer
+
+from gemmscope import app, signals, writers
 from gemmscope.cli.bench_options import RecipeOptions, parse_shapes
 from gemmscope.cli.forecast_options import ForecastOptions
 from gemmscope.cli.options import ModelOptions, RunOptions, takes
@@ -58,9 +60,12 @@ def command(
                 f"{option('sweep')} forecasts the training step of many runs, and {option(unused[0])} is about {what}",
                 "leave it out",
             )
-        deliver(
-            app.forecast.sweep(model_options.given(), run_options.given(), options.axes(), options.names(), **common), outputs
-        )
+        model, run, axes = model_options.given(), run_options.given(), options.axes()
+        with signals.held() as held:  # also while the points that were computed are written
+            result = app.forecast.sweep(model, run, axes, options.names(), reporter=app.progress.Console(), **common)
+            deliver(result, outputs)
+        if result.interrupted and held.first is not None:
+            raise typer.Exit(128 + held.first)
         return
     parsed = None
     if shapes is not None:

@@ -62,7 +62,8 @@ def parse_sweep(text: str) -> tuple[str, Sequence[int]]:
     """
     name, _, values = text.partition("=")
     name, values = name.strip().replace("-", "_"), values.strip()
-    if re.fullmatch(r"\d+:\d+:\d+", values):
+    number = r"\d{1,20}"  # the conversion of thousands of digits would be refused
+    if re.fullmatch(f"{number}:{number}:{number}", values):
         first, last, step = map(int, values.split(":"))
         if step == 0:
             raise UserError(f"--sweep {shown(text)} has a step of zero", SWEEP_HINT)
@@ -71,7 +72,7 @@ def parse_sweep(text: str) -> tuple[str, Sequence[int]]:
         if (last - first) // step >= MOST_VALUES:
             raise UserError(f"--sweep {shown(text)} has more than {MOST_VALUES} values", "take larger steps")
         return name, range(first, last + 1, step)
-    if re.fullmatch(r"\d+(\s*,\s*\d+)*", values):
+    if re.fullmatch(rf"{number}(\s*,\s*{number})*", values):
         return name, [int(part) for part in values.split(",")]
     raise UserError(f"--sweep {shown(text)} is neither NAME=FIRST:LAST:STEP nor NAME=VALUE,VALUE,…", SWEEP_HINT)
 

@@ -112,7 +112,7 @@ def _curve(sweep: GpuSweep) -> CurveChart:
 
 def _heat_map(sweep: GpuSweep) -> HeatMap:
     """The best recipe over the plane."""
-    rows, across = (list(dict.fromkeys(point.values[size] for point in sweep.points)) for size in sweep.sizes)
+    rows, across = (sorted({point.values[size] for point in sweep.points}) for size in sweep.sizes)
     by_values = {tuple(point.values.values()): point for point in sweep.points}
     used = dict.fromkeys(point.winner.best for point in sweep.points if point.winner is not None)
     short = dict(zip(sweep.recipes, cycle(LETTERS), strict=False)) if len(across) > WIDEST_WITH_NAMES else {}
@@ -125,15 +125,15 @@ def _heat_map(sweep: GpuSweep) -> HeatMap:
         column_name=sweep.sizes[1],
         rows=tuple(map(str, rows)),
         columns=tuple(map(str, across)),
-        cells=tuple(tuple(_heat_cell(by_values[first, second], short) for second in across) for first in rows),
+        cells=tuple(tuple(_heat_cell(by_values.get((first, second)), short) for second in across) for first in rows),
         note=f"? = too close to call against {BASELINE} or another recipe; {HOST_BOUND} = launching takes longer than running",
         main=True,
         legend=tuple(legend),
     )
 
 
-def _heat_cell(point: SweepPoint, short: Mapping[str, str]) -> HeatCell:
-    if point.winner is None:
+def _heat_cell(point: SweepPoint | None, short: Mapping[str, str]) -> HeatCell:
+    if point is None or point.winner is None:  # interrupted before it was computed, or not possible
         return HeatCell(certain=False)
     best, gain = point.winner.best, _gain(point)
     mark = " ?" if point.winner.rivals else ""

@@ -2,11 +2,13 @@
 
 import gc
 import os
-from collections.abc import Sequence
-from concurrent import futures  # its pools are loaded when they are used
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
+from gemmscope import signals
 from gemmscope.findings import Finding, finding
 from gemmscope.forecast.linears import Forecaster
+from gemmscope.forecast.pool import computed
 from gemmscope.forecast.step import StepForecast, speedup
 from gemmscope.interval import Interval
 from gemmscope.model.spec import ModelSpec, RunSpec
@@ -15,7 +17,7 @@ from gemmscope.results.forecast import BreakEven, GpuSweep, SweepPoint
 from gemmscope.results.winner import find_winner
 from gemmscope.workload.derive import derive
 
-AT_A_TIME = 400
+AT_A_TIME = 200
 WORTH_SHARING, MOST_CORES = 3000, 8
 MOST_KEPT = 50_000  # GEMMs remembered from one batch to the next
 Configuration = tuple[dict[str, int], ModelSpec, RunSpec]
@@ -27,9 +29,22 @@ def forecast_sweep(
     impossible: Sequence[SweepPoint],
     recipes: Sequence[str],
     dp: int = 1,
-) -> GpuSweep:
-    """Every configuration on one GPU, those that are not possible included, in the order of their sizes."""
-    points = [*_shared_among_cores(forecaster, possible, recipes, dp), *impossible]
+    on_points: Callable[[int], None] = lambda _: None,
+) -> GpuSweep | None:
+    """Every configuration on one GPU, those that are not possible included, in the order of their sizes.
+
+    After a signal, what was computed until then, without the break-even; None if that is nothing. `on_points` is called with
+    the number of points that were computed since the last time.
+    """
+    points: list[SweepPoint] = []
+    with signals.held() as held:
+        for some in _in_shares(forecaster, possible, recipes, dp, held):
+            points += some
+            on_points(len(some))
+    if not points:
+        return None
+    complete = len(points) == len(possible)
+    points += impossible
     points.sort(key=lambda point: tuple(point.values.values()))
     sizes = tuple(points[0].values)
     low = [name for name in recipes if name != BASELINE]
@@ -42,39 +57,32 @@ def forecast_sweep(
         sizes=sizes,
         recipes=tuple(recipes),
         points=tuple(points),
-        break_even=tuple(begins),
+        break_even=tuple(begins) if complete else (),
         findings=tuple(_findings(points)),
     )
 
 
-def _shared_among_cores(
-    forecaster: Forecaster, wanted: Sequence[Configuration], recipes: Sequence[str], dp: int
+def _in_shares(
+    forecaster: Forecaster, wanted: Sequence[Configuration], recipes: Sequence[str], dp: int, held: signals.Held
+) -> Iterator[list[SweepPoint]]:
+    """Some hundreds at a time; thousands are shared among the machine's cores. Ends after a signal."""
+    cores = min(os.cpu_count() or 1, MOST_CORES) if len(wanted) >= WORTH_SHARING else 1
+    function = partial(_points, forecaster, wanted, recipes, dp)
+    return computed(function, range(0, len(wanted), AT_A_TIME), cores if cores > 1 else 0, held)
+
+
+def _points(
+    forecaster: Forecaster, wanted: Sequence[Configuration], recipes: Sequence[str], dp: int, first: int
 ) -> list[SweepPoint]:
-    """All of them; thousands are shared among the machine's cores."""
-    cores = min(os.cpu_count() or 1, MOST_CORES)
-    if len(wanted) < WORTH_SHARING or cores == 1:
-        return _points(forecaster, wanted, recipes, dp)
-    shares = [wanted[len(wanted) * core // cores : len(wanted) * (core + 1) // cores] for core in range(cores)]
-    try:
-        with futures.ProcessPoolExecutor(cores) as pool:
-            results = [pool.submit(_points, forecaster, share, recipes, dp) for share in shares]
-            return [point for result in results for point in result.result()]
-    except (OSError, futures.BrokenExecutor):  # a machine that grants no further processes, or ends them
-        return _points(forecaster, wanted, recipes, dp)
-
-
-def _points(forecaster: Forecaster, wanted: Sequence[Configuration], recipes: Sequence[str], dp: int) -> list[SweepPoint]:
-    """Some hundreds at a time: their GEMMs are gathered first and computed together."""
-    points: list[SweepPoint] = []
+    """One share: its GEMMs are gathered first and computed together."""
     collecting = gc.isenabled()
     gc.disable()  # millions of tuples without cycles: looking for garbage among them takes an eighth of the time
     try:
-        for first in range(0, len(wanted), AT_A_TIME):
-            some = wanted[first : first + AT_A_TIME]
-            steps = [StepForecast(forecaster, model, run, derive(model, run), dp) for _, model, run in some]
-            forecaster.prepare((case for step in steps for case in step.cases), [BASELINE, *recipes])
-            points += [_point(values, step, recipes) for (values, _, _), step in zip(some, steps, strict=True)]
-            forecaster.forget(beyond=MOST_KEPT)
+        some = wanted[first : first + AT_A_TIME]
+        steps = [StepForecast(forecaster, model, run, derive(model, run), dp) for _, model, run in some]
+        forecaster.prepare((case for step in steps for case in step.cases), [BASELINE, *recipes])
+        points = [_point(values, step, recipes) for (values, _, _), step in zip(some, steps, strict=True)]
+        forecaster.forget(beyond=MOST_KEPT)
     finally:
         if collecting:
             gc.enable()

@@ -79,5 +79,7 @@ class ForecastResult(ModelResult):
     """Which data the forecast was fitted on."""
     state: Literal["sustained", "burst"]
     dp: int = 1
+    interrupted: bool = False
+    """A signal ended the sweep early: only the points that were computed until then are here."""
     gpus: tuple[GpuForecast, ...] = ()
     sweeps: tuple[GpuSweep, ...] = ()

@@ -1,0 +1,123 @@
+"""A function computed for many items by several processes, which none of them can spoil.
+
+The processes ignore signals and end with this one, also if it is killed. The items of one that was killed are computed again.
+"""
+
+import multiprocessing
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, Generic, TypeVar
+
+from gemmscope import signals
+from gemmscope.process import end_with_parent
+
+Item = TypeVar("Item")
+Output = TypeVar("Output")
+
+MOST_DEATHS = 3  # then this process computes the rest itself
+AT_HAND = 2  # items of one process: it begins the second while the first is on its way back
+
+
+def computed(function: Callable[[Item], Output], items: Sequence[Item], processes: int, held: signals.Held) -> Iterator[Output]:
+    """The outputs, in any order; no more of them after a signal. Without other processes, this one computes them."""
+    pool = _Pool(function, items, processes)
+    try:
+        while held.first is None and (pool.start_processes() or pool.waiting):
+            if pool.workers:
+                yield from pool.received(wait([*pool.workers, held.fileno()]))
+            else:
+                yield function(pool.waiting.popleft())
+    finally:
+        pool.end()
+
+
+class _Worker(Generic[Item]):
+    """One process and the items that it has."""
+
+    def __init__(self, process: BaseProcess) -> None:
+        self.process = process
+        self.items: deque[Item] = deque()
+
+
+class _Pool(Generic[Item, Output]):
+    def __init__(self, function: Callable[[Item], Output], items: Sequence[Item], processes: int) -> None:
+        self.waiting, self.workers = deque(items), dict[Connection, _Worker[Item]]()
+        self._function, self._processes, self._deaths = function, processes, 0
+
+    def start_processes(self) -> bool:
+        """Start what is missing, and give each process its next items. Whether any has some."""
+        while self.waiting and len(self.workers) < self._processes and self._deaths < MOST_DEATHS:
+            try:
+                self._start()
+            except (OSError, AssertionError):  # no further processes are granted, or this one must not have any
+                self._deaths = MOST_DEATHS
+        for connection, worker in list(self.workers.items()):
+            try:
+                while self.waiting and len(worker.items) < AT_HAND:
+                    connection.send(self.waiting[0])
+                    worker.items.append(self.waiting.popleft())
+            except OSError:
+                self._bury(connection)
+        return any(worker.items for worker in self.workers.values())
+
+    def received(self, ready: Sequence[Any]) -> Iterator[Output]:
+        """What the processes that are ready have computed. An error there is raised here."""
+        for connection in ready:
+            if connection not in self.workers:
+                continue
+            try:
+                output, error = connection.recv()
+            except (EOFError, OSError):
+                self._bury(connection)
+                continue
+            if error is not None:
+                raise error
+            self.workers[connection].items.popleft()
+            yield output
+
+    def end(self) -> None:
+        """End all processes."""
+        for connection, worker in self.workers.items():
+            worker.process.kill()
+            worker.process.join()
+            connection.close()
+
+    def _start(self) -> None:
+        here, there = multiprocessing.Pipe()
+        process = multiprocessing.Process(target=_work, args=(self._function, there, os.getpid()), daemon=True)
+        try:
+            process.start()
+        except BaseException:
+            here.close()
+            raise
+        finally:
+            there.close()  # so that its end is seen here
+        self.workers[here] = _Worker(process)
+
+    def _bury(self, connection: Connection) -> None:
+        """A process has ended: its items are waiting again."""
+        worker = self.workers.pop(connection)
+        self.waiting.extendleft(reversed(worker.items))
+        worker.process.kill()
+        worker.process.join()
+        connection.close()
+        self._deaths += 1
+
+
+def _work(function: Callable[[Any], Any], connection: Connection, parent: int) -> None:
+    signals.ignore()  # they reach the whole process group: the parent decides
+    end_with_parent()
+    if os.getppid() != parent:  # it has already ended
+        return
+    try:
+        while True:
+            item = connection.recv()
+            try:
+                connection.send((function(item), None))
+            except Exception as error:
+                connection.send((None, error))
+    except (EOFError, OSError):  # the parent has ended
+        return

@@ -1,0 +1,130 @@
+"""Hostile inputs for every reader and command: a value or a `UserError`, no control character, no hang, no memory explosion.
+
+The same inputs each time, some dozens for each target; `benchmarks/fuzz.py` tries many more. The harness itself is tested on
+targets that break each promise.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import strategies as st
+
+from fuzz.harness import Summary, fuzz
+from fuzz.targets import Target, collect
+from gemmscope.errors import UserError
+
+TARGETS = collect()
+
+
+class Server:
+    """A process without pytest and its threads, which can be forked safely. Started when it is needed."""
+
+    process: subprocess.Popen[bytes] | None = None
+
+    def fuzz(self, target: Target) -> Summary:
+        if self.process is None or self.process.poll() is not None:
+            tests = str(Path(__file__).parent.parent)
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])}
+            command = [sys.executable, "-c", "from fuzz.harness import serve; serve()"]
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{target.name} {target.in_suite}\n".encode())
+        self.process.stdin.flush()
+        try:
+            summary: Summary = pickle.load(self.process.stdout)
+        except EOFError:
+            pytest.fail(f"{target.name}: its inputs could not be drawn in time (exit code {self.process.wait()})")
+        return summary
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.communicate(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of processes as Linux has them")
+@pytest.mark.parametrize("name", TARGETS)
+def test_hostile_inputs(server: Server, name: str) -> None:
+    summary = server.fuzz(TARGETS[name])
+    assert not summary.defects, "\n\n".join(map(str, summary.defects[:5]))
+    assert summary.inputs > 0
+    assert summary.values + summary.user_errors == summary.inputs
+
+
+# --- the harness itself ------------------------------------------------------------------------------------------------------
+
+
+def run_target(run: Callable[[int, Path], str], inputs: int = 3, time_limit_s: float = 10.0) -> Summary:
+    return fuzz(Target("made", st.integers(0, 100), run), inputs, seed_number=1, time_limit_s=time_limit_s)
+
+
+def problems(summary: Summary) -> list[str]:
+    return [defect.problem for defect in summary.defects]
+
+
+def refuse(value: int, folder: Path) -> str:
+    raise UserError("no", "yes")
+
+
+def explode(value: int, folder: Path) -> str:
+    return str(len(bytearray(2**31)))
+
+
+def test_values_and_user_errors_are_counted() -> None:
+    assert (run_target(lambda value, folder: "fine\n").values, run_target(refuse).user_errors) == (3, 3)
+
+
+def test_exceptions_exits_and_characters_are_defects() -> None:
+    assert all(
+        "ZeroDivisionError at test_fuzz.py" in problem for problem in problems(run_target(lambda value, folder: str(1 // 0)))
+    )
+    assert problems(run_target(lambda value, folder: sys.exit(130), 1)) == ["exit code 130"]
+    assert run_target(lambda value, folder: sys.exit(2)).user_errors == 3
+    for text, kind in (
+        ("\x1b[2J", "control"),
+        ("\x9b", "control"),
+        ("\u202e", "override"),
+        ("\ud800", "surrogate"),
+        ("\r", "control"),
+    ):
+        assert kind in problems(run_target(lambda value, folder, text=text: text, 1))[0]  # type: ignore[misc]
+
+
+def test_a_hang_a_crash_and_a_memory_explosion_are_blamed_on_their_input() -> None:
+    hang = run_target(lambda value, folder: time.sleep(60) or "", 2, time_limit_s=0.3)
+    assert problems(hang) == ["it took longer than 0.3 s"] * 2
+    assert "test_fuzz.py" in hang.defects[0].detail  # where it hangs
+    crash = run_target(lambda value, folder: os.abort(), 2)  # type: ignore[arg-type, return-value]
+    assert problems(crash) == ["the process died of SIGABRT"] * 2
+    assert all("MemoryError" in problem for problem in problems(run_target(explode)))
+
+
+def test_nothing_is_left() -> None:
+    before = set(Path(tempfile.gettempdir()).glob("gemmscope-fuzz-*"))
+
+    def start(value: int, folder: Path) -> str:
+        (folder / "file").touch()
+        subprocess.Popen(["sleep", "987"])
+        return ""
+
+    run_target(start, 1)
+    assert set(Path(tempfile.gettempdir()).glob("gemmscope-fuzz-*")) <= before
+    time.sleep(0.1)
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK)]
+    assert b"sleep\x00987\x00" not in commands
