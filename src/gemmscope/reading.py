@@ -1,7 +1,7 @@
 """Opens every file that the user names: a regular file, a pipe such as `<(zcat trace.json.gz)`, or standard input (`-`).
 
 Whatever the name stands for, reading it ends soon and needs little memory. Devices and folders are rejected. A pipe that sends
-nothing is given up after some seconds. Gzip data that unpacks to far more than any real file is rejected. Every failure is a
+nothing is given up after some seconds. Gzip data that unpacks to far more than real files do is rejected. Every failure is a
 `UserError`, also one in the middle of a file.
 """
 
@@ -17,7 +17,8 @@ import stat
 import sys
 import tempfile
 import zlib
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -26,8 +27,8 @@ from gemmscope.errors import UserError, shown
 NO_WRITER_SECONDS = 5.0  # that a named pipe may have nobody who writes to it
 SILENT_SECONDS = 15.0  # that a pipe may send nothing
 MOST_PACKED = 3  # times that a file may be gzipped: copying it may have compressed it again
-HARMLESS_UNPACKED = 256 << 20  # bytes: up to here, gzip data may unpack to any multiple of its size
-MOST_UNPACKED = 200  # times its size, beyond that: real traces unpack to 10 to 30 times, real run files to less
+HARMLESS_UNPACKED = 16 << 20  # bytes: up to here, gzip data may unpack to any multiple of its size
+MOST_UNPACKED = 100  # times its size, beyond that: real traces unpack to 10 to 30 times, real run files to less
 LARGEST_KEPT = 4 << 30  # bytes of a pipe that is read more than once
 MOST_CONTAINERS = 1_000_000  # lists and objects in one JSON file: each needs up to 240 bytes of memory for 7 bytes of text
 LONGEST_NAME = 1000  # characters
@@ -66,11 +67,11 @@ def read_text(name: str | Path, limit: int, hint: str = "", *, unpack: bool = Fa
         raise UserError(f"{called(name)} is not a text file (byte {error.start} is not UTF-8)", hint) from None
 
 
-def parse_json(data: bytes | str, name: str | Path, hint: str = "") -> Any:
+def parse_json(data: bytes | str, name: str | Path, hint: str = "", *, most_containers: int = MOST_CONTAINERS) -> Any:
     """The value of a JSON text of limited size; a `UserError` if it is invalid, or would need far more memory than its text."""
     containers = data.count("{") + data.count("[") if isinstance(data, str) else data.count(b"{") + data.count(b"[")
-    if containers > MOST_CONTAINERS:
-        raise UserError(f"{called(name)} is too large: it has more than {MOST_CONTAINERS:,} lists and objects", hint)
+    if containers > most_containers:
+        raise UserError(f"{called(name)} is too large: it has more than {most_containers:,} lists and objects", hint)
     try:
         return json.loads(data)
     except RecursionError:
@@ -79,15 +80,26 @@ def parse_json(data: bytes | str, name: str | Path, hint: str = "") -> Any:
         raise UserError(f"{called(name)} is not valid JSON: {ascii(str(error))[1:-1][:120]}", hint) from None
 
 
+@contextmanager
+def enough_memory(name: object) -> Iterator[None]:
+    """Say so where the memory does not suffice to read and use a file."""
+    try:
+        yield
+    except MemoryError:
+        raise UserError(f"there is not enough memory to read {name}", "use a smaller file, or more memory") from None
+
+
 def called(name: str | Path) -> str:
     """How messages call a file; a strange name as Python would quote it.
 
-    >>> called("-"), called("run.json"), called("a" + chr(0))
-    ('standard input', 'run.json', "'a\\\\x00'")
+    >>> called("-"), called("run.json"), called("/dev/fd/63"), called("a" + chr(0))
+    ('standard input', 'run.json', 'pipe 63', "'a\\\\x00'")
     """
     text = str(name)
     if text in STANDARD_INPUT:
         return "standard input"
+    if inherited := _OPEN_FILE.fullmatch(text):
+        return f"pipe {inherited[1]}"
     return text if len(text) <= LONGEST_NAME and text.isprintable() else shown(text)
 
 

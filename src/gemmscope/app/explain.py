@@ -10,12 +10,14 @@ from gemmscope.errors import UserError, option
 from gemmscope.explain.annotate import write_annotated
 from gemmscope.explain.diagnose import TraceDiagnosis, diagnose
 from gemmscope.explain.ranks import rank_findings, rank_times, slowest
+from gemmscope.explain.stream import A_TRACE
 from gemmscope.explain.trace import read_trace
 from gemmscope.files import same_file
 from gemmscope.findings import Finding, finding
+from gemmscope.reading import InputFile, enough_memory
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.explain import ExplainResult, RankTime
-from gemmscope.results.read import looks_like_run, read_result
+from gemmscope.results.read import read_result
 from gemmscope.results.step import StepResult
 from gemmscope.workload.summary import totals
 
@@ -49,7 +51,12 @@ def explain(
             f"add {option('against', 'RUNFILE')}",
         )
     expected = read_result(against, ("bench", "step")) if isinstance(against, (str, Path)) else against
-    diagnosis, twin, ranks, findings = _diagnose(paths, baseline, steps)
+    sources = [InputFile(path, A_TRACE) for path in paths]
+    if perfetto is not None:  # the trace is read once more
+        for source in sources:
+            source.keep()
+    with enough_memory(", ".join(map(str, sources[:3]))):
+        diagnosis, twin, ranks, findings = _diagnose(sources, baseline, steps)
     comparisons = [with_twin(twin, diagnosis)] if twin is not None else []
     if isinstance(expected, (StepResult, BenchResult)):
         origin = str(against) if isinstance(against, (str, Path)) else f"the {expected.kind} result"
@@ -86,8 +93,11 @@ def trace_files(traces: Sequence[PathLike]) -> list[Path]:
     """The files; of a folder, the traces that the profiler's TensorBoard handler wrote, one for each rank."""
     files: list[Path] = []
     for path in map(Path, traces):
-        is_trace = not path.is_dir()
-        inside = [path] if is_trace else sorted(child for child in path.iterdir() if child.name.endswith((".json", ".json.gz")))
+        try:
+            names = sorted(os.listdir(path)) if os.path.isdir(path) else None
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror or error}", A_TRACE) from None
+        inside = [path] if names is None else [path / name for name in names if name.endswith((".json", ".json.gz"))]
         if not inside:
             raise UserError(f"{path} is a folder without traces (.json, .json.gz)", "name a trace, or the folder that holds them")
         files += inside
@@ -108,19 +118,13 @@ def _check(paths: Sequence[Path], baseline: PathLike | None, steps: int | None, 
     inputs = [*paths, *([Path(baseline)] if baseline is not None else [])]
     if perfetto is not None and any(same_file(perfetto, path) for path in inputs):
         raise UserError(f"{option('perfetto', perfetto)} would overwrite an input file", "name another file")
-    for path in inputs:
-        if looks_like_run(path):
-            raise UserError(
-                f"{path} is a run file, not a trace",
-                f"gemmscope explain TRACE {option('against', path)}, if step or bench wrote it; gemmscope report {path} shows it",
-            )
 
 
 def _diagnose(
-    paths: Sequence[Path], baseline: PathLike | None, steps: int | None
+    sources: Sequence[InputFile], baseline: PathLike | None, steps: int | None
 ) -> tuple[TraceDiagnosis, TraceDiagnosis | None, list[RankTime], list[Finding]]:
     """The trace to explain, its BF16 twin, and the times of the ranks with what they show."""
-    diagnoses = [diagnose(read_trace(path), steps) for path in paths]
+    diagnoses = [diagnose(read_trace(source), steps) for source in sources]
     twin = diagnose(read_trace(baseline), steps) if baseline is not None else None
     if len(diagnoses) == 1:
         return diagnoses[0], twin, [], []

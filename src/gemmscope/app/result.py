@@ -2,6 +2,6 @@
 
 from gemmscope.document.build import document
 from gemmscope.results.base import Result
-from gemmscope.results.read import looks_like_run, read_result
+from gemmscope.results.read import read_result
 
-__all__ = ["Result", "document", "looks_like_run", "read_result"]
+__all__ = ["Result", "document", "read_result"]

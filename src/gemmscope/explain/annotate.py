@@ -35,7 +35,7 @@ def _event(name: str, start: float, time: float, track: str, facts: dict[str, st
 def write_annotated(diagnosis: TraceDiagnosis, target: str | Path) -> None:
     """The whole trace, event by event, followed by the diagnosis; gzipped if the name ends in .gz."""
     path = Path(target)
-    stream = EventStream(diagnosis.trace.path)
+    stream = EventStream(diagnosis.trace.source)
     with replacing(path) as raw, text_into(raw, packed=path.suffix == ".gz") as out:
         out.write('{"traceEvents": [\n')
         first = True

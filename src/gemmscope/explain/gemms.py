@@ -16,6 +16,8 @@ from gemmscope.explain.scopes import Phase, Scope
 from gemmscope.explain.trace import GEMM_OPERATORS, Operator, RecordedTrace
 
 TracedPass = Literal["fprop", "dgrad", "wgrad", "recomputed", ""]
+MOST_DIMENSIONS = 12
+LARGEST_SIZE = 2**40
 Size = tuple[int, int, int]  # rows, inner, columns
 
 
@@ -152,7 +154,9 @@ def _layer_gemms(operator: Operator) -> list[Size]:
 
 
 def _is_shape(shape: Any) -> bool:
-    return isinstance(shape, list) and all(isinstance(size, int) for size in shape)
+    """Whether these are the sizes of a tensor."""
+    is_list = isinstance(shape, list) and len(shape) <= MOST_DIMENSIONS
+    return is_list and all(isinstance(size, int) and 0 <= size <= LARGEST_SIZE for size in shape)
 
 
 def _find_passes(gemms: Sequence[TracedGemm]) -> None:

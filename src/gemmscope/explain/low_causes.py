@@ -80,8 +80,10 @@ def _unmatched(backward: list[TimedWork], high: list[TimedWork]) -> list[TimedWo
     """Without the backward of layers whose forward is high already: two GEMMs of the same size for each of theirs."""
     forward = Counter(item.gemm.sides for item in high if item.gemm.pass_name == "fprop")
     kept: list[TimedWork] = []
-    for sides in dict.fromkeys(item.gemm.sides for item in backward):
-        items = [item for item in backward if item.gemm.sides == sides]
+    by_sides: dict[tuple[int, ...], list[TimedWork]] = {}
+    for item in backward:
+        by_sides.setdefault(item.gemm.sides, []).append(item)
+    for sides, items in by_sides.items():
         passes = Counter(item.gemm.pass_name for item in items)
         items.sort(key=lambda item: passes[item.gemm.pass_name])  # the pass with most is kept high
         kept += items[2 * forward[sides] :]
@@ -144,7 +146,8 @@ def _recast(step: StepEvidence) -> Iterator[Cause]:
     per_gemm = tensors * step.view.count / max(len(forward), 1)
     if min(counts[1:]) < 0.9 * counts[0] or per_gemm < 1.2:
         return
-    weights_ms = sum(item.share * _weight_share(item, forward) for item in casts) / 1000
+    shares = _weight_shares(forward)
+    weights_ms = sum(item.share * shares.get(_layer(item), shares[""]) for item in casts) / 1000
     cost = weights_ms * (count - 1) / count
     kernels = ", ".join(f"{number:.0f}" for number in counts[:8])
     evidence = [
@@ -172,13 +175,21 @@ def _forward_casts(step: StepEvidence) -> list[tuple[list[TimedWork], int]]:
     return list(zip(casts, batches, strict=True))
 
 
-def _weight_share(item: TimedWork, forward: list[TimedWork]) -> float:
-    """Share of the weight among the elements that the layer of this cast quantizes in forward; a half if sizes are unknown."""
-    layer = item.scope.operators[-1].name if item.scope.operators else ""
-    sizes = [item.gemm.size for item in forward if item.gemm.size and item.gemm.layer == layer]
-    sizes = sizes or [item.gemm.size for item in forward if item.gemm.size]
-    inputs, weights = sum(m * k for m, k, _ in sizes), sum(k * n for _, k, n in sizes)
-    return weights / (inputs + weights) if sizes else 0.5
+def _layer(cast: TimedWork) -> str:
+    return cast.scope.operators[-1].name if cast.scope.operators else ""
+
+
+def _weight_shares(forward: list[TimedWork]) -> dict[str, float]:
+    """Of each layer: the share of the weight among the elements that it quantizes in forward. "": of all layers together; a half
+    if sizes are unknown."""
+    inputs, weights = Counter[str](), Counter[str]()
+    for item in forward:
+        if item.gemm.size:
+            m, k, n = item.gemm.size
+            for layer in {item.gemm.layer, ""}:
+                inputs[layer] += m * k
+                weights[layer] += k * n
+    return {"": 0.5} | {layer: weights[layer] / ((inputs[layer] + weights[layer]) or 1) for layer in weights}
 
 
 def _poor_kernel(step: StepEvidence) -> Iterator[Cause]:

@@ -5,6 +5,7 @@ The kernel name decides (`engine/kernel_names.toml`). Where it is not specific, 
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -111,11 +112,17 @@ def _precision(name: str, facts: KernelFacts, operator: Operator | None) -> str:
     return next((precision for text, precision in TORCH_TYPES if text in types), UNKNOWN_PRECISION)
 
 
+def _class_of_operators(names: Iterable[str]) -> str:
+    """The class that the operators give, by the first rule that fits any of them; empty if none does."""
+    rules = _operator_rules()
+    first = min(map(_first_rule, names), default=len(rules))
+    return rules[first][1] if first < len(rules) else ""
+
+
 @cache
-def _class_of_operators(names: tuple[str, ...]) -> str:
-    """The class that the operators give, innermost first; empty if none does."""
-    classes = (kind for pattern, kind in _operator_rules() if any(pattern.search(name) for name in reversed(names)))
-    return next(classes, "")
+def _first_rule(name: str) -> int:
+    rules = _operator_rules()
+    return next((number for number, (pattern, _) in enumerate(rules) if pattern.search(name)), len(rules))
 
 
 @cache

@@ -28,6 +28,7 @@ from gemmscope.folders import temporary_folder
 from gemmscope.say import say
 
 CLOCK_SECONDS = 0.02  # between two readings of the GPU clock
+MOST_STEPS = 1000  # the profiler keeps all of them in memory
 PACKAGES = ("transformer_engine", "torchao", "megatron-core", "torchtitan", "transformers", "accelerate")
 
 
@@ -39,8 +40,9 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
     """
 
     def __init__(self, path: str | Path, *, steps: int = 3, after: int = 10, ranks: tuple[int, ...] = (0,)) -> None:
-        if steps < 1 or after < 0:
-            raise ValueError(f"steps must be at least 1 and after at least 0, got steps={steps}, after={after}")
+        if not 1 <= steps <= MOST_STEPS or after < 0:
+            limits = f"steps must be between 1 and {MOST_STEPS}, and after at least 0"
+            raise ValueError(f"{limits}, got steps={steps}, after={after}")
         rank = int(os.environ.get("RANK", "0") or 0)
         self.path = Path(path) if len(ranks) < 2 else _with_rank(Path(path), rank)
         self.steps, self.after = steps, after

@@ -6,8 +6,12 @@ elementwise kernel belongs.
 
 import re
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from functools import cache
+from heapq import heappop, heappush
+from itertools import islice
+from math import inf, nextafter
 from typing import Any, Literal
 
 from gemmscope.explain.trace import ATTENTION_FORWARD, Operator, RecordedTrace
@@ -17,6 +21,7 @@ FORWARD_FUNCTIONS = re.compile(
     r"^aten::linear$|Linear|MLP|RMSNorm|LayerNorm|FlashAttn|FusedAttn|^CompiledFunction$|^matmul_with_hp_or"
 )
 EVALUATES = "autograd::engine::evaluate_function"
+DEEPEST = 32  # operators inside each other that are kept from either end; real traces have fewer
 OPTIMIZER_MARKS = ("Optimizer.step", "optimizer.step", "optimizer_step", "optimizer")
 
 
@@ -52,18 +57,50 @@ def scopes(trace: RecordedTrace) -> list[Scope]:
     for thread, launches in by_thread.items():
         launches.sort()
         waiting = operators.get(thread, [])
-        at = 0
-        opened: tuple[Operator, ...] = ()
+        at, stack = 0, _OpenOperators()
         for moment, number in launches:
             while at < len(waiting) and waiting[at].start <= moment:
-                opened = (*(operator for operator in opened if operator.end > waiting[at].start), waiting[at])
+                stack.close_until(waiting[at].start)
+                stack.open(waiting[at])
                 at += 1
-            if any(operator.end < moment for operator in opened):
-                opened = tuple(operator for operator in opened if operator.end >= moment)
+            stack.close_until(nextafter(moment, -inf))
+            opened = stack.operators()
             span = bisect_right(optimizing, (moment, inf)) - 1
             optimizes = span >= 0 and optimizing[span][1] >= moment
             result[number] = Scope(opened, moment, "optimizer" if optimizes else _phase(opened, trace))
     return _whole_layers(result)
+
+
+class _OpenOperators:
+    """The operators that are open on a thread, in the order in which they began. They may overlap without being nested."""
+
+    def __init__(self) -> None:
+        self._opened: dict[int, Operator] = {}
+        self._ends: list[tuple[float, int]] = []
+        self._number = 0
+        self._operators: tuple[Operator, ...] | None = ()
+
+    def open(self, operator: Operator) -> None:
+        self._number += 1
+        self._opened[self._number] = operator
+        heappush(self._ends, (operator.end, self._number))
+        self._operators = None
+
+    def close_until(self, moment: float) -> None:
+        """Remove those that ended at this moment or before."""
+        while self._ends and self._ends[0][0] <= moment:
+            del self._opened[heappop(self._ends)[1]]
+            self._operators = None
+
+    def operators(self) -> tuple[Operator, ...]:
+        """Of very many, the outermost and the innermost."""
+        if self._operators is None:
+            every = self._opened.values()
+            if len(every) <= 2 * DEEPEST:
+                self._operators = tuple(every)
+            else:
+                self._operators = (*islice(every, DEEPEST), *reversed(tuple(islice(reversed(every), DEEPEST))))
+        return self._operators
 
 
 def _whole_layers(result: list[Scope]) -> list[Scope]:
@@ -92,6 +129,7 @@ def _phase(current: tuple[Operator, ...], trace: RecordedTrace) -> Phase:
     return "recomputed" if any(map(is_forward_function, names[node + 1 :])) else "backward"
 
 
+@cache
 def is_forward_function(name: str) -> bool:
     """Operators that backward never calls itself: inside backward, they recompute a layer.
 
@@ -110,11 +148,12 @@ def optimizer_spans(trace: RecordedTrace) -> list[tuple[float, float]]:
     """
     nodes = [operator for operator in trace.operators if operator.name.startswith(EVALUATES)]
     starts = [node.start for node in nodes]
+    latest = _RangeMaximum([node.end for node in nodes])
     spans: list[tuple[float, float]] = []
     for mark in trace.marks:
         if mark.name.startswith(OPTIMIZER_MARKS):
-            inside = nodes[bisect_left(starts, mark.start) : bisect_right(starts, mark.end)]
-            spans.append((min(max((node.end for node in inside), default=mark.start), mark.end), mark.end))
+            backward = latest.between(bisect_left(starts, mark.start), bisect_right(starts, mark.end))
+            spans.append((mark.start if backward is None else min(backward, mark.end), mark.end))
     merged: list[tuple[float, float]] = []
     for begin, end in sorted(spans):
         if merged and begin <= merged[-1][1]:
@@ -122,3 +161,25 @@ def optimizer_spans(trace: RecordedTrace) -> list[tuple[float, float]]:
         else:
             merged.append((begin, end))
     return merged
+
+
+class _RangeMaximum:
+    """Answers at once which is the largest of any stretch of the values."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self._levels = [list(values)]  # level n: of 2**n values each
+        while (half := 1 << (len(self._levels) - 1)) * 2 <= len(values):
+            last = self._levels[-1]
+            self._levels.append(list(map(max, last, last[half:])))
+
+    def between(self, first: int, end: int) -> float | None:
+        """None if the stretch is empty.
+
+        >>> maximum = _RangeMaximum([3, 1, 4, 1, 5])
+        >>> maximum.between(0, 2), maximum.between(1, 4), maximum.between(0, 5), maximum.between(2, 2)
+        (3, 4, 5, None)
+        """
+        if first >= end:
+            return None
+        level = (end - first).bit_length() - 1
+        return max(self._levels[level][first], self._levels[level][end - (1 << level)])

@@ -49,6 +49,11 @@ class Steps:
 def find_steps(trace: RecordedTrace, count: int | None = None) -> Steps:
     """`count`: the number of steps in the trace, if the user gives it."""
     if count is not None:
+        if count > len(trace.work):
+            raise UserError(
+                f"{option('steps', count)}: {trace.path} has only {len(trace.work):,} kernels and copies",
+                "give the number of training steps that were recorded",
+            )
         begin, end = trace.work[0].start, max(work.end for work in trace.work)
         if end <= begin:
             raise UserError(f"{trace.path} is not valid: all GPU work begins and ends at the same time", HOW_TO_RECORD)

@@ -4,54 +4,49 @@ The text is read in pieces. Each event is decoded as soon as it is complete, yie
 `head`: device properties, ranks, versions) is kept. Memory use is limited by one piece and one event, not by the file.
 """
 
-import gzip
 import io
 import json
 import re
-import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gemmscope.errors import UserError
+from gemmscope.errors import UserError, option, shown
+from gemmscope.reading import InputFile
 
 PIECE = 4 << 20  # characters read at once
-LONGEST_EVENT = 64 << 20  # characters: a longer event means invalid JSON
+LONGEST_EVENT = 8 << 20  # characters: a longer event means invalid JSON
+LONGEST_HEAD = 16 << 20  # characters of everything besides the events
+MOST_MEMBERS = 10_000  # of the outermost object
+MOST_EVENTS = 20_000_000
 HOW_TO_RECORD = "record one with three lines in your training loop: gemmscope trace-me"
 _SPACE = re.compile(r"[ \t\r\n]*")
 _BETWEEN = re.compile(r"[ \t\r\n,]*")
-MOST_PACKED = 3  # times that a file may be gzipped: copying it may have compressed it again
-_GZIP_MAGIC = b"\x1f\x8b"
+A_TRACE = "name a trace file, as the PyTorch profiler writes it"
 
 
 class EventStream:
     """Iterate over it for the events; afterwards `head` holds everything else that the file says."""
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, source: str | Path | InputFile) -> None:
+        self.source = source if isinstance(source, InputFile) else InputFile(source, A_TRACE)
         self.head: dict[str, Any] = {}
         self.characters = 0
+        self._head_size = self._length = self._members_read = self._events_read = 0
+        self._advanced, self._token_end = False, 0  # since the last piece; in characters from the beginning
         self._text: io.TextIOBase | None = None
         self._buffer, self._at, self._ended = "", 0, False
-        self._decode = json.JSONDecoder(strict=False).raw_decode
+        self._decode: Any = vars(json.JSONDecoder(strict=False))["scan_once"]  # raw_decode without its wrapper
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        try:
-            with _opened(self.path) as text:
-                self._text = text
-                yield from self._whole()
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise UserError(f"{self.path} is truncated or damaged: its gzip data is not complete", "copy it again") from error
-        except (OSError, ValueError) as error:  # the path may hold a zero byte
-            reason = getattr(error, "strerror", None) or error
-            hint = "name a trace file, as the PyTorch profiler writes it"
-            raise UserError(f"{self.path} cannot be read: {reason}", hint) from error
+        with self.source.open(unpack=True) as stream:
+            self._text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="replace")
+            yield from self._whole()
 
     def _whole(self) -> Iterator[dict[str, Any]]:
         first = self._peek()
         if first not in "[{":
-            raise UserError(f"{self.path} is not a trace: it does not begin like JSON", HOW_TO_RECORD)
+            raise UserError(f"{self.source} is not a trace: it does not begin like JSON", HOW_TO_RECORD)
         self._at += 1
         yield from self._events(may_stop=True) if first == "[" else self._members()
 
@@ -68,10 +63,25 @@ class EventStream:
                 self._at += 1
                 yield from self._events(may_stop=False)
             else:
-                self.head[key] = self._value()
+                self._keep(key, self._value())
+                if not found and {"schema_version", "kind"} <= self.head.keys():
+                    raise UserError(
+                        f"{self.source} is a run file, not a trace",
+                        f"gemmscope explain TRACE {option('against', self.source)}, if step or bench wrote it;"
+                        f" gemmscope report {self.source} shows it",
+                    )
         if not found:
-            known = ", ".join(list(self.head)[:4]) or "nothing"
-            raise UserError(f"{self.path} is JSON, but not a trace: it has no traceEvents (it has {known})", HOW_TO_RECORD)
+            known = ", ".join(map(shown, list(self.head)[:4])) or "nothing"
+            raise UserError(f"{self.source} is JSON, but not a trace: it has no traceEvents (it has {known})", HOW_TO_RECORD)
+
+    def _keep(self, key: str, value: Any) -> None:
+        """Keep a member of the outermost object, unless there is too much of them."""
+        self._head_size += self._length
+        self._members_read += 1
+        if self._head_size > LONGEST_HEAD or self._members_read > MOST_MEMBERS:
+            limits = f"{LONGEST_HEAD >> 20} MiB or {MOST_MEMBERS:,} members"
+            raise UserError(f"{self.source} is not a trace: it has more than {limits} besides its events", HOW_TO_RECORD)
+        self.head[key] = value
 
     def _events(self, *, may_stop: bool) -> Iterator[dict[str, Any]]:
         """The elements of an array; Chrome allows a bare array to end without its bracket."""
@@ -79,7 +89,9 @@ class EventStream:
             self._at = _BETWEEN.match(self._buffer, self._at).end()  # type: ignore[union-attr]
             try:
                 value, self._at = self._decode(self._buffer, self._at)
-            except (ValueError, RecursionError):  # a number of thousands of digits is a ValueError, too
+            except RecursionError:
+                raise self._too_deep() from None
+            except (ValueError, StopIteration):  # also a number of thousands of digits
                 if self._buffer.startswith("]", self._at):
                     self._at += 1
                     return
@@ -88,18 +100,26 @@ class EventStream:
                         return
                     raise self._invalid() from None
                 continue
+            self._advanced = True
+            self._events_read += 1
+            if self._events_read > MOST_EVENTS:
+                raise UserError(f"{self.source} has more than {MOST_EVENTS:,} events", "record fewer steps")
             if isinstance(value, dict):
                 yield value
 
     def _value(self) -> Any:
+        """The next value; `_length` is the number of its characters."""
         while True:
             at = _SPACE.match(self._buffer, self._at).end()  # type: ignore[union-attr]
             try:
                 value, end = self._decode(self._buffer, at)
-            except (ValueError, RecursionError):  # a number of thousands of digits is a ValueError, too
+            except RecursionError:
+                raise self._too_deep() from None
+            except (ValueError, StopIteration):  # also a number of thousands of digits
                 end = len(self._buffer)
             if end < len(self._buffer):  # a number at the end of the buffer may continue
-                self._at = end
+                self._at, self._length = end, end - at
+                self._advanced = True
                 return value
             self._at = at
             if not self._more():
@@ -116,7 +136,9 @@ class EventStream:
 
     def _more(self) -> bool:
         """Read another piece; False at the end of the file, or if the text so far is too long for an event."""
-        if self._ended or len(self._buffer) - self._at > LONGEST_EVENT:
+        if self._advanced:
+            self._advanced, self._token_end = False, self._place()
+        if self._ended or self.characters - self._token_end > LONGEST_EVENT:
             return False
         assert self._text is not None
         piece = self._text.read(max(PIECE, len(self._buffer) - self._at))
@@ -125,24 +147,23 @@ class EventStream:
         self._buffer, self._at = self._buffer[self._at :] + piece, 0
         return not self._ended
 
+    def _place(self) -> int:
+        """How many characters of the file come before the one that is next."""
+        return self.characters - (len(self._buffer) - self._at)
+
+    def _too_deep(self) -> UserError:
+        return UserError(f"{self.source} is not a trace: its JSON is nested too deeply", HOW_TO_RECORD)
+
     def _invalid(self) -> UserError:
-        place = self.characters - (len(self._buffer) - self._at)
+        place = self._place()
         if not self.characters:
-            return UserError(f"{self.path} is empty", HOW_TO_RECORD)
+            return UserError(f"{self.source} is empty", HOW_TO_RECORD)
         if self._ended:
             return UserError(
-                f"{self.path} is truncated or damaged: the JSON from character {place:,} to {self.characters:,} is not complete",
+                f"{self.source} is truncated or damaged: its JSON from character {place:,} to {self.characters:,} is incomplete",
                 "copy it again, or let the profiler finish writing before the job ends",
             )
-        return UserError(f"{self.path} is not valid JSON from character {place:,} on", HOW_TO_RECORD)
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[io.TextIOBase]:
-    """The text of a file, decompressed if it is gzipped, whatever its name."""
-    with path.open("rb") as raw:
-        reader: Any = raw
-        for _ in range(MOST_PACKED):
-            if reader.peek(2)[:2] == _GZIP_MAGIC:
-                reader = io.BufferedReader(gzip.GzipFile(fileobj=reader, mode="rb"), 1 << 20)
-        yield io.TextIOWrapper(reader, encoding="utf-8-sig", errors="replace")
+        longest = f"{LONGEST_EVENT >> 20} MiB"
+        return UserError(
+            f"{self.source} is not valid JSON from character {place:,} on, or has over {longest} there", HOW_TO_RECORD
+        )

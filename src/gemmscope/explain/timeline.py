@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from gemmscope.errors import UserError, option
 from gemmscope.explain.scopes import Scope
 from gemmscope.explain.steps import RecordedStep
 from gemmscope.explain.trace import GpuWork, RecordedTrace
@@ -21,6 +22,7 @@ Idle = Literal[
 HOST_IDLE: tuple[Idle, ...] = ("late launch", "late launch after synchronization", "no launch for over 1 ms")
 NOWHERE = Scope()
 SHORT_US = 10.0  # usual gap between two kernels that were both launched in time
+MOST_SHARES = 1_000_000  # pieces of work that run through several steps
 NO_LAUNCH_US = 1000.0  # without a single launch the CPU is busy with something else
 
 
@@ -51,57 +53,87 @@ class Shares:
 def share_out(trace: RecordedTrace, scopes: Sequence[Scope], steps: Sequence[RecordedStep], ranks: Sequence[int]) -> list[Shares]:
     """The shares of each step. `ranks`: of all work, 0 computation, 1 copies, 2 communication."""
     calls = sorted(call.end for call in trace.launches.values())
-    longest = max(work.time for work in trace.work)
-    return [_share_out(trace, scopes, step, ranks, calls, longest) for step in steps]
+    left = MOST_SHARES + 2 * len(trace.work)
+    result = [Shares() for _ in steps]
+    running: list[int] = []  # work that began before the step
+    at = 0
+    for step, shares in sorted(zip(steps, result, strict=True), key=lambda pair: pair[0].begin):
+        while at < len(trace.work) and trace.work[at].start < step.begin:
+            running.append(at)
+            at += 1
+        running = [number for number in running if trace.work[number].end > step.begin]
+        inside = [*running, *range(at, bisect_left(trace.work, step.end, lo=at, key=lambda work: work.start))]
+        left -= len(inside)
+        if left < 0:
+            raise UserError(
+                f"{trace.path}: too many kernels run through several of its {len(steps):,} steps",
+                f"give the number of training steps with {option('steps', 'N')}",
+            )
+        _share_out(shares, trace, scopes, step, ranks, calls, inside)
+    return result
 
 
 def _share_out(
-    trace: RecordedTrace, scopes: Sequence[Scope], step: RecordedStep, ranks: Sequence[int], calls: list[float], longest: float
-) -> Shares:
-    result = Shares()
+    result: Shares, trace: RecordedTrace, scopes: Sequence[Scope], step: RecordedStep, ranks: Sequence[int],
+    calls: list[float], inside: Sequence[int],
+) -> None:  # fmt: skip
     edges: list[tuple[float, int, int]] = []
-    first = bisect_left(trace.work, step.begin - longest, key=lambda work: work.start)
-    for number in range(first, len(trace.work)):
+    for number in inside:
         work = trace.work[number]
-        if work.start >= step.end:
-            break
         begin, end = max(work.start, step.begin), min(work.end, step.end)
         if end > begin:
             edges += [(begin, 1, number), (end, 0, number)]
     edges.sort()
-    active: tuple[dict[int, None], ...] = ({}, {}, {})
+    groups = (_Running(), _Running(), _Running())
     before = step.begin
     idle_from: float | None = step.begin
     for moment, opens, number in edges:
         if moment > before:
-            _divide(result, active, moment - before)
+            _divide(result, groups, moment - before)
         before = moment
-        group = active[ranks[number]]
+        group = groups[ranks[number]]
         if opens:
             if idle_from is not None and moment > idle_from:
                 result.gaps.append(_gap(trace, idle_from, moment, trace.work[number], scopes[number], calls))
             idle_from = None
-            group[number] = None
+            group.begin(number)
         else:
-            group.pop(number, None)
-            if not any(active):
+            if share := group.end(number):
+                result.of[number] = share
+            if not any(group.since for group in groups):
                 idle_from = moment
     if idle_from is not None and step.end > idle_from:
         at = bisect_left(trace.work, step.end - 1e-3, key=lambda work: work.start)
         after = trace.work[at] if at < len(trace.work) else None
         result.gaps.append(_gap(trace, idle_from, step.end, after, NOWHERE, calls))
-    return result
 
 
-def _divide(result: Shares, active: tuple[dict[int, None], ...], time: float) -> None:
-    group = next((running for running in active if running), None)
+class _Running:
+    """The work of one rank that runs at a moment. `each`: the time that every one of them has had since the first began."""
+
+    def __init__(self) -> None:
+        self.since: dict[int, float] = {}  # `each` at the begin
+        self.each = 0.0
+
+    def begin(self, number: int) -> None:
+        self.since[number] = self.each
+
+    def end(self, number: int) -> float:
+        """Its share of the time."""
+        share = self.each - self.since.pop(number)
+        if not self.since:
+            self.each = 0.0
+        return share
+
+
+def _divide(result: Shares, groups: tuple[_Running, ...], time: float) -> None:
+    group = next((running for running in groups if running.since), None)
     if group is None:
         return
-    for number in group:
-        result.of[number] = result.of.get(number, 0.0) + time / len(group)
-    if len(group) > 1 and group is active[0]:
+    group.each += time / len(group.since)
+    if len(group.since) > 1 and group is groups[0]:
         result.overlapped += time
-    if active[2] and group is not active[2]:
+    if groups[2].since and group is not groups[2]:
         result.hidden += time
 
 

@@ -7,13 +7,16 @@ first event of the trace.
 
 import re
 from collections import Counter
+from collections.abc import Sized
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from sys import intern
 from typing import Any
 
 from gemmscope.errors import UserError
 from gemmscope.explain.stream import HOW_TO_RECORD, EventStream
+from gemmscope.reading import InputFile
 
 # Category in lower case, as any profiler version writes it -> category here
 CATEGORIES = {
@@ -26,6 +29,9 @@ GEMM_OPERATORS = re.compile(r"aten::(_scaled|_grouped|_scaled_grouped)?_?(mm|add
 ATTENTION_FORWARD = re.compile(r"aten::_?(scaled_dot_product\w*attention|(flash|efficient|cudnn)_attention_forward)$")
 _WHOLE = re.compile(r"-?[0-9]{1,19}")
 SKEW_US = 20.0
+MOST_RECORDS = 3_000_000  # of about 1 KB each
+LONGEST_NAME = 8000  # characters: the demangled names of templates are long
+MOST_SHAPES = 2000  # of one operator: the weights of many experts
 LATEST_US = 1e20  # no valid timestamp is larger
 LONGEST_QUEUE_US = 10e6  # a kernel that starts later than this after its launch is on another clock
 
@@ -77,7 +83,7 @@ class Operator:
 class RecordedTrace:
     """The trace of one rank. `operator_names`: by external id, for operators of which only the name is kept."""
 
-    path: Path
+    source: InputFile
     work: list[GpuWork] = field(default_factory=list)
     launches: dict[Any, Call] = field(default_factory=dict)
     waits: list[Call] = field(default_factory=list)
@@ -90,6 +96,11 @@ class RecordedTrace:
     events: int = 0
     zero_us: float = 0.0  # time of the first event, as written
     skew_us: float = 0.0  # offset of the GPU clock from the CPU clock, as written
+
+    @property
+    def path(self) -> Path:
+        """As messages and results name it."""
+        return Path(str(self.source))
 
     @property
     def rank(self) -> int | None:
@@ -113,14 +124,18 @@ class RecordedTrace:
         return {operator.external: operator for operator in self.operators if operator.external is not None}
 
 
-def read_trace(path: str | Path) -> RecordedTrace:
+def read_trace(path: str | Path | InputFile) -> RecordedTrace:
     """Read one file; a `UserError` if it is not a trace or has no GPU work in it."""
     stream = EventStream(path)
-    trace = RecordedTrace(Path(path))
+    trace = RecordedTrace(stream.source)
     threads: dict[tuple[Any, Any], str] = {}
+    kept: tuple[Sized, ...] = (trace.work, trace.launches, trace.operators, trace.marks, trace.gpu_marks, threads)
     for event in stream:
         trace.events += 1
-        _take(trace, event, threads)
+        if event.get("ph", "X") in ("X", "M"):
+            _take(trace, event, threads)
+        if not trace.events % 10_000 and sum(map(len, kept)) > MOST_RECORDS:
+            raise UserError(f"{trace.path} has more than {MOST_RECORDS:,} kernels, launches and operators", "record fewer steps")
     trace.head = stream.head
     _require_gpu_work(trace)
     _one_device(trace)
@@ -131,6 +146,8 @@ def read_trace(path: str | Path) -> RecordedTrace:
 
 def _take(trace: RecordedTrace, event: dict[str, Any], threads: dict[tuple[Any, Any], str]) -> None:
     phase = event.get("ph", "X" if "dur" in event else None)  # some tools omit it
+    if phase is None:
+        return
     arguments, thread = _table(event.get("args")), _key(event.get("tid"))
     if phase == "M" and event.get("name") == "thread_name":
         threads[_key(event.get("pid")), thread] = str(arguments.get("name", ""))
@@ -175,8 +192,8 @@ def _take_operator(trace: RecordedTrace, kind: str, operator: Operator, argument
     explains = GEMM_OPERATORS.match(operator.name) or ATTENTION_FORWARD.match(operator.name)
     if operator.name.startswith(("aten::", "triton_")) and not explains:
         return
-    operator.shapes = _list(arguments.get("Input Dims", arguments.get("Input dims")))
-    operator.types = _list(arguments.get("Input type"))
+    operator.shapes = _list(arguments.get("Input Dims", arguments.get("Input dims")))[:MOST_SHAPES]
+    operator.types = _list(arguments.get("Input type"))[:MOST_SHAPES]
     operator.sequence = _integer(arguments.get("Sequence number"))
     trace.operators.append(operator)
 
@@ -249,7 +266,7 @@ def printable(value: Any) -> str:
     >>> printable("nvjet"), printable(chr(0xD800) + "x"), printable(None)
     ('nvjet', '?x', 'None')
     """
-    text = str(value)
+    text = str(value)[:LONGEST_NAME]
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
@@ -261,12 +278,12 @@ def _integer(value: Any) -> int | None:
 def _key(value: Any) -> Any:
     """An id that can be a dictionary key: numbers written as text become numbers.
 
-    >>> _key("7"), _key(7), _key("-1"), _key("--1"), _key("²"), _key([7])
-    (7, 7, -1, '--1', '²', None)
+    >>> _key("7"), _key(7), _key("-1"), _key("--1"), _key("²"), _key([7]), _key(float("nan"))
+    (7, 7, -1, '--1', '²', None, None)
     """
     if isinstance(value, str):
         return int(value) if _WHOLE.fullmatch(value) else value
-    return value if isinstance(value, (int, float)) else None
+    return value if isinstance(value, int) or (isinstance(value, float) and isfinite(value)) else None
 
 
 def _list(value: Any) -> list[Any]:

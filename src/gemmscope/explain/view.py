@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 from gemmscope.explain.gemms import NO_GEMM, TracedGemm, traced_gemms
@@ -50,15 +51,20 @@ class TraceView:
     gemms: dict[int, TracedGemm]
     shares: list[Shares]
 
-    def by_step(self) -> Iterator[list[TimedWork]]:
-        """The work of each chosen step, in the order it ran."""
-        for shares in self.shares:
-            yield [
-                TimedWork(
-                    index, self.trace.work[index], self.scopes[index], self.placed[index], share, self.gemms.get(index, NO_GEMM)
-                )
+    @cached_property
+    def _timed(self) -> list[list[TimedWork]]:
+        work, scopes, placed, gemms = self.trace.work, self.scopes, self.placed, self.gemms
+        return [
+            [
+                TimedWork(index, work[index], scopes[index], placed[index], share, gemms.get(index, NO_GEMM))
                 for index, share in sorted(shares.of.items())
             ]
+            for shares in self.shares
+        ]
+
+    def by_step(self) -> Iterator[list[TimedWork]]:
+        """The work of each chosen step, in the order it ran."""
+        return iter(self._timed)
 
     def items(self) -> list[TimedWork]:
         return [item for step in self.by_step() for item in step]
