@@ -1,5 +1,6 @@
 """`gemmscope explain`: why a recorded training step is not faster, from its profiler trace."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
