@@ -69,7 +69,7 @@ class JournaledRun:
 
 def journaled_runs(state: Path) -> dict[int, JournaledRun]:
     """Every run in the journal, by its number. The only place that knows the journal's tables."""
-    path = state / "gemmscope" / "journal.sqlite3"
+    path = next((state / "gemmscope").glob("journal*.sqlite3"), state / "none")
     if not path.exists():
         return {}
     with closing(sqlite3.connect(path, timeout=30)) as database:

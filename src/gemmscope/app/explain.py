@@ -1,6 +1,5 @@
 """`gemmscope explain`: why a recorded training step is not faster, from its profiler trace."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -95,7 +94,7 @@ def trace_files(traces: Sequence[PathLike]) -> list[Path]:
     files: list[Path] = []
     for path in map(Path, traces):
         try:
-            names = sorted(os.listdir(path)) if os.path.isdir(path) else None
+            names = sorted(file.name for file in path.iterdir()) if path.is_dir() else None
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror or error}", A_TRACE) from None
         inside = [path] if names is None else [path / name for name in names if name.endswith((".json", ".json.gz"))]
