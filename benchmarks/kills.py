@@ -343,6 +343,8 @@ class Chain:
         self._check_size(size)
         settled = bool(runs) and runs[max(runs)].finished
         written = Bursts(bursts_in(result))
+        for beside in self.result.parent.glob(f"{self.result.stem}.interrupted*"):  # where the file had more samples
+            written |= Bursts(bursts_in(json.loads(beside.read_text())))
         if forgotten := self.kept - kept:
             self._problem("lost samples", f"{forgotten.total()} bursts are no longer in the journal", forgotten.total())
         if ended.code == 0 or settled:  # everything must be in the result

@@ -18,7 +18,7 @@ from gemmscope.folders import cache_folder
 
 _START = (
     "import sys; sys.path[:1] == [''] and sys.path.pop(0); root = sys.argv.pop(1); root in sys.path or sys.path.append(root); "
-    "from gemmscope.process import _run_worker; _run_worker()"
+    "from gemmscope.process import _run_worker; _run_worker(int(sys.argv.pop(1)))"
 )
 
 
@@ -29,7 +29,7 @@ def worker_command(module: str, *arguments: str) -> list[str]:
     ['gemmscope.model.hub', 'gpt2']
     """
     root = Path(__file__).resolve().parent.parent  # the worker imports this package from the same place
-    return [sys.executable, "-c", _START, str(root), module, *arguments]
+    return [sys.executable, "-c", _START, str(root), str(os.getpid()), module, *arguments]
 
 
 def worker_environment() -> dict[str, str]:
@@ -64,17 +64,16 @@ def without_jax() -> Iterator[None]:
         sys.modules.pop("jax", None)
 
 
-def _run_worker() -> None:
+def _run_worker(parent: int) -> None:
     import runpy
 
-    end_with_parent()
+    end_with_parent(parent)
     module = sys.argv.pop(1)
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def end_with_parent() -> None:
-    """End this process within about a second after its parent, however the parent ends."""
-    parent = os.getppid()
+def end_with_parent(parent: int) -> None:
+    """End this process within about a second after its parent, however and whenever the parent ends."""
 
     def watch() -> None:
         while os.getppid() == parent:

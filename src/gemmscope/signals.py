@@ -100,6 +100,23 @@ def ignore() -> None:
 
 
 @contextmanager
+def blocked() -> Iterator[None]:
+    """While a process is started: it inherits that these signals wait, until it can handle them (`leave_to_parent`)."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def leave_to_parent() -> None:
+    """For a process whose parent decides when it ends: batch systems send these signals to every process of a job."""
+    for number in ENDING:
+        signal.signal(number, lambda *_: None)  # a function, which processes that it starts do not inherit
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+
+
+@contextmanager
 def held() -> Iterator[Held]:
     """Note signals instead of raising them. At the end they are raised: in the command line always, for its exit code; in Python
     unless somebody has `answered`, where only Ctrl-C is held, and nothing outside of the main thread. Inside another `held` it is
@@ -118,6 +135,10 @@ def held() -> Iterator[Held]:
         signal.signal(signal.SIGINT, _handle)
     try:
         yield mine
+    except OSError as error:  # a terminal that was closed sends SIGHUP, and cannot be written to any more
+        if mine.first is None or not _installed:
+            raise
+        raise mine.interruption() from error
     finally:
         if replaced:
             signal.signal(signal.SIGINT, before)

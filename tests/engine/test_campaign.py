@@ -15,8 +15,8 @@ import pytest
 from gemmscope.bench.campaign import LinearCampaign, _of_one_case, _of_one_recipe
 from gemmscope.bench.measurements import Measurements
 from gemmscope.engine.journal import Journal, RecordedRun
-from gemmscope.engine.link import WorkerEndedError
-from gemmscope.engine.messages import Begin, Done, Failed, Hello, Message, Round, Sampled
+from gemmscope.engine.link import LocalWorkers, WorkerEndedError
+from gemmscope.engine.messages import Attempted, Begin, Done, Failed, Hello, Message, Noticed, Round, Sampled
 from gemmscope.engine.rule import StoppingRule, Uncertainty
 from gemmscope.errors import UserError
 from gemmscope.findings import finding
@@ -456,3 +456,31 @@ def test_another_try_looks_at_its_own_ops_only() -> None:
     assert every is not None
     assert own is not None
     assert own < every / 2
+
+
+def test_a_journal_of_other_tasks_is_one_message(tmp_path: Path) -> None:
+    with recorded(tmp_path) as recording:
+        campaign = small_campaign(recording, ["BF16"])
+        recording.write(campaign.part, Attempted([task.key for task in campaign.tasks]))
+        recording.write(campaign.part, Sampled({"another op": [1.0]}))
+    for first in (Attempted(["another op"]), Noticed("no such finding", {})):
+        with recorded(tmp_path, resume=True) as recording, pytest.raises(UserError, match="does not fit this measurement"):
+            small_campaign(recording, ["BF16"]).run()
+        with recorded(tmp_path) as recording:
+            recording.write(campaign.part, first)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_to_every_process_of_a_job_is_left_to_the_parent(
+    recording: RecordedRun, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """It reaches the worker while it still starts: the worker goes on."""
+    started = LocalWorkers.start
+
+    def start(self: LocalWorkers, module: str) -> Any:
+        link = started(self, module)
+        os.kill(link._process.pid, number)
+        return link
+
+    monkeypatch.setattr(LocalWorkers, "start", start)
+    assert all(result.measured for result in small_campaign(recording, ["BF16"]).run().tasks.values())

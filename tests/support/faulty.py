@@ -43,7 +43,7 @@ class Forked:
         reading, writing = os.pipe()
         self.returncode: int | None = None
         self.stdin = os.fdopen(writing, "wb", buffering=0)
-        self.pid = os.fork()
+        parent, self.pid = os.getpid(), os.fork()
         if self.pid == 0:
             os.setsid()
             os.dup2(reading, 0)
@@ -52,7 +52,7 @@ class Forked:
             sys.stdin = os.fdopen(0)
             sys.argv = [command[-2], str(pass_fds[0])]
             signals._held, signals._installed = None, False
-            _ending_here(lambda: (process.end_with_parent(), _worker(command[-2]).serve()))
+            _ending_here(lambda: (process.end_with_parent(parent), _worker(command[-2]).serve()))
         os.close(reading)
         self.running.append(self.pid)
 

@@ -11,10 +11,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from gemmscope.engine.messages import Begin, Failed, Hello, Ready, Round
-from gemmscope.say import say
+from gemmscope.say import Unfailing, say
 
 if TYPE_CHECKING:
     from gemmscope.bench.campaign import LinearCampaign
@@ -61,11 +61,14 @@ class Console(Reporter):
             yield lambda *_: None
             return
         from rich import progress
-        from rich.console import Console as RichConsole
 
         line = ProgressLine(campaign)
-        columns = (progress.SpinnerColumn(), progress.TextColumn("{task.description}"), progress.TimeElapsedColumn())
-        with progress.Progress(*columns, console=RichConsole(stderr=True), transient=True) as live:
+        columns = (
+            progress.SpinnerColumn(),
+            progress.TextColumn("{task.description}", markup=False),
+            progress.TimeElapsedColumn(),
+        )
+        with progress.Progress(*columns, console=_console(), transient=True) as live:
             task = live.add_task("loading the framework", total=None)
 
             def on_message(message: Message, results: ResultStore[Any]) -> None:
@@ -80,11 +83,10 @@ class Console(Reporter):
         if sys.stderr is None or not sys.stderr.isatty():
             yield lambda _: None
             return
-        from rich.console import Console as RichConsole
         from rich.live import Live
 
         begin = time.monotonic()
-        with Live(console=RichConsole(stderr=True, highlight=False), auto_refresh=False, transient=True) as live:
+        with Live(console=_console(), auto_refresh=False, transient=True) as live:
 
             def show(done: int) -> None:
                 seconds = time.monotonic() - begin
@@ -93,6 +95,13 @@ class Console(Reporter):
                     live.update(f"{done:,} of {total:,} {what}, about {left:.0f} s left", refresh=True)
 
             yield show
+
+
+def _console() -> Any:
+    """Standard error as rich writes to it. No text is markup, and a terminal that has gone is no error."""
+    from rich.console import Console as RichConsole
+
+    return RichConsole(file=cast("IO[str]", Unfailing()), highlight=False, markup=False)
 
 
 def rounds_left(rounds: int, half_width: float | None, target: float, least: int) -> float | None:

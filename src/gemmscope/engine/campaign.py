@@ -109,12 +109,19 @@ class Campaign(ABC, Generic[Results]):
         if not earlier:
             self._note(begun)
             return [], False
-        if earlier[0] != begun:
-            raise UserError("the journal has another course of this measurement", f"start again without {option('resume')}")
         following = (index for index, message in enumerate(earlier) if index and isinstance(message, Attempted))
         end = next(following, len(earlier))
-        for message in earlier[:end]:
-            self.results.take(message)
+        misfit = UserError(
+            "the journal does not fit this measurement: another version of gemmscope wrote it",
+            f"start again without {option('resume')}",
+        )
+        if earlier[0] != begun:
+            raise misfit
+        try:
+            for message in earlier[:end]:
+                self.results.take(message)
+        except (KeyError, TypeError) as error:  # tasks, or findings, that this measurement does not have
+            raise misfit from error
         return earlier[end:], end < len(earlier) or isinstance(earlier[end - 1], Done)
 
     def _measure(self, attempt: Attempt, signals: Held) -> None:
@@ -124,7 +131,7 @@ class Campaign(ABC, Generic[Results]):
             try:
                 ended = self._converse(link, left, attempt, signals)
             except WorkerEndedError as death:
-                ended = self._survive(death, left)
+                ended = signals.first is not None or self._survive(death, left)
             finally:
                 link.close()
             if ended:

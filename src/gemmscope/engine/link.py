@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Protocol
 from gemmscope.engine.messages import Message, parse
 from gemmscope.errors import shown
 from gemmscope.process import worker_command, worker_environment
-from gemmscope.signals import Held
+from gemmscope.signals import Held, blocked
 
 MOST_ERRORS = 1 << 16  # bytes of error output that are looked at
 LOOK_S = 1.0  # how often to see whether a process that is silent has ended: a child of it may keep the pipe open
@@ -93,16 +93,17 @@ class LocalLink:
             self._ending.pop().wait()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._reading, writing = os.pipe()
-        self._process = subprocess.Popen(
-            worker_command(module, str(writing)),
-            bufsize=0,
-            pass_fds=(writing,),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=self._errors,
-            env=worker_environment(),
-            start_new_session=True,  # Ctrl-C reaches only the parent, which then ends the worker
-        )
+        with blocked():
+            self._process = subprocess.Popen(
+                worker_command(module, str(writing)),
+                bufsize=0,
+                pass_fds=(writing,),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                env=worker_environment(),
+                start_new_session=True,  # Ctrl-C reaches only the parent, which then ends the worker
+            )
         os.close(writing)
         assert self._process.stdin is not None
         self._input = self._process.stdin

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import select
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from gemmscope.engine.timer import Burst
 from gemmscope.errors import in_a_line
 from gemmscope.gpu.nvml import Gpu, open_nvml
 from gemmscope.process import without_jax
-from gemmscope.signals import ENDING
+from gemmscope.signals import leave_to_parent
 
 
 def gpu_in_use() -> Gpu | None:
@@ -74,8 +73,7 @@ class MeasuringProcess:
     @classmethod
     def serve(cls) -> None:
         """Read the request from standard input, send messages to the descriptor named on the command line."""
-        for number in ENDING:  # batch systems send these to every process; when to end is the parent's decision
-            signal.signal(number, lambda *_: None)
+        leave_to_parent()
         descriptor = int(sys.argv[1])
         os.set_inheritable(descriptor, False)  # noqa: FBT003
         line = sys.stdin.readline()

@@ -109,9 +109,7 @@ class _Pool(Generic[Item, Output]):
 
 def _work(function: Callable[[Any], Any], connection: Connection, parent: int) -> None:
     signals.ignore()  # they reach the whole process group: the parent decides
-    end_with_parent()
-    if os.getppid() != parent:  # it has already ended
-        return
+    end_with_parent(parent)
     try:
         while True:
             item = connection.recv()
