@@ -118,3 +118,14 @@ def test_errors_speak_of_arguments(call: Callable[[], object], message: str) -> 
     with pytest.raises(gs.UserError, match=message) as raised:
         call()
     assert "--" not in str(raised.value).replace("--json", "").replace("--list-presets", "")
+
+
+@pytest.mark.parametrize("kind", ["object", "cycle", "deep"])
+def test_a_dictionary_that_no_file_could_hold(kind: str) -> None:
+    config: dict[str, object] = {"model_type": "llama"}
+    inside = config
+    for _ in range(3000 if kind == "deep" else 0):
+        inside["x"] = inside = dict[str, object]()
+    config["hidden_size"] = object() if kind == "object" else config if kind == "cycle" else 64
+    with pytest.raises(gs.UserError, match="the dictionary"):
+        gs.load(config)

@@ -25,7 +25,7 @@ from gemmscope.app.calibrate import Calibrated
 from gemmscope.app.choose import Choices
 from gemmscope.app.doctor import Diagnosis
 from gemmscope.app.model import ModelRun, load_model, model_run
-from gemmscope.errors import UserError
+from gemmscope.errors import UserError, in_a_line
 from gemmscope.files import write_text
 from gemmscope.model import presets
 from gemmscope.model.read import read_text
@@ -51,13 +51,17 @@ def load(model: str | Path | Mapping[str, Any] | None = None, **sizes: Any) -> M
     '3 dense'
     """
     if isinstance(model, Mapping):
-        return Model(read_text(json.dumps(model), "the dictionary"), {}, _call("gemmscope.load", "{...}"))
-    text = str(model) if model is not None else None
-    if text is not None and sizes:
-        raise UserError(f"the model is named twice: {text} and {', '.join(sizes)}", "keep one of them")
-    named = {} if text is None else {"preset" if text in presets.names() else "module" if ".py:" in text else "config": text}
+        try:
+            text = json.dumps(model)
+        except (TypeError, ValueError, RecursionError) as error:  # an object, a cycle, thousands of levels
+            raise UserError(f"the dictionary is not what a config.json can hold: {in_a_line(error)}") from error
+        return Model(read_text(text, "the dictionary"), {}, _call("gemmscope.load", "{...}"))
+    name = str(model) if model is not None else None
+    if name is not None and sizes:
+        raise UserError(f"the model is named twice: {name} and {', '.join(sizes)}", "keep one of them")
+    named = {} if name is None else {"preset" if name in presets.names() else "module" if ".py:" in name else "config": name}
     arguments = {**named, **sizes}
-    return Model(load_model(**arguments), arguments, _call("gemmscope.load", *([repr(text)] if text else []), **sizes))
+    return Model(load_model(**arguments), arguments, _call("gemmscope.load", *([repr(name)] if name else []), **sizes))
 
 
 @dataclass(frozen=True)

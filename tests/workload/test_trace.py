@@ -92,6 +92,26 @@ def test_ending_the_command_ends_the_tracing(tmp_path: Path, ending: signal.Sign
     assert not list(left.glob("gemmscope-*"))
 
 
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes in /proc")
+def test_what_a_killed_command_leaves_is_removed_by_the_next(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="tracing needs torch")
+    note, factory, left = tmp_path / "pid", tmp_path / "slow.py", tmp_path / "left"
+    left.mkdir()
+    says = f"pathlib.Path({str(note)!r}).write_text(str(os.getpid()))"
+    factory.write_text(f"import os, pathlib, time\ndef build():\n    {says}\n    time.sleep(60)\n")
+    command = [sys.executable, "-m", "gemmscope", "shapes", "--module", f"{factory}:build"]
+    command += ["--micro-batch-size", "1", "--sequence-length", "8"]
+    environment = {**os.environ, "TMPDIR": str(left)}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment) as parent:
+        assert wait_until(lambda: note.exists() and note.read_text(), 60)
+        parent.kill()
+    assert wait_until(lambda: not alive(int(note.read_text())), 10)
+    assert len(list(left.iterdir())) == 1
+    command[5] = f"{factory}:absent"
+    assert subprocess.run(command, capture_output=True, env=environment, check=False).returncode == 2
+    assert not list(left.iterdir())
+
+
 def test_a_factory_that_leaves_a_child_running_does_not_block(tmp_path: Path) -> None:
     """The child keeps the output of the tracing process open."""
     pytest.importorskip("torch", reason="tracing needs torch")

@@ -115,12 +115,12 @@ def _require(package: str, why: str) -> None:
 def _ask_worker(request: dict[str, Any], run: RunSpec, time_limit_s: float = float("inf")) -> ModuleTrace:
     _require("torch", "to trace a module")
     request |= {"micro_batch": run.micro_batch_size, "sequence": run.sequence_length}
+    text = json.dumps(request)
+    if len(text) > LARGEST_REQUEST:
+        raise UserError(f"it is too large to be traced: it has more than {LARGEST_REQUEST >> 20} MiB")
     try:
         with temporary_folder() as folder:
             request_path, answer_path = folder / "request.json", folder / "answer.json"
-            text = json.dumps(request)
-            if len(text) > LARGEST_REQUEST:
-                raise UserError(f"it is too large to be traced: it has more than {LARGEST_REQUEST >> 20} MiB")
             request_path.write_text(text, encoding="utf-8")
             files = (str(request_path), str(answer_path))
             worker = run_worker("gemmscope.workload.trace_worker", *files, time_limit_s=time_limit_s)
