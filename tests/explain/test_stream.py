@@ -114,7 +114,7 @@ def test_broken_in_the_middle_of_a_large_file(tmp_path: Path, monkeypatch: pytes
 
 def test_folder_and_missing(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none.json", Path("zero\0byte")):
-        with pytest.raises(UserError, match="cannot be read|is a folder"):
+        with pytest.raises(UserError, match=r"cannot be read|is a folder"):
             read(path)
 
 

@@ -3,7 +3,7 @@
 from importlib import import_module
 
 from gemmscope.document.model import Document
-from gemmscope.results.base import Result
+from gemmscope.results.base import Result, damage_reported
 
 BUILDERS = {
     "shapes": "gemmscope.document.shapes:shapes_document",
@@ -18,5 +18,6 @@ BUILDERS = {
 def document(result: Result, name: str = "") -> Document:
     """Everything there is to say about a result. `name`: of the run file that it was read from."""
     module, _, function = BUILDERS[result.kind].partition(":")
-    made: Document = getattr(import_module(module), function)(result, name)
+    with damage_reported(result):
+        made: Document = getattr(import_module(module), function)(result, name)
     return made
