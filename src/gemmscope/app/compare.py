@@ -6,6 +6,7 @@ from typing import cast
 
 from gemmscope.compare.rows import MeasuredResult, compare_runs
 from gemmscope.errors import UserError, option
+from gemmscope.results.base import damage_reported
 from gemmscope.results.compare import CompareResult
 from gemmscope.results.read import read_result
 
@@ -26,4 +27,5 @@ def compare(
         )
     results = [cast(MeasuredResult, read_result(run, ("bench", "step"))) if isinstance(run, (str, Path)) else run for run in runs]
     names = [str(run) if isinstance(run, (str, Path)) else f"run {number}" for number, run in enumerate(runs, start=1)]
-    return compare_runs(results, names, limit=fail_if_slower, command=command)
+    with damage_reported(*results):
+        return compare_runs(results, names, limit=fail_if_slower, command=command)

@@ -15,6 +15,7 @@ from gemmscope.explain.trace import read_trace
 from gemmscope.files import same_file
 from gemmscope.findings import Finding, finding
 from gemmscope.reading import InputFile, enough_memory
+from gemmscope.results.base import damage_reported
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.explain import ExplainResult, RankTime
 from gemmscope.results.read import read_result
@@ -60,7 +61,8 @@ def explain(
     comparisons = [with_twin(twin, diagnosis)] if twin is not None else []
     if isinstance(expected, (StepResult, BenchResult)):
         origin = str(against) if isinstance(against, (str, Path)) else f"the {expected.kind} result"
-        comparisons.append(with_prediction(diagnosis, expected, recipe, origin))
+        with damage_reported(expected):
+            comparisons.append(with_prediction(diagnosis, expected, recipe, origin))
     if job is not None:
         subject = rank_workload(job, reporter.say)
         model_flops = totals(subject.workload, subject.run, subject.source.model).gemm_flops

@@ -6,7 +6,7 @@ from pathlib import Path
 from gemmscope.document.build import document
 from gemmscope.document.combine import check_together, label
 from gemmscope.document.model import Document, Message
-from gemmscope.errors import UserError, in_a_line
+from gemmscope.errors import UserError
 from gemmscope.results.base import Result
 from gemmscope.results.read import read_result
 
@@ -22,22 +22,10 @@ def report(runs: Sequence[str | Path | Result]) -> tuple[list[Document], list[Me
         if isinstance(run, Result):
             documents.append(document(run, f"run {number}"))
         elif Path(run) in names:  # a file that is given twice is shown once
-            documents.append(_document(Path(run), names.pop(Path(run))))
+            documents.append(document(read_result(run), names.pop(Path(run))))
     if not documents:
         raise UserError("no run file is given", "gemmscope report bench.json -o report.html")
     return documents, check_together(documents)
-
-
-def _document(path: Path, name: str) -> Document:
-    result = read_result(path)
-    try:
-        return document(result, name)
-    except (TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError, OverflowError) as error:
-        # Some parts of a file are free in form (clocks, kernels, settings), so their values may still be invalid.
-        raise UserError(
-            f"{path} is damaged: its values are not valid ({ascii(in_a_line(error))[1:-1][:120]})",
-            f"run gemmscope {result.kind} again with --json",
-        ) from error
 
 
 def _names(paths: Sequence[Path]) -> dict[Path, str]:

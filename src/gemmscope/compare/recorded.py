@@ -5,11 +5,12 @@ With a twin, parts sum to the step on both sides, so do their differences.
 
 from collections.abc import Sequence
 
-from gemmscope.errors import UserError, option
+from gemmscope.errors import UserError, option, shown
 from gemmscope.explain.diagnose import TraceDiagnosis
 from gemmscope.explain.place import LOW
 from gemmscope.explain.view import add_up
 from gemmscope.findings import Finding, finding
+from gemmscope.interval import Interval
 from gemmscope.parts import STEP_PARTS, StepPart
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.bench import BenchResult
@@ -87,6 +88,8 @@ def with_prediction(diagnosis: TraceDiagnosis, run: StepResult | BenchResult, re
 
 def _recipe_of(diagnosis: TraceDiagnosis, known: Sequence[str], requested: str | None, origin: str) -> str:
     """Which of the known recipes the trace ran: the requested one, else by its GEMMs and casts."""
+    if not known:
+        raise UserError(f"{origin} has no times of any recipe: nothing was measured", "name a run file with results")
     if requested is not None:
         chosen = next((name for name in known if name.lower() == requested.lower()), None)
         if chosen is None:
@@ -106,10 +109,16 @@ def _recipe_of(diagnosis: TraceDiagnosis, known: Sequence[str], requested: str |
     return chosen
 
 
+def _require_time(time: Interval, recipe: str, origin: str) -> None:
+    if not time.value > 0:
+        raise UserError(f"{origin} is damaged: its time of {recipe} is {shown(time.value)}", "measure again")
+
+
 def _with_step(diagnosis: TraceDiagnosis, run: StepResult, requested: str | None, origin: str) -> StepComparison:
     name = _recipe_of(diagnosis, [time.recipe for time in run.step.recipes], requested, origin)
     predicted = run.step.of(name)
     assert predicted is not None
+    _require_time(predicted.step_ms, name, origin)
     _require_same_step(diagnosis, run, predicted, origin)
     expected = add_up((ALIASES.get(level.part, level.part), level.recipe_ms) for level in predicted.waterfall)
     step_ms = diagnosis.account.step_ms
@@ -151,6 +160,7 @@ def _with_bench(diagnosis: TraceDiagnosis, run: BenchResult, requested: str | No
         raise UserError(f"{origin} has no linears with quantization (autocast)", "run gemmscope bench with a model")
     name = _recipe_of(diagnosis, list(totals), requested, origin)
     _require_same_linears(diagnosis, run, origin)
+    _require_time(totals[name].total_ms, name, origin)
     total, micro_batches = totals[name], diagnosis.account.micro_batches
     actual = dict(diagnosis.account.parts_ms)
     gemms_ms, quantization_ms = actual.pop("GEMMs", 0.0), actual.pop("quantization", 0.0)

@@ -6,7 +6,7 @@ A result is data, and may hold any text. A Document is for people: it leaves her
 from importlib import import_module
 
 from gemmscope.document.model import Document, visible
-from gemmscope.results.base import Result
+from gemmscope.results.base import Result, damage_reported
 
 BUILDERS = {
     "shapes": "gemmscope.document.shapes:shapes_document",
@@ -21,5 +21,6 @@ BUILDERS = {
 def document(result: Result, name: str = "") -> Document:
     """Everything there is to say about a result. `name`: of the run file that it was read from."""
     module, _, function = BUILDERS[result.kind].partition(":")
-    made: Document = visible(getattr(import_module(module), function)(result, name))
+    with damage_reported(result):
+        made: Document = visible(getattr(import_module(module), function)(result, name))
     return made

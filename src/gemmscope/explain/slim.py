@@ -25,7 +25,7 @@ KEPT_HEAD = ("schemaVersion", "deviceProperties", "distributedInfo", "displayTim
 def slim_file(raw_path: Path, target: Path, facts: dict[str, Any]) -> None:
     """Write the small, gzipped form of a trace file, with facts about the run. Memory use is limited."""
     first = EventStream(raw_path)
-    wanted = {_arguments(event).get("External id") for event in first if event.get("cat") in GPU_CATEGORIES} - {None}
+    wanted = {_external_id(event) for event in first if event.get("cat") in GPU_CATEGORIES} - {None}
     head = {"gemmscope": facts, **{key: value for key, value in first.head.items() if key in KEPT_HEAD}}
     with replacing(target) as raw, text_into(raw, packed=True) as out:
         out.write(json.dumps(head, separators=(",", ":"))[:-1] + ',"traceEvents":[')
@@ -48,13 +48,18 @@ def _explains(event: dict[str, Any], wanted: Iterable[Any]) -> bool:
     if category in ("cuda_runtime", "cuda_driver", "hip_runtime"):
         return any(part in name for part in LAUNCH_NAMES)
     if category == "cpu_op":
-        return not name.startswith("aten::") or name == "aten::linear" or _arguments(event).get("External id") in wanted
+        return not name.startswith("aten::") or name == "aten::linear" or _external_id(event) in wanted
     return False
 
 
 def _arguments(event: dict[str, Any]) -> dict[str, Any]:
     arguments = event.get("args")
     return arguments if isinstance(arguments, dict) else {}
+
+
+def _external_id(event: dict[str, Any]) -> int | str | None:
+    found = _arguments(event).get("External id")
+    return found if isinstance(found, (int, str)) else None
 
 
 def _trimmed(event: dict[str, Any]) -> dict[str, Any]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, PrivateAttr
 from pydantic_core import PydanticSerializationError, to_json
 
 from gemmscope import __version__
+from gemmscope.errors import UserError, in_a_line
 from gemmscope.findings import Finding
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.text import visible_json
@@ -36,6 +39,11 @@ class Result(Part):
     """The command line, or the Python call, that made this result."""
     findings: tuple[Finding, ...] = ()
     """What there is to know beside the numbers: code, level and facts."""
+    _file: str = PrivateAttr(default="")
+
+    def note_file(self, name: str) -> None:
+        """The run file that it was read from, for messages."""
+        self._file = name
 
     def has(self, code: str) -> bool:
         """Whether there is a finding of this code."""
@@ -76,6 +84,28 @@ def _whole(data: Any) -> Any:
     if isinstance(data, list):
         return [_whole(item) for item in data]
     return {_whole(key): _whole(value) for key, value in data.items()} if isinstance(data, dict) else data
+
+
+VALUE_ERRORS = (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError)
+
+
+@contextmanager
+def damage_reported(*results: Result) -> Iterator[None]:
+    """Name the run file if its values turn out to be invalid where they are used.
+
+    Some parts of a file are free in form (clocks, kernels, settings), and rows may not belong together.
+    """
+    try:
+        yield
+    except VALUE_ERRORS as error:
+        files = {result._file: result.kind for result in results if result._file}
+        if not files:
+            raise
+        reason = ascii(in_a_line(error))[1:-1][:120]
+        raise UserError(
+            f"{' or '.join(files)} is damaged: its values are not valid ({reason})",
+            f"run gemmscope {next(iter(files.values()))} again with --json",
+        ) from error
 
 
 def _show() -> ModuleType:

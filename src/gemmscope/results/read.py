@@ -26,6 +26,8 @@ KINDS: dict[str, type[Result]] = {
 }
 LARGEST = 64 << 20  # bytes: no run file comes near
 MOST_VALUES = 600_000  # a run file of 6 MB has 200,000; each may be wrong, and then needs a kilobyte to say so
+LARGEST_NUMBER = 1e30  # more than FLOPs or bytes of any training
+DEEPEST = 50  # levels of lists and objects
 EXPECTED = "name a run file, as --json writes it"
 
 
@@ -50,11 +52,13 @@ def _result(path: str | Path, kinds: Collection[str]) -> Result:
         hint = f"run gemmscope {kind} again with --json" if older or version is None else "update gemmscope"
         raise UserError(f"{path} has schema version {shown(version)}; this gemmscope reads version {SCHEMA_VERSION}", hint)
     try:
-        return TypeAdapter(KINDS[kind]).validate_python(data)
+        result = TypeAdapter(KINDS[kind]).validate_python(data)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise UserError(f"{path} is damaged: {where}: {first['msg']}", f"run gemmscope {kind} again with --json") from None
+    result.note_file(path)
+    return result
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -64,4 +68,19 @@ def _json(path: Path) -> dict[str, Any]:
     data = parse_json(raw, path, EXPECTED, most_containers=MOST_VALUES // 5)
     if not isinstance(data, dict):
         raise UserError(f"{called(path)} is JSON, but not a run file", "write one with --json PATH")
-    return data
+    return {_plain(key, path): _plain(value, path) for key, value in data.items()}
+
+
+def _plain(value: Any, path: Path, depth: int = 1) -> Any:
+    """A value without halves of characters; a `UserError` for numbers and nesting that no result has."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "replace").decode()
+    if isinstance(value, (int, float)) and not abs(value) <= LARGEST_NUMBER:  # also NaN
+        raise UserError(f"{called(path)} is damaged: {shown(value)} is not a number of a result", EXPECTED)
+    if depth > DEEPEST:
+        raise UserError(f"{called(path)} is damaged: it is nested too deeply", EXPECTED)
+    if isinstance(value, list):
+        return [_plain(item, path, depth + 1) for item in value]
+    if isinstance(value, dict):
+        return {_plain(key, path): _plain(item, path, depth + 1) for key, item in value.items()}
+    return value
