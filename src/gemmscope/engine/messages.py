@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -153,7 +153,7 @@ def line(message: Message) -> str:
     >>> line(Begin("MLP Up", "measuring"))
     '{"task": "MLP Up", "what": "measuring", "type": "begin"}'
     """
-    return json.dumps(asdict(message))
+    return json.dumps(vars(message))  # not `asdict`: a burst may have tens of thousands of samples
 
 
 def parse(text: str | bytes) -> Message:
