@@ -16,6 +16,7 @@ import select
 import stat
 import sys
 import tempfile
+import weakref
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -126,6 +127,7 @@ class InputFile:
                     raise UserError(f"{self} is too large: it has more than {LARGEST_KEPT >> 30} GiB", "write it to a file first")
                 copy.write(piece)
         self._copy = copy
+        weakref.finalize(self, copy.close)
 
     def open(self, *, unpack: bool = False) -> io.BufferedReader:
         """As `open_input`, from the beginning."""

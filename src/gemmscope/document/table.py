@@ -41,6 +41,10 @@ class Table:
     note: str = ""
     main: bool = False
 
+    def __post_init__(self) -> None:
+        if any(len(row) != len(self.columns) for row in self.rows):  # a damaged run file
+            raise ValueError("a row has more or fewer cells than the table has columns")
+
 
 NOTHING = Cell("-")
 

@@ -95,10 +95,14 @@ def damage_reported(*results: Result) -> Iterator[None]:
 
     Some parts of a file are free in form (clocks, kernels, settings), and rows may not belong together.
     """
+    files = {result._file: result.kind for result in results if result._file}
     try:
         yield
+    except UserError as error:
+        if files and not any(file in error.message for file in files):
+            raise UserError(f"{' or '.join(files)}: {error.message}", error.hint) from error
+        raise
     except VALUE_ERRORS as error:
-        files = {result._file: result.kind for result in results if result._file}
         if not files:
             raise
         reason = ascii(in_a_line(error))[1:-1][:120]
