@@ -1,10 +1,13 @@
 """gemmscope: what FP8, MXFP8 and NVFP4 will do for your model on your GPU, before you pay for the run."""
 
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
 
 __version__ = "0.1.0"
 
+TYPE_CHECKING = False  # as in `typing`, whose import takes longer than all of this: until then Ctrl-C would show a traceback
 if TYPE_CHECKING:
+    from typing import Any
+
     from gemmscope.api import (
         Job,
         Model,

@@ -1,6 +1,21 @@
 """The program: `gemmscope` and `python -m gemmscope`. Prepares the process, then hands over to the command line."""
 
+# `signal` imports a dozen modules, and Ctrl-C meanwhile would show a traceback
+import _signal  # type: ignore[import-not-found]
 import os
+
+
+def _end(number: int, _: object) -> None:
+    """What a signal does while modules are imported."""
+    try:
+        os.write(2, b"gemmscope: interrupted\n")
+    finally:
+        os._exit(128 + number)
+
+
+if _signal.getsignal(_signal.SIGINT) != _signal.SIG_IGN:
+    _signal.signal(_signal.SIGINT, _end)
+
 import sys
 from contextlib import suppress
 

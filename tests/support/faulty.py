@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from gemmscope import process, signals
-from gemmscope.__main__ import run
 from gemmscope.engine import link
 from gemmscope.engine.campaign import Campaign
 from gemmscope.engine.journal import RecordedRun
@@ -170,7 +169,7 @@ def _case(arguments: list[str], folder: str, kind: str, at: int) -> None:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     link.subprocess.Popen = Forked  # type: ignore[misc, assignment]
     Fault(kind, at, place)
-    _ending_here(run)
+    _ending_here(importlib.import_module("gemmscope.__main__").run)
 
 
 def main() -> None:
