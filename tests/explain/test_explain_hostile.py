@@ -107,6 +107,16 @@ def test_too_many_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         read_trace(path)
 
 
+def test_too_many_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "MOST_NAMES", 1 << 16)
+    made = Builder()
+    for number in range(12_000):
+        made.kernel(f"kernel_{number}", number, 1.0)
+    path = made.write(tmp_path / "t.json")
+    with pytest.raises(UserError, match="different names"):
+        read_trace(path)
+
+
 @pytest.mark.parametrize("steps", [10_000_000, 10**30])
 def test_more_steps_than_kernels(steps: int, run: Run) -> None:
     outcome = run(f"explain {recorded('syncs')} --steps {steps}")

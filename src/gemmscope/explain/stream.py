@@ -163,7 +163,5 @@ class EventStream:
                 f"{self.source} is truncated or damaged: its JSON from character {place:,} to {self.characters:,} is incomplete",
                 "copy it again, or let the profiler finish writing before the job ends",
             )
-        longest = f"{LONGEST_EVENT >> 20} MiB"
-        return UserError(
-            f"{self.source} is not valid JSON from character {place:,} on, or has over {longest} there", HOW_TO_RECORD
-        )
+        reason = f"or one value has more than {LONGEST_EVENT >> 20} MiB"
+        return UserError(f"{self.source} is not valid JSON from character {place:,} on, {reason}", HOW_TO_RECORD)

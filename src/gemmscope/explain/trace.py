@@ -7,11 +7,9 @@ first event of the trace.
 
 import re
 from collections import Counter
-from collections.abc import Sized
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
-from sys import intern
 from typing import Any
 
 from gemmscope.errors import UserError
@@ -29,8 +27,9 @@ GEMM_OPERATORS = re.compile(r"aten::(_scaled|_grouped|_scaled_grouped)?_?(mm|add
 ATTENTION_FORWARD = re.compile(r"aten::_?(scaled_dot_product\w*attention|(flash|efficient|cudnn)_attention_forward)$")
 _WHOLE = re.compile(r"-?[0-9]{1,19}")
 SKEW_US = 20.0
-MOST_RECORDS = 3_000_000  # of about 1 KB each
+MOST_RECORDS = 4_000_000  # of about 1 KB each
 LONGEST_NAME = 5000  # characters: the demangled names of templates are long
+MOST_NAMES = 32 << 20  # characters of all names that differ; real traces have less than 2 MiB
 MOST_SHAPES = 2000  # of one operator: the weights of many experts
 LATEST_US = 1e20  # no valid timestamp is larger
 LONGEST_QUEUE_US = 10e6  # a kernel that starts later than this after its launch is on another clock
@@ -129,13 +128,13 @@ def read_trace(path: str | Path | InputFile) -> RecordedTrace:
     stream = EventStream(path)
     trace = RecordedTrace(stream.source)
     threads: dict[tuple[Any, Any], str] = {}
-    kept: tuple[Sized, ...] = (trace.work, trace.launches, trace.operators, trace.marks, trace.gpu_marks, threads)
+    names: dict[str, str] = {}  # each is kept once
     for event in stream:
         trace.events += 1
         if event.get("ph", "X") in ("X", "M"):
-            _take(trace, event, threads)
-        if not trace.events % 10_000 and sum(map(len, kept)) > MOST_RECORDS:
-            raise UserError(f"{trace.path} has more than {MOST_RECORDS:,} kernels, launches and operators", "record fewer steps")
+            _take(trace, event, threads, names)
+        if not trace.events % 10_000:
+            _check_size(trace, names, len(threads))
     trace.head = stream.head
     _require_gpu_work(trace)
     _one_device(trace)
@@ -144,7 +143,16 @@ def read_trace(path: str | Path | InputFile) -> RecordedTrace:
     return trace
 
 
-def _take(trace: RecordedTrace, event: dict[str, Any], threads: dict[tuple[Any, Any], str]) -> None:
+def _check_size(trace: RecordedTrace, names: dict[str, str], threads: int) -> None:
+    """Reject a trace that would need far more memory or time than any that is worth explaining."""
+    kept = (trace.work, trace.launches, trace.operators, trace.operator_names, trace.marks, trace.gpu_marks)
+    if sum(map(len, kept)) + threads > MOST_RECORDS:
+        raise UserError(f"{trace.path} has more than {MOST_RECORDS:,} kernels, launches and operators", "record fewer steps")
+    if sum(map(len, names)) > MOST_NAMES:
+        raise UserError(f"{trace.path} has more than {MOST_NAMES >> 20} MiB of different names", HOW_TO_RECORD)
+
+
+def _take(trace: RecordedTrace, event: dict[str, Any], threads: dict[tuple[Any, Any], str], names: dict[str, str]) -> None:
     phase = event.get("ph", "X" if "dur" in event else None)  # some tools omit it
     if phase is None:
         return
@@ -162,12 +170,14 @@ def _take(trace: RecordedTrace, event: dict[str, Any], threads: dict[tuple[Any, 
     start, duration = _number(event.get("ts")), _number(event.get("dur", 0))
     if start is None or duration is None or duration < 0:
         return
-    name, end = intern(printable(event.get("name", ""))), start + duration
+    name, end = printable(event.get("name", "")), start + duration
+    name = names.setdefault(name, name)
     correlation = _key(arguments.get("correlation"))
     external = _key(arguments.get("External id", arguments.get("external id")))
     if kind in ("kernel", "copy"):
         copy = kind == "copy" or name.startswith(("Memcpy", "Memset"))
-        collective = intern(str(arguments.get("Collective name") or ""))
+        collective = printable(arguments.get("Collective name") or "")
+        collective = names.setdefault(collective, collective)
         stream, device = _key(arguments.get("stream", event.get("tid"))), _key(arguments.get("device", event.get("pid")))
         trace.work.append(GpuWork(name, start, end, stream, device, correlation, external, copy, collective))
     elif kind == "launch":
