@@ -313,7 +313,7 @@ def serve() -> None:
     remove_stale_folders()
     targets = collect()
     for line in sys.stdin:
-        name, count = line.split()
+        name, count = line.rsplit(maxsplit=1)
         signal.alarm(SUITE_LIMIT_S)  # ends this process, should drawing never end; its child ends with it
         pickle.dump(fuzz(targets[name], int(count), 0, time_limit_s=2 * TIME_LIMIT_S), sys.stdout.buffer)
         sys.stdout.buffer.flush()

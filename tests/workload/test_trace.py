@@ -58,7 +58,7 @@ def test_the_worker_finds_the_package_of_its_parent(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes in /proc")
 def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
-    stays = "from gemmscope.process import end_with_parent; import time; end_with_parent(); time.sleep(60)"
+    stays = "from gemmscope.process import end_with_parent; import os, time; end_with_parent(os.getppid()); time.sleep(60)"
     starts = (
         f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {stays!r}]).pid, flush=True); sys.stdin.read()"
     )

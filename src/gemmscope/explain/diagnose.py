@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from gemmscope.errors import UserError
 from gemmscope.explain.account import account
 from gemmscope.explain.cause import NAMED, StepEvidence
 from gemmscope.explain.low_causes import low_causes
@@ -34,6 +35,8 @@ def diagnose(trace: RecordedTrace, step_count: int | None = None) -> TraceDiagno
     """Everything that one trace alone shows. `step_count`: how many steps it has, if nothing in it marks them."""
     view = view_trace(trace, step_count)
     evidence = StepEvidence(view, account(view))
+    if not evidence.step_ms > 0:
+        raise UserError(f"{trace.source} has no step that takes time: its timestamps are damaged", "record it again")
     every = (*low_causes(evidence), *step_causes(evidence))
     reported = [cause for cause in every if cause.cost_ms > NAMED * evidence.step_ms or cause.code == "not-low"]
     causes = tuple(sorted(reported, key=lambda cause: -cause.cost_ms))
