@@ -58,7 +58,7 @@ def test_a_recipe_this_machine_cannot_run_is_named_not_counted(recording: Record
     assert all(result.measured for result in results.of("BF16", "autocast"))
 
 
-def test_later_rounds_measure_what_is_still_in_doubt(recording: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_rounds_measure_what_is_not_precise_enough(recording: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rounds of everything; then, of the one group that is wanted, until the rounds are over."""
     run = small_campaign(recording, ["BF16", "FP32"], target=0.0)
     run.settings = replace(run.settings, keep_ms=60)
