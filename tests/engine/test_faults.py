@@ -99,11 +99,12 @@ def every_message(case: Case, folder: Path, command: str) -> list[int]:
     return list(range(ended.messages))
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("kind", FAULTS)
+@pytest.mark.parametrize(
+    ("command", "kind"), [*(("bench", kind) for kind in FAULTS), *(("step", kind) for kind in ("worker", "parent", "SIGTERM"))]
+)
 def test_a_fault_at_every_message(case: Case, tmp_path: Path, command: str, kind: str) -> None:
-    """Of bench, the parent is killed and interrupted at each message; other faults, and those of step, are tried at some."""
-    often = {"bench": 1, "step": 12}[command] * (1 if kind in ("parent", "SIGTERM") else 4)
+    """Of bench, the parent is killed at each message; other faults, and those of step, are tried at some."""
+    often = {"bench": 1, "step": 12}[command] * {"parent": 1, "SIGTERM": 2}.get(kind, 5)
     messages = every_message(case, tmp_path / "undisturbed", command)
     around_writing = -2 + len(kind) % 2
     for at in [NEVER] if kind == "closed stdout" else [*messages[len(kind) % often :: often], around_writing]:
