@@ -394,6 +394,8 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true", help="Print how every run ended.")
     parser.add_argument("--only", choices=list(COMMANDS), action="append", help="Only this command. Can be repeated.")
     options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell starts this in the background
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     names = options.only or list(COMMANDS)
     begin, tally = time.monotonic(), Tally(options.kills, options.verbose)
     resumes = {name: name != "sweep" and has_resume(name) for name in names}
