@@ -24,7 +24,7 @@ unit: $(VENV)/.developing
 
 # The documentation site, warnings as errors: open build/site/index.html.
 docs: $(VENV)/.developing
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/zensical build --strict --clean
 
 # Wheel and sdist; then each in an environment of its own, which must have gemmscope and no torch.
 package: $(VENV)/.developing
