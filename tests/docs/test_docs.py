@@ -89,7 +89,7 @@ def test_picture_is_current() -> None:
 
 def test_accuracy_is_generated_from_measurements() -> None:
     kept = json.loads((ROOT / "docs" / "measured" / "h200_steps.json").read_text())
-    assert (ROOT / "docs" / "accuracy.md").read_text().partition(step_on_gpu.FORECASTS)[0] == step_on_gpu.markdown(kept)
+    assert step_on_gpu.of_steps((ROOT / "docs" / "accuracy.md").read_text()) == step_on_gpu.markdown(kept)
 
 
 def test_accuracy_of_a_model_too_large_to_verify() -> None:
