@@ -382,7 +382,7 @@ def test_what_a_sweep_leaves_out_has_a_reason(run: Run) -> None:
         ("--gpu h200 --state hot", "--state 'hot' is not known", "sustained"),
         ("--gpu h200 --dp 0", "--dp must be at least 1, not 0", ""),
         ("--gpu h200 --dp 99999999", "--dp must be at most 131072", ""),
-        ("--gpu h200 --sweep hidden_size=1:9:0", "a step of zero", "--sweep hidden_size=2048"),
+        ("--gpu h200 --sweep hidden_size=1:9:0", "a step of zero", "--sweep hidden_size=2k"),
         ("--gpu h200 --sweep hidden_size=9:1:1", "ends before it begins", "hidden_size=1:9:1"),
         ("--gpu h200 --sweep hiden_size=1,2", "is not a size that a sweep can vary", "hidden_size"),
         ("--gpu h200 --sweep hidden_size=a", "neither", "--sweep"),

@@ -31,12 +31,7 @@ def command(
     profile_shape: str | None = None,
     verify_dgrad: bool = False,
 ) -> None:
-    """Time a model's linears in every precision on this GPU, in the state that training runs in.
-
-    Each linear is measured twice: autocast, forward and backward as training runs it, with quantization; and
-    pre-quantized, each GEMM by itself. Precisions are interleaved in random order until the interval of every speedup is
-    narrow enough. Kernel names prove which precision ran. Without a model, bare GEMMs are measured.
-    """
+    """Time a model's linears in every recipe on this GPU."""
     check_targets(outputs.targets(), model_options.files())
     timing = timing_options.bench_timing()
     timing.check()

@@ -6,9 +6,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from typer.core import TyperCommand
-
-from gemmscope import app
+from gemmscope import app, sizes
+from gemmscope.cli.commands import HelpfulCommand
 from gemmscope.cli.output import FigureOptions
 from gemmscope.errors import UserError, option, shown
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 Shape = tuple[int, int, int]
 
 SHAPE_HINT = "for example --shapes 1024,4096 for squares, --shapes 8192x4096x14336 for MxKxN, or --shapes default"
-MOST_DIGITS = 12  # more than any size has
+LARGEST = 10**12  # more than any size is
 MOST_SHAPES = 1000
 LEAVE_OUT = {
     "FP8Current": "no_fp8_current",
@@ -34,7 +33,7 @@ LEAVE_OUT = {
 def parse_shapes(text: str) -> list[Shape] | None:
     """Squares and MxKxN triplets, separated by commas; None for `default`.
 
-    >>> parse_shapes("1024, 8192x4096x14336")
+    >>> parse_shapes("1024, 8kx4kx14336")
     [(1024, 1024, 1024), (8192, 4096, 14336)]
     """
     if text.strip().lower() == "default":
@@ -49,15 +48,18 @@ def parse_shapes(text: str) -> list[Shape] | None:
 
 def parse_shape(text: str) -> Shape:
     """One square or one MxKxN triplet."""
-    matched = re.fullmatch(r"([0-9]+)(?:x([0-9]+)x([0-9]+))?", text.strip().lower())
-    if matched is None:
+    parts = text.strip().lower().split("x")
+    try:
+        sides = [sizes.size(part) for part in parts]
+    except ValueError:
+        sides = []
+    if len(sides) not in (1, 3) or "-" in text or "+" in text:
         raise UserError(f"{shown(text)} is not a shape: it must be one size, or three as MxKxN", SHAPE_HINT)
-    sizes = [int(part[-MOST_DIGITS:]) if len(part) <= MOST_DIGITS else 10**MOST_DIGITS for part in matched.groups() if part]
-    m, k, n = sizes * (3 // len(sizes))
+    m, k, n = (min(side, LARGEST) for side in sides * (3 // len(sides)))
     return m, k, n
 
 
-class ShapesCommand(TyperCommand):
+class ShapesCommand(HelpfulCommand):
     """A bare `--shapes` means the default ladder: typer has no option whose value may be left out."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

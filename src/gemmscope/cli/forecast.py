@@ -23,12 +23,7 @@ def command(
     outputs: FigureOptions,
     shapes: str | None = None,
 ) -> None:
-    """Forecast a model's linears and its training step on GPUs you do not have, in every precision they run.
-
-    Times follow from the GPU's published rates and from measurements of how much of them libraries reach. Each has a 90%
-    error bar, and where the bar of a speedup includes 1 the two precisions are too close to call. --sweep varies one size
-    or two and shows the best precision at each; --gemms forecasts single GEMMs from a file.
-    """
+    """Forecast a model's linears and its training step on GPUs that are not here."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: the matrices are small, and threads would only wait
     named = [*model_options.given(), *run_options.given()]
     if options.gemms is not None:
