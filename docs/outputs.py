@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 
 import gemmscope as gs
+from gemmscope.cli.describe import wrapped
 from gemmscope.cli.main import main as main_of_the_command_line
 from gemmscope.document.build import document
 from gemmscope.writers import terminal
@@ -25,6 +26,7 @@ from gemmscope.writers import terminal
 DOCS = Path(__file__).parent
 PAGES = (DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md")))
 sys.path[:0] = [str(DOCS), str(DOCS.parent / "tests")]
+import command_reference  # noqa: E402
 import finding_table  # noqa: E402
 import noise  # noqa: E402
 import op_tables  # noqa: E402
@@ -85,6 +87,10 @@ MADE: dict[str, Callable[[], str]] = {
     "operands": recipe_tables.operands,
     "quantization": recipe_tables.quantized,
     "findings": finding_table.findings,
+    "commands": command_reference.summary,
+    "each command": command_reference.each_command,
+    "shared options": command_reference.shared_options,
+    "exit codes": command_reference.exit_codes,
 }
 MARKED = re.compile(r"(<!-- made: (?P<name>.*?) -->\n).*?(<!-- /made -->)", flags=re.DOTALL)
 
@@ -109,24 +115,8 @@ def _printed_block(found: re.Match[str]) -> str:
     command, words = found["command"], found["words"]
     shown = _table(_printed(command), words) if words else _printed(command)
     marks = f"<!-- prints: {command} -->\n" + (f"<!-- from: {words} -->\n" if words else "")
-    return f"{marks}```\n$ {folded(command)}\n{shown}\n```\n<!-- /prints -->"
-
-
-def folded(command: str, width: int = 86) -> str:
-    """A command over several lines, as a shell reads it: no line is broken inside an option and its value.
-
-    >>> print(folded("gemmscope bench --tp 2 --json -", 20))
-    gemmscope bench \\
-      --tp 2 --json -
-    """
-    parts = re.split(r" (?=--?[a-z])", command)
-    lines = [parts[0]]
-    for part in parts[1:]:
-        if len(lines[-1]) + 1 + len(part) > width:
-            lines.append(f"  {part}")
-        else:
-            lines[-1] += f" {part}"
-    return " \\\n".join(lines)
+    shown_command = "\n".join(wrapped(command, 88, ""))
+    return f"{marks}```\n$ {shown_command}\n{shown}\n```\n<!-- /prints -->"
 
 
 @cache
