@@ -46,7 +46,7 @@ def _command(command: CommandHelp) -> str:
         links = ", ".join(f"[{title.lower()}](#{title.lower()})" for title in shared)
         parts.append(f"{'Also' if own else 'Options'}: {links}.")
     examples = "\n".join("\n".join(wrapped(example, 88, "")) for example in command.examples)
-    parts.append(f"```\n{examples}\n```")
+    parts.append(f"```bash\n{examples}\n```")
     return "\n\n".join(parts)
 
 

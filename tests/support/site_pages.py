@@ -52,7 +52,10 @@ def look(browser: Browser, path: Path, width: int, *, dark: bool, picture: Path 
     """What is wrong with a page."""
     tab = browser.open(path, width=width, dark=dark)
     found = complaints(tab)
+    if tab.evaluate("document.body.getAttribute('data-md-color-scheme')") != ("slate" if dark else "default"):
+        found.append("the palette does not follow the system")
     if picture is not None:
+        browser.listen(0.5)  # until what fades in is there
         tab.screenshot(picture)
     tab.close()
     return [f"{path.name}, {width} px, {'dark' if dark else 'light'}: {each}" for each in found]
