@@ -1,19 +1,18 @@
-"""The worked example read op by op: tables and sentences of the tutorial, from the recorded bench, a forecast and a recorded step."""
+"""The worked example read op by op: tables and sentences of the tutorial, from recorded runs and a forecast."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import worked_example
-from worked_example import BLACKWELL, forecast_linears, measured
-
 import gemmscope as gs
+import worked_example
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.linears import Linears, OpTime
 from gemmscope.units import ends
 from gemmscope.workload.cases import Mode
 from gemmscope.workload.ops import PASSES
+from worked_example import BLACKWELL, forecast_linears, measured
 
 
 def h200_by_op() -> str:
@@ -142,7 +141,9 @@ def waterfall() -> str:
     """From the speedup of the GEMMs to that of the step: the recorded Llama step in its best recipe."""
     step = worked_example.llama_step().step
     best = max((each for each in step.recipes if each.speedup), key=lambda each: each.speedup.value if each.speedup else 0.0)
-    rows = [[f"{each.part}", f"{each.baseline_ms:.1f}", f"{each.recipe_ms:.1f}", f"{each.speedup:.2f}x"] for each in best.waterfall]
+    rows = [
+        [f"{each.part}", f"{each.baseline_ms:.1f}", f"{each.recipe_ms:.1f}", f"{each.speedup:.2f}x"] for each in best.waterfall
+    ]
     return _table(["part", "BF16 ms", f"{best.recipe} ms", "speedup so far"], rows)
 
 

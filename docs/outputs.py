@@ -123,14 +123,15 @@ def _printed_block(found: re.Match[str]) -> str:
 def _printed(command: str) -> str:
     """What the command prints into a pipe."""
     before, sys.argv = sys.argv, shlex.split(command)
-    out = io.StringIO()
+    out, code = io.StringIO(), None
     try:
         with redirect_stdout(out):
             main_of_the_command_line()
     except SystemExit as ended:
-        assert not ended.code, command
+        code = ended.code
     finally:
         sys.argv = before
+    assert not code, command
     return _tidy(out.getvalue())
 
 

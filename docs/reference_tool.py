@@ -24,7 +24,9 @@ def predicted() -> dict[tuple[str, str], float]:
     """What `gemmscope step` predicted for the same models, on another machine (`accuracy.md`)."""
     kept = json.loads((DOCS / "measured" / "h200_steps.json").read_text(encoding="utf-8"))["transformer_engine"]
     return {
-        (model, name): each["predicted"]["value"] for model, of_model in kept.items() for name, each in of_model["recipes"].items()
+        (model, name): each["predicted"]["value"]
+        for model, of_model in kept.items()
+        for name, each in of_model["recipes"].items()
     }
 
 
@@ -49,15 +51,15 @@ def summary() -> str:
     """The errors in one paragraph."""
     off, ours = errors()
     wall = facts()["wall_s"]
-    script = [sum(pair) for pair in wall["script"]]
+    script, again = [sum(pair) for pair in wall["script"]], wall["bench"][1:]
     called = ", ".join(f"{name} on {model}" for model, name in losers())
     return "\n".join(
         [
             f"* The script is {statistics.mean(off):.0%} off on average, {max(off):.0%} at worst ({len(off)} cases).",
             f"* `gemmscope step`, run on another H200, is {statistics.mean(ours):.1%} off on average, {max(ours):.1%} at worst.",
             f"* It calls {len(losers())} recipes slower than BF16 that speed up the real step: {called}.",
-            f"* Both modes of codon5b took it {min(script):.0f} to {max(script):.0f} s; `gemmscope bench` took {wall['bench'][0]:.0f} s "
-            f"the first time and {min(wall['bench'][1:]):.0f} to {max(wall['bench'][1:]):.0f} s after that, on the same machine.",
+            f"* Both modes of codon5b took it {min(script):.0f} to {max(script):.0f} s; `gemmscope bench` took "
+            f"{wall['bench'][0]:.0f} s the first time and {min(again):.0f} to {max(again):.0f} s later, on the same machine.",
         ]
     )
 

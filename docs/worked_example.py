@@ -93,11 +93,6 @@ def modes_table(linears: Linears) -> Table:
 # --- tables and sentences ----------------------------------------------------------------------------------------------
 
 
-def h200_table() -> str:
-    """Measured speedups, both modes."""
-    return pipe_table(modes_table(measured()))
-
-
 def blackwell_tables() -> str:
     """Forecast speedups, both modes, one table for each GPU."""
     return "\n\n".join(
@@ -242,11 +237,6 @@ LOOKS: dict[str, dict[str, Any]] = {
     "pre-quantized": {"facecolor": lighter(COLORS[0])},
 }
 LEGEND = {"autocast": "autocast: with quantization, as in training", "pre-quantized": "pre-quantized: the GEMMs alone"}
-
-
-def draw_h200(path: str) -> None:
-    """Hopper: measured."""
-    _draw({"NVIDIA H200, measured (95% intervals)": measured()}, path)
 
 
 def draw_blackwell(path: str) -> None:

@@ -19,8 +19,8 @@ WIDTHS = (1400, 390)
 # What sticks out of the screen although no box of its own scrolls it; commands and tables scroll in theirs.
 OVERFLOW = """
 (() => {
-  const width = document.documentElement.clientWidth, found = [];
-  if (document.documentElement.scrollWidth > width) found.push("the page is " + document.documentElement.scrollWidth + " px wide");
+  const page = document.documentElement, width = page.clientWidth, found = [];
+  if (page.scrollWidth > width) found.push("the page is " + page.scrollWidth + " px wide");
   for (const one of document.querySelectorAll(".md-content *")) {
     if (one.closest("svg")) continue;
     const box = one.getBoundingClientRect();
