@@ -106,7 +106,7 @@ def _exit_code() -> int:
 
 def _command_code() -> int:
     try:
-        return app(standalone_mode=False) or 0
+        return app(standalone_mode=False, prog_name="gemmscope") or 0
     except UsageProblem as error:
         shown = io.StringIO()
         error.show(shown)
