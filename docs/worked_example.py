@@ -85,9 +85,9 @@ def steps() -> dict[str, Any]:
 
 
 def modes_table(linears: Linears) -> Table:
-    """The table of the short view: all linears in every recipe, autocast beside pre-quantized."""
+    """All linears in every recipe, autocast beside pre-quantized."""
     blocks = [block for section in linears_sections(linears) for block in section.blocks]
-    return next(block for block in blocks if isinstance(block, Table) and block.main)
+    return next(block for block in blocks if isinstance(block, Table) and "All linears" in block.title)
 
 
 # --- tables and sentences ----------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from gemmscope.errors import shown
 NUMBER = re.compile(r"([+-]?[0-9]+(?:_[0-9]+)*(?:\.[0-9]*)?(?:e[+-]?[0-9]{1,2})?)([kmgbt]?)", re.ASCII | re.IGNORECASE)
 BINARY = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
 DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+MOST_DIGITS = 40
 SIZES, TOKENS = "4096, 8k or 1M", "2T, 15.5T or 1e12"
 
 
@@ -23,7 +24,7 @@ def size(text: str) -> int:
     """
     value = _value(text, BINARY)
     if value is None or value.denominator != 1:
-        raise ValueError(f"{shown(text)} is not a whole number (write it as {SIZES})")
+        raise ValueError(f"{shown(text)} is not a whole number such as {SIZES}")
     return value.numerator
 
 
@@ -35,7 +36,7 @@ def token_count(text: str) -> float:
     """
     value = _value(text, DECIMAL)
     if value is None:
-        raise ValueError(f"{shown(text)} is not a number of tokens (write it as {TOKENS})")
+        raise ValueError(f"{shown(text)} is not a number of tokens such as {TOKENS}")
     return float(value)
 
 
@@ -56,4 +57,7 @@ def _value(text: str, units: dict[str, int]) -> Fraction | None:
     match = NUMBER.fullmatch(text.strip())
     if match is None or match[2].lower() not in units:
         return None
-    return Fraction(match[1].replace("_", "")) * units[match[2].lower()]
+    digits = match[1].replace("_", "")
+    if len(digits) > MOST_DIGITS:  # Python refuses to read thousands of them
+        return Fraction(10**MOST_DIGITS)
+    return Fraction(digits) * units[match[2].lower()]

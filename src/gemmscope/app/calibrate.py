@@ -60,10 +60,16 @@ def calibrate(
     """Measure this GPU and write the factors between measured and forecast times. None if nothing could be measured."""
     timing.check()
     machine = environment()
-    choice = choose(choices, machine, cache_weights=timing.cache_weights)
     gpu = visible_gpu(machine)
-    if choice.backend == "cpu" or gpu is None:
-        raise UserError("calibration needs an NVIDIA GPU, because forecasts are of GPUs", f"leave out {option('device', 'cpu')}")
+    if choices.on_cpu:
+        which = option("device", "cpu") if choices.device == "cpu" else option("backend", "cpu")
+        raise UserError(f"a CPU cannot be calibrated: forecasts are for NVIDIA GPUs ({which})", f"remove {which}")
+    if gpu is None:
+        raise UserError(
+            "there is no NVIDIA GPU here to calibrate",
+            "run this on the machine that has the GPU; gemmscope forecast also works without a calibration",
+        )
+    choice = choose(choices, machine, cache_weights=timing.cache_weights)
     chip = factors.known_gpu(gpu.name)
     factors.check_place(chip.name)
     mark = fingerprint("calibrate", chip.name, choice.backend, choice.recipes, asdict(timing))

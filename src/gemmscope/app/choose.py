@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding, finding
-from gemmscope.gpu.environment import Environment, GpuFacts
+from gemmscope.gpu.environment import Environment, GpuFacts, environment
+from gemmscope.gpu.specs import gpu
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.recipe.recipes import recipes as all_recipes
 from gemmscope.recipe.support import support
@@ -109,6 +110,18 @@ def visible_gpu(machine: Environment) -> GpuFacts | None:
         return next((gpu for gpu in machine.gpus if gpu.uuid and gpu.uuid.startswith(first)), None)
     index = int(first) if first.isascii() and first.isdigit() and len(first) < 4 else 0
     return machine.gpus[index] if index < len(machine.gpus) else None
+
+
+def supported(name: str, gpus: Sequence[str] | None = None) -> bool | None:
+    """Whether any of these GPUs, or the one that is here, supports a recipe; None if no GPU is here.
+
+    >>> supported("MXFP8", ["h200"]), supported("MXFP8", ["h200", "b200"])
+    (False, True)
+    """
+    if gpus is not None:
+        return any(support(name, gpu(each).capability).runs for each in gpus)
+    here = visible_gpu(environment())
+    return support(name, here.capability).runs if here is not None and here.capability is not None else None
 
 
 def _gpu(machine: Environment, *, share: bool) -> GpuFacts:

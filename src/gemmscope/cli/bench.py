@@ -45,6 +45,7 @@ def command(
         )
     parsed = parse_shapes(shapes) if shapes is not None else None
     job = run_options.of(model_options.load()) if named else None
+    choice_options.explain_no_fp8()
     arguments: dict[str, Any] = {
         "shapes": parsed,
         "choices": choice_options.choices(),

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from gemmscope import app, sizes
 from gemmscope.cli.commands import HelpfulCommand
-from gemmscope.cli.output import FigureOptions
-from gemmscope.errors import UserError, option, shown
+from gemmscope.cli.output import FigureOptions, say
+from gemmscope.errors import UserError, in_shell, option, shown
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from gemmscope.app.bench import BenchTiming
     from gemmscope.app.choose import Choices
     from gemmscope.workload.cases import Mode
@@ -28,6 +30,7 @@ LEAVE_OUT = {
     "MXFP8": "no_fp8",
     "NVFP4": "no_fp4",
 }
+OTHER_FP8 = sum(name.startswith("FP8") for name in LEAVE_OUT)
 
 
 def parse_shapes(text: str) -> list[Shape] | None:
@@ -93,6 +96,20 @@ class RecipeOptions:
         """The options that were given."""
         return [name for name, value in vars(self).items() if value is not None and value is not False]
 
+    def explain_no_fp8(self, gpus: Sequence[str] | None = None) -> None:
+        """Say what --no-fp8 means where it surprises: it skips MXFP8 only, and other FP8 recipes are still compared.
+
+        `gpus`: those to forecast; None for the GPU that is here. Who skips another FP8 recipe by its own flag knows this.
+        """
+        others = [flag for name, flag in LEAVE_OUT.items() if name.startswith("FP8") and not getattr(self, flag)]
+        if not self.no_fp8 or not others or self.recipes is not None:
+            return
+        able = app.choose.supported("MXFP8", gpus)
+        if able is False or (able and len(others) == OTHER_FP8):
+            why = "" if able else f", which {'these GPUs do' if gpus and len(gpus) > 1 else 'this GPU does'} not support"
+            flags = in_shell(" ".join(map(option, others)))
+            say(f"note: --no-fp8 skips MXFP8 only{why}. To skip the other FP8 recipes, add {flags}")
+
     def choices(self) -> Choices:
         """As the application takes it."""
         return app.choose.Choices(self._recipes(), tuple(self.left_out()), self._modes())
@@ -121,6 +138,11 @@ class ChoiceOptions(RecipeOptions):
     device: str | None = None
     backend: str | None = None
     share_gpu: bool = False
+
+    def explain_no_fp8(self, gpus: Sequence[str] | None = None) -> None:
+        """Not on the CPU, which has none of these."""
+        if "cpu" not in (self.device, self.backend):
+            super().explain_no_fp8(gpus)
 
     def choices(self) -> Choices:
         """As the application takes it."""

@@ -6,6 +6,8 @@ from gemmscope import app
 from gemmscope.cli.options import takes
 from gemmscope.cli.output import OutputOptions, check_targets, deliver, typed_command
 
+SLOWER, TOO_NOISY = 1, 4
+
 
 @takes(OutputOptions)
 def command(outputs: OutputOptions, files: list[str], fail_if_slower: float | None = None) -> None:
@@ -14,4 +16,6 @@ def command(outputs: OutputOptions, files: list[str], fail_if_slower: float | No
     result = app.compare.compare(files, fail_if_slower=fail_if_slower, command=typed_command())
     deliver(result, outputs)
     if result.failing():
-        raise typer.Exit(1)
+        raise typer.Exit(SLOWER)
+    if result.unresolved():
+        raise typer.Exit(TOO_NOISY)

@@ -39,6 +39,7 @@ def command(
         others = ", ".join(map(option, [*named, *(["sweep"] if options.sweep else [])]))
         raise UserError(f"{option('shapes')} forecasts bare GEMMs, and {others} is about a model", "keep one of them")
     check_targets(outputs.targets(), model_options.files())
+    recipe_options.explain_no_fp8(options.names())
     common: dict[str, Any] = {
         "choices": recipe_options.choices(),
         "state": options.state,

@@ -75,8 +75,8 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0 success, 1 a check failed, 2 invalid input or output, 128 + the number of a signal that
-    ended it (130 for Ctrl-C, 143 for SIGTERM)."""
+    """Run the command line. Exit codes: 0 success, 1 a check failed, 2 invalid input or output, 3 another precision ran, 4 too
+    noisy to check, 128 + the number of a signal that ended it (130 for Ctrl-C, 143 for SIGTERM)."""
     if sys.stdout is None:  # closed: whatever is written to it fails, and is not lost silently
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w", encoding="utf-8")
     if sys.stdin is None:
@@ -106,7 +106,7 @@ def _exit_code() -> int:
 
 def _command_code() -> int:
     try:
-        return app(standalone_mode=False) or 0
+        return app(standalone_mode=False, prog_name="gemmscope") or 0
     except UsageProblem as error:
         shown = io.StringIO()
         error.show(shown)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hi
 import typer
 
 from gemmscope import app, sizes
+from gemmscope.cli.complete import completion
 from gemmscope.cli.describe import metavar_of, settings_of
 from gemmscope.errors import UserError, option, shown
 
@@ -90,7 +91,12 @@ def _described(name: str, hint: Any, command: str) -> Any:
     types = get_args(hint) or (hint,)
     parse, metavar = next((TYPES[kind] for kind in TYPES if kind in types), (None, None))
     parse = PARSERS[settings["parse"]] if "parse" in settings else parse
-    facts = {"help": settings["help"], "metavar": metavar_of(settings) or metavar, "parser": parse}
+    facts = {
+        "help": settings["help"],
+        "metavar": metavar_of(settings) or metavar,
+        "parser": parse,
+        "autocompletion": completion(settings),
+    }
     if settings.get("argument"):
         return Annotated[hint, typer.Argument(**facts)]
     flags = settings.get("flags", [f"--{name.replace('_', '-')}"])

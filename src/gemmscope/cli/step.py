@@ -46,6 +46,7 @@ def command(
         "budget": budget,
     }
     job = run_options.of(model_options.load())
+    choice_options.explain_no_fp8()
     result = app.step.run_step(job, **asked, deliver=lambda result: deliver(result, outputs))
     if not result.step.recipes:
         raise typer.Exit(1)
