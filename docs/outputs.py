@@ -136,9 +136,9 @@ def _printed(command: str) -> str:
 
 
 def _table(printed: str, words: str) -> str:
-    """The table whose title contains the words, with its title."""
+    """The last table whose title contains the words, with its title: with `--detail`, the compact one comes before."""
     lines = printed.splitlines()
-    first = next(index for index, line in enumerate(lines) if words in line)
+    first = max(index for index, line in enumerate(lines) if words in line)
     last = next((index for index in range(first + 2, len(lines)) if not lines[index]), len(lines))
     return "\n".join(["…", *lines[first:last]])
 
