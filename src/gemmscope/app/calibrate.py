@@ -40,13 +40,16 @@ RESTED_PRECISION, RESTED_LIMIT_S = 0.03, 25.0
 STEPS_PRECISION, STEPS_LIMIT_S = 0.02, 8.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Calibrated:
     """What was measured, and the file that forecasts read it from."""
 
     calibration: Calibration
     path: Path
     findings: tuple[Finding, ...]
+
+    def __repr__(self) -> str:
+        return f"<Calibrated {self.calibration.gpu} in {str(self.path)!r}>"
 
 
 def calibrate(
