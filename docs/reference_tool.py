@@ -73,6 +73,6 @@ def table() -> str:
     for model, numbers in facts()["models"].items():
         for name, real in numbers["step"].items():
             script, ours = numbers["script"][name], predicted()[model, name]
-            both = f"{script:.2f} | {script / real - 1:+.1%} | {ours:.3f} | {ours / real - 1:+.1%}"
+            both = f"{script:.2f} | {script / real - 1:+.1%} | {ours:.3f} | {ours / real - 1:+.1%}".replace("-0.0%", "0.0%")
             lines.append(f"| {model} | {name} | {real:.3f} | {both} |")
     return "\n".join(lines)
