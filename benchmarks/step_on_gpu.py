@@ -136,7 +136,7 @@ def _section(models: dict[str, Any]) -> list[str]:
         *([f"* the same, but {', '.join(own)} compared with the real model in the same run: {_in_words(fair)}"] if own else []),
         "",
         "| model | recipe | predicted [95%] | real | error | other machine | error | why |",
-        "| --- | --- | --- | ---: | ---: | ---: | ---: | --- |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     for name, model in models.items():
         for recipe, each in model["recipes"].items():

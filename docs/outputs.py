@@ -9,6 +9,7 @@ block between `<!-- prints: COMMAND -->` and `<!-- /prints -->` is the current o
 from __future__ import annotations
 
 import io
+import os
 import re
 import shlex
 import sys
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import gemmscope as gs
 from gemmscope.cli.describe import wrapped
@@ -96,7 +98,13 @@ MARKED = re.compile(r"(<!-- made: (?P<name>.*?) -->\n).*?(<!-- /made -->)", flag
 
 
 def renewed(page: str) -> str:
-    """The page with all generated blocks renewed."""
+    """The page with all generated blocks renewed, as wide as where no width is known."""
+    with patch.dict(os.environ):
+        os.environ.pop("COLUMNS", None)
+        return _renewed(page)
+
+
+def _renewed(page: str) -> str:
     for name, make in BLOCKS.items():
         pattern = rf"(<!-- output: {name} -->\n```\n).*?(```)"
         found = re.search(pattern, page, flags=re.DOTALL)

@@ -197,7 +197,7 @@ def _times(linears: Linears, name: str, mode: Mode) -> str:
 
 def step_table() -> str:
     """The tutorial's table of the step."""
-    lines = ["| recipe | predicted [95%] | real | why less than the GEMMs |", "| --- | --- | ---: | --- |"]
+    lines = ["| recipe | predicted [95%] | real | why less than the GEMMs |", "| --- | ---: | ---: | --- |"]
     for name, each in steps().items():
         predicted = Interval(**each["predicted"])
         lines.append(
