@@ -111,7 +111,7 @@ def _curve(sweep: GpuSweep) -> CurveChart:
     note = f"x: {HOST_BOUND}, launching takes longer than running" if any(point.host_bound for point in sweep.points) else ""
     title = f"{sweep.gpu}: FORECAST speedup of the training step over {BASELINE}"
     curves = {name: tuple(points) for name, points in series.items()}
-    return CurveChart(title, sweep.sizes[0], curves, order=_low(sweep), note=note, main=True)
+    return CurveChart(title, sweep.sizes[0], curves, note=note, main=True)
 
 
 def _heat_map(sweep: GpuSweep) -> HeatMap:

@@ -17,6 +17,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from gemmscope import __version__
+from gemmscope.document import palette
 from gemmscope.document.combine import label, letter, side_by_side_table, sources, speedup_rows
 from gemmscope.document.model import Block, Document, Message, Section
 from gemmscope.document.table import Facts, Table
@@ -36,7 +37,7 @@ def page(documents: Sequence[Document], messages: Sequence[Message] = ()) -> str
         .render(
             version=__version__,
             policy=" ".join(f"'sha256-{_hash(script)}'" for script in scripts),
-            style=Markup(asset("page.css")),
+            style=Markup(palette.css() + asset("page.css")),
             documents=documents,
             messages=messages,
             several=len(documents) > 1,

@@ -79,7 +79,7 @@
       }
     }
     const shape = (part) => {
-      const own = part.color < 0 ? look.rest : look.ops[part.color % look.ops.length];
+      const own = colour(part.color);
       if (part.shade === "hatched") return { color: look.paper, decal: hatching(look), borderColor: look.dark, borderWidth: 0.8 };
       return { color: part.shade === "light" ? mixed(own, look.paper, 0.5) : own, borderColor: look.paper, borderWidth: 0.6 };
     };
@@ -161,7 +161,7 @@
   /* From the speedup of the GEMMs to that of the step, part by part. */
   function waterfall(spec, look, width, plot) {
     const rows = steps(spec);
-    const colours = { start: look.ops[0], down: look.down, up: look.up, end: look.dark };
+    const colours = { start: colour("part-gemms"), down: colour("mark-loss"), up: colour("mark-gain"), end: colour("mark-total") };
     const across = (row, index, api) => {
       const [from, to] = [api.coord([row.from, index]), api.coord([row.to, index])];
       const height = api.size([0, 1])[1] * 0.62;
@@ -215,7 +215,7 @@
     return { type: "line", shape: ends, style: { stroke, lineWidth: 2 } };
   }
 
-  const SYMBOLS = ["circle", "rect", "triangle", "diamond", "emptyCircle", "emptyRect", "emptyTriangle", "emptyDiamond"];
+  const SYMBOLS = { o: "circle", s: "rect", "^": "triangle", D: "diamond", v: "emptyCircle", P: "emptyRect", X: "emptyTriangle", p: "emptyDiamond", "*": "pin" };
 
   /* Speedups against a size, each with its interval. */
   function curve(spec, look, width, plot) {
@@ -223,11 +223,10 @@
     const names = Object.keys(spec.series);
     const made = names.flatMap((name, index) => {
       const shift = (index - (names.length - 1) / 2) * 5; // or intervals would hide each other
-      const color = spec.colors[name];
-      const own = look.ops[color % look.ops.length];
+      const own = colour(spec.colors[name]);
       const data = spec.series[name].map(({ at, value, facts }) => ({ value: [spec.places.indexOf(at), value.value, value.low, value.high], title: `${name}, ${at}`, facts }));
       return [
-        { name, type: "line", data, symbol: SYMBOLS[color % SYMBOLS.length], symbolSize: 8, symbolOffset: [shift, 0], color: own, lineStyle: { width: 1.4 }, emphasis: { scale: 1.5 } },
+        { name, type: "line", data, symbol: SYMBOLS[spec.shapes[spec.colors[name]].marker], symbolSize: 8, symbolOffset: [shift, 0], color: own, lineStyle: { width: 1.4 }, emphasis: { scale: 1.5 } },
         {
           type: "custom", data: data.filter((point) => point.value[2] !== null), silent: true, z: 3,
           renderItem: (_, api) => {
@@ -251,7 +250,7 @@
   function gains(spec, look, width, plot) {
     const names = spec.rows.map((row) => `${row.recipe}\n{what|${row.what}}`);
     const made = spec.runs.map((run, place) => {
-      const own = look.ops[place % look.ops.length];
+      const own = colour(spec.colors[run]);
       const shift = (place - (spec.runs.length - 1) / 2) * Math.min(11, 30 / spec.runs.length);
       const data = spec.rows.flatMap((row, index) => row.dots.filter((dot) => dot.run === run).map((dot) => ({
         value: [dot.value, index, dot.low, dot.high], title: `${row.recipe}, ${row.what}`, facts: dot.facts,
@@ -294,7 +293,7 @@
       grid: { left: 70, right: 14, top: 14, bottom: 92 },
       xAxis: names(spec.columns, spec.column_name, 26),
       yAxis: names(spec.rows, spec.row_name, 54),
-      visualMap: { min: 1, max: spec.high, calculable: false, orient: "horizontal", left: "center", bottom: 4, precision: 2, text: [`${spec.high.toFixed(2)}x`, "1.00x"], textStyle: { color: look.soft }, inRange: { color: [look.faint, look.ops[4], look.ops[0]] } },
+      visualMap: { min: 1, max: spec.high, calculable: false, orient: "horizontal", left: "center", bottom: 4, precision: 2, text: [`${spec.high.toFixed(2)}x`, "1.00x"], textStyle: { color: look.soft }, inRange: { color: spec.stops } },
       series: [
         { type: "heatmap", data, label: { show: !crowded, fontSize: 10.5, lineHeight: 13, formatter: (at) => at.data.name }, emphasis: { itemStyle: { borderColor: look.ink, borderWidth: 1.4 } } },
         { type: "custom", silent: true, z: 5, data: all.map((cell) => cell.at), renderItem: (at, api) => ({ type: "group", children: over(all, look, at.dataIndex, api, crowded) }) },
@@ -345,7 +344,9 @@
     list.className = "legend";
     const add = (look, name) => {
       const item = list.appendChild(document.createElement("li"));
-      item.append(Object.assign(document.createElement("i"), { className: look }), name);
+      const box = item.appendChild(Object.assign(document.createElement("i"), { className: look }));
+      if (look.includes("-")) box.style.background = `var(--${look})`;
+      item.append(name);
     };
     if (spec.type === "heat") {
       if (new Set(fields(spec).map((cell) => cell.certain)).size > 1) add("edge", "break-even line: the speedup is certain beyond it");
@@ -353,9 +354,8 @@
       plot.before(list);
       return;
     }
-    for (const [name, index] of spec.legend) add(index < 0 ? "rest" : `c${index % 8}`, name);
+    for (const [name, key] of spec.legend) add(key === "part-quantization" ? "hatched" : key, name);
     if (spec.bars.some((bar) => bar.segments.some((part) => part.shade === "light"))) { add("dark", "fprop + dgrad"); add("light", "wgrad (lighter)"); }
-    for (const name of spec.hatched) add("hatched", name);
     plot.before(list);
   }
   plots.forEach((plot) => { const spec = specs[Number(plot.dataset.chart)]; if (spec.type === "bars" || spec.type === "heat") legend(plot, spec); });
