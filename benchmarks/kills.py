@@ -343,7 +343,7 @@ class Chain:
         self._check_size(size)
         settled = bool(runs) and runs[max(runs)].finished
         written = Bursts(bursts_in(result))
-        for beside in self.result.parent.glob(f"{self.result.stem}.interrupted*"):  # where the file had more samples
+        for beside in self._interrupted():
             written |= Bursts(bursts_in(json.loads(beside.read_text())))
         if forgotten := self.kept - kept:
             self._problem("lost samples", f"{forgotten.total()} bursts are no longer in the journal", forgotten.total())
@@ -355,6 +355,12 @@ class Chain:
         self.fresh = settled or not runs
         if settled:
             self.before, self.size = max(runs), 1
+            for beside in self._interrupted():  # of the measurement that is settled now
+                beside.unlink()
+
+    def _interrupted(self) -> list[Path]:
+        """Results of interrupted runs beside the file, which had more samples."""
+        return sorted(self.result.parent.glob(f"{self.result.stem}.interrupted*"))
 
     def _check_size(self, size: int) -> None:
         """A file that was written has at least what was measured before; of another measurement, something."""

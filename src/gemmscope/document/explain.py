@@ -5,7 +5,7 @@ from pathlib import Path
 from gemmscope import units
 from gemmscope.document.charts import Bar, BarChart, Segment
 from gemmscope.document.common import command_facts
-from gemmscope.document.model import Block, Document, Message, Section, Subject
+from gemmscope.document.model import Block, Card, Document, KeyFigure, Message, Section, Subject
 from gemmscope.document.palette import part_key
 from gemmscope.document.table import NOTHING, Cell, Table, columns, number, share_cell
 from gemmscope.results.explain import Cause, ExplainResult, PartComparison, StepComparison
@@ -44,6 +44,8 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
             f"({units.percent(1 - account.idle_share)}).",
             *(finding.text for finding in compared if finding.level == "note"),
         ),
+        key_figures=_key_figures(result),
+        cards=tuple(map(_card, result.causes)),
         context=(f"{result.gpu or 'unknown GPU'}{rank}; {steps}",),
         sections=tuple(Section(title, blocks) for title, blocks in filled.items() if blocks),
         messages=(
@@ -59,6 +61,27 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
 
 def _is_empty(block: Block) -> bool:
     return isinstance(block, Table) and not block.rows
+
+
+def _key_figures(result: ExplainResult) -> tuple[KeyFigure, ...]:
+    """The step, how busy the GPU is, and how much of the linears is in low precision."""
+    account = result.account
+    return (
+        KeyFigure("Step", f"{account.step_ms:.2f} ms"),
+        KeyFigure("GPU busy", units.percent(1 - account.idle_share), f"{account.busy_ms:.2f} ms"),
+        KeyFigure("Linears in low precision", units.percent(result.low_share), f"of their {result.low_share_of}"),
+    )
+
+
+def _card(cause: Cause) -> Card:
+    return Card(
+        title=cause.title,
+        cost=f"{cause.cost_ms:.2f} ms per step",
+        speedup=f"{cause.speedup_without:.2f}x",
+        remedy=cause.advice,
+        evidence=" ".join(finding.text for finding in cause.evidence),
+        where=cause.where,
+    )
 
 
 def _cause_message(place: int, cause: Cause) -> Message:

@@ -8,7 +8,7 @@ from gemmscope import units
 from gemmscope.document.common import batch_lines, command_facts, model_facts, subject
 from gemmscope.document.linears import linears_answer, linears_sections, linears_speedups
 from gemmscope.document.model import Block, Document, NamedSpeedup, Section
-from gemmscope.document.step_parts import cost_table, step_answer, step_chart, step_speedups, waterfalls
+from gemmscope.document.step_parts import cost_table, step_answer, step_chart, step_figures, step_speedups, waterfalls
 from gemmscope.document.sweep import STATES, gpu_messages, sweep_document
 from gemmscope.document.table import (
     BASELINE_CELL,
@@ -45,6 +45,7 @@ def forecast_document(result: ForecastResult, name: str = "") -> Document:
         where=f"{first.title if len(result.gpus) == 1 else ', '.join(gpu.gpu for gpu in result.gpus)}, FORECAST",
         answer=answer,
         because=because,
+        key_figures=step_figures(first.step) if first.step is not None and len(result.gpus) == 1 else (),
         context=tuple(_context(result)),
         sections=tuple(sections),
         messages=gpu_messages(result.findings, {gpu.gpu: gpu.findings for gpu in result.gpus}),

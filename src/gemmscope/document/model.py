@@ -51,6 +51,27 @@ class Advice:
 
 
 @dataclass(frozen=True)
+class KeyFigure:
+    """A number that belongs to the answer: its name, its text, and its interval or a few words on it."""
+
+    name: str
+    text: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Card:
+    """A cause of lost time: what it costs, the speedup if it is fixed, how to fix it, and the evidence."""
+
+    title: str
+    cost: str
+    speedup: str
+    remedy: tuple[str, ...]
+    evidence: str
+    where: str = ""
+
+
+@dataclass(frozen=True)
 class NamedSpeedup:
     """A speedup to show beside those of other runs: where it was measured, of what (linears, the step), in which recipe."""
 
@@ -81,6 +102,9 @@ class Document:
     where: str  # the GPU that it was measured on or is a forecast for
     answer: str  # one sentence
     because: tuple[str, ...] = ()
+    key_figures: tuple[KeyFigure, ...] = ()
+    summary: Table | None = None  # the one compact table of the short view
+    cards: tuple[Card, ...] = ()
     context: tuple[str, ...] = ()  # batch and parallelism, backend, how the run ended
     sections: tuple[Section, ...] = ()
     messages: tuple[Message, ...] = ()

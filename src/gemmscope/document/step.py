@@ -7,7 +7,15 @@ from gemmscope.document.charts import Point
 from gemmscope.document.common import batch_lines, command_facts, machine_facts, model_facts, subject
 from gemmscope.document.measured import clock_facts, sample_text
 from gemmscope.document.model import Advice, Block, CurveChart, Document, Message, Section
-from gemmscope.document.step_parts import cost_table, step_answer, step_chart, step_speedups, step_table, waterfalls
+from gemmscope.document.step_parts import (
+    cost_table,
+    step_answer,
+    step_chart,
+    step_figures,
+    step_speedups,
+    step_table,
+    waterfalls,
+)
 from gemmscope.document.table import Cell, Facts, Table, columns
 from gemmscope.interval import Interval
 from gemmscope.parts import STEP_PARTS
@@ -40,6 +48,7 @@ def step_document(result: StepResult, name: str = "") -> Document:
         where=result.where,
         answer=answer,
         because=(*because, *_mixed(result.recommendation), *_requested(result)),
+        key_figures=step_figures(result.step),
         context=(*batch_lines(result.run, result.stage), *ended),
         sections=tuple(_sections(result)),
         messages=tuple(map(Message.of, shown)),

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from gemmscope import units
 from gemmscope.document.charts import Bar, BarChart, Fall, Segment, Shade, WaterfallChart
-from gemmscope.document.model import NamedSpeedup
+from gemmscope.document.model import KeyFigure, NamedSpeedup
 from gemmscope.document.palette import part_key, recipe_key
 from gemmscope.document.table import (
     BASELINE_CELL,
@@ -163,3 +163,19 @@ def step_speedups(times: StepTimes, where: str) -> tuple[NamedSpeedup, ...]:
     """To show beside those of other runs."""
     known = [(time.recipe, time.speedup) for time in times.recipes if time.speedup is not None]
     return tuple(NamedSpeedup(where, "training step", name, speedup) for name, speedup in known)
+
+
+def step_figures(times: StepTimes) -> tuple[KeyFigure, ...]:
+    """The recipe to use, its speedup, tokens/s, MFU and memory."""
+    best = times.of(times.winner.best) if times.winner is not None else None
+    if best is None:
+        return ()
+    figures = [KeyFigure("Recipe", best.recipe)]
+    if best.speedup is not None and best.recipe != BASELINE:
+        figures.append(KeyFigure(f"Speedup over {BASELINE}", f"{best.speedup.value:.2f}x", units.ends(best.speedup)))
+    figures.append(KeyFigure("Tokens/s per GPU", f"{best.tokens_per_s:,.0f}"))
+    if best.mfu is not None:
+        figures.append(KeyFigure("MFU", units.percent(best.mfu), f"of the dense {BASELINE} rate"))
+    if best.peak_bytes is not None:
+        figures.append(KeyFigure("Peak memory", units.si(best.peak_bytes, "B"), "of one GPU"))
+    return tuple(figures)

@@ -25,10 +25,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """A column's name; numbers are aligned right."""
+    """A column's name; numbers are aligned right. Where a table is too wide, columns of the highest `drop` go first; 0 stays."""
 
     name: str
     numeric: bool = True
+    drop: int = 0
 
 
 @dataclass(frozen=True)
