@@ -6,21 +6,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gemmscope import units
+from gemmscope.document.palette import recipe_key
 from gemmscope.document.table import NOTHING, Cell, Facts, Table, columns, number, share_cell, speedup_cell, time_cell
 from gemmscope.interval import Interval
 
 Shade = Literal["plain", "light", "hatched"]
-GREY = -1  # the color of what has none of its own
 SHADES: dict[Shade, str] = {"plain": "fprop + dgrad", "light": "wgrad", "hatched": ""}
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a bar. `color` counts through the palette; `facts` are shown in a tooltip."""
+    """A part of a bar. `color` is the key of a style in the palette; `facts` are shown in a tooltip."""
 
     name: str
     time_ms: float
-    color: int
+    color: str
     shade: Shade = "plain"
     facts: Facts = ()
 
@@ -82,13 +82,11 @@ class BarChart:
         return Table(f"{self.title} ({self.unit})", heads, tuple(rows), self.note, self.main)
 
 
-def legend(charts: Sequence[BarChart]) -> dict[str, int]:
-    """The names in plain or light shade with their colors, in the order they are stacked."""
-    colors: dict[str, int] = {}
-    for segment in (segment for chart in charts for bar in chart.bars for segment in bar.segments):
-        if segment.shade != "hatched":
-            colors.setdefault(segment.name, segment.color)
-    return colors
+def legend(charts: Sequence[BarChart]) -> dict[str, str]:
+    """The names of all segments with their styles, in the order they are stacked."""
+    segments = [segment for chart in charts for bar in chart.bars for segment in bar.segments]
+    ordered = sorted(segments, key=lambda segment: segment.shade == "hatched")  # which is on top of every bar
+    return {segment.name: segment.color for segment in ordered}
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,7 @@ class Point:
 
 @dataclass(frozen=True)
 class CurveChart:
-    """Values against a size. `series`: recipe → points; `order` gives each recipe its color in all charts of a run.
+    """Values against a size. `series`: recipe → points.
 
     `unit` "x" means speedups: the line at 1 is drawn. `figure`: `-o` draws it, though it is not main.
     """
@@ -147,13 +145,13 @@ class CurveChart:
     axis: str
     series: Mapping[str, tuple[Point, ...]]
     unit: str = "x"
-    order: tuple[str, ...] = ()
     note: str = ""
     main: bool = False
     figure: bool = False
 
-    def color(self, name: str) -> int:
-        return self.order.index(name) if name in self.order else list(self.series).index(name)
+    def color(self, name: str) -> str:
+        """The key of its style."""
+        return recipe_key(name, list(self.series).index(name))
 
     @property
     def places(self) -> list[str]:
@@ -198,6 +196,14 @@ class HeatMap:
     note: str = ""
     main: bool = False
     legend: Facts = ()
+
+    @property
+    def best(self) -> tuple[int, int] | None:
+        """Column and row of the largest certain speedup."""
+        found = [
+            (cell.value, x, y) for y, row in enumerate(self.cells) for x, cell in enumerate(row) if cell.value and cell.certain
+        ]
+        return max(found)[1:] if found else None
 
     def table(self) -> Table:
         """The plane itself."""

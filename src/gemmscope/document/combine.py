@@ -1,4 +1,4 @@
-"""Several documents on one page: their labels, their times over one common baseline, their speedups side by side, and whether they
+"""Several documents on one page: their labels, their times over one common baseline, their own speedups, and whether they
 belong together."""
 
 from collections.abc import Sequence
@@ -131,7 +131,7 @@ def common_baselines(documents: Sequence[Document]) -> list[CommonBaseline]:
 
 
 def _over(first: tuple[str, NamedTime, Document], other: tuple[str, NamedTime, Document]) -> Interval:
-    """The speedup over the common baseline: the run's own where it has one, else of two times that do not depend on each other."""
+    """The speedup over the common baseline: the one of the run itself if there is one, else of two independent times."""
     (key, baseline, _), (other_key, time, document) = first, other
     if key == other_key:
         if time.recipe == BASELINE:

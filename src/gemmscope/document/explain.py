@@ -3,14 +3,13 @@
 from pathlib import Path
 
 from gemmscope import units
-from gemmscope.document.charts import GREY, Bar, BarChart, Segment
+from gemmscope.document.charts import Bar, BarChart, Segment
 from gemmscope.document.common import command_facts
 from gemmscope.document.model import Block, Card, Document, KeyFigure, Message, Section, Subject
+from gemmscope.document.palette import part_key
 from gemmscope.document.table import NOTHING, Cell, Table, columns, number, share_cell
-from gemmscope.parts import STEP_PARTS
 from gemmscope.results.explain import Cause, ExplainResult, PartComparison, StepComparison
 
-COLORED = [part for part in STEP_PARTS if part != "quantization"][:8]  # quantization is hatched, the rest is grey
 MOST_UNKNOWN = 10  # kernels that are listed one by one
 
 
@@ -101,7 +100,7 @@ def _chart(result: ExplainResult) -> BarChart:
         Segment(
             part,
             account.parts_ms[part],
-            COLORED.index(part) if part in COLORED else GREY,
+            part_key(part),
             "hatched" if part == "quantization" else "plain",
             ((part, f"{account.parts_ms[part]:.2f} ms"), ("share", units.percent(account.share(part)))),
         )

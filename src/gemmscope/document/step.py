@@ -151,9 +151,8 @@ def _break_even(result: StepResult) -> CurveChart | None:
         for name, speedup in batch.speedups.items():
             point = Point(batch.name, speedup, (("speedup", units.speedup(speedup)),))
             points[name] = (*points.get(name, ()), point)
-    order = tuple(time.recipe for time in result.step.recipes)
     title, axis = "Speedup of the step on smaller batches", "micro-batch x sequence"
-    return CurveChart(title, axis, points, order=order) if points else None
+    return CurveChart(title, axis, points) if points else None
 
 
 def _method(result: StepResult) -> Facts:

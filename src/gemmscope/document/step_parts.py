@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 
 from gemmscope import units
-from gemmscope.document.charts import GREY, Bar, BarChart, Fall, Segment, Shade, WaterfallChart
+from gemmscope.document.charts import Bar, BarChart, Fall, Segment, Shade, WaterfallChart
 from gemmscope.document.model import KeyFigure, NamedSpeedup, NamedTime
+from gemmscope.document.palette import part_key, recipe_key
 from gemmscope.document.table import (
     BASELINE_CELL,
     FALLBACK_CELL,
@@ -20,13 +21,11 @@ from gemmscope.document.table import (
     speedup_cell,
     time_cell,
 )
-from gemmscope.parts import STEP_PARTS, StepPart
+from gemmscope.parts import StepPart
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.linears import Winner
 from gemmscope.results.step import StepTime, StepTimes
 from gemmscope.step.findings import named_verdict
-
-COLORED = [part for part in STEP_PARTS if part != "quantization"][:8]  # quantization is hatched, what follows is grey
 
 
 def _title(times: StepTimes, text: str, prefix: str = "") -> str:
@@ -71,7 +70,7 @@ def step_chart(
     if not times.recipes:
         return None
     if not any(time.parts_ms for time in times.recipes):  # kernels were not profiled, as on the CPU
-        whole = [(time, Segment("whole step", time.step_ms.value, 0)) for time in times.recipes]
+        whole = [(time, Segment("whole step", time.step_ms.value, recipe_key(time.recipe))) for time in times.recipes]
         bars = tuple(Bar(time.recipe, (part,), time.speedup, baseline=time.recipe == BASELINE) for time, part in whole)
         return BarChart(_title(times, "Time of a step", prefix), "ms per step", bars)
     note = f"Of {units.counted(layers_run, 'layer')}, as many as were run." if layers_run is not None else ""
@@ -94,9 +93,8 @@ def _bar(time: StepTime, hover: Mapping[tuple[str, str], Facts]) -> Bar:
 
 def _segment(part: StepPart, time_ms: float, total_ms: float, facts: Facts) -> Segment:
     shade: Shade = "hatched" if part == "quantization" else "plain"
-    color = COLORED.index(part) if part in COLORED else GREY
     own = ((part, f"{units.milliseconds(time_ms)} ms"), ("share", units.percent(time_ms / total_ms)))
-    return Segment(part, time_ms, color, shade, (*own, *facts))
+    return Segment(part, time_ms, part_key(part), shade, (*own, *facts))
 
 
 def waterfalls(times: StepTimes, *, prefix: str = "") -> tuple[WaterfallChart, ...]:

@@ -57,9 +57,7 @@ def gpu_messages(common: Sequence[Finding], by_gpu: Mapping[str, Sequence[Findin
     common_texts = [{finding.text for finding in findings} for findings in others]
     shared = [finding for finding in first if all(finding.text in texts for texts in common_texts)]
     said = {finding.text for finding in shared}
-    own = [
-        Message.of(finding, gpu) for gpu, findings in by_gpu.items() for finding in findings if finding.text not in said
-    ]
+    own = [Message.of(finding, gpu) for gpu, findings in by_gpu.items() for finding in findings if finding.text not in said]
     return (*map(Message.of, common), *map(Message.of, shared), *own)
 
 
@@ -130,7 +128,7 @@ def _curve(sweep: GpuSweep) -> CurveChart:
     note = f"x: {HOST_BOUND}, launching takes longer than running" if any(point.host_bound for point in sweep.points) else ""
     title = f"{sweep.gpu}: FORECAST speedup of the training step over {BASELINE}"
     curves = {name: tuple(points) for name, points in series.items()}
-    return CurveChart(title, sweep.sizes[0], curves, order=_low(sweep), note=note, main=True)
+    return CurveChart(title, sweep.sizes[0], curves, note=note, main=True)
 
 
 def _heat_map(sweep: GpuSweep) -> HeatMap:

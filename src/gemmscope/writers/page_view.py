@@ -50,8 +50,12 @@ def views(documents: Sequence[Document]) -> list[View]:
 def _view(documents: Sequence[Document], document: Document) -> View:
     several = bool(common_baselines([document]))
     beside = None if several else _beside(document)
-    sections = [replace(section, blocks=tuple(block for block in section.blocks if block is not beside)) for section in document.sections]
-    groups = [(gpu, tuple(group)) for gpu, group in groupby((each for each in sections if each.blocks), key=lambda section: section.gpu)]
+    sections = [
+        replace(section, blocks=tuple(block for block in section.blocks if block is not beside)) for section in document.sections
+    ]
+    groups = [
+        (gpu, tuple(group)) for gpu, group in groupby((each for each in sections if each.blocks), key=lambda section: section.gpu)
+    ]
     gpus = {gpu for gpu, _ in groups if gpu}
     caused = bool(document.cards)  # cards say more than the messages of the same causes
     messages = [message for message in document.messages if not (caused and message.code.startswith("cause-"))]
@@ -92,7 +96,14 @@ def rates_data(common: CommonBaseline) -> ChartData:
             "high": time.over.high * scale if time.over.high is not None else None,
         }
         text = (f"{time.tokens_per_s:,.0f} · " if common.has_rates else "") + f"{time.over.value:.2f}x"
-        bar = {"recipe": time.recipe, "color": recipe_key(time.recipe, place), "value": rate, **ends, "text": text, "facts": facts}
+        bar = {
+            "recipe": time.recipe,
+            "color": recipe_key(time.recipe, place),
+            "value": rate,
+            **ends,
+            "text": text,
+            "facts": facts,
+        }
         groups.setdefault(time.run, []).append(bar)
     first = next(time for time in common.times if time.recipe == BASELINE and time.run == common.baseline)
     keys = [bar["color"] for bars in groups.values() for bar in bars]
