@@ -1,9 +1,10 @@
 """The Document of an `ExplainResult`."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from gemmscope import units
-from gemmscope.document.charts import Bar, BarChart, Segment
+from gemmscope.document.charts import Bar, BarChart, Fall, Segment, WaterfallChart
 from gemmscope.document.common import command_facts
 from gemmscope.document.model import Block, Card, Document, KeyFigure, Message, Section, Subject
 from gemmscope.document.palette import part_key
@@ -24,7 +25,7 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
         "Where the time goes": (_chart(result), _classes(result), _idle(result), _counts(result), _unknown(result)),
         "GEMMs": (_gemms(result),),
         "Why the step is not faster": (_causes(result), _kernels(result)),
-        "Comparisons": tuple(map(_comparison, result.comparisons)),
+        "Comparisons": tuple(block for comparison in result.comparisons for block in _compared(comparison)),
         "Ranks": (_ranks(result),),
     }
     filled = {title: tuple(block for block in blocks if not _is_empty(block)) for title, blocks in sections.items()}
@@ -38,7 +39,7 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
         title=f"Profiler trace {file}",
         subject=Subject(f"Profiler trace {file}"),
         where=result.gpu or "unknown GPU",
-        answer=result.verdict.text,
+        answer=_answer(result),
         because=(
             f"A step takes {account.step_ms:.2f} ms. The GPU is busy for {account.busy_ms:.2f} ms "
             f"({units.percent(1 - account.idle_share)}).",
@@ -57,6 +58,12 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
         next_command=next_command,
         name=name,
     )
+
+
+def _answer(result: ExplainResult) -> str:
+    """The main cause with its cost, and what to do about it."""
+    advice = result.causes[0].advice[:1] if result.causes else ()
+    return " ".join([result.verdict.text, *(f"What to do: {line.rstrip('.')}." for line in advice)])
 
 
 def _is_empty(block: Block) -> bool:
@@ -93,20 +100,31 @@ def _cause_message(place: int, cause: Cause) -> Message:
 
 
 def _chart(result: ExplainResult) -> BarChart:
-    """One bar with the parts of the step, quantization on top."""
+    """The parts of the step, quantization on top; before them, the step that it is compared with."""
     account = result.account
-    order = sorted((part for part, time in account.parts_ms.items() if time > 0), key=lambda part: part == "quantization")
+    expected = [
+        _bar(comparison.expected, {part.part: part.expected_ms or 0.0 for part in comparison.parts})
+        for comparison in result.comparisons
+        if all(part.expected_ms is not None for part in comparison.parts)
+    ]
+    bars = (*expected, _bar("this trace" if expected else "trace", {str(part): time for part, time in account.parts_ms.items()}))
+    return BarChart("Where the time of a step goes", "ms per step", bars, main=True)
+
+
+def _bar(label: str, parts_ms: Mapping[str, float]) -> Bar:
+    total_ms = sum(parts_ms.values())
+    order = sorted((part for part, time in parts_ms.items() if time > 0), key=lambda part: part == "quantization")
     segments = tuple(
         Segment(
             part,
-            account.parts_ms[part],
+            parts_ms[part],
             part_key(part),
             "hatched" if part == "quantization" else "plain",
-            ((part, f"{account.parts_ms[part]:.2f} ms"), ("share", units.percent(account.share(part)))),
+            ((part, f"{parts_ms[part]:.2f} ms"), ("share", units.percent(parts_ms[part] / total_ms))),
         )
         for part in order
     )
-    return BarChart("Where the time of a step goes", "ms per step", (Bar("trace", segments),), main=True)
+    return Bar(label, segments)
 
 
 def _classes(result: ExplainResult) -> Table:
@@ -158,7 +176,10 @@ def _unknown(result: ExplainResult) -> Table:
     rows = [(kernel.name, kernel.time_ms, kernel.count) for kernel in kernels]
     if rest:
         rows.append((f"{len(rest)} more", sum(kernel.time_ms for kernel in rest), sum(kernel.count for kernel in rest)))
-    cells = tuple((Cell(name), _fixed(time, 3), number(count, f"{count:.3g}")) for name, time, count in rows)
+    cells = tuple(
+        (Cell(name), _fixed(time, 3), number(count, f"{count:,.0f}" if count >= 10 else f"{count:.1f}"))
+        for name, time, count in rows
+    )
     return Table("Kernels of unknown class", columns(("Kernel",), ("ms per step", "Runs per step")), cells)
 
 
@@ -188,6 +209,18 @@ def _causes(result: ExplainResult) -> Table:
 def _kernels(result: ExplainResult) -> Table:
     rows = tuple((Cell(cause.title), Cell(kernel)) for cause in result.causes for kernel in cause.kernels)
     return Table("Kernels of the causes", columns(("Cause", "Kernel"), ()), rows)
+
+
+def _compared(comparison: StepComparison) -> tuple[Block, ...]:
+    """The way from the speedup of the GEMMs to that of the step, and the table of the parts."""
+    falls = tuple(
+        Fall(part.part, part.expected_ms or 0.0, part.trace_ms, part.speedup)
+        for part in comparison.parts
+        if part.expected_ms is not None and part.speedup is not None
+    )
+    title = f"From GEMMs to step: speedup over {comparison.expected}"
+    waterfall = [WaterfallChart(title, "this trace", comparison.expected, falls)] if len(falls) == len(comparison.parts) else []
+    return (*waterfall, _comparison(comparison))
 
 
 def _comparison(comparison: StepComparison) -> Table:
