@@ -1,13 +1,15 @@
 """The Document of an `ExplainResult`."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from gemmscope import units
-from gemmscope.document.charts import Bar, BarChart, Segment
+from gemmscope.document.charts import Bar, BarChart, Fall, Segment, WaterfallChart
 from gemmscope.document.common import command_facts
 from gemmscope.document.model import Block, Card, Document, KeyFigure, Message, Section, Subject
 from gemmscope.document.palette import part_key
 from gemmscope.document.table import NOTHING, Cell, Table, columns, number, share_cell
+from gemmscope.interval import Interval
 from gemmscope.results.explain import Cause, ExplainResult, PartComparison, StepComparison
 
 MOST_UNKNOWN = 10  # kernels that are listed one by one
@@ -24,7 +26,7 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
         "Where the time goes": (_chart(result), _classes(result), _idle(result), _counts(result), _unknown(result)),
         "GEMMs": (_gemms(result),),
         "Why the step is not faster": (_causes(result), _kernels(result)),
-        "Comparisons": tuple(map(_comparison, result.comparisons)),
+        "Comparisons": (*_waterfalls(result), *map(_comparison, result.comparisons)),
         "Ranks": (_ranks(result),),
     }
     filled = {title: tuple(block for block in blocks if not _is_empty(block)) for title, blocks in sections.items()}
@@ -93,20 +95,58 @@ def _cause_message(place: int, cause: Cause) -> Message:
 
 
 def _chart(result: ExplainResult) -> BarChart:
-    """One bar with the parts of the step, quantization on top."""
-    account = result.account
-    order = sorted((part for part, time in account.parts_ms.items() if time > 0), key=lambda part: part == "quantization")
-    segments = tuple(
+    """A bar with the parts of the step, beside what it is compared with."""
+    others = []
+    speedup = None
+    for comparison in result.comparisons:
+        expected = {part.part: part.expected_ms for part in comparison.parts if part.expected_ms is not None}
+        if len(expected) == len(comparison.parts) > 1:
+            twin = _is_twin(comparison)
+            others.append(Bar("baseline" if twin else "predicted", _segments(expected), baseline=twin))
+            speedup = _total_speedup(comparison) if twin else speedup
+    trace = Bar("this trace" if others else "trace", _segments(dict(result.account.parts_ms)), speedup)
+    return BarChart("Where the time of a step goes", "ms per step", (*others, trace), main=True)
+
+
+def _segments(parts_ms: Mapping[str, float]) -> tuple[Segment, ...]:
+    """The parts of a step, quantization on top."""
+    step_ms = sum(parts_ms.values())
+    order = sorted((part for part, time in parts_ms.items() if time > 0), key=lambda part: part == "quantization")
+    return tuple(
         Segment(
             part,
-            account.parts_ms[part],
+            parts_ms[part],
             part_key(part),
             "hatched" if part == "quantization" else "plain",
-            ((part, f"{account.parts_ms[part]:.2f} ms"), ("share", units.percent(account.share(part)))),
+            ((part, f"{parts_ms[part]:.2f} ms"), ("share", units.percent(parts_ms[part] / step_ms))),
         )
         for part in order
     )
-    return BarChart("Where the time of a step goes", "ms per step", (Bar("trace", segments),), main=True)
+
+
+def _is_twin(comparison: StepComparison) -> bool:
+    """Compared with another trace: every part has the speedup down to it. A prediction has none."""
+    return bool(comparison.parts) and all(part.speedup is not None for part in comparison.parts)
+
+
+def _total_speedup(comparison: StepComparison) -> Interval:
+    return Interval(comparison.parts[-1].speedup or 1.0)
+
+
+def _waterfalls(result: ExplainResult) -> tuple[WaterfallChart, ...]:
+    """From the speedup of the GEMMs over those of the other trace to that of the step."""
+    return tuple(
+        WaterfallChart(
+            "From GEMMs to step",
+            "this trace",
+            comparison.expected,
+            tuple(Fall(part.part, part.expected_ms or 0.0, part.trace_ms, part.speedup or 1.0) for part in comparison.parts),
+            main=True,
+            total=_total_speedup(comparison),
+        )
+        for comparison in result.comparisons
+        if _is_twin(comparison)
+    )
 
 
 def _classes(result: ExplainResult) -> Table:
