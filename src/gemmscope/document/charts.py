@@ -226,7 +226,9 @@ class HeatMap:
     @property
     def best(self) -> tuple[int, int] | None:
         """Column and row of the largest certain speedup."""
-        found = [(cell.value, x, y) for y, row in enumerate(self.cells) for x, cell in enumerate(row) if cell.value and cell.certain]
+        found = [
+            (cell.value, x, y) for y, row in enumerate(self.cells) for x, cell in enumerate(row) if cell.value and cell.certain
+        ]
         return max(found)[1:] if found else None
 
     def table(self) -> Table:

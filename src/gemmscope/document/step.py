@@ -14,6 +14,7 @@ from gemmscope.document.step_parts import (
     step_figures,
     step_speedups,
     step_table,
+    step_times,
     waterfalls,
 )
 from gemmscope.document.table import Cell, Facts, Table, columns
@@ -55,6 +56,7 @@ def step_document(result: StepResult, name: str = "") -> Document:
         advice=_advice(result.recommendation) if result.recommendation is not None else None,
         facts={"Method": _method(result), "Environment": machine_facts(result.environment, result.device, result.versions)},
         speedups=step_speedups(result.step, result.where),
+        times=step_times(result.step, result.where),
         next_command=NEXT if result.step.recipes else "",
         name=name,
     )

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from gemmscope import units
 from gemmscope.document.charts import Bar, BarChart, Fall, Segment, Shade, WaterfallChart
-from gemmscope.document.model import KeyFigure, NamedSpeedup
+from gemmscope.document.model import KeyFigure, NamedSpeedup, NamedTime
 from gemmscope.document.palette import part_key, recipe_key
 from gemmscope.document.table import (
     BASELINE_CELL,
@@ -165,6 +165,12 @@ def step_speedups(times: StepTimes, where: str) -> tuple[NamedSpeedup, ...]:
     """To show beside those of other runs."""
     known = [(time.recipe, time.speedup) for time in times.recipes if time.speedup is not None]
     return tuple(NamedSpeedup(where, "training step", name, speedup) for name, speedup in known)
+
+
+def step_times(times: StepTimes, where: str) -> tuple[NamedTime, ...]:
+    """To compare with those of other GPUs and runs. What fell back is not what it claims to be, and is left out."""
+    valid = [time for time in times.recipes if not time.fell_back]
+    return tuple(NamedTime(where, "training step", time.recipe, time.step_ms, time.tokens_per_s) for time in valid)
 
 
 def step_figures(times: StepTimes) -> tuple[KeyFigure, ...]:

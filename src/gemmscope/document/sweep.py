@@ -6,7 +6,7 @@ from itertools import cycle
 from gemmscope import units
 from gemmscope.document.charts import CurveChart, HeatCell, HeatMap, Point
 from gemmscope.document.common import command_facts
-from gemmscope.document.model import Document, Message, Section, Subject
+from gemmscope.document.model import Document, KeyFigure, Message, Section, Subject
 from gemmscope.document.table import NOTHING, Cell, Table, columns, number, speedup_cell, time_cell
 from gemmscope.findings import Finding
 from gemmscope.recipe.recipes import BASELINE
@@ -37,11 +37,12 @@ def sweep_document(result: ForecastResult, name: str = "") -> Document:
         where=f"{gpus}, FORECAST",
         answer=answer,
         because=tuple(because),
+        key_figures=_key_figures(result.sweeps[0]) if len(result.sweeps) == 1 else (),
         context=(
             f"{count:,} configurations, the training step of one rank{replicas}",
             f"{result.state}: {STATES[result.state]}; every interval is a 90% error bar",
         ),
-        sections=tuple(map(_section, result.sweeps)),
+        sections=tuple(_section(sweep, several=len(result.sweeps) > 1) for sweep in result.sweeps),
         messages=gpu_messages(result.findings, {sweep.gpu: sweep.findings for sweep in result.sweeps}),
         facts={"Method": (("state", result.state), ("fitted on", result.coefficients), *command_facts(result))},
         forecast=True,
@@ -56,9 +57,7 @@ def gpu_messages(common: Sequence[Finding], by_gpu: Mapping[str, Sequence[Findin
     common_texts = [{finding.text for finding in findings} for findings in others]
     shared = [finding for finding in first if all(finding.text in texts for texts in common_texts)]
     said = {finding.text for finding in shared}
-    own = [
-        Message.of(finding, f"{gpu}: ") for gpu, findings in by_gpu.items() for finding in findings if finding.text not in said
-    ]
+    own = [Message.of(finding, gpu) for gpu, findings in by_gpu.items() for finding in findings if finding.text not in said]
     return (*map(Message.of, common), *map(Message.of, shared), *own)
 
 
@@ -84,16 +83,34 @@ def _answer(sweep: GpuSweep) -> tuple[str, list[str]]:
     return f"FORECAST: on {sweep.gpu}, the largest speedup over {BASELINE} is {gain}: {best.winner.best} at {place}.", because
 
 
+def _key_figures(sweep: GpuSweep) -> tuple[KeyFigure, ...]:
+    """The point with the largest speedup, and how many points have one."""
+    possible = [point for point in sweep.points if point.winner is not None]
+    gaining = [point for point in possible if point.gains]
+    count = KeyFigure(f"Faster than {BASELINE}", f"{len(gaining):,} of {len(possible):,}", "possible points")
+    best = max(gaining, key=_gain, default=None)
+    if best is None or best.winner is None or best.winner.speedup is None:
+        return (count,)
+    gain = best.winner.speedup
+    return (
+        KeyFigure("Best point", best.place, " x ".join(best.values)),
+        KeyFigure("Recipe there", best.winner.best),
+        KeyFigure(f"Speedup over {BASELINE}", f"{gain.value:.2f}x", units.ends(gain)),
+        count,
+    )
+
+
 def _gain(point: SweepPoint) -> float:
     """The speedup of the best recipe; 1 where that is BF16."""
     return point.winner.speedup.value if point.winner is not None and point.winner.speedup is not None else 1.0
 
 
-def _section(sweep: GpuSweep) -> Section:
+def _section(sweep: GpuSweep, *, several: bool) -> Section:
     one = len(sweep.sizes) == 1
     chart = _curve(sweep) if one else _heat_map(sweep)
     begins = [_break_even(sweep, one=one)] if sweep.break_even else []
-    return Section(f"{sweep.gpu}: FORECAST of the training step", (chart, _points(sweep, one=one), *begins))
+    blocks = (chart, *begins, _points(sweep, one=one))
+    return Section(f"{sweep.gpu}: FORECAST of the training step", blocks, gpu=sweep.gpu if several else "")
 
 
 def _low(sweep: GpuSweep) -> tuple[str, ...]:
