@@ -27,7 +27,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class Bar:
-    """One recipe. Without segments it is a gap, and `note` says why; `alarm` stands where the speedup would."""
+    """One recipe. Without segments it is a gap, and `note` says why; `alarm` stands where the speedup would.
+
+    `total`: the time of the whole bar with its interval, where that is known.
+    """
 
     label: str
     segments: tuple[Segment, ...] = ()
@@ -35,10 +38,20 @@ class Bar:
     baseline: bool = False
     alarm: str = ""
     note: str = ""
+    total: Interval | None = None
 
     @property
     def total_ms(self) -> float:
         return sum(segment.time_ms for segment in self.segments)
+
+    @property
+    def reach_ms(self) -> tuple[float, float]:
+        """How far the interval of the time reaches below and above the bar; zero where there is none."""
+        if self.total is None or self.total.low is None or self.total.high is None or not self.total.value > 0:
+            return 0.0, 0.0
+        scale = self.total_ms / self.total.value
+        below, above = self.total.value - max(self.total.low, 0.0), self.total.high - self.total.value
+        return max(below * scale, 0.0), max(above * scale, 0.0)
 
     @property
     def head(self) -> str:
@@ -82,6 +95,17 @@ class BarChart:
         return Table(f"{self.title} ({self.unit})", heads, tuple(rows), self.note, self.main)
 
 
+def time_text(time_ms: float) -> str:
+    """A time as a label in a chart: three digits, never with an exponent.
+
+    >>> time_text(1240.4), time_text(67.49), time_text(0.0123), time_text(0.0000123)
+    ('1,240 ms', '67.5 ms', '0.0123 ms', '12.3 ns')
+    """
+    if 0 < time_ms < 0.001:
+        return f"{time_ms * 1e6:.3g} ns"
+    return f"{time_ms:,.0f} ms" if not time_ms < 100 else f"{time_ms:.3g} ms"
+
+
 def legend(charts: Sequence[BarChart]) -> dict[str, str]:
     """The names of all segments with their styles, in the order they are stacked."""
     segments = [segment for chart in charts for bar in chart.bars for segment in bar.segments]
@@ -101,7 +125,7 @@ class Fall:
 
 @dataclass(frozen=True)
 class WaterfallChart:
-    """From the speedup of the GEMMs alone to that of the step."""
+    """From the speedup of the GEMMs alone to that of the step; `total` is that of the step, with its interval."""
 
     title: str
     recipe: str
@@ -109,6 +133,8 @@ class WaterfallChart:
     falls: tuple[Fall, ...]
     note: str = ""
     main: bool = False
+    figure: bool = False
+    total: Interval | None = None
 
     def table(self) -> Table:
         """A row per part of the step."""

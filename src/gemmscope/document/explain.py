@@ -9,6 +9,7 @@ from gemmscope.document.common import command_facts
 from gemmscope.document.model import Block, Card, Document, KeyFigure, Message, Section, Subject
 from gemmscope.document.palette import part_key
 from gemmscope.document.table import NOTHING, Cell, Table, columns, number, share_cell
+from gemmscope.interval import Interval
 from gemmscope.results.explain import Cause, ExplainResult, PartComparison, StepComparison
 
 MOST_UNKNOWN = 10  # kernels that are listed one by one
@@ -25,7 +26,7 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
         "Where the time goes": (_chart(result), _classes(result), _idle(result), _counts(result), _unknown(result)),
         "GEMMs": (_gemms(result),),
         "Why the step is not faster": (_causes(result), _kernels(result)),
-        "Comparisons": tuple(block for comparison in result.comparisons for block in _compared(comparison)),
+        "Comparisons": (*_waterfalls(result), *map(_comparison, result.comparisons)),
         "Ranks": (_ranks(result),),
     }
     filled = {title: tuple(block for block in blocks if not _is_empty(block)) for title, blocks in sections.items()}
@@ -100,31 +101,62 @@ def _cause_message(place: int, cause: Cause) -> Message:
 
 
 def _chart(result: ExplainResult) -> BarChart:
-    """The parts of the step, quantization on top; before them, the step that it is compared with."""
-    account = result.account
-    expected = [
-        _bar(comparison.expected, {part.part: part.expected_ms or 0.0 for part in comparison.parts})
-        for comparison in result.comparisons
-        if all(part.expected_ms is not None for part in comparison.parts)
-    ]
-    bars = (*expected, _bar("this trace" if expected else "trace", {str(part): time for part, time in account.parts_ms.items()}))
-    return BarChart("Where the time of a step goes", "ms per step", bars, main=True)
+    """A bar with the parts of the step, beside what it is compared with."""
+    others = []
+    speedup = None
+    for comparison in result.comparisons:
+        expected = {part.part: part.expected_ms for part in comparison.parts if part.expected_ms is not None}
+        if len(expected) == len(comparison.parts) > 1:
+            twin = _is_twin(comparison)
+            others.append(Bar("baseline" if twin else "predicted", _segments(expected), baseline=twin))
+            speedup = _total_speedup(comparison) if twin else speedup
+    trace = Bar(
+        "this trace" if others else "trace",
+        _segments({str(part): time for part, time in result.account.parts_ms.items()}),
+        speedup,
+    )
+    return BarChart("Where the time of a step goes", "ms per step", (*others, trace), main=True)
 
 
-def _bar(label: str, parts_ms: Mapping[str, float]) -> Bar:
-    total_ms = sum(parts_ms.values())
+def _segments(parts_ms: Mapping[str, float]) -> tuple[Segment, ...]:
+    """The parts of a step, quantization on top."""
+    step_ms = sum(parts_ms.values())
     order = sorted((part for part, time in parts_ms.items() if time > 0), key=lambda part: part == "quantization")
-    segments = tuple(
+    return tuple(
         Segment(
             part,
             parts_ms[part],
             part_key(part),
             "hatched" if part == "quantization" else "plain",
-            ((part, f"{parts_ms[part]:.2f} ms"), ("share", units.percent(parts_ms[part] / total_ms))),
+            ((part, f"{parts_ms[part]:.2f} ms"), ("share", units.percent(parts_ms[part] / step_ms))),
         )
         for part in order
     )
-    return Bar(label, segments)
+
+
+def _is_twin(comparison: StepComparison) -> bool:
+    """Compared with another trace: every part has the speedup down to it. A prediction has none."""
+    return bool(comparison.parts) and all(part.speedup is not None for part in comparison.parts)
+
+
+def _total_speedup(comparison: StepComparison) -> Interval:
+    return Interval(comparison.parts[-1].speedup or 1.0)
+
+
+def _waterfalls(result: ExplainResult) -> tuple[WaterfallChart, ...]:
+    """From the speedup of the GEMMs over those of the other trace to that of the step."""
+    return tuple(
+        WaterfallChart(
+            "From GEMMs to step",
+            "this trace",
+            comparison.expected,
+            tuple(Fall(part.part, part.expected_ms or 0.0, part.trace_ms, part.speedup or 1.0) for part in comparison.parts),
+            main=True,
+            total=_total_speedup(comparison),
+        )
+        for comparison in result.comparisons
+        if _is_twin(comparison)
+    )
 
 
 def _classes(result: ExplainResult) -> Table:
@@ -209,18 +241,6 @@ def _causes(result: ExplainResult) -> Table:
 def _kernels(result: ExplainResult) -> Table:
     rows = tuple((Cell(cause.title), Cell(kernel)) for cause in result.causes for kernel in cause.kernels)
     return Table("Kernels of the causes", columns(("Cause", "Kernel"), ()), rows)
-
-
-def _compared(comparison: StepComparison) -> tuple[Block, ...]:
-    """The way from the speedup of the GEMMs to that of the step, and the table of the parts."""
-    falls = tuple(
-        Fall(part.part, part.expected_ms or 0.0, part.trace_ms, part.speedup)
-        for part in comparison.parts
-        if part.expected_ms is not None and part.speedup is not None
-    )
-    title = f"From GEMMs to step: speedup over {comparison.expected}"
-    waterfall = [WaterfallChart(title, "this trace", comparison.expected, falls)] if len(falls) == len(comparison.parts) else []
-    return (*waterfall, _comparison(comparison))
 
 
 def _comparison(comparison: StepComparison) -> Table:

@@ -54,7 +54,8 @@ def _bar(linears: Linears, name: str, mode: Mode, colors: dict[str, str], tasks:
         segments.append(Segment("quantization", spent, part_key("quantization"), "hatched", (("total", _ms(spent)), *per_op)))
     fell_back = linears.falls_back(name, mode)
     speedup = None if fell_back else linears.speedup(name, mode)
-    return Bar(name, tuple(segments), speedup, baseline=name == BASELINE, alarm="FALLBACK" if fell_back else "")
+    alarm, total = "FALLBACK" if fell_back else "", linears.total(name, mode)
+    return Bar(name, tuple(segments), speedup, name == BASELINE, alarm, total=total.total_ms if total is not None else None)
 
 
 def _segments(linears: Linears, case: Case, cell: OpTime, color: str, tasks: Tasks) -> list[Segment]:

@@ -71,7 +71,7 @@ def step_chart(
         return None
     if not any(time.parts_ms for time in times.recipes):  # kernels were not profiled, as on the CPU
         whole = [(time, Segment("whole step", time.step_ms.value, recipe_key(time.recipe))) for time in times.recipes]
-        bars = tuple(Bar(time.recipe, (part,), time.speedup, baseline=time.recipe == BASELINE) for time, part in whole)
+        bars = tuple(Bar(time.recipe, (part,), time.speedup, time.recipe == BASELINE, total=time.step_ms) for time, part in whole)
         return BarChart(_title(times, "Time of a step", prefix), "ms per step", bars)
     note = f"Of {units.counted(layers_run, 'layer')}, as many as were run." if layers_run is not None else ""
     bars = tuple(_bar(time, hover) for time in times.recipes)
@@ -88,6 +88,7 @@ def _bar(time: StepTime, hover: Mapping[tuple[str, str], Facts]) -> Bar:
         baseline=time.recipe == BASELINE,
         alarm="FALLBACK" if time.fell_back else "",
         note="" if order else "not split",
+        total=time.step_ms,
     )
 
 
@@ -106,6 +107,7 @@ def waterfalls(times: StepTimes, *, prefix: str = "") -> tuple[WaterfallChart, .
             BASELINE,
             tuple(Fall(level.part, level.baseline_ms, level.recipe_ms, level.speedup) for level in time.waterfall),
             _why(time),
+            total=time.speedup,
         )
         for time in times.recipes
         if time.waterfall

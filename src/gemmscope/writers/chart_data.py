@@ -7,7 +7,7 @@ from typing import Any
 
 from gemmscope import units
 from gemmscope.document import palette
-from gemmscope.document.charts import Bar, BarChart, Chart, CurveChart, HeatMap, WaterfallChart, axis_ends, legend
+from gemmscope.document.charts import Bar, BarChart, Chart, CurveChart, HeatMap, WaterfallChart, axis_ends, legend, time_text
 from gemmscope.document.model import Document
 from gemmscope.interval import Interval
 
@@ -62,7 +62,7 @@ def chart_data(chart: Chart, axes: Axes) -> ChartData:
 
 
 def _bar(bar: Bar) -> ChartData:
-    time = f"{bar.total_ms:.0f} ms" if bar.total_ms >= 100 else f"{bar.total_ms:.3g} ms" if bar.segments else ""
+    time = time_text(bar.total_ms) if bar.segments else ""
     interval = units.ends(bar.speedup, 2) if bar.speedup and bar.speedup.known else ""
     return {**asdict(bar), "head": bar.head, "interval": interval, "time": time}
 

@@ -181,7 +181,7 @@ const CHARTS = (() => {
     return {
       ...base(look, plot),
       grid: { left, right: 22, top: 4, bottom: 24 },
-      yAxis: { ...names(look, labels, { align: "left", margin: left - 2, rich: { soft: { color: look.soft, fontSize: 11.5, lineHeight: 16 } } }), inverse: true, axisLine: { show: false } },
+      yAxis: { ...names(look, labels, { align: "left", margin: left - 2, lineHeight: 15, rich: { soft: { color: look.soft, fontSize: 11.5, lineHeight: 15 } } }), inverse: true, axisLine: { show: false } },
       xAxis: { type: "value", ...rounded(Math.max(...spec.bars.map(total)) || 1, width < 500 ? 4 : 8), max: (range) => range.max, ...axis(look), axisLabel: { color: look.soft, fontSize: 11, formatter: (value) => `${plain(value)} ms`, hideOverlap: true, showMaxLabel: false } },
       series: stacked(spec, look, { barWidth: 38 }),
     };
