@@ -95,11 +95,11 @@ def without(title: str, gpu: str) -> str:
 
 
 def _beside(document: Document) -> Chart | Table | None:
-    """The main chart, else a main table that is not long."""
+    """The main chart, else a table that is not long."""
     charts = document.charts()
     chart = next((chart for chart in charts if chart.main), charts[0] if charts else None)
     tables = [block for section in document.sections for block in section.blocks if isinstance(block, Table)]
-    return chart or next((table for table in tables if table.main and _fits(table)), None)
+    return chart or next((table for table in tables if _fits(table)), None)
 
 
 def rates_data(common: CommonBaseline) -> ChartData:

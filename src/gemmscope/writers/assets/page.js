@@ -97,7 +97,10 @@
     plot.querySelector("svg").setAttribute("viewBox", `0 0 ${width} ${high}`);
     legend(plot, spec, look);
   }
-  const drawAll = () => plots.forEach((_, place) => draw(place));
+  function drawAll() {
+    plots.forEach((_, place) => draw(place));
+    document.documentElement.dataset.drawn = paper.matches ? "paper" : String(innerWidth); // for whoever waits for it
+  }
   drawAll();
   let waiting = 0;
   const later = () => { clearTimeout(waiting); if (!paper.matches) waiting = setTimeout(drawAll, 80); };
@@ -167,6 +170,4 @@
     setTimeout(() => { button.textContent = "Copy"; }, 1600);
   }
   for (const button of document.querySelectorAll(".copy")) button.addEventListener("click", () => copy(button));
-
-  document.documentElement.dataset.drawn = String(drawn.length);
 })();
