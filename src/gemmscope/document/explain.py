@@ -104,7 +104,8 @@ def _chart(result: ExplainResult) -> BarChart:
             twin = _is_twin(comparison)
             others.append(Bar("baseline" if twin else "predicted", _segments(expected), baseline=twin))
             speedup = _total_speedup(comparison) if twin else speedup
-    trace = Bar("this trace" if others else "trace", _segments(dict(result.account.parts_ms)), speedup)
+    parts: dict[str, float] = {**result.account.parts_ms}
+    trace = Bar("this trace" if others else "trace", _segments(parts), speedup)
     return BarChart("Where the time of a step goes", "ms per step", (*others, trace), main=True)
 
 

@@ -1,7 +1,7 @@
 """Charts as image files (PNG, SVG, PDF) that go into a paper as they are.
 
-Charts of one kind and unit are panels of one block: they share their scale and a legend. A figure is two columns of a paper wide, has
-its fonts inside, and the same numbers give the same file.
+Charts of one kind and unit are panels of one block: they share their scale and a legend. A figure is as wide as two columns of a
+paper, has its fonts inside, and the same numbers give the same file.
 """
 
 import io
@@ -190,7 +190,7 @@ def _block(group: Sequence[Chart]) -> Block:
         return Block(name, panels.layout(stacked, WIDTH_IN).height_in, lambda part: panels.bars(part, stacked, WIDTH_IN))
     falls = [chart for chart in group if isinstance(chart, WaterfallChart)]
     if falls:
-        height_in = panels.waterfalls_size(falls, WIDTH_IN)[1]
+        height_in = panels.waterfalls_size(falls)[1]
         return Block("waterfall", height_in, lambda part: panels.waterfalls(part, falls, WIDTH_IN))
     lines = [chart for chart in group if isinstance(chart, CurveChart)]
     if lines:

@@ -124,8 +124,8 @@ def _stacks(panel: Any, stacks: Sequence[Bar]) -> None:
         for segment in bar.segments:
             key = segment.name, segment.color, segment.shade
             sums[key] = sums.get(key, 0.0) + finite(segment.time_ms)
-        for key, time in sums.items():
-            drawn.setdefault(key, []).append((x, heights[x], time))
+        for own, time in sums.items():
+            drawn.setdefault(own, []).append((x, heights[x], time))
             heights[x] += time
             edges.append((x, heights[x]))
         edges = edges[:-1] if sums else edges
@@ -170,7 +170,7 @@ def _handles(charts: Sequence[BarChart]) -> list[Patch]:
     return handles
 
 
-def waterfalls_size(charts: Sequence[WaterfallChart], width_in: float) -> tuple[int, float]:
+def waterfalls_size(charts: Sequence[WaterfallChart]) -> tuple[int, float]:
     """How many columns of panels have room, and the height of them all."""
     columns = min(3, len(charts))
     rows = -(-len(charts) // columns)
@@ -192,7 +192,7 @@ def waterfalls(figure: Any, charts: Sequence[WaterfallChart], width_in: float) -
     """From the speedup of the GEMMs to that of the step, a panel for each recipe, all with the same scale."""
     ends = [end for chart in charts if chart.total for end in (chart.total.low, chart.total.high) if end is not None]
     low, high = axis_ends([1.0, *(fall.speedup for chart in charts for fall in chart.falls), *ends])
-    columns, _ = waterfalls_size(charts, width_in)
+    columns, _ = waterfalls_size(charts)
     rows = -(-len(charts) // columns)
     axes = figure.subplots(rows, columns, squeeze=False)
     panel_in = (width_in - 1.3) / columns
@@ -230,9 +230,9 @@ def _falls(panel: Any, chart: WaterfallChart, parts: Sequence[str]) -> None:
     panel.barh(last, before - 1, left=1, height=0.66, **face("mark-total"))
     end = max(before, 1.0)
     if chart.total is not None and chart.total.known:
-        below, above = drawing.reach(chart.total)
-        panel.errorbar(before, last, xerr=[[below], [above]], **WHISKER)
-        end = max(end, before + above)
+        shorter, longer = drawing.reach(chart.total)
+        panel.errorbar(before, last, xerr=[[shorter], [longer]], **WHISKER)
+        end = max(end, before + longer)
     _value(panel, end, last, before, bold=True)
 
 

@@ -1,4 +1,4 @@
-"""Curves, heat maps, and the dots and bars of several GPUs or runs: panels of one figure share their scale, and have one legend."""
+"""Curves, heat maps, and the dots and bars of several GPUs or runs. Panels of one figure share their scale and a legend."""
 
 import math
 import re
@@ -297,7 +297,7 @@ def grouped_bars(
             text = labels.get((group, recipe), "")
             turned: dict[str, Any] = {"rotation": 90} if upright else {}
             panel.annotate(text, (x, drawing.top_of(value)), (0, 3), textcoords="offset points", ha="center", va="bottom",
-                           fontsize=SMALL, color=INK, **turned)  # fmt: skip
+                           fontsize=SMALL, color=INK, bbox=drawing.CLEAR, **turned)  # fmt: skip
             tops.append(drawing.top_of(value))
             x += 1
         centers.append((first + x - 1) / 2)
