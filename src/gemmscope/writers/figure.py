@@ -215,7 +215,8 @@ def _several(documents: Sequence[Document]) -> list[Block]:
         if time.recipe == BASELINE:
             gains.setdefault(time.run, []).append((BASELINE, Interval(1.0)))
     unit = "tokens/s per GPU" if common.has_rates else "ms per micro-batch"
-    title = f"{common.what[0].upper()}{common.what[1:]}; above each bar its speedup over {BASELINE} on {common.baseline.removesuffix(', FORECAST')}"
+    baseline = common.baseline.removesuffix(", FORECAST")
+    title = f"{common.what[0].upper()}{common.what[1:]}; above each bar its speedup over {BASELINE} on {baseline}"
     for what, recipe, by_run in speedup_rows(documents):
         for run, speedup in by_run.items() if what == common.what else ():
             gains.setdefault(run, []).append((recipe, speedup))

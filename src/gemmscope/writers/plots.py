@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from statistics import median
+from statistics import mean, pstdev
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,6 @@ CURVE_IN = 2.3  # height of a panel of curves
 SIDE_IN = 0.6
 LETTER_IN = 0.062  # width of a letter along an axis
 MOST_MARKERS = 14  # points of a curve that are drawn with markers
-GROWING = 1.4  # sizes that mostly grow by at least this factor stand on a logarithmic axis
 LEAST_CELL_IN = 0.36  # of a heat map, to have room for text
 Groups = Sequence[tuple[str, Sequence[tuple[str, Interval]]]]
 """GPU or run → recipe → value."""
@@ -81,11 +80,14 @@ def positions(places: Sequence[str]) -> tuple[list[float], bool]:
     values = [float(place) for place in places if place.isascii() and place.isdecimal() and 0 < len(place) < 18]
     if len(values) < len(places) or len(values) < 2 or min(values) <= 0:
         return [float(place) for place in range(len(places))], False
-    ordered = sorted(set(values))
-    ratios = [later / earlier for earlier, later in pairwise(ordered)]
-    if ratios and median(ratios) >= GROWING:
-        return [math.log2(value) for value in values], True
-    return values, True
+    logs = [math.log2(value) for value in values]
+    return (logs, True) if _unevenness(logs) <= _unevenness(values) else (values, True)
+
+
+def _unevenness(places: Sequence[float]) -> float:
+    """How much the gaps between neighbors differ, relative to their mean."""
+    gaps = [later - earlier for earlier, later in pairwise(sorted(set(places)))]
+    return pstdev(gaps) / mean(gaps) if gaps else 0.0
 
 
 def _curve(panel: Any, chart: CurveChart, panel_in: float) -> None:
