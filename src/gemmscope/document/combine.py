@@ -4,10 +4,10 @@ belong together."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from math import hypot, isfinite
+from math import hypot, inf, isfinite
 
 from gemmscope.document.model import Document, Message, NamedSpeedup, NamedTime
-from gemmscope.document.table import Cell, Column, Table, columns, number, speedup_cell, time_cell
+from gemmscope.document.table import BASELINE_CELL, Cell, Column, Table, columns, number, speedup_cell, time_cell
 from gemmscope.errors import UserError
 from gemmscope.findings import finding
 from gemmscope.interval import Interval
@@ -32,7 +32,8 @@ def sources(documents: Sequence[Document]) -> dict[str, str]:
     """Every GPU of every run that has speedups or times: its key → its label. A forecast of several GPUs has several."""
     found: dict[str, str] = {}
     for document in documents:
-        for each in (*document.times, *document.speedups):
+        named: list[NamedTime | NamedSpeedup] = [*document.times, *document.speedups]
+        for each in named:
             key = _key(documents, document, each)
             found.setdefault(key, f"{key} ({document.name})" if document.name and len(documents) > 1 else key)
     return found
@@ -73,11 +74,12 @@ def side_by_side_table(documents: Sequence[Document]) -> Table:
 class ComparedTime:
     """The time of one recipe in one run, and its speedup over the common baseline."""
 
-    run: str
+    run: str  # its letter, and the GPU
     recipe: str
     time_ms: Interval
     tokens_per_s: float | None
     over: Interval
+    is_baseline: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,13 @@ class CommonBaseline:
     """Times of several GPUs or runs, all compared with the BF16 of one of them."""
 
     what: str
-    baseline: str  # the run whose BF16 it is
+    baseline: str  # the run whose BF16 it is, as `run` of its times
     times: tuple[ComparedTime, ...]
+
+    @property
+    def title(self) -> str:
+        unit = "tokens/s per GPU and speedup" if self.has_rates else "speedup"
+        return f"{self.what[0].upper()}{self.what[1:]}: {unit} over {BASELINE} on {self.baseline}"
 
     @property
     def has_rates(self) -> bool:
@@ -95,13 +102,13 @@ class CommonBaseline:
     def table(self) -> Table:
         """A row for each run and recipe."""
         over = f"Speedup over {BASELINE} on {self.baseline}"
-        heads = (*columns(("Run", "Recipe"), ("ms", *(["Tokens/s per GPU"] if self.has_rates else []), over)),)
+        heads = columns(("GPU", "Recipe"), ("ms", *(["Tokens/s per GPU"] if self.has_rates else []), over))
         rows = []
         for time in self.times:
             rate = [number(time.tokens_per_s, f"{time.tokens_per_s:,.0f}")] if self.has_rates else []
-            rows.append((Cell(time.run), Cell(time.recipe), time_cell(time.time_ms), *rate, speedup_cell(time.over)))
-        title = f"{self.what[0].upper()}{self.what[1:]}: every run over {BASELINE} on {self.baseline}"
-        return Table(title, heads, tuple(rows))
+            over_baseline = BASELINE_CELL if time.is_baseline else speedup_cell(time.over)
+            rows.append((Cell(time.run), Cell(time.recipe), time_cell(time.time_ms), *rate, over_baseline))
+        return Table(self.title, heads, tuple(rows))
 
 
 def common_baselines(documents: Sequence[Document]) -> list[CommonBaseline]:
@@ -112,22 +119,35 @@ def common_baselines(documents: Sequence[Document]) -> list[CommonBaseline]:
     found: dict[str, list[tuple[str, NamedTime, Document]]] = {}
     for document in documents:
         for time in document.times:
-            found.setdefault(time.what, []).append((_key(documents, document, time), time, document))
+            if 0 < time.time_ms.value < inf:
+                found.setdefault(time.what, []).append((_key(documents, document, time), time, document))
     compared = []
     for what in sorted(found, key=_place):
         first = next(((key, time, document) for key, time, document in found[what] if time.recipe == BASELINE), None)
         if first is None:
             continue
-        rated = first[1].tokens_per_s is not None
+        rated = bool(first[1].tokens_per_s)
         kept = [each for each in found[what] if rated or each[2].subject.batch == first[2].subject.batch]
         if len({key for key, _, _ in kept}) > 1:
             times = tuple(
-                ComparedTime(key, time.recipe, time.time_ms, time.tokens_per_s, _over(first, (key, time, document)))
+                ComparedTime(
+                    _named(key, time),
+                    time.recipe,
+                    time.time_ms,
+                    time.tokens_per_s,
+                    _over(first, (key, time, document)),
+                    time is first[1],
+                )
                 for key, time, document in kept
-                if (time.tokens_per_s is not None) is rated
+                if bool(time.tokens_per_s) is rated
             )
-            compared.append(CommonBaseline(what, first[0], times))
+            compared.append(CommonBaseline(what, _named(first[0], first[1]), times))
     return compared
+
+
+def _named(key: str, time: NamedTime) -> str:
+    """The run with its GPU."""
+    return key if time.where in key else f"{key} · {time.where}"
 
 
 def _over(first: tuple[str, NamedTime, Document], other: tuple[str, NamedTime, Document]) -> Interval:

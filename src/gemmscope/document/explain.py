@@ -40,7 +40,7 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
         title=f"Profiler trace {file}",
         subject=Subject(f"Profiler trace {file}"),
         where=result.gpu or "unknown GPU",
-        answer=result.verdict.text,
+        answer=_answer(result),
         because=(
             f"A step takes {account.step_ms:.2f} ms. The GPU is busy for {account.busy_ms:.2f} ms "
             f"({units.percent(1 - account.idle_share)}).",
@@ -59,6 +59,12 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
         next_command=next_command,
         name=name,
     )
+
+
+def _answer(result: ExplainResult) -> str:
+    """The main cause with its cost, and what to do about it."""
+    advice = result.causes[0].advice[:1] if result.causes else ()
+    return " ".join([result.verdict.text, *(f"What to do: {line.rstrip('.')}." for line in advice)])
 
 
 def _is_empty(block: Block) -> bool:
@@ -199,7 +205,10 @@ def _unknown(result: ExplainResult) -> Table:
     rows = [(kernel.name, kernel.time_ms, kernel.count) for kernel in kernels]
     if rest:
         rows.append((f"{len(rest)} more", sum(kernel.time_ms for kernel in rest), sum(kernel.count for kernel in rest)))
-    cells = tuple((Cell(name), _fixed(time, 3), number(count, f"{count:.3g}")) for name, time, count in rows)
+    cells = tuple(
+        (Cell(name), _fixed(time, 3), number(count, f"{count:,.0f}" if count >= 10 else f"{count:.1f}"))
+        for name, time, count in rows
+    )
     return Table("Kernels of unknown class", columns(("Kernel",), ("ms per step", "Runs per step")), cells)
 
 

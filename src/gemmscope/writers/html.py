@@ -22,7 +22,7 @@ from gemmscope.document.palette import css
 from gemmscope.document.table import Facts, Table
 from gemmscope.units import slug
 from gemmscope.writers.chart_data import ChartData, axes_of, chart_data, rounded, side_by_side_data
-from gemmscope.writers.page_view import View, rates_data, views
+from gemmscope.writers.page_view import View, is_small, rates_data, views, without
 
 SPEEDUP = re.compile(r"(\d+\.\d+x)( \[[^\]]*\])")
 LONG, LONG_MAIN = 8, 24  # rows of a table that is shown at once; longer ones are opened by a click
@@ -48,7 +48,8 @@ def page(documents: Sequence[Document], messages: Sequence[Message] = ()) -> str
             charts=charts,
             side_by_side=side_by_side_table(documents) if sources(documents) and len(documents) > 1 else None,
             joined=_joined,
-            is_long=lambda table: len(table.rows) > (LONG_MAIN if table.main else LONG),
+            is_small=is_small,
+            is_long=lambda block: isinstance(block, Table) and _is_long(block, documents),
             data=lambda: script_json(rounded(charts.data)),
             echarts=Markup(scripts[0]),
             script=Markup(scripts[1]),
@@ -66,7 +67,7 @@ def _templates() -> Environment:
     templates = Environment(
         loader=FunctionLoader(asset), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    templates.filters |= {"slug": slug, "emphasize": emphasize}
+    templates.filters |= {"slug": slug, "emphasize": emphasize, "without": without}
     templates.tests["table"] = lambda block: isinstance(block, Table)
     return templates
 
@@ -102,10 +103,17 @@ def _contents(documents: Sequence[Document], shown: Sequence[View]) -> list[tupl
     if len(documents) > 1:
         return [(label(documents, document), slug(label(documents, document))) for document in documents]
     [view] = shown
-    titles = [*(["Findings"] if view.messages else []), *(["Causes"] if view.document.cards else [])]
+    titles = [*(["Findings"] if view.messages else []), *(["Other causes"] if len(view.document.cards) > 1 else [])]
     for group in view.groups:
         titles += [group.gpu] if group.gpu else [section.title for section in group.sections]
     return [(title, view.anchor(title)) for title in (*titles, *view.document.facts)]
+
+
+def _is_long(table: Table, documents: Sequence[Document]) -> bool:
+    """Whether it is closed at first. Where there are no charts, the main tables are what the page is for."""
+    if table.main and not any(document.charts() for document in documents):
+        return False
+    return len(table.rows) > (LONG_MAIN if table.main else LONG)
 
 
 def emphasize(text: str) -> Markup:

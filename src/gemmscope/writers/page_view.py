@@ -14,6 +14,7 @@ from gemmscope.units import slug, speedup
 from gemmscope.writers.chart_data import ChartData
 
 LARGEST_BESIDE = 14  # rows of a table that fits beside the answer
+MOST_COLUMNS = 5  # of a narrow table
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class View:
     prefix: str  # of ids
     beside: Block | None  # what stands beside the answer; None: the rates of several GPUs, if there are any
     several_gpus: bool
+    summary_first: bool  # the short table has room below the answer
     messages: tuple[Message, ...]
     groups: tuple[Group, ...]
 
@@ -65,6 +67,7 @@ def _view(documents: Sequence[Document], document: Document) -> View:
         prefix=letter(documents, document) if len(documents) > 1 else "",
         beside=beside,
         several_gpus=several,
+        summary_first=_fits(document.summary) and not document.advice and not document.cards,
         messages=tuple(message for message in messages if message.gpu not in gpus),
         groups=tuple(
             Group(gpu, own, tuple(message for message in messages if gpu and message.gpu == gpu)) for gpu, own in groups
@@ -72,12 +75,31 @@ def _view(documents: Sequence[Document], document: Document) -> View:
     )
 
 
+def _fits(table: Table | None) -> bool:
+    return table is not None and len(table.rows) <= LARGEST_BESIDE
+
+
+def is_small(section: Section) -> bool:
+    """Whether it is one narrow table, which another such section may stand beside."""
+    tables = [block for block in section.blocks if isinstance(block, Table)]
+    return len(section.blocks) == len(tables) == 1 and len(tables[0].columns) <= MOST_COLUMNS
+
+
+def without(title: str, gpu: str) -> str:
+    """A title below the name of its GPU, which it need not begin with.
+
+    >>> without("b300: Training step", "b300")
+    'Training step'
+    """
+    return title.removeprefix(f"{gpu}: ")
+
+
 def _beside(document: Document) -> Chart | Table | None:
     """The main chart, else a main table that is not long."""
     charts = document.charts()
     chart = next((chart for chart in charts if chart.main), charts[0] if charts else None)
     tables = [block for section in document.sections for block in section.blocks if isinstance(block, Table)]
-    return chart or next((table for table in tables if table.main and len(table.rows) <= LARGEST_BESIDE), None)
+    return chart or next((table for table in tables if table.main and _fits(table)), None)
 
 
 def rates_data(common: CommonBaseline) -> ChartData:
@@ -105,7 +127,7 @@ def rates_data(common: CommonBaseline) -> ChartData:
             "facts": facts,
         }
         groups.setdefault(time.run, []).append(bar)
-    first = next(time for time in common.times if time.recipe == BASELINE and time.run == common.baseline)
+    first = next(time for time in common.times if time.is_baseline)
     keys = [bar["color"] for bars in groups.values() for bar in bars]
     return {
         "type": "rates",

@@ -18,7 +18,7 @@ const CHARTS = (() => {
   const onTop = (hex) => (isDark(hex) ? "#ffffff" : "#1b1f24");
   const fixed = (value, digits) => value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
   const plain = (value) => value.toLocaleString("en-US", { maximumFractionDigits: 4 });
-  const ms = (value) => `${fixed(value, value >= 100 ? 0 : value >= 1 ? 2 : 4)} ms`;
+  const ms = (value) => `${fixed(value, value >= 100 ? 0 : value >= 0.1 ? 2 : 3)} ms`;
 
   // --- faces of bars: a color, and a hatch that tells it from its neighbors in grey print ----------------------------------
 
@@ -83,7 +83,8 @@ const CHARTS = (() => {
   /* Text in lines of about so many characters. */
   function wrapped(text, count) {
     const lines = [];
-    for (const word of text.split(" ").filter(Boolean)) {
+    const words = text.split(" ").flatMap((word) => word.match(new RegExp(`.{1,${count}}`, "g")) || []);
+    for (const word of words) {
       const last = lines.length - 1;
       if (last >= 0 && lines[last].length + word.length < count) lines[last] += ` ${word}`;
       else lines.push(word);
@@ -175,11 +176,12 @@ const CHARTS = (() => {
 
   /* One or two bars lie down; the legend below them has the numbers. */
   function strips(spec, look, width, plot) {
-    const labels = spec.bars.map((bar) => `${wrapped(bar.label, 18).join("\n")}\n{soft|${[bar.time, bar.head].filter(Boolean).join(" · ")}}`);
+    const left = 16 + 7.2 * Math.max(10, ...spec.bars.map((bar) => Math.min(bar.label.length, 16)));
+    const labels = spec.bars.map((bar) => `${wrapped(bar.label, 16).join("\n")}\n{soft|${[bar.time, bar.head].filter(Boolean).join(" · ")}}`);
     return {
       ...base(look, plot),
-      grid: { left: 4, right: 14, top: 4, bottom: 24, containLabel: true },
-      yAxis: { ...names(look, labels, { align: "left", margin: Math.min(150, 14 + 7.2 * Math.max(...spec.bars.map((bar) => Math.min(bar.label.length, 18)), 8)), rich: { soft: { color: look.soft, fontSize: 11.5, lineHeight: 16 } } }), inverse: true, axisLine: { show: false } },
+      grid: { left, right: 22, top: 4, bottom: 24 },
+      yAxis: { ...names(look, labels, { align: "left", margin: left - 2, lineHeight: 15, rich: { soft: { color: look.soft, fontSize: 11.5, lineHeight: 15 } } }), inverse: true, axisLine: { show: false } },
       xAxis: { type: "value", ...rounded(Math.max(...spec.bars.map(total)) || 1, width < 500 ? 4 : 8), max: (range) => range.max, ...axis(look), axisLabel: { color: look.soft, fontSize: 11, formatter: (value) => `${plain(value)} ms`, hideOverlap: true, showMaxLabel: false } },
       series: stacked(spec, look, { barWidth: 38 }),
     };
@@ -200,7 +202,7 @@ const CHARTS = (() => {
       xAxis: { type: "value", min: 0, ...rounded(highest, width < 500 ? 3 : 5.2), max: highest, name: spec.unit, nameLocation: "middle", nameGap: 26, ...axis(look), axisLabel: { color: look.soft, fontSize: 11, formatter: plain, hideOverlap: true, showMaxLabel: false } },
       yAxis: { ...names(look, rows.map((row) => row.recipe || "")), inverse: true, axisLine: { show: false } },
       series: [{
-        type: "custom", data, encode: { x: [0, 2, 3], y: 1 }, clip: false,
+        type: "custom", data, encode: { x: [0, 2, 3], y: 1 }, clip: false, z: 6,
         renderItem: (_, api) => {
           const row = rows[api.value(1)];
           const at = (value) => api.coord([value, api.value(1)]);
@@ -211,7 +213,7 @@ const CHARTS = (() => {
           const children = [{ type: "rect", shape: { x: zero[0], y: zero[1] - thick / 2, width: Math.max(1, end[0] - zero[0]), height: thick }, style: { fill: colour(row.color) }, emphasis: { style: { stroke: look.ink, lineWidth: 1.4 } } }];
           const known = Number.isFinite(api.value(3)) && row.high > row.low;
           if (known) children.push(whisker(at(api.value(2)), at(api.value(3)), end, look.ink, false));
-          children.push(label(Math.max(end[0], known ? at(api.value(3))[0] : 0) + 6, row.text, { fill: look.ink, font: `11.5px ${look.font}` }));
+          children.push(label(Math.max(end[0], known ? at(api.value(3))[0] : 0) + 6, row.text, { fill: look.ink, font: `11.5px ${look.font}`, backgroundColor: look.paper, padding: [1, 2] }));
           return { type: "group", children };
         },
       }, dashed(look, "xAxis", spec.at)],

@@ -63,6 +63,7 @@
     if (below) {
       list.classList.add("values");
       const bars = spec.bars.filter((bar) => bar.segments.length);
+      list.classList.add(bars.length > 1 ? "two" : "one");
       if (bars.length > 1) {
         const heads = make("li", "", { className: "aside" });
         heads.append(make("span", ""), ...bars.map((bar) => make("b", bar.label)));
@@ -85,13 +86,15 @@
     const spec = specs[Number(plot.dataset.chart)];
     const look = looks();
     drawn[place] = drawn[place] || echarts.init(plot, null, { renderer: "svg", width: 100, height: 100 });
-    if (!paper.matches) plot.style.height = `${height(spec)}px`;
+    const tall = spec.type === "bars" && !few(spec) && !paper.matches && innerWidth >= 1024 && plot.closest(".beside") ? 80 : 0;
+    const high = height(spec) + tall;
+    if (!paper.matches) plot.style.height = `${high}px`;
     const figure = plot.closest("figure");
     const alone = !figure.parentElement.querySelector(":scope > figure + figure");
     const width = paper.matches ? WIDTHS_ON_PAPER[alone ? 0 : 1] : plot.clientWidth;
-    drawn[place].resize({ width, height: height(spec) });
+    drawn[place].resize({ width, height: high });
     drawn[place].setOption(options[spec.type](spec, look, width, plot), true);
-    plot.querySelector("svg").setAttribute("viewBox", `0 0 ${width} ${height(spec)}`);
+    plot.querySelector("svg").setAttribute("viewBox", `0 0 ${width} ${high}`);
     legend(plot, spec, look);
   }
   const drawAll = () => plots.forEach((_, place) => draw(place));
