@@ -98,12 +98,12 @@ class BarChart:
 def time_text(time_ms: float) -> str:
     """A time as a label in a chart: three digits, never with an exponent.
 
-    >>> time_text(1240.4), time_text(67.49), time_text(0.0123), time_text(0.0000123)
-    ('1,240 ms', '67.5 ms', '0.0123 ms', '12.3 ns')
+    >>> time_text(1240.4), time_text(70.01), time_text(0.0123), time_text(0.0000123)
+    ('1,240 ms', '70.0 ms', '0.0123 ms', '12.3 ns')
     """
     if 0 < time_ms < 0.001:
         return f"{time_ms * 1e6:.3g} ns"
-    return f"{time_ms:,.0f} ms" if not time_ms < 100 else f"{time_ms:.3g} ms"
+    return f"{time_ms:,.0f} ms" if not time_ms < 99.95 else f"{time_ms:#.3g} ms"
 
 
 def legend(charts: Sequence[BarChart]) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """The Document of an `ExplainResult`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from gemmscope import units
@@ -125,18 +125,15 @@ def _chart(result: ExplainResult) -> BarChart:
         expected = {part.part: part.expected_ms for part in comparison.parts if part.expected_ms is not None}
         if len(expected) == len(comparison.parts) > 1:
             twin = _is_twin(comparison)
-            others.append(Bar("baseline" if twin else "predicted", _segments(expected), baseline=twin))
+            others.append(Bar("baseline" if twin else "predicted", _segments(expected.items()), baseline=twin))
             speedup = _total_speedup(comparison) if twin else speedup
-    trace = Bar(
-        "this trace" if others else "trace",
-        _segments({str(part): time for part, time in result.account.parts_ms.items()}),
-        speedup,
-    )
+    trace = Bar("this trace" if others else "trace", _segments(result.account.parts_ms.items()), speedup)
     return BarChart("Where the time of a step goes", "ms per step", (*others, trace), main=True)
 
 
-def _segments(parts_ms: Mapping[str, float]) -> tuple[Segment, ...]:
+def _segments(times_ms: Iterable[tuple[str, float]]) -> tuple[Segment, ...]:
     """The parts of a step, quantization on top."""
+    parts_ms = dict(times_ms)
     step_ms = sum(parts_ms.values())
     order = sorted((part for part, time in parts_ms.items() if time > 0), key=lambda part: part == "quantization")
     return tuple(

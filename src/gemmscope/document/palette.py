@@ -75,7 +75,7 @@ def most_series() -> int:
 
 
 def op_keys(ops: Sequence[str]) -> dict[str, str]:
-    """The styles of the ops of one model, the largest first. An op keeps its color unless a larger one has it; the last share one.
+    """The styles of the ops of one model, the largest first. An op keeps its color unless a larger one has it.
 
     >>> op_keys(["MLP Up", "QKV Proj", "my.linear"])
     {'MLP Up': 'series-3', 'QKV Proj': 'series-1', 'my.linear': 'series-2'}

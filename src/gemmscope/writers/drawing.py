@@ -112,18 +112,26 @@ def short(text: str, longest: int = LONGEST_LABEL) -> str:
 
 def title(axes: Any, text: str, width_in: float) -> None:
     """The title of a panel, in as many lines as it needs."""
-    axes.set_title(textwrap.fill(text, max(12, int(width_in * 15))), fontsize=LARGE, loc="left")
+    axes.set_title(textwrap.fill(text, max(12, int(width_in * 14.8))), fontsize=LARGE, loc="left")
 
 
 def legend(figure: Any, handles: Sequence[Any], width_in: float) -> None:
     """Below the panels, in as many columns as have room."""
-    if not handles:
-        return
+    if handles:
+        look: dict[str, Any] = {"frameon": False, "fontsize": NORMAL, "handlelength": 1.6}
+        columns = -(-len(handles) // _legend_rows(handles, width_in))  # rows of equal length
+        figure.legend(handles=handles, loc="outside lower center", ncols=columns, **look)
+
+
+def legend_size(handles: Sequence[Any], width_in: float) -> float:
+    """The height of a legend."""
+    return 0.17 * _legend_rows(handles, width_in) + 0.05 if handles else 0.0
+
+
+def _legend_rows(handles: Sequence[Any], width_in: float) -> int:
     widest = max(len(str(handle.get_label())) for handle in handles)
-    columns = max(1, min(len(handles), int(width_in / (0.5 + 0.06 * widest))))
-    rows = -(-len(handles) // columns)
-    columns = -(-len(handles) // rows)  # rows of equal length
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=NORMAL, handlelength=1.6)
+    columns = max(1, min(len(handles), int(width_in / (0.45 + 0.052 * widest))))
+    return -(-len(handles) // columns)
 
 
 def room_above(values: Iterable[float], label_in: float, height_in: float) -> float:

@@ -1,7 +1,7 @@
 """Charts as image files (PNG, SVG, PDF) that go into a paper as they are.
 
-Charts of one kind and unit are panels of one block: they share their scale and a legend. A figure is two columns of a paper wide, has
-its fonts inside, and the same numbers give the same file.
+Charts of one kind and unit are panels of one block: they share their scale and a legend. A figure is as wide as two columns of a
+paper, has its fonts inside, and the same numbers give the same file.
 """
 
 import io
@@ -18,10 +18,12 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from gemmscope.document.charts import BarChart, Chart, CurveChart, HeatMap, WaterfallChart
-from gemmscope.document.combine import letter, sources, speedup_rows
+from gemmscope.document.combine import common_baselines, label, letter, sources, speedup_rows
 from gemmscope.document.model import Document, visible
 from gemmscope.errors import UserError
 from gemmscope.files import replacing
+from gemmscope.interval import Interval
+from gemmscope.recipe.recipes import BASELINE
 from gemmscope.units import slug
 from gemmscope.writers import drawing, panels, plots
 
@@ -29,6 +31,8 @@ FORMATS = ("png", "svg")
 DPI = 300
 WIDTH_IN = 7.0  # two columns of a paper
 MOST_PANELS = 12  # of one file
+MOST_GPUS = 4  # whose bars are drawn below those of all GPUs together
+BATCH = ("micro-batch", "sequence")  # named in titles, also if they are 1
 LONGEST = 160  # characters of a label: laying out thousands takes minutes
 HINT = "for example -o figure.png"
 STYLE: Any = {
@@ -45,8 +49,8 @@ STYLE: Any = {
     "axes.linewidth": 0.6,
     "xtick.major.width": 0.6,
     "ytick.major.width": 0.6,
-    "figure.constrained_layout.h_pad": 0.03,
-    "figure.constrained_layout.w_pad": 0.03,
+    "figure.constrained_layout.h_pad": 0.04,
+    "figure.constrained_layout.w_pad": 0.04,
 }
 UNDATED: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "ps": {}, "png": {"Software": None}}
 
@@ -72,7 +76,7 @@ def png(document: Document) -> bytes:
         return b""
     out = io.BytesIO()
     with _drawing():
-        _main_charts(document).savefig(out, format="png", dpi=DPI, metadata=UNDATED["png"])
+        _save(_main_charts(document), out, "png")
     return out.getvalue()
 
 
@@ -87,7 +91,16 @@ def _drawing() -> Iterator[None]:
 def _main_charts(document: Document) -> Figure:
     document = visible(document, longest=LONGEST)
     charts = document.charts()
-    blocks = list(_blocks([chart for chart in charts if chart.main or getattr(chart, "figure", False)] or charts))
+    shown = [chart for chart in charts if chart.main or getattr(chart, "figure", False)] or charts
+    several = _several([document])
+    if several:  # the first kind of chart of each, if that is readable: every chart of every GPU is not
+        first = [
+            chart
+            for chart in shown
+            if (type(chart), getattr(chart, "unit", "")) == (type(shown[0]), getattr(shown[0], "unit", ""))
+        ]
+        shown = first if len(first) <= MOST_GPUS else []
+    blocks = [*several, *_blocks(shown)]
     if not blocks:
         raise UserError(f"there is no chart to draw in this {document.kind} result")
     return _figure(_titles(document), blocks)
@@ -117,28 +130,34 @@ def _figures(documents: Sequence[Document]) -> Iterator[tuple[str, Figure]]:
             used[block.name] += 1
             number = f"-{used[block.name]}" if used[block.name] > 1 else ""
             yield f"{start}{block.name}{number}", _figure(_titles(document), [block])
-    if len(documents) > 1 and sources(documents):
-        yield "side-by-side", _figure((documents[0].subject.title, ""), [_side_by_side(documents)])
+    titles = _titles(documents[0])
+    if len(documents) > 1:
+        titles = documents[0].subject.title, "; ".join(label(documents, document) for document in documents)
+    for block in _several(documents):
+        yield block.name, _figure(titles, [block])
+    if len(documents) > 1 and speedup_rows(documents):
+        yield "side-by-side", _figure(titles, [_side_by_side(documents)])
 
 
 def _titles(document: Document) -> tuple[str, str]:
-    """What a figure is of: model and GPU; batch and layout."""
-    batch = dict(document.subject.batch)
-    parts = [f"{name} {batch[name]}" for name in ("micro-batch", "sequence") if name in batch]
-    parts += [
-        f"{name} {value}" for name, value in batch.items() if name not in ("micro-batch", "sequence", "recompute") and value != 1
-    ]
-    parts += [f"recompute {batch['recompute']}"] if batch.get("recompute", "none") != "none" else []
-    where = "" if document.where.removesuffix(", FORECAST") in document.title or document.kind == "forecast" else document.where
-    return document.title, ", ".join([*parts, *([where] if where else [])])
+    """What a figure is of: model and GPU; sizes, batch and layout, or the command that has them."""
+    batch = {name: value for name, value in document.subject.batch.items() if value not in (1, "none") or name in BATCH}
+    parts = [document.subject.title, *(f"{name} {value}" for name, value in batch.items())]
+    if not batch:
+        commands = [value for facts in document.facts.values() for name, value in facts if name == "command"]
+        parts = commands if document.kind == "forecast" else []
+    where = document.where.removesuffix(", FORECAST")
+    known = document.kind == "forecast" or where in document.title
+    return document.title, ", ".join([*parts, *([] if known else [where])])
 
 
 def _figure(titles: tuple[str, str], blocks: Sequence[Block]) -> Figure:
     """All blocks below one another, the title above them. The layout is computed once, for every format."""
-    lines = textwrap.wrap(titles[0], int(WIDTH_IN * 13)) or [""]
-    below = textwrap.wrap(titles[1], int(WIDTH_IN * 16))
+    lines = textwrap.wrap(titles[0], int(WIDTH_IN * 11.5)) or [""]
+    below = textwrap.wrap(titles[1], int(WIDTH_IN * 15.5))
     head_in = 0.17 * len(lines) + 0.14 * len(below) + 0.08
-    figure = Figure(figsize=(WIDTH_IN, head_in + sum(block.height_in for block in blocks)), layout="constrained")
+    size = WIDTH_IN, head_in + sum(block.height_in for block in blocks)
+    figure = Figure(figsize=size, dpi=DPI, layout="constrained")
     heights = [head_in, *(block.height_in for block in blocks)]
     head, *parts = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
     head.text(0.008, 0.94, "\n".join(lines), fontsize=9.5, fontweight="bold", ha="left", va="top", linespacing=1.15)
@@ -146,8 +165,10 @@ def _figure(titles: tuple[str, str], blocks: Sequence[Block]) -> Figure:
     head.text(0.008, low, "\n".join(below), fontsize=drawing.NORMAL, color=drawing.SOFT, ha="left", va="top", linespacing=1.15)
     for part, block in zip(parts, blocks, strict=True):
         block.draw(part)
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")
+    engine = figure.get_layout_engine()
+    assert engine is not None
+    engine.execute(figure)
+    figure.set_layout_engine(None)  # or every format would compute it again
     return figure
 
 
@@ -166,10 +187,10 @@ def _block(group: Sequence[Chart]) -> Block:
     stacked = [chart for chart in group if isinstance(chart, BarChart)]
     if stacked:
         name = f"time-{slug(stacked[0].unit.split()[-1])}"
-        return Block(name, panels.bars_size(stacked, WIDTH_IN)[1], lambda part: panels.bars(part, stacked, WIDTH_IN))
+        return Block(name, panels.layout(stacked, WIDTH_IN).height_in, lambda part: panels.bars(part, stacked, WIDTH_IN))
     falls = [chart for chart in group if isinstance(chart, WaterfallChart)]
     if falls:
-        height_in = panels.waterfalls_size(falls, WIDTH_IN)[1]
+        height_in = panels.waterfalls_size(falls)[1]
         return Block("waterfall", height_in, lambda part: panels.waterfalls(part, falls, WIDTH_IN))
     lines = [chart for chart in group if isinstance(chart, CurveChart)]
     if lines:
@@ -179,8 +200,49 @@ def _block(group: Sequence[Chart]) -> Block:
     return Block("speedup", plots.heat_size(planes, WIDTH_IN)[1], lambda part: plots.heat(part, planes, WIDTH_IN))
 
 
+def _several(documents: Sequence[Document]) -> list[Block]:
+    """Of several GPUs or runs: tokens/s against one common baseline, then the speedups over BF16 on the same GPU."""
+    common = next(iter(common_baselines(documents)), None)
+    if common is None:
+        return []
+    rates: dict[str, list[tuple[str, Interval]]] = {}
+    gains: dict[str, list[tuple[str, Interval]]] = {}
+    labels = {}
+    for time in common.times:
+        labels[time.run, time.recipe] = f"{time.over.value:.2f}x"
+        value = time.time_ms if time.tokens_per_s is None else _rate(time.tokens_per_s, time.time_ms)
+        rates.setdefault(time.run, []).append((time.recipe, value))
+        if time.recipe == BASELINE:
+            gains.setdefault(time.run, []).append((BASELINE, Interval(1.0)))
+    unit = "tokens/s per GPU" if common.has_rates else "ms per micro-batch"
+    baseline = common.baseline.removesuffix(", FORECAST")
+    title = f"{common.what[0].upper()}{common.what[1:]}; above each bar its speedup over {BASELINE} on {baseline}"
+    for what, recipe, by_run in speedup_rows(documents):
+        for run, speedup in by_run.items() if what == common.what else ():
+            gains.setdefault(run, []).append((recipe, speedup))
+    own = {(run, recipe): f"{speedup.value:.2f}x" for run, values in gains.items() for recipe, speedup in values}
+    beside = f"Speedup over {BASELINE} on the same GPU and in the same run"
+    named = {run: name.removesuffix(", FORECAST") for run, name in sources(documents).items()}
+
+    def draw(part: Any) -> None:
+        above, below = part.subplots(2, 1)
+        plots.grouped_bars(above, list(rates.items()), unit, title, WIDTH_IN, labels, named)
+        plots.grouped_bars(below, list(gains.items()), "x", beside, WIDTH_IN, own, named)
+        drawing.legend(part, plots.group_handles(list(rates.items())), WIDTH_IN)
+
+    return [Block("gpus", 5.2, draw)]
+
+
+def _rate(tokens_per_s: float, time: Interval) -> Interval:
+    """Tokens/s with the interval of the time."""
+    if not time.known or not time.low or not time.high:
+        return Interval(tokens_per_s)
+    return Interval(tokens_per_s, tokens_per_s * time.value / time.high, tokens_per_s * time.value / time.low)
+
+
 def _side_by_side(documents: Sequence[Document]) -> Block:
-    rows, labels = speedup_rows(documents), sources(documents)
+    rows = speedup_rows(documents)
+    labels = {run: name for run, name in sources(documents).items() if any(run in by_run for _, _, by_run in rows)}
 
     def draw(part: Any) -> None:
         drawing.legend(part, plots.side_by_side(part.subplots(), rows, labels), WIDTH_IN)
@@ -189,10 +251,15 @@ def _side_by_side(documents: Sequence[Document]) -> Block:
     return Block("side-by-side", height_in + 0.17 * len(labels), draw)
 
 
+def _save(figure: Figure, out: Any, ending: str) -> None:
+    packing: dict[str, Any] = {"pil_kwargs": {"compress_level": 4}} if ending == "png" else {}  # 6 takes twice as long for 3%
+    figure.savefig(out, format=ending, dpi=DPI, metadata=UNDATED.get(ending), **packing)
+
+
 def _write(figure: Any, path: Path) -> None:
     ending = path.suffix.lower().removeprefix(".")
     try:
         with replacing(path, HINT) as out:
-            figure.savefig(out, format=ending, dpi=DPI, metadata=UNDATED.get(ending))
+            _save(figure, out, ending)
     except ValueError as error:
         raise UserError(f"the figure cannot be written to {path}: {error}", HINT) from error

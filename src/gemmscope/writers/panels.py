@@ -1,6 +1,7 @@
 """Stacked bars and waterfalls: panels of one figure share their scale, and have one legend."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from matplotlib.patches import Patch
@@ -11,61 +12,106 @@ from gemmscope.writers import drawing
 from gemmscope.writers.drawing import CLEAR, INK, LARGE, NORMAL, SMALL, SOFT, WHISKER, face, finite
 
 BAR_WIDTH = 0.68
-SLOT_IN = 0.56  # the least room for a bar with its labels
+SLOT_IN = 0.46  # the least room for a bar with its labels
 PANEL_IN = 2.25  # height of a panel of bars
 MOST_COLUMNS = 4
 LABELS_IN = 0.47  # height of what stands above a bar
-ROTATED_IN = 0.5
+WIDEST_SLOT_IN = 1.3
+LETTER_IN = 0.062  # width of a letter of a label
+OTHER_SCALE = 5.0  # panels whose bars are so many times higher have a scale of their own: the others could not be read
 FALL_IN = 0.2  # height of one bar of a waterfall
 SIDE_IN = 0.62  # for the numbers beside a panel
 
 
-def bars_size(charts: Sequence[BarChart], width_in: float) -> tuple[int, float]:
-    """How many columns of panels have room, and the height of them all."""
+@dataclass(frozen=True)
+class Layout:
+    """Panels in rows and columns: the bars of each column, the room for each bar, and whether labels stand at an angle."""
+
+    rows: int
+    bars: tuple[int, ...]
+    bar_in: float
+    turned: bool
+    height_in: float
+
+
+def layout(charts: Sequence[BarChart], width_in: float) -> Layout:
+    """As many columns as have room for the labels of the bars."""
     most = max((len(chart.bars) for chart in charts), default=1)
     columns = int((width_in - SIDE_IN) / (SLOT_IN * max(most, 2) + 0.25))
     columns = max(1, min(columns, MOST_COLUMNS, len(charts)))
     rows = -(-len(charts) // columns)
     columns = -(-len(charts) // rows)
-    legend_in = 0.17 * -(-len(_handles(charts)) // 4)
-    titles_in = 0.14 * max(len(chart.title) * columns / (width_in * 13) for chart in charts)
-    return columns, rows * (PANEL_IN + 0.3 + titles_in) + legend_in + 0.15
+    bars = tuple(max([1, *(len(charts[at].bars) for at in range(column, len(charts), columns))]) for column in range(columns))
+    bar_in = (width_in - SIDE_IN) / sum(bars)
+    longest = max((len(drawing.short(bar.label)) for chart in charts for bar in chart.bars), default=0)
+    turned = longest * LETTER_IN > bar_in - 0.06
+    handles = [] if _is_single(charts) else _handles(charts)
+    title_lines = max(1 + len(chart.title) * columns / (width_in * 13) for chart in charts)
+    labels_in = 0.1 + (longest * LETTER_IN / 2 if turned else 0.12)
+    height_in = rows * (PANEL_IN + 0.14 * title_lines + labels_in) + drawing.legend_size(handles, width_in) + 0.1
+    return Layout(rows, bars, bar_in, turned, height_in)
 
 
 def bars(figure: Any, charts: Sequence[BarChart], width_in: float) -> None:
     """Stacked bars, a panel for each chart, all with the same scale."""
-    columns, _ = bars_size(charts, width_in)
-    rows = -(-len(charts) // columns)
-    widths = [max(len(charts[place].bars) for place in range(column, len(charts), columns)) for column in range(columns)]
-    axes = figure.subplots(rows, columns, squeeze=False, width_ratios=[max(width, 1) for width in widths])
-    tops = [bar.total_ms + bar.reach_ms[1] for chart in charts for bar in chart.bars]
-    ends = 0.0, drawing.room_above(tops, LABELS_IN, PANEL_IN - 0.25)
-    panel_in = (width_in - SIDE_IN) / columns
-    slot_in = panel_in / max(*widths, 1 if len(widths) > 1 else 0, 2)
-    longest = max((len(bar.label) for chart in charts for bar in chart.bars), default=0)
-    turned = min(longest, drawing.LONGEST_LABEL) * 0.062 > slot_in
+    plan = layout(charts, width_in)
+    columns = len(plan.bars)
+    axes = figure.subplots(plan.rows, columns, squeeze=False, width_ratios=plan.bars)
+    scales = _scales(charts)
+    single = _is_single(charts)
+    turned: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if plan.turned else {}
     for place, panel in enumerate(axes.flat):
         if place >= len(charts):
             panel.set_axis_off()
             continue
-        chart = charts[place]
+        chart, panel_in = charts[place], plan.bar_in * plan.bars[place % columns]
         _stacks(panel, chart.bars)
         for x, bar in enumerate(chart.bars):
-            _labels(panel, x, bar, slot_in)
+            _labels(panel, x, bar, min(plan.bar_in, WIDEST_SLOT_IN))
         names = [drawing.short(bar.label) for bar in chart.bars]
-        panel.set_xticks(
-            range(len(names)), names, **({"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if turned else {})
-        )
-        panel.set_xlim(-0.6, max(len(chart.bars), 2) - 0.4) if len(chart.bars) > 1 else panel.set_xlim(-1.6, 1.6)
-        panel.set_ylim(*ends)
+        panel.set_xticks(range(len(names)), names, **turned)
+        middle, wide = (len(names) - 1) / 2, max(len(names) + 0.2, panel_in * 0.95 / WIDEST_SLOT_IN)
+        panel.set_xlim((-0.7, 0.7) if single else (middle - wide / 2, middle + wide / 2))
+        panel.set_ylim(0, scales[place])
         drawing.numbers(panel.yaxis)
         drawing.grid(panel)
         drawing.title(panel, chart.title, panel_in)
-        if place % columns == 0:
-            panel.set_ylabel(chart.unit, fontsize=NORMAL)
+        if place % columns == 0 or scales[place] != scales[place - 1]:
+            other = " (other scale)" if scales[place] != scales[0] else ""
+            panel.set_ylabel(chart.unit + other, fontsize=NORMAL)
         else:
             panel.tick_params(labelleft=False)
-    drawing.legend(figure, _handles(charts), width_in)
+    if single:
+        handles = _with_shares(charts[0].bars[0])[::-1]
+        figure.legend(handles=handles, loc="outside right center", frameon=False, fontsize=NORMAL, handlelength=1.6)
+    else:
+        drawing.legend(figure, _handles(charts), width_in)
+
+
+def _scales(charts: Sequence[BarChart]) -> list[float]:
+    """The end of each panel's axis: the same for all, unless some bars are so high that the others could not be read."""
+    tops = [max((finite(bar.total_ms + bar.reach_ms[1]) for bar in chart.bars), default=0.0) for chart in charts]
+    lowest = min((top for top in tops if top > 0), default=0.0)
+    high = [top > lowest * OTHER_SCALE for top in tops]
+    ends = {
+        side: drawing.room_above([top for top, own in zip(tops, high, strict=True) if own is side], LABELS_IN, PANEL_IN - 0.25)
+        for side in (False, True)
+    }
+    return [ends[side] for side in high]
+
+
+def _is_single(charts: Sequence[BarChart]) -> bool:
+    """One bar alone: its parts are named beside it, with their times."""
+    return len(charts) == 1 and len(charts[0].bars) == 1 and len(charts[0].bars[0].segments) > 1
+
+
+def _with_shares(bar: Bar) -> list[Patch]:
+    whole = bar.total_ms or 1.0
+    names = {segment.name: segment for segment in bar.segments}
+    return [
+        Patch(**face(segment.color), label=f"{name}: {time_text(segment.time_ms)}, {units.percent(segment.time_ms / whole)}")
+        for name, segment in names.items()
+    ]
 
 
 def _stacks(panel: Any, stacks: Sequence[Bar]) -> None:
@@ -78,10 +124,11 @@ def _stacks(panel: Any, stacks: Sequence[Bar]) -> None:
         for segment in bar.segments:
             key = segment.name, segment.color, segment.shade
             sums[key] = sums.get(key, 0.0) + finite(segment.time_ms)
-        for key, time in sums.items():
-            drawn.setdefault(key, []).append((x, heights[x], time))
+        for own, time in sums.items():
+            drawn.setdefault(own, []).append((x, heights[x], time))
             heights[x] += time
             edges.append((x, heights[x]))
+        edges = edges[:-1] if sums else edges
     for (_, color, shade), boxes in drawn.items():
         places, bottoms, sizes = zip(*boxes, strict=True)
         panel.bar(places, sizes, bottom=bottoms, width=BAR_WIDTH, **face(color, "light" if shade == "light" else "plain"))
@@ -114,7 +161,7 @@ def _labels(panel: Any, x: int, bar: Bar, slot_in: float) -> None:
 
 def _handles(charts: Sequence[BarChart]) -> list[Patch]:
     """What is drawn, in the order it is stacked, and what the shades mean."""
-    handles = [Patch(**face(key), label=name) for name, key in legend(charts).items()]
+    handles = [Patch(**face(key), label=drawing.short(name, 40)) for name, key in legend(charts).items()]
     if any(segment.shade == "light" for chart in charts for bar in chart.bars for segment in bar.segments):
         handles += [
             Patch(**face("mark-total"), label="fprop + dgrad"),
@@ -123,63 +170,69 @@ def _handles(charts: Sequence[BarChart]) -> list[Patch]:
     return handles
 
 
-def waterfalls_size(charts: Sequence[WaterfallChart], width_in: float) -> tuple[int, float]:
+def waterfalls_size(charts: Sequence[WaterfallChart]) -> tuple[int, float]:
     """How many columns of panels have room, and the height of them all."""
-    columns = min(3 if _shared(charts) else 2, len(charts))
+    columns = min(3, len(charts))
     rows = -(-len(charts) // columns)
     columns = -(-len(charts) // rows)
-    most = max(len(chart.falls) for chart in charts) + 1
+    most = len(_parts(charts)) + 1
     return columns, rows * (0.75 + FALL_IN * most) + 0.1
 
 
-def _shared(charts: Sequence[WaterfallChart]) -> bool:
-    """Whether all panels have the same parts: their names stand once in each row then."""
-    return len({tuple(fall.part for fall in chart.falls) for chart in charts}) == 1
+def _parts(charts: Sequence[WaterfallChart]) -> list[str]:
+    """The parts of all panels, in their order: their names stand once in each row."""
+    places: dict[str, int] = {}
+    for chart in charts:
+        for place, fall in enumerate(chart.falls):
+            places[fall.part] = max(places.get(fall.part, 0), place)
+    return sorted(places, key=lambda part: places[part])
 
 
 def waterfalls(figure: Any, charts: Sequence[WaterfallChart], width_in: float) -> None:
     """From the speedup of the GEMMs to that of the step, a panel for each recipe, all with the same scale."""
     ends = [end for chart in charts if chart.total for end in (chart.total.low, chart.total.high) if end is not None]
     low, high = axis_ends([1.0, *(fall.speedup for chart in charts for fall in chart.falls), *ends])
-    columns, _ = waterfalls_size(charts, width_in)
+    columns, _ = waterfalls_size(charts)
     rows = -(-len(charts) // columns)
     axes = figure.subplots(rows, columns, squeeze=False)
     panel_in = (width_in - 1.3) / columns
+    parts = _parts(charts)
     for place, panel in enumerate(axes.flat):
         if place >= len(charts):
             panel.set_axis_off()
             continue
         chart = charts[place]
         panel.axvline(1, color=SOFT, linewidth=0.8, linestyle="--", zorder=0.9)
-        _falls(panel, chart)
-        names = [*(drawing.short(fall.part) for fall in chart.falls), "the step"]
+        _falls(panel, chart, parts)
+        names = [*(drawing.short(part) for part in parts), "the step"]
         panel.set_yticks(range(len(names)), names)
         panel.set_ylim(len(names) - 0.4, -0.6)
         panel.set_xlim(low, high + (high - low) * 0.45 / panel_in)
         drawing.speedup_axis(panel.xaxis, 5)
         drawing.grid(panel, "x")
         drawing.title(panel, chart.title, panel_in)
-        if place % columns and _shared(charts):
+        if place % columns:
             panel.tick_params(labelleft=False)
         if place + columns >= len(charts):
             panel.set_xlabel(f"speedup over {drawing.short(chart.baseline)}", fontsize=NORMAL)
 
 
-def _falls(panel: Any, chart: WaterfallChart) -> None:
-    before = 1.0
-    for place, fall in enumerate(chart.falls):
+def _falls(panel: Any, chart: WaterfallChart, parts: Sequence[str]) -> None:
+    """A part that this recipe does not have is a gap."""
+    before, last = 1.0, len(parts)
+    places = [*(parts.index(fall.part) for fall in chart.falls), last]
+    for fall, place, below in zip(chart.falls, places, places[1:], strict=False):
         key = "part-gemms" if place == 0 else "mark-loss" if fall.speedup <= before else "mark-gain"
         panel.barh(place, fall.speedup - before, left=before, height=0.66, **face(key))
-        panel.plot([fall.speedup] * 2, [place - 0.33, place + 1.33], color=SOFT, linewidth=0.6)
+        panel.plot([fall.speedup] * 2, [place - 0.33, below + 0.33], color=SOFT, linewidth=0.6)
         _value(panel, max(fall.speedup, before), place, fall.speedup)
         before = fall.speedup
-    last = len(chart.falls)
     panel.barh(last, before - 1, left=1, height=0.66, **face("mark-total"))
     end = max(before, 1.0)
     if chart.total is not None and chart.total.known:
-        below, above = drawing.reach(chart.total)
-        panel.errorbar(before, last, xerr=[[below], [above]], **WHISKER)
-        end = max(end, before + above)
+        shorter, longer = drawing.reach(chart.total)
+        panel.errorbar(before, last, xerr=[[shorter], [longer]], **WHISKER)
+        end = max(end, before + longer)
     _value(panel, end, last, before, bold=True)
 
 

@@ -1,7 +1,10 @@
-"""Curves, heat maps, and the dots and bars of several GPUs or runs: panels of one figure share their scale, and have one legend."""
+"""Curves, heat maps, and the dots and bars of several GPUs or runs. Panels of one figure share their scale and a legend."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from statistics import mean, pstdev
 from typing import Any
 
 import numpy as np
@@ -19,7 +22,6 @@ CURVE_IN = 2.3  # height of a panel of curves
 SIDE_IN = 0.6
 LETTER_IN = 0.062  # width of a letter along an axis
 MOST_MARKERS = 14  # points of a curve that are drawn with markers
-DOUBLING = 4.0  # sizes that grow by at least this factor stand on a logarithmic axis
 LEAST_CELL_IN = 0.36  # of a heat map, to have room for text
 Groups = Sequence[tuple[str, Sequence[tuple[str, Interval]]]]
 """GPU or run → recipe → value."""
@@ -70,6 +72,7 @@ def curves(figure: Any, charts: Sequence[CurveChart], width_in: float) -> None:
 
 def positions(places: Sequence[str]) -> tuple[list[float], bool]:
     """Where sizes stand: on a log2 axis where they double, on a linear one where they do not; names at equal distances.
+    Also whether they are sizes.
 
     >>> positions(["1024", "2048", "4096"]), positions(["QKV", "MLP"])
     (([10.0, 11.0, 12.0], True), ([0.0, 1.0], False))
@@ -77,9 +80,14 @@ def positions(places: Sequence[str]) -> tuple[list[float], bool]:
     values = [float(place) for place in places if place.isascii() and place.isdecimal() and 0 < len(place) < 18]
     if len(values) < len(places) or len(values) < 2 or min(values) <= 0:
         return [float(place) for place in range(len(places))], False
-    if max(values) / min(values) >= DOUBLING:
-        return [math.log2(value) for value in values], True
-    return values, True
+    logs = [math.log2(value) for value in values]
+    return (logs, True) if _unevenness(logs) <= _unevenness(values) else (values, True)
+
+
+def _unevenness(places: Sequence[float]) -> float:
+    """How much the gaps between neighbors differ, relative to their mean."""
+    gaps = [later - earlier for earlier, later in pairwise(sorted(set(places)))]
+    return pstdev(gaps) / mean(gaps) if gaps else 0.0
 
 
 def _curve(panel: Any, chart: CurveChart, panel_in: float) -> None:
@@ -104,7 +112,8 @@ def _curve(panel: Any, chart: CurveChart, panel_in: float) -> None:
     shown = _apart(where, labels, span / panel_in, turned=turned)
     rotation: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if turned else {}
     panel.set_xticks([where[place] for place in shown], [labels[place] for place in shown], **rotation)
-    panel.set_xlim(min(where, default=0.0) - span * 0.06, max(where, default=0.0) + span * 0.06)
+    margin = span * 0.06 if numeric else 0.5
+    panel.set_xlim(min(where, default=0.0) - margin, max(where, default=0.0) + margin)
 
 
 def _intervals(panel: Any, x: Sequence[float], points: Sequence[Point], color: str, *, band: bool) -> None:
@@ -115,7 +124,7 @@ def _intervals(panel: Any, x: Sequence[float], points: Sequence[Point], color: s
         return
     here, below, above, value = (np.array(side) for side in zip(*known, strict=True))
     if band:
-        panel.fill_between(here, value - below, value + above, color=color, alpha=0.16, linewidth=0, zorder=2)
+        panel.fill_between(here, value - below, value + above, color=color, alpha=0.11, linewidth=0, zorder=2)
         for edge in (value - below, value + above):
             panel.plot(here, edge, color=color, linewidth=0.5, alpha=0.6, zorder=2)
     else:
@@ -194,9 +203,7 @@ def _plane(panel: Any, chart: HeatMap, scale: Normalize, colors: Any, panel_in: 
         x, y = chart.best
         for color, width in ((PAPER, 3.4), (INK, 1.6)):
             panel.add_patch(Rectangle((x - 0.46, y - 0.46), 0.92, 0.92, fill=False, edgecolor=color, linewidth=width, zorder=5))
-        best = chart.cells[y][x].text or "best point"
-        label = f"best: {best} at {chart.row_name} {chart.rows[y]}, {chart.column_name} {chart.columns[x]}"
-        handles.append(Rectangle((0, 0), 1, 1, fill=False, edgecolor=INK, linewidth=1.6, label=label))
+        handles.append(Rectangle((0, 0), 1, 1, fill=False, edgecolor=INK, linewidth=1.6, label="best point"))
     handles += [Line2D([], [], linestyle="", label=f"{mark} = {meaning}") for mark, meaning in chart.legend]
     for side, labels, room, axis in (
         ("x", chart.columns, cell_in[0], panel.xaxis),
@@ -225,7 +232,7 @@ def _cell_texts(panel: Any, chart: HeatMap, scale: Normalize, colors: Any, cell_
         max(map(len, lines), default=1),
         max((len(cell.label.split("\n")) for row in chart.cells for cell in row), default=1),
     )
-    size = min(SMALL + 0.5, (cell_in[0] - 0.04) * 72 / (0.6 * max(longest, 1)), (cell_in[1] - 0.03) * 72 / (1.2 * most))
+    size = min(SMALL + 0.5, (cell_in[0] - 0.08) * 72 / (0.62 * max(longest, 1)), (cell_in[1] - 0.06) * 72 / (1.15 * most))
     if size < 4.2:
         return
     for y, row in enumerate(chart.cells):
@@ -250,7 +257,7 @@ def _break_even(panel: Any, chart: HeatMap) -> list[Line2D]:
         panel.vlines(*zip(*up, strict=True), **look, zorder=4)
     if across:
         panel.hlines(*zip(*across, strict=True), **look, zorder=4)
-    return [Line2D([], [], **look, label="break-even: the speedup is certain beyond it")] if up or across else []
+    return [Line2D([], [], **look, label="break-even line")] if up or across else []
 
 
 # --- several GPUs or runs -------------------------------------------------------------------------------------------------
@@ -263,9 +270,18 @@ def group_handles(groups: Groups) -> list[Patch]:
 
 
 def grouped_bars(
-    panel: Any, groups: Groups, unit: str, title: str, width_in: float, labels: Mapping[tuple[str, str], str]
+    panel: Any,
+    groups: Groups,
+    unit: str,
+    title: str,
+    width_in: float,
+    labels: Mapping[tuple[str, str], str],
+    named: Mapping[str, str],
 ) -> None:
-    """For each GPU or run a group of bars, one for each recipe, with their intervals. `labels` stand above the bars."""
+    """For each GPU or run a group of bars, one for each recipe, with their intervals.
+
+    `labels` stand above the bars, the names of `named` below the groups.
+    """
     names = list(dict.fromkeys(recipe for _, values in groups for recipe, _ in values))
     x, centers = 0.0, []
     slots = sum(len(values) + 0.8 for _, values in groups)
@@ -283,13 +299,14 @@ def grouped_bars(
             text = labels.get((group, recipe), "")
             turned: dict[str, Any] = {"rotation": 90} if upright else {}
             panel.annotate(text, (x, drawing.top_of(value)), (0, 3), textcoords="offset points", ha="center", va="bottom",
-                           fontsize=SMALL, color=INK, **turned)  # fmt: skip
+                           fontsize=SMALL, color=INK, bbox=drawing.CLEAR, **turned)  # fmt: skip
             tops.append(drawing.top_of(value))
             x += 1
         centers.append((first + x - 1) / 2)
         x += 0.8
-    letters = max(8, int((width_in - 0.8) / max(len(groups), 1) / LETTER_IN))
-    panel.set_xticks(centers, ["\n".join(_lines(name, letters)) for name, _ in groups])
+    rooms = [max(6, int((len(values) + 0.6) * slot_in / LETTER_IN)) for _, values in groups]
+    names_below = [named.get(name, name) for name, _ in groups]
+    panel.set_xticks(centers, ["\n".join(_lines(name, room)) for name, room in zip(names_below, rooms, strict=True)])
     panel.set_xlim(-0.9, x - 0.9)
     panel.set_ylim(0, drawing.room_above(tops, 0.42 if upright else 0.2, 1.9))
     (drawing.speedup_axis if unit == "x" else drawing.numbers)(panel.yaxis)
@@ -301,13 +318,13 @@ def grouped_bars(
 
 
 def _lines(name: str, letters: int) -> list[str]:
-    """A name in lines of so many letters, three at most."""
+    """A name in lines of so many letters, four at most."""
     lines = [""]
-    for word in name.split():
+    for word in re.sub(r" (?=[KMGT]?B\b)", "\u00a0", name).split(" "):  # a number keeps its unit
         if lines[-1] and len(lines[-1]) + len(word) >= letters:
             lines.append("")
         lines[-1] = f"{lines[-1]} {word}".strip()
-    return [drawing.short(line, max(letters, 8)) for line in lines[:3]]
+    return [drawing.short(line, max(letters, 8)) for line in lines[:4]]
 
 
 def side_by_side(panel: Any, rows: Sequence[tuple[str, str, dict[str, Interval]]], labels: Mapping[str, str]) -> list[Line2D]:
