@@ -8,7 +8,7 @@ from gemmscope.document.charts import CurveChart, HeatCell, HeatMap, Point
 from gemmscope.document.common import command_facts
 from gemmscope.document.model import Document, KeyFigure, Message, Section, Subject
 from gemmscope.document.sweep_summary import point_name, speedup_of, sweep_summary
-from gemmscope.document.table import NOTHING, Cell, Table, columns, number, speedup_cell, time_cell
+from gemmscope.document.table import NOTHING, Cell, Column, Table, columns, number, speedup_cell, time_cell
 from gemmscope.findings import Finding
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.forecast import ForecastResult, GpuSweep, SweepPoint
@@ -18,6 +18,7 @@ STATES = {"sustained": SUSTAINED, "burst": BURST}
 HOST_BOUND = "HOST-BOUND"
 WIDEST_WITH_NAMES = 8  # columns of a heat map that have room for the names of recipes
 LETTERS = "ABCDEFGHIJKL"
+MOST_ACROSS = 10  # values of the second size that are columns
 
 
 def sweep_document(result: ForecastResult, name: str = "") -> Document:
@@ -204,15 +205,28 @@ def _verdict(point: SweepPoint) -> tuple[Cell, ...]:
 
 
 def _break_even(sweep: GpuSweep, *, one: bool) -> Table:
-    """Where each recipe becomes faster than BF16; of two sizes, values of the second one with the same answer in one row."""
+    """Where each recipe becomes faster than BF16. Of two sizes, a column for each value of the second one, if there is room."""
+    title = f"{sweep.gpu}: FORECAST break-even: faster than {BASELINE} beyond the error bar, to the end of the sweep"
+    begins: dict[str, dict[int | None, int | None]] = {}
+    for each in sweep.break_even:
+        begins.setdefault(each.recipe, {})[each.at] = each.since
+    places = list(dict.fromkeys(each.at for each in sweep.break_even))
+    if one or len(places) > MOST_ACROSS:
+        return Table(title, *_break_even_lines(sweep, one=one))
+    rows = tuple((Cell(name), *(_since(by_place.get(at)) for at in places)) for name, by_place in begins.items())
+    heads = columns(("Recipe",), [str(at) for at in places])
+    return Table(title, heads, rows, f"From which {sweep.sizes[0]} on; across: {sweep.sizes[1]}.")
+
+
+def _since(value: int | None) -> Cell:
+    return Cell("nowhere") if value is None else number(value, str(value))
+
+
+def _break_even_lines(sweep: GpuSweep, *, one: bool) -> tuple[tuple[Column, ...], tuple[tuple[Cell, ...], ...]]:
+    """A row for each recipe; of two sizes, values of the second one with the same answer in one row."""
     groups: dict[tuple[str, int | None], list[str]] = {}
     for each in sweep.break_even:
         groups.setdefault((each.recipe, each.since), []).append(str(each.at))
-    heads, rows = columns(("Recipe",), (f"From {sweep.sizes[0]}",)), list[tuple[Cell, ...]]()
-    for (name, since), at in groups.items():
-        row = (Cell(name), number(since, str(since)) if since is not None else Cell("nowhere"))
-        rows.append(row if one else (*row, Cell(", ".join(at))))
-    if not one:
-        heads = (*heads, *columns((f"At {sweep.sizes[1]}",), ()))
-    title = f"{sweep.gpu}: FORECAST break-even: faster than {BASELINE} beyond the error bar, to the end of the sweep"
-    return Table(title, heads, tuple(rows))
+    rows = [(Cell(name), _since(since), *([] if one else [Cell(", ".join(at))])) for (name, since), at in groups.items()]
+    heads = (*columns(("Recipe",), (f"From {sweep.sizes[0]}",)), *columns(() if one else (f"At {sweep.sizes[1]}",), ()))
+    return heads, tuple(rows)
