@@ -104,7 +104,8 @@ def test_sizes_as_text() -> None:
 def test_frames_hold_the_numbers_of_the_tables(kind: str) -> None:
     pandas = pytest.importorskip("pandas", reason="DataFrames need pandas")
     result = results()[kind]
-    tables = {table.title: table for table in document(result).tables()}
+    told = document(result)
+    tables = {table.title: table for table in (told.summary, *told.tables()) if table is not None}
     frames = result.to_frames()
     assert frames.keys() == tables.keys()
     for title, table in tables.items():

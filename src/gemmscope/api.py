@@ -60,7 +60,7 @@ def load(model: str | Path | Mapping[str, Any] | None = None, **sizes: Any) -> M
         return Model(read_text(text, "the dictionary"), {}, _call("gemmscope.load", "{...}"))
     name = str(model) if model is not None else None
     if name is not None and sizes:
-        raise UserError(f"the model is named twice: {name} and {', '.join(sizes)}", "keep one of them")
+        raise UserError(f"the model is named twice: {name} and {', '.join(sizes)}", "use only one of them")
     named = {} if name is None else {"preset" if name in presets.names() else "module" if ".py:" in name else "config": name}
     arguments = {**named, **_numbers(sizes)}
     return Model(load_model(**arguments), arguments, _call("gemmscope.load", *([repr(name)] if name else []), **sizes))

@@ -74,7 +74,8 @@ def test_groups_of_the_large_commands() -> None:
     titles = {name: [group.title for group in REFERENCE[name].groups] for name in COMMANDS}
     assert titles["bench"] == titles["step"] == [OWN, "Model", "Run", "Parallelism", "Recipes", "Measuring", "Output"]
     assert titles["shapes"] == [OWN, "Model", "Run", "Parallelism", "Output"]
-    assert titles["calibrate"] == ["Recipes", "Measuring", "Output"]
+    assert titles["calibrate"] == ["Recipes", "Measuring"]
+    assert titles["trace-me"] == titles["doctor"] == [OWN]
     assert titles["compare"] == [OWN, "Output"]
 
 

@@ -41,7 +41,7 @@ def command(
     if named and shapes is not None:
         raise UserError(
             f"{option('shapes')} measures bare GEMMs, and {', '.join(map(option, named))} describes a model",
-            f"leave out {option('shapes')}, or give it alone",
+            f"remove {option('shapes')}, or use it without them",
         )
     parsed = parse_shapes(shapes) if shapes is not None else None
     job = run_options.of(model_options.load()) if named else None
@@ -72,7 +72,7 @@ def _shape_to_profile(shapes: str | None, shape: str | None, *, profile: bool, n
         raise UserError("--profile-shape selects what --profile runs", "add --profile, or use --shapes to measure")
     if named:
         if shape is not None:
-            raise UserError("--profile runs the model that is named, or --profile-shape, not both", "keep one of them")
+            raise UserError("--profile runs the model that is named, or --profile-shape, not both", "use only one of them")
         return shapes
     chosen = PROFILE_SHAPE if shape is None else shape
     parse_shape(chosen)

@@ -43,7 +43,7 @@ def parse_shapes(text: str) -> list[Shape] | None:
         return None
     parts = [part.strip() for part in text.split(",")]
     if not any(parts):
-        raise UserError("--shapes names no shape", SHAPE_HINT)
+        raise UserError("--shapes is empty", SHAPE_HINT)
     if len(parts) > MOST_SHAPES:
         raise UserError(f"--shapes names {len(parts)} shapes, more than {MOST_SHAPES}", "name fewer")
     return [parse_shape(part) for part in parts if part]
@@ -121,13 +121,13 @@ class RecipeOptions:
         lower = {name.lower() for name in names}
         for name, flag in self.left_out().items():
             if name.lower() in lower:
-                raise UserError(f"{option('recipes')} names {name}, and {option(flag)} leaves it out", "keep one of them")
+                raise UserError(f"{option('recipes')} includes {name}, and {option(flag)} skips it", "use only one of them")
         return names
 
     def _modes(self) -> list[Mode] | None:
         if self.pre_quantize and self.autocast_only:
             both = f"{option('pre_quantize')} and {option('autocast_only')}"
-            raise UserError(f"{both} leave nothing to measure", "keep one of them, or neither for both modes")
+            raise UserError(f"{both} exclude each other", "use only one of them, or neither for both modes")
         return ["pre-quantized"] if self.pre_quantize else ["autocast"] if self.autocast_only else None
 
 

@@ -82,9 +82,12 @@ def describe(name: str, parameters: list[Any]) -> CommandHelp:
     members: dict[str, list[OptionHelp]] = {group: [] for group in ("", *GROUPS)}
     for parameter in shown:
         members[group_of(parameter.name)].append(_option(parameter, name))
+    if [option.name for option in members["output"]] == ["help"]:  # no group of its own: it goes to the last one
+        alone = members.pop("output")
+        members[[group for group, options in members.items() if options or not group][-1]] += alone
     titles = {"": OWN, **GROUPS}
-    if list(map(len, members.values()))[:-1] == [0] * len(GROUPS):  # nothing but --help and outputs
-        members, titles = {"": members["output"]}, {"": OWN}
+    if not any(options for group, options in members.items() if group != "output"):  # nothing but outputs
+        members = {"": members["output"]}
     arguments = [option.metavar for option in members[""] if not option.flags]
     codes = {int(code): text for code, text in {**DATA["exit_codes"], **facts.get("exit_codes", {})}.items()}
     return CommandHelp(

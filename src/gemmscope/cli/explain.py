@@ -31,7 +31,7 @@ def command(options: ExplainOptions, outputs: FigureOptions, model_options: Mode
         given = ", ".join(map(option, run_options.given()))
         raise UserError(
             f"{given}: these options need a model, and none is named",
-            f"add {option('config', 'PATH')} or {option('preset', 'NAME')}, or leave them out",
+            f"add {option('config', 'PATH')} or {option('preset', 'NAME')}, or remove them",
         )
     choices = {**asdict(options), "traces": files}
     job = run_options.of(model_options.load()) if model_options.given() else None

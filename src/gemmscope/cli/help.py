@@ -10,6 +10,8 @@ NARROW = 60
 """Columns below which the help of an option stands under it."""
 MOST_FLAG_COLUMNS = 26
 """A longer option has its help on the next line."""
+SHORT = 4
+"""Columns that are left beside each other also on a narrow terminal: exit codes."""
 
 
 def terminal_width() -> int:
@@ -51,7 +53,8 @@ def _group(group: OptionGroup, width: int) -> list[str]:
 
 def _rows(rows: list[tuple[str, str]], width: int) -> list[str]:
     """Two columns; on a narrow terminal, and for a long left side, the right side stands below the left."""
-    left = 4 if width < NARROW else 2 + 2 + min(MOST_FLAG_COLUMNS, max(len(name) for name, _ in rows))
+    longest = max(len(name) for name, _ in rows)
+    left = 4 if width < NARROW and longest > SHORT else 2 + 2 + min(MOST_FLAG_COLUMNS, longest)
     lines = []
     for name, text in rows:
         right = filled(text, width, " " * left)

@@ -10,24 +10,27 @@ from gemmscope.errors import UserError, closest, shown
 
 def frame(document: Document, title: str = "") -> Any:
     """The main table, or the first whose title contains `title`."""
-    tables = document.tables()
+    tables = _tables(document)
+    if not tables:
+        raise UserError(f"this {document.kind} result has no table")
     if not title:
-        main = [table for table in tables if table.main] or tables
-        chosen = document.summary or (main[0] if main else None)
-        if chosen is None:
-            raise UserError(f"this {document.kind} result has no table")
-        return _frame(chosen)
-    titles = [table.title for table in tables]
-    for table in tables:
-        if title.lower() in table.title.lower():
+        return _frame(next(iter(tables.values())))
+    for known, table in tables.items():
+        if title.lower() in known.lower():
             return _frame(table)
-    similar = closest(title, titles, cutoff=0.1) or titles[:3]
+    similar = closest(title, tables, cutoff=0.1) or list(tables)[:3]
     raise UserError(f"no table has {shown(title)} in its title", f"titles such as: {'; '.join(similar)}")
 
 
 def frames(document: Document) -> dict[str, Any]:
-    """Every table by its title."""
-    return {table.title: _frame(table) for table in document.tables()}
+    """Every table by its title, the main one first."""
+    return {title: _frame(table) for title, table in _tables(document).items()}
+
+
+def _tables(document: Document) -> dict[str, Table]:
+    """That of the short view first, in full where the document has it in full."""
+    first = [document.summary] if document.summary is not None else []
+    return {table.title: table for table in (*first, *document.tables())}
 
 
 def columns(table: Table) -> dict[str, list[Any]]:
