@@ -67,8 +67,8 @@ def catalog() -> dict[str, Any]:
 
 class _Sentence(Formatter):
     """Formats facts. `{ops}` joins a list, `{speedup:x}` writes a speedup with its interval, `{time:ms}` a time, `{share:%}` a
-    share, `{layers:count layer}` a count with its noun, `{names:kernel}` kernels by their short names, `{ratios:.2f}` every value
-    of a table; anything else as Python does."""
+    share, `{ratio:.2fx}` a ratio, `{layers:count layer}` a count with its noun, `{names:kernel}` kernels by their short names,
+    `{ratios:.2f}` every value of a table; anything else as Python does."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         if isinstance(value, (list, tuple)):
@@ -81,6 +81,8 @@ class _Sentence(Formatter):
             return f"{units.milliseconds(value)} ms"
         if format_spec == "%":
             return units.percent(value)
+        if format_spec.endswith("fx"):
+            return f"{value:{format_spec[:-1]}}x"
         if format_spec.startswith("count "):
             return units.counted(value, format_spec.removeprefix("count "))
         return str(super().format_field(value, format_spec))

@@ -1,11 +1,13 @@
 """Numbers as text: units, speedups with their intervals, shares, lists of names."""
 
+import math
 import re
 from collections.abc import Iterable
 
 from gemmscope.interval import Interval
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+MOST_DECIMALS = 6
 MOST_NAMED = 8  # names in one sentence
 LONGEST_KERNEL = 70  # characters of a kernel name
 
@@ -36,6 +38,18 @@ def parameters(count: int) -> str:
     return f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.1f}M" if count >= 1e6 else f"{count:,}"
 
 
+def tokens(count: float) -> str:
+    """A number of training tokens.
+
+    >>> tokens(1e12), tokens(15.5e12), tokens(2_500_000)
+    ('1T tokens', '15.5T tokens', '2.5M tokens')
+    """
+    for factor, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if count >= factor:
+            return f"{count / factor:.4g}{letter} tokens"
+    return f"{count:,.0f} tokens"
+
+
 def percent(share: float) -> str:
     """A share of a whole.
 
@@ -45,13 +59,59 @@ def percent(share: float) -> str:
     return "<0.1%" if 0 < share < 0.0005 else f"{share * 100:.1f}%"
 
 
-def milliseconds(time_ms: float) -> str:
-    """A time with enough digits to check a speedup by hand; the unit stands in the column's name.
+def decimals(half_width: float) -> int:
+    """How many decimals an estimate deserves: two digits of its uncertainty where these are below 36, else one.
 
-    >>> milliseconds(0.012345), milliseconds(1.2345), milliseconds(674.881)
-    ('0.01235', '1.234', '674.88')
+    >>> decimals(0.012), decimals(0.087), decimals(3.2), decimals(44.0)
+    (3, 2, 1, -1)
     """
-    return f"{time_ms:.5f}" if time_ms < 0.1 else f"{time_ms:.3f}" if time_ms < 100 else f"{time_ms:.2f}"
+    if not 0 < half_width < math.inf:
+        return MOST_DECIMALS
+    exponent = math.floor(math.log10(half_width))
+    return 1 - exponent if half_width / 10**exponent < 3.55 else -exponent
+
+
+def fixed(estimate: Interval, least: int = 0, most: int = MOST_DECIMALS, unknown: int = 2) -> int:
+    """The decimals of an estimate and its ends, within limits; `unknown` where there is no interval."""
+    if estimate.low is None or estimate.high is None:
+        return unknown
+    return min(max(decimals((estimate.high - estimate.low) / 2), least), most)
+
+
+def rounded(value: float, half_width: float) -> str:
+    """A rate with the digits that its relative uncertainty allows.
+
+    >>> rounded(33122.4, 0.08), rounded(33122.4, 0.005), rounded(970.2, 0.08), rounded(33122.4, math.inf)
+    ('33,100', '33,120', '970', '33,122')
+    """
+    places = decimals(abs(value) * half_width)
+    return f"{round(value, places) if places < 0 else value:,.{min(max(places, 0), 0 if abs(value) >= 100 else 2)}f}"
+
+
+def milliseconds(time_ms: float | Interval) -> str:
+    """A time with the digits that its interval allows; the unit stands in the column's name.
+
+    >>> milliseconds(0.012345), milliseconds(1.2345), milliseconds(674.881), milliseconds(Interval(674.881, 640.0, 711.0))
+    ('0.01235', '1.234', '674.88', '675')
+    """
+    if not isinstance(time_ms, Interval):
+        return f"{time_ms:.{_time_decimals(time_ms)}f}"
+    usual = _time_decimals(time_ms.value)
+    return f"{time_ms.value:.{fixed(time_ms, most=usual, unknown=usual)}f}"
+
+
+def _time_decimals(time_ms: float) -> int:
+    return 5 if time_ms < 0.1 else 3 if time_ms < 100 else 2
+
+
+def time_range(time_ms: Interval) -> str:
+    """A time with its error bar in brackets.
+
+    >>> time_range(Interval(674.881, 640.0, 711.0)), time_range(Interval(2.0))
+    ('675 [640, 711]', '2.000 [?]')
+    """
+    usual = _time_decimals(time_ms.value)
+    return f"{milliseconds(time_ms)} {ends(time_ms, fixed(time_ms, most=usual, unknown=usual))}"
 
 
 def tflops(rate: float) -> str:
@@ -63,34 +123,58 @@ def tflops(rate: float) -> str:
     return f"{rate:.0f}" if rate >= 10 else f"{rate:.1f}" if rate >= 1 else f"{rate:.3f}"
 
 
-def ends(found: Interval, digits: int = 3) -> str:
+def ends(estimate: Interval, digits: int = 3) -> str:
     """The interval in brackets. What cannot be negative does not begin below zero; a question mark where there is none.
 
     >>> ends(Interval(1.6543, 1.6421, 1.6668)), ends(Interval(2.0))
     ('[1.642, 1.667]', '[?]')
     """
-    if found.low is None or found.high is None:
+    if estimate.low is None or estimate.high is None:
         return "[?]"
-    return f"[{max(found.low, 0.0):,.{digits}f}, {found.high:,.{digits}f}]"
+    return f"[{max(estimate.low, 0.0):.{digits}f}, {estimate.high:.{digits}f}]"
 
 
-def speedup(found: Interval) -> str:
-    """A speedup with its interval.
+def ratio_decimals(ratio: Interval) -> int:
+    """The decimals of a ratio: an end that is not one does not look like one."""
+    places = fixed(ratio, least=1, most=3)
+    sides = [end for end in (ratio.low, ratio.high) if end is not None and end != 1]
+    while places < 4 and any(round(end, places) == 1 for end in sides):
+        places += 1
+    return places
 
-    >>> speedup(Interval(1.6543, 1.6421, 1.6668)), speedup(Interval(2.0))
-    ('1.654x [1.642, 1.667]', '2.000x [?]')
+
+def speedup(ratio: Interval) -> str:
+    """A speedup with its interval, with the digits that the interval allows.
+
+    >>> speedup(Interval(1.6543, 1.6421, 1.6668)), speedup(Interval(1.594, 1.509, 1.684)), speedup(Interval(2.0))
+    ('1.654x [1.642, 1.667]', '1.59x [1.51, 1.68]', '2.00x [?]')
     """
-    return f"{found.value:.3f}x {ends(found)}"
+    places = ratio_decimals(ratio)
+    return f"{ratio.value:.{places}f}x {ends(ratio, places)}"
 
 
-def amount(found: Interval) -> str:
+def short_speedup(ratio: Interval) -> str:
+    """A speedup where there is no room for both ends of its interval.
+
+    >>> short_speedup(Interval(1.6543, 1.6421, 1.6668)), short_speedup(Interval(2.0))
+    ('1.654x ±0.012', '2.00x')
+    """
+    if ratio.low is None or ratio.high is None:
+        return f"{ratio.value:.2f}x"
+    places = ratio_decimals(ratio)
+    return f"{ratio.value:.{places}f}x ±{(ratio.high - ratio.low) / 2:.{places}f}"
+
+
+def amount(estimate: Interval) -> str:
     """Days, GPU-hours or money with their interval.
 
-    >>> amount(Interval(12.345, 12.0, 12.7)), amount(Interval(1234.5, 1200.0, 1270.0))
-    ('12.35 [12.00, 12.70]', '1,234 [1,200, 1,270]')
+    >>> amount(Interval(12.345, 11.9, 12.8)), amount(Interval(1234.5, 1200.0, 1270.0))
+    ('12.3 [11.9 to 12.8]', '1,234 [1,200 to 1,270]')
     """
-    digits = 2 if found.value < 100 else 0
-    return f"{found.value:,.{digits}f} {ends(found, digits)}"
+    digits = fixed(estimate, most=2, unknown=2 if estimate.value < 100 else 0)
+    if estimate.low is None or estimate.high is None:
+        return f"{estimate.value:,.{digits}f} [?]"
+    return f"{estimate.value:,.{digits}f} [{max(estimate.low, 0.0):,.{digits}f} to {estimate.high:,.{digits}f}]"
 
 
 def names(items: Iterable[str], most: int = MOST_NAMED) -> str:

@@ -101,14 +101,22 @@ class Tab:
         self._session = browser.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        self._size(width, height)
         self.theme(dark=dark)
         self.call("Page.navigate", url=path.resolve().as_uri())
         self.wait_for("document.readyState === 'complete'")
-        browser.listen(0.2)
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         return self._browser.call(method, self._session, **parameters)
+
+    def look(self, *, width: int, height: int = 900, dark: bool = False) -> None:
+        """Another screen and theme, without loading the page again; charts are drawn anew."""
+        self._size(width, height)
+        self.theme(dark=dark)
+        self.wait_for(f"innerWidth === {width} && (document.documentElement.dataset.drawn || '{width}') === '{width}'")
+
+    def _size(self, width: int, height: int) -> None:
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
 
     def theme(self, *, dark: bool, paper: bool = False) -> None:
         """Light or dark, on a screen or on paper."""
@@ -125,7 +133,7 @@ class Tab:
         end = time.monotonic() + PATIENCE_S
         while not self.evaluate(condition):
             assert time.monotonic() < end, f"never came true: {condition}"
-            time.sleep(0.05)
+            time.sleep(0.02)
 
     def point(self, x: float, y: float) -> None:
         """Move the mouse there."""
@@ -153,8 +161,10 @@ class Tab:
         answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(answer["data"]))
 
-    def pdf(self) -> bytes:
-        return base64.b64decode(self.call("Page.printToPDF", printBackground=False)["data"])
+    def pdf(self, width_in: float = 8.27, height_in: float = 11.69) -> bytes:
+        """Printed, on A4 or a page of that size."""
+        answer = self.call("Page.printToPDF", printBackground=False, paperWidth=width_in, paperHeight=height_in)
+        return base64.b64decode(answer["data"])
 
     def complaints(self) -> list[str]:
         """Errors on the console, exceptions, and everything the log calls an error."""
@@ -179,3 +189,4 @@ class Tab:
 
     def close(self) -> None:
         self._browser.call("Target.closeTarget", targetId=self._target)
+        self._browser.events.clear()  # one page at a time

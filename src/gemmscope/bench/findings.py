@@ -146,11 +146,11 @@ def _op_speedups(linears: Linears) -> Iterator[tuple[str, Mode, str, Interval]]:
 
 def _slower(linears: Linears) -> list[Finding]:
     """Ops that are slower in low precision, beyond the interval."""
-    slower: dict[tuple[str, Mode], dict[str, float]] = {}
+    slower: dict[Mode, dict[str, float]] = {}
     for name, mode, op, speedup in _op_speedups(linears):
         if speedup.below_one:
-            slower.setdefault((name, mode), {})[op] = speedup.value
-    return [finding("ops-slower", recipe=name, mode=mode, speedups=ops) for (name, mode), ops in slower.items()]
+            slower.setdefault(mode, {})[f"{op} in {name}"] = speedup.value
+    return [finding("ops-slower", mode=mode, speedups=speedups) for mode, speedups in slower.items()]
 
 
 def _too_close(linears: Linears) -> Iterator[Finding]:

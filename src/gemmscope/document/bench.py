@@ -1,8 +1,9 @@
 """The Document of a `BenchResult`."""
 
 from gemmscope import units
-from gemmscope.document.common import batch_lines, command_facts, machine_facts, model_facts, subject
+from gemmscope.document.common import batch_lines, command_facts, machine_facts, model_facts, same_model, subject
 from gemmscope.document.linears import linears_answer, linears_sections, linears_speedups, linears_times
+from gemmscope.document.linears_summary import linears_summary
 from gemmscope.document.model import Advice, Document, Message
 from gemmscope.document.table import Facts
 from gemmscope.recipe.recipes import BASELINE
@@ -15,7 +16,6 @@ def bench_document(result: BenchResult, name: str = "") -> Document:
     linears = result.linears
     answer, because = linears_answer(linears, result.where)
     model = result.model
-    step = "gemmscope step with the same model predicts the speedup of the whole training step"
     return Document(
         kind="bench",
         title=f"{result.name} on {result.where}",
@@ -23,6 +23,7 @@ def bench_document(result: BenchResult, name: str = "") -> Document:
         where=result.where,
         answer=answer,
         because=because,
+        summary=linears_summary(linears),
         context=tuple(_context(result)),
         sections=linears_sections(linears, tasks=result.tasks),
         messages=tuple(map(Message.of, result.findings)),
@@ -30,7 +31,8 @@ def bench_document(result: BenchResult, name: str = "") -> Document:
         facts={"Method": _method(result), "Environment": machine_facts(result.environment, result.device, result.versions)},
         speedups=linears_speedups(linears, result.where),
         times=linears_times(linears, result.where),
-        next_command="" if model is None or not linears.ops else step,
+        next_purpose="" if model is None or not linears.ops else "predict the speedup of the whole training step",
+        next_command="" if model is None or not linears.ops else same_model("step", result),
         name=name,
     )
 

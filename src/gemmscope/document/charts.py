@@ -92,7 +92,7 @@ class BarChart:
         if any(cell != NOTHING for cell in speedups):
             rows.append(row("speedup", "", speedups, NOTHING))
         heads = columns(["Part", "Pass"] if passes else ["Part"], [*(bar.label for bar in bars), *(["Share"] if shares else [])])
-        return Table(f"{self.title} ({self.unit})", heads, tuple(rows), self.note, self.main)
+        return Table(f"{self.title} ({self.unit})", heads, tuple(rows), self.note)
 
 
 def time_text(time_ms: float) -> str:
@@ -147,7 +147,7 @@ class WaterfallChart:
             for fall in self.falls
         )
         heads = columns(("Part",), (f"{self.baseline} ms", f"{self.recipe} ms", "Speedup so far"))
-        return Table(self.title, heads, rows, self.note, self.main)
+        return Table(self.title, heads, rows, self.note)
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class CurveChart:
         points = {(name, point.at): point for name, series in self.series.items() for point in series}
         rows = tuple((Cell(at), *(self._cell(points.get((name, at))) for name in self.series)) for at in self.places)
         unit = "" if self.unit == "x" else f" ({self.unit})"
-        return Table(f"{self.title}{unit}", columns((self.axis,), list(self.series)), rows, self.note, self.main)
+        return Table(f"{self.title}{unit}", columns((self.axis,), list(self.series)), rows, self.note)
 
     def _cell(self, point: Point | None) -> Cell:
         if point is None:
@@ -238,7 +238,7 @@ class HeatMap:
             (Cell(name), *(Cell(cell.text or "-", cell.value) for cell in cells))
             for name, cells in zip(self.rows, self.cells, strict=True)
         )
-        return Table(self.title, heads, rows, self.note, self.main)
+        return Table(self.title, heads, rows, self.note)
 
 
 Chart = BarChart | WaterfallChart | CurveChart | HeatMap

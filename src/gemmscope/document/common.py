@@ -1,5 +1,6 @@
 """What all kinds of results say of themselves in the same words: model, batch, command, machine."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,13 @@ from gemmscope.results.base import ModelSummary, Result
 from gemmscope.workload.cases import Case
 
 SPLIT = ("tp", "cp", "pp", "ep")
+MODEL_OPTIONS = (
+    "config", "preset", "module", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers",
+    "num_key_value_heads", "head_dim", "vocab_size", "gated_mlp", "micro_batch_size", "sequence_length", "tp",
+    "sequence_parallel", "cp", "pp", "pp_stage", "pp_layers", "ep", "etp", "imbalance", "gradient_accumulation", "recompute",
+    "separate_projections", "fused_projections", "shapes",
+)  # fmt: skip
+"""The options that name the model and how it is run."""
 
 
 def subject(model: ModelSummary | None, run: RunSpec | None, cases: Sequence[Case] = ()) -> Subject:
@@ -54,6 +62,19 @@ def model_facts(model: ModelSummary | None, run: RunSpec | None, stage: int = 0)
     """Model and batch as a list shows them."""
     named = [("model", f"{model.name}, {_model_text(model)}")] if model is not None else []
     return (*named, *([("micro-batch", "; ".join(batch_lines(run, stage)))] if run is not None else []))
+
+
+def same_model(command: str, result: Result, more: str = "") -> str:
+    """Another command with the same model and batch, ready to paste; empty if this result did not come from the command line."""
+    if not result.command.startswith("gemmscope "):
+        return ""
+    keeping, kept = False, list[str]()
+    for word in shlex.split(result.command)[2:]:
+        if word.startswith("-"):
+            keeping = word.partition("=")[0].lstrip("-").replace("-", "_").removeprefix("no_") in MODEL_OPTIONS
+        if keeping:
+            kept.append(word)
+    return shlex.join(["gemmscope", command, *kept, *more.split()])
 
 
 def command_facts(result: Result) -> Facts:

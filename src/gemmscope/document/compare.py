@@ -1,10 +1,15 @@
 """The Document of a `CompareResult`."""
 
+from dataclasses import replace
+
+from gemmscope import units
 from gemmscope.document.common import command_facts
 from gemmscope.document.model import Document, Message, Section, Subject
 from gemmscope.document.table import NOTHING, Cell, Table, columns, number
 from gemmscope.results.compare import Change, CompareResult
 
+MOST_ROWS = 14  # of the short view
+CLOSE, MISSING = "too close to call", "missing"
 METHOD = (
     "Change is the new time over the first: plus is slower. The intervals hold for all rows together with 95% confidence, and "
     "include the variation between runs."
@@ -25,6 +30,7 @@ def compare_document(result: CompareResult, name: str = "") -> Document:
         subject=Subject(title),
         where=" and ".join(result.runs) if len(result.runs) == 2 else f"{result.runs[0]} to {result.runs[-1]}",
         answer=answer.text,
+        summary=_summary(result, letters),
         context=tuple(f"{letter}: {run}" for letter, run in zip(letters, result.runs, strict=True)),
         sections=tuple(sections),
         messages=tuple(map(Message.of, findings)),
@@ -41,7 +47,21 @@ def _letters(result: CompareResult) -> list[str]:
 def _environment(result: CompareResult, letters: list[str]) -> Table:
     """What differs besides the times: a time that changed with the driver is not due to the code."""
     rows = tuple((Cell(each.name), *(Cell(value or "-") for value in each.values)) for each in result.differences)
-    return Table("Differences besides the times", columns(("What", *letters), ()), rows, main=True)
+    return Table("Differences besides the times", columns(("What", *letters), ()), rows)
+
+
+def _summary(result: CompareResult, letters: list[str]) -> Table:
+    """The rows that changed, the largest change first; the rest as far as there is room."""
+    table = _changes(result, letters, len(result.runs) - 1, [0, len(result.runs) - 1])
+
+    def order(row: tuple[Cell, ...]) -> tuple[bool, float]:
+        change = row[-3].value
+        return row[-1].text in (CLOSE, MISSING), -abs(change - 1) if change is not None else 0.0
+
+    rows = sorted(table.rows, key=order)
+    left_out = len(rows) - MOST_ROWS
+    note = f"{units.counted(left_out, 'more row')}: add --detail. " if left_out > 0 else ""
+    return replace(table, rows=tuple(rows[:MOST_ROWS]), note=f"{note}Plus is slower.")
 
 
 def _rows(result: CompareResult, letters: list[str]) -> list[Table]:
@@ -59,7 +79,7 @@ def _changes(result: CompareResult, letters: list[str], run: int, shown: list[in
         cells = [number(time, f"{time:.4g}" if time is not None else None) for time in times]
         rows.append((Cell(row.name), *cells, *_change(row.changes[run - 1])))
     title = f"{letters[run]} compared with {letters[0]}"
-    return Table(title, (*heads, *columns(("Verdict",), ())), tuple(rows), METHOD, main=run == len(result.runs) - 1)
+    return Table(title, (*heads, *columns(("Verdict",), ())), tuple(rows), METHOD)
 
 
 def _change(change: Change) -> tuple[Cell, Cell, Cell]:

@@ -31,10 +31,6 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
     }
     filled = {title: tuple(block for block in blocks if not _is_empty(block)) for title, blocks in sections.items()}
     framework = [("framework", result.framework)] if result.framework else []
-    if result.comparisons:
-        next_command = "gemmscope step with the model predicts the step in every precision on this GPU"
-    else:
-        next_command = "gemmscope explain TRACE --baseline BF16-TRACE compares with the same training in BF16"
     return Document(
         kind="explain",
         title=f"Profiler trace {file}",
@@ -47,6 +43,7 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
             *(finding.text for finding in compared if finding.level == "note"),
         ),
         key_figures=_key_figures(result),
+        summary=_summary(result),
         cards=tuple(map(_card, result.causes)),
         context=(f"{result.gpu or 'unknown GPU'}{rank}; {steps}",),
         sections=tuple(Section(title, blocks) for title, blocks in filled.items() if blocks),
@@ -56,7 +53,10 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
             *map(Message.of, result.findings),
         ),
         facts={"Method": (("trace", result.trace), ("steps", steps), *framework, *command_facts(result))},
-        next_command=next_command,
+        next_purpose="predict the step in every precision" if result.comparisons else "compare with the same training in BF16",
+        next_command="gemmscope step --preset NAME …"
+        if result.comparisons
+        else f"gemmscope explain {file} --baseline BF16-TRACE",
         name=name,
     )
 
@@ -79,6 +79,23 @@ def _key_figures(result: ExplainResult) -> tuple[KeyFigure, ...]:
         KeyFigure("GPU busy", units.percent(1 - account.idle_share), f"{account.busy_ms:.2f} ms"),
         KeyFigure("Linears in low precision", units.percent(result.low_share), f"of their {result.low_share_of}"),
     )
+
+
+def _summary(result: ExplainResult) -> Table | None:
+    """The causes; without any, where the time goes."""
+    if not result.causes:
+        parts = sorted(result.account.parts_ms.items(), key=lambda part: -part[1])
+        rows = _shares(result, {part: time for part, time in parts if time > 0})
+        return Table("Where the time of a step goes", columns(("Part",), ("ms per step", "Share of step")), rows)
+    heads = columns(("Cause", "Where"), ("Cost, ms", "Share", "Speedup if fixed"), {"Where": 2, "Share": 1})
+    rows = tuple(
+        (
+            *(Cell(f"{place}. {cause.title}"), Cell(cause.where), _fixed(cause.cost_ms)),
+            *(share_cell(cause.cost_ms / result.account.step_ms), _fixed(cause.speedup_without, unit="x")),
+        )
+        for place, cause in enumerate(result.causes, start=1)
+    )
+    return Table("Why the step is not faster, per step", heads, rows)
 
 
 def _card(cause: Cause) -> Card:
@@ -222,7 +239,7 @@ def _gemms(result: ExplainResult) -> Table:
             flops = (_fixed(row.flops / 1e12), share_cell(row.flops / total), _fixed(rate, 0))
         rows.append((Cell(row.precision), _fixed(row.count, 0), _fixed(row.time_ms), *flops))
     heads = columns(("Precision",), ("GEMMs", "ms", "TFLOP", "Share of FLOPs", "TFLOP/s"))
-    return Table("GEMMs by precision, per step", heads, tuple(rows), main=True)
+    return Table("GEMMs by precision, per step", heads, tuple(rows))
 
 
 def _causes(result: ExplainResult) -> Table:
@@ -232,7 +249,7 @@ def _causes(result: ExplainResult) -> Table:
     for place, cause in enumerate(result.causes, start=1):
         cost = _fixed(cause.cost_ms), share_cell(cause.cost_ms / result.account.step_ms)
         rows.append((Cell(f"{place}. {cause.title}"), Cell(cause.where), *cost, _fixed(cause.speedup_without, unit="x")))
-    return Table("Causes by cost", heads, tuple(rows), main=True)
+    return Table("Causes by cost", heads, tuple(rows))
 
 
 def _kernels(result: ExplainResult) -> Table:
@@ -253,7 +270,7 @@ def _comparison(comparison: StepComparison) -> Table:
         speedup_cell = _fixed(part.speedup, unit="x")
         rows.append((Cell(part.part), _fixed(part.expected_ms), _fixed(part.trace_ms), difference, speedup_cell))
     heads = columns(("Part",), (f"{comparison.expected}, ms", "this trace, ms", "Difference, ms", "Speedup so far"))
-    return Table(comparison.title, heads, tuple(rows), main=True)
+    return Table(comparison.title, heads, tuple(rows))
 
 
 def _ranks(result: ExplainResult) -> Table:
@@ -262,4 +279,4 @@ def _ranks(result: ExplainResult) -> Table:
         for rank in result.ranks
     )
     heads = columns(("Rank",), ("Step ms", "Computing ms", "Exposed communication ms", "Idle ms"))
-    return Table("Ranks", heads, rows, main=True)
+    return Table("Ranks", heads, rows)

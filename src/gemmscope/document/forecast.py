@@ -5,10 +5,20 @@ from dataclasses import replace
 from itertools import combinations
 
 from gemmscope import units
-from gemmscope.document.common import batch_lines, command_facts, model_facts, subject
+from gemmscope.document.common import batch_lines, command_facts, model_facts, same_model, subject
 from gemmscope.document.linears import linears_answer, linears_sections, linears_speedups, linears_times
+from gemmscope.document.linears_summary import linears_summary
 from gemmscope.document.model import Block, Document, NamedSpeedup, NamedTime, Section
-from gemmscope.document.step_parts import cost_table, step_answer, step_chart, step_figures, step_speedups, step_times, waterfalls
+from gemmscope.document.step_parts import (
+    cost_table,
+    step_answer,
+    step_chart,
+    step_figures,
+    step_speedups,
+    step_summary,
+    step_times,
+    waterfalls,
+)
 from gemmscope.document.sweep import STATES, gpu_messages, sweep_document
 from gemmscope.document.table import (
     BASELINE_CELL,
@@ -24,7 +34,7 @@ from gemmscope.document.table import (
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.forecast import ForecastResult, GpuForecast
-from gemmscope.results.step import StepTimes
+from gemmscope.results.step import StepTime, StepTimes
 
 NO_RESTARTS = "Every GPU computes all the time, or waits for the others. Restarts are not included."
 
@@ -37,15 +47,16 @@ def forecast_document(result: ForecastResult, name: str = "") -> Document:
     answer, because = _answer(result)
     sections = [section for gpu in result.gpus for section in _gpu_sections(gpu, several=len(result.gpus) > 1)]
     if not first.linears.bare:
-        sections = [_side_by_side(result), *(_not_main(section) for section in sections)]
+        sections = [_side_by_side(result), *sections]
     return Document(
         kind="forecast",
-        title=f"FORECAST, not measured: {result.name} on {', '.join(gpu.title for gpu in result.gpus)}",
+        title=f"FORECAST, not measured: {result.name} on {_gpus(result)}",
         subject=subject(result.model, result.run, first.linears.cases),
         where=f"{first.title if len(result.gpus) == 1 else ', '.join(gpu.gpu for gpu in result.gpus)}, FORECAST",
         answer=answer,
         because=because,
         key_figures=step_figures(first.step) if first.step is not None and len(result.gpus) == 1 else (),
+        summary=_summary(result),
         context=tuple(_context(result)),
         sections=tuple(sections),
         messages=gpu_messages(result.findings, {gpu.gpu: gpu.findings for gpu in result.gpus}),
@@ -53,38 +64,58 @@ def forecast_document(result: ForecastResult, name: str = "") -> Document:
         speedups=tuple(speedup for gpu in result.gpus for speedup in _speedups(gpu)),
         times=tuple(time for gpu in result.gpus for time in _times(gpu)),
         forecast=True,
-        next_command=f"{'gemmscope bench' if first.linears.bare else 'gemmscope step'} measures the same on the GPU itself",
+        next_purpose="measure it on the GPU itself",
+        next_command=same_model("bench" if first.linears.bare else "step", result),
         name=name,
     )
+
+
+def _gpus(result: ForecastResult) -> str:
+    return ", ".join(gpu.title if len(result.gpus) <= 2 else gpu.gpu for gpu in result.gpus)
 
 
 def _context(result: ForecastResult) -> Iterator[str]:
     if result.model is not None and result.model.description:
         yield result.model.description
     yield from batch_lines(result.run, result.stage)
-    replicas = f", {result.dp} data-parallel replicas" if result.dp > 1 else ""
-    yield f"{result.state}: {STATES[result.state]}{replicas}; every interval is a 90% error bar"
+    if result.dp > 1 and result.run is not None:
+        sequences = result.run.micro_batch_size * result.run.gradient_accumulation * result.dp
+        tokens = sequences * result.run.sequence_length
+        yield f"{result.dp} data-parallel replicas, global batch {sequences:,} sequences = {tokens:,} tokens"
+    yield f"{result.state}: {STATES[result.state]}; every interval is a 90% error bar"
 
 
 def _answer(result: ForecastResult) -> tuple[str, tuple[str, ...]]:
-    """Of the step where there is one, else of the linears; of several GPUs, one line for each."""
+    """Of the step where there is one, else of the linears; of several GPUs, the fastest, then a line for each."""
     answers = [_answer_of(gpu) for gpu in result.gpus]
     if len(answers) == 1:
         return answers[0]
-    best = [f"{gpu.gpu} {_best(gpu)}" for gpu in result.gpus]
-    what = "training step" if result.gpus[0].step is not None else "linears"
-    sentence = f"FORECAST: fastest recipe for the {what} (speedup over {BASELINE} on the same GPU): {', '.join(best)}."
-    if result.gpus[0].linears.bare:
-        sentence = f"FORECAST: {units.counted(len(result.gpus[0].linears.cases), 'shape')} on {len(result.gpus)} GPUs."
-    because = []
-    for gpu, (answer, reasons) in zip(result.gpus, answers, strict=True):
-        because += [answer, *(f"{gpu.gpu}: {reason}" for reason in reasons[:1])]
-    return sentence, tuple(because)
+    lines = tuple(_line(gpu, answer) for gpu, (answer, _) in zip(result.gpus, answers, strict=True))
+    best = {gpu.gpu: time for gpu in result.gpus if (time := _best(gpu)) is not None}
+    if len(best) < 2:
+        cases = result.gpus[0].linears.cases
+        what = units.counted(len(cases), "shape") if result.gpus[0].linears.bare else "The linears"
+        return f"FORECAST: {what} on {len(result.gpus)} GPUs.", lines
+    ranked = sorted(best.items(), key=lambda pair: -pair[1].tokens_per_s)
+    rates = [f"{gpu} in {time.recipe} {_rate(time)}" for gpu, time in ranked]
+    return f"FORECAST: fastest is {ranked[0][0]}. Tokens/s: {', '.join(rates)}.", lines
 
 
-def _best(gpu: GpuForecast) -> str:
-    winner = gpu.step.winner if gpu.step is not None else next(iter(gpu.linears.winners.values()), None)
-    return BASELINE if winner is None or winner.speedup is None else f"{winner.best} {winner.speedup.value:.2f}x"
+def _line(gpu: GpuForecast, answer: str) -> str:
+    """One GPU in one line."""
+    winner = gpu.step.winner if gpu.step is not None else None
+    if winner is None or winner.speedup is None or BASELINE in winner.rivals:
+        return f"{gpu.gpu}: {answer.removeprefix('FORECAST: ')}"
+    rivals = f"; too close to call against {units.names(winner.rivals)}" if winner.rivals else ""
+    return f"{gpu.gpu}: use {winner.best}, {units.speedup(winner.speedup)} over {BASELINE} on the same GPU{rivals}."
+
+
+def _best(gpu: GpuForecast) -> StepTime | None:
+    return gpu.step.of(gpu.step.winner.best) if gpu.step is not None and gpu.step.winner is not None else None
+
+
+def _rate(time: StepTime) -> str:
+    return units.rounded(time.tokens_per_s, time.step_ms.half_width)
 
 
 def _answer_of(gpu: GpuForecast) -> tuple[str, tuple[str, ...]]:
@@ -92,6 +123,14 @@ def _answer_of(gpu: GpuForecast) -> tuple[str, tuple[str, ...]]:
         return step_answer(gpu.step, gpu.title)
     sentence, because = linears_answer(gpu.linears, gpu.title)
     return f"FORECAST: {sentence}", because
+
+
+def _summary(result: ForecastResult) -> Table | None:
+    """Of the steps where there are any; else of the linears."""
+    steps = {gpu.gpu: gpu.step for gpu in result.gpus if gpu.step is not None}
+    if steps:
+        return step_summary(steps)
+    return linears_summary(result.gpus[0].linears) if len(result.gpus) == 1 else _main_table(result.gpus)
 
 
 def _side_by_side(result: ForecastResult) -> Section:
@@ -118,7 +157,7 @@ def _main_table(gpus: Sequence[GpuForecast]) -> Table:
     heads += ["Step ms", "Tokens/s", "Model TFLOP/s", "MFU", f"Speedup over {BASELINE}"] if first is not None else []
     heads += [f"Over {gpus[0].gpu} {BASELINE}"] if baseline is not None else []
     title = "FORECAST: linears of one micro-batch and training step of one rank [90% error bar]"
-    return Table(title, columns(("GPU", "Recipe"), heads), tuple(rows), main=True)
+    return Table(title, columns(("GPU", "Recipe"), heads), tuple(rows))
 
 
 def _step_cells(gpu: GpuForecast, name: str, baseline: Interval | None) -> list[Cell]:
@@ -156,11 +195,6 @@ def _pairs(step: StepTimes, prefix: str) -> Iterator[Table]:
     if rows:
         title = f"{prefix}FORECAST: recipes compared with each other: speedup of the training step"
         yield Table(title, columns(("Recipe", "Over"), ("Speedup [90% error bar]",)), rows)
-
-
-def _not_main(section: Section) -> Section:
-    """The short view has the side-by-side table only; figures keep their charts."""
-    return replace(section, blocks=tuple(replace(block, main=False) for block in section.blocks))
 
 
 def _speedups(gpu: GpuForecast) -> tuple[NamedSpeedup, ...]:

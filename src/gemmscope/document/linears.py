@@ -45,14 +45,15 @@ def linears_answer(linears: Linears, where: str) -> tuple[str, tuple[str, ...]]:
     if winner is None or not gains:
         return _nothing_to_compare(linears, mode, where), ()
     if winner.best != BASELINE and BASELINE not in winner.rivals and winner.speedup is not None:
-        gives = f"{'would give' if linears.forecast else 'gives'} the {what} a speedup of {units.speedup(winner.speedup)}"
-        return f"On {where}, {winner.best} {gives} over {BASELINE}, {included}.", tuple(_because(linears, winner.best, mode))
+        highest = units.speedup(winner.speedup)
+        sentence = f"{winner.best} is fastest: {highest} over {BASELINE} for the {what} {included} on {where}."
+        return sentence, tuple(_because(linears, winner.best, mode))
     name = max(gains, key=lambda name: gains[name].value)
     highest = units.speedup(gains[name])
     if winner.rivals:
         close = units.names(rival for rival in (winner.best, *winner.rivals) if rival != BASELINE)
-        return f"On {where}, {close} and {BASELINE} are too close to call for the {what}: {highest}.", ()
-    return f"On {where}, no recipe is faster than {BASELINE} for the {what}; {name} comes closest: {highest}.", ()
+        return f"Too close to call: {close} and {BASELINE} for the {what} {included} on {where} ({highest}).", ()
+    return f"{BASELINE} is fastest for the {what} {included} on {where}: {name} comes closest with {highest}.", ()
 
 
 def _nothing_to_compare(linears: Linears, mode: Mode, where: str) -> str:
@@ -70,8 +71,8 @@ def _because(linears: Linears, name: str, mode: Mode) -> list[str]:
         share = linears.quantization_share(name)
         spent = f"; quantization takes {units.percent(share)} of the time in {name}" if share is not None else ""
         lines.append(
-            f"The GEMMs alone, on inputs quantized beforehand, reach {units.speedup(upper.speedup)} ({upper.best}), "
-            f"the upper bound{spent}."
+            f"Upper bound: the GEMMs alone, on inputs quantized beforehand, reach {units.speedup(upper.speedup)} "
+            f"({upper.best}){spent}."
         )
     rivals = linears.winners[mode].rivals
     if rivals:
@@ -159,7 +160,7 @@ def _summary(linears: Linears, start: str) -> Table:
         note += " Speedup kept: the autocast gain as a share of the pre-quantized gain." if quantizes else ""
     bar = "90% error bar" if linears.forecast else "95% interval"
     title = f"{start}All linears of one micro-batch, speedup over {BASELINE} [{bar}]"
-    return Table(title, columns(("Recipe",), heads), tuple(rows), note, main=True)
+    return Table(title, columns(("Recipe",), heads), tuple(rows), note)
 
 
 def _total_cells(linears: Linears, name: str, mode: Mode) -> tuple[Cell, Cell]:
@@ -248,7 +249,7 @@ def _time(case: Case, cell: OpTime | None, pass_name: Pass | None) -> Cell:
         return NOTHING
     flops = rate(case, cell).value if whole else case.flops / time.value / 1e9
     fell_back = bool(cell.fallbacks) if pass_name is None else pass_name in cell.fallbacks
-    text = f"{units.milliseconds(time.value)} ({units.tflops(flops)})"
+    text = f"{units.milliseconds(time)} ({units.tflops(flops)})"
     return Cell(f"{text} FALLBACK" if fell_back else text, time.value, time.low, time.high, "error" if fell_back else "")
 
 

@@ -1,6 +1,6 @@
 """What a Document is made of. All of it is plain data and finished text, so that every writer shows the same numbers and words.
 
-A block (a table or a chart) with `main` set, and a message that is not a note, belong to the short view; `brief` keeps these.
+The short view is the answer with its reasons, the compact table (`summary`), and the messages that are not notes (`decisive`).
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ class Document:
     speedups: tuple[NamedSpeedup, ...] = ()
     times: tuple[NamedTime, ...] = ()
     forecast: bool = False
-    next_command: str = ""  # the next useful command
+    next_purpose: str = ""  # what to do next
+    next_command: str = ""  # the command that does it
     name: str = ""  # of the run file, where there is one
 
     def tables(self) -> list[Table]:
@@ -138,16 +139,10 @@ class Document:
         return [block for section in self.sections for block in section.blocks if not isinstance(block, Table)]
 
 
-def brief(document: Document) -> Document:
-    """The short view: the answer, the main tables, errors and warnings, the recommendation. A subset of the document."""
-    sections = [replace(section, blocks=tuple(block for block in section.blocks if block.main)) for section in document.sections]
-    return replace(
-        document,
-        sections=tuple(section for section in sections if section.blocks),
-        messages=tuple(message for message in document.messages if message.level != "note"),
-        advice=replace(document.advice, ready_to_paste={}) if document.advice is not None else None,
-        facts={},
-    )
+def decisive(document: Document) -> tuple[Message, ...]:
+    """The messages of the short view: errors first, then warnings. Causes have cards."""
+    shown = [message for message in document.messages if message.level != "note" and not message.code.startswith("cause-")]
+    return tuple(sorted(shown, key=lambda message: message.level))
 
 
 def visible(value: Any, keep: str = "", longest: int | None = None) -> Any:

@@ -1,13 +1,14 @@
 """The Document of a `ShapesResult`."""
 
 from gemmscope import units
-from gemmscope.document.common import batch_lines, command_facts, model_facts, subject
+from gemmscope.document.common import batch_lines, command_facts, model_facts, same_model, subject
 from gemmscope.document.model import Document, Message, Section
-from gemmscope.document.table import NOTHING, Cell, Table, bytes_cell, columns, number, share_cell
-from gemmscope.results.shapes import Check, ShapesResult
+from gemmscope.document.table import NOTHING, Cell, Table, bytes_cell, columns, number, share_cell, without_empty
+from gemmscope.results.shapes import Check, ListedGemm, ShapesResult
 
 GEMM_COLUMNS = columns(("Op", "Pass", "M x K x N"), ("Groups", "Count", "FLOPs each", "FLOPs", "Share"))
 OTHER_COLUMNS = columns(("Op",), ("Count", "Forward FLOPs", "Forward bytes", "Backward FLOPs", "Backward bytes"))
+MOST_OPS = 14  # of the short view
 LINEAR_KINDS = ("linear", "grouped linear")
 
 
@@ -24,12 +25,14 @@ def shapes_document(result: ShapesResult, name: str = "") -> Document:
         subject=subject(result.model, result.run),
         where="one rank",
         answer=f"One micro-batch runs {count:,} GEMMs on one rank; a training step needs {flops} for them.",
+        summary=_summary(result),
         because=(_parameters(result), *(each.text for each in result.findings if each.code == "check-equal")),
         context=tuple(batch_lines(result.run, result.stage)),
         sections=(Section("GEMMs and other work", tuple(tables)),),
         messages=tuple(map(Message.of, result.findings)),
         facts={"Method": (*about, ("derived by", result.derived_by), *command_facts(result))},
-        next_command="gemmscope forecast with the same model and --gpu b300,h200 estimates its time on GPUs you do not have",
+        next_purpose="forecast its time on GPUs you do not have",
+        next_command=same_model("forecast", result, "--gpu b300,h200"),
         name=name,
     )
 
@@ -44,6 +47,33 @@ def _parameters(result: ShapesResult) -> str:
     return f"{text}."
 
 
+def _summary(result: ShapesResult) -> Table:
+    """A row for each op: the sizes of its forward GEMM, and the FLOPs of all its passes."""
+    if result.check is not None and result.check.differences:
+        return _differences(result.check)
+    ops: dict[tuple[str, int], list[ListedGemm]] = {}
+    for gemm in result.gemms:
+        ops.setdefault((gemm.op, gemm.groups), []).append(gemm)
+    work = {op: sum(gemm.flops * gemm.count for gemm in gemms) for op, gemms in ops.items()}
+    shown = sorted(work, key=lambda op: -work[op])[:MOST_OPS]
+    rows = []
+    for op, gemms in ops.items():
+        if op in shown:
+            first, passes = gemms[0], list(dict.fromkeys(gemm.pass_name for gemm in gemms))
+            rows.append(
+                (
+                    *(Cell(first.op), Cell(first.shape), Cell(", ".join(passes))),
+                    number(first.groups) if first.groups > 1 else Cell("", 1.0),
+                    *(number(first.count), _flops(work[op]), share_cell(sum(gemm.share for gemm in gemms))),
+                )
+            )
+    left_out = f" The {units.counted(len(ops) - len(shown), 'smallest op')} not shown." if len(ops) > len(shown) else ""
+    note = f"dgrad is M x N x K, wgrad K x M x N.{left_out}"
+    dropped = {"Passes": 3, "Groups": 1, "Count": 2}
+    heads = columns(("Op", "Forward M x K x N", "Passes"), ("Groups", "Count", "FLOPs", "Share"), dropped)
+    return without_empty(Table("GEMMs of one micro-batch on one rank", heads, tuple(rows), note))
+
+
 def _gemms(result: ShapesResult) -> Table:
     rows = tuple(
         (
@@ -53,7 +83,7 @@ def _gemms(result: ShapesResult) -> Table:
         )
         for gemm in result.gemms
     )
-    return Table("GEMMs of one micro-batch on one rank", GEMM_COLUMNS, rows, main=True)
+    return Table("GEMMs of one micro-batch on one rank", GEMM_COLUMNS, rows)
 
 
 def _totals(result: ShapesResult) -> Table:
@@ -69,7 +99,7 @@ def _totals(result: ShapesResult) -> Table:
         (Cell(rest), NOTHING, _flops(totals.attention_flops), _flops(totals.attention_flops * steps)),
     ]
     title = f"FLOPs on one rank ({units.counted(steps, 'micro-batch')} per step)"
-    return Table(title, columns(("Part",), ("Layers", "Per micro-batch", "Per step")), tuple(rows), main=True)
+    return Table(title, columns(("Part",), ("Layers", "Per micro-batch", "Per step")), tuple(rows))
 
 
 def _flops(value: float) -> Cell:
@@ -94,4 +124,4 @@ def _others(result: ShapesResult) -> Table:
 
 def _differences(check: Check) -> Table:
     rows = tuple((Cell(each.what), number(each.derived), number(each.traced)) for each in check.differences)
-    return Table("Differences from the live model", columns(("What",), ("Derived", "Traced")), rows, main=True)
+    return Table("Differences from the live model", columns(("What",), ("Derived", "Traced")), rows)

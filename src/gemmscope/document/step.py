@@ -13,6 +13,7 @@ from gemmscope.document.step_parts import (
     step_chart,
     step_figures,
     step_speedups,
+    step_summary,
     step_table,
     step_times,
     waterfalls,
@@ -28,7 +29,7 @@ from gemmscope.step.waterfall import place
 MOST_KERNELS = 4  # of one part in a tooltip
 LEVELS = ("error", "warning", "note")
 COST_NOTE = "Every GPU computes all the time; communication and restarts are not included."
-NEXT = "gemmscope trace-me prints the lines that record a trace of your own run, to compare it with this prediction"
+NEXT = "print the code that records a trace of your own run, to compare it with this prediction"
 AGREES = {True: "yes", False: "no", None: "?"}
 REQUESTED = (
     "observed-as-expected", "observed-more", "observed-unknown",
@@ -50,6 +51,7 @@ def step_document(result: StepResult, name: str = "") -> Document:
         answer=answer,
         because=(*because, *_mixed(result.recommendation), *_requested(result)),
         key_figures=step_figures(result.step),
+        summary=step_summary({result.where: result.step}),
         context=(*batch_lines(result.run, result.stage), *ended),
         sections=tuple(_sections(result)),
         messages=tuple(map(Message.of, shown)),
@@ -57,7 +59,8 @@ def step_document(result: StepResult, name: str = "") -> Document:
         facts={"Method": _method(result), "Environment": machine_facts(result.environment, result.device, result.versions)},
         speedups=step_speedups(result.step, result.where),
         times=step_times(result.step, result.where),
-        next_command=NEXT if result.step.recipes else "",
+        next_purpose=NEXT if result.step.recipes else "",
+        next_command="gemmscope trace-me" if result.step.recipes else "",
         name=name,
     )
 
@@ -82,7 +85,7 @@ def _mixed(recommended: Recommendation | None) -> list[str]:
     if recommended is None or not recommended.left_out or recommended.speedup is None:
         return []
     left = " and ".join(recommended.left_out)
-    return [f"With {left} left in {BASELINE}, {recommended.recipe} has a speedup of {units.speedup(recommended.speedup)}."]
+    return [f"Better: {recommended.recipe} with {left} in {BASELINE}, {units.speedup(recommended.speedup)}."]
 
 
 def _requested(result: StepResult) -> list[str]:
@@ -138,11 +141,12 @@ def _verified(recipes: Sequence[StepTime]) -> Table | None:
         rows.append((Cell(name), Cell(f"{verified.depth}"), *both, error, Cell(AGREES[verified.agrees])))
     heads = columns(("Recipe",), ("Layers", "Predicted [95%]", "Real [95%]", "Error", "Within intervals"))
     note = f"{BASELINE}: milliseconds of the step. Other recipes: speedup over {BASELINE}."
-    return Table("Prediction compared with the real model", heads, tuple(rows), note, main=True) if rows else None
+    return Table("Prediction compared with the real model", heads, tuple(rows), note) if rows else None
 
 
 def _with_interval(value: Interval, unit: str) -> Cell:
-    return Cell(f"{value.value:.3f}{unit} {units.ends(value)}", value.value, value.low, value.high)
+    text = units.speedup(value) if unit == "x" else units.time_range(value)
+    return Cell(text, value.value, value.low, value.high)
 
 
 def _break_even(result: StepResult) -> CurveChart | None:

@@ -1,6 +1,6 @@
 """Tables, charts and sentences of a training step, measured or forecast."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from gemmscope import units
 from gemmscope.document.charts import Bar, BarChart, Fall, Segment, Shade, WaterfallChart
@@ -17,6 +17,8 @@ from gemmscope.document.table import (
     bytes_cell,
     columns,
     number,
+    range_cell,
+    rate_cell,
     share_cell,
     speedup_cell,
     time_cell,
@@ -51,7 +53,67 @@ def step_table(times: StepTimes) -> Table:
     kept = [index for index in range(len(names)) if any(row[index] != NOTHING for row in rows)]
     heads = columns(("Recipe",), [names[index] for index in kept])
     shown = [(Cell(time.recipe), *(row[index] for index in kept)) for time, row in zip(times.recipes, rows, strict=True)]
-    return Table("Training step of one rank", heads, tuple(shown), main=True)
+    return Table("Training step of one rank", heads, tuple(shown))
+
+
+def step_summary(steps: Mapping[str, StepTimes], most_rows: int = 12) -> Table | None:
+    """The compact table: a row per recipe, and per GPU where there are several; then over one common baseline.
+
+    Where these are more than `most_rows`, each GPU has its baseline, its winner and the winner's rivals.
+    """
+    several = len(steps) > 1
+    common = next((time for times in steps.values() if (time := times.of(BASELINE)) is not None), None)
+    full = sum(len(times.recipes) for times in steps.values()) <= most_rows
+    rows = [
+        _summary_row(gpu if several else "", time, (next(iter(steps)), common) if several and common is not None else None)
+        for gpu, times in steps.items()
+        for time in times.recipes
+        if full or time.recipe in _contenders(times)
+    ]
+    if not rows:
+        return None
+    names = list(dict.fromkeys(name for row in rows for name in row if any(each.get(name, NOTHING) != NOTHING for each in rows)))
+    interval = "90% error bar" if next(iter(steps.values())).origin == "forecast" else "95% interval"
+    texts = [name for name in names if name in ("GPU", "Recipe")]
+    heads = columns(texts, [name for name in names if name not in texts], DROPPED)
+    cells = tuple(tuple(row.get(name, NOTHING) for name in names) for row in rows)
+    return Table(f"Training step of one rank [{interval}]", heads, cells, _cost_basis(tuple(steps.values())))
+
+
+def _contenders(times: StepTimes) -> tuple[str, ...]:
+    return (BASELINE, *((times.winner.best, *times.winner.rivals) if times.winner is not None else ()))
+
+
+DROPPED = {"Days": 1, "Cost": 2, "Tokens/s": 3, "Step ms": 4, "Peak memory": 5, "MFU": 6, "GPU-hours": 7}
+"""Which columns of the compact table go first where it is too wide."""
+
+
+def _summary_row(gpu: str, time: StepTime, common: tuple[str, StepTime] | None) -> dict[str, Cell]:
+    row = {"GPU": Cell(gpu)} if gpu else {}
+    speedup = BASELINE_CELL if time.recipe == BASELINE else FALLBACK_CELL if time.fell_back else speedup_cell(time.speedup)
+    row |= {"Recipe": Cell(time.recipe), "Step ms": range_cell(time.step_ms), f"Speedup over {BASELINE}": speedup}
+    if common is not None:
+        over = time.tokens_per_s / common[1].tokens_per_s
+        row[f"Over {common[0]} {BASELINE}"] = number(over, f"{over:.2f}x")
+    row["Tokens/s"] = rate_cell(time.tokens_per_s, time.step_ms.half_width)
+    row["MFU"] = Cell(f"{units.rounded(100 * time.mfu, time.step_ms.half_width)}%", time.mfu) if time.mfu is not None else NOTHING
+    row["Peak memory"] = bytes_cell(time.peak_bytes)
+    if time.cost is not None:
+        row |= {"Days": amount_cell(time.cost.days), "GPU-hours": amount_cell(time.cost.gpu_hours)}
+        row["Cost"] = amount_cell(time.cost.money)
+    return row
+
+
+def _cost_basis(steps: Sequence[StepTimes]) -> str:
+    """What the cost is of: tokens, GPUs, global batch and price."""
+    costs = [time.cost for times in steps for time in times.recipes if time.cost is not None and time.cost.tokens is not None]
+    if not costs:
+        return ""
+    first = costs[0]
+    prices = list(dict.fromkeys(cost.price for cost in costs if cost.price is not None))
+    price = f", at {units.names(f'{price:g}' for price in prices)} per GPU-hour (cost in the same currency)" if prices else ""
+    batch = f", global batch {first.global_batch:,} sequences" if first.global_batch else ""
+    return f"Full run: {units.tokens(first.tokens or 0)} on {units.counted(first.gpus or 0, 'GPU')}{batch}{price}."
 
 
 def cost_table(times: StepTimes, note: str = "") -> Table | None:
@@ -59,8 +121,9 @@ def cost_table(times: StepTimes, note: str = "") -> Table | None:
     costs = [(time.recipe, time.cost) for time in times.recipes if time.cost is not None]
     rows = tuple((Cell(name), *map(amount_cell, (cost.days, cost.gpu_hours, cost.money))) for name, cost in costs)
     interval = "95%" if times.origin == "measured" else "90%"
-    heads = columns(("Recipe",), (f"Days [{interval}]", "GPU-hours", "Money"))
-    return Table(_title(times, "Cost of the full run"), heads, rows, note, main=True) if rows else None
+    heads = columns(("Recipe",), (f"Days [{interval}]", "GPU-hours", "Cost"))
+    notes = " ".join(part for part in (_cost_basis((times,)), note) if part)
+    return Table(_title(times, "Cost of the full run"), heads, rows, notes) if rows else None
 
 
 def step_chart(
@@ -129,31 +192,28 @@ def step_answer(times: StepTimes, where: str, model_name: str = "") -> tuple[str
     if not valid:
         return f"No speedup on {where}: {units.names(time.recipe for time in others)} did not run in low precision.", ()
     best = max(valid, key=lambda time: time.speedup.value if time.speedup is not None else 0.0)
-    training = f"training {model_name}" if model_name else "training"
+    training = f"the training step of {model_name}" if model_name else "the training step"
     forecast = "FORECAST: " if times.origin == "forecast" else ""
-    return f"{forecast}On {where}, {_verdict(times.winner, best, training)}", tuple(_because(best, valid))
+    return f"{forecast}{_verdict(times.winner, best, f'{training} on {where}')}", tuple(_because(best))
 
 
 def _verdict(winner: Winner, best: StepTime, training: str) -> str:
     assert best.speedup is not None
-    name, gain = best.recipe, f"a speedup of {units.speedup(best.speedup)}"
+    name, gain = best.recipe, units.speedup(best.speedup)
     if not best.speedup.known:
-        return f"{training} in {name} has {gain} over {BASELINE}; too little was measured for an interval."
+        return f"{name} reaches {gain} over {BASELINE} for {training}; too little was measured for an interval."
     if BASELINE in winner.rivals or name in winner.rivals:
-        return f"{name} and {BASELINE} are too close to call for {training}: {gain}."
+        return f"Too close to call: {name} and {BASELINE} for {training} ({gain})."
     if winner.best == BASELINE:
-        return f"{training} is fastest in {BASELINE}: the best other recipe, {name}, has {gain}."
-    rivals = f"; too close to call against {units.names(winner.rivals)}" if winner.rivals else ""
-    return f"{training} in {name} has {gain} over {BASELINE}{rivals}."
+        return f"Stay with {BASELINE} for {training}: the best other recipe, {name}, reaches {gain}."
+    rivals = f" Too close to call against {units.names(winner.rivals)}." if winner.rivals else ""
+    return f"Use {name}: {gain} over {BASELINE} for {training}.{rivals}"
 
 
-def _because(best: StepTime, valid: list[StepTime]) -> list[str]:
+def _because(best: StepTime) -> list[str]:
     lines = []
     if best.waterfall:
-        lines.append(f"Its GEMMs alone have a speedup of {best.waterfall[0].speedup:.2f}x. {_why(best)}".rstrip())
-    others = [f"{time.recipe} {units.speedup(time.speedup)}" for time in valid if time is not best and time.speedup is not None]
-    if others:
-        lines.append(f"Other recipes: {', '.join(others)}.")
+        lines.append(f"The GEMMs alone reach {best.waterfall[0].speedup:.2f}x. {_why(best)}".rstrip())
     if best.verified is not None:
         real, error = units.speedup(best.verified.actual), best.verified.error
         layers = units.counted(best.verified.depth, "layer")

@@ -7,7 +7,8 @@ from gemmscope import units
 from gemmscope.document.charts import CurveChart, HeatCell, HeatMap, Point
 from gemmscope.document.common import command_facts
 from gemmscope.document.model import Document, KeyFigure, Message, Section, Subject
-from gemmscope.document.table import NOTHING, Cell, Table, columns, number, speedup_cell, time_cell
+from gemmscope.document.sweep_summary import point_name, speedup_of, sweep_summary
+from gemmscope.document.table import NOTHING, Cell, Column, Table, columns, number, speedup_cell, time_cell
 from gemmscope.findings import Finding
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.forecast import ForecastResult, GpuSweep, SweepPoint
@@ -17,6 +18,7 @@ STATES = {"sustained": SUSTAINED, "burst": BURST}
 HOST_BOUND = "HOST-BOUND"
 WIDEST_WITH_NAMES = 8  # columns of a heat map that have room for the names of recipes
 LETTERS = "ABCDEFGHIJKL"
+MOST_ACROSS = 10  # values of the second size that are columns
 
 
 def sweep_document(result: ForecastResult, name: str = "") -> Document:
@@ -28,7 +30,7 @@ def sweep_document(result: ForecastResult, name: str = "") -> Document:
     answer, because = answers[0]
     if len(answers) > 1:
         answer = f"FORECAST: {count:,} configurations on {len(answers)} GPUs."
-        because = [line for sentence, reasons in answers for line in (sentence, *reasons)]
+        because = [sentence.removeprefix("FORECAST: ") for sentence, _ in answers]
     replicas = f", {result.dp} data-parallel replicas" if result.dp > 1 else ""
     return Document(
         kind="forecast",
@@ -38,6 +40,7 @@ def sweep_document(result: ForecastResult, name: str = "") -> Document:
         answer=answer,
         because=tuple(because),
         key_figures=_key_figures(result.sweeps[0]) if len(result.sweeps) == 1 else (),
+        summary=sweep_summary(result.sweeps),
         context=(
             f"{count:,} configurations, the training step of one rank{replicas}",
             f"{result.state}: {STATES[result.state]}; every interval is a 90% error bar",
@@ -46,7 +49,7 @@ def sweep_document(result: ForecastResult, name: str = "") -> Document:
         messages=gpu_messages(result.findings, {sweep.gpu: sweep.findings for sweep in result.sweeps}),
         facts={"Method": (("state", result.state), ("fitted on", result.coefficients), *command_facts(result))},
         forecast=True,
-        next_command="gemmscope forecast without --sweep shows one of these configurations in detail",
+        next_purpose="see one of these points in detail: the same command without --sweep, and with its sizes",
         name=name,
     )
 
@@ -66,21 +69,17 @@ def _answer(sweep: GpuSweep) -> tuple[str, list[str]]:
     possible = [point for point in sweep.points if point.winner is not None]
     gaining = [point for point in possible if point.gains]
     count = f"{len(gaining):,} of {units.counted(len(possible), 'possible point')}"
-    host = any(point.host_bound for point in possible)
-    launched = " and not host-bound" if host else ""
-    because = [f"{sweep.gpu}: at {count}, the best recipe is faster than {BASELINE} beyond its error bar{launched}."]
-    if close := [point for point in gaining if point.winner and point.winner.rivals]:
-        because.append(f"{sweep.gpu}: at {len(close):,} of these, it is too close to call against another recipe.")
+    line = f"{sweep.gpu}: at {count}, the best recipe is faster than {BASELINE} beyond its error bar"
+    close = [point for point in gaining if point.winner and point.winner.rivals]
+    because = [f"{line}; at {len(close):,} of these it is too close to call against another recipe." if close else f"{line}."]
     if len(sweep.sizes) == 1 and sweep.break_even:
-        begins = [f"{each.recipe} {'nowhere' if each.since is None else each.since}" for each in sweep.break_even]
-        because.append(f"{sweep.gpu}: break-even, by {sweep.sizes[0]}: {', '.join(begins)}.")
-    best = max(gaining, key=_gain, default=None)
+        because.append(f"{sweep.gpu}: {_begins(sweep)}.")
+    best = max(gaining, key=speedup_of, default=None)
     if best is None or best.winner is None or best.winner.speedup is None:
-        reason = " without being host-bound" if host else ""
-        return f"FORECAST: on {sweep.gpu}, no recipe is faster than {BASELINE} beyond its error bar{reason}.", because
-    place = ", ".join(f"{name} {value}" for name, value in best.values.items())
+        return f"FORECAST: on {sweep.gpu}, no recipe is faster than {BASELINE} beyond its error bar.", because
     gain = units.speedup(best.winner.speedup)
-    return f"FORECAST: on {sweep.gpu}, the largest speedup over {BASELINE} is {gain}: {best.winner.best} at {place}.", because
+    where = f"{best.winner.best} at {point_name(best)}"
+    return f"FORECAST: on {sweep.gpu}, the largest speedup over {BASELINE} is {gain}, in {where}.", because
 
 
 def _key_figures(sweep: GpuSweep) -> tuple[KeyFigure, ...]:
@@ -88,7 +87,7 @@ def _key_figures(sweep: GpuSweep) -> tuple[KeyFigure, ...]:
     possible = [point for point in sweep.points if point.winner is not None]
     gaining = [point for point in possible if point.gains]
     count = KeyFigure(f"Faster than {BASELINE}", f"{len(gaining):,} of {len(possible):,}", "possible points")
-    best = max(gaining, key=_gain, default=None)
+    best = max(gaining, key=speedup_of, default=None)
     if best is None or best.winner is None or best.winner.speedup is None:
         return (count,)
     gain = best.winner.speedup
@@ -100,9 +99,17 @@ def _key_figures(sweep: GpuSweep) -> tuple[KeyFigure, ...]:
     )
 
 
-def _gain(point: SweepPoint) -> float:
-    """The speedup of the best recipe; 1 where that is BF16."""
-    return point.winner.speedup.value if point.winner is not None and point.winner.speedup is not None else 1.0
+def _begins(sweep: GpuSweep) -> str:
+    """From where on the recipes are faster than BF16; those that begin at the same size together."""
+    groups: dict[int | None, list[str]] = {}
+    for each in sweep.break_even:
+        groups.setdefault(each.since, []).append(each.recipe)
+    smallest, parts = min(point.values[sweep.sizes[0]] for point in sweep.points), []
+    for since, names in groups.items():
+        who = "every recipe" if len(names) == len(sweep.break_even) > 1 else units.names(names)
+        where = "nowhere" if since is None else "everywhere" if since == smallest else f"from {sweep.sizes[0]} {since}"
+        parts.append(f"{who} {where}")
+    return f"faster than {BASELINE}: {'; '.join(parts)}"
 
 
 def _section(sweep: GpuSweep, *, several: bool) -> Section:
@@ -156,7 +163,7 @@ def _heat_map(sweep: GpuSweep) -> HeatMap:
 def _heat_cell(point: SweepPoint | None, short: Mapping[str, str]) -> HeatCell:
     if point is None or point.winner is None:  # interrupted before it was computed, or not possible
         return HeatCell(certain=False)
-    best, gain = point.winner.best, _gain(point)
+    best, gain = point.winner.best, speedup_of(point)
     mark = " ?" if point.winner.rivals else ""
     host = best in point.host_bound
     return HeatCell(
@@ -176,7 +183,7 @@ def _points(sweep: GpuSweep, *, one: bool) -> Table:
         speedups = [speedup_cell(point.speedups.get(name)) for name in low]
         rows.append((*sizes, time_cell(point.baseline_step_ms), *speedups, *_verdict(point)))
     heads = (*columns((), (*sweep.sizes, f"{BASELINE} step ms", *low, "Largest speedup")), *columns(VERDICT, ()))
-    return Table(f"{sweep.gpu}: FORECAST, every point of the sweep", heads, tuple(rows), main=one)
+    return Table(f"{sweep.gpu}: FORECAST, every point of the sweep", heads, tuple(rows))
 
 
 VERDICT = ("Best", f"Faster than {BASELINE}", "Too close to call against", "Host-bound", "Not possible")
@@ -198,15 +205,28 @@ def _verdict(point: SweepPoint) -> tuple[Cell, ...]:
 
 
 def _break_even(sweep: GpuSweep, *, one: bool) -> Table:
-    """Where each recipe becomes faster than BF16; of two sizes, values of the second one with the same answer in one row."""
+    """Where each recipe becomes faster than BF16. Of two sizes, a column for each value of the second one, if there is room."""
+    title = f"{sweep.gpu}: FORECAST break-even: faster than {BASELINE} beyond the error bar, to the end of the sweep"
+    begins: dict[str, dict[int | None, int | None]] = {}
+    for each in sweep.break_even:
+        begins.setdefault(each.recipe, {})[each.at] = each.since
+    places = list(dict.fromkeys(each.at for each in sweep.break_even))
+    if one or len(places) > MOST_ACROSS:
+        return Table(title, *_break_even_lines(sweep, one=one))
+    rows = tuple((Cell(name), *(_since(by_place.get(at)) for at in places)) for name, by_place in begins.items())
+    heads = columns(("Recipe",), [str(at) for at in places])
+    return Table(title, heads, rows, f"From which {sweep.sizes[0]} on; across: {sweep.sizes[1]}.")
+
+
+def _since(value: int | None) -> Cell:
+    return Cell("nowhere") if value is None else number(value, str(value))
+
+
+def _break_even_lines(sweep: GpuSweep, *, one: bool) -> tuple[tuple[Column, ...], tuple[tuple[Cell, ...], ...]]:
+    """A row for each recipe; of two sizes, values of the second one with the same answer in one row."""
     groups: dict[tuple[str, int | None], list[str]] = {}
     for each in sweep.break_even:
         groups.setdefault((each.recipe, each.since), []).append(str(each.at))
-    heads, rows = columns(("Recipe",), (f"From {sweep.sizes[0]}",)), list[tuple[Cell, ...]]()
-    for (name, since), at in groups.items():
-        row = (Cell(name), number(since, str(since)) if since is not None else Cell("nowhere"))
-        rows.append(row if one else (*row, Cell(", ".join(at))))
-    if not one:
-        heads = (*heads, *columns((f"At {sweep.sizes[1]}",), ()))
-    title = f"{sweep.gpu}: FORECAST break-even: faster than {BASELINE} beyond the error bar, to the end of the sweep"
-    return Table(title, heads, tuple(rows))
+    rows = [(Cell(name), _since(since), *([] if one else [Cell(", ".join(at))])) for (name, since), at in groups.items()]
+    heads = (*columns(("Recipe",), (f"From {sweep.sizes[0]}",)), *columns(() if one else (f"At {sweep.sizes[1]}",), ()))
+    return heads, tuple(rows)

@@ -1,6 +1,6 @@
 """Tables: columns, and rows of cells. A cell has its text, its number for sorting and CSV, and its interval."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -34,13 +34,12 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """`note` is a sentence below the title; `main`: part of the short view."""
+    """`note` is a sentence below the title."""
 
     title: str
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
     note: str = ""
-    main: bool = False
 
     def __post_init__(self) -> None:
         if any(len(row) != len(self.columns) for row in self.rows):  # a damaged run file
@@ -50,9 +49,17 @@ class Table:
 NOTHING = Cell("-")
 
 
-def columns(text: Sequence[str], numeric: Sequence[str]) -> tuple[Column, ...]:
-    """Text columns first, then numbers."""
-    return (*(Column(name, numeric=False) for name in text), *(Column(name) for name in numeric))
+def without_empty(table: Table) -> Table:
+    """The table without columns that have no text in any row."""
+    kept = [place for place in range(len(table.columns)) if any(row[place].text.strip("-") for row in table.rows)]
+    rows = tuple(tuple(row[place] for place in kept) for row in table.rows)
+    return replace(table, columns=tuple(table.columns[place] for place in kept), rows=rows)
+
+
+def columns(text: Sequence[str], numeric: Sequence[str], drop: Mapping[str, int] = {}) -> tuple[Column, ...]:
+    """Text columns first, then numbers. `drop`: which columns may go where there is no room, the highest first."""
+    texts = (Column(name, numeric=False, drop=drop.get(name, 0)) for name in text)
+    return (*texts, *(Column(name, drop=drop.get(name, 0)) for name in numeric))
 
 
 def number(value: float | None, text: str | None = None) -> Cell:
@@ -63,7 +70,7 @@ def number(value: float | None, text: str | None = None) -> Cell:
 def time_cell(value: float | Interval | None) -> Cell:
     """Milliseconds."""
     if isinstance(value, Interval):
-        return Cell(units.milliseconds(value.value), value.value, value.low, value.high)
+        return Cell(units.milliseconds(value), value.value, value.low, value.high)
     return NOTHING if value is None else Cell(units.milliseconds(value), value)
 
 
@@ -71,8 +78,7 @@ def range_cell(value: Interval | None) -> Cell:
     """Milliseconds with their error bar in brackets."""
     if value is None:
         return NOTHING
-    ends = [units.milliseconds(end) for end in (value.low, value.high) if end is not None]
-    return Cell(f"{units.milliseconds(value.value)} [{', '.join(ends)}]", value.value, value.low, value.high)
+    return Cell(units.time_range(value), value.value, value.low, value.high)
 
 
 def share_cell(value: float | None) -> Cell:
@@ -85,24 +91,31 @@ def bytes_cell(value: float | None) -> Cell:
     return NOTHING if value is None else Cell(units.si(value, "B"), float(value))
 
 
-def speedup_cell(found: Interval | None) -> Cell:
+def rate_cell(value: float, half_width: float) -> Cell:
+    """A rate such as tokens/s, with the digits that its relative uncertainty allows."""
+    return Cell(units.rounded(value, half_width), value)
+
+
+def speedup_cell(ratio: Interval | None, text: Callable[[Interval], str] = units.speedup) -> Cell:
     """A speedup with its interval, marked where it is a slowdown or too close to call."""
-    if found is None:
+    if ratio is None:
         return NOTHING
-    level: Level | Literal[""] = "warning" if found.below_one or found.includes_one else ""
-    return Cell(units.speedup(found), found.value, found.low, found.high, level)
+    level: Level | Literal[""] = "warning" if ratio.below_one or ratio.includes_one else ""
+    return Cell(text(ratio), ratio.value, ratio.low, ratio.high, level)
 
 
-def called_cell(found: Interval | None) -> Cell:
+def called_cell(ratio: Interval | None) -> Cell:
     """A speedup, and whether it is too close to call."""
-    cell = speedup_cell(found)
-    return replace(cell, text=f"{cell.text} too close to call") if found is not None and found.includes_one else cell
+    cell = speedup_cell(ratio)
+    return replace(cell, text=f"{cell.text} too close to call") if ratio is not None and ratio.includes_one else cell
 
 
-def amount_cell(found: Interval | None) -> Cell:
+def amount_cell(estimate: Interval | None) -> Cell:
     """Days, GPU-hours or money with their interval."""
-    return NOTHING if found is None else Cell(units.amount(found), found.value, found.low, found.high)
+    if estimate is None:
+        return NOTHING
+    return Cell(units.amount(estimate), estimate.value, estimate.low, estimate.high)
 
 
-BASELINE_CELL = Cell("1.000x", 1.0)
+BASELINE_CELL = Cell("1x", 1.0)
 FALLBACK_CELL = Cell("FALLBACK", None, level="error")

@@ -28,6 +28,7 @@ ROUTING_OPS = ("Token Dispatch", "Token Combine")
 BACKWARD_SHARE = 0.6  # of a micro-batch's time
 CHANGED: tuple[StepPart, ...] = ("GEMMs", "quantization")
 PROPORTIONAL: StepPart = "pipeline bubble"
+IDLE: StepPart = "idle, host-bound"
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,11 @@ class StepEstimate:
     @property
     def parts_ms(self) -> dict[StepPart, float]:
         return {part: estimate.value for part, estimate in self.parts.items()}
+
+    @property
+    def host_bound(self) -> bool:
+        """Launching takes longer than running: the GPU waits."""
+        return IDLE in self.parts
 
 
 @dataclass(frozen=True)
@@ -110,6 +116,9 @@ class StepForecast:
             shared = total(one.values())
             bubble = (self.run.pp - 1) * (shared.value + fixed.exchanged.per_micro_batch_ms)
             parts["pipeline bubble"] = Estimate(bubble, shared.own, shared.shared)
+        busy, launch_ms = total(parts.values()), self.launch_ms(name)
+        if launch_ms > busy.value:
+            parts[IDLE] = Estimate(launch_ms - busy.value, busy.own, busy.shared)
         return StepEstimate(in_order(parts))
 
     def _at_step_clock(self, parts: dict[StepPart, Estimate], least: dict[StepPart, float]) -> dict[StepPart, Estimate]:
@@ -226,7 +235,7 @@ def forecast_step(forecast: StepForecast, names: Sequence[str], budget: Budget |
                 tokens_per_s=tokens / time_ms * 1000,
                 model_tflops=rate,
                 mfu=rate / forecast.forecaster.chip.tflops["bf16"],
-                gpu_busy_ms=time_ms,
+                gpu_busy_ms=time_ms - step.parts_ms.get(IDLE, 0.0),
                 host_ms=forecast.launch_ms(name),
                 parts_ms=step.parts_ms,
                 waterfall=waterfall,

@@ -103,21 +103,20 @@ def _point(values: dict[str, int], forecast: StepForecast, recipes: Sequence[str
         baseline_step_ms=steps[BASELINE].total.value,
         speedups=speedups,
         winner=find_winner(speedups, ratio),
-        host_bound=tuple(name for name, step in steps.items() if forecast.launch_ms(name) > step.total.value),
+        host_bound=tuple(name for name, step in steps.items() if step.host_bound),
         not_possible={name: reason for name, reason in reasons.items() if reason},
     )
 
 
 def _findings(points: Sequence[SweepPoint]) -> list[Finding]:
-    """Where launching takes longer than running, and where a recipe cannot run: one finding for each set of recipes."""
-    bound: dict[tuple[str, ...], list[str]] = {}
+    """Where launching takes longer than running; where recipes cannot run, one finding for each set of them."""
     failing: dict[tuple[str, ...], list[SweepPoint]] = {}
     for point in points:
-        if point.host_bound:
-            bound.setdefault(point.host_bound, []).append(point.place)
         if point.not_possible:
             failing.setdefault(tuple(point.not_possible), []).append(point)
-    findings = [finding("sweep-host-bound", recipes=list(names), places=places) for names, places in bound.items()]
+    bound = [point for point in points if point.host_bound]
+    names_bound = list(dict.fromkeys(name for point in bound for name in point.host_bound))
+    findings = [finding("sweep-host-bound", recipes=names_bound, places=[point.place for point in bound])] if bound else []
     for names, where in failing.items():
         places, reason = [point.place for point in where], where[0].not_possible[names[0]]
         findings.append(finding("sweep-recipe-not-possible", recipes=list(names), places=places, reason=reason))
@@ -127,7 +126,7 @@ def _findings(points: Sequence[SweepPoint]) -> list[Finding]:
 def break_even(points: Sequence[SweepPoint], name: str) -> int | None:
     """The first value of the first size from which a recipe is faster to the end, beyond its error bar; None if it never is.
 
-    A point that is host-bound gains nothing; one that is not possible does not count.
+    A point that is not possible does not count.
 
     >>> gains = {1: Interval(0.9, 0.8, 1.0), 2: Interval(1.2, 1.1, 1.3)}
     >>> break_even([SweepPoint(values={"tp": tp}, speedups={"FP8": gain}) for tp, gain in gains.items()], "FP8")
@@ -138,7 +137,7 @@ def break_even(points: Sequence[SweepPoint], name: str) -> int | None:
         if point.why_not:
             continue
         gain = point.speedups.get(name)
-        if gain is None or not gain.above_one or name in point.host_bound:
+        if gain is None or not gain.above_one:
             since = None
         elif since is None:
             since = next(iter(point.values.values()))

@@ -33,7 +33,7 @@ class SweepPoint(Part):
     speedups: dict[str, Interval] = {}
     winner: Winner | None = None
     host_bound: tuple[str, ...] = ()
-    """Recipes whose step takes the CPU longer to launch than the GPU to run: no speedup is counted for them."""
+    """Recipes whose step takes the CPU longer to launch than the GPU to run: their step takes as long as launching it."""
     not_possible: dict[str, str] = {}
     """Recipe → why it cannot run this configuration."""
     why_not: str = ""
@@ -41,8 +41,8 @@ class SweepPoint(Part):
 
     @property
     def gains(self) -> bool:
-        """Whether the best recipe is faster than BF16 beyond its error bar, and the host does not prevent it."""
-        return self.winner is not None and self.winner.beats_baseline and self.winner.best not in self.host_bound
+        """Whether the best recipe is faster than BF16 beyond its error bar."""
+        return self.winner is not None and self.winner.beats_baseline
 
     @property
     def place(self) -> str:

@@ -32,6 +32,12 @@ class Cost(Part):
     days: Interval
     gpu_hours: Interval
     money: Interval | None = None
+    tokens: float | None = None
+    gpus: int | None = None
+    price: float | None = None
+    """Of one GPU-hour."""
+    global_batch: int | None = None
+    """Sequences of one step on all GPUs."""
 
 
 class Verified(Part):

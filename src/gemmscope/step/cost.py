@@ -67,7 +67,15 @@ def cost(step: Interval, run: RunSpec, budget: Budget) -> Cost:
     >>> round(total.days.value, 3), round(total.gpu_hours.value), round(total.money.value)
     (1.0, 240, 480)
     """
-    tokens_per_step = run.micro_batch_size * run.sequence_length * run.gradient_accumulation * budget.replicas(run)
-    days = step.times(budget.tokens / tokens_per_step / 1000 / 86400)
+    sequences = run.micro_batch_size * run.gradient_accumulation * budget.replicas(run)
+    days = step.times(budget.tokens / (sequences * run.sequence_length) / 1000 / 86400)
     hours = days.times(24 * budget.gpus)
-    return Cost(days=days, gpu_hours=hours, money=hours.times(budget.price) if budget.price is not None else None)
+    return Cost(
+        days=days,
+        gpu_hours=hours,
+        money=hours.times(budget.price) if budget.price is not None else None,
+        tokens=budget.tokens,
+        gpus=budget.gpus,
+        price=budget.price,
+        global_batch=sequences,
+    )

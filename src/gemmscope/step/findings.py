@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from gemmscope import units
 from gemmscope.engine.kernels import CAST_SHARE
 from gemmscope.findings import Finding, finding
 from gemmscope.recipe.recipes import BASELINE
@@ -15,6 +16,12 @@ NO_GAIN = 0.25  # of the gain: less of it is not dilution any more
 def step_findings(times: StepTimes) -> list[Finding]:
     """Why each recipe gains what it gains, what is host-bound or too close to call, what is missing."""
     findings = [found for time in times.recipes for found in _of_recipe(time)]
+    if waiting := [time for time in times.recipes if _says_host_bound(time)]:
+        idle_ms = max(float(str(time.verdict.facts["idle_ms"])) for time in waiting if time.verdict is not None)
+        findings.append(finding("step-host-bound", recipe=units.names(time.recipe for time in waiting), idle_ms=idle_ms))
+    if bound := [time for time in times.recipes if time.host_bound and not _says_host_bound(time)]:
+        facts = {"host_ms": max(time.host_ms or 0.0 for time in bound), "busy_ms": max(time.gpu_busy_ms or 0.0 for time in bound)}
+        findings.append(finding("step-launch-bound", recipes=[time.recipe for time in bound], **facts))
     code = "step-not-measured" if times.origin == "measured" else "step-not-forecast"
     findings += [finding(code, recipe=name, reason=reason) for name, reason in times.failures.items()]
     if any(time.mfu is not None for time in times.recipes):
@@ -24,16 +31,18 @@ def step_findings(times: StepTimes) -> list[Finding]:
 
 def _of_recipe(time: StepTime) -> Iterator[Finding]:
     name = time.recipe
-    if time.verdict is not None:
+    if time.verdict is not None and not _says_host_bound(time):
         yield named_verdict(time, time.verdict)
         if time.verdict.facts.get("fused_casts"):
             yield finding("fused-casts", recipe=name, share=CAST_SHARE)
-    if time.host_bound and not (time.verdict is not None and time.verdict.code == "step-host-bound"):
-        yield finding("step-launch-bound", recipe=name, host_ms=time.host_ms, busy_ms=time.gpu_busy_ms)
     if time.speedup is not None and time.speedup.includes_one:
         yield finding("too-close-to-call", recipe=name, over=BASELINE, what="the training step")
     if time.named_share is not None and time.named_share < 1:
         yield finding("unknown-kernels", recipe=name, share=1 - time.named_share, kernels=list(time.unknown_kernels))
+
+
+def _says_host_bound(time: StepTime) -> bool:
+    return time.verdict is not None and time.verdict.code == "step-host-bound"
 
 
 def named_verdict(time: StepTime, why: Finding) -> Finding:

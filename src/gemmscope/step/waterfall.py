@@ -133,6 +133,7 @@ def levels_of(slow: Mapping[StepPart, float], fast: Mapping[StepPart, float]) ->
 
 RUNS_AHEAD = 0.85  # of the step: a CPU that needs less to launch it is ahead of the GPU all the time
 HOST_BOUND = 0.05  # of the step spent idle
+IDLE: StepPart = "idle, host-bound"
 USED_UP = 0.5  # of what the GEMMs gain
 MOST_OF_STEP = 0.5
 AS_EXPECTED = 0.9  # of the GEMMs' speedup reaches the step
@@ -148,8 +149,9 @@ def verdict(levels: Sequence[WaterfallLevel], recipe: Recipe | None = None, plac
     worst = max(losses, key=lambda part: losses[part]) if losses else None
     times: dict[str, float] = {level.part: level.recipe_ms for level in levels}
     step_ms, gemms, step = sum(times.values()), levels[0].speedup, levels[-1].speedup
-    if worst == "idle, host-bound" and times[worst] > HOST_BOUND * step_ms:
-        return finding("step-host-bound", recipe=name, idle_ms=times[worst])
+    idle_ms = times.get(IDLE, 0.0)
+    if idle_ms > HOST_BOUND * step_ms and (worst == IDLE or step < 1):
+        return finding("step-host-bound", recipe=name, idle_ms=idle_ms)
     if gemms <= 1:
         return finding("step-gemms-slower", recipe=name, speedup=gemms)
     if (step > 1 and step >= AS_EXPECTED * gemms) or worst is None:

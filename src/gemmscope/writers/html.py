@@ -25,7 +25,7 @@ from gemmscope.writers.chart_data import ChartData, axes_of, chart_data, rounded
 from gemmscope.writers.page_view import View, is_small, rates_data, views, without
 
 SPEEDUP = re.compile(r"(\d+\.\d+x)( \[[^\]]*\])")
-LONG, LONG_MAIN = 8, 24  # rows of a table that is shown at once; longer ones are opened by a click
+LONG, LONG_ALONE = 8, 60  # rows of a table that is shown at once; longer ones are opened by a click
 
 
 def page(documents: Sequence[Document], messages: Sequence[Message] = ()) -> str:
@@ -110,10 +110,8 @@ def _contents(documents: Sequence[Document], shown: Sequence[View]) -> list[tupl
 
 
 def _is_long(table: Table, documents: Sequence[Document]) -> bool:
-    """Whether it is closed at first. Where there are no charts, the main tables are what the page is for."""
-    if table.main and not any(document.charts() for document in documents):
-        return False
-    return len(table.rows) > (LONG_MAIN if table.main else LONG)
+    """Whether it is closed at first. Where there are no charts, tables are what the page is for."""
+    return len(table.rows) > (LONG if any(document.charts() for document in documents) else LONG_ALONE)
 
 
 def emphasize(text: str) -> Markup:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from gemmscope.document.charts import Chart
+from gemmscope.document.charts import Chart, HeatMap
 from gemmscope.document.combine import CommonBaseline, common_baselines, label, letter
 from gemmscope.document.model import Block, Document, Message, Section
 from gemmscope.document.palette import recipe_key, shapes
@@ -15,6 +15,7 @@ from gemmscope.writers.chart_data import ChartData
 
 LARGEST_BESIDE = 14  # rows of a table that fits beside the answer
 MOST_COLUMNS = 5  # of a narrow table
+MOST_BELOW = 6  # columns of the table below the answer
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class View:
     prefix: str  # of ids
     beside: Block | None  # what stands beside the answer; None: the rates of several GPUs, if there are any
     several_gpus: bool
-    summary_first: bool  # the short table has room below the answer
+    below: Table | None  # the short table, where it has room below the answer
+    summary: Table | None  # else it follows the first screen
     messages: tuple[Message, ...]
     groups: tuple[Group, ...]
 
@@ -52,8 +54,10 @@ def views(documents: Sequence[Document]) -> list[View]:
 def _view(documents: Sequence[Document], document: Document) -> View:
     several = bool(common_baselines([document]))
     beside = None if several else _beside(document)
+    below = None if document.advice or document.cards else _below(document, beside)
     sections = [
-        replace(section, blocks=tuple(block for block in section.blocks if block is not beside)) for section in document.sections
+        replace(section, blocks=tuple(block for block in section.blocks if block is not beside and block != below))
+        for section in document.sections
     ]
     groups = [
         (gpu, tuple(group)) for gpu, group in groupby((each for each in sections if each.blocks), key=lambda section: section.gpu)
@@ -67,7 +71,8 @@ def _view(documents: Sequence[Document], document: Document) -> View:
         prefix=letter(documents, document) if len(documents) > 1 else "",
         beside=beside,
         several_gpus=several,
-        summary_first=_fits(document.summary) and not document.advice and not document.cards,
+        below=below,
+        summary=None if below or document.cards else document.summary,
         messages=tuple(message for message in messages if message.gpu not in gpus),
         groups=tuple(
             Group(gpu, own, tuple(message for message in messages if gpu and message.gpu == gpu)) for gpu, own in groups
@@ -77,6 +82,23 @@ def _view(documents: Sequence[Document], document: Document) -> View:
 
 def _fits(table: Table | None) -> bool:
     return table is not None and len(table.rows) <= LARGEST_BESIDE
+
+
+def _below(document: Document, beside: Block | None) -> Table | None:
+    """The short table; beside a heat map, which shows the same, the next table."""
+    table = document.summary
+    if isinstance(beside, HeatMap):
+        blocks = [block for section in document.sections for block in section.blocks]
+        table = next((block for block in blocks[blocks.index(beside) :] if isinstance(block, Table)), None)
+    return _narrow(table) if table is not None and _fits(table) else None
+
+
+def _narrow(table: Table) -> Table:
+    """Without the columns that may go first, if there are many; the tables below have everything."""
+    kept = sorted(sorted(range(len(table.columns)), key=lambda place: table.columns[place].drop)[:MOST_BELOW])
+    kept = kept if any(column.drop for column in table.columns) else list(range(len(table.columns)))
+    rows = tuple(tuple(row[place] for place in kept) for row in table.rows)
+    return replace(table, columns=tuple(table.columns[place] for place in kept), rows=rows)
 
 
 def is_small(section: Section) -> bool:
@@ -95,11 +117,11 @@ def without(title: str, gpu: str) -> str:
 
 
 def _beside(document: Document) -> Chart | Table | None:
-    """The main chart, else a main table that is not long."""
+    """The main chart, else a table that is not long."""
     charts = document.charts()
     chart = next((chart for chart in charts if chart.main), charts[0] if charts else None)
     tables = [block for section in document.sections for block in section.blocks if isinstance(block, Table)]
-    return chart or next((table for table in tables if table.main and _fits(table)), None)
+    return chart or next((table for table in tables if _fits(table)), None)
 
 
 def rates_data(common: CommonBaseline) -> ChartData:

@@ -1,29 +1,36 @@
-"""A Document on a terminal: colored there, plain and unfolded in a pipe."""
+"""A Document on a terminal: the answer on one screen, or everything with `--detail`. Colored there, plain in a pipe."""
 
 import io
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from typing import IO
 
-from rich import box
-from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table as RichTable
 from rich.text import Text
 
-from gemmscope.document.model import Document, brief, visible
+from gemmscope import units
+from gemmscope.document.model import Card, Document, decisive, visible
 from gemmscope.document.table import Table
+from gemmscope.writers.layout import fitted, table_lines
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "", "": ""}
 LABELS = {"error": "error: ", "warning": "warning: ", "note": "note: "}
 MOST_ROWS = 1000  # of a table: more take seconds to lay out, and nobody reads them here
-WIDEST = 200  # at least: tables are never folded or cut
+SCREEN_LINES = 30  # of the short view
+SCREEN_WIDTH = 100  # where the width is not known
+UNLIMITED = 100_000
+NARROWEST = 20
+MOST_CARDS = 3
 
 
 class Screen(Console):
-    """Standard output, or `out`."""
+    """Standard output, or `out`. Where no width is known, that of a screen."""
 
-    def __init__(self, out: IO[str] | None = None) -> None:
-        super().__init__(file=out, width=WIDEST if out else None, highlight=False, soft_wrap=True)
+    def __init__(self, out: IO[str] | None = None, width: int | None = None) -> None:
+        super().__init__(file=out, width=width, highlight=False)
+        if width is None and not self.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
+            self.width = SCREEN_WIDTH
+        self.width = max(self.width, NARROWEST)
 
     def on_broken_pipe(self) -> None:
         """Whoever read this has gone: for the command line to handle. (Rich would end the process with exit code 1.)"""
@@ -31,79 +38,133 @@ class Screen(Console):
 
 
 def show(document: Document, *, detail: bool = False, console: Console | None = None) -> None:
-    """Print the short view, or everything."""
+    """Print the short view, or everything. In a pipe, the tables of `detail` are as wide as they are."""
     console = console or Screen()
-    view = document if detail else brief(document)
-
-    def line(text: str = "", style: str = "") -> None:
-        console.print(Text(text, style=style))
-
-    line(view.title, "bold")
-    for text in view.context:
-        line(text)
-    line()
-    line(view.answer, "bold")
-    for text in view.because:
-        line(text)
-    for section in view.sections:
-        if detail:
-            line()
-            line(section.title, "bold underline")
-            if section.text:
-                line(section.text)
-        for block in section.blocks:
-            show_table(block if isinstance(block, Table) else block.table(), console)
-    if view.messages or view.advice:
-        line()
-    for message in view.messages:
-        line(LABELS[message.level] + message.text, STYLES[message.level])
-    if view.advice is not None:
-        line(f"recommended: {view.advice.text}", "bold")
-        for framework, text in view.advice.ready_to_paste.items():
-            line(f"\n{framework}:\n{text}")
-    for heading, facts in view.facts.items():
-        line()
-        line(heading, "bold underline")
-        for name, value in facts:
-            line(f"{name}: {value}")
-    if not detail:
-        line()
-        for text in _next_lines(document, view):
-            line(text)
+    if detail and not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
+        console.width = UNLIMITED
+    for line in _detail(document, console.width) if detail else _screen(document, console.width):
+        console.print(line, soft_wrap=True)
 
 
-def _next_lines(document: Document, view: Document) -> Iterator[str]:
+def _screen(document: Document, width: int) -> list[Text]:
+    """The short view: what was asked, the answer, the table, what changes the decision, what to do next."""
+    head = [Text(document.title, "bold"), *map(Text, document.context), Text()]
+    answer = [Text(document.answer, "bold"), *map(Text, document.because)]
+    top = [line for text in (*head, *answer) for line in _wrapped(text, width)]
+    table = table_lines(fitted(document.summary, width), width) if document.summary is not None else []
+    end = [line for text in _next(document) for line in _wrapped(Text(text, "dim"), width)]
+    end += [Text(line, "dim") for line in _pasteable(document.next_command, width)]
+    remedies = [line for text in _remedies(document.cards[:MOST_CARDS]) for line in _wrapped(text, width)]
+    room = SCREEN_LINES - len(top) - len(table) - len(end) - len(remedies) - 4
+    messages = _messages(document, width, max(room, 2))
+    blocks = [top, table, remedies, messages, end]
+    return [line for block in blocks if block for line in (*block, Text())][:-1]
+
+
+def _messages(document: Document, width: int, room: int) -> list[Text]:
+    """As many as there is room for; then how many more there are."""
+    lines, messages = list[Text](), decisive(document)
+    for place, message in enumerate(messages):
+        wrapped = _wrapped(Text(LABELS[message.level] + message.text, STYLES[message.level]), width)
+        if lines and len(lines) + len(wrapped) > room:
+            return [*lines, Text(f"{units.counted(len(messages) - place, 'more warning')}: add --detail", "dim")]
+        lines += wrapped
+    return lines
+
+
+def _remedies(cards: Sequence[Card]) -> Iterator[Text]:
+    """The first remedy of each cause, by its number in the table."""
+    for number, card in enumerate(cards, start=1):
+        if card.remedy:
+            yield Text(f"to fix {number}: {card.remedy[0]}")
+
+
+def _next(document: Document) -> Iterator[str]:
     """What the short view leaves out, and what to do next."""
-    left_out = {"table": len(document.tables()) - len(view.tables()), "note": len(document.messages) - len(view.messages)}
-    parts = [f"{count} more {noun}{'s' if count > 1 else ''}" for noun, count in left_out.items() if count]
-    if parts:
-        yield f"{' and '.join(parts)}: add --detail"
-    if document.next_command:
-        yield f"next: {document.next_command}"
+    if document.advice is not None and document.advice.ready_to_paste:
+        yield f"--detail: every table and note, and the settings for {units.names(document.advice.ready_to_paste)}"
+    else:
+        yield "--detail: every table and note"
+    if document.next_purpose:
+        yield f"next: {document.next_purpose}{':' if document.next_command else ''}"
+
+
+def _detail(document: Document, width: int) -> Iterator[Text]:
+    """Everything."""
+
+    def lines(text: str, style: str = "") -> list[Text]:
+        return _wrapped(Text(text, style), width)
+
+    yield from lines(document.title, "bold")
+    for text in document.context:
+        yield from lines(text)
+    yield Text()
+    yield from lines(document.answer, "bold")
+    for text in document.because:
+        yield from lines(text)
+    if document.summary is not None:
+        yield Text()
+        yield from _table(document.summary, width)
+    for section in document.sections:
+        yield Text()
+        yield from lines(section.title, "bold underline")
+        if section.text:
+            yield from lines(section.text)
+        for block in section.blocks:
+            yield Text()
+            yield from _table(block if isinstance(block, Table) else block.table(), width)
+    if document.messages or document.advice:
+        yield Text()
+    for message in document.messages:
+        yield from lines(LABELS[message.level] + message.text, STYLES[message.level])
+    if document.advice is not None:
+        yield from lines(f"recommended: {document.advice.text}", "bold")
+        for framework, text in document.advice.ready_to_paste.items():
+            yield Text(f"\n{framework}:\n{text}")
+    for heading, facts in document.facts.items():
+        yield Text()
+        yield from lines(heading, "bold underline")
+        for name, value in facts:
+            yield from lines(f"{name}: {value}")
+
+
+def _table(table: Table, width: int) -> Iterator[Text]:
+    yield from table_lines(Table(table.title, table.columns, table.rows[:MOST_ROWS], table.note), width)
+    if len(table.rows) > MOST_ROWS:
+        yield Text(f"… and {len(table.rows) - MOST_ROWS:,} more rows: --csv and --json write them all", "dim")
+
+
+def _pasteable(command: str, width: int) -> list[str]:
+    """A command in lines that a shell joins again."""
+    lines, words = list[str](), command.replace(" --", "\n--").split("\n") if command else []
+    for word in words:
+        if lines and len(lines[-1]) + len(word) + 3 <= width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(f"    {word}" if lines else f"  {word}")
+    return [*(f"{line} \\" for line in lines[:-1]), *lines[-1:]]
+
+
+def _wrapped(text: Text, width: int) -> list[Text]:
+    """A text in lines of this width."""
+    if not text:
+        return [text]
+    plain = Console(file=io.StringIO(), width=width)
+    lines = list(text.wrap(plain, width))
+    for line in lines:
+        line.rstrip()
+    return lines
 
 
 def show_table(table: Table, console: Console | None = None) -> None:
     """One table with its title."""
     console = console or Screen()
-    table = visible(table)  # it may come without a Document
-    texts = [[column.name, *(row[index].text for row in table.rows)] for index, column in enumerate(table.columns)]
-    console.width = max(console.width, WIDEST, sum(max(map(cell_len, column)) + 3 for column in texts))
-    title = Text(table.title)  # a plain string would be parsed as markup
-    rich_table = RichTable(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="italic", pad_edge=False)
-    for column in table.columns:
-        rich_table.add_column(Text(column.name), justify="right" if column.numeric else "left", no_wrap=True)
-    for row in table.rows[:MOST_ROWS]:
-        rich_table.add_row(*(Text(cell.text, style=STYLES[cell.level]) for cell in row))
-    console.print()
-    console.print(rich_table)
-    if len(table.rows) > MOST_ROWS:
-        console.print(Text(f"… and {len(table.rows) - MOST_ROWS:,} more rows: --csv and --json write them all", style="dim"))
-    if table.note:
-        console.print(Text(table.note, style="dim"))
+    for line in ["", *_table(visible(table), console.width)]:  # it may come without a Document
+        console.print(line, soft_wrap=True)
 
 
-def text(document: Document, *, detail: bool = True) -> str:
+def text(document: Document, *, detail: bool = True, width: int | None = None) -> str:
     """The same as plain text."""
     out = io.StringIO()
-    show(document, detail=detail, console=Screen(out))
+    show(document, detail=detail, console=Screen(out, width))
     return out.getvalue()

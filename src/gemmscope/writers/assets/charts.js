@@ -25,7 +25,9 @@ const CHARTS = (() => {
   const LINES = { "/": -Math.PI / 4, "\\": Math.PI / 4, "-": 0, "|": Math.PI / 2 };
   function decal(hatch, color) {
     if (hatch in LINES) return { symbol: "rect", dashArrayX: [1, 0], dashArrayY: [1, 4], rotation: LINES[hatch], color, symbolSize: 1 };
-    return hatch === "." ? { symbol: "circle", dashArrayX: [[5, 5], [0, 5, 5, 0]], dashArrayY: [5, 0], color, symbolSize: 0.34 } : null;
+    if (hatch !== ".") return null;
+    const step = matchMedia("print").matches ? 12 : 5; // every dot is drawn by itself on paper: megabytes of them
+    return { symbol: "circle", dashArrayX: [[step, step], [0, step, step, 0]], dashArrayY: [step, 0], color, symbolSize: 1.8 / step };
   }
   /* Fill, hatch and outline. wgrad is lighter, with dots of its own color. */
   function face(look, own, hatch, shade) {
@@ -176,7 +178,7 @@ const CHARTS = (() => {
 
   /* One or two bars lie down; the legend below them has the numbers. */
   function strips(spec, look, width, plot) {
-    const left = 16 + 7.2 * Math.max(10, ...spec.bars.map((bar) => Math.min(bar.label.length, 16)));
+    const left = 12 + 6.6 * Math.max(...spec.bars.map((bar) => Math.max(Math.min(bar.label.length, 16), bar.time.length + bar.head.length + 3)));
     const labels = spec.bars.map((bar) => `${wrapped(bar.label, 16).join("\n")}\n{soft|${[bar.time, bar.head].filter(Boolean).join(" · ")}}`);
     return {
       ...base(look, plot),

@@ -79,6 +79,8 @@
   // --- drawing, again when the window or the theme changes ----------------------------------------------------------------
 
   const paper = matchMedia("print");
+  let printing = false; // sheets are counted before the style of paper applies
+  const onPaper = () => printing || paper.matches;
   const WIDTHS_ON_PAPER = [700, 460]; // alone, and beside another; then scaled to the page
 
   function draw(place) {
@@ -86,24 +88,28 @@
     const spec = specs[Number(plot.dataset.chart)];
     const look = looks();
     drawn[place] = drawn[place] || echarts.init(plot, null, { renderer: "svg", width: 100, height: 100 });
-    const tall = spec.type === "bars" && !few(spec) && !paper.matches && innerWidth >= 1024 && plot.closest(".beside") ? 80 : 0;
+    const tall = spec.type === "bars" && !few(spec) && !onPaper() && innerWidth >= 1024 && plot.closest(".beside") ? 80 : 0;
     const high = height(spec) + tall;
-    if (!paper.matches) plot.style.height = `${high}px`;
+    if (!onPaper()) plot.style.height = `${high}px`;
     const figure = plot.closest("figure");
     const alone = !figure.parentElement.querySelector(":scope > figure + figure");
-    const width = paper.matches ? WIDTHS_ON_PAPER[alone ? 0 : 1] : plot.clientWidth;
+    const width = onPaper() ? WIDTHS_ON_PAPER[alone ? 0 : 1] : plot.clientWidth;
     drawn[place].resize({ width, height: high });
     drawn[place].setOption(options[spec.type](spec, look, width, plot), true);
     plot.querySelector("svg").setAttribute("viewBox", `0 0 ${width} ${high}`);
     legend(plot, spec, look);
   }
-  const drawAll = () => plots.forEach((_, place) => draw(place));
+  function drawAll() {
+    plots.forEach((_, place) => draw(place));
+    document.documentElement.dataset.drawn = onPaper() ? "paper" : String(innerWidth); // for whoever waits for it
+  }
   drawAll();
   let waiting = 0;
-  const later = () => { clearTimeout(waiting); if (!paper.matches) waiting = setTimeout(drawAll, 80); };
+  const later = () => { clearTimeout(waiting); if (!onPaper()) waiting = setTimeout(drawAll, 80); };
   addEventListener("resize", later);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
   paper.addEventListener("change", drawAll);
+  for (const [when, state] of [["beforeprint", true], ["afterprint", false]]) addEventListener(when, () => { printing = state; drawAll(); });
 
   // --- sorting ------------------------------------------------------------------------------------------------------------
 
@@ -167,6 +173,4 @@
     setTimeout(() => { button.textContent = "Copy"; }, 1600);
   }
   for (const button of document.querySelectorAll(".copy")) button.addEventListener("click", () => copy(button));
-
-  document.documentElement.dataset.drawn = String(drawn.length);
 })();

@@ -1,0 +1,124 @@
+"""The compact table of a sweep: the best recipe at every point, or at as many as fit a screen."""
+
+from collections.abc import Sequence
+from itertools import count
+
+from gemmscope import units
+from gemmscope.document.table import NOTHING, Cell, Column, Table, columns, number, speedup_cell, time_cell, without_empty
+from gemmscope.recipe.recipes import BASELINE
+from gemmscope.results.forecast import GpuSweep, SweepPoint
+
+MOST_ROWS = 14
+MOST_ACROSS = 10
+SHORT = {"FP8Current": "C", "FP8Delayed": "D", "FP8Block": "B", "MXFP8": "M", "NVFP4": "N", BASELINE: "-"}
+
+
+def sweep_summary(sweeps: Sequence[GpuSweep]) -> Table | None:
+    """One size: a row for each point. Two sizes: the plane of one GPU, or the best point of each."""
+    if not any(sweep.points for sweep in sweeps):
+        return None
+    if len(sweeps[0].sizes) == 1:
+        return _points(sweeps)
+    return _plane(sweeps[0]) if len(sweeps) == 1 else _best_points(sweeps)
+
+
+def speedup_of(point: SweepPoint) -> float:
+    """The speedup of the best recipe; 1 where that is BF16."""
+    return point.winner.speedup.value if point.winner is not None and point.winner.speedup is not None else 1.0
+
+
+def _points(sweeps: Sequence[GpuSweep]) -> Table:
+    several, total = len(sweeps) > 1, sum(len(sweep.points) for sweep in sweeps)
+    rows = [
+        (*([Cell(sweep.gpu)] if several else []), *_row(point))
+        for sweep in sweeps
+        for point in _spread_points(sweep.points, max(MOST_ROWS // len(sweeps), 3))
+    ]
+    dropped = {f"{BASELINE} step ms": 2, "Too close to call": 3, "Host-bound": 1}
+    sizes = columns((), sweeps[0].sizes)
+    heads = columns(("Best recipe",), (f"Speedup over {BASELINE}",))
+    rest = columns(("Too close to call", "Host-bound"), (f"{BASELINE} step ms",), dropped)
+    left_out = f"{len(rows)} of {total:,} points." if len(rows) < total else ""
+    gpu = columns(("GPU",), ()) if several else ()
+    title = "Best recipe for the training step [90% error bar]"
+    return without_empty(Table(title, (*gpu, *sizes, *heads, *rest), tuple(rows), left_out))
+
+
+def _spread_points(points: Sequence[SweepPoint], most: int) -> list[SweepPoint]:
+    best = max(range(len(points)), key=lambda place: speedup_of(points[place]), default=0)
+    return [points[place] for place in spread(len(points), most, best)]
+
+
+def _row(point: SweepPoint) -> tuple[Cell, ...]:
+    sizes = [number(value, str(value)) for value in point.values.values()]
+    if point.winner is None:
+        return (*sizes, Cell(point.why_not, level="warning"), NOTHING, NOTHING, NOTHING, NOTHING)
+    rivals = Cell(", ".join(point.winner.rivals) or "-")
+    bound = [BASELINE, *point.speedups]
+    host = Cell("all" if list(point.host_bound) == bound else ", ".join(point.host_bound) or "-")
+    baseline = time_cell(point.baseline_step_ms)
+    return (*sizes, Cell(point.winner.best), speedup_cell(point.winner.speedup), rivals, host, baseline)
+
+
+def _plane(sweep: GpuSweep) -> Table:
+    """The best recipe as a letter with its speedup, for the values of both sizes."""
+    down, across = (sorted({point.values[size] for point in sweep.points}) for size in sweep.sizes)
+    by_values = {tuple(point.values[size] for size in sweep.sizes): point for point in sweep.points}
+    rows = [down[place] for place in spread(len(down), MOST_ROWS)]
+    shown = [across[place] for place in spread(len(across), MOST_ACROSS)]
+    letters = _letters(sweep)
+    cells = tuple((Cell(str(row), row), *(_field(by_values.get((row, column)), letters) for column in shown)) for row in rows)
+    used = dict.fromkeys(point.winner.best for point in sweep.points if point.winner is not None)
+    legend = [f"{letters[name]} = {name}" for name in used]
+    legend += ["? = too close to call"] if any(point.winner and point.winner.rivals for point in sweep.points) else []
+    legend += ["h = host-bound"] if any(_bound(point) for point in sweep.points) else []
+    left_out = " Not all points are shown." if len(rows) * len(shown) < len(sweep.points) else ""
+    heads = (Column(sweep.sizes[0]), *(Column(str(value)) for value in shown))
+    title = f"Best recipe and its speedup over {BASELINE}; across: {sweep.sizes[1]}"
+    return Table(title, heads, cells, f"{', '.join(legend)}.{left_out}")
+
+
+def _letters(sweep: GpuSweep) -> dict[str, str]:
+    """A letter or number for each recipe."""
+    numbers = count(1)
+    return {name: SHORT.get(name) or str(next(numbers)) for name in (BASELINE, *sweep.recipes)}
+
+
+def _bound(point: SweepPoint) -> bool:
+    return point.winner is not None and point.winner.best in point.host_bound
+
+
+def _field(point: SweepPoint | None, letters: dict[str, str]) -> Cell:
+    if point is None or point.winner is None:
+        return NOTHING
+    gain = speedup_of(point)
+    mark = ("?" if point.winner.rivals else "") + ("h" if _bound(point) else "")
+    return Cell(f"{letters[point.winner.best]} {gain:.2f}{mark}", gain, level="" if point.gains else "warning")
+
+
+def _best_points(sweeps: Sequence[GpuSweep]) -> Table:
+    rows = []
+    for sweep in sweeps:
+        if sweep.points:
+            best = max(sweep.points, key=speedup_of)
+            rows.append((Cell(sweep.gpu), *_row(best)))
+    heads = (*columns(("GPU",), sweeps[0].sizes), *columns(("Best recipe",), (f"Speedup over {BASELINE}",)))
+    rest = columns(("Too close to call", "Host-bound"), (f"{BASELINE} step ms",), {"Host-bound": 1})
+    return Table("The largest speedup of every GPU [90% error bar]", (*heads, *rest), tuple(rows))
+
+
+def spread(length: int, most: int, also: int | None = None) -> list[int]:
+    """Places spread over a list, both ends among them, and one more.
+
+    >>> spread(4, 10), spread(100, 4), spread(100, 4, 50)
+    ([0, 1, 2, 3], [0, 33, 66, 99], [0, 33, 50, 66, 99])
+    """
+    if length <= most:
+        return list(range(length))
+    places = {round(place * (length - 1) / (most - 1)) for place in range(most)}
+    return sorted(places | ({also} if also is not None else set()))
+
+
+def point_name(point: SweepPoint) -> str:
+    """Its sizes in a sentence."""
+    return units.names(f"{name} {value}" for name, value in point.values.items())
