@@ -44,7 +44,7 @@ def test_a_precision_that_kernels_do_not_prove_is_told_by_every_writer() -> None
     assert [finding.facts["recipe"] for finding in unproven] == ["FP8Current"]
     found = document(recorded_bench("first").model_copy(update={"linears": linears, "findings": tuple(told)}))
     [sentence] = [message.text for message in found.messages if message.code == "unproven-no-kernels"]
-    assert sentence in terminal.text(found, detail=False)
+    assert sentence in " ".join(terminal.text(found, detail=False).split())
     assert sentence in terminal.text(found)
     assert sentence in markdown.markdown([found])
     assert sentence in html.page([found])
@@ -72,8 +72,8 @@ def test_mfu_is_in_every_document_of_a_step(result: Result) -> None:
 
 @pytest.mark.parametrize("result", [sweep(), plane()], ids=["line", "plane"])
 def test_a_sweep_counts_the_points_that_its_table_shows_as_faster(result: ForecastResult) -> None:
-    found = " ".join(document(result).because)
     for swept in result.sweeps:
+        found = " ".join(document(result.model_copy(update={"sweeps": (swept,)})).because)
         possible = [point for point in swept.points if not point.why_not]
         faster = [point for point in possible if _faster(point)]
         assert faster == [point for point in possible if point.gains]
@@ -81,9 +81,9 @@ def test_a_sweep_counts_the_points_that_its_table_shows_as_faster(result: Foreca
 
 
 def _faster(point: SweepPoint) -> bool:
-    """By the interval that the table shows, as long as the CPU can keep up."""
+    """By the interval that the table shows."""
     best = point.winner.best if point.winner else BASELINE
-    return best in point.speedups and point.speedups[best].above_one and best not in point.host_bound
+    return best in point.speedups and point.speedups[best].above_one
 
 
 def test_warnings_of_a_step_are_in_its_measurements() -> None:

@@ -143,7 +143,7 @@ def test_what_the_framework_left_in_bf16_has_a_time_and_no_speedup() -> None:
 
 def test_slower_ops_and_ties() -> None:
     loses = recorded_linears([QKV], slower={"FP8Block": 2.0})
-    assert [each["recipe"] for each in facts(loses, "ops-slower")] == ["FP8Block", "FP8Block"]
+    assert [list(each["speedups"]) for each in facts(loses, "ops-slower")] == [["QKV Proj in FP8Block"]] * 2
     close = recorded_linears([QKV], slower={"FP8Block": 1.3446}, spread=0.02)
     assert {"recipe": "FP8Block", "mode": "autocast", "ops": ["QKV Proj"]} in facts(close, "ops-too-close")
     assert not [each for each in facts(close, "ops-slower") if each["mode"] == "autocast"]

@@ -43,8 +43,8 @@ def test_bench_on_the_cpu(run: Run, tmp_path: Path) -> None:
     options = " ".join(f"--{name} {path}" if name != "png" else f"-o {path}" for name, path in files.items())
     outcome = run(f"bench {ON_CPU} --longest 1 --verify-dgrad {options}")
     assert outcome.code == 0
-    assert "All linears of one micro-batch" in outcome.out
-    assert "add --detail" in outcome.out
+    assert "Speedup of every linear over BF16, autocast" in outcome.out
+    assert "--detail: every table and note" in outcome.out
     result = BenchResult.model_validate_json(files["json"].read_text())
     assert result.has("dgrad-always-measured")
     assert {cell.op for cell in result.linears.ops} == {"QKV Proj", "Attn Out", "MLP Up", "MLP Down"}
@@ -363,9 +363,9 @@ def test_a_named_recipe_keeps_its_column(run: Run, pretend: Pretend, monkeypatch
         return results
 
     monkeypatch.setattr(LinearCampaign, "run", run_and_fail)
-    row = re.compile(r"^ FP8Block +- +- ", flags=re.MULTILINE)
-    assert row.search(run(f"bench {REFERENCE} --recipes fp8block").out)
-    assert not row.search(run(f"bench {REFERENCE} --no-fp8-current --no-fp8-delayed").out)
+    head = re.compile(r"^Op +BF16 ms +FP8Block$", flags=re.MULTILINE)
+    assert head.search(run(f"bench {REFERENCE} --recipes fp8block").out)
+    assert not head.search(run(f"bench {REFERENCE} --no-fp8-current --no-fp8-delayed").out)
     assert len(ran) == 2
 
 

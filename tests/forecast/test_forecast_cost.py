@@ -51,9 +51,13 @@ def test_gradients_are_exchanged_among_as_many_as_are_paid_for(run: Run) -> None
 def test_it_is_in_the_document(run: Run) -> None:
     shown = document(ForecastResult.model_validate_json(run(f"{MODEL} --gpu h200 {BUDGET} --json -").out))
     table = next(table for table in shown.tables() if table.title == "FORECAST: Cost of the full run")
-    assert table.main
     assert len(table.rows) == 4
-    assert "Cost of the full run" not in run(f"{MODEL} --gpu h200").out
+    assert "Full run: " in table.note
+    for text in (table.note, run(f"{MODEL} --gpu h200 {BUDGET}").out):
+        assert "1T tokens on 64 GPUs" in text
+        assert "per GPU-hour" in text
+        assert "global batch" in text
+    assert "Full run" not in run(f"{MODEL} --gpu h200").out
 
 
 @pytest.mark.parametrize(

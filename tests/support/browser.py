@@ -40,6 +40,7 @@ class Browser:
         os.close(write_answers)
         self._buffer, self._count = b"", 0
         self.events: list[dict[str, Any]] = []
+        self._closed: list[Tab] = []
 
     def call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
         """One command and its answer; what the browser says meanwhile is kept in `events`."""
@@ -77,8 +78,10 @@ class Browser:
         return found
 
     def open(self, path: Path, *, width: int = 1400, height: int = 900, dark: bool = False) -> Tab:
-        """A page from a file, on a screen of that size and in that theme."""
-        return Tab(self, path, width, height, dark)
+        """A page from a file, on a screen of that size and in that theme. A closed tab is used again: its scripts are compiled."""
+        tab = self._closed.pop() if self._closed else Tab(self)
+        tab.load(path, width, height, dark)
+        return tab
 
     def close(self) -> None:
         """End it, and wait for the end."""
@@ -94,17 +97,20 @@ class Browser:
 class Tab:
     """One page."""
 
-    def __init__(self, browser: Browser, path: Path, width: int, height: int, dark: bool) -> None:
+    def __init__(self, browser: Browser) -> None:
         self._browser = browser
         target = browser.call("Target.createTarget", url="about:blank")["targetId"]
-        self._target = target
         self._session = browser.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")
+
+    def load(self, path: Path, width: int, height: int, dark: bool) -> None:
+        """Open a file, on a screen of that size and in that theme."""
         self._size(width, height)
         self.theme(dark=dark)
         self.call("Page.navigate", url=path.resolve().as_uri())
-        self.wait_for("document.readyState === 'complete'")
+        address = json.dumps(path.resolve().as_uri())
+        self.wait_for(f"document.readyState === 'complete' && location.href === {address}")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         return self._browser.call(method, self._session, **parameters)
@@ -188,5 +194,6 @@ class Tab:
         return [event for event in self._browser.events if event.get("sessionId") == self._session and "method" in event]
 
     def close(self) -> None:
-        self._browser.call("Target.closeTarget", targetId=self._target)
-        self._browser.events.clear()  # one page at a time
+        """It can be used for another page."""
+        self._browser.events.clear()
+        self._browser._closed.append(self)

@@ -289,7 +289,7 @@ def test_charts_have_text_beside_them(browser: Browser, pages: Pages) -> None:
         tab.close()
 
 
-@pytest.mark.parametrize("name", ["bench", "step", "forecast of several GPUs", "explain", "compare"])
+@pytest.mark.parametrize("name", ["bench", "step", "explain", "compare"])
 def test_it_prints_on_a4_and_letter_without_blank_pages(browser: Browser, pages: Pages, name: str) -> None:
     tab = browser.open(pages(name), dark=True)
     try:

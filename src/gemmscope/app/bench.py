@@ -210,7 +210,8 @@ def _prepared(
     for shape in shapes or ():
         check_shape(shape)
     machine = environment()
-    choice = choose(choices, machine, cache_weights=timing.cache_weights)
+    framework = job.source.framework if job is not None else ""
+    choice = choose(choices, machine, cache_weights=timing.cache_weights, framework=framework)
     same = {name: other for name, each in recipes().items() if (other := each.same_kernels_as)}
     with LocalWorkers() as workers, closing(open_journal()) as journal:
         workers.start_early(WORKER)  # it imports torch, which takes seconds, while the model is read

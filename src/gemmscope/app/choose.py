@@ -6,7 +6,7 @@ installed packages and the tables of recipes; the framework has the last word, i
 
 import importlib.util
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding, finding
@@ -26,6 +26,7 @@ PACKAGES = {
 ON_GPU = ("transformer_engine", "torchao", "torch")
 CACHE_WEIGHTS = ("transformer_engine",)
 GEMMS_ONLY = ("torch",)
+BACKEND_OF = {"torchtitan": "torchao"}  # framework → what it trains with, where that is not Transformer Engine
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,16 @@ class Choices:
         return list(self.modes) if self.modes else list(MODES)
 
 
+def _for_framework(choices: Choices, framework: str) -> tuple[Choices, tuple[Finding, ...]]:
+    """The choices, with the backend that this framework trains with unless something else was requested or is installed."""
+    backend = BACKEND_OF.get(framework)
+    if backend is None or choices.backend is not None or choices.recipes is not None or choices.on_cpu:
+        return choices, ()
+    if _missing(backend):
+        return choices, (finding("framework-backend-missing", framework=framework, backend=backend),)
+    return replace(choices, backend=backend), (finding("framework-backend", framework=framework, backend=backend),)
+
+
 @dataclass(frozen=True)
 class Choice:
     """The decision. `findings` tell what was decided differently from the request."""
@@ -71,8 +82,9 @@ class Choice:
     findings: tuple[Finding, ...] = ()
 
 
-def choose(choices: Choices, machine: Environment, *, cache_weights: bool = False) -> Choice:
-    """Decide, or a `UserError` with the reason."""
+def choose(choices: Choices, machine: Environment, *, cache_weights: bool = False, framework: str = "") -> Choice:
+    """Decide, or a `UserError` with the reason. `framework`: whose config it is; its own backend is preferred."""
+    choices, findings = _for_framework(choices, framework)
     modes, named = choices.chosen_modes(), choices.named_recipes()
     device = _device(choices)
     gpu = _gpu(machine, share=choices.share_gpu) if device == "cuda" else None
@@ -82,14 +94,13 @@ def choose(choices: Choices, machine: Environment, *, cache_weights: bool = Fals
             f"{option('cache_weights')} is not possible with the {backend} backend: it keeps no quantized weights between runs",
             f"leave it out, or add {option('backend', 'transformer_engine')}",
         )
-    findings: tuple[Finding, ...] = ()
     if backend in GEMMS_ONLY and "autocast" in modes:
         if modes == ["autocast"]:
             raise UserError(
                 f"the {backend} backend has no autocast mode: it measures GEMMs only, on inputs quantized beforehand",
                 "measure the pre-quantized mode, or install transformer_engine or torchao",
             )
-        modes, findings = ["pre-quantized"], (finding("gemms-only-backend", backend=backend),)
+        modes, findings = ["pre-quantized"], (*findings, finding("gemms-only-backend", backend=backend))
     return Choice(backend, _recipes(named, choices.left_out, backend, gpu), modes, findings)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from gemmscope import signals
 from gemmscope.app.bench import DEFAULT_CHOICES, Shape, check_shape
-from gemmscope.app.choose import Choices
+from gemmscope.app.choose import BACKEND_OF, Choices
 from gemmscope.app.model import SIZES, LinearCases, ModelRun, RankWorkload, linear_cases, load_model, model_run, rank_workload
 from gemmscope.app.progress import QUIET, Reporter
 from gemmscope.bench.findings import linear_findings
@@ -63,7 +63,7 @@ def forecast(
     """
     chips, known_state = _chips(gpus), _state(state)
     budgets, replicas = _budgets(chips, tokens, gpu_count, price), _replicas(dp)
-    by_gpu = _choose_recipes(chips, choices)
+    by_gpu = _choose_recipes(chips, choices, job.source.framework if job is not None else "")
     subject = rank_workload(job, reporter.say) if job is not None else None
     linears = _cases(subject, shapes)
     spec = subject.source.model if subject is not None else None
@@ -76,7 +76,8 @@ def forecast(
     for chip in chips:
         (names, recipe_findings), (adjustment, calibration_findings) = by_gpu[chip.name], calibrated(chip.name)
         forecaster = Forecaster(chip, known_state, cache_weights=cache_weights, measured=adjustment)
-        times = forecast_linears(forecaster, linears.cases, names, choices.chosen_modes(), linears.layers, linears.layer_counts)
+        modes, of_layer = choices.chosen_modes(), (linears.layers, linears.layer_counts)
+        times = forecast_linears(forecaster, linears.cases, names, modes, *of_layer, heads=_heads(subject))
         step = None
         if subject is not None and spec is not None:
             step_forecast = StepForecast(forecaster, spec, subject.run, subject.workload, replicas)
@@ -210,12 +211,16 @@ def _budgets(chips: Sequence[GpuSpec], tokens: float | None, gpu_count: int | No
     return {name: budget if by_gpu is None else budget.at(by_gpu.get(name)) for name in names}
 
 
-def _choose_recipes(chips: Sequence[GpuSpec], requested: Choices) -> dict[str, tuple[list[str], list[Finding]]]:
+def _choose_recipes(
+    chips: Sequence[GpuSpec], requested: Choices, framework: str = ""
+) -> dict[str, tuple[list[str], list[Finding]]]:
     """By GPU: the recipes to forecast, and what there is to know about them.
 
-    Those named must run on at least one of the GPUs; by default, all of Transformer Engine's that a GPU runs.
+    Those named must run on at least one of the GPUs; by default, all that a GPU runs of the library that the framework trains
+    with, which is Transformer Engine unless the framework has another.
     """
-    usual = [name for name, known in recipes().items() if "transformer_engine" in known.backends]
+    backend = BACKEND_OF.get(framework, "transformer_engine")
+    usual = [name for name, known in recipes().items() if backend in known.backends]
     named = requested.named_recipes()
     wanted = [name for name in named or usual if name not in requested.left_out]
     choices = {}
@@ -224,6 +229,8 @@ def _choose_recipes(chips: Sequence[GpuSpec], requested: Choices) -> dict[str, t
         chosen = [name for name in wanted if not reasons[name]]
         notes = {name: support(name, chip.capability).note for name in chosen}
         findings = [finding("recipe-emulated", recipe=name, how=note) for name, note in notes.items() if note]
+        if named is None and framework in BACKEND_OF:
+            findings.append(finding("framework-backend", framework=framework, backend=backend))
         if named is not None:
             findings += [finding("recipe-left-out", recipe=name, reason=why) for name, why in reasons.items() if why]
         elif chosen == [BASELINE] and not requested.left_out:
@@ -279,9 +286,15 @@ def _findings(linears: Linears, step: StepTimes | None, subject: RankWorkload | 
         if winner is not None and winner.best != BASELINE and (rivals := [name for name in winner.rivals if name != BASELINE]):
             yield finding("too-close-to-call", recipe=winner.best, over=rivals, what="the training step")
     yield from linear_findings(linears)
-    yield from misaligned(linears.cases, linears.recipes)
+    yield from misaligned(linears.cases, linears.recipes, _heads(subject))
     if subject is not None and subject.source.model is not None:
         yield from does_not_fit(linears, subject.source.model, subject.run, subject.workload.parameters, chip)
+
+
+def _heads(subject: RankWorkload | None) -> list[str]:
+    """The linears of the output head, which frameworks leave in BF16."""
+    ops = subject.workload.ops if subject is not None else ()
+    return list(dict.fromkeys(op.name for op in ops if isinstance(op, Linear) and op.section == HEAD))
 
 
 def _common_findings(subject: RankWorkload | None, linears: LinearCases, forecasts: Sequence[GpuForecast]) -> Iterator[Finding]:
@@ -297,10 +310,11 @@ def _common_findings(subject: RankWorkload | None, linears: LinearCases, forecas
         return
     if subject.run.pp > 1 and subject.run.pp_stage is not None:
         yield finding("one-stage-only", stage=subject.run.pp_stage)
-    heads = dict.fromkeys(op.name for op in subject.workload.ops if isinstance(op, Linear) and op.section == HEAD)
+    left = {cell.op for gpu in forecasts for cell in gpu.linears.ops if cell.left_in_baseline}
+    heads = [op for op in _heads(subject) if op not in left]
     steps = [gpu.step for gpu in forecasts if gpu.step is not None]
     if heads and any(recipe(time.recipe).quantizes for step in steps for time in step.recipes):
-        yield finding("head-in-baseline", ops=list(heads))
+        yield finding("head-in-baseline", ops=heads)
 
 
 def _check_axes(axes: Mapping[str, Sequence[int]], model: Mapping[str, Any]) -> None:

@@ -72,7 +72,7 @@ def run_step(
     if model is None:
         raise UserError(f"{job.source.origin} has no closed form: its step cannot be built", "gemmscope shapes traces it")
     machine = environment()
-    choice = choose(choices, machine)
+    choice = choose(choices, machine, framework=job.source.framework)
     if choice.backend == "torch":
         raise UserError("PyTorch alone has no layers in low precision to train with", "install transformer_engine or torchao")
     subject = rank_workload(job, reporter.say)

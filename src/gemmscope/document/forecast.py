@@ -139,7 +139,7 @@ def _side_by_side(result: ForecastResult) -> Section:
         return Section("Summary", (_main_table(result.gpus),))
     first = costs[0][1]
     rows = tuple((Cell(gpu), *row) for gpu, table in costs for row in table.rows)
-    cost = replace(first, columns=(*columns(("GPU",), ()), *first.columns), rows=rows, note=NO_RESTARTS)
+    cost = replace(first, columns=(*columns(("GPU",), ()), *first.columns), rows=rows, note=f"{first.note} {NO_RESTARTS}")
     return Section("Summary", (_main_table(result.gpus), cost))
 
 

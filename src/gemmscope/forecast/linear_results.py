@@ -28,15 +28,19 @@ def forecast_linears(
     modes: Sequence[Mode],
     layers: int | None = None,
     layer_counts: Mapping[str, int] | None = None,
+    heads: Sequence[str] = (),
 ) -> Linears:
-    """Times, speedups, totals, memory and winners. An op whose sizes do not fit a recipe is missing in it: nothing pads them."""
+    """Times, speedups, totals, memory and winners.
+
+    An op whose sizes do not fit a recipe is missing in it: nothing pads them. Those of the output head (`heads`) count in BF16.
+    """
     forecaster.prepare(cases, recipes)
     bare = all(case.passes == PASSES[:1] for case in cases)
     counts = dict(layer_counts or {})
     ops, speedups, totals, winners = list[OpTime](), list[Speedup](), [], {}
     for mode in modes:
         names = [name for name in recipes if same_kernels(name, mode, list(recipes)) == name]  # with numbers of their own
-        part = _ModeForecast(forecaster, mode)
+        part = _ModeForecast(forecaster, mode, heads)
         for case in cases:
             for name in names:
                 part.add_op(case, name)
@@ -74,13 +78,15 @@ class _ModeForecast:
 
     forecaster: Forecaster
     mode: Mode
+    heads: Sequence[str] = ()
     ops: dict[tuple[str, str], OpTime] = field(default_factory=dict)
     estimates: dict[tuple[str, str], Estimate] = field(default_factory=dict)
     speedups: list[Speedup] = field(default_factory=list)
 
     def add_op(self, case: Case, name: str) -> None:
         """One op in one recipe, where its sizes fit."""
-        left = name != BASELINE and case.op in NEVER_QUANTIZED
+        unfit = case.op in self.heads and recipe(name).quantizes and recipe(name).misaligned(case.sizes())
+        left = name != BASELINE and (case.op in NEVER_QUANTIZED or bool(unfit))
         chosen = recipe(BASELINE if left else name)
         if chosen.quantizes and chosen.misaligned(case.sizes()):
             return
@@ -109,12 +115,13 @@ class _ModeForecast:
         return pairs
 
 
-def misaligned(cases: Sequence[Case], recipes: Sequence[str]) -> list[Finding]:
-    """Ops whose sizes do not fit a recipe: one finding for each reason, with all its ops and recipes."""
+def misaligned(cases: Sequence[Case], recipes: Sequence[str], heads: Sequence[str] = ()) -> list[Finding]:
+    """Ops whose sizes do not fit a recipe, those of the output head left out: one finding for each reason."""
+    never = (*NEVER_QUANTIZED, *heads)
     reasons: dict[tuple[str, int, int], list[tuple[str, str]]] = {}
     for chosen in map(recipe, recipes):
         for case in cases:
-            if chosen.quantizes and case.op not in NEVER_QUANTIZED and (wrong := chosen.misalignment(case.sizes())) is not None:
+            if chosen.quantizes and case.op not in never and (wrong := chosen.misalignment(case.sizes())) is not None:
                 reasons.setdefault((*wrong, chosen.multiple_of), []).append((case.op, chosen.name))
     findings = []
     for (what, size, multiple), pairs in reasons.items():

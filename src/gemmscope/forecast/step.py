@@ -118,7 +118,8 @@ class StepForecast:
             parts["pipeline bubble"] = Estimate(bubble, shared.own, shared.shared)
         busy, launch_ms = total(parts.values()), self.launch_ms(name)
         if launch_ms > busy.value:
-            parts[IDLE] = Estimate(launch_ms - busy.value, busy.own, busy.shared)
+            idle_ms, unsure_ms = launch_ms - busy.value, facts()["host"]["uncertainty"] * launch_ms
+            parts[IDLE] = Estimate(idle_ms, 0.0, max(unsure_ms - busy.value * busy.shared, 0.0) / idle_ms)
         return StepEstimate(in_order(parts))
 
     def _at_step_clock(self, parts: dict[StepPart, Estimate], least: dict[StepPart, float]) -> dict[StepPart, Estimate]:

@@ -23,3 +23,4 @@ class ModelSource:
     findings: tuple[Finding, ...] = ()
     config: Mapping[str, Any] | None = None  # the Hugging Face config, for tracing the same model
     module: str | None = None  # file.py:factory
+    framework: str = ""  # whose file it is, where that decides which recipes can be used

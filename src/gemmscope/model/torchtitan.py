@@ -82,7 +82,7 @@ def read(text: str, origin: str) -> ModelSource:
     ]
     settings = {key: value for part, _ in parts for key, value in part.items()}
     findings = tuple(item for _, of_part in parts for item in of_part)
-    return ModelSource(origin, model_spec(family, name, flavor), settings, findings)
+    return ModelSource(origin, model_spec(family, name, flavor), settings, findings, framework="torchtitan")
 
 
 def _parse(text: str) -> Tables:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from gemmscope import units
 from gemmscope.engine.kernels import CAST_SHARE
 from gemmscope.findings import Finding, finding
 from gemmscope.recipe.recipes import BASELINE
@@ -18,7 +17,7 @@ def step_findings(times: StepTimes) -> list[Finding]:
     findings = [found for time in times.recipes for found in _of_recipe(time)]
     if waiting := [time for time in times.recipes if _says_host_bound(time)]:
         idle_ms = max(float(str(time.verdict.facts["idle_ms"])) for time in waiting if time.verdict is not None)
-        findings.append(finding("step-host-bound", recipe=units.names(time.recipe for time in waiting), idle_ms=idle_ms))
+        findings.append(finding("step-host-bound", recipe=[time.recipe for time in waiting], idle_ms=idle_ms))
     if bound := [time for time in times.recipes if time.host_bound and not _says_host_bound(time)]:
         facts = {"host_ms": max(time.host_ms or 0.0 for time in bound), "busy_ms": max(time.gpu_busy_ms or 0.0 for time in bound)}
         findings.append(finding("step-launch-bound", recipes=[time.recipe for time in bound], **facts))

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from rich.cells import cell_len, set_cell_size
+from rich.console import Console
 from rich.text import Text
 
 from gemmscope.document.table import Cell, Column, Table
@@ -96,6 +97,4 @@ def _pieces(text: str, width: int) -> list[str]:
 
 def _wrapped(text: str, width: int, style: str = "") -> list[Text]:
     """A text in lines of this width."""
-    from rich.console import Console
-
     return list(Text(text, style).wrap(Console(width=width), width)) if text else [Text()]

@@ -2,7 +2,7 @@
 
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import IO
 
 from rich.console import Console
@@ -21,6 +21,7 @@ SCREEN_WIDTH = 100  # where the width is not known
 UNLIMITED = 100_000
 NARROWEST = 20
 MOST_CARDS = 3
+IN_ASCII = str.maketrans({"─": "-", "±": "+-", "…": "...", "·": "-", "–": "-", "→": "->", "°": " "})
 
 
 class Screen(Console):
@@ -42,8 +43,14 @@ def show(document: Document, *, detail: bool = False, console: Console | None = 
     console = console or Screen()
     if detail and not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
         console.width = UNLIMITED
-    for line in _detail(document, console.width) if detail else _screen(document, console.width):
-        console.print(line, soft_wrap=True)
+    _print(_detail(document, console.width) if detail else _screen(document, console.width), console)
+
+
+def _print(lines: Iterable[Text], console: Console) -> None:
+    """Where the terminal cannot show every character, with the nearest that it can."""
+    plain = not console.encoding.lower().startswith("utf")
+    for line in lines:
+        console.print(Text(line.plain.translate(IN_ASCII)) if plain else line, soft_wrap=True)
 
 
 def _screen(document: Document, width: int) -> list[Text]:
@@ -159,8 +166,7 @@ def _wrapped(text: Text, width: int) -> list[Text]:
 def show_table(table: Table, console: Console | None = None) -> None:
     """One table with its title."""
     console = console or Screen()
-    for line in ["", *_table(visible(table), console.width)]:  # it may come without a Document
-        console.print(line, soft_wrap=True)
+    _print([Text(), *_table(visible(table), console.width)], console)  # it may come without a Document
 
 
 def text(document: Document, *, detail: bool = True, width: int | None = None) -> str:

@@ -1,0 +1,94 @@
+"""The short view fits one screen, and nothing is ever wider than the terminal."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.cells import cell_len
+
+from gemmscope.document.build import document
+from gemmscope.document.model import Document
+from gemmscope.document.table import Cell, Column, Table
+from gemmscope.writers import terminal
+from gemmscope.writers.layout import fitted, table_lines
+from support.results import RESULTS
+
+SEVERAL_GPUS = ("forecast of several GPUs", "sweep")
+NAMES = tuple(name for name in RESULTS if not name.startswith("explain ") or name.endswith(("syncs", "unaligned_torchao")))
+DOCUMENTS = {name: document(RESULTS[name]()) for name in NAMES}
+BOX = "─"
+
+
+def lines(found: Document, width: int, *, detail: bool = False) -> list[str]:
+    return terminal.text(found, detail=detail, width=width).splitlines()
+
+
+def words(text: str) -> str:
+    return re.sub(r"\s+", "", text)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_answer_is_on_one_screen(name: str) -> None:
+    found = DOCUMENTS[name]
+    shown = lines(found, 100)
+    assert len(shown) <= (38 if name in SEVERAL_GPUS else 30)
+    assert words(found.answer) in words(" ".join(shown[:9]))
+    assert found.summary is None or found.summary.title in shown
+
+
+@pytest.mark.parametrize("width", [100, 80, 40])
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_wider_than_the_terminal(name: str, width: int) -> None:
+    shown = lines(DOCUMENTS[name], width)
+    assert max(map(cell_len, shown)) <= width or _only_words(shown, width)
+    assert words(DOCUMENTS[name].answer) in words("".join(shown))
+
+
+def _only_words(shown: list[str], width: int) -> bool:
+    """A single word that is too long, in a command to be pasted."""
+    return all(cell_len(line) <= width or len(line.split()) <= 4 for line in shown)
+
+
+@pytest.mark.parametrize("name", ["bench", "forecast of several GPUs", "explain", "compare"])
+def test_details_lose_nothing_on_a_narrow_terminal(name: str) -> None:
+    found = DOCUMENTS[name]
+    code = {line for text in (found.advice.ready_to_paste.values() if found.advice else ()) for line in text.splitlines()}
+    shown = [line for line in lines(found, 90, detail=True) if line not in code]  # which is to be pasted as it is
+    assert max(map(cell_len, shown)) <= 90 or _only_words(shown, 90)
+    everything = words("".join(shown))
+    for message in found.messages:
+        assert words(message.text) in everything
+
+
+@given(
+    st.lists(st.tuples(st.text("abc 123", min_size=1, max_size=30), st.booleans(), st.integers(0, 5)), min_size=1, max_size=9),
+    st.integers(0, 4),
+    st.integers(20, 120),
+    st.randoms(use_true_random=False),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_table_fits_and_keeps_its_first_columns(heads: list[tuple[str, bool, int]], count: int, width: int, choice) -> None:  # type: ignore[no-untyped-def]
+    columns = tuple(Column(f"{name}{place}", numeric, drop) for place, (name, numeric, drop) in enumerate(heads))
+    rows = tuple(tuple(Cell("x" * choice.randint(0, 25)) for _ in columns) for _ in range(count))
+    table = Table("title", columns, rows)
+    kept = fitted(table, width)
+    assert [column for column in columns if not column.drop] == [column for column in kept.columns if not column.drop]
+    shown = [line.plain for line in table_lines(kept, width)]
+    assert max(map(cell_len, shown)) <= width
+    whole = words("".join(line.plain for line in table_lines(table, 10_000)))
+    assert all(words(column.name) in whole for column in columns)
+
+
+def test_on_a_terminal_without_utf_8_and_without_color(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="backslashreplace")
+    terminal.show(DOCUMENTS["bench"], console=terminal.Screen(out, 80))
+    out.flush()
+    shown = out.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]
+    assert "FP8Delayed is fastest" in shown
+    assert "\x1b" not in shown
+    assert "\\u" not in shown
