@@ -98,7 +98,7 @@ def test_exit_codes(run: Run, tmp_path: Path) -> None:
     assert isinstance(result, CompareResult)
     assert result.has("compare-too-slow")
     assert result.limit == pytest.approx(0.03)
-    assert "error: Failed --fail-if-slower 3%" in outcome.out
+    assert "\nFailed --fail-if-slower 3%" in outcome.out
     assert "| MLP Up · FP8Current · autocast |" in (tmp_path / "c.markdown").read_text()
     assert (tmp_path / "c.csv").read_text().count("slower") >= 30
     assert run(f"compare {FIRST} {slow} --fail-if-slower 0.2").code == 0  # slower, but by less than 20% beyond its interval
@@ -123,7 +123,7 @@ def test_quiet_noisy_and_slow_runs(run: Run, tmp_path: Path) -> None:
     assert run(f"compare {FIRST} {AGAIN} --fail-if-slower 3%").code == 0
     outcome = run(f"compare {FIRST} {noisy} --fail-if-slower 3% --json {tmp_path}/c.json")
     assert outcome.code == 4
-    assert "error: Too noisy to check --fail-if-slower 3%" in outcome.out
+    assert "\nToo noisy to check --fail-if-slower 3%" in outcome.out
     assert "Passed" not in outcome.out
     result = read_result(tmp_path / "c.json")
     assert isinstance(result, CompareResult)

@@ -17,6 +17,7 @@ from pypdf import PdfReader
 
 from gemmscope.app.explain import explain
 from gemmscope.app.report import report
+from gemmscope.document.combine import MOST_RUNS
 from gemmscope.results.base import Result
 from gemmscope.writers.html import page
 from support.browser import CHROMIUM, Browser, Tab
@@ -27,11 +28,17 @@ from support.traces import recorded
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 EVIL = "</script><script>window.broken = true</script><img src=x onerror='window.broken = true'>"
 WIDTHS = (390, 1400)
-SEVERAL = {"several": ("bench", "bench again", "forecast"), "two of one GPU": ("bench", "bench again")}
-PAGES = (*RESULTS, *SEVERAL, "with a twin", "evil")
+TRACES = [name for name in RESULTS if name.startswith("explain ")]
+SEVERAL = {
+    "several": ("bench", "bench again", "forecast"),
+    "two runs": tuple(name for name in RESULTS if name.startswith("bench, ")),
+    **{f"traces from {place}": tuple(TRACES[place : place + MOST_RUNS]) for place in range(0, len(TRACES), MOST_RUNS)},
+}
+TOGETHER = {name for names in SEVERAL.values() for name in names}  # a page of several shows everything that their own would show
+PAGES = (*(name for name in RESULTS if name not in TOGETHER or name in ("bench", "forecast")), *SEVERAL, "with a twin", "evil")
 CHARTLESS = ("shapes", "shapes of experts", "compare")
 LOOKS = [(390, True), (1400, False)]
-MORE = [(390, False), (800, False), (1400, True), (2200, False)]  # for pages that have most of what there is
+MORE = [(800, False), (1400, True), (2200, False)]  # for pages that have most of what there is
 Pages = Callable[[str], Path]
 
 
