@@ -86,17 +86,12 @@ def steps() -> dict[str, Any]:
 
 
 def modes_table(linears: Linears) -> Table:
-    """The table of the short view: all linears in every recipe, autocast beside pre-quantized."""
+    """All linears in every recipe, autocast beside pre-quantized."""
     blocks = [block for section in linears_sections(linears) for block in section.blocks]
-    return next(block for block in blocks if isinstance(block, Table) and block.main)
+    return next(block for block in blocks if isinstance(block, Table) and "All linears" in block.title)
 
 
 # --- tables and sentences ----------------------------------------------------------------------------------------------
-
-
-def h200_table() -> str:
-    """Measured speedups, both modes."""
-    return pipe_table(modes_table(measured()))
 
 
 def blackwell_tables() -> str:
@@ -203,7 +198,7 @@ def _times(linears: Linears, name: str, mode: Mode) -> str:
 
 def step_table() -> str:
     """The tutorial's table of the step."""
-    lines = ["| recipe | predicted [95%] | real | why less than the GEMMs |", "| --- | --- | ---: | --- |"]
+    lines = ["| recipe | predicted [95%] | real | why less than the GEMMs |", "| --- | ---: | ---: | --- |"]
     for name, each in steps().items():
         predicted = Interval(**each["predicted"])
         lines.append(
@@ -241,11 +236,6 @@ def _two_digits(found: Interval) -> str:
 SHADES = {"autocast": "plain", "pre-quantized": "light"}
 TITLE = "Linears of 24 layers, hidden size 4096, micro-batch 31, sequence 512"
 LEGEND = {"autocast": "autocast: with quantization, as in training", "pre-quantized": "pre-quantized: the GEMMs alone"}
-
-
-def draw_h200(path: str) -> None:
-    """Hopper: measured."""
-    _draw({"NVIDIA H200, measured (95% intervals)": measured()}, path)
 
 
 def draw_blackwell(path: str) -> None:

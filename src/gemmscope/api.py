@@ -13,7 +13,8 @@ arguments raise `UserError`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from inspect import signature
 from pathlib import Path
@@ -25,7 +26,7 @@ from gemmscope.app.calibrate import Calibrated
 from gemmscope.app.choose import Choices
 from gemmscope.app.doctor import Diagnosis
 from gemmscope.app.model import ModelRun, load_model, model_run
-from gemmscope.errors import UserError, in_a_line
+from gemmscope.errors import UserError, in_a_line, shown
 from gemmscope.files import write_text
 from gemmscope.model import presets
 from gemmscope.model.read import read_text
@@ -38,6 +39,7 @@ from gemmscope.results.explain import ExplainResult
 from gemmscope.results.forecast import ForecastResult
 from gemmscope.results.shapes import ShapesResult
 from gemmscope.results.step import StepResult
+from gemmscope.sizes import size, token_count
 
 PathOrResult = str | Path | Result
 
@@ -58,13 +60,13 @@ def load(model: str | Path | Mapping[str, Any] | None = None, **sizes: Any) -> M
         return Model(read_text(text, "the dictionary"), {}, _call("gemmscope.load", "{...}"))
     name = str(model) if model is not None else None
     if name is not None and sizes:
-        raise UserError(f"the model is named twice: {name} and {', '.join(sizes)}", "keep one of them")
+        raise UserError(f"the model is named twice: {name} and {', '.join(sizes)}", "use only one of them")
     named = {} if name is None else {"preset" if name in presets.names() else "module" if ".py:" in name else "config": name}
-    arguments = {**named, **sizes}
+    arguments = {**named, **_numbers(sizes)}
     return Model(load_model(**arguments), arguments, _call("gemmscope.load", *([repr(name)] if name else []), **sizes))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Model:
     """A model that was read. `on` says how it is run."""
 
@@ -72,26 +74,33 @@ class Model:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     call: str = ""
 
+    def __repr__(self) -> str:
+        return f"<Model {self.call}>"
+
     @property
     def spec(self) -> ModelSpec | None:
         """Its layers; None where only tracing can tell."""
         return self.source.model
 
-    def on(self, micro_batch_size: int | None = None, sequence_length: int | None = None, **run: Any) -> Job:
-        """The batch, and any field of `RunSpec` (tp, cp, pp, ep, recompute, ...); the rest as the model's file says."""
+    def on(self, micro_batch_size: int | str | None = None, sequence_length: int | str | None = None, **run: Any) -> Job:
+        """The batch, and any field of `RunSpec` (tp, cp, pp, ep, recompute, ...); the rest as the model's file says.
+        Sizes can be texts such as "8k"."""
         given = {"micro_batch_size": micro_batch_size, "sequence_length": sequence_length, **run}
-        given = {name: value for name, value in given.items() if value is not None}
+        given = _numbers({name: value for name, value in given.items() if value is not None})
         job = model_run(self.source, **given)
         return Job(job.source, job.run, job.findings, self.arguments, given, f"{self.call}.{_call('on', **given)}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Job(ModelRun):
     """A model and how it is run: what can be asked about it."""
 
     model_arguments: Mapping[str, Any] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
     call: str = ""
+
+    def __repr__(self) -> str:
+        return f"<Job {self.call}>"
 
     def shapes(self, *, check: bool = False) -> ShapesResult:
         """Every GEMM of a training step. `check` compares them with the live model (needs torch and transformers).
@@ -101,16 +110,17 @@ class Job(ModelRun):
         """
         return app.shapes.shapes(self, check=check, command=self._command("shapes", check=check), reporter=_console())
 
-    def forecast(self, *gpus: str, recipes: Sequence[str] | None = None, **options: Any) -> ForecastResult:
+    def forecast(self, *gpus: str | Iterable[str], recipes: Sequence[str] | None = None, **options: Any) -> ForecastResult:
         """Linears and the training step on GPUs that need not be here, with 90% error bars.
 
+        GPUs are named one by one, in a list, or separated by commas: `job.forecast("b300", "h200")`, `job.forecast("b300,h200")`.
         Options: modes, left_out, state, dp, cache_weights, and tokens, gpu_count, price for the cost of a run.
         """
         choices, rest = _split({"recipes": recipes, **options}, app.forecast.forecast, Choices)
         command = self._command("forecast", *map(repr, gpus), recipes=recipes, **options)
-        return app.forecast.forecast(self, gpus, choices=Choices(**choices), command=command, reporter=_console(), **rest)
+        return app.forecast.forecast(self, _names(gpus), choices=Choices(**choices), command=command, reporter=_console(), **rest)
 
-    def sweep(self, *gpus: str, recipes: Sequence[str] | None = None, **axes_and_options: Any) -> ForecastResult:
+    def sweep(self, *gpus: str | Iterable[str], recipes: Sequence[str] | None = None, **axes_and_options: Any) -> ForecastResult:
         """The training step over one size or two: `job.sweep("b200", micro_batch_size=[1, 2, 4])`. Sizes of the model can vary if
         it was loaded by its sizes. Ctrl-C returns the points computed until then. Options: state, dp, left_out."""
         axes = {name: value for name, value in axes_and_options.items() if name not in ("state", "dp", "left_out")}
@@ -119,7 +129,7 @@ class Job(ModelRun):
         command = self._command("sweep", *map(repr, gpus), recipes=recipes, **axes_and_options)
         arguments = self.model_arguments, self.arguments
         return app.forecast.sweep(
-            *arguments, axes, gpus, choices=Choices(**choices), command=command, reporter=_console(), **rest
+            *arguments, axes, _names(gpus), choices=Choices(**choices), command=command, reporter=_console(), **rest
         )
 
     def bench(self, *, recipes: Sequence[str] | None = None, **options: Any) -> BenchResult:
@@ -131,7 +141,7 @@ class Job(ModelRun):
         self,
         *,
         recipes: Sequence[str] | None = None,
-        tokens: float | None = None,
+        tokens: float | str | None = None,
         gpu_count: int | None = None,
         price: float | None = None,
         **options: Any,
@@ -140,7 +150,7 @@ class Job(ModelRun):
         observed_speedup, backend, device, share_gpu, left_out. `tokens`, `gpu_count` and `price` (per GPU-hour): the cost."""
         command = self._command("step", recipes=recipes, tokens=tokens, gpu_count=gpu_count, price=price, **options)
         choices, rest = _split({"recipes": recipes, **options}, app.step.run_step, Choices)
-        budget = app.step.Budget.asked(tokens, gpu_count, price)
+        budget = app.step.Budget.asked(token_count(tokens) if isinstance(tokens, str) else tokens, gpu_count, price)
         return app.step.run_step(self, choices=Choices(**choices), budget=budget, command=command, reporter=_console(), **rest)
 
     def _command(self, name: str, *arguments: str, **options: Any) -> str:
@@ -161,11 +171,11 @@ def _bench(
     )
 
 
-def forecast_gemms(*gpus: str, shapes: Sequence[Shape], **options: Any) -> ForecastResult:
+def forecast_gemms(*gpus: str | Iterable[str], shapes: Sequence[Shape], **options: Any) -> ForecastResult:
     """Forecast bare GEMMs of these (M, K, N), with the options of `Job.forecast`."""
     choices, rest = _split(options, app.forecast.forecast, Choices)
     command = _call("gemmscope.forecast_gemms", *map(repr, gpus), shapes=shapes, **options)
-    return app.forecast.forecast(None, gpus, shapes=shapes, choices=Choices(**choices), command=command, **rest)
+    return app.forecast.forecast(None, _names(gpus), shapes=shapes, choices=Choices(**choices), command=command, **rest)
 
 
 def explain_trace(*traces: str | Path, **options: Any) -> ExplainResult:
@@ -197,7 +207,7 @@ def read(path: str | Path) -> Result:
 
 
 def calibrate(*, recipes: Sequence[str] | None = None, **options: Any) -> Calibrated | None:
-    """Measure this GPU, so that forecasts for it are based on it."""
+    """Measure this GPU to make its forecasts more accurate."""
     choices, timing, rest = _split({"recipes": recipes, **options}, app.calibrate.calibrate, Choices, BenchTiming)
     return app.calibrate.calibrate(choices=Choices(**choices), timing=BenchTiming(**timing), reporter=_console(), **rest)
 
@@ -207,12 +217,39 @@ def doctor() -> Diagnosis:
     return app.doctor.diagnose()
 
 
+def _names(given: Iterable[str | Iterable[str]]) -> list[str]:
+    """Names one by one, in lists, or separated by commas.
+
+    >>> _names(["b300, h200", ["a100"]])
+    ['b300', 'h200', 'a100']
+    """
+    names = [name for each in given for name in ([each] if isinstance(each, str) or not isinstance(each, Iterable) else each)]
+    if wrong := [name for name in names if not isinstance(name, str)]:
+        raise UserError(f"{shown(wrong[0])} is not a name", "for example job.forecast('b300', 'h200', recipes=['mxfp8'])")
+    return [part.strip() for name in names for part in name.split(",") if part.strip()]
+
+
+def _numbers(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with sizes as people type them: `sequence_length="8k"`, `tokens="2T"`. Other texts stay as they are.
+
+    >>> _numbers({"sequence_length": "8k", "tokens": "2T", "recompute": "full", "tp": 2})
+    {'sequence_length': 8192, 'tokens': 2000000000000.0, 'recompute': 'full', 'tp': 2}
+    """
+    result = dict(given)
+    for name, value in given.items():
+        if isinstance(value, str):
+            with suppress(ValueError):
+                result[name] = token_count(value) if name == "tokens" else size(value)
+    return result
+
+
 def _split(options: Mapping[str, Any], function: Callable[..., Any], *groups: type) -> list[dict[str, Any]]:
     """The options that are fields of each group, then those of the function itself; a `UserError` for any other."""
     names = [{each.name for each in fields(group)} for group in groups]
     names.append(
         {name for name in signature(function).parameters if name not in ("job", "command", "reporter", "choices", "timing")}
     )
+    options = _numbers({**options, **({"recipes": _names([given])} if (given := options.get("recipes")) is not None else {})})
     known = set().union(*names)
     if unknown := [name for name in options if name not in known]:
         raise UserError(f"there is no option {', '.join(unknown)}", f"options: {', '.join(sorted(known))}")

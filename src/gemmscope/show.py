@@ -1,12 +1,16 @@
-"""How a result shows itself in Python: as text, as HTML in a notebook, as a file.
+"""How a result shows itself in Python: as text, as HTML in a notebook, as DataFrames, as a file.
 
 `results/base.py` calls these functions by name, so that results need not import what shows them.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from gemmscope import writers
 from gemmscope.document.build import document
+from gemmscope.document.model import Chart, Document
 from gemmscope.errors import UserError
 from gemmscope.files import write_text
 from gemmscope.results.base import Result
@@ -22,9 +26,32 @@ def text(result: Result, *, detail: bool = False) -> str:
 
 
 def notebook(result: Result) -> str:
-    """The answer, the main tables and the main charts, as HTML."""
-    found = document(result)
-    return notebook_html(found, figure.png(found))
+    """The answer, the main charts and the main table as HTML, the rest collapsed."""
+    told = document(result)
+    return notebook_html(told, figure.png(_main_figure(told)))
+
+
+def _main_figure(told: Document) -> Document:
+    """With the first chart only, and those that are drawn beside it on the same axis: for other GPUs, for the other mode."""
+    charts = told.charts()
+    drawn = [chart for chart in charts if chart.main or getattr(chart, "figure", False)] or charts
+    kept = [chart for chart in drawn if type(chart) is type(drawn[0]) and _unit(chart) == _unit(drawn[0])]
+    sections = [replace(section, blocks=tuple(block for block in section.blocks if block in kept)) for section in told.sections]
+    return replace(told, sections=tuple(sections))
+
+
+def _unit(chart: Chart) -> str:
+    return str(getattr(chart, "unit", ""))
+
+
+def frame(result: Result, title: str = "") -> Any:
+    """The main table as a DataFrame, or the one with this title."""
+    return writers.frame.frame(document(result), title)
+
+
+def frames(result: Result) -> dict[str, Any]:
+    """Every table as a DataFrame, by its title."""
+    return writers.frame.frames(document(result))
 
 
 def save(result: Result, path: str | Path) -> None:

@@ -41,7 +41,7 @@ def test_a_model_and_shapes(pretend: Pretend) -> None:
         ({"shapes": [(0, 4, 4)]}, "0x4x4 is not a shape"),
         ({"shapes": [(4, 10**8, 4)]}, "is too large"),
         ({"timing": BenchTiming(precision=2.0)}, "precision must be between 0 and 1, got 2"),
-        ({"choices": Choices(recipes=[])}, "recipes names no recipe"),
+        ({"choices": Choices(recipes=[])}, "recipes is empty"),
         ({"choices": Choices(recipes=["mxfp8"], left_out=["MXFP8"])}, "recipes names MXFP8, which is left out"),
         ({"choices": Choices(modes=["quick"])}, "there is no mode 'quick'"),  # type: ignore[list-item]
     ],

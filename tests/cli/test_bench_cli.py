@@ -160,7 +160,7 @@ def test_shapes_are_squares_and_triplets() -> None:
     assert parse_shapes("1024,8192x5120x10240") == [(1024, 1024, 1024), (8192, 5120, 10240)]
     assert parse_shapes(" 16X32X64 , ,7") == [(16, 32, 64), (7, 7, 7)]
     assert parse_shapes("default") is None
-    with pytest.raises(UserError, match="names no shape"):
+    with pytest.raises(UserError, match="--shapes is empty"):
         parse_shapes("")
 
 
@@ -197,7 +197,7 @@ def test_a_recipe_is_not_both_named_and_left_out(run: Run, pretend: Pretend) -> 
     ran = pretend()
     outcome = run(f"bench {REFERENCE} --recipes mxfp8,fp8current --no-fp8")
     assert outcome.code == 2
-    assert "--recipes names MXFP8, and --no-fp8 leaves it out" in outcome.err
+    assert "--recipes includes MXFP8, and --no-fp8 skips it" in outcome.err
     assert not ran
 
 

@@ -268,7 +268,7 @@ def test_ctrl_c_before_anything_was_measured(run: Run, monkeypatch: pytest.Monke
         (f"{SMALL} --tokens 0 --gpus 8", "--tokens 0 is not a number of tokens"),
         (f"{SMALL} --tokens 1e9 --gpus 3 --tp 2", "3 GPUs do not divide into groups of 2"),
         (f"{SMALL} --observed-speedup 0", "--observed-speedup must be between 0 and 100"),
-        (f"{SMALL} --precision 2", "--precision must be between 0 and 1"),
+        (f"{SMALL} --precision 2", "must be a percentage such as 3%"),
         (f"{SMALL} --pre-quantize", "a step quantizes as it runs"),
         (f"{SMALL} --longest nan", "--time-limit must be more than 0 seconds"),
         (f"{SMALL} -o step.txt", "is not a figure file"),

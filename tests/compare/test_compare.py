@@ -98,12 +98,68 @@ def test_exit_codes(run: Run, tmp_path: Path) -> None:
     assert isinstance(result, CompareResult)
     assert result.has("compare-too-slow")
     assert result.limit == pytest.approx(0.03)
-    assert "error: Failed --fail-if-slower 3%" in outcome.out
+    assert "\nFailed --fail-if-slower 3%" in outcome.out
     assert "| MLP Up · FP8Current · autocast |" in (tmp_path / "c.markdown").read_text()
     assert (tmp_path / "c.csv").read_text().count("slower") >= 30
     assert run(f"compare {FIRST} {slow} --fail-if-slower 0.2").code == 0  # slower, but by less than 20% beyond its interval
     assert run(f"compare {FIRST} {slow} --fail-if-slower much").code == 2
     assert "3%" in run(f"compare {FIRST} {slow} --fail-if-slower 3").err  # a limit of 300% would let it pass
+
+
+def widened(path: Path, factor: float, source: Path = AGAIN, only: str = "") -> Path:
+    """The second run with wider intervals: all of them, or those of one op."""
+    data = raw(source) if source.suffix == ".gz" else json.loads(source.read_text())
+    for row in times(data):
+        if not only or row.get("op") == only:
+            time = row["total_ms"]
+            time["low"], time["high"] = (time["value"] + factor * (time[end] - time["value"]) for end in ("low", "high"))
+    path.write_text(json.dumps(data))
+    return path
+
+
+def test_quiet_noisy_and_slow_runs(run: Run, tmp_path: Path) -> None:
+    """Quiet runs pass with 0. Noisy ones that may hide 3% end with 4, certainly slower ones with 1, noisy or not."""
+    noisy, one = widened(tmp_path / "noisy.json", 60), widened(tmp_path / "one.json", 60, only="MLP Up")
+    assert run(f"compare {FIRST} {AGAIN} --fail-if-slower 3%").code == 0
+    outcome = run(f"compare {FIRST} {noisy} --fail-if-slower 3% --json {tmp_path}/c.json")
+    assert outcome.code == 4
+    assert "\nToo noisy to check --fail-if-slower 3%" in outcome.out
+    assert "Passed" not in outcome.out
+    result = read_result(tmp_path / "c.json")
+    assert isinstance(result, CompareResult)
+    assert result.failing() == []
+    assert fact(result.findings, "compare-too-noisy", "rows") == len(result.unresolved()) > 1
+    assert run(f"compare {FIRST} {one} --fail-if-slower 3%").code == 4  # one noisy row is enough
+    assert run(f"compare {FIRST} {noisy} --fail-if-slower 90%").code == 0  # which these runs can tell
+    assert run(f"compare {FIRST} {noisy}").code == 0
+    slow = slowed(tmp_path / "slow.json", 1.6)
+    assert run(f"compare {FIRST} {slow} --fail-if-slower 3%").code == 1
+    both = widened(tmp_path / "both.json", 60, slow, only="MLP Up")
+    outcome = run(f"compare {FIRST} {both} --fail-if-slower 3%")
+    assert outcome.code == 1
+    assert "Too noisy" not in outcome.out
+
+
+def test_which_rows_are_unresolved(tmp_path: Path) -> None:
+    one = widened(tmp_path / "one.json", 60, only="MLP Up")
+    result = compare([FIRST, one], fail_if_slower=0.03)
+    assert {row.what for row in result.unresolved()} == {"MLP Up"}
+    assert min(row.changes[-1].half_width for row in result.unresolved()) > 0.03
+    assert compare([FIRST, one], fail_if_slower=0.0).unresolved() == []
+    without = raw(AGAIN)
+    for row in times(without):
+        row["total_ms"]["low"] = row["total_ms"]["high"] = None
+    (tmp_path / "without.json").write_text(json.dumps(without))
+    result = compare([FIRST, tmp_path / "without.json"], fail_if_slower=0.03)  # a time without an interval resolves nothing
+    assert len(result.unresolved()) == len(result.rows)
+    assert fact(result.findings, "compare-too-noisy", "spread") == "interval unknown"
+
+
+def test_noisy_but_clearly_faster_passes(run: Run, tmp_path: Path) -> None:
+    fast = widened(tmp_path / "fast.json", 20, slowed(tmp_path / "x.json", 0.3))
+    result = compare([FIRST, fast], fail_if_slower=0.03)
+    assert set(verdicts(result)) == {"faster"}
+    assert run(f"compare {FIRST} {fast} --fail-if-slower 3%").code == 0
 
 
 def test_a_limit_from_python_must_be_a_share() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from gemmscope.document.build import document
@@ -47,7 +49,7 @@ def test_every_writer_shows_every_row(runs: int) -> None:
     assert tables[0].title == "Differences besides the times"
     assert len(tables) == runs
     for written in (text(made), markdown([made]), page([made]), csv_text(made)):
-        for word in ("MLP Up · FP8Current · autocast", "slower", "too close to call", "missing", "580"):
+        for word in ("MLP Up · FP8Current · autocast", "slower", "too noisy", "missing", "580"):
             assert word in written
 
 
@@ -55,9 +57,45 @@ def test_changes_are_marked_and_unknown_intervals_named() -> None:
     rows = document(compared()).tables()[1].rows
     assert [cell.text for cell in rows[0][-3:]] == ["+5.0%", "+3.0% to +7.0%", "slower"]
     assert rows[0][-1].level == "warning"
-    assert [cell.text for cell in rows[1][-3:]] == ["+0.1%", "unknown", "too close to call"]
+    assert [cell.text for cell in rows[1][-3:]] == ["+0.1%", "unknown", "too noisy"]
     assert [cell.text for cell in rows[2][-3:]] == ["-", "-", "missing"]
     assert (rows[0][-3].low, rows[0][-3].high) == (1.03, 1.07)
+
+
+@pytest.mark.parametrize(
+    ("code", "facts"),
+    [
+        ("compare-too-slow", {"limit": "3%", "rows": 1, "worst": "MLP Up", "change": 0.05}),
+        ("compare-too-noisy", {"limit": "3%", "rows": 1, "of": 3, "noisiest": "MLP Down", "spread": "±9%"}),
+        ("compare-within-limit", {"limit": "3%"}),
+    ],
+)
+def test_a_requested_check_is_the_answer(code: str, facts: dict[str, Any]) -> None:
+    checked = finding(code, **facts)
+    made = document(compared().model_copy(update={"findings": (*compared().findings, checked)}))
+    assert made.answer == checked.text
+    assert made.because == (compared().findings[0].text,)
+    assert [message.code for message in made.messages] == ["compare-missing"]
+
+
+def test_differences_in_the_environment_are_in_the_short_view() -> None:
+    assert document(compared()).context[-1] == "Also different: driver (580, -)"
+    many = tuple(EnvironmentDifference(name=f"package {number}", values=("1", "2")) for number in range(9))
+    context = document(compared().model_copy(update={"differences": many})).context
+    assert context[-1].endswith("package 3 (1, 2), 5 more (add --detail)")
+    assert not any("different" in line for line in document(compared().model_copy(update={"differences": ()})).context)
+
+
+def test_rows_that_are_too_noisy_say_so() -> None:
+    wide = Change(ratio=Interval(1.0, 0.9, 1.1), verdict="too close to call")
+    row = ComparedRow(what="MLP Up", recipe="BF16", times_ms=(1.0, 1.0), changes=(wide,))
+    result = compared().model_copy(update={"rows": (*compared().rows, row)})
+    made = document(result)
+    assert made.tables()[1].rows[-1][-1].text == "too noisy"
+    assert made.summary is not None
+    assert [row[-1].text for row in made.summary.rows] == ["slower", "too noisy", "too noisy", "missing"]
+    unlimited = document(result.model_copy(update={"limit": None}))
+    assert unlimited.tables()[1].rows[-1][-1].text == "too close to call"
 
 
 def test_the_answer_is_the_first_finding() -> None:

@@ -18,8 +18,10 @@ VISIONS = {
     "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
     "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
     "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
-    "grey": [[0.2126729, 0.7151522, 0.0721750]] * 3,
+    "luminance": [[0.2126729, 0.7151522, 0.0721750]] * 3,  # in grey print, by the light that is reflected
+    "luma": [[0.299, 0.587, 0.114]] * 3,  # in grey print as most drivers do it: Rec. 601, on the values as they are stored
 }
+GREY = ("luminance", "luma")
 XYZ = np.array([[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]])
 # The least CIEDE2000 between two classes of one chart, by vision. Just noticeable is about 1, side by side.
 LEAST = {"recipe": {"normal": 18.0, "grey": 7.5}, "part": {"normal": 18.0, "grey": 7.5}, "series": {"normal": 15.0, "grey": 5.0}}
@@ -29,8 +31,9 @@ COLOR_BLIND = {"recipe": 11.0, "part": 11.0, "series": 9.0}
 def lab(color: str, vision: str) -> tuple[float, float, float]:
     """CIELAB of a color as somebody with this vision sees it."""
     srgb = np.array([int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)])
+    srgb = VISIONS["luma"] @ srgb if vision == "luma" else srgb
     linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
-    relative = XYZ @ np.clip(np.asarray(VISIONS[vision]) @ linear, 0, 1) / XYZ.sum(axis=1)
+    relative = XYZ @ np.clip(linear if vision == "luma" else np.asarray(VISIONS[vision]) @ linear, 0, 1) / XYZ.sum(axis=1)
     x, y, z = np.where(relative > 216 / 24389, np.cbrt(relative), (24389 / 27 * relative + 16) / 116)
     return 116 * y - 16, 500 * (x - y), 200 * (y - z)
 
@@ -77,9 +80,9 @@ def test_classes_of_one_chart_differ(vision: str, theme: str) -> None:
         kind = title.split()[0]
         for one, other in combinations(styles, 2):
             apart = distance(lab(getattr(one, theme), vision), lab(getattr(other, theme), vision))
-            least = LEAST[kind].get(vision, COLOR_BLIND[kind])
+            least = LEAST[kind].get("grey" if vision in GREY else vision, COLOR_BLIND[kind])
             if one.hatch != other.hatch:  # told apart by that too: in grey print by that alone
-                least = 0.0 if vision == "grey" else least / 2
+                least = 0.0 if vision in GREY else least / 2
             assert apart >= least, f"{one.key} and {other.key} are {apart:.1f} apart with {vision} ({theme})"
 
 

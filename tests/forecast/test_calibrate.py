@@ -183,7 +183,21 @@ def test_the_command(run: Run, pretend: Pretend, monkeypatch: pytest.MonkeyPatch
     assert own_findings(run, f"{LINE} --gpu h200")["calibrated-here"].facts["device"] == "NVIDIA H200"
     sweep = LINE.replace("--micro_batch_size 31", "") + " --gpu h200 --sweep micro_batch_size=1,2"
     assert "calibrated-here" in own_findings(run, sweep)
-    assert run("calibrate --device cpu").code == 2
+
+
+@pytest.mark.parametrize("choice", ["--device cpu", "--backend cpu"])
+def test_a_cpu_cannot_be_calibrated(run: Run, choice: str) -> None:
+    outcome = run(f"calibrate {choice}")
+    assert outcome.code == 2
+    assert f"remove {choice}" in outcome.err
+
+
+def test_without_a_gpu_it_advises_nothing_that_it_refuses(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    outcome = run("calibrate")
+    assert outcome.code == 2
+    assert "there is no NVIDIA GPU here to calibrate" in outcome.err
+    assert "cpu" not in outcome.err
 
 
 def test_what_could_not_be_measured_is_not_written(run: Run, pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,9 +47,9 @@ class BenchTiming:
     num_iters: int | None = None
     gpu_warmup: float | None = None
     cache_weights: bool = False
-    """Weights are quantized once per step: leave that out of the times."""
+    """Exclude weight quantization from the times, as if weights were quantized once per step."""
     torchao_filter: bool = True
-    """Leave those layers in BF16 that torchao's own filter would leave."""
+    """Keep the layers in BF16 that torchao's own filter skips."""
 
     def check(self) -> None:
         """A `UserError` for an invalid value."""

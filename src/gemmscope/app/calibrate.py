@@ -40,13 +40,16 @@ RESTED_PRECISION, RESTED_LIMIT_S = 0.03, 25.0
 STEPS_PRECISION, STEPS_LIMIT_S = 0.02, 8.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Calibrated:
     """What was measured, and the file that forecasts read it from."""
 
     calibration: Calibration
     path: Path
     findings: tuple[Finding, ...]
+
+    def __repr__(self) -> str:
+        return f"<Calibrated {self.calibration.gpu} in {str(self.path)!r}>"
 
 
 def calibrate(
@@ -60,10 +63,16 @@ def calibrate(
     """Measure this GPU and write the factors between measured and forecast times. None if nothing could be measured."""
     timing.check()
     machine = environment()
-    choice = choose(choices, machine, cache_weights=timing.cache_weights)
     gpu = visible_gpu(machine)
-    if choice.backend == "cpu" or gpu is None:
-        raise UserError("calibration needs an NVIDIA GPU, because forecasts are of GPUs", f"leave out {option('device', 'cpu')}")
+    if choices.on_cpu:
+        which = option("device", "cpu") if choices.device == "cpu" else option("backend", "cpu")
+        raise UserError(f"a CPU cannot be calibrated: forecasts are for NVIDIA GPUs ({which})", f"remove {which}")
+    if gpu is None:
+        raise UserError(
+            "there is no NVIDIA GPU here to calibrate",
+            "run this on the machine that has the GPU; gemmscope forecast also works without a calibration",
+        )
+    choice = choose(choices, machine, cache_weights=timing.cache_weights)
     chip = factors.known_gpu(gpu.name)
     factors.check_place(chip.name)
     mark = fingerprint("calibrate", chip.name, choice.backend, choice.recipes, asdict(timing))

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding, finding
-from gemmscope.gpu.environment import Environment, GpuFacts
+from gemmscope.gpu.environment import Environment, GpuFacts, environment
+from gemmscope.gpu.specs import gpu
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.recipe.recipes import recipes as all_recipes
 from gemmscope.recipe.support import support
@@ -49,10 +50,10 @@ class Choices:
         if self.recipes is None:
             return None
         if not self.recipes:
-            raise UserError(f"{option('recipes')} names no recipe", f"recipes: {', '.join(all_recipes())}")
+            raise UserError(f"{option('recipes')} is empty", f"recipes: {', '.join(all_recipes())}")
         names = list(dict.fromkeys([BASELINE, *(recipe(name).name for name in self.recipes)]))
         if both := [name for name in names if name in self.left_out]:
-            raise UserError(f"{option('recipes')} names {both[0]}, which is left out at the same time", "keep one of the two")
+            raise UserError(f"{option('recipes')} includes {both[0]}, which is also skipped", "use only one of them")
         return names
 
     def chosen_modes(self) -> list[Mode]:
@@ -92,7 +93,7 @@ def choose(choices: Choices, machine: Environment, *, cache_weights: bool = Fals
     if cache_weights and backend not in CACHE_WEIGHTS:
         raise UserError(
             f"{option('cache_weights')} is not possible with the {backend} backend: it keeps no quantized weights between runs",
-            f"leave it out, or add {option('backend', 'transformer_engine')}",
+            f"remove it, or add {option('backend', 'transformer_engine')}",
         )
     if backend in GEMMS_ONLY and "autocast" in modes:
         if modes == ["autocast"]:
@@ -122,6 +123,18 @@ def visible_gpu(machine: Environment) -> GpuFacts | None:
     return machine.gpus[index] if index < len(machine.gpus) else None
 
 
+def supported(name: str, gpus: Sequence[str] | None = None) -> bool | None:
+    """Whether any of these GPUs, or the one that is here, supports a recipe; None if no GPU is here.
+
+    >>> supported("MXFP8", ["h200"]), supported("MXFP8", ["h200", "b200"])
+    (False, True)
+    """
+    if gpus is not None:
+        return any(support(name, gpu(each).capability).runs for each in gpus)
+    here = visible_gpu(environment())
+    return support(name, here.capability).runs if here is not None and here.capability is not None else None
+
+
 def _gpu(machine: Environment, *, share: bool) -> GpuFacts:
     """The GPU to measure on; a `UserError` if there is none, or if others use it."""
     gpu = visible_gpu(machine)
@@ -149,7 +162,7 @@ def _backend(requested: str | None, device: str, named: Sequence[str] | None) ->
         if requested not in possible:
             raise UserError(
                 f"the {requested} backend does not measure on {device}",
-                f"leave out {option('backend')} or {option('device')}, or name a pair that fits",
+                f"remove {option('backend')} or {option('device')}, or name a pair that fits",
             )
         possible = (requested,)
     elif named is not None and device == "cuda":

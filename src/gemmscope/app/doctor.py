@@ -17,12 +17,19 @@ BUSY = 10  # per cent of utilization
 LONGEST_S = 180
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diagnosis:
     """The machine, and what each backend reports: its versions and why it cannot run a recipe, or why it does not load."""
 
     machine: Environment
     backends: dict[str, Any]
+
+    def __repr__(self) -> str:
+        gpus = ", ".join(gpu.name for gpu in self.machine.gpus) or "no GPU"
+        return f"<Diagnosis: {gpus}; {', '.join(self.machine.packages) or 'no framework'}>"
+
+    def __str__(self) -> str:
+        return "\n".join((*self.lines(), *self.advice()))
 
     def to_json(self) -> str:
         return visible_json(json.dumps({"environment": asdict(self.machine), "backends": self.backends}, indent=1)) + "\n"

@@ -195,7 +195,7 @@ def _replicas_of(budget: Budget, run: RunSpec, dp: int | None) -> int:
     replicas = budget.replicas(run) // run.ep
     if dp is not None and dp != replicas:
         problem = f"{option('gpus', budget.gpus)} makes {replicas} data-parallel replicas in this layout, not {dp}"
-        raise UserError(problem, f"leave out {option('dp')}")
+        raise UserError(problem, f"remove {option('dp')}")
     return replicas
 
 
@@ -260,7 +260,7 @@ def _cases(subject: RankWorkload | None, shapes: Sequence[Shape] | None) -> Line
             check_shape(shape)
         return LinearCases(tuple(bare_gemms(shapes)))
     if shapes is not None:
-        raise UserError(f"{option('shapes')} are bare GEMMs, and a model is named too", "keep one of them")
+        raise UserError(f"{option('shapes')} are bare GEMMs, and a model is named too", "use only one of them")
     linears = linear_cases(subject.workload)
     if not linears.cases:
         raise UserError(f"{subject.name} has no linear layers", "gemmscope shapes lists its operations")
@@ -325,7 +325,7 @@ def _check_axes(axes: Mapping[str, Sequence[int]], model: Mapping[str, Any]) -> 
             hint = f"did you mean {' or '.join(similar)}? " if similar else ""
             raise UserError(f"{shown(name)} is not a size that a sweep can vary", f"{hint}sizes: {', '.join(SWEEP_SIZES)}")
     if not 1 <= len(axes) <= 2:
-        raise UserError(f"a sweep varies one size or two, not {len(axes)}", "keep one or two of them")
+        raise UserError(f"a sweep varies one size or two, not {len(axes)}", "use one or two")
     if empty := [name for name, values in axes.items() if not values]:
         raise UserError(f"the sweep gives {empty[0]} no values", f"for example {empty[0]} 1, 2, 4")
     if (points := prod(map(len, axes.values()))) > MOST_POINTS:

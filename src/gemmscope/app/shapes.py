@@ -18,7 +18,7 @@ def shapes(job: ModelRun, *, check: bool = False, command: str = "", reporter: R
     """
     if check and job.source.model is None:
         raise UserError(
-            f"{job.source.origin} has no closed form to check: its shapes are traced anyway", f"leave out {option('check')}"
+            f"{job.source.origin} has no closed form to check: its shapes are traced anyway", f"remove {option('check')}"
         )
     subject = rank_workload(job, reporter.say)
     summed = totals(subject.workload, job.run, job.source.model, subject.trace.parameters if subject.trace else 0)

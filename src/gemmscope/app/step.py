@@ -65,7 +65,7 @@ def run_step(
         budget.replicas(job.run)  # raises if the GPUs do not divide, before anything is measured
     if choices.modes is not None and list(choices.modes) == ["pre-quantized"]:
         message = f"a step quantizes as it runs: {option('pre_quantize')} is for GEMMs alone"
-        raise UserError(message, "leave it out, or use gemmscope bench")
+        raise UserError(message, "remove it, or use gemmscope bench")
     if hugging_face:
         choices = _for_hugging_face(job, choices, verify=verify)
     model = job.source.model
@@ -262,15 +262,15 @@ def _for_hugging_face(job: ModelRun, choices: Choices, *, verify: bool) -> Choic
     kinds = len(set(source.model.layers))
     whole, sizes = option("recompute", "full"), f"{option('tp')} and the other parallel sizes"
     for applies, message, hint in (
-        (selective, "can recompute whole layers, not attention alone", f"use {whole}, or leave out {name}"),
-        (verify, "runs the real layers already: there is nothing to verify", f"leave out {name} or {option('verify')}"),
-        (kinds > 1, f"runs a few layers for all, but {source.origin} has layers of several kinds", f"leave out {name}"),
-        (split, "runs whole layers and cannot split them", f"leave out {name}, or {sizes}"),
+        (selective, "can recompute whole layers, not attention alone", f"use {whole}, or remove {name}"),
+        (verify, "runs the real layers already: there is nothing to verify", f"remove {name} or {option('verify')}"),
+        (kinds > 1, f"runs a few layers for all, but {source.origin} has layers of several kinds", f"remove {name}"),
+        (split, "runs whole layers and cannot split them", f"remove {name}, or {sizes}"),
     ):
         if applies:
             raise UserError(f"{name} {message}", hint)
     if choices.backend not in (None, "torchao", "cpu"):
-        raise UserError(f"{name} runs with torchao, not with {choices.backend}", f"leave out {option('backend')}")
+        raise UserError(f"{name} runs with torchao, not with {choices.backend}", f"remove {option('backend')}")
     return choices if choices.backend or choices.device == "cpu" else replace(choices, backend="torchao")
 
 

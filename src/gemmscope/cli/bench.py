@@ -31,12 +31,7 @@ def command(
     profile_shape: str | None = None,
     verify_dgrad: bool = False,
 ) -> None:
-    """Time a model's linears in every precision on this GPU, in the state that training runs in.
-
-    Each linear is measured twice: autocast, forward and backward as training runs it, with quantization; and
-    pre-quantized, each GEMM by itself. Precisions are interleaved in random order until the interval of every speedup is
-    narrow enough. Kernel names prove which precision ran. Without a model, bare GEMMs are measured.
-    """
+    """Time a model's linears in every recipe on this GPU."""
     check_targets(outputs.targets(), model_options.files())
     timing = timing_options.bench_timing()
     timing.check()
@@ -46,10 +41,11 @@ def command(
     if named and shapes is not None:
         raise UserError(
             f"{option('shapes')} measures bare GEMMs, and {', '.join(map(option, named))} describes a model",
-            f"leave out {option('shapes')}, or give it alone",
+            f"remove {option('shapes')}, or use it without them",
         )
     parsed = parse_shapes(shapes) if shapes is not None else None
     job = run_options.of(model_options.load()) if named else None
+    choice_options.explain_no_fp8()
     arguments: dict[str, Any] = {
         "shapes": parsed,
         "choices": choice_options.choices(),
@@ -76,7 +72,7 @@ def _shape_to_profile(shapes: str | None, shape: str | None, *, profile: bool, n
         raise UserError("--profile-shape selects what --profile runs", "add --profile, or use --shapes to measure")
     if named:
         if shape is not None:
-            raise UserError("--profile runs the model that is named, or --profile-shape, not both", "keep one of them")
+            raise UserError("--profile runs the model that is named, or --profile-shape, not both", "use only one of them")
         return shapes
     chosen = PROFILE_SHAPE if shape is None else shape
     parse_shape(chosen)

@@ -6,13 +6,14 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from typer.core import TyperCommand
-
-from gemmscope import app
-from gemmscope.cli.output import FigureOptions
-from gemmscope.errors import UserError, option, shown
+from gemmscope import app, sizes
+from gemmscope.cli.commands import HelpfulCommand
+from gemmscope.cli.output import FigureOptions, say
+from gemmscope.errors import UserError, in_shell, option, shown
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from gemmscope.app.bench import BenchTiming
     from gemmscope.app.choose import Choices
     from gemmscope.workload.cases import Mode
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 Shape = tuple[int, int, int]
 
 SHAPE_HINT = "for example --shapes 1024,4096 for squares, --shapes 8192x4096x14336 for MxKxN, or --shapes default"
-MOST_DIGITS = 12  # more than any size has
+LARGEST = 10**12  # more than any size is
 MOST_SHAPES = 1000
 LEAVE_OUT = {
     "FP8Current": "no_fp8_current",
@@ -29,19 +30,20 @@ LEAVE_OUT = {
     "MXFP8": "no_fp8",
     "NVFP4": "no_fp4",
 }
+OTHER_FP8 = sum(name.startswith("FP8") for name in LEAVE_OUT)
 
 
 def parse_shapes(text: str) -> list[Shape] | None:
     """Squares and MxKxN triplets, separated by commas; None for `default`.
 
-    >>> parse_shapes("1024, 8192x4096x14336")
+    >>> parse_shapes("1024, 8kx4kx14336")
     [(1024, 1024, 1024), (8192, 4096, 14336)]
     """
     if text.strip().lower() == "default":
         return None
     parts = [part.strip() for part in text.split(",")]
     if not any(parts):
-        raise UserError("--shapes names no shape", SHAPE_HINT)
+        raise UserError("--shapes is empty", SHAPE_HINT)
     if len(parts) > MOST_SHAPES:
         raise UserError(f"--shapes names {len(parts)} shapes, more than {MOST_SHAPES}", "name fewer")
     return [parse_shape(part) for part in parts if part]
@@ -49,15 +51,18 @@ def parse_shapes(text: str) -> list[Shape] | None:
 
 def parse_shape(text: str) -> Shape:
     """One square or one MxKxN triplet."""
-    matched = re.fullmatch(r"([0-9]+)(?:x([0-9]+)x([0-9]+))?", text.strip().lower())
-    if matched is None:
+    parts = text.strip().lower().split("x")
+    try:
+        sides = [sizes.size(part) for part in parts]
+    except ValueError:
+        sides = []
+    if len(sides) not in (1, 3) or "-" in text or "+" in text:
         raise UserError(f"{shown(text)} is not a shape: it must be one size, or three as MxKxN", SHAPE_HINT)
-    sizes = [int(part[-MOST_DIGITS:]) if len(part) <= MOST_DIGITS else 10**MOST_DIGITS for part in matched.groups() if part]
-    m, k, n = sizes * (3 // len(sizes))
+    m, k, n = (min(side, LARGEST) for side in sides * (3 // len(sides)))
     return m, k, n
 
 
-class ShapesCommand(TyperCommand):
+class ShapesCommand(HelpfulCommand):
     """A bare `--shapes` means the default ladder: typer has no option whose value may be left out."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -91,6 +96,20 @@ class RecipeOptions:
         """The options that were given."""
         return [name for name, value in vars(self).items() if value is not None and value is not False]
 
+    def explain_no_fp8(self, gpus: Sequence[str] | None = None) -> None:
+        """Say what --no-fp8 means where it surprises: it skips MXFP8 only, and other FP8 recipes are still compared.
+
+        `gpus`: those to forecast; None for the GPU that is here. Who skips another FP8 recipe by its own flag knows this.
+        """
+        others = [flag for name, flag in LEAVE_OUT.items() if name.startswith("FP8") and not getattr(self, flag)]
+        if not self.no_fp8 or not others or self.recipes is not None:
+            return
+        able = app.choose.supported("MXFP8", gpus)
+        if able is False or (able and len(others) == OTHER_FP8):
+            why = "" if able else f", which {'these GPUs do' if gpus and len(gpus) > 1 else 'this GPU does'} not support"
+            flags = in_shell(" ".join(map(option, others)))
+            say(f"note: --no-fp8 skips MXFP8 only{why}. To skip the other FP8 recipes, add {flags}")
+
     def choices(self) -> Choices:
         """As the application takes it."""
         return app.choose.Choices(self._recipes(), tuple(self.left_out()), self._modes())
@@ -102,13 +121,13 @@ class RecipeOptions:
         lower = {name.lower() for name in names}
         for name, flag in self.left_out().items():
             if name.lower() in lower:
-                raise UserError(f"{option('recipes')} names {name}, and {option(flag)} leaves it out", "keep one of them")
+                raise UserError(f"{option('recipes')} includes {name}, and {option(flag)} skips it", "use only one of them")
         return names
 
     def _modes(self) -> list[Mode] | None:
         if self.pre_quantize and self.autocast_only:
             both = f"{option('pre_quantize')} and {option('autocast_only')}"
-            raise UserError(f"{both} leave nothing to measure", "keep one of them, or neither for both modes")
+            raise UserError(f"{both} exclude each other", "use only one of them, or neither for both modes")
         return ["pre-quantized"] if self.pre_quantize else ["autocast"] if self.autocast_only else None
 
 
@@ -119,6 +138,11 @@ class ChoiceOptions(RecipeOptions):
     device: str | None = None
     backend: str | None = None
     share_gpu: bool = False
+
+    def explain_no_fp8(self, gpus: Sequence[str] | None = None) -> None:
+        """Not on the CPU, which has none of these."""
+        if "cpu" not in (self.device, self.backend):
+            super().explain_no_fp8(gpus)
 
     def choices(self) -> Choices:
         """As the application takes it."""

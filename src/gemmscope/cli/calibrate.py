@@ -10,13 +10,7 @@ from gemmscope.cli.output import say, typed_command
 
 @takes(ChoiceOptions, TimingOptions)
 def command(choice_options: ChoiceOptions, timing_options: TimingOptions) -> None:
-    """Measure this GPU, so that `gemmscope forecast --gpu` for it is based on measurements.
-
-    Measures eight linears in every precision that the GPU runs, in both modes and in the sustained state; their GEMMs
-    once more on a rested GPU; and two short training steps. This takes a minute or two (90 s on an H200). The factors
-    between measured and forecast times are written to the user's configuration folder. Forecasts for other GPUs do not
-    change.
-    """
+    """Measure this GPU, for more accurate forecasts of it."""
     result = app.calibrate.calibrate(
         choices=choice_options.choices(),
         timing=timing_options.bench_timing(),

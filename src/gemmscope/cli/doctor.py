@@ -10,11 +10,7 @@ from gemmscope.text import printable
 
 @takes()
 def command(json: str | None = None) -> None:
-    """Check what this machine can measure, and why not the rest.
-
-    Looks at the GPU, the driver and the packages, asks the frameworks which precisions they run here, and says what to
-    install or change. Works without a GPU and without torch.
-    """
+    """Check what this machine can measure, and why not the rest."""
     check_targets({"json": json} if json is not None else {})
     diagnosis = app.doctor.diagnose()
     if json is not None:

@@ -1,9 +1,6 @@
 """`gemmscope explain`."""
 
 from dataclasses import asdict, dataclass
-from typing import Annotated
-
-import typer
 
 from gemmscope import app
 from gemmscope.cli.options import ModelOptions, RunOptions, takes
@@ -15,10 +12,7 @@ from gemmscope.errors import UserError, option
 class ExplainOptions:
     """The traces, and what to compare them with."""
 
-    traces: Annotated[
-        list[str],
-        typer.Argument(metavar="TRACE", help="One trace; the ranks of one job, or their folder; or BF16 and low precision."),
-    ]
+    traces: list[str]
     baseline: str | None = None
     against: str | None = None
     recipe: str | None = None
@@ -28,11 +22,7 @@ class ExplainOptions:
 
 @takes(ExplainOptions, FigureOptions, ModelOptions, RunOptions)
 def command(options: ExplainOptions, outputs: FigureOptions, model_options: ModelOptions, run_options: RunOptions) -> None:
-    """Explain from a profiler trace why a training step is not faster: causes, evidence, cost, and what to do.
-
-    Finds the steps, assigns all of their time to parts of the step, counts which GEMMs ran in low precision, and lists the causes
-    by their cost. With --baseline, a run file or a model, it also compares part by part.
-    """
+    """Explain from a profiler trace why a training step is not faster."""
     files = [str(path) for path in app.explain.trace_files(options.traces)]
     reads = [*files, *(path for path in (options.baseline, options.against) if path is not None), *model_options.files()]
     perfetto = {"perfetto": options.perfetto} if options.perfetto not in (None, "-") else {}
@@ -41,7 +31,7 @@ def command(options: ExplainOptions, outputs: FigureOptions, model_options: Mode
         given = ", ".join(map(option, run_options.given()))
         raise UserError(
             f"{given}: these options need a model, and none is named",
-            f"add {option('config', 'PATH')} or {option('preset', 'NAME')}, or leave them out",
+            f"add {option('config', 'PATH')} or {option('preset', 'NAME')}, or remove them",
         )
     choices = {**asdict(options), "traces": files}
     job = run_options.of(model_options.load()) if model_options.given() else None

@@ -23,12 +23,7 @@ def command(
     outputs: FigureOptions,
     shapes: str | None = None,
 ) -> None:
-    """Forecast a model's linears and its training step on GPUs you do not have, in every precision they run.
-
-    Times follow from the GPU's published rates and from measurements of how much of them libraries reach. Each has a 90%
-    error bar, and where the bar of a speedup includes 1 the two precisions are too close to call. --sweep varies one size
-    or two and shows the best precision at each; --gemms forecasts single GEMMs from a file.
-    """
+    """Forecast a model's linears and its training step on GPUs that are not here."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: the matrices are small, and threads would only wait
     named = [*model_options.given(), *run_options.given()]
     if options.gemms is not None:
@@ -38,12 +33,13 @@ def command(
     if options.library is not None:
         raise UserError(
             f"{option('library')} belongs to {option('gemms')}: a model is forecast with the library that training uses",
-            "leave it out",
+            "remove it",
         )
     if shapes is not None and (named or options.sweep):
         others = ", ".join(map(option, [*named, *(["sweep"] if options.sweep else [])]))
-        raise UserError(f"{option('shapes')} forecasts bare GEMMs, and {others} is about a model", "keep one of them")
+        raise UserError(f"{option('shapes')} forecasts bare GEMMs, and {others} is about a model", "use only one of them")
     check_targets(outputs.targets(), model_options.files())
+    recipe_options.explain_no_fp8(options.names())
     common: dict[str, Any] = {
         "choices": recipe_options.choices(),
         "state": options.state,
@@ -56,7 +52,7 @@ def command(
             what = "the cost of one run" if unused[0] in COST else "the linears alone"
             raise UserError(
                 f"{option('sweep')} forecasts the training step of many runs, and {option(unused[0])} is about {what}",
-                "leave it out",
+                "remove it",
             )
         model, run, axes = model_options.given(), run_options.given(), options.axes()
         with signals.held():  # also while the points that were computed are written
@@ -84,11 +80,11 @@ def _forecast_gemms(options: ForecastOptions, outputs: FigureOptions, named: lis
     """Single GEMMs from a file, as CSV to where -o or --csv says, else to standard output."""
     if named:
         listed = ", ".join(map(option, named))
-        raise UserError(f"{option('gemms')} forecasts single GEMMs, and {listed} describes a model", "keep one of them")
+        raise UserError(f"{option('gemms')} forecasts single GEMMs, and {listed} describes a model", "use only one of them")
     if unused:
         listed = ", ".join(map(option, unused))
         raise UserError(
-            f"{option('gemms')} forecasts single GEMMs in the formats of its file: {listed} has no effect", "leave it out"
+            f"{option('gemms')} forecasts single GEMMs in the formats of its file: {listed} has no effect", "remove it"
         )
     if outputs.output is not None and outputs.output.lower().endswith(writers.FIGURE_ENDINGS):
         raise UserError(
@@ -98,7 +94,7 @@ def _forecast_gemms(options: ForecastOptions, outputs: FigureOptions, named: lis
         if path is not None:
             raise UserError(f"{option('gemms')} writes CSV only, not {option(name)}", "give a path with --csv or -o")
     if outputs.csv is not None and outputs.output is not None:
-        raise UserError("--csv and -o both name an output file", "keep one of them")
+        raise UserError("--csv and -o both name an output file", "use only one of them")
     where = outputs.csv or outputs.output or "-"
     assert options.gemms is not None
     check_targets({"csv" if outputs.csv else "output": where}, [options.gemms])

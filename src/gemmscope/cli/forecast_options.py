@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gemmscope import sizes
 from gemmscope.errors import UserError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-SWEEP_HINT = "for example --sweep hidden_size=2048:16384:1024 or --sweep micro_batch_size=1,2,4,8"
+SWEEP_HINT = "for example --sweep hidden_size=2k:16k:1k or --sweep micro_batch_size=1,2,4,8"
 MOST_VALUES = 100_000
 
 
@@ -55,26 +55,30 @@ class ForecastOptions:
 
 
 def parse_sweep(text: str) -> tuple[str, Sequence[int]]:
-    """`hidden_size=2048:16384:1024` or `micro_batch_size=1,2,4`.
+    """`hidden_size=2k:16k:1k` or `micro_batch_size=1,2,4`.
 
-    >>> parse_sweep("hidden-size=1024:3072:1024"), parse_sweep("tp=1,2")
+    >>> parse_sweep("hidden-size=1k:3k:1k"), parse_sweep("tp=1,2")
     (('hidden_size', range(1024, 3073, 1024)), ('tp', [1, 2]))
     """
     name, _, values = text.partition("=")
-    name, values = name.strip().replace("-", "_"), values.strip()
-    number = "[0-9]{1,20}"  # the conversion of thousands of digits would be refused
-    if re.fullmatch(f"{number}:{number}:{number}", values):
-        first, last, step = map(int, values.split(":"))
-        if step == 0:
-            raise UserError(f"--sweep {shown(text)} has a step of zero", SWEEP_HINT)
-        if first > last:
-            raise UserError(f"--sweep {shown(text)} ends before it begins", f"swap the ends: {name}={last}:{first}:{step}")
-        if (last - first) // step >= MOST_VALUES:
-            raise UserError(f"--sweep {shown(text)} has more than {MOST_VALUES} values", "take larger steps")
-        return name, range(first, last + 1, step)
-    if re.fullmatch(rf"{number}(\s*,\s*{number})*", values):
-        return name, [int(part) for part in values.split(",")]
-    raise UserError(f"--sweep {shown(text)} is neither NAME=FIRST:LAST:STEP nor NAME=VALUE,VALUE,…", SWEEP_HINT)
+    name, parts = name.strip().replace("-", "_"), values.split(":")
+    is_range = len(parts) == 3
+    try:
+        if "-" in values:
+            raise ValueError  # noqa: TRY301  # no size is below zero
+        numbers = [sizes.size(part) for part in (parts if is_range else values.split(","))]
+    except ValueError:
+        raise UserError(f"--sweep {shown(text)} is neither NAME=FIRST:LAST:STEP nor NAME=VALUE,VALUE,…", SWEEP_HINT) from None
+    if not is_range:
+        return name, numbers
+    first, last, step = numbers
+    if step == 0:
+        raise UserError(f"--sweep {shown(text)} has a step of zero", SWEEP_HINT)
+    if first > last:
+        raise UserError(f"--sweep {shown(text)} ends before it begins", f"swap the ends: {name}={last}:{first}:{step}")
+    if (last - first) // step >= MOST_VALUES:
+        raise UserError(f"--sweep {shown(text)} has more than {MOST_VALUES} values", "take larger steps")
+    return name, range(first, last + 1, step)
 
 
 def parse_prices(text: str) -> float | Mapping[str, float]:

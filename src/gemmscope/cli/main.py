@@ -4,25 +4,23 @@ import errno
 import io
 import os
 import sys
-from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from gemmscope import __version__
+from gemmscope.cli.commands import SETTINGS, build
+from gemmscope.cli.describe import COMMANDS
+from gemmscope.cli.help import program_help, terminal_width
 from gemmscope.errors import UserError, in_shell
 from gemmscope.say import complain, say
 from gemmscope.signals import Interrupted
-from gemmscope.toml import load_data
 
 SIGINT, SIGPIPE = 2, 13
 UsageProblem: Any = typer.BadParameter.__mro__[2]  # ClickException: newer versions of typer have a click of their own
-COMMANDS = load_data("gemmscope.cli", "commands.toml")
-SETTINGS: dict[str, Any] = {
-    "help_option_names": ["-h", "--help"],
-    "token_normalize_func": lambda token: token.replace("_", "-"),  # --hidden_size and --hidden-size are the same option
-}
+SUMMARY = "Tells what FP8, MXFP8 and NVFP4 will do for your transformer's training on your GPU, before you pay for the run."
+START = "gemmscope forecast --preset llama-3.1-8b --micro-batch-size 1 --sequence-length 8k --gpu h200"
 
 
 class _OutputClosed(BaseException):
@@ -37,13 +35,7 @@ class LazyGroup(TyperGroup):
         self.commands = dict.fromkeys(COMMANDS)  # type: ignore[assignment]  # names alone: to list and to suggest
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
-        if cmd_name not in COMMANDS:
-            return None
-        module = import_module(f"gemmscope.cli.{cmd_name.replace('-', '_')}")
-        examples = "\n\n".join(f"\b\n{paragraph}" for paragraph in COMMANDS[cmd_name]["examples"].split("\n\n"))  # not re-wrapped
-        program = typer.Typer(rich_markup_mode=None, context_settings=SETTINGS, add_completion=False)
-        program.command(cmd_name, cls=getattr(module, "Command", None), epilog=examples)(module.command)
-        return typer.main.get_command(program)
+        return build(cmd_name) if cmd_name in COMMANDS else None
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -51,16 +43,15 @@ class LazyGroup(TyperGroup):
         except BrokenPipeError as error:  # typer would end with exit code 1, as if something had failed
             raise _OutputClosed from error
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, command["summary"]) for name, command in COMMANDS.items()])
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        options = [record for each in self.get_params(ctx) if (record := each.get_help_record(ctx)) is not None]
+        commands = [(name, command["summary"]) for name, command in COMMANDS.items()]
+        formatter.write(program_help(SUMMARY, commands, options, START, terminal_width()))
 
 
 app = typer.Typer(
     name="gemmscope",
     cls=LazyGroup,
-    help="What FP8, MXFP8 and NVFP4 will do for your transformer's training on your GPU, before you pay for the run.",
-    epilog="\b\nStart with:\n  gemmscope shapes --preset llama-3.1-8b --micro-batch-size 1 --sequence-length 8192",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help: never cut short, and in half the time
@@ -84,8 +75,8 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0 success, 1 a check failed, 2 invalid input or output, 128 + the number of a signal that
-    ended it (130 for Ctrl-C, 143 for SIGTERM)."""
+    """Run the command line. Exit codes: 0 success, 1 a check failed, 2 invalid input or output, 3 another precision ran, 4 too
+    noisy to check, 128 + the number of a signal that ended it (130 for Ctrl-C, 143 for SIGTERM)."""
     if sys.stdout is None:  # closed: whatever is written to it fails, and is not lost silently
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w", encoding="utf-8")
     if sys.stdin is None:
@@ -115,7 +106,7 @@ def _exit_code() -> int:
 
 def _command_code() -> int:
     try:
-        return app(standalone_mode=False) or 0
+        return app(standalone_mode=False, prog_name="gemmscope") or 0
     except UsageProblem as error:
         shown = io.StringIO()
         error.show(shown)

@@ -10,28 +10,33 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
 
-from gemmscope import app
-from gemmscope.errors import UserError, option
-from gemmscope.toml import load_data
+from gemmscope import app, sizes
+from gemmscope.cli.complete import completion
+from gemmscope.cli.describe import metavar_of, settings_of
+from gemmscope.errors import UserError, option, shown
 
 if TYPE_CHECKING:
     from gemmscope.app.model import ModelRun
     from gemmscope.model.source import ModelSource
 
 Result = TypeVar("Result")
-OPTIONS = load_data("gemmscope.cli", "options.toml")
 
 
-def whole_number(text: str) -> int:
-    """The value of an option that counts something."""
-    try:
-        return int(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a whole number") from None
+def _parser(read: Callable[[str], Any], name: str) -> Callable[[str], Any]:
+    """A parser of option values that reports invalid text as typer does."""
+
+    def parse(text: Any) -> Any:
+        try:
+            return read(text) if isinstance(text, str) else text  # typer also passes the default
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    parse.__name__ = name  # typer shows it where an option has no metavar
+    return parse
 
 
 def number(text: str) -> float:
@@ -39,7 +44,15 @@ def number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a number") from None
+        raise ValueError(f"{shown(text)} is not a number") from None
+
+
+PARSERS = {name: _parser(getattr(sizes, name), name) for name in ("size", "token_count", "percentage")}
+TYPES: dict[type, tuple[Callable[[str], Any] | None, str]] = {
+    bool: (None, ""),  # before int, which it is a subclass of
+    int: (PARSERS["size"], "N"),
+    float: (_parser(number, "number"), "X"),
+}
 
 
 def takes(*groups: type) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
@@ -51,7 +64,7 @@ def takes(*groups: type) -> Callable[[Callable[..., Result]], Callable[..., Resu
         hints = get_type_hints(command, include_extras=True)
         for group in groups:
             hints |= get_type_hints(group, include_extras=True)
-        name = command.__module__.rpartition(".")[2]
+        name = command.__module__.rpartition(".")[2].replace("_", "-")
         annotations = {parameter.name: _described(parameter.name, hints[parameter.name], name) for parameter in parameters}
 
         @functools.wraps(command)
@@ -73,18 +86,21 @@ def takes(*groups: type) -> Callable[[Callable[..., Result]], Callable[..., Resu
 
 
 def _described(name: str, hint: Any, command: str) -> Any:
-    """The type of an option with what `options.toml` says of it, unless it is annotated already."""
-    for own in (hint, *get_args(hint)):  # Python 3.10 puts an Optional around it where the default is None
-        if get_origin(own) is Annotated:
-            return own
-    text = {**OPTIONS["shared"], **OPTIONS.get(command, {})}[name]
-    settings = {"help": text} if isinstance(text, str) else dict(text)
+    """The type of an option with what `options.toml` says of it."""
+    settings = settings_of(name, command)
     types = get_args(hint) or (hint,)
-    flags = settings.pop("flags", [f"--{name.replace('_', '-')}"] if bool in types else [])
-    for kind, parser, metavar in ((int, whole_number, "N"), (float, number, "X")):
-        if kind in types:
-            settings = {"parser": parser, "metavar": metavar, **settings}
-    return Annotated[hint, typer.Option(*flags, **settings)]
+    parse, metavar = next((TYPES[kind] for kind in TYPES if kind in types), (None, None))
+    parse = PARSERS[settings["parse"]] if "parse" in settings else parse
+    facts = {
+        "help": settings["help"],
+        "metavar": metavar_of(settings) or metavar,
+        "parser": parse,
+        "autocompletion": completion(settings),
+    }
+    if settings.get("argument"):
+        return Annotated[hint, typer.Argument(**facts)]
+    flags = settings.get("flags", [f"--{name.replace('_', '-')}"])
+    return Annotated[hint, typer.Option(*flags, *settings.get("aliases", ()), hidden=settings.get("hidden", False), **facts)]
 
 
 @dataclass(frozen=True)
@@ -148,9 +164,9 @@ class RunOptions:
 
 def _numbers(text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(part) for part in text.split(","))
+        return tuple(sizes.size(part) for part in text.split(","))
     except ValueError:
         raise UserError(
-            f"{option('pp_layers')} must be a list of whole numbers, got {text!r}",
+            f"{option('pp_layers')} must be a list of whole numbers, got {shown(text)}",
             f"for example {option('pp_layers', '16,15,15,15')}",
         ) from None

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from gemmscope import app, writers
 from gemmscope.errors import UserError, option, shown
 from gemmscope.files import descriptor, same_file, write_text
-from gemmscope.results.keep import Keeper
 from gemmscope.say import say as say  # for the commands
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ def deliver(result: Result, outputs: OutputOptions) -> None:
         "csv": lambda: writers.csv.csv_text(document()),
         "markdown": lambda: writers.markdown.markdown([document()]),
     }
-    targets, keeper, failures = outputs.targets(), Keeper(result), list[UserError]()
+    targets, keeper, failures = outputs.targets(), app.result.Keeper(result), list[UserError]()
     for name, place in sorted(targets.items(), key=lambda target: (to_stdout(target[1]), target[0] != "json")):
         path, note = keeper.place(place, run_file=name == "json")
         if note:

@@ -1,35 +1,20 @@
 """`gemmscope report`."""
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from gemmscope import app, writers
+from gemmscope.cli.options import takes
 from gemmscope.cli.output import check_targets, say, to_stdout, write
 from gemmscope.errors import UserError, option
 
 DEFAULT = "report.html"
 
 
-def command(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run files, as --json writes them; plain or gzipped.")],
-    output: Annotated[
-        str | None,
-        typer.Option(
-            "-o", "--output", metavar="PATH|-", help=f"The HTML page. (default: {DEFAULT}, if no other output is given)"
-        ),
-    ] = None,
-    markdown: Annotated[str | None, typer.Option(metavar="PATH|-", help="Write the same as Markdown.")] = None,
-    figures: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="Draw every chart into this folder, as PNG and SVG.")
-    ] = None,
-) -> None:
-    """Make one self-contained page from run files of any command.
-
-    The page shows the answer, where the time goes, from the speedup of the GEMMs to that of the step, every table (sortable),
-    evidence and warnings, and how it was measured. It needs no network. Several runs of one model stand side by side.
-    """
+@takes()
+def command(runs: list[str], output: str | None = None, markdown: str | None = None, figures: str | None = None) -> None:
+    """Make one self-contained page from run files of any command."""
     if output is None and markdown is None and figures is None:
         output = DEFAULT
     targets = {name: place for name, place in (("output", output), ("markdown", markdown)) if place is not None}

@@ -11,12 +11,7 @@ from gemmscope.cli.output import OutputOptions, check_targets, deliver, typed_co
 def command(
     model_options: ModelOptions, run_options: RunOptions, outputs: OutputOptions, list_presets: bool = False, check: bool = False
 ) -> None:
-    """List the GEMMs of one training step, with their FLOPs.
-
-    Shows every GEMM that one rank runs for one micro-batch: three for each linear (fprop, dgrad, wgrad), as
-    MxKxN = tokens x input features x output features, and the other work of the step. --config takes Hugging Face,
-    Megatron-LM, torchtitan and Megatron-Bridge files.
-    """
+    """List the GEMMs of one training step."""
     if list_presets:
         writers.terminal.show_table(app.model.preset_table())
         return

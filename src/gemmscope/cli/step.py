@@ -35,12 +35,7 @@ def command(
     options: StepOptions,
     outputs: FigureOptions,
 ) -> None:
-    """Predict the training step: forward, backward and optimizer of the whole model, in every recipe.
-
-    The step runs at the model's own depth with the weights of at most four layers, at the clocks of sustained training,
-    recipes in turn. A waterfall shows how much of the speedup of the GEMMs reaches the step, and a recommendation names the
-    recipe to use and the layers to leave in BF16.
-    """
+    """Predict the training step in every recipe."""
     check_targets(outputs.targets(), model_options.files())
     budget = app.step.Budget.asked(options.tokens, options.gpus, options.price)
     asked: dict[str, Any] = {name: value for name, value in vars(options).items() if name not in ("tokens", "gpus", "price")}
@@ -51,6 +46,7 @@ def command(
         "budget": budget,
     }
     job = run_options.of(model_options.load())
+    choice_options.explain_no_fp8()
     result = app.step.run_step(job, **asked, deliver=lambda result: deliver(result, outputs))
     if not result.step.recipes:
         raise typer.Exit(1)

@@ -117,6 +117,13 @@ def _findings(result: CompareResult) -> list[Finding]:
         if ratios:
             worst = max(ratios, key=lambda name: ratios[name])
             findings.append(finding("compare-too-slow", limit=limit, rows=len(ratios), worst=worst, change=ratios[worst] - 1))
+        elif unresolved := result.unresolved():
+            noisiest = max(unresolved, key=lambda row: row.changes[-1].half_width)
+            width, count = noisiest.changes[-1].half_width, len(unresolved)
+            spread = f"±{100 * width:.2g}%" if math.isfinite(width) else "interval unknown"
+            findings.append(
+                finding("compare-too-noisy", limit=limit, rows=count, of=len(result.rows), noisiest=noisiest.name, spread=spread)
+            )
         else:
             findings.append(finding("compare-within-limit", limit=limit))
     return findings

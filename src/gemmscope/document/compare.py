@@ -8,8 +8,10 @@ from gemmscope.document.model import Document, Message, Section, Subject
 from gemmscope.document.table import NOTHING, Cell, Table, columns, number
 from gemmscope.results.compare import Change, CompareResult
 
-MOST_ROWS = 14  # of the short view
-CLOSE, MISSING = "too close to call", "missing"
+MOST_ROWS, MOST_DIFFERENCES = 14, 4  # of the short view
+CLOSE, NOISY, MISSING = "too close to call", "too noisy", "missing"
+DECISIONS = ("compare-too-slow", "compare-too-noisy", "compare-within-limit")
+CHANGES = ("compare-changed", "compare-equal")
 METHOD = (
     "Change is the new time over the first: plus is slower. The intervals hold for all rows together with 95% confidence, and "
     "include the variation between runs."
@@ -20,7 +22,8 @@ def compare_document(result: CompareResult, name: str = "") -> Document:
     """Everything that the result says."""
     letters = _letters(result)
     title = f"Comparison of {len(result.runs)} runs"
-    answer, *findings = result.findings
+    answer, *findings = sorted(result.findings, key=lambda found: found.code not in DECISIONS)  # a requested check comes first
+    because = [found for found in findings if answer.code in DECISIONS and found.code in CHANGES]
     sections = [Section("Rows", tuple(_rows(result, letters)))]
     if result.differences:
         sections.insert(0, Section("Environment", (_environment(result, letters),)))
@@ -30,10 +33,11 @@ def compare_document(result: CompareResult, name: str = "") -> Document:
         subject=Subject(title),
         where=" and ".join(result.runs) if len(result.runs) == 2 else f"{result.runs[0]} to {result.runs[-1]}",
         answer=answer.text,
+        because=tuple(found.text for found in because),
         summary=_summary(result, letters),
-        context=tuple(f"{letter}: {run}" for letter, run in zip(letters, result.runs, strict=True)),
+        context=(*(f"{letter}: {run}" for letter, run in zip(letters, result.runs, strict=True)), *_also_different(result)),
         sections=tuple(sections),
-        messages=tuple(map(Message.of, findings)),
+        messages=tuple(Message.of(found) for found in findings if found not in because),
         facts={"Method": (("comparison", METHOD), *command_facts(result))},
         name=name,
     )
@@ -44,19 +48,28 @@ def _letters(result: CompareResult) -> list[str]:
     return [chr(ord("A") + index) if index < 26 else f"run {index + 1}" for index in range(len(result.runs))]
 
 
+def _also_different(result: CompareResult) -> list[str]:
+    """The differences in the environment in one line: a time that changed with the driver is not due to the code."""
+    listed = [f"{each.name} ({', '.join(value or '-' for value in each.values)})" for each in result.differences]
+    more = len(listed) - MOST_DIFFERENCES
+    named = [*listed[:MOST_DIFFERENCES], *([f"{more} more (add --detail)"] if more > 0 else [])]
+    return [f"Also different: {', '.join(named)}"] if named else []
+
+
 def _environment(result: CompareResult, letters: list[str]) -> Table:
-    """What differs besides the times: a time that changed with the driver is not due to the code."""
+    """What differs besides the times."""
     rows = tuple((Cell(each.name), *(Cell(value or "-") for value in each.values)) for each in result.differences)
     return Table("Differences besides the times", columns(("What", *letters), ()), rows)
 
 
 def _summary(result: CompareResult, letters: list[str]) -> Table:
-    """The rows that changed, the largest change first; the rest as far as there is room."""
+    """The rows that changed, the largest change first; then those that are too noisy; the rest as far as there is room."""
     table = _changes(result, letters, len(result.runs) - 1, [0, len(result.runs) - 1])
 
-    def order(row: tuple[Cell, ...]) -> tuple[bool, float]:
-        change = row[-3].value
-        return row[-1].text in (CLOSE, MISSING), -abs(change - 1) if change is not None else 0.0
+    def order(row: tuple[Cell, ...]) -> tuple[int, float]:
+        change, verdict = row[-3].value, row[-1].text
+        rank = (NOISY, CLOSE, MISSING).index(verdict) + 1 if verdict in (NOISY, CLOSE, MISSING) else 0
+        return rank, -abs(change - 1) if change is not None else 0.0
 
     rows = sorted(table.rows, key=order)
     left_out = len(rows) - MOST_ROWS
@@ -73,18 +86,19 @@ def _rows(result: CompareResult, letters: list[str]) -> list[Table]:
 
 def _changes(result: CompareResult, letters: list[str], run: int, shown: list[int]) -> Table:
     heads = columns(("Row",), (*(f"{letters[index]} ms" for index in shown), "Change", "Interval"))
-    rows = []
+    rows, noisy = [], [row.name for row in result.unresolved()] if run == len(result.runs) - 1 else []
     for row in result.rows:
         times = [row.times_ms[index] for index in shown]
         cells = [number(time, f"{time:.4g}" if time is not None else None) for time in times]
-        rows.append((Cell(row.name), *cells, *_change(row.changes[run - 1])))
+        rows.append((Cell(row.name), *cells, *_change(row.changes[run - 1], noisy=row.name in noisy)))
     title = f"{letters[run]} compared with {letters[0]}"
     return Table(title, (*heads, *columns(("Verdict",), ())), tuple(rows), METHOD)
 
 
-def _change(change: Change) -> tuple[Cell, Cell, Cell]:
+def _change(change: Change, *, noisy: bool) -> tuple[Cell, Cell, Cell]:
+    """`noisy`: too noisy for the slowdown that is allowed."""
     ratio = change.ratio
-    verdict = Cell(change.verdict, level="warning" if change.verdict == "slower" else "")
+    verdict = Cell(NOISY if noisy else change.verdict, level="warning" if noisy or change.verdict == "slower" else "")
     if ratio is None:
         return NOTHING, NOTHING, verdict
     known = ratio.low is not None and ratio.high is not None

@@ -43,6 +43,10 @@ class Section:
     text: str = ""
     gpu: str = ""
 
+    def tables(self) -> list[Table]:
+        """Every table, those of charts included."""
+        return [block if isinstance(block, Table) else block.table() for block in self.blocks]
+
 
 @dataclass(frozen=True)
 class Advice:
@@ -132,7 +136,7 @@ class Document:
 
     def tables(self) -> list[Table]:
         """Every table, those of charts included, in reading order."""
-        return [block if isinstance(block, Table) else block.table() for section in self.sections for block in section.blocks]
+        return [table for section in self.sections for table in section.tables()]
 
     def charts(self) -> list[Chart]:
         """Every chart, in reading order."""

@@ -37,7 +37,7 @@ def styles() -> dict[str, Style]:
     """Every style by its key.
 
     >>> styles()["recipe-bf16"].light
-    '#727272'
+    '#686868'
     """
     return {
         _key(kind, name): Style(_key(kind, name), **look)

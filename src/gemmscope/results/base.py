@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -16,6 +16,7 @@ from pydantic_core import PydanticSerializationError, to_json
 from gemmscope import __version__
 from gemmscope.errors import UserError, in_a_line
 from gemmscope.findings import Finding
+from gemmscope.interval import Interval
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.text import visible_json
 
@@ -23,10 +24,46 @@ SCHEMA_VERSION: Literal[2] = 2
 Origin = Literal["measured", "forecast"]
 
 
+LONGEST_REPR = 160
+"""The most characters of a result, or a part of one, as Python shows it."""
+
+
+def shortened(text: str, longest: int) -> str:
+    """At most so many characters."""
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"
+
+
+def short_repr(name: str, values: Mapping[str, Any]) -> str:
+    """A value in one short line: numbers and texts as they are, collections by their length, parts by their name.
+
+    >>> short_repr("Case", {"op": "MLP Up", "time": Interval(1.234567, 1.2, 1.3), "rows": (1, 2), "note": ""})
+    "Case(op='MLP Up', time=1.235 [1.2, 1.3], rows=2 items)"
+    """
+    fields = [f"{field}={_brief(value)}" for field, value in values.items() if value not in (None, "", (), {}, [])]
+    return shortened(f"{name}({', '.join(fields)})", LONGEST_REPR)
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, Interval):
+        return (
+            f"{value.value:.4g} [{value.low:.4g}, {value.high:.4g}]"
+            if None not in (value.low, value.high)
+            else f"{value.value:.4g}"
+        )
+    if isinstance(value, (tuple, list, dict)):
+        return f"{len(value)} item{'s' * (len(value) != 1)}"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return shortened(repr(value), 40) if isinstance(value, (str, int)) else f"{type(value).__name__}(…)"
+
+
 class Part(BaseModel):
     """A part of a result. Unknown keys are refused, so that a typo does not pass for data."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, populate_by_name=True, defer_build=True)
+
+    def __repr__(self) -> str:
+        return short_repr(type(self).__name__, {name: getattr(self, name) for name in type(self).model_fields})
 
 
 class Result(Part):
@@ -69,8 +106,18 @@ class Result(Part):
     def __str__(self) -> str:
         return str(_show().text(self))
 
+    def to_frame(self, table: str = "") -> Any:
+        """Its main table as a pandas DataFrame, or the one whose title contains `table`. Numbers are plain, and one with an
+        interval has two more columns, `NAME low` and `NAME high`. Needs pandas."""
+        return _show().frame(self, table)
+
+    def to_frames(self) -> dict[str, Any]:
+        """Every table as a pandas DataFrame, by its title. Needs pandas."""
+        frames: dict[str, Any] = _show().frames(self)
+        return frames
+
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self.command!r}>"
+        return f"<{type(self).__name__} of {shortened(repr(self.command), LONGEST_REPR - 40)}>"
 
     def _repr_html_(self) -> str:
         """How a notebook shows it."""
@@ -163,7 +210,7 @@ class ModelResult(Result):
         return self.model.name if self.model is not None else "GEMMs"
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False)
 class Samples:
     """Samples burst by burst, and the GPU's state after each. `failure` says why there are none."""
 
@@ -172,6 +219,9 @@ class Samples:
     facts: dict[str, Any] = field(default_factory=dict)
     failure: str = ""
     failure_kind: str = ""
+
+    def __repr__(self) -> str:
+        return short_repr(type(self).__name__, vars(self))
 
     @property
     def sample_count(self) -> int:

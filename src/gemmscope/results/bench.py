@@ -42,7 +42,7 @@ class BenchSettings:
     seed: int = field(default_factory=lambda: random.randrange(1 << 30))  # of the order of bursts
 
 
-@dataclass
+@dataclass(repr=False)
 class TaskResult(Samples):
     """One task with its samples, and the kernels of one run."""
 

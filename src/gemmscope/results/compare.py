@@ -15,6 +15,13 @@ class Change(Part):
     """Null where one of the runs lacks the row."""
     verdict: Verdict
 
+    @property
+    def half_width(self) -> float:
+        """Half the width of the interval; infinite where there is none."""
+        if self.ratio is None or self.ratio.low is None or self.ratio.high is None:
+            return float("inf")
+        return (self.ratio.high - self.ratio.low) / 2
+
 
 class ComparedRow(Part):
     """One row: its milliseconds in every run (null: not measured there), and the change from the first run to each other."""
@@ -56,3 +63,13 @@ class CompareResult(Result):
             return []
         slower = [row for row in self.rows if row.changes and row.changes[-1].verdict == "slower"]
         return [row for row in slower if (ratio := row.changes[-1].ratio) and (ratio.high or 0.0) >= 1 + self.limit]
+
+    def unresolved(self) -> list[ComparedRow]:
+        """Rows of the last run that are too close to call, and too noisy to tell a slowdown of the limit from none.
+
+        With a limit of zero there are none: it asks for certain slowdowns only.
+        """
+        if not self.limit:
+            return []
+        close = [row for row in self.rows if row.changes and row.changes[-1].verdict == "too close to call"]
+        return [row for row in close if row.changes[-1].half_width > self.limit]

@@ -184,7 +184,7 @@ class Variant:
 ProfiledPart = tuple[str, str, list[list[Any]]]  # part, direction, its kernels (name, microseconds, stream)
 
 
-@dataclass
+@dataclass(repr=False)
 class VariantResult(Samples):
     """One variant with its samples, and the kernels of one profiled step by part."""
 

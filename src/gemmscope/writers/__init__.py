@@ -8,10 +8,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gemmscope.writers import csv, figure, html, markdown, terminal
+    from gemmscope.writers import csv, figure, frame, html, markdown, terminal
 
 FIGURE_ENDINGS = (".png", ".svg", ".pdf", ".eps", ".jpg", ".webp")
-__all__ = ["csv", "figure", "html", "markdown", "terminal"]
+__all__ = ["csv", "figure", "frame", "html", "markdown", "terminal"]
 
 
 def __getattr__(name: str) -> ModuleType:

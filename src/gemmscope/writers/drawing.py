@@ -15,7 +15,8 @@ INK, SOFT, GRID, PAPER = "#222222", "#5a5a5a", "#DDDDDD", "white"
 CLEAR: dict[str, Any] = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.6}  # behind text, or lines would cross it
 WHISKER: dict[str, Any] = {"ecolor": INK, "elinewidth": 0.9, "capsize": 2.2, "capthick": 0.9, "fmt": "none"}
 SMALL, NORMAL, LARGE = 6.5, 7.5, 8.5  # sizes of text, in points
-HATCHES = {"": "", "/": "/////", "\\": "\\\\\\\\", ".": "....", "-": "-----", "|": "|||||"}
+HATCHES = {"": "", "/": "/////", "\\": "\\\\\\\\", ".": "+++", "-": "-----", "|": "|||||"}  # dots would take a megabyte in SVG
+WGRAD = "\\\\\\\\\\"
 LONGEST_LABEL = 26  # characters along an axis
 
 
@@ -37,10 +38,10 @@ def is_dark(color: Any) -> bool:
 
 
 def face(key: str, shade: str = "plain") -> dict[str, Any]:
-    """How a bar of this style is filled. The lighter shade has dots in its own color: in grey print it is not another class."""
+    """How a bar of this style is filled. The lighter shade has lines in its own color: in grey print it is not another class."""
     own = style(key)
     if shade == "light":
-        return {"facecolor": lighter(own.light), "edgecolor": own.light, "hatch": HATCHES["."], "linewidth": 0}
+        return {"facecolor": lighter(own.light), "edgecolor": own.light, "hatch": WGRAD, "linewidth": 0}
     line = PAPER if is_dark(own.light) else "#444444"
     outline = 0.6 if own.light.lower() == "#ffffff" else 0
     return {"facecolor": own.light, "edgecolor": line, "hatch": HATCHES[own.hatch], "linewidth": outline}

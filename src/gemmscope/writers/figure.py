@@ -56,7 +56,7 @@ UNDATED: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDa
 
 
 @dataclass(frozen=True)
-class Block:
+class PanelGroup:
     """Panels of one figure that belong together: the name of their file, their height, and how they are drawn."""
 
     name: str
@@ -151,7 +151,7 @@ def _titles(document: Document) -> tuple[str, str]:
     return document.title, ", ".join([*parts, *([] if known else [where])])
 
 
-def _figure(titles: tuple[str, str], blocks: Sequence[Block]) -> Figure:
+def _figure(titles: tuple[str, str], blocks: Sequence[PanelGroup]) -> Figure:
     """All blocks below one another, the title above them. The layout is computed once, for every format."""
     lines = textwrap.wrap(titles[0], int(WIDTH_IN * 11.5)) or [""]
     below = textwrap.wrap(titles[1], int(WIDTH_IN * 15.5))
@@ -172,7 +172,7 @@ def _figure(titles: tuple[str, str], blocks: Sequence[Block]) -> Figure:
     return figure
 
 
-def _blocks(charts: Sequence[Chart]) -> Iterator[Block]:
+def _blocks(charts: Sequence[Chart]) -> Iterator[PanelGroup]:
     """Charts of one kind and unit together, wherever they stand; of a waterfall those of one GPU."""
     groups: dict[tuple[Any, ...], list[Chart]] = {}
     for chart in charts:
@@ -183,24 +183,24 @@ def _blocks(charts: Sequence[Chart]) -> Iterator[Block]:
             yield _block(group[first : first + MOST_PANELS])
 
 
-def _block(group: Sequence[Chart]) -> Block:
+def _block(group: Sequence[Chart]) -> PanelGroup:
     stacked = [chart for chart in group if isinstance(chart, BarChart)]
     if stacked:
         name = f"time-{slug(stacked[0].unit.split()[-1])}"
-        return Block(name, panels.layout(stacked, WIDTH_IN).height_in, lambda part: panels.bars(part, stacked, WIDTH_IN))
+        return PanelGroup(name, panels.layout(stacked, WIDTH_IN).height_in, lambda part: panels.bars(part, stacked, WIDTH_IN))
     falls = [chart for chart in group if isinstance(chart, WaterfallChart)]
     if falls:
         height_in = panels.waterfalls_size(falls)[1]
-        return Block("waterfall", height_in, lambda part: panels.waterfalls(part, falls, WIDTH_IN))
+        return PanelGroup("waterfall", height_in, lambda part: panels.waterfalls(part, falls, WIDTH_IN))
     lines = [chart for chart in group if isinstance(chart, CurveChart)]
     if lines:
         name = "speedup" if lines[0].unit == "x" else "rate"
-        return Block(name, plots.curves_size(lines)[1], lambda part: plots.curves(part, lines, WIDTH_IN))
+        return PanelGroup(name, plots.curves_size(lines)[1], lambda part: plots.curves(part, lines, WIDTH_IN))
     planes = [chart for chart in group if isinstance(chart, HeatMap)]
-    return Block("speedup", plots.heat_size(planes, WIDTH_IN)[1], lambda part: plots.heat(part, planes, WIDTH_IN))
+    return PanelGroup("speedup", plots.heat_size(planes, WIDTH_IN)[1], lambda part: plots.heat(part, planes, WIDTH_IN))
 
 
-def _several(documents: Sequence[Document]) -> list[Block]:
+def _several(documents: Sequence[Document]) -> list[PanelGroup]:
     """Of several GPUs or runs: tokens/s against one common baseline, then the speedups over BF16 on the same GPU."""
     common = next(iter(common_baselines(documents)), None)
     if common is None:
@@ -230,7 +230,7 @@ def _several(documents: Sequence[Document]) -> list[Block]:
         plots.grouped_bars(below, list(gains.items()), "x", beside, WIDTH_IN, own, named)
         drawing.legend(part, plots.group_handles(list(rates.items())), WIDTH_IN)
 
-    return [Block("gpus", 5.2, draw)]
+    return [PanelGroup("common-baseline", 5.2, draw)]
 
 
 def _rate(tokens_per_s: float, time: Interval) -> Interval:
@@ -240,7 +240,7 @@ def _rate(tokens_per_s: float, time: Interval) -> Interval:
     return Interval(tokens_per_s, tokens_per_s * time.value / time.high, tokens_per_s * time.value / time.low)
 
 
-def _side_by_side(documents: Sequence[Document]) -> Block:
+def _side_by_side(documents: Sequence[Document]) -> PanelGroup:
     rows = speedup_rows(documents)
     labels = {run: name for run, name in sources(documents).items() if any(run in by_run for _, _, by_run in rows)}
 
@@ -248,7 +248,7 @@ def _side_by_side(documents: Sequence[Document]) -> Block:
         drawing.legend(part, plots.side_by_side(part.subplots(), rows, labels), WIDTH_IN)
 
     height_in = min(0.6 + len(rows) * max(0.22, 0.11 * len(labels) + 0.06), 40.0)
-    return Block("side-by-side", height_in + 0.17 * len(labels), draw)
+    return PanelGroup("side-by-side", height_in + 0.17 * len(labels), draw)
 
 
 def _save(figure: Figure, out: Any, ending: str) -> None:
