@@ -70,6 +70,19 @@ def why_block_loses() -> str:
     )
 
 
+def passes_differ() -> str:
+    """The time of the backward passes over that of fprop, of the GEMMs alone."""
+    linears, texts = measured(), []
+    for name in ("dgrad", "wgrad"):
+        ranges = []
+        for recipe in (BASELINE, "FP8Current", "FP8Block"):
+            passes = [_time(linears, op, recipe, "pre-quantized").pass_ms for op in _ops(linears)]
+            ratios = [times[name].value / times["fprop"].value for times in passes]
+            ranges.append(f"{min(ratios):.2f} to {max(ratios):.2f} in {recipe}")
+        texts.append(f"The {name}/fprop time ratio is {', '.join(ranges[:-1])} and {ranges[-1]}.")
+    return "\n".join(texts)
+
+
 def why_attn_out_gains_least() -> str:
     """The op with the smallest weight gains least, in sentences with their numbers."""
     linears, lines = measured(), []

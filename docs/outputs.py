@@ -82,6 +82,7 @@ MADE: dict[str, Callable[[], str]] = {
     "H200 by op": op_tables.h200_by_op,
     "H200 by pass": op_tables.h200_by_pass,
     "why FP8Block loses": op_tables.why_block_loses,
+    "passes differ": op_tables.passes_differ,
     "why Attn Out gains least": op_tables.why_attn_out_gains_least,
     "FLOPs per element": op_tables.intensity,
     "B300 by op": op_tables.b300_by_op,

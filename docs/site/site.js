@@ -1,11 +1,12 @@
 /* Commands wrap between words, never after the dashes of an option; boxes that scroll can be reached with the keyboard. */
 document.addEventListener("DOMContentLoaded", () => {
-  document.querySelectorAll(".md-typeset .language-bash code").forEach(code => {
+  const commands = ".md-typeset .language-bash code, .md-typeset :is(p, li, td) > code";
+  document.querySelectorAll(commands).forEach(code => {
     const walker = document.createTreeWalker(code, NodeFilter.SHOW_TEXT), texts = [];
     while (walker.nextNode()) if (walker.currentNode.textContent.includes("-")) texts.push(walker.currentNode);
     texts.forEach(text => {
       const parts = text.textContent.split(/(\s+)/).map(part => {
-        if (!part.includes("-")) return part;
+        if (!part.startsWith("-") || part.length > 36) return part;
         const word = document.createElement("span");
         word.className = "word";
         word.textContent = part;

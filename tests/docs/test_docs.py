@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
@@ -245,6 +246,15 @@ def test_python_examples_run() -> None:
     child = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr
     assert "b300 NVFP4" in child.stdout
+
+
+def test_python_in_the_pages_is_python() -> None:
+    count = 0
+    for path in (ROOT / "docs").rglob("*.md"):
+        for block in re.findall(r"^```python\n(.*?)^```", path.read_text(), flags=re.DOTALL | re.MULTILINE):
+            ast.parse(block, str(path))
+            count += 1
+    assert count > 8
 
 
 def test_names_of_the_api_exist() -> None:

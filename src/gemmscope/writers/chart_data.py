@@ -1,4 +1,4 @@
-"""Charts as the JSON that `assets/page.js` draws: their own fields, and the axes that they share."""
+"""Charts as the JSON that `assets/charts.js` draws: their own fields, and the axes that they share."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -17,7 +17,7 @@ from markupsafe import Markup, escape
 
 from gemmscope import __version__
 from gemmscope.document.combine import common_baselines, label, side_by_side_table, sources, speedup_rows
-from gemmscope.document.model import Document, Message
+from gemmscope.document.model import Block, Document, Message
 from gemmscope.document.palette import css
 from gemmscope.document.table import Facts, Table
 from gemmscope.units import slug
@@ -48,8 +48,8 @@ def page(documents: Sequence[Document], messages: Sequence[Message] = ()) -> str
             charts=charts,
             side_by_side=side_by_side_table(documents) if sources(documents) and len(documents) > 1 else None,
             joined=_joined,
-            is_small=is_small,
-            is_long=lambda block: isinstance(block, Table) and _is_long(block, documents),
+            is_small=lambda section: is_small([block for block in section.blocks if not _is_long(block, documents)]),
+            is_long=lambda block: _is_long(block, documents),
             data=lambda: script_json(rounded(charts.data)),
             echarts=Markup(scripts[0]),
             script=Markup(scripts[1]),
@@ -109,9 +109,11 @@ def _contents(documents: Sequence[Document], shown: Sequence[View]) -> list[tupl
     return [(title, view.anchor(title)) for title in (*titles, *view.document.facts)]
 
 
-def _is_long(table: Table, documents: Sequence[Document]) -> bool:
-    """Whether it is closed at first. Where there are no charts, tables are what the page is for."""
-    return len(table.rows) > (LONG if any(document.charts() for document in documents) else LONG_ALONE)
+def _is_long(block: Block, documents: Sequence[Document]) -> bool:
+    """Whether it is a table that is closed at first. Where there are no charts, tables are what the page is for."""
+    return isinstance(block, Table) and len(block.rows) > (
+        LONG if any(document.charts() for document in documents) else LONG_ALONE
+    )
 
 
 def emphasize(text: str) -> Markup:

@@ -14,7 +14,7 @@ from gemmscope.units import slug, speedup
 from gemmscope.writers.chart_data import ChartData
 
 LARGEST_BESIDE = 14  # rows of a table that fits beside the answer
-MOST_COLUMNS = 5  # of a narrow table
+MOST_COLUMNS = 6  # of a narrow table
 MOST_BELOW = 6  # columns of the table below the answer
 
 
@@ -72,7 +72,7 @@ def _view(documents: Sequence[Document], document: Document) -> View:
         beside=beside,
         several_gpus=several,
         below=below,
-        summary=None if below or document.cards else document.summary,
+        summary=None if below or document.cards or not document.charts() else document.summary,
         messages=tuple(message for message in messages if message.gpu not in gpus),
         groups=tuple(
             Group(gpu, own, tuple(message for message in messages if gpu and message.gpu == gpu)) for gpu, own in groups
@@ -85,8 +85,8 @@ def _fits(table: Table | None) -> bool:
 
 
 def _below(document: Document, beside: Block | None) -> Table | None:
-    """The short table; beside a heat map, which shows the same, the next table."""
-    table = document.summary
+    """The short table; beside a heat map, which shows the same, the next table. Without charts, full tables follow at once."""
+    table = document.summary if document.charts() else None
     if isinstance(beside, HeatMap):
         blocks = [block for section in document.sections for block in section.blocks]
         table = next((block for block in blocks[blocks.index(beside) :] if isinstance(block, Table)), None)
@@ -101,10 +101,9 @@ def _narrow(table: Table) -> Table:
     return replace(table, columns=tuple(table.columns[place] for place in kept), rows=rows)
 
 
-def is_small(section: Section) -> bool:
-    """Whether it is one narrow table, which another such section may stand beside."""
-    tables = [block for block in section.blocks if isinstance(block, Table)]
-    return len(section.blocks) == len(tables) == 1 and len(tables[0].columns) <= MOST_COLUMNS
+def is_small(open_blocks: Sequence[Block]) -> bool:
+    """Whether a section shows one narrow table, so that another such section may stand beside it."""
+    return len(open_blocks) == 1 and isinstance(open_blocks[0], Table) and len(open_blocks[0].columns) <= MOST_COLUMNS
 
 
 def without(title: str, gpu: str) -> str:
