@@ -3,7 +3,7 @@
 A block after a line `<!-- output: NAME -->` is text generated from recorded data. A block between `<!-- made: NAME -->` and
 `<!-- /made -->` is Markdown generated from recorded data, forecasts or tables of facts (`worked_example.py` and the like). A
 block between `<!-- prints: COMMAND -->` and `<!-- /prints -->` is the current output of the command; with
-`<!-- from: WORDS -->` below the first mark, only the table whose title contains these words.
+`<!-- from: WORDS -->` below the first mark, only the table whose title contains these words, or `the answer`.
 """
 
 from __future__ import annotations
@@ -53,13 +53,28 @@ def _tidy(text: str) -> str:
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
 
 
+def answer() -> str:
+    """The recorded Llama step: the answer and the compact table."""
+    recorded = worked_example.llama_step()
+    free = [time.model_copy(update={"cost": None}) for time in recorded.step.recipes]  # without --tokens
+    step = recorded.model_copy(update={"step": recorded.step.model_copy(update={"recipes": tuple(free)}), "findings": ()})
+    return "\n\n".join(_tidy(terminal.text(document(step), detail=False)).split("\n\n")[1:3])
+
+
 def explain() -> str:
     """A recorded step whose weights are quantized for every micro-batch, as the command explains it."""
     return _tidy(terminal.text(document(gs.explain_trace(TRACE), "trace.json.gz"), detail=False))
 
 
 TRACE = DOCS.parent / "tests" / "data" / "traces" / "recast_weights.json.gz"
-BLOCKS = {"step": step, "bench": bench, "explain": explain}
+
+
+def explained() -> str:
+    """The same: the table of causes, and how to fix them."""
+    return "\n\n".join(explain().split("\n\n")[2:4])
+
+
+BLOCKS = {"step": step, "bench": bench, "explain": explain, "answer": answer, "explained": explained}
 MADE: dict[str, Callable[[], str]] = {
     "speedups on Blackwell": worked_example.blackwell_tables,
     "conclusions": worked_example.conclusions,
@@ -119,9 +134,13 @@ PRINTS = re.compile(
 )
 
 
+ANSWER = "the answer"
+
+
 def _printed_block(found: re.Match[str]) -> str:
     command, words = found["command"], found["words"]
-    shown = _table(_printed(command), words) if words else _printed(command)
+    printed = _printed(command)
+    shown = printed.split("\n\n")[1] if words == ANSWER else _table(printed, words) if words else printed
     marks = f"<!-- prints: {command} -->\n" + (f"<!-- from: {words} -->\n" if words else "")
     shown_command = "\n".join(wrapped(command, 88, ""))
     return f"{marks}```\n$ {shown_command}\n{shown}\n```\n<!-- /prints -->"

@@ -96,7 +96,7 @@ def _summary_row(gpu: str, time: StepTime, common: tuple[str, StepTime] | None) 
         over = time.tokens_per_s / common[1].tokens_per_s
         row[f"Over {common[0]} {BASELINE}"] = number(over, f"{over:.2f}x")
     row["Tokens/s"] = rate_cell(time.tokens_per_s, time.step_ms.half_width)
-    row["MFU"] = Cell(f"{units.rounded(100 * time.mfu, time.step_ms.half_width)}%", time.mfu) if time.mfu is not None else NOTHING
+    row["MFU"] = share_cell(time.mfu, time.step_ms.half_width)
     row["Peak memory"] = bytes_cell(time.peak_bytes)
     if time.cost is not None:
         row |= {"Days": amount_cell(time.cost.days), "GPU-hours": amount_cell(time.cost.gpu_hours)}
