@@ -43,7 +43,7 @@ def page(documents: Sequence[Document], messages: Sequence[Message] = ()) -> str
             views=shown,
             messages=messages,
             several=len(documents) > 1,
-            title=next((each.subject.title for each in documents if each.subject.model), documents[0].subject.title),
+            title=_title(documents),
             contents=_contents(documents, shown),
             charts=charts,
             side_by_side=side_by_side_table(documents) if sources(documents) and len(documents) > 1 else None,
@@ -96,6 +96,13 @@ class _Charts:
     def _number(self, data: ChartData) -> int:
         self.data.append(data)
         return len(self.data) - 1
+
+
+def _title(documents: Sequence[Document]) -> str:
+    """The model where one is known; of several runs without one, how many they are."""
+    titles = [document.subject.title for document in documents]
+    model = next((document.subject.title for document in documents if document.subject.model), "")
+    return model or (titles[0] if len(set(titles)) == 1 else f"{len(titles)} runs")
 
 
 def _contents(documents: Sequence[Document], shown: Sequence[View]) -> list[tuple[str, str]]:

@@ -154,7 +154,7 @@ const CHARTS = (() => {
         label: {
           show: true, position: "top", distance: 2, align: "center", backgroundColor: look.paper, padding: [1, 2],
           formatter: [
-            bar.head && `{${bar.alarm ? "alarm" : "head"}|${bar.head}}`, bar.interval && `{small|${bar.interval}}`,
+            bar.head && `{${bar.alarm ? "alarm" : "head"}|${bar.head}}`, bar.interval && room > 58 && `{small|${bar.interval}}`,
             bar.time && `{small|${bar.time}}`, ...wrapped(bar.note, Math.max(8, Math.floor(room / 6))).map((line) => `{note|${line}}`),
           ].filter(Boolean).join("\n"),
           rich: {

@@ -156,7 +156,7 @@
   // --- copying: the clipboard's own way, or the old one where a page from a file may not use it -----------------------------
 
   async function copy(button) {
-    const code = button.closest(".paste").querySelector("code");
+    const code = button.closest(".paste, .command").querySelector("code");
     let done = false;
     try {
       await navigator.clipboard.writeText(code.textContent);
