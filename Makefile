@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test lint types unit docs package benchmark schema pictures clean
+.PHONY: demo test lint types unit docs docs-check package benchmark schema pictures clean
 
 demo: $(VENV)/.installed
 	$(BIN)/gemmscope forecast --hidden_size 4096 --intermediate_size 16384 --num_attention_heads 32 --num_hidden_layers 24 \
@@ -24,7 +24,11 @@ unit: $(VENV)/.developing
 
 # The documentation site, warnings as errors: open build/site/index.html.
 docs: $(VENV)/.developing
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/zensical build --strict --clean
+
+# Every page in Chromium, at desktop and phone width, light and dark: nothing too wide, no error, no request to another host.
+docs-check: docs
+	$(BIN)/python tests/support/site_pages.py build/site
 
 # Wheel and sdist; then each in an environment of its own, which must have gemmscope and no torch.
 package: $(VENV)/.developing

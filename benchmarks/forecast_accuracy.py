@@ -30,11 +30,11 @@ from step_on_gpu import FORECASTS
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "docs/accuracy.md"
-HEAD = """# Accuracy of forecasts
+HEAD = """## Accuracy of forecasts
 
-Written by `python benchmarks/forecast_accuracy.py`; [forecast.md](forecast.md) explains how forecasts are made.
+Written by `python benchmarks/forecast_accuracy.py`; [`forecast`](forecast.md) explains how forecasts are made.
 
-## GEMMs of sizes that were not fitted
+### GEMMs of sizes that were not fitted
 
 A fifth of all (n, k) sites was held out of fitting; these are the errors on them, with the code that ships. Goals: a median of at
 most 4%, a 90th percentile of at most 12%, and 85 to 95% of measured times inside the 90% error bar, for every GPU and format. The
@@ -159,8 +159,8 @@ def training_steps() -> str:
 def text(coefficients: Coefficients) -> str:
     """The whole page."""
     parts = [HEAD, *held_out(coefficients)]
-    parts += ["\n## GPUs and libraries treated as not measured\n\n", AS_IF, *transfers(coefficients)]
-    parts += ["\n## Training steps measured on an H200\n\n", training_steps()]
+    parts += ["\n### GPUs and libraries treated as not measured\n\n", AS_IF, *transfers(coefficients)]
+    parts += ["\n### Training steps measured on an H200\n\n", training_steps()]
     return "".join(parts)
 
 

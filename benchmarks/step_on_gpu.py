@@ -105,11 +105,11 @@ def _in_words(errors: list[float]) -> str:
 
 
 def markdown(kept: dict[str, Any]) -> str:
-    """The page, from {backend: {model: summary}}."""
+    """The part of the page, from {backend: {model: summary}}."""
     some = next(iter(next(iter(kept.values())).values()))
     versions = {key: value for models in kept.values() for model in models.values() for key, value in model["versions"].items()}
     lines = [
-        "# Predicted and real training steps",
+        "## Predicted and real training steps",
         "",
         f"Written by `benchmarks/step_on_gpu.py` on {some['device']}, "
         f"{', '.join(f'{key} {value}' for key, value in versions.items())}, driver {some['driver']}.",
@@ -121,7 +121,7 @@ def markdown(kept: dict[str, Any]) -> str:
         "speedup. Of the torchao layers on the other machine we know only that they are compiled norms and linears.",
     ]
     for backend, models in kept.items():
-        lines += ["", f"## {backend}", *_section(models)]
+        lines += ["", f"### {backend}", *_section(models)]
     return "\n".join(lines) + "\n"
 
 
@@ -136,7 +136,7 @@ def _section(models: dict[str, Any]) -> list[str]:
         *([f"* the same, but {', '.join(own)} compared with the real model in the same run: {_in_words(fair)}"] if own else []),
         "",
         "| model | recipe | predicted [95%] | real | error | other machine | error | why |",
-        "| --- | --- | --- | ---: | ---: | ---: | ---: | --- |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     for name, model in models.items():
         for recipe, each in model["recipes"].items():
@@ -155,13 +155,20 @@ def _section(models: dict[str, Any]) -> list[str]:
     return lines
 
 
+STEPS = "<!-- steps: what follows is written by benchmarks/step_on_gpu.py -->\n"
 FORECASTS = "\n<!-- forecasts: what follows is written by benchmarks/forecast_accuracy.py -->\n"
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write the part of the page that is about steps; the part about forecasts stays."""
-    _, mark, forecasts = (path.read_text(encoding="utf-8") if path.exists() else "").partition(FORECASTS)
-    path.write_text(text + mark + forecasts, encoding="utf-8")
+    """Write the part of the page that is about steps; what stands before it and the part about forecasts stay."""
+    before, start, rest = (path.read_text(encoding="utf-8") if path.exists() else STEPS).partition(STEPS)
+    _, mark, forecasts = rest.partition(FORECASTS)
+    path.write_text(before + start + text + mark + forecasts, encoding="utf-8")
+
+
+def of_steps(page: str) -> str:
+    """The part of the page that is about steps."""
+    return page.partition(STEPS)[2].partition(FORECASTS)[0]
 
 
 def main() -> None:

@@ -3,27 +3,38 @@
 A block after a line `<!-- output: NAME -->` is text generated from recorded data. A block between `<!-- made: NAME -->` and
 `<!-- /made -->` is Markdown generated from recorded data, forecasts or tables of facts (`worked_example.py` and the like). A
 block between `<!-- prints: COMMAND -->` and `<!-- /prints -->` is the current output of the command; with
-`<!-- from: WORDS -->` below the first mark, only the table whose title contains these words.
+`<!-- from: WORDS -->` below the first mark, only the table whose title contains these words, or `the answer`.
 """
 
 from __future__ import annotations
 
+import io
+import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
+import gemmscope as gs
+from gemmscope.cli.describe import wrapped
+from gemmscope.cli.main import main as main_of_the_command_line
 from gemmscope.document.build import document
 from gemmscope.writers import terminal
 
 DOCS = Path(__file__).parent
-PAGES = (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))
+PAGES = (DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md")))
 sys.path[:0] = [str(DOCS), str(DOCS.parent / "tests")]
+import command_reference  # noqa: E402
 import finding_table  # noqa: E402
 import noise  # noqa: E402
+import op_tables  # noqa: E402
+import paste_texts  # noqa: E402
 import recipe_tables  # noqa: E402
+import reference_tool  # noqa: E402
 import worked_example  # noqa: E402
 
 
@@ -42,11 +53,46 @@ def _tidy(text: str) -> str:
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
 
 
-BLOCKS = {"step": step, "bench": bench}
+def answer() -> str:
+    """The recorded Llama step: the answer and the compact table."""
+    recorded = worked_example.llama_step()
+    free = [time.model_copy(update={"cost": None}) for time in recorded.step.recipes]  # without --tokens
+    step = recorded.model_copy(update={"step": recorded.step.model_copy(update={"recipes": tuple(free)}), "findings": ()})
+    return "\n\n".join(_tidy(terminal.text(document(step), detail=False)).split("\n\n")[1:3])
+
+
+def explain() -> str:
+    """A recorded step whose weights are quantized for every micro-batch, as the command explains it."""
+    return _tidy(terminal.text(document(gs.explain_trace(TRACE), "trace.json.gz"), detail=False))
+
+
+TRACE = DOCS.parent / "tests" / "data" / "traces" / "recast_weights.json.gz"
+
+
+def explained() -> str:
+    """The same: the table of causes, and how to fix them."""
+    return "\n\n".join(explain().split("\n\n")[2:4])
+
+
+BLOCKS = {"step": step, "bench": bench, "explain": explain, "answer": answer, "explained": explained}
 MADE: dict[str, Callable[[], str]] = {
-    "speedups on an H200": worked_example.h200_table,
     "speedups on Blackwell": worked_example.blackwell_tables,
     "conclusions": worked_example.conclusions,
+    "pairs on Blackwell": op_tables.blackwell_pairs,
+    "H200 by op": op_tables.h200_by_op,
+    "H200 by pass": op_tables.h200_by_pass,
+    "why FP8Block loses": op_tables.why_block_loses,
+    "why Attn Out gains least": op_tables.why_attn_out_gains_least,
+    "FLOPs per element": op_tables.intensity,
+    "B300 by op": op_tables.b300_by_op,
+    "FLOP budget": op_tables.flop_budget,
+    "waterfall": op_tables.waterfall,
+    "Megatron-LM flags": paste_texts.megatron_flags,
+    "FP8Delayed in Transformer Engine": paste_texts.text("FP8Delayed", "Transformer Engine"),
+    "FP8Tensorwise in torchao": paste_texts.text("FP8Tensorwise", "torchao"),
+    "FP8Tensorwise in torchtitan": paste_texts.text("FP8Tensorwise", "torchtitan"),
+    "reference tool": reference_tool.table,
+    "reference tool, summary": reference_tool.summary,
     "measured beside forecast": worked_example.side_by_side,
     "published": worked_example.published,
     "the step": worked_example.step_table,
@@ -58,17 +104,27 @@ MADE: dict[str, Callable[[], str]] = {
     "operands": recipe_tables.operands,
     "quantization": recipe_tables.quantized,
     "findings": finding_table.findings,
+    "commands": command_reference.summary,
+    "each command": command_reference.each_command,
+    "shared options": command_reference.shared_options,
+    "exit codes": command_reference.exit_codes,
 }
 MARKED = re.compile(r"(<!-- made: (?P<name>.*?) -->\n).*?(<!-- /made -->)", flags=re.DOTALL)
 
 
 def renewed(page: str) -> str:
-    """The page with all generated blocks renewed."""
+    """The page with all generated blocks renewed, as wide as where no width is known."""
+    with patch.dict(os.environ):
+        os.environ.pop("COLUMNS", None)
+        return _renewed(page)
+
+
+def _renewed(page: str) -> str:
     for name, make in BLOCKS.items():
-        pattern = rf"(<!-- output: {name} -->\n```\n).*?(\n```)"
+        pattern = rf"(<!-- output: {name} -->\n```\n).*?(```)"
         found = re.search(pattern, page, flags=re.DOTALL)
         if found is not None:
-            page = page[: found.start()] + found[1] + make() + found[2] + page[found.end() :]
+            page = f"{page[: found.start()]}{found[1]}{make()}\n{found[2]}{page[found.end() :]}"
     page = MARKED.sub(lambda found: f"{found[1]}{MADE[found['name']]()}\n{found[3]}", page)
     return PRINTS.sub(_printed_block, page)
 
@@ -78,23 +134,38 @@ PRINTS = re.compile(
 )
 
 
+ANSWER = "the answer"
+
+
 def _printed_block(found: re.Match[str]) -> str:
     command, words = found["command"], found["words"]
-    shown = _table(_printed(command), words) if words else _printed(command)
+    printed = _printed(command)
+    shown = printed.split("\n\n")[1] if words == ANSWER else _table(printed, words) if words else printed
     marks = f"<!-- prints: {command} -->\n" + (f"<!-- from: {words} -->\n" if words else "")
-    return f"{marks}```\n$ {command}\n{shown}\n```\n<!-- /prints -->"
+    shown_command = "\n".join(wrapped(command, 88, ""))
+    return f"{marks}```\n$ {shown_command}\n{shown}\n```\n<!-- /prints -->"
 
 
+@cache
 def _printed(command: str) -> str:
-    arguments = [sys.executable, "-m", *shlex.split(command)]
-    lines = subprocess.run(arguments, capture_output=True, text=True, check=True).stdout.splitlines()
-    return "\n".join(line.rstrip() for line in lines)
+    """What the command prints into a pipe."""
+    before, sys.argv = sys.argv, shlex.split(command)
+    out, code = io.StringIO(), None
+    try:
+        with redirect_stdout(out):
+            main_of_the_command_line()
+    except SystemExit as ended:
+        code = ended.code
+    finally:
+        sys.argv = before
+    assert not code, command
+    return _tidy(out.getvalue())
 
 
 def _table(printed: str, words: str) -> str:
-    """The table whose title contains the words, with its title."""
+    """The last table whose title contains the words, with its title: with `--detail`, the compact one comes before."""
     lines = printed.splitlines()
-    first = next(index for index, line in enumerate(lines) if words in line)
+    first = max(index for index, line in enumerate(lines) if words in line)
     last = next((index for index in range(first + 2, len(lines)) if not lines[index]), len(lines))
     return "\n".join(["…", *lines[first:last]])
 

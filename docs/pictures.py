@@ -45,7 +45,6 @@ DRAWN: dict[str, Callable[[Path], None]] = {
     "bench-h200.svg": lambda path: save_figure(document(worked_example.bench()), path),
     "step-h200.svg": draw_step,
     "forecast.svg": lambda path: worked_example.forecast("b300", "h200").save(path),
-    "speedups-h200.svg": lambda path: worked_example.draw_h200(str(path)),
     "speedups-blackwell.svg": lambda path: worked_example.draw_blackwell(str(path)),
 }
 

@@ -19,6 +19,7 @@ from matplotlib.ticker import MultipleLocator
 
 import gemmscope as gs
 from gemmscope.document.linears import linears_sections
+from gemmscope.document.palette import recipe_key
 from gemmscope.document.table import Table
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
@@ -29,9 +30,9 @@ from gemmscope.results.step import StepResult
 from gemmscope.toml import parse_toml
 from gemmscope.units import ends, speedup
 from gemmscope.workload.cases import MODES, Mode
-from gemmscope.writers.figure import STYLE, UNDATED
+from gemmscope.writers.drawing import CLEAR, NORMAL, SOFT, WHISKER, face
+from gemmscope.writers.figure import STYLE, UNDATED, WIDTH_IN
 from gemmscope.writers.markdown import pipe_table
-from gemmscope.writers.panels import CLEAR, COLORS, DARK, REST, lighter
 
 DOCS = Path(__file__).parent
 sys.path[:0] = [str(DOCS.parent / "tests"), str(DOCS.parent / "benchmarks")]
@@ -85,17 +86,12 @@ def steps() -> dict[str, Any]:
 
 
 def modes_table(linears: Linears) -> Table:
-    """The table of the short view: all linears in every recipe, autocast beside pre-quantized."""
+    """All linears in every recipe, autocast beside pre-quantized."""
     blocks = [block for section in linears_sections(linears) for block in section.blocks]
-    return next(block for block in blocks if isinstance(block, Table) and block.main)
+    return next(block for block in blocks if isinstance(block, Table) and "All linears" in block.title)
 
 
 # --- tables and sentences ----------------------------------------------------------------------------------------------
-
-
-def h200_table() -> str:
-    """Measured speedups, both modes."""
-    return pipe_table(modes_table(measured()))
 
 
 def blackwell_tables() -> str:
@@ -202,7 +198,7 @@ def _times(linears: Linears, name: str, mode: Mode) -> str:
 
 def step_table() -> str:
     """The tutorial's table of the step."""
-    lines = ["| recipe | predicted [95%] | real | why less than the GEMMs |", "| --- | --- | ---: | --- |"]
+    lines = ["| recipe | predicted [95%] | real | why less than the GEMMs |", "| --- | ---: | ---: | --- |"]
     for name, each in steps().items():
         predicted = Interval(**each["predicted"])
         lines.append(
@@ -237,16 +233,9 @@ def _two_digits(found: Interval) -> str:
 
 # --- figures -------------------------------------------------------------------------------------------------------------
 
-LOOKS: dict[str, dict[str, Any]] = {
-    "autocast": {"facecolor": COLORS[0]},
-    "pre-quantized": {"facecolor": lighter(COLORS[0])},
-}
+SHADES = {"autocast": "plain", "pre-quantized": "light"}
+TITLE = "Linears of 24 layers, hidden size 4096, micro-batch 31, sequence 512"
 LEGEND = {"autocast": "autocast: with quantization, as in training", "pre-quantized": "pre-quantized: the GEMMs alone"}
-
-
-def draw_h200(path: str) -> None:
-    """Hopper: measured."""
-    _draw({"NVIDIA H200, measured (95% intervals)": measured()}, path)
 
 
 def draw_blackwell(path: str) -> None:
@@ -257,15 +246,16 @@ def draw_blackwell(path: str) -> None:
 def _draw(panels: dict[str, Linears], path: str) -> None:
     """A panel for each GPU, one below the other: every recipe with both modes side by side."""
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(7.4, 0.5 + 2.7 * len(panels)), layout="constrained")
+        figure = Figure(figsize=(WIDTH_IN, 0.7 + 2.5 * len(panels)), layout="constrained")
+        figure.suptitle(TITLE, fontsize=9.5, fontweight="bold", x=0.01, ha="left")
         axes = figure.subplots(len(panels), 1, squeeze=False, sharey=True)[:, 0]
         for axis, (title, linears) in zip(axes, panels.items(), strict=True):
             _panel(axis, title, linears)
         tallest = max(each.speedup.high or 0.0 for linears in panels.values() for each in linears.speedups if not each.op)
         axes[0].set_ylim(0, tallest * 1.15)  # room for the numbers
-        handles = [Patch(**LOOKS[mode], label=LEGEND[mode]) for mode in MODES]
-        figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=8.5)
-        figure.savefig(path, metadata=UNDATED)
+        handles = [Patch(**face("mark-total", SHADES[mode]), label=LEGEND[mode]) for mode in MODES]
+        figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=NORMAL)
+        figure.savefig(path, metadata=UNDATED["svg"])
 
 
 def _panel(axis: Any, title: str, linears: Linears) -> None:
@@ -274,28 +264,28 @@ def _panel(axis: Any, title: str, linears: Linears) -> None:
         for mode, shift in zip(MODES, (-0.2, 0.2), strict=True):
             shared = linears.measured_as(name, mode)
             if shared == name:
-                _bar(axis, place + shift, _speedup(linears, name, mode), mode)
+                _bar(axis, place + shift, _speedup(linears, name, mode), face(recipe_key(name), SHADES[mode]))
             else:
                 _shared_bar(axis, place + shift, _speedup(linears, shared, mode), shared)
-    axis.axhline(1, color=DARK, linewidth=0.8, linestyle="--")
+    axis.axhline(1, color=SOFT, linewidth=0.8, linestyle="--", zorder=0.9)
     axis.set_xticks(range(len(names)), names)
     axis.set_xlim(-0.6, len(names) - 0.4)
     axis.yaxis.set_major_locator(MultipleLocator(0.5))
     axis.set_ylabel(f"speedup over {BASELINE}")
-    axis.set_title(title, fontsize=10, fontweight="bold", loc="left")
+    axis.set_title(title, fontsize=8.5, loc="left")
     axis.yaxis.grid(visible=True, color="#DDDDDD", linewidth=0.6)
     axis.tick_params(axis="x", length=0)
 
 
-def _bar(axis: Any, x: float, found: Interval, mode: str) -> None:
+def _bar(axis: Any, x: float, found: Interval, look: dict[str, Any]) -> None:
     low, high = found.low or found.value, found.high or found.value
-    axis.bar(x, found.value, 0.38, **LOOKS[mode])
-    axis.errorbar(x, found.value, yerr=[[found.value - low], [high - found.value]], color="black", linewidth=0.9, capsize=2.5)
+    axis.bar(x, found.value, 0.38, **look)
+    axis.errorbar(x, found.value, yerr=[[found.value - low], [high - found.value]], **WHISKER)
     above: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "bottom"}
-    axis.annotate(f"{found.value:.2f}x", (x, high), (0, 3), fontsize=8.5, fontweight="bold", **above)
+    axis.annotate(f"{found.value:.2f}x", (x, high), (0, 3), fontsize=NORMAL, fontweight="bold", bbox=CLEAR, **above)
 
 
 def _shared_bar(axis: Any, x: float, found: Interval, shared: str) -> None:
     """GEMMs that are another recipe's: its height, without a number of their own."""
-    axis.bar(x, found.value, 0.38, facecolor="white", edgecolor=REST, linewidth=0.8, linestyle="--")
-    axis.text(x, found.value / 2, f"as {shared}", rotation=90, ha="center", va="center", fontsize=7.5, color=DARK, bbox=CLEAR)
+    axis.bar(x, found.value, 0.38, facecolor="white", edgecolor="#9a9a9a", linewidth=0.8, linestyle="--")
+    axis.text(x, found.value / 2, f"as {shared}", rotation=90, ha="center", va="center", fontsize=NORMAL, color=SOFT, bbox=CLEAR)

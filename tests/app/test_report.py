@@ -14,14 +14,17 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from markupsafe import escape
 
 from gemmscope.app.report import report
-from gemmscope.document.combine import letter
+from gemmscope.document.build import document
+from gemmscope.document.combine import common_baselines, letter
 from gemmscope.errors import UserError
 from gemmscope.writers.html import asset, page
 from gemmscope.writers.markdown import markdown
 from support.command import Run, run
 from support.explain_files import explanation
+from support.forecast_files import several_gpus
 from support.report_files import RunData, put, run_data
 from support.results import RESULTS
 
@@ -38,9 +41,9 @@ def test_every_kind_has_a_page(run: Run, tmp_path: Path, name: str) -> None:
     assert outcome.code == 0, outcome.err
     text = (tmp_path / "page.html").read_text()
     assert len(text) < LARGEST_PAGE
-    [document], _ = report([path])
-    assert document.answer in outcome.out
-    assert document.answer in html.unescape(re.sub(r"<[^>]+>", "", text))
+    [told], _ = report([path])
+    assert told.answer in outcome.out
+    assert told.answer in html.unescape(re.sub(r"<[^>]+>", "", text))
     assert (tmp_path / "page.md").read_text().startswith("# ")
 
 
@@ -64,10 +67,51 @@ def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
     documents, messages = report([*paths, put(tmp_path, "c.json", "forecast"), paths[0]])
     text = page(documents, messages)
     assert "<h2>Side by side</h2>" in text
-    assert [letter(documents, document) for document in documents] == ["A", "B", "C"]
+    assert [letter(documents, each) for each in documents] == ["A", "B", "C"]
     assert documents[2].forecast
     two = markdown(*report(paths))
-    assert re.search(r"linears, autocast \| FP8Delayed \| 1\.710x .* \| 1\.70\dx .* \| -0\.\d%, intervals overlap", two)
+    assert re.search(r"linears, autocast \| FP8Delayed \| 1\.710x .* \| 1\.70\dx .* \|", two)
+    assert re.search(r"\| B · NVIDIA H200 \| FP8Delayed \| [\d.]+ \| 1\.7\d\d?x \[", two)
+
+
+def test_runs_are_compared_over_one_baseline_and_never_by_their_own_gains() -> None:
+    """A GPU that gains less from low precision may be much faster: its speedup over the other's BF16 says so."""
+    result = several_gpus()
+    told = document(result)
+    [step, *others] = common_baselines([told])
+    assert (step.what, step.baseline) == ("training step", "B300 SXM6 288 GB, FORECAST")
+    assert all("linears" in common.what or "GEMMs" in common.what for common in others)
+    rates = {(time.run, time.recipe): time for time in step.times}
+    b300, h200 = (gpu.step for gpu in result.gpus[:2])
+    assert b300 is not None
+    assert h200 is not None
+    assert rates["B300 SXM6 288 GB, FORECAST", "NVFP4"].over == b300.speedup("NVFP4")
+    slower = rates["H200 SXM 141 GB, FORECAST", "FP8Delayed"]
+    assert slower.over.value == pytest.approx(h200.recipes[2].tokens_per_s / b300.recipes[0].tokens_per_s)
+    assert slower.over.low is not None
+    assert slower.over.low < slower.over.value < 1 < h200.recipes[2].speedup.value  # type: ignore[union-attr]
+    text = page([told])
+    assert "One baseline for all bars" in text
+    assert "intervals overlap" not in text
+
+
+def test_linears_of_other_batches_have_no_common_baseline(tmp_path: Path) -> None:
+    second = run_data("bench again")
+    second["run"]["micro_batch_size"] = 8
+    documents, _ = report([put(tmp_path, "a.json", "bench"), put(tmp_path, "b.json", second)])
+    assert common_baselines(documents) == []
+
+
+def test_findings_of_a_gpu_stand_under_that_gpu() -> None:
+    told = document(several_gpus())
+    text = page([told])
+    begins = {gpu: text.index(f'id="{gpu}" class="gpu"') for gpu in ("b300", "h200", "l40s", "a100")}
+    ends = dict(zip(begins, [*list(begins.values())[1:], text.index('id="method"')], strict=True))
+    own = [message for message in told.messages if message.gpu]
+    assert {message.gpu for message in own} == set(begins)
+    for message in own:
+        place = text.index(f'data-code="{message.code}">{str(escape(message.text))[:40]}')
+        assert begins[message.gpu] < place < ends[message.gpu]
 
 
 def test_nothing_in_a_file_becomes_markup(tmp_path: Path) -> None:
@@ -98,7 +142,7 @@ def test_figures(run: Run, tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.err
     names = {path.name for path in (tmp_path / "new" / "figures").iterdir()}
     assert {f"side-by-side.{ending}" for ending in ("png", "svg")} < names
-    assert {name[0] for name in names} == {"a", "b", "s"}
+    assert {name.split("-")[0] for name in names} == {"a", "b", "common", "side"}
     assert (tmp_path / "new" / "figures" / "side-by-side.png").read_bytes()[:4] == b"\x89PNG"
     path = put(tmp_path, "step.json", "verified step")
     assert run(f"report {path} --figures {tmp_path}/step").code == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from html import unescape
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from gemmscope.document.model import Document, brief
 from gemmscope.document.table import Table
 from gemmscope.engine.messages import Failed
 from gemmscope.results.bench import BenchResult
-from gemmscope.writers import csv, figure, html, markdown, panels, terminal
+from gemmscope.writers import csv, figure, html, markdown, terminal
 from support.bench_results import LAYER, MODEL, QKV, RECIPES, recorded_measurements
 from support.run_files import BENCHES, bench_result, recorded_bench, squares
 
@@ -162,23 +161,3 @@ def test_figure_of_bare_gemms(tmp_path: Path) -> None:
         assert f">{words}<" in drawn, words
     figure.save_figure(bench_document(squares(rounds=1)), tmp_path / "one.png")
     assert (tmp_path / "one.png").stat().st_size > 1000
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_nothing_overlaps_in_the_figure() -> None:
-    """Labels above bars neither meet their neighbors' nor leave the panel, and the legend lies outside of the panels."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    charts: Any = bench_document(model_bench()).charts()
-    drawn = Figure(layout="constrained", figsize=figure._size(charts))
-    canvas = FigureCanvasAgg(drawn)
-    panels.bars(drawn, charts)
-    canvas.draw()
-    renderer = canvas.get_renderer()
-    (legend,) = drawn.legends
-    for panel in drawn.axes:
-        assert not panel.get_window_extent(renderer).overlaps(legend.get_window_extent(renderer))
-        boxes = [text.get_window_extent(renderer) for text in panel.texts]
-        assert max(box.y1 for box in boxes) <= panel.get_window_extent(renderer).y1
-        assert not any(one.overlaps(other) for one, other in pairwise(boxes[::2]))

@@ -156,4 +156,4 @@ def test_reasons_stand_in_the_findings() -> None:
 def test_break_even_is_told() -> None:
     found = table(document(sweep()), "h200: FORECAST break-even")
     assert column(found, "Recipe") == ["FP8Current", "FP8Delayed", "FP8Block"]
-    assert table(document(plane()), "b300: FORECAST break-even").columns[-1].name == "At micro_batch_size"
+    assert [column.name for column in table(document(plane()), "b300: FORECAST break-even").columns] == ["Recipe", *"1248"]

@@ -5,37 +5,44 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
+from pypdf import PdfReader
 
+from gemmscope.app.explain import explain
 from gemmscope.app.report import report
+from gemmscope.document.combine import MOST_RUNS
+from gemmscope.results.base import Result
 from gemmscope.writers.html import page
 from support.browser import CHROMIUM, Browser, Tab
-from support.report_files import put, run_data
+from support.report_files import RunData, put, run_data
 from support.results import RESULTS
+from support.traces import recorded
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 EVIL = "</script><script>window.broken = true</script><img src=x onerror='window.broken = true'>"
 WIDTHS = (390, 1400)
+TRACES = [name for name in RESULTS if name.startswith("explain ")]
+SEVERAL = {
+    "several": ("bench", "bench again", "forecast"),
+    "two runs": tuple(name for name in RESULTS if name.startswith("bench, ")),
+    **{f"traces from {place}": tuple(TRACES[place : place + MOST_RUNS]) for place in range(0, len(TRACES), MOST_RUNS)},
+}
+TOGETHER = {name for names in SEVERAL.values() for name in names}  # a page of several shows everything that their own would show
+PAGES = (*(name for name in RESULTS if name not in TOGETHER or name in ("bench", "forecast")), *SEVERAL, "with a twin", "evil")
+CHARTLESS = ("shapes", "shapes of experts", "compare")
+LOOKS = [(390, True), (1400, False)]
+MORE = [(800, False), (1400, True), (2200, False)]  # for pages that have most of what there is
+Pages = Callable[[str], Path]
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    made = Browser(tmp_path_factory.mktemp("profile"))
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A page of every kind of run, and of several."""
-    folder = tmp_path_factory.mktemp("pages")
-    runs = {name: [run_data(name)] for name in RESULTS}
-    runs["several"] = [run_data(name) for name in ("bench", "bench again", "forecast")]
+def _evil() -> RunData:
     evil = run_data("bench")
     evil["model"]["name"] = evil["device"]["name"] = EVIL
     for place in (*evil["linears"]["cases"], *evil["linears"]["ops"], *evil["linears"]["speedups"]):
@@ -43,49 +50,77 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for cell in evil["linears"]["ops"]:
         for proof in cell["evidence"].values():
             proof["kernels"] = [EVIL]
-    runs["evil"] = [evil]
-    written = {}
-    for name, files in runs.items():
-        paths = [put(folder, f"{name}-{index}.json", file) for index, file in enumerate(files)]
-        written[name] = folder / f"{name}.html"
-        written[name].write_text(page(*report(paths)), encoding="utf-8")
-    return written
+    return evil
 
 
-PAGES = (*RESULTS, "several", "evil")
-CHARTLESS = ("shapes", "shapes of experts", "compare")
+@pytest.fixture(scope="session")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Pages:
+    """The page of a result of any kind, or of several; made when it is asked for."""
+    folder = tmp_path_factory.mktemp("pages")
+
+    @cache
+    def made(name: str) -> Path:
+        if name == "evil":
+            runs: list[Path | Result] = [put(folder, "evil.json", _evil())]
+        elif name == "with a twin":
+            runs = [explain([recorded("long_sequence")], baseline=recorded("long_sequence_bf16"))]
+        else:
+            runs = [RESULTS[each]() for each in SEVERAL.get(name, (name,))]
+        path = folder / f"{name}.html"
+        path.write_text(page(*report(runs)), encoding="utf-8")
+        return path
+
+    return made
+
+
 DRAWN = """[...document.querySelectorAll(".plot")].filter((plot) => {
   const box = plot.querySelector("svg")?.getBoundingClientRect();
-  return box && box.width > 200 && box.height > 100 && plot.querySelectorAll("svg path").length > 5;
+  return box && box.width > 200 && box.height > 60 && plot.querySelectorAll("svg path").length > 5;
 }).length"""
+CLIPPED = """[...document.querySelectorAll("h1, h2, h3, h4, p, li, dd, dt, figcaption")].filter((each) =>
+  each.clientWidth && each.scrollWidth > each.clientWidth + 1 && getComputedStyle(each).display !== "inline")
+  .map((each) => each.textContent)"""
+EXPONENT = r"(document.querySelector('main').textContent.match(/(^|[^\w.])\d+(\.\d+)?e[+-]\d+/g) || [])"
 
 
-LOOKS = [(width, dark) for width in WIDTHS for dark in (False, True)]
-FEW = [(390, True), (1400, False)]  # for pages that show nothing that others do not
-
-
-@pytest.mark.parametrize(
-    ("name", "width", "dark"),
-    [
-        pytest.param(name, *look, id=f"{name}-{look[0]}-{'dark' if look[1] else 'light'}")
-        for name in PAGES
-        for look in (LOOKS if name in ("bench", "step", "several") else FEW)
-    ],
-)
-def test_pages(browser: Browser, pages: dict[str, Path], name: str, width: int, dark: bool) -> None:
-    tab = browser.open(pages[name], width=width, dark=dark)
+@pytest.mark.parametrize("name", PAGES)
+def test_pages(browser: Browser, pages: Pages, name: str) -> None:
+    path = pages(name)
+    tab = browser.open(path, width=LOOKS[0][0], dark=LOOKS[0][1])
     try:
-        assert tab.complaints() == []
-        assert tab.requests() == [pages[name].resolve().as_uri()]
         charts = tab.evaluate("document.querySelectorAll('.plot').length")
-        assert tab.evaluate(DRAWN) == charts
         assert (charts == 0) is (name in CHARTLESS)
-        assert tab.evaluate("document.documentElement.scrollWidth") <= width, "the page scrolls sideways"
+        for width, dark in (*LOOKS, *(MORE if name in ("bench", "step", "several") else ())):
+            tab.look(width=width, dark=dark)
+            assert tab.evaluate(DRAWN) == charts
+            assert tab.evaluate("document.documentElement.scrollWidth") <= width, "the page scrolls sideways"
+            assert tab.evaluate(CLIPPED) == []
+            brightness = tab.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)[0]")
+            assert (brightness < 64) is dark
+            if folder := os.environ.get("GEMMSCOPE_SCREENSHOTS"):
+                tab.screenshot(Path(folder) / f"{name}-{width}-{'dark' if dark else 'light'}.png")
+        assert tab.evaluate(EXPONENT) == []
         assert tab.evaluate("window.broken") is None
-        brightness = tab.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)[0]")
-        assert (brightness < 64) is dark
+        assert tab.complaints() == []
+        assert tab.requests() == [path.resolve().as_uri()]
+    finally:
+        tab.close()
+
+
+@pytest.mark.parametrize("name", ["step", "bench", "forecast", "forecast of several GPUs", "sweep of a plane", "with a twin"])
+def test_the_first_screen_has_the_answer_and_the_chart_beside_it(browser: Browser, pages: Pages, name: str) -> None:
+    tab = browser.open(pages(name), width=1400, height=900)
+    try:
+        boxes = tab.evaluate(
+            """[".answer", ".beside .plot svg", ".copy", ".card", ".figures"].map((each) => document.querySelector(each))
+              .filter((each) => each).map((each) => [each.className, each.getBoundingClientRect().toJSON()])"""
+        )
+        answer, chart = boxes[0][1], tab.evaluate("document.querySelector('.beside .plot svg').getBoundingClientRect().toJSON()")
+        assert chart["left"] > answer["right"] - 1
+        assert answer["top"] < chart["bottom"]
+        assert max(box["bottom"] for _, box in boxes) <= 900
         if folder := os.environ.get("GEMMSCOPE_SCREENSHOTS"):
-            tab.screenshot(Path(folder) / f"{name}-{width}-{'dark' if dark else 'light'}.png")
+            tab.screenshot(Path(folder) / f"first-{name}.png", whole=False)
     finally:
         tab.close()
 
@@ -112,7 +147,6 @@ TIP = """[...document.querySelectorAll(".tip")].filter((tip) => getComputedStyle
   .map((tip) => tip.innerText).filter((text) => text).join("\\n")"""
 
 
-@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize(
     ("name", "label", "expected"),
     [
@@ -121,29 +155,31 @@ TIP = """[...document.querySelectorAll(".tip")].filter((tip) => getComputedStyle
     ],
 )
 def test_hovering_shows_kernels_clocks_and_samples(
-    browser: Browser, pages: dict[str, Path], name: str, label: str, expected: tuple[str, ...], width: int
+    browser: Browser, pages: Pages, name: str, label: str, expected: tuple[str, ...]
 ) -> None:
-    tab = browser.open(pages[name], width=width)
+    tab = browser.open(pages(name), width=WIDTHS[0])
     try:
-        _bar(tab, 0, label)
-        tab.wait_for(f"{TIP} !== ''")
-        shown = tab.evaluate(TIP)
-        assert label in shown
-        for words in expected:
-            assert words in shown
-        box = tab.evaluate(
-            "(() => { const box = document.querySelector('.tip').getBoundingClientRect(); return [box.left, box.right]; })()"
-        )
-        assert box[0] >= 0
-        assert box[1] <= width
-        if folder := os.environ.get("GEMMSCOPE_SCREENSHOTS"):
-            tab.screenshot(Path(folder) / f"hover-{name}-{width}.png", whole=False)
+        for width in WIDTHS:
+            tab.look(width=width)
+            _bar(tab, 0, label)
+            tab.wait_for(f"{TIP} !== ''")
+            shown = tab.evaluate(TIP)
+            assert label in shown
+            for words in expected:
+                assert words in shown
+            box = tab.evaluate(
+                "(() => { const box = document.querySelector('.tip').getBoundingClientRect(); return [box.left, box.right]; })()"
+            )
+            assert box[0] >= 0
+            assert box[1] <= width
+            if folder := os.environ.get("GEMMSCOPE_SCREENSHOTS"):
+                tab.screenshot(Path(folder) / f"hover-{name}-{width}.png", whole=False)
     finally:
         tab.close()
 
 
-def test_hovering_shows_text_and_never_markup(browser: Browser, pages: dict[str, Path]) -> None:
-    tab = browser.open(pages["evil"])
+def test_hovering_shows_text_and_never_markup(browser: Browser, pages: Pages) -> None:
+    tab = browser.open(pages("evil"))
     try:
         _bar(tab, 0, "FP8Current")
         tab.wait_for(f"{TIP} !== ''")
@@ -168,10 +204,11 @@ def _column(title: str, index: int) -> str:
     return f"[...{_table(title)}.tBodies[0].rows].map((row) => row.cells[{index}].textContent)"
 
 
-def test_sorting_by_click_and_by_key(browser: Browser, pages: dict[str, Path]) -> None:
-    tab = browser.open(pages["explain"])
+def test_sorting_by_click_and_by_key(browser: Browser, pages: Pages) -> None:
+    tab = browser.open(pages("explain"))
     try:
         head, times = f"{_table('By class of kernel')}.tHead.rows[0].cells[1]", _column("By class of kernel", 1)
+        tab.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
         before = tab.evaluate(times)
         tab.evaluate(f"{head}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
         tab.click(*_middle(tab, f"{head}.firstChild"))
@@ -190,8 +227,8 @@ def test_sorting_by_click_and_by_key(browser: Browser, pages: dict[str, Path]) -
         tab.close()
 
 
-def test_empty_cells_stay_last_when_sorted(browser: Browser, pages: dict[str, Path]) -> None:
-    tab = browser.open(pages["shapes"])
+def test_empty_cells_stay_last_when_sorted(browser: Browser, pages: Pages) -> None:
+    tab = browser.open(pages("shapes"))
     try:
         for _ in range(2):
             tab.evaluate(f"{_table('Everything else')}.tHead.rows[0].cells[2].firstChild.click()")
@@ -202,21 +239,31 @@ def test_empty_cells_stay_last_when_sorted(browser: Browser, pages: dict[str, Pa
         tab.close()
 
 
-def test_text_to_paste_can_be_copied(browser: Browser, pages: dict[str, Path]) -> None:
-    tab = browser.open(pages["step"])
+SHOWN = """[...document.querySelectorAll(".paste")].filter((each) => each.offsetHeight)
+  .map((each) => each.querySelector("code").textContent)"""
+
+
+def test_settings_of_one_framework_are_shown_and_copied(browser: Browser, pages: Pages) -> None:
+    tab = browser.open(pages("step"))
     try:
-        assert "DelayedScaling" in tab.evaluate("document.querySelector('.paste code').textContent")
-        tab.evaluate("document.querySelector('.copy').scrollIntoView({block: 'center', behavior: 'instant'})")
+        [first] = tab.evaluate(SHOWN)
+        assert "DelayedScaling" in first
         tab.click(*_middle(tab, "document.querySelector('.copy')"))
         tab.wait_for("document.querySelector('.copy').textContent !== 'Copy'")
         assert tab.evaluate("document.querySelector('.copy').textContent") in ("Copied", "Selected")
+        tab.click(*_middle(tab, "document.querySelectorAll('[role=tab]')[1]"))
+        [second] = tab.evaluate(SHOWN)
+        assert second != first
+        tab.press("ArrowLeft", 37)
+        assert tab.evaluate(SHOWN) == [first]
+        assert tab.evaluate("document.activeElement.getAttribute('aria-selected')") == "true"
         assert tab.complaints() == []
     finally:
         tab.close()
 
 
-def test_a_changed_theme_and_a_turned_phone_are_followed(browser: Browser, pages: dict[str, Path]) -> None:
-    tab = browser.open(pages["bench"], width=390)
+def test_a_changed_theme_and_a_turned_phone_are_followed(browser: Browser, pages: Pages) -> None:
+    tab = browser.open(pages("bench"), width=390)
     try:
         ink = "document.querySelector('.plot text').getAttribute('fill')"
         light = tab.evaluate(ink)
@@ -232,8 +279,8 @@ def test_a_changed_theme_and_a_turned_phone_are_followed(browser: Browser, pages
         tab.close()
 
 
-def test_charts_have_text_beside_them(browser: Browser, pages: dict[str, Path]) -> None:
-    tab = browser.open(pages["step"])
+def test_charts_have_text_beside_them(browser: Browser, pages: Pages) -> None:
+    tab = browser.open(pages("step"))
     try:
         assert tab.evaluate(
             "[...document.querySelectorAll('.plot')].every((plot) => plot.getAttribute('aria-label').length > 20)"
@@ -249,16 +296,26 @@ def test_charts_have_text_beside_them(browser: Browser, pages: dict[str, Path]) 
         tab.close()
 
 
-def test_it_prints(browser: Browser, pages: dict[str, Path]) -> None:
-    tab = browser.open(pages["bench"], dark=True)
+@pytest.mark.parametrize("name", ["bench", "step", "explain", "compare"])
+def test_it_prints_on_a4_and_letter_without_blank_pages(browser: Browser, pages: Pages, name: str) -> None:
+    tab = browser.open(pages(name), dark=True)
+    try:
+        for size in ((8.27, 11.69), (8.5, 11.0)):
+            printed = tab.pdf(*size)
+            texts = [sheet.extract_text() for sheet in PdfReader(io.BytesIO(printed)).pages]
+            assert all(len(text.split()) > 15 for text in texts), "a page is blank"
+            if folder := os.environ.get("GEMMSCOPE_SCREENSHOTS"):
+                (Path(folder) / f"{name}-{size[0]}.pdf").write_bytes(printed)
+    finally:
+        tab.close()
+
+
+def test_charts_on_paper_are_as_wide_as_the_paper(browser: Browser, pages: Pages) -> None:
+    tab = browser.open(pages("bench"), dark=True)
     try:
         tab.theme(dark=True, paper=True)
-        tab.wait_for("[...document.querySelectorAll('.plot svg')].every((svg) => svg.getBoundingClientRect().height > 100)")
-        tab.theme(dark=True)
-        printed = tab.pdf()
-        assert printed[:5] == b"%PDF-"
-        assert len(printed) > 20_000
-        if folder := os.environ.get("GEMMSCOPE_SCREENSHOTS"):
-            (Path(folder) / "bench.pdf").write_bytes(printed)
+        tab.wait_for("document.documentElement.dataset.drawn === 'paper'")
+        assert tab.evaluate("[...document.querySelectorAll('.plot svg')].every((svg) => svg.getBoundingClientRect().height > 60)")
+        assert tab.evaluate("[...document.querySelectorAll('.paste')].every((each) => each.offsetHeight)"), "all settings"
     finally:
         tab.close()

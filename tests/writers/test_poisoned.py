@@ -10,7 +10,6 @@ import csv
 import io
 import re
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
@@ -24,7 +23,7 @@ from gemmscope.results.base import Result
 from gemmscope.writers import csv as csv_writer
 from gemmscope.writers import figure, markdown, terminal
 from gemmscope.writers import html as html_writer
-from support.browser import CHROMIUM, Browser
+from support.browser import Browser
 from support.poison import HOSTILE, invisible, poisoned
 from support.results import RESULTS
 
@@ -36,6 +35,12 @@ MARKUP = "".join(HOSTILE[:6])
 def evil(name: str) -> Result:
     """Markup in every string."""
     return poisoned(RESULTS[name](), lambda text: MARKUP + text)[0]
+
+
+@cache
+def notebook(name: str) -> str:
+    """As a notebook shows it; its picture takes a while to draw."""
+    return str(evil(name)._repr_html_())
 
 
 @cache
@@ -73,8 +78,9 @@ def test_strings_are_poisoned() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_pages_have_no_other_elements(name: str) -> None:
-    for make in (lambda result: html_writer.page([document(result, str(result.command))]), lambda result: result._repr_html_()):
-        clean, hostile = Elements(make(RESULTS[name]())), Elements(make(evil(name)))
+    both = [html_writer.page([document(result, str(result.command))]) for result in (RESULTS[name](), evil(name))]
+    for one, other in (both, (RESULTS[name]()._repr_html_(), notebook(name))):
+        clean, hostile = Elements(one), Elements(other)
         assert hostile.elements <= clean.elements
         assert hostile.scripts == clean.scripts
         assert not [place for place in hostile.addresses if not re.match(r"#[a-z0-9-]*$|data:image/png;base64,|data:,$", place)]
@@ -134,14 +140,18 @@ def test_csv_has_no_formulas(name: str) -> None:
         assert not re.match(r"[=@\t\r]|[+-](?![0-9.,]|$)", cell), cell
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_figures(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name not in ("bench again", "step of a small model", "explain syncs")]
+)
+def test_figures(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A dollar is a dollar, a missing glyph is a box, and the files are well formed."""
+    monkeypatch.setattr(figure, "DPI", 40)
     found = mixed(name)
     if not found.charts():
         pytest.skip("it has no charts")
     figure.save_figure(found, tmp_path / "figure.svg")
-    figure.save_figure(found, tmp_path / "figure.png")
+    if name in ("bench", "sweep of a plane"):
+        figure.save_figure(found, tmp_path / "figure.png")
     tree = ElementTree.parse(tmp_path / "figure.svg")
     assert {element.tag.rpartition("}")[2] for element in tree.iter()} & {"script", "a", "foreignObject"} == set()
     addresses = [value for element in tree.iter() for name, value in element.attrib.items() if name.endswith("href")]
@@ -152,40 +162,31 @@ def test_figures(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
 # --- in a browser -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    if CHROMIUM is None:
-        pytest.skip("Chromium is not installed")
-    made = Browser(tmp_path_factory.mktemp("profile"))
-    yield made
-    made.close()
+HOVERED = """[...document.querySelectorAll(".plot")].slice(0, 6).flatMap((plot) => {
+  plot.scrollIntoView({ block: "center", behavior: "instant" });
+  const box = plot.getBoundingClientRect();
+  return [0.25, 0.5, 0.75].map((share) => [box.left + box.width * share, box.top + box.height * 0.7]);
+})"""
 
 
-@pytest.mark.parametrize("form", ["page", "notebook"])
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_runs_in_a_browser(browser: Browser, tmp_path: Path, name: str, form: str) -> None:
-    result = evil(name)
-    path = tmp_path / "page.html"
-    if form == "page":
-        path.write_text(html_writer.page([document(result, f"{MARKUP}.json")]), encoding="utf-8")
-    else:  # where it stands, nothing forbids scripts
-        path.write_text(f"<!doctype html><meta charset=utf-8><title>notebook</title>{result._repr_html_()}", encoding="utf-8")
-    tab = browser.open(path)
-    try:
-        title = tab.evaluate("document.title")
-        assert title == "notebook" if form == "notebook" else title.startswith("gemmscope: ")
-        for x, y in tab.evaluate(
-            """[...document.querySelectorAll(".plot")].slice(0, 6).flatMap((plot) => {
-              plot.scrollIntoView({ block: "center", behavior: "instant" });
-              const box = plot.getBoundingClientRect();
-              return [0.25, 0.5, 0.75].map((share) => [box.left + box.width * share, box.top + box.height * 0.7]);
-            })"""
-        ):
-            tab.point(x, y)  # what is shown on hover is made of the same strings
-        tab.evaluate("[...document.querySelectorAll('button, summary, a')].slice(0, 200).forEach((each) => each.click())")
-        assert tab.evaluate("window.broken") is None
-        assert tab.complaints() == []
-        assert [address for address in tab.requests() if not address.startswith("data:")] == [path.resolve().as_uri()]
-        assert not [event for event in browser.events if event.get("method") == "Page.javascriptDialogOpening"]
-    finally:
-        tab.close()
+def test_nothing_runs_in_a_browser(browser: Browser, tmp_path: Path, name: str) -> None:
+    forms = {"page": html_writer.page([document(evil(name), f"{MARKUP}.json")])}
+    # where a notebook shows it, nothing forbids scripts
+    forms["notebook"] = f"<!doctype html><meta charset=utf-8><title>notebook</title>{notebook(name)}"
+    for form, text in forms.items():
+        path = tmp_path / f"{form}.html"
+        path.write_text(text, encoding="utf-8")
+        tab = browser.open(path)
+        try:
+            title = tab.evaluate("document.title")
+            assert title == "notebook" if form == "notebook" else title.startswith("gemmscope: ")
+            for x, y in tab.evaluate(HOVERED):
+                tab.point(x, y)  # what is shown on hover is made of the same strings
+            tab.evaluate("[...document.querySelectorAll('button, summary, a')].slice(0, 200).forEach((each) => each.click())")
+            assert tab.evaluate("window.broken") is None
+            assert tab.complaints() == []
+            assert [address for address in tab.requests() if not address.startswith("data:")] == [path.resolve().as_uri()]
+            assert not [event for event in browser.events if event.get("method") == "Page.javascriptDialogOpening"]
+        finally:
+            tab.close()

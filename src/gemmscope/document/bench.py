@@ -2,7 +2,7 @@
 
 from gemmscope import units
 from gemmscope.document.common import batch_lines, command_facts, machine_facts, model_facts, same_model, subject
-from gemmscope.document.linears import linears_answer, linears_sections, linears_speedups
+from gemmscope.document.linears import linears_answer, linears_sections, linears_speedups, linears_times
 from gemmscope.document.linears_summary import linears_summary
 from gemmscope.document.model import Advice, Document, Message
 from gemmscope.document.table import Facts
@@ -30,6 +30,7 @@ def bench_document(result: BenchResult, name: str = "") -> Document:
         advice=_advice(result),
         facts={"Method": _method(result), "Environment": machine_facts(result.environment, result.device, result.versions)},
         speedups=linears_speedups(linears, result.where),
+        times=linears_times(linears, result.where),
         next_purpose="" if model is None or not linears.ops else "predict the speedup of the whole training step",
         next_command="" if model is None or not linears.ops else same_model("step", result),
         name=name,

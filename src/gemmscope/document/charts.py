@@ -6,28 +6,31 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gemmscope import units
+from gemmscope.document.palette import recipe_key
 from gemmscope.document.table import NOTHING, Cell, Facts, Table, columns, number, share_cell, speedup_cell, time_cell
 from gemmscope.interval import Interval
 
 Shade = Literal["plain", "light", "hatched"]
-GREY = -1  # the color of what has none of its own
 SHADES: dict[Shade, str] = {"plain": "fprop + dgrad", "light": "wgrad", "hatched": ""}
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a bar. `color` counts through the palette; `facts` are shown in a tooltip."""
+    """A part of a bar. `color` is the key of a style in the palette; `facts` are shown in a tooltip."""
 
     name: str
     time_ms: float
-    color: int
+    color: str
     shade: Shade = "plain"
     facts: Facts = ()
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One recipe. Without segments it is a gap, and `note` says why; `alarm` stands where the speedup would."""
+    """One recipe. Without segments it is a gap, and `note` says why; `alarm` stands where the speedup would.
+
+    `total`: the time of the whole bar with its interval, where that is known.
+    """
 
     label: str
     segments: tuple[Segment, ...] = ()
@@ -35,10 +38,20 @@ class Bar:
     baseline: bool = False
     alarm: str = ""
     note: str = ""
+    total: Interval | None = None
 
     @property
     def total_ms(self) -> float:
         return sum(segment.time_ms for segment in self.segments)
+
+    @property
+    def reach_ms(self) -> tuple[float, float]:
+        """How far the interval of the time reaches below and above the bar; zero where there is none."""
+        if self.total is None or self.total.low is None or self.total.high is None or not self.total.value > 0:
+            return 0.0, 0.0
+        scale = self.total_ms / self.total.value
+        below, above = self.total.value - max(self.total.low, 0.0), self.total.high - self.total.value
+        return max(below * scale, 0.0), max(above * scale, 0.0)
 
     @property
     def head(self) -> str:
@@ -82,13 +95,22 @@ class BarChart:
         return Table(f"{self.title} ({self.unit})", heads, tuple(rows), self.note)
 
 
-def legend(charts: Sequence[BarChart]) -> dict[str, int]:
-    """The names in plain or light shade with their colors, in the order they are stacked."""
-    colors: dict[str, int] = {}
-    for segment in (segment for chart in charts for bar in chart.bars for segment in bar.segments):
-        if segment.shade != "hatched":
-            colors.setdefault(segment.name, segment.color)
-    return colors
+def time_text(time_ms: float) -> str:
+    """A time as a label in a chart: three digits, never with an exponent.
+
+    >>> time_text(1240.4), time_text(70.01), time_text(0.0123), time_text(0.0000123)
+    ('1,240 ms', '70.0 ms', '0.0123 ms', '12.3 ns')
+    """
+    if 0 < time_ms < 0.001:
+        return f"{time_ms * 1e6:.3g} ns"
+    return f"{time_ms:,.0f} ms" if not time_ms < 99.95 else f"{time_ms:#.3g} ms"
+
+
+def legend(charts: Sequence[BarChart]) -> dict[str, str]:
+    """The names of all segments with their styles, in the order they are stacked."""
+    segments = [segment for chart in charts for bar in chart.bars for segment in bar.segments]
+    ordered = sorted(segments, key=lambda segment: segment.shade == "hatched")  # which is on top of every bar
+    return {segment.name: segment.color for segment in ordered}
 
 
 @dataclass(frozen=True)
@@ -103,7 +125,7 @@ class Fall:
 
 @dataclass(frozen=True)
 class WaterfallChart:
-    """From the speedup of the GEMMs alone to that of the step."""
+    """From the speedup of the GEMMs alone to that of the step; `total` is that of the step, with its interval."""
 
     title: str
     recipe: str
@@ -111,6 +133,8 @@ class WaterfallChart:
     falls: tuple[Fall, ...]
     note: str = ""
     main: bool = False
+    figure: bool = False
+    total: Interval | None = None
 
     def table(self) -> Table:
         """A row per part of the step."""
@@ -138,7 +162,7 @@ class Point:
 
 @dataclass(frozen=True)
 class CurveChart:
-    """Values against a size. `series`: recipe → points; `order` gives each recipe its color in all charts of a run.
+    """Values against a size. `series`: recipe → points.
 
     `unit` "x" means speedups: the line at 1 is drawn. `figure`: `-o` draws it, though it is not main.
     """
@@ -147,13 +171,13 @@ class CurveChart:
     axis: str
     series: Mapping[str, tuple[Point, ...]]
     unit: str = "x"
-    order: tuple[str, ...] = ()
     note: str = ""
     main: bool = False
     figure: bool = False
 
-    def color(self, name: str) -> int:
-        return self.order.index(name) if name in self.order else list(self.series).index(name)
+    def color(self, name: str) -> str:
+        """The key of its style."""
+        return recipe_key(name, list(self.series).index(name))
 
     @property
     def places(self) -> list[str]:
@@ -198,6 +222,14 @@ class HeatMap:
     note: str = ""
     main: bool = False
     legend: Facts = ()
+
+    @property
+    def best(self) -> tuple[int, int] | None:
+        """Column and row of the largest certain speedup."""
+        found = [
+            (cell.value, x, y) for y, row in enumerate(self.cells) for x, cell in enumerate(row) if cell.value and cell.certain
+        ]
+        return max(found)[1:] if found else None
 
     def table(self) -> Table:
         """The plane itself."""

@@ -1,16 +1,21 @@
-"""Several documents on one page: their labels, their speedups side by side, and whether they belong together."""
+"""Several documents on one page: their labels, their times over one common baseline, their own speedups, and whether they
+belong together."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import combinations
+from math import hypot, inf, isfinite
 
-from gemmscope.document.model import Document, Message, NamedSpeedup
-from gemmscope.document.table import NOTHING, Cell, Column, Table, speedup_cell
+from gemmscope.document.model import Document, Message, NamedSpeedup, NamedTime
+from gemmscope.document.table import BASELINE_CELL, Cell, Column, Table, columns, number, speedup_cell, time_cell
 from gemmscope.errors import UserError
 from gemmscope.findings import finding
 from gemmscope.interval import Interval
+from gemmscope.recipe.recipes import BASELINE
 
 MOST_RUNS = 8  # that a page can show side by side
 ORDER = ("training step", "linears")  # of what stands side by side; the rest follows
+OWN_BASELINE = "Each speedup is over the BF16 of its own GPU and run: a larger one does not mean a faster GPU."
 
 
 def label(documents: Sequence[Document], document: Document) -> str:
@@ -24,18 +29,20 @@ def letter(documents: Sequence[Document], document: Document) -> str:
 
 
 def sources(documents: Sequence[Document]) -> dict[str, str]:
-    """Every GPU of every run that has speedups: its key → its label. A forecast of several GPUs has several."""
+    """Every GPU of every run that has speedups or times: its key → its label. A forecast of several GPUs has several."""
     found: dict[str, str] = {}
     for document in documents:
-        for each in document.speedups:
+        named: list[NamedTime | NamedSpeedup] = [*document.times, *document.speedups]
+        for each in named:
             key = _key(documents, document, each)
-            found.setdefault(key, f"{key} ({document.name})" if document.name else key)
+            found.setdefault(key, f"{key} ({document.name})" if document.name and len(documents) > 1 else key)
     return found
 
 
-def _key(documents: Sequence[Document], document: Document, each: NamedSpeedup) -> str:
+def _key(documents: Sequence[Document], document: Document, each: NamedSpeedup | NamedTime) -> str:
+    """The letter of the run, with the GPU where it has several; of a single run the GPU alone."""
     own = letter(documents, document)
-    return own if each.where == document.where else f"{own} · {each.where}"
+    return each.where if len(documents) == 1 else own if each.where == document.where else f"{own} · {each.where}"
 
 
 def speedup_rows(documents: Sequence[Document]) -> list[tuple[str, str, dict[str, Interval]]]:
@@ -45,28 +52,117 @@ def speedup_rows(documents: Sequence[Document]) -> list[tuple[str, str, dict[str
         for each in document.speedups:
             found.setdefault((each.what, each.recipe), {})[_key(documents, document, each)] = each.speedup
     rows = [(what, recipe, by_run) for (what, recipe), by_run in found.items()]
-    return sorted(rows, key=lambda row: next((place for place, word in enumerate(ORDER) if word in row[0]), len(ORDER)))
+    return sorted(rows, key=lambda row: _place(row[0]))
+
+
+def _place(what: str) -> int:
+    return next((place for place, word in enumerate(ORDER) if word in what), len(ORDER))
 
 
 def side_by_side_table(documents: Sequence[Document]) -> Table:
-    """Every speedup, a column per run; for two runs, how far they are apart."""
+    """Every speedup over the BF16 of its own GPU and run, a column per run. Such speedups do not compare the runs themselves."""
     keys = list(sources(documents))
-    rows = []
-    for what, recipe, by_run in speedup_rows(documents):
-        cells = [speedup_cell(by_run.get(key)) for key in keys]
-        rows.append((Cell(what), Cell(recipe), *cells, *([_difference(by_run, keys)] if len(keys) == 2 else [])))
+    rows = tuple(
+        (Cell(what), Cell(recipe), *(speedup_cell(by_run.get(key)) for key in keys))
+        for what, recipe, by_run in speedup_rows(documents)
+    )
     heads = [Column("What", numeric=False), Column("Recipe", numeric=False), *map(Column, keys)]
-    heads += [Column(f"{keys[1]} vs {keys[0]}")] if len(keys) == 2 else []
-    return Table("Speedup over BF16", tuple(heads), tuple(rows))
+    return Table(f"Speedup over {BASELINE} of the same GPU and run", tuple(heads), rows, OWN_BASELINE)
 
 
-def _difference(by_run: Mapping[str, Interval], keys: Sequence[str]) -> Cell:
-    """The second against the first, and whether their intervals overlap."""
-    first, second = (by_run.get(key) for key in keys)
-    if first is None or second is None:
-        return NOTHING
-    ratio = second.value / first.value - 1
-    return Cell(f"{ratio:+.1%}" + (", intervals overlap" if first.overlaps(second) else ""), ratio)
+@dataclass(frozen=True)
+class ComparedTime:
+    """The time of one recipe in one run, and its speedup over the common baseline."""
+
+    run: str  # its letter, and the GPU
+    recipe: str
+    time_ms: Interval
+    tokens_per_s: float | None
+    over: Interval
+    is_baseline: bool = False
+
+
+@dataclass(frozen=True)
+class CommonBaseline:
+    """Times of several GPUs or runs, all compared with the BF16 of one of them."""
+
+    what: str
+    baseline: str  # the run whose BF16 it is, as `run` of its times
+    times: tuple[ComparedTime, ...]
+
+    @property
+    def title(self) -> str:
+        unit = "tokens/s per GPU and speedup" if self.has_rates else "speedup"
+        return f"{self.what[0].upper()}{self.what[1:]}: {unit} over {BASELINE} on {self.baseline}"
+
+    @property
+    def has_rates(self) -> bool:
+        return all(time.tokens_per_s is not None for time in self.times)
+
+    def table(self) -> Table:
+        """A row for each run and recipe."""
+        over = f"Speedup over {BASELINE} on {self.baseline}"
+        heads = columns(("GPU", "Recipe"), ("ms", *(["Tokens/s per GPU"] if self.has_rates else []), over))
+        rows = []
+        for time in self.times:
+            rate = [number(time.tokens_per_s, f"{time.tokens_per_s:,.0f}")] if self.has_rates else []
+            over_baseline = BASELINE_CELL if time.is_baseline else speedup_cell(time.over)
+            rows.append((Cell(time.run), Cell(time.recipe), time_cell(time.time_ms), *rate, over_baseline))
+        return Table(self.title, heads, tuple(rows))
+
+
+def common_baselines(documents: Sequence[Document]) -> list[CommonBaseline]:
+    """What at least two GPUs or runs have the time of, over the BF16 of the first one that has it; the step first.
+
+    Steps are compared by tokens/s. Linears have the time of one micro-batch, so that runs of other batches are not compared.
+    """
+    found: dict[str, list[tuple[str, NamedTime, Document]]] = {}
+    for document in documents:
+        for time in document.times:
+            if 0 < time.time_ms.value < inf:
+                found.setdefault(time.what, []).append((_key(documents, document, time), time, document))
+    compared = []
+    for what in sorted(found, key=_place):
+        first = next(((key, time, document) for key, time, document in found[what] if time.recipe == BASELINE), None)
+        if first is None:
+            continue
+        rated = bool(first[1].tokens_per_s)
+        kept = [each for each in found[what] if rated or each[2].subject.batch == first[2].subject.batch]
+        if len({key for key, _, _ in kept}) > 1:
+            times = tuple(
+                ComparedTime(
+                    _named(key, time),
+                    time.recipe,
+                    time.time_ms,
+                    time.tokens_per_s,
+                    _over(first, (key, time, document)),
+                    time is first[1],
+                )
+                for key, time, document in kept
+                if bool(time.tokens_per_s) is rated
+            )
+            compared.append(CommonBaseline(what, _named(first[0], first[1]), times))
+    return compared
+
+
+def _named(key: str, time: NamedTime) -> str:
+    """The run with its GPU."""
+    return key if time.where in key else f"{key} · {time.where}"
+
+
+def _over(first: tuple[str, NamedTime, Document], other: tuple[str, NamedTime, Document]) -> Interval:
+    """The speedup over the common baseline: the one of the run itself if there is one, else of two independent times."""
+    (key, baseline, _), (other_key, time, document) = first, other
+    if key == other_key:
+        if time.recipe == BASELINE:
+            return Interval(1.0, 1.0, 1.0)
+        for each in document.speedups:
+            if (each.where, each.what, each.recipe) == (time.where, time.what, time.recipe):
+                return each.speedup
+    rates = [baseline.tokens_per_s, time.tokens_per_s]
+    value = rates[1] / rates[0] if rates[0] and rates[1] else baseline.time_ms.value / time.time_ms.value
+    reach = hypot(baseline.time_ms.half_width, time.time_ms.half_width)
+    return Interval(value, value / (1 + reach), value * (1 + reach)) if isfinite(reach) else Interval(value)
 
 
 def check_together(documents: Sequence[Document]) -> list[Message]:

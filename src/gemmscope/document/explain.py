@@ -1,16 +1,17 @@
 """The Document of an `ExplainResult`."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from gemmscope import units
-from gemmscope.document.charts import GREY, Bar, BarChart, Segment
+from gemmscope.document.charts import Bar, BarChart, Fall, Segment, WaterfallChart
 from gemmscope.document.common import command_facts
 from gemmscope.document.model import Block, Card, Document, KeyFigure, Message, Section, Subject
+from gemmscope.document.palette import part_key
 from gemmscope.document.table import NOTHING, Cell, Table, columns, number, share_cell
-from gemmscope.parts import STEP_PARTS
+from gemmscope.interval import Interval
 from gemmscope.results.explain import Cause, ExplainResult, PartComparison, StepComparison
 
-COLORED = [part for part in STEP_PARTS if part != "quantization"][:8]  # quantization is hatched, the rest is grey
 MOST_UNKNOWN = 10  # kernels that are listed one by one
 
 
@@ -25,7 +26,7 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
         "Where the time goes": (_chart(result), _classes(result), _idle(result), _counts(result), _unknown(result)),
         "GEMMs": (_gemms(result),),
         "Why the step is not faster": (_causes(result), _kernels(result)),
-        "Comparisons": tuple(map(_comparison, result.comparisons)),
+        "Comparisons": (*_waterfalls(result), *map(_comparison, result.comparisons)),
         "Ranks": (_ranks(result),),
     }
     filled = {title: tuple(block for block in blocks if not _is_empty(block)) for title, blocks in sections.items()}
@@ -35,7 +36,7 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
         title=f"Profiler trace {file}",
         subject=Subject(f"Profiler trace {file}"),
         where=result.gpu or "unknown GPU",
-        answer=result.verdict.text,
+        answer=_answer(result),
         because=(
             f"A step takes {account.step_ms:.2f} ms. The GPU is busy for {account.busy_ms:.2f} ms "
             f"({units.percent(1 - account.idle_share)}).",
@@ -58,6 +59,12 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
         else f"gemmscope explain {file} --baseline BF16-TRACE",
         name=name,
     )
+
+
+def _answer(result: ExplainResult) -> str:
+    """The main cause with its cost, and what to do about it."""
+    advice = result.causes[0].advice[:1] if result.causes else ()
+    return " ".join([result.verdict.text, *(f"What to do: {line.rstrip('.')}." for line in advice)])
 
 
 def _is_empty(block: Block) -> bool:
@@ -111,20 +118,59 @@ def _cause_message(place: int, cause: Cause) -> Message:
 
 
 def _chart(result: ExplainResult) -> BarChart:
-    """One bar with the parts of the step, quantization on top."""
-    account = result.account
-    order = sorted((part for part, time in account.parts_ms.items() if time > 0), key=lambda part: part == "quantization")
-    segments = tuple(
+    """A bar with the parts of the step, beside what it is compared with."""
+    others = []
+    speedup = None
+    for comparison in result.comparisons:
+        expected = {part.part: part.expected_ms for part in comparison.parts if part.expected_ms is not None}
+        if len(expected) == len(comparison.parts) > 1:
+            twin = _is_twin(comparison)
+            others.append(Bar("baseline" if twin else "predicted", _segments(expected.items()), baseline=twin))
+            speedup = _total_speedup(comparison) if twin else speedup
+    trace = Bar("this trace" if others else "trace", _segments(result.account.parts_ms.items()), speedup)
+    return BarChart("Where the time of a step goes", "ms per step", (*others, trace), main=True)
+
+
+def _segments(times_ms: Iterable[tuple[str, float]]) -> tuple[Segment, ...]:
+    """The parts of a step, quantization on top."""
+    parts_ms = dict(times_ms)
+    step_ms = sum(parts_ms.values())
+    order = sorted((part for part, time in parts_ms.items() if time > 0), key=lambda part: part == "quantization")
+    return tuple(
         Segment(
             part,
-            account.parts_ms[part],
-            COLORED.index(part) if part in COLORED else GREY,
+            parts_ms[part],
+            part_key(part),
             "hatched" if part == "quantization" else "plain",
-            ((part, f"{account.parts_ms[part]:.2f} ms"), ("share", units.percent(account.share(part)))),
+            ((part, f"{parts_ms[part]:.2f} ms"), ("share", units.percent(parts_ms[part] / step_ms))),
         )
         for part in order
     )
-    return BarChart("Where the time of a step goes", "ms per step", (Bar("trace", segments),), main=True)
+
+
+def _is_twin(comparison: StepComparison) -> bool:
+    """Compared with another trace: every part has the speedup down to it. A prediction has none."""
+    return bool(comparison.parts) and all(part.speedup is not None for part in comparison.parts)
+
+
+def _total_speedup(comparison: StepComparison) -> Interval:
+    return Interval(comparison.parts[-1].speedup or 1.0)
+
+
+def _waterfalls(result: ExplainResult) -> tuple[WaterfallChart, ...]:
+    """From the speedup of the GEMMs over those of the other trace to that of the step."""
+    return tuple(
+        WaterfallChart(
+            "From GEMMs to step",
+            "this trace",
+            comparison.expected,
+            tuple(Fall(part.part, part.expected_ms or 0.0, part.trace_ms, part.speedup or 1.0) for part in comparison.parts),
+            main=True,
+            total=_total_speedup(comparison),
+        )
+        for comparison in result.comparisons
+        if _is_twin(comparison)
+    )
 
 
 def _classes(result: ExplainResult) -> Table:
@@ -176,7 +222,10 @@ def _unknown(result: ExplainResult) -> Table:
     rows = [(kernel.name, kernel.time_ms, kernel.count) for kernel in kernels]
     if rest:
         rows.append((f"{len(rest)} more", sum(kernel.time_ms for kernel in rest), sum(kernel.count for kernel in rest)))
-    cells = tuple((Cell(name), _fixed(time, 3), number(count, f"{count:.3g}")) for name, time, count in rows)
+    cells = tuple(
+        (Cell(name), _fixed(time, 3), number(count, f"{count:,.0f}" if count >= 10 else f"{count:.1f}"))
+        for name, time, count in rows
+    )
     return Table("Kernels of unknown class", columns(("Kernel",), ("ms per step", "Runs per step")), cells)
 
 

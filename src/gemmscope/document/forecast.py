@@ -6,9 +6,9 @@ from itertools import combinations
 
 from gemmscope import units
 from gemmscope.document.common import batch_lines, command_facts, model_facts, same_model, subject
-from gemmscope.document.linears import linears_answer, linears_sections, linears_speedups
+from gemmscope.document.linears import linears_answer, linears_sections, linears_speedups, linears_times
 from gemmscope.document.linears_summary import linears_summary
-from gemmscope.document.model import Block, Document, NamedSpeedup, Section
+from gemmscope.document.model import Block, Document, NamedSpeedup, NamedTime, Section
 from gemmscope.document.step_parts import (
     cost_table,
     step_answer,
@@ -16,6 +16,7 @@ from gemmscope.document.step_parts import (
     step_figures,
     step_speedups,
     step_summary,
+    step_times,
     waterfalls,
 )
 from gemmscope.document.sweep import STATES, gpu_messages, sweep_document
@@ -61,6 +62,7 @@ def forecast_document(result: ForecastResult, name: str = "") -> Document:
         messages=gpu_messages(result.findings, {gpu.gpu: gpu.findings for gpu in result.gpus}),
         facts={"Method": _method(result)},
         speedups=tuple(speedup for gpu in result.gpus for speedup in _speedups(gpu)),
+        times=tuple(time for gpu in result.gpus for time in _times(gpu)),
         forecast=True,
         next_purpose="measure it on the GPU itself",
         next_command=same_model("bench" if first.linears.bare else "step", result),
@@ -181,8 +183,9 @@ def _gpu_sections(gpu: GpuForecast, *, several: bool) -> Iterator[Section]:
         chart = step_chart(gpu.step, prefix=prefix)
         charts = [replace(chart, figure=True)] if chart is not None else []
         blocks: tuple[Block, ...] = (*charts, *waterfalls(gpu.step, prefix=prefix), *_pairs(gpu.step, prefix))
-        yield Section(f"{prefix}Training step", blocks)
-    yield from linears_sections(gpu.linears, prefix=prefix)
+        yield Section(f"{prefix}Training step", blocks, gpu=gpu.gpu if several else "")
+    for section in linears_sections(gpu.linears, prefix=prefix):
+        yield replace(section, gpu=gpu.gpu if several else "")
 
 
 def _pairs(step: StepTimes, prefix: str) -> Iterator[Table]:
@@ -198,6 +201,11 @@ def _speedups(gpu: GpuForecast) -> tuple[NamedSpeedup, ...]:
     where = f"{gpu.title}, FORECAST"
     steps = step_speedups(gpu.step, where) if gpu.step is not None else ()
     return (*steps, *linears_speedups(gpu.linears, where))
+
+
+def _times(gpu: GpuForecast) -> tuple[NamedTime, ...]:
+    where = f"{gpu.title}, FORECAST"
+    return (*(step_times(gpu.step, where) if gpu.step is not None else ()), *linears_times(gpu.linears, where))
 
 
 def _method(result: ForecastResult) -> tuple[tuple[str, str], ...]:

@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 from gemmscope import units
-from gemmscope.document.charts import GREY, Bar, BarChart, CurveChart, Point, Segment, Shade
+from gemmscope.document.charts import Bar, BarChart, CurveChart, Point, Segment, Shade
 from gemmscope.document.measured import clock_facts, sample_text
+from gemmscope.document.palette import REST, op_keys, part_key
 from gemmscope.document.table import Facts
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
@@ -16,8 +17,6 @@ from gemmscope.workload.ops import Pass
 MODE_TITLES: dict[Mode, str] = {"autocast": "Autocast", "pre-quantized": "Pre-quantized"}
 CHART_TITLES: dict[Mode, str] = {"autocast": "Autocast: with quantization", "pre-quantized": "Pre-quantized: GEMMs only"}
 UNIT = "ms per micro-batch"
-COLORS = 8  # of the palette
-MOST_OPS = 7  # with a color of their own; the smallest of more are drawn together
 MOST_KERNELS = 3  # of one pass in a tooltip
 LONGEST_KERNEL = 96  # letters
 Tasks = Mapping[tuple[str, str, str], Sequence[TaskResult]]
@@ -34,35 +33,34 @@ def by_op(tasks: Sequence[TaskResult]) -> Tasks:
 def bar_chart(linears: Linears, mode: Mode, start: str, tasks: Tasks) -> BarChart:
     """A bar for each recipe: every op in its color, wgrad lighter, quantization on top."""
     work = {case.op: case.flops * case.count for case in linears.cases}
-    largest = sorted(work, key=lambda op: -work[op])[: len(work) if len(work) <= COLORS else MOST_OPS]
-    own = [op for op in work if op in largest]  # the largest ops have colors of their own, in the order they run
-    colors = {op: own.index(op) if op in own else GREY for op in work}
+    colors = op_keys(sorted(work, key=lambda op: -work[op]))
     bars = tuple(_bar(linears, name, mode, colors, tasks) for name in linears.recipes)
     return BarChart(start + CHART_TITLES[mode], UNIT, bars, figure=True)
 
 
-def _bar(linears: Linears, name: str, mode: Mode, colors: dict[str, int], tasks: Tasks) -> Bar:
+def _bar(linears: Linears, name: str, mode: Mode, colors: dict[str, str], tasks: Tasks) -> Bar:
     other = linears.measured_as(name, mode)
     if other != name:
         return Bar(name, note=f"same kernels as {other}")
     if linears.total(name, mode) is None:
         return Bar(name, note="not possible" if linears.forecast else "not measured")
     cells = [(case, cell) for case in linears.cases if (cell := linears.op_time(case.op, name, mode)) is not None]
-    ordered = sorted(cells, key=lambda pair: colors[pair[0].op] == GREY)  # the smaller ops on top
+    ordered = sorted(cells, key=lambda pair: colors[pair[0].op] == REST)  # the smaller ops on top
     segments = [segment for case, cell in ordered for segment in _segments(linears, case, cell, colors[case.op], tasks)]
     quantization = {case.op: cell.quantization_ms * case.count for case, cell in cells}
     spent = sum(quantization.values())
     if spent:
         per_op = tuple((op, _ms(time)) for op, time in quantization.items() if time)
-        segments.append(Segment("quantization", spent, GREY, "hatched", (("total", _ms(spent)), *per_op)))
+        segments.append(Segment("quantization", spent, part_key("quantization"), "hatched", (("total", _ms(spent)), *per_op)))
     fell_back = linears.falls_back(name, mode)
     speedup = None if fell_back else linears.speedup(name, mode)
-    return Bar(name, tuple(segments), speedup, baseline=name == BASELINE, alarm="FALLBACK" if fell_back else "")
+    alarm, total = "FALLBACK" if fell_back else "", linears.total(name, mode)
+    return Bar(name, tuple(segments), speedup, name == BASELINE, alarm, total=total.total_ms if total is not None else None)
 
 
-def _segments(linears: Linears, case: Case, cell: OpTime, color: int, tasks: Tasks) -> list[Segment]:
+def _segments(linears: Linears, case: Case, cell: OpTime, color: str, tasks: Tasks) -> list[Segment]:
     """The GEMMs of one op as often as they run: fprop and dgrad together, wgrad lighter; one block where time is not split."""
-    label = case.op if color != GREY else "smaller ops"
+    label = case.op if color != REST else "smaller ops"
     gemms = cell.gemm_ms
     if not gemms:
         time_ms = cell.total_ms.value * case.count
@@ -96,13 +94,13 @@ def curve_charts(linears: Linears, mode: Mode, start: str, tasks: Tasks) -> list
             rates.setdefault(name, []).append(point)
             if (speedup := linears.speedup(name, mode, case.op)) is not None:
                 speedups.setdefault(name, []).append(Point(at, speedup, facts))
-    title, low = start + MODE_TITLES[mode], tuple(name for name in linears.recipes if name != BASELINE)
+    title = start + MODE_TITLES[mode]
     gains, reached = ({name: tuple(points) for name, points in series.items()} for series in (speedups, rates))
     charts = []
     if speedups:
-        charts.append(CurveChart(f"{title}: speedup over {BASELINE}", axis, gains, order=low, main=True))
+        charts.append(CurveChart(f"{title}: speedup over {BASELINE}", axis, gains, main=True))
     if rates:
-        charts.append(CurveChart(f"{title}: rate", axis, reached, "TFLOP/s", (*low, BASELINE), main=not speedups, figure=True))
+        charts.append(CurveChart(f"{title}: rate", axis, reached, "TFLOP/s", main=not speedups, figure=True))
     return charts
 
 

@@ -5,7 +5,7 @@ from itertools import combinations
 
 from gemmscope import units
 from gemmscope.document.linear_charts import MODE_TITLES, bar_chart, by_op, curve_charts, rate
-from gemmscope.document.model import Block, NamedSpeedup, Section
+from gemmscope.document.model import Block, NamedSpeedup, NamedTime, Section
 from gemmscope.document.table import (
     BASELINE_CELL,
     FALLBACK_CELL,
@@ -103,6 +103,16 @@ def linears_speedups(linears: Linears, where: str) -> tuple[NamedSpeedup, ...]:
         for op in ([case.op for case in linears.cases] if linears.bare else [""])
         for name in linears.columns(mode)
         if (speedup := linears.speedup(name, mode, op)) is not None
+    )
+
+
+def linears_times(linears: Linears, where: str) -> tuple[NamedTime, ...]:
+    """To compare with those of other GPUs and runs; of bare GEMMs only their speedups are."""
+    return tuple(
+        NamedTime(where, WHAT[mode], name, total.total_ms)
+        for mode in (() if linears.bare else linears.modes)
+        for name in linears.columns(mode)
+        if (total := linears.total(name, mode)) is not None and not linears.falls_back(name, mode)
     )
 
 

@@ -22,24 +22,26 @@ Block = Table | Chart
 
 @dataclass(frozen=True)
 class Message:
-    """A finding in words."""
+    """A finding in words. `gpu`: the only one of several GPUs that it is about; its text begins with that name."""
 
     code: str
     level: Level
     text: str
+    gpu: str = ""
 
     @classmethod
-    def of(cls, finding: Finding, prefix: str = "") -> Message:
-        return cls(finding.code, finding.level, prefix + finding.text)
+    def of(cls, finding: Finding, gpu: str = "") -> Message:
+        return cls(finding.code, finding.level, f"{gpu}: {finding.text}" if gpu else finding.text, gpu)
 
 
 @dataclass(frozen=True)
 class Section:
-    """Tables and charts under one heading; `text` is a sentence or two below it."""
+    """Tables and charts under one heading; `text` is a sentence or two below it; `gpu`: the one of several that it is about."""
 
     title: str
     blocks: tuple[Block, ...]
     text: str = ""
+    gpu: str = ""
 
     def tables(self) -> list[Table]:
         """Every table, those of charts included."""
@@ -86,6 +88,17 @@ class NamedSpeedup:
 
 
 @dataclass(frozen=True)
+class NamedTime:
+    """A time to compare with those of other GPUs and runs: where, of what, in which recipe. `tokens_per_s`: of one GPU."""
+
+    where: str
+    what: str
+    recipe: str
+    time_ms: Interval
+    tokens_per_s: float | None = None
+
+
+@dataclass(frozen=True)
 class Subject:
     """What a run was about, to tell whether two runs belong on one page. A size that a run does not know is left out."""
 
@@ -115,6 +128,7 @@ class Document:
     advice: Advice | None = None
     facts: Mapping[str, Facts] = field(default_factory=dict)  # heading → names and values: method, environment
     speedups: tuple[NamedSpeedup, ...] = ()
+    times: tuple[NamedTime, ...] = ()
     forecast: bool = False
     next_purpose: str = ""  # what to do next
     next_command: str = ""  # the command that does it

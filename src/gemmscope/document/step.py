@@ -15,6 +15,7 @@ from gemmscope.document.step_parts import (
     step_speedups,
     step_summary,
     step_table,
+    step_times,
     waterfalls,
 )
 from gemmscope.document.table import Cell, Facts, Table, columns
@@ -57,6 +58,7 @@ def step_document(result: StepResult, name: str = "") -> Document:
         advice=_advice(result.recommendation) if result.recommendation is not None else None,
         facts={"Method": _method(result), "Environment": machine_facts(result.environment, result.device, result.versions)},
         speedups=step_speedups(result.step, result.where),
+        times=step_times(result.step, result.where),
         next_purpose=NEXT if result.step.recipes else "",
         next_command="gemmscope trace-me" if result.step.recipes else "",
         name=name,
@@ -153,9 +155,8 @@ def _break_even(result: StepResult) -> CurveChart | None:
         for name, speedup in batch.speedups.items():
             point = Point(batch.name, speedup, (("speedup", units.speedup(speedup)),))
             points[name] = (*points.get(name, ()), point)
-    order = tuple(time.recipe for time in result.step.recipes)
     title, axis = "Speedup of the step on smaller batches", "micro-batch x sequence"
-    return CurveChart(title, axis, points, order=order) if points else None
+    return CurveChart(title, axis, points) if points else None
 
 
 def _method(result: StepResult) -> Facts:

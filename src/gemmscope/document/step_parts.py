@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 from gemmscope import units
-from gemmscope.document.charts import GREY, Bar, BarChart, Fall, Segment, Shade, WaterfallChart
-from gemmscope.document.model import KeyFigure, NamedSpeedup
+from gemmscope.document.charts import Bar, BarChart, Fall, Segment, Shade, WaterfallChart
+from gemmscope.document.model import KeyFigure, NamedSpeedup, NamedTime
+from gemmscope.document.palette import part_key, recipe_key
 from gemmscope.document.table import (
     BASELINE_CELL,
     FALLBACK_CELL,
@@ -22,13 +23,11 @@ from gemmscope.document.table import (
     speedup_cell,
     time_cell,
 )
-from gemmscope.parts import STEP_PARTS, StepPart
+from gemmscope.parts import StepPart
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.linears import Winner
 from gemmscope.results.step import StepTime, StepTimes
 from gemmscope.step.findings import named_verdict
-
-COLORED = [part for part in STEP_PARTS if part != "quantization"][:8]  # quantization is hatched, what follows is grey
 
 
 def _title(times: StepTimes, text: str, prefix: str = "") -> str:
@@ -97,7 +96,7 @@ def _summary_row(gpu: str, time: StepTime, common: tuple[str, StepTime] | None) 
         over = time.tokens_per_s / common[1].tokens_per_s
         row[f"Over {common[0]} {BASELINE}"] = number(over, f"{over:.2f}x")
     row["Tokens/s"] = rate_cell(time.tokens_per_s, time.step_ms.half_width)
-    row["MFU"] = Cell(f"{units.rounded(100 * time.mfu, time.step_ms.half_width)}%", time.mfu) if time.mfu is not None else NOTHING
+    row["MFU"] = share_cell(time.mfu, time.step_ms.half_width)
     row["Peak memory"] = bytes_cell(time.peak_bytes)
     if time.cost is not None:
         row |= {"Days": amount_cell(time.cost.days), "GPU-hours": amount_cell(time.cost.gpu_hours)}
@@ -134,8 +133,8 @@ def step_chart(
     if not times.recipes:
         return None
     if not any(time.parts_ms for time in times.recipes):  # kernels were not profiled, as on the CPU
-        whole = [(time, Segment("whole step", time.step_ms.value, 0)) for time in times.recipes]
-        bars = tuple(Bar(time.recipe, (part,), time.speedup, baseline=time.recipe == BASELINE) for time, part in whole)
+        whole = [(time, Segment("whole step", time.step_ms.value, recipe_key(time.recipe))) for time in times.recipes]
+        bars = tuple(Bar(time.recipe, (part,), time.speedup, time.recipe == BASELINE, total=time.step_ms) for time, part in whole)
         return BarChart(_title(times, "Time of a step", prefix), "ms per step", bars)
     note = f"Of {units.counted(layers_run, 'layer')}, as many as were run." if layers_run is not None else ""
     bars = tuple(_bar(time, hover) for time in times.recipes)
@@ -152,14 +151,14 @@ def _bar(time: StepTime, hover: Mapping[tuple[str, str], Facts]) -> Bar:
         baseline=time.recipe == BASELINE,
         alarm="FALLBACK" if time.fell_back else "",
         note="" if order else "not split",
+        total=time.step_ms,
     )
 
 
 def _segment(part: StepPart, time_ms: float, total_ms: float, facts: Facts) -> Segment:
     shade: Shade = "hatched" if part == "quantization" else "plain"
-    color = COLORED.index(part) if part in COLORED else GREY
     own = ((part, f"{units.milliseconds(time_ms)} ms"), ("share", units.percent(time_ms / total_ms)))
-    return Segment(part, time_ms, color, shade, (*own, *facts))
+    return Segment(part, time_ms, part_key(part), shade, (*own, *facts))
 
 
 def waterfalls(times: StepTimes, *, prefix: str = "") -> tuple[WaterfallChart, ...]:
@@ -171,6 +170,7 @@ def waterfalls(times: StepTimes, *, prefix: str = "") -> tuple[WaterfallChart, .
             BASELINE,
             tuple(Fall(level.part, level.baseline_ms, level.recipe_ms, level.speedup) for level in time.waterfall),
             _why(time),
+            total=time.speedup,
         )
         for time in times.recipes
         if time.waterfall
@@ -225,6 +225,12 @@ def step_speedups(times: StepTimes, where: str) -> tuple[NamedSpeedup, ...]:
     """To show beside those of other runs."""
     known = [(time.recipe, time.speedup) for time in times.recipes if time.speedup is not None]
     return tuple(NamedSpeedup(where, "training step", name, speedup) for name, speedup in known)
+
+
+def step_times(times: StepTimes, where: str) -> tuple[NamedTime, ...]:
+    """To compare with those of other GPUs and runs. What fell back is not what it claims to be, and is left out."""
+    valid = [time for time in times.recipes if not time.fell_back]
+    return tuple(NamedTime(where, "training step", time.recipe, time.step_ms, time.tokens_per_s) for time in valid)
 
 
 def step_figures(times: StepTimes) -> tuple[KeyFigure, ...]:

@@ -6,9 +6,9 @@ from itertools import cycle
 from gemmscope import units
 from gemmscope.document.charts import CurveChart, HeatCell, HeatMap, Point
 from gemmscope.document.common import command_facts
-from gemmscope.document.model import Document, Message, Section, Subject
+from gemmscope.document.model import Document, KeyFigure, Message, Section, Subject
 from gemmscope.document.sweep_summary import point_name, speedup_of, sweep_summary
-from gemmscope.document.table import NOTHING, Cell, Table, columns, number, speedup_cell, time_cell
+from gemmscope.document.table import NOTHING, Cell, Column, Table, columns, number, speedup_cell, time_cell
 from gemmscope.findings import Finding
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.forecast import ForecastResult, GpuSweep, SweepPoint
@@ -18,6 +18,7 @@ STATES = {"sustained": SUSTAINED, "burst": BURST}
 HOST_BOUND = "HOST-BOUND"
 WIDEST_WITH_NAMES = 8  # columns of a heat map that have room for the names of recipes
 LETTERS = "ABCDEFGHIJKL"
+MOST_ACROSS = 10  # values of the second size that are columns
 
 
 def sweep_document(result: ForecastResult, name: str = "") -> Document:
@@ -38,12 +39,13 @@ def sweep_document(result: ForecastResult, name: str = "") -> Document:
         where=f"{gpus}, FORECAST",
         answer=answer,
         because=tuple(because),
+        key_figures=_key_figures(result.sweeps[0]) if len(result.sweeps) == 1 else (),
         summary=sweep_summary(result.sweeps),
         context=(
             f"{count:,} configurations, the training step of one rank{replicas}",
             f"{result.state}: {STATES[result.state]}; every interval is a 90% error bar",
         ),
-        sections=tuple(map(_section, result.sweeps)),
+        sections=tuple(_section(sweep, several=len(result.sweeps) > 1) for sweep in result.sweeps),
         messages=gpu_messages(result.findings, {sweep.gpu: sweep.findings for sweep in result.sweeps}),
         facts={"Method": (("state", result.state), ("fitted on", result.coefficients), *command_facts(result))},
         forecast=True,
@@ -58,9 +60,7 @@ def gpu_messages(common: Sequence[Finding], by_gpu: Mapping[str, Sequence[Findin
     common_texts = [{finding.text for finding in findings} for findings in others]
     shared = [finding for finding in first if all(finding.text in texts for texts in common_texts)]
     said = {finding.text for finding in shared}
-    own = [
-        Message.of(finding, f"{gpu}: ") for gpu, findings in by_gpu.items() for finding in findings if finding.text not in said
-    ]
+    own = [Message.of(finding, gpu) for gpu, findings in by_gpu.items() for finding in findings if finding.text not in said]
     return (*map(Message.of, common), *map(Message.of, shared), *own)
 
 
@@ -82,6 +82,23 @@ def _answer(sweep: GpuSweep) -> tuple[str, list[str]]:
     return f"FORECAST: on {sweep.gpu}, the largest speedup over {BASELINE} is {gain}, in {where}.", because
 
 
+def _key_figures(sweep: GpuSweep) -> tuple[KeyFigure, ...]:
+    """The point with the largest speedup, and how many points have one."""
+    possible = [point for point in sweep.points if point.winner is not None]
+    gaining = [point for point in possible if point.gains]
+    count = KeyFigure(f"Faster than {BASELINE}", f"{len(gaining):,} of {len(possible):,}", "possible points")
+    best = max(gaining, key=speedup_of, default=None)
+    if best is None or best.winner is None or best.winner.speedup is None:
+        return (count,)
+    gain = best.winner.speedup
+    return (
+        KeyFigure("Best point", best.place, " x ".join(best.values)),
+        KeyFigure("Recipe there", best.winner.best),
+        KeyFigure(f"Speedup over {BASELINE}", f"{gain.value:.2f}x", units.ends(gain)),
+        count,
+    )
+
+
 def _begins(sweep: GpuSweep) -> str:
     """From where on the recipes are faster than BF16; those that begin at the same size together."""
     groups: dict[int | None, list[str]] = {}
@@ -95,11 +112,12 @@ def _begins(sweep: GpuSweep) -> str:
     return f"faster than {BASELINE}: {'; '.join(parts)}"
 
 
-def _section(sweep: GpuSweep) -> Section:
+def _section(sweep: GpuSweep, *, several: bool) -> Section:
     one = len(sweep.sizes) == 1
     chart = _curve(sweep) if one else _heat_map(sweep)
     begins = [_break_even(sweep, one=one)] if sweep.break_even else []
-    return Section(f"{sweep.gpu}: FORECAST of the training step", (chart, _points(sweep, one=one), *begins))
+    blocks = (chart, *begins, _points(sweep, one=one))
+    return Section(f"{sweep.gpu}: FORECAST of the training step", blocks, gpu=sweep.gpu if several else "")
 
 
 def _low(sweep: GpuSweep) -> tuple[str, ...]:
@@ -117,7 +135,7 @@ def _curve(sweep: GpuSweep) -> CurveChart:
     note = f"x: {HOST_BOUND}, launching takes longer than running" if any(point.host_bound for point in sweep.points) else ""
     title = f"{sweep.gpu}: FORECAST speedup of the training step over {BASELINE}"
     curves = {name: tuple(points) for name, points in series.items()}
-    return CurveChart(title, sweep.sizes[0], curves, order=_low(sweep), note=note, main=True)
+    return CurveChart(title, sweep.sizes[0], curves, note=note, main=True)
 
 
 def _heat_map(sweep: GpuSweep) -> HeatMap:
@@ -187,15 +205,28 @@ def _verdict(point: SweepPoint) -> tuple[Cell, ...]:
 
 
 def _break_even(sweep: GpuSweep, *, one: bool) -> Table:
-    """Where each recipe becomes faster than BF16; of two sizes, values of the second one with the same answer in one row."""
+    """Where each recipe becomes faster than BF16. Of two sizes, a column for each value of the second one, if there is room."""
+    title = f"{sweep.gpu}: FORECAST break-even: faster than {BASELINE} beyond the error bar, to the end of the sweep"
+    begins: dict[str, dict[int | None, int | None]] = {}
+    for each in sweep.break_even:
+        begins.setdefault(each.recipe, {})[each.at] = each.since
+    places = list(dict.fromkeys(each.at for each in sweep.break_even))
+    if one or len(places) > MOST_ACROSS:
+        return Table(title, *_break_even_lines(sweep, one=one))
+    rows = tuple((Cell(name), *(_since(by_place.get(at)) for at in places)) for name, by_place in begins.items())
+    heads = columns(("Recipe",), [str(at) for at in places])
+    return Table(title, heads, rows, f"From which {sweep.sizes[0]} on; across: {sweep.sizes[1]}.")
+
+
+def _since(value: int | None) -> Cell:
+    return Cell("nowhere") if value is None else number(value, str(value))
+
+
+def _break_even_lines(sweep: GpuSweep, *, one: bool) -> tuple[tuple[Column, ...], tuple[tuple[Cell, ...], ...]]:
+    """A row for each recipe; of two sizes, values of the second one with the same answer in one row."""
     groups: dict[tuple[str, int | None], list[str]] = {}
     for each in sweep.break_even:
         groups.setdefault((each.recipe, each.since), []).append(str(each.at))
-    heads, rows = columns(("Recipe",), (f"From {sweep.sizes[0]}",)), list[tuple[Cell, ...]]()
-    for (name, since), at in groups.items():
-        row = (Cell(name), number(since, str(since)) if since is not None else Cell("nowhere"))
-        rows.append(row if one else (*row, Cell(", ".join(at))))
-    if not one:
-        heads = (*heads, *columns((f"At {sweep.sizes[1]}",), ()))
-    title = f"{sweep.gpu}: FORECAST break-even: faster than {BASELINE} beyond the error bar, to the end of the sweep"
-    return Table(title, heads, tuple(rows))
+    rows = [(Cell(name), _since(since), *([] if one else [Cell(", ".join(at))])) for (name, since), at in groups.items()]
+    heads = (*columns(("Recipe",), (f"From {sweep.sizes[0]}",)), *columns(() if one else (f"At {sweep.sizes[1]}",), ()))
+    return heads, tuple(rows)

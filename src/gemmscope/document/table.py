@@ -81,9 +81,12 @@ def range_cell(value: Interval | None) -> Cell:
     return Cell(units.time_range(value), value.value, value.low, value.high)
 
 
-def share_cell(value: float | None) -> Cell:
-    """A share as a percentage; its number is the share itself."""
-    return NOTHING if value is None else Cell(units.percent(value), value)
+def share_cell(value: float | None, half_width: float = 0.0) -> Cell:
+    """A share as a percentage, with the digits that its relative uncertainty allows; its number is the share itself."""
+    if value is None:
+        return NOTHING
+    whole = units.decimals(100 * value * half_width) < 1
+    return Cell(f"{100 * value:.0f}%" if whole else units.percent(value), value)
 
 
 def bytes_cell(value: float | None) -> Cell:

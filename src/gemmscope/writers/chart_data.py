@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gemmscope import units
-from gemmscope.document.charts import Bar, BarChart, Chart, CurveChart, HeatMap, WaterfallChart, axis_ends, legend
+from gemmscope.document import palette
+from gemmscope.document.charts import Bar, BarChart, Chart, CurveChart, HeatMap, WaterfallChart, axis_ends, legend, time_text
 from gemmscope.document.model import Document
 from gemmscope.interval import Interval
 
@@ -44,8 +45,8 @@ def chart_data(chart: Chart, axes: Axes) -> ChartData:
     """The fields of one chart, and what is computed from them."""
     data: ChartData = {"type": TYPES[type(chart)], **asdict(chart)}
     if isinstance(chart, BarChart):
-        hatched = [segment.name for bar in chart.bars for segment in bar.segments if segment.shade == "hatched"]
-        data |= {"top": axes.tops.get(chart.unit, 0.0), "legend": list(legend([chart]).items()), "hatched": hatched[:1]}
+        data |= {"top": axes.tops.get(chart.unit, 0.0), "legend": list(legend([chart]).items())}
+        data["shapes"] = palette.shapes(list(legend([chart]).values()))
         data["bars"] = [_bar(bar) for bar in chart.bars]
     elif isinstance(chart, WaterfallChart):
         data |= {"low": axes.speedups[0], "high": axes.speedups[1]}
@@ -53,13 +54,15 @@ def chart_data(chart: Chart, axes: Axes) -> ChartData:
         highest = max((end for points in chart.series.values() for point in points for end in _ends(point.value)), default=1.0)
         low, high = axes.speedups if chart.unit == "x" else (0.0, highest * 1.05)
         data |= {"places": chart.places, "low": low, "high": high, "colors": {name: chart.color(name) for name in chart.series}}
+        data["shapes"] = palette.shapes(list(data["colors"].values()))
     else:
         data["high"] = max([1.05, *(cell.value for row in chart.cells for cell in row if cell.value is not None)])
+        data |= {"stops": palette.heat_stops(), "best": chart.best}
     return data
 
 
 def _bar(bar: Bar) -> ChartData:
-    time = f"{bar.total_ms:.0f} ms" if bar.total_ms >= 100 else f"{bar.total_ms:.3g} ms" if bar.segments else ""
+    time = time_text(bar.total_ms) if bar.segments else ""
     interval = units.ends(bar.speedup, 2) if bar.speedup and bar.speedup.known else ""
     return {**asdict(bar), "head": bar.head, "interval": interval, "time": time}
 
@@ -73,7 +76,9 @@ def side_by_side_data(rows: Sequence[tuple[str, str, dict[str, Interval]]], runs
             {"run": run, **asdict(speedup), "facts": [[f"run {run}", units.speedup(speedup)]]} for run, speedup in by_run.items()
         ]
         dotted.append({"what": what, "recipe": recipe, "dots": dots})
-    return {"type": "gains", "rows": dotted, "low": low, "high": high, "runs": list(runs)}
+    colors = {run: palette.series_key(place) for place, run in enumerate(runs)}
+    shapes = palette.shapes(list(colors.values()))
+    return {"type": "gains", "rows": dotted, "low": low, "high": high, "runs": list(runs), "colors": colors, "shapes": shapes}
 
 
 def rounded(data: Any) -> Any:

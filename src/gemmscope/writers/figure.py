@@ -1,15 +1,16 @@
-"""Charts as image files (PNG, SVG, PDF), for papers and slides.
+"""Charts as image files (PNG, SVG, PDF) that go into a paper as they are.
 
-Charts of one kind and unit share a row of panels. The colors can be told apart with every kind of color vision.
+Charts of one kind and unit are panels of one block: they share their scale and a legend. A figure is as wide as two columns of a
+paper, has its fonts inside, and the same numbers give the same file.
 """
 
 import io
 import textwrap
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +18,50 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from gemmscope.document.charts import BarChart, Chart, CurveChart, HeatMap, WaterfallChart
-from gemmscope.document.combine import letter, sources, speedup_rows
+from gemmscope.document.combine import common_baselines, label, letter, sources, speedup_rows
 from gemmscope.document.model import Document, visible
 from gemmscope.errors import UserError
 from gemmscope.files import replacing
+from gemmscope.interval import Interval
+from gemmscope.recipe.recipes import BASELINE
 from gemmscope.units import slug
-from gemmscope.writers import panels
+from gemmscope.writers import drawing, panels, plots
 
 FORMATS = ("png", "svg")
-DPI = 200
+DPI = 300
+WIDTH_IN = 7.0  # two columns of a paper
+MOST_PANELS = 12  # of one file
+MOST_GPUS = 4  # whose bars are drawn below those of all GPUs together
+BATCH = ("micro-batch", "sequence")  # named in titles, also if they are 1
 LONGEST = 160  # characters of a label: laying out thousands takes minutes
 HINT = "for example -o figure.png"
 STYLE: Any = {
-    "font.size": 9,
+    "font.size": drawing.NORMAL,
     "hatch.linewidth": 0.5,
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "gemmscope",  # the same numbers, the same file
     "text.parse_math": False,  # a dollar in a name is a dollar
     "pdf.fonttype": 42,
+    "ps.fonttype": 42,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.axisbelow": True,
+    "axes.linewidth": 0.6,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "figure.constrained_layout.h_pad": 0.04,
+    "figure.constrained_layout.w_pad": 0.04,
 }
-UNDATED: dict[str, Any] = {"Date": None}  # of an SVG, for the same reason
+UNDATED: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "ps": {}, "png": {"Software": None}}
+
+
+@dataclass(frozen=True)
+class PanelGroup:
+    """Panels of one figure that belong together: the name of their file, their height, and how they are drawn."""
+
+    name: str
+    height_in: float
+    draw: Callable[[Any], None]
 
 
 def save_figure(document: Document, path: str | Path) -> None:
@@ -54,7 +76,7 @@ def png(document: Document) -> bytes:
         return b""
     out = io.BytesIO()
     with _drawing():
-        _main_charts(document).savefig(out, format="png", dpi=DPI)
+        _save(_main_charts(document), out, "png")
     return out.getvalue()
 
 
@@ -69,20 +91,23 @@ def _drawing() -> Iterator[None]:
 def _main_charts(document: Document) -> Figure:
     document = visible(document, longest=LONGEST)
     charts = document.charts()
-    rows = list(_rows([chart for chart in charts if chart.main or getattr(chart, "figure", False)] or charts))
-    if not rows:
+    shown = [chart for chart in charts if chart.main or getattr(chart, "figure", False)] or charts
+    several = _several([document])
+    if several:  # the first kind of chart of each, if that is readable: every chart of every GPU is not
+        first = [
+            chart
+            for chart in shown
+            if (type(chart), getattr(chart, "unit", "")) == (type(shown[0]), getattr(shown[0], "unit", ""))
+        ]
+        shown = first if len(first) <= MOST_GPUS else []
+    blocks = [*several, *_blocks(shown)]
+    if not blocks:
         raise UserError(f"there is no chart to draw in this {document.kind} result")
-    sizes = [_size(row) for row in rows]
-    width = max(width for width, _ in sizes)
-    figure = _figure(document.title, width, sum(height for _, height in sizes) + 0.3)
-    parts = figure.subfigures(len(rows), 1, squeeze=False, height_ratios=[height for _, height in sizes])[:, 0]
-    for part, row in zip(parts, rows, strict=True):
-        _draw(part, row)
-    return figure
+    return _figure(_titles(document), blocks)
 
 
 def save_figures(documents: Sequence[Document], folder: Path) -> list[Path]:
-    """Draw every chart of every document, a file for each row of panels, as PNG and SVG; returns what was written."""
+    """Draw every chart of every document, a file for each block of panels, as PNG and SVG; returns what was written."""
     written = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -101,72 +126,140 @@ def _figures(documents: Sequence[Document]) -> Iterator[tuple[str, Figure]]:
     for document in documents:
         start = f"{letter(documents, document).lower()}-" if len(documents) > 1 else ""
         used = Counter[str]()
-        for row in _rows(document.charts()):
-            figure = _figure(document.title, *_size(row))
-            _draw(figure, row)
-            name = _file_name(row[0])
-            used[name] += 1
-            yield f"{start}{name}" + (f"-{used[name]}" if used[name] > 1 else ""), figure
-    if len(documents) > 1 and sources(documents):
-        rows = speedup_rows(documents)
-        figure = _figure(documents[0].subject.title, 6.5, 1.0 + 0.16 * len(rows) * (len(sources(documents)) + 1))
-        panels.side_by_side(figure.subplots(), rows, sources(documents))
-        yield "side-by-side", figure
+        for block in _blocks(document.charts()):
+            used[block.name] += 1
+            number = f"-{used[block.name]}" if used[block.name] > 1 else ""
+            yield f"{start}{block.name}{number}", _figure(_titles(document), [block])
+    titles = _titles(documents[0])
+    if len(documents) > 1:
+        titles = documents[0].subject.title, "; ".join(label(documents, document) for document in documents)
+    for block in _several(documents):
+        yield block.name, _figure(titles, [block])
+    if len(documents) > 1 and speedup_rows(documents):
+        yield "side-by-side", _figure(titles, [_side_by_side(documents)])
 
 
-def _figure(title: str, width: float, height: float) -> Figure:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    figure.suptitle(textwrap.fill(title, int(width * 10)), fontsize=11, fontweight="bold")
+def _titles(document: Document) -> tuple[str, str]:
+    """What a figure is of: model and GPU; sizes, batch and layout, or the command that has them."""
+    batch = {name: value for name, value in document.subject.batch.items() if value not in (1, "none") or name in BATCH}
+    parts = [document.subject.title, *(f"{name} {value}" for name, value in batch.items())]
+    if not batch:
+        commands = [value for facts in document.facts.values() for name, value in facts if name == "command"]
+        parts = commands if document.kind == "forecast" else []
+    where = document.where.removesuffix(", FORECAST")
+    known = document.kind == "forecast" or where in document.title
+    return document.title, ", ".join([*parts, *([] if known else [where])])
+
+
+def _figure(titles: tuple[str, str], blocks: Sequence[PanelGroup]) -> Figure:
+    """All blocks below one another, the title above them. The layout is computed once, for every format."""
+    lines = textwrap.wrap(titles[0], int(WIDTH_IN * 11.5)) or [""]
+    below = textwrap.wrap(titles[1], int(WIDTH_IN * 15.5))
+    head_in = 0.17 * len(lines) + 0.14 * len(below) + 0.08
+    size = WIDTH_IN, head_in + sum(block.height_in for block in blocks)
+    figure = Figure(figsize=size, dpi=DPI, layout="constrained")
+    heights = [head_in, *(block.height_in for block in blocks)]
+    head, *parts = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+    head.text(0.008, 0.94, "\n".join(lines), fontsize=9.5, fontweight="bold", ha="left", va="top", linespacing=1.15)
+    low = 0.94 - 0.165 * len(lines) / head_in
+    head.text(0.008, low, "\n".join(below), fontsize=drawing.NORMAL, color=drawing.SOFT, ha="left", va="top", linespacing=1.15)
+    for part, block in zip(parts, blocks, strict=True):
+        block.draw(part)
+    engine = figure.get_layout_engine()
+    assert engine is not None
+    engine.execute(figure)
+    figure.set_layout_engine(None)  # or every format would compute it again
     return figure
 
 
-def _file_name(chart: Chart) -> str:
-    if isinstance(chart, BarChart):
-        return f"time-{slug(chart.unit.split()[-1])}"
-    if isinstance(chart, WaterfallChart):
-        return "waterfall"
-    return f"{'speedup' if isinstance(chart, HeatMap) or chart.unit == 'x' else 'rate'}-{slug(chart.title.split(':')[0])}"
+def _blocks(charts: Sequence[Chart]) -> Iterator[PanelGroup]:
+    """Charts of one kind and unit together, wherever they stand; of a waterfall those of one GPU."""
+    groups: dict[tuple[Any, ...], list[Chart]] = {}
+    for chart in charts:
+        own = chart.title.split(":")[0] if isinstance(chart, WaterfallChart) else getattr(chart, "axis", "")
+        groups.setdefault((type(chart), getattr(chart, "unit", ""), own), []).append(chart)
+    for group in groups.values():
+        for first in range(0, len(group), MOST_PANELS):
+            yield _block(group[first : first + MOST_PANELS])
 
 
-def _rows(charts: Sequence[Chart]) -> Iterator[list[Chart]]:
-    """Charts that share a row: neighbors of one kind; bars also of one unit. At most four stand side by side."""
-    for _, group in groupby(charts, key=lambda chart: (type(chart), getattr(chart, "unit", ""))):
-        row = list(group)
-        most = 1 if isinstance(row[0], CurveChart) else 4
-        yield from (row[first : first + most] for first in range(0, len(row), most))
+def _block(group: Sequence[Chart]) -> PanelGroup:
+    stacked = [chart for chart in group if isinstance(chart, BarChart)]
+    if stacked:
+        name = f"time-{slug(stacked[0].unit.split()[-1])}"
+        return PanelGroup(name, panels.layout(stacked, WIDTH_IN).height_in, lambda part: panels.bars(part, stacked, WIDTH_IN))
+    falls = [chart for chart in group if isinstance(chart, WaterfallChart)]
+    if falls:
+        height_in = panels.waterfalls_size(falls)[1]
+        return PanelGroup("waterfall", height_in, lambda part: panels.waterfalls(part, falls, WIDTH_IN))
+    lines = [chart for chart in group if isinstance(chart, CurveChart)]
+    if lines:
+        name = "speedup" if lines[0].unit == "x" else "rate"
+        return PanelGroup(name, plots.curves_size(lines)[1], lambda part: plots.curves(part, lines, WIDTH_IN))
+    planes = [chart for chart in group if isinstance(chart, HeatMap)]
+    return PanelGroup("speedup", plots.heat_size(planes, WIDTH_IN)[1], lambda part: plots.heat(part, planes, WIDTH_IN))
 
 
-def _size(row: Sequence[Chart]) -> tuple[float, float]:
-    first = row[0]
-    if isinstance(first, BarChart):
-        return 3.2 + 1.15 * sum(max(len(chart.bars), 2) for chart in row if isinstance(chart, BarChart)), 4.6
-    if isinstance(first, WaterfallChart):
-        most = max(len(chart.falls) for chart in row if isinstance(chart, WaterfallChart)) + 1
-        return 1.4 + 3.1 * len(row), 1.3 + 0.26 * most
-    if isinstance(first, CurveChart):
-        return max(4.8, 2.0 + 0.6 * len(first.places)), 3.5
-    return 6.2 * len(row), 4.8
+def _several(documents: Sequence[Document]) -> list[PanelGroup]:
+    """Of several GPUs or runs: tokens/s against one common baseline, then the speedups over BF16 on the same GPU."""
+    common = next(iter(common_baselines(documents)), None)
+    if common is None:
+        return []
+    rates: dict[str, list[tuple[str, Interval]]] = {}
+    gains: dict[str, list[tuple[str, Interval]]] = {}
+    labels = {}
+    for time in common.times:
+        labels[time.run, time.recipe] = f"{time.over.value:.2f}x"
+        value = time.time_ms if time.tokens_per_s is None else _rate(time.tokens_per_s, time.time_ms)
+        rates.setdefault(time.run, []).append((time.recipe, value))
+        if time.recipe == BASELINE:
+            gains.setdefault(time.run, []).append((BASELINE, Interval(1.0)))
+    unit = "tokens/s per GPU" if common.has_rates else "ms per micro-batch"
+    baseline = common.baseline.removesuffix(", FORECAST")
+    title = f"{common.what[0].upper()}{common.what[1:]}; above each bar its speedup over {BASELINE} on {baseline}"
+    for what, recipe, by_run in speedup_rows(documents):
+        for run, speedup in by_run.items() if what == common.what else ():
+            gains.setdefault(run, []).append((recipe, speedup))
+    own = {(run, recipe): f"{speedup.value:.2f}x" for run, values in gains.items() for recipe, speedup in values}
+    beside = f"Speedup over {BASELINE} on the same GPU and in the same run"
+    named = {run: name.removesuffix(", FORECAST") for run, name in sources(documents).items()}
+
+    def draw(part: Any) -> None:
+        above, below = part.subplots(2, 1)
+        plots.grouped_bars(above, list(rates.items()), unit, title, WIDTH_IN, labels, named)
+        plots.grouped_bars(below, list(gains.items()), "x", beside, WIDTH_IN, own, named)
+        drawing.legend(part, plots.group_handles(list(rates.items())), WIDTH_IN)
+
+    return [PanelGroup("common-baseline", 5.2, draw)]
 
 
-def _draw(figure: Any, row: Sequence[Chart]) -> None:
-    first = row[0]
-    if isinstance(first, BarChart):
-        panels.bars(figure, [chart for chart in row if isinstance(chart, BarChart)])
-    elif isinstance(first, WaterfallChart):
-        panels.waterfalls(figure, [chart for chart in row if isinstance(chart, WaterfallChart)])
-    elif isinstance(first, CurveChart):
-        panels.curve(figure.subplots(), first)
-    else:
-        axes = figure.subplots(1, len(row), squeeze=False)[0]
-        for axis, chart in zip(axes, row, strict=True):
-            assert isinstance(chart, HeatMap)
-            panels.heat(figure, axis, chart)
+def _rate(tokens_per_s: float, time: Interval) -> Interval:
+    """Tokens/s with the interval of the time."""
+    if not time.known or not time.low or not time.high:
+        return Interval(tokens_per_s)
+    return Interval(tokens_per_s, tokens_per_s * time.value / time.high, tokens_per_s * time.value / time.low)
+
+
+def _side_by_side(documents: Sequence[Document]) -> PanelGroup:
+    rows = speedup_rows(documents)
+    labels = {run: name for run, name in sources(documents).items() if any(run in by_run for _, _, by_run in rows)}
+
+    def draw(part: Any) -> None:
+        drawing.legend(part, plots.side_by_side(part.subplots(), rows, labels), WIDTH_IN)
+
+    height_in = min(0.6 + len(rows) * max(0.22, 0.11 * len(labels) + 0.06), 40.0)
+    return PanelGroup("side-by-side", height_in + 0.17 * len(labels), draw)
+
+
+def _save(figure: Figure, out: Any, ending: str) -> None:
+    packing: dict[str, Any] = {"pil_kwargs": {"compress_level": 4}} if ending == "png" else {}  # 6 takes twice as long for 3%
+    figure.savefig(out, format=ending, dpi=DPI, metadata=UNDATED.get(ending), **packing)
 
 
 def _write(figure: Any, path: Path) -> None:
     ending = path.suffix.lower().removeprefix(".")
     try:
         with replacing(path, HINT) as out:
-            figure.savefig(out, format=ending, dpi=DPI, metadata=UNDATED if ending == "svg" else None)
+            _save(figure, out, ending)
     except ValueError as error:
         raise UserError(f"the figure cannot be written to {path}: {error}", HINT) from error

@@ -1,7 +1,7 @@
 """Documents as one HTML page that needs nothing else: for screens wide and narrow, light and dark, and for paper.
 
-`assets/page.html.j2` is the page, `page.css` its style, `page.js` draws the charts with ECharts. All text is escaped by jinja2,
-or is text inside JSON; scripts are allowed by their hashes alone.
+`assets/page.html.j2` is the page and `parts.html.j2` its pieces, `page.css` its style; `charts.js` draws the charts with ECharts,
+`page.js` does the rest. All text is escaped by jinja2, or is text inside JSON; scripts are allowed by their hashes alone.
 """
 
 import base64
@@ -10,43 +10,46 @@ import json
 import re
 from collections.abc import Sequence
 from importlib.resources import files
-from itertools import groupby
 from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from gemmscope import __version__
-from gemmscope.document.combine import label, letter, side_by_side_table, sources, speedup_rows
-from gemmscope.document.model import Block, Document, Message, Section
+from gemmscope.document.combine import common_baselines, label, side_by_side_table, sources, speedup_rows
+from gemmscope.document.model import Document, Message
+from gemmscope.document.palette import css
 from gemmscope.document.table import Facts, Table
 from gemmscope.units import slug
 from gemmscope.writers.chart_data import ChartData, axes_of, chart_data, rounded, side_by_side_data
+from gemmscope.writers.page_view import View, is_small, rates_data, views, without
 
 SPEEDUP = re.compile(r"(\d+\.\d+x)( \[[^\]]*\])")
+LONG, LONG_ALONE = 8, 60  # rows of a table that is shown at once; longer ones are opened by a click
 
 
 def page(documents: Sequence[Document], messages: Sequence[Message] = ()) -> str:
     """The whole file; `messages` are about all runs together."""
-    scripts = [asset("echarts.min.js"), asset("page.js")]
+    scripts = [asset("echarts.min.js"), asset("charts.js") + asset("page.js")]
     charts = _Charts(documents)
+    shown = views(documents)
     html = (
         _templates()
         .get_template("page.html.j2")
         .render(
             version=__version__,
             policy=" ".join(f"'sha256-{_hash(script)}'" for script in scripts),
-            style=Markup(asset("page.css")),
-            documents=documents,
+            style=Markup(css() + asset("page.css")),
+            views=shown,
             messages=messages,
             several=len(documents) > 1,
-            label=lambda document: label(documents, document),
             title=next((each.subject.title for each in documents if each.subject.model), documents[0].subject.title),
-            contents=_contents(documents),
-            anchor=lambda document, section: anchor(documents, document, section),
+            contents=_contents(documents, shown),
             charts=charts,
             side_by_side=side_by_side_table(documents) if sources(documents) and len(documents) > 1 else None,
             joined=_joined,
+            is_small=is_small,
+            is_long=lambda block: isinstance(block, Table) and _is_long(block, documents),
             data=lambda: script_json(rounded(charts.data)),
             echarts=Markup(scripts[0]),
             script=Markup(scripts[1]),
@@ -61,8 +64,10 @@ def notebook_html(document: Document, png: bytes = b"") -> str:
 
 
 def _templates() -> Environment:
-    templates = Environment(loader=FunctionLoader(asset), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    templates.filters |= {"slug": slug, "emphasize": emphasize, "groupby_kind": _groups}
+    templates = Environment(
+        loader=FunctionLoader(asset), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    templates.filters |= {"slug": slug, "emphasize": emphasize, "without": without}
     templates.tests["table"] = lambda block: isinstance(block, Table)
     return templates
 
@@ -77,40 +82,41 @@ class _Charts:
 
     def __init__(self, documents: Sequence[Document]) -> None:
         self.documents, self.data, self._axes = documents, list[ChartData](), axes_of(documents)
+        self.common = common_baselines(documents)
 
     def add(self, chart: Any) -> int:
-        self.data.append(chart_data(chart, self._axes))
-        return len(self.data) - 1
+        return self._number(chart_data(chart, self._axes))
 
     def add_side_by_side(self) -> int:
-        self.data.append(side_by_side_data(speedup_rows(self.documents), list(sources(self.documents))))
+        return self._number(side_by_side_data(speedup_rows(self.documents), list(sources(self.documents))))
+
+    def add_rates(self) -> int:
+        return self._number(rates_data(self.common[0]))
+
+    def _number(self, data: ChartData) -> int:
+        self.data.append(data)
         return len(self.data) - 1
 
 
-def anchor(documents: Sequence[Document], document: Document, section: Section | str) -> str:
-    """The id of a section; with the run's letter beside others."""
-    title = section if isinstance(section, str) else section.title
-    return slug(f"{letter(documents, document)} {title}" if len(documents) > 1 else title)
-
-
-def _contents(documents: Sequence[Document]) -> list[tuple[str, str]]:
-    """Links to the sections: (title, id); with several runs, to the runs."""
+def _contents(documents: Sequence[Document], shown: Sequence[View]) -> list[tuple[str, str]]:
+    """Links to the sections: (title, id); to the GPUs where there are several, to the runs where there are several."""
     if len(documents) > 1:
         return [(label(documents, document), slug(label(documents, document))) for document in documents]
-    [document] = documents
-    titles = [section.title for section in document.sections]
-    titles = [*(["Recommendation"] if document.advice else []), *(["Findings"] if document.messages else []), *titles]
-    return [(title, slug(title)) for title in (*titles, *document.facts)]
+    [view] = shown
+    titles = [*(["Findings"] if view.messages else []), *(["Other causes"] if len(view.document.cards) > 1 else [])]
+    for group in view.groups:
+        titles += [group.gpu] if group.gpu else [section.title for section in group.sections]
+    return [(title, view.anchor(title)) for title in (*titles, *view.document.facts)]
+
+
+def _is_long(table: Table, documents: Sequence[Document]) -> bool:
+    """Whether it is closed at first. Where there are no charts, tables are what the page is for."""
+    return len(table.rows) > (LONG if any(document.charts() for document in documents) else LONG_ALONE)
 
 
 def emphasize(text: str) -> Markup:
     """A sentence with its speedups bold, each on one line with its interval."""
     return Markup(SPEEDUP.sub(r'<strong>\1</strong><span class="interval">\2</span>', str(escape(text))))
-
-
-def _groups(blocks: Sequence[Block]) -> list[dict[str, Any]]:
-    """Neighboring blocks of one kind. Charts stand side by side, tables below one another."""
-    return [{"charts": kind is not Table, "blocks": list(group)} for kind, group in groupby(blocks, key=type)]
 
 
 def _joined(facts: Facts) -> list[tuple[str, str]]:

@@ -17,7 +17,7 @@ def fitted(table: Table, width: int) -> Table:
     """The table without the columns that may go, as far as they do not fit."""
     while sum(_widths(table)) + GAP * (len(table.columns) - 1) > width:
         place = max(range(len(table.columns)), key=lambda place: table.columns[place].drop)
-        if not table.columns[place].drop:
+        if not table.columns[place].drop or len(table.columns) == 1:
             return table
         table = _only(table, [other for other in range(len(table.columns)) if other != place])
     return table

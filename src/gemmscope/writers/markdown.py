@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 
-from gemmscope.document.combine import label, side_by_side_table
+from gemmscope.document.combine import common_baselines, label, side_by_side_table
 from gemmscope.document.model import Document, Message
 from gemmscope.document.table import Facts, Table
 
@@ -25,7 +25,8 @@ def _blocks(documents: Sequence[Document], messages: Sequence[Message]) -> Itera
         yield _messages(messages)
     if several and any(document.speedups for document in documents):
         yield "## Side by side"
-        yield pipe_table(side_by_side_table(documents))
+        yield from (titled(common.table()) for common in common_baselines(documents))
+        yield titled(side_by_side_table(documents))
     for document in documents:
         heading = f"{label(documents, document)}: {document.title}" if several else document.title
         yield f"# {_plain(heading)}"

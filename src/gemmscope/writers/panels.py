@@ -1,202 +1,242 @@
-"""Draws one chart into one panel of a figure."""
+"""Stacked bars and waterfalls: panels of one figure share their scale, and have one legend."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from matplotlib.colors import to_rgb
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from gemmscope import units
-from gemmscope.document.charts import GREY, Bar, BarChart, CurveChart, HeatMap, Segment, WaterfallChart, axis_ends, legend
-from gemmscope.interval import Interval
+from gemmscope.document.charts import Bar, BarChart, WaterfallChart, axis_ends, legend, time_text
+from gemmscope.writers import drawing
+from gemmscope.writers.drawing import CLEAR, INK, LARGE, NORMAL, SMALL, SOFT, WHISKER, face, finite
 
-# Okabe and Ito's palette, made to be told apart with every kind of color vision; wine instead of its black, and yellow last,
-# because it is faint on white.
-COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#882255", "#F0E442")
-DARK, REST, ALARM = "#4D4D4D", "#9A9A9A", "#B00020"
-DOWN, UP = "#D55E00", "#009E73"
-MARKERS = "os^DvPX*"
-BAR_WIDTH = 0.62
-QUANTIZATION: dict[str, Any] = {"facecolor": "white", "edgecolor": "#555555", "hatch": "/////", "linewidth": 0.6}
-CLEAR: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # behind text, or lines would cross it
-MOST_LABELS = 24  # that can be read along a side
-MOST_LETTERS = 40  # of all labels below a panel: more stand upright
-
-
-def lighter(color: str) -> tuple[float, float, float]:
-    """Half-way to white."""
-    red, green, blue = to_rgb(color)
-    return (1 + red) / 2, (1 + green) / 2, (1 + blue) / 2
+BAR_WIDTH = 0.68
+SLOT_IN = 0.46  # the least room for a bar with its labels
+PANEL_IN = 2.25  # height of a panel of bars
+MOST_COLUMNS = 4
+LABELS_IN = 0.47  # height of what stands above a bar
+WIDEST_SLOT_IN = 1.3
+LETTER_IN = 0.062  # width of a letter of a label
+OTHER_SCALE = 5.0  # panels whose bars are so many times higher have a scale of their own: the others could not be read
+FALL_IN = 0.2  # height of one bar of a waterfall
+SIDE_IN = 0.62  # for the numbers beside a panel
 
 
-def bars(figure: Any, charts: Sequence[BarChart]) -> None:
-    """Stacked bars, a panel for each chart, with one legend."""
-    widths = [max(len(chart.bars), 1) for chart in charts]
-    axes = figure.subplots(1, len(charts), squeeze=False, sharey=True, width_ratios=widths)[0]
-    for axis, chart in zip(axes, charts, strict=True):
-        for place, bar in enumerate(chart.bars):
-            _bar(axis, place, bar)
-        axis.set_xticks(range(len(chart.bars)), [bar.label for bar in chart.bars])
-        axis.set_xlim(*((-0.6, len(chart.bars) - 0.4) if len(chart.bars) > 1 else (-0.9, 0.9)))
-        axis.set_title(chart.title, fontsize=9.5)
-        axis.yaxis.grid(visible=True, color="#DDDDDD", linewidth=0.6)
-        axis.tick_params(axis="x", length=0)
-    axes[0].set_ylabel(charts[0].unit)
-    axes[0].set_ylim(0, max((bar.total_ms for chart in charts for bar in chart.bars), default=1.0) * 1.2 or 1.0)
-    segments = [segment for chart in charts for bar in chart.bars for segment in bar.segments]
-    handles = [Patch(facecolor=_color(color), label=name) for name, color in reversed(legend(charts).items())]
-    hatched = [segment.name for segment in segments if segment.shade == "hatched"]
-    if hatched:
-        handles.insert(0, Patch(**QUANTIZATION, label=hatched[0]))
-    if any(segment.shade == "light" for segment in segments):
-        handles += [Patch(facecolor=DARK, label="fprop + dgrad"), Patch(facecolor=lighter(DARK), label="wgrad (lighter)")]
-    figure.legend(handles=handles, loc="outside right center", frameon=False, fontsize=8.5)
+@dataclass(frozen=True)
+class Layout:
+    """Panels in rows and columns: the bars of each column, the room for each bar, and whether labels stand at an angle."""
+
+    rows: int
+    bars: tuple[int, ...]
+    bar_in: float
+    turned: bool
+    height_in: float
 
 
-def _bar(axis: Any, place: int, bar: Bar) -> None:
-    height = 0.0
-    for segment in bar.segments:
-        axis.bar(place, segment.time_ms, bottom=height, width=BAR_WIDTH, **_look(segment))
-        height += segment.time_ms
-    if not bar.segments:
-        axis.text(place, 0, bar.note.replace(" as ", "\nas "), ha="center", va="bottom", fontsize=8, color="#777777")
-        return
-    interval = f"{units.ends(bar.speedup, 2)}\n" if bar.speedup is not None and bar.speedup.known else ""
-    time = f"{height:.0f} ms" if height >= 100 else f"{height:.3g} ms"
-    small = axis.annotate(f"{interval}{time}", (place, height), (0, 2), textcoords="offset points", ha="center", va="bottom",
-                          fontsize=7.5, color="#333333", linespacing=1.15, bbox=CLEAR)  # fmt: skip
-    axis.annotate(bar.head, (0.5, 1.0), (0, 0.5), xycoords=small, textcoords="offset points", ha="center", va="bottom",
-                  fontsize=10, fontweight="bold", color=ALARM if bar.alarm else "black", bbox=CLEAR)  # fmt: skip
+def layout(charts: Sequence[BarChart], width_in: float) -> Layout:
+    """As many columns as have room for the labels of the bars."""
+    most = max((len(chart.bars) for chart in charts), default=1)
+    columns = int((width_in - SIDE_IN) / (SLOT_IN * max(most, 2) + 0.25))
+    columns = max(1, min(columns, MOST_COLUMNS, len(charts)))
+    rows = -(-len(charts) // columns)
+    columns = -(-len(charts) // rows)
+    bars = tuple(max([1, *(len(charts[at].bars) for at in range(column, len(charts), columns))]) for column in range(columns))
+    bar_in = (width_in - SIDE_IN) / sum(bars)
+    longest = max((len(drawing.short(bar.label)) for chart in charts for bar in chart.bars), default=0)
+    turned = longest * LETTER_IN > bar_in - 0.06
+    handles = [] if _is_single(charts) else _handles(charts)
+    title_lines = max(1 + len(chart.title) * columns / (width_in * 13) for chart in charts)
+    labels_in = 0.1 + (longest * LETTER_IN / 2 if turned else 0.12)
+    height_in = rows * (PANEL_IN + 0.14 * title_lines + labels_in) + drawing.legend_size(handles, width_in) + 0.1
+    return Layout(rows, bars, bar_in, turned, height_in)
 
 
-def _color(index: int) -> str:
-    return REST if index == GREY else COLORS[index % len(COLORS)]
-
-
-def _look(segment: Segment) -> dict[str, Any]:
-    if segment.shade == "hatched":
-        return QUANTIZATION
-    color = _color(segment.color)
-    return {"facecolor": lighter(color) if segment.shade == "light" else color, "edgecolor": "white", "linewidth": 0.5}
-
-
-def waterfalls(figure: Any, charts: Sequence[WaterfallChart]) -> None:
-    """From the speedup of the GEMMs to that of the step, a panel for each recipe."""
-    low, high = axis_ends([1.0, *(fall.speedup for chart in charts for fall in chart.falls)])
-    for axis, chart in zip(figure.subplots(1, len(charts), squeeze=False)[0], charts, strict=True):
-        before = 1.0
-        for place, fall in enumerate(chart.falls):
-            color = COLORS[0] if place == 0 else DOWN if fall.speedup <= before else UP
-            axis.barh(place, fall.speedup - before, left=before, height=0.62, color=color)
-            _value(axis, max(fall.speedup, before), place, fall.speedup)
-            before = fall.speedup
-        axis.barh(len(chart.falls), before - 1, left=1, height=0.62, color=DARK)
-        _value(axis, max(before, 1.0), len(chart.falls), before)
-        axis.set_yticks(range(len(chart.falls) + 1), [*(fall.part for fall in chart.falls), "the step"])
-        axis.invert_yaxis()
-        axis.set_xlim(low, high + (high - low) * 0.12)
-        axis.axvline(1, color="#777777", linewidth=0.8, linestyle="--")
-        axis.set_title(chart.title, fontsize=9.5)
-        axis.set_xlabel(f"speedup over {chart.baseline}")
-
-
-def _value(axis: Any, x: float, y: int, speedup: float) -> None:
-    axis.annotate(f"{speedup:.2f}x", (x, y), (3, 0), textcoords="offset points", va="center", fontsize=7.5, color="#333333")
-
-
-def curve(axis: Any, chart: CurveChart) -> None:
-    """Values with their intervals against a size."""
-    places = chart.places
-    for name, points in chart.series.items():
-        x = [places.index(point.at) for point in points]
-        reach = [_reach(point.value) for point in points]
-        axis.errorbar(x, [point.value.value for point in points], yerr=[list(side) for side in zip(*reach, strict=True)],
-                      label=name, **_dot(chart.color(name)))  # fmt: skip
-        marked = [(places.index(point.at), point.value.value) for point in points if point.mark]
-        axis.plot([at for at, _ in marked], [value for _, value in marked], "x", color=_color(chart.color(name)), markersize=8)
-    for mark in dict.fromkeys(point.mark for points in chart.series.values() for point in points if point.mark):
-        axis.plot([], [], "x", color=DARK, markersize=8, label=mark)
-    turned: dict[str, Any] = {"rotation": 30, "ha": "right"} if any(len(place) > 8 for place in places) else {}
-    shown, labels = _ticks(places)
-    axis.set_xticks(shown, labels, **turned)
-    axis.set_xlabel(chart.axis)
-    axis.set_ylabel("speedup over BF16" if chart.unit == "x" else chart.unit)
-    if chart.unit == "x":
-        axis.axhline(1, color="#777777", linewidth=0.8, linestyle="--")
+def bars(figure: Any, charts: Sequence[BarChart], width_in: float) -> None:
+    """Stacked bars, a panel for each chart, all with the same scale."""
+    plan = layout(charts, width_in)
+    columns = len(plan.bars)
+    axes = figure.subplots(plan.rows, columns, squeeze=False, width_ratios=plan.bars)
+    scales = _scales(charts)
+    single = _is_single(charts)
+    turned: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if plan.turned else {}
+    for place, panel in enumerate(axes.flat):
+        if place >= len(charts):
+            panel.set_axis_off()
+            continue
+        chart, panel_in = charts[place], plan.bar_in * plan.bars[place % columns]
+        _stacks(panel, chart.bars)
+        for x, bar in enumerate(chart.bars):
+            _labels(panel, x, bar, min(plan.bar_in, WIDEST_SLOT_IN))
+        names = [drawing.short(bar.label) for bar in chart.bars]
+        panel.set_xticks(range(len(names)), names, **turned)
+        middle, wide = (len(names) - 1) / 2, max(len(names) + 0.2, panel_in * 0.95 / WIDEST_SLOT_IN)
+        panel.set_xlim((-0.7, 0.7) if single else (middle - wide / 2, middle + wide / 2))
+        panel.set_ylim(0, scales[place])
+        drawing.numbers(panel.yaxis)
+        drawing.grid(panel)
+        drawing.title(panel, chart.title, panel_in)
+        if place % columns == 0 or scales[place] != scales[place - 1]:
+            other = " (other scale)" if scales[place] != scales[0] else ""
+            panel.set_ylabel(chart.unit + other, fontsize=NORMAL)
+        else:
+            panel.tick_params(labelleft=False)
+    if single:
+        handles = _with_shares(charts[0].bars[0])[::-1]
+        figure.legend(handles=handles, loc="outside right center", frameon=False, fontsize=NORMAL, handlelength=1.6)
     else:
-        axis.set_ylim(bottom=0)
-    axis.set_title(chart.title, fontsize=9.5)
-    if chart.series:
-        axis.legend(frameon=False, fontsize=8.5)
+        drawing.legend(figure, _handles(charts), width_in)
 
 
-def _reach(found: Interval) -> tuple[float, float]:
-    """How far the interval reaches below and above the value. Nothing that is drawn can be negative."""
-    low = max(found.low, 0.0) if found.low is not None else found.value
-    high = found.high if found.high is not None else found.value
-    return max(found.value - low, 0.0), max(high - found.value, 0.0)
+def _scales(charts: Sequence[BarChart]) -> list[float]:
+    """The end of each panel's axis: the same for all, unless some bars are so high that the others could not be read."""
+    tops = [max((finite(bar.total_ms + bar.reach_ms[1]) for bar in chart.bars), default=0.0) for chart in charts]
+    lowest = min((top for top in tops if top > 0), default=0.0)
+    high = [top > lowest * OTHER_SCALE for top in tops]
+    ends = {
+        side: drawing.room_above([top for top, own in zip(tops, high, strict=True) if own is side], LABELS_IN, PANEL_IN - 0.25)
+        for side in (False, True)
+    }
+    return [ends[side] for side in high]
 
 
-def heat(figure: Any, axis: Any, chart: HeatMap) -> None:
-    """The best speedup as color, the best recipe in each field, the break-even line where speedups become certain."""
-    values = np.array([[cell.value if cell.value is not None else np.nan for cell in row] for row in chart.cells])
-    certain = np.array([[float(cell.certain) if cell.value is not None else np.nan for cell in row] for row in chart.cells])
-    highest = max(1.05, float(np.nanmax(values, initial=1.0)))
-    image = axis.imshow(values, origin="lower", aspect="auto", cmap="cividis_r", vmin=1.0, vmax=highest)
-    figure.colorbar(image, ax=axis, label="speedup over BF16, best recipe")
-    if max(values.shape) <= MOST_LABELS:
-        for row, cells in enumerate(chart.cells):
-            for column, cell in enumerate(cells):
-                color = "white" if (cell.value or 0.0) > (1 + highest) / 2 else "black"
-                axis.text(column, row, cell.label, color=color, ha="center", va="center", fontsize=6.5)
-    handles = [Line2D([], [], linestyle="", label=f"{mark} = {meaning}") for mark, meaning in chart.legend]
-    known = certain[~np.isnan(certain)]
-    if min(certain.shape) > 1 and known.size and known.min() < known.max():
-        axis.contour(np.nan_to_num(certain, nan=0.0), levels=[0.5], colors=DOWN, linewidths=2)
-        handles.insert(0, Line2D([], [], color=DOWN, linewidth=2, label="break-even (certain beyond)"))
-    upright = sum(map(len, _ticks(chart.columns)[1])) > MOST_LETTERS
-    if handles:
-        below = (0.5, -0.2 if upright else -0.14)
-        axis.legend(handles=handles, loc="upper center", bbox_to_anchor=below, ncol=3, frameon=False, fontsize=7)
-    axis.set_xticks(*_ticks(chart.columns))
-    axis.tick_params(axis="x", rotation=90 if upright else 0)
-    axis.set_yticks(*_ticks(chart.rows))
-    axis.set_xlabel(chart.column_name)
-    axis.set_ylabel(chart.row_name)
-    axis.set_title(chart.title, fontsize=9.5)
+def _is_single(charts: Sequence[BarChart]) -> bool:
+    """One bar alone: its parts are named beside it, with their times."""
+    return len(charts) == 1 and len(charts[0].bars) == 1 and len(charts[0].bars[0].segments) > 1
 
 
-def _ticks(labels: Sequence[str]) -> tuple[list[int], list[str]]:
-    """Every label, or every n-th where there are many.
-
-    >>> _ticks(["1", "2", "4"])
-    ([0, 1, 2], ['1', '2', '4'])
-    """
-    every = max(1, -(-len(labels) // MOST_LABELS))
-    places = list(range(0, len(labels), every))
-    return places, [labels[place] for place in places]
+def _with_shares(bar: Bar) -> list[Patch]:
+    whole = bar.total_ms or 1.0
+    names = {segment.name: segment for segment in bar.segments}
+    return [
+        Patch(**face(segment.color), label=f"{name}: {time_text(segment.time_ms)}, {units.percent(segment.time_ms / whole)}")
+        for name, segment in names.items()
+    ]
 
 
-def side_by_side(axis: Any, rows: Sequence[tuple[str, str, dict[str, Interval]]], labels: Mapping[str, str]) -> None:
-    """All runs' speedups below one another: dots with their intervals."""
-    for index, (key, label) in enumerate(labels.items()):
-        shift = (index - (len(labels) - 1) / 2) * 0.7 / len(labels)
-        shown: str | None = label
-        for place, (_, _, by_run) in enumerate(rows):
-            if (found := by_run.get(key)) is not None:
-                below, above = _reach(found)
-                axis.errorbar(found.value, place + shift, xerr=[[below], [above]], label=shown, **_dot(index))
-                shown = None  # once in the legend
-    axis.set_yticks(range(len(rows)), [f"{recipe}\n{what}" for what, recipe, _ in rows], fontsize=8)
-    axis.invert_yaxis()
-    axis.axvline(1, color="#777777", linewidth=0.8, linestyle="--")
-    axis.set_xlabel("speedup over BF16")
-    axis.legend(frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.4, 1.0))
+def _stacks(panel: Any, stacks: Sequence[Bar]) -> None:
+    """The segments of all bars, lines between them, and the intervals of the totals."""
+    heights = [0.0] * len(stacks)
+    drawn: dict[tuple[str, str, str], list[tuple[int, float, float]]] = {}
+    edges: list[tuple[float, float]] = []
+    for x, bar in enumerate(stacks):
+        sums: dict[tuple[str, str, str], float] = {}  # small ops share a name
+        for segment in bar.segments:
+            key = segment.name, segment.color, segment.shade
+            sums[key] = sums.get(key, 0.0) + finite(segment.time_ms)
+        for own, time in sums.items():
+            drawn.setdefault(own, []).append((x, heights[x], time))
+            heights[x] += time
+            edges.append((x, heights[x]))
+        edges = edges[:-1] if sums else edges
+    for (_, color, shade), boxes in drawn.items():
+        places, bottoms, sizes = zip(*boxes, strict=True)
+        panel.bar(places, sizes, bottom=bottoms, width=BAR_WIDTH, **face(color, "light" if shade == "light" else "plain"))
+    if edges:
+        panel.hlines([y for _, y in edges], [x - BAR_WIDTH / 2 for x, _ in edges], [x + BAR_WIDTH / 2 for x, _ in edges],
+                     color="white", linewidth=0.5)  # fmt: skip
+    known = [(x, heights[x], *map(finite, bar.reach_ms)) for x, bar in enumerate(stacks) if bar.segments and any(bar.reach_ms)]
+    if known:
+        places, tops, below, above = zip(*known, strict=True)
+        panel.errorbar(places, tops, yerr=[below, above], **WHISKER)
 
 
-def _dot(index: int) -> dict[str, Any]:
-    """Series are told apart by color and by marker."""
-    color, marker = COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)]
-    return {"color": color, "marker": marker, "markersize": 4.5, "linewidth": 1.2, "capsize": 2}
+def _labels(panel: Any, x: int, bar: Bar, slot_in: float) -> None:
+    """Speedup, interval and time above a bar; why it is not there instead of it."""
+    above: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "bottom", "annotation_clip": False}
+    if not bar.segments:
+        note = "\n".join(bar.note.split(" ")) if len(bar.note) * 0.05 > slot_in else bar.note
+        panel.annotate(note, (x, 0), (0, 3), fontsize=SMALL, color=SOFT, bbox=CLEAR, **above)
+        return
+    top = finite(bar.total_ms) + finite(bar.reach_ms[1])
+    small = time_text(bar.total_ms)
+    if bar.speedup is not None and bar.speedup.known and not bar.alarm:
+        small = f"{units.ends(bar.speedup, 2)[1:-1].replace(', ', '–')}\n{small}"
+    panel.annotate(small, (x, top), (0, 2), fontsize=SMALL, color="#333333", linespacing=1.1, bbox=CLEAR, **above)
+    if bar.head:
+        color, size = (drawing.style("mark-alarm").light, NORMAL) if bar.alarm else (INK, LARGE + 0.5)
+        lines = 3 + small.count("\n") * (SMALL + 1.4) + SMALL + 1.4
+        panel.annotate(bar.head, (x, top), (0, lines), fontsize=size, fontweight="bold", color=color, bbox=CLEAR, **above)
+
+
+def _handles(charts: Sequence[BarChart]) -> list[Patch]:
+    """What is drawn, in the order it is stacked, and what the shades mean."""
+    handles = [Patch(**face(key), label=drawing.short(name, 40)) for name, key in legend(charts).items()]
+    if any(segment.shade == "light" for chart in charts for bar in chart.bars for segment in bar.segments):
+        handles += [
+            Patch(**face("mark-total"), label="fprop + dgrad"),
+            Patch(**face("mark-total", "light"), label="wgrad (lighter)"),
+        ]
+    return handles
+
+
+def waterfalls_size(charts: Sequence[WaterfallChart]) -> tuple[int, float]:
+    """How many columns of panels have room, and the height of them all."""
+    columns = min(3, len(charts))
+    rows = -(-len(charts) // columns)
+    columns = -(-len(charts) // rows)
+    most = len(_parts(charts)) + 1
+    return columns, rows * (0.75 + FALL_IN * most) + 0.1
+
+
+def _parts(charts: Sequence[WaterfallChart]) -> list[str]:
+    """The parts of all panels, in their order: their names stand once in each row."""
+    places: dict[str, int] = {}
+    for chart in charts:
+        for place, fall in enumerate(chart.falls):
+            places[fall.part] = max(places.get(fall.part, 0), place)
+    return sorted(places, key=lambda part: places[part])
+
+
+def waterfalls(figure: Any, charts: Sequence[WaterfallChart], width_in: float) -> None:
+    """From the speedup of the GEMMs to that of the step, a panel for each recipe, all with the same scale."""
+    ends = [end for chart in charts if chart.total for end in (chart.total.low, chart.total.high) if end is not None]
+    low, high = axis_ends([1.0, *(fall.speedup for chart in charts for fall in chart.falls), *ends])
+    columns, _ = waterfalls_size(charts)
+    rows = -(-len(charts) // columns)
+    axes = figure.subplots(rows, columns, squeeze=False)
+    panel_in = (width_in - 1.3) / columns
+    parts = _parts(charts)
+    for place, panel in enumerate(axes.flat):
+        if place >= len(charts):
+            panel.set_axis_off()
+            continue
+        chart = charts[place]
+        panel.axvline(1, color=SOFT, linewidth=0.8, linestyle="--", zorder=0.9)
+        _falls(panel, chart, parts)
+        names = [*(drawing.short(part) for part in parts), "the step"]
+        panel.set_yticks(range(len(names)), names)
+        panel.set_ylim(len(names) - 0.4, -0.6)
+        panel.set_xlim(low, high + (high - low) * 0.45 / panel_in)
+        drawing.speedup_axis(panel.xaxis, 5)
+        drawing.grid(panel, "x")
+        drawing.title(panel, chart.title, panel_in)
+        if place % columns:
+            panel.tick_params(labelleft=False)
+        if place + columns >= len(charts):
+            panel.set_xlabel(f"speedup over {drawing.short(chart.baseline)}", fontsize=NORMAL)
+
+
+def _falls(panel: Any, chart: WaterfallChart, parts: Sequence[str]) -> None:
+    """A part that this recipe does not have is a gap."""
+    before, last = 1.0, len(parts)
+    places = [*(parts.index(fall.part) for fall in chart.falls), last]
+    for fall, place, below in zip(chart.falls, places, places[1:], strict=False):
+        key = "part-gemms" if place == 0 else "mark-loss" if fall.speedup <= before else "mark-gain"
+        panel.barh(place, fall.speedup - before, left=before, height=0.66, **face(key))
+        panel.plot([fall.speedup] * 2, [place - 0.33, below + 0.33], color=SOFT, linewidth=0.6)
+        _value(panel, max(fall.speedup, before), place, fall.speedup)
+        before = fall.speedup
+    panel.barh(last, before - 1, left=1, height=0.66, **face("mark-total"))
+    end = max(before, 1.0)
+    if chart.total is not None and chart.total.known:
+        shorter, longer = drawing.reach(chart.total)
+        panel.errorbar(before, last, xerr=[[shorter], [longer]], **WHISKER)
+        end = max(end, before + longer)
+    _value(panel, end, last, before, bold=True)
+
+
+def _value(panel: Any, x: float, y: int, speedup: float, *, bold: bool = False) -> None:
+    weight = "bold" if bold else "normal"
+    panel.annotate(f"{speedup:.2f}x", (x, y), (4, 0), textcoords="offset points", va="center", fontsize=SMALL + 0.5,
+                   color=INK, fontweight=weight, bbox=CLEAR)  # fmt: skip

@@ -1,0 +1,142 @@
+"""What all panels of a figure share: styles of the palette as matplotlib takes them, sizes of text, numbers along axes."""
+
+import math
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from matplotlib.colors import to_rgb
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from gemmscope.document.palette import Style, styles
+from gemmscope.interval import Interval
+
+INK, SOFT, GRID, PAPER = "#222222", "#5a5a5a", "#DDDDDD", "white"
+CLEAR: dict[str, Any] = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.6}  # behind text, or lines would cross it
+WHISKER: dict[str, Any] = {"ecolor": INK, "elinewidth": 0.9, "capsize": 2.2, "capthick": 0.9, "fmt": "none"}
+SMALL, NORMAL, LARGE = 6.5, 7.5, 8.5  # sizes of text, in points
+HATCHES = {"": "", "/": "/////", "\\": "\\\\\\\\", ".": "+++", "-": "-----", "|": "|||||"}  # dots would take a megabyte in SVG
+WGRAD = "\\\\\\\\\\"
+LONGEST_LABEL = 26  # characters along an axis
+
+
+def style(key: str) -> Style:
+    """A style of the palette; its color on paper is `light`."""
+    return styles()[key]
+
+
+def lighter(color: str, share: float = 0.5) -> tuple[float, float, float]:
+    """Part of the way to white."""
+    red, green, blue = to_rgb(color)
+    return 1 - (1 - red) * share, 1 - (1 - green) * share, 1 - (1 - blue) * share
+
+
+def is_dark(color: Any) -> bool:
+    """Whether text and lines on it must be white."""
+    red, green, blue = to_rgb(color)
+    return 0.299 * red + 0.587 * green + 0.114 * blue < 0.52
+
+
+def face(key: str, shade: str = "plain") -> dict[str, Any]:
+    """How a bar of this style is filled. The lighter shade has lines in its own color: in grey print it is not another class."""
+    own = style(key)
+    if shade == "light":
+        return {"facecolor": lighter(own.light), "edgecolor": own.light, "hatch": WGRAD, "linewidth": 0}
+    line = PAPER if is_dark(own.light) else "#444444"
+    outline = 0.6 if own.light.lower() == "#ffffff" else 0
+    return {"facecolor": own.light, "edgecolor": line, "hatch": HATCHES[own.hatch], "linewidth": outline}
+
+
+def dot(key: str, size: float = 4.5) -> dict[str, Any]:
+    """How a curve of this style is drawn."""
+    own = style(key)
+    edge = {"markeredgecolor": "#333333", "markeredgewidth": 0.4}
+    return {"color": own.light, "marker": own.marker, "linestyle": own.line, "markersize": size, "linewidth": 1.3, **edge}
+
+
+def reach(estimate: Interval) -> tuple[float, float]:
+    """How far the interval reaches below and above the value. Nothing that is drawn can be negative."""
+    low = max(estimate.low, 0.0) if estimate.low is not None else estimate.value
+    high = estimate.high if estimate.high is not None else estimate.value
+    return max(estimate.value - low, 0.0), max(high - estimate.value, 0.0)
+
+
+def top_of(estimate: Interval) -> float:
+    """The upper end of the interval, or the value."""
+    return finite(max(estimate.value, estimate.high if estimate.high is not None else estimate.value))
+
+
+def finite(value: float, otherwise: float = 0.0) -> float:
+    """A number that can be drawn."""
+    return value if math.isfinite(value) else otherwise
+
+
+def plain(value: float, _: object = None) -> str:
+    """A number along an axis, never with an exponent.
+
+    >>> plain(1240.0), plain(0.30000000000000004), plain(-0.0)
+    ('1,240', '0.3', '0')
+    """
+    text = f"{value:,.6f}".rstrip("0").rstrip(".")
+    return "0" if text in ("-0", "") else text
+
+
+def numbers(axis: Any, most: int = 6) -> None:
+    """Round numbers along an axis, written out."""
+    axis.set_major_locator(MaxNLocator(most, steps=[1, 2, 2.5, 5, 10]))
+    axis.set_major_formatter(FuncFormatter(plain))
+
+
+def speedup_axis(axis: Any, most: int = 6) -> None:
+    """Speedups along an axis: 1.5x."""
+    axis.set_major_locator(MaxNLocator(most, steps=[1, 2, 2.5, 5, 10]))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{plain(value)}x"))
+
+
+def grid(axes: Any, along: str = "y") -> None:
+    """Hairlines behind everything, and no marks at the names."""
+    getattr(axes, f"{along}axis").grid(visible=True, color=GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(axis="x" if along == "y" else "y", length=0)
+    axes.tick_params(labelsize=NORMAL)
+
+
+def short(text: str, longest: int = LONGEST_LABEL) -> str:
+    """A label, shortened in the middle: both its ends tell names apart.
+
+    >>> short("a-very-long-name-of-a-layer", 11)
+    'a-ver…layer'
+    """
+    half = (longest - 1) // 2
+    return text if len(text) <= longest else f"{text[: longest - 1 - half]}…{text[-half:]}"
+
+
+def title(axes: Any, text: str, width_in: float) -> None:
+    """The title of a panel, in as many lines as it needs."""
+    axes.set_title(textwrap.fill(text, max(12, int(width_in * 14.8))), fontsize=LARGE, loc="left")
+
+
+def legend(figure: Any, handles: Sequence[Any], width_in: float) -> None:
+    """Below the panels, in as many columns as have room."""
+    if handles:
+        look: dict[str, Any] = {"frameon": False, "fontsize": NORMAL, "handlelength": 1.6}
+        columns = -(-len(handles) // _legend_rows(handles, width_in))  # rows of equal length
+        figure.legend(handles=handles, loc="outside lower center", ncols=columns, **look)
+
+
+def legend_size(handles: Sequence[Any], width_in: float) -> float:
+    """The height of a legend."""
+    return 0.17 * _legend_rows(handles, width_in) + 0.05 if handles else 0.0
+
+
+def _legend_rows(handles: Sequence[Any], width_in: float) -> int:
+    widest = max(len(str(handle.get_label())) for handle in handles)
+    columns = max(1, min(len(handles), int(width_in / (0.45 + 0.052 * widest))))
+    return -(-len(handles) // columns)
+
+
+def room_above(values: Iterable[float], label_in: float, height_in: float) -> float:
+    """The end of an axis that leaves room for labels of this height above the highest value."""
+    highest = max((finite(value) for value in values), default=0.0)
+    share = min(label_in / height_in, 0.6)
+    return highest / (1 - share) if 0 < highest < 1e300 else 1.0

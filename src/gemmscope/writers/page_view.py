@@ -1,0 +1,161 @@
+"""How the parts of a Document are arranged on a page: what stands on its first screen, and what follows for each GPU."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from gemmscope.document.charts import Chart, HeatMap
+from gemmscope.document.combine import CommonBaseline, common_baselines, label, letter
+from gemmscope.document.model import Block, Document, Message, Section
+from gemmscope.document.palette import recipe_key, shapes
+from gemmscope.document.table import Table
+from gemmscope.recipe.recipes import BASELINE
+from gemmscope.units import slug, speedup
+from gemmscope.writers.chart_data import ChartData
+
+LARGEST_BESIDE = 14  # rows of a table that fits beside the answer
+MOST_COLUMNS = 5  # of a narrow table
+MOST_BELOW = 6  # columns of the table below the answer
+
+
+@dataclass(frozen=True)
+class Group:
+    """The sections about one of several GPUs, with its messages; sections about the whole result have no GPU."""
+
+    gpu: str
+    sections: tuple[Section, ...]
+    messages: tuple[Message, ...] = ()
+
+
+@dataclass(frozen=True)
+class View:
+    """A Document in the order of the page."""
+
+    document: Document
+    label: str
+    prefix: str  # of ids
+    beside: Block | None  # what stands beside the answer; None: the rates of several GPUs, if there are any
+    several_gpus: bool
+    below: Table | None  # the short table, where it has room below the answer
+    summary: Table | None  # else it follows the first screen
+    messages: tuple[Message, ...]
+    groups: tuple[Group, ...]
+
+    def anchor(self, title: str) -> str:
+        """The id of a section; with the run's letter beside others."""
+        return slug(f"{self.prefix} {title}")
+
+
+def views(documents: Sequence[Document]) -> list[View]:
+    """Every document, arranged."""
+    return [_view(documents, document) for document in documents]
+
+
+def _view(documents: Sequence[Document], document: Document) -> View:
+    several = bool(common_baselines([document]))
+    beside = None if several else _beside(document)
+    below = None if document.advice or document.cards else _below(document, beside)
+    sections = [
+        replace(section, blocks=tuple(block for block in section.blocks if block is not beside and block != below))
+        for section in document.sections
+    ]
+    groups = [
+        (gpu, tuple(group)) for gpu, group in groupby((each for each in sections if each.blocks), key=lambda section: section.gpu)
+    ]
+    gpus = {gpu for gpu, _ in groups if gpu}
+    caused = bool(document.cards)  # cards say more than the messages of the same causes
+    messages = [message for message in document.messages if not (caused and message.code.startswith("cause-"))]
+    return View(
+        document=document,
+        label=label(documents, document),
+        prefix=letter(documents, document) if len(documents) > 1 else "",
+        beside=beside,
+        several_gpus=several,
+        below=below,
+        summary=None if below or document.cards else document.summary,
+        messages=tuple(message for message in messages if message.gpu not in gpus),
+        groups=tuple(
+            Group(gpu, own, tuple(message for message in messages if gpu and message.gpu == gpu)) for gpu, own in groups
+        ),
+    )
+
+
+def _fits(table: Table | None) -> bool:
+    return table is not None and len(table.rows) <= LARGEST_BESIDE
+
+
+def _below(document: Document, beside: Block | None) -> Table | None:
+    """The short table; beside a heat map, which shows the same, the next table."""
+    table = document.summary
+    if isinstance(beside, HeatMap):
+        blocks = [block for section in document.sections for block in section.blocks]
+        table = next((block for block in blocks[blocks.index(beside) :] if isinstance(block, Table)), None)
+    return _narrow(table) if table is not None and _fits(table) else None
+
+
+def _narrow(table: Table) -> Table:
+    """Without the columns that may go first, if there are many; the tables below have everything."""
+    kept = sorted(sorted(range(len(table.columns)), key=lambda place: table.columns[place].drop)[:MOST_BELOW])
+    kept = kept if any(column.drop for column in table.columns) else list(range(len(table.columns)))
+    rows = tuple(tuple(row[place] for place in kept) for row in table.rows)
+    return replace(table, columns=tuple(table.columns[place] for place in kept), rows=rows)
+
+
+def is_small(section: Section) -> bool:
+    """Whether it is one narrow table, which another such section may stand beside."""
+    tables = [block for block in section.blocks if isinstance(block, Table)]
+    return len(section.blocks) == len(tables) == 1 and len(tables[0].columns) <= MOST_COLUMNS
+
+
+def without(title: str, gpu: str) -> str:
+    """A title below the name of its GPU, which it need not begin with.
+
+    >>> without("b300: Training step", "b300")
+    'Training step'
+    """
+    return title.removeprefix(f"{gpu}: ")
+
+
+def _beside(document: Document) -> Chart | Table | None:
+    """The main chart, else a table that is not long."""
+    charts = document.charts()
+    chart = next((chart for chart in charts if chart.main), charts[0] if charts else None)
+    tables = [block for section in document.sections for block in section.blocks if isinstance(block, Table)]
+    return chart or next((table for table in tables if _fits(table)), None)
+
+
+def rates_data(common: CommonBaseline) -> ChartData:
+    """A bar for each GPU or run and recipe: tokens/s, or the speedup where only times are known; all over one baseline."""
+    groups: dict[str, list[ChartData]] = {}
+    for place, time in enumerate(common.times):
+        rate = time.tokens_per_s if common.has_rates else time.over.value
+        scale = (rate or 0.0) / time.over.value
+        facts = [
+            *([["tokens/s per GPU", f"{time.tokens_per_s:,.0f}"]] if time.tokens_per_s is not None else []),
+            [f"speedup over {BASELINE} on {common.baseline}", speedup(time.over)],
+            ["time", f"{time.time_ms.value:,.2f} ms"],
+        ]
+        ends = {
+            "low": time.over.low * scale if time.over.low is not None else None,
+            "high": time.over.high * scale if time.over.high is not None else None,
+        }
+        text = (f"{time.tokens_per_s:,.0f} · " if common.has_rates else "") + f"{time.over.value:.2f}x"
+        bar = {
+            "recipe": time.recipe,
+            "color": recipe_key(time.recipe, place),
+            "value": rate,
+            **ends,
+            "text": text,
+            "facts": facts,
+        }
+        groups.setdefault(time.run, []).append(bar)
+    first = next(time for time in common.times if time.is_baseline)
+    keys = [bar["color"] for bars in groups.values() for bar in bars]
+    return {
+        "type": "rates",
+        "unit": "tokens/s per GPU" if common.has_rates else f"speedup over {BASELINE} on {common.baseline}",
+        "baseline": f"{BASELINE} on {common.baseline}",
+        "at": first.tokens_per_s if common.has_rates else 1.0,
+        "groups": [{"name": name, "bars": bars} for name, bars in groups.items()],
+        "shapes": shapes(keys),
+    }

@@ -1,0 +1,353 @@
+"""Curves, heat maps, and the dots and bars of several GPUs or runs. Panels of one figure share their scale and a legend."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from statistics import mean, pstdev
+from typing import Any
+
+import numpy as np
+from matplotlib.colors import LinearSegmentedColormap, Normalize
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
+
+from gemmscope.document.charts import CurveChart, HeatMap, Point
+from gemmscope.document.palette import heat_stops, recipe_key, series_key
+from gemmscope.interval import Interval
+from gemmscope.writers import drawing
+from gemmscope.writers.drawing import INK, NORMAL, PAPER, SMALL, SOFT, WHISKER, dot, face, finite, style
+
+CURVE_IN = 2.3  # height of a panel of curves
+SIDE_IN = 0.6
+LETTER_IN = 0.062  # width of a letter along an axis
+MOST_MARKERS = 14  # points of a curve that are drawn with markers
+LEAST_CELL_IN = 0.36  # of a heat map, to have room for text
+Groups = Sequence[tuple[str, Sequence[tuple[str, Interval]]]]
+"""GPU or run → recipe → value."""
+
+# --- curves ---------------------------------------------------------------------------------------------------------------
+
+
+def curves_size(charts: Sequence[CurveChart]) -> tuple[int, float]:
+    """How many columns of panels, and the height of them all."""
+    columns = min(2, len(charts))
+    rows = -(-len(charts) // columns)
+    turned = any(len(place) > 8 for chart in charts for place in chart.places)
+    return columns, rows * (CURVE_IN + 0.75 + (0.5 if turned else 0.0)) + 0.35
+
+
+def curves(figure: Any, charts: Sequence[CurveChart], width_in: float) -> None:
+    """Values with their intervals against a size, a panel for each chart."""
+    columns, _ = curves_size(charts)
+    axes = figure.subplots(-(-len(charts) // columns), columns, squeeze=False)
+    panel_in = (width_in - SIDE_IN) / columns - 0.2
+    points = [point.value for chart in charts for series in chart.series.values() for point in series]
+    highest = max(map(drawing.top_of, points), default=1.0)
+    lowest = min((finite(point.value - drawing.reach(point)[0]) for point in points), default=1.0)
+    speedups = charts[0].unit == "x"
+    margin = 0.06 * (max(highest, 1.0) - min(lowest, 1.0)) or 0.05
+    ends = (min(lowest, 1.0) - margin, max(highest, 1.0) + margin) if speedups else (0.0, highest * 1.08 or 1.0)
+    for place, panel in enumerate(axes.flat):
+        if place >= len(charts):
+            panel.set_axis_off()
+            continue
+        chart = charts[place]
+        _curve(panel, chart, panel_in)
+        panel.set_ylim(*ends)
+        if speedups:
+            panel.axhline(1, color=SOFT, linewidth=0.8, linestyle="--", zorder=0.9)
+            drawing.speedup_axis(panel.yaxis)
+        else:
+            drawing.numbers(panel.yaxis)
+        drawing.grid(panel)
+        panel.set_xlabel(chart.axis, fontsize=NORMAL)
+        if place % columns == 0:
+            panel.set_ylabel("speedup over BF16" if speedups else chart.unit, fontsize=NORMAL)
+        else:
+            panel.tick_params(labelleft=False)
+        drawing.title(panel, chart.title, panel_in)
+    drawing.legend(figure, _curve_handles(charts), width_in)
+
+
+def positions(places: Sequence[str]) -> tuple[list[float], bool]:
+    """Where sizes stand: on a log2 axis where they double, on a linear one where they do not; names at equal distances.
+    Also whether they are sizes.
+
+    >>> positions(["1024", "2048", "4096"]), positions(["QKV", "MLP"])
+    (([10.0, 11.0, 12.0], True), ([0.0, 1.0], False))
+    """
+    values = [float(place) for place in places if place.isascii() and place.isdecimal() and 0 < len(place) < 18]
+    if len(values) < len(places) or len(values) < 2 or min(values) <= 0:
+        return [float(place) for place in range(len(places))], False
+    logs = [math.log2(value) for value in values]
+    return (logs, True) if _unevenness(logs) <= _unevenness(values) else (values, True)
+
+
+def _unevenness(places: Sequence[float]) -> float:
+    """How much the gaps between neighbors differ, relative to their mean."""
+    gaps = [later - earlier for earlier, later in pairwise(sorted(set(places)))]
+    return pstdev(gaps) / mean(gaps) if gaps else 0.0
+
+
+def _curve(panel: Any, chart: CurveChart, panel_in: float) -> None:
+    places = chart.places
+    where, numeric = positions(places)
+    at = dict(zip(places, where, strict=True))
+    span = max(where, default=0.0) - min(where, default=0.0) or 1.0
+    many = len(places) > MOST_MARKERS
+    for index, (name, points) in enumerate(chart.series.items()):
+        look = dot(chart.color(name), 2.5 if many else 4.5)
+        shift = 0.0 if numeric else (index - (len(chart.series) - 1) / 2) * 0.12  # or intervals would hide each other
+        if not numeric:
+            look["linestyle"] = "none"
+        x, y = [at[point.at] + shift for point in points], [finite(point.value.value, math.nan) for point in points]
+        panel.plot(x, y, **look, zorder=3)
+        _intervals(panel, x, points, look["color"], band=numeric and len(points) > 1)
+        marked = [(here, value) for here, value, point in zip(x, y, points, strict=True) if point.mark]
+        if marked:
+            panel.plot(*zip(*marked, strict=True), "x", color=INK, markersize=6.5, markeredgewidth=1.1, zorder=4)
+    labels = [drawing.short(place) for place in places]
+    turned = not numeric and max((len(label) for label in labels), default=0) * LETTER_IN > panel_in / max(len(places), 1)
+    shown = _apart(where, labels, span / panel_in, turned=turned)
+    rotation: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if turned else {}
+    panel.set_xticks([where[place] for place in shown], [labels[place] for place in shown], **rotation)
+    margin = span * 0.06 if numeric else 0.5
+    panel.set_xlim(min(where, default=0.0) - margin, max(where, default=0.0) + margin)
+
+
+def _intervals(panel: Any, x: Sequence[float], points: Sequence[Point], color: str, *, band: bool) -> None:
+    """As a band along a curve, as bars where there is none."""
+    known = [(here, *drawing.reach(point.value), point.value.value) for here, point in zip(x, points, strict=True)]
+    known = [each for each in known if all(map(math.isfinite, each))]
+    if not known or not any(below or above for _, below, above, _ in known):
+        return
+    here, below, above, value = (np.array(side) for side in zip(*known, strict=True))
+    if band:
+        panel.fill_between(here, value - below, value + above, color=color, alpha=0.11, linewidth=0, zorder=2)
+        for edge in (value - below, value + above):
+            panel.plot(here, edge, color=color, linewidth=0.5, alpha=0.6, zorder=2)
+    else:
+        panel.errorbar(here, value, yerr=[below, above], **{**WHISKER, "ecolor": color}, zorder=3)
+
+
+def _apart(where: Sequence[float], labels: Sequence[str], per_inch: float, *, turned: bool) -> list[int]:
+    """The labels that have room: one after the other, the last one always."""
+    kept: list[int] = []
+    for place in [*range(len(where) - 1, -1, -1)]:
+        need = 0.14 if turned else LETTER_IN * (len(labels[place]) + len(labels[kept[-1]])) / 2 + 0.06 if kept else 0.0
+        if not kept or abs(where[kept[-1]] - where[place]) / per_inch >= need:
+            kept.append(place)
+    return kept[::-1]
+
+
+def _curve_handles(charts: Sequence[CurveChart]) -> list[Line2D]:
+    keys = {name: chart.color(name) for chart in charts for name in chart.series}
+    handles = [Line2D([], [], **dot(key), label=name) for name, key in keys.items()]
+    points = [point for chart in charts for series in chart.series.values() for point in series]
+    marks = dict.fromkeys(point.mark for point in points if point.mark)
+    return [*handles, *(Line2D([], [], linestyle="", marker="x", color=INK, markersize=6, label=mark) for mark in marks)]
+
+
+# --- heat maps ------------------------------------------------------------------------------------------------------------
+
+
+def heat_size(charts: Sequence[HeatMap], width_in: float) -> tuple[int, float]:
+    """How many columns of panels have room, and the height of them all."""
+    most = max(len(chart.columns) for chart in charts)
+    columns = max(1, min(len(charts), 2, int((width_in - 1.0) / (most * 0.5 + 0.6))))
+    lines = max((cell.label.count("\n") + 1 for chart in charts for row in chart.cells for cell in row), default=1)
+    rows = max(len(chart.rows) for chart in charts)
+    height = min(max(1.9, rows * (0.1 + 0.11 * lines)), 7.5)
+    return columns, -(-len(charts) // columns) * (height + 0.85) + 0.35
+
+
+def heat(figure: Any, charts: Sequence[HeatMap], width_in: float) -> None:
+    """The best speedup as color, the best recipe in each field, the best point, and the break-even line along the fields."""
+    columns, height_in = heat_size(charts, width_in)
+    rows = -(-len(charts) // columns)
+    axes = figure.subplots(rows, columns, squeeze=False)
+    values = [cell.value for chart in charts for row in chart.cells for cell in row if cell.value is not None]
+    scale = Normalize(1.0, max(1.05, *map(finite, values), 1.05))
+    colors = LinearSegmentedColormap.from_list("speedup", heat_stops())
+    panel_in = (width_in - 1.4) / columns - 0.3 * (columns - 1), (height_in - 0.35) / rows - 0.85
+    handles: list[Any] = []
+    for place, panel in enumerate(axes.flat):
+        if place >= len(charts):
+            panel.set_axis_off()
+            continue
+        handles += _plane(panel, charts[place], scale, colors, panel_in)
+    image: Any = axes.flat[0].images[0]
+    bar = figure.colorbar(image, ax=axes, fraction=0.04, pad=0.02, aspect=26)
+    bar.set_label("speedup over BF16, best recipe", fontsize=NORMAL)
+    bar.outline.set_visible(False)
+    drawing.speedup_axis(bar.ax.yaxis)
+    bar.ax.tick_params(labelsize=NORMAL)
+    drawing.legend(figure, list({handle.get_label(): handle for handle in handles}.values()), width_in)
+
+
+def _plane(panel: Any, chart: HeatMap, scale: Normalize, colors: Any, panel_in: tuple[float, float]) -> list[Any]:
+    values = np.array([[math.nan if cell.value is None else finite(cell.value) for cell in row] for row in chart.cells])
+    panel.imshow(values, origin="lower", aspect="auto", cmap=colors, norm=scale)
+    handles: list[Any] = []
+    missing = [(x, y) for y, x in zip(*np.nonzero(np.isnan(values)), strict=True)]
+    if missing:
+        look: dict[str, Any] = {"facecolor": "#f4f4f4", "edgecolor": "#b5b5b5", "hatch": "////", "linewidth": 0}
+        for x, y in missing:
+            panel.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, **look))
+        handles.append(Patch(**look, label="not possible"))
+    cell_in = panel_in[0] / max(len(chart.columns), 1), panel_in[1] / max(len(chart.rows), 1)
+    _cell_texts(panel, chart, scale, colors, cell_in)
+    handles += _break_even(panel, chart)
+    if chart.best is not None:
+        x, y = chart.best
+        for color, width in ((PAPER, 3.4), (INK, 1.6)):
+            panel.add_patch(Rectangle((x - 0.46, y - 0.46), 0.92, 0.92, fill=False, edgecolor=color, linewidth=width, zorder=5))
+        handles.append(Rectangle((0, 0), 1, 1, fill=False, edgecolor=INK, linewidth=1.6, label="best point"))
+    handles += [Line2D([], [], linestyle="", label=f"{mark} = {meaning}") for mark, meaning in chart.legend]
+    for side, labels, room, axis in (
+        ("x", chart.columns, cell_in[0], panel.xaxis),
+        ("y", chart.rows, cell_in[1], panel.yaxis),
+    ):
+        every = max(1, math.ceil(0.15 / room)) if side == "y" else 1
+        longest = max(map(len, labels), default=1)
+        turned = side == "x" and (longest + 1) * LETTER_IN > room
+        every = max(1, math.ceil(0.15 / room)) if turned else every
+        axis.set_ticks(range(0, len(labels), every), [drawing.short(label, 14) for label in labels[::every]])
+        if turned:
+            panel.tick_params(axis="x", rotation=90)
+    panel.tick_params(length=0, labelsize=NORMAL)
+    for spine in panel.spines.values():
+        spine.set_visible(False)
+    panel.set_xlabel(chart.column_name, fontsize=NORMAL)
+    panel.set_ylabel(chart.row_name, fontsize=NORMAL)
+    drawing.title(panel, chart.title, panel_in[0])
+    return handles
+
+
+def _cell_texts(panel: Any, chart: HeatMap, scale: Normalize, colors: Any, cell_in: tuple[float, float]) -> None:
+    """Where there is room for them; smaller in small fields."""
+    lines = [line for row in chart.cells for cell in row for line in cell.label.split("\n")]
+    longest, most = (
+        max(map(len, lines), default=1),
+        max((len(cell.label.split("\n")) for row in chart.cells for cell in row), default=1),
+    )
+    size = min(SMALL + 0.5, (cell_in[0] - 0.08) * 72 / (0.62 * max(longest, 1)), (cell_in[1] - 0.06) * 72 / (1.15 * most))
+    if size < 4.2:
+        return
+    for y, row in enumerate(chart.cells):
+        for x, cell in enumerate(row):
+            if cell.value is not None:
+                color = PAPER if drawing.is_dark(colors(scale(cell.value))[:3]) else INK
+                panel.text(x, y, cell.label, color=color, ha="center", va="center", fontsize=size, linespacing=1.05)
+
+
+def _break_even(panel: Any, chart: HeatMap) -> list[Line2D]:
+    """A line along the fields between those with a certain speedup and those without."""
+    certain = [[cell.certain and cell.value is not None for cell in row] for row in chart.cells]
+    across, up = [], []
+    for y, row in enumerate(certain):
+        for x, here in enumerate(row):
+            if x + 1 < len(row) and row[x + 1] != here:
+                up.append((x + 0.5, y - 0.5, y + 0.5))
+            if y + 1 < len(certain) and certain[y + 1][x] != here:
+                across.append((y + 0.5, x - 0.5, x + 0.5))
+    look: dict[str, Any] = {"color": style("mark-break-even").light, "linewidth": 2.2}
+    if up:
+        panel.vlines(*zip(*up, strict=True), **look, zorder=4)
+    if across:
+        panel.hlines(*zip(*across, strict=True), **look, zorder=4)
+    return [Line2D([], [], **look, label="break-even line")] if up or across else []
+
+
+# --- several GPUs or runs -------------------------------------------------------------------------------------------------
+
+
+def group_handles(groups: Groups) -> list[Patch]:
+    """The recipes that are there."""
+    names = dict.fromkeys(recipe for _, values in groups for recipe, _ in values)
+    return [Patch(**face(recipe_key(name, place)), label=name) for place, name in enumerate(names)]
+
+
+def grouped_bars(
+    panel: Any,
+    groups: Groups,
+    unit: str,
+    title: str,
+    width_in: float,
+    labels: Mapping[tuple[str, str], str],
+    named: Mapping[str, str],
+) -> None:
+    """For each GPU or run a group of bars, one for each recipe, with their intervals.
+
+    `labels` stand above the bars, the names of `named` below the groups.
+    """
+    names = list(dict.fromkeys(recipe for _, values in groups for recipe, _ in values))
+    x, centers = 0.0, []
+    slots = sum(len(values) + 0.8 for _, values in groups)
+    slot_in = (width_in - 0.8) / max(slots, 1)
+    upright = slot_in < 0.36
+    tops: list[float] = []
+    for group, values in groups:
+        first = x
+        for recipe, value in values:
+            look = face(recipe_key(recipe, names.index(recipe)))
+            panel.bar(x, finite(value.value), width=0.86, **look)
+            if value.known:
+                below, above = drawing.reach(value)
+                panel.errorbar(x, finite(value.value), yerr=[[finite(below)], [finite(above)]], **WHISKER)
+            text = labels.get((group, recipe), "")
+            turned: dict[str, Any] = {"rotation": 90} if upright else {}
+            panel.annotate(text, (x, drawing.top_of(value)), (0, 3), textcoords="offset points", ha="center", va="bottom",
+                           fontsize=SMALL, color=INK, bbox=drawing.CLEAR, **turned)  # fmt: skip
+            tops.append(drawing.top_of(value))
+            x += 1
+        centers.append((first + x - 1) / 2)
+        x += 0.8
+    rooms = [max(6, int((len(values) + 0.6) * slot_in / LETTER_IN)) for _, values in groups]
+    names_below = [named.get(name, name) for name, _ in groups]
+    panel.set_xticks(centers, ["\n".join(_lines(name, room)) for name, room in zip(names_below, rooms, strict=True)])
+    panel.set_xlim(-0.9, x - 0.9)
+    panel.set_ylim(0, drawing.room_above(tops, 0.42 if upright else 0.2, 1.9))
+    (drawing.speedup_axis if unit == "x" else drawing.numbers)(panel.yaxis)
+    if unit == "x":
+        panel.axhline(1, color=SOFT, linewidth=0.8, linestyle="--", zorder=0.9)
+    panel.set_ylabel("speedup over BF16" if unit == "x" else unit, fontsize=NORMAL)
+    drawing.grid(panel)
+    drawing.title(panel, title, width_in)
+
+
+def _lines(name: str, letters: int) -> list[str]:
+    """A name in lines of so many letters, four at most."""
+    lines = [""]
+    for word in re.sub(r" (?=[KMGT]?B\b)", "\u00a0", name).split(" "):  # a number keeps its unit
+        if lines[-1] and len(lines[-1]) + len(word) >= letters:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {word}".strip()
+    return [drawing.short(line, max(letters, 8)) for line in lines[:4]]
+
+
+def side_by_side(panel: Any, rows: Sequence[tuple[str, str, dict[str, Interval]]], labels: Mapping[str, str]) -> list[Line2D]:
+    """All runs' speedups below one another: dots with their intervals. Returns what the legend shows."""
+    for place in range(0, len(rows), 2):
+        panel.axhspan(place - 0.5, place + 0.5, color="#f3f3f3", linewidth=0, zorder=0)
+    panel.axvline(1, color=SOFT, linewidth=0.8, linestyle="--", zorder=0.9)
+    for index, key in enumerate(labels):
+        shift = (index - (len(labels) - 1) / 2) * 0.8 / len(labels)
+        known = [(place + shift, by_run[key]) for place, (_, _, by_run) in enumerate(rows) if key in by_run]
+        if known:
+            look = {**dot(series_key(index), 4.2), "linestyle": "none"}
+            y, x = [place for place, _ in known], [finite(value.value) for _, value in known]
+            reaches = [tuple(map(finite, drawing.reach(value))) for _, value in known]
+            panel.errorbar(x, y, xerr=list(zip(*reaches, strict=True)), **{**WHISKER, "ecolor": look["color"]})
+            panel.plot(x, y, **look)
+    names = [f"{recipe}, {drawing.short(what, 30)}" for what, recipe, _ in rows]
+    panel.set_yticks(range(len(rows)), names, fontsize=NORMAL)
+    panel.set_ylim(len(rows) - 0.5, -0.5)
+    drawing.speedup_axis(panel.xaxis)
+    drawing.grid(panel, "x")
+    panel.set_xlabel("speedup over BF16 of the same GPU and run", fontsize=NORMAL)
+    return [
+        Line2D([], [], **{**dot(series_key(place), 4.5), "linestyle": "none"}, label=drawing.short(label, 60))
+        for place, label in enumerate(labels.values())
+    ]

@@ -1,0 +1,62 @@
+"""Every command in README and documentation runs, or is skipped with its reason and has options that exist."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from gemmscope.cli.main import app, main
+from gemmscope.signals import raised
+from support.doc_commands import commands, put_files, reason_not_to_run
+
+RUN = [command for command in commands() if not reason_not_to_run(command)]
+PARSED = [command for command in commands() if reason_not_to_run(command) == "needs a GPU"]
+# Exit codes that a documented command may end with: without a GPU, doctor and compare still answer.
+FINE = {"compare": (0, 4)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("documented")
+    put_files(made)
+    return made
+
+
+@pytest.mark.parametrize("command", RUN)
+def test_documented_command_runs(
+    command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = shlex.split(command)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as ended, raised():
+        main()
+    captured = capsys.readouterr()
+    assert (ended.value.code or 0) in FINE.get(arguments[1], (0,)), captured.err
+    assert captured.out or captured.err
+
+
+@pytest.mark.parametrize("command", PARSED)
+def test_options_of_commands_that_need_a_gpu_exist(command: str) -> None:
+    _, name, *arguments = shlex.split(command)
+    group = typer.main.get_command(app)
+    found = group.get_command(None, name)  # type: ignore[attr-defined, arg-type]
+    context = found.make_context(name, arguments)
+    assert context.command.name == name
+
+
+def test_commands_are_found() -> None:
+    """All of these texts show commands; a change of the format of a page must not hide them from the tests."""
+    shown = set(commands().values())
+    assert {"README.md", "docs/tutorial.md", "docs/commands.md", "docs/how-to/ci.md", "docs/index.md"} <= shown
+    assert len(RUN) > 20
+    assert len(PARSED) > 5
+
+
+def test_reasons() -> None:
+    assert reason_not_to_run("gemmscope bench --shapes 4096") == "needs a GPU"
+    assert not reason_not_to_run("gemmscope shapes --preset gpt2")
