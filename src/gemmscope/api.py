@@ -6,8 +6,8 @@
 >>> [gpu.gpu for gpu in forecast.gpus]
 ['b300', 'h200']
 
-A result shows itself in a notebook, `print(result)` prints what the command prints, and `result.save(path)` writes it. Invalid
-arguments raise `UserError`.
+A result shows itself in a notebook, `print(result)` prints what the command prints, `result.to_frame()` gives its main table to
+pandas, and `result.save(path)` writes it. Invalid arguments raise `UserError`.
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ def test_lines_fit_80_columns(run: Run, monkeypatch: pytest.MonkeyPatch, name: s
     outcome = run(f"{name} --help")
     assert outcome.code == 0
     assert max(map(len, outcome.out.splitlines())) <= 80
+    assert outcome.out.isascii()  # also a terminal without UTF-8 shows it
     assert outcome.out == run(f"{name} -h").out
 
 
