@@ -50,7 +50,9 @@ NOTHING = Cell("-")
 
 
 def without_empty(table: Table) -> Table:
-    """The table without columns that have no text in any row."""
+    """The table without columns that have no text in any row; as it is, if it has no rows."""
+    if not table.rows:
+        return table
     kept = [place for place in range(len(table.columns)) if any(row[place].text.strip("-") for row in table.rows)]
     rows = tuple(tuple(row[place] for place in kept) for row in table.rows)
     return replace(table, columns=tuple(table.columns[place] for place in kept), rows=rows)

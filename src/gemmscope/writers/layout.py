@@ -26,7 +26,7 @@ def fitted(table: Table, width: int) -> Table:
 def table_lines(table: Table, width: int) -> list[Text]:
     """Title, heads, rows, note. What does not fit side by side is folded: the first column is repeated below."""
     lines = _wrapped(table.title, width, "italic")
-    for number, part in enumerate(_folded(table, width)):
+    for number, part in enumerate(_folded(table, width) if table.columns else ()):
         lines += [Text()] if number else []
         lines += _grid(part, width)
     return [*lines, *(_wrapped(table.note, width, "dim") if table.note else [])]
