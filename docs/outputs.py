@@ -96,7 +96,6 @@ MADE: dict[str, Callable[[], str]] = {
     "measured beside forecast": worked_example.side_by_side,
     "published": worked_example.published,
     "the step": worked_example.step_table,
-    "in short": worked_example.readme_table,
     "repeats": noise.repeats,
     "lengths": noise.lengths,
     "recipes by architecture": recipe_tables.where,

@@ -177,25 +177,6 @@ def _text(linears: Linears, name: str, mode: Mode) -> str:
     return f"{found.value:.3f} {ends(found)}"
 
 
-def readme_table() -> str:
-    """The README's: the linears in both modes, and eight such layers as a training step, on the H200."""
-    linears, step = measured(), steps()
-    names = [name for name in linears.recipes if name != BASELINE]
-    rows = {
-        "linears, forward and backward (autocast)": [_times(linears, name, "autocast") for name in names],
-        "their GEMMs alone (pre-quantized)": [_times(linears, name, "pre-quantized") for name in names],
-        "a training step of eight such layers, predicted": [f"{step[name]['predicted']['value']:.3f}x" for name in names],
-        "the real model, measured right after": [f"{step[name]['real']:.3f}x" for name in names],
-    }
-    lines = [f"| speedup over {BASELINE} | {' | '.join(names)} |", f"| --- |{' ---: |' * len(names)}"]
-    return "\n".join([*lines, *(f"| {what} | {' | '.join(cells)} |" for what, cells in rows.items())])
-
-
-def _times(linears: Linears, name: str, mode: Mode) -> str:
-    shared = linears.measured_as(name, mode)
-    return f"{_speedup(linears, name, mode).value:.3f}x" if shared == name else f"as {shared}"
-
-
 def step_table() -> str:
     """The tutorial's table of the step."""
     lines = ["| recipe | predicted [95%] | real | why less than the GEMMs |", "| --- | ---: | ---: | --- |"]

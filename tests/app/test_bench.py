@@ -42,7 +42,7 @@ def test_a_model_and_shapes(pretend: Pretend) -> None:
         ({"shapes": [(4, 10**8, 4)]}, "is too large"),
         ({"timing": BenchTiming(precision=2.0)}, "precision must be between 0 and 1, got 2"),
         ({"choices": Choices(recipes=[])}, "recipes is empty"),
-        ({"choices": Choices(recipes=["mxfp8"], left_out=["MXFP8"])}, "recipes names MXFP8, which is left out"),
+        ({"choices": Choices(recipes=["mxfp8"], left_out=["MXFP8"])}, "recipes includes MXFP8, which is also skipped"),
         ({"choices": Choices(modes=["quick"])}, "there is no mode 'quick'"),  # type: ignore[list-item]
     ],
 )
