@@ -10,7 +10,7 @@ import pytest
 from gemmscope.app.explain import explain
 from gemmscope.document.build import document
 from gemmscope.document.charts import BarChart
-from gemmscope.document.model import Document, brief
+from gemmscope.document.model import Document
 from gemmscope.document.table import Table
 from gemmscope.results.explain import ExplainResult
 from gemmscope.writers.csv import csv_text
@@ -55,7 +55,8 @@ def test_every_cause_has_its_evidence_and_advice_in_every_writer() -> None:
     for cause in result.causes:
         for sentence in (*(finding.text for finding in cause.evidence), *cause.advice, *cause.kernels):
             assert all(sentence in " ".join(output.split()) for output in outputs), sentence
-        assert f"cause-{cause.code}" in [message.code for message in brief(made).messages]
+        assert f"cause-{cause.code}" in [message.code for message in made.messages]
+        assert cause.title in [card.title for card in made.cards]
 
 
 def twins() -> ExplainResult:
@@ -69,10 +70,3 @@ def test_comparisons_add_up_and_lead_the_answer() -> None:
     assert sum(row[3].value or 0.0 for row in rows[:-1]) == pytest.approx(rows[-1][3].value)
     assert [finding.text for finding in result.comparisons[0].findings if finding.level == "note"] == list(made.because[1:])
     assert "Speedup so far" in csv_text(made)
-
-
-def test_the_short_view_is_a_subset() -> None:
-    made = document(explanation())
-    short = brief(made)
-    assert {each.title for each in short.tables()} < {each.title for each in made.tables()}
-    assert all(line in text(made) for line in text(short).splitlines() if line)

@@ -6,7 +6,7 @@ import pytest
 
 from gemmscope.document.build import document
 from gemmscope.document.charts import CurveChart, HeatMap
-from gemmscope.document.model import Document, Table, brief
+from gemmscope.document.model import Document, Table
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.forecast import ForecastResult
 from support.forecast_files import forecast_result, plane, several_gpus, sweep
@@ -43,7 +43,6 @@ def test_every_number_says_that_it_is_a_forecast(make: object) -> None:
 def test_all_gpus_stand_side_by_side() -> None:
     result = several_gpus()
     main = table(document(result), "FORECAST: linears of one micro-batch and training step")
-    assert main.main
     assert len(main.rows) == sum(len(gpu.linears.recipes) for gpu in result.gpus)
     assert list(dict.fromkeys(column(main, "GPU"))) == ["b300", "h200", "l40s", "a100"]
     assert column(main, "Over b300 BF16")[0] == "1.00x"
@@ -55,8 +54,9 @@ def test_all_gpus_stand_side_by_side() -> None:
 
 
 def test_the_short_view_is_one_table() -> None:
-    assert len(brief(document(forecast_result())).tables()) == 1
-    assert len(brief(document(several_gpus())).tables()) == 2  # and what a run costs
+    summary = document(several_gpus()).summary
+    assert summary is not None
+    assert {"GPU", "Over b300 BF16", "Cost"} <= {each.name for each in summary.columns}
 
 
 def test_what_is_too_close_to_call_is_the_winners_rivals() -> None:
@@ -120,11 +120,12 @@ def test_a_sweep_does_not_contradict_itself(make: object) -> None:
             if point.winner is None:
                 continue
             gain = point.winner.speedup
-            by_hand = gain is not None and gain.above_one and point.winner.best not in point.host_bound
+            by_hand = gain is not None and gain.above_one
             assert (faster == "yes") == by_hand == point.gains
             assert close == (", ".join(point.winner.rivals) or "-")
         count = sum(point.gains for point in swept.points)
-        assert any(f"at {count:,} of" in line for line in document(result).because)
+        if len(result.sweeps) == 1:
+            assert any(f"at {count:,} of" in line for line in document(result).because)
 
 
 def test_one_size_is_a_curve_with_marks() -> None:
