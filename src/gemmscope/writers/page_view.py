@@ -15,7 +15,7 @@ from gemmscope.writers.chart_data import ChartData
 
 LARGEST_BESIDE = 14  # rows of a table that fits beside the answer
 MOST_COLUMNS = 6  # of a narrow table
-MOST_BELOW = 6  # columns of the table below the answer
+MOST_BELOW = 5  # columns of the table below the answer
 
 
 @dataclass(frozen=True)
