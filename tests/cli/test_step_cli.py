@@ -46,7 +46,7 @@ def test_step_on_the_cpu(run: Run, tmp_path: Path) -> None:
     budget = "--tokens 1e9 --gpus 8 --price 2.5 --observed-speedup 0.01"
     files = {ending: tmp_path / f"step.{ending}" for ending in ("json", "md", "csv", "png")}
     targets = f"--json {files['json']} --markdown {files['md']} --csv {files['csv']} -o {files['png']}"
-    outcome = run(f"step {SMALL} --longest 1 --verify {budget} {targets}")
+    outcome = run(f"step {SMALL} --longest 1 --verify {budget} {targets} --detail")
     assert outcome.code == 0, outcome.err
     result = written(files["json"])
     assert (result.depth, result.layers) == (5, 5)
@@ -166,7 +166,7 @@ def test_ctrl_c_while_verifying_ends_it(run: Run, monkeypatch: pytest.MonkeyPatc
     assert {"precision-reached", "step-interrupted-later"} <= codes(result)
     assert result.recommendation is not None
     assert result.recommendation.recipe == "FP32"
-    assert "recommended: use FP32 (2.000x" in outcome.out
+    assert "\nUse FP32: 2.000x [" in outcome.out
     assert result.break_even == ()
 
 
@@ -182,7 +182,7 @@ def test_ctrl_c_while_a_mixed_plan_is_tried(run: Run, monkeypatch: pytest.Monkey
     monkeypatch.setattr("gemmscope.app.step.candidate", lambda *_: Plan("FP32", ("mlp",)))
     outcome = run(f"step {SMALL}")
     assert outcome.code == 130
-    assert "recommended: use FP32 (2.000x" in outcome.out
+    assert "\nUse FP32: 2.000x [" in outcome.out
 
 
 def test_a_mixed_plan_that_wins_is_recommended(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_a_mixed_plan_that_wins_is_recommended(run: Run, monkeypatch: pytest.Mon
     best = written(tmp_path / "step.json").recommendation
     assert best is not None
     assert (best.recipe, best.left_out, best.rivals) == ("FP32", ("mlp",), ())
-    assert "recommended: use FP32 with mlp in BF16 (4.000x" in outcome.out
+    assert "\nBetter: FP32 with mlp in BF16, 4.000x [" in outcome.out
 
 
 def test_a_real_model_that_fits_in_part(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
