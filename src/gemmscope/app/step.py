@@ -94,9 +94,8 @@ def run_step(
         predicted = session.run(f"running the step of {counted(plan.depth, 'layer')} in {', '.join(choice.recipes)} …")
         real, as_deep = session.verify() if verify and not session.interrupted else (None, None)
         verified = [run.results if run is not None else None for run in (real, as_deep)]
-        tokens = job.run.tokens * job.run.gradient_accumulation
         summed = totals(subject.workload, job.run, model)
-        times = step_times(predicted.results, choice.recipes, summed, tokens, *verified)
+        times = step_times(predicted.results, choice.recipes, summed, job.run.tokens_per_gpu, *verified)
         recommended, mixed = session.recommend(predicted, times)
         batches = session.break_even(times) if break_even and not session.interrupted else ()
         if budget is not None:

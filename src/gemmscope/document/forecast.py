@@ -98,7 +98,7 @@ def _answer(result: ForecastResult) -> tuple[str, tuple[str, ...]]:
         return f"FORECAST: {what} on {len(result.gpus)} GPUs.", lines
     ranked = sorted(best.items(), key=lambda pair: -pair[1].tokens_per_s)
     rates = [f"{gpu} in {time.recipe} {_rate(time)}" for gpu, time in ranked]
-    return f"FORECAST: fastest is {ranked[0][0]}. Tokens/s: {', '.join(rates)}.", lines
+    return f"FORECAST: fastest is {ranked[0][0]}. Tokens/s per GPU: {', '.join(rates)}.", lines
 
 
 def _line(gpu: GpuForecast, answer: str) -> str:
@@ -154,7 +154,7 @@ def _main_table(gpus: Sequence[GpuForecast]) -> Table:
             cells = [range_cell(total.total_ms if total else None) for total in totals]
             rows.append((Cell(gpu.gpu), Cell(name), *cells, *_step_cells(gpu, name, baseline.step_ms if baseline else None)))
     heads = [*(f"Linears ms, {mode}" for mode in modes)]
-    heads += ["Step ms", "Tokens/s", "Model TFLOP/s", "MFU", f"Speedup over {BASELINE}"] if first is not None else []
+    heads += ["Step ms", "Tokens/s/GPU", "Model TFLOP/s", "MFU", f"Speedup over {BASELINE}"] if first is not None else []
     heads += [f"Over {gpus[0].gpu} {BASELINE}"] if baseline is not None else []
     title = "FORECAST: linears of one micro-batch and training step of one rank [90% error bar]"
     return Table(title, columns(("GPU", "Recipe"), heads), tuple(rows))

@@ -36,7 +36,7 @@ def _title(times: StepTimes, text: str, prefix: str = "") -> str:
 
 def step_table(times: StepTimes) -> Table:
     """A row per recipe of a measured step. A column that no recipe has a number for is left out."""
-    names = ("Step ms", "Speedup [95%]", "Tokens/s", "Model TFLOP/s", "MFU", "GPU busy ms", "Launch ms", "Peak memory")
+    names = ("Step ms", "Speedup [95%]", "Tokens/s/GPU", "Model TFLOP/s", "MFU", "GPU busy ms", "Launch ms", "Peak memory")
     rows = [
         (
             time_cell(time.step_ms),
@@ -84,7 +84,7 @@ def _contenders(times: StepTimes) -> tuple[str, ...]:
     return (BASELINE, *((times.winner.best, *times.winner.rivals) if times.winner is not None else ()))
 
 
-DROPPED = {"Days": 1, "Cost": 2, "Tokens/s": 3, "Step ms": 4, "Peak memory": 5, "MFU": 6, "GPU-hours": 7}
+DROPPED = {"Days": 1, "Cost": 2, "Tokens/s/GPU": 3, "Step ms": 4, "Peak memory": 5, "MFU": 6, "GPU-hours": 7}
 """Which columns of the compact table go first where it is too wide."""
 
 
@@ -95,7 +95,7 @@ def _summary_row(gpu: str, time: StepTime, common: tuple[str, StepTime] | None) 
     if common is not None:
         over = time.tokens_per_s / common[1].tokens_per_s
         row[f"Over {common[0]} {BASELINE}"] = number(over, f"{over:.2f}x")
-    row["Tokens/s"] = rate_cell(time.tokens_per_s, time.step_ms.half_width)
+    row["Tokens/s/GPU"] = rate_cell(time.tokens_per_s, time.step_ms.half_width)
     row["MFU"] = share_cell(time.mfu, time.step_ms.half_width)
     row["Peak memory"] = bytes_cell(time.peak_bytes)
     if time.cost is not None:
@@ -240,10 +240,10 @@ def step_figures(times: StepTimes) -> tuple[KeyFigure, ...]:
         return ()
     figures = [KeyFigure("Recipe", best.recipe)]
     if best.speedup is not None and best.recipe != BASELINE:
-        figures.append(KeyFigure(f"Speedup over {BASELINE}", f"{best.speedup.value:.2f}x", units.ends(best.speedup)))
-    figures.append(KeyFigure("Tokens/s per GPU", f"{best.tokens_per_s:,.0f}"))
+        figures.append(KeyFigure(f"Speedup over {BASELINE}", *units.speedup(best.speedup).split(" ", 1)))
+    figures.append(KeyFigure("Tokens/s per GPU", units.rounded(best.tokens_per_s, best.step_ms.half_width)))
     if best.mfu is not None:
-        figures.append(KeyFigure("MFU", units.percent(best.mfu), f"of the dense {BASELINE} rate"))
+        figures.append(KeyFigure("MFU", share_cell(best.mfu, best.step_ms.half_width).text, f"of the dense {BASELINE} rate"))
     if best.peak_bytes is not None:
         figures.append(KeyFigure("Peak memory", units.si(best.peak_bytes, "B"), "of one GPU"))
     return tuple(figures)

@@ -222,7 +222,7 @@ def forecast_step(forecast: StepForecast, names: Sequence[str], budget: Budget |
     steps = {name: forecast.step(name) for name in names if name not in failures}
     pairs = pairwise(steps, lambda name, over: speedup(steps[over], steps[name], forecast.forecaster.in_common(name, over)))
     run, summed = forecast.run, totals(forecast.workload, forecast.run, forecast.model)
-    flops, tokens = summed.model_flops * run.gradient_accumulation, run.tokens * run.cp * run.gradient_accumulation
+    flops = summed.model_flops * run.gradient_accumulation
     recipes = []
     for name, step in steps.items():
         time_ms = step.total.value
@@ -233,7 +233,7 @@ def forecast_step(forecast: StepForecast, names: Sequence[str], budget: Budget |
                 recipe=name,
                 step_ms=step.total.interval(),
                 speedup=pairs.get((name, BASELINE)),
-                tokens_per_s=tokens / time_ms * 1000,
+                tokens_per_s=run.tokens_per_gpu / time_ms * 1000,
                 model_tflops=rate,
                 mfu=rate / forecast.forecaster.chip.tflops["bf16"],
                 gpu_busy_ms=time_ms - step.parts_ms.get(IDLE, 0.0),

@@ -310,6 +310,11 @@ class RunSpec:
         """Tokens of one micro-batch on one rank: context parallelism splits the sequence."""
         return self.micro_batch_size * self.sequence_length // self.cp
 
+    @property
+    def tokens_per_gpu(self) -> float:
+        """Tokens of one step for each GPU that shares the model (tp x cp x pp)."""
+        return self.tokens * self.gradient_accumulation / (self.tp * self.pp)
+
 
 RUN_SETTINGS = tuple(field.name for field in fields(RunSpec))
 

@@ -66,6 +66,7 @@ class StepTime(Part):
     speedup: Interval | None = None
     """Over BF16."""
     tokens_per_s: float
+    """Of one GPU."""
     model_tflops: float
     """FLOPs of linears and attention, recomputation left out, over the step's time."""
     mfu: float | None = None

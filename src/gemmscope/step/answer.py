@@ -20,7 +20,7 @@ def step_times(
     measurements: StepMeasurements,
     names: Sequence[str],
     totals: Totals,
-    tokens_per_step: int,
+    tokens_per_gpu: float,
     real: StepMeasurements | None = None,
     as_deep: StepMeasurements | None = None,
 ) -> StepTimes:
@@ -40,7 +40,7 @@ def step_times(
         time = StepTime(
             recipe=name,
             step_ms=step_ms,
-            tokens_per_s=tokens_per_step / step_ms.value * 1000,
+            tokens_per_s=tokens_per_gpu / step_ms.value * 1000,
             model_tflops=model_tflops,
             mfu=model_tflops / gpu.tflops["bf16"] if gpu is not None else None,
             gpu_busy_ms=measurements.extrapolated(name, lambda variant: _busy_ms(measurements, variant)),
