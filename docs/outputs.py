@@ -55,8 +55,8 @@ def _tidy(text: str) -> str:
 
 
 def answer() -> str:
-    """A step of Llama-3.1-8B that ran on an H200 (its samples are left out of the file): the answer and the compact table."""
-    recorded = read_result(DOCS / "measured" / "h200_llama_stage.json.gz")
+    """A step of Llama-3.2-1B that ran on an H200 (its samples are left out of the file): the answer and the compact table."""
+    recorded = read_result(DOCS / "measured" / "h200_llama_step.json.gz")
     return "\n\n".join(_tidy(terminal.text(document(recorded), detail=False)).split("\n\n")[1:3])
 
 

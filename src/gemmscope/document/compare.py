@@ -85,7 +85,8 @@ def _rows(result: CompareResult, letters: list[str]) -> list[Table]:
 
 
 def _changes(result: CompareResult, letters: list[str], run: int, shown: list[int]) -> Table:
-    heads = columns(("Row",), (*(f"{letters[index]} ms" for index in shown), "Change", "Interval"))
+    times_of = [f"{letters[index]} ms" for index in shown]
+    heads = columns(("Row",), (*times_of, "Change", "Interval"), {"Interval": 1, **dict.fromkeys(times_of, 2)})
     rows, noisy = [], [row.name for row in result.unresolved()] if run == len(result.runs) - 1 else []
     for row in result.rows:
         times = [row.times_ms[index] for index in shown]

@@ -1,5 +1,6 @@
 """Tables as lines of text that fit a width: a wide one loses columns that may go, or is folded. None overflows."""
 
+import io
 from collections.abc import Sequence
 
 from rich.cells import cell_len, set_cell_size
@@ -25,11 +26,11 @@ def fitted(table: Table, width: int) -> Table:
 
 def table_lines(table: Table, width: int) -> list[Text]:
     """Title, heads, rows, note. What does not fit side by side is folded: the first column is repeated below."""
-    lines = _wrapped(table.title, width, "italic")
+    lines = wrapped(Text(table.title, "italic"), width)
     for number, part in enumerate(_folded(table, width) if table.columns else ()):
         lines += [Text()] if number else []
         lines += _grid(part, width)
-    return [*lines, *(_wrapped(table.note, width, "dim") if table.note else [])]
+    return [*lines, *(wrapped(Text(table.note, "dim"), width) if table.note else [])]
 
 
 def _only(table: Table, places: Sequence[int]) -> Table:
@@ -92,9 +93,14 @@ def _row(cells: Sequence[Cell], columns: Sequence[Column], widths: Sequence[int]
 
 
 def _pieces(text: str, width: int) -> list[str]:
-    return [line.plain.rstrip() for line in _wrapped(text, width)] if cell_len(text) > width else [text]
+    return [line.plain for line in wrapped(Text(text), width)] if cell_len(text) > width else [text]
 
 
-def _wrapped(text: str, width: int, style: str = "") -> list[Text]:
+def wrapped(text: Text, width: int) -> list[Text]:
     """A text in lines of this width."""
-    return list(Text(text, style).wrap(Console(width=width), width)) if text else [Text()]
+    if not text:
+        return [text]
+    lines = list(text.wrap(Console(file=io.StringIO(), width=width), width))
+    for line in lines:
+        line.rstrip()
+    return lines

@@ -11,9 +11,8 @@ from rich.text import Text
 from gemmscope import units
 from gemmscope.document.model import Card, Document, decisive, visible
 from gemmscope.document.table import Table
-from gemmscope.writers.layout import fitted, table_lines
+from gemmscope.writers.layout import STYLES, fitted, table_lines, wrapped
 
-STYLES = {"error": "bold red", "warning": "yellow", "note": "", "": ""}
 LABELS = {"error": "error: ", "warning": "warning: ", "note": "note: "}
 MOST_ROWS = 1000  # of a table: more take seconds to lay out, and nobody reads them here
 SCREEN_LINES = 30  # of the short view
@@ -57,11 +56,11 @@ def _screen(document: Document, width: int) -> list[Text]:
     """The short view: what was asked, the answer, the table, what changes the decision, what to do next."""
     head = [Text(document.title, "bold"), *map(Text, document.context), Text()]
     answer = [Text(document.answer, "bold"), *map(Text, document.because)]
-    top = [line for text in (*head, *answer) for line in _wrapped(text, width)]
+    top = [line for text in (*head, *answer) for line in wrapped(text, width)]
     table = table_lines(fitted(document.summary, width), width) if document.summary is not None else []
-    end = [line for text in _next(document) for line in _wrapped(Text(text, "dim"), width)]
+    end = [line for text in _next(document) for line in wrapped(Text(text, "dim"), width)]
     end += [Text(line, "dim") for line in _pasteable(document.next_command, width)]
-    remedies = [line for text in _remedies(document.cards[:MOST_CARDS]) for line in _wrapped(text, width)]
+    remedies = [line for text in _remedies(document.cards[:MOST_CARDS]) for line in wrapped(text, width)]
     room = SCREEN_LINES - len(top) - len(table) - len(end) - len(remedies) - 4
     messages = _messages(document, width, max(room, 2))
     blocks = [top, table, remedies, messages, end]
@@ -72,10 +71,10 @@ def _messages(document: Document, width: int, room: int) -> list[Text]:
     """As many as there is room for; then how many more there are."""
     lines, messages = list[Text](), decisive(document)
     for place, message in enumerate(messages):
-        wrapped = _wrapped(Text(LABELS[message.level] + message.text, STYLES[message.level]), width)
-        if lines and len(lines) + len(wrapped) > room:
+        these = wrapped(Text(LABELS[message.level] + message.text, STYLES[message.level]), width)
+        if lines and len(lines) + len(these) > room:
             return [*lines, Text(f"{units.counted(len(messages) - place, 'more warning')}: add --detail", "dim")]
-        lines += wrapped
+        lines += these
     return lines
 
 
@@ -100,7 +99,7 @@ def _detail(document: Document, width: int) -> Iterator[Text]:
     """Everything."""
 
     def lines(text: str, style: str = "") -> list[Text]:
-        return _wrapped(Text(text, style), width)
+        return wrapped(Text(text, style), width)
 
     yield from lines(document.title, "bold")
     for text in document.context:
@@ -150,17 +149,6 @@ def _pasteable(command: str, width: int) -> list[str]:
         else:
             lines.append(f"    {word}" if lines else f"  {word}")
     return [*(f"{line} \\" for line in lines[:-1]), *lines[-1:]]
-
-
-def _wrapped(text: Text, width: int) -> list[Text]:
-    """A text in lines of this width."""
-    if not text:
-        return [text]
-    plain = Console(file=io.StringIO(), width=width)
-    lines = list(text.wrap(plain, width))
-    for line in lines:
-        line.rstrip()
-    return lines
 
 
 def show_table(table: Table, console: Console | None = None) -> None:
