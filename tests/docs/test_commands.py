@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from rich.cells import cell_len
 
 from gemmscope.cli.main import app, main
 from gemmscope.signals import raised
@@ -17,6 +18,8 @@ RUN = [command for command in commands() if not reason_not_to_run(command)]
 PARSED = [command for command in commands() if reason_not_to_run(command) == "needs a GPU"]
 # Exit codes that a documented command may end with: without a GPU, doctor and compare still answer.
 FINE = {"compare": (0, 4)}
+LISTS = ("--detail", "--list-presets", "--help", "-h", "-", "--version", "trace-me")  # longer on purpose, or for programs
+WIDEST, MOST_LINES, MOST_LINES_OF_SEVERAL = 100, 30, 38
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +36,17 @@ def test_documented_command_runs(
     arguments = shlex.split(command)
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setenv("COLUMNS", str(WIDEST))
     with pytest.raises(SystemExit) as ended, raised():
         main()
     captured = capsys.readouterr()
     assert (ended.value.code or 0) in FINE.get(arguments[1], (0,)), captured.err
     assert captured.out or captured.err
+    if not any(word in LISTS for word in arguments):
+        lines = captured.out.splitlines()
+        several = arguments[1] == "forecast" and "," in arguments[arguments.index("--gpu") + 1]
+        assert len(lines) <= (MOST_LINES_OF_SEVERAL if several else MOST_LINES)
+        assert max(map(cell_len, lines), default=0) <= WIDEST
 
 
 @pytest.mark.parametrize("command", PARSED)

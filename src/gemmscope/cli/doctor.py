@@ -1,11 +1,8 @@
 """`gemmscope doctor`."""
 
-import typer
-
 from gemmscope import app, writers
 from gemmscope.cli.options import takes
 from gemmscope.cli.output import check_targets, to_stdout, write
-from gemmscope.text import printable
 
 
 @takes()
@@ -17,8 +14,6 @@ def command(json: str | None = None) -> None:
         write(json, diagnosis.to_json())
         if to_stdout(json):
             return
-    for line in diagnosis.lines():
-        typer.echo(printable(line))
+    writers.terminal.show_texts(diagnosis.lines())
     writers.terminal.show_table(diagnosis.table())
-    for line in diagnosis.advice():
-        typer.echo(printable(line))
+    writers.terminal.show_texts(diagnosis.advice())

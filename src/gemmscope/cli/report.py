@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import typer
-
 from gemmscope import app, writers
 from gemmscope.cli.options import takes
 from gemmscope.cli.output import check_targets, say, to_stdout, write
@@ -30,5 +28,4 @@ def command(runs: list[str], output: str | None = None, markdown: str | None = N
         written = writers.figure.save_figures(documents, Path(figures))
         say(f"wrote {len(written)} figures into {figures}" if written else f"there is no chart to draw in {', '.join(runs)}")
     if not any(map(to_stdout, targets.values())):
-        for line in app.report.answers(documents):
-            typer.echo(line)
+        writers.terminal.show_texts(app.report.answers(documents))

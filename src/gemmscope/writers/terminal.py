@@ -157,6 +157,12 @@ def show_table(table: Table, console: Console | None = None) -> None:
     _print([Text(), *_table(visible(table), console.width)], console)  # it may come without a Document
 
 
+def show_texts(texts: Iterable[str]) -> None:
+    """Sentences, in lines that fit."""
+    console = Screen()
+    _print([line for text in texts for line in wrapped(Text(visible(text)), console.width)], console)
+
+
 def text(document: Document, *, detail: bool = True, width: int | None = None) -> str:
     """The same as plain text."""
     out = io.StringIO()
