@@ -10,6 +10,7 @@ from gemmscope.findings import Finding, finding
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.pool import computed
 from gemmscope.forecast.step import StepForecast, speedup
+from gemmscope.forecast.training import facts
 from gemmscope.interval import Interval
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.recipe.recipes import BASELINE
@@ -116,7 +117,10 @@ def _findings(points: Sequence[SweepPoint]) -> list[Finding]:
             failing.setdefault(tuple(point.not_possible), []).append(point)
     bound = [point for point in points if point.host_bound]
     names_bound = list(dict.fromkeys(name for point in bound for name in point.host_bound))
-    findings = [finding("sweep-host-bound", recipes=names_bound, places=[point.place for point in bound])] if bound else []
+    findings = []
+    if bound:
+        launched = {"places": [point.place for point in bound], "layer_ms": facts()["host"]["layer_ms"]["other"]}
+        findings.append(finding("sweep-host-bound", recipes=names_bound, **launched))
     for names, where in failing.items():
         places, reason = [point.place for point in where], where[0].not_possible[names[0]]
         findings.append(finding("sweep-recipe-not-possible", recipes=list(names), places=places, reason=reason))
