@@ -326,6 +326,17 @@ def test_a_step_takes_at_least_as_long_as_launching_it() -> None:
     assert not large.step("FP8Delayed").host_bound
 
 
+def test_rates_are_those_of_one_gpu_on_average() -> None:
+    """Tokens/s, TFLOP/s and MFU agree, whichever stage of the pipeline is the busiest."""
+    model = presets.load("llama-3.1-8b").model
+    assert model is not None
+    alone, split = (
+        forecast_step(steps("h100", model, run), ["BF16"]) for run in (RunSpec(1, 8192), RunSpec(1, 8192, tp=2, pp=4))
+    )
+    per_token = [times.recipes[0].model_tflops / times.recipes[0].tokens_per_s for times in (alone, split)]
+    assert per_token[0] == pytest.approx(per_token[1], rel=1e-3)
+
+
 def test_cores_share_what_one_would_find(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calibrated or not: what was measured goes along to other processes; and where these die, one does all."""
     model, run = model_of(MEASURED["gpt1b_l16"]["config"])

@@ -5,7 +5,7 @@ dilute the speedup. A model split over several GPUs also waits for collectives, 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from gemmscope.forecast.comm import Communication, communication
@@ -20,7 +20,7 @@ from gemmscope.results.step import StepTime, StepTimes
 from gemmscope.step.cost import Budget, cost
 from gemmscope.step.waterfall import levels_of, verdict
 from gemmscope.workload.cases import Case
-from gemmscope.workload.derive import EMBEDDING, HEAD, Workload
+from gemmscope.workload.derive import EMBEDDING, HEAD, Workload, derive
 from gemmscope.workload.ops import GroupedLinear, Linear, Op, Optimizer
 from gemmscope.workload.summary import totals
 
@@ -216,13 +216,21 @@ def speedup(slow: StepEstimate, fast: StepEstimate, in_common: float) -> Estimat
     return Estimate(value, gain.own * share, ((gain.shared * share) ** 2 + dilution**2) ** 0.5)
 
 
+def _model_flops_per_gpu(forecast: StepForecast) -> float:
+    """Of one micro-batch: the mean over the stages of a pipeline, not those of the busiest."""
+    run, model, workload = forecast.run, forecast.model, forecast.workload
+    if run.pp > 1:
+        run = replace(run, pp=1, pp_stage=None, pp_layers=None)
+        workload = derive(model, run)
+    return totals(workload, run, model).model_flops / forecast.run.pp
+
+
 def forecast_step(forecast: StepForecast, names: Sequence[str], budget: Budget | None = None) -> StepTimes:
     """The step in every recipe, the speedup of each over every other, and the winner; with a budget, what the run costs."""
     failures = {name: reason for name in names if (reason := forecast.why_not(name))}
     steps = {name: forecast.step(name) for name in names if name not in failures}
     pairs = pairwise(steps, lambda name, over: speedup(steps[over], steps[name], forecast.forecaster.in_common(name, over)))
-    run, summed = forecast.run, totals(forecast.workload, forecast.run, forecast.model)
-    flops = summed.model_flops * run.gradient_accumulation
+    run, flops = forecast.run, _model_flops_per_gpu(forecast) * forecast.run.gradient_accumulation
     recipes = []
     for name, step in steps.items():
         time_ms = step.total.value

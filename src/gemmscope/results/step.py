@@ -68,7 +68,8 @@ class StepTime(Part):
     tokens_per_s: float
     """Of one GPU."""
     model_tflops: float
-    """FLOPs of linears and attention, recomputation left out, over the step's time."""
+    """FLOPs of linears and attention on one GPU, recomputation left out, over the step's time. A forecast takes the mean of all
+    pipeline stages; a measurement has one stage."""
     mfu: float | None = None
     """Model FLOPs utilization: model_tflops over the GPU's dense BF16 rate, in every precision."""
     gpu_busy_ms: float | None = None
