@@ -44,7 +44,7 @@ def gemmscope(shell_line: str) -> subprocess.CompletedProcess[str]:
 def test_reads_from_pipes(line: str, tmp_path: Path) -> None:
     outcome = gemmscope(line.format(trace=recorded("unaligned_mlp"), folder=tmp_path))
     assert outcome.returncode == 0, outcome.stderr
-    assert "14328" in outcome.stdout
+    assert "Some layers do not run in low precision" in outcome.stdout
     if "perfetto" in line:
         events = events_of(tmp_path / "out.json.gz")["traceEvents"]
         assert len(events) > len(events_of(recorded("unaligned_mlp"))["traceEvents"])

@@ -1,5 +1,6 @@
 """The Document of an `ExplainResult`."""
 
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
         next_purpose="predict the step in every precision" if result.comparisons else "compare with the same training in BF16",
         next_command="gemmscope step --preset NAME …"
         if result.comparisons
-        else f"gemmscope explain {file} --baseline BF16-TRACE",
+        else f"gemmscope explain {shlex.quote(file) if Path(file).suffix else 'TRACE'} --baseline BF16-TRACE",
         name=name,
     )
 
@@ -82,7 +83,9 @@ def _key_figures(result: ExplainResult) -> tuple[KeyFigure, ...]:
 
 
 def _summary(result: ExplainResult) -> Table | None:
-    """The causes; without any, where the time goes."""
+    """The comparison that was asked for; else the causes; without any, where the time goes."""
+    if result.comparisons:
+        return _comparison(result.comparisons[0])
     if not result.causes:
         parts = sorted(result.account.parts_ms.items(), key=lambda part: -part[1])
         rows = _shares(result, {part: time for part, time in parts if time > 0})

@@ -2,14 +2,14 @@
 
 import io
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import IO
 
 from rich.console import Console
 from rich.text import Text
 
 from gemmscope import units
-from gemmscope.document.model import Card, Document, decisive, visible
+from gemmscope.document.model import Document, decisive, visible
 from gemmscope.document.table import Table
 from gemmscope.writers.layout import STYLES, fitted, table_lines, wrapped
 
@@ -20,7 +20,7 @@ SCREEN_WIDTH = 100  # where the width is not known
 UNLIMITED = 100_000
 NARROWEST = 20
 MOST_CARDS = 3
-IN_ASCII = str.maketrans({"─": "-", "±": "+-", "…": "...", "·": "-", "–": "-", "→": "->", "°": " "})
+IN_ASCII = str.maketrans({"─": "-", "±": "+-", "…": "...", "·": "-", "–": "-", "→": "->", "°": " ", "“": '"', "”": '"'})
 
 
 class Screen(Console):
@@ -60,7 +60,7 @@ def _screen(document: Document, width: int) -> list[Text]:
     table = table_lines(fitted(document.summary, width), width) if document.summary is not None else []
     end = [line for text in _next(document) for line in wrapped(Text(text, "dim"), width)]
     end += [Text(line, "dim") for line in _pasteable(document.next_command, width)]
-    remedies = [line for text in _remedies(document.cards[:MOST_CARDS]) for line in wrapped(text, width)]
+    remedies = [line for text in _remedies(document) for line in wrapped(text, width)]
     room = SCREEN_LINES - len(top) - len(table) - len(end) - len(remedies) - 4
     messages = _messages(document, width, max(room, 2))
     blocks = [top, table, remedies, messages, end]
@@ -78,11 +78,14 @@ def _messages(document: Document, width: int, room: int) -> list[Text]:
     return lines
 
 
-def _remedies(cards: Sequence[Card]) -> Iterator[Text]:
-    """The first remedy of each cause, by its number in the table."""
-    for number, card in enumerate(cards, start=1):
-        if card.remedy:
-            yield Text(f"to fix {number}: {card.remedy[0]}")
+def _remedies(document: Document) -> Iterator[Text]:
+    """The first remedy of each cause; by its number if the table lists the causes."""
+    listed = {row[0].text for row in document.summary.rows} if document.summary is not None else set()
+    for number, card in enumerate(document.cards[:MOST_CARDS], start=1):
+        numbered = f"{number}. {card.title}" in listed
+        if card.remedy and card.remedy[0] not in document.answer:
+            cause = str(number) if numbered else f"“{card.title}” ({card.cost}, {card.speedup} if fixed)"
+            yield Text(f"to fix {cause}: {card.remedy[0]}")
 
 
 def _next(document: Document) -> Iterator[str]:
