@@ -6,6 +6,7 @@ run files; on their way to a person they pass through here.
 
 import re
 import unicodedata
+from functools import lru_cache
 
 UNUSUAL = re.compile(r"[^ -~]")
 FORMULA = re.compile(r"[=+\-@\t\r＝＋－＠]")
@@ -49,6 +50,7 @@ def visible_json(text: str) -> str:
     return UNUSUAL.sub(lambda found: _json_character(found[0]), text)
 
 
+@lru_cache(4096)
 def _json_character(character: str) -> str:
     if character in "\n\t\r" or _is_visible(character):  # between values; inside strings they are written out already
         return character

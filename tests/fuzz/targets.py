@@ -15,7 +15,7 @@ from hypothesis.strategies import SearchStrategy
 
 from gemmscope.errors import UserError
 
-ALLOWED_EXITS = (None, 0, 1, 2, 3)
+ALLOWED_EXITS = (None, 0, 1, 2, 3, 4)
 
 
 @dataclass(frozen=True)
