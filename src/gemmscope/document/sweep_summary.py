@@ -54,10 +54,15 @@ def _row(point: SweepPoint) -> tuple[Cell, ...]:
     if point.winner is None:
         return (*sizes, Cell(point.why_not, level="warning"), NOTHING, NOTHING, NOTHING, NOTHING)
     rivals = Cell(", ".join(point.winner.rivals) or "-")
-    bound = [BASELINE, *point.speedups]
-    host = Cell("all" if list(point.host_bound) == bound else ", ".join(point.host_bound) or "-")
     baseline = time_cell(point.baseline_step_ms)
-    return (*sizes, Cell(point.winner.best), speedup_cell(point.winner.speedup), rivals, host, baseline)
+    return (*sizes, Cell(point.winner.best), speedup_cell(point.winner.speedup), rivals, Cell(_host_bound(point)), baseline)
+
+
+def _host_bound(point: SweepPoint) -> str:
+    every, bound = [BASELINE, *point.speedups], list(point.host_bound)
+    if bound and bound in (every, every[1:]):
+        return "all" if bound == every else f"all but {BASELINE}"
+    return ", ".join(bound) or "-" if len(bound) < 3 else units.counted(len(bound), "recipe")
 
 
 def _plane(sweep: GpuSweep) -> Table:
