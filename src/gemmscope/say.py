@@ -16,7 +16,7 @@ def say(text: str) -> None:
 
 
 def complain(message: str, hint: str = "") -> None:
-    """What is wrong, in red on a terminal, and what to do about it."""
+    """The message, in red on a terminal, and what to do about it."""
     _write(printable(f"gemmscope: {message}"), red=True)
     if hint:
         say(f"  {hint}")

@@ -1,7 +1,7 @@
 """Numbers as people type them: 8k, 8_192, 1e12, 15.5T, 3%.
 
 `k` of a size is 1024, because a sequence length of 8k is 8192. `k` of a token count is 1000, because 2T tokens are 2e12. Every
-function raises a `ValueError` whose text says what is wrong.
+function raises a `ValueError` whose text is the message.
 """
 
 import re
