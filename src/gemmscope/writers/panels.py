@@ -18,7 +18,7 @@ MOST_COLUMNS = 4
 LABELS_IN = 0.47  # height of what stands above a bar
 WIDEST_SLOT_IN = 1.3
 LETTER_IN = 0.062  # width of a letter of a label
-OTHER_SCALE = 5.0  # panels whose bars are so many times higher have a scale of their own: the others could not be read
+OTHER_SCALE = 5.0  # panels with bars higher by this factor get their own scale, or the other panels would be unreadable
 FALL_IN = 0.2  # height of one bar of a waterfall
 SIDE_IN = 0.62  # for the numbers beside a panel
 
