@@ -1,6 +1,7 @@
 """`gemmscope forecast`: linears and the training step on GPUs that need not be here. Nothing is measured, torch is not needed."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import product
 from math import prod
 from typing import Any
@@ -22,6 +23,7 @@ from gemmscope.forecast.step import StepForecast, forecast_step
 from gemmscope.forecast.sweep import Configuration, forecast_sweep
 from gemmscope.forecast.training import gemm_format
 from gemmscope.gpu.specs import GpuSpec, gpu, gpus
+from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import ModelSpec, RunSpec, check_size
 from gemmscope.recipe.recipes import BASELINE, recipe, recipes
 from gemmscope.recipe.support import support
@@ -346,12 +348,13 @@ def _configurations(
     possible: list[Configuration] = []
     impossible: list[SweepPoint] = []
     first: UserError | None = None
+    load = cache(lambda sizes: load_model(**{**model, **dict(sizes)}))  # most sweeps vary the run, not the model
     for combination in product(*(dict.fromkeys(values) for values in axes.values())):
         if held.first is not None:
             break
         values = dict(zip(axes, combination, strict=True))
         try:
-            possible.append((values, *_described(model, run, values)))
+            possible.append((values, *_described(load, run, values)))
         except UserError as error:
             first = first or error
             impossible.append(SweepPoint(values=values, why_not=in_python(error.message)))
@@ -360,9 +363,11 @@ def _configurations(
     return possible, impossible
 
 
-def _described(model: Mapping[str, Any], run: Mapping[str, Any], values: Mapping[str, int]) -> tuple[ModelSpec, RunSpec]:
+def _described(
+    load: Callable[[tuple[tuple[str, int], ...]], ModelSource], run: Mapping[str, Any], values: Mapping[str, int]
+) -> tuple[ModelSpec, RunSpec]:
     """The model and the run with these sizes, checked; only a model with a closed form can be varied."""
-    source = load_model(**{**model, **{name: value for name, value in values.items() if name in SIZES}})
+    source = load(tuple((name, value) for name, value in values.items() if name in SIZES))
     if source.model is None:
         raise UserError(f"{source.origin} is traced: it cannot be varied", "give a model that has a closed form")
     described = model_run(source, **{**run, **{name: value for name, value in values.items() if name not in SIZES}})
