@@ -254,14 +254,18 @@ class ModelSpec:
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+OptimizerState = Literal["bf16", "fp32"]
+OPTIMIZER_STATES: tuple[OptimizerState, ...] = get_args(OptimizerState)
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """One micro-batch on one rank, and how the model is split.
+    """One micro-batch on one rank, and how the model, the optimizer and the batch are split over GPUs.
 
-    `ep` ranks are data-parallel ranks that share the experts: each has its own micro-batch. `imbalance` is the load of the
-    busiest expert over the average. `pp_layers` gives each pipeline stage its number of layers, where they differ.
+    `dp` counts as frameworks do: all GPUs over tp x cp x pp. Expert parallelism is folded over the others: ep x etp ranks among
+    the tp x cp x dp of a pipeline stage share the experts. `imbalance` is the load of the busiest expert over the average.
+    `pp_layers` gives each pipeline stage its number of layers, where they differ; `vp` is the number of pieces that a stage
+    consists of (virtual stages).
     """
 
     micro_batch_size: int
@@ -282,14 +286,24 @@ class RunSpec:
     recompute: Recompute = "none"
     vocab_multiple: int = 1  # the vocabulary is padded to a multiple of this times tp
     separate_projections: bool = False
+    vp: int = 1
+    dp: int | None = None  # None: as few as can share the experts
+    zero: int | None = None  # what data-parallel ranks share: 1 optimizer, 2 and gradients, 3 and weights; None: 1 with dp > 1
+    zero_ranks: int | None = None  # how many share it (hybrid sharding); None: all that hold the same weights
+    optimizer_state: OptimizerState | None = None  # fp32: with FP32 master weights; None: bf16 on one rank, fp32 with dp > 1
+    tp_overlap: bool = True  # collectives of tensor parallelism are split and overlap with the GEMMs; needs sequence_parallel
+    dp_overlap: bool = True  # gradients and weights are exchanged during backward and forward
+    ep_overlap: bool = False  # the all-to-all of one micro-batch overlaps with the computation of another
+    cuda_graphs: bool | None = None  # None: not known
 
     def __post_init__(self) -> None:
         check_size(option("micro_batch_size"), self.micro_batch_size, "micro_batch_size")
         check_size(option("sequence_length"), self.sequence_length, "sequence_length")
-        for name in ("tp", "cp", "pp", "ep", "gradient_accumulation"):
+        for name in ("tp", "cp", "pp", "ep", "vp", "gradient_accumulation"):
             check_size(option(name), getattr(self, name), "parallel")
         check_size("vocab_multiple", self.vocab_multiple, "parallel")
-        check_optional(option("etp"), self.etp, "parallel")
+        for name in ("etp", "dp", "zero_ranks"):
+            check_optional(option(name), getattr(self, name), "parallel")
         if self.recompute not in RECOMPUTE:
             raise UserError(
                 f"{option('recompute')} must be {' or '.join(RECOMPUTE)}, not {shown(self.recompute)}",
@@ -304,6 +318,29 @@ class RunSpec:
     @property
     def expert_tp(self) -> int:
         return self.etp if self.etp is not None else self.tp
+
+    @property
+    def data_parallel(self) -> int:
+        """`dp`, or the fewest ranks that can share the experts."""
+        return self.dp if self.dp is not None else max(self.ep * self.expert_tp // (self.tp * self.cp), 1)
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.cp * self.pp * self.data_parallel
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences of one step on all GPUs."""
+        return self.micro_batch_size * self.gradient_accumulation * self.data_parallel
+
+    @property
+    def zero_stage(self) -> int:
+        return self.zero if self.zero is not None else int(self.data_parallel * self.cp > 1)
+
+    @property
+    def state_precision(self) -> OptimizerState:
+        """Of master weights and moments."""
+        return self.optimizer_state or ("fp32" if self.data_parallel > 1 else "bf16")
 
     @property
     def tokens(self) -> int:
