@@ -1,8 +1,8 @@
 """Memory of one GPU in training: weights, gradients, optimizer states, activations and buffers of the rank that needs most.
 
-Everything follows from sizes, the layout and what frameworks do (Megatron-LM, torchtitan); the rest is in `coefficients/memory.toml`.
-`RankMemory.total` is the usual case. `least` and `most` bound what other settings of the same layout need, such as
-BF16 gradients, a fused cross entropy or a fragmented allocator: a layout cannot fit only where even `least` is too much.
+Everything follows from sizes, the layout and what frameworks do (Megatron-LM, torchtitan); `coefficients/memory.toml` has the
+rest. `RankMemory.total` is the usual case. `least` and `most` bound what other settings of the same layout need, such as BF16
+gradients, a fused cross entropy or a fragmented allocator: a layout cannot fit only where even `least` is too much.
 """
 
 from collections import OrderedDict
@@ -53,7 +53,7 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, row) for row in ROWS)
+        return float(sum(getattr(self, row) for row in ROWS))
 
     def fit(self, chip: GpuSpec) -> Fit:
         """Whether it fits: certainly not where even the least is too much."""
@@ -289,9 +289,8 @@ def _input(op: Linear, sharded: int) -> tuple[str, float]:
     return op.name, size / (sharded if op.name == "LM Head" else 1)
 
 
-def _kept(block: Block, run: RunSpec, chosen: Recipe, recompute: Recompute | None = None) -> tuple[float, float]:
+def _kept(block: Block, run: RunSpec, chosen: Recipe, recompute: Recompute) -> tuple[float, float]:
     """Bytes that one micro-batch keeps for the backward pass of one layer in this recipe: the usual, and the least."""
-    recompute = recompute or run.recompute
     if recompute == "full":
         return block.first, block.first
     if chosen.quantizes and chosen.kept_bytes < ELEMENT_BYTES:
@@ -301,7 +300,7 @@ def _kept(block: Block, run: RunSpec, chosen: Recipe, recompute: Recompute | Non
     else:
         linears, attention, spared = block.inputs, block.context, block.recomputable
     kept = block.kept - block.context + attention + linears
-    return kept, kept - spared if recompute == "selective" else kept
+    return (kept - spared, block.first) if run.partly_recomputed else (kept, kept)
 
 
 def shards(run: RunSpec) -> tuple[int, int]:
@@ -330,7 +329,7 @@ def _stage_memory(
     fp32 = run.state_precision == "fp32"
     largest = max([block.parameters for block, _ in parts] + [block.parameters for block in ends])
 
-    gradient_bytes = FP32_BYTES if fp32 else ELEMENT_BYTES
+    gradient_bytes = FP32_BYTES if (run.gradient_precision or run.state_precision) == "fp32" else ELEMENT_BYTES
     weights = shared * (FP32_BYTES if fp32 else ELEMENT_BYTES) if zero == 3 else whole * ELEMENT_BYTES
     gradients = gradient_bytes * (shared if zero >= 2 else whole)
     master = shared * FP32_BYTES if fp32 and zero < 3 else 0.0
@@ -341,13 +340,17 @@ def _stage_memory(
     copies = quantized * copy_bytes
     if quantized and zero == 3:  # they last as long as the gathered weights
         copies = min(copies, gathered * copy_bytes * max(block.quantized for block, _ in parts))
+    elif copies and run.quantized_weights:
+        weights -= quantized * ELEMENT_BYTES
 
     held = in_flight(run, stage)
-    kept = [_kept(block, run, chosen) for block, _ in parts]
+    kept = [_kept(block, run, chosen, run.recompute) for block, _ in parts]
+    depth = sum(counts)
+    on_gpu = max(1 - run.offloaded_layers / depth, 0.0) if run.offloaded_layers and depth else 1.0
     usual, least_kept = (sum(sizes[side] * count for sizes, (_, count) in zip(kept, parts, strict=True)) for side in (0, 1))
     at_ends = embedding.kept + head.kept + head.inputs
-    activations = usual * held + at_ends
-    least_activations = least_kept * held + at_ends
+    activations = usual * held * on_gpu + at_ends
+    least_activations = least_kept * held * on_gpu + at_ends
     combined = 0.0 if run.recompute == "full" else held * sum(block.combined * count for block, count in parts)
 
     backward = max((block.transient for block, _ in parts), default=0.0)
@@ -367,10 +370,13 @@ def _stage_memory(
     gpus = run.tp * run.cp * run.pp * run.data_parallel
     reserve = known["reserve_gb"]["usual" if gpus == 1 else "usual_several_gpus"] * 1e9
 
-    # Settings that frameworks also have: gradients in BF16, weights kept in the quantized format alone, a fused loss.
-    spared = gradients / 2 if fp32 else 0.0
-    if copies and zero < 3 and fp32:
+    # What the run does not say may be as frameworks do it at best: gradients in BF16, weights in the quantized format alone, a
+    # fused loss, states shared by any number of ranks.
+    spared = gradients / 2 if fp32 and run.gradient_precision is None else 0.0
+    if copies and zero < 3 and fp32 and run.quantized_weights is None:
         spared += quantized * ELEMENT_BYTES
+    if run.zero and run.dp is None and run.gpus == run.tp * run.cp * run.pp:
+        spared += master + moments + (weights if zero == 3 else 0.0) + (gradients - spared if zero >= 2 else 0.0)
     least = weights + gradients + master + moments + copies + least_activations + least_workspace - spared
     least += known["reserve_gb"]["least"] * 1e9
     most = weights + gradients + master + moments + max(copies, quantized * copy_bytes) + most_workspace
