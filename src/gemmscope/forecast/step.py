@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from gemmscope.forecast.comm import Communication, communication
-from gemmscope.forecast.estimate import Estimate, pairwise, ratio, total, winner_of
+from gemmscope.forecast.estimate import Estimate, pairwise, ratio, total, winner_that_fits
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.training import NEVER_QUANTIZED, facts, op_ms, uncertainty_of
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.parts import StepPart, in_order
 from gemmscope.recipe.recipes import BASELINE, recipe
+from gemmscope.results.forecast import RecipeMemory
 from gemmscope.results.linears import Speedup
 from gemmscope.results.step import StepTime, StepTimes
 from gemmscope.step.cost import Budget, cost
@@ -225,8 +226,15 @@ def _model_flops_per_gpu(forecast: StepForecast) -> float:
     return totals(workload, run, model).model_flops / forecast.run.pp
 
 
-def forecast_step(forecast: StepForecast, names: Sequence[str], budget: Budget | None = None) -> StepTimes:
-    """The step in every recipe, the speedup of each over every other, and the winner; with a budget, what the run costs."""
+def forecast_step(
+    forecast: StepForecast, names: Sequence[str], budget: Budget | None = None, memory: Sequence[RecipeMemory] = ()
+) -> StepTimes:
+    """The step in every recipe, the speedup of each over every other, and the winner; with a budget, what the run costs.
+
+    Recipes that do not fit in `memory` are neither winners nor priced.
+    """
+    needed = {each.recipe: each.total_bytes for each in memory}
+    unfit = [each.recipe for each in memory if each.fit == "does not fit"]
     failures = {name: reason for name in names if (reason := forecast.why_not(name))}
     steps = {name: forecast.step(name) for name in names if name not in failures}
     pairs = pairwise(steps, lambda name, over: speedup(steps[over], steps[name], forecast.forecaster.in_common(name, over)))
@@ -242,20 +250,25 @@ def forecast_step(forecast: StepForecast, names: Sequence[str], budget: Budget |
                 step_ms=step.total.interval(),
                 speedup=pairs.get((name, BASELINE)),
                 tokens_per_s=run.tokens_per_gpu / time_ms * 1000,
+                total_tokens_per_s=run.tokens_per_gpu * run.gpus / time_ms * 1000,
                 model_tflops=rate,
                 mfu=rate / forecast.forecaster.chip.tflops["bf16"],
                 gpu_busy_ms=time_ms - step.parts_ms.get(IDLE, 0.0),
                 host_ms=forecast.launch_ms(name),
+                peak_bytes=needed.get(name),
                 parts_ms=step.parts_ms,
                 waterfall=waterfall,
                 verdict=verdict(waterfall) if waterfall else None,
-                cost=cost(step.total.interval(), run, budget) if budget is not None else None,
+                cost=cost(step.total.interval(), run, budget) if budget is not None and name not in unfit else None,
             )
         )
     return StepTimes(
         origin="forecast",
         recipes=tuple(recipes),
         speedups=tuple(Speedup(recipe=name, over=over, speedup=gain) for (name, over), gain in pairs.items()),
-        winner=winner_of(pairs),
+        winner=winner_that_fits(pairs, unfit),
         failures=failures,
+        unfit=tuple(name for name in steps if name in unfit),
+        gpus=run.gpus,
+        global_batch=run.global_batch,
     )
