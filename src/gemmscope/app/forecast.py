@@ -84,7 +84,7 @@ def forecast(
         step, memory = None, tuple[RecipeMemory, ...]()
         if subject is not None and spec is not None:
             memory = tuple(recipe_memory(spec, subject.run, name, chip) for name in names)
-            step_forecast = StepForecast(forecaster, spec, subject.run, subject.workload, replicas)
+            step_forecast = StepForecast(forecaster, spec, subject.run, subject.workload)
             step = forecast_step(step_forecast, names, budgets.get(chip.name), memory)
         forecasts.append(
             GpuForecast(
@@ -143,7 +143,7 @@ def sweep(
             for chip in chips:
                 (names, recipe_findings), (adjustment, calibration_findings) = by_gpu[chip.name], calibrated(chip.name)
                 forecaster = Forecaster(chip, known_state, measured=adjustment)
-                swept = forecast_sweep(forecaster, possible, impossible, names, replicas, on_points)
+                swept = forecast_sweep(forecaster, possible, impossible, names, None, on_points)
                 if swept is not None:
                     findings = (*swept.findings, *recipe_findings, *calibration_findings)
                     sweeps.append(swept.model_copy(update={"findings": findings}))
