@@ -28,6 +28,7 @@ from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import ModelSpec, RunSpec, check_size
 from gemmscope.recipe.recipes import BASELINE, recipe, recipes
 from gemmscope.recipe.support import support
+from gemmscope.results.base import ModelSummary
 from gemmscope.results.forecast import ForecastResult, GpuForecast, GpuSweep, RecipeMemory, SweepPoint
 from gemmscope.results.linears import Linears
 from gemmscope.results.step import StepTimes
@@ -162,10 +163,21 @@ def sweep(
     return ForecastResult(
         **common,
         origin="sweep",
+        model=_swept_model(possible, axes),
         findings=(finding("forecast-not-measured"), *about),
         interrupted=interrupted,
         sweeps=tuple(sweeps),
     )
+
+
+def _swept_model(possible: Sequence[Configuration], axes: Mapping[str, Sequence[int]]) -> ModelSummary | None:
+    """Which model; without its sizes where some of them vary."""
+    if not possible:
+        return None
+    model = possible[0][1]
+    about = ModelSummary.of(model, model.name, model.source)
+    varied = any(name in SIZES for name in axes)
+    return about.model_copy(update={"hidden_size": None, "num_hidden_layers": None, "description": ""}) if varied else about
 
 
 def forecast_gemms(file: str, gpus: Sequence[str], *, state: str = "sustained", library: str | None = None) -> GemmForecast:
