@@ -1,8 +1,9 @@
 """Megatron-Bridge YAML: a recipe's overrides, or the run_config.yaml that Megatron-Bridge writes beside a checkpoint.
 
 The `model:` section uses Megatron-core's own names, so `megatron_args` reads it nearly as it is; `train:` gives the batch,
-`dataset:` the sequence length, `ddp:`, `dist:`, `optimizer:` and `comm_overlap:` what data-parallel ranks share and what overlaps. A `_target_` names the Python class that gets the values. A class such as `Llama3ModelProvider8B`
-has default sizes that are in no file: then every setting that decides a shape must be in the YAML.
+`dataset:` the sequence length, `ddp:`, `dist:`, `optimizer:` and `comm_overlap:` what data-parallel ranks share and what
+overlaps. A `_target_` names the Python class that gets the values. A class such as `Llama3ModelProvider8B` has default sizes
+that are in no file: then every setting that decides a shape must be in the YAML.
 """
 
 import re

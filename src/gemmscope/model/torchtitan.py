@@ -10,8 +10,8 @@ How torchtitan decides shapes:
   the tokens are gathered first, and every rank runs all of them.
 - Expert parallelism takes the experts out of tensor parallelism, unless `expert_tensor_parallel_degree` keeps them in: by
   default each tensor-parallel rank sends its share of the tokens to whole experts, and is one of the expert-parallel ranks.
-- Data-parallel ranks split weights, gradients and optimizer (FSDP); those of `data_parallel_replicate_degree` groups hold the same.
-  A pipeline keeps the gathered weights until the backward pass, unless `fsdp_reshard_after_forward` says otherwise.
+- Data-parallel ranks split weights, gradients and optimizer (FSDP), in `data_parallel_replicate_degree` groups that hold the
+  same. A pipeline keeps the gathered weights until the backward pass, unless `fsdp_reshard_after_forward` says otherwise.
 - A pipeline splits the local batch into micro-batches of `pipeline_parallel_microbatch_size`, by default 1. The first and the
   last stage have fewer layers, because they also have the embedding and the output.
 """
