@@ -104,7 +104,7 @@ def test_without_anything_it_stays_open() -> None:
         (RunSpec(1, 512, tp=8, pp=4), Given(gpus=16), "takes 32 GPUs (tp x cp x pp), more than --gpus 16", "--gpus 32"),
         (RunSpec(1, 512, tp=8), Given(gpus=60), "60 GPUs do not divide into groups of 8", "--gpus 56 or --gpus 64"),
         (RunSpec(1, 512, tp=8), Given(gpus=64, dp=4), "--gpus 64 is not 4 data-parallel replicas of 8 GPUs", "--gpus 32"),
-        (RunSpec(2, 512), Given(dp=8, global_batch=100), "--global-batch 100 does not", "--global-batch 96 or --global-batch 112"),
+        (RunSpec(2, 512), Given(dp=8, global_batch=100), "--global-batch 100 does", "--global-batch 96 or --global-batch 112"),
         (RunSpec(2, 512), Given(dp=8, global_batch=100), "--global-batch 100 does not split", "use --dp 5 or --dp 10"),
         (
             RunSpec(1, 512),

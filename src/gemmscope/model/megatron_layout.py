@@ -1,8 +1,8 @@
 """What a Megatron run says about its ranks: how many share the batch, what they share, and what overlaps.
 
 Data-parallel ranks are the GPUs that tensor, context and pipeline parallelism leave. They keep whole copies of the optimizer,
-unless the distributed optimizer (ZeRO-1) or FSDP splits it. Every overlap and CUDA graphs must be turned on: launch arguments that
-do not name one leave it off. A Megatron-Bridge file may hold only some settings; then the others stay unknown.
+unless the distributed optimizer (ZeRO-1) or FSDP splits it. Every overlap and CUDA graphs must be turned on: launch arguments
+that do not name one leave it off. A Megatron-Bridge file may hold only some settings; then the others stay unknown.
 """
 
 from collections.abc import Mapping
