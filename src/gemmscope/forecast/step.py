@@ -298,7 +298,7 @@ def _model_flops_per_gpu(forecast: StepForecast) -> float:
     """Of one micro-batch: the mean over the stages of a pipeline, not those of the busiest."""
     run, model, workload = forecast.run, forecast.model, forecast.workload
     if run.pp > 1:
-        run = replace(run, pp=1, pp_stage=None, pp_layers=None)
+        run = replace(run, pp=1, pp_stage=None, pp_layers=None, vp=1)
         workload = derive(model, run)
     return totals(workload, run, model).model_flops / forecast.run.pp
 
