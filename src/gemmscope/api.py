@@ -31,7 +31,7 @@ from gemmscope.files import write_text
 from gemmscope.model import presets
 from gemmscope.model.read import read_text
 from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import ModelSpec
+from gemmscope.model.spec import RUN_SETTINGS, ModelSpec
 from gemmscope.results.base import Result
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.compare import CompareResult
@@ -117,6 +117,10 @@ class Job(ModelRun):
         Options: modes, left_out, state, cache_weights, network, nvlink_domain, gpu_count (all GPUs, which gives the data-parallel
         size), and tokens, price for the cost of a run.
         """
+        if misplaced := [name for name in options if name in (*RUN_SETTINGS, "global_batch", "fsdp")]:
+            raise UserError(
+                f"{misplaced[0]} is a run setting, not an option of forecast", f"on(..., {misplaced[0]}=...).forecast(...)"
+            )
         choices, rest = _split({"recipes": recipes, **options}, app.forecast.forecast, Choices)
         command = self._command("forecast", *map(repr, gpus), recipes=recipes, **options)
         job: ModelRun = self

@@ -35,7 +35,7 @@ def command(
             f"{option('library')} belongs to {option('gemms')}: a model is forecast with the library that training uses",
             "remove it",
         )
-    named += [name for name in ("gpus", "network", "nvlink_domain") if getattr(options, name) is not None]
+    named += [name for name in options.given() if name != "cache_weights"]
     if shapes is not None and (named or options.sweep):
         others = ", ".join(map(option, [*named, *(["sweep"] if options.sweep else [])]))
         raise UserError(f"{option('shapes')} forecasts bare GEMMs, and {others} is about a model", "use only one of them")
