@@ -257,9 +257,8 @@ def test_weights_of_all_ranks_are_the_models(layout: tuple[str, RunSpec]) -> Non
     extra = sum(op.parameters * op.count * (run.tp - 1) for op in copied)
     tied = spec.vocab_size * spec.embedding_width if spec.tied_embeddings and run.pp > 1 and spec.vocab_size else 0
     whole = count_parameters(spec)[0]
-    assert everywhere == pytest.approx(
-        whole + extra + tied, rel=2e-3 if run.tp > 1 else 0
-    )  # padding, biases of row-parallel linears
+    # With tp, the padding of the vocabulary, positions and the biases of row-parallel linears are on every rank too.
+    assert everywhere == pytest.approx(whole + extra + tied, rel=5e-3 if run.tp > 1 else 0)
 
 
 def test_the_driver_reports_more_than_the_name_says() -> None:

@@ -111,7 +111,7 @@ def memory_bytes(chip: GpuSpec) -> float:
     return float(mib * 2**20 if mib is not None else chip.memory_gb * 1e9)
 
 
-class Block(NamedTuple):
+class BlockMemory(NamedTuple):
     """One layer, the embedding or the head on one rank: parameters, and bytes that one micro-batch keeps for backward."""
 
     dense: int = 0  # parameters outside of the experts
@@ -138,7 +138,7 @@ class Block(NamedTuple):
         return self.dense + self.experts
 
 
-NOTHING = Block()
+NOTHING = BlockMemory()
 
 
 class ModelMemory:
@@ -151,11 +151,11 @@ class ModelMemory:
         index = {layer: position for position, layer in enumerate(self._kinds)}
         by_id = {id(layer): index[layer] for layer in model.layers}
         self._order = [by_id[id(layer)] for layer in model.layers]
-        self._blocks: dict[tuple[Any, ...], tuple[list[Block], Block, Block]] = {}
+        self._blocks: dict[tuple[Any, ...], tuple[list[BlockMemory], BlockMemory, BlockMemory]] = {}
         self._stages: dict[tuple[Any, ...], list[tuple[int, list[int]]]] = {}
         self._last: tuple[RunSpec, list[_Stage]] | None = None  # a run is asked for in several recipes in turn
 
-    def blocks(self, run: RunSpec) -> tuple[list[Block], Block, Block]:
+    def blocks(self, run: RunSpec) -> tuple[list[BlockMemory], BlockMemory, BlockMemory]:
         """Every kind of layer, the embedding and the head."""
         key = (
             run.micro_batch_size, run.sequence_length, run.tp, run.cp, run.ep, run.etp, run.sequence_parallel, run.pp > 1,
@@ -239,7 +239,7 @@ def in_flight(run: RunSpec, stage: int) -> float:
     return min(chunks, batches * run.vp) / run.vp
 
 
-def _block(ops: Iterable[Op], run: RunSpec, hidden: int) -> Block:
+def _block(ops: Iterable[Op], run: RunSpec, hidden: int) -> BlockMemory:
     """What the ops of one layer (or the embedding, or the head) hold."""
     dense = experts = quantized = quantized_experts = 0
     kept = context = elements = recomputable_elements = transient = combined = logits = exchanged = 0.0
@@ -289,7 +289,7 @@ def _block(ops: Iterable[Op], run: RunSpec, hidden: int) -> Block:
             kept += op.rows * op.width * ELEMENT_BYTES * op.count
     if run.tp > 1:
         exchanged += 2 * run.tokens * hidden * ELEMENT_BYTES
-    return Block(
+    return BlockMemory(
         dense, experts, quantized, quantized_experts, kept, context,
         sum(size * ELEMENT_BYTES for key, size in inputs.items() if key != "context"),
         sum(size * ELEMENT_BYTES for key, size in plain.items()),
@@ -317,7 +317,7 @@ def _input(op: Linear, sharded: int) -> tuple[str, float]:
     return op.name, size / (sharded if op.name == "LM Head" else 1)
 
 
-def _kept(block: Block, run: RunSpec, stored: Storage, recompute: Recompute) -> tuple[float, float]:
+def _kept(block: BlockMemory, run: RunSpec, stored: Storage, recompute: Recompute) -> tuple[float, float]:
     """Bytes that one micro-batch keeps for the backward pass of one layer in this recipe: the usual, and the least."""
     if recompute == "full":
         return block.first, block.first
@@ -346,8 +346,8 @@ class _Stage(NamedTuple):
     """One pipeline stage without what depends on the recipe: bytes, of its layers together and of the largest."""
 
     stage: int
-    layers: Block  # all of them together
-    widest: Block  # the layer that keeps most
+    layers: BlockMemory  # all of them together
+    widest: BlockMemory  # the layer that keeps most
     ends: float  # kept by the embedding and the head
     logits: float
     held: float  # micro-batches in flight, less what waits in the memory of the CPU
@@ -362,15 +362,17 @@ class _Stage(NamedTuple):
     open_states: float  # which more data-parallel ranks could share
 
     @classmethod
-    def of(cls, run: RunSpec, stage: int, parts: Sequence[tuple[Block, int]], embedding: Block, head: Block) -> "_Stage":
+    def of(
+        cls, run: RunSpec, stage: int, parts: Sequence[tuple[BlockMemory, int]], embedding: BlockMemory, head: BlockMemory
+    ) -> "_Stage":
         """`parts`: each kind of layer, with how many of it there are."""
         known, zero, fp32 = facts(), run.zero_stage, run.state_precision == "fp32"
         if len(parts) == 1:
             (block, depth), *_ = parts
-            layers = Block._make(value * depth for value in block)
+            layers = BlockMemory._make(value * depth for value in block)
             widest = block
         else:
-            layers = Block._make(sum(block[place] * count for block, count in parts) for place in range(len(NOTHING)))
+            layers = BlockMemory._make(sum(block[place] * count for block, count in parts) for place in range(len(NOTHING)))
             widest = max((block for block, _ in parts), key=lambda block: block.kept + block.inputs, default=NOTHING)
             depth = sum(count for _, count in parts)
         dense, experts = layers.dense + embedding.dense + head.dense, layers.experts
