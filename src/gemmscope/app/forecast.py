@@ -15,6 +15,7 @@ from gemmscope.app.progress import QUIET, Reporter
 from gemmscope.bench.findings import linear_findings
 from gemmscope.errors import UserError, closest, in_python, option, shown
 from gemmscope.findings import Finding, finding
+from gemmscope.forecast.accumulation import accumulation_finding, cheapest_finding
 from gemmscope.forecast.calibration import calibrated
 from gemmscope.forecast.gemm import STATES, State, model
 from gemmscope.forecast.gemm_list import GemmForecast, forecast_gemm_list
@@ -93,11 +94,12 @@ def forecast(
         forecaster = Forecaster(chip, known_state, cache_weights=cache_weights, measured=adjustment)
         modes, of_layer = choices.chosen_modes(), (linears.layers, linears.layer_counts)
         times = forecast_linears(forecaster, linears.cases, names, modes, *of_layer, heads=_heads(subject))
-        step, memory = None, tuple[RecipeMemory, ...]()
+        step, memory, repeated = None, tuple[RecipeMemory, ...](), None
         if subject is not None and spec is not None:
             memory = tuple(recipe_memory(spec, subject.run, name, chip) for name in names)
             step_forecast = StepForecast(forecaster, spec, subject.run, subject.workload, networks[chip.name])
             step = forecast_step(step_forecast, names, budgets.get(chip.name), memory)
+            repeated = accumulation_finding(step_forecast, step)
         forecasts.append(
             GpuForecast(
                 gpu=chip.name,
@@ -110,13 +112,15 @@ def forecast(
                 findings=(
                     *_findings(times, step, subject),
                     *(memory_findings(memory, subject.run) if subject is not None else ()),
+                    *([repeated] if repeated is not None else []),
                     *recipe_findings,
                     *calibration_findings,
                 ),
             )
         )
     about = subject.about() if subject is not None else {"origin": "shapes"}
-    findings = tuple(_common_findings(subject, linears, forecasts))
+    cheapest = cheapest_finding(forecasts)
+    findings = (*_common_findings(subject, linears, forecasts), *([cheapest] if cheapest is not None else []))
     common = _common(command, known_state, subject.run.data_parallel if subject is not None else 1)
     return ForecastResult(**common, **about, findings=findings, gpus=tuple(forecasts))
 

@@ -12,6 +12,7 @@ from gemmscope.document.memory import memory_table
 from gemmscope.document.model import Block, Document, NamedSpeedup, NamedTime, Section
 from gemmscope.document.step_parts import (
     common_baseline,
+    cost_basis,
     cost_table,
     memory_cell,
     over_common,
@@ -117,6 +118,12 @@ def _answer(result: ForecastResult) -> tuple[str, tuple[str, ...]]:
         what = units.counted(len(cases), "shape") if result.gpus[0].linears.bare else "The linears"
         return f"FORECAST: {what} on {len(result.gpus)} GPUs.", lines
     ranked = sorted(best.items(), key=lambda pair: -pair[1].tokens_per_s)
+    costs = {gpu: time.cost.money for gpu, time in best.items() if time.cost is not None and time.cost.money is not None}
+    if len(costs) > 1:
+        prices = [
+            f"{gpu} in {best[gpu].recipe} {units.amount(costs[gpu])}" for gpu in sorted(costs, key=lambda gpu: costs[gpu].value)
+        ]
+        lines = (*lines, f"Cost of the full run, the cheapest first: {', '.join(prices)}.")
     rates = [f"{gpu} in {time.recipe} {_rate(time)}" for gpu, time in ranked]
     too_small = f" It does not fit on {units.names(unfit)}." if unfit else ""
     return f"FORECAST: fastest is {ranked[0][0]}. Tokens/s per GPU: {', '.join(rates)}.{too_small}", lines
@@ -160,7 +167,8 @@ def _side_by_side(result: ForecastResult) -> Section:
         return Section("Summary", (_main_table(result.gpus),))
     first = costs[0][1]
     rows = tuple((Cell(gpu), *row) for gpu, table in costs for row in table.rows)
-    cost = replace(first, columns=(*columns(("GPU",), ()), *first.columns), rows=rows, note=f"{first.note} {NO_RESTARTS}")
+    basis = cost_basis([gpu.step for gpu in result.gpus if gpu.step is not None])
+    cost = replace(first, columns=(*columns(("GPU",), ()), *first.columns), rows=rows, note=f"{basis} {NO_RESTARTS}")
     return Section("Summary", (_main_table(result.gpus), cost))
 
 

@@ -114,6 +114,8 @@ class StepTimes(Part):
     """Recipe → why it has no step."""
     unfit: tuple[str, ...] = ()
     """Recipes that do not fit in the memory of the GPU: neither winners nor priced."""
+    may_not_fit: tuple[str, ...] = ()
+    """Recipes that usually need more memory than the GPU has, but fit at best."""
     gpus: int | None = None
     """GPUs of the layout; null for a measurement."""
     global_batch: int | None = None
