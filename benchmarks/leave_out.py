@@ -23,9 +23,16 @@ from gemmscope.forecast.physics import Shapes
 from gemmscope.gpu.specs import gpu
 
 DATA = Path(__file__).resolve().parent.parent / "tests/data"
-SMALL_M = 512  # nothing below was fitted
+FITTED_ROWS = 512  # and more
+GOAL = 0.85
 Key = tuple[str, str, str, str]  # GPU, format, state, library
 Rule = Callable[[Series, Key], bool]
+
+# Formats measured with cuBLAS on an H200, and the library as which they are forecast: measured, not measured, or not named.
+CUBLAS = (
+    ("bf16", "trtllm"), ("bf16", "trtllm 1.4"), ("bf16", "cublas"), ("bf16", None), ("fp8", "cublas"), ("fp8", None),
+    ("fp8-rowwise", "cublas"), ("fp8-rowwise", None), ("fp8-block", "cublas"), ("fp8-block", None),
+)  # fmt: skip
 
 # What is left out to forecast a series, and whether its library is named.
 KINDS: dict[str, tuple[Rule, bool]] = {
@@ -63,6 +70,7 @@ def sample() -> dict[Key, np.ndarray]:
 
 
 def state_of(key: Key) -> State:
+    """Of a series."""
     return "sustained" if key[2] == "sustained" else "burst"
 
 
@@ -96,7 +104,7 @@ def share_inside(groups: list[Group]) -> float:
 
 @dataclass(frozen=True)
 class Speedups:
-    """Speedups over BF16 of one series: errors, and half-widths of the error bar as it is and if the two sides were independent."""
+    """Speedups over BF16 of one series: errors, and half-widths of the error bar: as it is, and of two independent sides."""
 
     key: Key
     errors: np.ndarray
@@ -134,16 +142,18 @@ def _estimates(times: Times) -> list[Estimate]:
     return [Estimate(*each) for each in zip(times.total_ms.tolist(), own.tolist(), times.shared.tolist(), strict=True)]
 
 
-def small_m(coefficients: Coefficients, fmt: str, library: str, *, small: bool) -> Group:
-    """GEMMs of cuBLAS on an H200 in a burst, of fewer rows than were fitted or of as many, forecast as `library`.
+def on_h200(coefficients: Coefficients, fmt: str, library: str | None, *, few: bool) -> Group:
+    """GEMMs of cuBLAS on an H200 in bursts, of fewer rows than were fitted or of as many, forecast as `library`.
 
     Only the GEMM was measured there, without quantization.
     """
-    rows = []
-    for row in csv.DictReader(gzip.decompress((DATA / "h200_small_m.csv.gz").read_bytes()).decode().splitlines()):
-        if row["format"] == fmt and (float(row["m"]) < SMALL_M) == small:
-            rows.append([float(row[each]) for each in ("m", "k", "n", "ms")])
+    rows = [
+        [float(row[each]) for each in ("m", "k", "n", "ms")]
+        for row in csv.DictReader(gzip.decompress((DATA / "h200_small_m.csv.gz").read_bytes()).decode().splitlines())
+        if row["format"] == fmt and (float(row["m"]) < FITTED_ROWS) == few
+    ]
     m, k, n, measured = np.array(rows).T
     used = "fp8" if fmt == "fp8-rowwise" else fmt
     times = GemmModel(coefficients).time(gpu("h200"), used, Shapes.of(m, k, n), "burst", library)
-    return Group(("h200", fmt, "burst", library), "h200, burst, trtllm", np.log(measured / times.gemm_ms), times.low, times.high)
+    key = ("h200", fmt, "burst", library or "")
+    return Group(key, "h200, burst, trtllm", np.log(measured / times.gemm_ms), times.low, times.high)

@@ -2,9 +2,10 @@
 
     python benchmarks/small_m_on_gpu.py OUT.csv
 
-Needs torch with CUDA and nothing else. Each GEMM runs as cuBLAS does it through PyTorch: bf16, and fp8 with one scale for each tensor,
-rowwise or in blocks, on inputs quantized beforehand. Weights are rotated so that none is still in the L2 cache, launches are
-replayed from a CUDA graph, and the GPU rests before each measurement (burst).
+Needs torch with CUDA and nothing else; takes four minutes on an H200. Each GEMM runs as PyTorch does it (cuBLAS, and CUTLASS for
+rowwise scales): bf16, and fp8 with one scale for each tensor, rowwise or in blocks, on inputs quantized beforehand. Weights are
+rotated so that none is still in the L2 cache, launches are replayed from a CUDA graph, and the GPU rests before each
+measurement (burst).
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from __future__ import annotations
 import csv
 import sys
 import time
+from pathlib import Path
 
 import torch
 
 ROWS = (1, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 16384)
 SITES = (
     (1024, 1024), (2048, 1024), (1024, 4096), (2048, 2048), (6144, 2048), (2048, 8192), (4096, 4096), (6144, 4096), (14336, 4096),
-    (28672, 4096), (4096, 14336), (5120, 5120), (2560, 9216), (8192, 8192), (10240, 8192), (28672, 8192), (8192, 28672), (32768, 4096),
-    (1536, 7168), (7168, 2048), (18432, 7168), (7168, 18432), (512, 7168), (768, 2048),
+    (28672, 4096), (4096, 14336), (5120, 5120), (2560, 9216), (8192, 8192), (10240, 8192), (28672, 8192), (8192, 28672),
+    (32768, 4096), (1536, 7168), (7168, 2048), (18432, 7168), (7168, 18432), (512, 7168), (768, 2048),
 )  # fmt: skip
 COLD_BYTES = 192 * 2**20
 REST_S, LEAST_MS, ROUNDS = 0.02, 4.0, 5
@@ -79,7 +81,7 @@ def time_ms(calls: list) -> float:
 def main() -> None:
     """Measure every size in every format that works."""
     began = time.time()
-    with open(sys.argv[1], "w", newline="") as file:
+    with Path(sys.argv[1]).open("w", newline="") as file:
         out = csv.writer(file)
         out.writerow(["format", "m", "k", "n", "ms"])
         for fmt in ("bf16", "fp8", "fp8-rowwise", "fp8-block"):

@@ -220,7 +220,8 @@ class GemmModel:
     ) -> Times:
         """GEMMs of one format. `layout` is one for all, or one for each.
 
-        `in_training`: by training's library, whose uncertainty the caller adds. `calibrated`: by the user's own, which was measured.
+        `in_training`: by training's library, whose uncertainty the caller adds. `calibrated`: by the user's own, which was
+        measured.
 
         >>> model().time(gpu("h200"), "bf16", Shapes.of(8192, 8192, 8192)).gemm_ms.round(1).tolist()
         [1.6]
@@ -379,7 +380,11 @@ def octaves_outside(shapes: Shapes, sizes: Sizes) -> Array:
 def uncertainty_outside(shapes: Shapes, sizes: Sizes = MEASURED_SIZES) -> Array:
     """The uncertainty of sizes beyond those measured, and of GEMMs in groups."""
     added, octaves = _transfer()["uncertainty"], octaves_outside(shapes, sizes)
-    per_octave = np.where(octaves < 0, -added["outside"]["below"], added["outside"]["above"])
-    beyond = np.minimum(octaves * per_octave, added["outside"]["most"])
+    above, below = added["outside"]["above"], added["outside"]["below"]
+    beyond = np.where(
+        octaves < 0,
+        np.minimum(-octaves * below["octave"], below["most"]),
+        np.minimum(octaves * above["octave"], above["most"]),
+    )
     total: Array = np.sqrt((beyond**2).sum(axis=0) + np.where(shapes.groups > 1, added["grouped"] ** 2, 0.0))
     return total
