@@ -120,6 +120,8 @@ def forecast_gemm_list(
     libraries = sorted({series.library for series in model().coefficients.series})
     unknown = dict.fromkeys(by for _, by in gemms.kinds if by is not None and library_and_version(by)[0] not in libraries)
     findings += [finding("library-not-measured", library=shown(by), known=libraries) for by in unknown]
+    if not any(measured.values()) and any(by is None for _, by in gemms.kinds):
+        findings.append(finding("library-not-named", known=libraries))
     return GemmForecast(out.getvalue(), tuple(findings))
 
 
