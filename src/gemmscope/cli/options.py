@@ -157,9 +157,25 @@ class RunOptions:
         values = {name: value for name, value in vars(self).items() if value is not None}
         return values | ({"pp_layers": _numbers(values["pp_layers"])} if "pp_layers" in values else {})
 
-    def of(self, source: ModelSource) -> ModelRun:
+    def of(self, source: ModelSource, **more: Any) -> ModelRun:
         """How this model is run: these options first, then what the model's file says."""
-        return app.model.model_run(source, **self.given())
+        return app.model.model_run(source, **self.given(), **more)
+
+
+@dataclass(frozen=True)
+class ClusterOptions(RunOptions):
+    """Also what happens between replicas of the model, for commands that know all GPUs."""
+
+    vp: int | None = None
+    dp: int | None = None
+    zero: int | None = None
+    fsdp: int | None = None
+    global_batch: int | None = None
+    optimizer_state: str | None = None
+    tp_overlap: bool | None = None
+    dp_overlap: bool | None = None
+    ep_overlap: bool | None = None
+    cuda_graphs: bool | None = None
 
 
 def _numbers(text: str) -> tuple[int, ...]:
