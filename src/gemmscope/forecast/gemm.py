@@ -81,7 +81,7 @@ class Times:
         return Times(**result)
 
     def within(self, limit_ms: Array) -> Times:
-        """The same with an error bar that does not promise more than the chip has, as far as it is not the series' own."""
+        """The same with an error bar that does not promise more than the chip's rate, as far as it is not the series' own."""
         own = np.sqrt(np.maximum(self.low**2 - self.shared**2, 0.0))
         room = np.log(np.maximum(self.total_ms / limit_ms, 1.0))
         return replace(self, low=np.maximum(np.minimum(self.low, room), own))
@@ -258,7 +258,7 @@ class GemmModel:
                 if same and series is not basis.series:
                     other = replace(basis, series=series, uncertainty=0.0)
                     times = times.reaching(self._time(other, shapes, layouts, work, known))
-        return times.within(chip_limit_ms(shapes, basis.fmt, basis.chip))
+        return times.within(shapes.flops / (basis.chip.tflops[RATE_OF[basis.fmt]] * 1e9))  # caches can beat the memory
 
     def _time(self, basis: Basis, shapes: Shapes, layout: Any, work: Array, known: Corrections) -> Times:
         chip, series, fmt = basis.chip, basis.series, basis.fmt
