@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from gemmscope.forecast.estimate import Estimate, total
 from gemmscope.forecast.gemm import LAYOUT_OF, State, chip_limit_ms, model, uncertainty_outside
 from gemmscope.forecast.physics import Array, Shapes
-from gemmscope.forecast.training import Quantizing, facts, gemm_factor, gemm_format, quantizing, uncertainty_of
+from gemmscope.forecast.training import Quantizing, facts, gemm_factor, gemm_format, one_way, quantizing, uncertainty_of
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.parts import StepPart
 from gemmscope.recipe.recipes import BASELINE, recipe
@@ -72,8 +72,18 @@ class RecipeCosts(NamedTuple):
 class Forecaster:
     """Times of linears on one chip in one state. What was computed once is kept: models share shapes, sweeps share more."""
 
-    def __init__(self, chip: GpuSpec, state: State, *, cache_weights: bool = False, measured: Adjustment | None = None) -> None:
+    def __init__(
+        self,
+        chip: GpuSpec,
+        state: State,
+        *,
+        cache_weights: bool = False,
+        measured: Adjustment | None = None,
+        forward_only: bool = False,
+    ) -> None:
+        """`forward_only`: a linear that runs forward alone quantizes its weight for that direction."""
         self.chip, self.state, self.cache_weights, self.measured = chip, state, cache_weights, measured
+        self._forward_only = forward_only
         # GEMMs by format, and the share of each one's time that it takes at the clock of a burst.
         self._known: dict[tuple[str, Key], tuple[Estimate, float]] = {}
         self._costs: dict[str, RecipeCosts] = {}
@@ -166,6 +176,8 @@ class Forecaster:
         if len(case.passes) == 1:  # a bare GEMM
             del elements["dY"]
         quantize_ms = {tensor: costs.quantizing.time_ms(size) for tensor, size in elements.items()} if costs.quantizes else {}
+        if self._forward_only and "W" in quantize_ms:
+            quantize_ms["W"] *= one_way(recipe(name), self.chip)
         return LinearTime(gemms, quantize_ms, self._uncertainty)
 
     def in_step(self, linears: Sequence[tuple[Case, int, int]], name: str) -> tuple[Estimate, float, Estimate, Estimate]:

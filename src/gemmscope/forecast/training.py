@@ -101,6 +101,18 @@ def quantizing(recipe: Recipe, chip: GpuSpec) -> Quantizing:
     return Quantizing(known["kernels"] * facts()["launch_ms"], element_ms, known["in_step"], **slower)
 
 
+def one_way(recipe: Recipe, chip: GpuSpec) -> float:
+    """What quantizing a tensor for one direction takes, over both directions: a weight of a layer whose input needs no gradient.
+
+    >>> from gemmscope.recipe.recipes import recipe
+    >>> one_way(recipe("FP8Delayed"), gpu("h200")), one_way(recipe("FP8Delayed"), gpu("b200"))
+    (0.75, 1.0)
+    """
+    if recipe.name in facts()["quantize"]["written"].get(chip.architecture, {}):
+        return 1.0  # one copy serves both
+    return (recipe.bytes_read + recipe.bytes_written / 2) / (recipe.bytes_read + recipe.bytes_written)
+
+
 def op_ms(op: Op, chip: GpuSpec) -> float:
     """All runs of an op that is no linear, in one micro-batch (the optimizer: in one step)."""
     if isinstance(op, Attention):
