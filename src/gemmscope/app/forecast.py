@@ -25,11 +25,13 @@ from gemmscope.app.progress import QUIET, Reporter
 from gemmscope.bench.findings import linear_findings
 from gemmscope.errors import UserError, closest, in_python, option, shown
 from gemmscope.findings import Finding, finding
+from gemmscope.forecast.accumulation import accumulation_finding, cheapest_finding
 from gemmscope.forecast.calibration import calibrated
 from gemmscope.forecast.gemm import STATES, State, model
 from gemmscope.forecast.gemm_list import GemmForecast, forecast_gemm_list
-from gemmscope.forecast.linear_results import does_not_fit, forecast_linears, misaligned
+from gemmscope.forecast.linear_results import forecast_linears, misaligned
 from gemmscope.forecast.linears import Forecaster
+from gemmscope.forecast.memory_results import memory_findings, recipe_memory
 from gemmscope.forecast.network import network_of
 from gemmscope.forecast.step import StepForecast, forecast_step
 from gemmscope.forecast.sweep import Configuration, forecast_sweep
@@ -39,7 +41,8 @@ from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import ModelSpec, RunSpec, check_size
 from gemmscope.recipe.recipes import BASELINE, recipe, recipes
 from gemmscope.recipe.support import support
-from gemmscope.results.forecast import ForecastResult, GpuForecast, GpuSweep, SweepPoint
+from gemmscope.results.base import ModelSummary
+from gemmscope.results.forecast import ForecastResult, GpuForecast, GpuSweep, RecipeMemory, SweepPoint
 from gemmscope.results.linears import Linears
 from gemmscope.results.step import StepTimes
 from gemmscope.step.cost import Budget
@@ -108,10 +111,12 @@ def forecast(
         times = forecast_linears(
             forecaster, linears.cases, names, modes, *of_layer, heads=_heads(subject), as_te_benchmark=as_te_benchmark
         )
-        step = None
+        step, memory, repeated = None, tuple[RecipeMemory, ...](), None
         if subject is not None and spec is not None:
+            memory = tuple(recipe_memory(spec, subject.run, name, chip) for name in names)
             step_forecast = StepForecast(forecaster, spec, subject.run, subject.workload, networks[chip.name])
-            step = forecast_step(step_forecast, names, budgets.get(chip.name))
+            step = forecast_step(step_forecast, names, budgets.get(chip.name), memory)
+            repeated = accumulation_finding(step_forecast, step)
         forecasts.append(
             GpuForecast(
                 gpu=chip.name,
@@ -120,11 +125,19 @@ def forecast(
                 basis=_basis(chip, known_state, names),
                 linears=times,
                 step=step,
-                findings=(*_findings(times, step, subject, chip), *recipe_findings, *calibration_findings),
+                memory=memory,
+                findings=(
+                    *_findings(times, step, subject),
+                    *(memory_findings(memory, subject.run) if subject is not None else ()),
+                    *([repeated] if repeated is not None else []),
+                    *recipe_findings,
+                    *calibration_findings,
+                ),
             )
         )
     about = subject.about() if subject is not None else {"origin": "shapes"}
-    findings = tuple(_common_findings(subject, linears, forecasts))
+    cheapest = cheapest_finding(forecasts)
+    findings = (*_common_findings(subject, linears, forecasts), *([cheapest] if cheapest is not None else []))
     common = _common(command, known_state, subject.run.data_parallel if subject is not None else 1)
     return ForecastResult(**common, **about, findings=findings, gpus=tuple(forecasts))
 
@@ -185,10 +198,21 @@ def sweep(
     return ForecastResult(
         **common,
         origin="sweep",
+        model=_swept_model(possible, axes),
         findings=(finding("forecast-not-measured"), *about),
         interrupted=interrupted,
         sweeps=tuple(sweeps),
     )
+
+
+def _swept_model(possible: Sequence[Configuration], axes: Mapping[str, Sequence[int]]) -> ModelSummary | None:
+    """Which model; without its sizes where some of them vary."""
+    if not possible:
+        return None
+    model = possible[0][1]
+    about = ModelSummary.of(model, model.name, model.source)
+    varied = any(name in SIZES for name in axes)
+    return about.model_copy(update={"hidden_size": None, "num_hidden_layers": None, "description": ""}) if varied else about
 
 
 def forecast_gemms(file: str, gpus: Sequence[str], *, state: str = "sustained", library: str | None = None) -> GemmForecast:
@@ -314,7 +338,7 @@ def _basis(chip: GpuSpec, state: State, names: Sequence[str]) -> tuple[str, ...]
     return tuple(model().basis(chip, fmt, state, in_training=True).description for fmt in formats)
 
 
-def _findings(linears: Linears, step: StepTimes | None, subject: RankWorkload | None, chip: GpuSpec) -> Iterator[Finding]:
+def _findings(linears: Linears, step: StepTimes | None, subject: RankWorkload | None) -> Iterator[Finding]:
     if step is not None:
         yield from step_findings(step.model_copy(update={"failures": {}}))  # the sizes below are the reason for all of them
         winner = step.winner
@@ -322,8 +346,6 @@ def _findings(linears: Linears, step: StepTimes | None, subject: RankWorkload | 
             yield finding("too-close-to-call", recipe=winner.best, over=rivals, what="the training step")
     yield from linear_findings(linears)
     yield from misaligned(linears.cases, linears.recipes, _heads(subject))
-    if subject is not None and subject.source.model is not None:
-        yield from does_not_fit(linears, subject.source.model, subject.run, subject.workload.parameters, chip)
 
 
 def _heads(subject: RankWorkload | None) -> list[str]:

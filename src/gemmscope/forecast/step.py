@@ -5,12 +5,12 @@ dilute the speedup. A model split over several GPUs also waits for collectives, 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import hypot
 
 from gemmscope.forecast.comm import Exchange, Held, exchanges
-from gemmscope.forecast.estimate import Estimate, pairwise, ratio, total, winner_of
+from gemmscope.forecast.estimate import Estimate, pairwise, ratio, total, winner_that_fits
 from gemmscope.forecast.host import at_least, launch_ms
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.network import Network, network_of
@@ -19,6 +19,7 @@ from gemmscope.forecast.training import NEVER_QUANTIZED, facts, op_ms, uncertain
 from gemmscope.model.spec import ModelSpec, MoeSpec, RunSpec
 from gemmscope.parts import StepPart, in_order
 from gemmscope.recipe.recipes import BASELINE, recipe
+from gemmscope.results.forecast import RecipeMemory
 from gemmscope.results.linears import Speedup
 from gemmscope.results.step import StepTime, StepTimes
 from gemmscope.step.cost import Budget, cost
@@ -84,6 +85,7 @@ class _Fixed:
     """What does not depend on the recipe: parts of one micro-batch, of one step, and what is exchanged."""
 
     per_micro_batch: dict[StepPart, Estimate]
+    expert_activation: Estimate  # a part of the above
     optimizer: Estimate
     exchanged: list[Exchange]
     head_least_ms: float  # at the clock of a burst
@@ -100,10 +102,7 @@ class StepForecast:
         self.linears = [op for op in workload.ops if isinstance(op, Linear)]
         self.cases = [_case(op) for op in self.linears]
         quantized = [(op, case) for op, case in zip(self.linears, self.cases, strict=True) if _part_of_linear(op) == "GEMMs"]
-        self.dense: list[CountedCase] = []
-        self.experts: list[CountedCase] = []
-        for op, case in quantized:
-            (self.experts if isinstance(op, GroupedLinear) else self.dense).append((case, op.count, op.forward_runs))
+        self.quantized: list[CountedCase] = [(case, op.count, op.forward_runs) for op, case in quantized]
         self._sizes = [(case.op, case.sizes()) for _, case in quantized]
         runs = sum(op.count * op.forward_runs for op, _ in quantized)
         self._weight_runs = (2 + runs / max(sum(op.count for op, _ in quantized), 1)) / 3
@@ -150,27 +149,19 @@ class StepForecast:
 
     def _micro_batch(self, name: str) -> dict[StepPart, Estimate]:
         """What one micro-batch computes."""
-        fixed, batches, slower = self.fixed, self.run.gradient_accumulation, self._experts_slower(name)
-        gemms, least_ms, activations, weights = self.forecaster.in_step(self.dense, name)
-        if self.experts:
-            of_experts = self.forecaster.in_step(self.experts, name)
-            least_ms += of_experts[1] * slower
-            gemms, activations, weights = (
-                total([dense, expert.times(slower)])
-                for dense, expert in zip((gemms, activations, weights), (of_experts[0], *of_experts[2:]), strict=True)
-            )
+        fixed, batches = self.fixed, self.run.gradient_accumulation
+        gemms, least_ms, activations, weights = self.forecaster.in_step(self.quantized, name)
         # A weight is quantized once per step where that is kept, else wherever forward runs.
         weight_casts = 1 / batches if batches > 1 or self.forecaster.cache_weights else self._weight_runs
         quantization = total([activations, weights.times(weight_casts)])
         every: dict[StepPart, Estimate] = {"GEMMs": gemms, "quantization": quantization, **fixed.per_micro_batch}
+        known = cluster()["experts"]
+        if self._biased and name not in known["fused_biases"]:
+            unfused = fixed.expert_activation.times(known["biased"] - 1)
+            every["norms and activations"] = total([every["norms and activations"], unfused])
         least: dict[StepPart, float] = {"GEMMs": least_ms, "head and loss": fixed.head_least_ms}
         one = self._at_step_clock({part: estimate for part, estimate in every.items() if estimate.value}, least)
         return {part: estimate.times(self._slower) for part, estimate in one.items()}
-
-    def _experts_slower(self, name: str) -> float:
-        """Experts in training over their GEMMs alone."""
-        known = cluster()["experts"]
-        return float(known["slower"] * (known["biased"] if self._biased and name not in known["fused_biases"] else 1.0))
 
     @cached_property
     def _biased(self) -> bool:
@@ -211,7 +202,7 @@ class StepForecast:
         """Everything but quantized linears."""
         chip = self.forecaster.chip
         estimates: dict[StepPart, list[Estimate]] = {}
-        optimizer, saved = Estimate(0.0), 0.0
+        optimizer, activation, saved = Estimate(0.0), Estimate(0.0), 0.0
         for op in self.workload.ops:
             if isinstance(op, Linear):
                 part = _part_of_linear(op)
@@ -228,11 +219,13 @@ class StepForecast:
                 optimizer = estimate.times(self._optimizer_share)
             else:
                 estimates.setdefault(part, []).append(estimate)
+            if op.name == "Expert Activation":
+                activation = total([activation, estimate])
         parts = {part: total(of_part) for part, of_part in estimates.items()}
         if "routing" in parts:
-            parts["routing"] = parts["routing"].times(float(cluster()["experts"]["slower"]))
+            parts["routing"] = parts["routing"].times(float(cluster()["experts"]["routing"]))
         head = parts["head and loss"].value if "head and loss" in parts else 0.0
-        return _Fixed(parts, optimizer, exchanges(chip, self.network, self.model, self.run, self.held), head - saved)
+        return _Fixed(parts, activation, optimizer, exchanges(chip, self.network, self.model, self.run, self.held), head - saved)
 
     @cached_property
     def held(self) -> Held:
@@ -295,16 +288,21 @@ def speedup(slow: StepEstimate, fast: StepEstimate, in_common: float) -> Estimat
 
 
 def _model_flops_per_gpu(forecast: StepForecast) -> float:
-    """Of one micro-batch: the mean over the stages of a pipeline, not those of the busiest."""
-    run, model, workload = forecast.run, forecast.model, forecast.workload
-    if run.pp > 1:
-        run = replace(run, pp=1, pp_stage=None, pp_layers=None, vp=1)
-        workload = derive(model, run)
-    return totals(workload, run, model).model_flops / forecast.run.pp
+    """Of one micro-batch: the mean over the GPUs that share it, whichever stage and experts each of them has."""
+    run = forecast.run
+    whole = RunSpec(run.micro_batch_size, run.sequence_length, separate_projections=run.separate_projections)
+    return totals(derive(forecast.model, whole), whole, forecast.model).model_flops / (run.tp * run.cp * run.pp)
 
 
-def forecast_step(forecast: StepForecast, names: Sequence[str], budget: Budget | None = None) -> StepTimes:
-    """The step in every recipe, the speedup of each over every other, and the winner; with a budget, what the run costs."""
+def forecast_step(
+    forecast: StepForecast, names: Sequence[str], budget: Budget | None = None, memory: Sequence[RecipeMemory] = ()
+) -> StepTimes:
+    """The step in every recipe, the speedup of each over every other, and the winner; with a budget, what the run costs.
+
+    Recipes that do not fit in `memory` are neither winners nor priced.
+    """
+    needed = {each.recipe: each.total_bytes for each in memory}
+    unfit = [each.recipe for each in memory if each.fit == "does not fit"]
     failures = {name: reason for name in names if (reason := forecast.why_not(name))}
     steps = {name: forecast.step(name) for name in names if name not in failures}
     pairs = pairwise(steps, lambda name, over: speedup(steps[over], steps[name], forecast.forecaster.in_common(name, over)))
@@ -320,20 +318,28 @@ def forecast_step(forecast: StepForecast, names: Sequence[str], budget: Budget |
                 step_ms=step.total.interval(),
                 speedup=pairs.get((name, BASELINE)),
                 tokens_per_s=run.tokens_per_gpu / time_ms * 1000,
+                total_tokens_per_s=run.tokens_per_gpu * run.gpus / time_ms * 1000,
                 model_tflops=rate,
                 mfu=rate / forecast.forecaster.chip.tflops["bf16"],
                 gpu_busy_ms=step.busy_ms,
                 host_ms=step.host_ms,
+                peak_bytes=needed.get(name),
                 parts_ms=step.parts_ms,
                 waterfall=waterfall,
                 verdict=verdict(waterfall) if waterfall else None,
-                cost=cost(step.total.interval(), run, budget) if budget is not None else None,
+                cost=cost(step.total.interval(), run, budget) if budget is not None and name not in unfit else None,
             )
         )
     return StepTimes(
         origin="forecast",
         recipes=tuple(recipes),
         speedups=tuple(Speedup(recipe=name, over=over, speedup=gain) for (name, over), gain in pairs.items()),
-        winner=winner_of(pairs),
+        winner=winner_that_fits(pairs, unfit),
         failures=failures,
+        unfit=tuple(name for name in steps if name in unfit),
+        may_not_fit=tuple(
+            each.recipe for each in memory if each.fit == "may not fit" and each.total_bytes > each.available_bytes
+        ),
+        gpus=run.gpus,
+        global_batch=run.global_batch,
     )
