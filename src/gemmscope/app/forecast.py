@@ -35,7 +35,7 @@ from gemmscope.forecast.memory_results import memory_findings, recipe_memory
 from gemmscope.forecast.network import network_of
 from gemmscope.forecast.step import StepForecast, forecast_step
 from gemmscope.forecast.sweep import Configuration, forecast_sweep
-from gemmscope.forecast.training import gemm_format
+from gemmscope.forecast.training import gemm_format, only_torchao, torchao_known
 from gemmscope.gpu.specs import GpuSpec, gpu, gpus
 from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import ModelSpec, RunSpec, check_size
@@ -290,24 +290,33 @@ def _choose_recipes(
         findings = [finding("recipe-emulated", recipe=name, how=note) for name, note in notes.items() if note]
         if named is None and framework in BACKEND_OF:
             findings.append(finding("framework-backend", framework=framework, backend=backend))
-        if named is not None:
-            findings += [finding("recipe-left-out", recipe=name, reason=why) for name, why in reasons.items() if why]
-        elif chosen == [BASELINE] and not requested.left_out:
+            if borrowed := [name for name in chosen if name != BASELINE] if not torchao_known(chip) else []:
+                findings.append(finding("torchao-not-measured", recipes=borrowed))
+        left_out = {name: why for name, why in reasons.items() if why and (named is not None or only_torchao(recipe(name)))}
+        findings += [finding("recipe-left-out", recipe=name, reason=why) for name, why in left_out.items()]
+        if named is None and chosen == [BASELINE] and not requested.left_out and not left_out:
             findings.append(finding("only-baseline-runs", gpu=chip.name, reason=_why_not("FP8Current", chip)))
         choices[chip.name] = chosen, findings
     for name in wanted if named is not None else ():
         if not any(name in chosen for chosen, _ in choices.values()):
             able = [other for other in recipes() if not all(_why_not(other, chip) for chip in chips)]
-            problem = f"{name} cannot run on {' or '.join(choices)}: {_why_not(name, chips[0])}"
+            runs = any(support(name, chip.capability).runs for chip in chips)
+            problem = (
+                f"{name} cannot {'be forecast for' if runs else 'run on'} {' or '.join(choices)}: {_why_not(name, chips[0])}"
+            )
             raise UserError(problem, f"recipes that can: {', '.join(able)}")
     return choices
 
 
 def _why_not(name: str, chip: GpuSpec) -> str:
-    """Why a recipe cannot run on a GPU; empty if it can."""
+    """Why a recipe cannot run on a GPU, or cannot be forecast for it; empty if it can."""
     if recipe(name).backends == ("cpu",):
         return "it only runs on CPUs"
-    return support(name, chip.capability).why_not(chip.name, chip.capability)
+    if impossible := support(name, chip.capability).why_not(chip.name, chip.capability):
+        return impossible
+    if only_torchao(recipe(name)) and not torchao_known(chip):
+        return "torchao's kernels were measured on Hopper alone, and other architectures run others"
+    return ""
 
 
 def _cases(subject: RankWorkload | None, shapes: Sequence[Shape] | None) -> LinearCases:

@@ -10,7 +10,16 @@ from numpy.typing import NDArray
 from gemmscope.forecast.estimate import Estimate, total
 from gemmscope.forecast.gemm import LAYOUT_OF, State, chip_limit_ms, model, uncertainty_outside
 from gemmscope.forecast.physics import Array, Shapes
-from gemmscope.forecast.training import Quantizing, facts, gemm_factor, gemm_format, one_way, quantizing, uncertainty_of
+from gemmscope.forecast.training import (
+    Quantizing,
+    facts,
+    gemm_factor,
+    gemm_format,
+    one_way,
+    quantizing,
+    recipe_factor,
+    uncertainty_of,
+)
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.parts import StepPart
 from gemmscope.recipe.recipes import BASELINE, recipe
@@ -67,6 +76,7 @@ class RecipeCosts(NamedTuple):
     formats: dict[Pass, str]
     quantizes: bool
     quantizing: Quantizing
+    gemm_factor: float = 1.0
 
 
 class Forecaster:
@@ -95,7 +105,8 @@ class Forecaster:
             chosen = recipe(name)
             formats = {each: gemm_format(chosen, each, self.chip) for each in LAYOUT_OF}
             factor = self.measured.quantize.get(name, 1.0) if self.measured is not None else 1.0
-            self._costs[name] = RecipeCosts(formats, chosen.quantizes, quantizing(chosen, self.chip).times(factor))
+            casts = quantizing(chosen, self.chip).times(factor)
+            self._costs[name] = RecipeCosts(formats, chosen.quantizes, casts, recipe_factor(chosen))
         return self._costs[name]
 
     def in_common(self, first: str, second: str) -> float:
@@ -169,7 +180,7 @@ class Forecaster:
         keys = {each: (costs.formats[each], _key(case, each)) for each in case.passes}
         if any(key not in self._known for key in keys.values()):
             self.prepare([case], [name])
-        gemms = {each: self._known[key][0] for each, key in keys.items()}
+        gemms = {each: self._known[key][0].times(costs.gemm_factor) for each, key in keys.items()}
         elements = {"X": case.tokens * case.inputs, "W": case.weights, "dY": case.tokens * case.outputs}
         if self.cache_weights:
             del elements["W"]
@@ -186,7 +197,7 @@ class Forecaster:
         Returns their GEMMs, the milliseconds of these at the clock of a burst, the quantization of all activations, and that of
         every weight once.
         """
-        formats, quantizes, costs = self.costs(name)
+        formats, quantizes, costs, factor = self.costs(name)
         known, value, squares, shared, least, activations, weights = self._known, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
         for case, count, runs in linears:
             tokens, inputs, outputs, groups = case.tokens, case.inputs, case.outputs, len(case.rows) or 1
@@ -195,7 +206,7 @@ class Forecaster:
                 if key not in known:
                     self.prepare([case], [name])
                 (gemm_ms, own_part, shared_part), least_share = known[key]
-                time_ms = gemm_ms * (count * runs if each == "fprop" else count)
+                time_ms = gemm_ms * factor * (count * runs if each == "fprop" else count)
                 value += time_ms
                 squares += (time_ms * own_part) ** 2
                 shared += time_ms * shared_part

@@ -60,6 +60,26 @@ def gemm_factor(fmt: str, chip: GpuSpec) -> float:
     return float(facts()["gemms"].get(chip.architecture, {}).get(fmt, 1.0))
 
 
+def recipe_factor(recipe: Recipe) -> float:
+    """A recipe's GEMMs over those of its format: torchao's differ from Transformer Engine's."""
+    return float(facts()["torchao"]["gemms"].get(recipe.name, 1.0))
+
+
+def only_torchao(recipe: Recipe) -> bool:
+    """Whether training runs it with torchao alone.
+
+    >>> from gemmscope.recipe.recipes import recipe
+    >>> only_torchao(recipe("FP8Rowwise")), only_torchao(recipe("MXFP8"))
+    (True, False)
+    """
+    return "torchao" in recipe.backends and "transformer_engine" not in recipe.backends
+
+
+def torchao_known(chip: GpuSpec) -> bool:
+    """Whether torchao was measured on a GPU of this architecture."""
+    return chip.architecture in facts()["torchao"]["architectures"]
+
+
 class Quantizing(NamedTuple):
     """What quantizing one tensor takes: launches, and a time per element; and how a step's differs from that of bare linears.
 
