@@ -8,13 +8,14 @@ from math import prod
 from typing import Any
 
 from gemmscope import signals
-from gemmscope.app.bench import DEFAULT_CHOICES, Shape, check_shape
+from gemmscope.app.bench import DEFAULT_CHOICES, Shape, check_shape, check_te_benchmark
 from gemmscope.app.choose import BACKEND_OF, Choices
 from gemmscope.app.model import (
     SIZES,
     LinearCases,
     ModelRun,
     RankWorkload,
+    as_forward_calls,
     as_frameworks_run,
     linear_cases,
     load_model,
@@ -36,7 +37,7 @@ from gemmscope.forecast.network import network_of
 from gemmscope.forecast.pipeline import bubble_findings
 from gemmscope.forecast.step import StepForecast, forecast_step
 from gemmscope.forecast.sweep import Configuration, forecast_sweep
-from gemmscope.forecast.training import gemm_format
+from gemmscope.forecast.training import gemm_format, only_torchao, torchao_known
 from gemmscope.gpu.specs import GpuSpec, gpu, gpus
 from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import ModelSpec, RunSpec, check_size
@@ -71,6 +72,7 @@ def forecast(
     choices: Choices = DEFAULT_CHOICES,
     state: str = "sustained",
     cache_weights: bool = False,
+    as_te_benchmark: bool = False,
     network: str | float | None = None,
     nvlink_domain: int | None = None,
     tokens: float | None = None,
@@ -83,7 +85,8 @@ def forecast(
 
     `state`: sustained, as in training, or burst, the first moments of a rested GPU. `network`: between NVLink domains of
     `nvlink_domain` GPUs, by name or in GB/s per GPU. `gpu_count`: all GPUs, which gives the data-parallel size. `tokens` at a
-    `price` per GPU-hour (one for all, or by GPU): what the run costs.
+    `price` per GPU-hour (one for all, or by GPU): what the run costs. `as_te_benchmark`: linears as forward calls, as Transformer
+    Engine's GEMM benchmark script counts them.
     """
     chips, known_state = _chips(gpus), _state(state)
     networks = {chip.name: network_of(chip, network, nvlink_domain) for chip in chips}
@@ -95,16 +98,21 @@ def forecast(
     if subject is not None:
         _check_schedule(subject.source, subject.run)
     linears = _cases(subject, shapes)
-    spec = subject.source.model if subject is not None else None
+    if as_te_benchmark:
+        check_te_benchmark(job, cache_weights=cache_weights)
+        linears = as_forward_calls(linears)
+    spec = subject.source.model if subject is not None and not as_te_benchmark else None
     if spec is None and (budgets or gpu_count is not None):
         problem = f"{option('tokens')} and {option('gpus')} are about a training step, and there is none"
         raise UserError(problem, f"name a model: {option('config')} or {option('preset')}")
     forecasts = []
     for chip in chips:
         (names, recipe_findings), (adjustment, calibration_findings) = by_gpu[chip.name], calibrated(chip.name)
-        forecaster = Forecaster(chip, known_state, cache_weights=cache_weights, measured=adjustment)
+        forecaster = Forecaster(chip, known_state, cache_weights=cache_weights, measured=adjustment, forward_only=as_te_benchmark)
         modes, of_layer = choices.chosen_modes(), (linears.layers, linears.layer_counts)
-        times = forecast_linears(forecaster, linears.cases, names, modes, *of_layer, heads=_heads(subject))
+        times = forecast_linears(
+            forecaster, linears.cases, names, modes, *of_layer, heads=_heads(subject), as_te_benchmark=as_te_benchmark
+        )
         step, memory, repeated = None, tuple[RecipeMemory, ...](), None
         if subject is not None and spec is not None:
             memory = tuple(recipe_memory(spec, subject.run, name, chip) for name in names)
@@ -284,24 +292,33 @@ def _choose_recipes(
         findings = [finding("recipe-emulated", recipe=name, how=note) for name, note in notes.items() if note]
         if named is None and framework in BACKEND_OF:
             findings.append(finding("framework-backend", framework=framework, backend=backend))
-        if named is not None:
-            findings += [finding("recipe-left-out", recipe=name, reason=why) for name, why in reasons.items() if why]
-        elif chosen == [BASELINE] and not requested.left_out:
+            if borrowed := [name for name in chosen if name != BASELINE] if not torchao_known(chip) else []:
+                findings.append(finding("torchao-not-measured", recipes=borrowed))
+        left_out = {name: why for name, why in reasons.items() if why and (named is not None or only_torchao(recipe(name)))}
+        findings += [finding("recipe-left-out", recipe=name, reason=why) for name, why in left_out.items()]
+        if named is None and chosen == [BASELINE] and not requested.left_out and not left_out:
             findings.append(finding("only-baseline-runs", gpu=chip.name, reason=_why_not("FP8Current", chip)))
         choices[chip.name] = chosen, findings
     for name in wanted if named is not None else ():
         if not any(name in chosen for chosen, _ in choices.values()):
             able = [other for other in recipes() if not all(_why_not(other, chip) for chip in chips)]
-            problem = f"{name} cannot run on {' or '.join(choices)}: {_why_not(name, chips[0])}"
+            runs = any(support(name, chip.capability).runs for chip in chips)
+            problem = (
+                f"{name} cannot {'be forecast for' if runs else 'run on'} {' or '.join(choices)}: {_why_not(name, chips[0])}"
+            )
             raise UserError(problem, f"recipes that can: {', '.join(able)}")
     return choices
 
 
 def _why_not(name: str, chip: GpuSpec) -> str:
-    """Why a recipe cannot run on a GPU; empty if it can."""
+    """Why a recipe cannot run on a GPU, or cannot be forecast for it; empty if it can."""
     if recipe(name).backends == ("cpu",):
         return "it only runs on CPUs"
-    return support(name, chip.capability).why_not(chip.name, chip.capability)
+    if impossible := support(name, chip.capability).why_not(chip.name, chip.capability):
+        return impossible
+    if only_torchao(recipe(name)) and not torchao_known(chip):
+        return "torchao's kernels were measured on Hopper alone, and other architectures run others"
+    return ""
 
 
 def _cases(subject: RankWorkload | None, shapes: Sequence[Shape] | None) -> LinearCases:
@@ -353,12 +370,12 @@ def _common_findings(subject: RankWorkload | None, linears: LinearCases, forecas
     yield finding("forecast-not-measured")
     if subject is None:
         return
-    has_step = subject.source.model is not None
+    has_step = any(gpu.step is not None for gpu in forecasts)
     yield from subject.findings
     for about in linears.findings:
         yield finding("recompute-in-step") if has_step and about.code == "recompute-not-in-linears" else about
     if not has_step:
-        yield finding("step-not-forecast-traced")
+        yield from [finding("step-not-forecast-traced")] if subject.source.model is None else []
         return
     if subject.run.pp > 1 and subject.run.pp_stage is not None:
         yield finding("one-stage-only", stage=subject.run.pp_stage)
