@@ -18,8 +18,11 @@ PRECISION_AWARE, MOMENTS = "use_precision_aware_optimizer", ("exp_avg_dtype", "e
 GRADIENTS, WEIGHTS = "overlap_grad_reduce", "overlap_param_gather"
 TENSOR, EXPERTS = "tp_comm_overlap", "overlap_moe_expert_parallel_comm"
 GRAPHS, GRAPH_KIND = ("enable_cuda_graph", "external_cuda_graph"), "cuda_graph_impl"
+BF16_GRADIENTS, FP32_GRADIENTS = "grad_reduce_in_bf16", "grad_reduce_in_fp32"
+QUANTIZED_WEIGHTS = ("fp8_param_gather", "fp4_param_gather")
+OFFLOAD, OFFLOADED = "cpu_offloading", "cpu_offloading_num_layers"
 NAMES = {*FSDP, STRATEGY, TORCH_FSDP, DISTRIBUTED_OPTIMIZER, INSTANCES, PRECISION_AWARE, *MOMENTS, GRADIENTS, WEIGHTS}
-NAMES |= {TENSOR, EXPERTS, *GRAPHS, GRAPH_KIND}
+NAMES |= {TENSOR, EXPERTS, *GRAPHS, GRAPH_KIND, BF16_GRADIENTS, FP32_GRADIENTS, *QUANTIZED_WEIGHTS, OFFLOAD, OFFLOADED}
 """All settings that this module reads."""
 
 
@@ -34,6 +37,9 @@ def layout(settings: MegatronSettings, run: Mapping[str, Any]) -> dict[str, Any]
         "dp_overlap": True if settings.flag(TORCH_FSDP) else _any(settings, GRADIENTS),
         "ep_overlap": _any(settings, EXPERTS),
         "cuda_graphs": _cuda_graphs(settings),
+        "gradient_precision": _gradient_precision(settings),
+        "quantized_weights": _said(settings, *QUANTIZED_WEIGHTS),
+        "offloaded_layers": settings.maybe_size(OFFLOADED, "layers") if settings.flag(OFFLOAD) else None,
     }
     if found["tp_overlap"] and not run.get("sequence_parallel"):
         found["tp_overlap"] = False  # Megatron overlaps only with sequence parallelism
@@ -89,6 +95,20 @@ def _optimizer_state(settings: MegatronSettings) -> str | None:
     if settings.flag(PRECISION_AWARE) and all(_bits(settings.values.get(name)) <= 16 for name in MOMENTS):
         return "bf16"
     return "fp32" if settings.silent_means_off or settings.given(PRECISION_AWARE) else None
+
+
+def _gradient_precision(settings: MegatronSettings) -> str | None:
+    """Of the gradients that are kept and reduced, where the file says so. Memory alone depends on it, and scripts are often
+    started with more arguments: silence is no answer here."""
+    if settings.flag(BF16_GRADIENTS):
+        return "bf16"
+    whole = _said(settings, FP32_GRADIENTS)
+    return None if whole is None else "fp32" if whole else "bf16"
+
+
+def _said(settings: MegatronSettings, *names: str) -> bool | None:
+    """Whether one of these switches is on; None where none of them is named."""
+    return any(settings.flag(name) for name in names) if any(settings.given(name) for name in names) else None
 
 
 def _bits(dtype: object) -> int:
