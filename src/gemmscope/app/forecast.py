@@ -10,7 +10,17 @@ from typing import Any
 from gemmscope import signals
 from gemmscope.app.bench import DEFAULT_CHOICES, Shape, check_shape
 from gemmscope.app.choose import BACKEND_OF, Choices
-from gemmscope.app.model import SIZES, LinearCases, ModelRun, RankWorkload, linear_cases, load_model, model_run, rank_workload
+from gemmscope.app.model import (
+    SIZES,
+    LinearCases,
+    ModelRun,
+    RankWorkload,
+    as_frameworks_run,
+    linear_cases,
+    load_model,
+    model_run,
+    rank_workload,
+)
 from gemmscope.app.progress import QUIET, Reporter
 from gemmscope.bench.findings import linear_findings
 from gemmscope.errors import UserError, closest, in_python, option, shown
@@ -23,6 +33,7 @@ from gemmscope.forecast.linear_results import forecast_linears, misaligned
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory_results import memory_findings, recipe_memory
 from gemmscope.forecast.network import network_of
+from gemmscope.forecast.pipeline import bubble_findings
 from gemmscope.forecast.step import StepForecast, forecast_step
 from gemmscope.forecast.sweep import Configuration, forecast_sweep
 from gemmscope.forecast.training import gemm_format
@@ -76,7 +87,7 @@ def forecast(
     """
     chips, known_state = _chips(gpus), _state(state)
     networks = {chip.name: network_of(chip, network, nvlink_domain) for chip in chips}
-    job = _on_gpus(job, gpu_count)
+    job = _on_gpus(as_frameworks_run(job) if job is not None else None, gpu_count)
     known_gpus = gpu_count if job is None or job.run.dp is None else job.run.gpus
     budgets = _budgets(chips, tokens, known_gpus, price) if tokens is not None or price is not None else {}
     by_gpu = _choose_recipes(chips, choices, job.source.framework if job is not None else "")
@@ -327,6 +338,7 @@ def _findings(linears: Linears, step: StepTimes | None, subject: RankWorkload | 
         winner = step.winner
         if winner is not None and winner.best != BASELINE and (rivals := [name for name in winner.rivals if name != BASELINE]):
             yield finding("too-close-to-call", recipe=winner.best, over=rivals, what="the training step")
+        yield from bubble_findings(step, subject.run) if subject is not None else ()
     yield from linear_findings(linears)
     yield from misaligned(linears.cases, linears.recipes, _heads(subject))
 
@@ -412,7 +424,9 @@ def _described(
     source = load(tuple((name, value) for name, value in values.items() if name in SIZES))
     if source.model is None:
         raise UserError(f"{source.origin} is traced: it cannot be varied", "give a model that has a closed form")
-    described = model_run(source, **{**run, **{name: value for name, value in values.items() if name not in SIZES}})
+    described = as_frameworks_run(
+        model_run(source, **{**run, **{name: value for name, value in values.items() if name not in SIZES}})
+    )
     check(source.model, described.run)
     _check_schedule(source, described.run)
     return source.model, described.run

@@ -6,6 +6,7 @@ from itertools import combinations
 
 from gemmscope import units
 from gemmscope.document.common import batch_lines, command_facts, model_facts, same_model, subject
+from gemmscope.document.exchanges import exchange_table
 from gemmscope.document.linears import linears_answer, linears_sections, linears_speedups, linears_times
 from gemmscope.document.linears_summary import linears_summary
 from gemmscope.document.memory import memory_table
@@ -226,6 +227,8 @@ def _gpu_sections(gpu: GpuForecast, *, several: bool) -> Iterator[Section]:
         chart = step_chart(gpu.step, prefix=prefix)
         charts = [replace(chart, figure=True)] if chart is not None else []
         blocks: tuple[Block, ...] = (*charts, *waterfalls(gpu.step, prefix=prefix), *_pairs(gpu.step, prefix))
+        if (exchanged := exchange_table(gpu.step, prefix)) is not None:
+            blocks = (*blocks, exchanged)
         yield Section(f"{prefix}Training step", blocks, gpu=gpu.gpu if several else "")
     if gpu.memory:
         yield Section(f"{prefix}Memory of one GPU", (memory_table(gpu, prefix),), gpu=gpu.gpu if several else "")
