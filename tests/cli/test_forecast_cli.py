@@ -160,10 +160,11 @@ def test_what_does_not_fit_is_not_priced(run: Run) -> None:
 
 
 def test_a_sweep_says_what_does_not_fit(run: Run) -> None:
-    [swept] = result(run, "--preset llama-3.1-405b --micro-batch-size 1 --sequence-length 8k --gpu h100 --sweep tp=1,8").sweeps
-    assert [(point.winner, bool(point.unfit), "does not fit" in point.why_not) for point in swept.points] == [(None, True, True)] * 2
+    large = "forecast --preset llama-3.1-405b --micro-batch-size 1 --sequence-length 8k --gpu h100 --sweep tp=1,8"
+    [swept] = result(run, large).sweeps
+    assert all(point.winner is None and point.unfit and "does not fit" in point.why_not for point in swept.points)
     assert [found.code for found in swept.findings] == ["sweep-does-not-fit"]
-    mixed = "--preset llama-3.1-8b --sequence-length 8k --gpu h200 --sweep micro_batch_size=1,2,4"
+    mixed = "forecast --preset llama-3.1-8b --sequence-length 8k --gpu h200 --sweep micro_batch_size=1,2,4"
     [swept] = result(run, mixed).sweeps
     assert [point.winner is None for point in swept.points] == [False, False, True]
     assert "FORECAST, not measured: micro_batch_size of llama-3.1-8b varied on h200" in run(mixed).out
@@ -171,8 +172,8 @@ def test_a_sweep_says_what_does_not_fit(run: Run) -> None:
 
 def test_more_micro_batches_change_what_comes_once_per_step(run: Run) -> None:
     """The help's example of a cost: the same decision with 1 and 16 micro-batches per step, and a note on what differs."""
-    line = "--preset llama-3.1-70b --micro-batch-size 1 --sequence-length 8k --tp 8 --sequence-parallel --gpu h200,b300 --tokens 2T "
-    line += "--gpus 256 --price h200=2.5,b300=4 --gradient-accumulation"
+    line = "forecast --preset llama-3.1-70b --micro-batch-size 1 --sequence-length 8k --tp 8 --sequence-parallel --gpu h200,b300"
+    line += " --tokens 2T --gpus 256 --price h200=2.5,b300=4 --gradient-accumulation"
     costs = {}
     for batches in (1, 16):
         found = result(run, f"{line} {batches}")

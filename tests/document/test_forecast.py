@@ -92,7 +92,7 @@ def test_findings_of_one_gpu_carry_its_name() -> None:
 def test_the_cost_of_the_run_is_one_table() -> None:
     costs = table(document(several_gpus()), "FORECAST: Cost of the full run")
     assert set(column(costs, "GPU")) == {"b300", "h200", "a100"}  # it does not fit on an L40S
-    assert "2.5, 4 per GPU-hour" in costs.note
+    assert "4, 2.5 per GPU-hour" in costs.note
     assert "Restarts are not included" in costs.note
 
 
