@@ -1,6 +1,6 @@
 """Derives the operations of one micro-batch on one rank from a model and a run, in closed form.
 
-Read `_layer` first: it lists the operations of a transformer layer in the order they run.
+Read `layer_ops` first: it lists the operations of a transformer layer in the order they run.
 """
 
 from collections import Counter
@@ -99,14 +99,14 @@ def _findings(model: ModelSpec, run: RunSpec, stage: int, ops: tuple[Op, ...]) -
 def _stage(model: ModelSpec, run: RunSpec, stage: int, first: int, last: int) -> Iterator[Op]:
     """One pipeline stage, layers[first:last]: the first stage also has the embedding, the last one the head."""
     if stage == 0:
-        yield from _embedding(model, run)
+        yield from embedding_ops(model, run)
     groups = list(model.layer_groups(first, last))
     for layer, count in groups:
         section = _section([group for group, _ in groups], layer)
-        for op in _layer(model, layer, run):
+        for op in layer_ops(model, layer, run):
             yield replace(op, count=op.count * count, section=section)
     if stage == run.pp - 1:
-        yield from _head(model, run)
+        yield from head_ops(model, run)
 
 
 def _section(layers: list[LayerSpec], layer: LayerSpec) -> str:
@@ -118,7 +118,7 @@ def _section(layers: list[LayerSpec], layer: LayerSpec) -> str:
     return kind if len(similar) == 1 else f"{kind} {'abcdefghijklmnopqrstuvwxyz'[similar.index(layer) % 26]}"
 
 
-def _embedding(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
+def embedding_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
     if model.vocab_size is None:
         return
     vocab, width = sharding.padded_vocab(model.vocab_size, run) // run.tp, model.embedding_width
@@ -136,7 +136,7 @@ def _embedding_projection(model: ModelSpec, run: RunSpec, name: str, inputs: int
     return replace(_linear(name, run, inputs, outputs, bias=model.embedding_projection_bias), copies=run.tp)
 
 
-def _layer(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
+def layer_ops(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
     """The operations of one transformer layer in the order they run. `forward_runs` is 2 for recomputed ones."""
     runs = 2 if run.recompute == "full" else 1
     yield replace(_norm(model, run, "Norm", model.hidden_size), count=layer.norms, forward_runs=runs)
@@ -236,7 +236,7 @@ def _moe(model: ModelSpec, spec: MoeSpec, run: RunSpec) -> Iterator[Op]:
             yield _on_sequence_shard(_linear("Shared Expert Scale", run, hidden, 1), run)
 
 
-def _head(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
+def head_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
     if model.final_norm:
         yield _norm(model, run, "Final Norm", model.hidden_size, HEAD)
     if model.vocab_size is None or not model.head_output:

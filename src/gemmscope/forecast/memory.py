@@ -1,0 +1,381 @@
+"""Memory of one GPU in training: weights, gradients, optimizer states, activations and buffers of the rank that needs most.
+
+Everything follows from sizes, the layout and what frameworks do (Megatron-LM, torchtitan); the rest is in `coefficients/memory.toml`.
+`RankMemory.total` is the usual case. `least` and `most` bound what other settings of the same layout need, such as
+BF16 gradients, a fused cross entropy or a fragmented allocator: a layout cannot fit only where even `least` is too much.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+from gemmscope.forecast.training import NEVER_QUANTIZED
+from gemmscope.gpu.specs import GpuSpec
+from gemmscope.model.spec import LayerSpec, ModelSpec, Recompute, RunSpec
+from gemmscope.recipe.recipes import Recipe, recipe
+from gemmscope.toml import load_data
+from gemmscope.workload.derive import embedding_ops, head_ops, layer_ops
+from gemmscope.workload.ops import ELEMENT_BYTES, Activation, Attention, GroupedLinear, Linear, Loss, Norm, Op
+from gemmscope.workload.sharding import stage_layers
+
+Fit = Literal["fits", "may not fit", "does not fit"]
+FP32_BYTES = 4
+ROUTER_BYTES = 9  # per token and expert: FP32 logits and probabilities, and the map of who goes where
+MODELS_KEPT = 16
+
+# Linears that read the same tensor: it is kept once. Tensor parallelism with sequence parallelism keeps this rank's part of it.
+_ATTENTION_INPUT = ("QKV Proj", "Q Proj", "K Proj", "V Proj", "Q Down Proj", "KV Down Proj")
+_MLP_INPUT = ("MLP Gate+Up", "MLP Gate", "MLP Up", "Router", "Shared Expert Gate+Up", "Shared Expert Gate", "Shared Expert Up",
+              "Shared Expert Scale")  # fmt: skip
+_LATENT_INPUT = ("Q Up Proj", "KV Up Proj")
+_EXPERT_INPUT = ("Expert Gate+Up", "Expert Gate", "Expert Up")
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of the rank that needs most, in the usual case; `stage` is its pipeline stage."""
+
+    weights: float
+    gradients: float
+    master_weights: float
+    moments: float
+    activations: float
+    quantized_copies: float
+    communication_buffers: float
+    workspace: float  # logits and loss, or the gradients of one layer's activations: whichever is more
+    reserve: float  # CUDA context, libraries, allocator
+    least: float
+    most: float
+    stage: int = 0
+    in_flight: float = 1.0  # micro-batches whose activations are held
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, row) for row in ROWS)
+
+    def fit(self, chip: GpuSpec) -> Fit:
+        """Whether it fits: certainly not where even the least is too much."""
+        available = memory_bytes(chip)
+        if self.least > available:
+            return "does not fit"
+        return "may not fit" if self.most > available else "fits"
+
+
+ROWS = (
+    "weights", "gradients", "master_weights", "moments", "activations", "quantized_copies", "communication_buffers", "workspace",
+    "reserve",
+)  # fmt: skip
+
+
+def rank_memory(model: ModelSpec, run: RunSpec, recipe_name: str, chip: GpuSpec) -> RankMemory:
+    """Memory of the rank that needs most, on any stage of the pipeline.
+
+    >>> from gemmscope.gpu.specs import gpu
+    >>> from gemmscope.model import presets
+    >>> run = RunSpec(micro_batch_size=1, sequence_length=8192, tp=2, sequence_parallel=True, dp=4)
+    >>> rank_memory(presets.load("llama-3.1-8b").model, run, "FP8Current", gpu("h100")).fit(gpu("h100"))
+    'fits'
+    """
+    return memory_of(model).rank(run, recipe_name, chip)
+
+
+_models: "OrderedDict[int, ModelMemory]" = OrderedDict()
+
+
+def memory_of(model: ModelSpec) -> "ModelMemory":
+    """What is known of this model's memory, kept between calls: a search asks for thousands of layouts of one model."""
+    known = _models.get(id(model))
+    if known is None or known.model is not model:
+        known = _models[id(model)] = ModelMemory(model)
+        while len(_models) > MODELS_KEPT:
+            _models.popitem(last=False)
+    return known
+
+
+@cache
+def facts() -> dict[str, Any]:
+    """What does not follow from sizes."""
+    return load_data("gemmscope.forecast", "coefficients/memory.toml")
+
+
+def memory_bytes(chip: GpuSpec) -> float:
+    """The memory of a GPU as its driver reports it.
+
+    >>> from gemmscope.gpu.specs import gpu
+    >>> round(memory_bytes(gpu("h100")) / 1e9, 1)
+    85.5
+    """
+    mib = facts()["total_mib"].get(chip.name)
+    return float(mib * 2**20 if mib is not None else chip.memory_gb * 1e9)
+
+
+class Block(NamedTuple):
+    """One layer, the embedding or the head on one rank: parameters, and bytes that one micro-batch keeps for backward."""
+
+    dense: int = 0  # parameters outside of the experts
+    experts: int = 0
+    quantized: int = 0  # weights of linears that recipes quantize, in and outside of experts
+    quantized_experts: int = 0
+    kept: float = 0.0  # by everything but linears
+    context: float = 0.0  # of `kept`, what attention writes: recomputed where recomputation is selective
+    inputs: float = 0.0  # of linears in high precision; a tensor that several read counts once
+    plain: float = 0.0  # of `inputs`, those of linears that are never quantized
+    elements: float = 0.0  # that quantized linears read: each keeps its own copy
+    recomputable: float = 0.0  # of `inputs`, what norms and activations can compute again
+    recomputable_elements: float = 0.0
+    first: float = 0.0  # the input of the layer
+    transient: float = 0.0  # gradients of activations at the widest point
+    exchanged: float = 0.0  # buffers of dispatch, gathered inputs, received keys and values
+    combined: float = 0.0  # outputs of experts, kept where their weights are applied afterwards
+    logits: float = 0.0
+
+    @property
+    def parameters(self) -> int:
+        return self.dense + self.experts
+
+
+class ModelMemory:
+    """The memory of one model in any layout. What a layer keeps is computed once for each way to split it."""
+
+    def __init__(self, model: ModelSpec) -> None:
+        self.model = model
+        kinds = dict.fromkeys({id(layer): layer for layer in model.layers}.values())
+        self._kinds: list[LayerSpec] = list(kinds)
+        index = {layer: position for position, layer in enumerate(self._kinds)}
+        by_id = {id(layer): index[layer] for layer in model.layers}
+        self._order = [by_id[id(layer)] for layer in model.layers]
+        self._blocks: dict[tuple[Any, ...], tuple[list[Block], Block, Block]] = {}
+        self._stages: dict[tuple[Any, ...], list[tuple[int, list[int]]]] = {}
+
+    def blocks(self, run: RunSpec) -> tuple[list[Block], Block, Block]:
+        """Every kind of layer, the embedding and the head."""
+        key = (
+            run.micro_batch_size, run.sequence_length, run.tp, run.cp, run.ep, run.etp, run.sequence_parallel, run.pp > 1,
+            run.sequence_parallel_linears, run.imbalance, run.vocab_multiple, run.separate_projections,
+        )  # fmt: skip
+        known = self._blocks.get(key)
+        if known is None:
+            plain = replace(run, recompute="none")
+            layers = [_block(layer_ops(self.model, layer, plain), plain, self.model.hidden_size) for layer in self._kinds]
+            embedding = _block(embedding_ops(self.model, plain), plain, self.model.hidden_size)
+            head = _block(head_ops(self.model, plain), plain, self.model.hidden_size)
+            known = self._blocks[key] = layers, embedding, head
+        return known
+
+    def stages(self, run: RunSpec) -> list[tuple[int, list[int]]]:
+        """The first of every kind of pipeline stage, with how many layers of each kind it has. Earlier stages hold more."""
+        key = (run.pp, run.pp_layers)
+        known = self._stages.get(key)
+        if known is None:
+            kinds: dict[tuple[Any, ...], tuple[int, list[int]]] = {}
+            for stage, (first, last) in enumerate(stage_layers(self.model, run)):
+                chosen = self._order[first:last]
+                counts = [chosen.count(kind) for kind in range(len(self._kinds))]
+                kinds.setdefault((stage == 0, stage == run.pp - 1, *counts), (stage, counts))
+            known = self._stages[key] = list(kinds.values())
+        return known
+
+    def rank(self, run: RunSpec, recipe_name: str, chip: GpuSpec) -> RankMemory:
+        """The stage that needs most."""
+        chosen, copy_bytes = recipe(recipe_name), _copy_bytes(recipe_name, chip.architecture)
+        layers, embedding, head = self.blocks(run)
+        nothing = Block()
+        results = [
+            _stage_memory(
+                run, chosen, copy_bytes, layers, counts, stage,
+                embedding if stage == 0 else nothing, head if stage == run.pp - 1 else nothing,
+            )
+            for stage, counts in self.stages(run)
+        ]  # fmt: skip
+        return max(results, key=lambda memory: memory.total) if len(results) > 1 else results[0]
+
+
+@cache
+def _copy_bytes(recipe_name: str, architecture: str) -> float:
+    """Bytes per weight of its quantized copies. On Blackwell one copy of a tensor-scaled weight serves both directions."""
+    chosen = recipe(recipe_name)
+    halved = chosen.scales == "tensor" and architecture.startswith("10.")
+    return chosen.weight_copy_bytes / (2 if halved else 1)
+
+
+def in_flight(run: RunSpec, stage: int) -> float:
+    """Micro-batches whose activations a stage holds at once: 1F1B, or interleaved with virtual stages as in Megatron.
+
+    >>> run = RunSpec(micro_batch_size=1, sequence_length=8, pp=4, gradient_accumulation=8)
+    >>> in_flight(run, 0), in_flight(run, 3), in_flight(replace(run, vp=2), 0)
+    (4, 1, 5.5)
+    """
+    batches = run.gradient_accumulation
+    if run.vp == 1 or run.pp == 1:
+        return min(run.pp - stage, batches)
+    chunks = 2 * (run.pp - stage - 1) + (run.vp - 1) * run.pp + 1
+    return min(chunks, batches * run.vp) / run.vp
+
+
+def _block(ops: Iterable[Op], run: RunSpec, hidden: int) -> Block:
+    """What the ops of one layer (or the embedding, or the head) hold."""
+    dense = experts = quantized = quantized_experts = 0
+    kept = context = elements = recomputable_elements = transient = combined = logits = exchanged = 0.0
+    inputs: dict[str, float] = {}
+    plain: dict[str, float] = {}
+    sharded = run.tp if run.sequence_parallel else 1
+    first = run.tokens / sharded * hidden * ELEMENT_BYTES
+    for op in ops:
+        if isinstance(op, GroupedLinear):
+            experts += op.parameters * op.count
+        else:
+            dense += op.parameters * op.count
+        if isinstance(op, Linear):
+            key, size = _input(op, sharded)
+            inputs[key] = max(inputs.get(key, 0.0), size * op.count)
+            if op.name in NEVER_QUANTIZED or op.section:
+                plain[key] = max(plain.get(key, 0.0), size * op.count)
+            else:
+                elements += size * op.count
+                weights = op.groups * op.inputs * op.outputs * op.count
+                quantized += weights
+                if isinstance(op, GroupedLinear):
+                    quantized_experts += weights
+                if key in ("attention", "mlp", "activated", "expert activated"):
+                    recomputable_elements += size * op.count
+            if op.name == "Router":
+                kept += op.tokens * op.outputs * ROUTER_BYTES
+            if op.name == "Expert Down":
+                combined = op.tokens * op.outputs * ELEMENT_BYTES
+                exchanged = 2 * combined if run.ep > 1 else 0.0
+        elif isinstance(op, Attention):
+            rows, dims = op.batch * op.queries, op.head_dim + op.value_dim
+            kept += rows * op.kv_heads * dims * ELEMENT_BYTES + rows * op.heads * op.head_dim * ELEMENT_BYTES
+            context = rows * op.heads * op.value_dim * ELEMENT_BYTES
+            kept += context + rows * op.heads * FP32_BYTES
+            exchanged += 2 * rows * op.kv_heads * dims * ELEMENT_BYTES if run.cp > 1 else 0.0
+        elif isinstance(op, Loss):
+            logits = op.rows * op.width
+        elif isinstance(op, Activation):
+            read = (op.forward_tensors - 1) * op.rows * op.width * ELEMENT_BYTES
+            kept += read * op.count
+            transient = max(transient, read + op.rows * op.width * ELEMENT_BYTES)
+        elif isinstance(op, Norm):
+            kept += op.rows * op.width * ELEMENT_BYTES * op.count
+    if run.tp > 1:
+        exchanged += 2 * run.tokens * hidden * ELEMENT_BYTES
+    return Block(
+        dense, experts, quantized, quantized_experts, kept, context,
+        sum(size * ELEMENT_BYTES for key, size in inputs.items() if key != "context"),
+        sum(size * ELEMENT_BYTES for key, size in plain.items()),
+        elements,
+        sum(size * ELEMENT_BYTES for key, size in inputs.items() if key in ("attention", "mlp", "activated", "expert activated")),
+        recomputable_elements, first, transient + 2 * first, exchanged, combined, logits,
+    )  # fmt: skip
+
+
+def _input(op: Linear, sharded: int) -> tuple[str, float]:
+    """Which tensor a linear reads, and how many elements of it this rank keeps."""
+    size = float(op.tokens * op.inputs)
+    if op.name == "Attn Out":
+        return "context", size  # what attention keeps anyway
+    if op.name in _ATTENTION_INPUT:
+        return "attention", size / (sharded if "Down" not in op.name else 1)
+    if op.name in _MLP_INPUT:
+        return "mlp", size / (sharded if op.name not in ("Router", "Shared Expert Scale") else 1)
+    if op.name in _LATENT_INPUT:
+        return op.name, size / sharded
+    if op.name in _EXPERT_INPUT:
+        return "expert", size
+    if op.name.endswith(" Down"):
+        return "expert activated" if op.name == "Expert Down" else "activated", size
+    return op.name, size / (sharded if op.name == "LM Head" else 1)
+
+
+def _kept(block: Block, run: RunSpec, chosen: Recipe, recompute: Recompute | None = None) -> tuple[float, float]:
+    """Bytes that one micro-batch keeps for the backward pass of one layer in this recipe: the usual, and the least."""
+    recompute = recompute or run.recompute
+    if recompute == "full":
+        return block.first, block.first
+    if chosen.quantizes and chosen.kept_bytes < ELEMENT_BYTES:
+        linears = block.plain + block.elements * chosen.kept_bytes
+        attention = block.context if recompute == "none" else 0.0
+        spared = block.recomputable_elements * chosen.kept_bytes
+    else:
+        linears, attention, spared = block.inputs, block.context, block.recomputable
+    kept = block.kept - block.context + attention + linears
+    return kept, kept - spared if recompute == "selective" else kept
+
+
+def shards(run: RunSpec) -> tuple[int, int]:
+    """Ranks that share optimizer states (and more) of the weights outside of the experts, and of the experts."""
+    if run.zero_stage == 0:
+        return 1, 1
+    dense = run.data_parallel * run.cp
+    experts = max(run.tp * dense // (run.ep * run.expert_tp), 1)
+    most = run.zero_ranks or dense * run.tp
+    return min(dense, most), min(experts, most)
+
+
+def _stage_memory(
+    run: RunSpec, chosen: Recipe, copy_bytes: float, layers: Sequence[Block], counts: Sequence[int], stage: int,
+    embedding: Block, head: Block,
+) -> RankMemory:  # fmt: skip
+    """One pipeline stage: `counts` layers of each kind, with the embedding or the head where it has them."""
+    known, zero = facts(), run.zero_stage
+    parts = [(block, count) for block, count in zip(layers, counts, strict=True) if count]
+    ends = (embedding, head)
+    dense = sum(block.dense * count for block, count in parts) + embedding.dense + head.dense
+    experts = sum(block.experts * count for block, count in parts)
+    dense_shards, expert_shards = shards(run)
+    shared = dense / dense_shards + experts / expert_shards
+    whole = dense + experts
+    fp32 = run.state_precision == "fp32"
+    largest = max([block.parameters for block, _ in parts] + [block.parameters for block in ends])
+
+    gradient_bytes = FP32_BYTES if fp32 else ELEMENT_BYTES
+    weights = shared * (FP32_BYTES if fp32 else ELEMENT_BYTES) if zero == 3 else whole * ELEMENT_BYTES
+    gradients = gradient_bytes * (shared if zero >= 2 else whole)
+    master = shared * FP32_BYTES if fp32 and zero < 3 else 0.0
+    moments = 2 * shared * (FP32_BYTES if fp32 else ELEMENT_BYTES)
+
+    quantized = sum(block.quantized * count for block, count in parts) if chosen.quantizes else 0
+    gathered = known["gathered"]["layers"]
+    copies = quantized * copy_bytes
+    if quantized and zero == 3:  # they last as long as the gathered weights
+        copies = min(copies, gathered * copy_bytes * max(block.quantized for block, _ in parts))
+
+    held = in_flight(run, stage)
+    kept = [_kept(block, run, chosen) for block, _ in parts]
+    usual, least_kept = (sum(sizes[side] * count for sizes, (_, count) in zip(kept, parts, strict=True)) for side in (0, 1))
+    at_ends = embedding.kept + head.kept + head.inputs
+    activations = usual * held + at_ends
+    least_activations = least_kept * held + at_ends
+    combined = 0.0 if run.recompute == "full" else held * sum(block.combined * count for block, count in parts)
+
+    backward = max((block.transient for block, _ in parts), default=0.0)
+    if run.recompute == "full":
+        backward += max((_kept(block, run, chosen, "none")[0] for block, _ in parts), default=0.0)
+    loss = known["logit_bytes"]
+    workspace = max(head.logits * loss["usual"], backward)
+    most_workspace = max(head.logits * loss["most"], backward)
+    least_workspace = max(head.logits * loss["least"], backward)
+
+    buffers = max((block.exchanged for block, _ in parts), default=0.0)
+    buffers += 2 * parts[0][0].first if run.pp > 1 and parts else 0.0
+    if zero == 3 and whole > shared:
+        buffers += largest * (gathered * ELEMENT_BYTES + gradient_bytes)
+    elif zero == 2 and whole > shared:
+        buffers += largest * gradient_bytes
+    gpus = run.tp * run.cp * run.pp * run.data_parallel
+    reserve = known["reserve_gb"]["usual" if gpus == 1 else "usual_several_gpus"] * 1e9
+
+    # Settings that frameworks also have: gradients in BF16, weights kept in the quantized format alone, a fused loss.
+    spared = gradients / 2 if fp32 else 0.0
+    if copies and zero < 3 and fp32:
+        spared += quantized * ELEMENT_BYTES
+    least = weights + gradients + master + moments + copies + least_activations + least_workspace - spared
+    least += known["reserve_gb"]["least"] * 1e9
+    most = weights + gradients + master + moments + max(copies, quantized * copy_bytes) + most_workspace
+    most += (activations + combined + buffers + gradients) * (1 + known["fragmentation"]["most"]) - gradients
+    most += known["reserve_gb"]["most"] * 1e9
+    return RankMemory(
+        weights, gradients, master, moments, activations, copies, buffers, workspace, reserve, least, most, stage, held
+    )
