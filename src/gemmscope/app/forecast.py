@@ -373,3 +373,20 @@ def _described(
     described = model_run(source, **{**run, **{name: value for name, value in values.items() if name not in SIZES}})
     check(source.model, described.run)
     return source.model, described.run
+
+
+choose_recipes, known_state = _choose_recipes, _state
+
+
+def one_chip(name: str | Sequence[str]) -> GpuSpec:
+    """The only GPU that was named."""
+    chips = _chips([name] if isinstance(name, str) else name)
+    if len(chips) > 1:
+        raise UserError(f"a plan is for one type of GPU, not for {', '.join(chip.name for chip in chips)}", "plan each by itself")
+    return chips[0]
+
+
+def common_fields(command: str, state: State) -> dict[str, Any]:
+    """What every forecast has."""
+    fields = _common(command, state, 1)
+    return {name: fields[name] for name in ("command", "coefficients", "state")}

@@ -25,6 +25,7 @@ Rule = Literal[
 ]
 RULES: tuple[Rule, ...] = get_args(Rule)
 OF_SPLITS: tuple[Rule, ...] = ("domain", "gpus", "heads", "layers", "context", "experts")
+LISTS: dict[str, tuple[Any, ...]] = {"recompute": RECOMPUTE, "zero": (0, 1, 2, 3)}
 AXES = ("tp", "pp", "vp", "cp", "ep", "etp", "micro_batch_size", "recompute", "zero")
 
 
@@ -159,6 +160,16 @@ def pipeline_layers(layers: int, pp: int) -> tuple[int, ...] | None:
     return (*(each,) * (pp - 1), last) if last > 0 else None
 
 
+def virtual_layers(layers: int, pp: int) -> int:
+    """The layers of a stage that virtual stages divide. The embedding and the head count as layers where these make the stages
+    equal; stages that stay unequal have no virtual ones.
+
+    >>> virtual_layers(80, 8), virtual_layers(126, 8), virtual_layers(61, 4)
+    (10, 16, 1)
+    """
+    return layers // pp if layers % pp == 0 else (layers + 2) // pp if (layers + 2) % pp == 0 else 1
+
+
 def _run(task: Task, space: Space, split: Mapping[str, Any], **rest: Any) -> RunSpec:
     parallel = {"sequence_parallel": split["tp"] > 1}
     return RunSpec(**{**parallel, **space.settings, "sequence_length": task.sequence_length, **split, **rest})
@@ -189,7 +200,7 @@ def _virtual_stages(
 ) -> Iterator[int]:
     """How many pieces a stage can consist of. The interleaved schedule needs a multiple of pp micro-batches."""
     pp = split["pp"]
-    stage = len(task.model.layers) // pp if "pp_layers" not in split else 1
+    stage = virtual_layers(len(task.model.layers), pp)
     for virtual in space.values("vp", divisors(stage) if pp > 1 else (1,)):
         if virtual > 1 and (pp == 1 or stage % virtual or batches % pp):
             pruning.add("virtual", f"vp {virtual}: pp {pp}, {batches} micro-batches")

@@ -19,6 +19,8 @@ from gemmscope import signals
 from gemmscope.forecast.estimate import Estimate
 from gemmscope.forecast.layouts import OF_SPLITS, RULES, Pruning, Space, Task, layouts
 from gemmscope.forecast.linears import Forecaster
+from gemmscope.forecast.memory import memory_bytes, rank_memory
+from gemmscope.forecast.network import Network
 from gemmscope.forecast.pool import computed
 from gemmscope.forecast.step import StepEstimate, StepForecast
 from gemmscope.interval import Interval
@@ -43,6 +45,7 @@ class Candidate(NamedTuple):
     recipe: str
     step: StepEstimate
     memory_gb: float
+    tight: bool
 
 
 class Smallest(NamedTuple):
@@ -83,6 +86,7 @@ def run_searches(
     forecaster: Forecaster,
     searches: Sequence[Search],
     recipes: Sequence[str],
+    network: Network,
     held: signals.Held,
     on_layouts: Callable[[int], None] = lambda _: None,
 ) -> bool:
@@ -93,7 +97,7 @@ def run_searches(
     places = [(search, first) for search, each in enumerate(searches) for first in range(0, len(each.runs), AT_A_TIME)]
     runs = sum(len(search.runs) for search in searches)
     cores = min(os.cpu_count() or 1, MOST_CORES) if runs >= WORTH_SHARING else 1
-    function, done = partial(_share, forecaster, searches, recipes), 0
+    function, done = partial(_share, forecaster, searches, recipes, network), 0
     for share in computed(function, _spread(places), cores if cores > 1 else 0, held):
         search = searches[share.search]
         search.candidates += share.candidates
@@ -110,7 +114,9 @@ def _spread(places: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return [place for stride in range(strides) for place in places[stride::strides]]
 
 
-def _share(forecaster: Forecaster, searches: Sequence[Search], recipes: Sequence[str], place: tuple[int, int]) -> _Share:
+def _share(
+    forecaster: Forecaster, searches: Sequence[Search], recipes: Sequence[str], network: Network, place: tuple[int, int]
+) -> _Share:
     collecting = gc.isenabled()
     gc.disable()  # as in sweeps: many tuples without cycles
     try:
@@ -118,11 +124,11 @@ def _share(forecaster: Forecaster, searches: Sequence[Search], recipes: Sequence
         search = searches[number]
         runs = search.runs[first : first + AT_A_TIME]
         share = _Share(number, [], Pruning(), None, len(runs) * len(recipes))
-        wanted = list(_that_fit(search, first, runs, recipes, forecaster, share))
+        wanted = list(_that_fit(search, first, runs, recipes, forecaster, network, share))
         forecaster.prepare((case for step, _ in wanted for case in step.cases), [BASELINE, *recipes])
         for step, needed in wanted:
-            for (run, name), memory_gb in needed.items():
-                share.candidates.append(Candidate(run, name, step.step(name), memory_gb))
+            for (run, name), memory in needed.items():
+                share.candidates.append(Candidate(run, name, step.step(name), *memory))
         forecaster.forget(beyond=MOST_KEPT)
     finally:
         if collecting:
@@ -131,10 +137,16 @@ def _share(forecaster: Forecaster, searches: Sequence[Search], recipes: Sequence
 
 
 def _that_fit(
-    search: Search, first: int, runs: Sequence[RunSpec], recipes: Sequence[str], forecaster: Forecaster, share: _Share
-) -> Iterator[tuple[StepForecast, dict[tuple[int, str], float]]]:
-    """The runs that fit in some recipe, with the memory of each: (run, recipe) → GB."""
-    model, chip = search.task.model, forecaster.chip
+    search: Search,
+    first: int,
+    runs: Sequence[RunSpec],
+    recipes: Sequence[str],
+    forecaster: Forecaster,
+    network: Network,
+    share: _Share,
+) -> Iterator[tuple[StepForecast, dict[tuple[int, str], tuple[float, bool]]]]:
+    """The runs that fit in some recipe, with the memory of each: (run, recipe) → GB, and whether it is tight."""
+    model, chip, available = search.task.model, forecaster.chip, memory_bytes(forecaster.chip)
     place = first
     for _, alike in groupby(runs, key=_same_ops):
         workload: Workload | None = None
@@ -145,13 +157,13 @@ def _that_fit(
                 if reason := step.why_not(name):
                     share.pruning.add("recipe", f"{name}: {reason}")
                     continue
-                memory_gb = needed_gb(step, name)
-                found = Smallest(memory_gb, place, name)
+                memory = rank_memory(model, run, name, chip)
+                found = Smallest(memory.total / 1e9, place, name)
                 share.smallest = min(share.smallest or found, found)
-                if memory_gb > chip.memory_gb:
-                    share.pruning.add("memory", f"{_name(run)} in {name} needs {memory_gb:.0f} GB")
+                if memory.total > available:
+                    share.pruning.add("memory", f"{_name(run)} in {name} needs {memory.total / 1e9:.0f} GB")
                 else:
-                    needed[place, name] = memory_gb
+                    needed[place, name] = memory.total / 1e9, memory.most > available
             if needed:
                 yield step, needed
             place += 1
@@ -166,11 +178,6 @@ def _name(run: RunSpec) -> str:
     sizes = {"tp": run.tp, "pp": run.pp, "vp": run.vp, "cp": run.cp, "ep": run.ep}
     parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
     return ", ".join([*parts, f"micro-batch {run.micro_batch_size}"])
-
-
-def needed_gb(step: StepForecast, name: str) -> float:
-    """The memory that the busiest rank needs."""
-    return 0.0
 
 
 def ranked(search: Search, forecaster: Forecaster) -> list[PlanLayout]:
@@ -192,7 +199,7 @@ def ranked(search: Search, forecaster: Forecaster) -> list[PlanLayout]:
                 recipe=each.recipe, tp=run.tp, cp=run.cp, pp=run.pp, vp=run.vp, ep=run.ep, etp=run.expert_tp, dp=run.data_parallel,
                 micro_batch_size=run.micro_batch_size, micro_batches=run.gradient_accumulation, recompute=run.recompute,
                 zero=run.zero_stage, pp_layers=run.pp_layers, step_ms=step_ms, tokens_per_s=_rate(step_ms, tokens * 1000),
-                mfu=flops / step_ms.value / 1e9 / forecaster.chip.tflops["bf16"], memory_gb=each.memory_gb,
+                mfu=flops / step_ms.value / 1e9 / forecaster.chip.tflops["bf16"], memory_gb=each.memory_gb, tight=each.tight,
                 slowdown=slowdown(best, each, search.runs, forecaster).interval() if each is not best else None,
                 on_front=id(each) in front, host_bound=each.step.host_bound, parts_ms=each.step.parts_ms if shown else {},
             )

@@ -31,7 +31,9 @@ class PlanLayout(Part):
     """Of one GPU."""
     mfu: float
     memory_gb: float
-    """Of the GPU that needs most."""
+    """Of the GPU that needs most, in the usual case."""
+    tight: bool = False
+    """Some settings, or a fragmented allocator, would need more than the GPU has."""
     slowdown: Interval | None = None
     """Its step over that of the best layout; null for the best itself. Errors that both have alike cancel."""
     on_front: bool = False
