@@ -82,7 +82,7 @@ def forecast(
         times = forecast_linears(forecaster, linears.cases, names, modes, *of_layer, heads=_heads(subject))
         step = None
         if subject is not None and spec is not None:
-            step_forecast = StepForecast(forecaster, spec, subject.run, subject.workload, replicas)
+            step_forecast = StepForecast(forecaster, spec, subject.run, subject.workload)
             step = forecast_step(step_forecast, names, budgets.get(chip.name))
         forecasts.append(
             GpuForecast(
@@ -135,7 +135,7 @@ def sweep(
             for chip in chips:
                 (names, recipe_findings), (adjustment, calibration_findings) = by_gpu[chip.name], calibrated(chip.name)
                 forecaster = Forecaster(chip, known_state, measured=adjustment)
-                swept = forecast_sweep(forecaster, possible, impossible, names, replicas, on_points)
+                swept = forecast_sweep(forecaster, possible, impossible, names, None, on_points)
                 if swept is not None:
                     findings = (*swept.findings, *recipe_findings, *calibration_findings)
                     sweeps.append(swept.model_copy(update={"findings": findings}))

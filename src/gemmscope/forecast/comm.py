@@ -1,23 +1,26 @@
 """Collectives: their time from message size and link, and which ones a split model runs.
 
-Inside a node (or an NVLink domain) times were measured and fitted (`coefficients/collectives.toml`); between nodes they follow
-from the network's bandwidth. What tensor, context and expert parallelism exchange is waited for; gradients of data parallelism
-are exchanged behind the backward pass, as far as that lasts.
+Inside an NVLink domain times were measured and fitted (`coefficients/collectives.toml`); between domains they follow from the
+network's bandwidth. How much of them is hidden behind computation is decided in `overlap`.
+
+Ranks are placed as Megatron-LM places them: those of tensor parallelism are neighbours, then come context, data and pipeline
+parallelism; experts are spread over the same GPUs, those of one expert next to each other.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
+
 from functools import cache
 from math import sqrt
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from gemmscope.forecast.training import facts
+from gemmscope.forecast.network import Network, facts
 from gemmscope.gpu.specs import GpuSpec
-from gemmscope.model.spec import ModelSpec, MoeSpec, RunSpec
+from gemmscope.model.spec import MlpSpec, ModelSpec, MoeSpec, RunSpec
 from gemmscope.toml import load_data
 from gemmscope.workload.ops import ELEMENT_BYTES
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "alltoall"]
-GRADIENTS: tuple[Collective, ...] = ("reduce_scatter", "all_gather")
+ExchangeKind = Literal["tensor", "context", "experts", "stages", "gradients", "weights"]
 NEAREST = {"h200-nvl": "h200", "rtx-5090": "rtx-pro-6000"}
 
 
@@ -26,83 +29,188 @@ def _table() -> dict[str, Any]:
     return load_data("gemmscope.forecast", "coefficients/collectives.toml")
 
 
-def collective_ms(chip: GpuSpec, operation: Collective, ranks: int, message_bytes: float, apart: int = 1) -> float:
-    """One collective of `ranks` GPUs on a message of that many bytes, all ranks' parts together.
+@cache
+def _known(chip: str, operation: Collective, inside: int) -> tuple[float, float, float]:
+    """Launch, ms per root of a byte and ms per byte of a collective of `inside` GPUs of one domain."""
+    known = _table()[NEAREST.get(chip, chip)][operation]
+    nearest = max(int(each) for each in known if int(each) <= max(inside, 2))
+    launch, root, per_byte = known[str(nearest)]
+    scale = ((inside - 1) / inside) / ((nearest - 1) / nearest)  # the share that travels
+    return launch, scale * root, scale * per_byte
+
+
+def collective_ms(
+    chip: GpuSpec, network: Network, operation: Collective, ranks: int, message_bytes: float, apart: int = 1
+) -> float:
+    """One collective of `ranks` GPUs on a message of that many bytes, all ranks' parts together (all-to-all: what one sends).
 
     `apart`: how many GPUs lie from one rank of the group to the next, because other groups are placed closer. Of a domain of 8
     that tensor parallelism of 4 shares, two ranks are left for each group.
 
     >>> from gemmscope.gpu.specs import gpu
-    >>> 0.2 < collective_ms(gpu("h200"), "all_gather", 8, 128e6) < 0.5
+    >>> from gemmscope.forecast.network import network_of
+    >>> h200 = gpu("h200"), network_of(gpu("h200"))
+    >>> 0.2 < collective_ms(*h200, "all_gather", 8, 128e6) < 0.5
     True
-    >>> collective_ms(gpu("h200"), "all_gather", 8, 128e6, apart=8) > 5 * collective_ms(gpu("h200"), "all_gather", 8, 128e6)
+    >>> collective_ms(*h200, "all_gather", 8, 128e6, apart=8) > 5 * collective_ms(*h200, "all_gather", 8, 128e6)
     True
     """
     if ranks < 2 or message_bytes <= 0:
         return 0.0
-    network = facts()["network"]
-    domain = max(network["domain"].get(chip.name, network["domain"]["default"]) // apart, 1)
-    within, inside = 0.0, min(ranks, domain)
+    inside, within = network.inside(ranks, apart), 0.0
     if inside > 1:
-        known = _table()[NEAREST.get(chip.name, chip.name)][operation]
-        nearest = max(int(each) for each in known if int(each) <= inside)
-        launch, root, per_byte = known[str(nearest)]
-        scale = ((inside - 1) / inside) / ((nearest - 1) / nearest)  # the share that travels
-        within = launch + scale * (root * sqrt(message_bytes) + per_byte * message_bytes)
-    if ranks <= domain:
-        return float(within)
-    travels = (2 if operation == "all_reduce" else 1) * message_bytes * (ranks - 1) / ranks
-    shared = 1 if operation == "alltoall" else domain  # the node's ports work together on what its GPUs have in common
-    gbps = network["beyond"].get(chip.name, network["gbps"] * network["reached"])
-    between = network["latency_ms"] + travels / (shared * gbps * 1e6)
-    return float(max(within, between) + network["latency_ms"])
+        launch, root, per_byte = _known(chip.name, operation, inside)
+        share = inside / ranks if operation == "alltoall" else 1.0
+        within = launch + root * sqrt(message_bytes * share) + per_byte * message_bytes * share
+    if inside == ranks:
+        return within
+    travels = message_bytes * (ranks - inside) / ranks * (2 if operation == "all_reduce" else 1)
+    if operation != "alltoall":
+        travels /= inside  # the ports of one domain work together on what its GPUs have in common
+    return max(within, travels / (network.reached_gbps * 1e6)) + 2 * float(facts()["latency_ms"])
 
 
-@dataclass(frozen=True)
-class Communication:
-    """Milliseconds: of one micro-batch, waited for; and of gradients, once a step, before any of it is hidden."""
+class Exchange(NamedTuple):
+    """What one rank exchanges for one reason: milliseconds of one micro-batch (`per_step`: of one step), nothing hidden yet.
 
-    per_micro_batch_ms: float
-    data_ms: float
+    `crosses`: some of it leaves the NVLink domain.
+    """
+
+    kind: ExchangeKind
+    time_ms: float
+    crosses: bool
+    per_step: bool = False
 
 
-def communication(
-    chip: GpuSpec, model: ModelSpec, run: RunSpec, layers: int, parameters: int, dp: int, in_experts: int = 0
-) -> Communication:
-    """What one rank of this layout exchanges. `layers` and `parameters` are those it holds, `in_experts` of them in experts; `dp`
-    replicas share gradients, and so do ranks of context and expert parallelism.
+class Held(NamedTuple):
+    """What one rank holds: layers, those of them with experts, parameters outside experts and in experts."""
 
-    Ranks of tensor parallelism are neighbours; then come context, expert, pipeline and data parallelism, each farther apart.
+    layers: int
+    moe_layers: int
+    parameters: int
+    in_experts: int
+
+
+def exchanges(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, held: Held) -> list[Exchange]:
+    """Everything that one rank of this layout exchanges."""
+    forward_runs = 2 if run.recompute == "full" else 1
+    return [
+        exchange
+        for exchange in (
+            _tensor(chip, network, model, run, held, forward_runs),
+            _context(chip, network, model, run, held, forward_runs),
+            _experts(chip, network, model, run, held, forward_runs),
+            _stages(chip, network, model, run),
+            *_data(chip, network, run, held),
+        )
+        if exchange.time_ms > 0
+    ]
+
+
+def _tensor(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, held: Held, runs: int) -> Exchange:
+    """Before and after each block that is split; with sequence parallelism the inputs once more for wgrad.
+
+    Where experts are not split themselves, tokens go to them as the sequence is sharded: nothing is gathered.
     """
     activations = run.tokens * model.hidden_size * ELEMENT_BYTES
-    runs = 2 if run.recompute == "full" else 1  # of forward
-    tensor = 0.0
-    if run.tp > 1 and run.sequence_parallel:  # before and after each block; the inputs once more for wgrad
-        gathers = 2 * (runs + 2) * collective_ms(chip, "all_gather", run.tp, activations)
-        tensor = layers * (gathers + 2 * (runs + 1) * collective_ms(chip, "reduce_scatter", run.tp, activations))
-    elif run.tp > 1:
-        tensor = layers * 2 * (runs + 1) * collective_ms(chip, "all_reduce", run.tp, activations)
+    shared = any(isinstance(layer.mlp, MoeSpec) and layer.mlp.shared is not None for layer in model.layers[-1:])
+    with_experts = 2 if run.expert_tp > 1 or shared else 1
+    blocks = 2 * (held.layers - held.moe_layers) + with_experts * held.moe_layers
+    if run.sequence_parallel:
+        gather = collective_ms(chip, network, "all_gather", run.tp, activations)
+        scatter = collective_ms(chip, network, "reduce_scatter", run.tp, activations)
+        time_ms = blocks * ((runs + 2) * gather + (runs + 1) * scatter)
+    else:
+        time_ms = blocks * (runs + 1) * collective_ms(chip, network, "all_reduce", run.tp, activations)
+    return Exchange("tensor", time_ms, network.inside(run.tp) < run.tp)
+
+
+def _context(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, held: Held, runs: int) -> Exchange:
+    """Keys and values of all ranks in forward and again in backward, and their gradients."""
     attention = model.layers[0].attention
     kept = run.micro_batch_size * run.sequence_length * (attention.k_width + attention.v_width) / run.tp * ELEMENT_BYTES
-    gathers = (runs + 1) * collective_ms(chip, "all_gather", run.cp, kept, run.tp)  # nothing where cp is 1
-    context = layers * (gathers + collective_ms(chip, "reduce_scatter", run.cp, kept, run.tp))
-    expert = 0.0
-    moe = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MoeSpec)]
-    if run.ep > 1 and moe:
-        sent = run.tokens * moe[0].top_k * model.hidden_size * ELEMENT_BYTES * run.expert_tp / run.tp
-        exchanges = layers * len(moe) / len(model.layers) * 2 * (runs + 1)
-        expert = exchanges * collective_ms(chip, "alltoall", run.ep, sent, run.tp * run.cp)
-    data = _gradients_ms(chip, run, parameters - in_experts, run.cp * run.ep, run.tp, dp)
-    data += _gradients_ms(chip, run, in_experts, run.cp * run.tp // run.expert_tp, run.expert_tp, dp)  # experts are split over ep
-    return Communication(tensor + context + expert, data)
+    gather = collective_ms(chip, network, "all_gather", run.cp, kept, run.tp)
+    scatter = collective_ms(chip, network, "reduce_scatter", run.cp, kept, run.tp)
+    return Exchange("context", held.layers * ((runs + 1) * gather + scatter), network.inside(run.cp, run.tp) < run.cp)
 
 
-def _gradients_ms(chip: GpuSpec, run: RunSpec, parameters: int, near: int, apart: int, dp: int) -> float:
-    """Gradients of weights that `near` ranks hold alike, `apart` from each other, in each of `dp` replicas: one group where all
-    are equally far apart; else the near ones first, then each its part with those of the other replicas."""
-    message, far = parameters * ELEMENT_BYTES, run.tp * run.cp * run.ep * run.pp
-    if near * apart == far:
-        return sum(collective_ms(chip, each, near * dp, message, apart) for each in GRADIENTS)
-    return sum(
-        collective_ms(chip, each, near, message, apart) + collective_ms(chip, each, dp, message / near, far) for each in GRADIENTS
-    )
+def _experts(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, held: Held, runs: int) -> Exchange:
+    """Tokens to the ranks of their experts and back, in forward and in backward.
+
+    A token travels once to each rank that has one of its experts, and once to each other domain, as DeepEP and Megatron's
+    HybridEP send it.
+    """
+    moe = next((layer.mlp for layer in model.layers if isinstance(layer.mlp, MoeSpec)), None)
+    if run.ep < 2 or moe is None or not held.moe_layers:
+        return Exchange("experts", 0.0, crosses=False)
+    apart = run.expert_tp
+    inside = network.inside(run.ep, apart)
+    domains = run.ep // inside
+    token = run.tokens * run.expert_tp / run.tp * model.hidden_size * ELEMENT_BYTES  # all tokens of one rank, once
+    near, once = token * _distinct(inside, moe.top_k / domains), 0.0
+    if inside > 1:
+        launch, root, per_byte = _known(chip.name, "alltoall", inside)
+        once = launch + root * sqrt(near) + per_byte * near
+    if domains > 1:
+        far = token * _distinct(domains, moe.top_k) * (domains - 1) / domains
+        once = max(once, far / (network.reached_gbps * 1e6)) + 2 * float(facts()["latency_ms"])
+    return Exchange("experts", held.moe_layers * 2 * (runs + 1) * once, domains > 1)
+
+
+def _distinct(places: int, chosen: float) -> float:
+    """How many of `places` are expected among so many random choices.
+
+    >>> round(_distinct(8, 8), 2), _distinct(1, 4)
+    (5.25, 1.0)
+    """
+    return places * (1 - (1 - 1 / places) ** chosen) if places > 1 else 1.0
+
+
+def _stages(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec) -> Exchange:
+    """Activations to the next pipeline stage and gradients back, for each of the stage's pieces."""
+    if run.pp < 2:
+        return Exchange("stages", 0.0, crosses=False)
+    shard = run.tp if run.sequence_parallel else 1
+    message = run.tokens * model.hidden_size * ELEMENT_BYTES / shard
+    apart = run.tp * run.cp * run.data_parallel
+    near = network.domain >= 2 * apart
+    launch, root, per_byte = _known(chip.name, "alltoall", 2)
+    # An all-to-all of two ranks sends half of its message: twice the message here.
+    once = launch + root * sqrt(2 * message) + per_byte * 2 * message
+    if not near:
+        once = message / (network.reached_gbps * 1e6) + float(facts()["latency_ms"])
+    return Exchange("stages", 2 * run.vp * once, crosses=not near)
+
+
+def _data(chip: GpuSpec, network: Network, run: RunSpec, held: Held) -> list[Exchange]:
+    """Gradients and weights, over all ranks that hold the same weights: of experts and of everything else."""
+    times = {"reduce": 0.0, "gather": 0.0}
+    crosses = False
+    for parameters, ranks, apart in (
+        (held.parameters, run.cp * run.data_parallel, run.tp),
+        (held.in_experts, run.tp * run.cp * run.data_parallel // (run.ep * run.expert_tp), run.ep * run.expert_tp),
+    ):
+        message = parameters * ELEMENT_BYTES
+        if not message or ranks < 2:
+            continue
+        crosses = crosses or network.inside(ranks, apart) < ranks
+        if run.zero_stage == 0:
+            times["reduce"] += collective_ms(chip, network, "all_reduce", ranks, message, apart)
+            continue
+        sharing = min(run.zero_ranks or ranks, ranks)
+        times["reduce"] += collective_ms(chip, network, "reduce_scatter", sharing, message, apart)
+        times["gather"] += collective_ms(chip, network, "all_gather", sharing, message, apart)
+        if sharing < ranks:  # hybrid sharding: copies of a shard agree on its gradients
+            times["reduce"] += collective_ms(chip, network, "all_reduce", ranks // sharing, message / sharing, apart * sharing)
+    every = run.zero_stage == 3  # weights are gathered for forward and again for backward, gradients reduced, in each micro-batch
+    gathers = 2 if every else 1
+    return [
+        Exchange("gradients", times["reduce"], crosses, per_step=not every),
+        Exchange("weights", gathers * times["gather"], crosses, per_step=not every),
+    ]
+
+
+def layers_of(model: ModelSpec, layers: int) -> int:
+    """Of so many layers of a stage, how many have experts, on average."""
+    moe = sum(not isinstance(layer.mlp, MlpSpec) for layer in model.layers)
+    return round(layers * moe / len(model.layers))

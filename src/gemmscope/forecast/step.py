@@ -1,18 +1,22 @@
 """A whole training step: everything one rank runs, in the same parts that `gemmscope step` measures.
 
 GEMMs and their quantization depend on the recipe; the head, attention, norms, activations, loss and optimizer do not, and
-dilute the speedup. A model split over several GPUs also waits for collectives, and for the pipeline to fill.
+dilute the speedup. A model split over several GPUs also waits for collectives, for the pipeline to fill, and for the slowest GPU.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import hypot
 
-from gemmscope.forecast.comm import Communication, communication
+from gemmscope.forecast.comm import Exchange, Held, exchanges
 from gemmscope.forecast.estimate import Estimate, pairwise, ratio, total, winner_of
+from gemmscope.forecast.host import at_least, launch_ms
 from gemmscope.forecast.linears import Forecaster
+from gemmscope.forecast.network import Network, network_of
+from gemmscope.forecast.overlap import Exposed, MicroBatch, cluster, exposed
 from gemmscope.forecast.training import NEVER_QUANTIZED, facts, op_ms, uncertainty_of
-from gemmscope.model.spec import ModelSpec, RunSpec
+from gemmscope.model.spec import ModelSpec, MoeSpec, RunSpec
 from gemmscope.parts import StepPart, in_order
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.results.linears import Speedup
@@ -21,25 +25,34 @@ from gemmscope.step.cost import Budget, cost
 from gemmscope.step.waterfall import levels_of, verdict
 from gemmscope.workload.cases import Case
 from gemmscope.workload.derive import EMBEDDING, HEAD, Workload, derive
-from gemmscope.workload.ops import GroupedLinear, Linear, Op, Optimizer
+from gemmscope.workload.ops import OPTIMIZER_BYTES_PER_PARAMETER, GroupedLinear, Linear, Op, Optimizer
 from gemmscope.workload.summary import totals
 
 ROUTING_OPS = ("Token Dispatch", "Token Combine")
-BACKWARD_SHARE = 0.6  # of a micro-batch's time
 CHANGED: tuple[StepPart, ...] = ("GEMMs", "quantization")
 PROPORTIONAL: StepPart = "pipeline bubble"
+WAITING: StepPart = "exposed communication"
 IDLE: StepPart = "idle, host-bound"
+CountedCase = tuple[Case, int, int]  # a linear, how often it runs, and how often forward does
 
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """One recipe's step: milliseconds by part."""
+    """One recipe's step: milliseconds by part, what is exchanged, and what launching it takes the CPU.
+
+    `common` is the uncertainty of the whole step that no other recipe of the same layout changes.
+    """
 
     parts: dict[StepPart, Estimate]
+    common: float = 0.0
+    exchanged: tuple[Exposed, ...] = ()
+    host_ms: float = 0.0
 
     @cached_property
     def total(self) -> Estimate:
-        return total(self.parts.values())
+        """With all uncertainties."""
+        own = total(self.parts.values())
+        return own._replace(shared=hypot(own.shared, self.common))
 
     @cached_property
     def changed(self) -> Estimate:
@@ -56,9 +69,14 @@ class StepEstimate:
         return {part: estimate.value for part, estimate in self.parts.items()}
 
     @property
+    def busy_ms(self) -> float:
+        """What the GPU is not idle for."""
+        return self.total.value - self.parts_ms.get(IDLE, 0.0)
+
+    @property
     def host_bound(self) -> bool:
         """Launching takes longer than running: the GPU waits."""
-        return IDLE in self.parts
+        return self.host_ms > self.busy_ms
 
 
 @dataclass(frozen=True)
@@ -67,22 +85,28 @@ class _Fixed:
 
     per_micro_batch: dict[StepPart, Estimate]
     optimizer: Estimate
-    exchanged: Communication
+    exchanged: list[Exchange]
     head_least_ms: float  # at the clock of a burst
 
 
 class StepForecast:
     """The step of one model, run and chip in any recipe."""
 
-    def __init__(self, forecaster: Forecaster, model: ModelSpec, run: RunSpec, workload: Workload, dp: int = 1) -> None:
+    def __init__(
+        self, forecaster: Forecaster, model: ModelSpec, run: RunSpec, workload: Workload, network: Network | None = None
+    ) -> None:
         self.forecaster, self.model, self.run, self.workload = forecaster, model, run, workload
+        self.network = network if network is not None else network_of(forecaster.chip)
         self.linears = [op for op in workload.ops if isinstance(op, Linear)]
         self.cases = [_case(op) for op in self.linears]
-        pairs = zip(self.linears, self.cases, strict=True)
-        self.quantized = [(case, op.count, op.forward_runs) for op, case in pairs if _part_of_linear(op) == "GEMMs"]
-        self._dp, self._sizes = dp, [(case.op, case.sizes()) for case, _, _ in self.quantized]
-        runs = sum(count * forward for _, count, forward in self.quantized)
-        self._weight_runs = (2 + runs / max(sum(count for _, count, _ in self.quantized), 1)) / 3
+        quantized = [(op, case) for op, case in zip(self.linears, self.cases, strict=True) if _part_of_linear(op) == "GEMMs"]
+        self.dense: list[CountedCase] = []
+        self.experts: list[CountedCase] = []
+        for op, case in quantized:
+            (self.experts if isinstance(op, GroupedLinear) else self.dense).append((case, op.count, op.forward_runs))
+        self._sizes = [(case.op, case.sizes()) for _, case in quantized]
+        runs = sum(op.count * op.forward_runs for op, _ in quantized)
+        self._weight_runs = (2 + runs / max(sum(op.count for op, _ in quantized), 1)) / 3
 
     def why_not(self, name: str) -> str:
         """Why a recipe cannot run this model; empty if it can."""
@@ -95,32 +119,74 @@ class StepForecast:
 
     def step(self, name: str) -> StepEstimate:
         """All parts in one recipe."""
-        fixed, batches = self.fixed, self.run.gradient_accumulation
-        gemms, gemms_least_ms, activations, weights = self.forecaster.in_step(self.quantized, name)
+        run, fixed, batches = self.run, self.fixed, self.run.gradient_accumulation
+        one = self._micro_batch(name)
+        computed = total(one.values())
+        hides = MicroBatch(
+            one["GEMMs"].value if "GEMMs" in one else 0.0, one["attention"].value if "attention" in one else 0.0, computed.value
+        )
+        waits = exposed(fixed.exchanged, run, hides)
+        every_ms = sum(each.exposed_ms for each, of in zip(waits, fixed.exchanged, strict=True) if not of.per_step) / batches
+        host_ms = launch_ms(name, self.held.layers, self.held.moe_layers, run)
+        gpu_ms = computed.value + every_ms
+        batch_ms = at_least(gpu_ms, host_ms, experts=bool(self.held.moe_layers))
+        parts = {part: estimate.times(batches) for part, estimate in one.items()}
+        if fixed.optimizer.value:
+            parts["optimizer"] = fixed.optimizer
+        if waited_ms := sum(each.exposed_ms for each in waits):
+            parts[WAITING] = Estimate(waited_ms, hypot(*(each.unsure_ms for each in waits)) / waited_ms)
+        if run.pp > 1:  # the other stages have no output head
+            head_ms = one["head and loss"].value if "head and loss" in one else 0.0
+            bubble_ms = (run.pp - 1) / run.vp * (batch_ms - head_ms * (1 - 1 / run.pp))
+            parts[PROPORTIONAL] = Estimate(bubble_ms, computed.own, computed.shared)
+        if batch_ms > gpu_ms * 1.0001:
+            host = cluster()["host"]
+            decides = (host_ms / batch_ms) ** host["sharpness"] if self.held.moe_layers else 1.0
+            idle_ms = (batch_ms - gpu_ms) * batches
+            parts[IDLE] = Estimate(idle_ms, decides * host["uncertainty"] * host_ms * batches / idle_ms)
+        return StepEstimate(in_order(parts), self._common, tuple(waits), host_ms * batches)
+
+    def _micro_batch(self, name: str) -> dict[StepPart, Estimate]:
+        """What one micro-batch computes."""
+        fixed, batches, slower = self.fixed, self.run.gradient_accumulation, self._experts_slower(name)
+        gemms, least_ms, activations, weights = self.forecaster.in_step(self.dense, name)
+        if self.experts:
+            of_experts = self.forecaster.in_step(self.experts, name)
+            least_ms += of_experts[1] * slower
+            gemms, activations, weights = (
+                total([dense, expert.times(slower)])
+                for dense, expert in zip((gemms, activations, weights), (of_experts[0], *of_experts[2:]), strict=True)
+            )
         # A weight is quantized once per step where that is kept, else wherever forward runs.
         weight_casts = 1 / batches if batches > 1 or self.forecaster.cache_weights else self._weight_runs
         quantization = total([activations, weights.times(weight_casts)])
         every: dict[StepPart, Estimate] = {"GEMMs": gemms, "quantization": quantization, **fixed.per_micro_batch}
-        least: dict[StepPart, float] = {"GEMMs": gemms_least_ms, "head and loss": fixed.head_least_ms}
+        least: dict[StepPart, float] = {"GEMMs": least_ms, "head and loss": fixed.head_least_ms}
         one = self._at_step_clock({part: estimate for part, estimate in every.items() if estimate.value}, least)
-        parts = {part: estimate.times(batches) for part, estimate in one.items()}
-        if fixed.optimizer.value:
-            parts["optimizer"] = fixed.optimizer
-        batch_ms = sum(estimate.value for estimate in one.values())
-        network = facts()["network"]
-        exposed = max(0.0, fixed.exchanged.data_ms - network["hidden_share"] * BACKWARD_SHARE * batch_ms)
-        waited = batches * fixed.exchanged.per_micro_batch_ms + exposed
-        if waited:
-            parts["exposed communication"] = Estimate(waited, 0.0, network["uncertainty"])
-        if self.run.pp > 1:
-            shared = total(one.values())
-            bubble = (self.run.pp - 1) * (shared.value + fixed.exchanged.per_micro_batch_ms)
-            parts["pipeline bubble"] = Estimate(bubble, shared.own, shared.shared)
-        busy, launch_ms = total(parts.values()), self.launch_ms(name)
-        if launch_ms > busy.value:
-            idle_ms, unsure_ms = launch_ms - busy.value, facts()["host"]["uncertainty"] * launch_ms
-            parts[IDLE] = Estimate(idle_ms, 0.0, max(unsure_ms - busy.value * busy.shared, 0.0) / idle_ms)
-        return StepEstimate(in_order(parts))
+        return {part: estimate.times(self._slower) for part, estimate in one.items()}
+
+    def _experts_slower(self, name: str) -> float:
+        """Experts in training over their GEMMs alone."""
+        known = cluster()["experts"]
+        return float(known["slower"] * (known["biased"] if self._biased and name not in known["fused_biases"] else 1.0))
+
+    @cached_property
+    def _biased(self) -> bool:
+        """Whether experts have biases."""
+        return any(isinstance(layer.mlp, MoeSpec) and layer.mlp.expert.up_bias for layer in self.model.layers[-1:])
+
+    @cached_property
+    def _slower(self) -> float:
+        """Steps over the kernels that they are made of: on architectures where only published steps are known, on many GPUs."""
+        factor = float(cluster()["steps"].get(self.forecaster.chip.architecture, 1.0))
+        return factor * (float(cluster()["several"]["factor"]) if self.run.gpus > 1 else 1.0)
+
+    @cached_property
+    def _common(self) -> float:
+        """The uncertainty of the whole step that every recipe has alike."""
+        of_step = uncertainty_of("steps", self.forecaster.chip, cluster())
+        several = cluster()["several"]["uncertainty"] if self.run.gpus > 1 else 0.0
+        return hypot(of_step, several, cluster()["experts"]["software"] if self.held.moe_layers else 0.0)
 
     def _at_step_clock(self, parts: dict[StepPart, Estimate], least: dict[StepPart, float]) -> dict[StepPart, Estimate]:
         """GEMMs in a step run at a higher clock than back to back, because what runs between them draws less power.
@@ -157,25 +223,35 @@ class StepForecast:
             part, table = _part_of(op)
             estimate = self.forecaster.other(op_ms(op, chip), part, uncertainty_of(table, chip))
             if isinstance(op, Optimizer):
-                optimizer = estimate
+                optimizer = estimate.times(self._optimizer_share)
             else:
                 estimates.setdefault(part, []).append(estimate)
-        experts = [op for op in self.linears if isinstance(op, GroupedLinear)]
-        in_experts = sum(op.parameters * op.count for op in experts)
-        exchanged = communication(chip, self.model, self.run, self.layers, self.workload.parameters, self._dp, in_experts)
         parts = {part: total(of_part) for part, of_part in estimates.items()}
+        if "routing" in parts:
+            parts["routing"] = parts["routing"].times(float(cluster()["experts"]["slower"]))
         head = parts["head and loss"].value if "head and loss" in parts else 0.0
-        return _Fixed(parts, optimizer, exchanged, head - saved)
+        return _Fixed(parts, optimizer, exchanges(chip, self.network, self.model, self.run, self.held), head - saved)
+
+    @cached_property
+    def held(self) -> Held:
+        """What this rank holds."""
+        layers = sum(op.count for op in self.linears if op.name == "Attn Out")
+        in_experts = sum(op.parameters * op.count for op in self.linears if isinstance(op, GroupedLinear))
+        moe_layers = sum(op.count for op in self.linears if op.name == "Router")
+        return Held(layers, moe_layers, self.workload.parameters - in_experts, in_experts)
 
     @property
-    def layers(self) -> int:
-        """That this rank holds."""
-        return sum(op.count for op in self.linears if op.name == "Attn Out")
-
-    def launch_ms(self, name: str) -> float:
-        """About what the CPU takes to launch a step."""
-        table = facts()["host"]["layer_ms"]
-        return float(table.get(name, table["other"]) * self.layers * self.run.gradient_accumulation)
+    def _optimizer_share(self) -> float:
+        """What the optimizer moves over what one in BF16 would that updates all the rank's parameters."""
+        run, held = self.run, self.held
+        bytes_moved = facts()["bandwidth"]["optimizer_bytes"][run.state_precision] / OPTIMIZER_BYTES_PER_PARAMETER
+        if not run.zero_stage or not held.parameters:
+            return float(bytes_moved)
+        same = run.cp * run.data_parallel
+        same_expert = max(run.tp * same // (run.ep * run.expert_tp), 1)
+        sharing, sharing_experts = (min(run.zero_ranks or ranks, ranks) for ranks in (same, same_expert))
+        updated = held.parameters / sharing + held.in_experts / sharing_experts
+        return float(bytes_moved * updated / (held.parameters + held.in_experts))
 
 
 def _case(op: Linear) -> Case:
@@ -244,8 +320,8 @@ def forecast_step(forecast: StepForecast, names: Sequence[str], budget: Budget |
                 tokens_per_s=run.tokens_per_gpu / time_ms * 1000,
                 model_tflops=rate,
                 mfu=rate / forecast.forecaster.chip.tflops["bf16"],
-                gpu_busy_ms=time_ms - step.parts_ms.get(IDLE, 0.0),
-                host_ms=forecast.launch_ms(name),
+                gpu_busy_ms=step.busy_ms,
+                host_ms=step.host_ms,
                 parts_ms=step.parts_ms,
                 waterfall=waterfall,
                 verdict=verdict(waterfall) if waterfall else None,

@@ -8,9 +8,10 @@ from functools import partial
 from gemmscope import signals
 from gemmscope.findings import Finding, finding
 from gemmscope.forecast.linears import Forecaster
+from gemmscope.forecast.network import Network
+from gemmscope.forecast.overlap import cluster
 from gemmscope.forecast.pool import computed
 from gemmscope.forecast.step import StepForecast, speedup
-from gemmscope.forecast.training import facts
 from gemmscope.interval import Interval
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.recipe.recipes import BASELINE
@@ -29,7 +30,7 @@ def forecast_sweep(
     possible: Sequence[Configuration],
     impossible: Sequence[SweepPoint],
     recipes: Sequence[str],
-    dp: int = 1,
+    network: Network | None = None,
     on_points: Callable[[int], None] = lambda _: None,
 ) -> GpuSweep | None:
     """Every configuration on one GPU, those that are not possible included, in the order of their sizes.
@@ -39,7 +40,7 @@ def forecast_sweep(
     """
     points: list[SweepPoint] = []
     with signals.held() as held:
-        for some in _in_shares(forecaster, possible, recipes, dp, held):
+        for some in _in_shares(forecaster, possible, recipes, network, held):
             points += some
             on_points(len(some))
     if not points:
@@ -64,23 +65,23 @@ def forecast_sweep(
 
 
 def _in_shares(
-    forecaster: Forecaster, wanted: Sequence[Configuration], recipes: Sequence[str], dp: int, held: signals.Held
+    forecaster: Forecaster, wanted: Sequence[Configuration], recipes: Sequence[str], network: Network | None, held: signals.Held
 ) -> Iterator[list[SweepPoint]]:
     """Some hundreds at a time; thousands are shared among the machine's cores. Ends after a signal."""
     cores = min(os.cpu_count() or 1, MOST_CORES) if len(wanted) >= WORTH_SHARING else 1
-    function = partial(_points, forecaster, wanted, recipes, dp)
+    function = partial(_points, forecaster, wanted, recipes, network)
     return computed(function, range(0, len(wanted), AT_A_TIME), cores if cores > 1 else 0, held)
 
 
 def _points(
-    forecaster: Forecaster, wanted: Sequence[Configuration], recipes: Sequence[str], dp: int, first: int
+    forecaster: Forecaster, wanted: Sequence[Configuration], recipes: Sequence[str], network: Network | None, first: int
 ) -> list[SweepPoint]:
     """One share: its GEMMs are gathered first and computed together."""
     collecting = gc.isenabled()
     gc.disable()  # millions of tuples without cycles: looking for garbage among them takes an eighth of the time
     try:
         some = wanted[first : first + AT_A_TIME]
-        steps = [StepForecast(forecaster, model, run, derive(model, run), dp) for _, model, run in some]
+        steps = [StepForecast(forecaster, model, run, derive(model, run), network) for _, model, run in some]
         forecaster.prepare((case for step in steps for case in step.cases), [BASELINE, *recipes])
         points = [_point(values, step, recipes) for (values, _, _), step in zip(some, steps, strict=True)]
         forecaster.forget(beyond=MOST_KEPT)
@@ -119,7 +120,7 @@ def _findings(points: Sequence[SweepPoint]) -> list[Finding]:
     names_bound = list(dict.fromkeys(name for point in bound for name in point.host_bound))
     findings = []
     if bound:
-        launched = {"places": [point.place for point in bound], "layer_ms": facts()["host"]["layer_ms"]["other"]}
+        launched = {"places": [point.place for point in bound], "layer_ms": cluster()["host"]["layer_ms"]["other"]}
         findings.append(finding("sweep-host-bound", recipes=names_bound, **launched))
     for names, where in failing.items():
         places, reason = [point.place for point in where], where[0].not_possible[names[0]]

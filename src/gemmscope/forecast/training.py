@@ -6,6 +6,7 @@ real kernels reach, with their source.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -31,9 +32,10 @@ def _measured_on() -> tuple[int, int]:
     return gpu(facts()["measured_on"]).capability
 
 
-def uncertainty_of(table: str, chip: GpuSpec) -> float:
+def uncertainty_of(table: str, chip: GpuSpec, tables: Mapping[str, Any] | None = None) -> float:
     """The uncertainty of a part, larger on architectures that were not measured in training."""
-    return float(facts()[table]["uncertainty_measured" if chip.capability == _measured_on() else "uncertainty"])
+    known = (facts() if tables is None else tables)[table]
+    return float(known["uncertainty_measured" if chip.capability == _measured_on() else "uncertainty"])
 
 
 def gemm_format(recipe: Recipe, pass_name: str, chip: GpuSpec) -> str:

@@ -1,0 +1,25 @@
+"""How long the CPU takes to launch a step, and what a step takes that both the CPU and the GPU work on."""
+
+from gemmscope.forecast.overlap import cluster
+from gemmscope.model.spec import RunSpec
+
+
+def launch_ms(recipe: str, layers: int, moe_layers: int, run: RunSpec) -> float:
+    """What launching one micro-batch takes the CPU; little with CUDA graphs."""
+    facts = cluster()["host"]
+    dense, moe = (table.get(recipe, table["other"]) for table in (facts["layer_ms"], facts["moe_layer_ms"]))
+    every = dense * (layers - moe_layers) + moe * moe_layers
+    return float(every * (facts["graphs"] if run.cuda_graphs else 1.0))
+
+
+def at_least(gpu_ms: float, host_ms: float, *, experts: bool) -> float:
+    """A micro-batch that takes the GPU and the CPU so long: the longer of the two; with experts, some phases wait for one and
+    some for the other.
+
+    >>> at_least(10.0, 5.0, experts=False), round(at_least(10.0, 8.0, experts=True), 1)
+    (10.0, 10.9)
+    """
+    if not experts or not host_ms or not gpu_ms:
+        return max(gpu_ms, host_ms)
+    order = float(cluster()["host"]["sharpness"])
+    return float((gpu_ms**order + host_ms**order) ** (1 / order))
