@@ -315,8 +315,9 @@ def _nothing_fits(point: PlanPoint, chip: GpuSpec, gpus: int, sizes: Mapping[str
 
 
 def _paste(best: PlanLayout, point: PlanPoint, search: Search) -> dict[str, str]:
-    experts = any(layer.is_moe for layer in search.task.model.layers)
-    return layout_to_paste(best, point.global_batch, point.sequence_length, experts=experts)
+    layers = search.task.model.layers
+    experts = any(layer.is_moe for layer in layers)
+    return layout_to_paste(best, point.global_batch, point.sequence_length, len(layers), experts=experts)
 
 
 def _run_of(search: Search, best: PlanLayout) -> RunSpec:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
-from math import hypot, sqrt
+from math import sqrt
 from typing import NamedTuple
 
 from gemmscope import signals
@@ -22,7 +22,7 @@ from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory import memory_bytes, rank_memory
 from gemmscope.forecast.network import Network
 from gemmscope.forecast.pool import computed
-from gemmscope.forecast.step import StepEstimate, StepForecast
+from gemmscope.forecast.step import CHANGED, IDLE, WAITING, StepEstimate, StepForecast
 from gemmscope.interval import Interval
 from gemmscope.model.spec import RunSpec
 from gemmscope.parts import StepPart
@@ -34,7 +34,7 @@ from gemmscope.workload.summary import totals
 AT_A_TIME = 60  # runs of one share
 WORTH_SHARING, MOST_CORES = 300, 8
 MOST_KEPT = 50_000  # GEMMs remembered from one share to the next
-ALIKE_EXPOSED = 0.5  # of the errors of communication, what two layouts that split the model differently have alike
+ALIKE_WAITING = 0.8  # of the errors of one kind of exchange, or of the host, what two layouts have alike
 MOST_LISTED = 20_000  # layouts of one result
 
 
@@ -152,7 +152,7 @@ def _that_fit(
         workload: Workload | None = None
         for run in alike:
             workload = workload or derive(model, run)
-            step, needed = StepForecast(forecaster, model, run, workload), {}
+            step, needed = StepForecast(forecaster, model, run, workload, network), {}
             for name in recipes:
                 if reason := step.why_not(name):
                     share.pruning.add("recipe", f"{name}: {reason}")
@@ -193,7 +193,7 @@ def ranked(search: Search, forecaster: Forecaster) -> list[PlanLayout]:
     best, listed = ordered[0], []
     for each in ordered[:MOST_LISTED]:
         step_ms, run = each.step.total.interval(), search.runs[each.run]
-        shown = each in (best_of_recipe[each.recipe],) or id(each) in front
+        shown = each is best_of_recipe[each.recipe] or id(each) in front
         listed.append(
             PlanLayout(
                 recipe=each.recipe, tp=run.tp, cp=run.cp, pp=run.pp, vp=run.vp, ep=run.ep, etp=run.expert_tp, dp=run.data_parallel,
@@ -224,30 +224,46 @@ def _front(ordered: Sequence[Candidate]) -> set[int]:
 
 
 def slowdown(best: Candidate, other: Candidate, runs: Sequence[RunSpec], forecaster: Forecaster) -> Estimate:
-    """The other layout's step over the best one's, with the errors of each part that both have alike taken out.
+    """The other layout's step over the best one's, without the errors that both have alike.
 
-    GEMMs of the same format share what is wrong about the library and the GPU; so does everything else that both run. What is
-    exchanged shares less if the model is split differently, and the own errors of shapes are independent.
+    What is wrong about the library, the GPU or the software moves both. Equal GEMMs have equal errors, other shapes have their
+    own; so it is with what is exchanged for the same reason.
     """
+    one, two = best.step, other.step
     first, second = runs[best.run], runs[other.run]
-    same_split = (first.tp, first.cp, first.ep, first.pp) == (second.tp, second.cp, second.ep, second.pp)
-    formats = forecaster.in_common(best.recipe, other.recipe) if best.recipe != other.recipe else 1.0
-    best_ms, other_ms = best.step.total.value, other.step.total.value
-    squares = (best.step.total.own if not same_split else 0.0) ** 2
-    squares += (other.step.total.own if not same_split else 0.0) ** 2
-    for part in {**best.step.parts, **other.step.parts}:
-        one, two = _share_of(best.step, part, best_ms), _share_of(other.step, part, other_ms)
-        alike = formats if part in ("GEMMs", "quantization") else 1.0
-        if part == "exposed communication" and not same_split:
-            alike = ALIKE_EXPOSED
-        squares += max(one**2 + two**2 - 2 * alike * one * two, 0.0)
-    return Estimate(other_ms / best_ms, 0.0, sqrt(squares))
+    same_shapes = all(getattr(first, name) == getattr(second, name) for name in ("tp", "cp", "ep", "etp", "micro_batch_size"))
+    formats = 1.0 if best.recipe == other.recipe else forecaster.in_common(best.recipe, other.recipe)
+    squares = 0.0
+    for part in {**one.parts, **two.parts}:
+        if part == WAITING:
+            continue
+        (own_one, shared_one), (own_two, shared_two) = _errors(one, part), _errors(two, part)
+        alike = formats if part in CHANGED else 1.0
+        squares += _apart(shared_one, shared_two, alike)
+        squares += _apart(own_one, own_two, (formats if same_shapes else 0.0) if part != IDLE else ALIKE_WAITING)
+    waits = _waits(one), _waits(two)
+    for kind in {**waits[0], **waits[1]}:
+        squares += _apart(waits[0].get(kind, 0.0), waits[1].get(kind, 0.0), ALIKE_WAITING)
+    return Estimate(two.total.value / one.total.value, 0.0, sqrt(squares))
 
 
-def _share_of(step: StepEstimate, part: StepPart, total_ms: float) -> float:
-    """How much the shared error of one part moves the step, relative to it."""
+def _apart(one: float, two: float, alike: float) -> float:
+    """The square of what two errors make a ratio wrong by, if a share of them is common."""
+    return max(one**2 + two**2 - 2 * alike * one * two, 0.0)
+
+
+def _errors(step: StepEstimate, part: StepPart) -> tuple[float, float]:
+    """How much the own and the shared error of one part move the step, relative to it."""
     estimate = step.parts.get(part)
-    return estimate.value / total_ms * estimate.shared if estimate is not None else 0.0
+    if estimate is None:
+        return 0.0, 0.0
+    share = estimate.value / step.total.value
+    return share * estimate.own, share * estimate.shared
+
+
+def _waits(step: StepEstimate) -> dict[str, float]:
+    """How much the error of each exchange moves the step."""
+    return {each.kind: each.unsure_ms / step.total.value for each in step.exchanged}
 
 
 def pruned(pruning: Pruning) -> tuple[Pruned, ...]:

@@ -38,8 +38,8 @@ LAYOUTS = {"Megatron-LM": "layout_megatron.j2", "Megatron-Bridge": "layout_bridg
 JOINED = ("Megatron-LM", "Megatron-Bridge")  # options of one command, a few on each line
 
 
-def layout_to_paste(layout: PlanLayout, global_batch: int, sequence_length: int, *, experts: bool) -> dict[str, str]:
-    """A layout with its recipe for every framework: framework → text. `experts`: whether the model has any.
+def layout_to_paste(layout: PlanLayout, global_batch: int, sequence_length: int, layers: int, *, experts: bool) -> dict[str, str]:
+    """A layout with its recipe for every framework: framework → text. `layers`: of the model; `experts`: whether it has any.
 
     A framework that does not have the recipe gets the nearest one, or a comment.
     """
@@ -51,6 +51,7 @@ def layout_to_paste(layout: PlanLayout, global_batch: int, sequence_length: int,
             global_batch=global_batch,
             sequence_length=sequence_length,
             experts=experts,
+            piece=max(layers // (layout.pp * layout.vp), 1),
             symmetric=stages[:1] == stages[-1:],
             quantizes=recipe_named(layout.recipe).quantizes,
             flags=settings.get("megatron", {}).get("flags", ""),
