@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from gemmscope.app import model, names, plan, progress, report, result, shapes, step
 
 __all__ = [
-    "bench", "calibrate", "choose", "compare", "doctor", "explain", "forecast", "model", "names", "plan", "progress", "report", "result",
-    "shapes", "step",
+    "bench", "calibrate", "choose", "compare", "doctor", "explain", "forecast", "model", "names", "plan", "progress", "report",
+    "result", "shapes", "step",
 ]  # fmt: skip
 
 

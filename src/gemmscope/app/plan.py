@@ -16,7 +16,7 @@ from gemmscope.forecast.calibration import calibrated
 from gemmscope.forecast.layouts import AXES, LISTS, Pruning, Space, Task, layouts
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory import memory_bytes, rank_memory
-from gemmscope.forecast.network import Network, network_of
+from gemmscope.forecast.network import network_of
 from gemmscope.forecast.plan import Search, pruned, ranked, run_searches, smallest_layout
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.model.source import ModelSource
@@ -29,6 +29,7 @@ from gemmscope.step.cost import Budget
 from gemmscope.step.emit import layout_to_paste
 from gemmscope.workload.summary import count_parameters
 
+PARTS = AXES  # of a layout, which can be restricted
 VARIED = (*SIZES, "sequence")
 ALSO_CALLED = {
     "hidden_size": "hidden",
@@ -115,7 +116,7 @@ def plan(
         **common_fields(command, clocks),
         origin=source.origin,
         model=ModelSummary.of(source.model, source.model.name, source.origin),
-        run=_run_of(searches[first], best),
+        run=_run_of(searches[first]),
         findings=tuple(findings),
         gpu=chip.name,
         title=chip.title,
@@ -146,7 +147,8 @@ def _batch(source: ModelSource, given: int | None) -> int:
     if {"micro_batch_size", "gradient_accumulation", "dp"} <= set(known):
         return int(known["micro_batch_size"] * known["gradient_accumulation"] * known["dp"])
     raise UserError(
-        f"{option('global_batch')} is not given: the sequences of one optimizer step", f"for example {option('global_batch', 256)}"
+        f"{option('global_batch')} is not given: the sequences of one optimizer step",
+        f"for example {option('global_batch', 256)}",
     )
 
 
@@ -320,7 +322,7 @@ def _paste(best: PlanLayout, point: PlanPoint, search: Search) -> dict[str, str]
     return layout_to_paste(best, point.global_batch, point.sequence_length, len(layers), experts=experts)
 
 
-def _run_of(search: Search, best: PlanLayout) -> RunSpec:
+def _run_of(search: Search) -> RunSpec:
     """How the best layout is run."""
     found = min(search.candidates, key=lambda each: (each.step.total.value, each.memory_gb, each.run, each.recipe))
     return search.runs[found.run]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from math import ceil
 
 from gemmscope import units
@@ -62,7 +62,8 @@ def _context(result: PlanResult) -> Iterator[str]:
     point = result.points[0]
     tokens = point.global_batch * point.sequence_length
     length = "" if "sequence" in result.varied else f" x {point.sequence_length:,} = {units.tokens(tokens)}"
-    yield f"global batch {point.global_batch:,} sequences{length}; {result.network}"
+    yield f"global batch {point.global_batch:,} sequences{length}"
+    yield f"network: {result.network}"
     yield f"{result.state}: {STATES[result.state]}; every interval is a 90% error bar"
 
 
@@ -72,8 +73,8 @@ def _answer(result: PlanResult) -> tuple[str, list[str]]:
     if best is None:
         return "FORECAST: no layout fits.", []
     sentence = (
-        f"FORECAST: fastest is {layout_name(best)}: {rate_text(best.tokens_per_s)} tokens/s per GPU, MFU {best.mfu:.0%}, "
-        f"{best.memory_gb:.0f} of {result.memory_gb:.0f} GB per GPU{_cost_text(result, best)}."
+        f"FORECAST: fastest is {layout_name(best)}: {rate_text(best.tokens_per_s)} tokens/s per GPU, MFU {best.mfu:.0%} of the "
+        f"BF16 peak, {best.memory_gb:.0f} of {result.memory_gb:.0f} GB per GPU{_cost_text(result, best)}."
     )
     return sentence, [_close_text(point), _pruned_text(point)]
 
@@ -116,23 +117,20 @@ def _varied_answer(result: PlanResult) -> tuple[str, list[str]]:
     possible = [point for point in result.points if point.best is not None]
     ordered = sorted(possible, key=lambda point: point.parameters)
     first, last = ordered[0], ordered[-1]
-    assert first.best is not None and last.best is not None
-    sizes = units.names(result.varied)
     if len(ordered) == 1:
-        sentence = f"FORECAST: only {_place(first)} fits: {rate_text(first.best.tokens_per_s)} tokens/s per GPU"
-        return f"{sentence} in {layout_name(first.best)}.", _why_not(result)
+        sentence = f"FORECAST: only {_place(first)} fits: {rate_text(_best_of(first).tokens_per_s)} tokens/s per GPU"
+        return f"{sentence} in {layout_name(_best_of(first))}.", _why_not(result)
     fastest = max(ordered, key=lambda point: _best_of(point).tokens_per_s.value)
     efficient = max(ordered, key=lambda point: _best_of(point).mfu)
     sentence = (
-        f"FORECAST: {units.counted(len(ordered), 'model')} with other {sizes}, each in its best layout: fastest is "
-        f"{_place(fastest)} with {rate_text(_best_of(fastest).tokens_per_s)} tokens/s per GPU; the highest MFU has "
+        f"FORECAST: {units.counted(len(ordered), 'model')} with other {units.names(result.varied)}, each in its best layout: "
+        f"fastest is {_place(fastest)} with {rate_text(_best_of(fastest).tokens_per_s)} tokens/s per GPU; the highest MFU has "
         f"{_place(efficient)} with {_best_of(efficient).mfu:.0%}."
     )
-    grows = f"From {units.parameters(first.parameters)} to {units.parameters(last.parameters)} parameters, tokens/s per GPU go from"
-    return sentence, [
-        f"{grows} {first.best.tokens_per_s.value:,.0f} to {last.best.tokens_per_s.value:,.0f}.",
-        *_why_not(result),
-    ]
+    counts = [units.parameters(point.parameters) for point in (first, last)]
+    rates = [units.rounded(rate.value, rate.half_width) for rate in (_best_of(first).tokens_per_s, _best_of(last).tokens_per_s)]
+    change = f"From {' to '.join(counts)} parameters, tokens/s per GPU go from {' to '.join(rates)}."
+    return sentence, [change, *_why_not(result)]
 
 
 def _why_not(result: PlanResult) -> list[str]:
@@ -207,8 +205,7 @@ def _memory_chart(point: PlanPoint, prefix: str, *, main: bool) -> CurveChart | 
     for recipe, layouts in sorted(by_recipe.items(), key=lambda pair: min(layout.memory_gb for layout in pair[1])):
         points = []
         for place in places:
-            layout = next((each for each in layouts if each.memory_gb <= place), None)
-            if layout is not None:
+            for layout in [each for each in layouts if each.memory_gb <= place][:1]:
                 tooltip = (("layout", layout_name(layout)), ("memory", f"{layout.memory_gb:.0f} GB"))
                 points.append(Point(str(place), layout.tokens_per_s, tooltip))
         if points:
@@ -287,4 +284,3 @@ def _method(result: PlanResult) -> tuple[tuple[str, str], ...]:
         ("fitted on", result.coefficients),
         *command_facts(result),
     )
-

@@ -3,7 +3,18 @@
 from collections.abc import Iterable, Sequence
 
 from gemmscope import units
-from gemmscope.document.table import NOTHING, Cell, Column, Table, amount_cell, columns, number, range_cell, share_cell, without_empty
+from gemmscope.document.table import (
+    NOTHING,
+    Cell,
+    Column,
+    Table,
+    amount_cell,
+    columns,
+    number,
+    range_cell,
+    share_cell,
+    without_empty,
+)
 from gemmscope.interval import Interval
 from gemmscope.results.plan import PlanLayout, PlanPoint, PlanResult
 
@@ -33,8 +44,7 @@ def layout_name(layout: PlanLayout) -> str:
     parts = [f"micro-batch {layout.micro_batch_size}"]
     parts += [f"recompute {layout.recompute}"] if layout.recompute != "none" else []
     parts += ["FSDP"] if layout.zero == 3 else []
-    split = layout.splits if layout.splits != "-" else f"DP{layout.dp}"
-    return f"{layout.recipe} with {split}, {', '.join(parts)}"
+    return f"{layout.recipe} with {layout.splits}, {', '.join(parts)}"
 
 
 def rate_text(rate: Interval) -> str:
@@ -71,9 +81,10 @@ def summary(result: PlanResult) -> Table | None:
             shown.append(layout)
     shown = shown[:MOST_ROWS]
     rows = tuple(_row(result, layout) for layout in shown)
-    left_out = f"{len(shown)} of {len(front)} layouts on it. " if len(shown) < len(front) else ""
+    notes = [f"{len(shown)} of the {len(front)} layouts on the front."] if len(shown) < len(front) else []
+    notes += ["?: too close to call against the best."] if any(layout.close for layout in shown) else []
     title = "Pareto front: the fastest layouts for their memory [90% error bar]"
-    return without_empty(Table(title, _heads(result), rows, f"{left_out}{_cost_note(result)}".strip()))
+    return without_empty(Table(title, _heads(result), rows, " ".join([*notes, _cost_note(result)]).strip()))
 
 
 def _cost_note(result: PlanResult) -> str:
@@ -112,7 +123,9 @@ def _row(result: PlanResult, layout: PlanLayout) -> tuple[Cell, ...]:
 
 
 def _short(amount: Interval) -> Cell:
-    text = f"{amount.value:,.2f}" if amount.value < 10 else f"{amount.value:,.1f}" if amount.value < 100 else f"{amount.value:,.0f}"
+    text = (
+        f"{amount.value:,.2f}" if amount.value < 10 else f"{amount.value:,.1f}" if amount.value < 100 else f"{amount.value:,.0f}"
+    )
     return Cell(text, amount.value, amount.low, amount.high)
 
 
@@ -121,8 +134,8 @@ def _speed(layout: PlanLayout) -> Cell:
     ratio = layout.slowdown
     if ratio is None:
         return Cell("best", 1.0)
-    ends = [1 / end if end else None for end in (ratio.high, ratio.low)]
-    return Cell(f"{1 / ratio.value:.2f}{'?' if layout.close else ''}", 1 / ratio.value, *ends)
+    low, high = (1 / end if end else None for end in (ratio.high, ratio.low))
+    return Cell(f"{1 / ratio.value:.2f}{'?' if layout.close else ''}", 1 / ratio.value, low, high)
 
 
 def front_table(result: PlanResult, point: PlanPoint, prefix: str = "") -> Table:
@@ -143,7 +156,9 @@ def best_of_recipes(result: PlanResult, point: PlanPoint, prefix: str = "") -> T
 def all_layouts(result: PlanResult, point: PlanPoint, prefix: str = "") -> Table:
     """The fastest layouts, each size in a column of its own."""
     shown = point.layouts[:MOST_LISTED]
-    more = f"The fastest {len(shown):,} of {point.fitting:,}; the run file (--json) has more. " if point.fitting > len(shown) else ""
+    more = (
+        f"The fastest {len(shown):,} of {point.fitting:,}; the run file (--json) has more. " if point.fitting > len(shown) else ""
+    )
     return _layouts(result, shown, f"{prefix}FORECAST: the layouts that fit, the fastest first", more)
 
 
@@ -207,7 +222,9 @@ def varied_table(result: PlanResult, *, every: bool = False) -> Table:
     )
     rows = tuple(_varied_row(result, point, len(heads)) for point in points)
     left_out = f"{len(points)} of {len(result.points)} models." if len(points) < len(result.points) else ""
-    title = "FORECAST: every model in its best layout [90% error bar]" if every else "The best layout of each model [90% error bar]"
+    title = (
+        "FORECAST: every model in its best layout [90% error bar]" if every else "The best layout of each model [90% error bar]"
+    )
     return without_empty(Table(title, heads, rows, left_out))
 
 

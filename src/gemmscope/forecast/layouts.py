@@ -21,8 +21,8 @@ MOST_MICRO_BATCH = 64  # sequences: GEMMs are as fast as they get long before
 ZERO = (1, 3)  # a sharded optimizer, as Megatron's distributed optimizer; sharded weights too, as FSDP
 
 Rule = Literal[
-    "domain", "gpus", "heads", "layers", "context", "experts", "batch", "virtual", "fsdp pipeline", "recipe", "memory", "not asked"
-]
+    "domain", "gpus", "heads", "layers", "context", "experts", "batch", "virtual", "fsdp pipeline", "recipe", "memory"
+]  # fmt: skip
 RULES: tuple[Rule, ...] = get_args(Rule)
 OF_SPLITS: tuple[Rule, ...] = ("domain", "gpus", "heads", "layers", "context", "experts")
 LISTS: dict[str, tuple[Any, ...]] = {"recompute": RECOMPUTE, "zero": (0, 1, 2, 3)}
@@ -195,9 +195,7 @@ def _of_split(task: Task, space: Space, split: Mapping[str, Any], pruning: Pruni
                     )  # fmt: skip
 
 
-def _virtual_stages(
-    task: Task, space: Space, split: Mapping[str, Any], batches: int, pruning: Pruning
-) -> Iterator[int]:
+def _virtual_stages(task: Task, space: Space, split: Mapping[str, Any], batches: int, pruning: Pruning) -> Iterator[int]:
     """How many pieces a stage can consist of. The interleaved schedule needs a multiple of pp micro-batches."""
     pp = split["pp"]
     stage = virtual_layers(len(task.model.layers), pp)

@@ -196,9 +196,10 @@ def ranked(search: Search, forecaster: Forecaster) -> list[PlanLayout]:
         shown = each is best_of_recipe[each.recipe] or id(each) in front
         listed.append(
             PlanLayout(
-                recipe=each.recipe, tp=run.tp, cp=run.cp, pp=run.pp, vp=run.vp, ep=run.ep, etp=run.expert_tp, dp=run.data_parallel,
-                micro_batch_size=run.micro_batch_size, micro_batches=run.gradient_accumulation, recompute=run.recompute,
-                zero=run.zero_stage, pp_layers=run.pp_layers, step_ms=step_ms, tokens_per_s=_rate(step_ms, tokens * 1000),
+                recipe=each.recipe, tp=run.tp, cp=run.cp, pp=run.pp, vp=run.vp, ep=run.ep, etp=run.expert_tp,
+                dp=run.data_parallel, micro_batch_size=run.micro_batch_size, micro_batches=run.gradient_accumulation,
+                recompute=run.recompute, zero=run.zero_stage, pp_layers=run.pp_layers, step_ms=step_ms,
+                tokens_per_s=_rate(step_ms, tokens * 1000),
                 mfu=flops / step_ms.value / 1e9 / forecaster.chip.tflops["bf16"], memory_gb=each.memory_gb, tight=each.tight,
                 slowdown=slowdown(best, each, search.runs, forecaster).interval() if each is not best else None,
                 on_front=id(each) in front, host_bound=each.step.host_bound, parts_ms=each.step.parts_ms if shown else {},
@@ -209,8 +210,8 @@ def ranked(search: Search, forecaster: Forecaster) -> list[PlanLayout]:
 
 def _rate(step_ms: Interval, amount: float) -> Interval:
     """So much in one step: per unit of time, with its error bar."""
-    assert step_ms.low is not None and step_ms.high is not None
-    return Interval(amount / step_ms.value, amount / step_ms.high, amount / step_ms.low)
+    low, high = (amount / end if end else None for end in (step_ms.high, step_ms.low))
+    return Interval(amount / step_ms.value, low, high)
 
 
 def _front(ordered: Sequence[Candidate]) -> set[int]:
@@ -281,6 +282,4 @@ def smallest_layout(search: Search) -> SmallestLayout | None:
         return None
     run = search.runs[search.smallest.run]
     recompute = f", recompute {run.recompute}" if run.recompute != "none" else ""
-    return SmallestLayout(
-        recipe=search.smallest.recipe, layout=f"{_name(run)}{recompute}", memory_gb=search.smallest.memory_gb
-    )
+    return SmallestLayout(recipe=search.smallest.recipe, layout=f"{_name(run)}{recompute}", memory_gb=search.smallest.memory_gb)

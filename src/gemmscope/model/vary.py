@@ -69,9 +69,7 @@ def _mlp(mlp: MlpSpec | MoeSpec, ratio: float, values: Mapping[str, int]) -> Mlp
     """In a model with experts, `intermediate` is the size of an expert where the layer has experts."""
     if isinstance(mlp, MlpSpec):
         return replace(mlp, intermediate_size=values.get("intermediate", _scaled(mlp.intermediate_size, ratio)))
-    expert = replace(
-        mlp.expert, intermediate_size=values.get("intermediate", _scaled(mlp.expert.intermediate_size, ratio))
-    )
+    expert = replace(mlp.expert, intermediate_size=values.get("intermediate", _scaled(mlp.expert.intermediate_size, ratio)))
     shared = replace(mlp.shared, intermediate_size=_scaled(mlp.shared.intermediate_size, ratio)) if mlp.shared else None
     experts = values.get("experts", mlp.experts)
     return replace(mlp, experts=experts, top_k=min(mlp.top_k, experts), expert=expert, shared=shared)
