@@ -126,14 +126,16 @@ class StepForecast:
             one["GEMMs"].value if "GEMMs" in one else 0.0, one["attention"].value if "attention" in one else 0.0, computed.value
         )
         waits = exposed(fixed.exchanged, run, hides)
-        every_ms = sum(each.exposed_ms for each, of in zip(waits, fixed.exchanged, strict=True) if not of.per_step) / batches
+        waited_ms = sum(each.exposed_ms for each in waits)
+        once_ms = sum(each.exposed_ms for each, of in zip(waits, fixed.exchanged, strict=True) if of.per_step)
+        gpu_ms = computed.value + (waited_ms - once_ms) / batches
         host_ms = launch_ms(name, self.held.layers, self.held.moe_layers, run)
-        gpu_ms = computed.value + every_ms
-        batch_ms = at_least(gpu_ms, host_ms, experts=bool(self.held.moe_layers))
+        ahead_ms = (once_ms + fixed.optimizer.value) / batches  # the CPU goes on launching while these run
+        batch_ms = at_least(gpu_ms, host_ms, ahead_ms, experts=bool(self.held.moe_layers))
         parts = {part: estimate.times(batches) for part, estimate in one.items()}
         if fixed.optimizer.value:
             parts["optimizer"] = fixed.optimizer
-        if waited_ms := sum(each.exposed_ms for each in waits):
+        if waited_ms:
             parts[WAITING] = Estimate(waited_ms, hypot(*(each.unsure_ms for each in waits)) / waited_ms)
         if run.pp > 1:  # the other stages have no output head
             head_ms = one["head and loss"].value if "head and loss" in one else 0.0
