@@ -214,6 +214,8 @@ def test_the_files_accumulation_belongs_to_the_files_batch(run: Run, tmp_path: P
     dump.write_text("".join(f"  {name} {'.' * (48 - len(name))} {value}\n" for name, value in (sizes | batch).items()))
     assert json.loads(run(f"shapes --config {dump} --json -").out)["run"]["gradient_accumulation"] == 16
     typed = json.loads(run(f"shapes --config {dump} --micro-batch-size 4 --json -").out)
+    assert typed["run"]["gradient_accumulation"] == 8  # the global batch stays
+    typed = json.loads(run(f"shapes --config {dump} --micro-batch-size 3 --json -").out)
     assert typed["run"]["gradient_accumulation"] == 1
     assert "accumulation-reset" in [found["code"] for found in typed["findings"]]
 

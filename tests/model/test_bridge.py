@@ -109,7 +109,8 @@ def test_llama_run_config():
         "sequence_parallel": True,
         "vocab_multiple": 128,
     }
-    assert codes(source) == ["accumulation-unknown"]
+    assert source.global_batch == 512
+    assert codes(source) == []
 
 
 def test_deepseek():
@@ -175,12 +176,12 @@ def test_tensor_parallelism_inside_experts():
     assert "etp" not in bridge.read(text_of(**split), "x").run_settings
 
 
-def test_virtual_pipeline_is_a_finding():
+def test_virtual_pipeline():
     pieces = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
-    several = facts(bridge.read(text_of(**pieces), "x"), "stage-of-several-pieces")
-    assert several == {"setting": "model.virtual_pipeline_model_parallel_size"}
-    one_stage = bridge.read(text_of(**{**pieces, "pipeline_model_parallel_size": 1}), "x")
-    assert "stage-of-several-pieces" not in codes(one_stage)
+    assert bridge.read(text_of(**pieces), "x").run_settings["vp"] == 2
+    assert "vp" not in bridge.read(text_of(**{**pieces, "pipeline_model_parallel_size": 1}), "x").run_settings
+    mixed = bridge.read(text_of(**pieces, num_moe_experts=8, moe_layer_freq=[0, 0, 0, 1]), "x")
+    assert facts(mixed, "stage-of-several-pieces") == {"setting": "model.virtual_pipeline_model_parallel_size"}
 
 
 def test_two_sequence_lengths():

@@ -11,6 +11,15 @@ from gemmscope.model.spec import ModelSpec, MoeSpec
 from support.megatron_files import DEEPSEEK_V3, DUMP, LLAMA3_8B, MIXTRAL_8X7B, SMALL
 from support.reading import codes, facts
 
+NOTHING_TURNED_ON = {
+    "zero": 0,
+    "optimizer_state": "fp32",
+    "tp_overlap": False,
+    "dp_overlap": False,
+    "ep_overlap": False,
+    "cuda_graphs": False,
+}
+
 
 def model_of(text: str) -> ModelSpec:
     source = megatron.read(text, "pretrain.sh")
@@ -38,8 +47,10 @@ def test_llama3_script():
         "sequence_length": 8192,
         "vocab_multiple": 128,
         "gradient_accumulation": 32,  # 128 sequences on 8 GPUs, 4 of them data-parallel
+        "dp": 4,
+        **NOTHING_TURNED_ON,
     }
-    assert "accumulation-unknown" not in codes(source)
+    assert source.global_batch == 128
 
 
 def test_mixtral_command_line():
@@ -123,6 +134,8 @@ def test_printed_list():
         "vocab_multiple": 128,
         "recompute": "full",
         "gradient_accumulation": 4,
+        "dp": 4,
+        **NOTHING_TURNED_ON,
     }
     assert source.findings == ()
 
@@ -141,7 +154,7 @@ def test_defaults_are_megatrons():
     assert layer.attention.k_bias
     assert (layer.mlp.intermediate_size, layer.mlp.gated, layer.mlp.activation) == (256, False, "gelu")
     assert source.model.norm.kind == "layernorm"
-    assert source.run_settings == {"vocab_multiple": 128}
+    assert source.run_settings == {"vocab_multiple": 128, **NOTHING_TURNED_ON}
     assert codes(source) == ["vocabulary-missing", "mlp-width-default"]
     assert facts(source, "mlp-width-default") == {"setting": "--ffn-hidden-size", "width": 256}
 
@@ -201,18 +214,27 @@ def test_uneven_pipeline(flags: str, layers: tuple[int, ...]):
 
 
 @pytest.mark.parametrize(
-    ("flags", "several_pieces"),
+    ("flags", "pieces"),
     [
-        ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", True),
-        ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2", True),
-        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'Et|t|t|t,L'", True),
-        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'Ett|tt,L'", False),
-        ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2", False),  # one piece each
-        ("--pipeline-model-parallel-size 1 --num-layers-per-virtual-pipeline-stage 1", False),
+        ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", 2),
+        ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2", 2),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'Et|t|t|t,L'", 2),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'Ett|tt,L'", None),
+        ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2", None),  # one piece each
+        ("--pipeline-model-parallel-size 1 --num-layers-per-virtual-pipeline-stage 1", None),
     ],
 )
-def test_virtual_pipeline_is_a_finding(flags: str, several_pieces: bool):
-    assert ("stage-of-several-pieces" in codes(megatron.read(f"{SMALL} {flags}", "args"))) == several_pieces
+def test_virtual_pipeline(flags: str, pieces: int | None):
+    source = megatron.read(f"{SMALL} {flags}", "args")
+    assert source.run_settings.get("vp") == pieces
+    assert "stage-of-several-pieces" not in codes(source)  # all layers are alike
+    mixed = megatron.read(f"{SMALL} {flags} --num-experts 8 --moe-layer-freq ([0]*2+[1]*2)", "args")
+    assert ("stage-of-several-pieces" in codes(mixed)) == (pieces is not None)
+
+
+def test_pieces_that_do_not_divide_a_stage_are_refused():
+    with pytest.raises(UserError, match="--num-layers-per-virtual-pipeline-stage 3 does not divide the 2 layers of a stage"):
+        megatron.read(f"{SMALL} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3", "args")
 
 
 def test_last_value_wins():
@@ -308,7 +330,8 @@ def test_gradient_accumulation_from_the_launcher(launcher: str, steps: int | Non
     batch = "--tensor-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 64"
     source = megatron.read(f"GPUS=8\ntorchrun {launcher} pretrain_gpt.py {SMALL} {batch}", "x.sh")
     assert source.run_settings.get("gradient_accumulation") == steps
-    assert ("accumulation-unknown" in codes(source)) == (steps is None)
+    assert source.run_settings.get("dp") == (8 if steps else None)
+    assert source.global_batch == 64
 
 
 def test_branches():
@@ -341,7 +364,7 @@ def test_expressions():
 
 def test_run_settings_without_a_known_value_are_ignored():
     source = megatron.read(f"TP=$1\n{SMALL} --tensor-model-parallel-size $TP --seq-length 8 --vocab-size 64 --lr $LR", "x")
-    assert source.run_settings == {"sequence_length": 8, "vocab_multiple": 128}
+    assert source.run_settings == {"sequence_length": 8, "vocab_multiple": 128, **NOTHING_TURNED_ON}
     assert facts(source, "setting-without-value") == {
         "setting": "--tensor-model-parallel-size",
         "value": "$TP",

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gemmscope.app.layout import choose_run
 from gemmscope.document.table import Cell, Table, columns, number
 from gemmscope.errors import UserError, closest, option, shown
 from gemmscope.findings import Finding, finding
@@ -12,7 +13,7 @@ from gemmscope.model.families import built_like, known_model_types
 from gemmscope.model.flags import from_hyperparameters
 from gemmscope.model.read import names_file, read_config
 from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import RUN_SETTINGS, RunSpec, check_size
+from gemmscope.model.spec import RunSpec, check_size
 from gemmscope.results.base import ModelSummary
 from gemmscope.units import parameters
 from gemmscope.workload.cases import Case, cases_of
@@ -84,34 +85,13 @@ def _from_config(config: str) -> ModelSource:
 
 
 def model_run(source: ModelSource, **given: Any) -> ModelRun:
-    """How the model is run: the arguments given first, then what the model's file says."""
-    strangers = [name for name in given if name not in RUN_SETTINGS]
-    if strangers:
-        raise UserError(f"{', '.join(strangers)} is not a run setting", f"settings: {', '.join(RUN_SETTINGS)}")
-    typed = {name: value for name, value in given.items() if value is not None}
-    if "pp_layers" in typed:
-        typed["pp_layers"] = tuple(typed["pp_layers"])
-    findings = [
-        finding("run-overridden", name=name, value=str(value), origin=source.origin, file_value=str(source.run_settings[name]))
-        for name, value in typed.items()
-        if name in source.run_settings and source.run_settings[name] != value
-    ]
-    settings = {**source.run_settings, **typed}
-    missing = [name for name in ("micro_batch_size", "sequence_length") if name not in settings]
-    if missing:
-        verb = "is" if len(missing) == 1 else "are"
-        raise UserError(
-            f"{' and '.join(option(name) for name in missing)} {verb} not given, and {source.origin} does not say",
-            f"add {' '.join(option(name, 'N') for name in missing)}",
-        )
-    of_file = {"tp": 1, "cp": 1, "pp": 1, **source.run_settings}
-    changed = {name for name in typed if of_file.get(name, typed[name]) != typed[name]}
-    if "pp" in changed and "pp_layers" not in typed:
-        settings.pop("pp_layers", None)  # the file's split belongs to the file's number of stages
-    belongs_to_file = {"micro_batch_size", "tp", "cp", "pp"} & changed and "gradient_accumulation" not in typed
-    if belongs_to_file and settings.pop("gradient_accumulation", 1) != 1:
-        findings.append(finding("accumulation-reset"))
-    return ModelRun(source, RunSpec(**settings), tuple(findings))
+    """How the model is run: the arguments given first, then what the model's file says.
+
+    They are fields of `RunSpec`, or what decides some of them: `gpus`, `global_batch` (sequences), `fsdp` (ranks that share
+    weights, gradients and optimizer).
+    """
+    choice = choose_run(source, given)
+    return ModelRun(source, choice.run, choice.findings)
 
 
 @dataclass(frozen=True)

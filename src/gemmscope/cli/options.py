@@ -162,6 +162,22 @@ class RunOptions:
         return app.model.model_run(source, **self.given())
 
 
+@dataclass(frozen=True)
+class ClusterOptions(RunOptions):
+    """Also what happens between replicas of the model, for commands that know all GPUs."""
+
+    vp: int | None = None
+    dp: int | None = None
+    zero: int | None = None
+    fsdp: int | None = None
+    global_batch: int | None = None
+    optimizer_state: str | None = None
+    tp_overlap: bool | None = None
+    dp_overlap: bool | None = None
+    ep_overlap: bool | None = None
+    cuda_graphs: bool | None = None
+
+
 def _numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(sizes.size(part) for part in text.split(","))

@@ -1,8 +1,9 @@
 """Megatron-Bridge YAML: a recipe's overrides, or the run_config.yaml that Megatron-Bridge writes beside a checkpoint.
 
 The `model:` section uses Megatron-core's own names, so `megatron_args` reads it nearly as it is; `train:` gives the batch,
-`dataset:` the sequence length. A `_target_` names the Python class that gets the values. A class such as `Llama3ModelProvider8B`
-has default sizes that are in no file: then every setting that decides a shape must be in the YAML.
+`dataset:` the sequence length, `ddp:`, `dist:`, `optimizer:` and `comm_overlap:` what data-parallel ranks share and what
+overlaps. A `_target_` names the Python class that gets the values. A class such as `Llama3ModelProvider8B` has default sizes
+that are in no file: then every setting that decides a shape must be in the YAML.
 """
 
 import re
@@ -14,7 +15,7 @@ from gemmscope.model.megatron_args import REQUIRED, model_source, other_model
 from gemmscope.model.megatron_values import FACTS, MegatronSettings, Unknown
 from gemmscope.model.source import ModelSource
 
-BRIDGE = FACTS["bridge"]
+BRIDGE, SECTIONS = FACTS["bridge"], FACTS["bridge_sections"]
 SHAPES = [name for kind in ("shapes", "shapes_heads", "shapes_moe", "shapes_mla") for name in BRIDGE[kind]]
 TELLTALE = (*REQUIRED, *SHAPES, *FACTS["run_sizes"])
 MOST_ALIASES_WITH_MERGES = 20  # merged mappings are copied, and copies of copies grow without bound
@@ -61,7 +62,9 @@ def read(text: str, origin: str) -> ModelSource:
         if provider.startswith(start):
             raise other_model("model._target_ is the class of", what)
     _require_sizes_of_class(values, provider)
-    findings = _add_run(values, document)
+    unknown_names = [f"model.{name}" for name in values if name not in TELLTALE]
+    sections = _add_run(values, document)
+    findings = _sequence_length(values, document)
     function = values.get("activation_func")  # written as it is, or as the _target_ of a mapping
     activation = _last_name(function.get("_target_") if isinstance(function, dict) else function)
     values["activation_func"] = "relu2" if activation == "squared_relu" else activation or None
@@ -69,15 +72,15 @@ def read(text: str, origin: str) -> ModelSource:
         values.pop("make_vocab_size_divisible_by", None)
     elif values.get("make_vocab_size_divisible_by") is None:
         values["make_vocab_size_divisible_by"] = 128
-    unknown_names = [f"model.{name}" for name in values if name not in TELLTALE]
+
+    def spell(name: str) -> str:
+        return f"{sections.get(name, 'model')}.{name}"
+
     settings = MegatronSettings(
-        values, _spell, "{}: {}", swiglu_keeps_parameters=False, q_lora_rank=512, kv_lora_rank=512, positions="seq_length"
-    )
+        values, spell, "{}: {}",
+        swiglu_keeps_parameters=False, q_lora_rank=512, kv_lora_rank=512, positions="seq_length", silent_means_off=False,
+    )  # fmt: skip
     return model_source(settings, origin, findings, unknown_names)
-
-
-def _spell(name: str) -> str:
-    return f"train.{name}" if name in ("micro_batch_size", "global_batch_size") else f"model.{name}"
 
 
 def _last_name(target: object) -> str:
@@ -102,11 +105,29 @@ def _require_sizes_of_class(values: Mapping[str, object], provider: str) -> None
         )
 
 
-def _add_run(values: dict[str, object], document: Mapping[str, object]) -> list[Finding]:
-    """Add the batch and the sequence length from their own sections to the model's settings."""
-    train, dataset = (_section(document, document, name) for name in ("train", "dataset"))
-    for name in ("micro_batch_size", "global_batch_size"):
-        values[name] = train.get(name)
+def _add_run(values: dict[str, object], document: Mapping[str, object]) -> dict[str, str]:
+    """Add what other sections say of the run to the model's settings, and return the section of each."""
+    found: dict[str, str] = {}
+    for name, sections in SECTIONS.items():
+        found[name] = sections[0]
+        for section in sections:
+            value = _section(document, document, section).get(name)
+            if isinstance(value, dict) and name.endswith("_dtype"):
+                value = _last_name(value.get("_target_"))
+            if value is not None:
+                values[name], found[name] = value, section
+                break
+        else:
+            values.pop(name, None)
+    own = _section(document, document, "comm_overlap")
+    if own and own.get("overlap_grad_reduce") is None and values.get("use_distributed_optimizer"):
+        values |= {"overlap_grad_reduce": True, "overlap_param_gather": True}  # what the section turns on by itself
+    return found
+
+
+def _sequence_length(values: dict[str, object], document: Mapping[str, object]) -> list[Finding]:
+    """Add the sequence length of the dataset where the model has none; a finding where they differ."""
+    dataset = _section(document, document, "dataset")
     length, data_length = values.get("seq_length"), dataset.get("sequence_length", dataset.get("seq_length"))
     if length is None:
         values["seq_length"] = data_length

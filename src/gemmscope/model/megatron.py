@@ -109,6 +109,7 @@ def _source(arguments: Arguments, origin: str, spell_here: Callable[[str], str],
     settings = MegatronSettings(
         _to_core(arguments.values), spell, assign,
         swiglu_keeps_parameters=True, q_lora_rank=None, kv_lora_rank=32, positions="max_position_embeddings",
+        silent_means_off=True,
     )  # fmt: skip
     return model_source(settings, origin, findings, [*map(spell, arguments.unknown)])
 

@@ -17,11 +17,11 @@ from typing import Any
 
 from gemmscope.errors import UserError, closest, option
 from gemmscope.findings import Finding, finding
-from gemmscope.model import megatron_pipeline
+from gemmscope.model import megatron_layout, megatron_pipeline
 from gemmscope.model.megatron_model import dense_mlp, model_spec
 from gemmscope.model.megatron_values import FACTS, MegatronSettings, Unknown
 from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import LARGEST, ModelSpec
+from gemmscope.model.spec import ModelSpec
 
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 """The settings that every file must have."""
@@ -33,6 +33,7 @@ OPTIONAL = {  # gemmscope's own arguments can give these, so an unknown value is
     *(megatron_pipeline.FIRST, megatron_pipeline.LAST, megatron_pipeline.LAYOUT),
     *(*megatron_pipeline.PIECES, megatron_pipeline.LAYERS_PER_PIECE),
     *("expert_tensor_parallel_size", "max_position_embeddings"),
+    *megatron_layout.NAMES,
 }
 MODEL_RANKS = {"tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size"}
 
@@ -58,8 +59,10 @@ def model_source(
     _reject_not_modelled(settings)
     _require_sizes(settings, unknown_names)
     model = model_spec(settings, origin)
-    run = _run_settings(settings, model)
-    return ModelSource(origin=origin, model=model, run_settings=run, findings=(*findings, *_findings(settings, model, run)))
+    samples = settings.maybe_size("global_batch_size", "vocab_size")
+    run = _run_settings(settings, model, samples)
+    findings = (*findings, *_findings(settings, model, run))
+    return ModelSource(origin=origin, model=model, run_settings=run, findings=findings, global_batch=samples)
 
 
 def other_model(evidence: str, what: str) -> UserError:
@@ -96,7 +99,7 @@ def _misspellings(wanted: str, unknown_names: Collection[str]) -> list[str]:
     return [name for name in closest(wanted, unknown_names) if SequenceMatcher(None, name, wanted).ratio() > 0.8]
 
 
-def _run_settings(settings: MegatronSettings, model: ModelSpec) -> dict[str, Any]:
+def _run_settings(settings: MegatronSettings, model: ModelSpec, samples: int | None) -> dict[str, Any]:
     run: dict[str, Any] = {}
     for name, (field, limit) in FACTS["run_sizes"].items():
         value = settings.maybe_size(name, limit)
@@ -115,7 +118,11 @@ def _run_settings(settings: MegatronSettings, model: ModelSpec) -> dict[str, Any
     stages = megatron_pipeline.stage_layers(settings, len(model.layers), run.get("pp", 1))
     if stages:
         run["pp_layers"] = stages
-    accumulation = _accumulation(settings, run)
+    pieces = megatron_pipeline.virtual_stages(settings, len(model.layers), run.get("pp", 1))
+    if pieces:
+        run["vp"] = pieces[1]
+    run |= megatron_layout.layout(settings, run)
+    accumulation = megatron_layout.accumulation(samples, run)
     if accumulation:
         run["gradient_accumulation"] = accumulation
     return run
@@ -137,20 +144,6 @@ def _expert_tensor_parallel(settings: MegatronSettings, model: ModelSpec) -> int
     return size if any(layer.is_moe for layer in model.layers) else None
 
 
-def _accumulation(settings: MegatronSettings, run: Mapping[str, Any]) -> int | None:
-    """Micro-batches per step, where the file gives the number of GPUs (which gives the data-parallel ranks) and the batch."""
-    samples, world = settings.maybe_size("global_batch_size", "vocab_size"), settings.maybe_size("world_size", "parallel")
-    if world is None:
-        ranks = settings.maybe_size("data_parallel_size", "parallel")
-    else:
-        model_ranks = run.get("tp", 1) * run.get("pp", 1) * run.get("cp", 1)
-        ranks = None if world % model_ranks else world // model_ranks
-    if not samples or not ranks or "micro_batch_size" not in run:
-        return None
-    micro_batches, remainder = divmod(samples, ranks * run["micro_batch_size"])
-    return None if remainder or micro_batches > LARGEST["parallel"] else micro_batches
-
-
 def _findings(settings: MegatronSettings, model: ModelSpec, run: Mapping[str, Any]) -> Iterator[Finding]:
     spell = settings.spell
     if model.vocab_size is None:
@@ -163,15 +156,16 @@ def _findings(settings: MegatronSettings, model: ModelSpec, run: Mapping[str, An
         yield finding("prediction-layers-not-included", setting=spell("mtp_num_layers"))
     if settings.values.get("moe_expert_capacity_factor") not in (None, 0, "0", False):
         yield finding("expert-capacity-not-modelled", setting=spell("moe_expert_capacity_factor"))
-    if settings.given("global_batch_size") and "gradient_accumulation" not in run:
-        yield finding("accumulation-unknown", setting=spell("global_batch_size"))
     expert_tp, tp = _expert_tensor_parallel(settings, model), run.get("tp", 1)
     if expert_tp and tp % expert_tp:
         setting, tp_setting = spell("expert_tensor_parallel_size"), spell("tensor_model_parallel_size")
         yield finding("expert-tp-not-modelled", setting=setting, size=expert_tp, tp_setting=tp_setting, tp=tp)
-    interleaved = megatron_pipeline.several_pieces(settings, len(model.layers), run.get("pp", 1))
-    if interleaved:
-        yield finding("stage-of-several-pieces", setting=spell(interleaved))
+    pieces = megatron_pipeline.virtual_stages(settings, len(model.layers), run.get("pp", 1))
+    if pieces and len(dict(model.layer_groups())) > 1:
+        yield finding("stage-of-several-pieces", setting=spell(pieces[0]))
+    if megatron_layout.weights_exposed(settings, run):
+        gradients, weights = spell(megatron_layout.GRADIENTS), spell(megatron_layout.WEIGHTS)
+        yield finding("weights-not-overlapped", setting=gradients, other=weights)
     yield from _recompute_findings(settings, run)
 
 

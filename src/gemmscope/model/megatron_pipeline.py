@@ -5,8 +5,8 @@ the loss as one layer each, or give the whole layout: in `Et|(tt|)*14t|L`, bars 
 L the loss.
 
 A stage can also have several pieces of the model (the virtual pipeline: with 2 stages and 2 pieces each, stage 0 has the first
-and the third quarter). The number of layers of each stage is then kept, but not which ones: they are counted as consecutive, and
-a finding says so.
+and the third quarter). The number of layers of each stage is then kept, but not which ones: they are counted as consecutive. If
+layers differ, a finding says so.
 """
 
 import re
@@ -43,17 +43,25 @@ def stage_layers(settings: MegatronSettings, layers: int, stages: int) -> tuple[
     return (per_stage - embedding, *(per_stage,) * (stages - 2), per_stage - loss)
 
 
-def several_pieces(settings: MegatronSettings, layers: int, stages: int) -> str | None:
-    """The setting that gives a stage more than one piece of the model, if there is one."""
+def virtual_stages(settings: MegatronSettings, layers: int, stages: int) -> tuple[str, int] | None:
+    """How many pieces of the model each stage has, and the setting that says so; None for one piece."""
     if stages == 1:
         return None
     for name in PIECES:
-        if (settings.maybe_count(name, "layers") or 1) > 1:
-            return name
+        if (pieces := settings.maybe_count(name, "layers") or 1) > 1:
+            return name, pieces
     per_piece = settings.maybe_count(LAYERS_PER_PIECE, "layers")
-    if per_piece and per_piece * stages < layers:
-        return LAYERS_PER_PIECE
-    return LAYOUT if settings.given(LAYOUT) and len(_layout_parts(settings, layers, stages)) > stages else None
+    if per_piece:
+        counted = layers + sum(settings.flag(f"account_for_{end}_in_pipeline_split") for end in ("embedding", "loss"))
+        pieces, rest = divmod(counted, stages * per_piece)
+        if rest and counted % stages == 0:
+            raise UserError(
+                f"{settings.spell(LAYERS_PER_PIECE)} {per_piece} does not divide the {counted // stages} layers of a stage",
+                f"possible values: {divisors_text(counted // stages)}",
+            )
+        return (LAYERS_PER_PIECE, pieces) if pieces > 1 and not rest else None
+    parts = len(_layout_parts(settings, layers, stages)) if settings.given(LAYOUT) else stages
+    return (LAYOUT, parts // stages) if parts > stages else None
 
 
 def _with_own_ends(settings: MegatronSettings, layers: int, stages: int) -> tuple[int, ...]:

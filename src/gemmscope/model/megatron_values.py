@@ -41,6 +41,7 @@ class MegatronSettings:
     q_lora_rank: int | None
     kv_lora_rank: int
     positions: str  # the setting with the number of learned positions
+    silent_means_off: bool  # a switch that the file does not have is off: the file has all arguments of the run
 
     def example(self, name: str) -> str:
         """The setting with a valid value, as it is written in the file."""

@@ -23,4 +23,5 @@ class ModelSource:
     findings: tuple[Finding, ...] = ()
     config: Mapping[str, Any] | None = None  # the Hugging Face config, for tracing the same model
     module: str | None = None  # file.py:factory
+    global_batch: int | None = None  # sequences per step on all GPUs, where the file says
     framework: str = ""  # whose file it is, where that decides which recipes can be used

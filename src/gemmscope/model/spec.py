@@ -10,6 +10,7 @@ Every size is checked when a spec is made, so that later stages can rely on it.
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import groupby
+from math import gcd
 from typing import Literal, get_args
 
 from gemmscope.errors import UserError, option, shown
@@ -256,6 +257,7 @@ Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 OptimizerState = Literal["bf16", "fp32"]
 OPTIMIZER_STATES: tuple[OptimizerState, ...] = get_args(OptimizerState)
+ZERO_STAGES = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True)
@@ -304,6 +306,19 @@ class RunSpec:
         check_size("vocab_multiple", self.vocab_multiple, "parallel")
         for name in ("etp", "dp", "zero_ranks"):
             check_optional(option(name), getattr(self, name), "parallel")
+        if self.zero is not None and (type(self.zero) is not int or self.zero not in ZERO_STAGES):
+            raise UserError(
+                f"{option('zero')} must be 0, 1, 2 or 3, not {shown(self.zero)}",
+                "what data-parallel ranks share: 1 the optimizer, 2 also gradients, 3 also weights",
+            )
+        if self.optimizer_state not in (None, *OPTIMIZER_STATES):
+            raise UserError(
+                f"{option('optimizer_state')} must be {' or '.join(OPTIMIZER_STATES)}, not {shown(self.optimizer_state)}",
+                "fp32 keeps master weights and moments in FP32, as most frameworks do",
+            )
+        for name in ("tp_overlap", "dp_overlap", "ep_overlap", "cuda_graphs"):
+            if getattr(self, name) is not None:
+                check_flag(option(name), getattr(self, name), f"for example {option(name, 'True')}")
         if self.recompute not in RECOMPUTE:
             raise UserError(
                 f"{option('recompute')} must be {' or '.join(RECOMPUTE)}, not {shown(self.recompute)}",
@@ -322,7 +337,8 @@ class RunSpec:
     @property
     def data_parallel(self) -> int:
         """`dp`, or the fewest ranks that can share the experts."""
-        return self.dp if self.dp is not None else max(self.ep * self.expert_tp // (self.tp * self.cp), 1)
+        sharing = self.ep * self.expert_tp
+        return self.dp if self.dp is not None else sharing // gcd(sharing, self.tp * self.cp)
 
     @property
     def gpus(self) -> int:

@@ -10,6 +10,8 @@ How torchtitan decides shapes:
   the tokens are gathered first, and every rank runs all of them.
 - Expert parallelism takes the experts out of tensor parallelism, unless `expert_tensor_parallel_degree` keeps them in: by
   default each tensor-parallel rank sends its share of the tokens to whole experts, and is one of the expert-parallel ranks.
+- Data-parallel ranks split weights, gradients and optimizer (FSDP), in `data_parallel_replicate_degree` groups that hold the
+  same. A pipeline keeps the gathered weights until the backward pass, unless `fsdp_reshard_after_forward` says otherwise.
 - A pipeline splits the local batch into micro-batches of `pipeline_parallel_microbatch_size`, by default 1. The first and the
   last stage have fewer layers, because they also have the embedding and the output.
 """
@@ -73,16 +75,18 @@ def read(text: str, origin: str) -> ModelSource:
     family, name = model_and_flavor(model)
     flavor = load_flavor(family, name)
     pp = _size(tables, "pipeline_parallel_degree") or 1
+    spec = model_spec(family, name, flavor)
     parts = [
         _batch(tables, pp),
         _parallel(tables, flavor, pp),
-        _pipeline(tables, flavor.n_layers, pp),
+        (_data_parallel(tables, pp), []),
+        _pipeline(tables, flavor.n_layers, pp, mixed=len(dict(spec.layer_groups())) > 1),
         _recompute(tables, flavor.n_layers),
         ({"separate_projections": True, "sequence_parallel_linears": False}, model_findings(model, flavor)),
     ]
     settings = {key: value for part, _ in parts for key, value in part.items()}
     findings = tuple(item for _, of_part in parts for item in of_part)
-    return ModelSource(origin, model_spec(family, name, flavor), settings, findings, framework="torchtitan")
+    return ModelSource(origin, spec, settings, findings, global_batch=_global_batch(tables), framework="torchtitan")
 
 
 def _parse(text: str) -> Tables:
@@ -131,8 +135,7 @@ def _batch(tables: Tables, pp: int) -> RunPart:
     local = _size(tables, "local_batch_size", "micro_batch_size")
     if local is None:
         local = _size(tables, "batch_size", "micro_batch_size")
-    total = _size(tables, "global_batch_size", "sequence_length", example=-1, also=(-1,))
-    total = None if total == -1 else total
+    total = _global_batch(tables)
     micro = local if pp == 1 else _size(tables, "pipeline_parallel_microbatch_size", "micro_batch_size") or 1
     if local is None or micro is None:
         return settings, [] if total is None else [finding("global-batch-without-local")]
@@ -143,21 +146,28 @@ def _batch(tables: Tables, pp: int) -> RunPart:
         )
     settings["micro_batch_size"] = micro
     findings = [] if pp == 1 else [finding("pipeline-micro-batches", batch=local, micro_batch=micro)]
-    local_batches: int | None = 1
-    if total is not None:
-        local_batches = _local_batches(tables, total, local)
-        if local_batches is None:
-            findings.append(finding("data-parallel-size-unknown", batch=total))
-    if local_batches is not None and (total is not None or local != micro):
-        settings["gradient_accumulation"] = check_size("gradient accumulation", local_batches * (local // micro), "parallel")
+    local_batches = _local_batches(tables, total, local) if total is not None else None
+    if local_batches is not None or local != micro:  # where the number of ranks is unknown, at least one local batch
+        accumulation = (local_batches or 1) * (local // micro)
+        settings["gradient_accumulation"] = check_size("gradient accumulation", accumulation, "parallel")
     return settings, findings
+
+
+def _global_batch(tables: Tables) -> int | None:
+    total = _size(tables, "global_batch_size", "sequence_length", example=-1, also=(-1,))
+    return None if total == -1 else total
+
+
+def _replicas(tables: Tables) -> tuple[int | None, int]:
+    """Ranks that split the weights (None: all that are left), and groups of them that hold the same."""
+    shard = _size(tables, "data_parallel_shard_degree", also=(-1,))
+    return (None if shard == -1 else shard), _size(tables, "data_parallel_replicate_degree") or 1
 
 
 def _local_batches(tables: Tables, total: int, local: int) -> int | None:
     """Local batches per optimizer step; None where the number of data-parallel ranks is unknown."""
-    shard = _size(tables, "data_parallel_shard_degree", also=(-1,))
-    replicate = _size(tables, "data_parallel_replicate_degree")
-    if shard is None or shard < 1 or replicate is None:
+    shard, replicate = _replicas(tables)
+    if shard is None:
         return None
     if total % (local * shard * replicate):
         raise UserError(
@@ -166,6 +176,23 @@ def _local_batches(tables: Tables, total: int, local: int) -> int | None:
             f"for example: global_batch_size = {local * shard * replicate}",
         )
     return total // (local * shard * replicate)
+
+
+def _data_parallel(tables: Tables, pp: int) -> dict[str, Any]:
+    """What data-parallel ranks share. FSDP gathers weights in BF16 from FP32 ones; it prefetches, so the exchange overlaps."""
+    (shard, replicate), cp = _replicas(tables), _size(tables, "context_parallel_degree") or 1
+    bf16 = _find(tables, "dtype")[1] == "bfloat16"
+    settings: dict[str, Any] = {"optimizer_state": "bf16" if bf16 else "fp32", "dp_overlap": True, "cuda_graphs": False}
+    if shard is not None:
+        settings["dp"] = check_size("the number of data-parallel ranks", shard * replicate, "parallel")
+    if shard is not None and shard * cp == 1:
+        return {**settings, "zero": 0}
+    reshard = _find(tables, "fsdp_reshard_after_forward")[1]
+    kept = reshard == "never" or (reshard != "always" and pp > 1)
+    settings["zero"] = 2 if kept else 3
+    if shard is not None and replicate > 1:
+        settings["zero_ranks"] = shard * cp
+    return settings
 
 
 def _parallel(tables: Tables, flavor: Flavor, pp: int) -> RunPart:
@@ -181,8 +208,8 @@ def _parallel(tables: Tables, flavor: Flavor, pp: int) -> RunPart:
     findings = []
     if tp > 1:
         settings["sequence_parallel"] = _flag(tables, "enable_sequence_parallel", default=True)
-    if _flag(tables, "enable_async_tensor_parallel", default=False) and tp > 1:
-        findings.append(finding("async-tp-not-modelled", pieces=tp))
+    overlap = _flag(tables, "enable_async_tensor_parallel", default=False)
+    settings |= {"tp_overlap": overlap and settings.get("sequence_parallel", False), "ep_overlap": False}
     if ep > 1 and not flavor.num_experts:
         del settings["ep"]
         findings.append(finding("expert-parallel-ignored", size=ep))
@@ -212,7 +239,8 @@ def split_layers(layers: int, stages: int, first_less: int = 1, last_less: int =
     return sizes
 
 
-def _pipeline(tables: Tables, layers: int, pp: int) -> RunPart:
+def _pipeline(tables: Tables, layers: int, pp: int, *, mixed: bool) -> RunPart:
+    """Layers and pieces of each stage. `mixed`: the model has different kinds of layers."""
     if pp == 1:
         return {}, []
     what, schedule = _find(tables, "pipeline_parallel_schedule")
@@ -231,11 +259,13 @@ def _pipeline(tables: Tables, layers: int, pp: int) -> RunPart:
             f"it needs {'one stage' if style == 'single' else 'two or more stages'} per rank: correct or remove"
             " pipeline_parallel_layers_per_stage",
         )
+    pieces = {"vp": len(stages) // pp} if len(stages) > pp else {}
     if style == "v":
-        return {"pp_layers": tuple(stages[rank] + stages[-1 - rank] for rank in range(pp))}, [finding("output-on-last-stage")]
+        layers_of_ranks = tuple(stages[rank] + stages[-1 - rank] for rank in range(pp))
+        return {"pp_layers": layers_of_ranks, **pieces}, [finding("output-on-last-stage")]
     layers_of_ranks = tuple(sum(stages[rank::pp]) for rank in range(pp))
-    several_pieces = [finding("stage-of-several-pieces", setting="pipeline_parallel_schedule")] if style == "loop" else []
-    return {"pp_layers": layers_of_ranks}, several_pieces
+    uneven = [finding("stage-of-several-pieces", setting="pipeline_parallel_schedule")] if pieces and mixed else []
+    return {"pp_layers": layers_of_ranks, **pieces}, uneven
 
 
 def _stages(tables: Tables, layers: int, pp: int, *, single: bool) -> list[int]:

@@ -9,6 +9,7 @@ from gemmscope.errors import UserError, option
 from gemmscope.interval import Interval
 from gemmscope.model.spec import RunSpec
 from gemmscope.results.step import Cost
+from gemmscope.workload.ranks import Given, solve
 
 
 @dataclass(frozen=True)
@@ -46,16 +47,8 @@ class Budget:
         return replace(self, price=price)
 
     def replicas(self, run: RunSpec) -> int:
-        """How many copies of the model the GPUs hold; experts are shared among `ep` of them."""
-        group = run.tp * run.cp * run.pp
-        replicas, rest = divmod(self.gpus, group)
-        if rest:
-            message = f"{self.gpus} GPUs do not divide into groups of {group} (tp x cp x pp)"
-            raise UserError(message, f"for example {option('gpus', group * 8)}")
-        if replicas % run.ep:
-            message = f"{replicas} replicas do not divide into the {run.ep} that share the experts"
-            raise UserError(message, f"for example {option('gpus', group * run.ep)}")
-        return replicas
+        """How many data-parallel replicas of the model the GPUs hold, in the run's layout."""
+        return solve(run, Given(gpus=self.gpus)).dp or 1
 
 
 def cost(step: Interval, run: RunSpec, budget: Budget) -> Cost:

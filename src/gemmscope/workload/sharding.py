@@ -10,6 +10,7 @@ from math import gcd
 
 from gemmscope.errors import UserError, option, shown
 from gemmscope.model.spec import MlpSpec, ModelSpec, MoeSpec, RunSpec, divisors_text
+from gemmscope.workload.ranks import dp_step
 
 
 def check(model: ModelSpec, run: RunSpec) -> None:
@@ -24,7 +25,11 @@ def check(model: ModelSpec, run: RunSpec) -> None:
         _check_divides("etp", run.expert_tp, _expert_widths(model))
     _check_experts(model, run)
     _check_sequence(model, run)
-    stage_layers(model, run)
+    stages = stage_layers(model, run)
+    if run.vp > 1:
+        _check_virtual_stages(stages, run)
+    if run.dp is not None:
+        _check_ranks(run, run.dp)
     if run.pp_stage is not None and not 0 <= run.pp_stage < run.pp:
         raise UserError(
             f"{option('pp_stage', run.pp_stage)} does not exist",
@@ -98,6 +103,51 @@ def _check_sequence(model: ModelSpec, run: RunSpec) -> None:
             f"{option('sequence_parallel')}: {option('tp', run.tp)} does not divide the sequence length of one rank, "
             f"{run.sequence_length // run.cp}",
             f"the nearest possible sequence lengths: {_neighbours(run.sequence_length, chunks * run.tp)}",
+        )
+
+
+def _check_virtual_stages(stages: list[tuple[int, int]], run: RunSpec) -> None:
+    """Every piece has the same number of layers, unless each stage was given its own number."""
+    if run.pp == 1:
+        raise UserError(
+            f"{option('vp', run.vp)} splits each stage of a pipeline, and there is no pipeline",
+            f"add {option('pp')}, or remove {option('vp')}",
+        )
+    layers = stages[0][1] - stages[0][0]
+    if run.pp_layers is None and layers % run.vp:
+        raise UserError(
+            f"{option('vp', run.vp)} does not divide the {layers} layers of a pipeline stage",
+            f"possible values of {option('vp')}: {divisors_text(layers)}",
+        )
+
+
+def _check_ranks(run: RunSpec, dp: int) -> None:
+    """The experts are shared by ranks of one pipeline stage; sharded states by ranks that hold the same weights."""
+    if (run.tp * run.cp * dp) % (run.ep * run.expert_tp):
+        raise UserError(
+            f"{option('ep', run.ep)} x {option('etp', run.expert_tp)} does not divide the {run.tp * run.cp * dp} ranks that share "
+            f"the experts (tp x cp x dp = {run.tp} x {run.cp} x {dp})",
+            f"{option('dp')} must be a multiple of {dp_step(run)}: for example {option('dp', dp_step(run))}",
+        )
+    if run.zero_ranks is not None and (dp * run.cp) % run.zero_ranks:
+        raise UserError(
+            f"{option('zero_ranks', run.zero_ranks)} does not divide the {dp * run.cp} ranks that hold the same weights (dp x cp)",
+            f"possible values of {option('zero_ranks')}: {divisors_text(dp * run.cp)}",
+        )
+
+
+def check_schedule(run: RunSpec) -> None:
+    """Raise a `UserError` if an interleaved pipeline cannot run that many micro-batches: it takes them in groups of pp.
+
+    torchtitan's schedules take other numbers too.
+    """
+    if run.vp > 1 and run.gradient_accumulation % run.pp:
+        below = run.gradient_accumulation // run.pp * run.pp
+        possible = [option("gradient_accumulation", count) for count in (below, below + run.pp) if count]
+        raise UserError(
+            f"{option('vp', run.vp)} needs micro-batches in multiples of {option('pp', run.pp)}, and a step has "
+            f"{run.gradient_accumulation} ({option('gradient_accumulation')})",
+            f"the nearest that work: {' or '.join(possible)}; a step's micro-batches also follow from {option('global_batch')}",
         )
 
 

@@ -1,0 +1,147 @@
+"""How a model is run: what was typed first, then what its file says, and what follows from both.
+
+A file's number of GPUs and its global batch stay, if the layout that is typed divides them; what belongs to another layout is
+dropped, with a finding.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gemmscope.errors import UserError, option
+from gemmscope.findings import Finding, finding
+from gemmscope.model.source import ModelSource
+from gemmscope.model.spec import RUN_SETTINGS, RunSpec, check_optional
+from gemmscope.workload.ranks import Given, dp_step, model_ranks, solve
+
+RANKS = {"gpus": "parallel", "global_batch": "sequence_length", "fsdp": "parallel"}
+"""Arguments that decide fields of `RunSpec` and are none themselves, with their limits."""
+
+
+@dataclass(frozen=True)
+class RunChoice:
+    """A run, and what was overridden, dropped or assumed for it."""
+
+    run: RunSpec
+    findings: tuple[Finding, ...]
+
+
+def choose_run(source: ModelSource, given: Mapping[str, Any]) -> RunChoice:
+    """The run of these arguments (None: not given) and of the model's file."""
+    if strangers := [name for name in given if name not in (*RUN_SETTINGS, *RANKS)]:
+        known = ", ".join((*RUN_SETTINGS, *RANKS))
+        raise UserError(f"{', '.join(strangers)} is not a run setting", f"settings: {known}")
+    typed = {name: value for name, value in given.items() if value is not None}
+    if "pp_layers" in typed:
+        typed["pp_layers"] = tuple(typed["pp_layers"])
+    file, findings = source.run_settings, list[Finding]()
+    for name, value in typed.items():
+        if name in file and file[name] != value:
+            said = {"value": str(value), "file_value": str(file[name])}
+            findings.append(finding("run-overridden", name=name, origin=source.origin, **said))
+    settings = {**file, **{name: value for name, value in typed.items() if name not in RANKS}}
+    _require(settings, source)
+    of_file = {"tp": 1, "cp": 1, "pp": 1, **file}
+    changed = {name for name in typed if of_file.get(name, typed[name]) != typed[name]}
+    run = RunSpec(**settings)
+    if "pp" in changed:
+        run, about = _other_pipeline(run, typed, source)
+        findings += about
+    for name, limit in RANKS.items():
+        check_optional(option(name), typed.get(name), limit)
+    run, about = _ranks(run, typed, source, changed)
+    return RunChoice(_sharing(run, typed), (*findings, *about))
+
+
+def _require(settings: Mapping[str, Any], source: ModelSource) -> None:
+    missing = [name for name in ("micro_batch_size", "sequence_length") if name not in settings]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise UserError(
+            f"{' and '.join(option(name) for name in missing)} {verb} not given, and {source.origin} does not say",
+            f"add {' '.join(option(name, 'N') for name in missing)}",
+        )
+
+
+def _other_pipeline(run: RunSpec, typed: Mapping[str, Any], source: ModelSource) -> tuple[RunSpec, list[Finding]]:
+    """With another number of stages than in the file: without its split, and with its virtual stages if they still divide."""
+    if "pp_layers" not in typed:
+        run = replace(run, pp_layers=None)
+    if "vp" in typed or run.vp == 1:
+        return run, []
+    layers = len(source.model.layers) if source.model is not None else 0
+    if run.pp > 1 and layers % (run.pp * run.vp) == 0:
+        return run, []
+    return replace(run, vp=1), [finding("virtual-stages-reset", pieces=run.vp, origin=source.origin)]
+
+
+def _ranks(run: RunSpec, typed: Mapping[str, Any], source: ModelSource, changed: set[str]) -> tuple[RunSpec, list[Finding]]:
+    """dp and accumulation: from what was typed, else from the file's GPUs and global batch, where they still divide."""
+    file_dp, findings = _dp_of_file(run, typed, source)
+    asked = Given(
+        gpus=typed.get("gpus"),
+        dp=typed.get("dp", file_dp),
+        global_batch=typed.get("global_batch"),
+        gradient_accumulation=typed.get("gradient_accumulation"),
+        fsdp=typed.get("fsdp"),
+    )
+    ranks = solve(run, asked)
+    run, accumulation = replace(run, dp=ranks.dp), ranks.gradient_accumulation
+    if accumulation is None and source.global_batch is not None and run.dp is not None:
+        try:
+            with_batch = replace(asked, dp=run.dp, gpus=None, global_batch=source.global_batch)
+            accumulation = solve(run, with_batch).gradient_accumulation
+        except UserError as error:
+            if {"dp", "gpus"} & typed.keys():
+                message = f"{error.message}, and {source.origin} gives this global batch"
+                raise UserError(message, f"{error.hint}; or set {option('gradient_accumulation')}") from error
+    if accumulation is not None:
+        return replace(run, gradient_accumulation=accumulation), findings
+    run, about = _assumed_accumulation(run, source, changed)
+    return run, findings + about
+
+
+def _dp_of_file(run: RunSpec, typed: Mapping[str, Any], source: ModelSource) -> tuple[int | None, list[Finding]]:
+    """The file's GPUs over those of one replica, unless dp was typed or follows from what was; a finding if it cannot be."""
+    said = source.run_settings.get("dp")
+    if said is None or {"dp", "gpus"} & typed.keys() or {"global_batch", "gradient_accumulation"} <= typed.keys():
+        return None, []
+    of_file = {name: source.run_settings.get(name, 1) for name in ("tp", "cp", "pp")}
+    gpus = model_ranks(replace(run, **of_file)) * said
+    dp, rest = divmod(gpus, model_ranks(run))
+    if dp and not rest and dp % dp_step(run, typed.get("fsdp")) == 0:
+        return dp, []
+    return None, [finding("data-parallel-reset", origin=source.origin, gpus=gpus)]
+
+
+def _assumed_accumulation(run: RunSpec, source: ModelSource, changed: set[str]) -> tuple[RunSpec, list[Finding]]:
+    """Micro-batches per step where no batch decides them: the file's own number if it belongs to this layout, else the fewest."""
+    batch, of_file = source.global_batch, source.run_settings.get("gradient_accumulation")
+    if of_file is not None and changed & {"micro_batch_size", "tp", "cp", "pp"}:
+        return replace(run, gradient_accumulation=1), [finding("accumulation-reset")] if of_file != 1 else []
+    virtual = of_file is None and run.vp > 1 and run.pp > 1 and "vp" in source.run_settings
+    run = replace(run, gradient_accumulation=run.pp) if virtual else run
+    assumed = run.gradient_accumulation
+    if batch is not None:
+        return run, [finding("accumulation-unknown", origin=source.origin, batch=batch, assumed=assumed)]
+    return run, [finding("accumulation-assumed", origin=source.origin, assumed=assumed)] if virtual else []
+
+
+def _sharing(run: RunSpec, typed: Mapping[str, Any]) -> RunSpec:
+    """What data-parallel ranks share, and how many of them."""
+    holders = run.data_parallel * run.cp
+    if "fsdp" in typed:
+        if typed.get("zero", 3) != 3:
+            raise UserError(
+                f"{option('fsdp', typed['fsdp'])} shares weights, gradients and optimizer, and {option('zero', run.zero)} less",
+                f"remove {option('zero')} or {option('fsdp')}",
+            )
+        return replace(run, zero=3, zero_ranks=typed["fsdp"] if typed["fsdp"] != holders else None)
+    if typed.get("zero") and holders == 1 and not {"dp", "gpus"} & typed.keys():
+        raise UserError(
+            f"{option('zero', run.zero)} is about what data-parallel ranks share, and there is only one",
+            f"add {option('gpus', model_ranks(run) * 8)} or {option('dp', 8)}, or remove {option('zero')}",
+        )
+    if run.zero_ranks is not None and "zero_ranks" not in typed and (run.zero == 0 or holders % run.zero_ranks):
+        return replace(run, zero_ranks=None)  # the file's groups, in another layout
+    return run
