@@ -17,8 +17,9 @@ from gemmscope.findings import Finding, finding
 from gemmscope.forecast.calibration import calibrated
 from gemmscope.forecast.gemm import STATES, State, model
 from gemmscope.forecast.gemm_list import GemmForecast, forecast_gemm_list
-from gemmscope.forecast.linear_results import does_not_fit, forecast_linears, misaligned
+from gemmscope.forecast.linear_results import forecast_linears, misaligned
 from gemmscope.forecast.linears import Forecaster
+from gemmscope.forecast.memory_results import memory_findings, recipe_memory
 from gemmscope.forecast.step import StepForecast, forecast_step
 from gemmscope.forecast.sweep import Configuration, forecast_sweep
 from gemmscope.forecast.training import gemm_format
@@ -27,7 +28,7 @@ from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import ModelSpec, RunSpec, check_size
 from gemmscope.recipe.recipes import BASELINE, recipe, recipes
 from gemmscope.recipe.support import support
-from gemmscope.results.forecast import ForecastResult, GpuForecast, GpuSweep, SweepPoint
+from gemmscope.results.forecast import ForecastResult, GpuForecast, GpuSweep, RecipeMemory, SweepPoint
 from gemmscope.results.linears import Linears
 from gemmscope.results.step import StepTimes
 from gemmscope.step.cost import Budget
@@ -80,10 +81,11 @@ def forecast(
         forecaster = Forecaster(chip, known_state, cache_weights=cache_weights, measured=adjustment)
         modes, of_layer = choices.chosen_modes(), (linears.layers, linears.layer_counts)
         times = forecast_linears(forecaster, linears.cases, names, modes, *of_layer, heads=_heads(subject))
-        step = None
+        step, memory = None, tuple[RecipeMemory, ...]()
         if subject is not None and spec is not None:
+            memory = tuple(recipe_memory(spec, subject.run, name, chip) for name in names)
             step_forecast = StepForecast(forecaster, spec, subject.run, subject.workload)
-            step = forecast_step(step_forecast, names, budgets.get(chip.name))
+            step = forecast_step(step_forecast, names, budgets.get(chip.name), memory)
         forecasts.append(
             GpuForecast(
                 gpu=chip.name,
@@ -92,7 +94,13 @@ def forecast(
                 basis=_basis(chip, known_state, names),
                 linears=times,
                 step=step,
-                findings=(*_findings(times, step, subject, chip), *recipe_findings, *calibration_findings),
+                memory=memory,
+                findings=(
+                    *_findings(times, step, subject),
+                    *(memory_findings(memory, subject.run) if subject is not None else ()),
+                    *recipe_findings,
+                    *calibration_findings,
+                ),
             )
         )
     about = subject.about() if subject is not None else {"origin": "shapes"}
@@ -281,7 +289,7 @@ def _basis(chip: GpuSpec, state: State, names: Sequence[str]) -> tuple[str, ...]
     return tuple(model().basis(chip, fmt, state, in_training=True).description for fmt in formats)
 
 
-def _findings(linears: Linears, step: StepTimes | None, subject: RankWorkload | None, chip: GpuSpec) -> Iterator[Finding]:
+def _findings(linears: Linears, step: StepTimes | None, subject: RankWorkload | None) -> Iterator[Finding]:
     if step is not None:
         yield from step_findings(step.model_copy(update={"failures": {}}))  # the sizes below are the reason for all of them
         winner = step.winner
@@ -289,8 +297,6 @@ def _findings(linears: Linears, step: StepTimes | None, subject: RankWorkload | 
             yield finding("too-close-to-call", recipe=winner.best, over=rivals, what="the training step")
     yield from linear_findings(linears)
     yield from misaligned(linears.cases, linears.recipes, _heads(subject))
-    if subject is not None and subject.source.model is not None:
-        yield from does_not_fit(linears, subject.source.model, subject.run, subject.workload.parameters, chip)
 
 
 def _heads(subject: RankWorkload | None) -> list[str]:

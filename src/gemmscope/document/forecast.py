@@ -8,9 +8,13 @@ from gemmscope import units
 from gemmscope.document.common import batch_lines, command_facts, model_facts, same_model, subject
 from gemmscope.document.linears import linears_answer, linears_sections, linears_speedups, linears_times
 from gemmscope.document.linears_summary import linears_summary
+from gemmscope.document.memory import memory_table
 from gemmscope.document.model import Block, Document, NamedSpeedup, NamedTime, Section
 from gemmscope.document.step_parts import (
+    common_baseline,
     cost_table,
+    memory_cell,
+    over_common,
     step_answer,
     step_chart,
     step_figures,
@@ -31,7 +35,7 @@ from gemmscope.document.table import (
     range_cell,
     share_cell,
 )
-from gemmscope.interval import Interval
+from gemmscope.model.spec import RunSpec
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.forecast import ForecastResult, GpuForecast
 from gemmscope.results.step import StepTime, StepTimes
@@ -78,11 +82,20 @@ def _context(result: ForecastResult) -> Iterator[str]:
     if result.model is not None and result.model.description:
         yield result.model.description
     yield from batch_lines(result.run, result.stage)
-    if result.dp > 1 and result.run is not None:
-        sequences = result.run.micro_batch_size * result.run.gradient_accumulation * result.dp
-        tokens = sequences * result.run.sequence_length
-        yield f"{result.dp} data-parallel replicas, global batch {sequences:,} sequences = {tokens:,} tokens"
+    step = next((gpu.step for gpu in result.gpus if gpu.step is not None), None)
+    if step is not None and step.gpus and step.global_batch and result.run is not None:
+        tokens = step.global_batch * result.run.sequence_length
+        gpus = units.counted(step.gpus, "GPU")
+        yield f"{gpus}, global batch {units.counted(step.global_batch, 'sequence')} = {tokens:,} tokens; {_sharing(result.run)}"
     yield f"{result.state}: {STATES[result.state]}; every interval is a 90% error bar"
+
+
+def _sharing(run: RunSpec) -> str:
+    """Which precision the optimizer has, and what data-parallel ranks share."""
+    shared = ("nothing shared", "ZeRO-1", "ZeRO-2", "ZeRO-3 (FSDP)")[run.zero_stage]
+    states = "BF16" if run.state_precision == "bf16" else "FP32 master weights and"
+    ranks = f" among {run.zero_ranks} ranks" if run.zero_stage and run.zero_ranks else ""
+    return f"{states} optimizer states, {shared}{ranks}"
 
 
 def _answer(result: ForecastResult) -> tuple[str, tuple[str, ...]]:
@@ -92,13 +105,21 @@ def _answer(result: ForecastResult) -> tuple[str, tuple[str, ...]]:
         return answers[0]
     lines = tuple(_line(gpu, answer) for gpu, (answer, _) in zip(result.gpus, answers, strict=True))
     best = {gpu.gpu: time for gpu in result.gpus if (time := _best(gpu)) is not None}
+    unfit = [gpu.gpu for gpu in result.gpus if gpu.step is not None and gpu.step.unfit and gpu.gpu not in best]
+    if unfit and not best:
+        return f"FORECAST: {result.name} fits on none of these GPUs in this layout.", lines
+    if unfit and len(best) == 1:
+        [(name, time)] = best.items()
+        rest = f"{units.names(unfit)} {'has' if len(unfit) == 1 else 'have'} too little memory"
+        return f"FORECAST: only {name} holds this layout: {_rate(time)} tokens/s per GPU in {time.recipe}; {rest}.", lines
     if len(best) < 2:
         cases = result.gpus[0].linears.cases
         what = units.counted(len(cases), "shape") if result.gpus[0].linears.bare else "The linears"
         return f"FORECAST: {what} on {len(result.gpus)} GPUs.", lines
     ranked = sorted(best.items(), key=lambda pair: -pair[1].tokens_per_s)
     rates = [f"{gpu} in {time.recipe} {_rate(time)}" for gpu, time in ranked]
-    return f"FORECAST: fastest is {ranked[0][0]}. Tokens/s per GPU: {', '.join(rates)}.", lines
+    too_small = f" It does not fit on {units.names(unfit)}." if unfit else ""
+    return f"FORECAST: fastest is {ranked[0][0]}. Tokens/s per GPU: {', '.join(rates)}.{too_small}", lines
 
 
 def _line(gpu: GpuForecast, answer: str) -> str:
@@ -146,34 +167,47 @@ def _side_by_side(result: ForecastResult) -> Section:
 def _main_table(gpus: Sequence[GpuForecast]) -> Table:
     """A row for each GPU and recipe: the linears in both modes, the step and its speedup."""
     modes, first = gpus[0].linears.modes, gpus[0].step
-    baseline = first.of(BASELINE) if first is not None and len(gpus) > 1 else None
+    steps = {gpu.gpu: gpu.step for gpu in gpus if gpu.step is not None}
+    common = common_baseline(steps) if len(gpus) > 1 else None
     rows = []
     for gpu in gpus:
         for name in gpu.linears.recipes:
             totals = [gpu.linears.total(name, mode) for mode in modes]
             cells = [range_cell(total.total_ms if total else None) for total in totals]
-            rows.append((Cell(gpu.gpu), Cell(name), *cells, *_step_cells(gpu, name, baseline.step_ms if baseline else None)))
+            rows.append((Cell(gpu.gpu), Cell(name), *cells, *_step_cells(gpu, name, common)))
     heads = [*(f"Linears ms, {mode}" for mode in modes)]
-    heads += ["Step ms", "Tokens/s/GPU", "Model TFLOP/s", "MFU", f"Speedup over {BASELINE}"] if first is not None else []
-    heads += [f"Over {gpus[0].gpu} {BASELINE}"] if baseline is not None else []
-    title = "FORECAST: linears of one micro-batch and training step of one rank [90% error bar]"
-    return Table(title, columns(("GPU", "Recipe"), heads), tuple(rows))
+    heads += [*STEP_HEADS, f"Speedup over {BASELINE}"] if first is not None else []
+    heads += [f"Over {common[0]} {BASELINE}"] if common is not None else []
+    if first is None:
+        title = "FORECAST: linears of one micro-batch on one rank [90% error bar]"
+        return Table(title, columns(("GPU", "Recipe"), heads), tuple(rows))
+    title = "FORECAST: linears of one micro-batch on one rank, and the training step [90% error bar]"
+    return Table(title, columns(("GPU", "Recipe"), heads), tuple(rows), PER_GPU)
 
 
-def _step_cells(gpu: GpuForecast, name: str, baseline: Interval | None) -> list[Cell]:
+STEP_HEADS = ("Step ms", "Tokens/s/GPU", "Tokens/s, all GPUs", "Model TFLOP/s/GPU", "MFU", "Memory of one GPU")
+PER_GPU = (
+    "Tokens/s/GPU, model TFLOP/s and MFU are means over all GPUs of the layout: the FLOPs of the model, without recomputation, "
+    "over the time of the step. Memory is that of the GPU that needs most."
+)
+
+
+def _step_cells(gpu: GpuForecast, name: str, common: tuple[str, StepTime] | None) -> list[Cell]:
     if gpu.step is None:
         return []
     time = gpu.step.of(name)
     if time is None:  # it cannot run this model
-        return [NOTHING] * (6 if baseline else 5)
-    over = baseline.value / time.step_ms.value if baseline else None
+        return [NOTHING] * (len(STEP_HEADS) + (2 if common else 1))
+    every = time.total_tokens_per_s
     return [
         range_cell(time.step_ms),
         number(time.tokens_per_s, f"{time.tokens_per_s:,.0f}"),
+        number(every, f"{every:,.0f}" if every is not None else None),
         number(time.model_tflops, units.tflops(time.model_tflops)),
         share_cell(time.mfu),
+        memory_cell(gpu.step, time),
         BASELINE_CELL if name == BASELINE else called_cell(time.speedup),
-        *([number(over, f"{over:.2f}x")] if over else []),
+        *([over_common(gpu.gpu, gpu.step, time, common)] if common else []),
     ]
 
 
@@ -184,6 +218,8 @@ def _gpu_sections(gpu: GpuForecast, *, several: bool) -> Iterator[Section]:
         charts = [replace(chart, figure=True)] if chart is not None else []
         blocks: tuple[Block, ...] = (*charts, *waterfalls(gpu.step, prefix=prefix), *_pairs(gpu.step, prefix))
         yield Section(f"{prefix}Training step", blocks, gpu=gpu.gpu if several else "")
+    if gpu.memory:
+        yield Section(f"{prefix}Memory of one GPU", (memory_table(gpu, prefix),), gpu=gpu.gpu if several else "")
     for section in linears_sections(gpu.linears, prefix=prefix):
         yield replace(section, gpu=gpu.gpu if several else "")
 
@@ -208,6 +244,14 @@ def _times(gpu: GpuForecast) -> tuple[NamedTime, ...]:
     return (*(step_times(gpu.step, where) if gpu.step is not None else ()), *linears_times(gpu.linears, where))
 
 
+def _layout(run: RunSpec) -> tuple[tuple[str, str], ...]:
+    return (
+        ("GPUs", f"{run.gpus:,} = tp {run.tp} x cp {run.cp} x pp {run.pp} x dp {run.data_parallel}"),
+        ("global batch", f"{run.global_batch:,} sequences"),
+        ("optimizer", _sharing(run)),
+    )
+
+
 def _method(result: ForecastResult) -> tuple[tuple[str, str], ...]:
     several = len(result.gpus) > 1
     return (
@@ -215,7 +259,7 @@ def _method(result: ForecastResult) -> tuple[tuple[str, str], ...]:
         *((f"{gpu.gpu} is based on" if several else "based on", "; ".join(gpu.basis)) for gpu in result.gpus),
         *((f"compute capability of {gpu.gpu}", gpu.capability) for gpu in result.gpus),
         ("state", result.state),
-        *((("data-parallel replicas", str(result.dp)),) if result.dp > 1 else ()),
+        *(_layout(result.run) if result.run is not None else ()),
         ("fitted on", result.coefficients),
         *command_facts(result),
     )

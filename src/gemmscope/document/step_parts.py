@@ -1,6 +1,8 @@
 """Tables, charts and sentences of a training step, measured or forecast."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import hypot, isfinite
 
 from gemmscope import units
 from gemmscope.document.charts import Bar, BarChart, Fall, Segment, Shade, WaterfallChart
@@ -23,6 +25,7 @@ from gemmscope.document.table import (
     speedup_cell,
     time_cell,
 )
+from gemmscope.interval import Interval
 from gemmscope.parts import StepPart
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.linears import Winner
@@ -53,7 +56,7 @@ def step_table(times: StepTimes) -> Table:
     kept = [index for index in range(len(names)) if any(row[index] != NOTHING for row in rows)]
     heads = columns(("Recipe",), [names[index] for index in kept])
     shown = [(Cell(time.recipe), *(row[index] for index in kept)) for time, row in zip(times.recipes, rows, strict=True)]
-    return Table("Training step of one rank", heads, tuple(shown))
+    return Table("Training step: figures of one GPU", heads, tuple(shown))
 
 
 def step_summary(steps: Mapping[str, StepTimes], most_rows: int = 12) -> Table | None:
@@ -62,10 +65,10 @@ def step_summary(steps: Mapping[str, StepTimes], most_rows: int = 12) -> Table |
     Where these are more than `most_rows`, each GPU has its baseline, its winner and the winner's rivals.
     """
     several = len(steps) > 1
-    common = next((time for times in steps.values() if (time := times.of(BASELINE)) is not None), None)
+    common = common_baseline(steps) if several else None
     full = sum(len(times.recipes) for times in steps.values()) <= most_rows
     rows = [
-        _summary_row(gpu if several else "", time, (next(iter(steps)), common) if several and common is not None else None)
+        _summary_row(gpu if several else "", times, time, common)
         for gpu, times in steps.items()
         for time in times.recipes
         if full or time.recipe in _contenders(times)
@@ -75,29 +78,71 @@ def step_summary(steps: Mapping[str, StepTimes], most_rows: int = 12) -> Table |
     names = list(dict.fromkeys(name for row in rows for name in row if any(each.get(name, NOTHING) != NOTHING for each in rows)))
     interval = "90% error bar" if next(iter(steps.values())).origin == "forecast" else "95% interval"
     texts = [name for name in names if name in ("GPU", "Recipe")]
-    heads = columns(texts, [name for name in names if name not in texts], DROPPED)
+    dropped = DROPPED if not any(times.unfit for times in steps.values()) else {**DROPPED, "Memory": 0}
+    heads = columns(texts, [name for name in names if name not in texts], dropped)
     cells = tuple(tuple(row.get(name, NOTHING) for name in names) for row in rows)
-    return Table(f"Training step of one rank [{interval}]", heads, cells, _cost_basis(tuple(steps.values())))
+    return Table(f"Training step: figures of one GPU [{interval}]", heads, cells, _cost_basis(tuple(steps.values())))
+
+
+def common_baseline(steps: Mapping[str, StepTimes]) -> tuple[str, StepTime] | None:
+    """The first GPU on which BF16 fits, and its time: what all GPUs are compared with."""
+    known = (
+        (gpu, time) for gpu, times in steps.items() if (time := times.of(BASELINE)) is not None and BASELINE not in times.unfit
+    )
+    return next(known, None)
+
+
+def over_common(gpu: str, times: StepTimes, time: StepTime, common: tuple[str, StepTime]) -> Cell:
+    """Its tokens/s over those of the common baseline; nothing where it does not fit. Times of two GPUs are independent."""
+    if time.recipe in times.unfit:
+        return NOTHING
+    if time is common[1]:
+        return BASELINE_CELL
+    if gpu == common[0] and time.speedup is not None:
+        return speedup_cell(time.speedup)
+    value = time.tokens_per_s / common[1].tokens_per_s
+    reach = hypot(common[1].step_ms.half_width, time.step_ms.half_width)
+    return speedup_cell(Interval(value, value / (1 + reach), value * (1 + reach)) if isfinite(reach) else Interval(value))
+
+
+def memory_cell(times: StepTimes, time: StepTime) -> Cell:
+    """What one GPU needs, marked where it does not fit."""
+    cell = bytes_cell(time.peak_bytes)
+    return replace(cell, text=f"{cell.text}, does not fit", level="warning") if time.recipe in times.unfit else cell
+
+
+TOTAL = "Tokens/s, all GPUs"
 
 
 def _contenders(times: StepTimes) -> tuple[str, ...]:
     return (BASELINE, *((times.winner.best, *times.winner.rivals) if times.winner is not None else ()))
 
 
-DROPPED = {"Days": 1, "Cost": 2, "Tokens/s/GPU": 3, "Step ms": 4, "Peak memory": 5, "MFU": 6, "GPU-hours": 7}
+DROPPED = {
+    "Days": 1,
+    "Cost": 2,
+    "Tokens/s/GPU": 3,
+    "Step ms": 4,
+    "Peak memory": 5,
+    "Memory": 5,
+    "MFU": 6,
+    "GPU-hours": 7,
+    TOTAL: 8,
+}
 """Which columns of the compact table go first where it is too wide."""
 
 
-def _summary_row(gpu: str, time: StepTime, common: tuple[str, StepTime] | None) -> dict[str, Cell]:
+def _summary_row(gpu: str, times: StepTimes, time: StepTime, common: tuple[str, StepTime] | None) -> dict[str, Cell]:
     row = {"GPU": Cell(gpu)} if gpu else {}
     speedup = BASELINE_CELL if time.recipe == BASELINE else FALLBACK_CELL if time.fell_back else speedup_cell(time.speedup)
     row |= {"Recipe": Cell(time.recipe), "Step ms": range_cell(time.step_ms), f"Speedup over {BASELINE}": speedup}
     if common is not None:
-        over = time.tokens_per_s / common[1].tokens_per_s
-        row[f"Over {common[0]} {BASELINE}"] = number(over, f"{over:.2f}x")
+        row[f"Over {common[0]} {BASELINE}"] = over_common(gpu, times, time, common)
     row["Tokens/s/GPU"] = rate_cell(time.tokens_per_s, time.step_ms.half_width)
+    if time.total_tokens_per_s is not None and (times.gpus or 1) > 1:
+        row[TOTAL] = rate_cell(time.total_tokens_per_s, time.step_ms.half_width)
     row["MFU"] = share_cell(time.mfu, time.step_ms.half_width)
-    row["Peak memory"] = bytes_cell(time.peak_bytes)
+    row["Memory" if times.origin == "forecast" else "Peak memory"] = memory_cell(times, time)
     if time.cost is not None:
         row |= {"Days": amount_cell(time.cost.days), "GPU-hours": amount_cell(time.cost.gpu_hours)}
         row["Cost"] = amount_cell(time.cost.money)
@@ -184,17 +229,30 @@ def _why(time: StepTime) -> str:
 def step_answer(times: StepTimes, where: str, model_name: str = "") -> tuple[str, tuple[str, ...]]:
     """The answer in one sentence, and the reasons for it."""
     others = [time for time in times.recipes if time.recipe != BASELINE]
-    valid = [time for time in others if time.speedup is not None]
+    valid = [time for time in others if time.speedup is not None and time.recipe not in times.unfit]
     verb = "measured" if times.origin == "measured" else "forecast"
+    if times.winner is None and times.unfit:
+        least = f"the smallest, {min(times.unfit, key=_needs(times))}," if len(times.unfit) > 1 else times.unfit[0]
+        needs = units.si(min(map(_needs(times), times.unfit)), "B")
+        return f"FORECAST: nothing fits in memory on {where} in this layout: {least} needs about {needs} on one GPU.", ()
     if not others or times.winner is None:
         names = units.names(time.recipe for time in times.recipes)
         return f"{f'Only {names}' if names else 'Nothing'} could be {verb} on {where}.", ()
+    if not valid and times.unfit:
+        return f"FORECAST: only {times.winner.best} fits in memory on {where}.", ()
     if not valid:
         return f"No speedup on {where}: {units.names(time.recipe for time in others)} did not run in low precision.", ()
     best = max(valid, key=lambda time: time.speedup.value if time.speedup is not None else 0.0)
     training = f"the training step of {model_name}" if model_name else "the training step"
     forecast = "FORECAST: " if times.origin == "forecast" else ""
-    return f"{forecast}{_verdict(times.winner, best, f'{training} on {where}')}", tuple(_because(best))
+    unfit = f" {units.names(times.unfit)} {'does' if len(times.unfit) == 1 else 'do'} not fit in memory." if times.unfit else ""
+    return f"{forecast}{_verdict(times.winner, best, f'{training} on {where}')}{unfit}", tuple(_because(best))
+
+
+def _needs(times: StepTimes) -> Callable[[str], float]:
+    """Bytes of a recipe on one GPU."""
+    sizes = {time.recipe: time.peak_bytes or 0.0 for time in times.recipes}
+    return lambda name: sizes.get(name, 0.0)
 
 
 def _verdict(winner: Winner, best: StepTime, training: str) -> str:
@@ -223,13 +281,13 @@ def _because(best: StepTime) -> list[str]:
 
 def step_speedups(times: StepTimes, where: str) -> tuple[NamedSpeedup, ...]:
     """To show beside those of other runs."""
-    known = [(time.recipe, time.speedup) for time in times.recipes if time.speedup is not None]
+    known = [(time.recipe, time.speedup) for time in times.recipes if time.speedup is not None and time.recipe not in times.unfit]
     return tuple(NamedSpeedup(where, "training step", name, speedup) for name, speedup in known)
 
 
 def step_times(times: StepTimes, where: str) -> tuple[NamedTime, ...]:
-    """To compare with those of other GPUs and runs. What fell back is not what it claims to be, and is left out."""
-    valid = [time for time in times.recipes if not time.fell_back]
+    """To compare with those of other GPUs and runs, without what fell back, or does not fit in memory."""
+    valid = [time for time in times.recipes if not time.fell_back and time.recipe not in times.unfit]
     return tuple(NamedTime(where, "training step", time.recipe, time.step_ms, time.tokens_per_s) for time in valid)
 
 
@@ -241,9 +299,13 @@ def step_figures(times: StepTimes) -> tuple[KeyFigure, ...]:
     figures = [KeyFigure("Recipe", best.recipe)]
     if best.speedup is not None and best.recipe != BASELINE:
         figures.append(KeyFigure(f"Speedup over {BASELINE}", *units.speedup(best.speedup).split(" ", 1)))
-    figures.append(KeyFigure("Tokens/s per GPU", units.rounded(best.tokens_per_s, best.step_ms.half_width)))
+    gpus = times.gpus or 1
+    together = units.rounded(best.total_tokens_per_s, best.step_ms.half_width) if gpus > 1 and best.total_tokens_per_s else ""
+    rate = units.rounded(best.tokens_per_s, best.step_ms.half_width)
+    figures.append(KeyFigure("Tokens/s per GPU", rate, f"{together} on all {gpus:,} GPUs" if together else ""))
     if best.mfu is not None:
         figures.append(KeyFigure("MFU", share_cell(best.mfu, best.step_ms.half_width).text, f"of the dense {BASELINE} rate"))
     if best.peak_bytes is not None:
-        figures.append(KeyFigure("Peak memory", units.si(best.peak_bytes, "B"), "of one GPU"))
+        name = "Memory" if times.origin == "forecast" else "Peak memory"
+        figures.append(KeyFigure(name, units.si(best.peak_bytes, "B"), "of one GPU"))
     return tuple(figures)

@@ -7,14 +7,14 @@ measured), so it does not shrink; but where both sides of a speedup have it, par
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from math import exp, hypot, sqrt
 from typing import NamedTuple
 
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.linears import Winner
-from gemmscope.results.winner import find_winner
+from gemmscope.results.winner import find_winner, winner_among
 
 
 class Estimate(NamedTuple):
@@ -75,3 +75,9 @@ def winner_of(pairs: Mapping[tuple[str, str], Interval]) -> Winner:
     """By the rule that all commands share. `pairs`: (recipe, over another one) → speedup."""
     gains = {name: interval for (name, over), interval in pairs.items() if over == BASELINE}
     return find_winner(gains, lambda name, over: pairs.get((name, over)))
+
+
+def winner_that_fits(pairs: Mapping[tuple[str, str], Interval], unfit: Collection[str]) -> Winner | None:
+    """`winner_of` without the recipes that do not fit in memory; None if none fits."""
+    gains = {name: interval for (name, over), interval in pairs.items() if over == BASELINE}
+    return winner_among(gains, lambda name, over: pairs.get((name, over)), unfit)

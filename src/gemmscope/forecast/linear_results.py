@@ -11,14 +11,11 @@ from gemmscope.findings import Finding, finding
 from gemmscope.forecast.estimate import Estimate, pairwise, ratio, total, winner_of
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.training import NEVER_QUANTIZED
-from gemmscope.gpu.specs import GpuSpec
 from gemmscope.interval import Interval
-from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.results.linears import Linears, OpTime, Speedup, linears_total, quantization_by_pass, same_kernels
-from gemmscope.step.answer import BYTES_PER_PARAMETER
 from gemmscope.workload.cases import Case, Mode
-from gemmscope.workload.ops import ELEMENT_BYTES, PASSES
+from gemmscope.workload.ops import PASSES
 
 
 def forecast_linears(
@@ -129,18 +126,3 @@ def misaligned(cases: Sequence[Case], recipes: Sequence[str], heads: Sequence[st
         sizes = {"size": size, "multiple_of": multiple, "padded": -(-size // multiple) * multiple}
         findings.append(finding("sizes-misaligned", ops=ops, recipes=names, what=what, **sizes))
     return findings
-
-
-def does_not_fit(linears: Linears, model: ModelSpec, run: RunSpec, parameters: int, chip: GpuSpec) -> list[Finding]:
-    """A finding where some recipe needs more memory than the GPU has.
-
-    That is weights, gradients and moments, quantized copies, and the inputs of the linears that one micro-batch keeps. Where
-    whole layers are recomputed, each keeps its input alone.
-    """
-    layers = sum(case.count for case in linears.cases if case.op.startswith("Attn Out"))
-    needed_gb = {}
-    for needed in linears.memory:
-        inputs = layers * run.tokens * model.hidden_size * ELEMENT_BYTES if run.recompute == "full" else needed.kept_bytes
-        needed_gb[needed.recipe] = (BYTES_PER_PARAMETER * parameters + needed.copies_bytes + inputs) / 1e9
-    too_large = {name: size for name, size in needed_gb.items() if size > chip.memory_gb}
-    return [finding("does-not-fit", needed_gb=too_large, memory_gb=chip.memory_gb)] if too_large else []

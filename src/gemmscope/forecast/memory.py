@@ -1,26 +1,26 @@
 """Memory of one GPU in training: weights, gradients, optimizer states, activations and buffers of the rank that needs most.
 
-Everything follows from sizes, the layout and what frameworks do (Megatron-LM, torchtitan); the rest is in `coefficients/memory.toml`.
-`RankMemory.total` is the usual case. `least` and `most` bound what other settings of the same layout need, such as
-BF16 gradients, a fused cross entropy or a fragmented allocator: a layout cannot fit only where even `least` is too much.
+Everything follows from sizes, the layout and what frameworks do (Megatron-LM, torchtitan); `coefficients/memory.toml` has the
+rest. `RankMemory.total` is the usual case. `least` and `most` bound what other settings of the same layout need, such as BF16
+gradients, a fused cross entropy or a fragmented allocator: a layout cannot fit only where even `least` is too much.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from gemmscope.forecast.training import NEVER_QUANTIZED
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.model.spec import LayerSpec, ModelSpec, Recompute, RunSpec
 from gemmscope.recipe.recipes import Recipe, recipe
+from gemmscope.results.forecast import Fit
 from gemmscope.toml import load_data
 from gemmscope.workload.derive import embedding_ops, head_ops, layer_ops
 from gemmscope.workload.ops import ELEMENT_BYTES, Activation, Attention, GroupedLinear, Linear, Loss, Norm, Op
 from gemmscope.workload.sharding import stage_layers
 
-Fit = Literal["fits", "may not fit", "does not fit"]
 FP32_BYTES = 4
 ROUTER_BYTES = 9  # per token and expert: FP32 logits and probabilities, and the map of who goes where
 MODELS_KEPT = 16
@@ -53,7 +53,7 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, row) for row in ROWS)
+        return float(sum(getattr(self, row) for row in ROWS))
 
     def fit(self, chip: GpuSpec) -> Fit:
         """Whether it fits: certainly not where even the least is too much."""
@@ -136,6 +136,9 @@ class Block(NamedTuple):
         return self.dense + self.experts
 
 
+NOTHING = Block()
+
+
 class ModelMemory:
     """The memory of one model in any layout. What a layer keeps is computed once for each way to split it."""
 
@@ -148,6 +151,7 @@ class ModelMemory:
         self._order = [by_id[id(layer)] for layer in model.layers]
         self._blocks: dict[tuple[Any, ...], tuple[list[Block], Block, Block]] = {}
         self._stages: dict[tuple[Any, ...], list[tuple[int, list[int]]]] = {}
+        self._last: tuple[RunSpec, list[_Stage]] | None = None  # a run is asked for in several recipes in turn
 
     def blocks(self, run: RunSpec) -> tuple[list[Block], Block, Block]:
         """Every kind of layer, the embedding and the head."""
@@ -179,16 +183,16 @@ class ModelMemory:
 
     def rank(self, run: RunSpec, recipe_name: str, chip: GpuSpec) -> RankMemory:
         """The stage that needs most."""
+        if self._last is None or self._last[0] is not run:
+            layers, embedding, head = self.blocks(run)
+            stages = [
+                _Stage.of(run, stage, [(block, count) for block, count in zip(layers, counts, strict=True) if count],
+                          embedding if stage == 0 else NOTHING, head if stage == run.pp - 1 else NOTHING)
+                for stage, counts in self.stages(run)
+            ]  # fmt: skip
+            self._last = run, stages
         chosen, copy_bytes = recipe(recipe_name), _copy_bytes(recipe_name, chip.architecture)
-        layers, embedding, head = self.blocks(run)
-        nothing = Block()
-        results = [
-            _stage_memory(
-                run, chosen, copy_bytes, layers, counts, stage,
-                embedding if stage == 0 else nothing, head if stage == run.pp - 1 else nothing,
-            )
-            for stage, counts in self.stages(run)
-        ]  # fmt: skip
+        results = [stage.in_recipe(run, chosen, copy_bytes) for stage in self._last[1]]
         return max(results, key=lambda memory: memory.total) if len(results) > 1 else results[0]
 
 
@@ -289,9 +293,8 @@ def _input(op: Linear, sharded: int) -> tuple[str, float]:
     return op.name, size / (sharded if op.name == "LM Head" else 1)
 
 
-def _kept(block: Block, run: RunSpec, chosen: Recipe, recompute: Recompute | None = None) -> tuple[float, float]:
+def _kept(block: Block, run: RunSpec, chosen: Recipe, recompute: Recompute) -> tuple[float, float]:
     """Bytes that one micro-batch keeps for the backward pass of one layer in this recipe: the usual, and the least."""
-    recompute = recompute or run.recompute
     if recompute == "full":
         return block.first, block.first
     if chosen.quantizes and chosen.kept_bytes < ELEMENT_BYTES:
@@ -301,7 +304,7 @@ def _kept(block: Block, run: RunSpec, chosen: Recipe, recompute: Recompute | Non
     else:
         linears, attention, spared = block.inputs, block.context, block.recomputable
     kept = block.kept - block.context + attention + linears
-    return kept, kept - spared if recompute == "selective" else kept
+    return (kept - spared, block.first) if run.partly_recomputed else (kept, kept)
 
 
 def shards(run: RunSpec) -> tuple[int, int]:
@@ -314,68 +317,91 @@ def shards(run: RunSpec) -> tuple[int, int]:
     return min(dense, most), min(experts, most)
 
 
-def _stage_memory(
-    run: RunSpec, chosen: Recipe, copy_bytes: float, layers: Sequence[Block], counts: Sequence[int], stage: int,
-    embedding: Block, head: Block,
-) -> RankMemory:  # fmt: skip
-    """One pipeline stage: `counts` layers of each kind, with the embedding or the head where it has them."""
-    known, zero = facts(), run.zero_stage
-    parts = [(block, count) for block, count in zip(layers, counts, strict=True) if count]
-    ends = (embedding, head)
-    dense = sum(block.dense * count for block, count in parts) + embedding.dense + head.dense
-    experts = sum(block.experts * count for block, count in parts)
-    dense_shards, expert_shards = shards(run)
-    shared = dense / dense_shards + experts / expert_shards
-    whole = dense + experts
-    fp32 = run.state_precision == "fp32"
-    largest = max([block.parameters for block, _ in parts] + [block.parameters for block in ends])
+class _Stage(NamedTuple):
+    """One pipeline stage without what depends on the recipe: bytes, of its layers together and of the largest."""
 
-    gradient_bytes = FP32_BYTES if fp32 else ELEMENT_BYTES
-    weights = shared * (FP32_BYTES if fp32 else ELEMENT_BYTES) if zero == 3 else whole * ELEMENT_BYTES
-    gradients = gradient_bytes * (shared if zero >= 2 else whole)
-    master = shared * FP32_BYTES if fp32 and zero < 3 else 0.0
-    moments = 2 * shared * (FP32_BYTES if fp32 else ELEMENT_BYTES)
+    stage: int
+    layers: Block  # all of them together
+    widest: Block  # the layer that keeps most
+    ends: float  # kept by the embedding and the head
+    logits: float
+    held: float  # micro-batches in flight, less what waits in the memory of the CPU
+    in_flight: float
+    largest: int  # parameters of the largest layer, or of the embedding or the head
+    weights: float
+    gradients: float
+    master: float
+    moments: float
+    buffers: float
+    reserve: float
+    open_states: float  # which more data-parallel ranks could share
 
-    quantized = sum(block.quantized * count for block, count in parts) if chosen.quantizes else 0
-    gathered = known["gathered"]["layers"]
-    copies = quantized * copy_bytes
-    if quantized and zero == 3:  # they last as long as the gathered weights
-        copies = min(copies, gathered * copy_bytes * max(block.quantized for block, _ in parts))
+    @classmethod
+    def of(cls, run: RunSpec, stage: int, parts: Sequence[tuple[Block, int]], embedding: Block, head: Block) -> "_Stage":
+        """`parts`: each kind of layer, with how many of it there are."""
+        known, zero, fp32 = facts(), run.zero_stage, run.state_precision == "fp32"
+        if len(parts) == 1:
+            (block, depth), *_ = parts
+            layers = Block._make(value * depth for value in block)
+            widest = block
+        else:
+            layers = Block._make(sum(block[place] * count for block, count in parts) for place in range(len(NOTHING)))
+            widest = max((block for block, _ in parts), key=lambda block: block.kept + block.inputs, default=NOTHING)
+            depth = sum(count for _, count in parts)
+        dense, experts = layers.dense + embedding.dense + head.dense, layers.experts
+        dense_shards, expert_shards = shards(run)
+        shared, whole = dense / dense_shards + experts / expert_shards, dense + experts
+        largest = max(max((block.parameters for block, _ in parts), default=0), embedding.parameters, head.parameters)
+        gradient_bytes = FP32_BYTES if (run.gradient_precision or run.state_precision) == "fp32" else ELEMENT_BYTES
+        state_bytes = FP32_BYTES if fp32 else ELEMENT_BYTES
+        weights = shared * state_bytes if zero == 3 else whole * ELEMENT_BYTES
+        gradients = gradient_bytes * (shared if zero >= 2 else whole)
+        master, moments = shared * FP32_BYTES if fp32 and zero < 3 else 0.0, 2 * shared * state_bytes
+        buffers = max((block.exchanged for block, _ in parts), default=0.0) + (2 * widest.first if run.pp > 1 else 0.0)
+        if zero >= 2 and whole > shared:
+            buffers += largest * (gradient_bytes + (known["gathered"]["layers"] * ELEMENT_BYTES if zero == 3 else 0))
+        open_states = 0.0
+        if run.zero and run.dp is None and run.gpus == run.tp * run.cp * run.pp:
+            open_states = master + moments + (weights if zero == 3 else 0.0) + (gradients if zero >= 2 else 0.0)
+        on_gpu = max(1 - run.offloaded_layers / depth, 0.0) if run.offloaded_layers and depth else 1.0
+        held = in_flight(run, stage)
+        return cls(
+            stage, layers, widest, embedding.kept + head.kept + head.inputs, head.logits, held * on_gpu, held, largest,
+            weights, gradients, master, moments, buffers,
+            known["reserve_gb"]["usual" if run.gpus == 1 else "usual_several_gpus"] * 1e9, open_states,
+        )  # fmt: skip
 
-    held = in_flight(run, stage)
-    kept = [_kept(block, run, chosen) for block, _ in parts]
-    usual, least_kept = (sum(sizes[side] * count for sizes, (_, count) in zip(kept, parts, strict=True)) for side in (0, 1))
-    at_ends = embedding.kept + head.kept + head.inputs
-    activations = usual * held + at_ends
-    least_activations = least_kept * held + at_ends
-    combined = 0.0 if run.recompute == "full" else held * sum(block.combined * count for block, count in parts)
-
-    backward = max((block.transient for block, _ in parts), default=0.0)
-    if run.recompute == "full":
-        backward += max((_kept(block, run, chosen, "none")[0] for block, _ in parts), default=0.0)
-    loss = known["logit_bytes"]
-    workspace = max(head.logits * loss["usual"], backward)
-    most_workspace = max(head.logits * loss["most"], backward)
-    least_workspace = max(head.logits * loss["least"], backward)
-
-    buffers = max((block.exchanged for block, _ in parts), default=0.0)
-    buffers += 2 * parts[0][0].first if run.pp > 1 and parts else 0.0
-    if zero == 3 and whole > shared:
-        buffers += largest * (gathered * ELEMENT_BYTES + gradient_bytes)
-    elif zero == 2 and whole > shared:
-        buffers += largest * gradient_bytes
-    gpus = run.tp * run.cp * run.pp * run.data_parallel
-    reserve = known["reserve_gb"]["usual" if gpus == 1 else "usual_several_gpus"] * 1e9
-
-    # Settings that frameworks also have: gradients in BF16, weights kept in the quantized format alone, a fused loss.
-    spared = gradients / 2 if fp32 else 0.0
-    if copies and zero < 3 and fp32:
-        spared += quantized * ELEMENT_BYTES
-    least = weights + gradients + master + moments + copies + least_activations + least_workspace - spared
-    least += known["reserve_gb"]["least"] * 1e9
-    most = weights + gradients + master + moments + max(copies, quantized * copy_bytes) + most_workspace
-    most += (activations + combined + buffers + gradients) * (1 + known["fragmentation"]["most"]) - gradients
-    most += known["reserve_gb"]["most"] * 1e9
-    return RankMemory(
-        weights, gradients, master, moments, activations, copies, buffers, workspace, reserve, least, most, stage, held
-    )
+    def in_recipe(self, run: RunSpec, chosen: Recipe, copy_bytes: float) -> RankMemory:
+        """With activations and copies of one recipe, and the bounds of what settings that the run leaves open would change."""
+        known, layers = facts(), self.layers
+        weights, gradients, zero, fp32 = self.weights, self.gradients, run.zero_stage, run.state_precision == "fp32"
+        all_copies = copies = layers.quantized * copy_bytes if chosen.quantizes else 0.0
+        if copies and zero == 3:  # they last as long as the gathered weights
+            copies = min(copies, known["gathered"]["layers"] * copy_bytes * self.widest.quantized)
+        elif copies and run.quantized_weights:
+            weights -= layers.quantized * ELEMENT_BYTES
+        usual, least_kept = _kept(layers, run, chosen, run.recompute)
+        activations = usual * self.held + self.ends
+        backward = self.widest.transient
+        if run.recompute == "full":
+            backward += _kept(self.widest, run, chosen, "none")[0]
+        loss = known["logit_bytes"]
+        workspace = max(self.logits * loss["usual"], backward)
+        states = weights + gradients + self.master + self.moments
+        # What the run does not say may be as frameworks do it at best: gradients in BF16, weights in the quantized format alone,
+        # a fused loss, states shared by any number of ranks.
+        spared = self.open_states
+        if fp32 and run.gradient_precision is None and not (self.open_states and zero >= 2):
+            spared += gradients / 2
+        if copies and zero < 3 and fp32 and run.quantized_weights is None:
+            spared += layers.quantized * ELEMENT_BYTES
+        least = states - spared + copies + least_kept * self.held + self.ends
+        least += max(self.logits * loss["least"], backward) + known["reserve_gb"]["least"] * 1e9
+        combined = 0.0 if run.recompute == "full" else self.held * layers.combined
+        scattered = known["fragmentation"]["most"] * (activations + combined + self.buffers + gradients)
+        most = states + all_copies + activations + combined + self.buffers + scattered
+        most += max(self.logits * loss["most"], backward) + known["reserve_gb"]["most"] * 1e9
+        return RankMemory(
+            weights, gradients, self.master, self.moments, activations, copies, self.buffers, workspace, self.reserve,
+            least, most, self.stage, self.in_flight,
+        )  # fmt: skip

@@ -5,12 +5,12 @@ dilute the speedup. A model split over several GPUs also waits for collectives, 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import hypot
 
 from gemmscope.forecast.comm import Exchange, Held, exchanges
-from gemmscope.forecast.estimate import Estimate, pairwise, ratio, total, winner_of
+from gemmscope.forecast.estimate import Estimate, pairwise, ratio, total, winner_that_fits
 from gemmscope.forecast.host import at_least, launch_ms
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.network import Network, network_of
@@ -19,6 +19,7 @@ from gemmscope.forecast.training import NEVER_QUANTIZED, facts, op_ms, uncertain
 from gemmscope.model.spec import ModelSpec, MoeSpec, RunSpec
 from gemmscope.parts import StepPart, in_order
 from gemmscope.recipe.recipes import BASELINE, recipe
+from gemmscope.results.forecast import RecipeMemory
 from gemmscope.results.linears import Speedup
 from gemmscope.results.step import StepTime, StepTimes
 from gemmscope.step.cost import Budget, cost
@@ -295,16 +296,21 @@ def speedup(slow: StepEstimate, fast: StepEstimate, in_common: float) -> Estimat
 
 
 def _model_flops_per_gpu(forecast: StepForecast) -> float:
-    """Of one micro-batch: the mean over the stages of a pipeline, not those of the busiest."""
-    run, model, workload = forecast.run, forecast.model, forecast.workload
-    if run.pp > 1:
-        run = replace(run, pp=1, pp_stage=None, pp_layers=None)
-        workload = derive(model, run)
-    return totals(workload, run, model).model_flops / forecast.run.pp
+    """Of one micro-batch: the mean over the GPUs that share it, whichever stage and experts each of them has."""
+    run = forecast.run
+    whole = RunSpec(run.micro_batch_size, run.sequence_length, separate_projections=run.separate_projections)
+    return totals(derive(forecast.model, whole), whole, forecast.model).model_flops / (run.tp * run.cp * run.pp)
 
 
-def forecast_step(forecast: StepForecast, names: Sequence[str], budget: Budget | None = None) -> StepTimes:
-    """The step in every recipe, the speedup of each over every other, and the winner; with a budget, what the run costs."""
+def forecast_step(
+    forecast: StepForecast, names: Sequence[str], budget: Budget | None = None, memory: Sequence[RecipeMemory] = ()
+) -> StepTimes:
+    """The step in every recipe, the speedup of each over every other, and the winner; with a budget, what the run costs.
+
+    Recipes that do not fit in `memory` are neither winners nor priced.
+    """
+    needed = {each.recipe: each.total_bytes for each in memory}
+    unfit = [each.recipe for each in memory if each.fit == "does not fit"]
     failures = {name: reason for name in names if (reason := forecast.why_not(name))}
     steps = {name: forecast.step(name) for name in names if name not in failures}
     pairs = pairwise(steps, lambda name, over: speedup(steps[over], steps[name], forecast.forecaster.in_common(name, over)))
@@ -320,20 +326,25 @@ def forecast_step(forecast: StepForecast, names: Sequence[str], budget: Budget |
                 step_ms=step.total.interval(),
                 speedup=pairs.get((name, BASELINE)),
                 tokens_per_s=run.tokens_per_gpu / time_ms * 1000,
+                total_tokens_per_s=run.tokens_per_gpu * run.gpus / time_ms * 1000,
                 model_tflops=rate,
                 mfu=rate / forecast.forecaster.chip.tflops["bf16"],
                 gpu_busy_ms=step.busy_ms,
                 host_ms=step.host_ms,
+                peak_bytes=needed.get(name),
                 parts_ms=step.parts_ms,
                 waterfall=waterfall,
                 verdict=verdict(waterfall) if waterfall else None,
-                cost=cost(step.total.interval(), run, budget) if budget is not None else None,
+                cost=cost(step.total.interval(), run, budget) if budget is not None and name not in unfit else None,
             )
         )
     return StepTimes(
         origin="forecast",
         recipes=tuple(recipes),
         speedups=tuple(Speedup(recipe=name, over=over, speedup=gain) for (name, over), gain in pairs.items()),
-        winner=winner_of(pairs),
+        winner=winner_that_fits(pairs, unfit),
         failures=failures,
+        unfit=tuple(name for name in steps if name in unfit),
+        gpus=run.gpus,
+        global_batch=run.global_batch,
     )

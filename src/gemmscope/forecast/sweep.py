@@ -4,19 +4,22 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 from gemmscope import signals
 from gemmscope.findings import Finding, finding
 from gemmscope.forecast.linears import Forecaster
+from gemmscope.forecast.memory import memory_bytes, memory_of
 from gemmscope.forecast.network import Network
 from gemmscope.forecast.overlap import cluster
 from gemmscope.forecast.pool import computed
 from gemmscope.forecast.step import StepForecast, speedup
+from gemmscope.gpu.specs import GpuSpec
 from gemmscope.interval import Interval
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.forecast import BreakEven, GpuSweep, SweepPoint
-from gemmscope.results.winner import find_winner
+from gemmscope.results.winner import winner_among
 from gemmscope.workload.derive import derive
 
 AT_A_TIME = 200
@@ -60,7 +63,7 @@ def forecast_sweep(
         recipes=tuple(recipes),
         points=tuple(points),
         break_even=tuple(begins) if complete else (),
-        findings=tuple(_findings(points)),
+        findings=tuple(_findings(points, forecaster.chip)),
     )
 
 
@@ -99,19 +102,32 @@ def _point(values: dict[str, int], forecast: StepForecast, recipes: Sequence[str
     def ratio(name: str, over: str) -> Interval:
         return speedup(steps[over], steps[name], forecast.forecaster.in_common(name, over)).interval()
 
-    speedups = {name: ratio(name, BASELINE) for name in able}
+    run, chip, of_model = forecast.run, forecast.forecaster.chip, memory_of(forecast.model)
+    needed = {name: of_model.rank(run, name, chip) for name in steps}
+    unfit = tuple(name for name, memory in needed.items() if memory.least > memory_bytes(chip))
+    fitting = {name: step for name, step in steps.items() if name not in unfit}
+    speedups = {name: ratio(name, BASELINE) for name in able if name not in unfit}
+    winner = winner_among(speedups, ratio, unfit)
+    about: dict[str, Any] = {"values": values, "unfit": unfit, "gpus": run.gpus}
+    about["not_possible"] = {name: reason for name, reason in reasons.items() if reason}
+    if winner is None:
+        least_gb = min(memory.least for memory in needed.values()) / 1e9
+        why_not = f"does not fit: needs at least {least_gb:.0f} GB, and one GPU has {memory_bytes(chip) / 1e9:.0f} GB"
+        return SweepPoint(**about, why_not=why_not, memory_gb=least_gb)
     return SweepPoint(
-        values=values,
+        **about,
         baseline_step_ms=steps[BASELINE].total.value,
         speedups=speedups,
-        winner=find_winner(speedups, ratio),
-        host_bound=tuple(name for name, step in steps.items() if step.host_bound),
-        not_possible={name: reason for name, reason in reasons.items() if reason},
+        winner=winner,
+        host_bound=tuple(name for name, step in fitting.items() if step.host_bound),
+        memory_gb=needed[winner.best].total / 1e9,
+        tokens_per_s=run.tokens_per_gpu / steps[winner.best].total.value * 1000,
     )
 
 
-def _findings(points: Sequence[SweepPoint]) -> list[Finding]:
-    """Where launching takes longer than running; where recipes cannot run, one finding for each set of them."""
+def _findings(points: Sequence[SweepPoint], chip: GpuSpec) -> list[Finding]:
+    """Where memory is too small, where launching takes longer than running, and where recipes cannot run: one finding for each
+    set of recipes."""
     failing: dict[tuple[str, ...], list[SweepPoint]] = {}
     for point in points:
         if point.not_possible:
@@ -119,6 +135,16 @@ def _findings(points: Sequence[SweepPoint]) -> list[Finding]:
     bound = [point for point in points if point.host_bound]
     names_bound = list(dict.fromkeys(name for point in bound for name in point.host_bound))
     findings = []
+    unfit: dict[tuple[str, ...], list[str]] = {}
+    for point in points:
+        if point.unfit:
+            unfit.setdefault(() if point.winner is None else point.unfit, []).append(point.place)
+    for recipes, places in unfit.items():
+        memory_gb = memory_bytes(chip) / 1e9
+        if recipes:
+            findings.append(finding("sweep-recipe-does-not-fit", recipes=list(recipes), places=places, memory_gb=memory_gb))
+        else:
+            findings.append(finding("sweep-does-not-fit", places=places, memory_gb=memory_gb))
     if bound:
         launched = {"places": [point.place for point in bound], "layer_ms": cluster()["host"]["layer_ms"]["other"]}
         findings.append(finding("sweep-host-bound", recipes=names_bound, **launched))

@@ -297,6 +297,11 @@ class RunSpec:
     dp_overlap: bool = True  # gradients and weights are exchanged during backward and forward
     ep_overlap: bool = False  # the all-to-all of one micro-batch overlaps with the computation of another
     cuda_graphs: bool | None = None  # None: not known
+    # What only memory depends on.
+    gradient_precision: OptimizerState | None = None  # of the gradients that are kept and reduced; None: not known
+    quantized_weights: bool | None = None  # weights are kept in the recipe's format alone, not in BF16; None: not known
+    partly_recomputed: bool = False  # backward also computes norms, activations or some GEMMs again, which times do not count
+    offloaded_layers: int = 0  # whose activations wait in the memory of the CPU
 
     def __post_init__(self) -> None:
         check_size(option("micro_batch_size"), self.micro_batch_size, "micro_batch_size")

@@ -11,6 +11,37 @@ from gemmscope.results.base import ModelResult, Part
 from gemmscope.results.linears import Linears, Winner
 from gemmscope.results.step import StepTimes
 
+Fit = Literal["fits", "may not fit", "does not fit"]
+
+
+class RecipeMemory(Part):
+    """Bytes of one GPU in one recipe: of the rank that needs most. Computed from sizes and the layout, not measured."""
+
+    recipe: str
+    stage: int = 0
+    """Its pipeline stage."""
+    in_flight: float = 1.0
+    """Micro-batches whose activations it holds at once."""
+    weights_bytes: float
+    gradients_bytes: float
+    master_weights_bytes: float
+    moments_bytes: float
+    activations_bytes: float
+    quantized_copies_bytes: float
+    communication_bytes: float
+    workspace_bytes: float
+    """Logits and loss, or the gradients of one layer's activations: whichever is more."""
+    reserve_bytes: float
+    """CUDA context, libraries, allocator."""
+    total_bytes: float
+    """The sum: the usual case."""
+    least_bytes: float
+    """With every setting that the run leaves open at its best."""
+    most_bytes: float
+    available_bytes: float
+    """What the GPU has."""
+    fit: Fit
+
 
 class GpuForecast(Part):
     """One GPU."""
@@ -22,6 +53,8 @@ class GpuForecast(Part):
     """What each format's GEMMs were measured on, or borrowed from."""
     linears: Linears
     step: StepTimes | None = None
+    memory: tuple[RecipeMemory, ...] = ()
+    """Of one GPU in every recipe; empty without a training step."""
     findings: tuple[Finding, ...] = ()
 
 
@@ -36,6 +69,14 @@ class SweepPoint(Part):
     """Recipes whose step takes the CPU longer to launch than the GPU to run: their step takes as long as launching it."""
     not_possible: dict[str, str] = {}
     """Recipe → why it cannot run this configuration."""
+    unfit: tuple[str, ...] = ()
+    """Recipes that do not fit in the memory of the GPU: they are not ranked. Where none fits there is no winner."""
+    memory_gb: float | None = None
+    """What the best recipe needs on one GPU; where none fits, at least that of the smallest."""
+    gpus: int | None = None
+    """GPUs of the layout."""
+    tokens_per_s: float | None = None
+    """Of one GPU in the best recipe."""
     why_not: str = ""
     """Why this configuration is not possible at all."""
 

@@ -67,6 +67,8 @@ class StepTime(Part):
     """Over BF16."""
     tokens_per_s: float
     """Of one GPU."""
+    total_tokens_per_s: float | None = None
+    """Of all GPUs of the layout; null for a measurement, which has one."""
     model_tflops: float
     """FLOPs of linears and attention on one GPU, recomputation left out, over the step's time. A forecast takes the mean of all
     pipeline stages; a measurement has one stage."""
@@ -76,7 +78,7 @@ class StepTime(Part):
     host_ms: float | None = None
     """CPU time to launch the step."""
     peak_bytes: float | None = None
-    """Peak memory of the real model."""
+    """Peak memory of one GPU with the real model: measured, or what a forecast expects of the rank that needs most."""
     parts_ms: dict[StepPart, float] = {}
     """Where the time goes; of as many layers as were run."""
     waterfall: tuple[WaterfallLevel, ...] = ()
@@ -110,6 +112,12 @@ class StepTimes(Part):
     winner: Winner | None = None
     failures: dict[str, str] = {}
     """Recipe → why it has no step."""
+    unfit: tuple[str, ...] = ()
+    """Recipes that do not fit in the memory of the GPU: neither winners nor priced."""
+    gpus: int | None = None
+    """GPUs of the layout; null for a measurement."""
+    global_batch: int | None = None
+    """Sequences of one step on all of them."""
 
     def of(self, name: str) -> StepTime | None:
         return next((each for each in self.recipes if each.recipe == name), None)

@@ -5,7 +5,7 @@ one; an error that both sides share cancels in that ratio. Every candidate that 
 two are too close to call.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
@@ -32,6 +32,25 @@ def find_winner(speedups: Mapping[str, Interval], ratio: Ratio) -> Winner:
     others = [BASELINE, *(name for name in speedups if name != best)]
     rivals = tuple(name for name in others if not _beats(speedups[best] if name == BASELINE else ratio(best, name)))
     return Winner(best=best, speedup=speedups[best], rivals=rivals)
+
+
+def winner_among(speedups: Mapping[str, Interval], ratio: Ratio, left_out: Collection[str]) -> Winner | None:
+    """The winner where some candidates do not count, because they do not fit in memory; None if none is left.
+
+    Where BF16 itself is left out, the best of the others wins, with its speedup over BF16 all the same.
+
+    >>> gains = {"A": Interval(0.9, 0.8, 0.99), "B": Interval(0.5, 0.4, 0.6)}
+    >>> winner_among(gains, lambda a, b: Interval(1.8, 1.5, 2.0), ["BF16"]).best
+    'A'
+    """
+    counted = {name: gain for name, gain in speedups.items() if name not in left_out}
+    if BASELINE not in left_out:
+        return find_winner(counted, ratio)
+    if not counted:
+        return None
+    best = max(counted, key=lambda name: counted[name].value)
+    rivals = tuple(name for name in counted if name != best and not _beats(ratio(best, name)))
+    return Winner(best=best, speedup=counted[best], rivals=rivals)
 
 
 def _beats(found: Interval | None) -> bool:

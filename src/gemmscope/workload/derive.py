@@ -119,6 +119,7 @@ def _section(layers: list[LayerSpec], layer: LayerSpec) -> str:
 
 
 def embedding_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
+    """What comes before the first layer."""
     if model.vocab_size is None:
         return
     vocab, width = sharding.padded_vocab(model.vocab_size, run) // run.tp, model.embedding_width
@@ -237,6 +238,7 @@ def _moe(model: ModelSpec, spec: MoeSpec, run: RunSpec) -> Iterator[Op]:
 
 
 def head_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
+    """What comes after the last layer: norm, vocabulary, loss."""
     if model.final_norm:
         yield _norm(model, run, "Final Norm", model.hidden_size, HEAD)
     if model.vocab_size is None or not model.head_output:

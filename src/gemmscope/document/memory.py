@@ -1,0 +1,36 @@
+"""The memory of one GPU as a table: a row for each use, a column for each recipe."""
+
+from gemmscope import units
+from gemmscope.document.table import Cell, Table, bytes_cell, columns
+from gemmscope.results.forecast import GpuForecast
+
+ROWS = {
+    "weights_bytes": "Weights",
+    "gradients_bytes": "Gradients",
+    "master_weights_bytes": "Master weights",
+    "moments_bytes": "Moments of the optimizer",
+    "activations_bytes": "Activations",
+    "quantized_copies_bytes": "Quantized copies of weights",
+    "communication_bytes": "Communication buffers",
+    "workspace_bytes": "Logits and loss, or gradients of one layer",
+    "reserve_bytes": "CUDA, libraries, allocator",
+    "total_bytes": "Total, usual",
+    "least_bytes": "At least",
+    "most_bytes": "At most",
+}
+NOTE = (
+    "Computed from sizes and the layout, not measured. At least: with every setting that is not given at its best (BF16 gradients, "
+    "weights in the quantized format alone, a fused loss). At most: with an unfused loss and a fragmented allocator."
+)
+
+
+def memory_table(gpu: GpuForecast, prefix: str = "") -> Table:
+    """Every use of the memory in every recipe, and whether it fits."""
+    rows = [(Cell(text), *(bytes_cell(getattr(each, field)) for each in gpu.memory)) for field, text in ROWS.items()]
+    marks = [Cell(each.fit, level="" if each.fit == "fits" else "warning") for each in gpu.memory]
+    first = gpu.memory[0]
+    held = f"The GPU that needs most is on pipeline stage {first.stage}" if first.stage or first.in_flight > 1 else ""
+    held += f" and holds the activations of {first.in_flight:g} micro-batches. " if held else ""
+    title = f"{prefix}FORECAST: memory of one GPU, of {units.si(first.available_bytes, 'B')}"
+    heads = columns(("Use",), [each.recipe for each in gpu.memory])
+    return Table(title, heads, (*rows, (Cell("Fits"), *marks)), f"{held}{NOTE}")

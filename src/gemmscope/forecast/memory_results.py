@@ -1,0 +1,80 @@
+"""Memory as part of a result: the table of every recipe, what does not fit, and what to change."""
+
+from collections.abc import Iterator, Sequence
+
+from gemmscope.findings import Finding, finding
+from gemmscope.forecast.memory import memory_bytes, rank_memory
+from gemmscope.gpu.specs import GpuSpec
+from gemmscope.model.spec import ModelSpec, RunSpec
+from gemmscope.results.forecast import RecipeMemory
+
+
+def recipe_memory(model: ModelSpec, run: RunSpec, recipe_name: str, chip: GpuSpec) -> RecipeMemory:
+    """`rank_memory` as part of a result."""
+    memory = rank_memory(model, run, recipe_name, chip)
+    return RecipeMemory(
+        recipe=recipe_name,
+        stage=memory.stage,
+        in_flight=memory.in_flight,
+        weights_bytes=memory.weights,
+        gradients_bytes=memory.gradients,
+        master_weights_bytes=memory.master_weights,
+        moments_bytes=memory.moments,
+        activations_bytes=memory.activations,
+        quantized_copies_bytes=memory.quantized_copies,
+        communication_bytes=memory.communication_buffers,
+        workspace_bytes=memory.workspace,
+        reserve_bytes=memory.reserve,
+        total_bytes=memory.total,
+        least_bytes=memory.least,
+        most_bytes=memory.most,
+        available_bytes=memory_bytes(chip),
+        fit=memory.fit(chip),
+    )
+
+
+NAMES = {
+    "weights_bytes": "weights",
+    "gradients_bytes": "gradients",
+    "master_weights_bytes": "master weights",
+    "moments_bytes": "moments",
+    "activations_bytes": "activations",
+    "quantized_copies_bytes": "quantized copies of the weights",
+    "communication_bytes": "communication buffers",
+    "workspace_bytes": "logits and loss",
+}
+
+
+def memory_findings(memory: Sequence[RecipeMemory], run: RunSpec) -> Iterator[Finding]:
+    """What does not fit, what may not, and where memory is tight, with what to change."""
+    if not memory:
+        return
+    available = memory[0].available_bytes
+    unfit = [each for each in memory if each.fit == "does not fit"]
+    unsure = [each for each in memory if each.fit == "may not fit" and each.total_bytes > available]
+    tight = [each for each in memory if each.fit == "may not fit" and each.total_bytes <= available]
+    about = {"memory_gb": available / 1e9}
+    if unfit:
+        rows = {text: getattr(unfit[0], field) for field, text in NAMES.items()}
+        largest = sorted(rows, key=lambda name: -rows[name])[:2]
+        needed = {each.recipe: each.least_bytes / 1e9 for each in unfit}
+        yield finding("does-not-fit", **about, needed_gb=needed, largest=largest, remedies=_remedies(unfit[0], run))
+    if unsure:
+        needed = {each.recipe: each.total_bytes / 1e9 for each in unsure}
+        least = {each.recipe: each.least_bytes / 1e9 for each in unsure}
+        yield finding("may-not-fit", **about, needed_gb=needed, least_gb=least, remedies=_remedies(unsure[0], run))
+    if tight:
+        needed = {each.recipe: each.total_bytes / 1e9 for each in tight}
+        most = {each.recipe: each.most_bytes / 1e9 for each in tight}
+        yield finding("memory-tight", **about, needed_gb=needed, most_gb=most)
+
+
+def _remedies(memory: RecipeMemory, run: RunSpec) -> list[str]:
+    """Settings that would lower what this layout needs most, the strongest first."""
+    states = memory.weights_bytes + memory.gradients_bytes + memory.master_weights_bytes + memory.moments_bytes
+    kept = memory.activations_bytes + memory.workspace_bytes
+    sharing = [] if run.zero_stage == 3 else ["‹zero› 3 with more ‹dp›" if run.zero_stage else "‹dp› and ‹zero› 1 to 3"]
+    splitting = ["‹tp› or ‹pp›" if run.pp == 1 else "‹tp›"]
+    smaller = [] if run.recompute == "full" else ["‹recompute› full"]
+    smaller += ["a smaller ‹micro_batch_size›"] if run.micro_batch_size > 1 else ["‹cp›"]
+    return [*sharing, *splitting, *smaller] if states > kept else [*smaller, *splitting, *sharing]
