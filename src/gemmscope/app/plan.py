@@ -19,6 +19,7 @@ from gemmscope.forecast.memory import memory_bytes, rank_memory
 from gemmscope.forecast.network import network_of
 from gemmscope.forecast.plan import Search, pruned, ranked, run_searches, smallest_layout
 from gemmscope.gpu.specs import GpuSpec
+from gemmscope.interval import Interval
 from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import ModelSpec, RunSpec, check_size, divisors_text
 from gemmscope.model.vary import SIZES, check_varied, varied
@@ -122,7 +123,9 @@ def plan(
         title=chip.title,
         gpus=count,
         memory_gb=memory_bytes(chip) / 1e9,
-        network=links.describe(),
+        network_gbps=links.gbps,
+        network=links.name,
+        nvlink_domain=links.domain,
         tokens=budget.tokens if budget is not None and tokens is not None else None,
         price=price,
         recipes=tuple(names),
@@ -143,9 +146,8 @@ def _batch(source: ModelSource, given: int | None) -> int:
     """The global batch: as given, or as the model's file says."""
     if given is not None:
         return check_size(option("global_batch"), given, "sequence_length")
-    known = source.run_settings
-    if {"micro_batch_size", "gradient_accumulation", "dp"} <= set(known):
-        return int(known["micro_batch_size"] * known["gradient_accumulation"] * known["dp"])
+    if source.global_batch is not None:
+        return source.global_batch
     raise UserError(
         f"{option('global_batch')} is not given: the sequences of one optimizer step",
         f"for example {option('global_batch', 256)}",
@@ -313,6 +315,8 @@ def _nothing_fits(point: PlanPoint, chip: GpuSpec, gpus: int, sizes: Mapping[str
     )
     needed = smallest.gpus_needed
     hint = f"it fits with {option('gpus', needed)}" if needed is not None else "use GPUs with more memory, or a shorter sequence"
+    if any(each.rule.startswith("fsdp") for each in point.pruned):
+        hint += f"; or try FSDP: {option('zero', 3)}"
     return UserError(message, hint)
 
 
@@ -335,7 +339,18 @@ def _findings(points: Sequence[PlanPoint], chip: GpuSpec, space: Space, source: 
         found.append(finding("plan-memory-tight", needed_gb=best.memory_gb, memory_gb=memory_bytes(chip) / 1e9))
     if best is not None and best.host_bound:
         found.append(finding("plan-host-bound"))
-    ignored = [name for name in AXES if name in source.run_settings and name not in space.given]
-    if ignored:
-        found.append(finding("plan-ignores-layout", origin=source.origin, settings=ignored))
+    settings = {name: source.run_settings[name] for name in AXES if name in source.run_settings}
+    if settings and best is not None and not points[0].values:
+        found.append(_file_layout(source.origin, settings, points[0]))
     return found
+
+
+def _file_layout(origin: str, settings: Mapping[str, Any], point: PlanPoint) -> Finding:
+    """Where the layout of the model's file stands, in the recipe that suits it best."""
+    layout = ", ".join(f"{name} {value}" for name, value in settings.items())
+    for rank, each in enumerate(point.layouts, start=1):
+        if all(getattr(each, name) == value for name, value in settings.items()):
+            slower = each.slowdown if each.slowdown is not None else Interval(1.0, 1.0, 1.0)
+            of_file = {"origin": origin, "layout": layout, "recipe": each.recipe}
+            return finding("plan-file-layout", **of_file, rank=rank, fitting=point.fitting, slowdown=slower)
+    return finding("plan-file-layout-excluded", origin=origin, layout=layout)

@@ -62,8 +62,8 @@ def _context(result: PlanResult) -> Iterator[str]:
     point = result.points[0]
     tokens = point.global_batch * point.sequence_length
     length = "" if "sequence" in result.varied else f" x {point.sequence_length:,} = {units.tokens(tokens)}"
-    yield f"global batch {point.global_batch:,} sequences{length}"
-    yield f"network: {result.network}"
+    links = f"network {result.network_gbps * 8:g} Gb/s per GPU, NVLink domains of {result.nvlink_domain}"
+    yield f"global batch {point.global_batch:,} sequences{length}; {links}"
     yield f"{result.state}: {STATES[result.state]}; every interval is a 90% error bar"
 
 
@@ -76,7 +76,16 @@ def _answer(result: PlanResult) -> tuple[str, list[str]]:
         f"FORECAST: fastest is {layout_name(best)}: {rate_text(best.tokens_per_s)} tokens/s per GPU, MFU {best.mfu:.0%} of the "
         f"BF16 peak, {best.memory_gb:.0f} of {result.memory_gb:.0f} GB per GPU{_cost_text(result, best)}."
     )
-    return sentence, [_close_text(point), _pruned_text(point)]
+    return sentence, [*_safe_text(point), _close_text(point), _pruned_text(point)]
+
+
+def _safe_text(point: PlanPoint) -> list[str]:
+    """Where the memory of the best is tight: the fastest layout for which it is not."""
+    safe = next((layout for layout in point.layouts if not layout.tight), None)
+    if not point.layouts[0].tight or safe is None:
+        return []
+    rate = units.rounded(safe.tokens_per_s.value, safe.tokens_per_s.half_width)
+    return [f"Fastest with memory to spare: {layout_name(safe)}: {rate} tokens/s per GPU, {safe.memory_gb:.0f} GB."]
 
 
 def _cost_text(result: PlanResult, layout: PlanLayout) -> str:
@@ -278,7 +287,8 @@ def _next_command(result: PlanResult) -> str:
 def _method(result: PlanResult) -> tuple[tuple[str, str], ...]:
     return (
         *model_facts(result.model, result.run),
-        ("network", result.network),
+        ("network", f"{result.network or 'as given'}, {result.network_gbps:g} GB/s per GPU and direction"),
+        ("GPUs of an NVLink domain", str(result.nvlink_domain)),
         ("recipes", ", ".join(result.recipes)),
         ("state", result.state),
         ("fitted on", result.coefficients),

@@ -19,7 +19,7 @@ from gemmscope.interval import Interval
 from gemmscope.results.plan import PlanLayout, PlanPoint, PlanResult
 
 SHARDING = {0: "-", 1: "optimizer", 2: "optimizer, gradients", 3: "FSDP"}
-MOST_ROWS = 8  # of the short view
+MOST_ROWS = 6  # of the short view
 MOST_VARIED = 14
 MOST_LISTED = 500
 SAVING = 0.03  # a layout of the short view needs this much less memory than the one above it
@@ -33,6 +33,7 @@ RULES = {
     "batch": "the global batch does not split into these micro-batches",
     "virtual": "virtual stages need a multiple of PP micro-batches, and layers that divide",
     "fsdp pipeline": "FSDP with PP gathers the weights for every micro-batch; sharding the optimizer is used instead",
+    "fsdp experts": "FSDP gathers the weights of all experts for every micro-batch; expert parallelism is used instead",
     "recipe": "a GEMM's sizes do not suit the recipe",
     "memory": "it needs more memory than a GPU has",
 }

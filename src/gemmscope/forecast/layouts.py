@@ -21,7 +21,8 @@ MOST_MICRO_BATCH = 64  # sequences: GEMMs are as fast as they get long before
 ZERO = (1, 3)  # a sharded optimizer, as Megatron's distributed optimizer; sharded weights too, as FSDP
 
 Rule = Literal[
-    "domain", "gpus", "heads", "layers", "context", "experts", "batch", "virtual", "fsdp pipeline", "recipe", "memory"
+    "domain", "gpus", "heads", "layers", "context", "experts", "batch", "virtual", "fsdp pipeline", "fsdp experts", "recipe",
+    "memory",
 ]  # fmt: skip
 RULES: tuple[Rule, ...] = get_args(Rule)
 OF_SPLITS: tuple[Rule, ...] = ("domain", "gpus", "heads", "layers", "context", "experts")
@@ -201,19 +202,24 @@ def _virtual_stages(task: Task, space: Space, split: Mapping[str, Any], batches:
     stage = virtual_layers(len(task.model.layers), pp)
     for virtual in space.values("vp", divisors(stage) if pp > 1 else (1,)):
         if virtual > 1 and (pp == 1 or stage % virtual or batches % pp):
-            pruning.add("virtual", f"vp {virtual}: pp {pp}, {batches} micro-batches")
+            pruning.add("virtual", f"vp {virtual}, pp {pp}, gradient accumulation {batches}")
         else:
             yield virtual
 
 
 def _sharding(space: Space, split: Mapping[str, Any], pruning: Pruning) -> Iterator[int]:
-    """What data-parallel ranks shard: nothing where there are none. FSDP gathers the weights for every micro-batch, so that
-    pipelines, which need many of them, are not combined with it."""
+    """What data-parallel ranks shard: nothing where there are none.
+
+    FSDP gathers the weights for every micro-batch: pipelines, which need many of them, are not combined with it, nor are experts,
+    most of whose weights a token does not use.
+    """
     if split["dp"] * split["cp"] == 1:
         yield 0
         return
     for zero in space.values("zero", ZERO):
-        if zero == 3 and split["pp"] > 1 and "zero" not in space.given:
+        if zero == 3 and "zero" not in space.given and split["etp"] is not None:
+            pruning.add("fsdp experts", f"dp {split['dp']}")
+        elif zero == 3 and "zero" not in space.given and split["pp"] > 1:
             pruning.add("fsdp pipeline", f"pp {split['pp']}")
         else:
             yield zero

@@ -35,6 +35,8 @@ AT_A_TIME = 60  # runs of one share
 WORTH_SHARING, MOST_CORES = 300, 8
 MOST_KEPT = 50_000  # GEMMs remembered from one share to the next
 ALIKE_WAITING = 0.8  # of the errors of one kind of exchange, or of the host, what two layouts have alike
+ALIKE_SOFTWARE = 0.9  # of the errors of whole steps: each release runs some layouts better than others
+SHAPES = ("tp", "cp", "ep", "etp", "micro_batch_size")  # what decides the sizes of GEMMs
 MOST_LISTED = 20_000  # layouts of one result
 
 
@@ -227,14 +229,15 @@ def _front(ordered: Sequence[Candidate]) -> set[int]:
 def slowdown(best: Candidate, other: Candidate, runs: Sequence[RunSpec], forecaster: Forecaster) -> Estimate:
     """The other layout's step over the best one's, without the errors that both have alike.
 
-    What is wrong about the library, the GPU or the software moves both. Equal GEMMs have equal errors, other shapes have their
-    own; so it is with what is exchanged for the same reason.
+    What is wrong about the library or the GPU moves both, and so does most of what is wrong about the software. Equal GEMMs have
+    equal errors, other shapes have their own; so it is with what is exchanged for the same reason.
     """
     one, two = best.step, other.step
     first, second = runs[best.run], runs[other.run]
-    same_shapes = all(getattr(first, name) == getattr(second, name) for name in ("tp", "cp", "ep", "etp", "micro_batch_size"))
+    same_shapes = all(getattr(first, name) == getattr(second, name) for name in SHAPES)
+    same_layout = same_shapes and (first.pp, first.vp, first.zero) == (second.pp, second.vp, second.zero)
     formats = 1.0 if best.recipe == other.recipe else forecaster.in_common(best.recipe, other.recipe)
-    squares = 0.0
+    squares = _apart(one.common, two.common, 1.0 if same_layout else ALIKE_SOFTWARE)
     for part in {**one.parts, **two.parts}:
         if part == WAITING:
             continue

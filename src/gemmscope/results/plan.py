@@ -115,8 +115,12 @@ class PlanResult(ModelResult):
     gpus: int
     memory_gb: float
     """Of one GPU."""
+    network_gbps: float
+    """GB/s per GPU and direction between NVLink domains."""
     network: str = ""
-    """The links that were assumed."""
+    """The name of the network."""
+    nvlink_domain: int
+    """GPUs that NVLink connects."""
     tokens: float | None = None
     price: float | None = None
     """Of one GPU-hour."""
