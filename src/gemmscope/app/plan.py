@@ -13,7 +13,7 @@ from gemmscope.app.progress import QUIET, Reporter
 from gemmscope.errors import UserError, closest, in_python, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.forecast.calibration import calibrated
-from gemmscope.forecast.layouts import AXES, LISTS, Pruning, Space, Task, layouts
+from gemmscope.forecast.layouts import AXES, LISTS, Pruning, Space, PlanTask, layouts
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory import memory_bytes, rank_memory
 from gemmscope.forecast.network import network_of
@@ -88,7 +88,7 @@ def plan(
     adjustment, calibration_findings = calibrated(chip.name)
     forecaster = Forecaster(chip, clocks, measured=adjustment)
     with signals.held() as held:
-        tasks, impossible = _tasks(source.model, sizes, Task(source.model, count, batch, length, links.domain))
+        tasks, impossible = _tasks(source.model, sizes, PlanTask(source.model, count, batch, length, links.domain))
         searches = [Search(task, space) for _, task in tasks]
         wanted, done = sum(len(search.runs) for search in searches) * len(names), 0
         _check_any(searches, space)
@@ -211,10 +211,10 @@ def _axes(vary: Mapping[str, Sequence[int]], model: ModelSpec) -> dict[str, list
 
 
 def _tasks(
-    model: ModelSpec, axes: Mapping[str, Sequence[int]], task: Task
-) -> tuple[list[tuple[dict[str, int], Task]], list[PlanPoint]]:
+    model: ModelSpec, axes: Mapping[str, Sequence[int]], task: PlanTask
+) -> tuple[list[tuple[dict[str, int], PlanTask]], list[PlanPoint]]:
     """A task for every combination of sizes, and the combinations that make no model, with the reason."""
-    tasks: list[tuple[dict[str, int], Task]] = []
+    tasks: list[tuple[dict[str, int], PlanTask]] = []
     impossible: list[PlanPoint] = []
     first: UserError | None = None
     for combination in product(*axes.values()):
@@ -233,7 +233,7 @@ def _tasks(
                 )
             )  # fmt: skip
             continue
-        tasks.append((values, Task(other, task.gpus, task.global_batch, length, task.domain)))
+        tasks.append((values, PlanTask(other, task.gpus, task.global_batch, length, task.domain)))
     if not tasks and first is not None:
         raise first
     return tasks, impossible
@@ -259,7 +259,7 @@ def _check_any(searches: Sequence[Search], space: Space) -> None:
     raise UserError(f"{message}: {example}" if example else message, f"numbers of GPUs that divide: {_possible(task)}")
 
 
-def _possible(task: Task) -> str:
+def _possible(task: PlanTask) -> str:
     """Numbers of GPUs for which some layout exists, near the one that was given."""
     powers = [1 << place for place in range(task.gpus.bit_length() + 1)]
     return ", ".join(map(str, sorted(powers, key=lambda size: abs(size - task.gpus))[:3])) or divisors_text(task.gpus)
@@ -296,7 +296,7 @@ def _gpus_needed(search: Search, chip: GpuSpec, names: Sequence[str]) -> int | N
         if gpus > MOST_GPUS:
             return None
         batch = -(-task.global_batch // gpus) * gpus
-        other = Task(task.model, gpus, batch, task.sequence_length, task.domain)
+        other = PlanTask(task.model, gpus, batch, task.sequence_length, task.domain)
         small = Space({**search.space.given, "micro_batch_size": (1,)}, search.space.settings)
         for run in layouts(other, small, Pruning()):
             if any(rank_memory(task.model, run, name, chip).total <= available for name in names):

@@ -18,6 +18,7 @@ from gemmscope.document.plan_tables import (
     front_table,
     layout_name,
     money,
+    plain_rate,
     pruned_table,
     rate_text,
     summary,
@@ -84,7 +85,7 @@ def _safe_text(point: PlanPoint) -> list[str]:
     safe = next((layout for layout in point.layouts if not layout.tight), None)
     if not point.layouts[0].tight or safe is None:
         return []
-    rate = units.rounded(safe.tokens_per_s.value, safe.tokens_per_s.half_width)
+    rate = plain_rate(safe.tokens_per_s)
     return [f"Fastest with memory to spare: {layout_name(safe)}: {rate} tokens/s per GPU, {safe.memory_gb:.0f} GB."]
 
 
@@ -137,7 +138,7 @@ def _varied_answer(result: PlanResult) -> tuple[str, list[str]]:
         f"{_place(efficient)} with {_best_of(efficient).mfu:.0%}."
     )
     counts = [units.parameters(point.parameters) for point in (first, last)]
-    rates = [units.rounded(rate.value, rate.half_width) for rate in (_best_of(first).tokens_per_s, _best_of(last).tokens_per_s)]
+    rates = [plain_rate(_best_of(point).tokens_per_s) for point in (first, last)]
     change = f"From {' to '.join(counts)} parameters, tokens/s per GPU go from {' to '.join(rates)}."
     return sentence, [change, *_why_not(result)]
 
@@ -163,7 +164,7 @@ def _figures(result: PlanResult) -> tuple[KeyFigure, ...]:
     cost = [KeyFigure("Days", *_amount(units.amount(days(result, best))))] if result.tokens is not None else []
     cost += [KeyFigure("Cost", *_amount(units.amount(money(result, best))))] if result.price is not None else []
     return (
-        KeyFigure("Tokens/s per GPU", units.rounded(rate.value, rate.half_width), units.ends(rate, 0)),
+        KeyFigure("Tokens/s per GPU", plain_rate(rate), units.ends(rate, 0)),
         KeyFigure("MFU", f"{best.mfu:.0%}"),
         KeyFigure("Memory of a GPU", f"{best.memory_gb:.0f} GB", f"of {result.memory_gb:.0f} GB"),
         *cost,

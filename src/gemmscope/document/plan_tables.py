@@ -1,6 +1,7 @@
 """The tables of a plan: the layouts on the front of speed and memory, those of each recipe, all of them, what was excluded."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from gemmscope import units
 from gemmscope.document.table import (
@@ -22,6 +23,7 @@ SHARDING = {0: "-", 1: "optimizer", 2: "optimizer, gradients", 3: "FSDP"}
 MOST_ROWS = 6  # of the short view
 MOST_VARIED = 14
 MOST_LISTED = 500
+FINEST = 0.1  # the relative uncertainty for which rates are rounded, if it is not smaller
 SAVING = 0.03  # a layout of the short view needs this much less memory than the one above it
 RULES = {
     "domain": "TP beyond one NVLink domain: its collectives would wait for the network",
@@ -50,10 +52,16 @@ def layout_name(layout: PlanLayout) -> str:
 
 def rate_text(rate: Interval) -> str:
     """Tokens per second with their error bar."""
+    value = plain_rate(rate)
     if rate.low is None or rate.high is None:
-        return units.rounded(rate.value, rate.half_width)
-    low, high = (units.rounded(end, rate.half_width) for end in (rate.low, rate.high))
-    return f"{units.rounded(rate.value, rate.half_width)} [{low}, {high}]"
+        return value
+    low, high = (plain_rate(replace(rate, value=end)) for end in (rate.low, rate.high))
+    return f"{value} [{low}, {high}]"
+
+
+def plain_rate(rate: Interval) -> str:
+    """Tokens per second with the digits that help to compare layouts, whose errors are mostly the same."""
+    return units.rounded(rate.value, min(rate.half_width, FINEST))
 
 
 def days(result: PlanResult, layout: PlanLayout) -> Interval:
@@ -83,7 +91,8 @@ def summary(result: PlanResult) -> Table | None:
     shown = shown[:MOST_ROWS]
     rows = tuple(_row(result, layout) for layout in shown)
     notes = [f"{len(shown)} of the {len(front)} layouts on the front."] if len(shown) < len(front) else []
-    notes += ["?: too close to call against the best."] if any(layout.close for layout in shown) else []
+    if any(layout.close for layout in shown) and not _has_cost(result):
+        notes.append("?: too close to call against the best.")
     title = "Pareto front: the fastest layouts for their memory [90% error bar]"
     return without_empty(Table(title, _heads(result), rows, " ".join([*notes, _cost_note(result)]).strip()))
 
@@ -96,11 +105,15 @@ def _cost_note(result: PlanResult) -> str:
 
 def _heads(result: PlanResult) -> tuple[Column, ...]:
     drop = {"Sharding": 4, "MFU": 3, "Recompute": 1, "Cost": 1, "Days": 2, "Speed": 2}
-    heads = ["Micro-batch", "Tokens/s/GPU", "Speed", "MFU", "GB"]
+    heads = ["Micro-batch", "Tokens/s/GPU", *([] if _has_cost(result) else ["Speed"]), "MFU", "GB"]
     heads += ["Days"] if result.tokens is not None else []
     heads += ["Cost"] if result.price is not None else []
     texts = columns(("Recipe", "Layout", "Recompute", "Sharding"), (), drop)
     return (*texts, *columns((), heads, drop))
+
+
+def _has_cost(result: PlanResult) -> bool:
+    return result.tokens is not None or result.price is not None
 
 
 def _row(result: PlanResult, layout: PlanLayout) -> tuple[Cell, ...]:
@@ -112,7 +125,7 @@ def _row(result: PlanResult, layout: PlanLayout) -> tuple[Cell, ...]:
         Cell(SHARDING[layout.zero]),
         number(layout.micro_batch_size),
         Cell(rate_text(rate), rate.value, rate.low, rate.high),
-        _speed(layout),
+        *([] if _has_cost(result) else [_speed(layout)]),
         share_cell(layout.mfu, rate.half_width),
         number(layout.memory_gb, f"{layout.memory_gb:.0f}"),
     ]
@@ -172,7 +185,7 @@ def _layouts(result: PlanResult, layouts: Iterable[PlanLayout], title: str, note
         *columns(("Remarks",), ()),
     )
     rows = tuple(_wide_row(result, layout) for layout in layouts)
-    costs = f"{_cost_note(result)} {NO_RESTARTS}" if result.tokens is not None or result.price is not None else ""
+    costs = f"{_cost_note(result)} {NO_RESTARTS}" if _has_cost(result) else ""
     return without_empty(Table(title, heads, rows, f"{note}{costs}".strip()))
 
 
@@ -236,6 +249,7 @@ def _varied_row(result: PlanResult, point: PlanPoint, width: int) -> tuple[Cell,
         rest = width - len(sizes) - 2
         return (*sizes, known, Cell(point.why_not, level="warning"), *[NOTHING] * (rest))
     cells = list(_row(result, point.best))
-    del cells[6]  # its speed relative to itself
+    if not _has_cost(result):
+        del cells[6]  # its speed relative to itself
     cells.insert(5, range_cell(point.best.step_ms))
     return (*sizes, known, *cells)

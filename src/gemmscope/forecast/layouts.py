@@ -43,7 +43,7 @@ class Space:
 
 
 @dataclass(frozen=True)
-class Task:
+class PlanTask:
     """What is planned: a model on so many GPUs with a global batch of sequences. `domain`: GPUs that NVLink connects."""
 
     model: ModelSpec
@@ -89,13 +89,13 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // divisor for divisor in small)})
 
 
-def layouts(task: Task, space: Space, pruning: Pruning) -> Iterator[RunSpec]:
+def layouts(task: PlanTask, space: Space, pruning: Pruning) -> Iterator[RunSpec]:
     """Every layout that divides; what does not is counted in `pruning`. Neighbours differ in what needs no other GEMMs."""
     for split in splits(task, space, pruning):
         yield from _of_split(task, space, split, pruning)
 
 
-def splits(task: Task, space: Space, pruning: Pruning) -> Iterator[dict[str, Any]]:
+def splits(task: PlanTask, space: Space, pruning: Pruning) -> Iterator[dict[str, Any]]:
     """The ways to split the model over the GPUs: tp, cp, pp, ep, etp and dp."""
     experts = max((layer.mlp.experts for layer in task.model.layers if isinstance(layer.mlp, MoeSpec)), default=1)
     layers = len(task.model.layers)
@@ -122,7 +122,7 @@ def splits(task: Task, space: Space, pruning: Pruning) -> Iterator[dict[str, Any
 
 
 def _checked(
-    task: Task, space: Space, split: dict[str, Any], name: str, has_experts: bool, pruning: Pruning
+    task: PlanTask, space: Space, split: dict[str, Any], name: str, has_experts: bool, pruning: Pruning
 ) -> Iterator[dict[str, Any]]:
     """The split with each size of tensor parallelism inside experts, and the layers of its stages, if all of it divides."""
     stages = pipeline_layers(len(task.model.layers), split["pp"])
@@ -171,12 +171,12 @@ def virtual_layers(layers: int, pp: int) -> int:
     return layers // pp if layers % pp == 0 else (layers + 2) // pp if (layers + 2) % pp == 0 else 1
 
 
-def _run(task: Task, space: Space, split: Mapping[str, Any], **rest: Any) -> RunSpec:
+def _run(task: PlanTask, space: Space, split: Mapping[str, Any], **rest: Any) -> RunSpec:
     parallel = {"sequence_parallel": split["tp"] > 1}
     return RunSpec(**{**parallel, **space.settings, "sequence_length": task.sequence_length, **split, **rest})
 
 
-def _of_split(task: Task, space: Space, split: Mapping[str, Any], pruning: Pruning) -> Iterator[RunSpec]:
+def _of_split(task: PlanTask, space: Space, split: Mapping[str, Any], pruning: Pruning) -> Iterator[RunSpec]:
     """The layouts of one split: micro-batch, recomputation, virtual stages and sharding."""
     sequences, rest = divmod(task.global_batch, split["dp"])
     if rest or not sequences:
@@ -196,7 +196,7 @@ def _of_split(task: Task, space: Space, split: Mapping[str, Any], pruning: Pruni
                     )  # fmt: skip
 
 
-def _virtual_stages(task: Task, space: Space, split: Mapping[str, Any], batches: int, pruning: Pruning) -> Iterator[int]:
+def _virtual_stages(task: PlanTask, space: Space, split: Mapping[str, Any], batches: int, pruning: Pruning) -> Iterator[int]:
     """How many pieces a stage can consist of. The interleaved schedule needs a multiple of pp micro-batches."""
     pp = split["pp"]
     stage = virtual_layers(len(task.model.layers), pp)

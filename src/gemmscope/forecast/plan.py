@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from gemmscope import signals
 from gemmscope.forecast.estimate import Estimate
-from gemmscope.forecast.layouts import OF_SPLITS, RULES, Pruning, Space, Task, layouts
+from gemmscope.forecast.layouts import OF_SPLITS, RULES, Pruning, Space, PlanTask, layouts
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory import memory_bytes, rank_memory
 from gemmscope.forecast.network import Network
@@ -62,7 +62,7 @@ class Smallest(NamedTuple):
 class Search:
     """One model's search: the runs that divide, and what came of them."""
 
-    task: Task
+    task: PlanTask
     space: Space
     pruning: Pruning = field(default_factory=Pruning)
     runs: list[RunSpec] = field(default_factory=list)
