@@ -13,15 +13,15 @@ from gemmscope.app.progress import QUIET, Reporter
 from gemmscope.errors import UserError, closest, in_python, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.forecast.calibration import calibrated
-from gemmscope.forecast.layouts import AXES, LISTS, Pruning, Space, PlanTask, layouts
+from gemmscope.forecast.layouts import AXES, LISTS, PlanTask, Pruning, Space, layouts
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory import memory_bytes, rank_memory
 from gemmscope.forecast.network import network_of
-from gemmscope.forecast.plan import Search, pruned, ranked, run_searches, smallest_layout
+from gemmscope.forecast.plan import Search, order, pruned, ranked, run_searches, smallest_layout
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.interval import Interval
 from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import ModelSpec, RunSpec, check_size, divisors_text
+from gemmscope.model.spec import ModelSpec, RunSpec, check_size
 from gemmscope.model.vary import SIZES, check_varied, varied
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.base import ModelSummary
@@ -240,29 +240,29 @@ def _tasks(
 
 
 def _check_any(searches: Sequence[Search], space: Space) -> None:
-    """A `UserError` if nothing divides, which names the rule that excluded most."""
+    """A `UserError` if nothing divides, with sizes that do."""
     if any(search.runs for search in searches):
         return
-    task, counts = searches[0].task, searches[0].pruning.counts
-    given = [option(name, ",".join(map(str, values))) for name, values in space.given.items()]
-    because = f" with {' '.join(given)}" if given else ""
-    rule = max(counts, key=lambda each: counts[each], default=None)
-    example = searches[0].pruning.examples.get(rule, "") if rule is not None else ""
-    if counts["batch"]:
-        ranks = sorted({task.gpus // size for size in range(1, task.gpus + 1) if task.gpus % size == 0})
-        fitting = [rank for rank in ranks if rank <= task.global_batch]
-        raise UserError(
-            f"{option('global_batch', task.global_batch)} does not split over {task.gpus} GPUs in any layout{because}",
-            f"use a multiple of the data-parallel ranks: {', '.join(map(str, fitting[:8])) or task.gpus}",
-        )
-    message = f"no layout of {task.model.name} divides into {task.gpus} GPUs{because}"
-    raise UserError(f"{message}: {example}" if example else message, f"numbers of GPUs that divide: {_possible(task)}")
+    task = searches[0].task
+    given = " ".join(option(name, ",".join(map(str, values))) for name, values in space.given.items())
+    if ranks := sorted({split["dp"] for split in splits(task, space, Pruning())}):
+        size = min(space.given.get("micro_batch_size", (1,))) * ranks[0]
+        below = task.global_batch // size * size
+        near = [option("global_batch", batch) for batch in (below, below + size) if batch]
+        message = f"{option('global_batch', task.global_batch)} does not split over {task.gpus} GPUs in any layout"
+        raise UserError(f"{message} with {given}" if given else message, f"the nearest that work: {' or '.join(near)}")
+    for name, values in space.given.items():
+        others = Space({axis: kept for axis, kept in space.given.items() if axis != name}, space.settings)
+        if possible := sorted({getattr(run, name) for run in layouts(task, others, Pruning())}, key=str):
+            listed = ", ".join(map(str, sorted(possible)))
+            wrong = option(name, ",".join(map(str, values)))
+            raise UserError(f"{wrong}: no layout of {task.model.name} on {task.gpus} GPUs has it", f"possible values: {listed}")
+    message = f"no layout of {task.model.name} divides into {task.gpus} GPUs"
+    raise UserError(f"{message} with {given}" if given else message, f"for example {option('gpus', _power_below(task.gpus))}")
 
 
-def _possible(task: PlanTask) -> str:
-    """Numbers of GPUs for which some layout exists, near the one that was given."""
-    powers = [1 << place for place in range(task.gpus.bit_length() + 1)]
-    return ", ".join(map(str, sorted(powers, key=lambda size: abs(size - task.gpus))[:3])) or divisors_text(task.gpus)
+def _power_below(number: int) -> int:
+    return 1 << (number.bit_length() - 1)
 
 
 def _point(values: dict[str, int], search: Search, forecaster: Forecaster, names: Sequence[str]) -> PlanPoint:
@@ -328,8 +328,7 @@ def _paste(best: PlanLayout, point: PlanPoint, search: Search) -> dict[str, str]
 
 def _run_of(search: Search) -> RunSpec:
     """How the best layout is run."""
-    found = min(search.candidates, key=lambda each: (each.step.total.value, each.memory_gb, each.run, each.recipe))
-    return search.runs[found.run]
+    return search.runs[min(search.candidates, key=order).run]
 
 
 def _findings(points: Sequence[PlanPoint], chip: GpuSpec, space: Space, source: ModelSource) -> list[Finding]:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from gemmscope import signals
 from gemmscope.forecast.estimate import Estimate
-from gemmscope.forecast.layouts import OF_SPLITS, RULES, Pruning, Space, PlanTask, layouts
+from gemmscope.forecast.layouts import OF_SPLITS, RULES, PlanTask, Pruning, Space, layouts
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory import memory_bytes, rank_memory
 from gemmscope.forecast.network import Network
@@ -182,10 +182,15 @@ def _name(run: RunSpec) -> str:
     return ", ".join([*parts, f"micro-batch {run.micro_batch_size}"])
 
 
+def order(candidate: Candidate) -> tuple[float, float, int, str]:
+    """The fastest first; of equally fast ones, that with the least memory. Rounding errors do not decide."""
+    return float(f"{candidate.step.total.value:.8g}"), candidate.memory_gb, candidate.run, candidate.recipe
+
+
 def ranked(search: Search, forecaster: Forecaster) -> list[PlanLayout]:
-    """The candidates as results, the fastest first; of equally fast ones, that with the least memory."""
+    """The candidates as results, in order."""
     task = search.task
-    ordered = sorted(search.candidates, key=lambda each: (each.step.total.value, each.memory_gb, each.run, each.recipe))
+    ordered = sorted(search.candidates, key=order)
     if not ordered:
         return []
     front, best_of_recipe = _front(ordered), {each.recipe: each for each in reversed(ordered)}

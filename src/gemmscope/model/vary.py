@@ -32,11 +32,8 @@ def varied(model: ModelSpec, values: Mapping[str, int]) -> ModelSpec:
     for name, value in values.items():
         check_size(option(name), value, SIZES[name])
     hidden = values.get("hidden", model.hidden_size)
-    changed: dict[int, LayerSpec] = {}  # most models repeat one object: so does this one
-    for layer in model.layers:
-        if id(layer) not in changed:
-            changed[id(layer)] = _layer(layer, hidden / model.hidden_size, values)
-    layers = tuple(changed[id(layer)] for layer in model.layers)
+    changed = {layer: _layer(layer, hidden / model.hidden_size, values) for layer in dict.fromkeys(model.layers)}
+    layers = tuple(changed[layer] for layer in model.layers)  # equal layers are one object
     if "layers" in values:
         layers = tuple(layers[place * len(layers) // values["layers"]] for place in range(values["layers"]))
     embedding = model.embedding_size
