@@ -31,7 +31,7 @@ from gemmscope.files import write_text
 from gemmscope.model import presets
 from gemmscope.model.read import read_text
 from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import ModelSpec
+from gemmscope.model.spec import RUN_SETTINGS, ModelSpec
 from gemmscope.results.base import Result
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.compare import CompareResult
@@ -84,8 +84,8 @@ class Model:
         return self.source.model
 
     def on(self, micro_batch_size: int | str | None = None, sequence_length: int | str | None = None, **run: Any) -> Job:
-        """The batch, and any field of `RunSpec` (tp, cp, pp, ep, recompute, ...); the rest as the model's file says.
-        Sizes can be texts such as "8k"."""
+        """The batch, and any field of `RunSpec` (tp, cp, pp, ep, dp, recompute, ...), or gpus, global_batch (sequences) and fsdp,
+        which decide some of them; the rest as the model's file says. Sizes can be texts such as "8k"."""
         given = {"micro_batch_size": micro_batch_size, "sequence_length": sequence_length, **run}
         given = _numbers({name: value for name, value in given.items() if value is not None})
         job = model_run(self.source, **given)
@@ -146,16 +146,26 @@ class Job(ModelRun):
         """Linears and the training step on GPUs that need not be here, with 90% error bars.
 
         GPUs are named one by one, in a list, or separated by commas: `job.forecast("b300", "h200")`, `job.forecast("b300,h200")`.
-        Options: modes, left_out, state, dp, cache_weights, and tokens, gpu_count, price for the cost of a run.
+        Options: modes, left_out, state, cache_weights, network, nvlink_domain, gpu_count (all GPUs, which gives the data-parallel
+        size), and tokens, price for the cost of a run.
         """
+        if misplaced := [name for name in options if name in (*RUN_SETTINGS, "global_batch", "fsdp")]:
+            raise UserError(
+                f"{misplaced[0]} is a run setting, not an option of forecast", f"on(..., {misplaced[0]}=...).forecast(...)"
+            )
         choices, rest = _split({"recipes": recipes, **options}, app.forecast.forecast, Choices)
         command = self._command("forecast", *map(repr, gpus), recipes=recipes, **options)
-        return app.forecast.forecast(self, _names(gpus), choices=Choices(**choices), command=command, reporter=_console(), **rest)
+        job: ModelRun = self
+        if rest.get("gpu_count") is not None and not {"gpus", "dp"} & self.arguments.keys():
+            job = model_run(self.source, **self.arguments, gpus=rest["gpu_count"])
+        return app.forecast.forecast(job, _names(gpus), choices=Choices(**choices), command=command, reporter=_console(), **rest)
 
     def sweep(self, *gpus: str | Iterable[str], recipes: Sequence[str] | None = None, **axes_and_options: Any) -> ForecastResult:
         """The training step over one size or two: `job.sweep("b200", micro_batch_size=[1, 2, 4])`. Sizes of the model can vary if
-        it was loaded by its sizes. Ctrl-C returns the points computed until then. Options: state, dp, left_out."""
-        axes = {name: value for name, value in axes_and_options.items() if name not in ("state", "dp", "left_out")}
+        it was loaded by its sizes. Ctrl-C returns the points computed until then. Options: state, network, nvlink_domain,
+        left_out."""
+        known = ("state", "network", "nvlink_domain", "left_out")
+        axes = {name: value for name, value in axes_and_options.items() if name not in known}
         options = {name: value for name, value in axes_and_options.items() if name not in axes}
         choices, rest = _split({"recipes": recipes, **options}, app.forecast.sweep, Choices)
         command = self._command("sweep", *map(repr, gpus), recipes=recipes, **axes_and_options)

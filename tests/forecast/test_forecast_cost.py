@@ -66,7 +66,7 @@ def test_it_is_in_the_document(run: Run) -> None:
         ("--gpu h200 --tokens 1e12", "needs --tokens and --gpus"),
         ("--gpu h200 --price 2", "needs --tokens and --gpus"),
         ("--gpu h200 --tokens 1e12 --gpus 3", "do not divide into groups of 2"),
-        ("--gpu h200 --tokens 1e12 --gpus 64 --dp 3", "makes 32 data-parallel replicas in this layout, not 3"),
+        ("--gpu h200 --tokens 1e12 --gpus 64 --dp 3", "is not 3 data-parallel replicas of 2 GPUs"),
         ("--gpu h200 --tokens 1e12 --gpus 64 --price cheap", "--price 'cheap' is not a price"),
         ("--gpu h200 --tokens 1e12 --gpus 64 --price h200=", "is not a price"),
         ("--gpu h200 --tokens 1e12 --gpus 64 --price h200=nan", "is not a price"),

@@ -1,6 +1,7 @@
 """`gemmscope forecast`: linears and the training step on GPUs that need not be here. Nothing is measured, torch is not needed."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from math import prod
@@ -20,6 +21,7 @@ from gemmscope.forecast.gemm_list import GemmForecast, forecast_gemm_list
 from gemmscope.forecast.linear_results import forecast_linears, misaligned
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory_results import memory_findings, recipe_memory
+from gemmscope.forecast.network import network_of
 from gemmscope.forecast.step import StepForecast, forecast_step
 from gemmscope.forecast.sweep import Configuration, forecast_sweep
 from gemmscope.forecast.training import gemm_format
@@ -28,6 +30,7 @@ from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import ModelSpec, RunSpec, check_size
 from gemmscope.recipe.recipes import BASELINE, recipe, recipes
 from gemmscope.recipe.support import support
+from gemmscope.results.base import ModelSummary
 from gemmscope.results.forecast import ForecastResult, GpuForecast, GpuSweep, RecipeMemory, SweepPoint
 from gemmscope.results.linears import Linears
 from gemmscope.results.step import StepTimes
@@ -36,9 +39,13 @@ from gemmscope.step.findings import step_findings
 from gemmscope.workload.cases import bare_gemms
 from gemmscope.workload.derive import HEAD
 from gemmscope.workload.ops import Linear
-from gemmscope.workload.sharding import check
+from gemmscope.workload.ranks import Given, solve
+from gemmscope.workload.sharding import check, check_schedule
 
-SWEEP_SIZES = (*SIZES, "micro_batch_size", "sequence_length", "tp", "cp", "pp", "ep", "etp", "gradient_accumulation")
+SWEEP_SIZES = (
+    *SIZES, "micro_batch_size", "sequence_length", "gradient_accumulation", "global_batch",
+    "tp", "cp", "pp", "vp", "ep", "etp", "dp", "zero", "fsdp", "gpus",
+)  # fmt: skip
 MOST_POINTS = 100_000
 MOST_REASONS, OTHER_REASONS = 20, "other reasons, which the table of all points has"
 Price = float | Mapping[str, float] | None
@@ -51,8 +58,9 @@ def forecast(
     shapes: Sequence[Shape] | None = None,
     choices: Choices = DEFAULT_CHOICES,
     state: str = "sustained",
-    dp: int | None = None,
     cache_weights: bool = False,
+    network: str | float | None = None,
+    nvlink_domain: int | None = None,
     tokens: float | None = None,
     gpu_count: int | None = None,
     price: Price = None,
@@ -61,20 +69,24 @@ def forecast(
 ) -> ForecastResult:
     """A model's linears and its training step (or bare GEMMs: `shapes`) on each GPU, with 90% error bars.
 
-    `state`: sustained, as in training, or burst, the first moments of a rested GPU. `dp`: replicas that exchange gradients.
-    `tokens` on `gpu_count` GPUs at a `price` per GPU-hour (one for all, or by GPU): what the run costs.
+    `state`: sustained, as in training, or burst, the first moments of a rested GPU. `network`: between NVLink domains of
+    `nvlink_domain` GPUs, by name or in GB/s per GPU. `gpu_count`: all GPUs, which gives the data-parallel size. `tokens` at a
+    `price` per GPU-hour (one for all, or by GPU): what the run costs.
     """
     chips, known_state = _chips(gpus), _state(state)
-    budgets, replicas = _budgets(chips, tokens, gpu_count, price), _replicas(dp)
+    networks = {chip.name: network_of(chip, network, nvlink_domain) for chip in chips}
+    job = _on_gpus(job, gpu_count)
+    known_gpus = gpu_count if job is None or job.run.dp is None else job.run.gpus
+    budgets = _budgets(chips, tokens, known_gpus, price) if tokens is not None or price is not None else {}
     by_gpu = _choose_recipes(chips, choices, job.source.framework if job is not None else "")
     subject = rank_workload(job, reporter.say) if job is not None else None
+    if subject is not None:
+        _check_schedule(subject.source, subject.run)
     linears = _cases(subject, shapes)
     spec = subject.source.model if subject is not None else None
-    if budgets:
-        if job is None or spec is None:
-            problem = f"{option('tokens')} and {option('gpus')} are about a training step, and there is none"
-            raise UserError(problem, f"name a model: {option('config')} or {option('preset')}")
-        replicas = _replicas_of(budgets[chips[0].name], job.run, dp)
+    if spec is None and (budgets or gpu_count is not None):
+        problem = f"{option('tokens')} and {option('gpus')} are about a training step, and there is none"
+        raise UserError(problem, f"name a model: {option('config')} or {option('preset')}")
     forecasts = []
     for chip in chips:
         (names, recipe_findings), (adjustment, calibration_findings) = by_gpu[chip.name], calibrated(chip.name)
@@ -84,7 +96,7 @@ def forecast(
         step, memory = None, tuple[RecipeMemory, ...]()
         if subject is not None and spec is not None:
             memory = tuple(recipe_memory(spec, subject.run, name, chip) for name in names)
-            step_forecast = StepForecast(forecaster, spec, subject.run, subject.workload)
+            step_forecast = StepForecast(forecaster, spec, subject.run, subject.workload, networks[chip.name])
             step = forecast_step(step_forecast, names, budgets.get(chip.name), memory)
         forecasts.append(
             GpuForecast(
@@ -105,7 +117,7 @@ def forecast(
         )
     about = subject.about() if subject is not None else {"origin": "shapes"}
     findings = tuple(_common_findings(subject, linears, forecasts))
-    common = _common(command, known_state, replicas)
+    common = _common(command, known_state, subject.run.data_parallel if subject is not None else 1)
     return ForecastResult(**common, **about, findings=findings, gpus=tuple(forecasts))
 
 
@@ -117,7 +129,8 @@ def sweep(
     *,
     choices: Choices = DEFAULT_CHOICES,
     state: str = "sustained",
-    dp: int | None = None,
+    network: str | float | None = None,
+    nvlink_domain: int | None = None,
     command: str = "",
     reporter: Reporter = QUIET,
 ) -> ForecastResult:
@@ -126,7 +139,8 @@ def sweep(
     `model` and `run` are the arguments of `load_model` and `model_run`; `axes` gives a size of either its values. A signal ends
     it early, with the points that were computed until then.
     """
-    chips, known_state, replicas = _chips(gpus), _state(state), _replicas(dp)
+    chips, known_state = _chips(gpus), _state(state)
+    networks = {chip.name: network_of(chip, network, nvlink_domain) for chip in chips}
     by_gpu = _choose_recipes(chips, choices)
     _check_axes(axes, model)
     sweeps: list[GpuSweep] = []
@@ -143,7 +157,7 @@ def sweep(
             for chip in chips:
                 (names, recipe_findings), (adjustment, calibration_findings) = by_gpu[chip.name], calibrated(chip.name)
                 forecaster = Forecaster(chip, known_state, measured=adjustment)
-                swept = forecast_sweep(forecaster, possible, impossible, names, None, on_points)
+                swept = forecast_sweep(forecaster, possible, impossible, names, networks[chip.name], on_points)
                 if swept is not None:
                     findings = (*swept.findings, *recipe_findings, *calibration_findings)
                     sweeps.append(swept.model_copy(update={"findings": findings}))
@@ -158,14 +172,26 @@ def sweep(
         listed = point.why_not in reasons or len(reasons) < MOST_REASONS
         reasons.setdefault(point.why_not if listed else OTHER_REASONS, []).append(point.place)
     about += [finding("sweep-point-not-possible", places=places, reason=reason) for reason, places in reasons.items()]
-    common = _common(command, known_state, replicas)
+    replicas = {run.data_parallel for _, _, run in possible}
+    common = _common(command, known_state, replicas.pop() if len(replicas) == 1 else 1)
     return ForecastResult(
         **common,
         origin="sweep",
+        model=_swept_model(possible, axes),
         findings=(finding("forecast-not-measured"), *about),
         interrupted=interrupted,
         sweeps=tuple(sweeps),
     )
+
+
+def _swept_model(possible: Sequence[Configuration], axes: Mapping[str, Sequence[int]]) -> ModelSummary | None:
+    """Which model; without its sizes where some of them vary."""
+    if not possible:
+        return None
+    model = possible[0][1]
+    about = ModelSummary.of(model, model.name, model.source)
+    varied = any(name in SIZES for name in axes)
+    return about.model_copy(update={"hidden_size": None, "num_hidden_layers": None, "description": ""}) if varied else about
 
 
 def forecast_gemms(file: str, gpus: Sequence[str], *, state: str = "sustained", library: str | None = None) -> GemmForecast:
@@ -196,17 +222,19 @@ def _state(state: str) -> State:
     raise UserError(f"{option('state')} {shown(state)} is not known", "it can be sustained (as in training) or burst")
 
 
-def _replicas(dp: int | None) -> int:
-    return check_size(option("dp"), dp, "parallel") if dp is not None else 1
+def _on_gpus(job: ModelRun | None, gpu_count: int | None) -> ModelRun | None:
+    """The job on so many GPUs; a `UserError` if its layout does not divide them."""
+    if job is None:
+        return None
+    if gpu_count is not None:
+        check_size(option("gpus"), gpu_count, "parallel")
+        job = replace(job, run=replace(job.run, dp=solve(job.run, Given(gpus=gpu_count, dp=job.run.dp)).dp))
+    return job
 
 
-def _replicas_of(budget: Budget, run: RunSpec, dp: int | None) -> int:
-    """How many data-parallel replicas the GPUs of the run make in its layout."""
-    replicas = budget.replicas(run) // run.ep
-    if dp is not None and dp != replicas:
-        problem = f"{option('gpus', budget.gpus)} makes {replicas} data-parallel replicas in this layout, not {dp}"
-        raise UserError(problem, f"remove {option('dp')}")
-    return replicas
+def _check_schedule(source: ModelSource, run: RunSpec) -> None:
+    if source.framework != "torchtitan":  # its schedules take any number of micro-batches
+        check_schedule(run)
 
 
 def _budgets(chips: Sequence[GpuSpec], tokens: float | None, gpu_count: int | None, price: Price) -> dict[str, Budget]:
@@ -334,6 +362,10 @@ def _check_axes(axes: Mapping[str, Sequence[int]], model: Mapping[str, Any]) -> 
             raise UserError(f"{shown(name)} is not a size that a sweep can vary", f"{hint}sizes: {', '.join(SWEEP_SIZES)}")
     if not 1 <= len(axes) <= 2:
         raise UserError(f"a sweep varies one size or two, not {len(axes)}", "use one or two")
+    if single := [name for name, values in axes.items() if not isinstance(values, Sequence) or isinstance(values, str)]:
+        raise UserError(
+            f"the sweep needs a list of values for {single[0]}, not {shown(axes[single[0]])}", f"for example {single[0]} 1, 2, 4"
+        )
     if empty := [name for name, values in axes.items() if not values]:
         raise UserError(f"the sweep gives {empty[0]} no values", f"for example {empty[0]} 1, 2, 4")
     if (points := prod(map(len, axes.values()))) > MOST_POINTS:
@@ -378,6 +410,7 @@ def _described(
         raise UserError(f"{source.origin} is traced: it cannot be varied", "give a model that has a closed form")
     described = model_run(source, **{**run, **{name: value for name, value in values.items() if name not in SIZES}})
     check(source.model, described.run)
+    _check_schedule(source, described.run)
     return source.model, described.run
 
 

@@ -89,8 +89,8 @@ def _ranks(run: RunSpec, typed: Mapping[str, Any], source: ModelSource, changed:
     run, accumulation = replace(run, dp=ranks.dp), ranks.gradient_accumulation
     if accumulation is None and source.global_batch is not None and run.dp is not None:
         try:
-            with_batch = replace(asked, dp=run.dp, gpus=None, global_batch=source.global_batch)
-            accumulation = solve(run, with_batch).gradient_accumulation
+            decided = asked if asked.gpus is not None else replace(asked, dp=run.dp)
+            accumulation = solve(run, replace(decided, global_batch=source.global_batch)).gradient_accumulation
         except UserError as error:
             if {"dp", "gpus"} & typed.keys():
                 message = f"{error.message}, and {source.origin} gives this global batch"
@@ -109,7 +109,7 @@ def _dp_of_file(run: RunSpec, typed: Mapping[str, Any], source: ModelSource) -> 
     of_file = {name: source.run_settings.get(name, 1) for name in ("tp", "cp", "pp")}
     gpus = model_ranks(replace(run, **of_file)) * said
     dp, rest = divmod(gpus, model_ranks(run))
-    if dp and not rest and dp % dp_step(run, typed.get("fsdp")) == 0:
+    if dp and not rest and dp % dp_step(run) == 0:
         return dp, []
     return None, [finding("data-parallel-reset", origin=source.origin, gpus=gpus)]
 
@@ -117,19 +117,24 @@ def _dp_of_file(run: RunSpec, typed: Mapping[str, Any], source: ModelSource) -> 
 def _assumed_accumulation(run: RunSpec, source: ModelSource, changed: set[str]) -> tuple[RunSpec, list[Finding]]:
     """Micro-batches per step where no batch decides them: the file's own number if it belongs to this layout, else the fewest."""
     batch, of_file = source.global_batch, source.run_settings.get("gradient_accumulation")
+    virtual = run.vp > 1 and run.pp > 1 and "vp" in source.run_settings
+    assumed = run.pp if virtual else 1
     if of_file is not None and changed & {"micro_batch_size", "tp", "cp", "pp"}:
-        return replace(run, gradient_accumulation=1), [finding("accumulation-reset")] if of_file != 1 else []
-    virtual = of_file is None and run.vp > 1 and run.pp > 1 and "vp" in source.run_settings
-    run = replace(run, gradient_accumulation=run.pp) if virtual else run
-    assumed = run.gradient_accumulation
+        about = [finding("accumulation-reset", assumed=assumed)] if of_file != assumed else []
+        return replace(run, gradient_accumulation=assumed), about
+    assumed = assumed if of_file is None else of_file
+    run = replace(run, gradient_accumulation=assumed)
     if batch is not None:
         return run, [finding("accumulation-unknown", origin=source.origin, batch=batch, assumed=assumed)]
-    return run, [finding("accumulation-assumed", origin=source.origin, assumed=assumed)] if virtual else []
+    return run, [finding("accumulation-assumed", origin=source.origin, assumed=assumed)] if virtual and of_file is None else []
 
 
 def _sharing(run: RunSpec, typed: Mapping[str, Any]) -> RunSpec:
-    """What data-parallel ranks share, and how many of them."""
+    """What data-parallel ranks share, and how many of them; a `UserError` for what contradicts itself."""
     holders = run.data_parallel * run.cp
+    if typed.get("tp_overlap") and run.tp > 1 and not run.sequence_parallel:
+        problem = f"{option('tp_overlap')} overlaps the collectives of sequence parallelism, which is off"
+        raise UserError(problem, f"add {option('sequence_parallel')}")
     if "fsdp" in typed:
         if typed.get("zero", 3) != 3:
             raise UserError(

@@ -25,4 +25,9 @@ def recipes() -> Sequence[str]:
     return list(load_data("gemmscope.recipe", "recipes.toml"))
 
 
-LISTS: Mapping[str, Callable[[], Sequence[str]]] = {"presets": presets, "gpus": gpus, "recipes": recipes}
+def networks() -> Sequence[str]:
+    """Networks between NVLink domains."""
+    return list(load_data("gemmscope.forecast", "coefficients/network.toml")["networks"])
+
+
+LISTS: Mapping[str, Callable[[], Sequence[str]]] = {"presets": presets, "gpus": gpus, "recipes": recipes, "networks": networks}

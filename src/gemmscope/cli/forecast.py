@@ -6,18 +6,18 @@ from typing import Any
 from gemmscope import app, signals, writers
 from gemmscope.cli.bench_options import RecipeOptions, parse_shapes
 from gemmscope.cli.forecast_options import ForecastOptions
-from gemmscope.cli.options import ModelOptions, RunOptions, takes
+from gemmscope.cli.options import ClusterOptions, ModelOptions, takes
 from gemmscope.cli.output import FigureOptions, check_targets, deliver, say, typed_command, write
 from gemmscope.errors import UserError, option, shown
 
 ONLY_LINEARS = ("cache_weights", "pre_quantize", "autocast_only")
-COST = ("tokens", "gpus", "price")
+COST = ("tokens", "price")
 
 
-@takes(ModelOptions, RunOptions, RecipeOptions, ForecastOptions, FigureOptions)
+@takes(ModelOptions, ClusterOptions, RecipeOptions, ForecastOptions, FigureOptions)
 def command(
     model_options: ModelOptions,
-    run_options: RunOptions,
+    run_options: ClusterOptions,
     recipe_options: RecipeOptions,
     options: ForecastOptions,
     outputs: FigureOptions,
@@ -35,6 +35,7 @@ def command(
             f"{option('library')} belongs to {option('gemms')}: a model is forecast with the library that training uses",
             "remove it",
         )
+    named += [name for name in options.given() if name != "cache_weights"]
     if shapes is not None and (named or options.sweep):
         others = ", ".join(map(option, [*named, *(["sweep"] if options.sweep else [])]))
         raise UserError(f"{option('shapes')} forecasts bare GEMMs, and {others} is about a model", "use only one of them")
@@ -43,9 +44,11 @@ def command(
     common: dict[str, Any] = {
         "choices": recipe_options.choices(),
         "state": options.state,
-        "dp": options.dp,
+        "network": options.network,
+        "nvlink_domain": options.nvlink_domain,
         "command": typed_command(),
     }
+    given_gpus = {"gpus": options.gpus} if options.gpus is not None else {}
     if options.sweep:
         unused = [name for name in (*recipe_options.given(), *options.given()) if name in (*ONLY_LINEARS, *COST)]
         if unused:
@@ -54,7 +57,7 @@ def command(
                 f"{option('sweep')} forecasts the training step of many runs, and {option(unused[0])} is about {what}",
                 "remove it",
             )
-        model, run, axes = model_options.given(), run_options.given(), options.axes()
+        model, run, axes = model_options.given(), run_options.given() | given_gpus, options.axes()
         with signals.held():  # also while the points that were computed are written
             result = app.forecast.sweep(model, run, axes, options.names(), reporter=app.progress.Console(), **common)
             deliver(result, outputs)
@@ -63,7 +66,7 @@ def command(
     if shapes is not None:
         parsed = parse_shapes(shapes) or [(side, side, side) for side in app.bench.LADDER]
     result = app.forecast.forecast(
-        run_options.of(model_options.load()) if parsed is None else None,
+        run_options.of(model_options.load(), **given_gpus) if parsed is None else None,
         options.names(),
         shapes=parsed,
         cache_weights=options.cache_weights,

@@ -21,7 +21,8 @@ class ForecastOptions:
 
     gpu: str | None = None
     state: str = "sustained"
-    dp: int | None = None
+    network: str | None = None
+    nvlink_domain: int | None = None
     sweep: list[str] | None = None
     gemms: str | None = None
     library: str | None = None
@@ -32,7 +33,7 @@ class ForecastOptions:
 
     def given(self) -> list[str]:
         """Options that were given and are about a model, not about single GEMMs."""
-        about_model = ("dp", "tokens", "gpus", "price", "cache_weights")
+        about_model = ("network", "nvlink_domain", "tokens", "gpus", "price", "cache_weights")
         return [name for name in about_model if getattr(self, name) not in (None, False)]
 
     def names(self) -> list[str]:

@@ -157,9 +157,9 @@ class RunOptions:
         values = {name: value for name, value in vars(self).items() if value is not None}
         return values | ({"pp_layers": _numbers(values["pp_layers"])} if "pp_layers" in values else {})
 
-    def of(self, source: ModelSource) -> ModelRun:
+    def of(self, source: ModelSource, **more: Any) -> ModelRun:
         """How this model is run: these options first, then what the model's file says."""
-        return app.model.model_run(source, **self.given())
+        return app.model.model_run(source, **self.given(), **more)
 
 
 @dataclass(frozen=True)

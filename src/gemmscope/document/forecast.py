@@ -226,7 +226,7 @@ def _gpu_sections(gpu: GpuForecast, *, several: bool) -> Iterator[Section]:
 
 def _pairs(step: StepTimes, prefix: str) -> Iterator[Table]:
     """Every low precision over every other: which of them are too close to call."""
-    pairs = combinations([time.recipe for time in step.recipes if time.recipe != BASELINE], 2)
+    pairs = combinations([time.recipe for time in step.recipes if time.recipe not in (BASELINE, *step.unfit)], 2)
     rows = tuple((Cell(later), Cell(earlier), called_cell(step.speedup(later, earlier))) for earlier, later in pairs)
     if rows:
         title = f"{prefix}FORECAST: recipes compared with each other: speedup of the training step"

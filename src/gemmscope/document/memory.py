@@ -19,8 +19,8 @@ ROWS = {
     "most_bytes": "At most",
 }
 NOTE = (
-    "Computed from sizes and the layout, not measured. At least: with every setting that is not given at its best (BF16 gradients, "
-    "weights in the quantized format alone, a fused loss). At most: with an unfused loss and a fragmented allocator."
+    "Computed from sizes and the layout, not measured. At least: with every setting that is not given at its best (BF16 "
+    "gradients, weights in the quantized format alone, a fused loss). At most: with an unfused loss and a fragmented allocator."
 )
 
 

@@ -108,6 +108,8 @@ def over_common(gpu: str, times: StepTimes, time: StepTime, common: tuple[str, S
 def memory_cell(times: StepTimes, time: StepTime) -> Cell:
     """What one GPU needs, marked where it does not fit."""
     cell = bytes_cell(time.peak_bytes)
+    if times.origin == "forecast" and time.peak_bytes is not None:
+        cell = replace(cell, text=f"{time.peak_bytes / 1e9:.0f} GB" if time.peak_bytes > 1e10 else cell.text)
     return replace(cell, text=f"{cell.text}, does not fit", level="warning") if time.recipe in times.unfit else cell
 
 
@@ -182,11 +184,11 @@ def step_chart(
         bars = tuple(Bar(time.recipe, (part,), time.speedup, time.recipe == BASELINE, total=time.step_ms) for time, part in whole)
         return BarChart(_title(times, "Time of a step", prefix), "ms per step", bars)
     note = f"Of {units.counted(layers_run, 'layer')}, as many as were run." if layers_run is not None else ""
-    bars = tuple(_bar(time, hover) for time in times.recipes)
+    bars = tuple(_bar(time, hover, unfit=time.recipe in times.unfit) for time in times.recipes)
     return BarChart(_title(times, "Where the time of a step goes", prefix), "ms per step", bars, note)
 
 
-def _bar(time: StepTime, hover: Mapping[tuple[str, str], Facts]) -> Bar:
+def _bar(time: StepTime, hover: Mapping[tuple[str, str], Facts], *, unfit: bool) -> Bar:
     total_ms = sum(time.parts_ms.values())
     order = sorted((part for part, part_ms in time.parts_ms.items() if part_ms > 0), key=lambda part: part == "quantization")
     return Bar(
@@ -194,7 +196,7 @@ def _bar(time: StepTime, hover: Mapping[tuple[str, str], Facts]) -> Bar:
         segments=tuple(_segment(part, time.parts_ms[part], total_ms, hover.get((time.recipe, part), ())) for part in order),
         speedup=time.speedup,
         baseline=time.recipe == BASELINE,
-        alarm="FALLBACK" if time.fell_back else "",
+        alarm="FALLBACK" if time.fell_back else "DOES NOT FIT" if unfit else "",
         note="" if order else "not split",
         total=time.step_ms,
     )

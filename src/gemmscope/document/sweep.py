@@ -24,6 +24,7 @@ MOST_ACROSS = 10  # values of the second size that are columns
 def sweep_document(result: ForecastResult, name: str = "") -> Document:
     """Everything that the result says."""
     sizes = " and ".join(result.sweeps[0].sizes)
+    model = f" of {result.name}" if result.model is not None else ""
     gpus = ", ".join(sweep.gpu for sweep in result.sweeps)
     count = sum(len(sweep.points) for sweep in result.sweeps)
     answers = [_answer(sweep) for sweep in result.sweeps]
@@ -34,15 +35,16 @@ def sweep_document(result: ForecastResult, name: str = "") -> Document:
     replicas = f", {result.dp} data-parallel replicas" if result.dp > 1 else ""
     return Document(
         kind="forecast",
-        title=f"FORECAST, not measured: {sizes} varied on {gpus}",
-        subject=Subject(f"A sweep over {sizes}"),
+        title=f"FORECAST, not measured: {sizes}{model} varied on {gpus}",
+        subject=Subject(f"A sweep over {sizes}{model}"),
         where=f"{gpus}, FORECAST",
         answer=answer,
         because=tuple(because),
         key_figures=_key_figures(result.sweeps[0]) if len(result.sweeps) == 1 else (),
         summary=sweep_summary(result.sweeps),
         context=(
-            f"{count:,} configurations, the training step of one rank{replicas}",
+            *([result.model.description] if result.model is not None and result.model.description else []),
+            f"{count:,} configurations, the training step{replicas}",
             f"{result.state}: {STATES[result.state]}; every interval is a 90% error bar",
         ),
         sections=tuple(_section(sweep, several=len(result.sweeps) > 1) for sweep in result.sweeps),
@@ -67,6 +69,10 @@ def gpu_messages(common: Sequence[Finding], by_gpu: Mapping[str, Sequence[Findin
 def _answer(sweep: GpuSweep) -> tuple[str, list[str]]:
     """The largest speedup, how many points have one, and at how many the best recipe is not certain."""
     possible = [point for point in sweep.points if point.winner is not None]
+    if not possible:
+        unfit = [point for point in sweep.points if point.unfit]
+        least = f": at least {min(point.memory_gb or 0.0 for point in unfit):.0f} GB are needed" if unfit else ""
+        return f"FORECAST: on {sweep.gpu}, {'nothing fits in memory' if unfit else 'no point is possible'}{least}.", []
     gaining = [point for point in possible if point.gains]
     count = f"{len(gaining):,} of {units.counted(len(possible), 'possible point')}"
     line = f"{sweep.gpu}: at {count}, the best recipe is faster than {BASELINE} beyond its error bar"
@@ -162,7 +168,8 @@ def _heat_map(sweep: GpuSweep) -> HeatMap:
 
 def _heat_cell(point: SweepPoint | None, short: Mapping[str, str]) -> HeatCell:
     if point is None or point.winner is None:  # interrupted before it was computed, or not possible
-        return HeatCell(certain=False)
+        unfit = point is not None and bool(point.unfit)
+        return HeatCell(certain=False, label="no fit" if unfit else "", text="does not fit in memory" if unfit else "")
     best, gain = point.winner.best, speedup_of(point)
     mark = " ?" if point.winner.rivals else ""
     host = best in point.host_bound
@@ -181,17 +188,21 @@ def _points(sweep: GpuSweep, *, one: bool) -> Table:
     for point in sweep.points:
         sizes = [number(value, str(value)) for value in point.values.values()]
         speedups = [speedup_cell(point.speedups.get(name)) for name in low]
-        rows.append((*sizes, time_cell(point.baseline_step_ms), *speedups, *_verdict(point)))
-    heads = (*columns((), (*sweep.sizes, f"{BASELINE} step ms", *low, "Largest speedup")), *columns(VERDICT, ()))
+        rate, needed = point.tokens_per_s, point.memory_gb
+        figures = [number(rate, f"{rate:,.0f}" if rate else None), number(needed, f"{needed:.0f}" if needed else None)]
+        rows.append((*sizes, time_cell(point.baseline_step_ms), *speedups, *figures, *_verdict(point)))
+    numbers = (*sweep.sizes, f"{BASELINE} step ms", *low, "Tokens/s/GPU, best", "Memory GB, best", "Largest speedup")
+    heads = (*columns((), numbers), *columns(VERDICT, ()))
     return Table(f"{sweep.gpu}: FORECAST, every point of the sweep", heads, tuple(rows))
 
 
-VERDICT = ("Best", f"Faster than {BASELINE}", "Too close to call against", "Host-bound", "Not possible")
+VERDICT = ("Best", f"Faster than {BASELINE}", "Too close to call against", "Host-bound", "Does not fit", "Not possible")
 
 
 def _verdict(point: SweepPoint) -> tuple[Cell, ...]:
     if point.winner is None:
-        return (NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, Cell(point.why_not))
+        unfit = Cell("all recipes", level="warning") if point.unfit else NOTHING
+        return (NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, unfit, Cell(point.why_not))
     every, bound = [BASELINE, *point.speedups], list(point.host_bound)
     who = "all recipes" if bound == every else f"all but {BASELINE}" if bound and bound == every[1:] else ", ".join(bound) or "-"
     return (
@@ -200,6 +211,7 @@ def _verdict(point: SweepPoint) -> tuple[Cell, ...]:
         Cell("yes" if point.gains else "no"),
         Cell(", ".join(point.winner.rivals) or "-"),
         Cell(who),
+        Cell(", ".join(point.unfit) or "-", level="warning" if point.unfit else ""),
         Cell(", ".join(point.not_possible) or "-"),
     )
 

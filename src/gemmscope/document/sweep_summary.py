@@ -34,10 +34,10 @@ def _points(sweeps: Sequence[GpuSweep]) -> Table:
         for sweep in sweeps
         for point in _spread_points(sweep.points, max(MOST_ROWS // len(sweeps), 3))
     ]
-    dropped = {f"{BASELINE} step ms": 2, "Too close to call": 3, "Host-bound": 1}
+    dropped = {f"{BASELINE} step ms": 2, "Too close to call": 3, "Host-bound": 1, "Memory GB": 4, "Tokens/s/GPU": 5}
     sizes = columns((), sweeps[0].sizes)
     heads = columns(("Best recipe",), (f"Speedup over {BASELINE}",))
-    rest = columns(("Too close to call", "Host-bound"), (f"{BASELINE} step ms",), dropped)
+    rest = columns(("Too close to call", "Host-bound"), (f"{BASELINE} step ms", "Tokens/s/GPU", "Memory GB"), dropped)
     left_out = f"{len(rows)} of {total:,} points." if len(rows) < total else ""
     gpu = columns(("GPU",), ()) if several else ()
     title = "Best recipe for the training step [90% error bar]"
@@ -52,10 +52,14 @@ def _spread_points(points: Sequence[SweepPoint], most: int) -> list[SweepPoint]:
 def _row(point: SweepPoint) -> tuple[Cell, ...]:
     sizes = [number(value, str(value)) for value in point.values.values()]
     if point.winner is None:
-        return (*sizes, Cell(point.why_not, level="warning"), NOTHING, NOTHING, NOTHING, NOTHING)
+        why_not = f"does not fit: {point.memory_gb:.0f} GB" if point.unfit and point.memory_gb else point.why_not
+        return (*sizes, Cell(why_not, level="warning"), NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING)
     rivals = Cell(", ".join(point.winner.rivals) or "-")
     baseline = time_cell(point.baseline_step_ms)
-    return (*sizes, Cell(point.winner.best), speedup_cell(point.winner.speedup), rivals, Cell(_host_bound(point)), baseline)
+    rate = number(point.tokens_per_s, f"{point.tokens_per_s:,.0f}" if point.tokens_per_s else None)
+    memory = number(point.memory_gb, f"{point.memory_gb:.0f}" if point.memory_gb else None)
+    gain = speedup_cell(point.winner.speedup)
+    return (*sizes, Cell(point.winner.best), gain, rivals, Cell(_host_bound(point)), baseline, rate, memory)
 
 
 def _host_bound(point: SweepPoint) -> str:
@@ -95,7 +99,7 @@ def _bound(point: SweepPoint) -> bool:
 
 def _field(point: SweepPoint | None, letters: dict[str, str]) -> Cell:
     if point is None or point.winner is None:
-        return NOTHING
+        return Cell("no fit", level="warning") if point is not None and point.unfit else NOTHING
     gain = speedup_of(point)
     mark = ("?" if point.winner.rivals else "") + ("h" if _bound(point) else "")
     return Cell(f"{letters[point.winner.best]} {gain:.2f}{mark}", gain, level="" if point.gains else "warning")
@@ -108,7 +112,8 @@ def _best_points(sweeps: Sequence[GpuSweep]) -> Table:
             best = max(sweep.points, key=speedup_of)
             rows.append((Cell(sweep.gpu), *_row(best)))
     heads = (*columns(("GPU",), sweeps[0].sizes), *columns(("Best recipe",), (f"Speedup over {BASELINE}",)))
-    rest = columns(("Too close to call", "Host-bound"), (f"{BASELINE} step ms",), {"Host-bound": 1})
+    dropped = {"Host-bound": 1, "Memory GB": 4, "Tokens/s/GPU": 5}
+    rest = columns(("Too close to call", "Host-bound"), (f"{BASELINE} step ms", "Tokens/s/GPU", "Memory GB"), dropped)
     return Table("The largest speedup of every GPU [90% error bar]", (*heads, *rest), tuple(rows))
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from gemmscope.forecast.training import NEVER_QUANTIZED
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.model.spec import LayerSpec, ModelSpec, Recompute, RunSpec
-from gemmscope.recipe.recipes import Recipe, recipe
+from gemmscope.recipe.recipes import recipe
 from gemmscope.results.forecast import Fit
 from gemmscope.toml import load_data
 from gemmscope.workload.derive import embedding_ops, head_ops, layer_ops
@@ -111,7 +111,7 @@ def memory_bytes(chip: GpuSpec) -> float:
     return float(mib * 2**20 if mib is not None else chip.memory_gb * 1e9)
 
 
-class Block(NamedTuple):
+class BlockMemory(NamedTuple):
     """One layer, the embedding or the head on one rank: parameters, and bytes that one micro-batch keeps for backward."""
 
     dense: int = 0  # parameters outside of the experts
@@ -125,6 +125,8 @@ class Block(NamedTuple):
     elements: float = 0.0  # that quantized linears read: each keeps its own copy
     recomputable: float = 0.0  # of `inputs`, what norms and activations can compute again
     recomputable_elements: float = 0.0
+    context_elements: float = 0.0  # of `elements`, what the output projection of attention reads
+    activated_elements: float = 0.0  # and what the last linear of an MLP reads
     first: float = 0.0  # the input of the layer
     transient: float = 0.0  # gradients of activations at the widest point
     exchanged: float = 0.0  # buffers of dispatch, gathered inputs, received keys and values
@@ -136,7 +138,7 @@ class Block(NamedTuple):
         return self.dense + self.experts
 
 
-NOTHING = Block()
+NOTHING = BlockMemory()
 
 
 class ModelMemory:
@@ -149,11 +151,11 @@ class ModelMemory:
         index = {layer: position for position, layer in enumerate(self._kinds)}
         by_id = {id(layer): index[layer] for layer in model.layers}
         self._order = [by_id[id(layer)] for layer in model.layers]
-        self._blocks: dict[tuple[Any, ...], tuple[list[Block], Block, Block]] = {}
+        self._blocks: dict[tuple[Any, ...], tuple[list[BlockMemory], BlockMemory, BlockMemory]] = {}
         self._stages: dict[tuple[Any, ...], list[tuple[int, list[int]]]] = {}
         self._last: tuple[RunSpec, list[_Stage]] | None = None  # a run is asked for in several recipes in turn
 
-    def blocks(self, run: RunSpec) -> tuple[list[Block], Block, Block]:
+    def blocks(self, run: RunSpec) -> tuple[list[BlockMemory], BlockMemory, BlockMemory]:
         """Every kind of layer, the embedding and the head."""
         key = (
             run.micro_batch_size, run.sequence_length, run.tp, run.cp, run.ep, run.etp, run.sequence_parallel, run.pp > 1,
@@ -191,17 +193,36 @@ class ModelMemory:
                 for stage, counts in self.stages(run)
             ]  # fmt: skip
             self._last = run, stages
-        chosen, copy_bytes = recipe(recipe_name), _copy_bytes(recipe_name, chip.architecture)
-        results = [stage.in_recipe(run, chosen, copy_bytes) for stage in self._last[1]]
+        stored = storage(recipe_name, chip.architecture)
+        results = [stage.in_recipe(run, stored) for stage in self._last[1]]
         return max(results, key=lambda memory: memory.total) if len(results) > 1 else results[0]
 
 
+class Storage(NamedTuple):
+    """How a recipe stores what it quantizes: bytes per element."""
+
+    copies: float  # of a weight; 0 where nothing is quantized
+    kept: float  # of the input of a linear
+    context: float  # more, of what the output projection of attention reads
+    activated: float  # more, of what the last linear of an MLP reads
+
+    @property
+    def smaller(self) -> bool:
+        """Whether inputs are kept in the quantized format."""
+        return self.kept < ELEMENT_BYTES
+
+
 @cache
-def _copy_bytes(recipe_name: str, architecture: str) -> float:
-    """Bytes per weight of its quantized copies. On Blackwell one copy of a tensor-scaled weight serves both directions."""
-    chosen = recipe(recipe_name)
-    halved = chosen.scales == "tensor" and architecture.startswith("10.")
-    return chosen.weight_copy_bytes / (2 if halved else 1)
+def storage(recipe_name: str, architecture: str) -> Storage:
+    """On Blackwell one copy of a tensor-scaled value serves both directions."""
+    chosen, twice = recipe(recipe_name), facts()["kept_twice"]
+    if not chosen.quantizes:
+        return Storage(0.0, ELEMENT_BYTES, 0.0, 0.0)
+    once = chosen.scales == "tensor" and architecture.startswith("10.")
+    context, activated = (
+        0.0 if once or chosen.scales not in twice[what] else chosen.kept_bytes for what in ("context", "activated")
+    )
+    return Storage(chosen.weight_copy_bytes / (2 if once else 1), chosen.kept_bytes, context, activated)
 
 
 def in_flight(run: RunSpec, stage: int) -> float:
@@ -218,10 +239,11 @@ def in_flight(run: RunSpec, stage: int) -> float:
     return min(chunks, batches * run.vp) / run.vp
 
 
-def _block(ops: Iterable[Op], run: RunSpec, hidden: int) -> Block:
+def _block(ops: Iterable[Op], run: RunSpec, hidden: int) -> BlockMemory:
     """What the ops of one layer (or the embedding, or the head) hold."""
     dense = experts = quantized = quantized_experts = 0
     kept = context = elements = recomputable_elements = transient = combined = logits = exchanged = 0.0
+    attended = activated = 0.0
     inputs: dict[str, float] = {}
     plain: dict[str, float] = {}
     sharded = run.tp if run.sequence_parallel else 1
@@ -238,6 +260,8 @@ def _block(ops: Iterable[Op], run: RunSpec, hidden: int) -> Block:
                 plain[key] = max(plain.get(key, 0.0), size * op.count)
             else:
                 elements += size * op.count
+                attended += size * op.count if key == "context" else 0.0
+                activated += size * op.count if key.endswith("activated") else 0.0
                 weights = op.groups * op.inputs * op.outputs * op.count
                 quantized += weights
                 if isinstance(op, GroupedLinear):
@@ -265,13 +289,13 @@ def _block(ops: Iterable[Op], run: RunSpec, hidden: int) -> Block:
             kept += op.rows * op.width * ELEMENT_BYTES * op.count
     if run.tp > 1:
         exchanged += 2 * run.tokens * hidden * ELEMENT_BYTES
-    return Block(
+    return BlockMemory(
         dense, experts, quantized, quantized_experts, kept, context,
         sum(size * ELEMENT_BYTES for key, size in inputs.items() if key != "context"),
         sum(size * ELEMENT_BYTES for key, size in plain.items()),
         elements,
         sum(size * ELEMENT_BYTES for key, size in inputs.items() if key in ("attention", "mlp", "activated", "expert activated")),
-        recomputable_elements, first, transient + 2 * first, exchanged, combined, logits,
+        recomputable_elements, attended, activated, first, transient + 2 * first, exchanged, combined, logits,
     )  # fmt: skip
 
 
@@ -293,18 +317,19 @@ def _input(op: Linear, sharded: int) -> tuple[str, float]:
     return op.name, size / (sharded if op.name == "LM Head" else 1)
 
 
-def _kept(block: Block, run: RunSpec, chosen: Recipe, recompute: Recompute) -> tuple[float, float]:
+def _kept(block: BlockMemory, run: RunSpec, stored: Storage, recompute: Recompute) -> tuple[float, float]:
     """Bytes that one micro-batch keeps for the backward pass of one layer in this recipe: the usual, and the least."""
     if recompute == "full":
         return block.first, block.first
-    if chosen.quantizes and chosen.kept_bytes < ELEMENT_BYTES:
-        linears = block.plain + block.elements * chosen.kept_bytes
+    if stored.smaller:
+        more = block.context_elements * stored.context + block.activated_elements * stored.activated
+        linears = block.plain + block.elements * stored.kept + more
         attention = block.context if recompute == "none" else 0.0
-        spared = block.recomputable_elements * chosen.kept_bytes
+        spared = block.recomputable_elements * stored.kept + block.activated_elements * stored.activated
     else:
-        linears, attention, spared = block.inputs, block.context, block.recomputable
+        linears, attention, spared, more = block.inputs, block.context, block.recomputable, 0.0
     kept = block.kept - block.context + attention + linears
-    return (kept - spared, block.first) if run.partly_recomputed else (kept, kept)
+    return (kept - spared, block.first) if run.partly_recomputed else (kept, kept - more)
 
 
 def shards(run: RunSpec) -> tuple[int, int]:
@@ -321,8 +346,8 @@ class _Stage(NamedTuple):
     """One pipeline stage without what depends on the recipe: bytes, of its layers together and of the largest."""
 
     stage: int
-    layers: Block  # all of them together
-    widest: Block  # the layer that keeps most
+    layers: BlockMemory  # all of them together
+    widest: BlockMemory  # the layer that keeps most
     ends: float  # kept by the embedding and the head
     logits: float
     held: float  # micro-batches in flight, less what waits in the memory of the CPU
@@ -337,15 +362,17 @@ class _Stage(NamedTuple):
     open_states: float  # which more data-parallel ranks could share
 
     @classmethod
-    def of(cls, run: RunSpec, stage: int, parts: Sequence[tuple[Block, int]], embedding: Block, head: Block) -> "_Stage":
+    def of(
+        cls, run: RunSpec, stage: int, parts: Sequence[tuple[BlockMemory, int]], embedding: BlockMemory, head: BlockMemory
+    ) -> "_Stage":
         """`parts`: each kind of layer, with how many of it there are."""
         known, zero, fp32 = facts(), run.zero_stage, run.state_precision == "fp32"
         if len(parts) == 1:
             (block, depth), *_ = parts
-            layers = Block._make(value * depth for value in block)
+            layers = BlockMemory._make(value * depth for value in block)
             widest = block
         else:
-            layers = Block._make(sum(block[place] * count for block, count in parts) for place in range(len(NOTHING)))
+            layers = BlockMemory._make(sum(block[place] * count for block, count in parts) for place in range(len(NOTHING)))
             widest = max((block for block, _ in parts), key=lambda block: block.kept + block.inputs, default=NOTHING)
             depth = sum(count for _, count in parts)
         dense, experts = layers.dense + embedding.dense + head.dense, layers.experts
@@ -371,20 +398,20 @@ class _Stage(NamedTuple):
             known["reserve_gb"]["usual" if run.gpus == 1 else "usual_several_gpus"] * 1e9, open_states,
         )  # fmt: skip
 
-    def in_recipe(self, run: RunSpec, chosen: Recipe, copy_bytes: float) -> RankMemory:
+    def in_recipe(self, run: RunSpec, stored: Storage) -> RankMemory:
         """With activations and copies of one recipe, and the bounds of what settings that the run leaves open would change."""
         known, layers = facts(), self.layers
         weights, gradients, zero, fp32 = self.weights, self.gradients, run.zero_stage, run.state_precision == "fp32"
-        all_copies = copies = layers.quantized * copy_bytes if chosen.quantizes else 0.0
+        all_copies = copies = layers.quantized * stored.copies
         if copies and zero == 3:  # they last as long as the gathered weights
-            copies = min(copies, known["gathered"]["layers"] * copy_bytes * self.widest.quantized)
+            copies = min(copies, known["gathered"]["layers"] * stored.copies * self.widest.quantized)
         elif copies and run.quantized_weights:
             weights -= layers.quantized * ELEMENT_BYTES
-        usual, least_kept = _kept(layers, run, chosen, run.recompute)
+        usual, least_kept = _kept(layers, run, stored, run.recompute)
         activations = usual * self.held + self.ends
         backward = self.widest.transient
         if run.recompute == "full":
-            backward += _kept(self.widest, run, chosen, "none")[0]
+            backward += _kept(self.widest, run, stored, "none")[0]
         loss = known["logit_bytes"]
         workspace = max(self.logits * loss["usual"], backward)
         states = weights + gradients + self.master + self.moments

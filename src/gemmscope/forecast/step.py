@@ -85,6 +85,7 @@ class _Fixed:
     """What does not depend on the recipe: parts of one micro-batch, of one step, and what is exchanged."""
 
     per_micro_batch: dict[StepPart, Estimate]
+    expert_activation: Estimate  # a part of the above
     optimizer: Estimate
     exchanged: list[Exchange]
     head_least_ms: float  # at the clock of a burst
@@ -101,10 +102,7 @@ class StepForecast:
         self.linears = [op for op in workload.ops if isinstance(op, Linear)]
         self.cases = [_case(op) for op in self.linears]
         quantized = [(op, case) for op, case in zip(self.linears, self.cases, strict=True) if _part_of_linear(op) == "GEMMs"]
-        self.dense: list[CountedCase] = []
-        self.experts: list[CountedCase] = []
-        for op, case in quantized:
-            (self.experts if isinstance(op, GroupedLinear) else self.dense).append((case, op.count, op.forward_runs))
+        self.quantized: list[CountedCase] = [(case, op.count, op.forward_runs) for op, case in quantized]
         self._sizes = [(case.op, case.sizes()) for _, case in quantized]
         runs = sum(op.count * op.forward_runs for op, _ in quantized)
         self._weight_runs = (2 + runs / max(sum(op.count for op, _ in quantized), 1)) / 3
@@ -151,27 +149,19 @@ class StepForecast:
 
     def _micro_batch(self, name: str) -> dict[StepPart, Estimate]:
         """What one micro-batch computes."""
-        fixed, batches, slower = self.fixed, self.run.gradient_accumulation, self._experts_slower(name)
-        gemms, least_ms, activations, weights = self.forecaster.in_step(self.dense, name)
-        if self.experts:
-            of_experts = self.forecaster.in_step(self.experts, name)
-            least_ms += of_experts[1] * slower
-            gemms, activations, weights = (
-                total([dense, expert.times(slower)])
-                for dense, expert in zip((gemms, activations, weights), (of_experts[0], *of_experts[2:]), strict=True)
-            )
+        fixed, batches = self.fixed, self.run.gradient_accumulation
+        gemms, least_ms, activations, weights = self.forecaster.in_step(self.quantized, name)
         # A weight is quantized once per step where that is kept, else wherever forward runs.
         weight_casts = 1 / batches if batches > 1 or self.forecaster.cache_weights else self._weight_runs
         quantization = total([activations, weights.times(weight_casts)])
         every: dict[StepPart, Estimate] = {"GEMMs": gemms, "quantization": quantization, **fixed.per_micro_batch}
+        known = cluster()["experts"]
+        if self._biased and name not in known["fused_biases"]:
+            unfused = fixed.expert_activation.times(known["biased"] - 1)
+            every["norms and activations"] = total([every["norms and activations"], unfused])
         least: dict[StepPart, float] = {"GEMMs": least_ms, "head and loss": fixed.head_least_ms}
         one = self._at_step_clock({part: estimate for part, estimate in every.items() if estimate.value}, least)
         return {part: estimate.times(self._slower) for part, estimate in one.items()}
-
-    def _experts_slower(self, name: str) -> float:
-        """Experts in training over their GEMMs alone."""
-        known = cluster()["experts"]
-        return float(known["slower"] * (known["biased"] if self._biased and name not in known["fused_biases"] else 1.0))
 
     @cached_property
     def _biased(self) -> bool:
@@ -212,7 +202,7 @@ class StepForecast:
         """Everything but quantized linears."""
         chip = self.forecaster.chip
         estimates: dict[StepPart, list[Estimate]] = {}
-        optimizer, saved = Estimate(0.0), 0.0
+        optimizer, activation, saved = Estimate(0.0), Estimate(0.0), 0.0
         for op in self.workload.ops:
             if isinstance(op, Linear):
                 part = _part_of_linear(op)
@@ -229,11 +219,13 @@ class StepForecast:
                 optimizer = estimate.times(self._optimizer_share)
             else:
                 estimates.setdefault(part, []).append(estimate)
+            if op.name == "Expert Activation":
+                activation = total([activation, estimate])
         parts = {part: total(of_part) for part, of_part in estimates.items()}
         if "routing" in parts:
-            parts["routing"] = parts["routing"].times(float(cluster()["experts"]["slower"]))
+            parts["routing"] = parts["routing"].times(float(cluster()["experts"]["routing"]))
         head = parts["head and loss"].value if "head and loss" in parts else 0.0
-        return _Fixed(parts, optimizer, exchanges(chip, self.network, self.model, self.run, self.held), head - saved)
+        return _Fixed(parts, activation, optimizer, exchanges(chip, self.network, self.model, self.run, self.held), head - saved)
 
     @cached_property
     def held(self) -> Held:

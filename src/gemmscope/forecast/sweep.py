@@ -105,10 +105,11 @@ def _point(values: dict[str, int], forecast: StepForecast, recipes: Sequence[str
     run, chip, of_model = forecast.run, forecast.forecaster.chip, memory_of(forecast.model)
     needed = {name: of_model.rank(run, name, chip) for name in steps}
     unfit = tuple(name for name, memory in needed.items() if memory.least > memory_bytes(chip))
+    unsure = tuple(name for name, memory in needed.items() if name not in unfit and memory.total > memory_bytes(chip))
     fitting = {name: step for name, step in steps.items() if name not in unfit}
     speedups = {name: ratio(name, BASELINE) for name in able if name not in unfit}
     winner = winner_among(speedups, ratio, unfit)
-    about: dict[str, Any] = {"values": values, "unfit": unfit, "gpus": run.gpus}
+    about: dict[str, Any] = {"values": values, "unfit": unfit, "may_not_fit": unsure, "gpus": run.gpus}
     about["not_possible"] = {name: reason for name, reason in reasons.items() if reason}
     if winner is None:
         least_gb = min(memory.least for memory in needed.values()) / 1e9
@@ -145,6 +146,8 @@ def _findings(points: Sequence[SweepPoint], chip: GpuSpec) -> list[Finding]:
             findings.append(finding("sweep-recipe-does-not-fit", recipes=list(recipes), places=places, memory_gb=memory_gb))
         else:
             findings.append(finding("sweep-does-not-fit", places=places, memory_gb=memory_gb))
+    if unsure := [point.place for point in points if point.may_not_fit]:
+        findings.append(finding("sweep-may-not-fit", places=unsure, memory_gb=memory_bytes(chip) / 1e9))
     if bound:
         launched = {"places": [point.place for point in bound], "layer_ms": cluster()["host"]["layer_ms"]["other"]}
         findings.append(finding("sweep-host-bound", recipes=names_bound, **launched))

@@ -71,6 +71,8 @@ class SweepPoint(Part):
     """Recipe → why it cannot run this configuration."""
     unfit: tuple[str, ...] = ()
     """Recipes that do not fit in the memory of the GPU: they are not ranked. Where none fits there is no winner."""
+    may_not_fit: tuple[str, ...] = ()
+    """Recipes that usually need more memory than the GPU has, but fit at best."""
     memory_gb: float | None = None
     """What the best recipe needs on one GPU; where none fits, at least that of the smallest."""
     gpus: int | None = None

@@ -108,12 +108,13 @@ def _check_sequence(model: ModelSpec, run: RunSpec) -> None:
 
 def _check_virtual_stages(stages: list[tuple[int, int]], run: RunSpec) -> None:
     """Every piece has the same number of layers, unless each stage was given its own number."""
+    layers = stages[0][1] - stages[0][0]
     if run.pp == 1:
         raise UserError(
             f"{option('vp', run.vp)} splits each stage of a pipeline, and there is no pipeline",
-            f"add {option('pp')}, or remove {option('vp')}",
+            f"remove {option('vp')}"
+            + (f", or add {option('pp')}: {divisors_text(layers // run.vp)}" if layers % run.vp == 0 and layers > run.vp else ""),
         )
-    layers = stages[0][1] - stages[0][0]
     if run.pp_layers is None and layers % run.vp:
         raise UserError(
             f"{option('vp', run.vp)} does not divide the {layers} layers of a pipeline stage",
@@ -125,13 +126,13 @@ def _check_ranks(run: RunSpec, dp: int) -> None:
     """The experts are shared by ranks of one pipeline stage; sharded states by ranks that hold the same weights."""
     if (run.tp * run.cp * dp) % (run.ep * run.expert_tp):
         raise UserError(
-            f"{option('ep', run.ep)} x {option('etp', run.expert_tp)} does not divide the {run.tp * run.cp * dp} ranks that share "
-            f"the experts (tp x cp x dp = {run.tp} x {run.cp} x {dp})",
+            f"{option('ep', run.ep)} x {option('etp', run.expert_tp)} does not divide the {run.tp * run.cp * dp} ranks "
+            f"that share the experts (tp x cp x dp = {run.tp} x {run.cp} x {dp})",
             f"{option('dp')} must be a multiple of {dp_step(run)}: for example {option('dp', dp_step(run))}",
         )
     if run.zero_ranks is not None and (dp * run.cp) % run.zero_ranks:
         raise UserError(
-            f"{option('zero_ranks', run.zero_ranks)} does not divide the {dp * run.cp} ranks that hold the same weights (dp x cp)",
+            f"{option('zero_ranks', run.zero_ranks)} does not divide the {dp * run.cp} ranks that hold the same weights",
             f"possible values of {option('zero_ranks')}: {divisors_text(dp * run.cp)}",
         )
 
@@ -144,10 +145,11 @@ def check_schedule(run: RunSpec) -> None:
     if run.vp > 1 and run.gradient_accumulation % run.pp:
         below = run.gradient_accumulation // run.pp * run.pp
         possible = [option("gradient_accumulation", count) for count in (below, below + run.pp) if count]
+        nearest = "the nearest that work" if len(possible) > 1 else "the nearest that works"
         raise UserError(
             f"{option('vp', run.vp)} needs micro-batches in multiples of {option('pp', run.pp)}, and a step has "
             f"{run.gradient_accumulation} ({option('gradient_accumulation')})",
-            f"the nearest that work: {' or '.join(possible)}; a step's micro-batches also follow from {option('global_batch')}",
+            f"{nearest}: {' or '.join(possible)}; or give {option('global_batch')}",
         )
 
 

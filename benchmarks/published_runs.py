@@ -1,0 +1,156 @@
+"""Published training runs beside their forecasts: the table of docs/measured/published_runs.csv, and how far off each is.
+
+python benchmarks/published_runs.py
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import exp, log
+from pathlib import Path
+from statistics import median
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+from gemmscope.forecast.calibration import calibrated
+from gemmscope.forecast.linears import Forecaster
+from gemmscope.forecast.step import StepForecast
+from gemmscope.gpu.specs import gpu
+from gemmscope.model import presets
+from gemmscope.model.spec import ModelSpec, RunSpec
+from gemmscope.workload.derive import derive
+from gemmscope.workload.sharding import spread
+
+TABLE = Path(__file__).resolve().parent.parent / "docs/measured/published_runs.csv"
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """One row: how the run was set up, and the tokens/s that one GPU reached."""
+
+    fitted: bool
+    container: str
+    preset: str
+    gpu: str
+    gpus: int
+    recipe: str
+    global_batch: int
+    micro_batch: int
+    sequence: int
+    fsdp: int
+    tp: int
+    pp: int
+    cp: int
+    vp: int
+    ep: int
+    tokens_per_s: float
+
+    @property
+    def model(self) -> ModelSpec:
+        model = presets.load(self.preset).model
+        assert model is not None
+        return model
+
+    @property
+    def has_experts(self) -> bool:
+        return any(layer.is_moe for layer in self.model.layers)
+
+    @property
+    def run(self) -> RunSpec:
+        """As Megatron-Bridge's recipes run it: sequence parallelism with tensor parallelism, whole experts, uneven stages."""
+        dp, layers = self.gpus // (self.tp * self.pp * self.cp), len(self.model.layers)
+        return RunSpec(
+            micro_batch_size=self.micro_batch, sequence_length=self.sequence,
+            tp=self.tp, sequence_parallel=self.tp > 1, pp=self.pp, vp=self.vp, cp=self.cp, ep=self.ep, dp=dp,
+            etp=1 if self.ep > 1 else None, zero=3 if self.fsdp > 1 else None,
+            pp_layers=tuple(spread(layers, self.pp)) if layers % self.pp else None,
+            gradient_accumulation=self.global_batch // (self.micro_batch * dp),
+        )  # fmt: skip
+
+    @property
+    def layout(self) -> str:
+        """As the tables name it: `TP4 PP8 VP5`."""
+        sizes = {"FSDP": self.fsdp, "TP": self.tp, "PP": self.pp, "VP": self.vp, "CP": self.cp, "EP": self.ep}
+        return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "DP"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A run with its forecast: tokens/s of one GPU, and the logarithmic half-width of the error bar."""
+
+    run: PublishedRun
+    tokens_per_s: float
+    uncertainty: float
+
+    @property
+    def error(self) -> float:
+        return self.tokens_per_s / self.run.tokens_per_s - 1
+
+    @property
+    def holds(self) -> bool:
+        """Whether the error bar reaches what was published."""
+        return abs(log(1 + self.error)) <= self.uncertainty
+
+
+def published_runs() -> list[PublishedRun]:
+    lines = [line for line in TABLE.read_text("utf-8").splitlines() if not line.startswith("#")]
+    rows = []
+    for row in csv.reader(lines[1:]):
+        fitted, container, preset, chip, gpus, recipe, *sizes, tokens = row
+        rows.append(PublishedRun(fitted == "yes", container, preset, chip, int(gpus), recipe, *map(int, sizes), float(tokens)))
+    return rows
+
+
+class Scorer:
+    """Forecasts of published runs. GEMMs are kept: only what `cluster.toml` says is computed again."""
+
+    def __init__(self, runs: Iterable[PublishedRun]) -> None:
+        forecasters: dict[str, Forecaster] = {}
+        self.prepared = []
+        for each in runs:
+            chip = gpu(each.gpu)
+            if chip.name not in forecasters:
+                forecasters[chip.name] = Forecaster(chip, "sustained", measured=calibrated(chip.name)[0])
+            model, run = each.model, each.run
+            self.prepared.append((each, forecasters[chip.name], model, run, derive(model, run)))
+
+    def compared(self) -> list[Compared]:
+        found = []
+        for each, forecaster, model, run, workload in self.prepared:
+            step = StepForecast(forecaster, model, run, workload).step(each.recipe).total
+            found.append(Compared(each, run.tokens_per_gpu / step.value * 1000, step.uncertainty))
+        return found
+
+
+def summary(compared: Iterable[Compared]) -> dict[str, tuple[int, float, int]]:
+    """By kind: how many, their median error, and how many lie inside their error bars."""
+    groups: dict[str, list[Compared]] = {}
+    for each in compared:
+        kind = f"{'fitted' if each.run.fitted else 'not fitted'}, {'with experts' if each.run.has_experts else 'dense'}"
+        groups.setdefault(kind, []).append(each)
+    return {
+        kind: (len(some), median(abs(each.error) for each in some), sum(each.holds for each in some))
+        for kind, some in groups.items()
+    }
+
+
+def main() -> None:
+    """Print the table."""
+    compared = Scorer(published_runs()).compared()
+    for each in compared:
+        run = each.run
+        print(
+            f"{'*' if run.fitted else ' '} {run.preset:16} {run.gpu:6} {run.gpus:5} {run.recipe:10} {run.layout:24} mbs {run.micro_batch}"
+            f" gbs {run.global_batch:5} {run.container:8} {run.tokens_per_s:7.0f} {each.tokens_per_s:7.0f} {each.error:+7.1%}"
+            f"  [{each.tokens_per_s * exp(-each.uncertainty):.0f}, {each.tokens_per_s * exp(each.uncertainty):.0f}]"
+            f"{'' if each.holds else '  outside'}"
+        )
+    for kind, (count, error, inside) in summary(compared).items():
+        print(f"{kind}: {count} runs, median error {error:.1%}, {inside} inside the error bar")
+
+
+if __name__ == "__main__":
+    main()
