@@ -105,8 +105,9 @@ class Model:
         """The fastest layouts on so many GPUs of one type, with a global batch of so many sequences.
 
         Parts of a layout can be fixed, each to a value or a list: tp, pp, vp, cp, ep, etp, micro_batch_size, recompute, zero.
-        `vary={"hidden": [5120, 6144]}` compares models. Options: state, network, nvlink_domain, imbalance, left_out, and tokens,
-        price for the cost of a run. Ctrl-C returns the layouts computed until then.
+        `vary={"hidden": [5120, 6144]}` compares models. Options: state, network, nvlink_domain, left_out, imbalance,
+        optimizer_state, tp_overlap, dp_overlap, ep_overlap, cuda_graphs, and tokens, price for the cost of a run. Ctrl-C returns
+        the layouts computed until then.
 
         >>> result = load("llama-3.2-1b").plan("h100", 2, 8, 4096, recipes="fp8current", recompute="none", pp=1)
         >>> result.best.recipe
@@ -115,7 +116,7 @@ class Model:
         sizes = {"gpus": gpus, "global_batch": global_batch, "sequence_length": sequence_length}
         command = f"{self.call}.{_call('plan', repr(gpu), **sizes, recipes=recipes, vary=vary, **options)}"
         restrict = {name: options.pop(name) for name in app.plan.PARTS if name in options}
-        settings = {"imbalance": options.pop("imbalance")} if "imbalance" in options else {}
+        settings = {name: options.pop(name) for name in app.plan.SETTINGS if name in options}
         choices, rest = _split({"recipes": recipes, **options}, app.plan.plan, Choices)
         return app.plan.plan(
             self.source, gpu, **_numbers(sizes), restrict=restrict, vary=vary or {}, settings=settings,

@@ -62,7 +62,7 @@ def test_what_is_excluded_is_counted() -> None:
     list(layouts(task, Space({"micro_batch_size": (1, 3)}), pruning))
     assert set(pruning.counts) >= {"domain", "gpus", "layers", "context", "batch", "fsdp pipeline"}
     assert all(pruning.counts.values())
-    assert pruning.examples["batch"] == "micro-batch 3 of 256 sequences"
+    assert pruning.examples["batch"] == "micro-batch 3 of 4 sequences"
 
 
 def test_what_is_given_is_all_that_is_searched() -> None:

@@ -8,12 +8,12 @@ from typing import Any
 from gemmscope import signals
 from gemmscope.app.bench import DEFAULT_CHOICES
 from gemmscope.app.choose import Choices
-from gemmscope.app.forecast import choose_recipes, common_fields, known_state, one_chip
+from gemmscope.app.forecast_gpus import choose_recipes, common_fields, known_state, one_chip
 from gemmscope.app.progress import QUIET, Reporter
 from gemmscope.errors import UserError, closest, in_python, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.forecast.calibration import calibrated
-from gemmscope.forecast.layouts import AXES, LISTS, PlanTask, Pruning, Space, layouts
+from gemmscope.forecast.layouts import AXES, LISTS, PlanTask, Pruning, Space, layouts, splits
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory import memory_bytes, rank_memory
 from gemmscope.forecast.network import network_of
@@ -43,10 +43,10 @@ ALSO_CALLED = {
 MOST_POINTS = 100
 MOST_GPUS = 1 << 17
 MOST_DOUBLINGS = 10
-OF_FILE = (  # of the model's file: what is not a layout
-    "vocab_multiple", "separate_projections", "sequence_parallel_linears", "imbalance", "optimizer_state", "tp_overlap",
-    "dp_overlap", "ep_overlap", "cuda_graphs",
-)  # fmt: skip
+SETTINGS = ("imbalance", "optimizer_state", "tp_overlap", "dp_overlap", "ep_overlap", "cuda_graphs")
+"""What all layouts of a plan have alike."""
+OF_FILE = (*SETTINGS, "vocab_multiple", "separate_projections", "sequence_parallel_linears")
+"""What is taken from the model's file: all that is not a layout."""
 
 
 def plan(
@@ -111,7 +111,7 @@ def plan(
         raise _nothing_fits(points[0], chip, count, sizes)
     findings = [finding("forecast-not-measured"), *source.findings]
     findings += [] if complete else [finding("plan-interrupted", layouts=done, wanted=wanted)]
-    findings += [*_findings(points, chip, space, source), *recipe_findings, *calibration_findings]
+    findings += [*_findings(points, chip, source), *recipe_findings, *calibration_findings]
     first = next(place for place, point in enumerate(points) if point.best is not None)
     return PlanResult(
         **common_fields(command, clocks),
@@ -331,7 +331,7 @@ def _run_of(search: Search) -> RunSpec:
     return search.runs[min(search.candidates, key=order).run]
 
 
-def _findings(points: Sequence[PlanPoint], chip: GpuSpec, space: Space, source: ModelSource) -> list[Finding]:
+def _findings(points: Sequence[PlanPoint], chip: GpuSpec, source: ModelSource) -> list[Finding]:
     found = []
     best = points[0].best
     if best is not None and best.tight:

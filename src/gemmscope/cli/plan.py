@@ -39,6 +39,11 @@ class PlanOptions:
     ep: str | None = None
     etp: str | None = None
     imbalance: float | None = None
+    optimizer_state: str | None = None
+    tp_overlap: bool | None = None
+    dp_overlap: bool | None = None
+    ep_overlap: bool | None = None
+    cuda_graphs: bool | None = None
 
     def restricted(self) -> dict[str, list[Any]]:
         """The axes that were given, with their values."""
@@ -65,7 +70,7 @@ class PlanOptions:
 
     def settings(self) -> dict[str, Any]:
         """What all layouts have."""
-        return {"imbalance": self.imbalance} if self.imbalance is not None else {}
+        return {name: value for name in app.plan.SETTINGS if (value := getattr(self, name)) is not None}
 
 
 def _numbers(name: str, text: str) -> list[int]:
