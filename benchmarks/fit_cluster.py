@@ -3,8 +3,8 @@
 python benchmarks/fit_cluster.py            prints the fit, each model left out, and each GPU left out
 python benchmarks/fit_cluster.py --write    also writes the figures to docs/measured/published_fit.toml, for docs/accuracy.md
 
-The mean of absolute logarithmic errors is made smallest, with a weak pull to priors (their widths are below), one coefficient at a
-time. Everything else in cluster.toml was measured or is a prior, and is not fitted.
+The mean of absolute logarithmic errors is made smallest, with a weak pull to priors (their widths are below), one coefficient at
+a time. Everything else in cluster.toml was measured or is a prior, and is not fitted.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ PULL = 0.01  # of one width, against a mean error
 
 
 def place(path: tuple[str, ...]) -> tuple[dict[str, Any], str]:
+    """Where a coefficient is: its table and its name there."""
     table = cluster()
     for name in path[:-1]:
         table = table[name]
@@ -54,6 +55,7 @@ def coefficients(values: dict[tuple[str, ...], float]) -> Any:
 
 
 def loss(compared: Sequence[Compared], values: dict[tuple[str, ...], float]) -> float:
+    """What the fit makes smallest."""
     errors = sum(abs(log(1 + each.error)) for each in compared) / len(compared)
     pulled = sum((log(values[path] / prior) / width) ** 2 for path, (prior, width) in COEFFICIENTS.items())
     return errors + PULL * pulled / len(COEFFICIENTS)
@@ -111,7 +113,9 @@ def main() -> None:
         figures[name] = summary(left_out(runs, group))
         print(figures[name])
     if asked.write:
-        lines = ["# Written by benchmarks/fit_cluster.py --write: runs, median error and runs inside the error bar, by what was left out."]
+        lines = [
+            "# Written by benchmarks/fit_cluster.py --write: runs, median error, runs inside the error bar; by what was left out."
+        ]
         for name, of in figures.items():
             lines.append(f"\n[{name}]")
             lines += [

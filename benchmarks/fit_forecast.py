@@ -1,6 +1,7 @@
 """Fits the forecast of GEMMs to measured times, and reports its errors on sites that were held out.
 
     python benchmarks/fit_forecast.py DATA_FOLDER
+    python benchmarks/fit_forecast.py DATA_FOLDER --describe   # only the versions and sizes of the series; the fit stays
 
 DATA_FOLDER contains `gemm_times.parquet` (one row per measured GEMM: system, framework, gemm_dtype, m, n, k, latency_ms,
 sustained). Needs torch, pandas and pyarrow; takes about seven minutes on two cores. Writes the coefficients that ship with the
@@ -62,6 +63,36 @@ def load(folder: Path) -> pd.DataFrame:
     return rows
 
 
+def names_of(rows: pd.DataFrame) -> list[dict[str, str]]:
+    """GPU, format, state and library of each series."""
+    return rows.groupby("series")[["gpu", "fmt", "state", "library"]].first().to_dict("records")
+
+
+def describe(rows: pd.DataFrame) -> list[dict[str, object]]:
+    """The version of each series' library, and the smallest and largest m, k and n that were measured."""
+    result = []
+    for _, mine in rows.groupby("series"):
+        [version] = mine.fw_version.astype(str).unique()
+        result.append({"version": version, "sizes": [[int(mine[side].min()), int(mine[side].max())] for side in "mkn"]})
+    return result
+
+
+def describe_shipped(rows: pd.DataFrame) -> None:
+    """Write versions and sizes into the coefficients that ship, and leave the rest as it is."""
+    document = json.loads(COEFFICIENTS.read_text())
+    for number, (name, facts) in enumerate(zip(names_of(rows), describe(rows), strict=True)):
+        old = document["series"][number]
+        assert name == {key: old[key] for key in name}, "the data has other series than the coefficients"
+        head = {"index": number, **name, **facts}
+        document["series"][number] = {**head, **{key: value for key, value in old.items() if key not in head}}
+    write(document)
+
+
+def write(document: dict) -> None:
+    """The coefficients, one series on a line."""
+    COEFFICIENTS.write_text(json.dumps(document, separators=(",", ":")).replace('{"index"', '\n{"index"') + "\n")
+
+
 class Data:
     """The inputs of the fit, row by row."""
 
@@ -85,7 +116,7 @@ class Data:
         for index, values in made:
             self.x[index] = values
         self.y = np.log(rows.latency_ms.to_numpy())
-        self.names = rows.groupby("series")[["gpu", "fmt", "state", "library"]].first().to_dict("records")
+        self.names = names_of(rows)
 
 
 def quantize_prior(folder: Path, names: list[dict[str, str]]) -> np.ndarray:
@@ -205,8 +236,12 @@ def stored(network: Network) -> dict[str, dict[str, object]]:
 def main() -> None:
     """Fit, calibrate, write, and check on the held-out rows."""
     folder, began = Path(sys.argv[1]), time.time()
+    if "--describe" in sys.argv:
+        describe_shipped(load(folder))
+        return
     torch.set_num_threads(2)
     data = Data(load(folder))
+    described = describe(data.rows)
     prior = quantize_prior(folder, data.names)
     known = np.array([each["fmt"] == "fp8" for each in data.names], dtype=float)
     parts = data.rows.part.to_numpy()
@@ -226,7 +261,16 @@ def main() -> None:
         low, high = (round(float(each), 3) for each in limits[number])
         default = tuple(name.values()) not in NOT_DEFAULT
         series.append(
-            {"index": number, **name, "quantize": quantize, "low": low, "high": high, "default": default, "held_out": {}}
+            {
+                "index": number,
+                **name,
+                **described[number],
+                "quantize": quantize,
+                "low": low,
+                "high": high,
+                "default": default,
+                "held_out": {},
+            }
         )
     fitted = data.x[parts != HELD_OUT]
     document = {
@@ -237,7 +281,7 @@ def main() -> None:
         "series": series, "networks": [stored(network) for network in networks],
     }  # fmt: skip
     evaluate(data, document)
-    COEFFICIENTS.write_text(json.dumps(document, separators=(",", ":")).replace('{"index"', '\n{"index"') + "\n")
+    write(document)
     sample(data)
     print("now run: python benchmarks/forecast_accuracy.py")
     print(f"done after {time.time() - began:.0f} s; {COEFFICIENTS.stat().st_size / 1e3:.0f} kB", flush=True)

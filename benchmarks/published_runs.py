@@ -96,6 +96,7 @@ class Compared:
 
 
 def published_runs() -> list[PublishedRun]:
+    """All rows of the table."""
     lines = [line for line in TABLE.read_text("utf-8").splitlines() if not line.startswith("#")]
     rows = []
     for row in csv.reader(lines[1:]):
@@ -143,8 +144,9 @@ def main() -> None:
     for each in compared:
         run = each.run
         print(
-            f"{'*' if run.fitted else ' '} {run.preset:16} {run.gpu:6} {run.gpus:5} {run.recipe:10} {run.layout:24} mbs {run.micro_batch}"
-            f" gbs {run.global_batch:5} {run.container:8} {run.tokens_per_s:7.0f} {each.tokens_per_s:7.0f} {each.error:+7.1%}"
+            f"{'*' if run.fitted else ' '} {run.preset:16} {run.gpu:6} {run.gpus:5} {run.recipe:10} {run.layout:24}"
+            f" mbs {run.micro_batch} gbs {run.global_batch:5} {run.container:8}"
+            f" {run.tokens_per_s:7.0f} {each.tokens_per_s:7.0f} {each.error:+7.1%}"
             f"  [{each.tokens_per_s * exp(-each.uncertainty):.0f}, {each.tokens_per_s * exp(each.uncertainty):.0f}]"
             f"{'' if each.holds else '  outside'}"
         )

@@ -34,6 +34,7 @@ import finding_table  # noqa: E402
 import noise  # noqa: E402
 import op_tables  # noqa: E402
 import paste_texts  # noqa: E402
+import published_tables  # noqa: E402
 import recipe_tables  # noqa: E402
 import reference_tool  # noqa: E402
 import worked_example  # noqa: E402
@@ -75,6 +76,9 @@ def explained() -> str:
 
 BLOCKS = {"step": step, "bench": bench, "explain": explain, "answer": answer, "explained": explained}
 MADE: dict[str, Callable[[], str]] = {
+    "published runs, summary": published_tables.runs_summary,
+    "published runs": published_tables.fitted_runs,
+    "other published runs": published_tables.other_runs,
     "speedups on Blackwell": worked_example.blackwell_tables,
     "conclusions": worked_example.conclusions,
     "pairs on Blackwell": op_tables.blackwell_pairs,

@@ -89,7 +89,7 @@ class Model:
         given = {"micro_batch_size": micro_batch_size, "sequence_length": sequence_length, **run}
         given = _numbers({name: value for name, value in given.items() if value is not None})
         job = model_run(self.source, **given)
-        return Job(job.source, job.run, job.findings, self.arguments, given, f"{self.call}.{_call('on', **given)}")
+        return Job(job.source, job.run, job.findings, job.settled, self.arguments, given, f"{self.call}.{_call('on', **given)}")
 
     def plan(
         self,

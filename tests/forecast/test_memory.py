@@ -257,7 +257,8 @@ def test_weights_of_all_ranks_are_the_models(layout: tuple[str, RunSpec]) -> Non
     extra = sum(op.parameters * op.count * (run.tp - 1) for op in copied)
     tied = spec.vocab_size * spec.embedding_width if spec.tied_embeddings and run.pp > 1 and spec.vocab_size else 0
     whole = count_parameters(spec)[0]
-    # With tp, the padding of the vocabulary, positions and the biases of row-parallel linears are on every rank too.
+    extra += (spec.positions + spec.token_types) * spec.embedding_width * (run.tp - 1)
+    # With tp, the padding of the vocabulary and the biases of row-parallel linears are on every rank too.
     assert everywhere == pytest.approx(whole + extra + tied, rel=5e-3 if run.tp > 1 else 0)
 
 

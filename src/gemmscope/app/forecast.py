@@ -11,11 +11,22 @@ from gemmscope import signals
 from gemmscope.app.bench import DEFAULT_CHOICES, Shape, check_shape
 from gemmscope.app.choose import Choices
 from gemmscope.app.forecast_gpus import chips_of, choose_recipes, common_fields, known_state
-from gemmscope.app.model import SIZES, LinearCases, ModelRun, RankWorkload, linear_cases, load_model, model_run, rank_workload
+from gemmscope.app.model import (
+    SIZES,
+    LinearCases,
+    ModelRun,
+    RankWorkload,
+    as_frameworks_run,
+    linear_cases,
+    load_model,
+    model_run,
+    rank_workload,
+)
 from gemmscope.app.progress import QUIET, Reporter
 from gemmscope.bench.findings import linear_findings
 from gemmscope.errors import UserError, closest, in_python, option, shown
 from gemmscope.findings import Finding, finding
+from gemmscope.forecast.accumulation import accumulation_finding, cheapest_finding
 from gemmscope.forecast.calibration import calibrated
 from gemmscope.forecast.gemm import State, model
 from gemmscope.forecast.gemm_list import GemmForecast, forecast_gemm_list
@@ -23,6 +34,7 @@ from gemmscope.forecast.linear_results import forecast_linears, misaligned
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory_results import memory_findings, recipe_memory
 from gemmscope.forecast.network import network_of
+from gemmscope.forecast.pipeline import bubble_findings
 from gemmscope.forecast.step import StepForecast, forecast_step
 from gemmscope.forecast.sweep import Configuration, forecast_sweep
 from gemmscope.forecast.training import gemm_format
@@ -75,7 +87,7 @@ def forecast(
     """
     chips, clocks = chips_of(gpus), known_state(state)
     networks = {chip.name: network_of(chip, network, nvlink_domain) for chip in chips}
-    job = _on_gpus(job, gpu_count)
+    job = _on_gpus(as_frameworks_run(job) if job is not None else None, gpu_count)
     known_gpus = gpu_count if job is None or job.run.dp is None else job.run.gpus
     budgets = _budgets(chips, tokens, known_gpus, price) if tokens is not None or price is not None else {}
     by_gpu = choose_recipes(chips, choices, job.source.framework if job is not None else "")
@@ -93,11 +105,12 @@ def forecast(
         forecaster = Forecaster(chip, clocks, cache_weights=cache_weights, measured=adjustment)
         modes, of_layer = choices.chosen_modes(), (linears.layers, linears.layer_counts)
         times = forecast_linears(forecaster, linears.cases, names, modes, *of_layer, heads=_heads(subject))
-        step, memory = None, tuple[RecipeMemory, ...]()
+        step, memory, repeated = None, tuple[RecipeMemory, ...](), None
         if subject is not None and spec is not None:
             memory = tuple(recipe_memory(spec, subject.run, name, chip) for name in names)
             step_forecast = StepForecast(forecaster, spec, subject.run, subject.workload, networks[chip.name])
             step = forecast_step(step_forecast, names, budgets.get(chip.name), memory)
+            repeated = accumulation_finding(step_forecast, step)
         forecasts.append(
             GpuForecast(
                 gpu=chip.name,
@@ -110,13 +123,15 @@ def forecast(
                 findings=(
                     *_findings(times, step, subject),
                     *(memory_findings(memory, subject.run) if subject is not None else ()),
+                    *([repeated] if repeated is not None else []),
                     *recipe_findings,
                     *calibration_findings,
                 ),
             )
         )
     about = subject.about() if subject is not None else {"origin": "shapes"}
-    findings = tuple(_common_findings(subject, linears, forecasts))
+    cheapest = cheapest_finding(forecasts)
+    findings = (*_common_findings(subject, linears, forecasts), *([cheapest] if cheapest is not None else []))
     common = {**common_fields(command, clocks), "dp": subject.run.data_parallel if subject is not None else 1}
     return ForecastResult(**common, **about, findings=findings, gpus=tuple(forecasts))
 
@@ -263,6 +278,7 @@ def _findings(linears: Linears, step: StepTimes | None, subject: RankWorkload | 
         winner = step.winner
         if winner is not None and winner.best != BASELINE and (rivals := [name for name in winner.rivals if name != BASELINE]):
             yield finding("too-close-to-call", recipe=winner.best, over=rivals, what="the training step")
+        yield from bubble_findings(step, subject.run) if subject is not None else ()
     yield from linear_findings(linears)
     yield from misaligned(linears.cases, linears.recipes, _heads(subject))
 
@@ -348,7 +364,9 @@ def _described(
     source = load(tuple((name, value) for name, value in values.items() if name in SIZES))
     if source.model is None:
         raise UserError(f"{source.origin} is traced: it cannot be varied", "give a model that has a closed form")
-    described = model_run(source, **{**run, **{name: value for name, value in values.items() if name not in SIZES}})
+    described = as_frameworks_run(
+        model_run(source, **{**run, **{name: value for name, value in values.items() if name not in SIZES}})
+    )
     check(source.model, described.run)
     _check_schedule(source, described.run)
     return source.model, described.run

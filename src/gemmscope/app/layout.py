@@ -24,6 +24,7 @@ class RunChoice:
 
     run: RunSpec
     findings: tuple[Finding, ...]
+    settled: frozenset[str] = frozenset()  # settings that were typed, or that the file has
 
 
 def choose_run(source: ModelSource, given: Mapping[str, Any]) -> RunChoice:
@@ -50,7 +51,7 @@ def choose_run(source: ModelSource, given: Mapping[str, Any]) -> RunChoice:
     for name, limit in RANKS.items():
         check_optional(option(name), typed.get(name), limit)
     run, about = _ranks(run, typed, source, changed)
-    return RunChoice(_sharing(run, typed), (*findings, *about))
+    return RunChoice(_sharing(run, typed), (*findings, *about), frozenset(settings))
 
 
 def _require(settings: Mapping[str, Any], source: ModelSource) -> None:

@@ -32,6 +32,7 @@ class ModelRun:
     source: ModelSource
     run: RunSpec
     findings: tuple[Finding, ...] = ()
+    settled: frozenset[str] = frozenset()  # settings that were typed, or that the file has
 
 
 def load_model(
@@ -91,7 +92,16 @@ def model_run(source: ModelSource, **given: Any) -> ModelRun:
     weights, gradients and optimizer).
     """
     choice = choose_run(source, given)
-    return ModelRun(source, choice.run, choice.findings)
+    return ModelRun(source, choice.run, choice.findings, choice.settled)
+
+
+def as_frameworks_run(job: ModelRun) -> ModelRun:
+    """With sequence parallelism beside tensor parallelism, where nothing says otherwise and the sequence can be split."""
+    run = job.run
+    if run.tp == 1 or "sequence_parallel" in job.settled or (run.sequence_length // run.cp) % run.tp:
+        return job
+    findings = (*job.findings, finding("sequence-parallel-assumed"))
+    return replace(job, run=replace(run, sequence_parallel=True), findings=findings)
 
 
 @dataclass(frozen=True)

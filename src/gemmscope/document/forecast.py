@@ -6,12 +6,14 @@ from itertools import combinations
 
 from gemmscope import units
 from gemmscope.document.common import batch_lines, command_facts, model_facts, same_model, subject
+from gemmscope.document.exchanges import exchange_table
 from gemmscope.document.linears import linears_answer, linears_sections, linears_speedups, linears_times
 from gemmscope.document.linears_summary import linears_summary
 from gemmscope.document.memory import memory_table
 from gemmscope.document.model import Block, Document, NamedSpeedup, NamedTime, Section
 from gemmscope.document.step_parts import (
     common_baseline,
+    cost_basis,
     cost_table,
     memory_cell,
     over_common,
@@ -117,6 +119,12 @@ def _answer(result: ForecastResult) -> tuple[str, tuple[str, ...]]:
         what = units.counted(len(cases), "shape") if result.gpus[0].linears.bare else "The linears"
         return f"FORECAST: {what} on {len(result.gpus)} GPUs.", lines
     ranked = sorted(best.items(), key=lambda pair: -pair[1].tokens_per_s)
+    costs = {gpu: time.cost.money for gpu, time in best.items() if time.cost is not None and time.cost.money is not None}
+    if len(costs) > 1:
+        prices = [
+            f"{gpu} in {best[gpu].recipe} {units.amount(costs[gpu])}" for gpu in sorted(costs, key=lambda gpu: costs[gpu].value)
+        ]
+        lines = (*lines, f"Cost of the full run, the cheapest first: {', '.join(prices)}.")
     rates = [f"{gpu} in {time.recipe} {_rate(time)}" for gpu, time in ranked]
     too_small = f" It does not fit on {units.names(unfit)}." if unfit else ""
     return f"FORECAST: fastest is {ranked[0][0]}. Tokens/s per GPU: {', '.join(rates)}.{too_small}", lines
@@ -160,7 +168,8 @@ def _side_by_side(result: ForecastResult) -> Section:
         return Section("Summary", (_main_table(result.gpus),))
     first = costs[0][1]
     rows = tuple((Cell(gpu), *row) for gpu, table in costs for row in table.rows)
-    cost = replace(first, columns=(*columns(("GPU",), ()), *first.columns), rows=rows, note=f"{first.note} {NO_RESTARTS}")
+    basis = cost_basis([gpu.step for gpu in result.gpus if gpu.step is not None])
+    cost = replace(first, columns=(*columns(("GPU",), ()), *first.columns), rows=rows, note=f"{basis} {NO_RESTARTS}")
     return Section("Summary", (_main_table(result.gpus), cost))
 
 
@@ -217,6 +226,8 @@ def _gpu_sections(gpu: GpuForecast, *, several: bool) -> Iterator[Section]:
         chart = step_chart(gpu.step, prefix=prefix)
         charts = [replace(chart, figure=True)] if chart is not None else []
         blocks: tuple[Block, ...] = (*charts, *waterfalls(gpu.step, prefix=prefix), *_pairs(gpu.step, prefix))
+        if (exchanged := exchange_table(gpu.step, prefix)) is not None:
+            blocks = (*blocks, exchanged)
         yield Section(f"{prefix}Training step", blocks, gpu=gpu.gpu if several else "")
     if gpu.memory:
         yield Section(f"{prefix}Memory of one GPU", (memory_table(gpu, prefix),), gpu=gpu.gpu if several else "")

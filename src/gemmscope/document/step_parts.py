@@ -78,10 +78,10 @@ def step_summary(steps: Mapping[str, StepTimes], most_rows: int = 12) -> Table |
     names = list(dict.fromkeys(name for row in rows for name in row if any(each.get(name, NOTHING) != NOTHING for each in rows)))
     interval = "90% error bar" if next(iter(steps.values())).origin == "forecast" else "95% interval"
     texts = [name for name in names if name in ("GPU", "Recipe")]
-    dropped = DROPPED if not any(times.unfit for times in steps.values()) else {**DROPPED, "Memory": 0}
+    dropped = DROPPED if not any(times.unfit or times.may_not_fit for times in steps.values()) else {**DROPPED, "Memory": 0}
     heads = columns(texts, [name for name in names if name not in texts], dropped)
     cells = tuple(tuple(row.get(name, NOTHING) for name in names) for row in rows)
-    return Table(f"Training step: figures of one GPU [{interval}]", heads, cells, _cost_basis(tuple(steps.values())))
+    return Table(f"Training step: figures of one GPU [{interval}]", heads, cells, cost_basis(tuple(steps.values())))
 
 
 def common_baseline(steps: Mapping[str, StepTimes]) -> tuple[str, StepTime] | None:
@@ -110,7 +110,8 @@ def memory_cell(times: StepTimes, time: StepTime) -> Cell:
     cell = bytes_cell(time.peak_bytes)
     if times.origin == "forecast" and time.peak_bytes is not None:
         cell = replace(cell, text=f"{time.peak_bytes / 1e9:.0f} GB" if time.peak_bytes > 1e10 else cell.text)
-    return replace(cell, text=f"{cell.text}, does not fit", level="warning") if time.recipe in times.unfit else cell
+    doubt = "does" if time.recipe in times.unfit else "may" if time.recipe in times.may_not_fit else ""
+    return replace(cell, text=f"{cell.text}, {doubt} not fit", level="warning") if doubt else cell
 
 
 TOTAL = "Tokens/s, all GPUs"
@@ -151,7 +152,7 @@ def _summary_row(gpu: str, times: StepTimes, time: StepTime, common: tuple[str, 
     return row
 
 
-def _cost_basis(steps: Sequence[StepTimes]) -> str:
+def cost_basis(steps: Sequence[StepTimes]) -> str:
     """What the cost is of: tokens, GPUs, global batch and price."""
     costs = [time.cost for times in steps for time in times.recipes if time.cost is not None and time.cost.tokens is not None]
     if not costs:
@@ -169,7 +170,7 @@ def cost_table(times: StepTimes, note: str = "") -> Table | None:
     rows = tuple((Cell(name), *map(amount_cell, (cost.days, cost.gpu_hours, cost.money))) for name, cost in costs)
     interval = "95%" if times.origin == "measured" else "90%"
     heads = columns(("Recipe",), (f"Days [{interval}]", "GPU-hours", "Cost"))
-    notes = " ".join(part for part in (_cost_basis((times,)), note) if part)
+    notes = " ".join(part for part in (cost_basis((times,)), note) if part)
     return Table(_title(times, "Cost of the full run"), heads, rows, notes) if rows else None
 
 

@@ -22,13 +22,16 @@ REINSTALL = "it is part of the package: install gemmscope again"
 CORRECTION_LIMIT = 2.5  # as a logarithm: nothing measured is further from the physics
 FINITE = ConfigDict(allow_inf_nan=False)
 Stored = TypeVar("Stored")
+Range = tuple[float, float]
+Sizes = tuple[Range, Range, Range]  # the smallest and largest m, k and n
 
 
 @dataclass(frozen=True)
 class Series:
     """One measured series. `quantize` is (launch ms, passes over the bytes) of quantizing the activations, where it was included.
 
-    `low` and `high` are the 5% and 95% quantiles of its errors, in units of the networks' own uncertainty.
+    `low` and `high` are the 5% and 95% quantiles of its errors, in units of the networks' own uncertainty. `version` is that of
+    the library.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = FINITE
@@ -38,6 +41,8 @@ class Series:
     fmt: str
     state: str
     library: str
+    version: str
+    sizes: Sizes
     quantize: tuple[float, float]
     low: float
     high: float

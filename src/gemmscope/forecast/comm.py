@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from gemmscope.forecast.network import Network, facts
 from gemmscope.gpu.specs import GpuSpec
-from gemmscope.model.spec import MlpSpec, ModelSpec, MoeSpec, RunSpec
+from gemmscope.model.spec import ModelSpec, MoeSpec, RunSpec
 from gemmscope.toml import load_data
 from gemmscope.workload.ops import ELEMENT_BYTES
 
@@ -82,7 +82,7 @@ class Exchange(NamedTuple):
     per_step: bool = False
 
 
-class Held(NamedTuple):
+class RankShare(NamedTuple):
     """What one rank holds: layers, those of them with experts, parameters outside experts and in experts."""
 
     layers: int
@@ -91,23 +91,23 @@ class Held(NamedTuple):
     in_experts: int
 
 
-def exchanges(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, held: Held) -> list[Exchange]:
+def exchanges(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, share: RankShare) -> list[Exchange]:
     """Everything that one rank of this layout exchanges."""
     forward_runs = 2 if run.recompute == "full" else 1
     return [
         exchange
         for exchange in (
-            _tensor(chip, network, model, run, held, forward_runs),
-            _context(chip, network, model, run, held, forward_runs),
-            _experts(chip, network, model, run, held, forward_runs),
+            _tensor(chip, network, model, run, share, forward_runs),
+            _context(chip, network, model, run, share, forward_runs),
+            _experts(chip, network, model, run, share, forward_runs),
             _stages(chip, network, model, run),
-            *_data(chip, network, run, held),
+            *_data(chip, network, run, share),
         )
         if exchange.time_ms > 0
     ]
 
 
-def _tensor(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, held: Held, runs: int) -> Exchange:
+def _tensor(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, share: RankShare, runs: int) -> Exchange:
     """Before and after each block that is split; with sequence parallelism the inputs once more for wgrad.
 
     Where experts are not split themselves, tokens go to them as the sequence is sharded: nothing is gathered.
@@ -115,7 +115,7 @@ def _tensor(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, hel
     activations = run.tokens * model.hidden_size * ELEMENT_BYTES
     shared = any(isinstance(layer.mlp, MoeSpec) and layer.mlp.shared is not None for layer in model.layers[-1:])
     with_experts = 2 if run.expert_tp > 1 or shared else 1
-    blocks = 2 * (held.layers - held.moe_layers) + with_experts * held.moe_layers
+    blocks = 2 * (share.layers - share.moe_layers) + with_experts * share.moe_layers
     if run.sequence_parallel:
         gather = collective_ms(chip, network, "all_gather", run.tp, activations)
         scatter = collective_ms(chip, network, "reduce_scatter", run.tp, activations)
@@ -125,23 +125,23 @@ def _tensor(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, hel
     return Exchange("tensor", time_ms, network.inside(run.tp) < run.tp)
 
 
-def _context(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, held: Held, runs: int) -> Exchange:
+def _context(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, share: RankShare, runs: int) -> Exchange:
     """Keys and values of all ranks in forward and again in backward, and their gradients."""
     attention = model.layers[0].attention
     kept = run.micro_batch_size * run.sequence_length * (attention.k_width + attention.v_width) / run.tp * ELEMENT_BYTES
     gather = collective_ms(chip, network, "all_gather", run.cp, kept, run.tp)
     scatter = collective_ms(chip, network, "reduce_scatter", run.cp, kept, run.tp)
-    return Exchange("context", held.layers * ((runs + 1) * gather + scatter), network.inside(run.cp, run.tp) < run.cp)
+    return Exchange("context", share.layers * ((runs + 1) * gather + scatter), network.inside(run.cp, run.tp) < run.cp)
 
 
-def _experts(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, held: Held, runs: int) -> Exchange:
+def _experts(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, share: RankShare, runs: int) -> Exchange:
     """Tokens to the ranks of their experts and back, in forward and in backward.
 
     A token travels once to each rank that has one of its experts, and once to each other domain, as DeepEP and Megatron's
     HybridEP send it.
     """
     moe = next((layer.mlp for layer in model.layers if isinstance(layer.mlp, MoeSpec)), None)
-    if run.ep < 2 or moe is None or not held.moe_layers:
+    if run.ep < 2 or moe is None or not share.moe_layers:
         return Exchange("experts", 0.0, crosses=False)
     apart = run.expert_tp
     inside = network.inside(run.ep, apart)
@@ -154,7 +154,7 @@ def _experts(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, he
     if domains > 1:
         far = token * _distinct(domains, moe.top_k) * (domains - 1) / domains
         once = max(once, far / (network.reached_gbps * 1e6)) + 2 * float(facts()["latency_ms"])
-    return Exchange("experts", held.moe_layers * 2 * (runs + 1) * once, domains > 1)
+    return Exchange("experts", share.moe_layers * 2 * (runs + 1) * once, domains > 1)
 
 
 def _distinct(places: int, chosen: float) -> float:
@@ -182,13 +182,13 @@ def _stages(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec) -> 
     return Exchange("stages", 2 * run.vp * once, crosses=not near)
 
 
-def _data(chip: GpuSpec, network: Network, run: RunSpec, held: Held) -> list[Exchange]:
+def _data(chip: GpuSpec, network: Network, run: RunSpec, share: RankShare) -> list[Exchange]:
     """Gradients and weights, over all ranks that hold the same weights: of experts and of everything else."""
     times = {"reduce": 0.0, "gather": 0.0}
     crosses = False
     for parameters, ranks, apart in (
-        (held.parameters, run.cp * run.data_parallel, run.tp),
-        (held.in_experts, run.tp * run.cp * run.data_parallel // (run.ep * run.expert_tp), run.ep * run.expert_tp),
+        (share.parameters, run.cp * run.data_parallel, run.tp),
+        (share.in_experts, run.tp * run.cp * run.data_parallel // (run.ep * run.expert_tp), run.ep * run.expert_tp),
     ):
         message = parameters * ELEMENT_BYTES
         if not message or ranks < 2:
@@ -208,9 +208,3 @@ def _data(chip: GpuSpec, network: Network, run: RunSpec, held: Held) -> list[Exc
         Exchange("gradients", times["reduce"], crosses, per_step=not every),
         Exchange("weights", gathers * times["gather"], crosses, per_step=not every),
     ]
-
-
-def layers_of(model: ModelSpec, layers: int) -> int:
-    """Of so many layers of a stage, how many have experts, on average."""
-    moe = sum(not isinstance(layer.mlp, MlpSpec) for layer in model.layers)
-    return round(layers * moe / len(model.layers))

@@ -3,19 +3,24 @@
 A GPU, format and state that were measured use their own series. Otherwise a relative stands in: the same chip in its other state,
 or a chip of the same architecture. The physics is always that of the chip asked for; only the correction is borrowed, and the
 error bar says so by being wider (`transfer.toml`).
+
+It is also wider for a library or a version of it that was not measured, and for sizes beyond those of the series.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import product
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gemmscope.errors import UserError
-from gemmscope.forecast.coefficients import Coefficients, Series, shipped
+from gemmscope.forecast.coefficients import Coefficients, Series, Sizes, shipped
 from gemmscope.forecast.physics import RATE_OF, Array, Shapes, memory_ms, roofline_ms, tile_work
 from gemmscope.gpu.specs import GpuSpec, gpu
 from gemmscope.toml import load_data
@@ -29,7 +34,8 @@ LAYOUT_OF: dict[Pass, Layout] = {"fprop": "tn", "dgrad": "nn", "wgrad": "nt"}
 CAST_BYTES = 3.0  # per element: bf16 read, eight bits written
 LEAST_QUANTIZING = 0.1  # of what the fit gives it: so much of it is left where the GEMM needs the rest
 Corrections = dict[int, tuple[Array, Array]]  # by series, for the same GEMMs
-MEASURED_SIZES = {"m": (512, 32768), "k": (512, 65536), "n": (512, 65536)}
+MEASURED_SIZES: Sizes = ((512, 32768), (512, 65536), (512, 65536))  # of most series: m, k, n
+NAMED = re.compile(r"(.+?)(?:\s*(?:==|[=@:\s])\s*v?(\d[\w.+-]*))?")
 
 
 def quantize_bytes_ms(elements: Array, bandwidth_tbps: float) -> Array:
@@ -63,6 +69,23 @@ class Times:
     def high_ms(self) -> Array:
         return self.total_ms * np.exp(self.high)
 
+    @staticmethod
+    def merged(pieces: list[tuple[NDArray[np.int_], Times]]) -> Times:
+        """One from the times of parts of the GEMMs, with the places of each part."""
+        if len(pieces) == 1:
+            return pieces[0][1]
+        result = {field.name: np.zeros(sum(len(index) for index, _ in pieces)) for field in fields(Times)}
+        for index, part in pieces:
+            for name, values in result.items():
+                values[index] = getattr(part, name)
+        return Times(**result)
+
+    def within(self, limit_ms: Array) -> Times:
+        """The same with an error bar that does not promise more than the chip's rate, as far as it is not the series' own."""
+        own = np.sqrt(np.maximum(self.low**2 - self.shared**2, 0.0))
+        room = np.log(np.maximum(self.total_ms / limit_ms, 1.0))
+        return replace(self, low=np.maximum(np.minimum(self.low, room), own))
+
     def reaching(self, other: Times) -> Times:
         """The same with an error bar that reaches the ends of another's."""
         low = np.maximum(self.low, np.log(self.total_ms / other.low_ms))
@@ -87,7 +110,11 @@ class Basis:
     series: Series
     factor: float  # on compute time, for the other state and for a format that was not measured itself
     uncertainty: float  # logarithmic, added to the error bar
-    stands_for: str = ""  # a library that was asked for and not measured
+    stands_for: str = ""  # a library, or a version of it, that was asked for and not measured
+
+    def widened(self, uncertainty: float, stands_for: str = "") -> Basis:
+        """The same with more uncertainty, for a library that was not measured."""
+        return replace(self, uncertainty=float(np.hypot(self.uncertainty, uncertainty)), stands_for=stands_for or self.stands_for)
 
     @property
     def direct(self) -> bool:
@@ -113,10 +140,20 @@ class GemmModel:
     def __init__(self, coefficients: Coefficients) -> None:
         self.coefficients = coefficients
 
-    def basis(self, chip: GpuSpec, fmt: str, state: State, library: str | None = None, *, in_training: bool = False) -> Basis:
+    def basis(
+        self,
+        chip: GpuSpec,
+        fmt: str,
+        state: State,
+        library: str | None = None,
+        *,
+        in_training: bool = False,
+        outside: frozenset[Sizes] = frozenset(),
+    ) -> Basis:
         """The series that stands for this GPU, format and state; a `UserError` where the chip cannot multiply the format.
 
-        `in_training`: both states as one library runs them, where that is no longer way; so that they can be compared.
+        `library` may have a version. `in_training`: both states as one library runs them, where that is no longer way; so that
+        they can be compared. `outside`: ranges of sizes that do not contain the GEMMs; series with others are preferred.
         """
         if fmt not in RATE_OF:
             raise UserError(f"there is no format {fmt!r}", f"formats: {', '.join(FORMATS)}")
@@ -124,35 +161,50 @@ class GemmModel:
         able = [each for each in FORMATS if RATE_OF[each] in chip.tflops and (each != "mxfp8" or scales_inside)]
         if fmt not in able:
             raise UserError(f"{chip.name} has no {fmt} GEMMs", f"formats that it multiplies: {', '.join(able)}")
-        facts = _transfer()
-        near = {each: self._near(chip, fmt, each, library) for each in STATES}
-        if not near[state] and library is not None:
-            other = self.basis(chip, fmt, state, in_training=in_training)
-            uncertainty = float(np.hypot(other.uncertainty, facts["uncertainty"]["other_library"]))
-            return replace(other, uncertainty=uncertainty, stands_for=library)
+        facts, (name, version) = _transfer(), library_and_version(library)
+        near = {each: self._near(chip, fmt, each, name, outside) for each in STATES}
+        if not near[state] and name is not None:
+            other = self.basis(chip, fmt, state, in_training=in_training, outside=outside)
+            return other.widened(facts["uncertainty"]["other_library"][fmt], library or "")
         if not near[state]:
             raise UserError(f"nothing measured comes near {fmt} GEMMs on {chip.name}")
         mixed = facts["distance"]["other_library"] if in_training else 0.0
         pairs = product(near["sustained"], near["burst"])
         chosen = min(pairs, key=lambda pair: pair[0][0] + pair[1][0] + mixed * (pair[0][2].library != pair[1][2].library))
         _, uncertainty, series = chosen[0 if state == "sustained" else 1]
-        return Basis(chip, fmt, state, series, _factor(chip, fmt, state, series), uncertainty)
+        basis = Basis(chip, fmt, state, series, _factor(chip, fmt, state, series), uncertainty)
+        if version in ("", series.version):
+            return basis
+        return basis.widened(facts["uncertainty"]["other_version"][fmt], f"{name} {version}")
 
-    def _near(self, chip: GpuSpec, fmt: str, state: State, library: str | None) -> list[tuple[float, float, Series]]:
+    def _near(
+        self, chip: GpuSpec, fmt: str, state: State, library: str | None, outside: frozenset[Sizes]
+    ) -> list[tuple[float, float, Series]]:
         """Series that could stand for it, with their distance and the uncertainty that this adds."""
         candidates, facts = [], _transfer()
         for series in self.coefficients.series:
             if series.fmt not in (fmt, *facts["stands_for"].get(fmt, ())) or (library is not None and series.library != library):
                 continue
-            distance, uncertainty = _distance(chip, gpu(series.gpu))
+            distance, uncertainty = _distance(chip, gpu(series.gpu), fmt)
             if not np.isfinite(distance):
                 continue
-            for differs, how in ((series.fmt != fmt, "other_format"), (series.state != state, "other_state")):
-                if differs:
-                    uncertainty = float(np.hypot(uncertainty, facts["uncertainty"][how]))
-                    distance += facts["distance"][how]
+            if series.fmt != fmt:
+                uncertainty = float(np.hypot(uncertainty, facts["uncertainty"]["other_format"]))
+                distance += facts["distance"]["other_format"]
+            if series.state != state:
+                uncertainty = float(np.hypot(uncertainty, _uncertainty("other_state", chip, fmt)))
+                distance += facts["distance"]["other_state"]
+            distance += facts["distance"]["outside"] * (series.sizes in outside)
             candidates.append((distance + (not series.default) * 0.01, uncertainty, series))
         return candidates
+
+    def _pieces(self, shapes: Shapes) -> Iterator[tuple[NDArray[np.int_], frozenset[Sizes]]]:
+        """The places of GEMMs that lie outside the same ranges of sizes, and these ranges; none where all series share them."""
+        ranges = [*dict.fromkeys(series.sizes for series in self.coefficients.series)]
+        beyond = np.stack([octaves_outside(shapes, sizes).any(axis=0) for sizes in ranges])
+        codes = np.where(beyond.all(axis=0), 0, (1 << np.arange(len(ranges))) @ beyond)
+        for code in np.unique(codes):
+            yield np.flatnonzero(codes == code), frozenset(sizes for bit, sizes in enumerate(ranges) if code >> bit & 1)
 
     def time(
         self,
@@ -164,29 +216,49 @@ class GemmModel:
         layout: Any = "tn",
         *,
         in_training: bool = False,
+        calibrated: bool = False,
     ) -> Times:
-        """GEMMs of one format. `layout` is one for all, or one for each. `in_training`: by training's library, which is known.
+        """GEMMs of one format. `layout` is one for all, or one for each.
+
+        `in_training`: by training's library, whose uncertainty the caller adds. `calibrated`: by the user's own, which was
+        measured.
 
         >>> model().time(gpu("h200"), "bf16", Shapes.of(8192, 8192, 8192)).gemm_ms.round(1).tolist()
         [1.6]
         """
-        basis = self.basis(chip, fmt, state, library, in_training=in_training)
-        unknown = (library is None and not in_training) or bool(basis.stands_for)  # whose GEMM it will be
-        if library is None and unknown and not basis.direct:
-            basis = replace(basis, uncertainty=float(np.hypot(basis.uncertainty, _transfer()["uncertainty"]["other_library"])))
-        work = tile_work(shapes, chip.sms)
-        known: Corrections = {}
-        times = self._time(basis, shapes, layout, work, known)
-        if unknown and basis.direct:
-            measured = (chip.name, fmt, state)
-            for series in self.coefficients.series:  # error bars reach what other libraries take
-                if (series.gpu, series.fmt, series.state) == measured and series is not basis.series:
-                    times = times.reaching(self._time(replace(basis, series=series), shapes, layout, work, known))
-        if state == "sustained" and in_training:  # single GEMMs are forecast as they were measured
-            first = self._time(self.basis(chip, fmt, "burst", library, in_training=True), shapes, layout, work, known)
-            times = times.at_least(first.gemm_ms, first.total_ms).reaching(times)
-            times = replace(times, burst_ms=np.minimum(first.gemm_ms, times.gemm_ms))
-        return times
+        layouts = np.broadcast_to(np.asarray(layout), shapes.m.shape)
+        whole = tile_work(shapes, chip.sms)
+        pieces = []
+        for index, outside in self._pieces(shapes):
+            part, work, known = shapes.take(index), whole[index], Corrections()
+            basis = self.basis(chip, fmt, state, library, in_training=in_training, outside=outside)
+            if in_training or calibrated:
+                times = self._time(basis, part, layouts[index], work, known)
+            else:
+                times = self._as_any_library(basis, library, part, layouts[index], work, known)
+            if state == "sustained" and in_training:  # single GEMMs are forecast as they were measured
+                cool = self.basis(chip, fmt, "burst", library, in_training=True, outside=outside)
+                first = self._time(cool, part, layouts[index], work, known)
+                times = times.at_least(first.gemm_ms, first.total_ms).reaching(times)
+                times = replace(times, burst_ms=np.minimum(first.gemm_ms, times.gemm_ms))
+            pieces.append((index, times))
+        return Times.merged(pieces)
+
+    def _as_any_library(
+        self, basis: Basis, library: str | None, shapes: Shapes, layouts: Any, work: Array, known: Corrections
+    ) -> Times:
+        """Single GEMMs of a library that may not be the measured one: error bars reach what other libraries take."""
+        name, _ = library_and_version(library)
+        widest = _transfer()["uncertainty"]["other_library"]
+        asked = basis.widened(widest[basis.fmt] * widest["unnamed"]) if name is None else basis
+        times = self._time(asked, shapes, layouts, work, known)
+        if basis.direct and basis.series.library != name:
+            for series in self.coefficients.series:
+                same = (series.gpu, series.fmt, series.state) == (basis.chip.name, basis.fmt, basis.state)
+                if same and series is not basis.series:
+                    other = replace(basis, series=series, uncertainty=0.0)
+                    times = times.reaching(self._time(other, shapes, layouts, work, known))
+        return times.within(shapes.flops / (basis.chip.tflops[RATE_OF[basis.fmt]] * 1e9))  # caches can beat the memory
 
     def _time(self, basis: Basis, shapes: Shapes, layout: Any, work: Array, known: Corrections) -> Times:
         chip, series, fmt = basis.chip, basis.series, basis.fmt
@@ -199,13 +271,14 @@ class GemmModel:
         bound = 1 / (1 + (moved / compute) ** 4)  # how far it is compute that takes the time
         factors, uncertainties = _layouts(layout, chip, fmt, len(physics))
         gemm = physics * np.exp(correction) * (1 + (basis.factor * factors - 1) * bound)
+        gemm = np.maximum(gemm, power_limit_ms(shapes, fmt, chip, basis.state))
         launch, passes = series.quantize
         quantize = np.zeros(len(physics))
         if fmt != "bf16":
             if series.fmt != fmt:
                 launch, passes = _transfer()["quantize"][fmt]
             quantize = launch + passes * quantize_bytes_ms(shapes.m * shapes.k, chip.bandwidth_tbps)
-        uncertainty = np.hypot(np.hypot(basis.uncertainty, uncertainties), uncertainty_outside(shapes))
+        uncertainty = np.hypot(np.hypot(basis.uncertainty, uncertainties), uncertainty_outside(shapes, series.sizes))
         low, high = np.maximum(-series.low * scale, 0.005), np.maximum(series.high * scale, 0.005)
         times = Times(gemm, quantize, np.hypot(low, uncertainty), np.hypot(high, uncertainty), uncertainty, gemm)
         return times.at_least(chip_limit_ms(shapes, fmt, chip))
@@ -221,6 +294,26 @@ def chip_limit_ms(shapes: Shapes, fmt: str, chip: GpuSpec) -> Array:
     return limit
 
 
+def power_limit_ms(shapes: Shapes, fmt: str, chip: GpuSpec, state: State) -> Array:
+    """What the chip's power limit allows where it is known to be far below the published rate; zero elsewhere."""
+    rate = chip.sustained_tflops.get(RATE_OF[fmt])
+    if rate is None:
+        return np.zeros(len(shapes.m))
+    limit: Array = shapes.flops / (rate * 1e9) / (1.0 if state == "sustained" else _slower(chip, fmt))
+    return limit
+
+
+@cache
+def library_and_version(library: str | None) -> tuple[str | None, str]:
+    """A library as people name it: trtllm, trtllm 1.3.0, trtllm==1.3.0.
+
+    >>> library_and_version("trtllm"), library_and_version("vllm==0.22.0"), library_and_version("my library v2.1")
+    (('trtllm', ''), ('vllm', '0.22.0'), ('my library', '2.1'))
+    """
+    parts = NAMED.fullmatch(library.strip()) if library else None
+    return (parts[1], parts[2] or "") if parts else (library, "")
+
+
 @cache
 def model() -> GemmModel:
     """The one of the package."""
@@ -232,28 +325,37 @@ def _transfer() -> dict[str, Any]:
     return load_data("gemmscope.forecast", "coefficients/transfer.toml")
 
 
-def _distance(chip: GpuSpec, other: GpuSpec) -> tuple[float, float]:
+def _uncertainty(kind: str, chip: GpuSpec, fmt: str) -> float:
+    """Of one kind, for the chip's architecture and a format."""
+    table = _transfer()["uncertainty"][kind]
+    return float(table.get(chip.architecture, {}).get(fmt, table["other"][fmt]))
+
+
+def _distance(chip: GpuSpec, other: GpuSpec, fmt: str) -> tuple[float, float]:
     """How far a measured chip is from the one asked for, and the uncertainty that this adds; infinite if it is no relative."""
     if chip.name == other.name:
         return 0.0, 0.0
-    facts = _transfer()
+    distance = _transfer()["distance"]
     if chip.architecture == other.architecture:
-        return facts["distance"]["same_architecture"], facts["uncertainty"]["same_architecture"]
-    relatives = facts["relatives"].get(chip.architecture, [])
+        return distance["same_architecture"], _uncertainty("same_architecture", chip, fmt)
+    relatives = _transfer()["relatives"].get(chip.architecture, [])
     if other.architecture in relatives:
-        return facts["distance"]["relative"] + relatives.index(other.architecture), facts["uncertainty"]["relative"]
+        return distance["relative"] + relatives.index(other.architecture), _uncertainty("relative", chip, fmt)
     return float("inf"), 0.0
+
+
+def _slower(chip: GpuSpec, fmt: str) -> float:
+    """Sustained compute time over that of a burst."""
+    facts = _transfer()["sustained_over_burst"]
+    return float(facts.get(chip.architecture, {}).get(fmt, facts["other"]))
 
 
 def _factor(chip: GpuSpec, fmt: str, state: State, series: Series) -> float:
     """On compute time: the other state, and a format that stands in for another."""
-    factor, facts = 1.0, _transfer()
-    if series.fmt != fmt:
-        factor *= facts["slower_than_stand_in"].get(fmt, 1.0)
-    if series.state != state:
-        slower = facts["sustained_over_burst"].get(chip.architecture, {}).get(series.fmt, facts["sustained_over_burst"]["other"])
-        factor *= slower if state == "sustained" else 1 / slower
-    return float(factor)
+    factor = 1.0 if series.fmt == fmt else float(_transfer()["slower_than_stand_in"].get(fmt, 1.0))
+    if series.state == state:
+        return factor
+    return factor * _slower(chip, series.fmt) if state == "sustained" else factor / _slower(chip, series.fmt)
 
 
 def _layouts(layout: Any, chip: GpuSpec, fmt: str, length: int) -> tuple[Array, Array]:
@@ -267,12 +369,22 @@ def _layouts(layout: Any, chip: GpuSpec, fmt: str, length: int) -> tuple[Array, 
     return factors, uncertainties
 
 
-def uncertainty_outside(shapes: Shapes) -> Array:
+def octaves_outside(shapes: Shapes, sizes: Sizes) -> Array:
+    """How far the rows, inner dimension and columns of each GEMM lie beyond a range: negative below it, zero inside."""
+    found = []
+    for values, (least, most) in zip((shapes.rows, shapes.inner, shapes.n), sizes, strict=True):
+        found.append(np.minimum(np.log2(values / least), 0) + np.maximum(np.log2(values / most), 0))
+    return np.stack(found)
+
+
+def uncertainty_outside(shapes: Shapes, sizes: Sizes = MEASURED_SIZES) -> Array:
     """The uncertainty of sizes beyond those measured, and of GEMMs in groups."""
-    added = _transfer()["uncertainty"]
-    octaves = np.zeros(len(shapes.m))
-    for name, (least, most) in MEASURED_SIZES.items():
-        sizes = getattr(shapes, name)
-        octaves = octaves + np.maximum(np.log2(least / sizes), 0) + np.maximum(np.log2(sizes / most), 0)
-    beyond: Array = np.hypot(octaves * added["per_octave_outside"], np.where(shapes.groups > 1, added["grouped"], 0.0))
-    return beyond
+    added, octaves = _transfer()["uncertainty"], octaves_outside(shapes, sizes)
+    above, below = added["outside"]["above"], added["outside"]["below"]
+    beyond = np.where(
+        octaves < 0,
+        np.minimum(-octaves * below["octave"], below["most"]),
+        np.minimum(octaves * above["octave"], above["most"]),
+    )
+    total: Array = np.sqrt((beyond**2).sum(axis=0) + np.where(shapes.groups > 1, added["grouped"] ** 2, 0.0))
+    return total

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding, finding
-from gemmscope.forecast.gemm import LAYOUT_OF, State, chip_limit_ms, model
+from gemmscope.forecast.gemm import LAYOUT_OF, State, chip_limit_ms, library_and_version, model
 from gemmscope.forecast.linears import Adjustment
 from gemmscope.forecast.physics import Shapes
 from gemmscope.forecast.training import gemm_factor
@@ -118,8 +118,10 @@ def forecast_gemm_list(
             raise UserError(f"{rows[gemms.kinds[kind][0]].where}: {errors[0].message}", errors[0].hint)
         findings += [finding("gemms-left-empty", reason=error.message) for error in errors]
     libraries = sorted({series.library for series in model().coefficients.series})
-    unknown = dict.fromkeys(by for _, by in gemms.kinds if by is not None and by not in libraries)
+    unknown = dict.fromkeys(by for _, by in gemms.kinds if by is not None and library_and_version(by)[0] not in libraries)
     findings += [finding("library-not-measured", library=shown(by), known=libraries) for by in unknown]
+    if not any(measured.values()) and any(by is None for _, by in gemms.kinds):
+        findings.append(finding("library-not-named", known=libraries))
     return GemmForecast(out.getvalue(), tuple(findings))
 
 
@@ -164,16 +166,18 @@ class _Gemms(NamedTuple):
             m, k, n, groups = self.sizes[index].T
             layouts = self.layouts[index]
             shapes = Shapes.of(m, k, n, groups, (layouts == "nt") & (groups > 1))
+            own = measured if by is None else None
+            calibrated = own is not None and own.gemm(fmt, "fprop", state) is not None
             try:
-                times = model().time(chip, fmt, shapes, state, by, layouts)
+                times = model().time(chip, fmt, shapes, state, by, layouts, calibrated=calibrated)
             except UserError as error:
                 failures.setdefault((fmt, by), []).append(error)
                 continue
             basis[model().basis(chip, fmt, state, by).description] = None
-            if measured is not None and by is None:
+            if own is not None:
                 factors = np.ones(len(layouts))  # the user's own measurements over the forecast
                 for name, layout in LAYOUT_OF.items():
-                    if (known := measured.gemm(fmt, name, state)) is not None:
+                    if (known := own.gemm(fmt, name, state)) is not None:
                         factors[layouts == layout] = known[0] * gemm_factor(fmt, chip)
                 gemm_ms = np.maximum(times.gemm_ms * factors, chip_limit_ms(shapes, fmt, chip))
                 times = replace(times, gemm_ms=gemm_ms)

@@ -10,7 +10,15 @@ from numpy.typing import NDArray
 from gemmscope.forecast.estimate import Estimate, total
 from gemmscope.forecast.gemm import LAYOUT_OF, State, chip_limit_ms, model, uncertainty_outside
 from gemmscope.forecast.physics import Array, Shapes
-from gemmscope.forecast.training import Quantizing, facts, gemm_factor, gemm_format, quantizing, uncertainty_of
+from gemmscope.forecast.training import (
+    Quantizing,
+    facts,
+    gemm_factor,
+    gemm_format,
+    library_uncertainty,
+    quantizing,
+    uncertainty_of,
+)
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.parts import StepPart
 from gemmscope.recipe.recipes import BASELINE, recipe
@@ -77,7 +85,7 @@ class Forecaster:
         # GEMMs by format, and the share of each one's time that it takes at the clock of a burst.
         self._known: dict[tuple[str, Key], tuple[Estimate, float]] = {}
         self._costs: dict[str, RecipeCosts] = {}
-        self._common, self._uncertainty = uncertainty_of("common", chip), uncertainty_of("quantize", chip)
+        self._uncertainty = uncertainty_of("quantize", chip)
 
     def costs(self, name: str) -> RecipeCosts:
         """Of a recipe on this chip."""
@@ -128,7 +136,7 @@ class Forecaster:
         layouts = np.select([dgrad, wgrad], [LAYOUT_OF["dgrad"], LAYOUT_OF["wgrad"]], LAYOUT_OF["fprop"])
         times = model().time(self.chip, fmt, shapes, self.state, layout=layouts, in_training=True)
         own = np.sqrt(np.maximum(((times.low + times.high) / 2) ** 2 - times.shared**2, 0.0))
-        shared = np.hypot(times.shared, self._common)
+        shared = np.hypot(times.shared, library_uncertainty(fmt, self.chip))
         factors, uncertainties = self._measured_factors(fmt, passes, self.state)
         if self.measured is not None and self.measured.own_chip:  # what all shapes share is known
             known = uncertainties > 0

@@ -49,6 +49,12 @@ class Shapes:
         parts = np.broadcast_arrays(*(np.atleast_1d(np.asarray(each, dtype=np.float64)) for each in (m, k, n, groups, split_k)))
         return Shapes(parts[0], parts[1], parts[2], parts[3], parts[4].astype(bool))
 
+    def take(self, index: NDArray[np.int_]) -> Shapes:
+        """Those at some places."""
+        if len(index) == len(self.m):
+            return self
+        return Shapes(self.m[index], self.k[index], self.n[index], self.groups[index], self.split_k[index])
+
     @property
     def flops(self) -> Array:
         return 2 * self.m * self.k * self.n

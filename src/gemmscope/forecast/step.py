@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import hypot
 
-from gemmscope.forecast.comm import Exchange, Held, exchanges
+from gemmscope.forecast.comm import Exchange, RankShare, exchanges
 from gemmscope.forecast.estimate import Estimate, pairwise, ratio, total, winner_that_fits
 from gemmscope.forecast.host import at_least, launch_ms
 from gemmscope.forecast.linears import Forecaster
@@ -21,7 +21,7 @@ from gemmscope.parts import StepPart, in_order
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.results.forecast import RecipeMemory
 from gemmscope.results.linears import Speedup
-from gemmscope.results.step import StepTime, StepTimes
+from gemmscope.results.step import Exchanged, StepTime, StepTimes
 from gemmscope.step.cost import Budget, cost
 from gemmscope.step.waterfall import levels_of, verdict
 from gemmscope.workload.cases import Case
@@ -48,6 +48,7 @@ class StepEstimate:
     common: float = 0.0
     exchanged: tuple[Exposed, ...] = ()
     host_ms: float = 0.0
+    host_decides: float = 0.0  # how far the step follows the time of the host: from 0, not at all, to 1
 
     @cached_property
     def total(self) -> Estimate:
@@ -140,12 +141,13 @@ class StepForecast:
             head_ms = one["head and loss"].value if "head and loss" in one else 0.0
             bubble_ms = (run.pp - 1) / run.vp * (batch_ms - head_ms * (1 - 1 / run.pp))
             parts[PROPORTIONAL] = Estimate(bubble_ms, computed.own, computed.shared)
+        decides = 0.0
         if batch_ms > gpu_ms * 1.0001:
             host = cluster()["host"]
             decides = (host_ms / batch_ms) ** host["sharpness"] if self.held.moe_layers else 1.0
             idle_ms = (batch_ms - gpu_ms) * batches
             parts[IDLE] = Estimate(idle_ms, decides * host["uncertainty"] * host_ms * batches / idle_ms)
-        return StepEstimate(in_order(parts), self._common, tuple(waits), host_ms * batches)
+        return StepEstimate(in_order(parts), self._common, tuple(waits), host_ms * batches, decides)
 
     def _micro_batch(self, name: str) -> dict[StepPart, Estimate]:
         """What one micro-batch computes."""
@@ -228,12 +230,12 @@ class StepForecast:
         return _Fixed(parts, activation, optimizer, exchanges(chip, self.network, self.model, self.run, self.held), head - saved)
 
     @cached_property
-    def held(self) -> Held:
+    def held(self) -> RankShare:
         """What this rank holds."""
         layers = sum(op.count for op in self.linears if op.name == "Attn Out")
         in_experts = sum(op.parameters * op.count for op in self.linears if isinstance(op, GroupedLinear))
         moe_layers = sum(op.count for op in self.linears if op.name == "Router")
-        return Held(layers, moe_layers, self.workload.parameters - in_experts, in_experts)
+        return RankShare(layers, moe_layers, self.workload.parameters - in_experts, in_experts)
 
     @property
     def _optimizer_share(self) -> float:
@@ -279,12 +281,20 @@ def speedup(slow: StepEstimate, fast: StepEstimate, in_common: float) -> Estimat
     """Of the step. `in_common` is the share of the shared errors of the GEMMs that both sides have alike; parts that both sides
     run alike have the same error, which hardly moves the ratio."""
     value = slow.total.value / fast.total.value
+    host = _host_uncertainty(slow, fast)
     if not fast.changed.value:
-        return Estimate(value)
+        return Estimate(value, host)
     share = fast.changed.value / (fast.changed.value + fast.constant.value)  # how much of the step the precision touches
     gain = ratio(slow.changed, fast.changed, in_common)
     dilution = fast.constant.shared * (1 - share) * abs(1 - 1 / value)  # a wrong constant dilutes more or less
-    return Estimate(value, gain.own * share, ((gain.shared * share) ** 2 + dilution**2) ** 0.5)
+    return Estimate(value, hypot(gain.own * share, host), hypot(gain.shared * share, dilution))
+
+
+def _host_uncertainty(slow: StepEstimate, fast: StepEstimate) -> float:
+    """Of a speedup: where the host decides both steps, how much longer launching one takes; where it decides one, all of it."""
+    known = cluster()["host"]
+    both, one = sorted((slow.host_decides, fast.host_decides))
+    return hypot(both * known["uncertainty_of_ratio"], (one - both) * known["uncertainty"])
 
 
 def _model_flops_per_gpu(forecast: StepForecast) -> float:
@@ -323,6 +333,7 @@ def forecast_step(
                 mfu=rate / forecast.forecaster.chip.tflops["bf16"],
                 gpu_busy_ms=step.busy_ms,
                 host_ms=step.host_ms,
+                exchanged=tuple(Exchanged(**each._asdict()) for each in step.exchanged),
                 peak_bytes=needed.get(name),
                 parts_ms=step.parts_ms,
                 waterfall=waterfall,
@@ -337,6 +348,9 @@ def forecast_step(
         winner=winner_that_fits(pairs, unfit),
         failures=failures,
         unfit=tuple(name for name in steps if name in unfit),
+        may_not_fit=tuple(
+            each.recipe for each in memory if each.fit == "may not fit" and each.total_bytes > each.available_bytes
+        ),
         gpus=run.gpus,
         global_batch=run.global_batch,
     )

@@ -38,6 +38,17 @@ def uncertainty_of(table: str, chip: GpuSpec, tables: Mapping[str, Any] | None =
     return float(known["uncertainty_measured" if chip.capability == _measured_on() else "uncertainty"])
 
 
+def library_uncertainty(fmt: str, chip: GpuSpec) -> float:
+    """What the GEMMs of a format have in common in training: its library is not the one that was measured widely.
+
+    >>> library_uncertainty("fp8", gpu("h100")) < library_uncertainty("fp8", gpu("b200"))
+    True
+    """
+    table = facts()["common"]
+    measured = table["uncertainty_measured"] if chip.capability == _measured_on() else {}
+    return float(measured.get(fmt, table["uncertainty"][fmt]))
+
+
 def gemm_format(recipe: Recipe, pass_name: str, chip: GpuSpec) -> str:
     """The format of a pass's GEMMs, as the forecast of GEMMs names it.
 

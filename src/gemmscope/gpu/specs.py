@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 from pydantic import TypeAdapter
@@ -14,7 +14,10 @@ from gemmscope.toml import load_data
 
 @dataclass(frozen=True)
 class GpuSpec:
-    """One GPU. `tflops` are dense rates by format (bf16, fp8, fp4); the other fields carry their unit in their name."""
+    """One GPU. `tflops` are dense rates by format (bf16, fp8, fp4); the other fields carry their unit in their name.
+
+    `sustained_tflops` are the rates that its power limit allows, where that is known to be far less.
+    """
 
     name: str
     device: str
@@ -30,6 +33,7 @@ class GpuSpec:
     tflops: Mapping[str, float]
     source: str
     disagreements: str = ""
+    sustained_tflops: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def architecture(self) -> str:

@@ -40,6 +40,21 @@ class Cost(Part):
     """Sequences of one step on all GPUs."""
 
 
+class Exchanged(Part):
+    """What one rank exchanges in one step for one reason, in milliseconds."""
+
+    kind: Literal["tensor", "context", "experts", "stages", "gradients", "weights"]
+    time_ms: float
+    exposed_ms: float
+    """What the step waits for; the rest is hidden behind computation."""
+    unsure_ms: float
+    """Half-width of the 90% error bar of exposed_ms."""
+    crosses: bool
+    """Whether some of it leaves the NVLink domain."""
+    basis: str
+    """Where the exposed share comes from: fitted to published runs, or a prior."""
+
+
 class Verified(Part):
     """The real model's step beside the prediction of the same run: the speedup, or the baseline's milliseconds."""
 
@@ -81,6 +96,8 @@ class StepTime(Part):
     """Peak memory of one GPU with the real model: measured, or what a forecast expects of the rank that needs most."""
     parts_ms: dict[StepPart, float] = {}
     """Where the time goes; of as many layers as were run."""
+    exchanged: tuple[Exchanged, ...] = ()
+    """What a forecast of several GPUs counts as communication."""
     waterfall: tuple[WaterfallLevel, ...] = ()
     """From the speedup of the GEMMs alone to that of the step."""
     named_share: float | None = None
@@ -114,6 +131,8 @@ class StepTimes(Part):
     """Recipe → why it has no step."""
     unfit: tuple[str, ...] = ()
     """Recipes that do not fit in the memory of the GPU: neither winners nor priced."""
+    may_not_fit: tuple[str, ...] = ()
+    """Recipes that usually need more memory than the GPU has, but fit at best."""
     gpus: int | None = None
     """GPUs of the layout; null for a measurement."""
     global_batch: int | None = None

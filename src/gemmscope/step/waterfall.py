@@ -134,6 +134,7 @@ def levels_of(slow: Mapping[StepPart, float], fast: Mapping[StepPart, float]) ->
 RUNS_AHEAD = 0.85  # of the step: a CPU that needs less to launch it is ahead of the GPU all the time
 HOST_BOUND = 0.05  # of the step spent idle
 IDLE: StepPart = "idle, host-bound"
+BUBBLE: StepPart = "pipeline bubble"
 USED_UP = 0.5  # of what the GEMMs gain
 MOST_OF_STEP = 0.5
 AS_EXPECTED = 0.9  # of the GEMMs' speedup reaches the step
@@ -152,6 +153,8 @@ def verdict(levels: Sequence[WaterfallLevel], recipe: Recipe | None = None, plac
     idle_ms = times.get(IDLE, 0.0)
     if idle_ms > HOST_BOUND * step_ms and (worst == IDLE or step < 1):
         return finding("step-host-bound", recipe=name, idle_ms=idle_ms)
+    if (bubble_ms := times.get(BUBBLE, 0.0)) > MOST_OF_STEP * step_ms:
+        return finding("step-bubble", recipe=name, bubble_ms=bubble_ms, step_ms=step_ms)
     if gemms <= 1:
         return finding("step-gemms-slower", recipe=name, speedup=gemms)
     if (step > 1 and step >= AS_EXPECTED * gemms) or worst is None:

@@ -1,0 +1,64 @@
+"""Tables of docs/accuracy.md about steps on several GPUs: published training runs beside their forecasts."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from math import exp
+from pathlib import Path
+
+from gemmscope.toml import parse_toml
+
+DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS.parent / "benchmarks"))
+from published_runs import Compared, Scorer, published_runs, summary  # noqa: E402
+
+
+@cache
+def compared() -> list[Compared]:
+    """All published runs."""
+    return Scorer(published_runs()).compared()
+
+
+def runs_summary() -> str:
+    """Median errors and how many runs lie inside their error bars: fitted, with each model or GPU left out, and others."""
+    left_out = parse_toml((DOCS / "measured/published_fit.toml").read_text("utf-8"))
+    rows = []
+    found = summary(compared())
+    for kind in ("dense", "with experts"):
+        count, error, inside = found[f"fitted, {kind}"]
+        rows.append((kind, "fitted", count, error, inside))
+        for group, name in (("model", "its model left out of the fit"), ("gpu", "its GPU left out of the fit")):
+            of = left_out[group][kind]
+            rows.append((kind, name, of["runs"], of["median"], of["inside"]))
+        count, error, inside = found[f"not fitted, {kind}"]
+        rows.append((kind, "other runs, which were not fitted", count, error, inside))
+    lines = ["| models | runs | number | median error | inside the 90% error bar |", "| --- | --- | ---: | ---: | ---: |"]
+    lines += [f"| {kind} | {which} | {count} | {error:.1%} | {inside} of {count} |" for kind, which, count, error, inside in rows]
+    return "\n".join(lines)
+
+
+def fitted_runs() -> str:
+    """Those of the fit."""
+    return _table([each for each in compared() if each.run.fitted])
+
+
+def other_runs() -> str:
+    """The others."""
+    return _table([each for each in compared() if not each.run.fitted])
+
+
+def _table(some: list[Compared]) -> str:
+    lines = [
+        "| model | GPUs | recipe | layout | batch | container | tokens/s/GPU | forecast [90%] | error | inside |",
+        "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for each in some:
+        run, reach = each.run, exp(each.uncertainty)
+        bar = f"{each.tokens_per_s:,.0f} [{each.tokens_per_s / reach:,.0f}, {each.tokens_per_s * reach:,.0f}]"
+        batch = f"{run.micro_batch} of {run.global_batch}"
+        lines.append(
+            f"| {run.preset} | {run.gpus} {run.gpu} | {run.recipe} | {run.layout} | {batch} | {run.container} |"
+            f" {run.tokens_per_s:,.0f} | {bar} | {each.error:+.1%} | {'yes' if each.holds else 'no'} |"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,42 @@
+"""The table of what one GPU exchanges with others in a forecast step."""
+
+from gemmscope.document.table import Cell, Table, columns, number
+from gemmscope.results.step import Exchanged, StepTimes
+
+NAMES = {
+    "tensor": "tensor parallelism: activations",
+    "context": "context parallelism: keys and values",
+    "experts": "expert parallelism: tokens",
+    "stages": "pipeline: activations and gradients",
+    "gradients": "data parallelism: gradients",
+    "weights": "data parallelism: weights",
+}
+
+
+def exchange_table(step: StepTimes, prefix: str = "") -> Table | None:
+    """Of the best recipe; None where nothing is exchanged."""
+    time = step.of(step.winner.best) if step.winner is not None else None
+    time = time or (step.recipes[0] if step.recipes else None)
+    if time is None or not time.exchanged:
+        return None
+    heads = ("Over", "Exposed share")
+    figures = ("All ms", "Hidden ms", "Exposed ms [90% error bar]")
+    return Table(
+        f"{prefix}FORECAST: what one GPU exchanges in a step ({time.recipe})",
+        columns(("Exchange", *heads), figures),
+        tuple(_row(each) for each in time.exchanged),
+        "Hidden: overlapped with computation. The exposed share was fitted to published runs; what they do not show is a prior.",
+    )
+
+
+def _row(each: Exchanged) -> tuple[Cell, ...]:
+    hidden, low = each.time_ms - each.exposed_ms, max(each.exposed_ms - each.unsure_ms, 0.0)
+    high = min(each.exposed_ms + each.unsure_ms, each.time_ms) if not each.crosses else each.exposed_ms + each.unsure_ms
+    return (
+        Cell(NAMES[each.kind]),
+        Cell("the network" if each.crosses else "NVLink"),
+        Cell(each.basis),
+        number(each.time_ms, f"{each.time_ms:.1f}"),
+        number(hidden, f"{hidden:.1f}"),
+        number(each.exposed_ms, f"{each.exposed_ms:.1f} [{low:.1f}, {max(high, each.exposed_ms):.1f}]"),
+    )
