@@ -15,6 +15,7 @@ PAGES = {
     "bench": "bench.md",
     "step": "step.md",
     "forecast": "forecast.md",
+    "plan": "plan.md",
     "calibrate": "forecast.md#on-your-own-gpu",
     "explain": "explain.md",
     "trace-me": "explain.md#recording-a-good-trace",

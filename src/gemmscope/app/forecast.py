@@ -9,7 +9,8 @@ from typing import Any
 
 from gemmscope import signals
 from gemmscope.app.bench import DEFAULT_CHOICES, Shape, check_shape, check_te_benchmark
-from gemmscope.app.choose import BACKEND_OF, Choices
+from gemmscope.app.choose import Choices
+from gemmscope.app.forecast_gpus import chips_of, choose_recipes, common_fields, known_state
 from gemmscope.app.model import (
     SIZES,
     LinearCases,
@@ -28,7 +29,7 @@ from gemmscope.errors import UserError, closest, in_python, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.forecast.accumulation import accumulation_finding, cheapest_finding
 from gemmscope.forecast.calibration import calibrated
-from gemmscope.forecast.gemm import STATES, State, model
+from gemmscope.forecast.gemm import State, model
 from gemmscope.forecast.gemm_list import GemmForecast, forecast_gemm_list
 from gemmscope.forecast.linear_results import forecast_linears, misaligned
 from gemmscope.forecast.linears import Forecaster
@@ -37,12 +38,11 @@ from gemmscope.forecast.network import network_of
 from gemmscope.forecast.pipeline import bubble_findings
 from gemmscope.forecast.step import StepForecast, forecast_step
 from gemmscope.forecast.sweep import Configuration, forecast_sweep
-from gemmscope.forecast.training import gemm_format, only_torchao, torchao_known
-from gemmscope.gpu.specs import GpuSpec, gpu, gpus
+from gemmscope.forecast.training import gemm_format
+from gemmscope.gpu.specs import GpuSpec, gpu
 from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import ModelSpec, RunSpec, check_size
-from gemmscope.recipe.recipes import BASELINE, recipe, recipes
-from gemmscope.recipe.support import support
+from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.results.base import ModelSummary
 from gemmscope.results.forecast import ForecastResult, GpuForecast, GpuSweep, RecipeMemory, SweepPoint
 from gemmscope.results.linears import Linears
@@ -88,12 +88,12 @@ def forecast(
     `price` per GPU-hour (one for all, or by GPU): what the run costs. `as_te_benchmark`: linears as forward calls, as Transformer
     Engine's GEMM benchmark script counts them.
     """
-    chips, known_state = _chips(gpus), _state(state)
+    chips, clocks = chips_of(gpus), known_state(state)
     networks = {chip.name: network_of(chip, network, nvlink_domain) for chip in chips}
     job = _on_gpus(as_frameworks_run(job) if job is not None else None, gpu_count)
     known_gpus = gpu_count if job is None or job.run.dp is None else job.run.gpus
     budgets = _budgets(chips, tokens, known_gpus, price) if tokens is not None or price is not None else {}
-    by_gpu = _choose_recipes(chips, choices, job.source.framework if job is not None else "")
+    by_gpu = choose_recipes(chips, choices, job.source.framework if job is not None else "")
     subject = rank_workload(job, reporter.say) if job is not None else None
     if subject is not None:
         _check_schedule(subject.source, subject.run)
@@ -108,7 +108,7 @@ def forecast(
     forecasts = []
     for chip in chips:
         (names, recipe_findings), (adjustment, calibration_findings) = by_gpu[chip.name], calibrated(chip.name)
-        forecaster = Forecaster(chip, known_state, cache_weights=cache_weights, measured=adjustment, forward_only=as_te_benchmark)
+        forecaster = Forecaster(chip, clocks, cache_weights=cache_weights, measured=adjustment, forward_only=as_te_benchmark)
         modes, of_layer = choices.chosen_modes(), (linears.layers, linears.layer_counts)
         times = forecast_linears(
             forecaster, linears.cases, names, modes, *of_layer, heads=_heads(subject), as_te_benchmark=as_te_benchmark
@@ -124,7 +124,7 @@ def forecast(
                 gpu=chip.name,
                 title=chip.title,
                 capability=chip.architecture,
-                basis=_basis(chip, known_state, names),
+                basis=_basis(chip, clocks, names),
                 linears=times,
                 step=step,
                 memory=memory,
@@ -140,7 +140,7 @@ def forecast(
     about = subject.about() if subject is not None else {"origin": "shapes"}
     cheapest = cheapest_finding(forecasts)
     findings = (*_common_findings(subject, linears, forecasts), *([cheapest] if cheapest is not None else []))
-    common = _common(command, known_state, subject.run.data_parallel if subject is not None else 1)
+    common = {**common_fields(command, clocks), "dp": subject.run.data_parallel if subject is not None else 1}
     return ForecastResult(**common, **about, findings=findings, gpus=tuple(forecasts))
 
 
@@ -162,9 +162,9 @@ def sweep(
     `model` and `run` are the arguments of `load_model` and `model_run`; `axes` gives a size of either its values. A signal ends
     it early, with the points that were computed until then.
     """
-    chips, known_state = _chips(gpus), _state(state)
+    chips, clocks = chips_of(gpus), known_state(state)
     networks = {chip.name: network_of(chip, network, nvlink_domain) for chip in chips}
-    by_gpu = _choose_recipes(chips, choices)
+    by_gpu = choose_recipes(chips, choices)
     _check_axes(axes, model)
     sweeps: list[GpuSweep] = []
     with signals.held() as held:
@@ -179,7 +179,7 @@ def sweep(
 
             for chip in chips:
                 (names, recipe_findings), (adjustment, calibration_findings) = by_gpu[chip.name], calibrated(chip.name)
-                forecaster = Forecaster(chip, known_state, measured=adjustment)
+                forecaster = Forecaster(chip, clocks, measured=adjustment)
                 swept = forecast_sweep(forecaster, possible, impossible, names, networks[chip.name], on_points)
                 if swept is not None:
                     findings = (*swept.findings, *recipe_findings, *calibration_findings)
@@ -196,7 +196,7 @@ def sweep(
         reasons.setdefault(point.why_not if listed else OTHER_REASONS, []).append(point.place)
     about += [finding("sweep-point-not-possible", places=places, reason=reason) for reason, places in reasons.items()]
     replicas = {run.data_parallel for _, _, run in possible}
-    common = _common(command, known_state, replicas.pop() if len(replicas) == 1 else 1)
+    common = {**common_fields(command, clocks), "dp": replicas.pop() if len(replicas) == 1 else 1}
     return ForecastResult(
         **common,
         origin="sweep",
@@ -223,26 +223,12 @@ def forecast_gemms(file: str, gpus: Sequence[str], *, state: str = "sustained", 
     `library`: as this library was measured; without it the user's own calibration is applied.
     """
     by = library.strip().lower() if library else None
-    chips, adjustments, findings = _chips(gpus), {}, list[Finding]()
+    chips, adjustments, findings = chips_of(gpus), {}, list[Finding]()
     for chip in chips:
         adjustments[chip.name], about = calibrated(chip.name, own_only=True) if by is None else (None, [])
         findings += about
-    result = forecast_gemm_list(file, chips, adjustments, _state(state), by)
+    result = forecast_gemm_list(file, chips, adjustments, known_state(state), by)
     return GemmForecast(result.csv, (finding("forecast-not-measured"), *result.findings, *findings))
-
-
-def _chips(names: Sequence[str]) -> list[GpuSpec]:
-    """The GPUs in the order they were named, each once."""
-    if not names:
-        raise UserError("no GPU is named", f"add {option('gpu', 'b300,h200')}, for example; known: {', '.join(gpus())}")
-    return list({(spec := gpu(name)).name: spec for name in names}.values())
-
-
-def _state(state: str) -> State:
-    for known in STATES:
-        if state == known:
-            return known
-    raise UserError(f"{option('state')} {shown(state)} is not known", "it can be sustained (as in training) or burst")
 
 
 def _on_gpus(job: ModelRun | None, gpu_count: int | None) -> ModelRun | None:
@@ -272,55 +258,6 @@ def _budgets(chips: Sequence[GpuSpec], tokens: float | None, gpu_count: int | No
     return {name: budget if by_gpu is None else budget.at(by_gpu.get(name)) for name in names}
 
 
-def _choose_recipes(
-    chips: Sequence[GpuSpec], requested: Choices, framework: str = ""
-) -> dict[str, tuple[list[str], list[Finding]]]:
-    """By GPU: the recipes to forecast, and what there is to know about them.
-
-    Those named must run on at least one of the GPUs; by default, all that a GPU runs of the library that the framework trains
-    with, which is Transformer Engine unless the framework has another.
-    """
-    backend = BACKEND_OF.get(framework, "transformer_engine")
-    usual = [name for name, known in recipes().items() if backend in known.backends]
-    named = requested.named_recipes()
-    wanted = [name for name in named or usual if name not in requested.left_out]
-    choices = {}
-    for chip in chips:
-        reasons = {name: _why_not(name, chip) for name in wanted}
-        chosen = [name for name in wanted if not reasons[name]]
-        notes = {name: support(name, chip.capability).note for name in chosen}
-        findings = [finding("recipe-emulated", recipe=name, how=note) for name, note in notes.items() if note]
-        if named is None and framework in BACKEND_OF:
-            findings.append(finding("framework-backend", framework=framework, backend=backend))
-            if borrowed := [name for name in chosen if name != BASELINE] if not torchao_known(chip) else []:
-                findings.append(finding("torchao-not-measured", recipes=borrowed))
-        left_out = {name: why for name, why in reasons.items() if why and (named is not None or only_torchao(recipe(name)))}
-        findings += [finding("recipe-left-out", recipe=name, reason=why) for name, why in left_out.items()]
-        if named is None and chosen == [BASELINE] and not requested.left_out and not left_out:
-            findings.append(finding("only-baseline-runs", gpu=chip.name, reason=_why_not("FP8Current", chip)))
-        choices[chip.name] = chosen, findings
-    for name in wanted if named is not None else ():
-        if not any(name in chosen for chosen, _ in choices.values()):
-            able = [other for other in recipes() if not all(_why_not(other, chip) for chip in chips)]
-            runs = any(support(name, chip.capability).runs for chip in chips)
-            problem = (
-                f"{name} cannot {'be forecast for' if runs else 'run on'} {' or '.join(choices)}: {_why_not(name, chips[0])}"
-            )
-            raise UserError(problem, f"recipes that can: {', '.join(able)}")
-    return choices
-
-
-def _why_not(name: str, chip: GpuSpec) -> str:
-    """Why a recipe cannot run on a GPU, or cannot be forecast for it; empty if it can."""
-    if recipe(name).backends == ("cpu",):
-        return "it only runs on CPUs"
-    if impossible := support(name, chip.capability).why_not(chip.name, chip.capability):
-        return impossible
-    if only_torchao(recipe(name)) and not torchao_known(chip):
-        return "torchao's kernels were measured on Hopper alone, and other architectures run others"
-    return ""
-
-
 def _cases(subject: RankWorkload | None, shapes: Sequence[Shape] | None) -> LinearCases:
     """The linears to forecast: of the model, or bare GEMMs."""
     if subject is None:
@@ -335,12 +272,6 @@ def _cases(subject: RankWorkload | None, shapes: Sequence[Shape] | None) -> Line
     if not linears.cases:
         raise UserError(f"{subject.name} has no linear layers", "gemmscope shapes lists its operations")
     return linears
-
-
-def _common(command: str, state: State, dp: int) -> dict[str, Any]:
-    """What every result of this command has, with the origin of the fitted numbers."""
-    fitted = model().coefficients
-    return {"command": command, "coefficients": f"{fitted.source}; {fitted.fitted}", "state": state, "dp": dp}
 
 
 def _basis(chip: GpuSpec, state: State, names: Sequence[str]) -> tuple[str, ...]:
