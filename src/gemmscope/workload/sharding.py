@@ -53,7 +53,7 @@ def _tensor_parallel_sizes(model: ModelSpec, run: RunSpec) -> dict[str, int]:
 
 
 def _expert_widths(model: ModelSpec) -> dict[str, int]:
-    widths = [layer.mlp.expert.intermediate_size for layer in model.layers if isinstance(layer.mlp, MoeSpec)]
+    widths = [layer.mlp.expert.intermediate_size for layer, _ in model.layer_groups() if isinstance(layer.mlp, MoeSpec)]
     return {"the experts' intermediate_size": gcd(*widths)} if widths else {}
 
 
@@ -68,7 +68,7 @@ def _check_divides(argument: str, parts: int, sizes: dict[str, int]) -> None:
 
 
 def _check_experts(model: ModelSpec, run: RunSpec) -> None:
-    moe = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MoeSpec)]
+    moe = [layer.mlp for layer, _ in model.layer_groups() if isinstance(layer.mlp, MoeSpec)]
     if not moe:
         for argument, value, neutral in (("ep", run.ep, 1), ("etp", run.etp, None), ("imbalance", run.imbalance, 1.0)):
             if value != neutral:
