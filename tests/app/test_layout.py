@@ -14,7 +14,7 @@ from gemmscope.model import megatron, torchtitan
 from gemmscope.model.source import ModelSource
 from gemmscope.workload.sharding import check, check_schedule
 from support.command import Run, run
-from support.reading import codes
+from support.reading import codes, facts
 
 __all__ = ["run"]  # the fixture
 
@@ -182,6 +182,10 @@ pipeline_parallel_schedule = "Interleaved1F1B"
     job = model_run(torchtitan.read(text, "job.toml"))
     assert (job.run.vp, job.run.gradient_accumulation) == (2, 6)
     assert forecast(job, ["h100"], gpu_count=32).gpus
+    assert not forecast(job, ["h100"], gpu_count=32).has("gpus-unknown")
+    alone = forecast(job, ["h100"])
+    assert facts(alone, "gpus-unknown") == {"origin": "job.toml", "zero": 2, "gpus": 4, "example": 32}
+    assert "--gpus 32" in next(found.text for found in alone.findings if found.code == "gpus-unknown")
 
 
 def test_hybrid_sharding_of_a_file_in_another_layout() -> None:
