@@ -144,12 +144,16 @@ def check_schedule(run: RunSpec) -> None:
     """
     if run.vp > 1 and run.gradient_accumulation % run.pp:
         below = run.gradient_accumulation // run.pp * run.pp
-        possible = [option("gradient_accumulation", count) for count in (below, below + run.pp) if count]
-        nearest = "the nearest that work" if len(possible) > 1 else "the nearest that works"
+        counts = [count for count in (below, below + run.pp) if count]
+        accumulation, batch = (
+            " or ".join(option(name, each * count) for count in counts)
+            for name, each in (("gradient_accumulation", 1), ("global_batch", run.global_batch // run.gradient_accumulation))
+        )
+        nearest = "the nearest that work" if len(counts) > 1 else "the nearest that works"
         raise UserError(
             f"{option('vp', run.vp)} needs micro-batches in multiples of {option('pp', run.pp)}, and a step has "
             f"{run.gradient_accumulation} ({option('gradient_accumulation')})",
-            f"{nearest}: {' or '.join(possible)}; or give {option('global_batch')}",
+            f"{nearest}: {accumulation}; as a global batch, {batch}",
         )
 
 
