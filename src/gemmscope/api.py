@@ -37,6 +37,7 @@ from gemmscope.results.bench import BenchResult
 from gemmscope.results.compare import CompareResult
 from gemmscope.results.explain import ExplainResult
 from gemmscope.results.forecast import ForecastResult
+from gemmscope.results.plan import PlanResult
 from gemmscope.results.shapes import ShapesResult
 from gemmscope.results.step import StepResult
 from gemmscope.sizes import size, token_count
@@ -89,6 +90,38 @@ class Model:
         given = _numbers({name: value for name, value in given.items() if value is not None})
         job = model_run(self.source, **given)
         return Job(job.source, job.run, job.findings, job.settled, self.arguments, given, f"{self.call}.{_call('on', **given)}")
+
+    def plan(
+        self,
+        gpu: str,
+        gpus: int | str,
+        global_batch: int | str | None = None,
+        sequence_length: int | str | None = None,
+        *,
+        recipes: Sequence[str] | str | None = None,
+        vary: Mapping[str, Sequence[int]] | None = None,
+        **options: Any,
+    ) -> PlanResult:
+        """The fastest layouts on so many GPUs of one type, with a global batch of so many sequences.
+
+        Parts of a layout can be fixed, each to a value or a list: tp, pp, vp, cp, ep, etp, micro_batch_size, recompute, zero.
+        `vary={"hidden": [5120, 6144]}` compares models. Options: state, network, nvlink_domain, left_out, imbalance,
+        optimizer_state, tp_overlap, dp_overlap, ep_overlap, cuda_graphs, and tokens, price for the cost of a run. Ctrl-C returns
+        the layouts computed until then.
+
+        >>> result = load("llama-3.2-1b").plan("h100", 2, 8, 4096, recipes="fp8current", recompute="none", pp=1)
+        >>> result.best.recipe
+        'FP8Current'
+        """
+        sizes = {"gpus": gpus, "global_batch": global_batch, "sequence_length": sequence_length}
+        command = f"{self.call}.{_call('plan', repr(gpu), **sizes, recipes=recipes, vary=vary, **options)}"
+        restrict = {name: options.pop(name) for name in app.plan.PARTS if name in options}
+        settings = {name: options.pop(name) for name in app.plan.SETTINGS if name in options}
+        choices, rest = _split({"recipes": recipes, **options}, app.plan.plan, Choices)
+        return app.plan.plan(
+            self.source, gpu, **_numbers(sizes), restrict=restrict, vary=vary or {}, settings=settings,
+            choices=Choices(**choices), command=command, reporter=_console(), **rest,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, repr=False)

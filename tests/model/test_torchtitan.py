@@ -151,6 +151,7 @@ ALWAYS = {
     "dp_overlap": True,
     "ep_overlap": False,
     "cuda_graphs": False,
+    "partly_recomputed": True,
 }
 
 

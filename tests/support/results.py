@@ -12,6 +12,7 @@ from gemmscope.app.model import load_model, model_run
 from gemmscope.results.base import Result
 from support.explain_files import explanation
 from support.forecast_files import forecast_result, plane, several_gpus, sweep
+from support.plan_files import plan_of_experts, plan_result, varied_plan
 from support.run_files import recorded_bench, squares
 from support.step_files import recorded_step
 
@@ -41,6 +42,9 @@ RESULTS: dict[str, Callable[[], Result]] = {
     "forecast of several GPUs": several_gpus,
     "sweep": sweep,
     "sweep of a plane": plane,
+    "plan": plan_result,
+    "plan of experts": plan_of_experts,
+    "plan of several models": varied_plan,
     "explain": lambda: explanation("recompute"),
     "compare": compared,
     **{f"bench, {name} run": partial(recorded_bench, name) for name in ("third", "fourth")},

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from gemmscope.app import bench, calibrate, choose, compare, doctor, explain, forecast
 
     # isort: split
-    from gemmscope.app import model, names, progress, report, result, shapes, step
+    from gemmscope.app import model, names, plan, progress, report, result, shapes, step
 
 __all__ = [
-    "bench", "calibrate", "choose", "compare", "doctor", "explain", "forecast", "model", "names", "progress", "report", "result",
-    "shapes", "step",
+    "bench", "calibrate", "choose", "compare", "doctor", "explain", "forecast", "model", "names", "plan", "progress", "report",
+    "result", "shapes", "step",
 ]  # fmt: skip
 
 

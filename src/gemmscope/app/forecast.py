@@ -8,13 +8,15 @@ from math import prod
 from typing import Any
 
 from gemmscope import signals
-from gemmscope.app.bench import DEFAULT_CHOICES, Shape, check_shape
-from gemmscope.app.choose import BACKEND_OF, Choices
+from gemmscope.app.bench import DEFAULT_CHOICES, Shape, check_shape, check_te_benchmark
+from gemmscope.app.choose import Choices
+from gemmscope.app.forecast_gpus import chips_of, choose_recipes, common_fields, known_state
 from gemmscope.app.model import (
     SIZES,
     LinearCases,
     ModelRun,
     RankWorkload,
+    as_forward_calls,
     as_frameworks_run,
     linear_cases,
     load_model,
@@ -27,7 +29,7 @@ from gemmscope.errors import UserError, closest, in_python, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.forecast.accumulation import accumulation_finding, cheapest_finding
 from gemmscope.forecast.calibration import calibrated
-from gemmscope.forecast.gemm import STATES, State, model
+from gemmscope.forecast.gemm import State, model
 from gemmscope.forecast.gemm_list import GemmForecast, forecast_gemm_list
 from gemmscope.forecast.linear_results import forecast_linears, misaligned
 from gemmscope.forecast.linears import Forecaster
@@ -37,11 +39,10 @@ from gemmscope.forecast.pipeline import bubble_findings
 from gemmscope.forecast.step import StepForecast, forecast_step
 from gemmscope.forecast.sweep import Configuration, forecast_sweep
 from gemmscope.forecast.training import gemm_format
-from gemmscope.gpu.specs import GpuSpec, gpu, gpus
+from gemmscope.gpu.specs import GpuSpec, gpu
 from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import ModelSpec, RunSpec, check_size
-from gemmscope.recipe.recipes import BASELINE, recipe, recipes
-from gemmscope.recipe.support import support
+from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.results.base import ModelSummary
 from gemmscope.results.forecast import ForecastResult, GpuForecast, GpuSweep, RecipeMemory, SweepPoint
 from gemmscope.results.linears import Linears
@@ -71,6 +72,7 @@ def forecast(
     choices: Choices = DEFAULT_CHOICES,
     state: str = "sustained",
     cache_weights: bool = False,
+    as_te_benchmark: bool = False,
     network: str | float | None = None,
     nvlink_domain: int | None = None,
     tokens: float | None = None,
@@ -83,28 +85,34 @@ def forecast(
 
     `state`: sustained, as in training, or burst, the first moments of a rested GPU. `network`: between NVLink domains of
     `nvlink_domain` GPUs, by name or in GB/s per GPU. `gpu_count`: all GPUs, which gives the data-parallel size. `tokens` at a
-    `price` per GPU-hour (one for all, or by GPU): what the run costs.
+    `price` per GPU-hour (one for all, or by GPU): what the run costs. `as_te_benchmark`: linears as forward calls, as Transformer
+    Engine's GEMM benchmark script counts them.
     """
-    chips, known_state = _chips(gpus), _state(state)
+    chips, clocks = chips_of(gpus), known_state(state)
     networks = {chip.name: network_of(chip, network, nvlink_domain) for chip in chips}
     job = _on_gpus(as_frameworks_run(job) if job is not None else None, gpu_count)
     known_gpus = gpu_count if job is None or job.run.dp is None else job.run.gpus
     budgets = _budgets(chips, tokens, known_gpus, price) if tokens is not None or price is not None else {}
-    by_gpu = _choose_recipes(chips, choices, job.source.framework if job is not None else "")
+    by_gpu = choose_recipes(chips, choices, job.source.framework if job is not None else "")
     subject = rank_workload(job, reporter.say) if job is not None else None
     if subject is not None:
         _check_schedule(subject.source, subject.run)
     linears = _cases(subject, shapes)
-    spec = subject.source.model if subject is not None else None
+    if as_te_benchmark:
+        check_te_benchmark(job, cache_weights=cache_weights)
+        linears = as_forward_calls(linears)
+    spec = subject.source.model if subject is not None and not as_te_benchmark else None
     if spec is None and (budgets or gpu_count is not None):
         problem = f"{option('tokens')} and {option('gpus')} are about a training step, and there is none"
         raise UserError(problem, f"name a model: {option('config')} or {option('preset')}")
     forecasts = []
     for chip in chips:
         (names, recipe_findings), (adjustment, calibration_findings) = by_gpu[chip.name], calibrated(chip.name)
-        forecaster = Forecaster(chip, known_state, cache_weights=cache_weights, measured=adjustment)
+        forecaster = Forecaster(chip, clocks, cache_weights=cache_weights, measured=adjustment, forward_only=as_te_benchmark)
         modes, of_layer = choices.chosen_modes(), (linears.layers, linears.layer_counts)
-        times = forecast_linears(forecaster, linears.cases, names, modes, *of_layer, heads=_heads(subject))
+        times = forecast_linears(
+            forecaster, linears.cases, names, modes, *of_layer, heads=_heads(subject), as_te_benchmark=as_te_benchmark
+        )
         step, memory, repeated = None, tuple[RecipeMemory, ...](), None
         if subject is not None and spec is not None:
             memory = tuple(recipe_memory(spec, subject.run, name, chip) for name in names)
@@ -116,7 +124,7 @@ def forecast(
                 gpu=chip.name,
                 title=chip.title,
                 capability=chip.architecture,
-                basis=_basis(chip, known_state, names),
+                basis=_basis(chip, clocks, names),
                 linears=times,
                 step=step,
                 memory=memory,
@@ -132,7 +140,7 @@ def forecast(
     about = subject.about() if subject is not None else {"origin": "shapes"}
     cheapest = cheapest_finding(forecasts)
     findings = (*_common_findings(subject, linears, forecasts), *([cheapest] if cheapest is not None else []))
-    common = _common(command, known_state, subject.run.data_parallel if subject is not None else 1)
+    common = {**common_fields(command, clocks), "dp": subject.run.data_parallel if subject is not None else 1}
     return ForecastResult(**common, **about, findings=findings, gpus=tuple(forecasts))
 
 
@@ -154,9 +162,9 @@ def sweep(
     `model` and `run` are the arguments of `load_model` and `model_run`; `axes` gives a size of either its values. A signal ends
     it early, with the points that were computed until then.
     """
-    chips, known_state = _chips(gpus), _state(state)
+    chips, clocks = chips_of(gpus), known_state(state)
     networks = {chip.name: network_of(chip, network, nvlink_domain) for chip in chips}
-    by_gpu = _choose_recipes(chips, choices)
+    by_gpu = choose_recipes(chips, choices)
     _check_axes(axes, model)
     sweeps: list[GpuSweep] = []
     with signals.held() as held:
@@ -171,7 +179,7 @@ def sweep(
 
             for chip in chips:
                 (names, recipe_findings), (adjustment, calibration_findings) = by_gpu[chip.name], calibrated(chip.name)
-                forecaster = Forecaster(chip, known_state, measured=adjustment)
+                forecaster = Forecaster(chip, clocks, measured=adjustment)
                 swept = forecast_sweep(forecaster, possible, impossible, names, networks[chip.name], on_points)
                 if swept is not None:
                     findings = (*swept.findings, *recipe_findings, *calibration_findings)
@@ -188,7 +196,7 @@ def sweep(
         reasons.setdefault(point.why_not if listed else OTHER_REASONS, []).append(point.place)
     about += [finding("sweep-point-not-possible", places=places, reason=reason) for reason, places in reasons.items()]
     replicas = {run.data_parallel for _, _, run in possible}
-    common = _common(command, known_state, replicas.pop() if len(replicas) == 1 else 1)
+    common = {**common_fields(command, clocks), "dp": replicas.pop() if len(replicas) == 1 else 1}
     return ForecastResult(
         **common,
         origin="sweep",
@@ -215,26 +223,12 @@ def forecast_gemms(file: str, gpus: Sequence[str], *, state: str = "sustained", 
     `library`: as this library was measured; without it the user's own calibration is applied.
     """
     by = library.strip().lower() if library else None
-    chips, adjustments, findings = _chips(gpus), {}, list[Finding]()
+    chips, adjustments, findings = chips_of(gpus), {}, list[Finding]()
     for chip in chips:
         adjustments[chip.name], about = calibrated(chip.name, own_only=True) if by is None else (None, [])
         findings += about
-    result = forecast_gemm_list(file, chips, adjustments, _state(state), by)
+    result = forecast_gemm_list(file, chips, adjustments, known_state(state), by)
     return GemmForecast(result.csv, (finding("forecast-not-measured"), *result.findings, *findings))
-
-
-def _chips(names: Sequence[str]) -> list[GpuSpec]:
-    """The GPUs in the order they were named, each once."""
-    if not names:
-        raise UserError("no GPU is named", f"add {option('gpu', 'b300,h200')}, for example; known: {', '.join(gpus())}")
-    return list({(spec := gpu(name)).name: spec for name in names}.values())
-
-
-def _state(state: str) -> State:
-    for known in STATES:
-        if state == known:
-            return known
-    raise UserError(f"{option('state')} {shown(state)} is not known", "it can be sustained (as in training) or burst")
 
 
 def _on_gpus(job: ModelRun | None, gpu_count: int | None) -> ModelRun | None:
@@ -264,46 +258,6 @@ def _budgets(chips: Sequence[GpuSpec], tokens: float | None, gpu_count: int | No
     return {name: budget if by_gpu is None else budget.at(by_gpu.get(name)) for name in names}
 
 
-def _choose_recipes(
-    chips: Sequence[GpuSpec], requested: Choices, framework: str = ""
-) -> dict[str, tuple[list[str], list[Finding]]]:
-    """By GPU: the recipes to forecast, and what there is to know about them.
-
-    Those named must run on at least one of the GPUs; by default, all that a GPU runs of the library that the framework trains
-    with, which is Transformer Engine unless the framework has another.
-    """
-    backend = BACKEND_OF.get(framework, "transformer_engine")
-    usual = [name for name, known in recipes().items() if backend in known.backends]
-    named = requested.named_recipes()
-    wanted = [name for name in named or usual if name not in requested.left_out]
-    choices = {}
-    for chip in chips:
-        reasons = {name: _why_not(name, chip) for name in wanted}
-        chosen = [name for name in wanted if not reasons[name]]
-        notes = {name: support(name, chip.capability).note for name in chosen}
-        findings = [finding("recipe-emulated", recipe=name, how=note) for name, note in notes.items() if note]
-        if named is None and framework in BACKEND_OF:
-            findings.append(finding("framework-backend", framework=framework, backend=backend))
-        if named is not None:
-            findings += [finding("recipe-left-out", recipe=name, reason=why) for name, why in reasons.items() if why]
-        elif chosen == [BASELINE] and not requested.left_out:
-            findings.append(finding("only-baseline-runs", gpu=chip.name, reason=_why_not("FP8Current", chip)))
-        choices[chip.name] = chosen, findings
-    for name in wanted if named is not None else ():
-        if not any(name in chosen for chosen, _ in choices.values()):
-            able = [other for other in recipes() if not all(_why_not(other, chip) for chip in chips)]
-            problem = f"{name} cannot run on {' or '.join(choices)}: {_why_not(name, chips[0])}"
-            raise UserError(problem, f"recipes that can: {', '.join(able)}")
-    return choices
-
-
-def _why_not(name: str, chip: GpuSpec) -> str:
-    """Why a recipe cannot run on a GPU; empty if it can."""
-    if recipe(name).backends == ("cpu",):
-        return "it only runs on CPUs"
-    return support(name, chip.capability).why_not(chip.name, chip.capability)
-
-
 def _cases(subject: RankWorkload | None, shapes: Sequence[Shape] | None) -> LinearCases:
     """The linears to forecast: of the model, or bare GEMMs."""
     if subject is None:
@@ -318,12 +272,6 @@ def _cases(subject: RankWorkload | None, shapes: Sequence[Shape] | None) -> Line
     if not linears.cases:
         raise UserError(f"{subject.name} has no linear layers", "gemmscope shapes lists its operations")
     return linears
-
-
-def _common(command: str, state: State, dp: int) -> dict[str, Any]:
-    """What every result of this command has, with the origin of the fitted numbers."""
-    fitted = model().coefficients
-    return {"command": command, "coefficients": f"{fitted.source}; {fitted.fitted}", "state": state, "dp": dp}
 
 
 def _basis(chip: GpuSpec, state: State, names: Sequence[str]) -> tuple[str, ...]:
@@ -353,12 +301,12 @@ def _common_findings(subject: RankWorkload | None, linears: LinearCases, forecas
     yield finding("forecast-not-measured")
     if subject is None:
         return
-    has_step = subject.source.model is not None
+    has_step = any(gpu.step is not None for gpu in forecasts)
     yield from subject.findings
     for about in linears.findings:
         yield finding("recompute-in-step") if has_step and about.code == "recompute-not-in-linears" else about
     if not has_step:
-        yield finding("step-not-forecast-traced")
+        yield from [finding("step-not-forecast-traced")] if subject.source.model is None else []
         return
     if subject.run.pp > 1 and subject.run.pp_stage is not None:
         yield finding("one-stage-only", stage=subject.run.pp_stage)

@@ -13,6 +13,7 @@ BUILDERS = {
     "bench": "gemmscope.document.bench:bench_document",
     "step": "gemmscope.document.step:step_document",
     "forecast": "gemmscope.document.forecast:forecast_document",
+    "plan": "gemmscope.document.plan:plan_document",
     "explain": "gemmscope.document.explain:explain_document",
     "compare": "gemmscope.document.compare:compare_document",
 }

@@ -13,9 +13,13 @@ from gemmscope.results.base import ModelSummary, Result
 from gemmscope.workload.cases import Case
 
 SPLIT = ("tp", "cp", "pp", "ep")
-MODEL_OPTIONS = (
+MODEL_NAMES = (
     "config", "preset", "module", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers",
-    "num_key_value_heads", "head_dim", "vocab_size", "gated_mlp", "micro_batch_size", "sequence_length", "tp",
+    "num_key_value_heads", "head_dim", "vocab_size", "gated_mlp",
+)  # fmt: skip
+"""The options that name the model."""
+MODEL_OPTIONS = (
+    *MODEL_NAMES, "micro_batch_size", "sequence_length", "tp",
     "sequence_parallel", "cp", "pp", "pp_stage", "pp_layers", "ep", "etp", "imbalance", "gradient_accumulation", "recompute",
     "separate_projections", "fused_projections", "shapes",
 )  # fmt: skip
@@ -64,14 +68,15 @@ def model_facts(model: ModelSummary | None, run: RunSpec | None, stage: int = 0)
     return (*named, *([("micro-batch", "; ".join(batch_lines(run, stage)))] if run is not None else []))
 
 
-def same_model(command: str, result: Result, more: str = "") -> str:
-    """Another command with the same model and batch, ready to paste; empty if this result did not come from the command line."""
+def same_model(command: str, result: Result, more: str = "", keep: Sequence[str] = MODEL_OPTIONS) -> str:
+    """Another command with the same model and batch, ready to paste; empty if this result did not come from the command line.
+    `keep`: the options that it takes over."""
     if not result.command.startswith("gemmscope "):
         return ""
     keeping, kept = False, list[str]()
     for word in shlex.split(result.command)[2:]:
         if word.startswith("-"):
-            keeping = word.partition("=")[0].lstrip("-").replace("-", "_").removeprefix("no_") in MODEL_OPTIONS
+            keeping = word.partition("=")[0].lstrip("-").replace("-", "_").removeprefix("no_") in keep
         if keeping:
             kept.append(word)
     return shlex.join(["gemmscope", command, *kept, *more.split()])

@@ -71,7 +71,7 @@ def forecast_document(result: ForecastResult, name: str = "") -> Document:
         times=tuple(time for gpu in result.gpus for time in _times(gpu)),
         forecast=True,
         next_purpose="measure it on the GPU itself",
-        next_command=same_model("bench" if first.linears.bare else "step", result),
+        next_command=same_model("bench" if first.linears.bare or first.linears.as_te_benchmark else "step", result),
         name=name,
     )
 

@@ -18,11 +18,12 @@ PRECISION_AWARE, MOMENTS = "use_precision_aware_optimizer", ("exp_avg_dtype", "e
 GRADIENTS, WEIGHTS = "overlap_grad_reduce", "overlap_param_gather"
 TENSOR, EXPERTS = "tp_comm_overlap", "overlap_moe_expert_parallel_comm"
 GRAPHS, GRAPH_KIND = ("enable_cuda_graph", "external_cuda_graph"), "cuda_graph_impl"
-BF16_GRADIENTS, FP32_GRADIENTS = "grad_reduce_in_bf16", "grad_reduce_in_fp32"
+BF16_GRADIENTS, FP32_GRADIENTS, GRADIENT_TYPE = "grad_reduce_in_bf16", "grad_reduce_in_fp32", "main_grads_dtype"
 QUANTIZED_WEIGHTS = ("fp8_param_gather", "fp4_param_gather")
-OFFLOAD, OFFLOADED = "cpu_offloading", "cpu_offloading_num_layers"
+OFFLOADING, OFFLOADED_LAYERS = "cpu_offloading", "cpu_offloading_num_layers"
 NAMES = {*FSDP, STRATEGY, TORCH_FSDP, DISTRIBUTED_OPTIMIZER, INSTANCES, PRECISION_AWARE, *MOMENTS, GRADIENTS, WEIGHTS}
-NAMES |= {TENSOR, EXPERTS, *GRAPHS, GRAPH_KIND, BF16_GRADIENTS, FP32_GRADIENTS, *QUANTIZED_WEIGHTS, OFFLOAD, OFFLOADED}
+NAMES |= {TENSOR, EXPERTS, *GRAPHS, GRAPH_KIND, BF16_GRADIENTS, FP32_GRADIENTS, GRADIENT_TYPE, *QUANTIZED_WEIGHTS}
+NAMES |= {OFFLOADING, OFFLOADED_LAYERS}
 """All settings that this module reads."""
 
 
@@ -38,8 +39,8 @@ def layout(settings: MegatronSettings, run: Mapping[str, Any]) -> dict[str, Any]
         "ep_overlap": _any(settings, EXPERTS),
         "cuda_graphs": _cuda_graphs(settings),
         "gradient_precision": _gradient_precision(settings),
-        "quantized_weights": _said(settings, *QUANTIZED_WEIGHTS),
-        "offloaded_layers": settings.maybe_size(OFFLOADED, "layers") if settings.flag(OFFLOAD) else None,
+        "quantized_weights": _any(settings, *QUANTIZED_WEIGHTS),
+        "offloaded_layers": _offloaded_layers(settings),
     }
     if found["tp_overlap"] and not run.get("sequence_parallel"):
         found["tp_overlap"] = False  # Megatron overlaps only with sequence parallelism
@@ -98,17 +99,16 @@ def _optimizer_state(settings: MegatronSettings) -> str | None:
 
 
 def _gradient_precision(settings: MegatronSettings) -> str | None:
-    """Of the gradients that are kept and reduced, where the file says so. Memory alone depends on it, and scripts are often
-    started with more arguments: silence is no answer here."""
-    if settings.flag(BF16_GRADIENTS):
+    """Gradients are summed and exchanged in FP32, unless a setting says BF16."""
+    if settings.given(FP32_GRADIENTS):
+        return "fp32" if settings.flag(FP32_GRADIENTS) else "bf16"
+    if settings.flag(BF16_GRADIENTS) or _bits(settings.values.get(GRADIENT_TYPE)) <= 16:
         return "bf16"
-    whole = _said(settings, FP32_GRADIENTS)
-    return None if whole is None else "fp32" if whole else "bf16"
+    return "fp32" if settings.silent_means_off else None
 
 
-def _said(settings: MegatronSettings, *names: str) -> bool | None:
-    """Whether one of these switches is on; None where none of them is named."""
-    return any(settings.flag(name) for name in names) if any(settings.given(name) for name in names) else None
+def _offloaded_layers(settings: MegatronSettings) -> int | None:
+    return settings.maybe_count(OFFLOADED_LAYERS, "layers") if settings.flag(OFFLOADING, default=True) else None
 
 
 def _bits(dtype: object) -> int:

@@ -13,6 +13,7 @@ from gemmscope.results.bench import BenchResult
 from gemmscope.results.compare import CompareResult
 from gemmscope.results.explain import ExplainResult
 from gemmscope.results.forecast import ForecastResult
+from gemmscope.results.plan import PlanResult
 from gemmscope.results.shapes import ShapesResult
 from gemmscope.results.step import StepResult
 
@@ -21,6 +22,7 @@ KINDS: dict[str, type[Result]] = {
     "bench": BenchResult,
     "step": StepResult,
     "forecast": ForecastResult,
+    "plan": PlanResult,
     "explain": ExplainResult,
     "compare": CompareResult,
 }

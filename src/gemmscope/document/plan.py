@@ -1,0 +1,297 @@
+"""The Document of a `PlanResult`: the best layout, the front of speed and memory, what was excluded, settings to paste."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from math import ceil
+
+from gemmscope import units
+from gemmscope.document.charts import Bar, BarChart, CurveChart, Point, Segment
+from gemmscope.document.common import MODEL_NAMES, command_facts, model_facts, same_model, subject
+from gemmscope.document.model import Advice, Block, Document, KeyFigure, Message, Section
+from gemmscope.document.palette import part_key
+from gemmscope.document.plan_tables import (
+    all_layouts,
+    best_of_recipes,
+    days,
+    front_table,
+    layout_name,
+    money,
+    plain_rate,
+    pruned_table,
+    rate_text,
+    summary,
+    varied_table,
+)
+from gemmscope.document.sweep import STATES
+from gemmscope.document.sweep_summary import spread
+from gemmscope.results.plan import PlanLayout, PlanPoint, PlanResult
+
+MOST_PLACES = 14  # along the axis of memory
+SETTINGS = ("network", "nvlink_domain", "state")  # options of the command that the next one needs too
+
+
+def plan_document(result: PlanResult, name: str = "") -> Document:
+    """Everything that the result says."""
+    answer, because = _varied_answer(result) if result.varied else _answer(result)
+    best = result.best
+    return Document(
+        kind="plan",
+        title=f"FORECAST, not measured: layouts of {result.name} on {result.gpus} x {result.title}",
+        subject=subject(result.model, result.run),
+        where=f"{result.title}, FORECAST",
+        answer=answer,
+        because=tuple(because),
+        key_figures=_figures(result) if best is not None and not result.varied else (),
+        summary=varied_table(result) if result.varied else summary(result),
+        context=tuple(_context(result)),
+        sections=tuple(_sections(result)),
+        messages=tuple(map(Message.of, result.findings)),
+        advice=Advice(f"{layout_name(best)}.", result.ready_to_paste) if best is not None and result.ready_to_paste else None,
+        facts={"Method": _method(result)},
+        forecast=True,
+        next_purpose="plan one of these models: the same command without --vary, and with its size"
+        if result.varied
+        else "see where the time and the memory of the best layout go",
+        next_command="" if result.varied else _next_command(result),
+        name=name,
+    )
+
+
+def _context(result: PlanResult) -> Iterator[str]:
+    point = result.points[0]
+    tokens = point.global_batch * point.sequence_length
+    length = "" if "sequence" in result.varied else f" x {point.sequence_length:,} = {units.tokens(tokens)}"
+    links = f"network {result.network_gbps * 8:g} Gb/s per GPU, NVLink domains of {result.nvlink_domain}"
+    yield f"global batch {point.global_batch:,} sequences{length}; {links}"
+    yield f"{result.state}: {STATES[result.state]}; every interval is a 90% error bar"
+
+
+def _answer(result: PlanResult) -> tuple[str, list[str]]:
+    """The best layout; how sure that is; what was excluded."""
+    point, best = result.points[0], result.best
+    if best is None:
+        return "FORECAST: no layout fits.", []
+    sentence = (
+        f"FORECAST: fastest is {layout_name(best)}: {rate_text(best.tokens_per_s)} tokens/s per GPU, MFU {best.mfu:.0%} of the "
+        f"BF16 peak, {best.memory_gb:.0f} of {result.memory_gb:.0f} GB per GPU{_cost_text(result, best)}."
+    )
+    return sentence, [*_safe_text(point), _close_text(point), _pruned_text(point)]
+
+
+def _safe_text(point: PlanPoint) -> list[str]:
+    """Where the memory of the best is tight: the fastest layout for which it is not."""
+    safe = next((layout for layout in point.layouts if not layout.tight), None)
+    if not point.layouts[0].tight or safe is None:
+        return []
+    rate = plain_rate(safe.tokens_per_s)
+    return [f"Fastest with memory to spare: {layout_name(safe)}: {rate} tokens/s per GPU, {safe.memory_gb:.0f} GB."]
+
+
+def _cost_text(result: PlanResult, layout: PlanLayout) -> str:
+    parts = []
+    if result.tokens is not None:
+        parts.append(f"{units.tokens(result.tokens)} take {units.amount(days(result, layout))} days")
+    if result.price is not None:
+        what = "" if result.tokens is not None else "a billion tokens "
+        parts.append(f"{what}cost {units.amount(money(result, layout))}")
+    return f"; {' and '.join(parts)}" if parts else ""
+
+
+def _close_text(point: PlanPoint) -> str:
+    """Which layouts could be as fast."""
+    close = [layout for layout in point.layouts if layout.close]
+    fitting = f"{units.counted(point.fitting, 'layout')} that {'fits' if point.fitting == 1 else 'fit'}"
+    if not close:
+        return f"It is faster than all others of the {fitting}, beyond the error bar of each ratio."
+    recipes = units.names(layout.recipe for layout in close)
+    which = "1 is" if len(close) == 1 else f"{len(close):,} are"
+    return f"Of the {fitting}, {which} too close to call against it (in {recipes}): see --detail."
+
+
+def _pruned_text(point: PlanPoint) -> str:
+    """The largest reasons why layouts were excluded."""
+    splits = sum(each.count for each in point.pruned if each.unit == "splits")
+    layouts = {each.rule: each.count for each in point.pruned if each.unit == "layouts"}
+    parts = [f"{units.counted(splits, 'split')} that do not divide or are not sensible"] if splits else []
+    if count := layouts.pop("memory", 0):
+        parts.append(f"{units.counted(count, 'layout')} that need more memory than a GPU has")
+    if count := sum(layouts.values()):
+        parts.append(f"{units.counted(count, 'layout')} for other reasons")
+    return f"Excluded: {'; '.join(parts)}." if parts else "Nothing was excluded."
+
+
+def _varied_answer(result: PlanResult) -> tuple[str, list[str]]:
+    """How speed changes over the models."""
+    possible = [point for point in result.points if point.best is not None]
+    ordered = sorted(possible, key=lambda point: point.parameters)
+    first, last = ordered[0], ordered[-1]
+    if len(ordered) == 1:
+        sentence = f"FORECAST: only {_place(first)} fits: {rate_text(_best_of(first).tokens_per_s)} tokens/s per GPU"
+        return f"{sentence} in {layout_name(_best_of(first))}.", _why_not(result)
+    fastest = max(ordered, key=lambda point: _best_of(point).tokens_per_s.value)
+    efficient = max(ordered, key=lambda point: _best_of(point).mfu)
+    sentence = (
+        f"FORECAST: {units.counted(len(ordered), 'model')} with other {units.names(result.varied)}, each in its best layout: "
+        f"fastest is {_place(fastest)} with {rate_text(_best_of(fastest).tokens_per_s)} tokens/s per GPU; the highest MFU has "
+        f"{_place(efficient)} with {_best_of(efficient).mfu:.0%}."
+    )
+    counts = [units.parameters(point.parameters) for point in (first, last)]
+    rates = [plain_rate(_best_of(point).tokens_per_s) for point in (first, last)]
+    change = f"From {' to '.join(counts)} parameters, tokens/s per GPU go from {' to '.join(rates)}."
+    return sentence, [change, *_why_not(result)]
+
+
+def _why_not(result: PlanResult) -> list[str]:
+    missing = [f"{_place(point)}: {point.why_not}" for point in result.points if point.best is None]
+    return [f"Not possible: {units.names(missing, 3)}."] if missing else []
+
+
+def _best_of(point: PlanPoint) -> PlanLayout:
+    assert point.best is not None
+    return point.best
+
+
+def _place(point: PlanPoint) -> str:
+    return " ".join(f"{name} {value}" for name, value in point.values.items())
+
+
+def _figures(result: PlanResult) -> tuple[KeyFigure, ...]:
+    best = result.best
+    assert best is not None
+    rate = best.tokens_per_s
+    cost = [KeyFigure("Days", *_amount(units.amount(days(result, best))))] if result.tokens is not None else []
+    cost += [KeyFigure("Cost", *_amount(units.amount(money(result, best))))] if result.price is not None else []
+    return (
+        KeyFigure("Tokens/s per GPU", plain_rate(rate), units.ends(rate, 0)),
+        KeyFigure("MFU", f"{best.mfu:.0%}"),
+        KeyFigure("Memory of a GPU", f"{best.memory_gb:.0f} GB", f"of {result.memory_gb:.0f} GB"),
+        *cost,
+    )
+
+
+def _amount(text: str) -> tuple[str, str]:
+    value, _, interval = text.partition(" [")
+    return value, f"[{interval}" if interval else ""
+
+
+def _sections(result: PlanResult) -> Iterator[Section]:
+    if result.varied:
+        charts: list[Block] = [_varied_chart(result)] if len(result.varied) == 1 else []
+        yield Section("Models", (*charts, varied_table(result, every=True)))
+    for point in result.points:
+        prefix = f"{_place(point)}: " if result.varied else ""
+        if point.layouts:
+            yield Section(f"{prefix}Layouts", tuple(_layout_blocks(result, point, prefix)))
+        if point.pruned:
+            yield Section(f"{prefix}What was excluded", (pruned_table(point, prefix),))
+
+
+def _layout_blocks(result: PlanResult, point: PlanPoint, prefix: str) -> Iterator[Block]:
+    main = not result.varied
+    chart = _memory_chart(point, prefix, main=main)
+    if chart is not None:
+        yield chart
+    yield front_table(result, point, prefix)
+    yield best_of_recipes(result, point, prefix)
+    bars = _parts_chart(point, prefix, main=main)
+    if bars is not None:
+        yield bars
+    if not result.varied:
+        yield all_layouts(result, point, prefix)
+
+
+def _memory_chart(point: PlanPoint, prefix: str, *, main: bool) -> CurveChart | None:
+    """For each recipe, the fastest layout that needs at most so much memory."""
+    by_recipe: dict[str, list[PlanLayout]] = {}
+    for layout in point.layouts:
+        by_recipe.setdefault(layout.recipe, []).append(layout)
+    steps = sorted({ceil(layout.memory_gb) for layout in point.layouts if layout.on_front or layout.parts_ms})
+    places = [steps[place] for place in spread(len(steps), MOST_PLACES)]
+    if len(places) < 2:
+        return None
+    series = {}
+    for recipe, layouts in sorted(by_recipe.items(), key=lambda pair: min(layout.memory_gb for layout in pair[1])):
+        points = []
+        for place in places:
+            for layout in [each for each in layouts if each.memory_gb <= place][:1]:
+                tooltip = (("layout", layout_name(layout)), ("memory", f"{layout.memory_gb:.0f} GB"))
+                points.append(Point(str(place), layout.tokens_per_s, tooltip))
+        if points:
+            series[recipe] = tuple(points)
+    title = f"{prefix}FORECAST of the fastest layout that fits in so much memory"
+    return CurveChart(title, "memory of a GPU (GB)", series, unit="tokens/s per GPU", main=main)
+
+
+def _parts_chart(point: PlanPoint, prefix: str, *, main: bool) -> BarChart | None:
+    """Where the step of the best layout of each recipe spends its time."""
+    best: dict[str, PlanLayout] = {}
+    for layout in point.layouts:
+        best.setdefault(layout.recipe, layout)
+    bars = []
+    for recipe, layout in best.items():
+        total_ms = sum(layout.parts_ms.values())
+        segments = tuple(
+            Segment(part, time_ms, part_key(part), facts=((part, units.percent(time_ms / total_ms)),))
+            for part, time_ms in layout.parts_ms.items()
+            if time_ms > 0
+        )
+        if segments:
+            bars.append(Bar(recipe, segments, total=layout.step_ms))
+    title = f"{prefix}FORECAST: where the step of each recipe's best layout spends its time"
+    return BarChart(title, "ms per step", tuple(bars), figure=main) if bars else None
+
+
+def _varied_chart(result: PlanResult) -> CurveChart:
+    """The best layout of each recipe over the size that varies."""
+    series: dict[str, list[Point]] = {}
+    for point in result.points:
+        best: dict[str, PlanLayout] = {}
+        for layout in point.layouts:
+            best.setdefault(layout.recipe, layout)
+        for recipe in result.recipes:
+            if recipe in best:
+                tooltip = (("layout", layout_name(best[recipe])), ("parameters", units.parameters(point.parameters)))
+                series.setdefault(recipe, []).append(Point(point.place, best[recipe].tokens_per_s, tooltip))
+    title = f"FORECAST of the best layout of each {result.varied[0]}"
+    unit = "tokens/s per GPU"
+    return CurveChart(title, result.varied[0], {name: tuple(points) for name, points in series.items()}, unit=unit, main=True)
+
+
+def _next_command(result: PlanResult) -> str:
+    """The forecast of the best layout, with the same model."""
+    best, run = result.best, result.run
+    if best is None or run is None:
+        return ""
+    options: dict[str, object] = {
+        "micro-batch-size": best.micro_batch_size,
+        "sequence-length": run.sequence_length,
+        **{name: getattr(best, name) for name in ("tp", "cp", "pp", "vp", "ep") if getattr(best, name) > 1},
+        **({"etp": best.etp} if best.etp != best.tp else {}),
+        "dp": best.dp,
+        "gradient-accumulation": best.micro_batches,
+        **({"zero": best.zero} if best.zero else {}),
+        **({"recompute": best.recompute} if best.recompute != "none" else {}),
+        **({"pp-layers": ",".join(map(str, best.pp_layers))} if best.pp_layers else {}),
+        "gpu": result.gpu,
+        "recipes": best.recipe.lower(),
+    }
+    if result.tokens is not None:
+        options |= {"tokens": f"{result.tokens:g}", "gpus": result.gpus}
+        options |= {"price": f"{result.price:g}"} if result.price is not None else {}
+    flags = ["--sequence-parallel"] if run.sequence_parallel else []
+    words = [*flags, *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
+    return same_model("forecast", result, shlex.join(words), (*MODEL_NAMES, *SETTINGS))
+
+
+def _method(result: PlanResult) -> tuple[tuple[str, str], ...]:
+    return (
+        *model_facts(result.model, result.run),
+        ("network", f"{result.network or 'as given'}, {result.network_gbps:g} GB/s per GPU and direction"),
+        ("GPUs of an NVLink domain", str(result.nvlink_domain)),
+        ("recipes", ", ".join(result.recipes)),
+        ("state", result.state),
+        ("fitted on", result.coefficients),
+        *command_facts(result),
+    )

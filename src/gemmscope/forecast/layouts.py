@@ -1,0 +1,225 @@
+"""The layouts that a model can have on a number of GPUs: how it is split, what is recomputed, what is sharded.
+
+Which values are tried follows from rules with reasons (`Rule`); each rule counts what it excludes. Frameworks follow Megatron:
+tensor parallelism splits heads and MLPs inside one NVLink domain, pipeline stages get whole layers, experts are spread over ranks
+that tensor, context and data parallelism also use.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from gemmscope.errors import UserError
+from gemmscope.model.spec import RECOMPUTE, ModelSpec, MoeSpec, RunSpec
+from gemmscope.workload.sharding import check
+
+LEAST_CONTEXT = 4096  # tokens of one context-parallel rank: with fewer, attention is too short to hide the exchange of K and V
+MOST_MICRO_BATCH = 64  # sequences: GEMMs are as fast as they get long before
+ZERO = (1, 3)  # a sharded optimizer, as Megatron's distributed optimizer; sharded weights too, as FSDP
+
+Rule = Literal[
+    "domain", "gpus", "heads", "layers", "context", "experts", "batch", "virtual", "fsdp pipeline", "fsdp experts", "recipe",
+    "memory",
+]  # fmt: skip
+RULES: tuple[Rule, ...] = get_args(Rule)
+OF_SPLITS: tuple[Rule, ...] = ("domain", "gpus", "heads", "layers", "context", "experts")
+LISTS: dict[str, tuple[Any, ...]] = {"recompute": RECOMPUTE, "zero": (0, 1, 2, 3)}
+AXES = ("tp", "pp", "vp", "cp", "ep", "etp", "micro_batch_size", "recompute", "zero")
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is searched: the values of each axis that were given; of the others, all that are sensible."""
+
+    given: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)  # fields of RunSpec that every layout has
+
+    def values(self, axis: str, usual: Sequence[Any]) -> tuple[Any, ...]:
+        """Of one axis."""
+        return self.given.get(axis, tuple(usual))
+
+
+@dataclass(frozen=True)
+class PlanTask:
+    """What is planned: a model on so many GPUs with a global batch of sequences. `domain`: GPUs that NVLink connects."""
+
+    model: ModelSpec
+    gpus: int
+    global_batch: int
+    sequence_length: int
+    domain: int
+
+
+@dataclass
+class Pruning:
+    """How much each rule has excluded, with the first example of each."""
+
+    counts: Counter[Rule] = field(default_factory=Counter)
+    examples: dict[Rule, str] = field(default_factory=dict)
+
+    def add(self, rule: Rule, example: str, count: int = 1) -> None:
+        """Count it."""
+        self.counts[rule] += count
+        self.examples.setdefault(rule, example)
+
+    def merge(self, other: Pruning) -> None:
+        """With what another process has counted."""
+        self.counts.update(other.counts)
+        for rule, example in other.examples.items():
+            self.examples.setdefault(rule, example)
+
+
+def powers_of_two(most: int) -> list[int]:
+    """
+    >>> powers_of_two(12)
+    [1, 2, 4, 8]
+    """
+    return [1 << place for place in range(max(most, 1).bit_length())]
+
+
+def divisors(number: int) -> list[int]:
+    """
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
+
+
+def layouts(task: PlanTask, space: Space, pruning: Pruning) -> Iterator[RunSpec]:
+    """Every layout that divides; what does not is counted in `pruning`. Neighbours differ in what needs no other GEMMs."""
+    for split in splits(task, space, pruning):
+        yield from _of_split(task, space, split, pruning)
+
+
+def splits(task: PlanTask, space: Space, pruning: Pruning) -> Iterator[dict[str, Any]]:
+    """The ways to split the model over the GPUs: tp, cp, pp, ep, etp and dp."""
+    experts = max((layer.mlp.experts for layer in task.model.layers if isinstance(layer.mlp, MoeSpec)), default=1)
+    layers = len(task.model.layers)
+    stages = sorted({*divisors(layers), *powers_of_two(layers)})
+    every = [
+        (tp, cp, pp, ep)
+        for tp in space.values("tp", powers_of_two(task.gpus))
+        for cp in space.values("cp", powers_of_two(task.gpus))
+        for pp in space.values("pp", [stage for stage in stages if stage <= task.gpus])
+        for ep in space.values("ep", [size for size in powers_of_two(task.gpus) if experts % size == 0])
+    ]
+    for tp, cp, pp, ep in every:
+        split = {"tp": tp, "cp": cp, "pp": pp, "ep": ep}
+        name = ", ".join(f"{axis} {value}" for axis, value in split.items() if value > 1)
+        dp, rest = divmod(task.gpus, tp * cp * pp)
+        if rest or not dp:
+            pruning.add("gpus", name)
+        elif tp > task.domain and "tp" not in space.given:
+            pruning.add("domain", name)
+        elif cp > 1 and task.sequence_length // cp < LEAST_CONTEXT and "cp" not in space.given:
+            pruning.add("context", name)
+        else:
+            yield from _checked(task, space, {**split, "dp": dp}, name, experts > 1, pruning)
+
+
+def _checked(
+    task: PlanTask, space: Space, split: dict[str, Any], name: str, has_experts: bool, pruning: Pruning
+) -> Iterator[dict[str, Any]]:
+    """The split with each size of tensor parallelism inside experts, and the layers of its stages, if all of it divides."""
+    stages = pipeline_layers(len(task.model.layers), split["pp"])
+    if stages is None:
+        pruning.add("layers", name)
+        return
+    uneven = {"pp_layers": stages} if len(set(stages)) > 1 else {}
+    within = sorted({1, split["tp"]}) if has_experts else [None]
+    for etp in space.values("etp", within) if has_experts else within:
+        whole = {**split, **uneven, "etp": etp}
+        ranks = split["tp"] * split["cp"] * split["dp"]
+        if has_experts and ranks % (split["ep"] * (etp or 1)):
+            pruning.add("experts", name)
+            continue
+        try:
+            check(task.model, _run(task, space, whole, micro_batch_size=1))
+        except UserError as error:
+            pruning.add("heads", f"{name}: {error.message}")
+            continue
+        yield whole
+
+
+def pipeline_layers(layers: int, pp: int) -> tuple[int, ...] | None:
+    """The layers of each stage: as many in each; else one fewer in the first and the last, which also have the embedding and the
+    head; else fewer in the last. None where no stage would be left for some of them.
+
+    >>> pipeline_layers(80, 8)[:2], pipeline_layers(126, 8), pipeline_layers(61, 4), pipeline_layers(8, 7)
+    ((10, 10), (15, 16, 16, 16, 16, 16, 16, 15), (16, 16, 16, 13), None)
+    """
+    if layers % pp == 0:
+        return (layers // pp,) * pp
+    if (layers + 2) % pp == 0 and pp > 1 and (each := (layers + 2) // pp) > 1:
+        return (each - 1, *(each,) * (pp - 2), each - 1)
+    each = -(-layers // pp)
+    last = layers - each * (pp - 1)
+    return (*(each,) * (pp - 1), last) if last > 0 else None
+
+
+def virtual_layers(layers: int, pp: int) -> int:
+    """The layers of a stage that virtual stages divide. The embedding and the head count as layers where these make the stages
+    equal; stages that stay unequal have no virtual ones.
+
+    >>> virtual_layers(80, 8), virtual_layers(126, 8), virtual_layers(61, 4)
+    (10, 16, 1)
+    """
+    return layers // pp if layers % pp == 0 else (layers + 2) // pp if (layers + 2) % pp == 0 else 1
+
+
+def _run(task: PlanTask, space: Space, split: Mapping[str, Any], **rest: Any) -> RunSpec:
+    parallel = {"sequence_parallel": split["tp"] > 1}
+    return RunSpec(**{**parallel, **space.settings, "sequence_length": task.sequence_length, **split, **rest})
+
+
+def _of_split(task: PlanTask, space: Space, split: Mapping[str, Any], pruning: Pruning) -> Iterator[RunSpec]:
+    """The layouts of one split: micro-batch, recomputation, virtual stages and sharding."""
+    sequences, rest = divmod(task.global_batch, split["dp"])
+    if rest or not sequences:
+        pruning.add("batch", f"{split['dp']} data-parallel ranks")
+        return
+    for size in space.values("micro_batch_size", powers_of_two(min(sequences, MOST_MICRO_BATCH))):
+        batches, rest = divmod(sequences, size)
+        if rest or not batches:
+            pruning.add("batch", f"micro-batch {size} of {sequences} sequences")
+            continue
+        for recompute in space.values("recompute", RECOMPUTE):
+            for virtual in _virtual_stages(task, space, split, batches, pruning):
+                for zero in _sharding(space, split, pruning):
+                    yield _run(
+                        task, space, split, micro_batch_size=size, gradient_accumulation=batches, recompute=recompute,
+                        vp=virtual, zero=zero,
+                    )  # fmt: skip
+
+
+def _virtual_stages(task: PlanTask, space: Space, split: Mapping[str, Any], batches: int, pruning: Pruning) -> Iterator[int]:
+    """How many pieces a stage can consist of. The interleaved schedule needs a multiple of pp micro-batches."""
+    pp = split["pp"]
+    stage = virtual_layers(len(task.model.layers), pp)
+    for virtual in space.values("vp", divisors(stage) if pp > 1 else (1,)):
+        if virtual > 1 and (pp == 1 or stage % virtual or batches % pp):
+            pruning.add("virtual", f"vp {virtual}, pp {pp}, gradient accumulation {batches}")
+        else:
+            yield virtual
+
+
+def _sharding(space: Space, split: Mapping[str, Any], pruning: Pruning) -> Iterator[int]:
+    """What data-parallel ranks shard: nothing where there are none.
+
+    FSDP gathers the weights for every micro-batch: pipelines, which need many of them, are not combined with it, nor are experts,
+    most of whose weights a token does not use.
+    """
+    if split["dp"] * split["cp"] == 1:
+        yield 0
+        return
+    for zero in space.values("zero", ZERO):
+        if zero == 3 and "zero" not in space.given and split["etp"] is not None:
+            pruning.add("fsdp experts", f"dp {split['dp']}")
+        elif zero == 3 and "zero" not in space.given and split["pp"] > 1:
+            pruning.add("fsdp pipeline", f"pp {split['pp']}")
+        else:
+            yield zero

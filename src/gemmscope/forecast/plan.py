@@ -1,0 +1,293 @@
+"""The search of `gemmscope plan`: memory and training step of every layout of a model, ranked, and compared with the best.
+
+Memory comes first: layouts that do not fit are not forecast. Layouts that differ only in virtual stages or sharding run the same
+GEMMs, which are derived once. The shares of the work go to several processes.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import groupby
+from math import sqrt
+from typing import NamedTuple
+
+from gemmscope import signals
+from gemmscope.forecast.estimate import Estimate
+from gemmscope.forecast.layouts import OF_SPLITS, RULES, PlanTask, Pruning, Space, layouts
+from gemmscope.forecast.linears import Forecaster
+from gemmscope.forecast.memory import memory_bytes, rank_memory
+from gemmscope.forecast.network import Network
+from gemmscope.forecast.pool import computed
+from gemmscope.forecast.step import CHANGED, IDLE, WAITING, StepEstimate, StepForecast
+from gemmscope.interval import Interval
+from gemmscope.model.spec import RunSpec
+from gemmscope.parts import StepPart
+from gemmscope.recipe.recipes import BASELINE
+from gemmscope.results.plan import PlanLayout, Pruned, SmallestLayout
+from gemmscope.workload.derive import Workload, derive
+from gemmscope.workload.summary import totals
+
+AT_A_TIME = 60  # runs of one share
+WORTH_SHARING, MOST_CORES = 300, 8
+MOST_KEPT = 50_000  # GEMMs remembered from one share to the next
+ALIKE_WAITING = 0.8  # of the errors of one kind of exchange, or of the host, what two layouts have alike
+ALIKE_SOFTWARE = 0.9  # of the errors of whole steps: each release runs some layouts better than others
+SHAPES = ("tp", "cp", "ep", "etp", "micro_batch_size")  # what decides the sizes of GEMMs
+MOST_LISTED = 20_000  # layouts of one result
+
+
+class Candidate(NamedTuple):
+    """A layout that fits: which run, in which recipe."""
+
+    run: int
+    recipe: str
+    step: StepEstimate
+    memory_gb: float
+    tight: bool
+
+
+class Smallest(NamedTuple):
+    """The least memory that was seen."""
+
+    memory_gb: float
+    run: int
+    recipe: str
+
+
+@dataclass
+class Search:
+    """One model's search: the runs that divide, and what came of them."""
+
+    task: PlanTask
+    space: Space
+    pruning: Pruning = field(default_factory=Pruning)
+    runs: list[RunSpec] = field(default_factory=list)
+    candidates: list[Candidate] = field(default_factory=list)
+    smallest: Smallest | None = None
+
+    def __post_init__(self) -> None:
+        self.runs = list(layouts(self.task, self.space, self.pruning))
+
+
+@dataclass
+class _Share:
+    """What one share came to."""
+
+    search: int
+    candidates: list[Candidate]
+    pruning: Pruning
+    smallest: Smallest | None
+    layouts: int
+
+
+def run_searches(
+    forecaster: Forecaster,
+    searches: Sequence[Search],
+    recipes: Sequence[str],
+    network: Network,
+    held: signals.Held,
+    on_layouts: Callable[[int], None] = lambda _: None,
+) -> bool:
+    """Fill in the candidates of every search. Whether all were computed: a signal ends it early.
+
+    `on_layouts` is called with the number of layouts that were computed since the last time.
+    """
+    places = [(search, first) for search, each in enumerate(searches) for first in range(0, len(each.runs), AT_A_TIME)]
+    runs = sum(len(search.runs) for search in searches)
+    cores = min(os.cpu_count() or 1, MOST_CORES) if runs >= WORTH_SHARING else 1
+    function, done = partial(_share, forecaster, searches, recipes, network), 0
+    for share in computed(function, _spread(places), cores if cores > 1 else 0, held):
+        search = searches[share.search]
+        search.candidates += share.candidates
+        search.pruning.merge(share.pruning)
+        search.smallest = min(filter(None, (search.smallest, share.smallest)), default=None)
+        done += 1
+        on_layouts(share.layouts)
+    return done == len(places)
+
+
+def _spread(places: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """In an order in which the first ones are from everywhere: a search that is interrupted has seen all kinds of layouts."""
+    strides = 8
+    return [place for stride in range(strides) for place in places[stride::strides]]
+
+
+def _share(
+    forecaster: Forecaster, searches: Sequence[Search], recipes: Sequence[str], network: Network, place: tuple[int, int]
+) -> _Share:
+    collecting = gc.isenabled()
+    gc.disable()  # as in sweeps: many tuples without cycles
+    try:
+        number, first = place
+        search = searches[number]
+        runs = search.runs[first : first + AT_A_TIME]
+        share = _Share(number, [], Pruning(), None, len(runs) * len(recipes))
+        wanted = list(_that_fit(search, first, runs, recipes, forecaster, network, share))
+        forecaster.prepare((case for step, _ in wanted for case in step.cases), [BASELINE, *recipes])
+        for step, needed in wanted:
+            for (run, name), memory in needed.items():
+                share.candidates.append(Candidate(run, name, step.step(name), *memory))
+        forecaster.forget(beyond=MOST_KEPT)
+    finally:
+        if collecting:
+            gc.enable()
+    return share
+
+
+def _that_fit(
+    search: Search,
+    first: int,
+    runs: Sequence[RunSpec],
+    recipes: Sequence[str],
+    forecaster: Forecaster,
+    network: Network,
+    share: _Share,
+) -> Iterator[tuple[StepForecast, dict[tuple[int, str], tuple[float, bool]]]]:
+    """The runs that fit in some recipe, with the memory of each: (run, recipe) → GB, and whether it is tight."""
+    model, chip, available = search.task.model, forecaster.chip, memory_bytes(forecaster.chip)
+    place = first
+    for _, alike in groupby(runs, key=_same_ops):
+        workload: Workload | None = None
+        for run in alike:
+            workload = workload or derive(model, run)
+            step, needed = StepForecast(forecaster, model, run, workload, network), {}
+            for name in recipes:
+                if reason := step.why_not(name):
+                    share.pruning.add("recipe", f"{name}: {reason}")
+                    continue
+                memory = rank_memory(model, run, name, chip)
+                found = Smallest(memory.total / 1e9, place, name)
+                share.smallest = min(share.smallest or found, found)
+                if memory.total > available:
+                    share.pruning.add("memory", f"{_name(run)} in {name} needs {memory.total / 1e9:.0f} GB")
+                else:
+                    needed[place, name] = memory.total / 1e9, memory.most > available
+            if needed:
+                yield step, needed
+            place += 1
+
+
+def _same_ops(run: RunSpec) -> RunSpec:
+    """Equal for runs that have the same operations on a rank."""
+    return replace(run, vp=1, zero=None)
+
+
+def _name(run: RunSpec) -> str:
+    sizes = {"tp": run.tp, "pp": run.pp, "vp": run.vp, "cp": run.cp, "ep": run.ep}
+    parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    return ", ".join([*parts, f"micro-batch {run.micro_batch_size}"])
+
+
+def order(candidate: Candidate) -> tuple[float, float, int, str]:
+    """The fastest first; of equally fast ones, that with the least memory. Rounding errors do not decide."""
+    return float(f"{candidate.step.total.value:.8g}"), candidate.memory_gb, candidate.run, candidate.recipe
+
+
+def ranked(search: Search, forecaster: Forecaster) -> list[PlanLayout]:
+    """The candidates as results, in order."""
+    task = search.task
+    ordered = sorted(search.candidates, key=order)
+    if not ordered:
+        return []
+    front, best_of_recipe = _front(ordered), {each.recipe: each for each in reversed(ordered)}
+    whole = derive(task.model, RunSpec(1, task.sequence_length))
+    flops = totals(whole, RunSpec(1, task.sequence_length), task.model).model_flops * task.global_batch / task.gpus
+    tokens = task.global_batch * task.sequence_length / task.gpus
+    best, listed = ordered[0], []
+    for each in ordered[:MOST_LISTED]:
+        step_ms, run = each.step.total.interval(), search.runs[each.run]
+        shown = each is best_of_recipe[each.recipe] or id(each) in front
+        listed.append(
+            PlanLayout(
+                recipe=each.recipe, tp=run.tp, cp=run.cp, pp=run.pp, vp=run.vp, ep=run.ep, etp=run.expert_tp,
+                dp=run.data_parallel, micro_batch_size=run.micro_batch_size, micro_batches=run.gradient_accumulation,
+                recompute=run.recompute, zero=run.zero_stage, pp_layers=run.pp_layers, step_ms=step_ms,
+                tokens_per_s=_rate(step_ms, tokens * 1000),
+                mfu=flops / step_ms.value / 1e9 / forecaster.chip.tflops["bf16"], memory_gb=each.memory_gb, tight=each.tight,
+                slowdown=slowdown(best, each, search.runs, forecaster).interval() if each is not best else None,
+                on_front=id(each) in front, host_bound=each.step.host_bound, parts_ms=each.step.parts_ms if shown else {},
+            )
+        )  # fmt: skip
+    return listed
+
+
+def _rate(step_ms: Interval, amount: float) -> Interval:
+    """So much in one step: per unit of time, with its error bar."""
+    low, high = (amount / end if end else None for end in (step_ms.high, step_ms.low))
+    return Interval(amount / step_ms.value, low, high)
+
+
+def _front(ordered: Sequence[Candidate]) -> set[int]:
+    """Those of which no faster one needs as little memory; `ordered` by time."""
+    least, front = float("inf"), set()
+    for each in ordered:
+        if each.memory_gb < least:
+            least = each.memory_gb
+            front.add(id(each))
+    return front
+
+
+def slowdown(best: Candidate, other: Candidate, runs: Sequence[RunSpec], forecaster: Forecaster) -> Estimate:
+    """The other layout's step over the best one's, without the errors that both have alike.
+
+    What is wrong about the library or the GPU moves both, and so does most of what is wrong about the software. Equal GEMMs have
+    equal errors, other shapes have their own; so it is with what is exchanged for the same reason.
+    """
+    one, two = best.step, other.step
+    first, second = runs[best.run], runs[other.run]
+    same_shapes = all(getattr(first, name) == getattr(second, name) for name in SHAPES)
+    same_layout = same_shapes and (first.pp, first.vp, first.zero) == (second.pp, second.vp, second.zero)
+    formats = 1.0 if best.recipe == other.recipe else forecaster.in_common(best.recipe, other.recipe)
+    squares = _apart(one.common, two.common, 1.0 if same_layout else ALIKE_SOFTWARE)
+    for part in {**one.parts, **two.parts}:
+        if part == WAITING:
+            continue
+        (own_one, shared_one), (own_two, shared_two) = _errors(one, part), _errors(two, part)
+        alike = formats if part in CHANGED else 1.0
+        squares += _apart(shared_one, shared_two, alike)
+        squares += _apart(own_one, own_two, (formats if same_shapes else 0.0) if part != IDLE else ALIKE_WAITING)
+    waits = _waits(one), _waits(two)
+    for kind in {**waits[0], **waits[1]}:
+        squares += _apart(waits[0].get(kind, 0.0), waits[1].get(kind, 0.0), ALIKE_WAITING)
+    return Estimate(two.total.value / one.total.value, 0.0, sqrt(squares))
+
+
+def _apart(one: float, two: float, alike: float) -> float:
+    """The square of what two errors make a ratio wrong by, if a share of them is common."""
+    return max(one**2 + two**2 - 2 * alike * one * two, 0.0)
+
+
+def _errors(step: StepEstimate, part: StepPart) -> tuple[float, float]:
+    """How much the own and the shared error of one part move the step, relative to it."""
+    estimate = step.parts.get(part)
+    if estimate is None:
+        return 0.0, 0.0
+    share = estimate.value / step.total.value
+    return share * estimate.own, share * estimate.shared
+
+
+def _waits(step: StepEstimate) -> dict[str, float]:
+    """How much the error of each exchange moves the step."""
+    return {each.kind: each.unsure_ms / step.total.value for each in step.exchanged}
+
+
+def pruned(pruning: Pruning) -> tuple[Pruned, ...]:
+    """What each rule excluded, in the order in which they apply."""
+    return tuple(
+        Pruned(rule=rule, count=count, unit="splits" if rule in OF_SPLITS else "layouts", example=pruning.examples[rule])
+        for rule in RULES
+        if (count := pruning.counts[rule])
+    )
+
+
+def smallest_layout(search: Search) -> SmallestLayout | None:
+    """The layout that needs least memory."""
+    if search.smallest is None:
+        return None
+    run = search.runs[search.smallest.run]
+    recompute = f", recompute {run.recompute}" if run.recompute != "none" else ""
+    return SmallestLayout(recipe=search.smallest.recipe, layout=f"{_name(run)}{recompute}", memory_gb=search.smallest.memory_gb)

@@ -1,0 +1,83 @@
+"""Other sizes of a model, for questions about architectures: one size is set, and what belongs to it is scaled along."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from gemmscope.errors import UserError, option
+from gemmscope.model.spec import LARGEST, AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, check_size
+
+SIZES = {
+    "hidden": "hidden_size",
+    "layers": "layers",
+    "intermediate": "intermediate_size",
+    "heads": "heads",
+    "experts": "experts",
+}
+"""What can be varied, and the limit that applies to it."""
+MULTIPLE = 128  # of widths that are scaled along: what all recipes and tensor parallelism divide
+
+
+def varied(model: ModelSpec, values: Mapping[str, int]) -> ModelSpec:
+    """The model with these sizes. A size that is given is not scaled along.
+
+    With `hidden`, MLPs, attention heads and latent ranks keep their ratio to it (rounded to multiples of 128); the size of a head
+    stays. Key/value heads stay too if they divide the heads. With `layers`, the kinds of layers keep their shares.
+
+    >>> from gemmscope.model import presets
+    >>> varied(presets.load("llama-3.1-8b").model, {"hidden": 5120}).describe()
+    '32 dense layers, hidden 5120, 40 heads (8 key/value), intermediate 17920'
+    >>> varied(presets.load("deepseek-v3").model, {"layers": 20, "experts": 64}).pattern()
+    '1 dense, 19 MoE'
+    """
+    for name, value in values.items():
+        check_size(option(name), value, SIZES[name])
+    hidden = values.get("hidden", model.hidden_size)
+    changed = {layer: _layer(layer, hidden / model.hidden_size, values) for layer in dict.fromkeys(model.layers)}
+    layers = tuple(changed[layer] for layer in model.layers)  # equal layers are one object
+    if "layers" in values:
+        layers = tuple(layers[place * len(layers) // values["layers"]] for place in range(values["layers"]))
+    embedding = model.embedding_size
+    if embedding is not None and hidden != model.hidden_size:
+        embedding = hidden if embedding == model.hidden_size else _scaled(embedding, hidden / model.hidden_size)
+    return replace(model, hidden_size=hidden, layers=layers, embedding_size=embedding)
+
+
+def _layer(layer: LayerSpec, ratio: float, values: Mapping[str, int]) -> LayerSpec:
+    return replace(layer, attention=_attention(layer.attention, ratio, values), mlp=_mlp(layer.mlp, ratio, values))
+
+
+def _attention(attention: AttentionSpec, ratio: float, values: Mapping[str, int]) -> AttentionSpec:
+    heads = values.get("heads", max(round(attention.heads * ratio), 1))
+    kv_heads = heads if attention.kv_heads == attention.heads else _key_value_heads(attention, heads)
+    latent = attention.latent
+    if latent is not None and ratio != 1:
+        q_rank = _scaled(latent.q_rank, ratio) if latent.q_rank is not None else None
+        latent = replace(latent, q_rank=q_rank, kv_rank=_scaled(latent.kv_rank, ratio))
+    return replace(attention, heads=heads, kv_heads=kv_heads, latent=latent)
+
+
+def _key_value_heads(attention: AttentionSpec, heads: int) -> int:
+    """As many as before if they divide the heads; else the nearest number that does."""
+    fitting = [number for number in range(1, heads + 1) if heads % number == 0]
+    return min(fitting, key=lambda number: (abs(number - attention.kv_heads), -number))
+
+
+def _mlp(mlp: MlpSpec | MoeSpec, ratio: float, values: Mapping[str, int]) -> MlpSpec | MoeSpec:
+    """In a model with experts, `intermediate` is the size of an expert where the layer has experts."""
+    if isinstance(mlp, MlpSpec):
+        return replace(mlp, intermediate_size=values.get("intermediate", _scaled(mlp.intermediate_size, ratio)))
+    expert = replace(mlp.expert, intermediate_size=values.get("intermediate", _scaled(mlp.expert.intermediate_size, ratio)))
+    shared = replace(mlp.shared, intermediate_size=_scaled(mlp.shared.intermediate_size, ratio)) if mlp.shared else None
+    experts = values.get("experts", mlp.experts)
+    return replace(mlp, experts=experts, top_k=min(mlp.top_k, experts), expert=expert, shared=shared)
+
+
+def _scaled(size: int, ratio: float) -> int:
+    """In the same ratio, as a multiple of 128; as it is where nothing is scaled."""
+    return size if ratio == 1 else min(max(round(size * ratio / MULTIPLE), 1) * MULTIPLE, LARGEST["intermediate_size"])
+
+
+def check_varied(model: ModelSpec, names: Mapping[str, object]) -> None:
+    """A `UserError` for a size that this model does not have."""
+    if "experts" in names and not any(layer.is_moe for layer in model.layers):
+        raise UserError(f"experts cannot vary: {model.name} has none", "vary hidden, layers, intermediate, heads or sequence")

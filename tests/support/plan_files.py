@@ -1,0 +1,44 @@
+"""Plans of small searches, computed once."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from gemmscope.app.choose import Choices
+from gemmscope.app.model import load_model
+from gemmscope.app.plan import plan
+from gemmscope.results.plan import PlanResult
+
+
+def planned(preset: str, gpu: str, gpus: int, batch: int, sequence: int, **options: Any) -> PlanResult:
+    recipes = options.pop("recipes", None)
+    words = f"--preset {preset} --gpu {gpu} --gpus {gpus} --global-batch {batch} --sequence-length {sequence}"
+    return plan(
+        load_model(preset=preset),
+        gpu,
+        gpus,
+        global_batch=batch,
+        sequence_length=sequence,
+        choices=Choices(recipes),
+        command=f"gemmscope plan {words}",
+        **options,
+    )
+
+
+@cache
+def plan_result() -> PlanResult:
+    """A dense model with everything in it: pipelines, a budget, layouts too close to call."""
+    return planned("llama-3.1-8b", "h100", 16, 64, 8192, tokens=15e12, price=2.5)
+
+
+@cache
+def plan_of_experts() -> PlanResult:
+    restrict = {"recompute": ("none",), "micro_batch_size": (1, 2)}
+    return planned("qwen3-30b-a3b", "h100", 16, 256, 4096, restrict=restrict, recipes=["fp8current", "bf16"])
+
+
+@cache
+def varied_plan() -> PlanResult:
+    vary = {"hidden": [2048, 4096, 8192], "layers": [16, 32]}
+    return planned("llama-3.2-1b", "b200", 8, 32, 4096, vary=vary, restrict={"tp": (1, 2), "recompute": ("none", "full")})
