@@ -60,7 +60,9 @@ class RankMemory:
         available = memory_bytes(chip)
         if self.least > available:
             return "does not fit"
-        return "may not fit" if self.most > available else "fits"
+        if self.total > available:
+            return "may not fit"
+        return "tight" if self.most > available else "fits"
 
 
 ROWS = (
@@ -389,7 +391,10 @@ class _Stage(NamedTuple):
         master, moments = shared * FP32_BYTES if fp32 and zero < 3 else 0.0, 2 * shared * state_bytes
         buffers = max((block.exchanged for block, _ in parts), default=0.0) + (2 * widest.first if run.pp > 1 else 0.0)
         if zero >= 2 and whole > shared:
-            buffers += largest * (gradient_bytes + (known["gathered"]["layers"] * ELEMENT_BYTES if zero == 3 else 0))
+            buffers += largest * gradient_bytes
+        if zero == 3 and whole > shared:  # a pipeline gathers weights and shares gradients once per step, as in torchtitan
+            buffers += ELEMENT_BYTES * (whole if run.pp > 1 else known["gathered"]["layers"] * largest)
+            buffers += gradient_bytes * max(whole - shared - largest, 0.0) if run.pp > 1 else 0.0
         open_states = 0.0
         if run.zero and run.dp is None and run.gpus == run.tp * run.cp * run.pp:
             open_states = master + moments + (weights if zero == 3 else 0.0) + (gradients if zero >= 2 else 0.0)
