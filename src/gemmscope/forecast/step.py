@@ -351,9 +351,7 @@ def forecast_step(
         winner=winner_that_fits(pairs, unfit),
         failures=failures,
         unfit=tuple(name for name in steps if name in unfit),
-        may_not_fit=tuple(
-            each.recipe for each in memory if each.fit == "may not fit" and each.total_bytes > each.available_bytes
-        ),
+        may_not_fit=tuple(each.recipe for each in memory if each.fit == "may not fit"),
         gpus=run.gpus,
         global_batch=run.global_batch,
     )
