@@ -221,7 +221,7 @@ def _tasks(
         values = dict(zip(axes, combination, strict=True))
         of_model = {name: value for name, value in values.items() if name in SIZES}
         try:
-            other = varied(model, of_model) if of_model else model
+            other = varied(model, of_model)
             length = check_size("sequence", values.get("sequence", task.sequence_length), "sequence_length")
         except UserError as error:
             first = first or error

@@ -152,13 +152,10 @@ def _that_fit(
     place = first
     for _, alike in groupby(runs, key=_same_ops):
         workload: Workload | None = None
+        reasons: dict[str, str] = {}
         for run in alike:
-            workload = workload or derive(model, run)
-            step, needed = StepForecast(forecaster, model, run, workload, network), {}
+            needed = {}
             for name in recipes:
-                if reason := step.why_not(name):
-                    share.pruning.add("recipe", f"{name}: {reason}")
-                    continue
                 memory = rank_memory(model, run, name, chip)
                 found = Smallest(memory.total / 1e9, place, name)
                 share.smallest = min(share.smallest or found, found)
@@ -166,6 +163,13 @@ def _that_fit(
                     share.pruning.add("memory", f"{_name(run)} in {name} needs {memory.total / 1e9:.0f} GB")
                 else:
                     needed[place, name] = memory.total / 1e9, memory.most > available
+            if needed:
+                workload = workload or derive(model, run)
+                step = StepForecast(forecaster, model, run, workload, network)
+                reasons = reasons or {name: step.why_not(name) for name in recipes}
+                for name in [name for _, name in needed if reasons[name]]:
+                    share.pruning.add("recipe", f"{name}: {reasons[name]}")
+                    del needed[place, name]
             if needed:
                 yield step, needed
             place += 1
