@@ -44,7 +44,7 @@ def _command(command: CommandHelp) -> str:
     if own:
         parts.append(_table(own))
     if shared:
-        links = ", ".join(f"[{title.lower()}](#{title.lower()})" for title in shared)
+        links = ", ".join(f"[{title.lower()}](#{title.lower().replace(' ', '-')})" for title in shared)
         parts.append(f"{'Also' if own else 'Options'}: {links}.")
     examples = "\n".join("\n".join(wrapped(example, 88, "")) for example in command.examples)
     parts.append(f"```bash\n{examples}\n```")

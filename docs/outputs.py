@@ -99,6 +99,7 @@ MADE: dict[str, Callable[[], str]] = {
     "reference tool, summary": reference_tool.summary,
     "measured beside forecast": worked_example.side_by_side,
     "published": worked_example.published,
+    "published, summary": worked_example.published_summary,
     "the step": worked_example.step_table,
     "repeats": noise.repeats,
     "lengths": noise.lengths,

@@ -140,11 +140,55 @@ def test_what_does_not_fit(run: Run) -> None:
     h200, l40s = result(run, f"{PRESET} --gpu h200,l40s").gpus
     [found] = [each for each in l40s.findings if each.code == "does-not-fit"]
     assert isinstance(found.facts["needed_gb"], dict)
-    assert found.facts["needed_gb"]["BF16"] == pytest.approx(78, abs=1)
-    assert found.facts["memory_gb"] == 48
+    assert found.facts["needed_gb"]["BF16"] == pytest.approx(104, abs=1)
+    assert found.facts["memory_gb"] == pytest.approx(48.3, abs=0.1)
     assert not [each for each in h200.findings if each.code == "does-not-fit"]
     assert "warning: l40s: Does not fit" in run(f"{PRESET} --gpu h200,l40s").out
     assert "does-not-fit" not in findings(run, f"{PRESET} --gpu l40s --tp 4 --recompute full")
+    assert l40s.step is not None
+    assert (l40s.step.winner, l40s.step.unfit) == (None, tuple(time.recipe for time in l40s.step.recipes))
+
+
+def test_what_does_not_fit_is_not_priced(run: Run) -> None:
+    cost = "--tokens 1T --gpus 8 --price 2"
+    h200, l40s = result(run, f"{PRESET} --gpu h200,l40s {cost}").gpus
+    assert h200.step is not None
+    assert l40s.step is not None
+    assert all(time.cost is not None for time in h200.step.recipes)
+    assert not any(time.cost is not None for time in l40s.step.recipes)
+    assert "only h200 holds this layout" in run(f"{PRESET} --gpu h200,l40s {cost}").out
+
+
+def test_a_sweep_says_what_does_not_fit(run: Run) -> None:
+    large = "forecast --preset llama-3.1-405b --micro-batch-size 1 --sequence-length 8k --gpu h100 --sweep tp=1,8"
+    [swept] = result(run, large).sweeps
+    assert all(point.winner is None and point.unfit and "does not fit" in point.why_not for point in swept.points)
+    assert [found.code for found in swept.findings] == ["sweep-does-not-fit"]
+    mixed = "forecast --preset llama-3.1-8b --sequence-length 8k --gpu h200 --sweep micro_batch_size=1,2,4"
+    [swept] = result(run, mixed).sweeps
+    assert [point.winner is None for point in swept.points] == [False, False, True]
+    assert "FORECAST, not measured: micro_batch_size of llama-3.1-8b varied on h200" in run(mixed).out
+
+
+def test_more_micro_batches_change_what_comes_once_per_step(run: Run) -> None:
+    """The help's example of a cost: the same decision with 1 and 16 micro-batches per step, and a note on what differs."""
+    line = "forecast --preset llama-3.1-70b --micro-batch-size 1 --sequence-length 8k --tp 8 --sequence-parallel --gpu h200,b300"
+    line += " --tokens 2T --gpus 256 --price h200=2.5,b300=4 --gradient-accumulation"
+    costs = {}
+    for batches in (1, 16):
+        found = result(run, f"{line} {batches}")
+        for gpu in found.gpus:
+            assert gpu.step is not None
+            assert gpu.step.winner is not None
+            best = gpu.step.of(gpu.step.winner.best)
+            assert best is not None
+            assert best.cost is not None
+            assert best.cost.money is not None
+            costs[batches, gpu.gpu] = best.cost.money.value
+        codes = {about.code for gpu in found.gpus for about in gpu.findings}
+        assert bool(codes & {"once-per-step", "once-per-step-decides"}) == (batches == 1)
+        cheapest = [min(("h200", "b300"), key=lambda gpu: costs[batches, gpu]) for batches in {key[0] for key in costs}]
+    assert len(set(cheapest)) == 1
 
 
 def test_one_stage_is_not_the_pipeline(run: Run) -> None:

@@ -146,7 +146,7 @@ def test_recorded_runs_agree_with_the_tutorial() -> None:
 
 
 def test_forecasts_agree_with_the_tutorial() -> None:
-    """Inside the error bars: measured speedups on an H200, and published GEMM times. Not inside: published autocast on a B300."""
+    """Inside the error bars: measured speedups on an H200, and what was published with autocast, counted as it was."""
     forecast = worked_example.forecast_linears("h200")
     measured = worked_example.measured()
     for mode in MODES:
@@ -161,10 +161,11 @@ def test_forecasts_agree_with_the_tutorial() -> None:
             assert found.value == pytest.approx(own.value, rel=0.032)
     rows = [line.strip("| ").split(" | ") for line in worked_example.published().splitlines()[2:]]
     for gpu, mode_name, _, gain, ours, time_ms, ours_ms in rows:
-        if mode_name == "pre-quantized":
+        if mode_name == "autocast" or gpu == "H200 NVL":
             assert _inside(time_ms, ours_ms)
-        elif gain != "1":
-            assert _inside(gain, ours) == (gpu == "H200 NVL")
+            assert gain == "1" or _inside(gain, ours)
+        else:
+            assert float(ours_ms.split()[0]) == pytest.approx(float(time_ms), rel=0.15)
 
 
 def test_winner_of_the_tutorial() -> None:

@@ -43,7 +43,7 @@ def test_a_result_survives_its_run_file(result: StepResult) -> None:
 
 
 def test_every_recipe_has_a_row_with_mfu(made: Document, result: StepResult) -> None:
-    (table,) = [table for table in made.tables() if table.title == "Training step of one rank"]
+    (table,) = [table for table in made.tables() if table.title == "Training step: figures of one GPU"]
     names = [column.name for column in table.columns]
     assert [row[0].text for row in table.rows] == [time.recipe for time in result.step.recipes]
     for row, recipe in zip(table.rows, result.step.recipes, strict=True):

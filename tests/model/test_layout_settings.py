@@ -58,6 +58,9 @@ def test_what_megatrons_ranks_share(flags: str, zero: int):
         ("--overlap-grad-reduce", {"dp_overlap": True}),
         ("--use-torch-fsdp2", {"dp_overlap": True}),
         ("--overlap-moe-expert-parallel-comm --delay-wgrad-compute", {"ep_overlap": True}),
+        ("--grad-reduce-in-bf16 --fp8-param-gather", {"gradient_precision": "bf16", "quantized_weights": True}),
+        ("--cpu-offloading --cpu-offloading-num-layers 20", {"offloaded_layers": 20}),
+        ("--recompute-granularity selective --recompute-modules layernorm moe_act", {"partly_recomputed": True}),
         ("--enable-cuda-graph", {"cuda_graphs": True}),
         ("--external-cuda-graph", {"cuda_graphs": True}),
         ("--cuda-graph-impl transformer_engine", {"cuda_graphs": True}),
@@ -71,6 +74,17 @@ def test_what_megatrons_ranks_share(flags: str, zero: int):
             {"dp": 16, "zero": 1, "zero_ranks": 8},
         ),
         ("--pipeline-model-parallel-size 4 --tensor-model-parallel-size 2", {"dp": 4, "pp": 4}),
+        ("", {"gradient_precision": "fp32", "quantized_weights": False, "offloaded_layers": None}),
+        ("--grad-reduce-in-bf16", {"gradient_precision": "bf16"}),
+        ("--main-grads-dtype bf16", {"gradient_precision": "bf16"}),
+        ("--fp8-param-gather", {"quantized_weights": True}),
+        ("--cpu-offloading-num-layers 2", {"offloaded_layers": 2}),
+        (
+            "--recompute-granularity selective --recompute-modules core_attn mlp",
+            {"recompute": "selective", "partly_recomputed": True},
+        ),
+        ("--recompute-granularity selective --recompute-modules moe_act", {"recompute": "none", "partly_recomputed": True}),
+        ("--recompute-granularity selective", {"recompute": "selective", "partly_recomputed": None}),
     ],
 )
 def test_megatron_switches(flags: str, settings: dict[str, Any]):
@@ -110,6 +124,12 @@ def test_a_bridge_file_that_says_nothing_leaves_it_open():
         ),
         ({"comm_overlap": {"overlap_moe_expert_parallel_comm": True, "tp_comm_overlap": True}}, {"ep_overlap": True}),
         ({"optimizer": {"use_precision_aware_optimizer": False}}, {"optimizer_state": "fp32"}),
+        ({"ddp": {"grad_reduce_in_fp32": True}}, {"gradient_precision": "fp32"}),
+        (
+            {"ddp": {"grad_reduce_in_fp32": True}, "mixed_precision": {"grad_reduce_in_fp32": False}},
+            {"gradient_precision": "bf16"},
+        ),
+        ({"mixed_precision": {"fp8_param_gather": True}}, {"quantized_weights": True}),
         (
             {
                 "optimizer": {
@@ -132,6 +152,8 @@ def test_bridge_model_section():
     found = of_yaml(overlap)
     assert (found["tp_overlap"], found["cuda_graphs"]) == (True, True)
     assert of_yaml({"cuda_graph_impl": "none", "enable_cuda_graph": False})["cuda_graphs"] is False
+    assert of_yaml({"cpu_offloading": True, "cpu_offloading_num_layers": 3})["offloaded_layers"] == 3
+    assert "offloaded_layers" not in of_yaml({"cpu_offloading": False, "cpu_offloading_num_layers": 3})
 
 
 def test_bridge_names_the_section_of_a_wrong_value():

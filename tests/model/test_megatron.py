@@ -18,6 +18,8 @@ NOTHING_TURNED_ON = {
     "dp_overlap": False,
     "ep_overlap": False,
     "cuda_graphs": False,
+    "gradient_precision": "fp32",
+    "quantized_weights": False,
 }
 
 

@@ -151,6 +151,7 @@ ALWAYS = {
     "dp_overlap": True,
     "ep_overlap": False,
     "cuda_graphs": False,
+    "partly_recomputed": True,
 }
 
 
@@ -166,6 +167,7 @@ def test_a_whole_file() -> None:
         "recompute": "none",
         "separate_projections": True,
         "sequence_parallel_linears": False,
+        "partly_recomputed": True,
         **ALWAYS,
     }
     assert codes(source) == ["recompute-some-gemms"]
@@ -220,7 +222,7 @@ def test_a_dense_model_has_no_expert_tensor_parallelism() -> None:
 
 def test_what_the_file_leaves_out_is_left_out() -> None:
     settings_found = read(config()).run_settings
-    assert set(settings_found) == {"recompute", "separate_projections", "sequence_parallel_linears", *ALWAYS}
+    assert set(settings_found) == {"recompute", "partly_recomputed", "separate_projections", "sequence_parallel_linears", *ALWAYS}
 
 
 def test_old_spellings() -> None:

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from gemmscope.app.choose import Choice, Choices, choose
-from gemmscope.app.model import LinearCases, ModelRun, linear_cases, rank_workload
+from gemmscope.app.model import LinearCases, ModelRun, as_forward_calls, linear_cases, rank_workload
 from gemmscope.app.progress import QUIET, Reporter
 from gemmscope.bench.campaign import WORKER, LinearCampaign, fingerprint_of
 from gemmscope.bench.findings import fixed_counts, linear_findings, measurement_findings
@@ -69,7 +69,7 @@ class BenchTiming:
         given: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return Counts(**given) if given else None
 
-    def settings(self, backend: str, *, for_nsight: bool = False) -> BenchSettings:
+    def settings(self, backend: str, *, for_nsight: bool = False, as_te_benchmark: bool = False) -> BenchSettings:
         """What the worker is told."""
         counts = self.counts()
         # a burst of fixed counts sends nothing until its end, and may be as long as was requested
@@ -83,6 +83,7 @@ class BenchTiming:
             cache_weights=self.cache_weights,
             filter_layers=self.torchao_filter,
             for_nsight=for_nsight,
+            as_te_benchmark=as_te_benchmark,
             **fixed,
         )
 
@@ -104,6 +105,7 @@ def run_bench(
     timing: BenchTiming = DEFAULT_TIMING,
     resume: bool = False,
     verify_dgrad: bool = False,
+    as_te_benchmark: bool = False,
     command: str = "",
     reporter: Reporter = QUIET,
     deliver: Callable[[BenchResult], None] = lambda _: None,
@@ -111,9 +113,11 @@ def run_bench(
     """Measure the linears of a model, or bare GEMMs of these shapes; without either, a ladder of square GEMMs.
 
     Ctrl-C ends it early, with what was measured until then. `resume` continues the same measurement if it was cut short.
-    `verify_dgrad` has no effect: dgrad is always measured. `deliver` writes the result: only then the measurement is finished.
+    `verify_dgrad` has no effect: dgrad is always measured. `as_te_benchmark`: every GEMM as a forward call of its own, as
+    Transformer Engine's GEMM benchmark script runs them. `deliver` writes the result: only then the measurement is finished.
     """
-    with _prepared(job, shapes, choices, timing, command, reporter, resume=resume) as bench, held() as signals:
+    prepared = _prepared(job, shapes, choices, timing, command, reporter, resume=resume, as_te_benchmark=as_te_benchmark)
+    with prepared as bench, held() as signals:
         campaign = bench.campaign
         beside = [*bench.linears.findings, *bench.choice.findings]
         beside += [finding("dgrad-always-measured")] if verify_dgrad else []
@@ -133,6 +137,7 @@ def run_bench(
             layer_counts=bench.linears.layer_counts,
             backend=campaign.settings.backend,
             cache_weights=campaign.settings.cache_weights,
+            as_te_benchmark=campaign.settings.as_te_benchmark,
         )
         result = BenchResult(
             command=command,
@@ -202,9 +207,12 @@ def _prepared(
     *,
     for_nsight: bool = False,
     resume: bool = False,
+    as_te_benchmark: bool = False,
 ) -> Iterator[_Bench]:
     """Check everything, start the worker, derive what to measure."""
     timing.check()
+    if as_te_benchmark:
+        check_te_benchmark(job, cache_weights=timing.cache_weights)
     if job is not None and shapes is not None:
         raise UserError(f"{option('shapes')} measures bare GEMMs, and a model was given", "give one of the two")
     for shape in shapes or ():
@@ -217,13 +225,24 @@ def _prepared(
         workers.start_early(WORKER)  # it imports torch, which takes seconds, while the model is read
         if job is not None:
             linears, about = _model_linears(job, reporter)
+            linears = as_forward_calls(linears) if as_te_benchmark else linears
         else:
             linears, about = _bare_gemms(shapes, on_cpu=choices.on_cpu), {"origin": "shapes"}
         tasks = tasks_of(linears.cases, choice.recipes, choice.modes, same)
-        settings = timing.settings(choice.backend, for_nsight=for_nsight)
+        settings = timing.settings(choice.backend, for_nsight=for_nsight, as_te_benchmark=as_te_benchmark)
         with journal.recording(fingerprint_of(tasks, settings), command, resume=resume) as recording:
             campaign = LinearCampaign(tasks=tasks, settings=settings, rule=timing.rule(), recording=recording, workers=workers)
             yield _Bench(linears, about, choice, campaign, machine)
+
+
+def check_te_benchmark(job: ModelRun | None, *, cache_weights: bool) -> None:
+    """A `UserError` for what does not go together with counting as Transformer Engine's script does."""
+    name = option("as_te_benchmark")
+    if job is None:
+        raise UserError(f"{name} is about the linears of a model: bare GEMMs are single forward calls already", f"remove {name}")
+    if cache_weights:
+        problem = f"{name} quantizes the weight in every call, and {option('cache_weights')} never"
+        raise UserError(problem, "use only one of them")
 
 
 def check_shape(shape: Shape) -> None:

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from gemmscope import signals
-from gemmscope.app.bench import DEFAULT_CHOICES, Shape, check_shape
+from gemmscope.app.bench import DEFAULT_CHOICES, Shape, check_shape, check_te_benchmark
 from gemmscope.app.choose import Choices
 from gemmscope.app.forecast_gpus import chips_of, choose_recipes, common_fields, known_state
 from gemmscope.app.model import (
@@ -16,6 +16,7 @@ from gemmscope.app.model import (
     LinearCases,
     ModelRun,
     RankWorkload,
+    as_forward_calls,
     as_frameworks_run,
     linear_cases,
     load_model,
@@ -71,6 +72,7 @@ def forecast(
     choices: Choices = DEFAULT_CHOICES,
     state: str = "sustained",
     cache_weights: bool = False,
+    as_te_benchmark: bool = False,
     network: str | float | None = None,
     nvlink_domain: int | None = None,
     tokens: float | None = None,
@@ -83,7 +85,8 @@ def forecast(
 
     `state`: sustained, as in training, or burst, the first moments of a rested GPU. `network`: between NVLink domains of
     `nvlink_domain` GPUs, by name or in GB/s per GPU. `gpu_count`: all GPUs, which gives the data-parallel size. `tokens` at a
-    `price` per GPU-hour (one for all, or by GPU): what the run costs.
+    `price` per GPU-hour (one for all, or by GPU): what the run costs. `as_te_benchmark`: linears as forward calls, as Transformer
+    Engine's GEMM benchmark script counts them.
     """
     chips, clocks = chips_of(gpus), known_state(state)
     networks = {chip.name: network_of(chip, network, nvlink_domain) for chip in chips}
@@ -95,16 +98,21 @@ def forecast(
     if subject is not None:
         _check_schedule(subject.source, subject.run)
     linears = _cases(subject, shapes)
-    spec = subject.source.model if subject is not None else None
+    if as_te_benchmark:
+        check_te_benchmark(job, cache_weights=cache_weights)
+        linears = as_forward_calls(linears)
+    spec = subject.source.model if subject is not None and not as_te_benchmark else None
     if spec is None and (budgets or gpu_count is not None):
         problem = f"{option('tokens')} and {option('gpus')} are about a training step, and there is none"
         raise UserError(problem, f"name a model: {option('config')} or {option('preset')}")
     forecasts = []
     for chip in chips:
         (names, recipe_findings), (adjustment, calibration_findings) = by_gpu[chip.name], calibrated(chip.name)
-        forecaster = Forecaster(chip, clocks, cache_weights=cache_weights, measured=adjustment)
+        forecaster = Forecaster(chip, clocks, cache_weights=cache_weights, measured=adjustment, forward_only=as_te_benchmark)
         modes, of_layer = choices.chosen_modes(), (linears.layers, linears.layer_counts)
-        times = forecast_linears(forecaster, linears.cases, names, modes, *of_layer, heads=_heads(subject))
+        times = forecast_linears(
+            forecaster, linears.cases, names, modes, *of_layer, heads=_heads(subject), as_te_benchmark=as_te_benchmark
+        )
         step, memory, repeated = None, tuple[RecipeMemory, ...](), None
         if subject is not None and spec is not None:
             memory = tuple(recipe_memory(spec, subject.run, name, chip) for name in names)
@@ -293,12 +301,12 @@ def _common_findings(subject: RankWorkload | None, linears: LinearCases, forecas
     yield finding("forecast-not-measured")
     if subject is None:
         return
-    has_step = subject.source.model is not None
+    has_step = any(gpu.step is not None for gpu in forecasts)
     yield from subject.findings
     for about in linears.findings:
         yield finding("recompute-in-step") if has_step and about.code == "recompute-not-in-linears" else about
     if not has_step:
-        yield finding("step-not-forecast-traced")
+        yield from [finding("step-not-forecast-traced")] if subject.source.model is None else []
         return
     if subject.run.pp > 1 and subject.run.pp_stage is not None:
         yield finding("one-stage-only", stage=subject.run.pp_stage)

@@ -7,6 +7,7 @@ from gemmscope.app.choose import BACKEND_OF, Choices
 from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.forecast.gemm import STATES, State, model
+from gemmscope.forecast.training import only_torchao, torchao_known
 from gemmscope.gpu.specs import GpuSpec, gpu, gpus
 from gemmscope.recipe.recipes import BASELINE, recipe, recipes
 from gemmscope.recipe.support import support
@@ -55,24 +56,33 @@ def choose_recipes(
         findings = [finding("recipe-emulated", recipe=name, how=note) for name, note in notes.items() if note]
         if named is None and framework in BACKEND_OF:
             findings.append(finding("framework-backend", framework=framework, backend=backend))
-        if named is not None:
-            findings += [finding("recipe-left-out", recipe=name, reason=why) for name, why in reasons.items() if why]
-        elif chosen == [BASELINE] and not requested.left_out:
+            if borrowed := [name for name in chosen if name != BASELINE] if not torchao_known(chip) else []:
+                findings.append(finding("torchao-not-measured", recipes=borrowed))
+        left_out = {name: why for name, why in reasons.items() if why and (named is not None or only_torchao(recipe(name)))}
+        findings += [finding("recipe-left-out", recipe=name, reason=why) for name, why in left_out.items()]
+        if named is None and chosen == [BASELINE] and not requested.left_out and not left_out:
             findings.append(finding("only-baseline-runs", gpu=chip.name, reason=_why_not("FP8Current", chip)))
         choices[chip.name] = chosen, findings
     for name in wanted if named is not None else ():
         if not any(name in chosen for chosen, _ in choices.values()):
             able = [other for other in recipes() if not all(_why_not(other, chip) for chip in chips)]
-            problem = f"{name} cannot run on {' or '.join(choices)}: {_why_not(name, chips[0])}"
+            runs = any(support(name, chip.capability).runs for chip in chips)
+            problem = (
+                f"{name} cannot {'be forecast for' if runs else 'run on'} {' or '.join(choices)}: {_why_not(name, chips[0])}"
+            )
             raise UserError(problem, f"recipes that can: {', '.join(able)}")
     return choices
 
 
 def _why_not(name: str, chip: GpuSpec) -> str:
-    """Why a recipe cannot run on a GPU; empty if it can."""
+    """Why a recipe cannot run on a GPU, or cannot be forecast for it; empty if it can."""
     if recipe(name).backends == ("cpu",):
         return "it only runs on CPUs"
-    return support(name, chip.capability).why_not(chip.name, chip.capability)
+    if impossible := support(name, chip.capability).why_not(chip.name, chip.capability):
+        return impossible
+    if only_torchao(recipe(name)) and not torchao_known(chip):
+        return "torchao's kernels were measured on Hopper alone, and other architectures run others"
+    return ""
 
 
 def common_fields(command: str, state: State) -> dict[str, Any]:

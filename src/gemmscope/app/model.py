@@ -16,7 +16,7 @@ from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import RunSpec, check_size
 from gemmscope.results.base import ModelSummary
 from gemmscope.units import parameters
-from gemmscope.workload.cases import Case, cases_of
+from gemmscope.workload.cases import CALLED, Case, cases_of, forward_calls
 from gemmscope.workload.derive import EMBEDDING, HEAD, STEP, Workload, derive
 from gemmscope.workload.ops import GroupedLinear, Linear
 from gemmscope.workload.trace import ModuleTrace, TracedLinear, as_workload, trace_huggingface, trace_module
@@ -174,6 +174,19 @@ class LinearCases:
     findings: tuple[Finding, ...] = ()
     layers: int | None = None
     layer_counts: Mapping[str, int] | None = None
+
+
+def as_forward_calls(linears: LinearCases) -> LinearCases:
+    """The same GEMMs, counted as Transformer Engine's benchmark script does: each as a forward call with its own X and W."""
+    if grouped := [case.op for case in linears.cases if case.rows]:
+        raise UserError(
+            f"{option('as_te_benchmark')}: the script has no counterpart of experts ({grouped[0]})",
+            f"remove {option('as_te_benchmark')}",
+        )
+    counts = linears.layer_counts
+    of_calls = {op + call: count for op, count in counts.items() for call in CALLED.values()} if counts is not None else None
+    findings = (*linears.findings, finding("counted-as-te-benchmark"))
+    return LinearCases(tuple(forward_calls(linears.cases)), findings, linears.layers, of_calls)
 
 
 def linear_cases(workload: Workload) -> LinearCases:

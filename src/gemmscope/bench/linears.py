@@ -29,6 +29,7 @@ def measured_linears(
     layer_counts: Mapping[str, int] | None = None,
     backend: str = "transformer_engine",
     cache_weights: bool = False,
+    as_te_benchmark: bool = False,
 ) -> Linears:
     """Everything about the linears that follows from the measurements. `recipes`: those to show, measured or not."""
     cases = tuple(measurements.cases())
@@ -39,6 +40,7 @@ def measured_linears(
         modes=tuple(modes),
         layers=layers,
         layer_counts=dict(layer_counts or {}),
+        as_te_benchmark=as_te_benchmark,
         cache_weights=cache_weights,
         ops=tuple(
             time
@@ -50,7 +52,7 @@ def measured_linears(
     )
     sums = _Sums(measurements, linears)
     capability = str(measurements.hello.device.get("compute_capability", ""))
-    counted = not linears.bare and backend != GEMMS_ONLY
+    counted = not linears.bare and not as_te_benchmark and backend != GEMMS_ONLY
     return linears.model_copy(
         update={
             "speedups": tuple(sums.speedups()),

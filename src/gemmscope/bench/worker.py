@@ -39,6 +39,7 @@ from gemmscope.workload.cases import LEAST_BYTES_IN_FLIGHT_OVER_L2, Task
 from gemmscope.workload.ops import PASSES
 
 MOST_COPIES = 8
+OPTIONS = ("cache_weights", "filter_layers", "as_te_benchmark")
 RUNS_FOR_NSIGHT = 3
 HEAT_BEFORE_KERNELS_MS = 30
 WARM_UP_MS = 1200
@@ -63,7 +64,9 @@ class Worker(MeasuringProcess):
             make = self.load(BACKENDS)
             if make is None:
                 return
-            backend: Backend = make(self.operands, Options(self.request["cache_weights"], self.request["filter_layers"]))
+            backend: Backend = make(
+                self.operands, Options(**{name: self.request[name] for name in OPTIONS if name in self.request})
+            )
             _mark("backend loaded")
             self.say(Hello(dict(backend.versions()), self.device_facts(), _TIMELINE))
             self.begin(self.tasks[0].key, "compiling")

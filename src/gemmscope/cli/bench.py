@@ -30,6 +30,7 @@ def command(
     profile: bool = False,
     profile_shape: str | None = None,
     verify_dgrad: bool = False,
+    as_te_benchmark: bool = False,
 ) -> None:
     """Time a model's linears in every recipe on this GPU."""
     check_targets(outputs.targets(), model_options.files())
@@ -58,7 +59,7 @@ def command(
             say(f"note: --profile times nothing, so {', '.join(f'--{name}' for name in outputs.targets())} is not written")
         _report_profile(app.bench.run_for_nsight(job, **arguments))
         return
-    arguments |= {"resume": timing_options.resume, "verify_dgrad": verify_dgrad}
+    arguments |= {"resume": timing_options.resume, "verify_dgrad": verify_dgrad, "as_te_benchmark": as_te_benchmark}
     result = app.bench.run_bench(job, **arguments, deliver=lambda result: deliver(result, outputs))
     if not result.linears.ops:
         raise typer.Exit(1)

@@ -10,7 +10,7 @@ from gemmscope.cli.options import ClusterOptions, ModelOptions, takes
 from gemmscope.cli.output import FigureOptions, check_targets, deliver, say, typed_command, write
 from gemmscope.errors import UserError, option, shown
 
-ONLY_LINEARS = ("cache_weights", "pre_quantize", "autocast_only")
+ONLY_LINEARS = ("cache_weights", "as_te_benchmark", "pre_quantize", "autocast_only")
 COST = ("tokens", "price")
 
 
@@ -70,6 +70,7 @@ def command(
         options.names(),
         shapes=parsed,
         cache_weights=options.cache_weights,
+        as_te_benchmark=options.as_te_benchmark,
         tokens=options.tokens,
         gpu_count=options.gpus,
         price=options.prices(),

@@ -30,10 +30,11 @@ class ForecastOptions:
     gpus: int | None = None
     price: str | None = None
     cache_weights: bool = False
+    as_te_benchmark: bool = False
 
     def given(self) -> list[str]:
         """Options that were given and are about a model, not about single GEMMs."""
-        about_model = ("network", "nvlink_domain", "tokens", "gpus", "price", "cache_weights")
+        about_model = ("network", "nvlink_domain", "tokens", "gpus", "price", "cache_weights", "as_te_benchmark")
         return [name for name in about_model if getattr(self, name) not in (None, False)]
 
     def names(self) -> list[str]:

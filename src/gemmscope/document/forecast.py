@@ -71,7 +71,7 @@ def forecast_document(result: ForecastResult, name: str = "") -> Document:
         times=tuple(time for gpu in result.gpus for time in _times(gpu)),
         forecast=True,
         next_purpose="measure it on the GPU itself",
-        next_command=same_model("bench" if first.linears.bare else "step", result),
+        next_command=same_model("bench" if first.linears.bare or first.linears.as_te_benchmark else "step", result),
         name=name,
     )
 
@@ -136,7 +136,8 @@ def _line(gpu: GpuForecast, answer: str) -> str:
     if winner is None or winner.speedup is None or BASELINE in winner.rivals:
         return f"{gpu.gpu}: {answer.removeprefix('FORECAST: ')}"
     rivals = f"; too close to call against {units.names(winner.rivals)}" if winner.rivals else ""
-    return f"{gpu.gpu}: use {winner.best}, {units.speedup(winner.speedup)} over {BASELINE} on the same GPU{rivals}."
+    unsure = "; it may not fit in memory" if gpu.step is not None and winner.best in gpu.step.may_not_fit else ""
+    return f"{gpu.gpu}: use {winner.best}, {units.speedup(winner.speedup)} over {BASELINE} on the same GPU{rivals}{unsure}."
 
 
 def _best(gpu: GpuForecast) -> StepTime | None:

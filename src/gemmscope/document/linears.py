@@ -95,10 +95,15 @@ def _answer_of_gemms(linears: Linears, where: str) -> str:
     return f"On {where}, the highest speedup over {BASELINE} of {shapes} is that of {best}."
 
 
+def _what(linears: Linears, mode: Mode) -> str:
+    """What a number of this mode is about, beside those of other runs."""
+    return f"{WHAT[mode]}, as Transformer Engine's script counts" if linears.as_te_benchmark else WHAT[mode]
+
+
 def linears_speedups(linears: Linears, where: str) -> tuple[NamedSpeedup, ...]:
     """What can be shown beside other runs."""
     return tuple(
-        NamedSpeedup(where, f"{op}, {mode}" if op else WHAT[mode], name, speedup)
+        NamedSpeedup(where, f"{op}, {mode}" if op else _what(linears, mode), name, speedup)
         for mode in linears.modes
         for op in ([case.op for case in linears.cases] if linears.bare else [""])
         for name in linears.columns(mode)
@@ -109,7 +114,7 @@ def linears_speedups(linears: Linears, where: str) -> tuple[NamedSpeedup, ...]:
 def linears_times(linears: Linears, where: str) -> tuple[NamedTime, ...]:
     """To compare with those of other GPUs and runs; of bare GEMMs only their speedups are."""
     return tuple(
-        NamedTime(where, WHAT[mode], name, total.total_ms)
+        NamedTime(where, _what(linears, mode), name, total.total_ms)
         for mode in (() if linears.bare else linears.modes)
         for name in linears.columns(mode)
         if (total := linears.total(name, mode)) is not None and not linears.falls_back(name, mode)
@@ -155,7 +160,7 @@ def _summary(linears: Linears, start: str) -> Table:
         cells += [_kept(linears, name)] if both and quantizes else []
         rows.append((Cell(name), *cells))
     note = _what_is_timed(linears, linears.modes[0])
-    if both:
+    if both and not linears.as_te_benchmark:
         note = "Autocast: forward and backward with quantization. Pre-quantized: only the GEMMs, on inputs quantized beforehand."
         note += " Speedup kept: the autocast gain as a share of the pre-quantized gain." if quantizes else ""
     bar = "90% error bar" if linears.forecast else "95% interval"
@@ -207,6 +212,8 @@ def _what_is_timed(linears: Linears, mode: Mode) -> str:
     """What one number of this mode stands for."""
     if mode == "pre-quantized":
         return "Each GEMM by itself, on inputs quantized beforehand."
+    if linears.as_te_benchmark:
+        return "Every GEMM is a forward call that quantizes its own X and W, as in Transformer Engine's GEMM benchmark script."
     if linears.bare:
         return "X and W are quantized once each, then multiplied."
     if linears.cache_weights:
@@ -258,7 +265,7 @@ def _sums(linears: Linears, mode: Mode, names: Sequence[str]) -> list[tuple[Cell
     totals = [linears.total(name, mode) for name in names]
     of_what = Cell("One layer" if linears.layer_counts else "All linears")
     rows = []
-    for pass_name in PASSES:
+    for pass_name in PASSES if not linears.as_te_benchmark else ():
         times = (time_cell(total.pass_ms.get(pass_name) if total else None) for total in totals)
         rows.append((of_what, Cell(pass_name), Cell(""), NOTHING, *times))
     if linears.layer_counts:

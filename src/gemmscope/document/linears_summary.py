@@ -20,7 +20,7 @@ def linears_summary(linears: Linears) -> Table | None:
     if not linears.bare:
         rows += [_sum(linears, names, each) for each in linears.modes]
     interval = "90% error bar" if linears.forecast else "95% interval"
-    what = "GEMM" if linears.bare else "linear"
+    what = "GEMM" if linears.bare else "forward call" if linears.as_te_benchmark else "linear"
     left_out = len(linears.cases) - len(shown)
     note = f"The {units.counted(left_out, f'smallest {what}')} {'is' if left_out == 1 else 'are'} not shown." if left_out else ""
     heads = columns(("M x K x N" if linears.bare else "Op",), (f"{BASELINE} ms", *names), {f"{BASELINE} ms": 1})

@@ -249,6 +249,7 @@ def step_answer(times: StepTimes, where: str, model_name: str = "") -> tuple[str
     training = f"the training step of {model_name}" if model_name else "the training step"
     forecast = "FORECAST: " if times.origin == "forecast" else ""
     unfit = f" {units.names(times.unfit)} {'does' if len(times.unfit) == 1 else 'do'} not fit in memory." if times.unfit else ""
+    unfit += f" {times.winner.best} may not fit in memory." if times.winner.best in times.may_not_fit else ""
     return f"{forecast}{_verdict(times.winner, best, f'{training} on {where}')}{unfit}", tuple(_because(best))
 
 

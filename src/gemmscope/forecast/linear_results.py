@@ -14,7 +14,7 @@ from gemmscope.forecast.training import NEVER_QUANTIZED
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.results.linears import Linears, OpTime, Speedup, linears_total, quantization_by_pass, same_kernels
-from gemmscope.workload.cases import Case, Mode
+from gemmscope.workload.cases import Case, Mode, op_of
 from gemmscope.workload.ops import PASSES
 
 
@@ -26,13 +26,16 @@ def forecast_linears(
     layers: int | None = None,
     layer_counts: Mapping[str, int] | None = None,
     heads: Sequence[str] = (),
+    *,
+    as_te_benchmark: bool = False,
 ) -> Linears:
     """Times, speedups, totals, memory and winners.
 
     An op whose sizes do not fit a recipe is missing in it: nothing pads them. Those of the output head (`heads`) count in BF16.
+    `as_te_benchmark`: the cases are forward calls, each with its own X and W.
     """
     forecaster.prepare(cases, recipes)
-    bare = all(case.passes == PASSES[:1] for case in cases)
+    bare = not as_te_benchmark and all(case.passes == PASSES[:1] for case in cases)
     counts = dict(layer_counts or {})
     ops, speedups, totals, winners = list[OpTime](), list[Speedup](), [], {}
     for mode in modes:
@@ -60,11 +63,14 @@ def forecast_linears(
         modes=tuple(modes),
         layers=layers,
         layer_counts=counts,
+        as_te_benchmark=as_te_benchmark,
         cache_weights=forecaster.cache_weights,
         ops=tuple(ops),
         speedups=tuple(speedups),
         totals=tuple(totals),
-        memory=() if bare else tuple(memory(cases, name, capability=forecaster.chip.architecture) for name in recipes),
+        memory=()
+        if bare or as_te_benchmark
+        else tuple(memory(cases, name, capability=forecaster.chip.architecture) for name in recipes),
         winners=winners,
     )
 
@@ -82,8 +88,9 @@ class _ModeForecast:
 
     def add_op(self, case: Case, name: str) -> None:
         """One op in one recipe, where its sizes fit."""
-        unfit = case.op in self.heads and recipe(name).quantizes and recipe(name).misaligned(case.sizes())
-        left = name != BASELINE and (case.op in NEVER_QUANTIZED or bool(unfit))
+        op = op_of(case.op)
+        unfit = op in self.heads and recipe(name).quantizes and recipe(name).misaligned(case.sizes())
+        left = name != BASELINE and (op in NEVER_QUANTIZED or bool(unfit))
         chosen = recipe(BASELINE if left else name)
         if chosen.quantizes and chosen.misaligned(case.sizes()):
             return
@@ -118,7 +125,7 @@ def misaligned(cases: Sequence[Case], recipes: Sequence[str], heads: Sequence[st
     reasons: dict[tuple[str, int, int], list[tuple[str, str]]] = {}
     for chosen in map(recipe, recipes):
         for case in cases:
-            if chosen.quantizes and case.op not in never and (wrong := chosen.misalignment(case.sizes())) is not None:
+            if chosen.quantizes and op_of(case.op) not in never and (wrong := chosen.misalignment(case.sizes())) is not None:
                 reasons.setdefault((*wrong, chosen.multiple_of), []).append((case.op, chosen.name))
     findings = []
     for (what, size, multiple), pairs in reasons.items():

@@ -16,7 +16,9 @@ from gemmscope.forecast.training import (
     gemm_factor,
     gemm_format,
     library_uncertainty,
+    one_way,
     quantizing,
+    recipe_factor,
     uncertainty_of,
 )
 from gemmscope.gpu.specs import GpuSpec
@@ -75,13 +77,24 @@ class RecipeCosts(NamedTuple):
     formats: dict[Pass, str]
     quantizes: bool
     quantizing: Quantizing
+    gemm_factor: float = 1.0
 
 
 class Forecaster:
     """Times of linears on one chip in one state. What was computed once is kept: models share shapes, sweeps share more."""
 
-    def __init__(self, chip: GpuSpec, state: State, *, cache_weights: bool = False, measured: Adjustment | None = None) -> None:
+    def __init__(
+        self,
+        chip: GpuSpec,
+        state: State,
+        *,
+        cache_weights: bool = False,
+        measured: Adjustment | None = None,
+        forward_only: bool = False,
+    ) -> None:
+        """`forward_only`: a linear that runs forward alone quantizes its weight for that direction."""
         self.chip, self.state, self.cache_weights, self.measured = chip, state, cache_weights, measured
+        self._forward_only = forward_only
         # GEMMs by format, and the share of each one's time that it takes at the clock of a burst.
         self._known: dict[tuple[str, Key], tuple[Estimate, float]] = {}
         self._costs: dict[str, RecipeCosts] = {}
@@ -93,7 +106,8 @@ class Forecaster:
             chosen = recipe(name)
             formats = {each: gemm_format(chosen, each, self.chip) for each in LAYOUT_OF}
             factor = self.measured.quantize.get(name, 1.0) if self.measured is not None else 1.0
-            self._costs[name] = RecipeCosts(formats, chosen.quantizes, quantizing(chosen, self.chip).times(factor))
+            casts = quantizing(chosen, self.chip).times(factor)
+            self._costs[name] = RecipeCosts(formats, chosen.quantizes, casts, recipe_factor(chosen))
         return self._costs[name]
 
     def in_common(self, first: str, second: str) -> float:
@@ -167,13 +181,15 @@ class Forecaster:
         keys = {each: (costs.formats[each], _key(case, each)) for each in case.passes}
         if any(key not in self._known for key in keys.values()):
             self.prepare([case], [name])
-        gemms = {each: self._known[key][0] for each, key in keys.items()}
+        gemms = {each: self._known[key][0].times(costs.gemm_factor) for each, key in keys.items()}
         elements = {"X": case.tokens * case.inputs, "W": case.weights, "dY": case.tokens * case.outputs}
         if self.cache_weights:
             del elements["W"]
         if len(case.passes) == 1:  # a bare GEMM
             del elements["dY"]
         quantize_ms = {tensor: costs.quantizing.time_ms(size) for tensor, size in elements.items()} if costs.quantizes else {}
+        if self._forward_only and "W" in quantize_ms:
+            quantize_ms["W"] *= one_way(recipe(name), self.chip)
         return LinearTime(gemms, quantize_ms, self._uncertainty)
 
     def in_step(self, linears: Sequence[tuple[Case, int, int]], name: str) -> tuple[Estimate, float, Estimate, Estimate]:
@@ -182,7 +198,7 @@ class Forecaster:
         Returns their GEMMs, the milliseconds of these at the clock of a burst, the quantization of all activations, and that of
         every weight once.
         """
-        formats, quantizes, costs = self.costs(name)
+        formats, quantizes, costs, factor = self.costs(name)
         known, value, squares, shared, least, activations, weights = self._known, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
         for case, count, runs in linears:
             tokens, inputs, outputs, groups = case.tokens, case.inputs, case.outputs, len(case.rows) or 1
@@ -191,7 +207,7 @@ class Forecaster:
                 if key not in known:
                     self.prepare([case], [name])
                 (gemm_ms, own_part, shared_part), least_share = known[key]
-                time_ms = gemm_ms * (count * runs if each == "fprop" else count)
+                time_ms = gemm_ms * factor * (count * runs if each == "fprop" else count)
                 value += time_ms
                 squares += (time_ms * own_part) ** 2
                 shared += time_ms * shared_part

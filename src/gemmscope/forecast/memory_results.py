@@ -73,8 +73,12 @@ def _remedies(memory: RecipeMemory, run: RunSpec) -> list[str]:
     """Settings that would lower what this layout needs most, the strongest first."""
     states = memory.weights_bytes + memory.gradients_bytes + memory.master_weights_bytes + memory.moments_bytes
     kept = memory.activations_bytes + memory.workspace_bytes
-    sharing = [] if run.zero_stage == 3 else ["‹zero› 3 with more ‹dp›" if run.zero_stage else "‹dp› and ‹zero› 1 to 3"]
+    unknown = bool(run.zero) and run.dp is None
+    if unknown:
+        sharing = ["‹gpus› or ‹dp›, which say how many ranks share the optimizer"]
+    else:
+        sharing = [] if run.zero_stage == 3 else ["‹zero› 3 with more ‹dp›" if run.zero_stage else "‹dp› and ‹zero› 1 to 3"]
     splitting = ["‹tp› or ‹pp›" if run.pp == 1 else "‹tp›"]
     smaller = [] if run.recompute == "full" else ["‹recompute› full"]
     smaller += ["a smaller ‹micro_batch_size›"] if run.micro_batch_size > 1 else ["‹cp›"]
-    return [*sharing, *splitting, *smaller] if states > kept else [*smaller, *splitting, *sharing]
+    return [*sharing, *splitting, *smaller] if states > kept or unknown else [*smaller, *splitting, *sharing]

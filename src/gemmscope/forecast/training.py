@@ -71,6 +71,26 @@ def gemm_factor(fmt: str, chip: GpuSpec) -> float:
     return float(facts()["gemms"].get(chip.architecture, {}).get(fmt, 1.0))
 
 
+def recipe_factor(recipe: Recipe) -> float:
+    """A recipe's GEMMs over those of its format: torchao's differ from Transformer Engine's."""
+    return float(facts()["torchao"]["gemms"].get(recipe.name, 1.0))
+
+
+def only_torchao(recipe: Recipe) -> bool:
+    """Whether training runs it with torchao alone.
+
+    >>> from gemmscope.recipe.recipes import recipe
+    >>> only_torchao(recipe("FP8Rowwise")), only_torchao(recipe("MXFP8"))
+    (True, False)
+    """
+    return "torchao" in recipe.backends and "transformer_engine" not in recipe.backends
+
+
+def torchao_known(chip: GpuSpec) -> bool:
+    """Whether torchao was measured on a GPU of this architecture."""
+    return chip.architecture in facts()["torchao"]["architectures"]
+
+
 class Quantizing(NamedTuple):
     """What quantizing one tensor takes: launches, and a time per element; and how a step's differs from that of bare linears.
 
@@ -110,6 +130,18 @@ def quantizing(recipe: Recipe, chip: GpuSpec) -> Quantizing:
     element_ms = (recipe.bytes_read + written) / (chip.bandwidth_tbps * 1e9 * known["bandwidth"])
     slower = table["slower"].get(chip.architecture, {})
     return Quantizing(known["kernels"] * facts()["launch_ms"], element_ms, known["in_step"], **slower)
+
+
+def one_way(recipe: Recipe, chip: GpuSpec) -> float:
+    """What quantizing a tensor for one direction takes, over both directions: a weight of a layer whose input needs no gradient.
+
+    >>> from gemmscope.recipe.recipes import recipe
+    >>> one_way(recipe("FP8Delayed"), gpu("h200")), one_way(recipe("FP8Delayed"), gpu("b200"))
+    (0.75, 1.0)
+    """
+    if recipe.name in facts()["quantize"]["written"].get(chip.architecture, {}):
+        return 1.0  # one copy serves both
+    return (recipe.bytes_read + recipe.bytes_written / 2) / (recipe.bytes_read + recipe.bytes_written)
 
 
 def op_ms(op: Op, chip: GpuSpec) -> float:

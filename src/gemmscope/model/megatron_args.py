@@ -110,8 +110,9 @@ def _run_settings(settings: MegatronSettings, model: ModelSpec, samples: int | N
     if settings.given("recompute_granularity"):
         run["recompute"] = settings.word("recompute_granularity", ("selective", "full"), "")
         modules = _recompute_modules(settings)
-        if run["recompute"] == "selective" and modules is not None and ATTENTION not in modules:
-            run["recompute"] = "none"
+        if run["recompute"] == "selective" and modules is not None:
+            run |= {"partly_recomputed": True} if modules - {ATTENTION} else {}
+            run["recompute"] = "selective" if ATTENTION in modules else "none"
     expert_tp, tp = _expert_tensor_parallel(settings, model), run.get("tp", 1)
     if expert_tp and tp % expert_tp == 0 and (expert_tp < tp or tp == 1):  # where equal, etp follows tp by itself
         run["etp"] = expert_tp

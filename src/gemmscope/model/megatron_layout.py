@@ -18,8 +18,12 @@ PRECISION_AWARE, MOMENTS = "use_precision_aware_optimizer", ("exp_avg_dtype", "e
 GRADIENTS, WEIGHTS = "overlap_grad_reduce", "overlap_param_gather"
 TENSOR, EXPERTS = "tp_comm_overlap", "overlap_moe_expert_parallel_comm"
 GRAPHS, GRAPH_KIND = ("enable_cuda_graph", "external_cuda_graph"), "cuda_graph_impl"
+BF16_GRADIENTS, FP32_GRADIENTS, GRADIENT_TYPE = "grad_reduce_in_bf16", "grad_reduce_in_fp32", "main_grads_dtype"
+QUANTIZED_WEIGHTS = ("fp8_param_gather", "fp4_param_gather")
+OFFLOADING, OFFLOADED_LAYERS = "cpu_offloading", "cpu_offloading_num_layers"
 NAMES = {*FSDP, STRATEGY, TORCH_FSDP, DISTRIBUTED_OPTIMIZER, INSTANCES, PRECISION_AWARE, *MOMENTS, GRADIENTS, WEIGHTS}
-NAMES |= {TENSOR, EXPERTS, *GRAPHS, GRAPH_KIND}
+NAMES |= {TENSOR, EXPERTS, *GRAPHS, GRAPH_KIND, BF16_GRADIENTS, FP32_GRADIENTS, GRADIENT_TYPE, *QUANTIZED_WEIGHTS}
+NAMES |= {OFFLOADING, OFFLOADED_LAYERS}
 """All settings that this module reads."""
 
 
@@ -34,6 +38,9 @@ def layout(settings: MegatronSettings, run: Mapping[str, Any]) -> dict[str, Any]
         "dp_overlap": True if settings.flag(TORCH_FSDP) else _any(settings, GRADIENTS),
         "ep_overlap": _any(settings, EXPERTS),
         "cuda_graphs": _cuda_graphs(settings),
+        "gradient_precision": _gradient_precision(settings),
+        "quantized_weights": _any(settings, *QUANTIZED_WEIGHTS),
+        "offloaded_layers": _offloaded_layers(settings),
     }
     if found["tp_overlap"] and not run.get("sequence_parallel"):
         found["tp_overlap"] = False  # Megatron overlaps only with sequence parallelism
@@ -89,6 +96,19 @@ def _optimizer_state(settings: MegatronSettings) -> str | None:
     if settings.flag(PRECISION_AWARE) and all(_bits(settings.values.get(name)) <= 16 for name in MOMENTS):
         return "bf16"
     return "fp32" if settings.silent_means_off or settings.given(PRECISION_AWARE) else None
+
+
+def _gradient_precision(settings: MegatronSettings) -> str | None:
+    """Gradients are summed and exchanged in FP32, unless a setting says BF16."""
+    if settings.given(FP32_GRADIENTS):
+        return "fp32" if settings.flag(FP32_GRADIENTS) else "bf16"
+    if settings.flag(BF16_GRADIENTS) or _bits(settings.values.get(GRADIENT_TYPE)) <= 16:
+        return "bf16"
+    return "fp32" if settings.silent_means_off else None
+
+
+def _offloaded_layers(settings: MegatronSettings) -> int | None:
+    return settings.maybe_count(OFFLOADED_LAYERS, "layers") if settings.flag(OFFLOADING, default=True) else None
 
 
 def _bits(dtype: object) -> int:

@@ -284,7 +284,7 @@ def _recompute(tables: Tables, layers: int) -> RunPart:
     if mode == "none" or mode == "full":
         return {"recompute": mode}, []
     if mode == "memory_budget":
-        return {"recompute": "none"}, [finding("recompute-by-memory-budget")]
+        return {"recompute": "none", "partly_recomputed": True}, [finding("recompute-by-memory-budget")]
     if mode != "selective":
         raise UserError(
             f"[activation_checkpoint] mode = {shown(mode)} is not a mode of torchtitan",
@@ -312,4 +312,4 @@ def _recompute_selectively(option: object, layers: int) -> RunPart:
             f"[activation_checkpoint] selective_ac_option = {shown(option)} is neither a number of layers nor op",
             'for example: selective_ac_option = "op", or "2" for every second layer',
         )
-    return {"recompute": "none"}, [not_counted]
+    return {"recompute": "none", "partly_recomputed": True}, [not_counted]

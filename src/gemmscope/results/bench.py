@@ -37,6 +37,7 @@ class BenchSettings:
     timing: Literal["cuda-events", "profiler"] = "cuda-events"
     cache_weights: bool = False  # weights are quantized once per step: the timed micro-batch is not the first
     filter_layers: bool = True  # leave those layers in BF16 that the framework's own filter would leave
+    as_te_benchmark: bool = False  # linears are forward calls whose X needs no gradient, as in Transformer Engine's script
     for_nsight: bool = False  # run everything once between cudaProfilerStart and Stop, in NVTX ranges, and time nothing
     silence_s: float = 120.0  # a worker that sends nothing for this long is considered hung
     seed: int = field(default_factory=lambda: random.randrange(1 << 30))  # of the order of bursts

@@ -157,6 +157,8 @@ class Linears(Part):
     """How many layers the rank holds, where all are alike."""
     layer_counts: dict[str, int] = {}
     """How often one layer runs each op, where all layers are alike."""
+    as_te_benchmark: bool = False
+    """Every GEMM is a forward call of its own, as Transformer Engine's GEMM benchmark script runs them: three for each op."""
     cache_weights: bool = False
     """Quantization of the weights is left out: it happens once per step."""
     ops: tuple[OpTime, ...] = ()
@@ -172,7 +174,7 @@ class Linears(Part):
     @property
     def bare(self) -> bool:
         """Whether these are GEMMs of sizes that someone typed, and not the linears of a model."""
-        return all(case.passes == PASSES[:1] for case in self.cases)
+        return not self.as_te_benchmark and all(case.passes == PASSES[:1] for case in self.cases)
 
     @cached_property
     def _ops(self) -> dict[tuple[str, str, str], OpTime]:

@@ -117,6 +117,33 @@ def tasks_of(cases: Sequence[Case], recipes: Sequence[str], modes: Sequence[Mode
     return tasks
 
 
+CALLED: dict[Pass, str] = {"fprop": "", "dgrad": " (dgrad)", "wgrad": " (wgrad)"}
+
+
+def forward_calls(cases: Iterable[Case]) -> list[Case]:
+    """Every GEMM as the forward pass of a layer of its size, as Transformer Engine's benchmark script runs them.
+
+    >>> [(each.op, each.tokens, each.inputs, each.outputs) for each in forward_calls([Case("MLP Up", 8, 2, 4)])]
+    [('MLP Up', 8, 2, 4), ('MLP Up (dgrad)', 8, 4, 2), ('MLP Up (wgrad)', 2, 8, 4)]
+    """
+    calls = []
+    for case in cases:
+        tokens, inputs, outputs = case.tokens, case.inputs, case.outputs
+        sizes = ((tokens, inputs, outputs), (tokens, outputs, inputs), (inputs, tokens, outputs))
+        for name, (m, k, n) in zip(PASSES, sizes, strict=True):
+            calls.append(replace(case, op=case.op + CALLED[name], tokens=m, inputs=k, outputs=n, passes=PASSES[:1]))
+    return calls
+
+
+def op_of(name: str) -> str:
+    """The op that a forward call belongs to.
+
+    >>> op_of("MLP Up (dgrad)"), op_of("MLP Up")
+    ('MLP Up', 'MLP Up')
+    """
+    return name.removesuffix(CALLED["dgrad"]).removesuffix(CALLED["wgrad"])
+
+
 def bare_gemms(shapes: Iterable[tuple[int, int, int]]) -> list[Case]:
     """MxKxN triplets as cases: one GEMM each, the fprop of a linear with M tokens, K input and N output features.
 

@@ -18,6 +18,7 @@ class Options:
 
     cache_weights: bool = False  # weights are quantized once per step, and the timed micro-batch is not the first
     filter_layers: bool = True  # keep layers in BF16 that the framework's own filter excludes
+    as_te_benchmark: bool = False  # linears run forward alone, on inputs that need no gradient
 
 
 @dataclass(frozen=True)
