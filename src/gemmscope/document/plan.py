@@ -256,7 +256,7 @@ def _varied_chart(result: PlanResult) -> CurveChart:
             if recipe in best:
                 tooltip = (("layout", layout_name(best[recipe])), ("parameters", units.parameters(point.parameters)))
                 series.setdefault(recipe, []).append(Point(point.place, best[recipe].tokens_per_s, tooltip))
-    title = f"FORECAST of the best layout of each {result.varied[0]}"
+    title = f"FORECAST of the best layout with other {result.varied[0]}"
     unit = "tokens/s per GPU"
     return CurveChart(title, result.varied[0], {name: tuple(points) for name, points in series.items()}, unit=unit, main=True)
 

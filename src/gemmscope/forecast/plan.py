@@ -37,7 +37,7 @@ MOST_KEPT = 50_000  # GEMMs remembered from one share to the next
 ALIKE_WAITING = 0.8  # of the errors of one kind of exchange, or of the host, what two layouts have alike
 ALIKE_SOFTWARE = 0.9  # of the errors of whole steps: each release runs some layouts better than others
 SHAPES = ("tp", "cp", "ep", "etp", "micro_batch_size")  # what decides the sizes of GEMMs
-MOST_LISTED = 20_000  # layouts of one result
+MOST_LISTED = 10_000  # layouts of one result: run files with more values are not read
 
 
 class Candidate(NamedTuple):
@@ -191,8 +191,8 @@ def order(candidate: Candidate) -> tuple[float, float, int, str]:
     return float(f"{candidate.step.total.value:.8g}"), candidate.memory_gb, candidate.run, candidate.recipe
 
 
-def ranked(search: Search, forecaster: Forecaster) -> list[PlanLayout]:
-    """The candidates as results, in order."""
+def ranked(search: Search, forecaster: Forecaster, most: int = MOST_LISTED) -> list[PlanLayout]:
+    """The candidates as results, in order, as many as are listed."""
     task = search.task
     ordered = sorted(search.candidates, key=order)
     if not ordered:
@@ -202,7 +202,7 @@ def ranked(search: Search, forecaster: Forecaster) -> list[PlanLayout]:
     flops = totals(whole, RunSpec(1, task.sequence_length), task.model).model_flops * task.global_batch / task.gpus
     tokens = task.global_batch * task.sequence_length / task.gpus
     best, listed = ordered[0], []
-    for each in ordered[:MOST_LISTED]:
+    for each in ordered[:most]:
         step_ms, run = each.step.total.interval(), search.runs[each.run]
         shown = each is best_of_recipe[each.recipe] or id(each) in front
         listed.append(
