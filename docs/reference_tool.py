@@ -62,8 +62,8 @@ def summary() -> str:
             f"* It calls {len(losers())} recipes slower than BF16 that speed up the real step: {called}.",
             f"* Both modes of codon5b took it {min(script):.0f} to {max(script):.0f} s; `gemmscope bench` took "
             f"{wall['bench'][0]:.0f} s the first time and {min(again):.0f} to {max(again):.0f} s later, on the same machine.",
-            f"* Counted as the script counts, `gemmscope bench --as-te-benchmark` agrees with it to {min(map(abs, alike)):.0%} to "
-            f"{max(map(abs, alike)):.0%} ({' and '.join(counted)}, another H200): it is lower, because it measures the sustained state.",
+            f"* Counted as the script counts, `gemmscope bench --as-te-benchmark` is {min(map(abs, alike)):.0%} to "
+            f"{max(map(abs, alike)):.0%} lower ({' and '.join(counted)}, another H200): it measures the sustained state.",
         ]
     )
 
