@@ -146,6 +146,17 @@ RAN = {
         "gpt-oss-120b", "h100", "BF16", RunSpec(1, 4096, pp=4, dp=16, ep=8, gradient_accumulation=32, partly_recomputed=True)
     ),
     "120B B200 BF16": ("gpt-oss-120b", "b200", "BF16", RunSpec(4, 4096, dp=64, ep=8, partly_recomputed=True)),
+    "405B GB200 FP8": (
+        "llama-3.1-405b", "gb200", "FP8Current", replace(SPLIT, tp=4, pp=16, vp=8, dp=4, pp_layers=(7, *(8,) * 14, 7))
+    ),
+    "235B-A22B GB200 MXFP8": (
+        "qwen3-235b-a22b", "gb200", "MXFP8",
+        RunSpec(1, 4096, pp=8, ep=8, dp=8, gradient_accumulation=128, pp_layers=(11, *(12,) * 6, 11)),
+    ),
+    "DeepSeek-V3 GB200 MXFP8": (
+        "deepseek-v3", "gb200", "MXFP8",
+        RunSpec(1, 4096, pp=4, vp=4, ep=64, dp=64, gradient_accumulation=32, pp_layers=(15, 16, 15, 15)),
+    ),
     "120B GB200 MXFP8": ("gpt-oss-120b", "gb200", "MXFP8", RunSpec(4, 4096, dp=64, ep=64)),
 }  # fmt: skip
 
