@@ -41,8 +41,8 @@ CountedCase = tuple[Case, int, int]  # a linear, how often it runs, and how ofte
 class StepEstimate:
     """One recipe's step: milliseconds by part, what is exchanged, and what launching it takes the CPU.
 
-    `common` is the uncertainty of the whole step that no other recipe of the same layout changes. What the parts have in common is
-    known at least to `shared_at_most`.
+    `common` is the uncertainty of the whole step that no other recipe of the same layout changes. What the parts have in common
+    is known at least to `shared_at_most`.
     """
 
     parts: dict[StepPart, Estimate]
@@ -351,9 +351,7 @@ def forecast_step(
         winner=winner_that_fits(pairs, unfit),
         failures=failures,
         unfit=tuple(name for name in steps if name in unfit),
-        may_not_fit=tuple(
-            each.recipe for each in memory if each.fit == "may not fit" and each.total_bytes > each.available_bytes
-        ),
+        may_not_fit=tuple(each.recipe for each in memory if each.fit == "may not fit"),
         gpus=run.gpus,
         global_batch=run.global_batch,
     )
