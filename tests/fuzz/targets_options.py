@@ -29,7 +29,11 @@ PLAUSIBLE = {
     "price": ["2.5", "h200=2.5,b300=4", "h200=nan", "-1", "h200=", "=1", "1e308"],
     "tokens": ["1e12", "0", "-1", "1e308"],
     "gpus": ["8", "16", "7", "0"],
-    "recompute": ["none", "full", "selective"],
+    "recompute": ["none", "full", "selective", "none,full"],
+    "vary": ["hidden=64,128", "layers=1:2:3", "hidden=0", "experts=4", "hidden=", "=1", "sequence=64,1000", "hidden=99999999999"],
+    "tp": ["1", "2", "1,2", "1,,2", "0", "3", "9" * 30],
+    "zero": ["0", "1", "3", "1,3", "4"],
+    "network": ["ethernet", "50", "0", "nan", "infiniband-ndr", "1e400"],
     "pp-layers": ["1,1", "12", ",", "1,-1,24", "1," * 2000 + "1"],
     "state": ["sustained", "burst"],
     "backend": ["torch", "torchao", "transformer-engine"],
@@ -48,6 +52,7 @@ SIZES = "--hidden-size 64 --intermediate-size 128 --num-attention-heads 4 --num-
 STARTS = {
     "shapes": [MODEL, f"{SIZES} --micro-batch-size 1 --sequence-length 64", "", "--list-presets"],
     "forecast": [f"--gpu h200 {what}" for what in (MODEL, "--shapes 64", f"{MODEL} --sweep tp=1,2", "--gemms -", "")],
+    "plan": [f"--gpu h200 --gpus 4 --global-batch 8 {what} --sequence-length 64" for what in ("--preset gpt2", SIZES, "")],
     "bench": [MODEL, "--shapes 64", ""],
     "step": [MODEL, ""],
 }
@@ -66,7 +71,7 @@ OPTIONS = {command: options_of(command) for command in COMMANDS}
 @st.composite
 def command_lines(draw: st.DrawFn) -> list[str]:
     """A command that works, or nearly, with options added; some of them twice."""
-    command = draw(st.sampled_from([*COMMANDS, "shapes", "forecast", "forecast", "bench", "step"]))
+    command = draw(st.sampled_from([*COMMANDS, "shapes", "forecast", "forecast", "plan", "plan", "bench", "step"]))
     arguments = [command, *draw(st.sampled_from(STARTS.get(command, [""]))).split()]
     for _ in range(draw(st.integers(0, 4))):
         name = draw(st.sampled_from(sorted(OPTIONS[command])))

@@ -15,6 +15,7 @@ import gemmscope
 from gemmscope.app.model import load_model
 from gemmscope.app.plan import plan
 from gemmscope.app.progress import Console, Reporter
+from gemmscope.document.build import document
 from gemmscope.errors import UserError
 from gemmscope.forecast import plan as search
 from gemmscope.forecast.linears import Forecaster
@@ -35,10 +36,11 @@ def small(**options: Any) -> PlanResult:
 
 
 def run_of(layout: PlanLayout, sequence: int) -> RunSpec:
+    """The run of a layout; the optimizer is in FP32 in all of them."""
     return RunSpec(
         layout.micro_batch_size, sequence, tp=layout.tp, cp=layout.cp, pp=layout.pp, vp=layout.vp, ep=layout.ep, dp=layout.dp,
         gradient_accumulation=layout.micro_batches, recompute=layout.recompute, zero=layout.zero, pp_layers=layout.pp_layers,
-        sequence_parallel=layout.tp > 1,
+        sequence_parallel=layout.tp > 1, optimizer_state="fp32",
     )  # fmt: skip
 
 
@@ -106,6 +108,8 @@ def test_what_is_excluded_is_said() -> None:
         ("llama-3.1-70b", "h100", 64, 256, 8192, ("FP8Current",), {"tp": 4, "pp": 8, "vp": 5, "micro_batch_size": 1}),
         ("llama-3.1-70b", "gb200", 64, 256, 8192, ("MXFP8",), {"tp": 2, "pp": 4, "vp": 5, "micro_batch_size": 1}),
         ("llama-3.1-70b", "gb200", 64, 256, 8192, ("NVFP4",), {"tp": 2, "pp": 4, "vp": 5, "micro_batch_size": 1}),
+        ("qwen3-30b-a3b", "h100", 16, 1024, 4096, ("FP8Current",), {"tp": 1, "pp": 1, "ep": 16, "micro_batch_size": 1}),
+        ("qwen3-30b-a3b", "h100", 16, 1024, 4096, ("FP8Current",), {"pp": 2, "vp": 12, "ep": 8, "micro_batch_size": 1}),
         ("qwen3-30b-a3b", "b200", 8, 512, 4096, ("MXFP8",), {"tp": 1, "pp": 1, "ep": 8, "micro_batch_size": 4}),
         ("qwen3-30b-a3b", "gb200", 8, 512, 4096, ("MXFP8",), {"tp": 1, "pp": 1, "ep": 8, "micro_batch_size": 4}),
     ],
@@ -248,3 +252,15 @@ def test_memory_that_is_tight_is_said() -> None:
         assert run is not None
         assert best.tight == (rank_memory(model, run, best.recipe, chip).most > memory_bytes(chip))
         assert result.has("plan-memory-tight") == best.tight
+
+
+def test_all_layouts_have_the_same_optimizer() -> None:
+    """One replica alone would need no FP32 master weights by default: compared with others, it has them too."""
+    usual, light = small(restrict={"tp": 8}), small(restrict={"tp": 8}, settings={"optimizer_state": "bf16"})
+    assert usual.run is not None
+    assert (usual.run.data_parallel, usual.run.state_precision) == (1, "fp32")
+    assert usual.best is not None
+    assert light.best is not None
+    assert light.best.memory_gb < usual.best.memory_gb
+    assert "--optimizer-state fp32" in document(usual).next_command
+    assert "--optimizer-state" not in document(light).next_command

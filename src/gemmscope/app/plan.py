@@ -83,7 +83,7 @@ def plan(
     length = _count("sequence_length", sequence_length or source.run_settings.get("sequence_length"), "the sequence length", 8192)
     budget = _budget(tokens, count, price)
     names, recipe_findings = _recipes(chip, choices, source.framework)
-    space = Space(_restricted(restrict), {**_of_file(source), **settings})
+    space = Space(_restricted(restrict), {"optimizer_state": "fp32", **_of_file(source), **settings})  # alike in all layouts
     sizes = _axes(vary, source.model)
     adjustment, calibration_findings = calibrated(chip.name)
     forecaster = Forecaster(chip, clocks, measured=adjustment)

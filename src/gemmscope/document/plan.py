@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from math import ceil
 
 from gemmscope import units
@@ -27,6 +28,7 @@ from gemmscope.document.plan_tables import (
 )
 from gemmscope.document.sweep import STATES
 from gemmscope.document.sweep_summary import spread
+from gemmscope.model.spec import RunSpec
 from gemmscope.results.plan import PlanLayout, PlanPoint, PlanResult
 
 MOST_PLACES = 14  # along the axis of memory
@@ -275,6 +277,7 @@ def _next_command(result: PlanResult) -> str:
         "gradient-accumulation": best.micro_batches,
         **({"zero": best.zero} if best.zero else {}),
         **({"recompute": best.recompute} if best.recompute != "none" else {}),
+        **({"optimizer-state": run.optimizer_state} if run.optimizer_state != _usual_state(run) else {}),
         **({"pp-layers": ",".join(map(str, best.pp_layers))} if best.pp_layers else {}),
         "gpu": result.gpu,
         "recipes": best.recipe.lower(),
@@ -285,6 +288,10 @@ def _next_command(result: PlanResult) -> str:
     flags = ["--sequence-parallel"] if run.sequence_parallel else []
     words = [*flags, *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
     return same_model("forecast", result, shlex.join(words), (*MODEL_NAMES, *SETTINGS))
+
+
+def _usual_state(run: RunSpec) -> str:
+    return replace(run, optimizer_state=None).state_precision
 
 
 def _method(result: PlanResult) -> tuple[tuple[str, str], ...]:

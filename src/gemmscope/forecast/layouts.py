@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from gemmscope.errors import UserError
-from gemmscope.model.spec import RECOMPUTE, ModelSpec, MoeSpec, RunSpec
+from gemmscope.model.spec import LARGEST, RECOMPUTE, ModelSpec, MoeSpec, RunSpec
 from gemmscope.workload.sharding import check
 
 LEAST_CONTEXT = 4096  # tokens of one context-parallel rank: with fewer, attention is too short to hide the exchange of K and V
@@ -184,7 +184,7 @@ def _of_split(task: PlanTask, space: Space, split: Mapping[str, Any], pruning: P
         return
     for size in space.values("micro_batch_size", powers_of_two(min(sequences, MOST_MICRO_BATCH))):
         batches, rest = divmod(sequences, size)
-        if rest or not batches:
+        if rest or not 0 < batches <= LARGEST["parallel"]:
             pruning.add("batch", f"micro-batch {size} of {sequences} sequences")
             continue
         for recompute in space.values("recompute", RECOMPUTE):

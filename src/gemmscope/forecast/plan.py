@@ -35,7 +35,7 @@ AT_A_TIME = 60  # runs of one share
 WORTH_SHARING, MOST_CORES = 300, 8
 MOST_KEPT = 50_000  # GEMMs remembered from one share to the next
 ALIKE_WAITING = 0.8  # of the errors of one kind of exchange, or of the host, what two layouts have alike
-ALIKE_SOFTWARE = 0.9  # of the errors of whole steps: each release runs some layouts better than others
+ALIKE_SOFTWARE = 0.85  # of the errors of whole steps: each release runs some layouts better than others
 SHAPES = ("tp", "cp", "ep", "etp", "micro_batch_size")  # what decides the sizes of GEMMs
 MOST_LISTED = 10_000  # layouts of one result: run files with more values are not read
 
