@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gemmscope.app.forecast import forecast
 from gemmscope.app.model import ModelRun, load_model, model_run
@@ -14,7 +17,7 @@ from gemmscope.model import megatron, torchtitan
 from gemmscope.model.source import ModelSource
 from gemmscope.workload.sharding import check, check_schedule
 from support.command import Run, run
-from support.reading import codes
+from support.reading import codes, facts
 
 __all__ = ["run"]  # the fixture
 
@@ -135,6 +138,7 @@ def test_virtual_stages() -> None:
             ("multiples of --pp 2", "--gradient-accumulation 2 or --gradient-accumulation 4"),
         ),
         ({"vp": 2, "gradient_accumulation": 1}, ("a step has 1", "the nearest that works: --gradient-accumulation 2")),
+        ({"vp": 2, "global_batch": 24}, ("a step has 3", "as a global batch, --global-batch 16 or --global-batch 32")),
         ({"tp_overlap": True, "sequence_parallel": False}, ("--tp-overlap overlaps the collectives of", "--sequence-parallel")),
         ({"ep": 2}, ("llama has no experts",)),
         ({"gpus": 0}, ("--gpus must be at least 1",)),
@@ -182,6 +186,10 @@ pipeline_parallel_schedule = "Interleaved1F1B"
     job = model_run(torchtitan.read(text, "job.toml"))
     assert (job.run.vp, job.run.gradient_accumulation) == (2, 6)
     assert forecast(job, ["h100"], gpu_count=32).gpus
+    assert not forecast(job, ["h100"], gpu_count=32).has("gpus-unknown")
+    alone = forecast(job, ["h100"])
+    assert facts(alone, "gpus-unknown") == {"origin": "job.toml", "zero": 2, "gpus": 4, "example": 32}
+    assert "--gpus 32" in next(found.text for found in alone.findings if found.code == "gpus-unknown")
 
 
 def test_hybrid_sharding_of_a_file_in_another_layout() -> None:
@@ -244,3 +252,48 @@ def test_commands_of_one_rank_do_not_offer_what_they_cannot_use(run: Run) -> Non
         assert "--fsdp" not in shown
         assert "--tp " in shown
     assert "--fsdp" in run("forecast --help").out
+
+
+SIZES = {"tp": [1, 2, 4, 8], "pp": [1, 2, 4, 8, 16], "vp": [1, 2, 4], "cp": [1, 2]}
+NAMED = r"--(gpus|dp|global-batch|gradient-accumulation|vp|pp) ([0-9]+)"
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.fixed_dictionaries({name: st.sampled_from(values) for name, values in SIZES.items()}),
+    st.fixed_dictionaries({}, optional={"gpus": st.integers(1, 300), "dp": st.integers(1, 40)}),
+    st.fixed_dictionaries({}, optional={"global_batch": st.integers(1, 500), "gradient_accumulation": st.integers(1, 20)}),
+)
+def test_every_run_agrees_and_every_refusal_can_be_followed(
+    split: dict[str, int], ranks: dict[str, int], batch: dict[str, int]
+) -> None:
+    """Through all checks: following the refusals, one size at a time, ends in a run that has what was asked for."""
+    source = load_model(preset="llama-3.1-8b")
+    asked = {"micro_batch_size": 2, "sequence_length": 4096, **split, **ranks, **batch}
+    for _ in range(8):
+        try:
+            checked_run(source, **asked)
+        except UserError as error:
+            asked = mended(asked, in_shell(f"{error.message}\n{error.hint}"))
+        else:
+            found = model_run(source, **asked).run
+            assert found.gpus == found.tp * found.cp * found.pp * found.data_parallel
+            assert found.global_batch == found.micro_batch_size * found.gradient_accumulation * found.data_parallel
+            assert asked.get("gpus", found.gpus) == found.gpus
+            assert asked.get("global_batch", found.global_batch) == found.global_batch
+            return
+    raise AssertionError(f"{asked} was never accepted")
+
+
+def mended(asked: dict[str, int], text: str) -> dict[str, int]:
+    """What a refusal says to use instead: the first size that it names of an option that was given, or that can be added."""
+    hint = text.partition("\n")[2]
+    if "remove --vp" in hint:
+        return {**asked, "vp": 1}
+    if listed := re.search(r"possible values of --(\w+)[^:]*: ([0-9]+)", hint):
+        return {**asked, listed[1]: int(listed[2])}
+    named = [(name.replace("-", "_"), int(value)) for name, value in re.findall(NAMED, hint)]
+    assert named, text
+    typed = [pair for pair in named if pair[0] in asked]
+    name, value = (typed or named)[0]
+    return {**asked, name: value}

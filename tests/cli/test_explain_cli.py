@@ -260,6 +260,16 @@ def test_against_a_bench(run: Run, tmp_path: Path) -> None:
     assert [part.part for part in comparison.parts][:2] == ["GEMMs", "quantization"]
 
 
+def test_a_bench_that_counts_as_transformer_engines_script(run: Run, tmp_path: Path) -> None:
+    file = bench_run(tmp_path)
+    raw = json.loads(file.read_text())
+    raw["linears"]["as_te_benchmark"] = True
+    file.write_text(json.dumps(raw))
+    outcome = run(f"explain {recorded('healthy_te_current')} --against {file}")
+    assert outcome.code == 2
+    assert "which is not what training runs" in outcome.err
+
+
 def test_a_file_packed_twice_is_read(run: Run, tmp_path: Path) -> None:
     (tmp_path / "twice.json.gz").write_bytes(gzip.compress(recorded("healthy_te_delayed").read_bytes()))
     outcome = run(f"explain {tmp_path}/twice.json.gz")

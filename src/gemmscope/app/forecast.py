@@ -308,6 +308,9 @@ def _common_findings(subject: RankWorkload | None, linears: LinearCases, forecas
     if not has_step:
         yield from [finding("step-not-forecast-traced")] if subject.source.model is None else []
         return
+    if subject.run.dp is None and subject.source.run_settings.get("zero"):
+        sharing = {"gpus": subject.run.gpus, "example": subject.run.gpus * 8}
+        yield finding("gpus-unknown", origin=subject.source.origin, zero=subject.run.zero_stage, **sharing)
     if subject.run.pp > 1 and subject.run.pp_stage is not None:
         yield finding("one-stage-only", stage=subject.run.pp_stage)
     left = {cell.op for gpu in forecasts for cell in gpu.linears.ops if cell.left_in_baseline}

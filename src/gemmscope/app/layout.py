@@ -87,7 +87,9 @@ def _ranks(run: RunSpec, typed: Mapping[str, Any], source: ModelSource, changed:
         fsdp=typed.get("fsdp"),
     )
     ranks = solve(run, asked)
-    run, accumulation = replace(run, dp=ranks.dp), ranks.gradient_accumulation
+    accumulation = ranks.gradient_accumulation
+    if ranks.dp != run.dp or accumulation not in (None, run.gradient_accumulation):
+        run = replace(run, dp=ranks.dp, gradient_accumulation=accumulation or run.gradient_accumulation)
     if accumulation is None and source.global_batch is not None and run.dp is not None:
         try:
             decided = asked if asked.gpus is not None else replace(asked, dp=run.dp)
@@ -97,7 +99,8 @@ def _ranks(run: RunSpec, typed: Mapping[str, Any], source: ModelSource, changed:
                 message = f"{error.message}, and {source.origin} gives this global batch"
                 raise UserError(message, f"{error.hint}; or set {option('gradient_accumulation')}") from error
     if accumulation is not None:
-        return replace(run, gradient_accumulation=accumulation), findings
+        same = accumulation == run.gradient_accumulation
+        return run if same else replace(run, gradient_accumulation=accumulation), findings
     run, about = _assumed_accumulation(run, source, changed)
     return run, findings + about
 
@@ -124,7 +127,7 @@ def _assumed_accumulation(run: RunSpec, source: ModelSource, changed: set[str]) 
         about = [finding("accumulation-reset", assumed=assumed)] if of_file != assumed else []
         return replace(run, gradient_accumulation=assumed), about
     assumed = assumed if of_file is None else of_file
-    run = replace(run, gradient_accumulation=assumed)
+    run = run if assumed == run.gradient_accumulation else replace(run, gradient_accumulation=assumed)
     if batch is not None:
         return run, [finding("accumulation-unknown", origin=source.origin, batch=batch, assumed=assumed)]
     return run, [finding("accumulation-assumed", origin=source.origin, assumed=assumed)] if virtual and of_file is None else []

@@ -17,7 +17,7 @@ from gemmscope.forecast.layouts import AXES, LISTS, PlanTask, Pruning, Space, la
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory import memory_bytes, rank_memory
 from gemmscope.forecast.network import network_of
-from gemmscope.forecast.plan import Search, order, pruned, ranked, run_searches, smallest_layout
+from gemmscope.forecast.plan import MOST_LISTED, Search, order, pruned, ranked, run_searches, smallest_layout
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.interval import Interval
 from gemmscope.model.source import ModelSource
@@ -104,7 +104,8 @@ def plan(
             if not any(search.candidates for search in searches):
                 raise held.interruption()
             held.answered, held.outcome = True, f"{done} of {wanted} layouts were computed"
-    points = [_point(values, search, forecaster, names) for (values, _), search in zip(tasks, searches, strict=True)]
+    most = MOST_LISTED // len(searches)
+    points = [_point(values, search, forecaster, names, most) for (values, _), search in zip(tasks, searches, strict=True)]
     points += impossible
     best = next((point.best for point in points if point.best is not None), None)
     if best is None:
@@ -221,7 +222,7 @@ def _tasks(
         values = dict(zip(axes, combination, strict=True))
         of_model = {name: value for name, value in values.items() if name in SIZES}
         try:
-            other = varied(model, of_model) if of_model else model
+            other = varied(model, of_model)
             length = check_size("sequence", values.get("sequence", task.sequence_length), "sequence_length")
         except UserError as error:
             first = first or error
@@ -265,9 +266,9 @@ def _power_below(number: int) -> int:
     return 1 << (number.bit_length() - 1)
 
 
-def _point(values: dict[str, int], search: Search, forecaster: Forecaster, names: Sequence[str]) -> PlanPoint:
+def _point(values: dict[str, int], search: Search, forecaster: Forecaster, names: Sequence[str], most: int) -> PlanPoint:
     task = search.task
-    listed = ranked(search, forecaster)
+    listed = ranked(search, forecaster, most)
     smallest = None
     if not listed:
         smallest = smallest_layout(search)

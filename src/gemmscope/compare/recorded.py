@@ -158,6 +158,11 @@ def _with_bench(diagnosis: TraceDiagnosis, run: BenchResult, requested: str | No
     totals = {total.recipe: total for total in run.linears.totals if total.mode == "autocast"}
     if not totals:
         raise UserError(f"{origin} has no linears with quantization (autocast)", "run gemmscope bench with a model")
+    if run.linears.as_te_benchmark:
+        raise UserError(
+            f"{origin} counts linears as Transformer Engine's benchmark script does, which is not what training runs",
+            f"run gemmscope bench without {option('as_te_benchmark')}",
+        )
     name = _recipe_of(diagnosis, list(totals), requested, origin)
     _require_same_linears(diagnosis, run, origin)
     _require_time(totals[name].total_ms, name, origin)

@@ -198,7 +198,8 @@ def _main_table(gpus: Sequence[GpuForecast]) -> Table:
 STEP_HEADS = ("Step ms", "Tokens/s/GPU", "Tokens/s, all GPUs", "Model TFLOP/s/GPU", "MFU", "Memory of one GPU")
 PER_GPU = (
     "Tokens/s/GPU, model TFLOP/s and MFU are means over all GPUs of the layout: the FLOPs of the model, without recomputation, "
-    "over the time of the step. Memory is that of the GPU that needs most."
+    "over the time of the step. Memory is that of the GPU that needs most. Linears are those of one rank; of a pipeline, of the "
+    "stage with most FLOPs, or of the one that was chosen."
 )
 
 

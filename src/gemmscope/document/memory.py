@@ -27,7 +27,7 @@ NOTE = (
 def memory_table(gpu: GpuForecast, prefix: str = "") -> Table:
     """Every use of the memory in every recipe, and whether it fits."""
     rows = [(Cell(text), *(bytes_cell(getattr(each, field)) for each in gpu.memory)) for field, text in ROWS.items()]
-    marks = [Cell(each.fit, level="" if each.fit == "fits" else "warning") for each in gpu.memory]
+    marks = [Cell(each.fit, level="" if each.fit in ("fits", "tight") else "warning") for each in gpu.memory]
     first = gpu.memory[0]
     held = f"The GPU that needs most is on pipeline stage {first.stage}" if first.stage or first.in_flight > 1 else ""
     held += f" and holds the activations of {first.in_flight:g} micro-batches. " if held else ""

@@ -18,6 +18,7 @@ from gemmscope.document.plan_tables import (
     front_table,
     layout_name,
     money,
+    money_text,
     plain_rate,
     pruned_table,
     rate_text,
@@ -82,11 +83,13 @@ def _answer(result: PlanResult) -> tuple[str, list[str]]:
 
 def _safe_text(point: PlanPoint) -> list[str]:
     """Where the memory of the best is tight: the fastest layout for which it is not."""
-    safe = next((layout for layout in point.layouts if not layout.tight), None)
-    if not point.layouts[0].tight or safe is None:
+    if not point.layouts[0].tight:
         return []
-    rate = plain_rate(safe.tokens_per_s)
-    return [f"Fastest with memory to spare: {layout_name(safe)}: {rate} tokens/s per GPU, {safe.memory_gb:.0f} GB."]
+    safe = next((layout for layout in point.layouts if not layout.tight), None)
+    if safe is None:
+        return ["Its memory is tight, as that of all others that fit: it may run out of memory."]
+    rate = f"{plain_rate(safe.tokens_per_s)} tokens/s per GPU, {safe.memory_gb:.0f} GB"
+    return [f"Its memory is tight. Fastest with memory to spare: {layout_name(safe)}: {rate}."]
 
 
 def _cost_text(result: PlanResult, layout: PlanLayout) -> str:
@@ -95,7 +98,7 @@ def _cost_text(result: PlanResult, layout: PlanLayout) -> str:
         parts.append(f"{units.tokens(result.tokens)} take {units.amount(days(result, layout))} days")
     if result.price is not None:
         what = "" if result.tokens is not None else "a billion tokens "
-        parts.append(f"{what}cost {units.amount(money(result, layout))}")
+        parts.append(f"{what}cost {money_text(money(result, layout))}")
     return f"; {' and '.join(parts)}" if parts else ""
 
 
@@ -111,15 +114,14 @@ def _close_text(point: PlanPoint) -> str:
 
 
 def _pruned_text(point: PlanPoint) -> str:
-    """The largest reasons why layouts were excluded."""
+    """How many were excluded, and why."""
     splits = sum(each.count for each in point.pruned if each.unit == "splits")
     layouts = {each.rule: each.count for each in point.pruned if each.unit == "layouts"}
-    parts = [f"{units.counted(splits, 'split')} that do not divide or are not sensible"] if splits else []
-    if count := layouts.pop("memory", 0):
-        parts.append(f"{units.counted(count, 'layout')} that need more memory than a GPU has")
-    if count := sum(layouts.values()):
-        parts.append(f"{units.counted(count, 'layout')} for other reasons")
-    return f"Excluded: {'; '.join(parts)}." if parts else "Nothing was excluded."
+    memory = layouts.pop("memory", 0)
+    parts = [f"{splits:,} splits that do not divide or make sense"] if splits else []
+    parts += [f"{memory:,} layouts that do not fit"] if memory else []
+    parts += [f"{others:,} by other rules"] if (others := sum(layouts.values())) else []
+    return f"Excluded: {', '.join(parts)}." if parts else "Nothing was excluded."
 
 
 def _varied_answer(result: PlanResult) -> tuple[str, list[str]]:
@@ -162,7 +164,7 @@ def _figures(result: PlanResult) -> tuple[KeyFigure, ...]:
     assert best is not None
     rate = best.tokens_per_s
     cost = [KeyFigure("Days", *_amount(units.amount(days(result, best))))] if result.tokens is not None else []
-    cost += [KeyFigure("Cost", *_amount(units.amount(money(result, best))))] if result.price is not None else []
+    cost += [KeyFigure("Cost", *_amount(money_text(money(result, best))))] if result.price is not None else []
     return (
         KeyFigure("Tokens/s per GPU", plain_rate(rate), units.ends(rate, 0)),
         KeyFigure("MFU", f"{best.mfu:.0%}"),
@@ -254,7 +256,7 @@ def _varied_chart(result: PlanResult) -> CurveChart:
             if recipe in best:
                 tooltip = (("layout", layout_name(best[recipe])), ("parameters", units.parameters(point.parameters)))
                 series.setdefault(recipe, []).append(Point(point.place, best[recipe].tokens_per_s, tooltip))
-    title = f"FORECAST of the best layout of each {result.varied[0]}"
+    title = f"FORECAST of the best layout with other {result.varied[0]}"
     unit = "tokens/s per GPU"
     return CurveChart(title, result.varied[0], {name: tuple(points) for name, points in series.items()}, unit=unit, main=True)
 

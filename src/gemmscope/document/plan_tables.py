@@ -79,6 +79,13 @@ def money(result: PlanResult, layout: PlanLayout) -> Interval:
     return days(result, layout).times(24 * result.gpus * (result.price or 0.0))
 
 
+def money_text(amount: Interval) -> str:
+    """Money with its error bar, and the digits that this allows."""
+    ends = [end for end in (amount.low, amount.high) if end is not None]
+    value, *others = (units.rounded(each, amount.half_width) for each in (amount.value, *ends))
+    return f"{value} [{' to '.join(others)}]" if others else value
+
+
 def summary(result: PlanResult) -> Table | None:
     """The front, as much of it as fits a screen: layouts that need clearly less memory than the one above."""
     point = result.points[0]
@@ -132,8 +139,12 @@ def _row(result: PlanResult, layout: PlanLayout) -> tuple[Cell, ...]:
     if result.tokens is not None:
         cells.append(_short(days(result, layout)))
     if result.price is not None:
-        cells.append(_short(money(result, layout)))
+        cells.append(_money(money(result, layout)))
     return tuple(cells)
+
+
+def _money(amount: Interval) -> Cell:
+    return Cell(units.rounded(amount.value, min(amount.half_width, 0.01)), amount.value, amount.low, amount.high)
 
 
 def _short(amount: Interval) -> Cell:
@@ -196,7 +207,8 @@ def _wide_row(result: PlanResult, layout: PlanLayout) -> tuple[Cell, ...]:
     remarks += ["memory is tight"] if layout.tight else []
     remarks += [f"layers {','.join(map(str, layout.pp_layers))}"] if layout.pp_layers else []
     costs = [amount_cell(days(result, layout))] if result.tokens is not None else []
-    costs += [amount_cell(money(result, layout))] if result.price is not None else []
+    cost = money(result, layout)
+    costs += [Cell(money_text(cost), cost.value, cost.low, cost.high)] if result.price is not None else []
     return (
         Cell(layout.recipe),
         *(number(size) for size in sizes),

@@ -81,7 +81,9 @@ def step_summary(steps: Mapping[str, StepTimes], most_rows: int = 12) -> Table |
     dropped = DROPPED if not any(times.unfit or times.may_not_fit for times in steps.values()) else {**DROPPED, "Memory": 0}
     heads = columns(texts, [name for name in names if name not in texts], dropped)
     cells = tuple(tuple(row.get(name, NOTHING) for name in names) for row in rows)
-    return Table(f"Training step: figures of one GPU [{interval}]", heads, cells, cost_basis(tuple(steps.values())))
+    basis = cost_basis(tuple(steps.values()))
+    note = f"{basis} Restarts are not included." if basis else ""
+    return Table(f"Training step: figures of one GPU [{interval}]", heads, cells, note)
 
 
 def common_baseline(steps: Mapping[str, StepTimes]) -> tuple[str, StepTime] | None:
@@ -197,7 +199,7 @@ def _bar(time: StepTime, hover: Mapping[tuple[str, str], Facts], *, unfit: bool)
         segments=tuple(_segment(part, time.parts_ms[part], total_ms, hover.get((time.recipe, part), ())) for part in order),
         speedup=time.speedup,
         baseline=time.recipe == BASELINE,
-        alarm="FALLBACK" if time.fell_back else "DOES NOT FIT" if unfit else "",
+        alarm="FALLBACK" if time.fell_back else "NO FIT" if unfit else "",
         note="" if order else "not split",
         total=time.step_ms,
     )

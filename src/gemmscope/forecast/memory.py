@@ -18,7 +18,7 @@ from gemmscope.recipe.recipes import recipe
 from gemmscope.results.forecast import Fit
 from gemmscope.toml import load_data
 from gemmscope.workload.derive import embedding_ops, head_ops, layer_ops
-from gemmscope.workload.ops import ELEMENT_BYTES, Activation, Attention, GroupedLinear, Linear, Loss, Norm, Op
+from gemmscope.workload.ops import ELEMENT_BYTES, Activation, Attention, Elementwise, GroupedLinear, Linear, Loss, Norm, Op
 from gemmscope.workload.sharding import stage_layers
 
 FP32_BYTES = 4
@@ -60,7 +60,9 @@ class RankMemory:
         available = memory_bytes(chip)
         if self.least > available:
             return "does not fit"
-        return "may not fit" if self.most > available else "fits"
+        if self.total > available:
+            return "may not fit"
+        return "tight" if self.most > available else "fits"
 
 
 ROWS = (
@@ -130,7 +132,7 @@ class BlockMemory(NamedTuple):
     first: float = 0.0  # the input of the layer
     transient: float = 0.0  # gradients of activations at the widest point
     exchanged: float = 0.0  # buffers of dispatch, gathered inputs, received keys and values
-    combined: float = 0.0  # outputs of experts, kept where their weights are applied afterwards
+    unfused: float = 0.0  # kept where kernels are not fused: outputs of experts, inputs of rotary positions
     logits: float = 0.0
 
     @property
@@ -242,7 +244,7 @@ def in_flight(run: RunSpec, stage: int) -> float:
 def _block(ops: Iterable[Op], run: RunSpec, hidden: int) -> BlockMemory:
     """What the ops of one layer (or the embedding, or the head) hold."""
     dense = experts = quantized = quantized_experts = 0
-    kept = context = elements = recomputable_elements = transient = combined = logits = exchanged = 0.0
+    kept = context = elements = recomputable_elements = transient = unfused = logits = exchanged = 0.0
     attended = activated = 0.0
     inputs: dict[str, float] = {}
     plain: dict[str, float] = {}
@@ -271,8 +273,9 @@ def _block(ops: Iterable[Op], run: RunSpec, hidden: int) -> BlockMemory:
             if op.name == "Router":
                 kept += op.tokens * op.outputs * ROUTER_BYTES
             if op.name == "Expert Down":
-                combined = op.tokens * op.outputs * ELEMENT_BYTES
-                exchanged = 2 * combined if run.ep > 1 else 0.0
+                returned = op.tokens * op.outputs * ELEMENT_BYTES
+                unfused += returned
+                exchanged += 2 * returned if run.ep > 1 else 0.0
         elif isinstance(op, Attention):
             rows, dims = op.batch * op.queries, op.head_dim + op.value_dim
             kept += rows * op.kv_heads * dims * ELEMENT_BYTES + rows * op.heads * op.head_dim * ELEMENT_BYTES
@@ -285,6 +288,8 @@ def _block(ops: Iterable[Op], run: RunSpec, hidden: int) -> BlockMemory:
             read = (op.forward_tensors - 1) * op.rows * op.width * ELEMENT_BYTES
             kept += read * op.count
             transient = max(transient, read + op.rows * op.width * ELEMENT_BYTES)
+        elif op.name == "Rotary" and isinstance(op, Elementwise):
+            unfused += op.rows * op.width * ELEMENT_BYTES
         elif isinstance(op, Norm):
             kept += op.rows * op.width * ELEMENT_BYTES * op.count
     if run.tp > 1:
@@ -295,7 +300,7 @@ def _block(ops: Iterable[Op], run: RunSpec, hidden: int) -> BlockMemory:
         sum(size * ELEMENT_BYTES for key, size in plain.items()),
         elements,
         sum(size * ELEMENT_BYTES for key, size in inputs.items() if key in ("attention", "mlp", "activated", "expert activated")),
-        recomputable_elements, attended, activated, first, transient + 2 * first, exchanged, combined, logits,
+        recomputable_elements, attended, activated, first, transient + 2 * first, exchanged, unfused, logits,
     )  # fmt: skip
 
 
@@ -386,7 +391,10 @@ class _Stage(NamedTuple):
         master, moments = shared * FP32_BYTES if fp32 and zero < 3 else 0.0, 2 * shared * state_bytes
         buffers = max((block.exchanged for block, _ in parts), default=0.0) + (2 * widest.first if run.pp > 1 else 0.0)
         if zero >= 2 and whole > shared:
-            buffers += largest * (gradient_bytes + (known["gathered"]["layers"] * ELEMENT_BYTES if zero == 3 else 0))
+            buffers += largest * gradient_bytes
+        if zero == 3 and whole > shared:  # a pipeline gathers weights and shares gradients once per step, as in torchtitan
+            buffers += ELEMENT_BYTES * (whole if run.pp > 1 else known["gathered"]["layers"] * largest)
+            buffers += gradient_bytes * max(whole - shared - largest, 0.0) if run.pp > 1 else 0.0
         open_states = 0.0
         if run.zero and run.dp is None and run.gpus == run.tp * run.cp * run.pp:
             open_states = master + moments + (weights if zero == 3 else 0.0) + (gradients if zero >= 2 else 0.0)
@@ -424,9 +432,9 @@ class _Stage(NamedTuple):
             spared += layers.quantized * ELEMENT_BYTES
         least = states - spared + copies + least_kept * self.held + self.ends
         least += max(self.logits * loss["least"], backward) + known["reserve_gb"]["least"] * 1e9
-        combined = 0.0 if run.recompute == "full" else self.held * layers.combined
-        scattered = known["fragmentation"]["most"] * (activations + combined + self.buffers + gradients)
-        most = states + all_copies + activations + combined + self.buffers + scattered
+        unfused = 0.0 if run.recompute == "full" else self.held * layers.unfused
+        scattered = known["fragmentation"]["most"] * (activations + unfused + self.buffers + gradients)
+        most = states + all_copies + activations + unfused + self.buffers + scattered
         most += max(self.logits * loss["most"], backward) + known["reserve_gb"]["most"] * 1e9
         return RankMemory(
             weights, gradients, self.master, self.moments, activations, copies, self.buffers, workspace, self.reserve,

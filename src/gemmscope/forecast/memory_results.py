@@ -51,8 +51,8 @@ def memory_findings(memory: Sequence[RecipeMemory], run: RunSpec) -> Iterator[Fi
         return
     available = memory[0].available_bytes
     unfit = [each for each in memory if each.fit == "does not fit"]
-    unsure = [each for each in memory if each.fit == "may not fit" and each.total_bytes > available]
-    tight = [each for each in memory if each.fit == "may not fit" and each.total_bytes <= available]
+    unsure = [each for each in memory if each.fit == "may not fit"]
+    tight = [each for each in memory if each.fit == "tight"]
     about = {"memory_gb": available / 1e9}
     if unfit:
         rows = {text: getattr(unfit[0], field) for field, text in NAMES.items()}

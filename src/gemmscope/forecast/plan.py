@@ -37,7 +37,7 @@ MOST_KEPT = 50_000  # GEMMs remembered from one share to the next
 ALIKE_WAITING = 0.8  # of the errors of one kind of exchange, or of the host, what two layouts have alike
 ALIKE_SOFTWARE = 0.9  # of the errors of whole steps: each release runs some layouts better than others
 SHAPES = ("tp", "cp", "ep", "etp", "micro_batch_size")  # what decides the sizes of GEMMs
-MOST_LISTED = 20_000  # layouts of one result
+MOST_LISTED = 10_000  # layouts of one result: run files with more values are not read
 
 
 class Candidate(NamedTuple):
@@ -152,13 +152,10 @@ def _that_fit(
     place = first
     for _, alike in groupby(runs, key=_same_ops):
         workload: Workload | None = None
+        reasons: dict[str, str] = {}
         for run in alike:
-            workload = workload or derive(model, run)
-            step, needed = StepForecast(forecaster, model, run, workload, network), {}
+            needed = {}
             for name in recipes:
-                if reason := step.why_not(name):
-                    share.pruning.add("recipe", f"{name}: {reason}")
-                    continue
                 memory = rank_memory(model, run, name, chip)
                 found = Smallest(memory.total / 1e9, place, name)
                 share.smallest = min(share.smallest or found, found)
@@ -166,6 +163,13 @@ def _that_fit(
                     share.pruning.add("memory", f"{_name(run)} in {name} needs {memory.total / 1e9:.0f} GB")
                 else:
                     needed[place, name] = memory.total / 1e9, memory.most > available
+            if needed:
+                workload = workload or derive(model, run)
+                step = StepForecast(forecaster, model, run, workload, network)
+                reasons = reasons or {name: step.why_not(name) for name in recipes}
+                for name in [name for _, name in needed if reasons[name]]:
+                    share.pruning.add("recipe", f"{name}: {reasons[name]}")
+                    del needed[place, name]
             if needed:
                 yield step, needed
             place += 1
@@ -187,8 +191,8 @@ def order(candidate: Candidate) -> tuple[float, float, int, str]:
     return float(f"{candidate.step.total.value:.8g}"), candidate.memory_gb, candidate.run, candidate.recipe
 
 
-def ranked(search: Search, forecaster: Forecaster) -> list[PlanLayout]:
-    """The candidates as results, in order."""
+def ranked(search: Search, forecaster: Forecaster, most: int = MOST_LISTED) -> list[PlanLayout]:
+    """The candidates as results, in order, as many as are listed."""
     task = search.task
     ordered = sorted(search.candidates, key=order)
     if not ordered:
@@ -198,7 +202,7 @@ def ranked(search: Search, forecaster: Forecaster) -> list[PlanLayout]:
     flops = totals(whole, RunSpec(1, task.sequence_length), task.model).model_flops * task.global_batch / task.gpus
     tokens = task.global_batch * task.sequence_length / task.gpus
     best, listed = ordered[0], []
-    for each in ordered[:MOST_LISTED]:
+    for each in ordered[:most]:
         step_ms, run = each.step.total.interval(), search.runs[each.run]
         shown = each is best_of_recipe[each.recipe] or id(each) in front
         listed.append(

@@ -7,7 +7,7 @@ dilute the speedup. A model split over several GPUs also waits for collectives, 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import hypot
+from math import hypot, inf
 
 from gemmscope.forecast.comm import Exchange, RankShare, exchanges
 from gemmscope.forecast.estimate import Estimate, pairwise, ratio, total, winner_that_fits
@@ -41,11 +41,13 @@ CountedCase = tuple[Case, int, int]  # a linear, how often it runs, and how ofte
 class StepEstimate:
     """One recipe's step: milliseconds by part, what is exchanged, and what launching it takes the CPU.
 
-    `common` is the uncertainty of the whole step that no other recipe of the same layout changes.
+    `common` is the uncertainty of the whole step that no other recipe of the same layout changes. What the parts have in common
+    is known at least to `shared_at_most`.
     """
 
     parts: dict[StepPart, Estimate]
     common: float = 0.0
+    shared_at_most: float = inf
     exchanged: tuple[Exposed, ...] = ()
     host_ms: float = 0.0
     host_decides: float = 0.0  # how far the step follows the time of the host: from 0, not at all, to 1
@@ -54,7 +56,7 @@ class StepEstimate:
     def total(self) -> Estimate:
         """With all uncertainties."""
         own = total(self.parts.values())
-        return own._replace(shared=hypot(own.shared, self.common))
+        return own._replace(shared=hypot(min(own.shared, self.shared_at_most), self.common))
 
     @cached_property
     def changed(self) -> Estimate:
@@ -147,7 +149,8 @@ class StepForecast:
             decides = (host_ms / batch_ms) ** host["sharpness"] if self.held.moe_layers else 1.0
             idle_ms = (batch_ms - gpu_ms) * batches
             parts[IDLE] = Estimate(idle_ms, decides * host["uncertainty"] * host_ms * batches / idle_ms)
-        return StepEstimate(in_order(parts), self._common, tuple(waits), host_ms * batches, decides)
+        at_most = cluster()["steps"]["at_most"].get(self.forecaster.chip.architecture, inf)
+        return StepEstimate(in_order(parts), self._common, at_most, tuple(waits), host_ms * batches, decides)
 
     def _micro_batch(self, name: str) -> dict[StepPart, Estimate]:
         """What one micro-batch computes."""
@@ -348,9 +351,7 @@ def forecast_step(
         winner=winner_that_fits(pairs, unfit),
         failures=failures,
         unfit=tuple(name for name in steps if name in unfit),
-        may_not_fit=tuple(
-            each.recipe for each in memory if each.fit == "may not fit" and each.total_bytes > each.available_bytes
-        ),
+        may_not_fit=tuple(each.recipe for each in memory if each.fit == "may not fit"),
         gpus=run.gpus,
         global_batch=run.global_batch,
     )

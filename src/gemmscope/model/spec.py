@@ -7,8 +7,10 @@ Neither knows file formats (the readers do) or operations (`workload` does).
 Every size is checked when a spec is made, so that later stages can rely on it.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import cached_property
 from itertools import groupby
 from math import gcd
 from typing import Literal, get_args
@@ -225,10 +227,19 @@ class ModelSpec:
 
     def layer_groups(self, first: int = 0, last: int | None = None) -> Iterator[tuple[LayerSpec, int]]:
         """The distinct layers among `layers[first:last]` with how often each occurs, in order of first appearance."""
-        chosen = self.layers[first:last]
-        different = {id(layer): layer for layer in chosen}.values()  # most models repeat one object: hash it once
-        for layer in dict.fromkeys(different):
-            yield layer, chosen.count(layer)
+        key = (first, len(self.layers) if last is None else last)
+        if key not in self._groups:
+            chosen, groups = self.layers[first:last], dict[LayerSpec, int]()
+            by_id = {id(layer): layer for layer in chosen}  # most models repeat one object: hash it once
+            for one, count in Counter(map(id, chosen)).items():
+                groups[by_id[one]] = groups.get(by_id[one], 0) + count
+            self._groups[key] = tuple(groups.items())
+        yield from self._groups[key]
+
+    @cached_property
+    def _groups(self) -> dict[tuple[int, int], tuple[tuple[LayerSpec, int], ...]]:
+        """What `layer_groups` found: sweeps ask for the same again and again."""
+        return {}
 
     def pattern(self) -> str:
         """The kinds of layers in order: `3 dense, 58 MoE`."""

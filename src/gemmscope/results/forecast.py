@@ -11,7 +11,8 @@ from gemmscope.results.base import ModelResult, Part
 from gemmscope.results.linears import Linears, Winner
 from gemmscope.results.step import StepTimes
 
-Fit = Literal["fits", "may not fit", "does not fit"]
+Fit = Literal["fits", "tight", "may not fit", "does not fit"]
+"""Tight: fits in the usual case, but not at most. May not fit: too much in the usual case, but not at least."""
 
 
 class RecipeMemory(Part):

@@ -73,9 +73,13 @@ def _different_stages(model: ModelSpec, run: RunSpec, bounds: list[tuple[int, in
     """The first of every kind of pipeline stage: there may be thousands, and most are equal."""
     if run.pp < 3:
         return list(range(run.pp))
-    kinds: dict[tuple[bool, bool, tuple[LayerSpec, ...]], int] = {}
+    numbers: dict[LayerSpec, int] = {}
+    by_id = {id(layer): layer for layer in model.layers}  # most models repeat one object: hash it once
+    known = {key: numbers.setdefault(layer, len(numbers)) for key, layer in by_id.items()}
+    order = [known[id(layer)] for layer in model.layers]
+    kinds: dict[tuple[bool, bool, tuple[int, ...]], int] = {}
     for stage, (first, last) in enumerate(bounds):
-        kinds.setdefault((stage == 0, stage == run.pp - 1, model.layers[first:last]), stage)
+        kinds.setdefault((stage == 0, stage == run.pp - 1, tuple(order[first:last])), stage)
     return list(kinds.values())
 
 

@@ -53,7 +53,7 @@ def _tensor_parallel_sizes(model: ModelSpec, run: RunSpec) -> dict[str, int]:
 
 
 def _expert_widths(model: ModelSpec) -> dict[str, int]:
-    widths = [layer.mlp.expert.intermediate_size for layer in model.layers if isinstance(layer.mlp, MoeSpec)]
+    widths = [layer.mlp.expert.intermediate_size for layer, _ in model.layer_groups() if isinstance(layer.mlp, MoeSpec)]
     return {"the experts' intermediate_size": gcd(*widths)} if widths else {}
 
 
@@ -68,7 +68,7 @@ def _check_divides(argument: str, parts: int, sizes: dict[str, int]) -> None:
 
 
 def _check_experts(model: ModelSpec, run: RunSpec) -> None:
-    moe = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MoeSpec)]
+    moe = [layer.mlp for layer, _ in model.layer_groups() if isinstance(layer.mlp, MoeSpec)]
     if not moe:
         for argument, value, neutral in (("ep", run.ep, 1), ("etp", run.etp, None), ("imbalance", run.imbalance, 1.0)):
             if value != neutral:
@@ -144,12 +144,16 @@ def check_schedule(run: RunSpec) -> None:
     """
     if run.vp > 1 and run.gradient_accumulation % run.pp:
         below = run.gradient_accumulation // run.pp * run.pp
-        possible = [option("gradient_accumulation", count) for count in (below, below + run.pp) if count]
-        nearest = "the nearest that work" if len(possible) > 1 else "the nearest that works"
+        counts = [count for count in (below, below + run.pp) if count]
+        accumulation, batch = (
+            " or ".join(option(name, each * count) for count in counts)
+            for name, each in (("gradient_accumulation", 1), ("global_batch", run.global_batch // run.gradient_accumulation))
+        )
+        nearest = "the nearest that work" if len(counts) > 1 else "the nearest that works"
         raise UserError(
             f"{option('vp', run.vp)} needs micro-batches in multiples of {option('pp', run.pp)}, and a step has "
             f"{run.gradient_accumulation} ({option('gradient_accumulation')})",
-            f"{nearest}: {' or '.join(possible)}; or give {option('global_batch')}",
+            f"{nearest}: {accumulation}; as a global batch, {batch}",
         )
 
 

@@ -195,7 +195,7 @@ def _plane(panel: Any, chart: HeatMap, scale: Normalize, colors: Any, panel_in: 
         look: dict[str, Any] = {"facecolor": "#f4f4f4", "edgecolor": "#b5b5b5", "hatch": "////", "linewidth": 0}
         for x, y in missing:
             panel.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, **look))
-        handles.append(Patch(**look, label="not possible"))
+        handles.append(Patch(**look, label="not possible, or does not fit"))
     cell_in = panel_in[0] / max(len(chart.columns), 1), panel_in[1] / max(len(chart.rows), 1)
     _cell_texts(panel, chart, scale, colors, cell_in)
     handles += _break_even(panel, chart)
