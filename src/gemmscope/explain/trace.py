@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gemmscope.errors import UserError
+from gemmscope.explain.messages import NCCL_MARK, CollectiveMessage, message_of
 from gemmscope.explain.stream import HOW_TO_RECORD, EventStream
 from gemmscope.reading import InputFile
 
@@ -32,6 +33,8 @@ LONGEST_NAME = 5000  # characters: the demangled names of templates are long
 MOST_NAMES = 32 << 20  # characters of all names that differ; real traces have less than 2 MiB
 MOST_SHAPES = 2000  # of one operator: the weights of many experts
 LATEST_US = 1e20  # no valid timestamp is larger
+LONG_US = 50.0  # activities of the CPU from this time on may explain why the GPU was idle
+MOST_MEMORY = 100_000  # readings of the allocator
 LONGEST_QUEUE_US = 10e6  # a kernel that starts later than this after its launch is on another clock
 
 
@@ -48,6 +51,7 @@ class GpuWork:
     external: Any
     copy: bool = False
     collective: str = ""
+    message: CollectiveMessage | None = None
 
     @property
     def time(self) -> float:
@@ -80,7 +84,8 @@ class Operator:
 
 @dataclass
 class RecordedTrace:
-    """The trace of one rank. `operator_names`: by external id, for operators of which only the name is kept."""
+    """The trace of one rank. `operator_names`: by external id, for operators of which only the name is kept. `activities`: what
+    the CPU did for long: operators, CUDA calls, Python functions. `memory`: time, bytes allocated, bytes reserved on the GPU."""
 
     source: InputFile
     work: list[GpuWork] = field(default_factory=list)
@@ -90,6 +95,9 @@ class RecordedTrace:
     operator_names: dict[Any, str] = field(default_factory=dict)
     marks: list[Operator] = field(default_factory=list)
     gpu_marks: list[Operator] = field(default_factory=list)
+    activities: list[Operator] = field(default_factory=list)
+    stream_waits: list[Call] = field(default_factory=list)
+    memory: list[tuple[float, float, float]] = field(default_factory=list)
     head: dict[str, Any] = field(default_factory=dict)
     other_gpus: int = 0  # whose work is ignored
     events: int = 0
@@ -133,6 +141,8 @@ def read_trace(path: str | Path | InputFile) -> RecordedTrace:
         trace.events += 1
         if event.get("ph", "X") in ("X", "M"):
             _take(trace, event, threads, names)
+        elif event.get("name") == "[memory]":
+            _take_memory(trace, event)
         if not trace.events % 10_000:
             _check_size(trace, names, len(threads))
     trace.head = stream.head
@@ -145,7 +155,7 @@ def read_trace(path: str | Path | InputFile) -> RecordedTrace:
 
 def _check_size(trace: RecordedTrace, names: dict[str, str], threads: int) -> None:
     """Reject a trace that would need far more memory or time than any that is worth explaining."""
-    kept = (trace.work, trace.launches, trace.operators, trace.operator_names, trace.marks, trace.gpu_marks)
+    kept = (trace.work, trace.launches, trace.operators, trace.operator_names, trace.marks, trace.gpu_marks, trace.activities)
     if sum(map(len, kept)) + threads > MOST_RECORDS:
         raise UserError(f"{trace.path} has more than {MOST_RECORDS:,} kernels, launches and operators", "record fewer steps")
     if sum(map(len, names)) > MOST_NAMES:
@@ -165,28 +175,35 @@ def _take(trace: RecordedTrace, event: dict[str, Any], threads: dict[tuple[Any, 
     kind = CATEGORIES.get(raw.lower()) if isinstance(raw, str) else None
     if raw in (None, "") and threads.get((_key(event.get("pid")), thread), "").startswith("Stream #"):
         kind = "kernel"  # XLA's traces have no categories
-    if kind is None:
+    if kind is None and raw != "python_function":
         return
     start, duration = _number(event.get("ts")), _number(event.get("dur", 0))
     if start is None or duration is None or duration < 0:
+        return
+    if kind is None and duration < LONG_US:
         return
     name, end = printable(event.get("name", "")), start + duration
     name = names.setdefault(name, name)
     correlation = _key(arguments.get("correlation"))
     external = _key(arguments.get("External id", arguments.get("external id")))
+    if duration >= LONG_US and kind in (None, "launch", "operator"):
+        trace.activities.append(Operator(name, start, end, thread))
     if kind in ("kernel", "copy"):
         copy = kind == "copy" or name.startswith(("Memcpy", "Memset"))
         collective = printable(arguments.get("Collective name") or "")
         collective = names.setdefault(collective, collective)
         stream, device = _key(arguments.get("stream", event.get("tid"))), _key(arguments.get("device", event.get("pid")))
-        trace.work.append(GpuWork(name, start, end, stream, device, correlation, external, copy, collective))
+        message = message_of(arguments) if collective else None
+        trace.work.append(GpuWork(name, start, end, stream, device, correlation, external, copy, collective, message))
     elif kind == "launch":
         call = Call(name, start, end, thread)
         if correlation is not None:
             trace.launches[correlation] = call
         if "Synchronize" in name or "cudaMemcpy" in name or "hipMemcpy" in name:
             trace.waits.append(call)
-    else:
+        elif "StreamWaitEvent" in name:
+            trace.stream_waits.append(call)
+    elif kind is not None:
         _take_operator(trace, kind, Operator(name, start, end, thread, external), arguments)
 
 
@@ -195,6 +212,8 @@ def _take_operator(trace: RecordedTrace, kind: str, operator: Operator, argument
         trace.gpu_marks.append(operator)
         return
     if kind == "mark" or operator.name.startswith(("ProfilerStep", "Optimizer.step")):
+        if operator.name.startswith(NCCL_MARK):
+            operator.shapes, operator.types = _list(arguments.get("Input Dims"))[:1], _list(arguments.get("Input type"))[:1]
         trace.marks.append(operator)
         return
     if operator.external is not None:
@@ -206,6 +225,15 @@ def _take_operator(trace: RecordedTrace, kind: str, operator: Operator, argument
     operator.types = _list(arguments.get("Input type"))[:MOST_SHAPES]
     operator.sequence = _integer(arguments.get("Sequence number"))
     trace.operators.append(operator)
+
+
+def _take_memory(trace: RecordedTrace, event: dict[str, Any]) -> None:
+    """A reading of the caching allocator, which the profiler makes with `profile_memory=True`."""
+    arguments = _table(event.get("args"))
+    moment, device = _number(event.get("ts")), _integer(arguments.get("Device Type"))
+    allocated, reserved = _number(arguments.get("Total Allocated")), _number(arguments.get("Total Reserved"))
+    if moment is not None and device == 1 and allocated is not None and len(trace.memory) < MOST_MEMORY:
+        trace.memory.append((moment, max(allocated, 0.0), max(reserved or 0.0, 0.0)))
 
 
 def _require_gpu_work(trace: RecordedTrace) -> None:
@@ -243,10 +271,12 @@ def _from_zero(trace: RecordedTrace) -> None:
     """Count time from the first event: nanoseconds since 1970 would use up the digits of a float."""
     timed: list[Any] = [*trace.work, *trace.launches.values(), *trace.operators, *trace.marks, *trace.gpu_marks]
     trace.zero_us = min(record.start for record in timed)
-    _shift([*timed, *trace.waits], trace.zero_us)
+    _shift([*timed, *trace.waits, *trace.stream_waits, *trace.activities], trace.zero_us)
+    trace.memory = sorted((moment - trace.zero_us, *sizes) for moment, *sizes in trace.memory)  # type: ignore[misc]
+    trace.stream_waits.sort(key=lambda wait: wait.start)
     trace.work.sort(key=lambda work: (work.start, work.end))
     trace.waits.sort(key=lambda wait: wait.start)
-    for records in (trace.operators, trace.marks, trace.gpu_marks):
+    for records in (trace.operators, trace.marks, trace.gpu_marks, trace.activities):
         records.sort(key=lambda record: (record.start, -record.end))
 
 
