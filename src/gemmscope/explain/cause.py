@@ -7,6 +7,8 @@ from typing import Any, Literal
 from gemmscope.engine.kernels import CAST_SHARE
 from gemmscope.explain.place import LOW, UNKNOWN_PRECISION
 from gemmscope.explain.rates import GpuRates, gpu_rates
+from gemmscope.explain.replay import Change, Replay
+from gemmscope.explain.timeline import Gap
 from gemmscope.explain.view import TimedWork, TraceView, add_up
 from gemmscope.findings import Fact, Finding
 from gemmscope.results.explain import Cause, StepAccount
@@ -34,21 +36,37 @@ class StepEvidence:
 
     def cause(
         self, code: str, cost_ms: float, evidence: Iterable[Finding], kernels: Iterable[TimedWork] = (), where: str = "",
-        spans: Sequence[Span] = (),
+        spans: Sequence[Span] = (), *, shortened: Iterable[TimedWork] | None = None, gaps: Sequence[Gap] = (),
     ) -> Cause:  # fmt: skip
-        """A cause with its title and advice; the advice for the framework in use comes first."""
-        entry = _advice()[code]
+        """A cause with its title and advice; the advice for the framework in use comes first.
+
+        Its speedup is that of the replayed step: without these `gaps`, or with the time of the `shortened` work (the kernels, if
+        none is given) less by the cost.
+        """
+        entry, kernels = _advice()[code], list(kernels)
         return Cause(
             code=code,
             title=entry["title"],
             cost_ms=cost_ms,
-            speedup_without=self.step_ms / max(self.step_ms - cost_ms, 1e-9),
+            speedup_without=self._speedup(cost_ms, kernels if shortened is None else list(shortened), gaps),
             evidence=tuple(evidence),
             kernels=main_kernels(kernels),
             where=where,
             advice=(*entry.get(self.framework, ()), *entry["do"]),
             spans=tuple(spans[:MOST_SPANS]),
         )
+
+    def _speedup(self, cost_ms: float, shortened: Sequence[TimedWork], gaps: Sequence[Gap]) -> float:
+        time_ms = self.ms(shortened)
+        if gaps:
+            return self._replay.speedup(Change(gaps=gaps))
+        if time_ms > 0:
+            return self._replay.speedup(Change.shorten(shortened, min(max(cost_ms / time_ms, 0.0), 1.0)))
+        return self.step_ms / max(self.step_ms - cost_ms, 1e-9)
+
+    @cached_property
+    def _replay(self) -> Replay:
+        return Replay(self.view)
 
     @cached_property
     def gpu(self) -> GpuRates | None:

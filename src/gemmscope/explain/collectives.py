@@ -14,7 +14,7 @@ from typing import Any
 
 from gemmscope.explain.messages import BUS_FACTORS, NCCL_MARK, CollectiveMessage, kind_of, message_of_mark
 from gemmscope.explain.trace import GpuWork, Operator, RecordedTrace
-from gemmscope.explain.view import TimedWork, TraceView
+from gemmscope.explain.view import TraceView
 from gemmscope.results.explain_tables import CollectiveTotal
 
 TOGETHER_US = 200.0  # ends of one collective on several ranks differ by less, once their clocks are aligned
@@ -51,10 +51,10 @@ def collectives_of(view: TraceView) -> list[Collective]:
     trace = view.trace
     marks = _marks_by_thread(trace)
     return [
-        Collective(item.work, step.name, _message(trace, item, marks), item.work.end + trace.zero_us, item.share)
-        for step, items in zip(view.steps.chosen, view.by_step(), strict=True)
-        for item in items
-        if item.name == "communication" and not item.work.copy and step.begin <= item.work.start < step.end
+        Collective(work, step.name, _message(trace, work, marks), work.end + trace.zero_us, shares.of.get(index, 0.0))
+        for step, shares in zip(view.steps.chosen, view.shares, strict=True)
+        for index in view.indices_in(step)
+        if view.placed[index].name == "communication" and not (work := trace.work[index]).copy
     ]
 
 
@@ -66,9 +66,8 @@ def _marks_by_thread(trace: RecordedTrace) -> dict[Any, list[Operator]]:
     return marks
 
 
-def _message(trace: RecordedTrace, item: TimedWork, marks: Mapping[Any, list[Operator]]) -> CollectiveMessage:
+def _message(trace: RecordedTrace, work: GpuWork, marks: Mapping[Any, list[Operator]]) -> CollectiveMessage:
     """From the kernel, else from the annotation around its launch, else from its name."""
-    work = item.work
     if work.message is not None and work.message.kind:
         return work.message
     call = trace.launches.get(work.correlation)

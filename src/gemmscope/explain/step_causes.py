@@ -44,7 +44,7 @@ def _no_launches(step: StepEvidence) -> Iterator[Cause]:
         longest = max(gaps, key=lambda gap: gap.time)
         times = {**step.time_facts(time), "gaps": step.per_step(gaps), "longest_ms": longest.time / 1000}
         evidence = [finding("cause-no-launches", **times), *_marks_in(step, longest)]
-        yield step.cause("elsewhere", time, evidence, (), _where(step, longest), _gap_spans(gaps, "no launches"))
+        yield step.cause("elsewhere", time, evidence, (), _where(step, longest), _gap_spans(gaps, "no launches"), gaps=gaps)
 
 
 def _late_launches(step: StepEvidence) -> Iterator[Cause]:
@@ -70,7 +70,7 @@ def _late_launches(step: StepEvidence) -> Iterator[Cause]:
     kernel_us = 1000 * account.busy_ms / max(account.kernels, 1)
     evidence.append(finding("cause-launch-rate", launches=account.launches, interval_us=interval_us, kernel_us=kernel_us))
     evidence.append(finding("cause-profiler-overhead"))
-    yield step.cause(code, time, evidence, (), "", _gap_spans(late, "waiting for a launch"))
+    yield step.cause(code, time, evidence, (), "", _gap_spans(late, "waiting for a launch"), gaps=late)
 
 
 def _unexplained_idle(step: StepEvidence) -> Iterator[Cause]:
@@ -80,7 +80,7 @@ def _unexplained_idle(step: StepEvidence) -> Iterator[Cause]:
     if time > WAITING * step.step_ms:
         why = finding("cause-other-streams" if step.view.trace.launches else "launches-not-recorded")
         evidence = [finding("cause-idle", **step.time_facts(time), gaps=step.per_step(gaps)), why]
-        yield step.cause("idle", time, evidence, (), "", _gap_spans(gaps, "idle"))
+        yield step.cause("idle", time, evidence, (), "", _gap_spans(gaps, "idle"), gaps=gaps)
 
 
 def _ms(step: StepEvidence, gaps: list[Gap]) -> float:
@@ -201,13 +201,20 @@ def _throttled(step: StepEvidence) -> Iterator[Cause]:
         bad = [reason for reason in reasons if reason in BAD_REASONS]
         if mean < SLOW_CLOCK * highest and (slow or step.gpu is None or not step.rates) and step.account.idle_share < 0.5:
             evidence = finding("cause-clock", clock_mhz=mean, highest_mhz=highest, reasons=reasons or ["a clock lock"])
-            yield step.cause("throttled", busy_ms * (1 - mean / (0.8 * highest)), [evidence, *slow])
+            yield step.cause("throttled", busy_ms * (1 - mean / (0.8 * highest)), [evidence, *slow], shortened=_computation(step))
         elif bad:
             lost = max(1 - mean / (0.8 * highest), 0.0)
-            yield step.cause("throttled", busy_ms * lost, [finding("cause-throttle-reasons", reasons=bad), *slow])
+            yield step.cause(
+                "throttled", busy_ms * lost, [finding("cause-throttle-reasons", reasons=bad), *slow], shortened=_computation(step)
+            )
     elif slow and step.gpu is not None:
         share = max(_peak_shares(step).values()) / step.gpu.usual
-        yield step.cause("throttled", busy_ms * max(1 - share, 0.0), slow)
+        yield step.cause("throttled", busy_ms * max(1 - share, 0.0), slow, shortened=_computation(step))
+
+
+def _computation(step: StepEvidence) -> list[TimedWork]:
+    """All work that a higher clock would speed up."""
+    return [item for item in step.items if item.placed.rank == 0]
 
 
 def _peak_shares(step: StepEvidence) -> dict[str, float]:
@@ -260,4 +267,5 @@ def _dilution(step: StepEvidence) -> Iterator[Cause]:
                 *details,
                 finding("cause-best-case", share=gemms_ms / step_ms, speedup=step_ms / max(step_ms - gemms_ms, 1e-9)),
             ]
-            yield step.cause(code, time - usual * busy_ms, evidence, items)
+            shortened = {item.index: item for item in (*items, *(item for name in names for item in step.of_class(name)))}
+            yield step.cause(code, time - usual * busy_ms, evidence, items, shortened=shortened.values())

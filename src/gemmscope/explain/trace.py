@@ -26,6 +26,7 @@ CATEGORIES = {
 }  # fmt: skip
 GEMM_OPERATORS = re.compile(r"aten::(_scaled|_grouped|_scaled_grouped)?_?(mm|addmm|bmm|baddbmm|linear|matmul|addmv|mv)(_v2)?$")
 ATTENTION_FORWARD = re.compile(r"aten::_?(scaled_dot_product\w*attention|(flash|efficient|cudnn)_attention_forward)$")
+CONCRETE = "Concrete Inputs"  # the values of an operator's scalars: is_causal
 _WHOLE = re.compile(r"-?[0-9]{1,19}")
 SKEW_US = 20.0
 MOST_RECORDS = 4_000_000  # of about 1 KB each
