@@ -7,6 +7,7 @@ from pathlib import Path
 from gemmscope import units
 from gemmscope.document.charts import Bar, BarChart, Fall, Segment, WaterfallChart
 from gemmscope.document.common import command_facts
+from gemmscope.document.explain_tables import gemm_shape_table, table_sections
 from gemmscope.document.model import Block, Card, Document, KeyFigure, Message, Section, Subject
 from gemmscope.document.palette import part_key
 from gemmscope.document.table import NOTHING, Cell, Table, columns, number, share_cell, without_empty
@@ -25,9 +26,10 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
     compared = [finding for comparison in result.comparisons for finding in comparison.findings]
     sections: dict[str, tuple[Block, ...]] = {
         "Where the time goes": (_chart(result), _classes(result), _idle(result), _counts(result), _unknown(result)),
-        "GEMMs": (_gemms(result),),
+        "GEMMs": (_gemms(result), gemm_shape_table(result)),
         "Why the step is not faster": (_causes(result), _kernels(result)),
         "Comparisons": (*_waterfalls(result), *map(_comparison, result.comparisons)),
+        **table_sections(result),
         "Ranks": (_ranks(result),),
     }
     filled = {title: tuple(block for block in blocks if not _is_empty(block)) for title, blocks in sections.items()}

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from gemmscope.errors import UserError
 from gemmscope.explain.account import account
+from gemmscope.explain.attention import attention_causes
 from gemmscope.explain.cause import NAMED, StepEvidence
 from gemmscope.explain.low_causes import low_causes
 from gemmscope.explain.place import UNKNOWN_PRECISION
@@ -37,7 +38,7 @@ def diagnose(trace: RecordedTrace, step_count: int | None = None) -> TraceDiagno
     evidence = StepEvidence(view, account(view))
     if not evidence.step_ms > 0:
         raise UserError(f"{trace.source} has no step that takes time: its timestamps are damaged", "record it again")
-    every = (*low_causes(evidence), *step_causes(evidence))
+    every = (*low_causes(evidence), *step_causes(evidence), *attention_causes(evidence))
     reported = [cause for cause in every if cause.cost_ms > NAMED * evidence.step_ms or cause.code == "not-low"]
     causes = tuple(sorted(reported, key=lambda cause: -cause.cost_ms))
     findings = (*_trace_findings(view), *implausible_times(evidence))

@@ -17,6 +17,7 @@ class GpuRates:
 
     peaks: dict[str, float]
     usual: float
+    bandwidth_tbps: float = 0.0
 
     def peak(self, precision: str) -> float | None:
         return self.peaks.get(FORMATS.get(precision, ""))
@@ -32,7 +33,7 @@ def gpu_rates(name: str) -> GpuRates | None:
     facts = load_data("gemmscope.explain", "gpu_rates.toml")
     spec = spec_of(name)
     if spec is not None:
-        return GpuRates(dict(spec.tflops), facts["usual"].get(spec.name, facts["usual"]["other"]))
+        return GpuRates(dict(spec.tflops), facts["usual"].get(spec.name, facts["usual"]["other"]), spec.bandwidth_tbps)
     rules = (rule for rule in facts["gpu"] if re.search(rule["device"], name))
     return next((GpuRates(rule["tflops"], rule["usual"]) for rule in rules), None)
 
