@@ -1,4 +1,4 @@
-"""Tables of an `ExplainResult` beyond where the time goes: GEMMs by shape, attention, communication, kernels, launches, memory."""
+"""Tables of an `ExplainResult` beyond where the time goes: GEMMs by shape, attention, collectives, kernels, launches, memory."""
 
 from collections.abc import Mapping
 

@@ -94,7 +94,7 @@ def _share_softmax(groups: dict[_Key, list[TimedWork]], softmax: list[TimedWork]
 
 
 def _share_helpers(groups: dict[_Key, list[TimedWork]]) -> None:
-    """Kernels without a shape (reductions, conversions of dQ) belong to the shape of their backend and pass, if only one exists."""
+    """Kernels without a shape (reductions, conversions of dQ) belong to the only shape of their backend and pass."""
     for key in [key for key in groups if key.shape is None]:
         same = [
             other
