@@ -39,6 +39,7 @@ class PlacedWork:
     precision: str = ""
     eager: bool = False
     fused: bool = False
+    copy: bool = False  # by a copy engine, or a memset
 
     @property
     def is_gemm(self) -> bool:
@@ -46,8 +47,8 @@ class PlacedWork:
 
     @property
     def rank(self) -> int:
-        """Priority where several run at the same time: 0 before 1 before 2."""
-        return 2 if self.name == "communication" else 1 if self.name == "copies" else 0
+        """Priority where several run at the same time: 0 before 1 before 2. A kernel that copies is computation."""
+        return 1 if self.name == "communication" else 2 if self.copy else 0
 
 
 def place(trace: RecordedTrace, scopes: list[Scope]) -> list[PlacedWork]:
@@ -98,7 +99,7 @@ def _place(trace: RecordedTrace, work: GpuWork, scope: Scope, operator: Operator
     elif kind == "loss" and "LogSoftMax" not in work.name and launcher.startswith("aten::_softmax"):
         kind = "attention"
     eager = eager or (kind == "quantize" and "at::native" in work.name)
-    return PlacedWork(CLASS_NAMES[kind], facts, eager=eager, fused=done.beside is not None)
+    return PlacedWork(CLASS_NAMES[kind], facts, eager=eager, fused=done.beside is not None, copy=work.copy)
 
 
 def _precision(name: str, facts: KernelFacts, operator: Operator | None) -> str:

@@ -32,6 +32,8 @@ class StepAccount(Part):
 
     step_ms: float
     busy_ms: float
+    unrecorded_ms: float = 0.0
+    """The GPU was busy, but its kernels are missing from the trace."""
     parts_ms: dict[StepPart, float]
     """Where the time goes; sums to step_ms."""
     classes_ms: dict[str, float]
@@ -39,7 +41,7 @@ class StepAccount(Part):
     idle_ms: dict[str, float]
     """Idle time by reason."""
     hidden_ms: float
-    """Communication hidden behind computation."""
+    """Communication hidden behind computation; copies do not hide it."""
     overlapped_ms: float
     """Time in which several kernels computed at once."""
     gemms: tuple[PrecisionTotal, ...]
@@ -57,7 +59,12 @@ class StepAccount(Part):
 
     @property
     def idle_share(self) -> float:
-        return 1 - self.busy_ms / self.step_ms if self.step_ms else 0.0
+        return 1 - (self.busy_ms + self.unrecorded_ms) / self.step_ms if self.step_ms else 0.0
+
+    @property
+    def communication_ms(self) -> float:
+        """Time in which communication runs, hidden or exposed."""
+        return self.hidden_ms + self.parts_ms.get("exposed communication", 0.0)
 
     def share(self, *parts: StepPart) -> float:
         """Of the step's time."""
