@@ -38,6 +38,7 @@ class StepEvidence:
     ) -> Cause:  # fmt: skip
         """A cause with its title and advice; the advice for the framework in use comes first."""
         entry = _advice()[code]
+        advice = entry.get("inference") if self.view.trace.inference else None
         return Cause(
             code=code,
             title=entry["title"],
@@ -46,7 +47,7 @@ class StepEvidence:
             evidence=tuple(evidence),
             kernels=main_kernels(kernels),
             where=where,
-            advice=(*entry.get(self.framework, ()), *entry["do"]),
+            advice=tuple(advice or (*entry.get(self.framework, ()), *entry["do"])),
             spans=tuple(spans[:MOST_SPANS]),
         )
 

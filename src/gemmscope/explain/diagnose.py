@@ -8,11 +8,14 @@ from gemmscope.explain.account import account
 from gemmscope.explain.cause import NAMED, StepEvidence
 from gemmscope.explain.low_causes import low_causes
 from gemmscope.explain.place import UNKNOWN_PRECISION
-from gemmscope.explain.step_causes import implausible_times, step_causes
+from gemmscope.explain.step_causes import implausible_times, step_causes, unrecorded_work
+from gemmscope.explain.step_times import step_findings, timed_steps
 from gemmscope.explain.trace import RecordedTrace
 from gemmscope.explain.view import TraceView, view_trace
 from gemmscope.findings import Finding, finding
-from gemmscope.results.explain import Cause, StepAccount
+from gemmscope.results.explain import Cause, StepAccount, TimedStep
+
+OUTSIDE = 0.01  # of all GPU work: less outside of the steps is not worth a note
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,7 @@ class TraceDiagnosis:
     causes: tuple[Cause, ...]
     verdict: Finding
     findings: tuple[Finding, ...]
+    each_step: tuple[TimedStep, ...] = ()
 
     @property
     def trace(self) -> RecordedTrace:
@@ -40,17 +44,17 @@ def diagnose(trace: RecordedTrace, step_count: int | None = None) -> TraceDiagno
     every = (*low_causes(evidence), *step_causes(evidence))
     reported = [cause for cause in every if cause.cost_ms > NAMED * evidence.step_ms or cause.code == "not-low"]
     causes = tuple(sorted(reported, key=lambda cause: -cause.cost_ms))
-    findings = (*_trace_findings(view), *implausible_times(evidence))
-    return TraceDiagnosis(view, evidence.account, evidence, causes, _verdict(evidence, causes), findings)
+    each_step = timed_steps(view)
+    findings = (*_trace_findings(view), *step_findings(each_step), *unrecorded_work(evidence), *implausible_times(evidence))
+    return TraceDiagnosis(view, evidence.account, evidence, causes, _verdict(evidence, causes), findings, each_step)
 
 
 def _trace_findings(view: TraceView) -> Iterator[Finding]:
     """What the trace lacks, and what was left out or corrected."""
     trace, steps = view.trace, view.steps
-    left_out = len(steps.every) - len(steps.chosen)
-    if left_out:
-        longest = max(step.time for step in steps.every) / 1000
-        yield finding("steps-left-out", count=left_out, steps=len(steps.every), longest_ms=longest)
+    if trace.inference:
+        yield finding("inference", found_by=steps.found_by)
+    yield from _outside_steps(view)
     if steps.marked not in (0, len(steps.every)):
         yield finding("step-count-differs", steps=len(steps.every), marked=steps.marked)
     if len(steps.every) == 1:
@@ -61,7 +65,7 @@ def _trace_findings(view: TraceView) -> Iterator[Finding]:
         yield finding("clock-offset", offset_ms=trace.skew_us / 1000)
     if not trace.launches:
         yield finding("launches-not-recorded")
-    if not trace.operators:
+    if not trace.has_operators:
         yield finding("operators-not-recorded")
     unknown = sum(gemm.precision == UNKNOWN_PRECISION for gemm in view.gemms.values())
     if unknown:
@@ -70,11 +74,25 @@ def _trace_findings(view: TraceView) -> Iterator[Finding]:
         yield finding("shapes-not-recorded")
 
 
+def _outside_steps(view: TraceView) -> Iterator[Finding]:
+    """GPU work that belongs to no step: launched before the recording, in a step that was recorded in part, or after the last."""
+    trace, steps = view.trace, view.steps
+    begin, end = steps.every[0].begin, steps.every[-1].end
+    outside = [number for number, work in enumerate(trace.work) if number in steps.before or not begin <= work.start < end]
+    time_ms = sum(trace.work[number].time for number in outside) / 1000
+    if time_ms > OUTSIDE * sum(work.time for work in trace.work) / 1000:
+        before = sum(number in steps.before for number in outside)
+        yield finding("work-outside-steps", count=len(outside), time_ms=time_ms, before=before)
+
+
 def _verdict(step: StepEvidence, causes: Sequence[Cause]) -> Finding:
     """The answer: the costliest cause, or that the step is as expected."""
+    unrecorded = step.account.unrecorded_ms
+    if unrecorded > 0.5 * step.step_ms:
+        return finding("step-not-recorded", time_ms=unrecorded, step_ms=step.step_ms)
     if causes:
         return finding("step-cause", cause=causes[0].code, title=causes[0].title, cost_ms=causes[0].cost_ms, step_ms=step.step_ms)
     if not step.precision_known:
         return finding("step-precision-unknown")
-    busy, quantization = 1 - step.account.idle_share, step.account.share("quantization")
+    busy, quantization = step.account.busy_share, step.account.share("quantization")
     return finding("step-as-expected", low_share=step.low_share, share_of=step.share_of, busy=busy, quantization=quantization)

@@ -8,7 +8,7 @@ same time share that time equally.
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ NOWHERE = Scope()
 SHORT_US = 10.0  # usual gap between two kernels that were both launched in time
 MOST_SHARES = 1_000_000  # pieces of work that run through several steps
 NO_LAUNCH_US = 1000.0  # without a single launch the CPU is busy with something else
-MOST = 0.5  # share of a gap that explains it
+MOST = 0.5  # share of a gap
 
 
 @dataclass(frozen=True)
@@ -98,13 +98,15 @@ class _Host:
     def unrecorded(self, begin: float, end: float) -> bool:
         return self._unrecorded.within(begin, end) > MOST * (end - begin)
 
-    def activity(self, thread: Any, begin: float, end: float) -> Idle | None:
-        """What the thread was busy with for most of the time."""
-        if not self._activities:
-            return None
-        times = {name: covered.within(begin, end) for name in ACTIVITIES if (covered := self._activities.get((name, thread)))}
-        longest = max(times, key=lambda name: times[name], default=None)
-        return longest if longest is not None and times[longest] > MOST * (end - begin) else None
+    def activities(self, thread: Any, begin: float, end: float) -> Iterator[tuple[Idle, float]]:
+        """What the thread was busy with, and for how long; where activities are inside each other, the first of them counts."""
+        left = end - begin
+        for name in ACTIVITIES if self._activities else ():
+            covered = self._activities.get((name, thread))
+            time = min(covered.within(begin, end), left) if covered is not None else 0.0
+            if time > SHORT_US:
+                left -= time
+                yield name, time
 
 
 def _share_out(
@@ -128,7 +130,7 @@ def _share_out(
         group = groups[ranks[number]]
         if opens:
             if idle_from is not None and moment > idle_from:
-                result.gaps.append(_gap(trace, idle_from, moment, trace.work[number], scopes[number], host))
+                result.gaps += _gaps(trace, idle_from, moment, trace.work[number], scopes[number], host)
             idle_from = None
             group.begin(number)
         else:
@@ -139,7 +141,7 @@ def _share_out(
     if idle_from is not None and step.end > idle_from:
         at = bisect_left(trace.work, step.end - 1e-3, key=lambda work: work.start)
         after = trace.work[at] if at < len(trace.work) else None
-        result.gaps.append(_gap(trace, idle_from, step.end, after, NOWHERE, host))
+        result.gaps += _gaps(trace, idle_from, step.end, after, NOWHERE, host)
 
 
 class _Running:
@@ -171,20 +173,30 @@ def _divide(result: Shares, groups: tuple[_Running, ...], time: float) -> None:
         result.hidden += time
 
 
+def _gaps(trace: RecordedTrace, begin: float, end: float, until: GpuWork | None, scope: Scope, host: _Host) -> Iterator[Gap]:
+    """An idle period by its reasons. `until`: the work that ended it. The time of each activity of the CPU comes first."""
+    if end - begin > SHORT_US and host.unrecorded(begin, end):
+        yield Gap(begin, end, NOT_RECORDED)
+        return
+    call = trace.launches.get(until.correlation) if until is not None else None
+    rest = _gap(trace, begin, end, until, scope, host)
+    if rest.why in HOST_IDLE or call is None:
+        thread, latest = (call.thread, min(end, call.start)) if call is not None else (host.main_thread, end)
+        for activity, time in host.activities(thread, begin, latest):
+            yield Gap(begin, begin + time, activity, scope)
+            begin += time
+    if end > begin:
+        yield Gap(begin, end, rest.why, rest.scope)
+
+
 def _gap(trace: RecordedTrace, begin: float, end: float, until: GpuWork | None, scope: Scope, host: _Host) -> Gap:
     """Why the GPU was idle: whether the work that ended the gap (`until`) was launched in time."""
     call = trace.launches.get(until.correlation) if until is not None else None
-    if end - begin > SHORT_US and host.unrecorded(begin, end):
-        return Gap(begin, end, NOT_RECORDED)
     if call is None:
-        if activity := host.activity(host.main_thread, begin, end):
-            return Gap(begin, end, activity)
         ended = until is None and trace.launches  # the step ended and nothing more was launched
         return Gap(begin, end, "no launch for over 1 ms" if ended else "launch not recorded")
     if call.start <= begin:
         return Gap(begin, end, "between kernels" if end - begin < SHORT_US else "other stream")
-    if activity := host.activity(call.thread, begin, min(end, call.start)):
-        return Gap(begin, end, activity, scope)
     calls = host.calls
     awaited = _waited_until(trace, begin, call.start)
     previous = calls[bisect_left(calls, call.start) - 1] if calls and calls[0] < call.start else begin
