@@ -122,7 +122,7 @@ def _with_step(diagnosis: TraceDiagnosis, run: StepResult, requested: str | None
     _require_same_step(diagnosis, run, predicted, origin)
     expected = add_up((ALIASES.get(level.part, level.part), level.recipe_ms) for level in predicted.waterfall)
     step_ms = diagnosis.account.step_ms
-    parts = _parts(expected, diagnosis.account.parts_ms)
+    parts = _parts(expected, add_up((ALIASES.get(part, part), time) for part, time in diagnosis.account.parts_ms.items()))
     if not expected:
         parts = [PartComparison(part="step", expected_ms=predicted.step_ms.value, trace_ms=step_ms)]
     error = step_ms / predicted.step_ms.value - 1

@@ -32,7 +32,7 @@ class TracedGemm:
     flops: float
     layer: str
     head: bool = False
-    reduces: bool = False  # the second kernel of a split-K GEMM
+    reduces: bool = False  # the second kernel of a GEMM: the sum of split-K, or an epilogue
 
     @property
     def low(self) -> bool:
@@ -60,7 +60,7 @@ def traced_gemms(trace: RecordedTrace, scopes: Sequence[Scope], placed: Sequence
             continue
         operator = _owner(by_external.get(work.external), scope)
         gemm = TracedGemm(number, kernel.precision, PASSES.get(scope.phase, ""), None, 0.0, operator.name if operator else "")
-        gemm.reduces = "splitk" in work.name.lower() and "reduce" in work.name.lower()
+        gemm.reduces = kernel.facts.finishes
         gemms.append(gemm)
         if operator is not None and not gemm.reduces:
             groups.setdefault(id(operator), (operator, []))[1].append(gemm)

@@ -25,6 +25,7 @@ CATEGORIES = {
 }  # fmt: skip
 GEMM_OPERATORS = re.compile(r"aten::(_scaled|_grouped|_scaled_grouped)?_?(mm|addmm|bmm|baddbmm|linear|matmul|addmv|mv)(_v2)?$")
 ATTENTION_FORWARD = re.compile(r"aten::_?(scaled_dot_product\w*attention|(flash|efficient|cudnn)_attention_forward)$")
+CONVOLUTION = re.compile(r"aten::\w*conv(olution|[123_])\w*$")
 _WHOLE = re.compile(r"-?[0-9]{1,19}")
 SKEW_US = 20.0
 MOST_RECORDS = 4_000_000  # of about 1 KB each
@@ -138,6 +139,7 @@ def read_trace(path: str | Path | InputFile) -> RecordedTrace:
     trace.head = stream.head
     _require_gpu_work(trace)
     _one_device(trace)
+    _drop_false_ids(trace)
     _align(trace)
     _from_zero(trace)
     return trace
@@ -199,7 +201,7 @@ def _take_operator(trace: RecordedTrace, kind: str, operator: Operator, argument
         return
     if operator.external is not None:
         trace.operator_names[operator.external] = operator.name
-    explains = GEMM_OPERATORS.match(operator.name) or ATTENTION_FORWARD.match(operator.name)
+    explains = any(pattern.match(operator.name) for pattern in (GEMM_OPERATORS, ATTENTION_FORWARD, CONVOLUTION))
     if operator.name.startswith(("aten::", "triton_")) and not explains:
         return
     operator.shapes = _list(arguments.get("Input Dims", arguments.get("Input dims")))[:MOST_SHAPES]
@@ -225,6 +227,14 @@ def _one_device(trace: RecordedTrace) -> None:
     chosen, _ = counts.most_common(1)[0]
     trace.other_gpus = len(counts) - 1
     trace.work = [work for work in trace.work if work.device == chosen]
+
+
+def _drop_false_ids(trace: RecordedTrace) -> None:
+    """Old profilers write the number of the launch as the id of the operator, which is then that of another one."""
+    kernels = [work for work in trace.work if work.external is not None]
+    if kernels and all(work.external == work.correlation for work in kernels):
+        for work in kernels:
+            work.external = None
 
 
 def _align(trace: RecordedTrace) -> None:
