@@ -57,6 +57,16 @@ def classify(name: str) -> KernelFacts:
 
 
 @cache
+def may_be_gemm(name: str) -> bool:
+    """Whether a name that the table does not have looks like that of a GEMM.
+
+    >>> may_be_gemm("my_matmul_kernel"), may_be_gemm("my_copy_kernel")
+    (True, False)
+    """
+    return re.search(_rules()["unknown"]["gemm"], name) is not None
+
+
+@cache
 def _patterns() -> list[tuple[re.Pattern[str], dict[str, Any]]]:
     return [(re.compile(rule["found"]), rule) for rule in _rules()["kernel"]]
 

@@ -4,11 +4,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from gemmscope.errors import UserError
+from gemmscope.engine.kernels import may_be_gemm
 from gemmscope.explain.account import account
-from gemmscope.explain.cause import NAMED, StepEvidence
+from gemmscope.explain.cause import NAMED, StepEvidence, short_name
 from gemmscope.explain.low_causes import low_causes
 from gemmscope.explain.place import UNKNOWN_PRECISION
-from gemmscope.explain.step_causes import implausible_times, step_causes
+from gemmscope.explain.slow_gemms import implausible_times, slow_gemm_causes
+from gemmscope.explain.step_causes import step_causes
 from gemmscope.explain.trace import RecordedTrace
 from gemmscope.explain.view import TraceView, view_trace
 from gemmscope.findings import Finding, finding
@@ -37,10 +39,10 @@ def diagnose(trace: RecordedTrace, step_count: int | None = None) -> TraceDiagno
     evidence = StepEvidence(view, account(view))
     if not evidence.step_ms > 0:
         raise UserError(f"{trace.source} has no step that takes time: its timestamps are damaged", "record it again")
-    every = (*low_causes(evidence), *step_causes(evidence))
+    every = (*low_causes(evidence), *slow_gemm_causes(evidence), *step_causes(evidence))
     reported = [cause for cause in every if cause.cost_ms > NAMED * evidence.step_ms or cause.code == "not-low"]
     causes = tuple(sorted(reported, key=lambda cause: -cause.cost_ms))
-    findings = (*_trace_findings(view), *implausible_times(evidence))
+    findings = (*_unknown_kernels(evidence), *_trace_findings(view), *_gpu_findings(evidence), *implausible_times(evidence))
     return TraceDiagnosis(view, evidence.account, evidence, causes, _verdict(evidence, causes), findings)
 
 
@@ -70,11 +72,33 @@ def _trace_findings(view: TraceView) -> Iterator[Finding]:
         yield finding("shapes-not-recorded")
 
 
+def _unknown_kernels(step: StepEvidence) -> Iterator[Finding]:
+    """If much of the time is in kernels of no known class: nothing is said about low precision then."""
+    if step.well_named:
+        return
+    unknown = step.account.unknown
+    maybe = [kernel for kernel in unknown if may_be_gemm(kernel.name)]
+    yield finding("kernels-unknown", share=1 - step.account.named_share, kernels=[short_name(kernel.name) for kernel in unknown[:3]])
+    if maybe:
+        share = sum(kernel.time_ms for kernel in maybe) / step.account.busy_ms
+        yield finding("kernels-may-be-gemms", share=share, kernels=[short_name(kernel.name) for kernel in maybe[:3]])
+
+
+def _gpu_findings(step: StepEvidence) -> Iterator[Finding]:
+    """What the GPU cannot do."""
+    if step.has_fp8 is False and step.gemms and not step.is_low:
+        yield finding("gpu-without-fp8", gpu=step.view.trace.gpu_name or "This GPU")
+
+
 def _verdict(step: StepEvidence, causes: Sequence[Cause]) -> Finding:
     """The answer: the costliest cause, or that the step is as expected."""
     if causes:
         return finding("step-cause", cause=causes[0].code, title=causes[0].title, cost_ms=causes[0].cost_ms, step_ms=step.step_ms)
+    if not step.well_named:
+        return finding("step-kernels-unknown", share=1 - step.account.named_share)
     if not step.precision_known:
         return finding("step-precision-unknown")
+    if step.has_fp8 is False and not step.is_low:
+        return finding("step-without-fp8", gpu=step.view.trace.gpu_name or "this GPU", busy=1 - step.account.idle_share)
     busy, quantization = 1 - step.account.idle_share, step.account.share("quantization")
     return finding("step-as-expected", low_share=step.low_share, share_of=step.share_of, busy=busy, quantization=quantization)

@@ -116,6 +116,11 @@ class RecordedTrace:
         return next((printable(name) for name in names if name), "")
 
     @property
+    def gpu_properties(self) -> dict[str, Any]:
+        """What the profiler says about the GPU: its name, compute capability, and so on."""
+        return next((_table(device) for device in _list(self.head.get("deviceProperties")) if device), {})
+
+    @property
     def facts(self) -> dict[str, Any]:
         """What `trace_me` recorded in addition to the events."""
         return _table(self.head.get("gemmscope"))
