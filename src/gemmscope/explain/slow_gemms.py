@@ -6,7 +6,7 @@ from math import prod
 from gemmscope.explain.cause import LARGE_FLOPS, StepEvidence, sizes_of, spans_of
 from gemmscope.explain.rates import facts_clock
 from gemmscope.explain.view import TimedWork, add_up
-from gemmscope.findings import Finding, finding
+from gemmscope.findings import Fact, Finding, finding
 from gemmscope.results.explain import Cause
 
 SLOW_CLOCK = 0.55  # of the highest clock
@@ -116,10 +116,10 @@ def _misfit_facts(step: StepEvidence, code: str, items: Sequence[TimedWork], bes
     precision = max(precisions, key=lambda name: precisions[name])
     own = [item for item in items if item.gemm.precision == precision]
     tflops = sum(item.gemm.flops for item in own) / sum(item.work.time for item in own) / 1e6
-    facts = [
-        finding(f"cause-{code}-gemms", gemms=step.per_step(items), tflops=tflops, precision=precision, **step.time_facts(step.ms(items))),
-        finding("cause-gemm-sizes", sizes=sizes_of(items)),
-    ]  # fmt: skip
+    shown: dict[str, Fact] = {"gemms": step.per_step(items), "tflops": tflops, "precision": precision}
+    shown |= step.time_facts(step.ms(items))
+    sizes = finding("cause-gemm-sizes", sizes=sizes_of(items))
+    facts = [finding("cause-misaligned-gemms" if code == "misaligned" else "cause-tiny-gemms", **shown), sizes]
     if code == "misaligned":
         multiple = int(LOADED_BYTES / BYTES[precision])
         odd = sorted({side for item in own for side in (item.gemm.size or ())[1:] if side % multiple})

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gemmscope.errors import UserError, option, shown
+from gemmscope.explain.foreign import reject_member
 from gemmscope.reading import InputFile
 
 PIECE = 4 << 20  # characters read at once
@@ -58,6 +59,7 @@ class EventStream:
             if not isinstance(key, str) or self._peek() != ":":
                 raise self._invalid()
             self._at += 1
+            reject_member(self.source, key)
             if key == "traceEvents" and self._peek() == "[":
                 found = True
                 self._at += 1

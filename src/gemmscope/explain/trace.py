@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from gemmscope.errors import UserError
+from gemmscope.explain.foreign import MOST_NAMES as MOST_NAMES_LOOKED_AT
+from gemmscope.explain.foreign import OTHER_DEVICES, reject_foreign
 from gemmscope.explain.stream import HOW_TO_RECORD, EventStream
 from gemmscope.reading import InputFile
 
@@ -94,6 +96,8 @@ class RecordedTrace:
     head: dict[str, Any] = field(default_factory=dict)
     other_gpus: int = 0  # whose work is ignored
     events: int = 0
+    categories: set[str] = field(default_factory=set)  # of events that are not read
+    processes: set[str] = field(default_factory=set)
     zero_us: float = 0.0  # time of the first event, as written
     skew_us: float = 0.0  # offset of the GPU clock from the CPU clock, as written
 
@@ -164,15 +168,15 @@ def _take(trace: RecordedTrace, event: dict[str, Any], threads: dict[tuple[Any, 
     if phase is None:
         return
     arguments, thread = _table(event.get("args")), _key(event.get("tid"))
-    if phase == "M" and event.get("name") == "thread_name":
-        threads[_key(event.get("pid")), thread] = str(arguments.get("name", ""))
+    if phase == "M" and event.get("name") == "process_name" and len(trace.processes) < MOST_NAMES_LOOKED_AT:
+        trace.processes.add(str(arguments.get("name", ""))[:LONGEST_NAME])
     if phase != "X":
         return
     raw = event.get("cat")
     kind = CATEGORIES.get(raw.lower()) if isinstance(raw, str) else None
-    if raw in (None, "") and threads.get((_key(event.get("pid")), thread), "").startswith("Stream #"):
-        kind = "kernel"  # XLA's traces have no categories
     if kind is None:
+        if isinstance(raw, str) and raw not in trace.categories and len(trace.categories) < MOST_NAMES_LOOKED_AT:
+            trace.categories.add(raw.lower())
         return
     start, duration = _number(event.get("ts")), _number(event.get("dur", 0))
     if start is None or duration is None or duration < 0:
@@ -216,8 +220,10 @@ def _take_operator(trace: RecordedTrace, kind: str, operator: Operator, argument
 
 
 def _require_gpu_work(trace: RecordedTrace) -> None:
-    if not all(work.copy for work in trace.work):
+    foreign = [name for name in trace.categories if name.startswith(OTHER_DEVICES)]
+    if not all(work.copy for work in trace.work) and not foreign:
         return
+    reject_foreign(trace.path, trace.categories, trace.processes)
     if not trace.events:
         raise UserError(f"{trace.path} has no events: nothing was recorded", HOW_TO_RECORD)
     raise UserError(
