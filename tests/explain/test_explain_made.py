@@ -214,8 +214,9 @@ def test_marks_for_every_micro_batch_are_joined(tmp_path: Path) -> None:
 
 def test_a_gpu_without_low_precision_is_said(tmp_path: Path) -> None:
     found = steady(product=BF16).diagnose(tmp_path / "t.json", deviceProperties=[{"name": "NVIDIA A100-SXM4-80GB"}])
-    assert found.causes[0].code == "not-low"
-    assert "cause-no-fp8-hardware" in codes(found.causes[0].evidence)
+    assert not found.causes
+    assert found.verdict.code == "step-without-fp8"
+    assert "gpu-without-fp8" in codes(found.findings)
 
 
 def test_repeated_products_of_a_compiled_backward(tmp_path: Path) -> None:

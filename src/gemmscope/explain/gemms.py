@@ -39,6 +39,11 @@ class TracedGemm:
         return self.precision in LOW
 
     @property
+    def sized(self) -> bool:
+        """Whether its FLOPs are known; those of a second kernel are with the first."""
+        return self.flops > 0 or (self.reduces and self.size is not None)
+
+    @property
     def sides(self) -> tuple[int, ...]:
         """The sizes in ascending order, which are the same in all passes; empty if they are unknown."""
         return tuple(sorted(self.size or ()))
@@ -55,6 +60,8 @@ def traced_gemms(trace: RecordedTrace, scopes: Sequence[Scope], placed: Sequence
     by_sequence = {layer.sequence: layer for layer in layers}
     groups: dict[int, tuple[Operator, list[TracedGemm]]] = {}
     gemms: list[TracedGemm] = []
+    latest: dict[Any, TracedGemm] = {}  # on each stream
+    finished: list[tuple[TracedGemm, TracedGemm | None]] = []  # second kernels, and the GEMMs that they belong to
     for number, (work, scope, kernel) in enumerate(zip(trace.work, scopes, placed, strict=True)):
         if not kernel.is_gemm:
             continue
@@ -62,10 +69,16 @@ def traced_gemms(trace: RecordedTrace, scopes: Sequence[Scope], placed: Sequence
         gemm = TracedGemm(number, kernel.precision, PASSES.get(scope.phase, ""), None, 0.0, operator.name if operator else "")
         gemm.reduces = kernel.facts.finishes
         gemms.append(gemm)
-        if operator is not None and not gemm.reduces:
-            groups.setdefault(id(operator), (operator, []))[1].append(gemm)
+        if gemm.reduces:
+            finished.append((gemm, latest.get(work.stream)))
+        else:
+            latest[work.stream] = gemm
+            if operator is not None:
+                groups.setdefault(id(operator), (operator, []))[1].append(gemm)
     for operator, group in groups.values():
         _give_sizes(operator, group, by_sequence)
+    for second, first in finished:
+        second.size = first.size if first is not None else None
     _find_passes(gemms)
     _find_head(gemms, placed)
     return gemms

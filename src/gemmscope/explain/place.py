@@ -46,6 +46,7 @@ class PlacedWork:
     precision: str = ""
     eager: bool = False
     fused: bool = False
+    copy: bool = False  # by a copy engine, or a memset
 
     @property
     def is_gemm(self) -> bool:
@@ -53,8 +54,8 @@ class PlacedWork:
 
     @property
     def rank(self) -> int:
-        """Priority where several run at the same time: 0 before 1 before 2."""
-        return 2 if self.name == "communication" else 1 if self.name == "copies" else 0
+        """Priority where several run at the same time: 0 before 1 before 2. A kernel that copies is computation."""
+        return 1 if self.name == "communication" else 2 if self.copy else 0
 
 
 def place(trace: RecordedTrace, scopes: list[Scope]) -> list[PlacedWork]:
@@ -71,7 +72,19 @@ def place(trace: RecordedTrace, scopes: list[Scope]) -> list[PlacedWork]:
             else:
                 latest[work.stream] = result
         placed.append(result)
+    _convolutions_by_name(trace, scopes, placed)
     return placed if any(scope.operators for scope in scopes) else _cast_chains(trace, placed)
+
+
+def _convolutions_by_name(trace: RecordedTrace, scopes: list[Scope], placed: list[PlacedWork]) -> None:
+    """GEMMs whose launch is not known, of a name that only convolutions launch elsewhere, are those of convolutions."""
+    launched: dict[str, bool] = {}  # by name of the kernel
+    for work, scope, result in zip(trace.work, scopes, placed, strict=True):
+        if scope.launched is not None and result.facts.kernel_class == "gemm":
+            launched[work.name] = result.name == "convolution" and launched.get(work.name, True)
+    for number, (work, scope, result) in enumerate(zip(trace.work, scopes, placed, strict=True)):
+        if result.is_gemm and scope.launched is None and launched.get(work.name, False):
+            placed[number] = PlacedWork("convolution", result.facts)
 
 
 def _cast_chains(trace: RecordedTrace, placed: list[PlacedWork]) -> list[PlacedWork]:
@@ -112,7 +125,7 @@ def _place(trace: RecordedTrace, work: GpuWork, scope: Scope, operator: Operator
     elif kind == "loss" and "LogSoftMax" not in work.name and launcher.startswith("aten::_softmax"):
         kind = "attention"
     eager = eager or (kind == "quantize" and "at::native" in work.name)
-    return PlacedWork(CLASS_NAMES[kind], facts, eager=eager, fused=done.beside is not None)
+    return PlacedWork(CLASS_NAMES[kind], facts, eager=eager, fused=done.beside is not None, copy=work.copy)
 
 
 def _precision(name: str, facts: KernelFacts, operator: Operator | None) -> str:

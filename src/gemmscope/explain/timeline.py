@@ -1,29 +1,36 @@
 """Divides the time of a step among the work that ran in it, so that the parts sum to the step.
 
-Computation comes first: copies and communication that run at the same time are hidden behind it. Time in which only copies run
-counts as copies, time in which only communication runs as exposed communication, and time in which nothing runs as idle. Kernels
-that compute at the same time share that time equally.
+Computation comes first: communication and copies that run at the same time are hidden behind it. Time in which communication runs
+without computation is exposed, with or without copies beside it (as Holistic Trace Analysis defines it). Time in which only copies
+run counts as copies, and time in which nothing runs as idle, unless kernels are missing from the trace. Kernels that compute at the
+same time share that time equally.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from gemmscope.errors import UserError, option
+from gemmscope.explain.host import by_key
 from gemmscope.explain.scopes import Scope
 from gemmscope.explain.steps import RecordedStep
 from gemmscope.explain.trace import GpuWork, RecordedTrace
+from gemmscope.explain.unrecorded import unrecorded_spans
 
 Idle = Literal[
     "late launch", "late launch after synchronization", "no launch for over 1 ms", "between kernels", "other stream",
-    "launch not recorded",
+    "launch not recorded", "memory allocation", "compilation", "saving a checkpoint", "data loading", "not recorded",
 ]  # fmt: skip
-HOST_IDLE: tuple[Idle, ...] = ("late launch", "late launch after synchronization", "no launch for over 1 ms")
+ACTIVITIES: tuple[Idle, ...] = ("memory allocation", "compilation", "saving a checkpoint", "data loading")  # host_activity.toml
+HOST_IDLE: tuple[Idle, ...] = ("late launch", "late launch after synchronization", "no launch for over 1 ms", *ACTIVITIES)
+NOT_RECORDED: Idle = "not recorded"  # the GPU was busy, but its kernels are missing from the trace
 NOWHERE = Scope()
 SHORT_US = 10.0  # usual gap between two kernels that were both launched in time
 MOST_SHARES = 1_000_000  # pieces of work that run through several steps
 NO_LAUNCH_US = 1000.0  # without a single launch the CPU is busy with something else
+MOST = 0.5  # share of a gap that explains it
 
 
 @dataclass(frozen=True)
@@ -50,16 +57,20 @@ class Shares:
     overlapped: float = 0.0  # several kernels computed at once
 
 
-def share_out(trace: RecordedTrace, scopes: Sequence[Scope], steps: Sequence[RecordedStep], ranks: Sequence[int]) -> list[Shares]:
-    """The shares of each step. `ranks`: of all work, 0 computation, 1 copies, 2 communication."""
-    calls = sorted(call.end for call in trace.launches.values())
+def share_out(
+    trace: RecordedTrace, scopes: Sequence[Scope], steps: Sequence[RecordedStep], ranks: Sequence[int],
+    before: Container[int] = (),
+) -> list[Shares]:  # fmt: skip
+    """The shares of each step. `ranks`: of all work, 0 computation, 1 communication, 2 copies. `before`: work that belongs to no step."""
+    host = _Host(trace)
     left = MOST_SHARES + 2 * len(trace.work)
     result = [Shares() for _ in steps]
     running: list[int] = []  # work that began before the step
     at = 0
     for step, shares in sorted(zip(steps, result, strict=True), key=lambda pair: pair[0].begin):
         while at < len(trace.work) and trace.work[at].start < step.begin:
-            running.append(at)
+            if at not in before:
+                running.append(at)
             at += 1
         running = [number for number in running if trace.work[number].end > step.begin]
         inside = [*running, *range(at, bisect_left(trace.work, step.end, lo=at, key=lambda work: work.start))]
@@ -69,13 +80,36 @@ def share_out(trace: RecordedTrace, scopes: Sequence[Scope], steps: Sequence[Rec
                 f"{trace.path}: too many kernels run through several of its {len(steps):,} steps",
                 f"give the number of training steps with {option('steps', 'N')}",
             )
-        _share_out(shares, trace, scopes, step, ranks, calls, inside)
+        _share_out(shares, trace, scopes, step, ranks, host, inside)
     return result
+
+
+class _Host:
+    """What the CPU did, for the reasons of gaps."""
+
+    def __init__(self, trace: RecordedTrace) -> None:
+        self.calls = sorted(call.end for call in trace.launches.values())
+        threads = Counter(call.thread for call in trace.launches.values())
+        self.main_thread = threads.most_common(1)[0][0] if threads else None
+        spans = (((name, call.thread), call.start, call.end) for name, calls in trace.activities.items() for call in calls)
+        self._activities = by_key(spans)
+        self._unrecorded = unrecorded_spans(trace)
+
+    def unrecorded(self, begin: float, end: float) -> bool:
+        return self._unrecorded.within(begin, end) > MOST * (end - begin)
+
+    def activity(self, thread: Any, begin: float, end: float) -> Idle | None:
+        """What the thread was busy with for most of the time."""
+        if not self._activities:
+            return None
+        times = {name: covered.within(begin, end) for name in ACTIVITIES if (covered := self._activities.get((name, thread)))}
+        longest = max(times, key=lambda name: times[name], default=None)
+        return longest if longest is not None and times[longest] > MOST * (end - begin) else None
 
 
 def _share_out(
     result: Shares, trace: RecordedTrace, scopes: Sequence[Scope], step: RecordedStep, ranks: Sequence[int],
-    calls: list[float], inside: Sequence[int],
+    host: _Host, inside: Sequence[int],
 ) -> None:  # fmt: skip
     edges: list[tuple[float, int, int]] = []
     for number in inside:
@@ -94,7 +128,7 @@ def _share_out(
         group = groups[ranks[number]]
         if opens:
             if idle_from is not None and moment > idle_from:
-                result.gaps.append(_gap(trace, idle_from, moment, trace.work[number], scopes[number], calls))
+                result.gaps.append(_gap(trace, idle_from, moment, trace.work[number], scopes[number], host))
             idle_from = None
             group.begin(number)
         else:
@@ -105,7 +139,7 @@ def _share_out(
     if idle_from is not None and step.end > idle_from:
         at = bisect_left(trace.work, step.end - 1e-3, key=lambda work: work.start)
         after = trace.work[at] if at < len(trace.work) else None
-        result.gaps.append(_gap(trace, idle_from, step.end, after, NOWHERE, calls))
+        result.gaps.append(_gap(trace, idle_from, step.end, after, NOWHERE, host))
 
 
 class _Running:
@@ -133,18 +167,25 @@ def _divide(result: Shares, groups: tuple[_Running, ...], time: float) -> None:
     group.each += time / len(group.since)
     if len(group.since) > 1 and group is groups[0]:
         result.overlapped += time
-    if groups[2].since and group is not groups[2]:
+    if groups[1].since and group is groups[0]:
         result.hidden += time
 
 
-def _gap(trace: RecordedTrace, begin: float, end: float, until: GpuWork | None, scope: Scope, calls: Sequence[float]) -> Gap:
+def _gap(trace: RecordedTrace, begin: float, end: float, until: GpuWork | None, scope: Scope, host: _Host) -> Gap:
     """Why the GPU was idle: whether the work that ended the gap (`until`) was launched in time."""
     call = trace.launches.get(until.correlation) if until is not None else None
+    if end - begin > SHORT_US and host.unrecorded(begin, end):
+        return Gap(begin, end, NOT_RECORDED)
     if call is None:
+        if activity := host.activity(host.main_thread, begin, end):
+            return Gap(begin, end, activity)
         ended = until is None and trace.launches  # the step ended and nothing more was launched
         return Gap(begin, end, "no launch for over 1 ms" if ended else "launch not recorded")
     if call.start <= begin:
         return Gap(begin, end, "between kernels" if end - begin < SHORT_US else "other stream")
+    if activity := host.activity(call.thread, begin, min(end, call.start)):
+        return Gap(begin, end, activity, scope)
+    calls = host.calls
     awaited = _waited_until(trace, begin, call.start)
     previous = calls[bisect_left(calls, call.start) - 1] if calls and calls[0] < call.start else begin
     # A function of a framework may take long before it launches.

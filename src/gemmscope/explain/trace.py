@@ -15,6 +15,7 @@ from typing import Any
 from gemmscope.errors import UserError
 from gemmscope.explain.foreign import MOST_NAMES as MOST_NAMES_LOOKED_AT
 from gemmscope.explain.foreign import OTHER_DEVICES, reject_foreign
+from gemmscope.explain.host import activity_of, activity_of_call
 from gemmscope.explain.stream import HOW_TO_RECORD, EventStream
 from gemmscope.reading import InputFile
 
@@ -23,11 +24,16 @@ CATEGORIES = {
     "kernel": "kernel", "concurrent_kernel": "kernel", "gpu_memcpy": "copy", "memcpy": "copy", "gpu_memset": "copy",
     "memset": "copy", "cuda_runtime": "launch", "cuda_driver": "launch", "runtime": "launch", "hip_runtime": "launch",
     "hip_driver": "launch", "xpu_runtime": "launch", "cpu_op": "operator", "operator": "operator", "user_annotation": "mark",
-    "gpu_user_annotation": "gpu mark",
+    "gpu_user_annotation": "gpu mark", "python_function": "python",
 }  # fmt: skip
 GEMM_OPERATORS = re.compile(r"aten::(_scaled|_grouped|_scaled_grouped)?_?(mm|addmm|bmm|baddbmm|linear|matmul|addmv|mv)(_v2)?$")
 ATTENTION_FORWARD = re.compile(r"aten::_?(scaled_dot_product\w*attention|(flash|efficient|cudnn)_attention_forward)$")
 CONVOLUTION = re.compile(r"aten::\w*conv(olution|[123_])\w*$")
+CONVOLUTION_FORWARD = re.compile(r"aten::(cudnn_|miopen_|_)?conv(olution|[123]d|_transpose[123]d)$")
+# Names of operators, annotations and kernels that only training has
+TRAINING = re.compile(
+    r"[Bb]ackward|_bwd|bwd_|wgrad|Optimizer\.(step|zero_grad)|[Aa]dam([wW]|[^a-z]|$)|[Aa]dagrad|MomentumSGD|_sgd|[Ll]amb([^d]|$)|Muon"
+)
 _WHOLE = re.compile(r"-?[0-9]{1,19}")
 SKEW_US = 20.0
 MOST_RECORDS = 4_000_000  # of about 1 KB each
@@ -95,6 +101,9 @@ class RecordedTrace:
     gpu_marks: list[Operator] = field(default_factory=list)
     head: dict[str, Any] = field(default_factory=dict)
     other_gpus: int = 0  # whose work is ignored
+    activities: dict[str, list[Call]] = field(default_factory=dict)  # of the CPU, as host_activity.toml names them
+    has_operators: bool = False
+    trains: bool = False  # whether anything in it belongs to a backward pass or an optimizer
     events: int = 0
     categories: set[str] = field(default_factory=set)  # of events that are not read
     processes: set[str] = field(default_factory=set)
@@ -105,6 +114,11 @@ class RecordedTrace:
     def path(self) -> Path:
         """As messages and results name it."""
         return Path(str(self.source))
+
+    @property
+    def inference(self) -> bool:
+        """Whether operators were recorded, and none of them trains."""
+        return self.has_operators and not self.trains
 
     @property
     def rank(self) -> int | None:
@@ -137,15 +151,15 @@ def read_trace(path: str | Path | InputFile) -> RecordedTrace:
     """Read one file; a `UserError` if it is not a trace or has no GPU work in it."""
     stream = EventStream(path)
     trace = RecordedTrace(stream.source)
-    threads: dict[tuple[Any, Any], str] = {}
     names: dict[str, str] = {}  # each is kept once
     for event in stream:
         trace.events += 1
         if event.get("ph", "X") in ("X", "M"):
-            _take(trace, event, threads, names)
+            _take(trace, event, names)
         if not trace.events % 10_000:
-            _check_size(trace, names, len(threads))
+            _check_size(trace, names)
     trace.head = stream.head
+    trace.trains = any(map(TRAINING.search, names))
     _require_gpu_work(trace)
     _one_device(trace)
     _drop_false_ids(trace)
@@ -154,16 +168,17 @@ def read_trace(path: str | Path | InputFile) -> RecordedTrace:
     return trace
 
 
-def _check_size(trace: RecordedTrace, names: dict[str, str], threads: int) -> None:
+def _check_size(trace: RecordedTrace, names: dict[str, str]) -> None:
     """Reject a trace that would need far more memory or time than any that is worth explaining."""
     kept = (trace.work, trace.launches, trace.operators, trace.operator_names, trace.marks, trace.gpu_marks)
-    if sum(map(len, kept)) + threads > MOST_RECORDS:
+    active = sum(map(len, trace.activities.values()))
+    if sum(map(len, kept)) + active > MOST_RECORDS:
         raise UserError(f"{trace.path} has more than {MOST_RECORDS:,} kernels, launches and operators", "record fewer steps")
     if sum(map(len, names)) > MOST_NAMES:
         raise UserError(f"{trace.path} has more than {MOST_NAMES >> 20} MiB of different names", HOW_TO_RECORD)
 
 
-def _take(trace: RecordedTrace, event: dict[str, Any], threads: dict[tuple[Any, Any], str], names: dict[str, str]) -> None:
+def _take(trace: RecordedTrace, event: dict[str, Any], names: dict[str, str]) -> None:
     phase = event.get("ph", "X" if "dur" in event else None)  # some tools omit it
     if phase is None:
         return
@@ -174,9 +189,9 @@ def _take(trace: RecordedTrace, event: dict[str, Any], threads: dict[tuple[Any, 
         return
     raw = event.get("cat")
     kind = CATEGORIES.get(raw.lower()) if isinstance(raw, str) else None
-    if kind is None:
-        if isinstance(raw, str) and raw not in trace.categories and len(trace.categories) < MOST_NAMES_LOOKED_AT:
-            trace.categories.add(raw.lower())
+    if kind is None and isinstance(raw, str) and len(trace.categories) < MOST_NAMES_LOOKED_AT:
+        trace.categories.add(raw.lower())
+    if kind is None or (kind == "python" and not activity_of(str(event.get("name"))[:LONGEST_NAME])):
         return
     start, duration = _number(event.get("ts")), _number(event.get("dur", 0))
     if start is None or duration is None or duration < 0:
@@ -197,7 +212,13 @@ def _take(trace: RecordedTrace, event: dict[str, Any], threads: dict[tuple[Any, 
             trace.launches[correlation] = call
         if "Synchronize" in name or "cudaMemcpy" in name or "hipMemcpy" in name:
             trace.waits.append(call)
+        if activity := activity_of_call(name):
+            trace.activities.setdefault(activity, []).append(call)
     else:
+        if kind != "gpu mark" and not name.startswith("aten::") and (activity := activity_of(name)):
+            trace.activities.setdefault(activity, []).append(Call(name, start, end, thread))
+        if kind == "python":
+            return
         _take_operator(trace, kind, Operator(name, start, end, thread, external), arguments)
 
 
@@ -208,15 +229,20 @@ def _take_operator(trace: RecordedTrace, kind: str, operator: Operator, argument
     if kind == "mark" or operator.name.startswith(("ProfilerStep", "Optimizer.step")):
         trace.marks.append(operator)
         return
+    trace.has_operators = True
     if operator.external is not None:
         trace.operator_names[operator.external] = operator.name
-    explains = any(pattern.match(operator.name) for pattern in (GEMM_OPERATORS, ATTENTION_FORWARD, CONVOLUTION))
-    if operator.name.startswith(("aten::", "triton_")) and not explains:
+    if operator.name.startswith(("aten::", "triton_")) and not _explains(operator.name):
         return
     operator.shapes = _list(arguments.get("Input Dims", arguments.get("Input dims")))[:MOST_SHAPES]
     operator.types = _list(arguments.get("Input type"))[:MOST_SHAPES]
     operator.sequence = _integer(arguments.get("Sequence number"))
     trace.operators.append(operator)
+
+
+def _explains(name: str) -> bool:
+    """Whether an operator of PyTorch's own tells something about the kernels that it launches."""
+    return any(pattern.match(name) for pattern in (GEMM_OPERATORS, ATTENTION_FORWARD, CONVOLUTION))
 
 
 def _require_gpu_work(trace: RecordedTrace) -> None:
@@ -264,7 +290,8 @@ def _from_zero(trace: RecordedTrace) -> None:
     """Count time from the first event: nanoseconds since 1970 would use up the digits of a float."""
     timed: list[Any] = [*trace.work, *trace.launches.values(), *trace.operators, *trace.marks, *trace.gpu_marks]
     trace.zero_us = min(record.start for record in timed)
-    _shift([*timed, *trace.waits], trace.zero_us)
+    active = [call for calls in trace.activities.values() for call in calls]
+    _shift([*timed, *trace.waits, *active], trace.zero_us)
     trace.work.sort(key=lambda work: (work.start, work.end))
     trace.waits.sort(key=lambda wait: wait.start)
     for records in (trace.operators, trace.marks, trace.gpu_marks):

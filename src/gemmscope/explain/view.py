@@ -85,7 +85,7 @@ def view_trace(trace: RecordedTrace, step_count: int | None = None) -> TraceView
     sources = scopes(trace)
     placed = place(trace, sources)
     gemms = {gemm.work: gemm for gemm in traced_gemms(trace, sources, placed)}
-    shares = share_out(trace, sources, steps.chosen, [work.rank for work in placed])
+    shares = share_out(trace, sources, steps.chosen, [work.rank for work in placed], steps.before)
     return TraceView(trace, steps, sources, placed, gemms, shares)
 
 

@@ -16,7 +16,15 @@ class PrecisionTotal(Part):
     count: float
     time_ms: float
     flops: float
-    """0: the trace has no shapes."""
+    """Of the GEMMs whose sizes are known. 0: the trace has no shapes."""
+    sized_ms: float = 0.0
+    """Time that the GEMMs whose sizes are known ran: `flops` over it is their rate."""
+
+    @property
+    def tflops(self) -> float | None:
+        """Their rate in TFLOP/s; None if no size is known."""
+        time_ms = self.sized_ms or self.time_ms
+        return self.flops / time_ms / 1e9 if self.flops > 0 and time_ms else None
 
 
 class UnknownKernel(Part):
@@ -32,6 +40,8 @@ class StepAccount(Part):
 
     step_ms: float
     busy_ms: float
+    unrecorded_ms: float = 0.0
+    """The GPU was busy, but its kernels are missing from the trace."""
     parts_ms: dict[StepPart, float]
     """Where the time goes; sums to step_ms."""
     classes_ms: dict[str, float]
@@ -39,7 +49,7 @@ class StepAccount(Part):
     idle_ms: dict[str, float]
     """Idle time by reason."""
     hidden_ms: float
-    """Communication hidden behind computation."""
+    """Communication hidden behind computation; copies do not hide it."""
     overlapped_ms: float
     """Time in which several kernels computed at once."""
     gemms: tuple[PrecisionTotal, ...]
@@ -57,7 +67,12 @@ class StepAccount(Part):
 
     @property
     def idle_share(self) -> float:
-        return 1 - self.busy_ms / self.step_ms if self.step_ms else 0.0
+        return 1 - (self.busy_ms + self.unrecorded_ms) / self.step_ms if self.step_ms else 0.0
+
+    @property
+    def communication_ms(self) -> float:
+        """Time in which communication runs, hidden or exposed."""
+        return self.hidden_ms + self.parts_ms.get("exposed communication", 0.0)
 
     def share(self, *parts: StepPart) -> float:
         """Of the step's time."""
