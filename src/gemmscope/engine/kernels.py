@@ -28,8 +28,8 @@ class KernelRun:
 
 @dataclass(frozen=True)
 class KernelFacts:
-    """What a name says. `operands` and `scales` are None where it proves nothing about them. `known`: the table has the name, even
-    where it belongs to no class."""
+    """What a name says. `operands` and `scales` are None where it proves nothing about them. `known`: the table has the name,
+    even where it belongs to no class."""
 
     kernel_class: KernelClass
     operands: tuple[str, str] | None = None

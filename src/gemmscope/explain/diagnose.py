@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from gemmscope.errors import UserError
 from gemmscope.engine.kernels import may_be_gemm
+from gemmscope.errors import UserError
 from gemmscope.explain.account import account
 from gemmscope.explain.cause import NAMED, StepEvidence, short_name
 from gemmscope.explain.low_causes import low_causes
@@ -78,7 +78,9 @@ def _unknown_kernels(step: StepEvidence) -> Iterator[Finding]:
         return
     unknown = step.account.unknown
     maybe = [kernel for kernel in unknown if may_be_gemm(kernel.name)]
-    yield finding("kernels-unknown", share=1 - step.account.named_share, kernels=[short_name(kernel.name) for kernel in unknown[:3]])
+    yield finding(
+        "kernels-unknown", share=1 - step.account.named_share, kernels=[short_name(kernel.name) for kernel in unknown[:3]]
+    )
     if maybe:
         share = sum(kernel.time_ms for kernel in maybe) / step.account.busy_ms
         yield finding("kernels-may-be-gemms", share=share, kernels=[short_name(kernel.name) for kernel in maybe[:3]])

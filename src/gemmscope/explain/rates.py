@@ -68,7 +68,7 @@ def has_fp8(name: str, properties: dict[str, Any]) -> bool | None:
     capability = compute_capability(properties)
     if capability is None or is_amd(name, properties):
         return None
-    return capability >= facts["first_capability"]
+    return capability >= float(facts["first_capability"])
 
 
 def is_amd(name: str, properties: dict[str, Any]) -> bool:
