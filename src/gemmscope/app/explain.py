@@ -40,9 +40,9 @@ def explain(
     """Where the time of a recorded step went, and why it is not faster.
 
     `traces`: one trace; the ranks of one job (or their folder); or the same training in BF16 and low precision. `baseline`: the
-    same training in BF16, or in another precision. `against`: a result of step or bench, to compare with what was predicted; `recipe` selects one of its
-    recipes. `steps`: the number of steps in the trace, if nothing marks them. `job`: the model, to check its FLOPs. `perfetto`:
-    where to write the trace with the diagnosis on tracks of its own.
+    same training in BF16, or in another precision. `against`: a result of step or bench, to compare with what was predicted;
+    `recipe` selects one of its recipes. `steps`: the number of steps in the trace, if nothing marks them. `job`: the model, to
+    check its FLOPs. `perfetto`: where to write the trace with the diagnosis on tracks of its own.
     """
     paths = trace_files(traces)
     _check(paths, baseline, steps, perfetto)

@@ -28,7 +28,7 @@ def with_twin(slow: TraceDiagnosis, fast: TraceDiagnosis) -> StepComparison:
     flops = [step_flops(side) for side in (slow, fast)]
     if all(flops) and abs(flops[0] / flops[1] - 1) > SAME_FLOPS:  # apart from recomputation, they are the same
         rows = [_rows(side) for side in (slow, fast)]
-        batch = f" (GEMMs of {rows[0]:,} rows in one and {rows[1]:,} in the other: another batch or sequence)" if _differ(rows) else ""
+        batch = f", with {rows[0]:,} and {rows[1]:,} rows: another batch or sequence" if _differ(rows) else ""
         raise UserError(
             f"{slow.trace.path} and {fast.trace.path} are not the same training: their GEMMs take "
             f"{flops[0] / 1e12:.2f} and {flops[1] / 1e12:.2f} TFLOP per step{batch}",
@@ -161,7 +161,7 @@ def _with_step(diagnosis: TraceDiagnosis, run: StepResult, requested: str | None
     _require_same_step(diagnosis, run, predicted, origin)
     expected = add_up((ALIASES.get(level.part, level.part), level.recipe_ms) for level in predicted.waterfall)
     step_ms = diagnosis.account.step_ms
-    parts = _parts(expected, diagnosis.account.parts_ms)
+    parts = _parts(expected, add_up((ALIASES.get(part, part), time) for part, time in diagnosis.account.parts_ms.items()))
     if not expected:
         parts = [PartComparison(part="step", expected_ms=predicted.step_ms.value, trace_ms=step_ms)]
     error = step_ms / predicted.step_ms.value - 1

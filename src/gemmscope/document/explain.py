@@ -246,8 +246,7 @@ def _gemms(result: ExplainResult) -> Table:
     for row in result.account.gemms:
         flops = (NOTHING, NOTHING, NOTHING)
         if row.flops > 0:
-            rate = row.flops / row.time_ms / 1e9 if row.time_ms else None
-            flops = (_fixed(row.flops / 1e12), share_cell(row.flops / total), _fixed(rate, 0))
+            flops = (_fixed(row.flops / 1e12), share_cell(row.flops / total), _fixed(row.tflops, 0))
         rows.append((Cell(row.precision), _fixed(row.count, 0), _fixed(row.time_ms), *flops))
     heads = columns(("Precision",), ("GEMMs", "ms", "TFLOP", "Share of FLOPs", "TFLOP/s"))
     return Table("GEMMs by precision, per step", heads, tuple(rows))

@@ -16,7 +16,13 @@ HOST: StepPart = "idle, host-bound"
 IDLE: StepPart = "idle, other"
 UNRECORDED = "GPU busy, kernels not recorded"
 ROWS = (*(name for name in ORDER if name not in ("communication", "other")), EXPOSED, "other", UNRECORDED, HOST, IDLE)
-PARTS: dict[str, StepPart] = {EXPOSED: EXPOSED, HOST: HOST, IDLE: IDLE, UNRECORDED: "other", **{entry["name"]: entry["part"] for entry in CLASSES}}
+PARTS: dict[str, StepPart] = {
+    EXPOSED: EXPOSED,
+    HOST: HOST,
+    IDLE: IDLE,
+    UNRECORDED: "other",
+    **{entry["name"]: entry["part"] for entry in CLASSES},
+}
 
 
 def account(view: TraceView) -> StepAccount:
@@ -78,7 +84,11 @@ def _by_precision(items: Sequence[TimedWork], count: int) -> tuple[PrecisionTota
     counts = add_up((item.gemm.precision, (not item.gemm.reduces) / count) for item in items)
     times = add_up((item.gemm.precision, item.share / 1000 / count) for item in items)
     flops = add_up((item.gemm.precision, item.gemm.flops / count) for item in items)
-    totals = [PrecisionTotal(precision=name, count=counts[name], time_ms=times[name], flops=flops[name]) for name in times]
+    own = add_up((item.gemm.precision, item.work.time / 1000 / count) for item in items if item.gemm.sized)
+    totals = [
+        PrecisionTotal(precision=name, count=counts[name], time_ms=time, flops=flops[name], sized_ms=own.get(name, 0.0))
+        for name, time in times.items()
+    ]
     return tuple(sorted(totals, key=lambda total: -total.time_ms))
 
 

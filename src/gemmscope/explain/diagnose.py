@@ -3,12 +3,14 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from gemmscope.engine.kernels import may_be_gemm
 from gemmscope.errors import UserError
 from gemmscope.explain.account import account
-from gemmscope.explain.cause import NAMED, StepEvidence
+from gemmscope.explain.cause import NAMED, StepEvidence, short_name
 from gemmscope.explain.low_causes import low_causes
 from gemmscope.explain.place import UNKNOWN_PRECISION
-from gemmscope.explain.step_causes import implausible_times, step_causes, unrecorded_work
+from gemmscope.explain.slow_gemms import implausible_times, slow_gemm_causes
+from gemmscope.explain.step_causes import step_causes, unrecorded_work
 from gemmscope.explain.step_times import step_findings, timed_steps
 from gemmscope.explain.trace import RecordedTrace
 from gemmscope.explain.view import TraceView, view_trace
@@ -41,11 +43,14 @@ def diagnose(trace: RecordedTrace, step_count: int | None = None) -> TraceDiagno
     evidence = StepEvidence(view, account(view))
     if not evidence.step_ms > 0:
         raise UserError(f"{trace.source} has no step that takes time: its timestamps are damaged", "record it again")
-    every = (*low_causes(evidence), *step_causes(evidence))
+    every = (*low_causes(evidence), *slow_gemm_causes(evidence), *step_causes(evidence))
     reported = [cause for cause in every if cause.cost_ms > NAMED * evidence.step_ms or cause.code == "not-low"]
     causes = tuple(sorted(reported, key=lambda cause: -cause.cost_ms))
     each_step = timed_steps(view)
-    findings = (*_trace_findings(view), *step_findings(each_step), *unrecorded_work(evidence), *implausible_times(evidence))
+    findings = (
+        *(*_unknown_kernels(evidence), *_trace_findings(view), *_gpu_findings(evidence)),
+        *(*step_findings(each_step), *unrecorded_work(evidence), *implausible_times(evidence)),
+    )
     return TraceDiagnosis(view, evidence.account, evidence, causes, _verdict(evidence, causes), findings, each_step)
 
 
@@ -85,6 +90,26 @@ def _outside_steps(view: TraceView) -> Iterator[Finding]:
         yield finding("work-outside-steps", count=len(outside), time_ms=time_ms, before=before)
 
 
+def _unknown_kernels(step: StepEvidence) -> Iterator[Finding]:
+    """If much of the time is in kernels of no known class: nothing is said about low precision then."""
+    if step.well_named:
+        return
+    unknown = step.account.unknown
+    maybe = [kernel for kernel in unknown if may_be_gemm(kernel.name)]
+    yield finding(
+        "kernels-unknown", share=1 - step.account.named_share, kernels=[short_name(kernel.name) for kernel in unknown[:3]]
+    )
+    if maybe:
+        share = sum(kernel.time_ms for kernel in maybe) / step.account.busy_ms
+        yield finding("kernels-may-be-gemms", share=share, kernels=[short_name(kernel.name) for kernel in maybe[:3]])
+
+
+def _gpu_findings(step: StepEvidence) -> Iterator[Finding]:
+    """What the GPU cannot do."""
+    if step.has_fp8 is False and step.gemms and not step.is_low:
+        yield finding("gpu-without-fp8", gpu=step.view.trace.gpu_name or "This GPU")
+
+
 def _verdict(step: StepEvidence, causes: Sequence[Cause]) -> Finding:
     """The answer: the costliest cause, or that the step is as expected."""
     unrecorded = step.account.unrecorded_ms
@@ -92,7 +117,11 @@ def _verdict(step: StepEvidence, causes: Sequence[Cause]) -> Finding:
         return finding("step-not-recorded", time_ms=unrecorded, step_ms=step.step_ms)
     if causes:
         return finding("step-cause", cause=causes[0].code, title=causes[0].title, cost_ms=causes[0].cost_ms, step_ms=step.step_ms)
+    if not step.well_named:
+        return finding("step-kernels-unknown", share=1 - step.account.named_share)
     if not step.precision_known:
         return finding("step-precision-unknown")
+    if step.has_fp8 is False and not step.is_low:
+        return finding("step-without-fp8", gpu=step.view.trace.gpu_name or "this GPU", busy=step.account.busy_share)
     busy, quantization = step.account.busy_share, step.account.share("quantization")
     return finding("step-as-expected", low_share=step.low_share, share_of=step.share_of, busy=busy, quantization=quantization)

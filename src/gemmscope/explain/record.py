@@ -92,12 +92,12 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
 
     def _start(self) -> None:
         if problem := _why_not_writable(self.path):
-            say(f"gemmscope: {problem}: the trace cannot be written unless this changes until step {self.after + self.steps}")
+            say(f"gemmscope: {problem}: the trace cannot be written, unless this changes before step {self.after + self.steps}")
         from torch import cuda
         from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
 
         if not cuda.is_available() or ProfilerActivity.CUDA not in supported_activities():
-            say("gemmscope: PyTorch sees no GPU that it can profile: the trace will have no kernels, and gemmscope explain needs them")
+            say("gemmscope: PyTorch finds no GPU to profile: the trace will have no kernels, and gemmscope explain needs them")
         activities = [ProfilerActivity.CPU, *({ProfilerActivity.CUDA} & supported_activities())]
         planned = schedule(wait=max(self.after - 1, 0), warmup=min(self.after, 1), active=self.steps, repeat=1)
         self._profiler = profile(activities=activities, schedule=planned, on_trace_ready=self._write, record_shapes=True)

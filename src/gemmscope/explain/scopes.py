@@ -104,14 +104,15 @@ class _OpenOperators:
 
 
 def _whole_layers(result: list[Scope], trace: RecordedTrace) -> list[Scope]:
-    """Mark a recomputed layer from its first function to the work of backward itself, including work without a function of its own.
+    """Mark a recomputed layer from its first function to its last, including work without a function of its own.
 
-    After its last function come norms, activations and sums, until the node that asked for the layer does its own work.
+    After the last function come norms, activations and sums, until the node that asked for the layer does its own work.
     """
     nodes: dict[int, list[int]] = {}
     recomputing: set[int] = set()
     for number, scope in enumerate(result):
-        if scope.phase in ("backward", "recomputed") and scope.launched is not None and (node := scope.backward_node()) is not None:
+        node = scope.backward_node() if scope.phase in ("backward", "recomputed") else None
+        if node is not None and scope.launched is not None:
             nodes.setdefault(id(node), []).append(number)
             if scope.phase == "recomputed":
                 recomputing.add(id(node))
@@ -128,7 +129,7 @@ def _whole_layers(result: list[Scope], trace: RecordedTrace) -> list[Scope]:
 
 
 def _is_backward(scope: Scope, launcher: str) -> bool:
-    """Whether work after a recomputed layer belongs to backward: to a node inside the node, or by the operator that launched it."""
+    """Whether work after a recomputed layer belongs to backward: to a node inside the node, or by its operator."""
     nested = sum(operator.name.startswith(EVALUATES) for operator in scope.operators) > 1
     return nested or not launcher.startswith("aten::") or "backward" in launcher or GEMM_OPERATORS.match(launcher) is not None
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from gemmscope.explain.account import EXPOSED
 from gemmscope.explain.cause import NAMED, Span, StepEvidence, main_kernels, sizes_of, spans_of
 from gemmscope.explain.host import host_activities
-from gemmscope.explain.rates import facts_clock
 from gemmscope.explain.timeline import Gap
 from gemmscope.explain.unrecorded import incomplete_replays
 from gemmscope.explain.view import TimedWork, add_up
@@ -16,10 +15,6 @@ from gemmscope.results.explain import Cause
 
 WAITING = 0.05  # of the step
 LONG_CALL = 0.1  # of the step
-SLOW_CLOCK = 0.55  # of the highest clock
-SLOW_RATE = 0.6  # of the rate that large GEMMs usually reach on this GPU
-IMPOSSIBLE_RATE = 0.02  # of the peak: no clock is that slow, so the times in the file are not microseconds
-BAD_REASONS = ("HW slowdown", "SW thermal slowdown", "HW thermal slowdown", "HW power brake")
 EXPERT_NAMES = ("Grouped", "Expert", "Moe", "MoE")
 # In the names of kernels of attention and norms
 FORWARD_NAMES = ("fprop", "fwd", "forward", "Forward")
@@ -31,7 +26,7 @@ DILUTIONS = {"attention": (0.30, 0.15), "head": (0.30, 0.12), "optimizer": (0.25
 def step_causes(step: StepEvidence) -> Iterator[Cause]:
     """All causes, in no order."""
     idle = (_host_activities, _no_launches, _late_launches, _unexplained_idle)
-    for search in (*idle, _recompute, _communication, _copies, _throttled, _dilution):
+    for search in (*idle, _recompute, _communication, _copies, _dilution):
         yield from search(step)
 
 
@@ -49,7 +44,8 @@ def _host_activities(step: StepEvidence) -> Iterator[Cause]:
         longest = max(gap.time for gap in gaps) / 1000
         waiting = sum(any(gap.why == activity.name for gap in shares.gaps) for shares in step.view.shares)
         affected = {"waiting": waiting, "steps": step.view.count}
-        evidence = [finding("cause-host-activity", **step.time_facts(time), longest_ms=longest, **affected), *_calls(step, activity.name)]
+        facts = finding("cause-host-activity", **step.time_facts(time), longest_ms=longest, **affected)
+        evidence = [facts, *_calls(step, activity.name)]
         yield step.cause(activity.cause, time, evidence, (), "", _gap_spans(gaps, activity.name))
 
 
@@ -161,8 +157,9 @@ def _recompute(step: StepEvidence) -> Iterator[Cause]:
         casts = [item for item in again if item.name == "quantization"]
         evidence = [
             finding("cause-recomputed", **step.time_facts(time)),
-            finding("cause-recomputed-kernels", kernels=step.per_step(again), gemms=step.per_step(gemms),
-                    casts=step.per_step(casts)),
+            finding(
+                "cause-recomputed-kernels", kernels=step.per_step(again), gemms=step.per_step(gemms), casts=step.per_step(casts)
+            ),
         ]
         high = [item for item in gemms if not item.gemm.low]
         if high and step.low and step.weight(high) > 0.5 * step.weight(gemms):
@@ -230,49 +227,6 @@ def _copies(step: StepEvidence) -> Iterator[Cause]:
     if time > WAITING * step.step_ms:
         evidence = [finding("cause-exposed-copies", **step.time_facts(time), copies=step.per_step(items))]
         yield step.cause("copies", time, evidence, items, "", spans_of(items, "only copying"))
-
-
-def _throttled(step: StepEvidence) -> Iterator[Cause]:
-    """By the clock recorded with the trace; without it, if large GEMMs of every precision are slow for the GPU."""
-    clock, slow, busy_ms = facts_clock(step.view.trace.facts), _slow_gemms(step), step.account.busy_ms
-    if clock is not None:
-        mean, highest, reasons = clock
-        bad = [reason for reason in reasons if reason in BAD_REASONS]
-        if mean < SLOW_CLOCK * highest and (slow or step.gpu is None or not step.rates) and step.account.idle_share < 0.5:
-            evidence = finding("cause-clock", clock_mhz=mean, highest_mhz=highest, reasons=reasons or ["a clock lock"])
-            yield step.cause("throttled", busy_ms * (1 - mean / (0.8 * highest)), [evidence, *slow])
-        elif bad:
-            lost = max(1 - mean / (0.8 * highest), 0.0)
-            yield step.cause("throttled", busy_ms * lost, [finding("cause-throttle-reasons", reasons=bad), *slow])
-    elif slow and step.gpu is not None:
-        share = max(_peak_shares(step).values()) / step.gpu.usual
-        yield step.cause("throttled", busy_ms * max(1 - share, 0.0), slow)
-
-
-def _peak_shares(step: StepEvidence) -> dict[str, float]:
-    """Rates of large GEMMs as shares of the GPU's peak, where that is known."""
-    peaks = {name: step.gpu.peak(name) for name in step.rates} if step.gpu is not None else {}
-    return {name: step.rates[name] / peak for name, peak in peaks.items() if peak}
-
-
-def _slow_gemms(step: StepEvidence) -> list[Finding]:
-    """If large GEMMs of every precision are slow; a single slow precision is a matter of its kernels."""
-    shares = _peak_shares(step)
-    if step.gpu is None or not shares:
-        return []
-    usual = step.gpu.usual
-    if any(share > SLOW_RATE * usual or share < IMPOSSIBLE_RATE for share in shares.values()):
-        return []
-    tflops = {name: step.rates[name] for name in shares}
-    return [finding("cause-slow-gemms", tflops=tflops, shares=shares, usual=usual, gpu=step.view.trace.gpu_name)]
-
-
-def implausible_times(step: StepEvidence) -> list[Finding]:
-    """If GEMMs are so slow or fast for the GPU that the times in the file cannot be microseconds."""
-    shares = _peak_shares(step).values()
-    if not shares or IMPOSSIBLE_RATE <= max(shares) <= 1.5:
-        return []
-    return [finding("times-not-microseconds", share=max(shares), gpu=step.view.trace.gpu_name)]
 
 
 def _dilution(step: StepEvidence) -> Iterator[Cause]:

@@ -49,9 +49,10 @@ def _usual_times(times: Sequence[float]) -> list[float]:
 
 def _profile(view: TraceView, shares: Shares) -> dict[str, float]:
     """Milliseconds of one step by class of work and by reason of idle time."""
-    names = ((EXPOSED if (name := view.placed[number].name) == "communication" else name, share) for number, share in shares.of.items())
+    renamed = {"communication": EXPOSED}
+    work = ((view.placed[number].name, share) for number, share in shares.of.items())
     gaps = ((UNRECORDED if gap.why == NOT_RECORDED else gap.why, gap.time) for gap in shares.gaps)
-    return {name: time / 1000 for name, time in add_up([*names, *gaps]).items()}
+    return {renamed.get(name, name): time / 1000 for name, time in add_up([*work, *gaps]).items()}
 
 
 def _usual(profiles: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -81,13 +82,16 @@ def step_findings(rows: Sequence[TimedStep]) -> Iterator[Finding]:
     reasons = add_up((row.extra, row.extra_ms) for row in slow if row.extra)
     extra_ms = sum(row.time_ms - typical for row in slow)
     reason = max(reasons, key=lambda name: reasons[name], default="")
-    why: dict[str, Fact] = {"extra": reason or "work on the GPU", "share": min(reasons.get(reason, 0.0) / extra_ms, 1.0) if slow else 0.0}
+    share = min(reasons.get(reason, 0.0) / extra_ms, 1.0) if slow else 0.0
+    why: dict[str, Fact] = {"extra": reason or "work on the GPU", "share": share}
     if groups := two_groups(times):
         fast, others = groups
-        facts: dict[str, Fact] = {"fast": len(fast), "fast_ms": fmean(fast), "slow": len(others), "slow_ms": fmean(others), "mean_ms": fmean(times)}
-        yield finding("steps-in-two-groups", **facts, **why)
+        counts: dict[str, Fact] = {"fast": len(fast), "slow": len(others)}
+        means: dict[str, Fact] = {"fast_ms": fmean(fast), "slow_ms": fmean(others), "mean_ms": fmean(times)}
+        yield finding("steps-in-two-groups", **counts, **means, **why)
     elif slow:
-        yield finding("steps-slow", count=len(slow), steps=len(times), ratio=SIMILAR, median_ms=typical, longest_ms=max(times), **why)
+        compared: dict[str, Fact] = {"ratio": SIMILAR, "median_ms": typical, "longest_ms": max(times)}
+        yield finding("steps-slow", count=len(slow), steps=len(times), **compared, **why)
 
 
 def two_groups(times: Sequence[float]) -> tuple[list[float], list[float]] | None:

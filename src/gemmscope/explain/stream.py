@@ -1,8 +1,8 @@
 """Reads a Chrome trace one event at a time, however large the file is: plain or gzipped JSON, an object or a bare array.
 
 The text is read in pieces. Each event is decoded as soon as it is complete, yielded and dropped. Of the rest of the file, only
-the members in `HEAD` are kept: others may hold anything, environment variables included, and must not reach any output. Memory use
-is limited by one piece and one event, not by the file.
+the members in `HEAD` are kept: others may hold anything, environment variables included, and must not reach any output. Memory
+use is limited by one piece and one event, not by the file.
 """
 
 import io
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gemmscope.errors import UserError, option
+from gemmscope.explain.foreign import reject_member
 from gemmscope.reading import InputFile
 
 PIECE = 4 << 20  # characters read at once
@@ -62,6 +63,7 @@ class EventStream:
             if not isinstance(key, str) or self._peek() != ":":
                 raise self._invalid()
             self._at += 1
+            reject_member(self.source, key)
             if key == "traceEvents" and self._peek() == "[":
                 found = True
                 self._at += 1

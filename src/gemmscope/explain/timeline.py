@@ -1,9 +1,9 @@
 """Divides the time of a step among the work that ran in it, so that the parts sum to the step.
 
-Computation comes first: communication and copies that run at the same time are hidden behind it. Time in which communication runs
-without computation is exposed, with or without copies beside it (as Holistic Trace Analysis defines it). Time in which only copies
-run counts as copies, and time in which nothing runs as idle, unless kernels are missing from the trace. Kernels that compute at the
-same time share that time equally.
+Computation comes first: communication and copies that run at the same time are hidden behind it. Time in which communication
+runs without computation is exposed, with or without copies beside it (as Holistic Trace Analysis defines it). Time in which only
+copies run counts as copies, and time in which nothing runs as idle, unless kernels are missing from the trace. Kernels that
+compute at the same time share that time equally.
 """
 
 from bisect import bisect_left, bisect_right
@@ -61,7 +61,7 @@ def share_out(
     trace: RecordedTrace, scopes: Sequence[Scope], steps: Sequence[RecordedStep], ranks: Sequence[int],
     before: Container[int] = (),
 ) -> list[Shares]:  # fmt: skip
-    """The shares of each step. `ranks`: of all work, 0 computation, 1 communication, 2 copies. `before`: work that belongs to no step."""
+    """The shares of each step. `ranks`: of all work, 0 computation, 1 communication, 2 copies. `before`: work of no step."""
     host = _Host(trace)
     left = MOST_SHARES + 2 * len(trace.work)
     result = [Shares() for _ in steps]

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from gemmscope.errors import UserError
+from gemmscope.explain.foreign import MOST_NAMES as MOST_NAMES_LOOKED_AT
+from gemmscope.explain.foreign import OTHER_DEVICES, reject_foreign
 from gemmscope.explain.host import activity_of, activity_of_call
 from gemmscope.explain.stream import HOW_TO_RECORD, EventStream
 from gemmscope.reading import InputFile
@@ -26,6 +28,7 @@ CATEGORIES = {
 }  # fmt: skip
 GEMM_OPERATORS = re.compile(r"aten::(_scaled|_grouped|_scaled_grouped)?_?(mm|addmm|bmm|baddbmm|linear|matmul|addmv|mv)(_v2)?$")
 ATTENTION_FORWARD = re.compile(r"aten::_?(scaled_dot_product\w*attention|(flash|efficient|cudnn)_attention_forward)$")
+CONVOLUTION = re.compile(r"aten::\w*conv(olution|[123_])\w*$")
 CONVOLUTION_FORWARD = re.compile(r"aten::conv(olution|[123]d|_transpose[123]d)$")
 # Names of operators, annotations and kernels that only training has
 TRAINING = re.compile(
@@ -102,6 +105,8 @@ class RecordedTrace:
     has_operators: bool = False
     trains: bool = False  # whether anything in it belongs to a backward pass or an optimizer
     events: int = 0
+    categories: set[str] = field(default_factory=set)  # of events that are not read
+    processes: set[str] = field(default_factory=set)
     zero_us: float = 0.0  # time of the first event, as written
     skew_us: float = 0.0  # offset of the GPU clock from the CPU clock, as written
 
@@ -129,6 +134,11 @@ class RecordedTrace:
         return next((printable(name) for name in names if name), "")
 
     @property
+    def gpu_properties(self) -> dict[str, Any]:
+        """What the profiler says about the GPU: its name, compute capability, and so on."""
+        return next((_table(device) for device in _list(self.head.get("deviceProperties")) if device), {})
+
+    @property
     def facts(self) -> dict[str, Any]:
         """What `trace_me` recorded in addition to the events."""
         return _table(self.head.get("gemmscope"))
@@ -141,46 +151,46 @@ def read_trace(path: str | Path | InputFile) -> RecordedTrace:
     """Read one file; a `UserError` if it is not a trace or has no GPU work in it."""
     stream = EventStream(path)
     trace = RecordedTrace(stream.source)
-    threads: dict[tuple[Any, Any], str] = {}
     names: dict[str, str] = {}  # each is kept once
     for event in stream:
         trace.events += 1
         if event.get("ph", "X") in ("X", "M"):
-            _take(trace, event, threads, names)
+            _take(trace, event, names)
         if not trace.events % 10_000:
-            _check_size(trace, names, len(threads))
+            _check_size(trace, names)
     trace.head = stream.head
     trace.trains = any(map(TRAINING.search, names))
     _require_gpu_work(trace)
     _one_device(trace)
+    _drop_false_ids(trace)
     _align(trace)
     _from_zero(trace)
     return trace
 
 
-def _check_size(trace: RecordedTrace, names: dict[str, str], threads: int) -> None:
+def _check_size(trace: RecordedTrace, names: dict[str, str]) -> None:
     """Reject a trace that would need far more memory or time than any that is worth explaining."""
     kept = (trace.work, trace.launches, trace.operators, trace.operator_names, trace.marks, trace.gpu_marks)
     active = sum(map(len, trace.activities.values()))
-    if sum(map(len, kept)) + active + threads > MOST_RECORDS:
+    if sum(map(len, kept)) + active > MOST_RECORDS:
         raise UserError(f"{trace.path} has more than {MOST_RECORDS:,} kernels, launches and operators", "record fewer steps")
     if sum(map(len, names)) > MOST_NAMES:
         raise UserError(f"{trace.path} has more than {MOST_NAMES >> 20} MiB of different names", HOW_TO_RECORD)
 
 
-def _take(trace: RecordedTrace, event: dict[str, Any], threads: dict[tuple[Any, Any], str], names: dict[str, str]) -> None:
+def _take(trace: RecordedTrace, event: dict[str, Any], names: dict[str, str]) -> None:
     phase = event.get("ph", "X" if "dur" in event else None)  # some tools omit it
     if phase is None:
         return
     arguments, thread = _table(event.get("args")), _key(event.get("tid"))
-    if phase == "M" and event.get("name") == "thread_name":
-        threads[_key(event.get("pid")), thread] = str(arguments.get("name", ""))
+    if phase == "M" and event.get("name") == "process_name" and len(trace.processes) < MOST_NAMES_LOOKED_AT:
+        trace.processes.add(str(arguments.get("name", ""))[:LONGEST_NAME])
     if phase != "X":
         return
     raw = event.get("cat")
     kind = CATEGORIES.get(raw.lower()) if isinstance(raw, str) else None
-    if raw in (None, "") and threads.get((_key(event.get("pid")), thread), "").startswith("Stream #"):
-        kind = "kernel"  # XLA's traces have no categories
+    if kind is None and isinstance(raw, str) and len(trace.categories) < MOST_NAMES_LOOKED_AT:
+        trace.categories.add(raw.lower())
     if kind is None or (kind == "python" and not activity_of(str(event.get("name"))[:LONGEST_NAME])):
         return
     start, duration = _number(event.get("ts")), _number(event.get("dur", 0))
@@ -232,12 +242,14 @@ def _take_operator(trace: RecordedTrace, kind: str, operator: Operator, argument
 
 def _explains(name: str) -> bool:
     """Whether an operator of PyTorch's own tells something about the kernels that it launches."""
-    return any(pattern.match(name) for pattern in (GEMM_OPERATORS, ATTENTION_FORWARD, CONVOLUTION_FORWARD))
+    return any(pattern.match(name) for pattern in (GEMM_OPERATORS, ATTENTION_FORWARD, CONVOLUTION))
 
 
 def _require_gpu_work(trace: RecordedTrace) -> None:
-    if not all(work.copy for work in trace.work):
+    foreign = [name for name in trace.categories if name.startswith(OTHER_DEVICES)]
+    if not all(work.copy for work in trace.work) and not foreign:
         return
+    reject_foreign(trace.path, trace.categories, trace.processes)
     if not trace.events:
         raise UserError(f"{trace.path} has no events: nothing was recorded", HOW_TO_RECORD)
     raise UserError(
@@ -252,6 +264,14 @@ def _one_device(trace: RecordedTrace) -> None:
     chosen, _ = counts.most_common(1)[0]
     trace.other_gpus = len(counts) - 1
     trace.work = [work for work in trace.work if work.device == chosen]
+
+
+def _drop_false_ids(trace: RecordedTrace) -> None:
+    """Old profilers write the number of the launch as the id of the operator, which is then that of another one."""
+    kernels = [work for work in trace.work if work.external is not None]
+    if kernels and all(work.external == work.correlation for work in kernels):
+        for work in kernels:
+            work.external = None
 
 
 def _align(trace: RecordedTrace) -> None:

@@ -36,7 +36,8 @@ def _replays(trace: RecordedTrace) -> Iterator[tuple[float, float]]:
     incomplete = incomplete_replays(trace)
     if not incomplete:
         return
-    launched = sorted((call.start, work.start) for work in trace.work if (call := trace.launches.get(work.correlation)) is not None)
+    calls = ((trace.launches.get(work.correlation), work.start) for work in trace.work)
+    launched = sorted((call.start, start) for call, start in calls if call is not None)
     moments = [moment for moment, _ in launched]
     synchronizations = [wait for wait in trace.waits if "Synchronize" in wait.name]
     last = max(work.end for work in trace.work)

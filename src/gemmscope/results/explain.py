@@ -17,7 +17,15 @@ class PrecisionTotal(Part):
     count: float
     time_ms: float
     flops: float
-    """0: the trace has no shapes."""
+    """Of the GEMMs whose sizes are known. 0: the trace has no shapes."""
+    sized_ms: float = 0.0
+    """Time that the GEMMs whose sizes are known ran: `flops` over it is their rate."""
+
+    @property
+    def tflops(self) -> float | None:
+        """Their rate in TFLOP/s; None if no size is known."""
+        time_ms = self.sized_ms or self.time_ms
+        return self.flops / time_ms / 1e9 if self.flops > 0 and time_ms else None
 
 
 class UnknownKernel(Part):
