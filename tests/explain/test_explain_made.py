@@ -9,7 +9,6 @@ import pytest
 from gemmscope.engine.kernels import classify
 from gemmscope.errors import UserError
 from gemmscope.explain.account import EXPOSED
-from gemmscope.explain.ranks import rank_findings, rank_times, slowest
 from support.traces import ADAM, BF16, CAST, FP8, Builder, as_expected, codes, fact, steady
 
 NCCL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
@@ -126,17 +125,6 @@ def test_events_without_a_phase_or_ids_are_read(tmp_path: Path) -> None:
     found = made.diagnose(tmp_path / "t.json")
     assert as_expected(found)
     assert found.account.step_ms == pytest.approx(2.25)
-
-
-def test_ranks(tmp_path: Path) -> None:
-    found = []
-    for rank, count in enumerate((20, 20, 26, 20)):
-        info = {"distributedInfo": {"backend": "nccl", "rank": rank, "world_size": 4}}
-        found.append(steady(count=count).diagnose(tmp_path / f"{rank}.json", **info))
-    rows = rank_times(found)
-    assert [row.rank for row in rows] == [0, 1, 2, 3]
-    assert slowest(found).trace.rank == 2
-    assert fact(rank_findings(rows), "ranks-uneven", "rank") == 2
 
 
 def test_events_of_other_tools_do_not_disturb(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from gemmscope.document.common import command_facts
 from gemmscope.document.explain_steps import step_summary, steps_table
 from gemmscope.document.model import Block, Card, Document, KeyFigure, Message, Section, Subject
 from gemmscope.document.palette import part_key
-from gemmscope.document.table import NOTHING, Cell, Table, columns, number, share_cell
+from gemmscope.document.table import NOTHING, Cell, Table, columns, number, share_cell, without_empty
 from gemmscope.interval import Interval
 from gemmscope.results.explain import Cause, ExplainResult, PartComparison, StepComparison
 
@@ -284,9 +284,19 @@ def _comparison(comparison: StepComparison) -> Table:
 
 
 def _ranks(result: ExplainResult) -> Table:
+    """Side by side; columns that only collectives in common fill are left out without them."""
     rows = tuple(
-        (Cell(str(rank.rank), rank.rank), *map(_fixed, (rank.step_ms, rank.computing_ms, rank.exposed_ms, rank.idle_ms)))
+        (
+            Cell(f"{rank.rank}, straggler" if rank.rank == result.straggler else str(rank.rank), rank.rank),
+            *map(_fixed, (rank.step_ms, rank.computing_ms, rank.exposed_ms, rank.idle_ms, rank.waiting_ms)),
+            _fixed(rank.last_to_arrive, 1),
+            _fixed(rank.delay_ms),
+        )
         for rank in result.ranks
     )
-    heads = columns(("Rank",), ("Step ms", "Computing ms", "Exposed communication ms", "Idle ms"))
-    return Table("Ranks", heads, rows)
+    heads = columns(
+        ("Rank",),
+        ("Step ms", "Computing ms", "Exposed communication ms", "Idle ms", "Waits ms", "Last to arrive", "Others wait for it ms"),
+    )
+    note = "Waits: in collectives, for ranks that enter them later." if result.straggler is not None else ""
+    return without_empty(Table("Ranks, per step", heads, rows, note))

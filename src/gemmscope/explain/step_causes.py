@@ -46,13 +46,13 @@ def _host_activities(step: StepEvidence) -> Iterator[Cause]:
         affected = {"waiting": waiting, "steps": step.view.count}
         facts = finding("cause-host-activity", **step.time_facts(time), longest_ms=longest, **affected)
         evidence = [facts, *_calls(step, activity.name)]
-        yield step.cause(activity.cause, time, evidence, (), "", _gap_spans(gaps, activity.name))
+        yield step.cause(activity.cause, time, evidence, (), "", _gap_spans(gaps, activity.name), gaps=gaps)
 
 
 def _calls(step: StepEvidence, activity: str) -> Iterator[Finding]:
     """The calls and annotations of an activity of the CPU within the steps, and how many of them take long."""
     begin, end = step.view.steps.chosen[0].begin, step.view.steps.chosen[-1].end
-    calls = [call for call in step.view.trace.activities.get(activity, ()) if begin <= call.start < end]
+    calls = [call for call in step.view.trace.host_work.get(activity, ()) if begin <= call.start < end]
     times = add_up((call.name, (call.end - call.start) / 1000) for call in calls)
     names = sorted(times, key=lambda name: -times[name])[:2]
     for name in names:
@@ -78,7 +78,7 @@ def _no_launches(step: StepEvidence) -> Iterator[Cause]:
         longest = max(gaps, key=lambda gap: gap.time)
         times = {**step.time_facts(time), "gaps": step.per_step(gaps), "longest_ms": longest.time / 1000}
         evidence = [finding("cause-no-launches", **times), *_marks_in(step, longest)]
-        yield step.cause("elsewhere", time, evidence, (), _where(step, longest), _gap_spans(gaps, "no launches"))
+        yield step.cause("elsewhere", time, evidence, (), _where(step, longest), _gap_spans(gaps, "no launches"), gaps=gaps)
 
 
 def _late_launches(step: StepEvidence) -> Iterator[Cause]:
@@ -104,7 +104,7 @@ def _late_launches(step: StepEvidence) -> Iterator[Cause]:
     kernel_us = 1000 * account.busy_ms / max(account.kernels, 1)
     evidence.append(finding("cause-launch-rate", launches=account.launches, interval_us=interval_us, kernel_us=kernel_us))
     evidence.append(finding("cause-profiler-overhead"))
-    yield step.cause(code, time, evidence, (), "", _gap_spans(late, "waiting for a launch"))
+    yield step.cause(code, time, evidence, (), "", _gap_spans(late, "waiting for a launch"), gaps=late)
 
 
 def _unexplained_idle(step: StepEvidence) -> Iterator[Cause]:
@@ -114,7 +114,7 @@ def _unexplained_idle(step: StepEvidence) -> Iterator[Cause]:
     if time > WAITING * step.step_ms:
         why = finding("cause-other-streams" if step.view.trace.launches else "launches-not-recorded")
         evidence = [finding("cause-idle", **step.time_facts(time), gaps=step.per_step(gaps)), why]
-        yield step.cause("idle", time, evidence, (), "", _gap_spans(gaps, "idle"))
+        yield step.cause("idle", time, evidence, (), "", _gap_spans(gaps, "idle"), gaps=gaps)
 
 
 def _ms(step: StepEvidence, gaps: list[Gap]) -> float:
@@ -253,4 +253,5 @@ def _dilution(step: StepEvidence) -> Iterator[Cause]:
                 *details,
                 finding("cause-best-case", share=gemms_ms / step_ms, speedup=step_ms / max(step_ms - gemms_ms, 1e-9)),
             ]
-            yield step.cause(code, time - usual * busy_ms, evidence, items)
+            shortened = {item.index: item for item in (*items, *(item for name in names for item in step.of_class(name)))}
+            yield step.cause(code, time - usual * busy_ms, evidence, items, shortened=shortened.values())

@@ -91,7 +91,7 @@ class _Host:
         self.calls = sorted(call.end for call in trace.launches.values())
         threads = Counter(call.thread for call in trace.launches.values())
         self.main_thread = threads.most_common(1)[0][0] if threads else None
-        spans = (((name, call.thread), call.start, call.end) for name, calls in trace.activities.items() for call in calls)
+        spans = (((name, call.thread), call.start, call.end) for name, calls in trace.host_work.items() for call in calls)
         self._activities = by_key(spans)
         self._unrecorded = unrecorded_spans(trace)
 

@@ -8,6 +8,7 @@ from pydantic import Field
 from gemmscope.findings import Finding
 from gemmscope.parts import StepPart
 from gemmscope.results.base import Part, Result
+from gemmscope.results.explain_tables import ExplainTables
 
 
 class PrecisionTotal(Part):
@@ -113,6 +114,7 @@ class Cause(Part):
     cost_ms: float
     """What the step would save without it, as far as can be told."""
     speedup_without: float
+    """Of the step, replayed without the cause: with the order of each stream, launches, waits and collectives kept."""
     evidence: tuple[Finding, ...]
     kernels: tuple[str, ...] = ()
     where: str = ""
@@ -155,6 +157,12 @@ class RankTime(Part):
     exposed_ms: float
     """Exposed communication."""
     idle_ms: float
+    waiting_ms: float | None = None
+    """In collectives, for ranks that enter them later. Null: the ranks have no collectives in common."""
+    last_to_arrive: float | None = None
+    """Collectives that this rank enters last."""
+    delay_ms: float | None = None
+    """How long the others wait for this rank, on average."""
 
 
 class ExplainResult(Result):
@@ -180,6 +188,9 @@ class ExplainResult(Result):
     causes: tuple[Cause, ...]
     comparisons: tuple[StepComparison, ...] = ()
     ranks: tuple[RankTime, ...] = ()
+    straggler: int | None = None
+    """The rank that the others wait for."""
+    tables: ExplainTables = ExplainTables()
 
     @property
     def step_range_ms(self) -> tuple[float, float, float] | None:
