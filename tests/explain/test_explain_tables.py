@@ -13,7 +13,7 @@ from gemmscope.results.explain_tables import ExplainTables
 from support.traces import BF16, FP8, Builder, recorded, shared_trace
 
 NCCL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
-FLASH = "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<128, 128, 64, 4, false, false>, false, true, false>"
+FLASH = "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<128, 128, 64, 4, false>, false, true, false>"
 SOFTMAX = "void (anonymous namespace)::softmax_warp_forward<c10::BFloat16, c10::BFloat16, float, 11, false>"
 ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add>"
 H100 = {"deviceProperties": [{"name": "NVIDIA H100 80GB HBM3"}]}

@@ -41,9 +41,9 @@ def explain(
     """Where the time of a recorded step went, and why it is not faster.
 
     `traces`: one trace; the ranks of one job (or their folder); or the same training in BF16 and low precision. `baseline`: the
-    same training in BF16. `against`: a result of step or bench, to compare with what was predicted; `recipe` selects one of its
-    recipes. `steps`: the number of steps in the trace, if nothing marks them. `job`: the model, to check its FLOPs. `perfetto`:
-    where to write the trace with the diagnosis on tracks of its own.
+    same training in BF16, or in another precision. `against`: a result of step or bench, to compare with what was predicted;
+    `recipe` selects one of its recipes. `steps`: the number of steps in the trace, if nothing marks them. `job`: the model, to
+    check its FLOPs. `perfetto`: where to write the trace with the diagnosis on tracks of its own.
     """
     paths = trace_files(traces)
     _check(paths, baseline, steps, perfetto)
@@ -83,6 +83,8 @@ def explain(
         world_size=trace.world_size,
         steps=diagnosis.view.count,
         steps_found_by=diagnosis.view.steps.found_by,
+        each_step=diagnosis.each_step,
+        inference=trace.inference,
         account=diagnosis.account,
         low_share=evidence.low_share,
         low_share_of=evidence.share_of,

@@ -7,6 +7,7 @@ from pathlib import Path
 from gemmscope import units
 from gemmscope.document.charts import Bar, BarChart, Fall, Segment, WaterfallChart
 from gemmscope.document.common import command_facts
+from gemmscope.document.explain_steps import step_summary, steps_table
 from gemmscope.document.explain_tables import gemm_shape_table, table_sections
 from gemmscope.document.model import Block, Card, Document, KeyFigure, Message, Section, Subject
 from gemmscope.document.palette import part_key
@@ -22,10 +23,14 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
     account = result.account
     file = Path(result.trace).name
     rank = f", rank {result.rank} of {result.world_size}" if result.rank is not None and result.world_size > 1 else ""
-    steps = f"{units.counted(result.steps, 'step')} of {account.step_ms:.2f} ms, found by {result.steps_found_by}"
+    times = f"{account.step_ms:.2f} ms{step_summary(result)}"
+    steps = f"{units.counted(result.steps, 'step')} of {times}, found by {result.steps_found_by}"
     compared = [finding for comparison in result.comparisons for finding in comparison.findings]
     sections: dict[str, tuple[Block, ...]] = {
-        "Where the time goes": (_chart(result), _classes(result), _idle(result), _counts(result), _unknown(result)),
+        "Where the time goes": (
+            *(_chart(result), _classes(result), _idle(result)),
+            *(steps_table(result), _counts(result), _unknown(result)),
+        ),
         "GEMMs": (_gemms(result), gemm_shape_table(result)),
         "Why the step is not faster": (_causes(result), _kernels(result)),
         "Comparisons": (*_waterfalls(result), *map(_comparison, result.comparisons)),
@@ -42,7 +47,7 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
         answer=_answer(result),
         because=(
             f"A step takes {account.step_ms:.2f} ms. The GPU is busy for {account.busy_ms:.2f} ms "
-            f"({units.percent(1 - account.idle_share)}).",
+            f"({units.percent(account.busy_share)}).",
             *(finding.text for finding in compared if finding.level == "note"),
         ),
         key_figures=_key_figures(result),
@@ -66,7 +71,7 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
 
 def _answer(result: ExplainResult) -> str:
     """The main cause with its cost, and what to do about it."""
-    advice = result.causes[0].advice[:1] if result.causes else ()
+    advice = result.causes[0].advice[:1] if result.causes and result.verdict.code == "step-cause" else ()
     return " ".join([result.verdict.text, *(f"What to do: {line.rstrip('.')}." for line in advice)])
 
 
@@ -79,7 +84,7 @@ def _key_figures(result: ExplainResult) -> tuple[KeyFigure, ...]:
     account = result.account
     return (
         KeyFigure("Step", f"{account.step_ms:.2f} ms"),
-        KeyFigure("GPU busy", units.percent(1 - account.idle_share), f"{account.busy_ms:.2f} ms"),
+        KeyFigure("GPU busy", units.percent(account.busy_share), f"{account.busy_ms:.2f} ms"),
         KeyFigure("Linears in low precision", units.percent(result.low_share), f"of their {result.low_share_of}"),
     )
 
@@ -200,9 +205,12 @@ def _counts(result: ExplainResult) -> Table:
     casts = account.quantization_kernels
     cells = {
         "GPU busy, ms": _fixed(account.busy_ms),
-        "GPU busy, share of the step": share_cell(1 - account.idle_share),
+        "GPU busy, share of the step": share_cell(account.busy_share),
         "GPU idle, ms": _fixed(sum(account.idle_ms.values())),
+        "GPU busy with kernels that were not recorded, ms": _fixed(account.unrecorded_ms),
+        "communication, ms": _fixed(account.communication_ms),
         "communication hidden behind computation, ms": _fixed(account.hidden_ms),
+        "communication hidden behind computation, share of it": share_cell(account.hidden_share),
         "several kernels at once, ms": _fixed(account.overlapped_ms),
         "kernels and copies": _fixed(account.kernels, 0),
         "launches": _fixed(account.launches, 0),
@@ -240,8 +248,7 @@ def _gemms(result: ExplainResult) -> Table:
     for row in result.account.gemms:
         flops = (NOTHING, NOTHING, NOTHING)
         if row.flops > 0:
-            rate = row.flops / row.time_ms / 1e9 if row.time_ms else None
-            flops = (_fixed(row.flops / 1e12), share_cell(row.flops / total), _fixed(rate, 0))
+            flops = (_fixed(row.flops / 1e12), share_cell(row.flops / total), _fixed(row.tflops, 0))
         rows.append((Cell(row.precision), _fixed(row.count, 0), _fixed(row.time_ms), *flops))
     heads = columns(("Precision",), ("GEMMs", "ms", "TFLOP", "Share of FLOPs", "TFLOP/s"))
     return Table("GEMMs by precision, per step", heads, tuple(rows))

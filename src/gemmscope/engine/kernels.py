@@ -12,7 +12,8 @@ from gemmscope.toml import load_data
 
 KernelClass = Literal[
     "gemm", "quantize", "update", "memory",
-    "attention", "norm", "activation", "loss", "embedding", "optimizer", "elementwise", "communication", "other",
+    "convolution", "attention", "norm", "activation", "loss", "routing", "embedding", "optimizer", "layout", "elementwise",
+    "communication", "other",
 ]  # fmt: skip
 
 
@@ -27,13 +28,16 @@ class KernelRun:
 
 @dataclass(frozen=True)
 class KernelFacts:
-    """What a name says. `operands` and `scales` are None where it proves nothing about them."""
+    """What a name says. `operands` and `scales` are None where it proves nothing about them. `known`: the table has the name,
+    even where it belongs to no class."""
 
     kernel_class: KernelClass
     operands: tuple[str, str] | None = None
     scales: str | None = None
     ends_tensor: bool = False  # the last kernel of one tensor's quantization
     scales_output: bool = False  # right after a GEMM: applies the scales that the GEMM left out
+    finishes: bool = False  # the second kernel of a GEMM: the sum of split-K, or an epilogue
+    known: bool = True
 
 
 @cache
@@ -43,12 +47,28 @@ def classify(name: str) -> KernelFacts:
     >>> classify("nvjet_sm90_qrtst_128x160_128x5_2x1_v_bz_coopA_algo2_TNT").operands
     ('e4m3', 'e5m2')
     """
-    for rule in _rules()["kernel"]:
-        if re.search(rule["found"], name):
+    for pattern, rule in _patterns():
+        if pattern.search(name):
             operands, scales = _nvjet(name) if "nvjet_" in name else (rule.get("operands"), rule.get("scales"))
             pair = (operands[0], operands[1]) if operands else None
-            return KernelFacts(rule["class"], pair, scales, rule.get("ends_tensor", False), rule.get("scales_output", False))
-    return KernelFacts("other")
+            flags = {flag: rule.get(flag, False) for flag in ("ends_tensor", "scales_output", "finishes")}
+            return KernelFacts(rule["class"], pair, scales, **flags)
+    return KernelFacts("other", known=False)
+
+
+@cache
+def may_be_gemm(name: str) -> bool:
+    """Whether a name that the table does not have looks like that of a GEMM.
+
+    >>> may_be_gemm("my_matmul_kernel"), may_be_gemm("my_copy_kernel")
+    (True, False)
+    """
+    return re.search(_rules()["unknown"]["gemm"], name) is not None
+
+
+@cache
+def _patterns() -> list[tuple[re.Pattern[str], dict[str, Any]]]:
+    return [(re.compile(rule["found"]), rule) for rule in _rules()["kernel"]]
 
 
 CAST_SHARE = 0.75  # of a kernel that casts and does a norm or an activation as well: 0.82, 0.85 and 0.56 in three compiled steps

@@ -6,7 +6,7 @@ from itertools import groupby
 
 from gemmscope.engine.kernels import CAST_SHARE
 from gemmscope.explain.place import CLASSES, ORDER
-from gemmscope.explain.timeline import HOST_IDLE
+from gemmscope.explain.timeline import HOST_IDLE, NOT_RECORDED
 from gemmscope.explain.view import TimedWork, TraceView, add_up, in_launch_order
 from gemmscope.parts import StepPart, in_order
 from gemmscope.results.explain import PrecisionTotal, StepAccount, UnknownKernel
@@ -14,8 +14,15 @@ from gemmscope.results.explain import PrecisionTotal, StepAccount, UnknownKernel
 EXPOSED: StepPart = "exposed communication"
 HOST: StepPart = "idle, host-bound"
 IDLE: StepPart = "idle, other"
-ROWS = (*(name for name in ORDER if name not in ("communication", "other")), EXPOSED, "other", HOST, IDLE)
-PARTS: dict[str, StepPart] = {EXPOSED: EXPOSED, HOST: HOST, IDLE: IDLE, **{entry["name"]: entry["part"] for entry in CLASSES}}
+UNRECORDED = "GPU busy, kernels not recorded"
+ROWS = (*(name for name in ORDER if name not in ("communication", "other")), EXPOSED, "other", UNRECORDED, HOST, IDLE)
+PARTS: dict[str, StepPart] = {
+    EXPOSED: EXPOSED,
+    HOST: HOST,
+    IDLE: IDLE,
+    UNRECORDED: "other",
+    **{entry["name"]: entry["part"] for entry in CLASSES},
+}
 
 
 def account(view: TraceView) -> StepAccount:
@@ -26,6 +33,7 @@ def account(view: TraceView) -> StepAccount:
     busy_ms = sum(classes.values())
     reasons = add_up((gap.why, gap.time / 1000 / count) for shares in view.shares for gap in shares.gaps)
     idle: dict[str, float] = dict(sorted(reasons.items(), key=lambda reason: -reason[1]))
+    classes[UNRECORDED] = unrecorded_ms = idle.pop(NOT_RECORDED, 0.0)
     classes[HOST] = sum(time for why, time in idle.items() if why in HOST_IDLE)
     classes[IDLE] = sum(time for why, time in idle.items() if why not in HOST_IDLE)
     classes = {name: classes[name] for name in ROWS if classes.get(name, 0.0) > 0}
@@ -37,6 +45,7 @@ def account(view: TraceView) -> StepAccount:
     return StepAccount(
         step_ms=sum(step.time for step in view.steps.chosen) / 1000 / count,
         busy_ms=busy_ms,
+        unrecorded_ms=unrecorded_ms,
         parts_ms=_parts(view, classes, items),
         classes_ms=classes,
         idle_ms=idle,
@@ -75,7 +84,11 @@ def _by_precision(items: Sequence[TimedWork], count: int) -> tuple[PrecisionTota
     counts = add_up((item.gemm.precision, (not item.gemm.reduces) / count) for item in items)
     times = add_up((item.gemm.precision, item.share / 1000 / count) for item in items)
     flops = add_up((item.gemm.precision, item.gemm.flops / count) for item in items)
-    totals = [PrecisionTotal(precision=name, count=counts[name], time_ms=times[name], flops=flops[name]) for name in times]
+    own = add_up((item.gemm.precision, item.work.time / 1000 / count) for item in items if item.gemm.sized)
+    totals = [
+        PrecisionTotal(precision=name, count=counts[name], time_ms=time, flops=flops[name], sized_ms=own.get(name, 0.0))
+        for name, time in times.items()
+    ]
     return tuple(sorted(totals, key=lambda total: -total.time_ms))
 
 

@@ -10,6 +10,7 @@ from gemmscope.explain.stream import EventStream
 from gemmscope.files import replacing, text_into
 
 PROCESS = "gemmscope diagnosis"
+NAMING = ("process_name", "process_labels", "process_sort_index", "thread_name", "thread_sort_index")
 
 
 def events_of(diagnosis: TraceDiagnosis) -> Iterator[dict[str, Any]]:
@@ -33,7 +34,10 @@ def _event(name: str, start: float, time: float, track: str, facts: dict[str, st
 
 
 def write_annotated(diagnosis: TraceDiagnosis, target: str | Path) -> None:
-    """The whole trace, event by event, followed by the diagnosis; gzipped if the name ends in .gz."""
+    """All events of the trace, followed by the diagnosis; gzipped if the name ends in .gz.
+
+    Metadata that a viewer does not need is not copied: it may hold anything.
+    """
     path = Path(target)
     stream = EventStream(diagnosis.trace.source)
     with replacing(path) as raw, text_into(raw, packed=path.suffix == ".gz") as out:
@@ -41,6 +45,8 @@ def write_annotated(diagnosis: TraceDiagnosis, target: str | Path) -> None:
         first = True
         for events in (stream, events_of(diagnosis)):
             for event in events:
+                if event.get("ph") == "M" and event.get("name") not in NAMING:
+                    continue
                 out.write(("" if first else ",\n") + json.dumps(event))
                 first = False
         out.write("\n]")

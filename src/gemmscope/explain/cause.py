@@ -1,12 +1,13 @@
 """What all searches for causes share: the evidence of a step, and how a cause is made from it."""
 
+import re
 from collections.abc import Iterable, Sequence
 from functools import cache, cached_property
 from typing import Any, Literal
 
 from gemmscope.engine.kernels import CAST_SHARE
-from gemmscope.explain.place import LOW, UNKNOWN_PRECISION
-from gemmscope.explain.rates import GpuRates, gpu_rates
+from gemmscope.explain.place import LOW, UNKNOWN_PRECISION, WEIGHT_ONLY
+from gemmscope.explain.rates import GpuRates, gpu_rates, has_fp8, is_amd
 from gemmscope.explain.replay import Change, Replay
 from gemmscope.explain.timeline import Gap
 from gemmscope.explain.view import TimedWork, TraceView, add_up
@@ -15,13 +16,16 @@ from gemmscope.results.explain import Cause, StepAccount
 from gemmscope.toml import load_data
 
 NAMED = 0.03  # of the step: causes that cost less are not reported
+WELL_NAMED = 0.95  # of GPU time in kernels of a known class, below which nothing is said about low precision
 MOST_SPANS = 2000  # of one cause in a trace viewer
 LARGE_FLOPS = 5e10  # of a GEMM that fills the GPU
 # Rate of large low-precision GEMMs over BF16, where the trace does not show it: measured on an H200 (FP8 1.85, blocks 1.5).
-USUAL_RATIO = {"FP8": 1.85, "FP8 blocks": 1.5, "MXFP8": 1.7, "FP4": 2.5}
+USUAL_RATIO = {"FP8": 1.85, "FP8 blocks": 1.5, "MXFP8": 1.7, "FP4": 2.5, "INT8": 1.85}
 TE_FUNCTIONS = ("_LayerNormLinear", "_LayerNormMLP", "_GroupedLinear")
 # Parts of kernel names that say more than the template that they are an argument of
 TELLING_ARGUMENTS = ("float8_copy", "AbsFunctor", "FillFunctor", "direct_copy", "CUDAFunctor_add", "MulFunctor")
+
+CUTLASS_KERNEL = re.compile(r"cutlass\w*::Kernel2?<(cutlass\w+)>")  # whose argument is the name
 
 Span = tuple[float, float, str]
 
@@ -44,6 +48,8 @@ class StepEvidence:
         none is given) less by the cost.
         """
         entry, kernels = _advice()[code], list(kernels)
+        instead = ["inference"] * self.view.trace.inference + ["amd"] * self.is_amd
+        advice = next((entry[kind] for kind in instead if kind in entry), None)
         return Cause(
             code=code,
             title=entry["title"],
@@ -52,7 +58,7 @@ class StepEvidence:
             evidence=tuple(evidence),
             kernels=main_kernels(kernels),
             where=where,
-            advice=(*entry.get(self.framework, ()), *entry["do"]),
+            advice=tuple(advice or (*entry.get(self.framework, ()), *entry["do"])),
             spans=tuple(spans[:MOST_SPANS]),
         )
 
@@ -72,10 +78,25 @@ class StepEvidence:
     def gpu(self) -> GpuRates | None:
         return gpu_rates(self.view.trace.gpu_name)
 
+    @property
+    def is_amd(self) -> bool:
+        return is_amd(self.view.trace.gpu_name, self.view.trace.gpu_properties)
+
+    @cached_property
+    def has_fp8(self) -> bool | None:
+        """Whether the GPU multiplies in FP8; None if the trace does not show it."""
+        return has_fp8(self.view.trace.gpu_name, self.view.trace.gpu_properties)
+
+    @property
+    def well_named(self) -> bool:
+        """Whether nearly all GPU time is in kernels of a known class."""
+        return self.account.named_share >= WELL_NAMED or not self.account.busy_ms
+
     @cached_property
     def rates(self) -> dict[str, float]:
-        """TFLOP/s of large GEMMs by precision."""
+        """TFLOP/s of large GEMMs of linears by precision."""
         large = [item for item in self.items if item.gemm.flops >= LARGE_FLOPS and item.work.time > 0]
+        large = [item for item in large if "bmm" not in item.gemm.layer]
         flops = add_up((item.gemm.precision, item.gemm.flops) for item in large)
         times = add_up((item.gemm.precision, item.work.time) for item in large)
         return {precision: flops[precision] / times[precision] / 1e6 for precision in flops}
@@ -104,8 +125,9 @@ class StepEvidence:
 
     @cached_property
     def high(self) -> list[TimedWork]:
-        """In BF16 or above; GEMMs of unknown precision are neither high nor low."""
-        return [item for item in self.gemms if not item.gemm.low and item.gemm.precision != UNKNOWN_PRECISION]
+        """In BF16 or above; GEMMs of unknown precision, or with weights in fewer bits, are neither high nor low."""
+        neither = (UNKNOWN_PRECISION, *WEIGHT_ONLY)
+        return [item for item in self.gemms if not item.gemm.low and item.gemm.precision not in neither]
 
     @cached_property
     def known_weight(self) -> float:
@@ -189,8 +211,12 @@ def short_name(name: str) -> str:
 
     >>> short_name("void at::native::reduce_kernel<512, 1, Op<float>>(Op)"), short_name("nvjet_sm90_tst_128x64")
     ('at::native::reduce_kernel', 'nvjet_sm90_tst_128x64')
+    >>> short_name("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x64>(cutlass_80_simt_sgemm_128x64::Params)")
+    'cutlass_80_simt_sgemm_128x64'
     """
     plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    if cutlass := CUTLASS_KERNEL.match(plain):
+        return cutlass[1][:100]
     cut = min((at for at in (plain.find("<"), plain.find("(")) if at > 0), default=len(plain))
     inner = next((f" ({argument})" for argument in TELLING_ARGUMENTS if argument in name), "")
     return plain[:cut][:100] + (inner if cut < len(plain) else "")

@@ -32,11 +32,16 @@ class TracedGemm:
     flops: float
     layer: str
     head: bool = False
-    reduces: bool = False  # the second kernel of a split-K GEMM
+    reduces: bool = False  # the second kernel of a GEMM: the sum of split-K, or an epilogue
 
     @property
     def low(self) -> bool:
         return self.precision in LOW
+
+    @property
+    def sized(self) -> bool:
+        """Whether its FLOPs are known; those of a second kernel are with the first."""
+        return self.flops > 0 or (self.reduces and self.size is not None)
 
     @property
     def sides(self) -> tuple[int, ...]:
@@ -55,17 +60,25 @@ def traced_gemms(trace: RecordedTrace, scopes: Sequence[Scope], placed: Sequence
     by_sequence = {layer.sequence: layer for layer in layers}
     groups: dict[int, tuple[Operator, list[TracedGemm]]] = {}
     gemms: list[TracedGemm] = []
+    latest: dict[Any, TracedGemm] = {}  # on each stream
+    finished: list[tuple[TracedGemm, TracedGemm | None]] = []  # second kernels, and the GEMMs that they belong to
     for number, (work, scope, kernel) in enumerate(zip(trace.work, scopes, placed, strict=True)):
         if not kernel.is_gemm:
             continue
         operator = _owner(by_external.get(work.external), scope)
         gemm = TracedGemm(number, kernel.precision, PASSES.get(scope.phase, ""), None, 0.0, operator.name if operator else "")
-        gemm.reduces = "splitk" in work.name.lower() and "reduce" in work.name.lower()
+        gemm.reduces = kernel.facts.finishes
         gemms.append(gemm)
-        if operator is not None and not gemm.reduces:
-            groups.setdefault(id(operator), (operator, []))[1].append(gemm)
+        if gemm.reduces:
+            finished.append((gemm, latest.get(work.stream)))
+        else:
+            latest[work.stream] = gemm
+            if operator is not None:
+                groups.setdefault(id(operator), (operator, []))[1].append(gemm)
     for operator, group in groups.values():
         _give_sizes(operator, group, by_sequence)
+    for second, first in finished:
+        second.size = first.size if first is not None else None
     _find_passes(gemms)
     _find_head(gemms, placed)
     return gemms

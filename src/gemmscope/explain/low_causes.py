@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from gemmscope.engine.kernels import CAST_SHARE
 from gemmscope.explain.account import forwards
 from gemmscope.explain.cause import StepEvidence, sizes_of, spans_of
+from gemmscope.explain.place import WEIGHT_ONLY
 from gemmscope.explain.view import TimedWork, in_launch_order
 from gemmscope.findings import Fact, Finding, finding
 from gemmscope.results.explain import Cause
@@ -21,7 +22,9 @@ def low_causes(step: StepEvidence) -> Iterator[Cause]:
     if not step.gemms or not step.precision_known:
         return
     if not step.is_low:
-        yield _not_low(step)
+        weights = [item for item in step.gemms if item.gemm.precision in WEIGHT_ONLY]
+        if step.well_named and step.has_fp8 is not False and not weights:
+            yield _not_low(step)
         return
     yield from _high_gemms(step)
     yield from _eager_casts(step)
@@ -34,9 +37,8 @@ def low_causes(step: StepEvidence) -> Iterator[Cause]:
 def _not_low(step: StepEvidence) -> Cause:
     saved = step.ms(step.gemms) * (1 - 1 / step.ratio)
     evidence = [finding("cause-no-low-gemms", counts={row.precision: row.count for row in step.account.gemms})]
-    if step.gpu is not None and "fp8" not in step.gpu.peaks:
-        evidence.append(finding("cause-no-fp8-hardware", gpu=step.view.trace.gpu_name))
-        saved = 0.0
+    if step.has_fp8 is None:
+        evidence.append(finding("cause-fp8-not-known"))
     if step.casts:
         evidence.append(finding("cause-casts-without-low-gemms", kernels=step.per_step(step.casts)))
     return step.cause("not-low", saved, evidence, step.gemms, "every layer")

@@ -15,18 +15,25 @@ from gemmscope.explain.scopes import Scope
 from gemmscope.explain.trace import GpuWork, Operator, RecordedTrace
 from gemmscope.toml import load_data
 
-LOW = ("FP8", "MXFP8", "FP8 blocks", "FP4")
+LOW = ("FP8", "MXFP8", "FP8 blocks", "FP4", "INT8")
+WEIGHT_ONLY = ("FP4 weights", "FP8 weights", "INT8 weights", "INT4 weights")  # decoded on the way: the GEMM itself is not faster
 UNKNOWN_PRECISION = "unknown precision"
-PRECISIONS = (*LOW, "BF16", "FP16", "FP32", UNKNOWN_PRECISION)
+PRECISIONS = (*LOW, *WEIGHT_ONLY, "BF16", "FP16", "TF32", "FP32", UNKNOWN_PRECISION)
 CLASSES = load_data("gemmscope.explain", "classes.toml")["class"]
 CLASS_NAMES = {kernel: entry["name"] for entry in CLASSES for kernel in entry["kernels"]}
 ORDER = (*(f"GEMM {precision}" for precision in PRECISIONS), *(entry["name"] for entry in CLASSES))
 CHAIN = 14  # most kernels of one eager cast
 SCALED_GEMM = "_scaled_"  # in the names of Inductor's own GEMMs: triton_tem_fused__scaled_mm_0
 ANONYMOUS = ("elementwise", "memory", "other")
-DTYPES = {"e4m3": "FP8", "e5m2": "FP8", "e2m1": "FP4", "bf16": "BF16", "fp16": "FP16", "fp32": "FP32"}
+DTYPES = {
+    "e2m1": "FP4", "int4": "INT4", "e4m3": "FP8", "e5m2": "FP8", "int8": "INT8", "bf16": "BF16", "fp16": "FP16", "tf32": "TF32",
+    "fp32": "FP32",
+}  # fmt: skip
+FORMATS = tuple(DTYPES.values())  # the narrowest first
 FP8_SCALES = {"block32": "MXFP8", "block128": "FP8 blocks"}
-TORCH_TYPES = (("Float4", "FP4"), ("Float8", "FP8"), ("BFloat16", "BF16"), ("Half", "FP16"), ("float", "FP32"))
+TORCH_TYPES = (
+    ("Float4", "FP4"), ("Float8", "FP8"), ("signed char", "INT8"), ("BFloat16", "BF16"), ("Half", "FP16"), ("float", "FP32"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +46,7 @@ class PlacedWork:
     precision: str = ""
     eager: bool = False
     fused: bool = False
+    copy: bool = False  # by a copy engine, or a memset
 
     @property
     def is_gemm(self) -> bool:
@@ -46,23 +54,37 @@ class PlacedWork:
 
     @property
     def rank(self) -> int:
-        """Priority where several run at the same time: 0 before 1 before 2."""
-        return 2 if self.name == "communication" else 1 if self.name == "copies" else 0
+        """Priority where several run at the same time: 0 before 1 before 2. A kernel that copies is computation."""
+        return 1 if self.name == "communication" else 2 if self.copy else 0
 
 
 def place(trace: RecordedTrace, scopes: list[Scope]) -> list[PlacedWork]:
     """The class of every piece of work, in the same order."""
     by_external = trace.operators_by_id()
     placed: list[PlacedWork] = []
-    latest: dict[Any, PlacedWork] = {}  # the previous GEMM on each stream: a split-K reduction belongs to it
+    latest: dict[Any, PlacedWork] = {}  # the previous GEMM on each stream: a split-K reduction or an epilogue belongs to it
     for work, scope in zip(trace.work, scopes, strict=True):
         result = _place(trace, work, scope, by_external.get(work.external))
         if result.is_gemm:
-            if result.precision == UNKNOWN_PRECISION and "reduce" in work.name.lower():
-                result = latest.get(work.stream, result)
-            latest[work.stream] = result
+            if result.facts.finishes:
+                before = latest.get(work.stream, result)
+                result = PlacedWork(before.name, result.facts, before.precision)
+            else:
+                latest[work.stream] = result
         placed.append(result)
+    _convolutions_by_name(trace, scopes, placed)
     return placed if any(scope.operators for scope in scopes) else _cast_chains(trace, placed)
+
+
+def _convolutions_by_name(trace: RecordedTrace, scopes: list[Scope], placed: list[PlacedWork]) -> None:
+    """GEMMs whose launch is not known, of a name that only convolutions launch elsewhere, are those of convolutions."""
+    launched: dict[str, bool] = {}  # by name of the kernel
+    for work, scope, result in zip(trace.work, scopes, placed, strict=True):
+        if scope.launched is not None and result.facts.kernel_class == "gemm":
+            launched[work.name] = result.name == "convolution" and launched.get(work.name, True)
+    for number, (work, scope, result) in enumerate(zip(trace.work, scopes, placed, strict=True)):
+        if result.is_gemm and scope.launched is None and launched.get(work.name, False):
+            placed[number] = PlacedWork("convolution", result.facts)
 
 
 def _cast_chains(trace: RecordedTrace, placed: list[PlacedWork]) -> list[PlacedWork]:
@@ -85,27 +107,36 @@ def _place(trace: RecordedTrace, work: GpuWork, scope: Scope, operator: Operator
     if work.collective or done.kernel_class == "communication":
         return PlacedWork("communication", facts)
     kind: str = "memory" if work.copy else done.kernel_class
+    if kind == "optimizer" and trace.inference:  # multi_tensor_apply and the like are used elsewhere, too
+        kind = "elementwise"
     if scope.phase == "optimizer" and kind not in ("attention", "memory"):
         return PlacedWork("optimizer", facts)
+    launcher = trace.operator_names.get(work.external, "")
     if kind == "gemm":
+        if _class_of_operators((*(opened.name for opened in scope.operators[-2:]), launcher)) == "convolution":
+            return PlacedWork("convolution", facts)
         precision = _precision(work.name, facts, operator)
         return PlacedWork(f"GEMM {precision}", facts, precision)
-    eager, launcher = False, trace.operator_names.get(work.external, "")
+    eager = False
     if kind in ANONYMOUS and not work.copy and not (kind == "elementwise" and work.name.startswith("triton_")):
         by_operator = _class_of_operators((*(opened.name for opened in scope.operators), launcher))
+        if by_operator == "convolution" and kind != "other":
+            by_operator = ""
         eager = by_operator == "quantize"
-        kind = by_operator or kind
+        kind = by_operator or ("known" if kind == "other" and facts.known else kind)
     elif kind == "loss" and "LogSoftMax" not in work.name and launcher.startswith("aten::_softmax"):
         kind = "attention"
     eager = eager or (kind == "quantize" and "at::native" in work.name)
-    return PlacedWork(CLASS_NAMES[kind], facts, eager=eager, fused=done.beside is not None)
+    return PlacedWork(CLASS_NAMES[kind], facts, eager=eager, fused=done.beside is not None, copy=work.copy)
 
 
 def _precision(name: str, facts: KernelFacts, operator: Operator | None) -> str:
     """Precision of the operands: from the kernel name, else from the input types of the operator."""
     if facts.operands is not None:
-        precision = DTYPES[facts.operands[0]]
-        return FP8_SCALES.get(facts.scales or "", precision) if precision == "FP8" else precision
+        narrow, wide = sorted((DTYPES[operand] for operand in facts.operands), key=FORMATS.index)
+        if narrow != wide and wide not in LOW:
+            return f"{narrow} weights" if f"{narrow} weights" in WEIGHT_ONLY else wide
+        return FP8_SCALES.get(facts.scales or "", narrow) if narrow == "FP8" else narrow
     types = " ".join(map(str, operator.types[:3])) if operator else ""
     if "Float4" not in types and ("_scaled" in (operator.name if operator else "") or SCALED_GEMM in name):
         return "FP8"

@@ -21,14 +21,13 @@ KEPT_ARGUMENTS = (
     "Collective name", "In msg nelems", "Out msg nelems", "Group size", "dtype", "Process Group Name", "Process Group Ranks",
     "Process Group Description",
 )  # fmt: skip
-KEPT_HEAD = ("schemaVersion", "deviceProperties", "distributedInfo", "displayTimeUnit", "baseTimeNanoseconds", "gemmscope")
 
 
 def slim_file(raw_path: Path, target: Path, facts: dict[str, Any]) -> None:
     """Write the small, gzipped form of a trace file, with facts about the run. Memory use is limited."""
     first = EventStream(raw_path)
     wanted = {_external_id(event) for event in first if event.get("cat") in GPU_CATEGORIES} - {None}
-    head = {"gemmscope": facts, **{key: value for key, value in first.head.items() if key in KEPT_HEAD}}
+    head = {**first.head, "gemmscope": facts}
     with replacing(target) as raw, text_into(raw, packed=True) as out:
         out.write(json.dumps(head, separators=(",", ":"))[:-1] + ',"traceEvents":[')
         separator = ""
@@ -50,7 +49,8 @@ def _explains(event: dict[str, Any], wanted: Iterable[Any]) -> bool:
     if category in ("cuda_runtime", "cuda_driver", "hip_runtime"):
         return any(part in name for part in LAUNCH_NAMES)
     if category == "cpu_op":
-        return not name.startswith("aten::") or name == "aten::linear" or _external_id(event) in wanted
+        forward = name.startswith(("aten::linear", "aten::conv"))  # which show that backward recomputes a layer
+        return not name.startswith("aten::") or forward or _external_id(event) in wanted
     return False
 
 

@@ -5,18 +5,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from gemmscope.explain.account import EXPOSED
-from gemmscope.explain.cause import Span, StepEvidence, main_kernels, sizes_of, spans_of
-from gemmscope.explain.rates import facts_clock
+from gemmscope.explain.cause import NAMED, Span, StepEvidence, main_kernels, sizes_of, spans_of
+from gemmscope.explain.host import host_activities
 from gemmscope.explain.timeline import Gap
+from gemmscope.explain.unrecorded import incomplete_replays
 from gemmscope.explain.view import TimedWork, add_up
 from gemmscope.findings import Finding, finding
 from gemmscope.results.explain import Cause
 
 WAITING = 0.05  # of the step
-SLOW_CLOCK = 0.55  # of the highest clock
-SLOW_RATE = 0.6  # of the rate that large GEMMs usually reach on this GPU
-IMPOSSIBLE_RATE = 0.02  # of the peak: no clock is that slow, so the times in the file are not microseconds
-BAD_REASONS = ("HW slowdown", "SW thermal slowdown", "HW thermal slowdown", "HW power brake")
+LONG_CALL = 0.1  # of the step
 EXPERT_NAMES = ("Grouped", "Expert", "Moe", "MoE")
 # In the names of kernels of attention and norms
 FORWARD_NAMES = ("fprop", "fwd", "forward", "Forward")
@@ -27,13 +25,49 @@ DILUTIONS = {"attention": (0.30, 0.15), "head": (0.30, 0.12), "optimizer": (0.25
 
 def step_causes(step: StepEvidence) -> Iterator[Cause]:
     """All causes, in no order."""
-    idle = (_no_launches, _late_launches, _unexplained_idle)
-    for search in (*idle, _recompute, _communication, _copies, _throttled, _dilution):
+    idle = (_host_activities, _no_launches, _late_launches, _unexplained_idle)
+    for search in (*idle, _recompute, _communication, _copies, _dilution):
         yield from search(step)
 
 
 def _gaps(step: StepEvidence, *reasons: str) -> list[Gap]:
     return [gap for shares in step.view.shares for gap in shares.gaps if gap.why in reasons]
+
+
+def _host_activities(step: StepEvidence) -> Iterator[Cause]:
+    """The GPU waits while the CPU allocates memory, compiles, saves a checkpoint or loads data."""
+    for activity in host_activities():
+        gaps = _gaps(step, activity.name)
+        time = _ms(step, gaps)
+        if time <= WAITING * step.step_ms:
+            continue
+        longest = max(gap.time for gap in gaps) / 1000
+        waiting = sum(any(gap.why == activity.name for gap in shares.gaps) for shares in step.view.shares)
+        affected = {"waiting": waiting, "steps": step.view.count}
+        facts = finding("cause-host-activity", **step.time_facts(time), longest_ms=longest, **affected)
+        evidence = [facts, *_calls(step, activity.name)]
+        yield step.cause(activity.cause, time, evidence, (), "", _gap_spans(gaps, activity.name), gaps=gaps)
+
+
+def _calls(step: StepEvidence, activity: str) -> Iterator[Finding]:
+    """The calls and annotations of an activity of the CPU within the steps, and how many of them take long."""
+    begin, end = step.view.steps.chosen[0].begin, step.view.steps.chosen[-1].end
+    calls = [call for call in step.view.trace.host_work.get(activity, ()) if begin <= call.start < end]
+    times = add_up((call.name, (call.end - call.start) / 1000) for call in calls)
+    names = sorted(times, key=lambda name: -times[name])[:2]
+    for name in names:
+        named = [(call.end - call.start) / 1000 for call in calls if call.name == name]
+        limit = LONG_CALL * step.step_ms
+        long = sum(time > limit for time in named)
+        yield finding("cause-host-calls", name=name[:100], count=len(named), total_ms=times[name], long=long, limit_ms=limit)
+
+
+def unrecorded_work(step: StepEvidence) -> Iterator[Finding]:
+    """Kernels are missing from the trace, and the time is not idle."""
+    time = step.account.unrecorded_ms
+    if time > NAMED * step.step_ms:
+        code = "graph-kernels-missing" if incomplete_replays(step.view.trace) else "kernels-missing"
+        yield finding(code, **step.time_facts(time))
 
 
 def _no_launches(step: StepEvidence) -> Iterator[Cause]:
@@ -123,7 +157,9 @@ def _recompute(step: StepEvidence) -> Iterator[Cause]:
         casts = [item for item in again if item.name == "quantization"]
         evidence = [
             finding("cause-recomputed", **step.time_facts(time)),
-            finding("cause-recomputed-kernels", gemms=step.per_step(gemms), casts=step.per_step(casts)),
+            finding(
+                "cause-recomputed-kernels", kernels=step.per_step(again), gemms=step.per_step(gemms), casts=step.per_step(casts)
+            ),
         ]
         high = [item for item in gemms if not item.gemm.low]
         if high and step.low and step.weight(high) > 0.5 * step.weight(gemms):
@@ -168,7 +204,7 @@ def _communication(step: StepEvidence) -> Iterator[Cause]:
     if exposed <= WAITING * step.step_ms:
         return
     items = step.of_class("communication")
-    total = exposed + step.account.hidden_ms
+    total = step.account.communication_ms
     updates = [item for item in step.items if item.placed.facts.kernel_class == "update"]
     short = [item for item in items if item.work.time < 200 and item.mentions("AllReduce", "all_reduce")]
     hidden_share = step.account.hidden_ms / total
@@ -191,56 +227,6 @@ def _copies(step: StepEvidence) -> Iterator[Cause]:
     if time > WAITING * step.step_ms:
         evidence = [finding("cause-exposed-copies", **step.time_facts(time), copies=step.per_step(items))]
         yield step.cause("copies", time, evidence, items, "", spans_of(items, "only copying"))
-
-
-def _throttled(step: StepEvidence) -> Iterator[Cause]:
-    """By the clock recorded with the trace; without it, if large GEMMs of every precision are slow for the GPU."""
-    clock, slow, busy_ms = facts_clock(step.view.trace.facts), _slow_gemms(step), step.account.busy_ms
-    if clock is not None:
-        mean, highest, reasons = clock
-        bad = [reason for reason in reasons if reason in BAD_REASONS]
-        if mean < SLOW_CLOCK * highest and (slow or step.gpu is None or not step.rates) and step.account.idle_share < 0.5:
-            evidence = finding("cause-clock", clock_mhz=mean, highest_mhz=highest, reasons=reasons or ["a clock lock"])
-            yield step.cause("throttled", busy_ms * (1 - mean / (0.8 * highest)), [evidence, *slow], shortened=_computation(step))
-        elif bad:
-            lost = max(1 - mean / (0.8 * highest), 0.0)
-            yield step.cause(
-                "throttled", busy_ms * lost, [finding("cause-throttle-reasons", reasons=bad), *slow], shortened=_computation(step)
-            )
-    elif slow and step.gpu is not None:
-        share = max(_peak_shares(step).values()) / step.gpu.usual
-        yield step.cause("throttled", busy_ms * max(1 - share, 0.0), slow, shortened=_computation(step))
-
-
-def _computation(step: StepEvidence) -> list[TimedWork]:
-    """All work that a higher clock would speed up."""
-    return [item for item in step.items if item.placed.rank == 0]
-
-
-def _peak_shares(step: StepEvidence) -> dict[str, float]:
-    """Rates of large GEMMs as shares of the GPU's peak, where that is known."""
-    peaks = {name: step.gpu.peak(name) for name in step.rates} if step.gpu is not None else {}
-    return {name: step.rates[name] / peak for name, peak in peaks.items() if peak}
-
-
-def _slow_gemms(step: StepEvidence) -> list[Finding]:
-    """If large GEMMs of every precision are slow; a single slow precision is a matter of its kernels."""
-    shares = _peak_shares(step)
-    if step.gpu is None or not shares:
-        return []
-    usual = step.gpu.usual
-    if any(share > SLOW_RATE * usual or share < IMPOSSIBLE_RATE for share in shares.values()):
-        return []
-    tflops = {name: step.rates[name] for name in shares}
-    return [finding("cause-slow-gemms", tflops=tflops, shares=shares, usual=usual, gpu=step.view.trace.gpu_name)]
-
-
-def implausible_times(step: StepEvidence) -> list[Finding]:
-    """If GEMMs are so slow or fast for the GPU that the times in the file cannot be microseconds."""
-    shares = _peak_shares(step).values()
-    if not shares or IMPOSSIBLE_RATE <= max(shares) <= 1.5:
-        return []
-    return [finding("times-not-microseconds", share=max(shares), gpu=step.view.trace.gpu_name)]
 
 
 def _dilution(step: StepEvidence) -> Iterator[Cause]:

@@ -1,7 +1,9 @@
 """Finds the training steps on the GPU timeline.
 
 A step begins when the CPU has begun it *and* the GPU has finished the previous one. So steps neither overlap nor leave gaps,
-whether the CPU runs ahead or the GPU waits for it. Without step marks of the profiler, a step ends where the optimizer ends.
+whether the CPU runs ahead or the GPU waits for it. Without step marks of the profiler, a step ends where the optimizer ends. GPU
+work that was launched before the recording belongs to no step. Inference has no optimizer: there a step is what the engine
+annotates, or else the whole recording.
 """
 
 import re
@@ -18,9 +20,12 @@ from gemmscope.explain.trace import GpuWork, Operator, RecordedTrace
 
 QUEUED_US = 100.0  # a kernel that starts this long after its launch waited for the GPU, not for the CPU
 ADAM = re.compile(r"[Aa]dam|[Ss]gd|Lion|lion_|Muon|[Ll]amb(?!da)|[Oo]ptimizer")
-SIMILAR = 1.25  # steps longer than this many times the median are left out
+SIMILAR = 1.25  # a first step longer than this many times the median is left out
 FEWEST = 3  # GEMMs between two optimizer runs that belong to different steps
 APART = 4.0  # the same with only two steps, which may differ more
+# Annotations of inference engines around one forward: vLLM, SGLang
+ENGINE_STEPS = re.compile(r"execute_(context|new|model|\d)|step\[|gpu_model_runner: forward")
+WHOLE_RECORDING = "the whole recording"
 
 
 @dataclass(frozen=True)
@@ -38,12 +43,14 @@ class RecordedStep:
 
 @dataclass(frozen=True)
 class Steps:
-    """All steps, those alike enough to be averaged, and how they were found. `marked`: how many steps the profiler marked."""
+    """All steps, those that are averaged, and how they were found. `marked`: how many steps the profiler marked; `before`: the
+    indices of GPU work that was launched before the recording and belongs to no step."""
 
     every: tuple[RecordedStep, ...]
     chosen: tuple[RecordedStep, ...]
     found_by: str
     marked: int = 0
+    before: frozenset[int] = frozenset()
 
 
 def find_steps(trace: RecordedTrace, count: int | None = None) -> Steps:
@@ -62,11 +69,14 @@ def find_steps(trace: RecordedTrace, count: int | None = None) -> Steps:
     finders: dict[str, Callable[[RecordedTrace], list[RecordedStep]]] = {
         "profiler step marks": _marked,
         "optimizer annotations": _optimizer_marks,
-        "optimizer kernels": lambda trace: _optimizer_kernels(trace.work),
     }
+    if trace.inference:
+        finders |= {"annotations of the inference engine": _engine_steps, WHOLE_RECORDING: _whole_recording}
+    else:
+        finders["optimizer kernels"] = lambda trace: _optimizer_kernels(trace.work)
     for how, find in finders.items():
         if found := find(trace):
-            return Steps(tuple(found), _alike(found), how)
+            return Steps(tuple(found), _without_warm_up(found), how, before=_launched_before(trace, found[0].begin))
     raise UserError(
         f"{trace.path} does not show where a training step begins: it has no ProfilerStep marks with launches and no optimizer",
         f"give the number of steps with {option('steps', 'N')}, or {HOW_TO_RECORD}",
@@ -78,11 +88,33 @@ def _between(edges: Sequence[float]) -> list[RecordedStep]:
     return [RecordedStep(f"step {number}", begin, end) for number, (begin, end) in enumerate(pairwise(edges), start=1)]
 
 
-def _alike(steps: Sequence[RecordedStep]) -> tuple[RecordedStep, ...]:
-    """All but those that took much longer, for example because of a compilation or a checkpoint."""
+def _without_warm_up(steps: Sequence[RecordedStep]) -> tuple[RecordedStep, ...]:
+    """All but a first one that took much longer: it fills the queue of the GPU, and often compiles or allocates. Other slow steps
+    count: they are part of the training."""
     times = sorted(step.time for step in steps)
     longest = SIMILAR * times[len(times) // 2] if len(times) > 2 else APART * times[0]
-    return tuple(step for step in steps if step.time <= longest)
+    return tuple(steps[1:] if len(steps) > 1 and steps[0].time > longest else steps)
+
+
+def _launched_before(trace: RecordedTrace, begin: float) -> frozenset[int]:
+    """Work that started before the first step, and whose launch was not recorded although that of others was."""
+    if not trace.launches:
+        return frozenset()
+    early = range(bisect_left(trace.work, begin, key=lambda work: work.start))
+    return frozenset(number for number in early if trace.work[number].correlation not in trace.launches)
+
+
+def _engine_steps(trace: RecordedTrace) -> list[RecordedStep]:
+    """The outermost annotations of an inference engine, one for each forward."""
+    windows: list[RecordedStep] = []
+    for mark in trace.marks:
+        if ENGINE_STEPS.match(mark.name) and (not windows or mark.start >= windows[-1].end):
+            windows.append(RecordedStep(mark.name, mark.start, mark.end))
+    return _host_windows(trace, windows) if windows else []
+
+
+def _whole_recording(trace: RecordedTrace) -> list[RecordedStep]:
+    return _between([trace.work[0].start, max(work.end for work in trace.work)])
 
 
 def _marked(trace: RecordedTrace) -> list[RecordedStep]:
@@ -121,12 +153,15 @@ def _host_windows(trace: RecordedTrace, windows: Sequence[RecordedStep]) -> list
     """Translate windows on the CPU to spans on the GPU, through the launches made in them."""
     firsts: list[GpuWork | None] = [None] * len(windows)
     lasts = [0.0] * len(windows)
+    earlier = 0.0  # end of the work that was launched before the recording or the first window
     for work in trace.work:
         call = trace.launches.get(work.correlation)
         at = _window_of(windows, call.start) if call is not None else None
         if at is not None:
             firsts[at] = firsts[at] or work
             lasts[at] = max(lasts[at], work.end)
+        elif not any(firsts[:1]) and (call is None or call.start < windows[0].begin):
+            earlier = max(earlier, work.end)
     if not any(firsts):  # no launches: the CPU runs ahead, so its times say nothing about the GPU's
         return []
     steps: list[RecordedStep] = []
@@ -136,7 +171,8 @@ def _host_windows(trace: RecordedTrace, windows: Sequence[RecordedStep]) -> list
             continue
         if before is None:
             call = trace.launches[first.correlation]
-            begin = first.start if first.start - call.end > QUEUED_US else min(window.begin, first.start)
+            waited = first.start - call.end > QUEUED_US or earlier > window.begin
+            begin = first.start if waited else min(window.begin, first.start)
         else:
             begin = max(window.begin, before)
         steps.append(RecordedStep(window.name, begin, max(last, window.end)))

@@ -1,7 +1,8 @@
 """Reads a Chrome trace one event at a time, however large the file is: plain or gzipped JSON, an object or a bare array.
 
-The text is read in pieces. Each event is decoded as soon as it is complete, yielded and dropped; the rest of the file (the
-`head`: device properties, ranks, versions) is kept. Memory use is limited by one piece and one event, not by the file.
+The text is read in pieces. Each event is decoded as soon as it is complete, yielded and dropped. Of the rest of the file, only
+the members in `HEAD` are kept: others may hold anything, environment variables included, and must not reach any output. Memory
+use is limited by one piece and one event, not by the file.
 """
 
 import io
@@ -11,26 +12,30 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gemmscope.errors import UserError, option, shown
+from gemmscope.errors import UserError, option
+from gemmscope.explain.foreign import reject_member
 from gemmscope.reading import InputFile
 
 PIECE = 4 << 20  # characters read at once
 LONGEST_EVENT = 8 << 20  # characters: a longer event means invalid JSON
 LONGEST_HEAD = 16 << 20  # characters of everything besides the events
 MOST_MEMBERS = 10_000  # of the outermost object
+LONGEST_KEY = 100
 MOST_EVENTS = 20_000_000
 HOW_TO_RECORD = "record one with three lines in your training loop: gemmscope trace-me"
 _SPACE = re.compile(r"[ \t\r\n]*")
 _BETWEEN = re.compile(r"[ \t\r\n,]*")
+HEAD = ("schemaVersion", "deviceProperties", "distributedInfo", "displayTimeUnit", "baseTimeNanoseconds", "gemmscope")
 A_TRACE = "name a trace file, as the PyTorch profiler writes it"
 
 
 class EventStream:
-    """Iterate over it for the events; afterwards `head` holds everything else that the file says."""
+    """Iterate over it for the events; afterwards `head` holds what else the file says about GPU, ranks and recording."""
 
     def __init__(self, source: str | Path | InputFile) -> None:
         self.source = source if isinstance(source, InputFile) else InputFile(source, A_TRACE)
         self.head: dict[str, Any] = {}
+        self._names: set[str] = set()  # of all members
         self.characters = 0
         self._head_size = self._length = self._members_read = self._events_read = 0
         self._advanced, self._token_end = False, 0  # since the last piece; in characters from the beginning
@@ -58,30 +63,33 @@ class EventStream:
             if not isinstance(key, str) or self._peek() != ":":
                 raise self._invalid()
             self._at += 1
+            reject_member(self.source, key)
             if key == "traceEvents" and self._peek() == "[":
                 found = True
                 self._at += 1
                 yield from self._events(may_stop=False)
             else:
                 self._keep(key, self._value())
-                if not found and {"schema_version", "kind"} <= self.head.keys():
+                if not found and {"schema_version", "kind"} <= self._names:
                     raise UserError(
                         f"{self.source} is a run file, not a trace",
                         f"gemmscope explain TRACE {option('against', self.source)}, if step or bench wrote it;"
                         f" gemmscope report {self.source} shows it",
                     )
         if not found:
-            known = ", ".join(map(shown, list(self.head)[:4])) or "nothing"
-            raise UserError(f"{self.source} is JSON, but not a trace: it has no traceEvents (it has {known})", HOW_TO_RECORD)
+            raise UserError(f"{self.source} is JSON, but not a trace: it has no traceEvents", HOW_TO_RECORD)
 
     def _keep(self, key: str, value: Any) -> None:
-        """Keep a member of the outermost object, unless there is too much of them."""
+        """Keep a member of the outermost object if it is known, and reject a file with too much of them."""
         self._head_size += self._length
         self._members_read += 1
         if self._head_size > LONGEST_HEAD or self._members_read > MOST_MEMBERS:
             limits = f"{LONGEST_HEAD >> 20} MiB or {MOST_MEMBERS:,} members"
             raise UserError(f"{self.source} is not a trace: it has more than {limits} besides its events", HOW_TO_RECORD)
-        self.head[key] = value
+        if len(self._names) < MOST_MEMBERS:
+            self._names.add(key[:LONGEST_KEY])
+        if key in HEAD:
+            self.head[key] = value
 
     def _events(self, *, may_stop: bool) -> Iterator[dict[str, Any]]:
         """The elements of an array; Chrome allows a bare array to end without its bracket."""

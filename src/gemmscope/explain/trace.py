@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from gemmscope.errors import UserError
+from gemmscope.explain.foreign import MOST_NAMES as MOST_NAMES_LOOKED_AT
+from gemmscope.explain.foreign import OTHER_DEVICES, reject_foreign
+from gemmscope.explain.host import activity_of, activity_of_call
 from gemmscope.explain.messages import NCCL_MARK, CollectiveMessage, message_of
 from gemmscope.explain.stream import HOW_TO_RECORD, EventStream
 from gemmscope.reading import InputFile
@@ -22,11 +25,17 @@ CATEGORIES = {
     "kernel": "kernel", "concurrent_kernel": "kernel", "gpu_memcpy": "copy", "memcpy": "copy", "gpu_memset": "copy",
     "memset": "copy", "cuda_runtime": "launch", "cuda_driver": "launch", "runtime": "launch", "hip_runtime": "launch",
     "hip_driver": "launch", "xpu_runtime": "launch", "cpu_op": "operator", "operator": "operator", "user_annotation": "mark",
-    "gpu_user_annotation": "gpu mark",
+    "gpu_user_annotation": "gpu mark", "python_function": "python",
 }  # fmt: skip
 GEMM_OPERATORS = re.compile(r"aten::(_scaled|_grouped|_scaled_grouped)?_?(mm|addmm|bmm|baddbmm|linear|matmul|addmv|mv)(_v2)?$")
 ATTENTION_FORWARD = re.compile(r"aten::_?(scaled_dot_product\w*attention|(flash|efficient|cudnn)_attention_forward)$")
 ATTENTION_BACKWARD = re.compile(r"aten::_?(scaled_dot_product\w*attention|(flash|efficient|cudnn)_attention)_backward$")
+CONVOLUTION = re.compile(r"aten::\w*conv(olution|[123_])\w*$")
+CONVOLUTION_FORWARD = re.compile(r"aten::conv(olution|[123]d|_transpose[123]d)$")
+# Names of operators, annotations and kernels that only training has
+TRAINING = re.compile(
+    r"[Bb]ackward|_bwd|bwd_|wgrad|Optimizer\.(step|zero_grad)|[Aa]dam([wW]|[^a-z]|$)|[Aa]dagrad|MomentumSGD|_sgd|[Ll]amb([^d]|$)|Muon"
+)
 CONCRETE = "Concrete Inputs"  # the values of an operator's scalars: is_causal
 _WHOLE = re.compile(r"-?[0-9]{1,19}")
 SKEW_US = 20.0
@@ -103,7 +112,12 @@ class RecordedTrace:
     memory: list[tuple[float, float, float]] = field(default_factory=list)
     head: dict[str, Any] = field(default_factory=dict)
     other_gpus: int = 0  # whose work is ignored
+    host_work: dict[str, list[Call]] = field(default_factory=dict)  # by activity of the CPU (host_activity.toml)
+    has_operators: bool = False
+    trains: bool = False  # whether anything in it belongs to a backward pass or an optimizer
     events: int = 0
+    categories: set[str] = field(default_factory=set)  # of events that are not read
+    processes: set[str] = field(default_factory=set)
     zero_us: float = 0.0  # time of the first event, as written
     skew_us: float = 0.0  # offset of the GPU clock from the CPU clock, as written
 
@@ -111,6 +125,11 @@ class RecordedTrace:
     def path(self) -> Path:
         """As messages and results name it."""
         return Path(str(self.source))
+
+    @property
+    def inference(self) -> bool:
+        """Whether operators were recorded, and none of them trains."""
+        return self.has_operators and not self.trains
 
     @property
     def rank(self) -> int | None:
@@ -126,6 +145,11 @@ class RecordedTrace:
         return next((printable(name) for name in names if name), "")
 
     @property
+    def gpu_properties(self) -> dict[str, Any]:
+        """What the profiler says about the GPU: its name, compute capability, and so on."""
+        return next((_table(device) for device in _list(self.head.get("deviceProperties")) if device), {})
+
+    @property
     def facts(self) -> dict[str, Any]:
         """What `trace_me` recorded in addition to the events."""
         return _table(self.head.get("gemmscope"))
@@ -138,58 +162,65 @@ def read_trace(path: str | Path | InputFile) -> RecordedTrace:
     """Read one file; a `UserError` if it is not a trace or has no GPU work in it."""
     stream = EventStream(path)
     trace = RecordedTrace(stream.source)
-    threads: dict[tuple[Any, Any], str] = {}
     names: dict[str, str] = {}  # each is kept once
     for event in stream:
         trace.events += 1
         if event.get("ph", "X") in ("X", "M"):
-            _take(trace, event, threads, names)
+            _take(trace, event, names)
         elif event.get("name") == "[memory]":
             _take_memory(trace, event)
         if not trace.events % 10_000:
-            _check_size(trace, names, len(threads))
+            _check_size(trace, names)
     trace.head = stream.head
+    trace.trains = _trains(trace)
     _require_gpu_work(trace)
     _one_device(trace)
+    _drop_false_ids(trace)
     _align(trace)
     _from_zero(trace)
     return trace
 
 
-def _check_size(trace: RecordedTrace, names: dict[str, str], threads: int) -> None:
+def _trains(trace: RecordedTrace) -> bool:
+    records: tuple[list[Any], ...] = (trace.work, trace.operators, trace.marks)
+    names = {record.name for some in records for record in some}.union(trace.operator_names.values())
+    return any(map(TRAINING.search, names))
+
+
+def _check_size(trace: RecordedTrace, names: dict[str, str]) -> None:
     """Reject a trace that would need far more memory or time than any that is worth explaining."""
     kept = (trace.work, trace.launches, trace.operators, trace.operator_names, trace.marks, trace.gpu_marks, trace.activities)
-    if sum(map(len, kept)) + threads > MOST_RECORDS:
+    if sum(map(len, kept)) + sum(map(len, trace.host_work.values())) > MOST_RECORDS:
         raise UserError(f"{trace.path} has more than {MOST_RECORDS:,} kernels, launches and operators", "record fewer steps")
     if sum(map(len, names)) > MOST_NAMES:
         raise UserError(f"{trace.path} has more than {MOST_NAMES >> 20} MiB of different names", HOW_TO_RECORD)
 
 
-def _take(trace: RecordedTrace, event: dict[str, Any], threads: dict[tuple[Any, Any], str], names: dict[str, str]) -> None:
+def _take(trace: RecordedTrace, event: dict[str, Any], names: dict[str, str]) -> None:
     phase = event.get("ph", "X" if "dur" in event else None)  # some tools omit it
     if phase is None:
         return
     arguments, thread = _table(event.get("args")), _key(event.get("tid"))
-    if phase == "M" and event.get("name") == "thread_name":
-        threads[_key(event.get("pid")), thread] = str(arguments.get("name", ""))
+    if phase == "M" and event.get("name") == "process_name" and len(trace.processes) < MOST_NAMES_LOOKED_AT:
+        trace.processes.add(str(arguments.get("name", ""))[:LONGEST_NAME])
     if phase != "X":
         return
     raw = event.get("cat")
     kind = CATEGORIES.get(raw.lower()) if isinstance(raw, str) else None
-    if raw in (None, "") and threads.get((_key(event.get("pid")), thread), "").startswith("Stream #"):
-        kind = "kernel"  # XLA's traces have no categories
-    if kind is None and raw != "python_function":
+    if kind is None and isinstance(raw, str) and len(trace.categories) < MOST_NAMES_LOOKED_AT:
+        trace.categories.add(raw.lower())
+    if kind is None:
         return
     start, duration = _number(event.get("ts")), _number(event.get("dur", 0))
     if start is None or duration is None or duration < 0:
         return
-    if kind is None and duration < LONG_US:
+    if kind == "python" and duration < LONG_US:
         return
     name, end = printable(event.get("name", "")), start + duration
     name = names.setdefault(name, name)
     correlation = _key(arguments.get("correlation"))
     external = _key(arguments.get("External id", arguments.get("external id")))
-    if duration >= LONG_US and kind in (None, "launch", "operator"):
+    if duration >= LONG_US and kind in ("python", "launch", "operator"):
         trace.activities.append(Operator(name, start, end, thread))
     if kind in ("kernel", "copy"):
         copy = kind == "copy" or name.startswith(("Memcpy", "Memset"))
@@ -206,7 +237,13 @@ def _take(trace: RecordedTrace, event: dict[str, Any], threads: dict[tuple[Any, 
             trace.waits.append(call)
         elif "StreamWaitEvent" in name:
             trace.stream_waits.append(call)
-    elif kind is not None:
+        if activity := activity_of_call(name):
+            trace.host_work.setdefault(activity, []).append(call)
+    else:
+        if kind != "gpu mark" and not name.startswith("aten::") and (activity := activity_of(name)):
+            trace.host_work.setdefault(activity, []).append(Call(name, start, end, thread))
+        if kind == "python":
+            return
         _take_operator(trace, kind, Operator(name, start, end, thread, external), arguments)
 
 
@@ -219,11 +256,11 @@ def _take_operator(trace: RecordedTrace, kind: str, operator: Operator, argument
             operator.shapes, operator.types = _list(arguments.get("Input Dims"))[:1], _list(arguments.get("Input type"))[:1]
         trace.marks.append(operator)
         return
+    trace.has_operators = True
     if operator.external is not None:
         trace.operator_names[operator.external] = operator.name
     attention = ATTENTION_FORWARD.match(operator.name) or ATTENTION_BACKWARD.match(operator.name)
-    explains = attention or GEMM_OPERATORS.match(operator.name)
-    if operator.name.startswith(("aten::", "triton_")) and not explains:
+    if operator.name.startswith(("aten::", "triton_")) and not attention and not _explains(operator.name):
         return
     operator.shapes = _list(arguments.get("Input Dims", arguments.get("Input dims")))[:MOST_SHAPES]
     operator.types = _list(arguments.get("Input type"))[:MOST_SHAPES]
@@ -231,6 +268,11 @@ def _take_operator(trace: RecordedTrace, kind: str, operator: Operator, argument
         operator.concrete = [value if isinstance(value, str) else "" for value in _list(arguments.get(CONCRETE))[:20]]
     operator.sequence = _integer(arguments.get("Sequence number"))
     trace.operators.append(operator)
+
+
+def _explains(name: str) -> bool:
+    """Whether an operator of PyTorch's own tells something about the kernels that it launches."""
+    return any(pattern.match(name) for pattern in (GEMM_OPERATORS, ATTENTION_FORWARD, CONVOLUTION))
 
 
 def _take_memory(trace: RecordedTrace, event: dict[str, Any]) -> None:
@@ -243,8 +285,10 @@ def _take_memory(trace: RecordedTrace, event: dict[str, Any]) -> None:
 
 
 def _require_gpu_work(trace: RecordedTrace) -> None:
-    if not all(work.copy for work in trace.work):
+    foreign = [name for name in trace.categories if name.startswith(OTHER_DEVICES)]
+    if not all(work.copy for work in trace.work) and not foreign:
         return
+    reject_foreign(trace.path, trace.categories, trace.processes)
     if not trace.events:
         raise UserError(f"{trace.path} has no events: nothing was recorded", HOW_TO_RECORD)
     raise UserError(
@@ -259,6 +303,14 @@ def _one_device(trace: RecordedTrace) -> None:
     chosen, _ = counts.most_common(1)[0]
     trace.other_gpus = len(counts) - 1
     trace.work = [work for work in trace.work if work.device == chosen]
+
+
+def _drop_false_ids(trace: RecordedTrace) -> None:
+    """Old profilers write the number of the launch as the id of the operator, which is then that of another one."""
+    kernels = [work for work in trace.work if work.external is not None]
+    if kernels and all(work.external == work.correlation for work in kernels):
+        for work in kernels:
+            work.external = None
 
 
 def _align(trace: RecordedTrace) -> None:
@@ -277,7 +329,8 @@ def _from_zero(trace: RecordedTrace) -> None:
     """Count time from the first event: nanoseconds since 1970 would use up the digits of a float."""
     timed: list[Any] = [*trace.work, *trace.launches.values(), *trace.operators, *trace.marks, *trace.gpu_marks]
     trace.zero_us = min(record.start for record in timed)
-    _shift([*timed, *trace.waits, *trace.stream_waits, *trace.activities], trace.zero_us)
+    active = [call for calls in trace.host_work.values() for call in calls]
+    _shift([*timed, *trace.waits, *trace.stream_waits, *trace.activities, *active], trace.zero_us)
     trace.memory = sorted((moment - trace.zero_us, *sizes) for moment, *sizes in trace.memory)  # type: ignore[misc]
     trace.stream_waits.sort(key=lambda wait: wait.start)
     trace.work.sort(key=lambda work: (work.start, work.end))

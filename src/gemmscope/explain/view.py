@@ -43,7 +43,7 @@ class TimedWork:
 
 @dataclass
 class TraceView:
-    """A trace with its steps. `shares`: how the time of each chosen step is divided."""
+    """A trace with its steps. `shares`: how the time of each chosen step is divided; `every_shares`: of each step."""
 
     trace: RecordedTrace
     steps: Steps
@@ -51,6 +51,7 @@ class TraceView:
     placed: list[PlacedWork]
     gemms: dict[int, TracedGemm]
     shares: list[Shares]
+    every_shares: list[Shares]
 
     @cached_property
     def _timed(self) -> list[list[TimedWork]]:
@@ -91,8 +92,9 @@ def view_trace(trace: RecordedTrace, step_count: int | None = None) -> TraceView
     sources = scopes(trace)
     placed = place(trace, sources)
     gemms = {gemm.work: gemm for gemm in traced_gemms(trace, sources, placed)}
-    shares = share_out(trace, sources, steps.chosen, [work.rank for work in placed])
-    return TraceView(trace, steps, sources, placed, gemms, shares)
+    shares = share_out(trace, sources, steps.every, [work.rank for work in placed], steps.before)
+    chosen = shares[len(steps.every) - len(steps.chosen) :]  # only first ones are left out
+    return TraceView(trace, steps, sources, placed, gemms, chosen, shares)
 
 
 def in_launch_order(items: Iterable[TimedWork]) -> list[TimedWork]:

@@ -1,5 +1,6 @@
 """The result of `gemmscope explain`: where the time of a recorded step went, and why it is not faster."""
 
+from statistics import median
 from typing import Literal
 
 from pydantic import Field
@@ -17,7 +18,15 @@ class PrecisionTotal(Part):
     count: float
     time_ms: float
     flops: float
-    """0: the trace has no shapes."""
+    """Of the GEMMs whose sizes are known. 0: the trace has no shapes."""
+    sized_ms: float = 0.0
+    """Time that the GEMMs whose sizes are known ran: `flops` over it is their rate."""
+
+    @property
+    def tflops(self) -> float | None:
+        """Their rate in TFLOP/s; None if no size is known."""
+        time_ms = self.sized_ms or self.time_ms
+        return self.flops / time_ms / 1e9 if self.flops > 0 and time_ms else None
 
 
 class UnknownKernel(Part):
@@ -33,6 +42,8 @@ class StepAccount(Part):
 
     step_ms: float
     busy_ms: float
+    unrecorded_ms: float = 0.0
+    """The GPU was busy, but its kernels are missing from the trace."""
     parts_ms: dict[StepPart, float]
     """Where the time goes; sums to step_ms."""
     classes_ms: dict[str, float]
@@ -40,7 +51,7 @@ class StepAccount(Part):
     idle_ms: dict[str, float]
     """Idle time by reason."""
     hidden_ms: float
-    """Communication hidden behind computation."""
+    """Communication hidden behind computation; copies do not hide it."""
     overlapped_ms: float
     """Time in which several kernels computed at once."""
     gemms: tuple[PrecisionTotal, ...]
@@ -58,11 +69,41 @@ class StepAccount(Part):
 
     @property
     def idle_share(self) -> float:
-        return 1 - self.busy_ms / self.step_ms if self.step_ms else 0.0
+        return 1 - (self.busy_ms + self.unrecorded_ms) / self.step_ms if self.step_ms else 0.0
+
+    @property
+    def busy_share(self) -> float:
+        return self.busy_ms / self.step_ms if self.step_ms else 0.0
+
+    @property
+    def hidden_share(self) -> float | None:
+        """Share of communication that is hidden behind computation; None without communication."""
+        return self.hidden_ms / self.communication_ms if self.communication_ms else None
+
+    @property
+    def communication_ms(self) -> float:
+        """Time in which communication runs, hidden or exposed."""
+        return self.hidden_ms + self.parts_ms.get("exposed communication", 0.0)
 
     def share(self, *parts: StepPart) -> float:
         """Of the step's time."""
         return sum(self.parts_ms.get(part, 0.0) for part in parts) / self.step_ms if self.step_ms else 0.0
+
+
+class TimedStep(Part):
+    """One step of the trace, in milliseconds."""
+
+    name: str
+    time_ms: float
+    busy_ms: float
+    idle_ms: float
+    unrecorded_ms: float = 0.0
+    averaged: bool = True
+    """False: left out of all averages."""
+    slow: bool = False
+    extra: str = ""
+    """Of a slow step: the class of work or the reason of idle time that takes most time beyond that of a usual step."""
+    extra_ms: float = 0.0
 
 
 class Cause(Part):
@@ -134,6 +175,10 @@ class ExplainResult(Result):
     world_size: int = 1
     steps: int
     steps_found_by: str
+    each_step: tuple[TimedStep, ...] = ()
+    """All steps of the trace, in order."""
+    inference: bool = False
+    """The trace has neither a backward pass nor an optimizer."""
     account: StepAccount
     low_share: float
     """Share of the linears' FLOPs (of their time, where shapes are not known) in low precision, the output head left out."""
@@ -146,3 +191,9 @@ class ExplainResult(Result):
     straggler: int | None = None
     """The rank that the others wait for."""
     tables: ExplainTables = ExplainTables()
+
+    @property
+    def step_range_ms(self) -> tuple[float, float, float] | None:
+        """Shortest, median and longest of the averaged steps; None if there is only one."""
+        times = [step.time_ms for step in self.each_step if step.averaged]
+        return (min(times), median(times), max(times)) if len(times) > 1 else None

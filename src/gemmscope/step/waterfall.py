@@ -24,7 +24,7 @@ BLOCKS: dict[str, StepPart] = {
 }  # fmt: skip
 BY_CLASS: dict[str, StepPart] = {
     "gemm": "GEMMs", "quantize": "quantization", "update": "quantization", "attention": "attention", "optimizer": "optimizer",
-    "loss": "head and loss", "embedding": "embedding",
+    "loss": "head and loss", "embedding": "embedding", "routing": "routing", "convolution": "convolutions",
 }  # fmt: skip
 PASSES_OF: dict[str, tuple[Pass, ...]] = {"forward": ("fprop",), "backward": ("dgrad", "wgrad")}
 IN_BF16 = ("bf16", "bf16")
@@ -110,7 +110,7 @@ class ProfiledStep:
 
 def unknown_kernels(kernels: Sequence[PlacedKernel]) -> tuple[float, tuple[str, ...]]:
     """The share of GPU time in kernels of a known class, and the names of the others."""
-    unknown = [kernel for kernel in kernels if classify(kernel.name).kernel_class == "other"]
+    unknown = [kernel for kernel in kernels if not classify(kernel.name).known]
     total = sum(kernel.time_us for kernel in kernels)
     known = 1 - sum(kernel.time_us for kernel in unknown) / total if total else 0.0
     return known, tuple(dict.fromkeys(kernel.name for kernel in unknown))

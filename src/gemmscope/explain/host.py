@@ -1,0 +1,91 @@
+"""What the CPU did while the GPU waited: data loading, compilation, checkpoints, memory allocation, by the names in the trace."""
+
+import re
+from bisect import bisect_right
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import accumulate
+from typing import Any
+
+from gemmscope.toml import load_data
+
+
+@dataclass(frozen=True)
+class HostActivity:
+    """A kind of work on the CPU. `cause`: the code of the cause if the GPU waits for it."""
+
+    name: str
+    cause: str
+    names: re.Pattern[str] | None
+    calls: re.Pattern[str] | None
+
+
+@cache
+def host_activities() -> tuple[HostActivity, ...]:
+    """In the order in which they are tried: the most specific first."""
+    entries = load_data("gemmscope.explain", "host_activity.toml")["activity"]
+    patterns = [[re.compile(entry[key]) if key in entry else None for key in ("names", "calls")] for entry in entries]
+    return tuple(HostActivity(entry["name"], entry["cause"], *pair) for entry, pair in zip(entries, patterns, strict=True))
+
+
+@lru_cache(10_000)
+def activity_of(name: str) -> str:
+    """The activity that an annotation, an operator or a Python frame belongs to; empty for all others.
+
+    >>> activity_of("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"), activity_of("aten::mm")
+    ('data loading', '')
+    >>> activity_of("_compile.compile_inner (dynamo_timed)"), activity_of("Torch-Compiled Region: 0/0")
+    ('compilation', '')
+    >>> activity_of("torch/serialization.py(943): save"), activity_of("torch/utils/checkpoint.py(264): backward")
+    ('saving a checkpoint', '')
+    """
+    return next((entry.name for entry in host_activities() if entry.names is not None and entry.names.search(name)), "")
+
+
+@lru_cache(10_000)
+def activity_of_call(name: str) -> str:
+    """The activity that a CUDA or HIP call belongs to.
+
+    >>> [activity_of_call(name) for name in ("hipFree", "cudaMalloc", "cudaMallocAsync", "cudaLaunchKernel", "cuMemFree_v2")]
+    ['memory allocation', 'memory allocation', '', '', 'memory allocation']
+    """
+    return next((entry.name for entry in host_activities() if entry.calls is not None and entry.calls.search(name)), "")
+
+
+class Covered:
+    """Spans of time, merged where they overlap: answers at once how much of an interval they cover."""
+
+    def __init__(self, spans: Iterable[tuple[float, float]]) -> None:
+        merged: list[list[float]] = []
+        for begin, end in sorted(spans):
+            if merged and begin <= merged[-1][1]:
+                merged[-1][1] = max(merged[-1][1], end)
+            else:
+                merged.append([begin, end])
+        self.begins = [begin for begin, _ in merged]
+        self._before = [0.0, *accumulate(end - begin for begin, end in merged)]
+        self._ends = [end for _, end in merged]
+
+    def _until(self, moment: float) -> float:
+        at = bisect_right(self.begins, moment)
+        if not at:
+            return 0.0
+        return self._before[at] - max(self._ends[at - 1] - moment, 0.0)
+
+    def within(self, begin: float, end: float) -> float:
+        """The time between the two moments that is covered.
+
+        >>> covered = Covered([(0, 10), (5, 12), (20, 30)])
+        >>> covered.within(0, 100), covered.within(11, 21), covered.within(13, 19), covered.within(-5, -1)
+        (22.0, 2.0, 0.0, 0.0)
+        """
+        return self._until(end) - self._until(begin) if end > begin else 0.0
+
+
+def by_key(spans: Iterable[tuple[Hashable, float, float]]) -> dict[Any, Covered]:
+    """The spans of each key."""
+    groups: dict[Hashable, list[tuple[float, float]]] = {}
+    for key, begin, end in spans:
+        groups.setdefault(key, []).append((begin, end))
+    return {key: Covered(group) for key, group in groups.items()}

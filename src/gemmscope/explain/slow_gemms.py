@@ -1,0 +1,142 @@
+"""Causes of slow GEMMs: the GPU runs below its speed, or the sizes do not fit its tensor cores."""
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+from gemmscope.explain.cause import LARGE_FLOPS, StepEvidence, sizes_of, spans_of
+from gemmscope.explain.rates import facts_clock
+from gemmscope.explain.view import TimedWork, add_up
+from gemmscope.findings import Fact, Finding, finding
+from gemmscope.results.explain import Cause
+
+SLOW_CLOCK = 0.55  # of the highest clock
+SLOW_RATE = 0.6  # of the rate that large GEMMs usually reach on this GPU
+IMPOSSIBLE_RATE = 0.02  # of the peak: no clock is that slow, so the times in the file are not microseconds
+BAD_REASONS = ("HW slowdown", "SW thermal slowdown", "HW thermal slowdown", "HW power brake")
+JUDGED = ("FP4", "FP8", "FP8 blocks", "MXFP8", "BF16", "FP16")  # precisions whose rate tells whether the GPU is slow
+# Bytes per element of the operands, and elements in 16 bytes, which tensor cores load at once
+BYTES = {"FP4": 0.5, "FP8": 1.0, "FP8 blocks": 1.0, "MXFP8": 1.0, "INT8": 1.0, "BF16": 2.0, "FP16": 2.0, "TF32": 4.0, "FP32": 4.0}
+LOADED_BYTES = 16
+TOO_SLOW = 2.0  # times what the FLOPs or bytes of a GEMM need
+SMALLEST = 256  # of all sides of a GEMM that can fill the GPU
+TINY = 32  # a side that does not fill a tile of a tensor core
+
+
+def slow_gemm_causes(step: StepEvidence) -> Iterator[Cause]:
+    """All causes, in no order."""
+    yield from _throttled(step)
+    yield from _misfits(step)
+
+
+def _throttled(step: StepEvidence) -> Iterator[Cause]:
+    """By the clock recorded with the trace; without it, if the best GEMM of every precision is slow for the GPU."""
+    clock, slow, busy_ms = facts_clock(step.view.trace.facts), _slow_gemms(step), step.account.busy_ms
+    if clock is not None:
+        mean, highest, reasons = clock
+        bad = [reason for reason in reasons if reason in BAD_REASONS]
+        if mean < SLOW_CLOCK * highest and (slow or step.gpu is None or not step.rates) and step.account.idle_share < 0.5:
+            evidence = finding("cause-clock", clock_mhz=mean, highest_mhz=highest, reasons=reasons or ["a clock lock"])
+            yield step.cause("throttled", busy_ms * (1 - mean / (0.8 * highest)), [evidence, *slow])
+        elif bad:
+            lost = max(1 - mean / (0.8 * highest), 0.0)
+            yield step.cause("throttled", busy_ms * lost, [finding("cause-throttle-reasons", reasons=bad), *slow])
+    elif slow and step.gpu is not None:
+        share = max(_peak_shares(step, best_rates(step)).values()) / step.gpu.usual
+        yield step.cause("throttled", busy_ms * max(1 - share, 0.0), slow)
+
+
+def best_rates(step: StepEvidence) -> dict[str, float]:
+    """TFLOP/s of the fastest size of each precision, among GEMMs that are large in every direction."""
+    fit = [item for item in step.items if item.gemm.flops >= LARGE_FLOPS and item.work.time > 0 and item.gemm.size]
+    large = [item for item in fit if min(item.gemm.sides) >= SMALLEST and not _misaligned(item)]
+    flops = add_up(((item.gemm.precision, item.gemm.sides), item.gemm.flops) for item in large)
+    times = add_up(((item.gemm.precision, item.gemm.sides), item.work.time) for item in large)
+    best: dict[str, float] = {}
+    for (precision, sides), total in flops.items():
+        best[precision] = max(best.get(precision, 0.0), total / times[precision, sides] / 1e6)
+    return best
+
+
+def _peak_shares(step: StepEvidence, rates: dict[str, float]) -> dict[str, float]:
+    """Rates as shares of the GPU's peak, where that is known."""
+    peaks = {name: step.gpu.peak(name) for name in rates if name in JUDGED} if step.gpu is not None else {}
+    return {name: rates[name] / peak for name, peak in peaks.items() if peak}
+
+
+def _slow_gemms(step: StepEvidence) -> list[Finding]:
+    """If the best GEMM of every precision is slow; a single slow precision is a matter of its kernels."""
+    rates = best_rates(step)
+    shares = _peak_shares(step, rates)
+    if step.gpu is None or not shares:
+        return []
+    usual = step.gpu.usual
+    if any(share > SLOW_RATE * usual or share < IMPOSSIBLE_RATE for share in shares.values()):
+        return []
+    tflops = {name: rates[name] for name in shares}
+    return [finding("cause-slow-gemms", tflops=tflops, shares=shares, usual=usual, gpu=step.view.trace.gpu_name)]
+
+
+def implausible_times(step: StepEvidence) -> list[Finding]:
+    """If GEMMs are so slow or fast for the GPU that the times in the file cannot be microseconds."""
+    shares = _peak_shares(step, step.rates).values()
+    if not shares or IMPOSSIBLE_RATE <= max(shares) <= 1.5:
+        return []
+    return [finding("times-not-microseconds", share=max(shares), gpu=step.view.trace.gpu_name)]
+
+
+def _misaligned(item: TimedWork) -> bool:
+    """Whether the rows of an operand begin between the 16 bytes that tensor cores load at once."""
+    multiple = LOADED_BYTES / BYTES.get(item.gemm.precision, LOADED_BYTES)
+    return item.gemm.size is not None and any(side % multiple for side in item.gemm.size[1:])
+
+
+def _tiny(item: TimedWork) -> bool:
+    return "bmm" in item.gemm.layer and bool(item.gemm.size) and min(item.gemm.sides) < TINY
+
+
+def _misfits(step: StepEvidence) -> Iterator[Cause]:
+    """GEMMs that take far longer than their FLOPs and bytes need, because of their sizes."""
+    best = best_rates(step)
+    lost: dict[str, list[tuple[TimedWork, float]]] = {"misaligned": [], "tiny": []}
+    for item in step.items:
+        code = "misaligned" if _misaligned(item) else "tiny" if _tiny(item) else ""
+        least_us = _least_us(step, item, best) if code and item.gemm.flops > 0 and item.scope.phase != "optimizer" else None
+        if least_us is not None and item.work.time > TOO_SLOW * least_us:
+            lost[code].append((item, item.share * (1 - least_us / item.work.time)))
+    for code, pairs in lost.items():
+        if pairs:
+            items = [item for item, _ in pairs]
+            cost_ms = sum(cost for _, cost in pairs) / 1000 / step.view.count
+            where = "attention" if all("bmm" in item.gemm.layer for item in items) else ""
+            yield step.cause(code, cost_ms, _misfit_facts(step, code, items, best), items, where, spans_of(items, code))
+
+
+def _misfit_facts(step: StepEvidence, code: str, items: Sequence[TimedWork], best: dict[str, float]) -> list[Finding]:
+    precisions = add_up((item.gemm.precision, item.share) for item in items)
+    precision = max(precisions, key=lambda name: precisions[name])
+    own = [item for item in items if item.gemm.precision == precision]
+    tflops = sum(item.gemm.flops for item in own) / sum(item.work.time for item in own) / 1e6
+    shown: dict[str, Fact] = {"gemms": step.per_step(items), "tflops": tflops, "precision": precision}
+    shown |= step.time_facts(step.ms(items))
+    sizes = finding("cause-gemm-sizes", sizes=sizes_of(items))
+    facts = [finding("cause-misaligned-gemms" if code == "misaligned" else "cause-tiny-gemms", **shown), sizes]
+    if code == "misaligned":
+        multiple = int(LOADED_BYTES / BYTES[precision])
+        odd = sorted({side for item in own for side in (item.gemm.size or ())[1:] if side % multiple})
+        facts.append(finding("cause-misaligned-sizes", sizes=list(map(str, odd[:5])), multiple=multiple, precision=precision))
+    if precision in best:
+        facts.append(finding("cause-best-gemm", tflops=best[precision], precision=precision))
+    return facts
+
+
+def _least_us(step: StepEvidence, item: TimedWork, best: dict[str, float]) -> float | None:
+    """What the GEMM would take with sizes that fit: by the GPU's rates, else at the rate of the best GEMM of the step."""
+    gemm = item.gemm
+    if gemm.size is None or gemm.precision not in BYTES:
+        return None
+    if step.gpu is not None and step.gpu.peak(gemm.precision):
+        m, k, n = gemm.size
+        batches = gemm.flops / (2.0 * prod(gemm.size)) if prod(gemm.size) else 0.0
+        size_bytes = batches * (BYTES[gemm.precision] * (m * k + k * n) + max(BYTES[gemm.precision], 2.0) * m * n)
+        return step.gpu.least_us(gemm.precision, gemm.flops, size_bytes)
+    return gemm.flops / best[gemm.precision] / 1e6 if best.get(gemm.precision) else None
