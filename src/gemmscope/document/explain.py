@@ -256,7 +256,7 @@ def _gemms(result: ExplainResult) -> Table:
 
 def _causes(result: ExplainResult) -> Table:
     """What each cause costs; evidence and advice are messages."""
-    heads = columns(("Cause", "Where"), ("Cost, ms per step", "Share of step", "Speedup without it"))
+    heads = columns(("Cause", "Where"), ("Cost, ms per step", "Share of step", "Speedup if fixed"))
     rows = []
     for place, cause in enumerate(result.causes, start=1):
         cost = _fixed(cause.cost_ms), share_cell(cause.cost_ms / result.account.step_ms)
