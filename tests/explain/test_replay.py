@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gemmscope.explain.diagnose import TraceDiagnosis
-from gemmscope.explain.replay import Change, Replay
+from gemmscope.explain.replay import Replay, StepChange
 from support.explain_files import FIRST_CAUSE, found_in
 from support.traces import BF16, Builder, shared_trace
 
@@ -18,7 +18,7 @@ OTHER = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunct
 def halved(found: TraceDiagnosis, text: str = "nvjet") -> float:
     """Milliseconds of a step with these kernels at half their time."""
     items = [item for item in found.evidence.items if item.mentions(text)]
-    return Replay(found.view).replayed_us(Change.shorten(items, 0.5)) / 1000 / found.view.count
+    return Replay(found.view).replayed_us(StepChange.shorten(items, 0.5)) / 1000 / found.view.count
 
 
 def early(step: int, number: int = 0) -> float:
@@ -50,7 +50,7 @@ def one_stream(late: float = 0.0, sync: bool = False) -> Builder:
 def test_without_a_change_every_step_takes_what_it_took(name: str) -> None:
     found = found_in(name)
     replay = Replay(found.view)
-    assert replay.replayed_us(Change()) == pytest.approx(replay.recorded_us(), rel=1e-3)
+    assert replay.replayed_us(StepChange()) == pytest.approx(replay.recorded_us(), rel=1e-3)
     assert all(1 <= cause.speedup_without <= 1.02 * found.account.step_ms / (found.account.step_ms - cause.cost_ms)
                for cause in found.causes)  # fmt: skip
 

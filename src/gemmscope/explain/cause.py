@@ -8,7 +8,7 @@ from typing import Any, Literal
 from gemmscope.engine.kernels import CAST_SHARE
 from gemmscope.explain.place import LOW, UNKNOWN_PRECISION, WEIGHT_ONLY
 from gemmscope.explain.rates import GpuRates, gpu_rates, has_fp8, is_amd
-from gemmscope.explain.replay import Change, Replay
+from gemmscope.explain.replay import Replay, StepChange
 from gemmscope.explain.timeline import Gap
 from gemmscope.explain.view import TimedWork, TraceView, add_up
 from gemmscope.findings import Fact, Finding
@@ -65,9 +65,9 @@ class StepEvidence:
     def _speedup(self, cost_ms: float, shortened: Sequence[TimedWork], gaps: Sequence[Gap]) -> float:
         time_ms = self.ms(shortened)
         if gaps:
-            return self._replay.speedup(Change(gaps=gaps))
+            return self._replay.speedup(StepChange(gaps=gaps))
         if time_ms > 0:
-            return self._replay.speedup(Change.shorten(shortened, min(max(cost_ms / time_ms, 0.0), 1.0)))
+            return self._replay.speedup(StepChange.shorten(shortened, min(max(cost_ms / time_ms, 0.0), 1.0)))
         return self.step_ms / max(self.step_ms - cost_ms, 1e-9)
 
     @cached_property

@@ -71,7 +71,7 @@ class _StepGraph:
 
 
 @dataclass(frozen=True)
-class Change:
+class StepChange:
     """What is different in a replay. `saved`: microseconds by which work is shorter, by its index; `gaps`: idle time in which the
     CPU was late, and no longer is."""
 
@@ -79,9 +79,9 @@ class Change:
     gaps: Sequence[Gap] = ()
 
     @staticmethod
-    def shorten(items: Iterable[TimedWork], share: float) -> "Change":
+    def shorten(items: Iterable[TimedWork], share: float) -> "StepChange":
         """Take a share off the time of the work; of communication and copies, off the part that nothing hides."""
-        return Change({item.index: share * (item.share if item.placed.rank else item.work.time) for item in items})
+        return StepChange({item.index: share * (item.share if item.placed.rank else item.work.time) for item in items})
 
 
 class Replay:
@@ -99,11 +99,11 @@ class Replay:
     def recorded_us(self) -> float:
         return sum(graph.step.time for graph in self._graphs)
 
-    def replayed_us(self, change: Change) -> float:
+    def replayed_us(self, change: StepChange) -> float:
         """The time of the same steps with the change."""
         return sum(_replay(graph, change) for graph in self._graphs)
 
-    def speedup(self, change: Change) -> float:
+    def speedup(self, change: StepChange) -> float:
         """Of the step; 1 if the change gains nothing."""
         return max(self.recorded_us() / max(self.replayed_us(change), 1e-6), 1.0)
 
@@ -210,11 +210,11 @@ def _host_us(view: TraceView, step: RecordedStep, calls: Sequence[Call], waits: 
     return max(min(end - begin - full_queue - waiting, step.time), 0.0)
 
 
-def _replay(graph: _StepGraph, change: Change) -> float:
+def _replay(graph: _StepGraph, change: StepChange) -> float:
     """Microseconds of the step."""
     step, nodes = graph.step, graph.nodes
     removed = sorted((_host_moment(gap), gap.time) for gap in change.gaps if step.begin <= gap.begin < step.end)
-    host = _Host(graph.waits, removed, change.saved)
+    host = _HostTime(graph.waits, removed, change.saved)
     ends: list[float] = []
     for node in nodes:
         time = node.end - node.start
@@ -238,7 +238,7 @@ def _host_moment(gap: Gap) -> float:
     return gap.scope.launched if gap.scope.launched is not None else gap.begin
 
 
-class _Host:
+class _HostTime:
     """How much earlier the CPU is than in the recording, at any moment of it."""
 
     def __init__(self, waits: Sequence[_Wait], removed: Sequence[tuple[float, float]], saved: Mapping[int, float]) -> None:
