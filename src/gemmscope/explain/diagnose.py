@@ -15,7 +15,7 @@ from gemmscope.explain.step_times import step_findings, timed_steps
 from gemmscope.explain.trace import RecordedTrace
 from gemmscope.explain.view import TraceView, view_trace
 from gemmscope.findings import Finding, finding
-from gemmscope.results.explain import Cause, StepAccount, TimedStep
+from gemmscope.results.explain import Cause, StepAccount, TracedStep
 
 OUTSIDE = 0.01  # of all GPU work: less outside of the steps is not worth a note
 
@@ -30,7 +30,7 @@ class TraceDiagnosis:
     causes: tuple[Cause, ...]
     verdict: Finding
     findings: tuple[Finding, ...]
-    each_step: tuple[TimedStep, ...] = ()
+    each_step: tuple[TracedStep, ...] = ()
 
     @property
     def trace(self) -> RecordedTrace:

@@ -62,7 +62,7 @@ def share_out(
     before: Container[int] = (),
 ) -> list[Shares]:  # fmt: skip
     """The shares of each step. `ranks`: of all work, 0 computation, 1 communication, 2 copies. `before`: work of no step."""
-    host = _Host(trace)
+    host = _HostTimeline(trace)
     left = MOST_SHARES + 2 * len(trace.work)
     result = [Shares() for _ in steps]
     running: list[int] = []  # work that began before the step
@@ -84,7 +84,7 @@ def share_out(
     return result
 
 
-class _Host:
+class _HostTimeline:
     """What the CPU did, for the reasons of gaps."""
 
     def __init__(self, trace: RecordedTrace) -> None:
@@ -111,7 +111,7 @@ class _Host:
 
 def _share_out(
     result: Shares, trace: RecordedTrace, scopes: Sequence[Scope], step: RecordedStep, ranks: Sequence[int],
-    host: _Host, inside: Sequence[int],
+    host: _HostTimeline, inside: Sequence[int],
 ) -> None:  # fmt: skip
     edges: list[tuple[float, int, int]] = []
     for number in inside:
@@ -173,7 +173,9 @@ def _divide(result: Shares, groups: tuple[_Running, ...], time: float) -> None:
         result.hidden += time
 
 
-def _gaps(trace: RecordedTrace, begin: float, end: float, until: GpuWork | None, scope: Scope, host: _Host) -> Iterator[Gap]:
+def _gaps(
+    trace: RecordedTrace, begin: float, end: float, until: GpuWork | None, scope: Scope, host: _HostTimeline
+) -> Iterator[Gap]:
     """An idle period by its reasons. `until`: the work that ended it. The time of each activity of the CPU comes first."""
     if end - begin > SHORT_US and host.unrecorded(begin, end):
         yield Gap(begin, end, NOT_RECORDED)
@@ -189,7 +191,7 @@ def _gaps(trace: RecordedTrace, begin: float, end: float, until: GpuWork | None,
         yield Gap(begin, end, rest.why, rest.scope)
 
 
-def _gap(trace: RecordedTrace, begin: float, end: float, until: GpuWork | None, scope: Scope, host: _Host) -> Gap:
+def _gap(trace: RecordedTrace, begin: float, end: float, until: GpuWork | None, scope: Scope, host: _HostTimeline) -> Gap:
     """Why the GPU was idle: whether the work that ended the gap (`until`) was launched in time."""
     call = trace.launches.get(until.correlation) if until is not None else None
     if call is None:
