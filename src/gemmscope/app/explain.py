@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from gemmscope.app.better_gemms import with_better_recipe
 from gemmscope.app.model import ModelRun, rank_workload
 from gemmscope.app.progress import QUIET, Reporter
 from gemmscope.compare.recorded import check_model_flops, with_prediction, with_twin
@@ -11,6 +12,7 @@ from gemmscope.explain.annotate import write_annotated
 from gemmscope.explain.diagnose import TraceDiagnosis, diagnose
 from gemmscope.explain.ranks import RankComparison, compare_ranks
 from gemmscope.explain.stream import A_TRACE
+from gemmscope.explain.tables import explain_tables
 from gemmscope.explain.trace import read_trace
 from gemmscope.files import same_file
 from gemmscope.reading import InputFile, enough_memory
@@ -71,6 +73,7 @@ def explain(
         write_annotated(diagnosis, perfetto)
         reporter.say(f"wrote {perfetto}; open it at https://ui.perfetto.dev")
     trace, evidence = diagnosis.trace, diagnosis.evidence
+    tables = explain_tables(diagnosis, ranks.waits_us if ranks is not None else {})
     return ExplainResult(
         command=command,
         findings=(*diagnosis.findings, *findings),
@@ -91,6 +94,7 @@ def explain(
         comparisons=tuple(comparisons),
         ranks=ranks.times if ranks is not None else (),
         straggler=ranks.straggler if ranks is not None else None,
+        tables=tables.model_copy(update={"gemm_shapes": with_better_recipe(tables.gemm_shapes, trace.gpu_name)}),
     )
 
 

@@ -8,6 +8,7 @@ from gemmscope import units
 from gemmscope.document.charts import Bar, BarChart, Fall, Segment, WaterfallChart
 from gemmscope.document.common import command_facts
 from gemmscope.document.explain_steps import step_summary, steps_table
+from gemmscope.document.explain_tables import gemm_shape_table, table_sections
 from gemmscope.document.model import Block, Card, Document, KeyFigure, Message, Section, Subject
 from gemmscope.document.palette import part_key
 from gemmscope.document.table import NOTHING, Cell, Table, columns, number, share_cell, without_empty
@@ -30,9 +31,10 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
             *(_chart(result), _classes(result), _idle(result)),
             *(steps_table(result), _counts(result), _unknown(result)),
         ),
-        "GEMMs": (_gemms(result),),
+        "GEMMs": (_gemms(result), gemm_shape_table(result)),
         "Why the step is not faster": (_causes(result), _kernels(result)),
         "Comparisons": (*_waterfalls(result), *map(_comparison, result.comparisons)),
+        **table_sections(result),
         "Ranks": (_ranks(result),),
     }
     filled = {title: tuple(block for block in blocks if not _is_empty(block)) for title, blocks in sections.items()}
@@ -254,7 +256,7 @@ def _gemms(result: ExplainResult) -> Table:
 
 def _causes(result: ExplainResult) -> Table:
     """What each cause costs; evidence and advice are messages."""
-    heads = columns(("Cause", "Where"), ("Cost, ms per step", "Share of step", "Speedup without it"))
+    heads = columns(("Cause", "Where"), ("Cost, ms per step", "Share of step", "Speedup if fixed"))
     rows = []
     for place, cause in enumerate(result.causes, start=1):
         cost = _fixed(cause.cost_ms), share_cell(cause.cost_ms / result.account.step_ms)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from gemmscope.engine.kernels import may_be_gemm
 from gemmscope.errors import UserError
 from gemmscope.explain.account import account
+from gemmscope.explain.attention import attention_causes
 from gemmscope.explain.cause import NAMED, StepEvidence, short_name
 from gemmscope.explain.low_causes import low_causes
 from gemmscope.explain.place import UNKNOWN_PRECISION
@@ -43,7 +44,8 @@ def diagnose(trace: RecordedTrace, step_count: int | None = None) -> TraceDiagno
     evidence = StepEvidence(view, account(view))
     if not evidence.step_ms > 0:
         raise UserError(f"{trace.source} has no step that takes time: its timestamps are damaged", "record it again")
-    every = (*low_causes(evidence), *slow_gemm_causes(evidence), *step_causes(evidence))
+    searches = (low_causes, slow_gemm_causes, step_causes, attention_causes)
+    every = [cause for search in searches for cause in search(evidence)]
     reported = [cause for cause in every if cause.cost_ms > NAMED * evidence.step_ms or cause.code == "not-low"]
     causes = tuple(sorted(reported, key=lambda cause: -cause.cost_ms))
     each_step = timed_steps(view)

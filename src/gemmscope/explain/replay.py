@@ -51,11 +51,13 @@ class _Node:
 
 @dataclass(slots=True)
 class _Wait:
-    """A call in which the CPU waited for the GPU. `until`: the place of the work that released it; None if none did."""
+    """A call in which the CPU waited for the GPU. `until`: the place of the work that released it; None if none did. `copies`:
+    the index of the copy that the call itself launched, and may have waited for."""
 
     start: float
     end: float
     until: int | None
+    copies: int | None = None
 
 
 @dataclass
@@ -177,12 +179,14 @@ def _waits(nodes: Sequence[_Node], calls: Sequence[Call], step: RecordedStep) ->
     ends = sorted((node.end, place) for place, node in enumerate(nodes))
     moments = [end for end, _ in ends]
     begin = min((node.launched for node in nodes if node.launched is not None), default=step.end)
+    launched = {node.launched: node.index for node in nodes}
     waits = []
     for call in calls:
         if begin <= call.end <= step.end:
             first = bisect_right(moments, max(call.start, call.end - RELEASED_US))
             released = ends[first : bisect_right(moments, call.end)]
-            waits.append(_Wait(call.start, call.end, released[-1][1] if released else None))
+            copies = launched.get(call.start) if "Memcpy" in call.name else None
+            waits.append(_Wait(call.start, call.end, released[-1][1] if released else None, copies))
     return sorted(waits, key=lambda wait: wait.end)
 
 
@@ -210,7 +214,7 @@ def _replay(graph: _StepGraph, change: Change) -> float:
     """Microseconds of the step."""
     step, nodes = graph.step, graph.nodes
     removed = sorted((_host_moment(gap), gap.time) for gap in change.gaps if step.begin <= gap.begin < step.end)
-    host = _Host(graph.waits, removed)
+    host = _Host(graph.waits, removed, change.saved)
     ends: list[float] = []
     for node in nodes:
         time = node.end - node.start
@@ -237,7 +241,8 @@ def _host_moment(gap: Gap) -> float:
 class _Host:
     """How much earlier the CPU is than in the recording, at any moment of it."""
 
-    def __init__(self, waits: Sequence[_Wait], removed: Sequence[tuple[float, float]]) -> None:
+    def __init__(self, waits: Sequence[_Wait], removed: Sequence[tuple[float, float]], saved: Mapping[int, float]) -> None:
+        self._saved = saved
         events: list[tuple[float, _Wait | float]] = [(wait.end, wait) for wait in waits]
         events += [(moment, time) for moment, time in removed]
         self._events = sorted(events, key=lambda event: event[0])
@@ -251,7 +256,9 @@ class _Host:
             when, event = self._events[self._at]
             shift = self._shifts[-1]
             if isinstance(event, _Wait):
-                own = min(event.end - event.start, OWN_US) if event.until is not None else event.end - event.start
+                time = event.end - event.start
+                saved = self._saved.get(event.copies, 0.0) if event.copies is not None else 0.0
+                own = min(time, OWN_US) if event.until is not None else max(time - saved, min(time, OWN_US))
                 new = event.start + shift + own
                 if event.until is not None and event.until < len(ends):
                     new = max(new, ends[event.until])

@@ -29,6 +29,7 @@ CATEGORIES = {
 }  # fmt: skip
 GEMM_OPERATORS = re.compile(r"aten::(_scaled|_grouped|_scaled_grouped)?_?(mm|addmm|bmm|baddbmm|linear|matmul|addmv|mv)(_v2)?$")
 ATTENTION_FORWARD = re.compile(r"aten::_?(scaled_dot_product\w*attention|(flash|efficient|cudnn)_attention_forward)$")
+ATTENTION_BACKWARD = re.compile(r"aten::_?(scaled_dot_product\w*attention|(flash|efficient|cudnn)_attention)_backward$")
 CONVOLUTION = re.compile(r"aten::\w*conv(olution|[123_])\w*$")
 CONVOLUTION_FORWARD = re.compile(r"aten::conv(olution|[123]d|_transpose[123]d)$")
 # Names of operators, annotations and kernels that only training has
@@ -89,6 +90,7 @@ class Operator:
     external: Any = None
     shapes: list[Any] = field(default_factory=list)
     types: list[Any] = field(default_factory=list)
+    concrete: list[str] = field(default_factory=list)
     sequence: int | None = None
 
 
@@ -257,10 +259,13 @@ def _take_operator(trace: RecordedTrace, kind: str, operator: Operator, argument
     trace.has_operators = True
     if operator.external is not None:
         trace.operator_names[operator.external] = operator.name
-    if operator.name.startswith(("aten::", "triton_")) and not _explains(operator.name):
+    attention = ATTENTION_FORWARD.match(operator.name) or ATTENTION_BACKWARD.match(operator.name)
+    if operator.name.startswith(("aten::", "triton_")) and not attention and not _explains(operator.name):
         return
     operator.shapes = _list(arguments.get("Input Dims", arguments.get("Input dims")))[:MOST_SHAPES]
     operator.types = _list(arguments.get("Input type"))[:MOST_SHAPES]
+    if attention:
+        operator.concrete = [value if isinstance(value, str) else "" for value in _list(arguments.get(CONCRETE))[:20]]
     operator.sequence = _integer(arguments.get("Sequence number"))
     trace.operators.append(operator)
 

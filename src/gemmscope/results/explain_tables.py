@@ -54,7 +54,7 @@ class AttentionTotal(Part):
     faster: str = ""
     """A backend that is faster for this shape on this GPU."""
     faster_ms: float | None = None
-    """What it would take, per step, at its published rate."""
+    """What it would take, per step, at the rate known for it."""
 
 
 class CollectiveTotal(Part):
@@ -108,7 +108,7 @@ class IdleFrame(Part):
     """Idle time of the GPU by what the CPU did meanwhile, per step."""
 
     frame: str
-    kind: Literal["annotation", "operator", "CUDA call", "Python function", "nothing recorded"]
+    kind: Literal["annotation", "operator", "GPU API call", "Python function", "nothing recorded"]
     gaps: float
     time_ms: float
 
@@ -125,7 +125,7 @@ class MemoryPoint(Part):
     """Memory of the GPU at one moment, in bytes."""
 
     time_ms: float
-    """From the begin of the first step."""
+    """From the beginning of the first step."""
     allocated: float
     reserved: float
 
