@@ -12,6 +12,8 @@ from gemmscope.explain.slim import slim_file
 from support.command import Run, run
 from support.traces import steady
 
+__all__ = ["run"]  # the fixture
+
 SECRET = "hunter2-is-a-secret"
 HEAD = {
     "env": {"AWS_SECRET_ACCESS_KEY": SECRET},

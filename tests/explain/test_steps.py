@@ -105,7 +105,7 @@ def test_work_launched_before_the_recording_belongs_to_no_step(tmp_path: Path) -
     assert found.account.step_ms == pytest.approx(20.0)
     assert found.account.busy_ms == pytest.approx(20.0)
     assert {row.precision: row.count for row in found.account.gemms} == {"FP8": 20}
-    assert fact(found.findings, "work-outside-steps", "before") == 14
+    assert fact(found.findings, "work-before-recording", "count") == 14
 
 
 def graphs(kernels: list[int]) -> Builder:

@@ -1,7 +1,7 @@
 """The steps of a recorded trace, one by one."""
 
 from gemmscope.document.table import Cell, Table, columns, number
-from gemmscope.results.explain import ExplainResult, TimedStep
+from gemmscope.results.explain import ExplainResult, TracedStep
 
 MOST_STEPS = 60  # that are listed one by one
 
@@ -30,7 +30,7 @@ def steps_table(result: ExplainResult) -> Table:
     return Table("Steps", heads, tuple(rows), note)
 
 
-def _remark(step: TimedStep) -> str:
+def _remark(step: TracedStep) -> str:
     """What makes a slow step slow, and whether it counts."""
     extra = f"{step.extra}: {step.extra_ms:+.1f} ms" if step.extra else "slow" if step.slow else ""
     return extra if step.averaged else f"{extra}; left out of the averages" if extra else "left out of the averages"

@@ -15,6 +15,7 @@ from gemmscope.results.explain import Cause
 
 WAITING = 0.05  # of the step
 LONG_CALL = 0.1  # of the step
+REPEATED = {"convolutions": "convolution", "casts": "quantization"}  # classes that are counted where forward is recomputed
 EXPERT_NAMES = ("Grouped", "Expert", "Moe", "MoE")
 # In the names of kernels of attention and norms
 FORWARD_NAMES = ("fprop", "fwd", "forward", "Forward")
@@ -154,12 +155,10 @@ def _recompute(step: StepEvidence) -> Iterator[Cause]:
     time = step.ms(again)
     if time > WAITING * step.step_ms:
         gemms = [item for item in again if item.is_gemm]
-        casts = [item for item in again if item.name == "quantization"]
+        counts = {name: step.per_step([item for item in again if item.name == kind]) for name, kind in REPEATED.items()}
         evidence = [
             finding("cause-recomputed", **step.time_facts(time)),
-            finding(
-                "cause-recomputed-kernels", kernels=step.per_step(again), gemms=step.per_step(gemms), casts=step.per_step(casts)
-            ),
+            finding("cause-recomputed-kernels", kernels=step.per_step(again), gemms=step.per_step(gemms), **counts),
         ]
         high = [item for item in gemms if not item.gemm.low]
         if high and step.low and step.weight(high) > 0.5 * step.weight(gemms):

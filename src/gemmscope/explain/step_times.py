@@ -8,14 +8,14 @@ from gemmscope.explain.steps import SIMILAR
 from gemmscope.explain.timeline import NOT_RECORDED, Shares
 from gemmscope.explain.view import TraceView, add_up
 from gemmscope.findings import Fact, Finding, finding
-from gemmscope.results.explain import TimedStep
+from gemmscope.results.explain import TracedStep
 
 GROUPS_APART = 1.5  # ratio of the shortest step of the slow group to the longest of the fast one
 SMALLEST_GROUP = 0.2  # of all steps
 NAMED = 0.1  # of a step's extra time: what takes less is not named
 
 
-def timed_steps(view: TraceView) -> tuple[TimedStep, ...]:
+def timed_steps(view: TraceView) -> tuple[TracedStep, ...]:
     """A row for each step, those that are not averaged included."""
     profiles = [_profile(view, shares) for shares in view.every_shares]
     averaged = len(view.steps.every) - len(view.steps.chosen)  # only first ones are left out
@@ -33,7 +33,7 @@ def timed_steps(view: TraceView) -> tuple[TimedStep, ...]:
         unrecorded = profile.get(UNRECORDED, 0.0)
         idle = sum(gap.time for gap in view.every_shares[number].gaps if gap.why != NOT_RECORDED) / 1000
         rows.append(
-            TimedStep(
+            TracedStep(
                 name=step.name, time_ms=time, busy_ms=max(time - idle - unrecorded, 0.0), idle_ms=idle, unrecorded_ms=unrecorded,
                 averaged=number >= averaged, slow=slow, extra=extra, extra_ms=extra_ms,
             )
@@ -67,7 +67,7 @@ def _extra(profile: dict[str, float], usual: dict[str, float]) -> tuple[str, flo
     return name, extra.get(name, 0.0)
 
 
-def step_findings(rows: Sequence[TimedStep]) -> Iterator[Finding]:
+def step_findings(rows: Sequence[TracedStep]) -> Iterator[Finding]:
     """What the times of the steps show: one left out, slow ones, two groups."""
     averaged = [row for row in rows if row.averaged]
     times = [row.time_ms for row in averaged]

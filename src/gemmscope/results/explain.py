@@ -90,7 +90,7 @@ class StepAccount(Part):
         return sum(self.parts_ms.get(part, 0.0) for part in parts) / self.step_ms if self.step_ms else 0.0
 
 
-class TimedStep(Part):
+class TracedStep(Part):
     """One step of the trace, in milliseconds."""
 
     name: str
@@ -175,7 +175,7 @@ class ExplainResult(Result):
     world_size: int = 1
     steps: int
     steps_found_by: str
-    each_step: tuple[TimedStep, ...] = ()
+    each_step: tuple[TracedStep, ...] = ()
     """All steps of the trace, in order."""
     inference: bool = False
     """The trace has neither a backward pass nor an optimizer."""
