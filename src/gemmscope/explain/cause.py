@@ -23,6 +23,7 @@ TE_FUNCTIONS = ("_LayerNormLinear", "_LayerNormMLP", "_GroupedLinear")
 # Parts of kernel names that say more than the template that they are an argument of
 TELLING_ARGUMENTS = ("float8_copy", "AbsFunctor", "FillFunctor", "direct_copy", "CUDAFunctor_add", "MulFunctor")
 
+CONDITION = re.compile(r"^std::enable_if<.*?>::type ")
 CUTLASS_KERNEL = re.compile(r"cutlass\w*::Kernel2?<(cutlass\w+)>")  # whose argument is the name
 
 Span = tuple[float, float, str]
@@ -194,7 +195,7 @@ def short_name(name: str) -> str:
     >>> short_name("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x64>(cutlass_80_simt_sgemm_128x64::Params)")
     'cutlass_80_simt_sgemm_128x64'
     """
-    plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    plain = CONDITION.sub("", name).removeprefix("void ").replace("(anonymous namespace)::", "")
     if cutlass := CUTLASS_KERNEL.match(plain):
         return cutlass[1][:100]
     cut = min((at for at in (plain.find("<"), plain.find("(")) if at > 0), default=len(plain))

@@ -68,8 +68,12 @@ def _trace_findings(view: TraceView) -> Iterator[Finding]:
     unknown = sum(gemm.precision == UNKNOWN_PRECISION for gemm in view.gemms.values())
     if unknown:
         yield finding("gemm-precision-unknown", unknown=unknown, gemms=len(view.gemms))
-    if trace.operators and not any(gemm.flops for gemm in view.gemms.values()):
+    gemms = [gemm for gemm in view.gemms.values() if not gemm.reduces]
+    sized = sum(gemm.flops > 0 for gemm in gemms)
+    if trace.operators and gemms and not sized:
         yield finding("shapes-not-recorded")
+    elif 0 < sized < len(gemms):
+        yield finding("gemm-sizes-partial", known=sized, gemms=len(gemms))
 
 
 def _unknown_kernels(step: StepEvidence) -> Iterator[Finding]:
@@ -98,6 +102,9 @@ def _verdict(step: StepEvidence, causes: Sequence[Cause]) -> Finding:
         return finding("step-cause", cause=causes[0].code, title=causes[0].title, cost_ms=causes[0].cost_ms, step_ms=step.step_ms)
     if not step.well_named:
         return finding("step-kernels-unknown", share=1 - step.account.named_share)
+    convolutions = step.account.parts_ms.get("convolutions", 0.0) / step.account.busy_ms if step.account.busy_ms else 0.0
+    if not step.gemms and convolutions > 0:
+        return finding("step-of-convolutions", share=convolutions)
     if not step.precision_known:
         return finding("step-precision-unknown")
     if step.has_fp8 is False and not step.is_low:

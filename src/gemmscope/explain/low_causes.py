@@ -39,6 +39,9 @@ def _not_low(step: StepEvidence) -> Cause:
     evidence = [finding("cause-no-low-gemms", counts={row.precision: row.count for row in step.account.gemms})]
     if step.has_fp8 is None:
         evidence.append(finding("cause-fp8-not-known"))
+    full = [item for item in step.high if item.gemm.precision in ("TF32", "FP32")]
+    if step.weight(full) > 0.5 * step.known_weight:
+        evidence.append(finding("cause-full-precision", share=step.weight(full) / step.known_weight, share_of=step.share_of))
     if step.casts:
         evidence.append(finding("cause-casts-without-low-gemms", kernels=step.per_step(step.casts)))
     return step.cause("not-low", saved, evidence, step.gemms, "every layer")
