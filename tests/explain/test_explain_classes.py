@@ -102,12 +102,18 @@ def test_weights_in_fewer_bits_are_not_low_precision(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("known_us", "said"), [(960.0, True), (900.0, False)])
 def test_low_precision_is_not_judged_where_kernels_are_unknown(known_us: float, said: bool, tmp_path: Path) -> None:
-    found = step_of((BF16, known_us, "", []), ("my_secret_matmul", 995.0 - known_us, "", [])).diagnose(tmp_path / "t.json")
+    found = step_of((BF16, known_us, "", []), ("my_secret_expert", 995.0 - known_us, "", [])).diagnose(tmp_path / "t.json")
     assert ("not-low" in named(found)) == said
     assert ("kernels-may-be-gemms" in codes(found.findings)) != said
     if not said:
         assert found.verdict.code == "step-kernels-unknown"
-        assert fact(found.findings, "kernels-may-be-gemms", "kernels") == ["my_secret_matmul"]
+        assert fact(found.findings, "kernels-may-be-gemms", "kernels") == ["my_secret_expert"]
+
+
+def test_low_precision_is_not_judged_where_gemms_are_of_unknown_precision(tmp_path: Path) -> None:
+    found = step_of((BF16, 900.0, "", []), ("fused_moe_kernel", 95.0, "", [])).diagnose(tmp_path / "t.json")
+    assert "not-low" not in named(found)
+    assert found.verdict.code == "step-precision-partly-unknown"
 
 
 WITHOUT_FP8: list[dict[str, Any]] = [

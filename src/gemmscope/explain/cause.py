@@ -121,6 +121,12 @@ class StepEvidence:
         return self.known_weight > 0 and self.known_weight >= 0.5 * self.weight(self.gemms)
 
     @cached_property
+    def unknown_share(self) -> float:
+        """Share of the time of linears in GEMMs whose precision the trace does not show."""
+        unknown = self.ms(item for item in self.gemms if item.gemm.precision == UNKNOWN_PRECISION)
+        return unknown / (self.ms(self.gemms) or 1.0)
+
+    @cached_property
     def casts(self) -> list[TimedWork]:
         return self.of_class("quantization")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from gemmscope.engine.kernels import may_be_gemm
 from gemmscope.errors import UserError
 from gemmscope.explain.account import account
-from gemmscope.explain.cause import NAMED, StepEvidence, short_name
+from gemmscope.explain.cause import NAMED, WELL_NAMED, StepEvidence, short_name
 from gemmscope.explain.low_causes import low_causes
 from gemmscope.explain.place import UNKNOWN_PRECISION
 from gemmscope.explain.slow_gemms import implausible_times, slow_gemm_causes
@@ -107,6 +107,8 @@ def _verdict(step: StepEvidence, causes: Sequence[Cause]) -> Finding:
         return finding("step-of-convolutions", share=convolutions)
     if not step.precision_known:
         return finding("step-precision-unknown")
+    if not step.is_low and step.unknown_share > 1 - WELL_NAMED:
+        return finding("step-precision-partly-unknown", share=step.unknown_share)
     if step.has_fp8 is False and not step.is_low:
         return finding("step-without-fp8", gpu=step.view.trace.gpu_name or "this GPU", busy=1 - step.account.idle_share)
     busy, quantization = 1 - step.account.idle_share, step.account.share("quantization")
