@@ -22,10 +22,12 @@ EXPLAIN = """
 import json, resource, sys, time
 begin = time.perf_counter()
 from gemmscope.explain.diagnose import diagnose
+from gemmscope.explain.tables import explain_tables
 from gemmscope.explain.trace import read_trace
 trace = read_trace(sys.argv[1])
 read = time.perf_counter() - begin
 found = diagnose(trace)
+explain_tables(found, {})
 whole = time.perf_counter() - begin
 memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print(json.dumps([read, whole, memory, trace.events, len(found.view.steps.every), found.verdict.text]))
@@ -100,7 +102,7 @@ def main() -> None:
         "| | seconds | peak memory |",
         "| --- | ---: | ---: |",
         f"| `gemmscope explain`: reading | {read:.1f} | |",
-        f"| reading and diagnosis | {whole:.1f} | {memory / 1024:.0f} MiB |",
+        f"| reading, diagnosis and tables | {whole:.1f} | {memory / 1024:.0f} MiB |",
         f"| `json.load` of the same file | {plain:.1f} | {plain_memory / 1024:.0f} MiB |",
         f"| ratio of explain to `json.load` | {whole / plain:.2f} | {memory / plain_memory:.2f} |",
         "",

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from gemmscope.explain.diagnose import TraceDiagnosis, diagnose
 from gemmscope.explain.trace import read_trace
 from gemmscope.findings import Finding
@@ -100,3 +102,12 @@ def steady(steps: int = 3, *, product: str = FP8, count: int = 20, begin: float 
         moment += 50.0
         made.mark(f"ProfilerStep#{step + 5}", first - 950.0, moment - first - 1.0)
     return made
+
+
+def shared_trace(name: str) -> Path:
+    """A trace of another project, which is not part of this one: a folder beside the repository holds them, if it exists."""
+    for parent in DATA.parents:
+        path = parent / "shared" / "data" / "traces" / name
+        if path.exists():
+            return path
+    pytest.skip(f"{name} is not here: traces of other projects are not part of the repository")

@@ -3,21 +3,22 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from gemmscope.app.better_gemms import with_better_recipe
 from gemmscope.app.model import ModelRun, rank_workload
 from gemmscope.app.progress import QUIET, Reporter
 from gemmscope.compare.recorded import check_model_flops, with_prediction, with_twin
 from gemmscope.errors import UserError, option
 from gemmscope.explain.annotate import write_annotated
 from gemmscope.explain.diagnose import TraceDiagnosis, diagnose
-from gemmscope.explain.ranks import rank_findings, rank_times, slowest
+from gemmscope.explain.ranks import RankComparison, compare_ranks
 from gemmscope.explain.stream import A_TRACE
+from gemmscope.explain.tables import explain_tables
 from gemmscope.explain.trace import read_trace
 from gemmscope.files import same_file
-from gemmscope.findings import Finding, finding
 from gemmscope.reading import InputFile, enough_memory
 from gemmscope.results.base import damage_reported
 from gemmscope.results.bench import BenchResult
-from gemmscope.results.explain import ExplainResult, RankTime
+from gemmscope.results.explain import ExplainResult
 from gemmscope.results.read import read_result
 from gemmscope.results.step import StepResult
 from gemmscope.workload.summary import totals
@@ -40,9 +41,9 @@ def explain(
     """Where the time of a recorded step went, and why it is not faster.
 
     `traces`: one trace; the ranks of one job (or their folder); or the same training in BF16 and low precision. `baseline`: the
-    same training in BF16. `against`: a result of step or bench, to compare with what was predicted; `recipe` selects one of its
-    recipes. `steps`: the number of steps in the trace, if nothing marks them. `job`: the model, to check its FLOPs. `perfetto`:
-    where to write the trace with the diagnosis on tracks of its own.
+    same training in BF16, or in another precision. `against`: a result of step or bench, to compare with what was predicted;
+    `recipe` selects one of its recipes. `steps`: the number of steps in the trace, if nothing marks them. `job`: the model, to
+    check its FLOPs. `perfetto`: where to write the trace with the diagnosis on tracks of its own.
     """
     paths = trace_files(traces)
     _check(paths, baseline, steps, perfetto)
@@ -57,7 +58,8 @@ def explain(
         for source in sources:
             source.keep()
     with enough_memory(", ".join(map(str, sources[:3]))):
-        diagnosis, twin, ranks, findings = _diagnose(sources, baseline, steps)
+        diagnosis, twin, ranks = _diagnose(sources, baseline, steps)
+    findings = list(ranks.findings) if ranks is not None else []
     comparisons = [with_twin(twin, diagnosis)] if twin is not None else []
     if isinstance(expected, (StepResult, BenchResult)):
         origin = str(against) if isinstance(against, (str, Path)) else f"the {expected.kind} result"
@@ -71,6 +73,7 @@ def explain(
         write_annotated(diagnosis, perfetto)
         reporter.say(f"wrote {perfetto}; open it at https://ui.perfetto.dev")
     trace, evidence = diagnosis.trace, diagnosis.evidence
+    tables = explain_tables(diagnosis, ranks.waits_us if ranks is not None else {})
     return ExplainResult(
         command=command,
         findings=(*diagnosis.findings, *findings),
@@ -80,6 +83,8 @@ def explain(
         world_size=trace.world_size,
         steps=diagnosis.view.count,
         steps_found_by=diagnosis.view.steps.found_by,
+        each_step=diagnosis.each_step,
+        inference=trace.inference,
         account=diagnosis.account,
         low_share=evidence.low_share,
         low_share_of=evidence.share_of,
@@ -87,7 +92,9 @@ def explain(
         verdict=diagnosis.verdict,
         causes=diagnosis.causes,
         comparisons=tuple(comparisons),
-        ranks=tuple(ranks),
+        ranks=ranks.times if ranks is not None else (),
+        straggler=ranks.straggler if ranks is not None else None,
+        tables=tables.model_copy(update={"gemm_shapes": with_better_recipe(tables.gemm_shapes, trace.gpu_name)}),
     )
 
 
@@ -124,18 +131,18 @@ def _check(paths: Sequence[Path], baseline: PathLike | None, steps: int | None, 
 
 def _diagnose(
     sources: Sequence[InputFile], baseline: PathLike | None, steps: int | None
-) -> tuple[TraceDiagnosis, TraceDiagnosis | None, list[RankTime], list[Finding]]:
-    """The trace to explain, its BF16 twin, and the times of the ranks with what they show."""
+) -> tuple[TraceDiagnosis, TraceDiagnosis | None, RankComparison | None]:
+    """The trace to explain, its BF16 twin, and the ranks compared with each other, if there are several."""
     diagnoses = [diagnose(read_trace(source), steps) for source in sources]
     twin = diagnose(read_trace(baseline), steps) if baseline is not None else None
     if len(diagnoses) == 1:
-        return diagnoses[0], twin, [], []
+        return diagnoses[0], twin, None
     if _one_job(diagnoses):
-        ranks, chosen = rank_times(diagnoses), slowest(diagnoses)
-        return chosen, twin, ranks, [*rank_findings(ranks), finding("rank-explained", rank=chosen.trace.rank)]
+        ranks = compare_ranks(diagnoses)
+        return ranks.explained, twin, ranks
     if len(diagnoses) == 2 and twin is None and sum(not diagnosis.evidence.is_low for diagnosis in diagnoses) == 1:
         slow, fast = sorted(diagnoses, key=lambda diagnosis: diagnosis.evidence.low_share)
-        return fast, slow, [], []
+        return fast, slow, None
     raise UserError(
         f"the {len(diagnoses)} traces are neither ranks of one job nor BF16 and low precision of one training",
         f"give one trace, and the same training in BF16 with {option('baseline', 'TRACE')}",

@@ -3,7 +3,8 @@
 With a twin, parts sum to the step on both sides, so do their differences.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from gemmscope.errors import UserError, option, shown
 from gemmscope.explain.diagnose import TraceDiagnosis
@@ -23,12 +24,14 @@ ALIASES: dict[StepPart, StepPart] = {"routing": "embedding"}  # a trace does not
 
 
 def with_twin(slow: TraceDiagnosis, fast: TraceDiagnosis) -> StepComparison:
-    """BF16 and low precision, recorded from the same training."""
+    """The same training recorded twice; `slow` is the baseline, usually in BF16."""
     flops = [step_flops(side) for side in (slow, fast)]
     if all(flops) and abs(flops[0] / flops[1] - 1) > SAME_FLOPS:  # apart from recomputation, they are the same
+        rows = [_rows(side) for side in (slow, fast)]
+        batch = f", with {rows[0]:,} and {rows[1]:,} rows: another batch or sequence" if _differ(rows) else ""
         raise UserError(
             f"{slow.trace.path} and {fast.trace.path} are not the same training: their GEMMs take "
-            f"{flops[0] / 1e12:.2f} and {flops[1] / 1e12:.2f} TFLOP per step",
+            f"{flops[0] / 1e12:.2f} and {flops[1] / 1e12:.2f} TFLOP per step{batch}",
             "record both with the same model, batch and parallelism",
         )
     before, after = slow.account.parts_ms, fast.account.parts_ms
@@ -42,17 +45,53 @@ def with_twin(slow: TraceDiagnosis, fast: TraceDiagnosis) -> StepComparison:
         findings.append(finding("twin-gemm-speedup", speedup=before["GEMMs"] / after["GEMMs"]))
         others = [part for part in parts if part.part != "GEMMs"]
         findings += _largest_difference("twin-part-grew", others, after_ms)
-    if not all(flops):
+    findings += _not_comparable(slow, fast, all(flops))
+    title = f"Comparison with the {main_precision(slow) or 'other'} trace"
+    return StepComparison(title=title, expected=slow.trace.path.name, parts=tuple(parts), findings=tuple(findings))
+
+
+def _not_comparable(slow: TraceDiagnosis, fast: TraceDiagnosis, checked: bool) -> Iterator[Finding]:
+    """What else differs between the traces, or could not be compared."""
+    before, after = main_precision(slow), main_precision(fast)
+    if before and before == after:
+        yield finding("twin-same-precision", precision=before)
+    elif before not in ("", BASELINE):
+        yield finding("twin-baseline-precision", precision=before, other=after or "unknown precision")
+    gpus = slow.trace.gpu_name, fast.trace.gpu_name
+    if all(gpus) and gpus[0] != gpus[1]:
+        yield finding("twin-gpus-differ", before=gpus[0], after=gpus[1])
+    if not checked:
         counts = [sum(row.count for row in side.account.gemms) for side in (slow, fast)]
-        findings.append(finding("twin-not-checked", gemms_before=counts[0], gemms_after=counts[1]))
+        yield finding("twin-not-checked", gemms_before=counts[0], gemms_after=counts[1])
+    rows = [_rows(side) for side in (slow, fast)]
+    if _differ(rows):
+        yield finding("twin-batches-differ", before=rows[0], after=rows[1])
     ranks = slow.trace.world_size, fast.trace.world_size
     if ranks[0] != ranks[1]:
-        findings.append(finding("twin-ranks-differ", before=ranks[0], after=ranks[1]))
+        yield finding("twin-ranks-differ", before=ranks[0], after=ranks[1])
     batches = slow.account.micro_batches, fast.account.micro_batches
     if batches[0] != batches[1]:
-        findings.append(finding("twin-micro-batches-differ", before=batches[0], after=batches[1]))
-    title = f"Comparison with the {'other' if slow.evidence.is_low else 'BF16'} trace"
-    return StepComparison(title=title, expected=slow.trace.path.name, parts=tuple(parts), findings=tuple(findings))
+        yield finding("twin-micro-batches-differ", before=batches[0], after=batches[1])
+    if slow.trace.inference != fast.trace.inference:
+        yield finding("twin-inference", file=(slow if slow.trace.inference else fast).trace.path.name)
+
+
+def main_precision(diagnosis: TraceDiagnosis) -> str:
+    """The precision in which most of the linears run: low precision counts wherever it is used; empty if unknown."""
+    evidence = diagnosis.evidence
+    times = add_up((item.gemm.precision, item.share) for item in (evidence.low if evidence.is_low else evidence.high))
+    return max(times, key=lambda name: times[name], default="")
+
+
+def _rows(diagnosis: TraceDiagnosis) -> int:
+    """Rows of most GEMMs of the forward pass, which are the tokens of a micro-batch; 0 if unknown."""
+    sizes = [item.gemm.size for item in diagnosis.evidence.gemms if item.gemm.pass_name == "fprop" and item.gemm.size]
+    rows = Counter(size[0] for size in sizes)
+    return rows.most_common(1)[0][0] if rows else 0
+
+
+def _differ(rows: Sequence[int]) -> bool:
+    return all(rows) and rows[0] != rows[1]
 
 
 def _parts(expected: dict[StepPart, float], actual: dict[StepPart, float]) -> list[PartComparison]:

@@ -7,9 +7,11 @@ from pathlib import Path
 from gemmscope import units
 from gemmscope.document.charts import Bar, BarChart, Fall, Segment, WaterfallChart
 from gemmscope.document.common import command_facts
+from gemmscope.document.explain_steps import step_summary, steps_table
+from gemmscope.document.explain_tables import gemm_shape_table, table_sections
 from gemmscope.document.model import Block, Card, Document, KeyFigure, Message, Section, Subject
 from gemmscope.document.palette import part_key
-from gemmscope.document.table import NOTHING, Cell, Table, columns, number, share_cell
+from gemmscope.document.table import NOTHING, Cell, Table, columns, number, share_cell, without_empty
 from gemmscope.interval import Interval
 from gemmscope.results.explain import Cause, ExplainResult, PartComparison, StepComparison
 
@@ -21,13 +23,18 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
     account = result.account
     file = Path(result.trace).name
     rank = f", rank {result.rank} of {result.world_size}" if result.rank is not None and result.world_size > 1 else ""
-    steps = f"{units.counted(result.steps, 'step')} of {account.step_ms:.2f} ms, found by {result.steps_found_by}"
+    times = f"{account.step_ms:.2f} ms{step_summary(result)}"
+    steps = f"{units.counted(result.steps, 'step')} of {times}, found by {result.steps_found_by}"
     compared = [finding for comparison in result.comparisons for finding in comparison.findings]
     sections: dict[str, tuple[Block, ...]] = {
-        "Where the time goes": (_chart(result), _classes(result), _idle(result), _counts(result), _unknown(result)),
-        "GEMMs": (_gemms(result),),
+        "Where the time goes": (
+            *(_chart(result), _classes(result), _idle(result)),
+            *(steps_table(result), _counts(result), _unknown(result)),
+        ),
+        "GEMMs": (_gemms(result), gemm_shape_table(result)),
         "Why the step is not faster": (_causes(result), _kernels(result)),
         "Comparisons": (*_waterfalls(result), *map(_comparison, result.comparisons)),
+        **table_sections(result),
         "Ranks": (_ranks(result),),
     }
     filled = {title: tuple(block for block in blocks if not _is_empty(block)) for title, blocks in sections.items()}
@@ -40,7 +47,7 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
         answer=_answer(result),
         because=(
             f"A step takes {account.step_ms:.2f} ms. The GPU is busy for {account.busy_ms:.2f} ms "
-            f"({units.percent(1 - account.idle_share)}).",
+            f"({units.percent(account.busy_share)}).",
             *(finding.text for finding in compared if finding.level == "note"),
         ),
         key_figures=_key_figures(result),
@@ -64,7 +71,7 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
 
 def _answer(result: ExplainResult) -> str:
     """The main cause with its cost, and what to do about it."""
-    advice = result.causes[0].advice[:1] if result.causes else ()
+    advice = result.causes[0].advice[:1] if result.causes and result.verdict.code == "step-cause" else ()
     return " ".join([result.verdict.text, *(f"What to do: {line.rstrip('.')}." for line in advice)])
 
 
@@ -77,7 +84,7 @@ def _key_figures(result: ExplainResult) -> tuple[KeyFigure, ...]:
     account = result.account
     return (
         KeyFigure("Step", f"{account.step_ms:.2f} ms"),
-        KeyFigure("GPU busy", units.percent(1 - account.idle_share), f"{account.busy_ms:.2f} ms"),
+        KeyFigure("GPU busy", units.percent(account.busy_share), f"{account.busy_ms:.2f} ms"),
         KeyFigure("Linears in low precision", units.percent(result.low_share), f"of their {result.low_share_of}"),
     )
 
@@ -198,9 +205,12 @@ def _counts(result: ExplainResult) -> Table:
     casts = account.quantization_kernels
     cells = {
         "GPU busy, ms": _fixed(account.busy_ms),
-        "GPU busy, share of the step": share_cell(1 - account.idle_share),
+        "GPU busy, share of the step": share_cell(account.busy_share),
         "GPU idle, ms": _fixed(sum(account.idle_ms.values())),
+        "GPU busy with kernels that were not recorded, ms": _fixed(account.unrecorded_ms),
+        "communication, ms": _fixed(account.communication_ms),
         "communication hidden behind computation, ms": _fixed(account.hidden_ms),
+        "communication hidden behind computation, share of it": share_cell(account.hidden_share),
         "several kernels at once, ms": _fixed(account.overlapped_ms),
         "kernels and copies": _fixed(account.kernels, 0),
         "launches": _fixed(account.launches, 0),
@@ -246,7 +256,7 @@ def _gemms(result: ExplainResult) -> Table:
 
 def _causes(result: ExplainResult) -> Table:
     """What each cause costs; evidence and advice are messages."""
-    heads = columns(("Cause", "Where"), ("Cost, ms per step", "Share of step", "Speedup without it"))
+    heads = columns(("Cause", "Where"), ("Cost, ms per step", "Share of step", "Speedup if fixed"))
     rows = []
     for place, cause in enumerate(result.causes, start=1):
         cost = _fixed(cause.cost_ms), share_cell(cause.cost_ms / result.account.step_ms)
@@ -276,9 +286,19 @@ def _comparison(comparison: StepComparison) -> Table:
 
 
 def _ranks(result: ExplainResult) -> Table:
+    """Side by side; columns that only collectives in common fill are left out without them."""
     rows = tuple(
-        (Cell(str(rank.rank), rank.rank), *map(_fixed, (rank.step_ms, rank.computing_ms, rank.exposed_ms, rank.idle_ms)))
+        (
+            Cell(f"{rank.rank}, straggler" if rank.rank == result.straggler else str(rank.rank), rank.rank),
+            *map(_fixed, (rank.step_ms, rank.computing_ms, rank.exposed_ms, rank.idle_ms, rank.waiting_ms)),
+            _fixed(rank.last_to_arrive, 1),
+            _fixed(rank.delay_ms),
+        )
         for rank in result.ranks
     )
-    heads = columns(("Rank",), ("Step ms", "Computing ms", "Exposed communication ms", "Idle ms"))
-    return Table("Ranks", heads, rows)
+    heads = columns(
+        ("Rank",),
+        ("Step ms", "Computing ms", "Exposed communication ms", "Idle ms", "Waits ms", "Last to arrive", "Others wait for it ms"),
+    )
+    note = "Waits: in collectives, for ranks that enter them later." if result.straggler is not None else ""
+    return without_empty(Table("Ranks, per step", heads, rows, note))

@@ -16,7 +16,13 @@ HOST: StepPart = "idle, host-bound"
 IDLE: StepPart = "idle, other"
 UNRECORDED = "GPU busy, kernels not recorded"
 ROWS = (*(name for name in ORDER if name not in ("communication", "other")), EXPOSED, "other", UNRECORDED, HOST, IDLE)
-PARTS: dict[str, StepPart] = {EXPOSED: EXPOSED, HOST: HOST, IDLE: IDLE, UNRECORDED: "other", **{entry["name"]: entry["part"] for entry in CLASSES}}
+PARTS: dict[str, StepPart] = {
+    EXPOSED: EXPOSED,
+    HOST: HOST,
+    IDLE: IDLE,
+    UNRECORDED: "other",
+    **{entry["name"]: entry["part"] for entry in CLASSES},
+}
 
 
 def account(view: TraceView) -> StepAccount:

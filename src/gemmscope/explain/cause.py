@@ -8,6 +8,8 @@ from typing import Any, Literal
 from gemmscope.engine.kernels import CAST_SHARE
 from gemmscope.explain.place import LOW, UNKNOWN_PRECISION, WEIGHT_ONLY
 from gemmscope.explain.rates import GpuRates, gpu_rates, has_fp8, is_amd
+from gemmscope.explain.replay import Change, Replay
+from gemmscope.explain.timeline import Gap
 from gemmscope.explain.view import TimedWork, TraceView, add_up
 from gemmscope.findings import Fact, Finding
 from gemmscope.results.explain import Cause, StepAccount
@@ -39,21 +41,39 @@ class StepEvidence:
 
     def cause(
         self, code: str, cost_ms: float, evidence: Iterable[Finding], kernels: Iterable[TimedWork] = (), where: str = "",
-        spans: Sequence[Span] = (),
+        spans: Sequence[Span] = (), *, shortened: Iterable[TimedWork] | None = None, gaps: Sequence[Gap] = (),
     ) -> Cause:  # fmt: skip
-        """A cause with its title and advice; the advice for the framework in use comes first."""
-        entry = _advice()[code]
+        """A cause with its title and advice; the advice for the framework in use comes first.
+
+        Its speedup is that of the replayed step: without these `gaps`, or with the time of the `shortened` work (the kernels, if
+        none is given) less by the cost.
+        """
+        entry, kernels = _advice()[code], list(kernels)
+        instead = ["inference"] * self.view.trace.inference + ["amd"] * self.is_amd
+        advice = next((entry[kind] for kind in instead if kind in entry), None)
         return Cause(
             code=code,
             title=entry["title"],
             cost_ms=cost_ms,
-            speedup_without=self.step_ms / max(self.step_ms - cost_ms, 1e-9),
+            speedup_without=self._speedup(cost_ms, kernels if shortened is None else list(shortened), gaps),
             evidence=tuple(evidence),
             kernels=main_kernels(kernels),
             where=where,
-            advice=entry["amd"] if self.is_amd and "amd" in entry else (*entry.get(self.framework, ()), *entry["do"]),
+            advice=tuple(advice or (*entry.get(self.framework, ()), *entry["do"])),
             spans=tuple(spans[:MOST_SPANS]),
         )
+
+    def _speedup(self, cost_ms: float, shortened: Sequence[TimedWork], gaps: Sequence[Gap]) -> float:
+        time_ms = self.ms(shortened)
+        if gaps:
+            return self._replay.speedup(Change(gaps=gaps))
+        if time_ms > 0:
+            return self._replay.speedup(Change.shorten(shortened, min(max(cost_ms / time_ms, 0.0), 1.0)))
+        return self.step_ms / max(self.step_ms - cost_ms, 1e-9)
+
+    @cached_property
+    def _replay(self) -> Replay:
+        return Replay(self.view)
 
     @cached_property
     def gpu(self) -> GpuRates | None:

@@ -6,15 +6,19 @@ from dataclasses import dataclass
 from gemmscope.engine.kernels import may_be_gemm
 from gemmscope.errors import UserError
 from gemmscope.explain.account import account
+from gemmscope.explain.attention import attention_causes
 from gemmscope.explain.cause import NAMED, WELL_NAMED, StepEvidence, short_name
 from gemmscope.explain.low_causes import low_causes
 from gemmscope.explain.place import UNKNOWN_PRECISION
 from gemmscope.explain.slow_gemms import implausible_times, slow_gemm_causes
-from gemmscope.explain.step_causes import step_causes
+from gemmscope.explain.step_causes import step_causes, unrecorded_work
+from gemmscope.explain.step_times import step_findings, timed_steps
 from gemmscope.explain.trace import RecordedTrace
 from gemmscope.explain.view import TraceView, view_trace
 from gemmscope.findings import Finding, finding
-from gemmscope.results.explain import Cause, StepAccount
+from gemmscope.results.explain import Cause, StepAccount, TracedStep
+
+OUTSIDE = 0.01  # of all GPU work: less outside of the steps is not worth a note
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,7 @@ class TraceDiagnosis:
     causes: tuple[Cause, ...]
     verdict: Finding
     findings: tuple[Finding, ...]
+    each_step: tuple[TracedStep, ...] = ()
 
     @property
     def trace(self) -> RecordedTrace:
@@ -39,20 +44,24 @@ def diagnose(trace: RecordedTrace, step_count: int | None = None) -> TraceDiagno
     evidence = StepEvidence(view, account(view))
     if not evidence.step_ms > 0:
         raise UserError(f"{trace.source} has no step that takes time: its timestamps are damaged", "record it again")
-    every = (*low_causes(evidence), *slow_gemm_causes(evidence), *step_causes(evidence))
+    searches = (low_causes, slow_gemm_causes, step_causes, attention_causes)
+    every = [cause for search in searches for cause in search(evidence)]
     reported = [cause for cause in every if cause.cost_ms > NAMED * evidence.step_ms or cause.code == "not-low"]
     causes = tuple(sorted(reported, key=lambda cause: -cause.cost_ms))
-    findings = (*_unknown_kernels(evidence), *_trace_findings(view), *_gpu_findings(evidence), *implausible_times(evidence))
-    return TraceDiagnosis(view, evidence.account, evidence, causes, _verdict(evidence, causes), findings)
+    each_step = timed_steps(view)
+    findings = (
+        *(*_unknown_kernels(evidence), *_trace_findings(view), *_gpu_findings(evidence)),
+        *(*step_findings(each_step), *unrecorded_work(evidence), *implausible_times(evidence)),
+    )
+    return TraceDiagnosis(view, evidence.account, evidence, causes, _verdict(evidence, causes), findings, each_step)
 
 
 def _trace_findings(view: TraceView) -> Iterator[Finding]:
     """What the trace lacks, and what was left out or corrected."""
     trace, steps = view.trace, view.steps
-    left_out = len(steps.every) - len(steps.chosen)
-    if left_out:
-        longest = max(step.time for step in steps.every) / 1000
-        yield finding("steps-left-out", count=left_out, steps=len(steps.every), longest_ms=longest)
+    if trace.inference:
+        yield finding("inference", found_by=steps.found_by)
+    yield from _outside_steps(view)
     if steps.marked not in (0, len(steps.every)):
         yield finding("step-count-differs", steps=len(steps.every), marked=steps.marked)
     if len(steps.every) == 1:
@@ -63,7 +72,7 @@ def _trace_findings(view: TraceView) -> Iterator[Finding]:
         yield finding("clock-offset", offset_ms=trace.skew_us / 1000)
     if not trace.launches:
         yield finding("launches-not-recorded")
-    if not trace.operators:
+    if not trace.has_operators:
         yield finding("operators-not-recorded")
     unknown = sum(gemm.precision == UNKNOWN_PRECISION for gemm in view.gemms.values())
     if unknown:
@@ -74,6 +83,17 @@ def _trace_findings(view: TraceView) -> Iterator[Finding]:
         yield finding("shapes-not-recorded")
     elif 0 < sized < len(gemms):
         yield finding("gemm-sizes-partial", known=sized, gemms=len(gemms))
+
+
+def _outside_steps(view: TraceView) -> Iterator[Finding]:
+    """GPU work that belongs to no step: launched before the recording, in a step that was recorded in part, or after the last."""
+    trace, steps = view.trace, view.steps
+    begin, end = steps.every[0].begin, steps.every[-1].end
+    outside = [number for number, work in enumerate(trace.work) if number in steps.before or not begin <= work.start < end]
+    time_ms = sum(trace.work[number].time for number in outside) / 1000
+    if time_ms > OUTSIDE * sum(work.time for work in trace.work) / 1000:
+        before = sum(number in steps.before for number in outside)
+        yield finding("work-outside-steps", count=len(outside), time_ms=time_ms, before=before)
 
 
 def _unknown_kernels(step: StepEvidence) -> Iterator[Finding]:
@@ -98,6 +118,9 @@ def _gpu_findings(step: StepEvidence) -> Iterator[Finding]:
 
 def _verdict(step: StepEvidence, causes: Sequence[Cause]) -> Finding:
     """The answer: the costliest cause, or that the step is as expected."""
+    unrecorded = step.account.unrecorded_ms
+    if unrecorded > 0.5 * step.step_ms:
+        return finding("step-not-recorded", time_ms=unrecorded, step_ms=step.step_ms)
     if causes:
         return finding("step-cause", cause=causes[0].code, title=causes[0].title, cost_ms=causes[0].cost_ms, step_ms=step.step_ms)
     if not step.well_named:
@@ -110,6 +133,6 @@ def _verdict(step: StepEvidence, causes: Sequence[Cause]) -> Finding:
     if not step.is_low and step.unknown_share > 1 - WELL_NAMED:
         return finding("step-precision-partly-unknown", share=step.unknown_share)
     if step.has_fp8 is False and not step.is_low:
-        return finding("step-without-fp8", gpu=step.view.trace.gpu_name or "this GPU", busy=1 - step.account.idle_share)
-    busy, quantization = 1 - step.account.idle_share, step.account.share("quantization")
+        return finding("step-without-fp8", gpu=step.view.trace.gpu_name or "this GPU", busy=step.account.busy_share)
+    busy, quantization = step.account.busy_share, step.account.share("quantization")
     return finding("step-as-expected", low_share=step.low_share, share_of=step.share_of, busy=busy, quantization=quantization)

@@ -125,7 +125,7 @@ def operand_size(name: str, shapes: Sequence[Any]) -> Size | None:
     >>> operand_size("aten::bmm", [[3, 8, 4], [3, 4, 2]]), operand_size("aten::mm", [])
     ((8, 4, 2), None)
     """
-    matrices = [shape for shape in shapes if _is_shape(shape) and len(shape) >= 2]
+    matrices = [shape for shape in shapes if is_shape(shape) and len(shape) >= 2]
     if "add" in name and len(matrices) > 2 and len(matrices[0]) == len(matrices[1]):
         matrices = matrices[1:]
     if len(matrices) < 2:
@@ -141,7 +141,7 @@ def operand_size(name: str, shapes: Sequence[Any]) -> Size | None:
 
 
 def _batches(shapes: Sequence[Any]) -> int:
-    matrices = [shape for shape in shapes if _is_shape(shape) and len(shape) >= 2]
+    matrices = [shape for shape in shapes if is_shape(shape) and len(shape) >= 2]
     three = matrices and len(matrices[0]) == 3 and len(matrices) > 1 and len(matrices[1]) == 3
     return int(matrices[0][0]) if three else 1
 
@@ -150,7 +150,7 @@ def _layer_gemms(operator: Operator) -> list[Size]:
     """The GEMMs of a framework's function: its input times each weight that fits, from the shapes of its arguments."""
     if operator.name.startswith(("aten::", "autograd::")) or "Backward" in operator.name:
         return []
-    shapes = [shape for shape in operator.shapes if _is_shape(shape) and len(shape) >= 2]
+    shapes = [shape for shape in operator.shapes if is_shape(shape) and len(shape) >= 2]
     if len(shapes) < 2 or not any(word in operator.name for word in ("Linear", "MLP", "linear", "mlp")):
         return []
     weights_first = operator.name.lstrip("_") in ("Linear", "_Linear")
@@ -166,7 +166,7 @@ def _layer_gemms(operator: Operator) -> list[Size]:
     return [(rows, width, fitting[0][0])] if fitting else []
 
 
-def _is_shape(shape: Any) -> bool:
+def is_shape(shape: Any) -> bool:
     """Whether these are the sizes of a tensor."""
     is_list = isinstance(shape, list) and len(shape) <= MOST_DIMENSIONS
     return is_list and all(isinstance(size, int) and 0 <= size <= LARGEST_SIZE for size in shape)

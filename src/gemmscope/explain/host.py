@@ -25,10 +25,8 @@ class HostActivity:
 def host_activities() -> tuple[HostActivity, ...]:
     """In the order in which they are tried: the most specific first."""
     entries = load_data("gemmscope.explain", "host_activity.toml")["activity"]
-    return tuple(
-        HostActivity(entry["name"], entry["cause"], *(re.compile(entry[key]) if key in entry else None for key in ("names", "calls")))
-        for entry in entries
-    )
+    patterns = [[re.compile(entry[key]) if key in entry else None for key in ("names", "calls")] for entry in entries]
+    return tuple(HostActivity(entry["name"], entry["cause"], *pair) for entry, pair in zip(entries, patterns, strict=True))
 
 
 @lru_cache(10_000)

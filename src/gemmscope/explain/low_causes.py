@@ -161,7 +161,9 @@ def _recast(step: StepEvidence) -> Iterator[Cause]:
         finding("cause-weight-casts", tensors=per_gemm, weights_ms=weights_ms, repeated_ms=cost),
     ]
     again = [item for items, _ in stretches[1:] for item in items]
-    yield step.cause("recast", cost, evidence, again, "forward of micro-batches after the first", spans_of(again, "cast again"))
+    forward = [item for item in step.casts if item.scope.phase == "forward"]
+    where = "forward of micro-batches after the first"
+    yield step.cause("recast", cost, evidence, again, where, spans_of(again, "cast again"), shortened=forward)
 
 
 def _forward_casts(step: StepEvidence) -> list[tuple[list[TimedWork], int]]:

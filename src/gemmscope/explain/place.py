@@ -107,6 +107,8 @@ def _place(trace: RecordedTrace, work: GpuWork, scope: Scope, operator: Operator
     if work.collective or done.kernel_class == "communication":
         return PlacedWork("communication", facts)
     kind: str = "memory" if work.copy else done.kernel_class
+    if kind == "optimizer" and trace.inference:  # multi_tensor_apply and the like are used elsewhere, too
+        kind = "elementwise"
     if scope.phase == "optimizer" and kind not in ("attention", "memory"):
         return PlacedWork("optimizer", facts)
     launcher = trace.operator_names.get(work.external, "")

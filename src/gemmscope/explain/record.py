@@ -8,13 +8,15 @@
             trace.step()                                   # 2: after every optimizer step
 
 It waits until the run is warm, records a few steps with the shapes of all operators, and writes one small gzipped file. Before
-and after that it costs nothing. torch is the user's own, imported only when the recording begins.
+and after that it costs nothing. torch is the user's own, imported only when the recording begins. Whatever goes wrong is said on
+standard error, as early as it can be known, and the training goes on: nothing here raises once the training runs.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
@@ -43,11 +45,11 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
         if not 1 <= steps <= MOST_STEPS or after < 0:
             limits = f"steps must be between 1 and {MOST_STEPS}, and after at least 0"
             raise ValueError(f"{limits}, got steps={steps}, after={after}")
-        rank = int(os.environ.get("RANK", "0") or 0)
+        rank = _rank()
         self.path = Path(path) if len(ranks) < 2 else _with_rank(Path(path), rank)
         self.steps, self.after = steps, after
         self.recorded = False
-        self._finished = False
+        self._finished = self._failed = False
         self._wanted = rank in ranks
         self._passed = 0
         self._profiler: Any = None
@@ -55,40 +57,68 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
 
     def __enter__(self) -> trace_me:
         if self._wanted:
-            from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
-
-            activities = [ProfilerActivity.CPU, *({ProfilerActivity.CUDA} & supported_activities())]
-            planned = schedule(wait=max(self.after - 1, 0), warmup=min(self.after, 1), active=self.steps, repeat=1)
-            self._profiler = profile(activities=activities, schedule=planned, on_trace_ready=self._write, record_shapes=True)
-            self._profiler.__enter__()
-            self._watch()
+            self._guarded(self._start)
         return self
 
     def step(self) -> None:
         """Count one training step: call it after `optimizer.step()`."""
         self._passed += 1
-        if self._profiler is None:
-            return
+        if self._profiler is not None:
+            self._guarded(self._step)
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None:
+        self._guarded(self._stop)
+        if self._wanted and not self._finished and not self._failed and kind is None:
+            needed = self.after + self.steps
+            say(
+                f"gemmscope: nothing was recorded: the loop ran {self._passed} steps, {needed} are needed; "
+                f"call trace.step() after every step, or use an after= smaller than {self.after}"
+            )
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        """Run it; if it fails, say so, give up recording, and let the training go on."""
+        try:
+            action()
+        except Exception as error:
+            self._failed = True
+            profiler, self._profiler = self._profiler, None
+            with suppress(Exception):
+                if self._clock is not None:
+                    self._clock.stop()
+                if profiler is not None:
+                    profiler.on_trace_ready = None
+                    profiler.__exit__(None, None, None)
+            say(f"gemmscope: no trace is recorded, the training goes on: {type(error).__name__}: {error}")
+
+    def _start(self) -> None:
+        if problem := _why_not_writable(self.path):
+            say(f"gemmscope: {problem}: the trace cannot be written, unless this changes before step {self.after + self.steps}")
+        from torch import cuda
+        from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
+
+        if not cuda.is_available() or ProfilerActivity.CUDA not in supported_activities():
+            say("gemmscope: PyTorch finds no GPU to profile: the trace will have no kernels, and gemmscope explain needs them")
+        activities = [ProfilerActivity.CPU, *({ProfilerActivity.CUDA} & supported_activities())]
+        planned = schedule(wait=max(self.after - 1, 0), warmup=min(self.after, 1), active=self.steps, repeat=1)
+        self._profiler = profile(activities=activities, schedule=planned, on_trace_ready=self._write, record_shapes=True)
+        self._profiler.__enter__()
+        self._watch()
+
+    def _step(self) -> None:
         self._profiler.step()
         self._watch()
         if self._finished:
-            self.__exit__(None, None, None)
+            self._stop()
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None:
+    def _stop(self) -> None:
         if self._clock is not None:
             self._clock.stop()
         if self._profiler is None:
             return
         if not self._finished:
             self._profiler.on_trace_ready = None
-        self._profiler.__exit__(kind, value, traceback)
+        self._profiler.__exit__(None, None, None)
         self._profiler = None
-        if not self._finished and kind is None:
-            needed = self.after + self.steps
-            say(
-                f"gemmscope: nothing was recorded: the loop ran {self._passed} steps, {needed} are needed; "
-                f"call trace.step() after every step, or use an after= smaller than {self.after}"
-            )
 
     def _watch(self) -> None:
         """Read the clock from the first recorded step on, until the trace is written."""
@@ -96,19 +126,28 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
             self._clock = _Clock()
 
     def _write(self, profiler: Any) -> None:
+        self._finished = True
         if self._clock is not None:
             self._clock.stop()
-        with temporary_folder() as folder:
-            raw = folder / "trace.json"
-            profiler.export_chrome_trace(str(raw))
-            self._finished = True
-            try:
+        try:
+            with temporary_folder() as folder:
+                raw = folder / "trace.json"
+                profiler.export_chrome_trace(str(raw))
                 slim_file(raw, self.path, _facts(self._clock))
-            except UserError as error:  # the training goes on
-                say(f"gemmscope: {error}")
-                return
+        except Exception as error:  # the training goes on
+            say(f"gemmscope: {error if isinstance(error, UserError) else f'{self.path} was not written: {error}'}")
+            return
         self.recorded = True
         say(f"gemmscope: wrote {self.path}; now: gemmscope explain {self.path}")
+
+
+def _why_not_writable(path: Path) -> str:
+    """Why a file could not be written there now; empty if it could."""
+    if path.is_dir():
+        return f"{path} is a folder, not a file"
+    if not path.parent.is_dir():
+        return f"the folder {path.parent} does not exist"
+    return "" if os.access(path.parent, os.W_OK) else f"the folder {path.parent} is not writable"
 
 
 class _Clock:
@@ -133,8 +172,9 @@ class _Clock:
             threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
-        while not self._done.wait(CLOCK_SECONDS):
-            self.readings.append(asdict(self._gpu.read()))
+        with suppress(Exception):  # the trace is useful without it
+            while not self._done.wait(CLOCK_SECONDS):
+                self.readings.append(asdict(self._gpu.read()))
 
     def stop(self) -> None:
         self._done.set()
@@ -155,6 +195,12 @@ def _facts(clock: _Clock | None) -> dict[str, Any]:
     if clock is not None and clock.readings:
         facts["clock"] = {"max_sm_mhz": clock.max_sm_mhz, "readings": clock.readings[-200:]}
     return facts
+
+
+def _rank() -> int:
+    """The rank of this process in a distributed job, as torchrun and others set it; 0 without one."""
+    text = os.environ.get("RANK", "").strip()
+    return int(text) if text.isascii() and text.isdigit() else 0
 
 
 def _with_rank(path: Path, rank: int) -> Path:

@@ -14,7 +14,7 @@ from itertools import islice
 from math import inf, nextafter
 from typing import Any, Literal
 
-from gemmscope.explain.trace import ATTENTION_FORWARD, Operator, RecordedTrace
+from gemmscope.explain.trace import ATTENTION_FORWARD, CONVOLUTION_FORWARD, GEMM_OPERATORS, Operator, RecordedTrace
 
 Phase = Literal["forward", "backward", "recomputed", "optimizer", ""]
 FORWARD_FUNCTIONS = re.compile(
@@ -68,7 +68,7 @@ def scopes(trace: RecordedTrace) -> list[Scope]:
             span = bisect_right(optimizing, (moment, inf)) - 1
             optimizes = span >= 0 and optimizing[span][1] >= moment
             result[number] = Scope(opened, moment, "optimizer" if optimizes else _phase(opened, trace))
-    return _whole_layers(result)
+    return _whole_layers(result, trace)
 
 
 class _OpenOperators:
@@ -103,19 +103,35 @@ class _OpenOperators:
         return self._operators
 
 
-def _whole_layers(result: list[Scope]) -> list[Scope]:
-    """Mark a recomputed layer from its first function to its last, including work without a function of its own."""
-    launches: dict[int, list[float]] = {}
-    for scope in result:
-        if scope.phase == "recomputed" and scope.launched is not None:
-            launches.setdefault(id(scope.backward_node()), []).append(scope.launched)
-    spans = {node: (min(moments), max(moments)) for node, moments in launches.items()}
+def _whole_layers(result: list[Scope], trace: RecordedTrace) -> list[Scope]:
+    """Mark a recomputed layer from its first function to its last, including work without a function of its own.
+
+    After the last function come norms, activations and sums, until the node that asked for the layer does its own work.
+    """
+    nodes: dict[int, list[int]] = {}
+    recomputing: set[int] = set()
     for number, scope in enumerate(result):
-        if scope.phase == "backward" and scope.launched is not None:
-            first, last = spans.get(id(scope.backward_node()), (inf, -inf))
-            if first <= scope.launched <= last:
-                result[number] = replace(scope, phase="recomputed")
+        node = scope.backward_node() if scope.phase in ("backward", "recomputed") else None
+        if node is not None and scope.launched is not None:
+            nodes.setdefault(id(node), []).append(number)
+            if scope.phase == "recomputed":
+                recomputing.add(id(node))
+    for node_id in recomputing:
+        numbers = sorted(nodes[node_id], key=lambda number: result[number].launched or 0.0)
+        again = [place for place, number in enumerate(numbers) if result[number].phase == "recomputed"]
+        for place in range(again[0], len(numbers)):
+            number = numbers[place]
+            if place > again[-1] and _is_backward(result[number], trace.operator_names.get(trace.work[number].external, "")):
+                break
+            if result[number].phase == "backward":
+                result[number] = replace(result[number], phase="recomputed")
     return result
+
+
+def _is_backward(scope: Scope, launcher: str) -> bool:
+    """Whether work after a recomputed layer belongs to backward: to a node inside the node, or by its operator."""
+    nested = sum(operator.name.startswith(EVALUATES) for operator in scope.operators) > 1
+    return nested or not launcher.startswith("aten::") or "backward" in launcher or GEMM_OPERATORS.match(launcher) is not None
 
 
 def _phase(current: tuple[Operator, ...], trace: RecordedTrace) -> Phase:
@@ -135,10 +151,12 @@ def is_forward_function(name: str) -> bool:
 
     >>> [is_forward_function(name) for name in ("_LayerNormLinear", "aten::linear", "aten::mm", "_LinearBackward")]
     [True, True, False, False]
+    >>> [is_forward_function(name) for name in ("aten::conv2d", "aten::convolution_backward")]
+    [True, False]
     """
     if "Backward" in name or name.endswith("_backward"):
         return False
-    return FORWARD_FUNCTIONS.search(name) is not None or ATTENTION_FORWARD.match(name) is not None
+    return any((FORWARD_FUNCTIONS.search(name), ATTENTION_FORWARD.match(name), CONVOLUTION_FORWARD.match(name)))
 
 
 def optimizer_spans(trace: RecordedTrace) -> list[tuple[float, float]]:

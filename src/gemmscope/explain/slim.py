@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from gemmscope.explain.stream import EventStream
+from gemmscope.explain.trace import ATTENTION_FORWARD, CONCRETE
 from gemmscope.files import replacing, text_into
 
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
-LAUNCH_NAMES = ("Launch", "Memcpy", "Memset", "Synchronize", "Malloc", "Free", "HostAlloc")
+LAUNCH_NAMES = ("Launch", "Memcpy", "Memset", "Synchronize", "StreamWaitEvent", "Malloc", "Free", "HostAlloc")
 KEPT_ARGUMENTS = (
     "External id", "correlation", "stream", "device", "Input Dims", "Input type", "Sequence number", "Fwd thread id",
-    "Collective name", "In msg nelems", "Group size", "dtype",
+    "Collective name", "In msg nelems", "Out msg nelems", "Group size", "dtype", "Process Group Name", "Process Group Ranks",
+    "Process Group Description",
 )  # fmt: skip
 
 
@@ -68,5 +70,6 @@ def _trimmed(event: dict[str, Any]) -> dict[str, Any]:
     small: dict[str, Any] = {key: event[key] for key in ("ph", "cat", "name", "pid", "tid") if key in event}
     times = {key: event[key] for key in ("ts", "dur") if key in event}
     small |= {key: round(time, 3) if isinstance(time, float) else time for key, time in times.items()}
-    arguments = {key: value for key, value in _arguments(event).items() if key in KEPT_ARGUMENTS and value not in ([], "", None)}
+    kept = (*KEPT_ARGUMENTS, CONCRETE) if ATTENTION_FORWARD.match(str(event.get("name"))) else KEPT_ARGUMENTS
+    arguments = {key: value for key, value in _arguments(event).items() if key in kept and value not in ([], "", None)}
     return {**small, "args": arguments} if arguments else small

@@ -5,13 +5,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from gemmscope.explain.account import EXPOSED
-from gemmscope.explain.cause import Span, StepEvidence, main_kernels, sizes_of, spans_of
+from gemmscope.explain.cause import NAMED, Span, StepEvidence, main_kernels, sizes_of, spans_of
+from gemmscope.explain.host import host_activities
 from gemmscope.explain.timeline import Gap
+from gemmscope.explain.unrecorded import incomplete_replays
 from gemmscope.explain.view import TimedWork, add_up
 from gemmscope.findings import Finding, finding
 from gemmscope.results.explain import Cause
 
 WAITING = 0.05  # of the step
+LONG_CALL = 0.1  # of the step
 EXPERT_NAMES = ("Grouped", "Expert", "Moe", "MoE")
 # In the names of kernels of attention and norms
 FORWARD_NAMES = ("fprop", "fwd", "forward", "Forward")
@@ -22,13 +25,49 @@ DILUTIONS = {"attention": (0.30, 0.15), "head": (0.30, 0.12), "optimizer": (0.25
 
 def step_causes(step: StepEvidence) -> Iterator[Cause]:
     """All causes, in no order."""
-    idle = (_no_launches, _late_launches, _unexplained_idle)
+    idle = (_host_activities, _no_launches, _late_launches, _unexplained_idle)
     for search in (*idle, _recompute, _communication, _copies, _dilution):
         yield from search(step)
 
 
 def _gaps(step: StepEvidence, *reasons: str) -> list[Gap]:
     return [gap for shares in step.view.shares for gap in shares.gaps if gap.why in reasons]
+
+
+def _host_activities(step: StepEvidence) -> Iterator[Cause]:
+    """The GPU waits while the CPU allocates memory, compiles, saves a checkpoint or loads data."""
+    for activity in host_activities():
+        gaps = _gaps(step, activity.name)
+        time = _ms(step, gaps)
+        if time <= WAITING * step.step_ms:
+            continue
+        longest = max(gap.time for gap in gaps) / 1000
+        waiting = sum(any(gap.why == activity.name for gap in shares.gaps) for shares in step.view.shares)
+        affected = {"waiting": waiting, "steps": step.view.count}
+        facts = finding("cause-host-activity", **step.time_facts(time), longest_ms=longest, **affected)
+        evidence = [facts, *_calls(step, activity.name)]
+        yield step.cause(activity.cause, time, evidence, (), "", _gap_spans(gaps, activity.name), gaps=gaps)
+
+
+def _calls(step: StepEvidence, activity: str) -> Iterator[Finding]:
+    """The calls and annotations of an activity of the CPU within the steps, and how many of them take long."""
+    begin, end = step.view.steps.chosen[0].begin, step.view.steps.chosen[-1].end
+    calls = [call for call in step.view.trace.host_work.get(activity, ()) if begin <= call.start < end]
+    times = add_up((call.name, (call.end - call.start) / 1000) for call in calls)
+    names = sorted(times, key=lambda name: -times[name])[:2]
+    for name in names:
+        named = [(call.end - call.start) / 1000 for call in calls if call.name == name]
+        limit = LONG_CALL * step.step_ms
+        long = sum(time > limit for time in named)
+        yield finding("cause-host-calls", name=name[:100], count=len(named), total_ms=times[name], long=long, limit_ms=limit)
+
+
+def unrecorded_work(step: StepEvidence) -> Iterator[Finding]:
+    """Kernels are missing from the trace, and the time is not idle."""
+    time = step.account.unrecorded_ms
+    if time > NAMED * step.step_ms:
+        code = "graph-kernels-missing" if incomplete_replays(step.view.trace) else "kernels-missing"
+        yield finding(code, **step.time_facts(time))
 
 
 def _no_launches(step: StepEvidence) -> Iterator[Cause]:
@@ -39,7 +78,7 @@ def _no_launches(step: StepEvidence) -> Iterator[Cause]:
         longest = max(gaps, key=lambda gap: gap.time)
         times = {**step.time_facts(time), "gaps": step.per_step(gaps), "longest_ms": longest.time / 1000}
         evidence = [finding("cause-no-launches", **times), *_marks_in(step, longest)]
-        yield step.cause("elsewhere", time, evidence, (), _where(step, longest), _gap_spans(gaps, "no launches"))
+        yield step.cause("elsewhere", time, evidence, (), _where(step, longest), _gap_spans(gaps, "no launches"), gaps=gaps)
 
 
 def _late_launches(step: StepEvidence) -> Iterator[Cause]:
@@ -65,7 +104,7 @@ def _late_launches(step: StepEvidence) -> Iterator[Cause]:
     kernel_us = 1000 * account.busy_ms / max(account.kernels, 1)
     evidence.append(finding("cause-launch-rate", launches=account.launches, interval_us=interval_us, kernel_us=kernel_us))
     evidence.append(finding("cause-profiler-overhead"))
-    yield step.cause(code, time, evidence, (), "", _gap_spans(late, "waiting for a launch"))
+    yield step.cause(code, time, evidence, (), "", _gap_spans(late, "waiting for a launch"), gaps=late)
 
 
 def _unexplained_idle(step: StepEvidence) -> Iterator[Cause]:
@@ -75,7 +114,7 @@ def _unexplained_idle(step: StepEvidence) -> Iterator[Cause]:
     if time > WAITING * step.step_ms:
         why = finding("cause-other-streams" if step.view.trace.launches else "launches-not-recorded")
         evidence = [finding("cause-idle", **step.time_facts(time), gaps=step.per_step(gaps)), why]
-        yield step.cause("idle", time, evidence, (), "", _gap_spans(gaps, "idle"))
+        yield step.cause("idle", time, evidence, (), "", _gap_spans(gaps, "idle"), gaps=gaps)
 
 
 def _ms(step: StepEvidence, gaps: list[Gap]) -> float:
@@ -118,7 +157,9 @@ def _recompute(step: StepEvidence) -> Iterator[Cause]:
         casts = [item for item in again if item.name == "quantization"]
         evidence = [
             finding("cause-recomputed", **step.time_facts(time)),
-            finding("cause-recomputed-kernels", gemms=step.per_step(gemms), casts=step.per_step(casts)),
+            finding(
+                "cause-recomputed-kernels", kernels=step.per_step(again), gemms=step.per_step(gemms), casts=step.per_step(casts)
+            ),
         ]
         high = [item for item in gemms if not item.gemm.low]
         if high and step.low and step.weight(high) > 0.5 * step.weight(gemms):
@@ -163,7 +204,7 @@ def _communication(step: StepEvidence) -> Iterator[Cause]:
     if exposed <= WAITING * step.step_ms:
         return
     items = step.of_class("communication")
-    total = exposed + step.account.hidden_ms
+    total = step.account.communication_ms
     updates = [item for item in step.items if item.placed.facts.kernel_class == "update"]
     short = [item for item in items if item.work.time < 200 and item.mentions("AllReduce", "all_reduce")]
     hidden_share = step.account.hidden_ms / total
@@ -212,4 +253,5 @@ def _dilution(step: StepEvidence) -> Iterator[Cause]:
                 *details,
                 finding("cause-best-case", share=gemms_ms / step_ms, speedup=step_ms / max(step_ms - gemms_ms, 1e-9)),
             ]
-            yield step.cause(code, time - usual * busy_ms, evidence, items)
+            shortened = {item.index: item for item in (*items, *(item for name in names for item in step.of_class(name)))}
+            yield step.cause(code, time - usual * busy_ms, evidence, items, shortened=shortened.values())

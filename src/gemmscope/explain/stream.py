@@ -1,8 +1,8 @@
 """Reads a Chrome trace one event at a time, however large the file is: plain or gzipped JSON, an object or a bare array.
 
 The text is read in pieces. Each event is decoded as soon as it is complete, yielded and dropped. Of the rest of the file, only
-the members in `HEAD` are kept: others may hold anything, environment variables included, and must not reach any output. Memory use
-is limited by one piece and one event, not by the file.
+the members in `HEAD` are kept: others may hold anything, environment variables included, and must not reach any output. Memory
+use is limited by one piece and one event, not by the file.
 """
 
 import io

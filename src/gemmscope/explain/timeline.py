@@ -1,14 +1,14 @@
 """Divides the time of a step among the work that ran in it, so that the parts sum to the step.
 
-Computation comes first: communication and copies that run at the same time are hidden behind it. Time in which communication runs
-without computation is exposed, with or without copies beside it (as Holistic Trace Analysis defines it). Time in which only copies
-run counts as copies, and time in which nothing runs as idle, unless kernels are missing from the trace. Kernels that compute at the
-same time share that time equally.
+Computation comes first: communication and copies that run at the same time are hidden behind it. Time in which communication
+runs without computation is exposed, with or without copies beside it (as Holistic Trace Analysis defines it). Time in which only
+copies run counts as copies, and time in which nothing runs as idle, unless kernels are missing from the trace. Kernels that
+compute at the same time share that time equally.
 """
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ NOWHERE = Scope()
 SHORT_US = 10.0  # usual gap between two kernels that were both launched in time
 MOST_SHARES = 1_000_000  # pieces of work that run through several steps
 NO_LAUNCH_US = 1000.0  # without a single launch the CPU is busy with something else
-MOST = 0.5  # share of a gap that explains it
+MOST = 0.5  # share of a gap
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ def share_out(
     trace: RecordedTrace, scopes: Sequence[Scope], steps: Sequence[RecordedStep], ranks: Sequence[int],
     before: Container[int] = (),
 ) -> list[Shares]:  # fmt: skip
-    """The shares of each step. `ranks`: of all work, 0 computation, 1 communication, 2 copies. `before`: work that belongs to no step."""
-    host = _Host(trace)
+    """The shares of each step. `ranks`: of all work, 0 computation, 1 communication, 2 copies. `before`: work of no step."""
+    host = _HostTimeline(trace)
     left = MOST_SHARES + 2 * len(trace.work)
     result = [Shares() for _ in steps]
     running: list[int] = []  # work that began before the step
@@ -84,32 +84,34 @@ def share_out(
     return result
 
 
-class _Host:
+class _HostTimeline:
     """What the CPU did, for the reasons of gaps."""
 
     def __init__(self, trace: RecordedTrace) -> None:
         self.calls = sorted(call.end for call in trace.launches.values())
         threads = Counter(call.thread for call in trace.launches.values())
         self.main_thread = threads.most_common(1)[0][0] if threads else None
-        spans = (((name, call.thread), call.start, call.end) for name, calls in trace.activities.items() for call in calls)
+        spans = (((name, call.thread), call.start, call.end) for name, calls in trace.host_work.items() for call in calls)
         self._activities = by_key(spans)
         self._unrecorded = unrecorded_spans(trace)
 
     def unrecorded(self, begin: float, end: float) -> bool:
         return self._unrecorded.within(begin, end) > MOST * (end - begin)
 
-    def activity(self, thread: Any, begin: float, end: float) -> Idle | None:
-        """What the thread was busy with for most of the time."""
-        if not self._activities:
-            return None
-        times = {name: covered.within(begin, end) for name in ACTIVITIES if (covered := self._activities.get((name, thread)))}
-        longest = max(times, key=lambda name: times[name], default=None)
-        return longest if longest is not None and times[longest] > MOST * (end - begin) else None
+    def activities(self, thread: Any, begin: float, end: float) -> Iterator[tuple[Idle, float]]:
+        """What the thread was busy with, and for how long; where activities are inside each other, the first of them counts."""
+        left = end - begin
+        for name in ACTIVITIES if self._activities else ():
+            covered = self._activities.get((name, thread))
+            time = min(covered.within(begin, end), left) if covered is not None else 0.0
+            if time > SHORT_US:
+                left -= time
+                yield name, time
 
 
 def _share_out(
     result: Shares, trace: RecordedTrace, scopes: Sequence[Scope], step: RecordedStep, ranks: Sequence[int],
-    host: _Host, inside: Sequence[int],
+    host: _HostTimeline, inside: Sequence[int],
 ) -> None:  # fmt: skip
     edges: list[tuple[float, int, int]] = []
     for number in inside:
@@ -128,7 +130,7 @@ def _share_out(
         group = groups[ranks[number]]
         if opens:
             if idle_from is not None and moment > idle_from:
-                result.gaps.append(_gap(trace, idle_from, moment, trace.work[number], scopes[number], host))
+                result.gaps += _gaps(trace, idle_from, moment, trace.work[number], scopes[number], host)
             idle_from = None
             group.begin(number)
         else:
@@ -139,7 +141,7 @@ def _share_out(
     if idle_from is not None and step.end > idle_from:
         at = bisect_left(trace.work, step.end - 1e-3, key=lambda work: work.start)
         after = trace.work[at] if at < len(trace.work) else None
-        result.gaps.append(_gap(trace, idle_from, step.end, after, NOWHERE, host))
+        result.gaps += _gaps(trace, idle_from, step.end, after, NOWHERE, host)
 
 
 class _Running:
@@ -171,20 +173,32 @@ def _divide(result: Shares, groups: tuple[_Running, ...], time: float) -> None:
         result.hidden += time
 
 
-def _gap(trace: RecordedTrace, begin: float, end: float, until: GpuWork | None, scope: Scope, host: _Host) -> Gap:
+def _gaps(
+    trace: RecordedTrace, begin: float, end: float, until: GpuWork | None, scope: Scope, host: _HostTimeline
+) -> Iterator[Gap]:
+    """An idle period by its reasons. `until`: the work that ended it. The time of each activity of the CPU comes first."""
+    if end - begin > SHORT_US and host.unrecorded(begin, end):
+        yield Gap(begin, end, NOT_RECORDED)
+        return
+    call = trace.launches.get(until.correlation) if until is not None else None
+    rest = _gap(trace, begin, end, until, scope, host)
+    if rest.why in HOST_IDLE or call is None:
+        thread, latest = (call.thread, min(end, call.start)) if call is not None else (host.main_thread, end)
+        for activity, time in host.activities(thread, begin, latest):
+            yield Gap(begin, begin + time, activity, scope)
+            begin += time
+    if end > begin:
+        yield Gap(begin, end, rest.why, rest.scope)
+
+
+def _gap(trace: RecordedTrace, begin: float, end: float, until: GpuWork | None, scope: Scope, host: _HostTimeline) -> Gap:
     """Why the GPU was idle: whether the work that ended the gap (`until`) was launched in time."""
     call = trace.launches.get(until.correlation) if until is not None else None
-    if end - begin > SHORT_US and host.unrecorded(begin, end):
-        return Gap(begin, end, NOT_RECORDED)
     if call is None:
-        if activity := host.activity(host.main_thread, begin, end):
-            return Gap(begin, end, activity)
         ended = until is None and trace.launches  # the step ended and nothing more was launched
         return Gap(begin, end, "no launch for over 1 ms" if ended else "launch not recorded")
     if call.start <= begin:
         return Gap(begin, end, "between kernels" if end - begin < SHORT_US else "other stream")
-    if activity := host.activity(call.thread, begin, min(end, call.start)):
-        return Gap(begin, end, activity, scope)
     calls = host.calls
     awaited = _waited_until(trace, begin, call.start)
     previous = calls[bisect_left(calls, call.start) - 1] if calls and calls[0] < call.start else begin

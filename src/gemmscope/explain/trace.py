@@ -16,6 +16,7 @@ from gemmscope.errors import UserError
 from gemmscope.explain.foreign import MOST_NAMES as MOST_NAMES_LOOKED_AT
 from gemmscope.explain.foreign import OTHER_DEVICES, reject_foreign
 from gemmscope.explain.host import activity_of, activity_of_call
+from gemmscope.explain.messages import NCCL_MARK, CollectiveMessage, message_of
 from gemmscope.explain.stream import HOW_TO_RECORD, EventStream
 from gemmscope.reading import InputFile
 
@@ -28,12 +29,14 @@ CATEGORIES = {
 }  # fmt: skip
 GEMM_OPERATORS = re.compile(r"aten::(_scaled|_grouped|_scaled_grouped)?_?(mm|addmm|bmm|baddbmm|linear|matmul|addmv|mv)(_v2)?$")
 ATTENTION_FORWARD = re.compile(r"aten::_?(scaled_dot_product\w*attention|(flash|efficient|cudnn)_attention_forward)$")
+ATTENTION_BACKWARD = re.compile(r"aten::_?(scaled_dot_product\w*attention|(flash|efficient|cudnn)_attention)_backward$")
 CONVOLUTION = re.compile(r"aten::\w*conv(olution|[123_])\w*$")
-CONVOLUTION_FORWARD = re.compile(r"aten::(cudnn_|miopen_|_)?conv(olution|[123]d|_transpose[123]d)$")
+CONVOLUTION_FORWARD = re.compile(r"aten::conv(olution|[123]d|_transpose[123]d)$")
 # Names of operators, annotations and kernels that only training has
 TRAINING = re.compile(
     r"[Bb]ackward|_bwd|bwd_|wgrad|Optimizer\.(step|zero_grad)|[Aa]dam([wW]|[^a-z]|$)|[Aa]dagrad|MomentumSGD|_sgd|[Ll]amb([^d]|$)|Muon"
 )
+CONCRETE = "Concrete Inputs"  # the values of an operator's scalars: is_causal
 _WHOLE = re.compile(r"-?[0-9]{1,19}")
 SKEW_US = 20.0
 MOST_RECORDS = 4_000_000  # of about 1 KB each
@@ -41,6 +44,8 @@ LONGEST_NAME = 5000  # characters: the demangled names of templates are long
 MOST_NAMES = 32 << 20  # characters of all names that differ; real traces have less than 2 MiB
 MOST_SHAPES = 2000  # of one operator: the weights of many experts
 LATEST_US = 1e20  # no valid timestamp is larger
+LONG_US = 50.0  # activities of the CPU from this time on may explain why the GPU was idle
+MOST_MEMORY = 100_000  # readings of the allocator
 LONGEST_QUEUE_US = 10e6  # a kernel that starts later than this after its launch is on another clock
 
 
@@ -57,6 +62,7 @@ class GpuWork:
     external: Any
     copy: bool = False
     collective: str = ""
+    message: CollectiveMessage | None = None
 
     @property
     def time(self) -> float:
@@ -84,12 +90,14 @@ class Operator:
     external: Any = None
     shapes: list[Any] = field(default_factory=list)
     types: list[Any] = field(default_factory=list)
+    concrete: list[str] = field(default_factory=list)
     sequence: int | None = None
 
 
 @dataclass
 class RecordedTrace:
-    """The trace of one rank. `operator_names`: by external id, for operators of which only the name is kept."""
+    """The trace of one rank. `operator_names`: by external id, for operators of which only the name is kept. `activities`: what
+    the CPU did for long: operators, CUDA calls, Python functions. `memory`: time, bytes allocated, bytes reserved on the GPU."""
 
     source: InputFile
     work: list[GpuWork] = field(default_factory=list)
@@ -99,9 +107,12 @@ class RecordedTrace:
     operator_names: dict[Any, str] = field(default_factory=dict)
     marks: list[Operator] = field(default_factory=list)
     gpu_marks: list[Operator] = field(default_factory=list)
+    activities: list[Operator] = field(default_factory=list)
+    stream_waits: list[Call] = field(default_factory=list)
+    memory: list[tuple[float, float, float]] = field(default_factory=list)
     head: dict[str, Any] = field(default_factory=dict)
     other_gpus: int = 0  # whose work is ignored
-    activities: dict[str, list[Call]] = field(default_factory=dict)  # of the CPU, as host_activity.toml names them
+    host_work: dict[str, list[Call]] = field(default_factory=dict)  # by activity of the CPU (host_activity.toml)
     has_operators: bool = False
     trains: bool = False  # whether anything in it belongs to a backward pass or an optimizer
     events: int = 0
@@ -156,10 +167,12 @@ def read_trace(path: str | Path | InputFile) -> RecordedTrace:
         trace.events += 1
         if event.get("ph", "X") in ("X", "M"):
             _take(trace, event, names)
+        elif event.get("name") == "[memory]":
+            _take_memory(trace, event)
         if not trace.events % 10_000:
             _check_size(trace, names)
     trace.head = stream.head
-    trace.trains = any(map(TRAINING.search, names))
+    trace.trains = _trains(trace)
     _require_gpu_work(trace)
     _one_device(trace)
     _drop_false_ids(trace)
@@ -168,11 +181,16 @@ def read_trace(path: str | Path | InputFile) -> RecordedTrace:
     return trace
 
 
+def _trains(trace: RecordedTrace) -> bool:
+    records: tuple[list[Any], ...] = (trace.work, trace.operators, trace.marks)
+    names = {record.name for some in records for record in some}.union(trace.operator_names.values())
+    return any(map(TRAINING.search, names))
+
+
 def _check_size(trace: RecordedTrace, names: dict[str, str]) -> None:
     """Reject a trace that would need far more memory or time than any that is worth explaining."""
-    kept = (trace.work, trace.launches, trace.operators, trace.operator_names, trace.marks, trace.gpu_marks)
-    active = sum(map(len, trace.activities.values()))
-    if sum(map(len, kept)) + active > MOST_RECORDS:
+    kept = (trace.work, trace.launches, trace.operators, trace.operator_names, trace.marks, trace.gpu_marks, trace.activities)
+    if sum(map(len, kept)) + sum(map(len, trace.host_work.values())) > MOST_RECORDS:
         raise UserError(f"{trace.path} has more than {MOST_RECORDS:,} kernels, launches and operators", "record fewer steps")
     if sum(map(len, names)) > MOST_NAMES:
         raise UserError(f"{trace.path} has more than {MOST_NAMES >> 20} MiB of different names", HOW_TO_RECORD)
@@ -191,32 +209,39 @@ def _take(trace: RecordedTrace, event: dict[str, Any], names: dict[str, str]) ->
     kind = CATEGORIES.get(raw.lower()) if isinstance(raw, str) else None
     if kind is None and isinstance(raw, str) and len(trace.categories) < MOST_NAMES_LOOKED_AT:
         trace.categories.add(raw.lower())
-    if kind is None or (kind == "python" and not activity_of(str(event.get("name"))[:LONGEST_NAME])):
+    if kind is None:
         return
     start, duration = _number(event.get("ts")), _number(event.get("dur", 0))
     if start is None or duration is None or duration < 0:
+        return
+    if kind == "python" and duration < LONG_US:
         return
     name, end = printable(event.get("name", "")), start + duration
     name = names.setdefault(name, name)
     correlation = _key(arguments.get("correlation"))
     external = _key(arguments.get("External id", arguments.get("external id")))
+    if duration >= LONG_US and kind in ("python", "launch", "operator"):
+        trace.activities.append(Operator(name, start, end, thread))
     if kind in ("kernel", "copy"):
         copy = kind == "copy" or name.startswith(("Memcpy", "Memset"))
         collective = printable(arguments.get("Collective name") or "")
         collective = names.setdefault(collective, collective)
         stream, device = _key(arguments.get("stream", event.get("tid"))), _key(arguments.get("device", event.get("pid")))
-        trace.work.append(GpuWork(name, start, end, stream, device, correlation, external, copy, collective))
+        message = message_of(arguments) if collective else None
+        trace.work.append(GpuWork(name, start, end, stream, device, correlation, external, copy, collective, message))
     elif kind == "launch":
         call = Call(name, start, end, thread)
         if correlation is not None:
             trace.launches[correlation] = call
         if "Synchronize" in name or "cudaMemcpy" in name or "hipMemcpy" in name:
             trace.waits.append(call)
+        elif "StreamWaitEvent" in name:
+            trace.stream_waits.append(call)
         if activity := activity_of_call(name):
-            trace.activities.setdefault(activity, []).append(call)
+            trace.host_work.setdefault(activity, []).append(call)
     else:
         if kind != "gpu mark" and not name.startswith("aten::") and (activity := activity_of(name)):
-            trace.activities.setdefault(activity, []).append(Call(name, start, end, thread))
+            trace.host_work.setdefault(activity, []).append(Call(name, start, end, thread))
         if kind == "python":
             return
         _take_operator(trace, kind, Operator(name, start, end, thread, external), arguments)
@@ -227,15 +252,20 @@ def _take_operator(trace: RecordedTrace, kind: str, operator: Operator, argument
         trace.gpu_marks.append(operator)
         return
     if kind == "mark" or operator.name.startswith(("ProfilerStep", "Optimizer.step")):
+        if operator.name.startswith(NCCL_MARK):
+            operator.shapes, operator.types = _list(arguments.get("Input Dims"))[:1], _list(arguments.get("Input type"))[:1]
         trace.marks.append(operator)
         return
     trace.has_operators = True
     if operator.external is not None:
         trace.operator_names[operator.external] = operator.name
-    if operator.name.startswith(("aten::", "triton_")) and not _explains(operator.name):
+    attention = ATTENTION_FORWARD.match(operator.name) or ATTENTION_BACKWARD.match(operator.name)
+    if operator.name.startswith(("aten::", "triton_")) and not attention and not _explains(operator.name):
         return
     operator.shapes = _list(arguments.get("Input Dims", arguments.get("Input dims")))[:MOST_SHAPES]
     operator.types = _list(arguments.get("Input type"))[:MOST_SHAPES]
+    if attention:
+        operator.concrete = [value if isinstance(value, str) else "" for value in _list(arguments.get(CONCRETE))[:20]]
     operator.sequence = _integer(arguments.get("Sequence number"))
     trace.operators.append(operator)
 
@@ -243,6 +273,15 @@ def _take_operator(trace: RecordedTrace, kind: str, operator: Operator, argument
 def _explains(name: str) -> bool:
     """Whether an operator of PyTorch's own tells something about the kernels that it launches."""
     return any(pattern.match(name) for pattern in (GEMM_OPERATORS, ATTENTION_FORWARD, CONVOLUTION))
+
+
+def _take_memory(trace: RecordedTrace, event: dict[str, Any]) -> None:
+    """A reading of the caching allocator, which the profiler makes with `profile_memory=True`."""
+    arguments = _table(event.get("args"))
+    moment, device = _number(event.get("ts")), _integer(arguments.get("Device Type"))
+    allocated, reserved = _number(arguments.get("Total Allocated")), _number(arguments.get("Total Reserved"))
+    if moment is not None and device == 1 and allocated is not None and len(trace.memory) < MOST_MEMORY:
+        trace.memory.append((moment, max(allocated, 0.0), max(reserved or 0.0, 0.0)))
 
 
 def _require_gpu_work(trace: RecordedTrace) -> None:
@@ -290,11 +329,13 @@ def _from_zero(trace: RecordedTrace) -> None:
     """Count time from the first event: nanoseconds since 1970 would use up the digits of a float."""
     timed: list[Any] = [*trace.work, *trace.launches.values(), *trace.operators, *trace.marks, *trace.gpu_marks]
     trace.zero_us = min(record.start for record in timed)
-    active = [call for calls in trace.activities.values() for call in calls]
-    _shift([*timed, *trace.waits, *active], trace.zero_us)
+    active = [call for calls in trace.host_work.values() for call in calls]
+    _shift([*timed, *trace.waits, *trace.stream_waits, *trace.activities, *active], trace.zero_us)
+    trace.memory = sorted((moment - trace.zero_us, *sizes) for moment, *sizes in trace.memory)  # type: ignore[misc]
+    trace.stream_waits.sort(key=lambda wait: wait.start)
     trace.work.sort(key=lambda work: (work.start, work.end))
     trace.waits.sort(key=lambda wait: wait.start)
-    for records in (trace.operators, trace.marks, trace.gpu_marks):
+    for records in (trace.operators, trace.marks, trace.gpu_marks, trace.activities):
         records.sort(key=lambda record: (record.start, -record.end))
 
 

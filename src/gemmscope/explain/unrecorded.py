@@ -1,17 +1,19 @@
 """When the GPU must have been busy although no work was recorded: a gap in the recording is not idle time.
 
-Two things show it. A CUDA graph was replayed, and its kernels are missing from the trace, or fewer than in other replays of the
-same graph. Or the CPU waited for the GPU in a synchronization or a copy, which returns only when the GPU has finished.
+Two things show it. A CUDA graph was replayed, and its kernels are missing from the trace, or most of those that other replays of
+it have. Or the CPU waited for the GPU in a synchronization or a copy, which returns only when the GPU has finished.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
 from gemmscope.explain.host import Covered
 from gemmscope.explain.trace import Call, GpuWork, RecordedTrace
 
 LONG_WAIT_US = 500.0  # a shorter wait may be the time that the call itself takes
-MISSING = 0.9  # of the kernels of a complete replay
+MISSING = 0.5  # of the kernels of a complete replay
+COMPLETE = 2  # replays that are alike show what a complete one is
 
 
 def unrecorded_spans(trace: RecordedTrace) -> Covered:
@@ -36,7 +38,8 @@ def _replays(trace: RecordedTrace) -> Iterator[tuple[float, float]]:
     incomplete = incomplete_replays(trace)
     if not incomplete:
         return
-    launched = sorted((call.start, work.start) for work in trace.work if (call := trace.launches.get(work.correlation)) is not None)
+    calls = ((trace.launches.get(work.correlation), work.start) for work in trace.work)
+    launched = sorted((call.start, start) for call, start in calls if call is not None)
     moments = [moment for moment, _ in launched]
     synchronizations = [wait for wait in trace.waits if "Synchronize" in wait.name]
     last = max(work.end for work in trace.work)
@@ -51,7 +54,7 @@ def _replays(trace: RecordedTrace) -> Iterator[tuple[float, float]]:
 
 
 def incomplete_replays(trace: RecordedTrace) -> list[Call]:
-    """Launches of graphs without kernels, or with fewer than other replays that begin with the same kernel."""
+    """Launches of graphs whose kernels are missing from the trace, or most of them."""
     replays = {key: call for key, call in trace.launches.items() if "GraphLaunch" in call.name}
     if not replays:
         return []
@@ -59,12 +62,19 @@ def incomplete_replays(trace: RecordedTrace) -> list[Call]:
     for work in trace.work:
         if work.correlation in kernels:
             kernels[work.correlation].append(work)
-    complete: dict[str, int] = {}
-    for group in kernels.values():
-        if group:
-            complete[group[0].name] = max(complete.get(group[0].name, 0), len(group))
-    return [
-        call
-        for key, call in sorted(replays.items(), key=lambda replay: replay[1].start)
-        if not (group := kernels[key]) or len(group) < MISSING * complete[group[0].name]
-    ]
+    sequences = {key: tuple(work.name for work in group) for key, group in kernels.items()}
+    times = Counter(sequences.values())
+    longest: dict[str, tuple[str, ...]] = {}
+    for names in times:
+        if names and times[names] >= COMPLETE and len(names) > len(longest.get(names[0], ())):
+            longest[names[0]] = names
+    replayed = sorted(replays.items(), key=lambda replay: replay[1].start)
+    return [call for key, call in replayed if _is_incomplete(sequences[key], longest, times)]
+
+
+def _is_incomplete(names: tuple[str, ...], longest: Mapping[str, tuple[str, ...]], times: Mapping[tuple[str, ...], int]) -> bool:
+    """Without kernels, or the begin of a sequence that other replays have: graphs that begin alike are not the same graph."""
+    if not names:
+        return True
+    complete = longest.get(names[0], ())
+    return times[names] == 1 and len(names) < MISSING * len(complete) and complete[: len(names)] == names

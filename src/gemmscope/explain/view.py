@@ -1,5 +1,6 @@
 """Everything known about the steps of a trace: each piece of work with its operators, its class, its GEMM and its time."""
 
+from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,7 +9,7 @@ from typing import TypeVar
 from gemmscope.explain.gemms import NO_GEMM, TracedGemm, traced_gemms
 from gemmscope.explain.place import PlacedWork, place
 from gemmscope.explain.scopes import Scope, scopes
-from gemmscope.explain.steps import Steps, find_steps
+from gemmscope.explain.steps import RecordedStep, Steps, find_steps
 from gemmscope.explain.timeline import Shares, share_out
 from gemmscope.explain.trace import GpuWork, RecordedTrace
 
@@ -42,7 +43,7 @@ class TimedWork:
 
 @dataclass
 class TraceView:
-    """A trace with its steps. `shares`: how the time of each chosen step is divided."""
+    """A trace with its steps. `shares`: how the time of each chosen step is divided; `every_shares`: of each step."""
 
     trace: RecordedTrace
     steps: Steps
@@ -50,6 +51,7 @@ class TraceView:
     placed: list[PlacedWork]
     gemms: dict[int, TracedGemm]
     shares: list[Shares]
+    every_shares: list[Shares]
 
     @cached_property
     def _timed(self) -> list[list[TimedWork]]:
@@ -65,6 +67,11 @@ class TraceView:
     def by_step(self) -> Iterator[list[TimedWork]]:
         """The work of each chosen step, in the order it ran."""
         return iter(self._timed)
+
+    def indices_in(self, step: RecordedStep) -> range:
+        """All work that begins in a step, also what is hidden behind other work."""
+        begin, end = (bisect_left(self.trace.work, moment, key=lambda work: work.start) for moment in (step.begin, step.end))
+        return range(begin, end)
 
     def items(self) -> list[TimedWork]:
         return [item for step in self.by_step() for item in step]
@@ -85,8 +92,9 @@ def view_trace(trace: RecordedTrace, step_count: int | None = None) -> TraceView
     sources = scopes(trace)
     placed = place(trace, sources)
     gemms = {gemm.work: gemm for gemm in traced_gemms(trace, sources, placed)}
-    shares = share_out(trace, sources, steps.chosen, [work.rank for work in placed], steps.before)
-    return TraceView(trace, steps, sources, placed, gemms, shares)
+    shares = share_out(trace, sources, steps.every, [work.rank for work in placed], steps.before)
+    chosen = shares[len(steps.every) - len(steps.chosen) :]  # only first ones are left out
+    return TraceView(trace, steps, sources, placed, gemms, chosen, shares)
 
 
 def in_launch_order(items: Iterable[TimedWork]) -> list[TimedWork]:

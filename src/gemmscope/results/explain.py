@@ -1,5 +1,6 @@
 """The result of `gemmscope explain`: where the time of a recorded step went, and why it is not faster."""
 
+from statistics import median
 from typing import Literal
 
 from pydantic import Field
@@ -7,6 +8,7 @@ from pydantic import Field
 from gemmscope.findings import Finding
 from gemmscope.parts import StepPart
 from gemmscope.results.base import Part, Result
+from gemmscope.results.explain_tables import ExplainTables
 
 
 class PrecisionTotal(Part):
@@ -70,6 +72,15 @@ class StepAccount(Part):
         return 1 - (self.busy_ms + self.unrecorded_ms) / self.step_ms if self.step_ms else 0.0
 
     @property
+    def busy_share(self) -> float:
+        return self.busy_ms / self.step_ms if self.step_ms else 0.0
+
+    @property
+    def hidden_share(self) -> float | None:
+        """Share of communication that is hidden behind computation; None without communication."""
+        return self.hidden_ms / self.communication_ms if self.communication_ms else None
+
+    @property
     def communication_ms(self) -> float:
         """Time in which communication runs, hidden or exposed."""
         return self.hidden_ms + self.parts_ms.get("exposed communication", 0.0)
@@ -77,6 +88,22 @@ class StepAccount(Part):
     def share(self, *parts: StepPart) -> float:
         """Of the step's time."""
         return sum(self.parts_ms.get(part, 0.0) for part in parts) / self.step_ms if self.step_ms else 0.0
+
+
+class TracedStep(Part):
+    """One step of the trace, in milliseconds."""
+
+    name: str
+    time_ms: float
+    busy_ms: float
+    idle_ms: float
+    unrecorded_ms: float = 0.0
+    averaged: bool = True
+    """False: left out of all averages."""
+    slow: bool = False
+    extra: str = ""
+    """Of a slow step: the class of work or the reason of idle time that takes most time beyond that of a usual step."""
+    extra_ms: float = 0.0
 
 
 class Cause(Part):
@@ -87,6 +114,7 @@ class Cause(Part):
     cost_ms: float
     """What the step would save without it, as far as can be told."""
     speedup_without: float
+    """Of the step, replayed without the cause: with the order of each stream, launches, waits and collectives kept."""
     evidence: tuple[Finding, ...]
     kernels: tuple[str, ...] = ()
     where: str = ""
@@ -129,6 +157,12 @@ class RankTime(Part):
     exposed_ms: float
     """Exposed communication."""
     idle_ms: float
+    waiting_ms: float | None = None
+    """In collectives, for ranks that enter them later. Null: the ranks have no collectives in common."""
+    last_to_arrive: float | None = None
+    """Collectives that this rank enters last."""
+    delay_ms: float | None = None
+    """How long the others wait for this rank, on average."""
 
 
 class ExplainResult(Result):
@@ -141,6 +175,10 @@ class ExplainResult(Result):
     world_size: int = 1
     steps: int
     steps_found_by: str
+    each_step: tuple[TracedStep, ...] = ()
+    """All steps of the trace, in order."""
+    inference: bool = False
+    """The trace has neither a backward pass nor an optimizer."""
     account: StepAccount
     low_share: float
     """Share of the linears' FLOPs (of their time, where shapes are not known) in low precision, the output head left out."""
@@ -150,3 +188,12 @@ class ExplainResult(Result):
     causes: tuple[Cause, ...]
     comparisons: tuple[StepComparison, ...] = ()
     ranks: tuple[RankTime, ...] = ()
+    straggler: int | None = None
+    """The rank that the others wait for."""
+    tables: ExplainTables = ExplainTables()
+
+    @property
+    def step_range_ms(self) -> tuple[float, float, float] | None:
+        """Shortest, median and longest of the averaged steps; None if there is only one."""
+        times = [step.time_ms for step in self.each_step if step.averaged]
+        return (min(times), median(times), max(times)) if len(times) > 1 else None

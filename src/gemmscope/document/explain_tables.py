@@ -1,0 +1,215 @@
+"""Tables of an `ExplainResult` beyond where the time goes: GEMMs by shape, attention, collectives, kernels, launches, memory."""
+
+from collections.abc import Mapping
+
+from gemmscope import units
+from gemmscope.document.model import Block
+from gemmscope.document.table import NOTHING, Cell, Table, bytes_cell, columns, number, share_cell, without_empty
+from gemmscope.results.explain import ExplainResult
+from gemmscope.results.explain_tables import AttentionTotal, CollectiveTotal, GemmShapeTotal, LaunchStatistics, MemoryPoint
+
+MOST_ROWS = 20  # of shapes, one by one
+MOST_READINGS = 20
+LONGEST_NAME = 44  # characters of a kernel
+LONGEST_FRAME = 60
+PASSES = ("fprop", "dgrad", "wgrad", "recomputed")
+
+
+def table_sections(result: ExplainResult) -> Mapping[str, tuple[Block, ...]]:
+    """By the title of their section."""
+    return {
+        "Attention": (_attention(result),),
+        "Communication": (_collectives(result),),
+        "Kernels and launches": (_kernels(result), _launches(result.tables.launches), _idle_frames(result), _allocator(result)),
+        "Memory": (_memory(result),),
+    }
+
+
+def gemm_shape_table(result: ExplainResult) -> Table:
+    """The shapes that take the most time, and the others together."""
+    shapes = result.tables.gemm_shapes
+    rows = [_gemm_row(row) for row in shapes[:MOST_ROWS]]
+    if rest := shapes[MOST_ROWS:]:
+        count, time_ms = sum(row.count for row in rest), sum(row.time_ms for row in rest)
+        dashes = (NOTHING,) * 8
+        rows.append((Cell(f"{len(rest)} more shapes"), Cell("-"), Cell("-"), count_cell(count), fixed(time_ms, 3), *dashes))
+    heads = columns(
+        ("M x N x K", "Pass", "Precision"),
+        (
+            "GEMMs",
+            "ms",
+            "TFLOP/s",
+            "Of sustained",
+            "Of roofline",
+            "Bound by",
+            "Alignment",
+            "Better recipe",
+            "ms in it",
+            "Speedup",
+        ),
+    )
+    note = (
+        "Sustained: what large GEMMs usually reach on this GPU. Roofline: the shortest time that its published rate and memory "
+        "bandwidth allow. Alignment: of rows, in bytes; 16 is best. Better recipe: a forecast, casts of the activations included."
+    )
+    return without_empty(Table("GEMMs by shape, per step", heads, tuple(rows), note))
+
+
+def _gemm_row(row: GemmShapeTotal) -> tuple[Cell, ...]:
+    size = f"{row.m} x {row.n} x {row.k}"
+    passes = ", ".join(name for name in PASSES if name in row.passes)
+    return (
+        Cell(f"{row.batch} x ({size})" if row.batch > 1 else size),
+        Cell(passes or "-"),
+        Cell(row.precision),
+        count_cell(row.count),
+        fixed(row.time_ms, 3),
+        fixed(row.tflops, 0 if row.tflops >= 10 else 1),
+        share_cell(row.sustained_share, 1.0),
+        share_cell(row.roofline_share, 1.0),
+        Cell(row.bound or "-"),
+        Cell(str(row.alignment_bytes), row.alignment_bytes, level="warning" if row.alignment_bytes < 16 else ""),
+        Cell(row.better or "-"),
+        fixed(row.better_ms, 3),
+        fixed(row.time_ms / row.better_ms if row.better_ms else None, unit="x"),
+    )
+
+
+def _attention(result: ExplainResult) -> Table:
+    heads = columns(
+        ("Implementation", "Pass", "Batch x heads x queries x keys x head size", "Causal", "Precision"),
+        ("Runs", "ms", "TFLOP/s", "Faster", "ms in it"),
+    )
+    rows = tuple(map(_attention_row, result.tables.attention[:MOST_ROWS]))
+    note = "TFLOP/s count half of the scores where the mask is known to be causal. Faster: by the rate known for it on this GPU."
+    return without_empty(Table("Attention, per step", heads, rows, note))
+
+
+def _attention_row(row: AttentionTotal) -> tuple[Cell, ...]:
+    sizes = (row.batch, row.heads, row.queries, row.keys, row.head_dim)
+    return (
+        Cell(row.backend),
+        Cell(row.pass_name or "-"),
+        Cell(" x ".join(map(str, sizes)) if None not in sizes else "-"),
+        Cell("-" if row.causal is None else "yes" if row.causal else "no"),
+        Cell(row.precision or "-"),
+        count_cell(row.count),
+        fixed(row.time_ms, 3),
+        fixed(row.tflops, 0 if (row.tflops or 0) >= 10 else 1),
+        Cell(row.faster or "-"),
+        fixed(row.faster_ms, 3),
+    )
+
+
+def _collectives(result: ExplainResult) -> Table:
+    totals = result.tables.collectives
+    heads = columns(
+        ("Collective", "Process group"),
+        ("Ranks", "Runs", "Message", "ms", "Exposed ms", "Waiting ms", "Transfer ms", "Algorithm GB/s", "Bus GB/s"),
+    )
+    from_ranks = any(total.waiting_from == "other ranks" for total in totals)
+    note = (
+        "Waiting: beyond the time that the last rank to arrive spends in it."
+        if from_ranks
+        else "Waiting: beyond the shortest of the same size, so at least this; the traces of all ranks show the rest."
+    )
+    table = Table("Collectives, per step", heads, tuple(map(_collective_row, totals[:MOST_ROWS])), note)
+    return without_empty(table)
+
+
+def _collective_row(total: CollectiveTotal) -> tuple[Cell, ...]:
+    waiting = total.waiting_ms
+    return (
+        Cell(total.kind),
+        Cell(total.group or "-"),
+        number(total.ranks),
+        count_cell(total.count),
+        bytes_cell(total.message_bytes),
+        fixed(total.time_ms, 3),
+        fixed(total.exposed_ms, 3),
+        fixed(waiting, 3),
+        fixed(total.time_ms - waiting if waiting is not None else None, 3),
+        fixed(total.algorithm_gbps, 1),
+        fixed(total.bus_gbps, 1),
+    )
+
+
+def _kernels(result: ExplainResult) -> Table:
+    step_ms = result.account.step_ms
+    rows = tuple(
+        (
+            *(Cell(units.kernel_name(kernel.name, LONGEST_NAME)), Cell(kernel.kernel_class), count_cell(kernel.count)),
+            *(fixed(kernel.time_ms, 3), share_cell(kernel.time_ms / step_ms), fixed(kernel.mean_us, 1)),
+        )
+        for kernel in result.tables.kernels
+    )
+    heads = columns(("Kernel", "Class"), ("Runs", "ms", "Share of step", "Mean µs"))
+    return Table("Longest kernels, per step", heads, rows)
+
+
+def _launches(launches: LaunchStatistics | None) -> Table:
+    if launches is None:
+        return Table("Launches, per step", columns(("What",), ("Value",)), ())
+    cells = {
+        "launches": count_cell(launches.launches),
+        "kernels shorter than 10 µs": count_cell(launches.short_kernels),
+        "time in them, ms": fixed(launches.short_ms, 3),
+        "from launch to begin, median µs": fixed(launches.delay_median_us, 1),
+        "from launch to begin, 90th percentile µs": fixed(launches.delay_p90_us, 1),
+        "work queued at a launch, mean": fixed(launches.queue_mean, 1),
+        "work queued at a launch, most": number(launches.queue_most),
+        "launches to an idle GPU": share_cell(launches.queue_empty_share),
+    }
+    rows = tuple((Cell(what), cell) for what, cell in cells.items() if cell is not NOTHING)
+    return Table("Launches, per step", columns(("What",), ("Value",)), rows)
+
+
+def _idle_frames(result: ExplainResult) -> Table:
+    rows = tuple(
+        (
+            *(Cell(_frame_name(frame.frame)), Cell(frame.kind)),
+            *(count_cell(frame.gaps), fixed(frame.time_ms, 3), share_cell(frame.time_ms / result.account.step_ms)),
+        )
+        for frame in result.tables.idle_frames
+    )
+    note = "The innermost activity of the CPU that covers at least half of the time from the last kernel to the next launch."
+    heads = columns(("What the CPU did", "Kind"), ("Gaps", "Idle ms", "Share of step"))
+    return Table("Idle time of the GPU by what the CPU did, per step", heads, rows, note)
+
+
+def _frame_name(name: str) -> str:
+    """The end of a long name: a path begins with what all have in common.
+
+    >>> _frame_name("torch/nn/modules/module.py(1773): _wrapped_call_impl"), _frame_name("")
+    ('torch/nn/modules/module.py(1773): _wrapped_call_impl', '-')
+    """
+    return (name if len(name) <= LONGEST_FRAME else f"…{name[1 - LONGEST_FRAME :]}") or "-"
+
+
+def _allocator(result: ExplainResult) -> Table:
+    rows = tuple((Cell(call.name), count_cell(call.count), fixed(call.time_ms, 3)) for call in result.tables.allocator)
+    note = "In a steady state the caching allocator of PyTorch makes none of these calls."
+    return Table("Allocator calls, per step", columns(("Call",), ("Calls", "ms")), rows, note)
+
+
+def _memory(result: ExplainResult) -> Table:
+    points = result.tables.memory
+    every = max(-(-len(points) // MOST_READINGS), 1)
+    shown = [max(points[at : at + every], key=lambda point: point.allocated) for at in range(0, len(points), every)]
+    rows = tuple(map(_memory_row, shown))
+    note = "Memory of the caching allocator, from the beginning of the first step: the most of each interval."
+    return Table("Memory over time", columns((), ("ms", "Allocated", "Reserved")), rows, note)
+
+
+def _memory_row(point: MemoryPoint) -> tuple[Cell, ...]:
+    return fixed(point.time_ms), bytes_cell(point.allocated), bytes_cell(point.reserved)
+
+
+def count_cell(count: float) -> Cell:
+    """Runs per step: whole, unless they are few and differ between steps."""
+    return number(count, f"{count:,.0f}" if count >= 10 or count == int(count) else f"{count:.1f}")
+
+
+def fixed(value: float | None, digits: int = 2, unit: str = "") -> Cell:
+    """A number with a fixed number of decimals."""
+    return number(value, f"{value:,.{digits}f}{unit}" if value is not None else None)

@@ -1,0 +1,177 @@
+"""The collectives of a step: what they transfer, how fast, and how long a rank waits in them for the others.
+
+A collective ends on all ranks at the same time, and the rank that enters it last spends the least time in it. With the traces of
+several ranks, the time of the shortest is the transfer, and what the others take beyond it is waiting. With one trace, the
+shortest collective of the same kind and size stands in for the transfer.
+"""
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from gemmscope.explain.messages import BUS_FACTORS, NCCL_MARK, CollectiveMessage, kind_of, message_of_mark
+from gemmscope.explain.trace import GpuWork, Operator, RecordedTrace
+from gemmscope.explain.view import TraceView
+from gemmscope.results.explain_tables import CollectiveTotal
+
+TOGETHER_US = 200.0  # ends of one collective on several ranks differ by less, once their clocks are aligned
+TOGETHER = 0.25  # or by less than this share of its longest time
+MOST_GROUP_NAME = 60
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective on one rank. `end`: in the time of the file, which ranks of one machine share; `exposed`: the part of its
+    time in which nothing was computed, in microseconds."""
+
+    work: GpuWork
+    step: str
+    message: CollectiveMessage
+    end: float
+    exposed: float
+
+    @property
+    def kind(self) -> str:
+        return self.message.kind
+
+    @property
+    def time(self) -> float:
+        return self.work.time
+
+
+Match = Mapping[int, Collective]
+"""The same collective, by rank."""
+
+
+def collectives_of(view: TraceView) -> list[Collective]:
+    """The collectives of the chosen steps, in the order they ran."""
+    trace = view.trace
+    marks = _marks_by_thread(trace)
+    return [
+        Collective(work, step.name, _message(trace, work, marks), work.end + trace.zero_us, shares.of.get(index, 0.0))
+        for step, shares in zip(view.steps.chosen, view.shares, strict=True)
+        for index in view.indices_in(step)
+        if view.placed[index].name == "communication" and not (work := trace.work[index]).copy
+    ]
+
+
+def _marks_by_thread(trace: RecordedTrace) -> dict[Any, list[Operator]]:
+    marks: dict[Any, list[Operator]] = {}
+    for mark in trace.marks:
+        if mark.name.startswith(NCCL_MARK):
+            marks.setdefault(mark.thread, []).append(mark)
+    return marks
+
+
+def _message(trace: RecordedTrace, work: GpuWork, marks: Mapping[Any, list[Operator]]) -> CollectiveMessage:
+    """From the kernel, else from the annotation around its launch, else from its name."""
+    if work.message is not None and work.message.kind:
+        return work.message
+    call = trace.launches.get(work.correlation)
+    if call is not None and (around := marks.get(call.thread)):
+        at = bisect_right(around, call.start, key=lambda mark: mark.start) - 1
+        if at >= 0 and around[at].end >= call.start:
+            return message_of_mark(around[at].name, around[at].shapes, around[at].types)
+    return CollectiveMessage(kind_of(work.name) or kind_of(work.collective))
+
+
+def matched(ranks: Mapping[int, Sequence[Collective]]) -> list[Match]:
+    """The collectives that several ranks ran together: the n-th of one kind and process group in a step of the same name.
+
+    Those that a rank lacks, and those that do not end at the same time, are left out: they are not one collective.
+    """
+    keyed: dict[int, dict[tuple[Any, ...], list[Collective]]] = {}
+    for rank, collectives in ranks.items():
+        keys = keyed.setdefault(rank, {})
+        for one in collectives:
+            key = (one.step, one.message.ranks or one.message.group, one.message.ranks, one.kind)
+            keys.setdefault(key, []).append(one)
+    matches: list[Match] = []
+    for key in dict.fromkeys(key for keys in keyed.values() for key in keys):
+        members = [rank for rank in ranks if not key[2] or rank in key[2]]
+        runs = [keyed[rank].get(key, []) for rank in members]
+        if len(members) > 1 and len({len(run) for run in runs}) == 1:
+            matches += [dict(zip(members, row, strict=True)) for row in zip(*runs, strict=True)]
+    return _ending_together(matches)
+
+
+def _ending_together(matches: Sequence[Match]) -> list[Match]:
+    """Align the clocks of the ranks by the ends of their collectives, and drop those that still end apart."""
+    late: dict[int, list[float]] = {}
+    for match in matches:
+        centre = median(one.end for one in match.values())
+        for rank, one in match.items():
+            late.setdefault(rank, []).append(one.end - centre)
+    offsets = {rank: median(values) for rank, values in late.items()}
+    kept = []
+    for match in matches:
+        ends = [one.end - offsets[rank] for rank, one in match.items()]
+        if max(ends) - min(ends) <= max(TOGETHER_US, TOGETHER * max(one.time for one in match.values())):
+            kept.append(match)
+    return kept
+
+
+def waiting_us(matches: Iterable[Match]) -> dict[int, dict[int, float]]:
+    """Of each rank: the time that it waits in each collective, by the identity of its work."""
+    waits: dict[int, dict[int, float]] = {}
+    for match in matches:
+        shortest = min(one.time for one in match.values())
+        for rank, one in match.items():
+            waits.setdefault(rank, {})[id(one.work)] = one.time - shortest
+    return waits
+
+
+def collective_totals(
+    collectives: Sequence[Collective], steps: int, world_size: int, known_waits: Mapping[int, float]
+) -> tuple[CollectiveTotal, ...]:
+    """By kind, process group and size, per step; the longest first. `known_waits`: by the identity of the work."""
+    groups: dict[tuple[str, str, int, float], list[Collective]] = {}
+    for one in collectives:
+        key = (one.kind or "unknown", _group_name(one.message), one.message.size or world_size, one.message.bytes_counted)
+        groups.setdefault(key, []).append(one)
+    totals = [_total(key, group, steps, known_waits) for key, group in groups.items()]
+    return tuple(sorted(totals, key=lambda total: -total.time_ms))
+
+
+def _total(
+    key: tuple[str, str, int, float], group: Sequence[Collective], steps: int, known_waits: Mapping[int, float]
+) -> CollectiveTotal:
+    kind, name, ranks, size = key
+    time_us = sum(one.time for one in group)
+    known = [known_waits[id(one.work)] for one in group if id(one.work) in known_waits]
+    from_ranks = len(known) == len(group)
+    waiting_us = sum(known) if from_ranks else time_us - len(group) * min(one.time for one in group)
+    waiting = waiting_us if from_ranks or len(group) > 1 else None
+    transfer_us = time_us - (waiting or 0.0)
+    algorithm = size * len(group) / transfer_us / 1e3 if size and transfer_us > 0 else None
+    factor = BUS_FACTORS.get(kind)
+    share = (ranks - 1) / ranks if ranks > 1 else 0.0
+    bus = algorithm * (factor * share if factor is not None else 1.0) if algorithm is not None and ranks > 1 else None
+    return CollectiveTotal(
+        kind=kind,
+        group=name,
+        ranks=ranks,
+        count=len(group) / steps,
+        message_bytes=size or None,
+        time_ms=time_us / 1000 / steps,
+        exposed_ms=sum(one.exposed for one in group) / 1000 / steps,
+        waiting_ms=waiting / 1000 / steps if waiting is not None else None,
+        waiting_from="other ranks" if from_ranks else "shortest of the same size" if waiting is not None else "",
+        algorithm_gbps=algorithm,
+        bus_gbps=bus,
+    )
+
+
+def _group_name(message: CollectiveMessage) -> str:
+    name = message.group
+    if message.ranks and len(message.ranks) <= 16:
+        name = f"{name} {list(message.ranks)}".strip()
+    return name[:MOST_GROUP_NAME]
+
+
+def last_to_arrive(matches: Iterable[Match]) -> Counter[int]:
+    """How often each rank was the last to enter a collective."""
+    return Counter(min(match, key=lambda rank: match[rank].time) for match in matches)

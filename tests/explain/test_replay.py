@@ -1,0 +1,119 @@
+"""What a cause costs is found by replaying the step without it, not by subtracting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gemmscope.explain.diagnose import TraceDiagnosis
+from gemmscope.explain.replay import Change, Replay
+from support.explain_files import FIRST_CAUSE, found_in
+from support.traces import BF16, Builder, shared_trace
+
+NCCL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+OTHER = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add>"
+
+
+def halved(found: TraceDiagnosis, text: str = "nvjet") -> float:
+    """Milliseconds of a step with these kernels at half their time."""
+    items = [item for item in found.evidence.items if item.mentions(text)]
+    return Replay(found.view).replayed_us(Change.shorten(items, 0.5)) / 1000 / found.view.count
+
+
+def early(step: int, number: int = 0) -> float:
+    """When a CPU that runs far ahead launches."""
+    return 5000.0 + 200 * step + 5 * number
+
+
+def one_stream(late: float = 0.0, sync: bool = False) -> Builder:
+    """Two steps of ten kernels of 100 us. `late`: they are launched one by one, this long after each other; else far ahead."""
+    made = Builder()
+    moment = 10_000.0
+    for step in range(2):
+        begin = moment if late or sync else early(step)
+        for number in range(10):
+            call = begin + (late or 5) * number
+            moment = max(moment, call + 5)
+            made.kernel(BF16, moment, 100.0, launched=call)
+            moment += 100.0
+        if sync:
+            made.mark("cudaStreamSynchronize", begin + 60, moment + 2 - begin - 60, "cuda_runtime")
+            for number in range(5):
+                made.kernel(OTHER, moment + 10 + 60 * number, 50.0, launched=moment + 4 + 60 * number)
+            moment += 310
+        made.mark(f"ProfilerStep#{step}", begin - 1, (moment if late or sync else early(step + 1)) - begin)
+    return made
+
+
+@pytest.mark.parametrize("name", FIRST_CAUSE)
+def test_without_a_change_every_step_takes_what_it_took(name: str) -> None:
+    found = found_in(name)
+    replay = Replay(found.view)
+    assert replay.replayed_us(Change()) == pytest.approx(replay.recorded_us(), rel=1e-3)
+    assert all(1 <= cause.speedup_without <= 1.02 * found.account.step_ms / (found.account.step_ms - cause.cost_ms)
+               for cause in found.causes)  # fmt: skip
+
+
+def test_where_launches_are_early_shorter_work_is_gained(tmp_path: Path) -> None:
+    found = one_stream().diagnose(tmp_path / "t.json")
+    assert found.account.step_ms == pytest.approx(1.0, rel=0.01)
+    assert halved(found) == pytest.approx(0.5, rel=0.01)
+
+
+def test_where_launches_are_late_shorter_work_gains_nothing(tmp_path: Path) -> None:
+    """Launched every 120 us, kernels of 100 us: of 50 us, they would wait for the same launches."""
+    found = one_stream(120).diagnose(tmp_path / "t.json")
+    assert found.account.step_ms - halved(found) < 0.06
+    items = [item for item in found.evidence.items if item.mentions("nvjet")]
+    assert found.evidence.ms(items) == pytest.approx(1.0)
+
+
+def test_a_wait_of_the_cpu_ends_with_the_work_it_waits_for(tmp_path: Path) -> None:
+    """What the CPU launches after the wait comes earlier by what the work before it saves."""
+    found = one_stream(sync=True).diagnose(tmp_path / "t.json")
+    assert found.account.step_ms - halved(found) == pytest.approx(0.5, abs=0.08)
+
+
+def _two_streams() -> Builder:
+    """Computation, then a collective on another stream, which computation waits for."""
+    made = Builder()
+    for step in range(2):
+        base = 10_000.0 + 3000 * step
+        made.mark(f"ProfilerStep#{step}", early(step) - 1, 199)
+        made.kernel(BF16, base, 1000.0, launched=early(step, 0))
+        made.kernel(NCCL, base + 1003, 600.0, stream=20, launched=early(step, 1))
+        made.kernel(BF16, base + 1002, 200.0, launched=early(step, 3))
+        made.kernel(OTHER, base + 1606, 1394.0, launched=early(step, 4))
+    return made
+
+
+def test_work_still_waits_for_another_stream(tmp_path: Path) -> None:
+    """The second GEMM runs beside the collective: half of it is gained by nobody."""
+    found = _two_streams().diagnose(tmp_path / "t.json")
+    assert found.account.step_ms == pytest.approx(3.0, rel=0.02)
+    assert found.account.step_ms - halved(found) == pytest.approx(0.5, abs=0.01)
+
+
+def test_a_recorded_wait_for_an_event_is_kept(tmp_path: Path) -> None:
+    """The collective ended long before the work that waits for it began; once that is earlier, it has to wait."""
+    made = Builder()
+    for step in range(2):
+        base = 10_000.0 + 3000 * step
+        made.mark(f"ProfilerStep#{step}", early(step) - 1, 199)
+        made.kernel(NCCL, base, 1800.0, stream=20, launched=early(step, 0))
+        made.kernel(BF16, base, 2000.0, launched=early(step, 1))
+        made.mark("cudaStreamWaitEvent", early(step, 2), 1, "cuda_runtime")
+        made.kernel(OTHER, base + 2001, 999.0, launched=early(step, 3))
+    found = made.diagnose(tmp_path / "t.json")
+    assert found.account.step_ms - halved(found) == pytest.approx(0.2, abs=0.01)
+
+
+def test_communication_that_the_cpu_hides_gains_nothing() -> None:
+    """A host-bound step of ResNet on two A100: without its collectives the launches take as long."""
+    from gemmscope.explain.diagnose import diagnose
+    from gemmscope.explain.trace import read_trace
+
+    found = diagnose(read_trace(shared_trace("resnet_ddp_a100.json.gz")))
+    exposed = [cause for cause in found.causes if cause.code == "communication"]
+    assert all(cause.speedup_without < 1.03 for cause in exposed)
