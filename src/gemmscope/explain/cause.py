@@ -49,7 +49,8 @@ class StepEvidence:
         none is given) less by the cost.
         """
         entry, kernels = _advice()[code], list(kernels)
-        instead = ["inference"] * self.view.trace.inference + ["amd"] * self.is_amd
+        inference = self.view.trace.inference
+        instead = ["amd_inference"] * (inference and self.is_amd) + ["inference"] * inference + ["amd"] * self.is_amd
         advice = next((entry[kind] for kind in instead if kind in entry), None)
         return Cause(
             code=code,

@@ -50,7 +50,7 @@ def diagnose(trace: RecordedTrace, step_count: int | None = None) -> TraceDiagno
     causes = tuple(sorted(reported, key=lambda cause: -cause.cost_ms))
     each_step = timed_steps(view)
     findings = (
-        *(*_unknown_kernels(evidence), *_trace_findings(view), *_gpu_findings(evidence)),
+        *(*_unknown_kernels(evidence), *_trace_findings(view), *_gemm_findings(evidence)),
         *(*step_findings(each_step), *unrecorded_work(evidence), *implausible_times(evidence)),
     )
     return TraceDiagnosis(view, evidence.account, evidence, causes, _verdict(evidence, causes), findings, each_step)
@@ -77,12 +77,8 @@ def _trace_findings(view: TraceView) -> Iterator[Finding]:
     unknown = sum(gemm.precision == UNKNOWN_PRECISION for gemm in view.gemms.values())
     if unknown:
         yield finding("gemm-precision-unknown", unknown=unknown, gemms=len(view.gemms))
-    gemms = [gemm for gemm in view.gemms.values() if not gemm.reduces]
-    sized = sum(gemm.flops > 0 for gemm in gemms)
-    if trace.operators and gemms and not sized:
+    if trace.operators and view.gemms and not any(gemm.flops for gemm in view.gemms.values()):
         yield finding("shapes-not-recorded")
-    elif 0 < sized < len(gemms):
-        yield finding("gemm-sizes-partial", known=sized, gemms=len(gemms))
 
 
 def _outside_steps(view: TraceView) -> Iterator[Finding]:
@@ -110,8 +106,12 @@ def _unknown_kernels(step: StepEvidence) -> Iterator[Finding]:
         yield finding("kernels-may-be-gemms", share=share, kernels=[short_name(kernel.name) for kernel in maybe[:3]])
 
 
-def _gpu_findings(step: StepEvidence) -> Iterator[Finding]:
-    """What the GPU cannot do."""
+def _gemm_findings(step: StepEvidence) -> Iterator[Finding]:
+    """Which GEMMs the rates are of, and what the GPU cannot do."""
+    gemms = [item.gemm for item in step.items if item.is_gemm and not item.gemm.reduces]
+    sized = sum(gemm.flops > 0 for gemm in gemms)
+    if 0 < sized < len(gemms):
+        yield finding("gemm-sizes-partial", known=sized / step.view.count, gemms=step.per_step(gemms))
     if step.has_fp8 is False and step.gemms and not step.is_low:
         yield finding("gpu-without-fp8", gpu=step.view.trace.gpu_name or "This GPU")
 
