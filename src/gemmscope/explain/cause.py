@@ -25,6 +25,7 @@ TE_FUNCTIONS = ("_LayerNormLinear", "_LayerNormMLP", "_GroupedLinear")
 # Parts of kernel names that say more than the template that they are an argument of
 TELLING_ARGUMENTS = ("float8_copy", "AbsFunctor", "FillFunctor", "direct_copy", "CUDAFunctor_add", "MulFunctor")
 
+CONDITION = re.compile(r"^std::enable_if<.*?>::type ")
 CUTLASS_KERNEL = re.compile(r"cutlass\w*::Kernel2?<(cutlass\w+)>")  # whose argument is the name
 
 Span = tuple[float, float, str]
@@ -48,7 +49,8 @@ class StepEvidence:
         none is given) less by the cost.
         """
         entry, kernels = _advice()[code], list(kernels)
-        instead = ["inference"] * self.view.trace.inference + ["amd"] * self.is_amd
+        inference = self.view.trace.inference
+        instead = ["amd_inference"] * (inference and self.is_amd) + ["inference"] * inference + ["amd"] * self.is_amd
         advice = next((entry[kind] for kind in instead if kind in entry), None)
         return Cause(
             code=code,
@@ -140,6 +142,12 @@ class StepEvidence:
         return self.known_weight > 0 and self.known_weight >= 0.5 * self.weight(self.gemms)
 
     @cached_property
+    def unknown_share(self) -> float:
+        """Share of the time of linears in GEMMs whose precision the trace does not show."""
+        unknown = self.ms(item for item in self.gemms if item.gemm.precision == UNKNOWN_PRECISION)
+        return unknown / (self.ms(self.gemms) or 1.0)
+
+    @cached_property
     def casts(self) -> list[TimedWork]:
         return self.of_class("quantization")
 
@@ -214,7 +222,7 @@ def short_name(name: str) -> str:
     >>> short_name("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x64>(cutlass_80_simt_sgemm_128x64::Params)")
     'cutlass_80_simt_sgemm_128x64'
     """
-    plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    plain = CONDITION.sub("", name).removeprefix("void ").replace("(anonymous namespace)::", "")
     if cutlass := CUTLASS_KERNEL.match(plain):
         return cutlass[1][:100]
     cut = min((at for at in (plain.find("<"), plain.find("(")) if at > 0), default=len(plain))
