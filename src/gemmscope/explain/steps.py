@@ -73,7 +73,7 @@ def find_steps(trace: RecordedTrace, count: int | None = None) -> Steps:
     if trace.inference:
         finders |= {"annotations of the inference engine": _engine_steps, WHOLE_RECORDING: _whole_recording}
     else:
-        finders["optimizer kernels"] = lambda trace: _optimizer_kernels(trace.work)
+        finders["optimizer kernels"] = _optimizer_kernels
     for how, find in finders.items():
         if found := find(trace):
             return Steps(tuple(found), _without_warm_up(found), how, before=_launched_before(trace, found[0].begin))
@@ -200,10 +200,14 @@ def _optimizer_marks(trace: RecordedTrace) -> list[RecordedStep]:
     return _whole_ones(trace.work, _host_windows(trace, _between([min(first, trace.work[0].start), *ends])))
 
 
-def _optimizer_kernels(every: Sequence[GpuWork]) -> list[RecordedStep]:
-    """A sequence of optimizer kernels without a GEMM in between ends a step."""
+def _optimizer_kernels(trace: RecordedTrace) -> list[RecordedStep]:
+    """A sequence of optimizer kernels without a GEMM in between ends a step.
+
+    Kernels that only apply something to many tensors are an optimizer's if other kernels train.
+    """
+    every = trace.work
     named = [bool(ADAM.search(work.name)) for work in every]
-    if not any(named):
+    if not any(named) and trace.trains:
         named = [classify(work.name).kernel_class == "optimizer" for work in every]
     edges, last = [every[0].start], None
     for work, optimizes in zip(every, named, strict=True):
