@@ -8,7 +8,7 @@ from typing import Any, Literal
 from gemmscope.engine.kernels import CAST_SHARE
 from gemmscope.explain.place import LOW, UNKNOWN_PRECISION, WEIGHT_ONLY
 from gemmscope.explain.rates import GpuRates, gpu_rates, has_fp8, is_amd
-from gemmscope.explain.replay import Change, Replay
+from gemmscope.explain.replay import Replay, StepChange
 from gemmscope.explain.timeline import Gap
 from gemmscope.explain.view import TimedWork, TraceView, add_up
 from gemmscope.findings import Fact, Finding
@@ -25,6 +25,7 @@ TE_FUNCTIONS = ("_LayerNormLinear", "_LayerNormMLP", "_GroupedLinear")
 # Parts of kernel names that say more than the template that they are an argument of
 TELLING_ARGUMENTS = ("float8_copy", "AbsFunctor", "FillFunctor", "direct_copy", "CUDAFunctor_add", "MulFunctor")
 
+CONDITION = re.compile(r"^std::enable_if<.*?>::type ")
 CUTLASS_KERNEL = re.compile(r"cutlass\w*::Kernel2?<(cutlass\w+)>")  # whose argument is the name
 
 Span = tuple[float, float, str]
@@ -41,20 +42,22 @@ class StepEvidence:
     def cause(
         self, code: str, cost_ms: float, evidence: Iterable[Finding], kernels: Iterable[TimedWork] = (), where: str = "",
         spans: Sequence[Span] = (), *, shortened: Iterable[TimedWork] | None = None, gaps: Sequence[Gap] = (),
+        removed: bool = False,
     ) -> Cause:  # fmt: skip
         """A cause with its title and advice; the advice for the framework in use comes first.
 
         Its speedup is that of the replayed step: without these `gaps`, or with the time of the `shortened` work (the kernels, if
-        none is given) less by the cost.
+        none is given) less by the cost. `removed`: so much of that work would not be launched at all.
         """
         entry, kernels = _advice()[code], list(kernels)
-        instead = ["inference"] * self.view.trace.inference + ["amd"] * self.is_amd
+        inference = self.view.trace.inference
+        instead = ["amd_inference"] * (inference and self.is_amd) + ["inference"] * inference + ["amd"] * self.is_amd
         advice = next((entry[kind] for kind in instead if kind in entry), None)
         return Cause(
             code=code,
             title=entry["title"],
             cost_ms=cost_ms,
-            speedup_without=self._speedup(cost_ms, kernels if shortened is None else list(shortened), gaps),
+            speedup_without=self._speedup(cost_ms, kernels if shortened is None else list(shortened), gaps, removed),
             evidence=tuple(evidence),
             kernels=main_kernels(kernels),
             where=where,
@@ -62,12 +65,13 @@ class StepEvidence:
             spans=tuple(spans[:MOST_SPANS]),
         )
 
-    def _speedup(self, cost_ms: float, shortened: Sequence[TimedWork], gaps: Sequence[Gap]) -> float:
+    def _speedup(self, cost_ms: float, shortened: Sequence[TimedWork], gaps: Sequence[Gap], removed: bool) -> float:
         time_ms = self.ms(shortened)
         if gaps:
-            return self._replay.speedup(Change(gaps=gaps))
-        if time_ms > 0:
-            return self._replay.speedup(Change.shorten(shortened, min(max(cost_ms / time_ms, 0.0), 1.0)))
+            return self._replay.speedup(StepChange(gaps=gaps))
+        if time_ms > 0.95 * cost_ms:
+            share = min(max(cost_ms / time_ms, 0.0), 1.0)
+            return self._replay.speedup(StepChange.shorten(shortened, share, removed=removed))
         return self.step_ms / max(self.step_ms - cost_ms, 1e-9)
 
     @cached_property
@@ -138,6 +142,12 @@ class StepEvidence:
     def precision_known(self) -> bool:
         """Whether the trace shows the precision of most GEMMs."""
         return self.known_weight > 0 and self.known_weight >= 0.5 * self.weight(self.gemms)
+
+    @cached_property
+    def unknown_share(self) -> float:
+        """Share of the time of linears in GEMMs whose precision the trace does not show."""
+        unknown = self.ms(item for item in self.gemms if item.gemm.precision == UNKNOWN_PRECISION)
+        return unknown / (self.ms(self.gemms) or 1.0)
 
     @cached_property
     def casts(self) -> list[TimedWork]:
@@ -214,7 +224,7 @@ def short_name(name: str) -> str:
     >>> short_name("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x64>(cutlass_80_simt_sgemm_128x64::Params)")
     'cutlass_80_simt_sgemm_128x64'
     """
-    plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    plain = CONDITION.sub("", name).removeprefix("void ").replace("(anonymous namespace)::", "")
     if cutlass := CUTLASS_KERNEL.match(plain):
         return cutlass[1][:100]
     cut = min((at for at in (plain.find("<"), plain.find("(")) if at > 0), default=len(plain))

@@ -7,7 +7,7 @@ from gemmscope.engine.kernels import may_be_gemm
 from gemmscope.errors import UserError
 from gemmscope.explain.account import account
 from gemmscope.explain.attention import attention_causes
-from gemmscope.explain.cause import NAMED, StepEvidence, short_name
+from gemmscope.explain.cause import NAMED, WELL_NAMED, StepEvidence, short_name
 from gemmscope.explain.low_causes import low_causes
 from gemmscope.explain.place import UNKNOWN_PRECISION
 from gemmscope.explain.slow_gemms import implausible_times, slow_gemm_causes
@@ -50,7 +50,7 @@ def diagnose(trace: RecordedTrace, step_count: int | None = None) -> TraceDiagno
     causes = tuple(sorted(reported, key=lambda cause: -cause.cost_ms))
     each_step = timed_steps(view)
     findings = (
-        *(*_unknown_kernels(evidence), *_trace_findings(view), *_gpu_findings(evidence)),
+        *(*_unknown_kernels(evidence), *_trace_findings(view), *_gemm_findings(evidence)),
         *(*step_findings(each_step), *unrecorded_work(evidence), *implausible_times(evidence)),
     )
     return TraceDiagnosis(view, evidence.account, evidence, causes, _verdict(evidence, causes), findings, each_step)
@@ -77,7 +77,7 @@ def _trace_findings(view: TraceView) -> Iterator[Finding]:
     unknown = sum(gemm.precision == UNKNOWN_PRECISION for gemm in view.gemms.values())
     if unknown:
         yield finding("gemm-precision-unknown", unknown=unknown, gemms=len(view.gemms))
-    if trace.operators and not any(gemm.flops for gemm in view.gemms.values()):
+    if trace.operators and view.gemms and not any(gemm.flops for gemm in view.gemms.values()):
         yield finding("shapes-not-recorded")
 
 
@@ -107,8 +107,12 @@ def _unknown_kernels(step: StepEvidence) -> Iterator[Finding]:
         yield finding("kernels-may-be-gemms", share=share, kernels=[short_name(kernel.name) for kernel in maybe[:3]])
 
 
-def _gpu_findings(step: StepEvidence) -> Iterator[Finding]:
-    """What the GPU cannot do."""
+def _gemm_findings(step: StepEvidence) -> Iterator[Finding]:
+    """Which GEMMs the rates are of, and what the GPU cannot do."""
+    gemms = [item.gemm for item in step.items if item.is_gemm and not item.gemm.reduces]
+    sized = sum(gemm.flops > 0 for gemm in gemms)
+    if 0 < sized < len(gemms):
+        yield finding("gemm-sizes-partial", known=sized / step.view.count, gemms=step.per_step(gemms))
     if step.has_fp8 is False and step.gemms and not step.is_low:
         yield finding("gpu-without-fp8", gpu=step.view.trace.gpu_name or "This GPU")
 
@@ -122,8 +126,13 @@ def _verdict(step: StepEvidence, causes: Sequence[Cause]) -> Finding:
         return finding("step-cause", cause=causes[0].code, title=causes[0].title, cost_ms=causes[0].cost_ms, step_ms=step.step_ms)
     if not step.well_named:
         return finding("step-kernels-unknown", share=1 - step.account.named_share)
+    convolutions = step.account.parts_ms.get("convolutions", 0.0) / step.account.busy_ms if step.account.busy_ms else 0.0
+    if not step.gemms and convolutions > 0:
+        return finding("step-of-convolutions", share=convolutions)
     if not step.precision_known:
         return finding("step-precision-unknown")
+    if not step.is_low and step.unknown_share > 1 - WELL_NAMED:
+        return finding("step-precision-partly-unknown", share=step.unknown_share)
     if step.has_fp8 is False and not step.is_low:
         return finding("step-without-fp8", gpu=step.view.trace.gpu_name or "this GPU", busy=step.account.busy_share)
     busy, quantization = step.account.busy_share, step.account.share("quantization")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from gemmscope.engine.kernels import CAST_SHARE
 from gemmscope.explain.account import forwards
-from gemmscope.explain.cause import StepEvidence, sizes_of, spans_of
+from gemmscope.explain.cause import WELL_NAMED, StepEvidence, sizes_of, spans_of
 from gemmscope.explain.place import WEIGHT_ONLY
 from gemmscope.explain.view import TimedWork, in_launch_order
 from gemmscope.findings import Fact, Finding, finding
@@ -23,7 +23,8 @@ def low_causes(step: StepEvidence) -> Iterator[Cause]:
         return
     if not step.is_low:
         weights = [item for item in step.gemms if item.gemm.precision in WEIGHT_ONLY]
-        if step.well_named and step.has_fp8 is not False and not weights:
+        certain = step.well_named and step.unknown_share <= 1 - WELL_NAMED
+        if certain and step.has_fp8 is not False and not weights:
             yield _not_low(step)
         return
     yield from _high_gemms(step)
@@ -39,6 +40,9 @@ def _not_low(step: StepEvidence) -> Cause:
     evidence = [finding("cause-no-low-gemms", counts={row.precision: row.count for row in step.account.gemms})]
     if step.has_fp8 is None:
         evidence.append(finding("cause-fp8-not-known"))
+    full = [item for item in step.high if item.gemm.precision in ("TF32", "FP32")]
+    if step.weight(full) > 0.5 * step.known_weight:
+        evidence.append(finding("cause-full-precision", share=step.weight(full) / step.known_weight, share_of=step.share_of))
     if step.casts:
         evidence.append(finding("cause-casts-without-low-gemms", kernels=step.per_step(step.casts)))
     return step.cause("not-low", saved, evidence, step.gemms, "every layer")
@@ -108,7 +112,7 @@ def _eager_casts(step: StepEvidence) -> Iterator[Cause]:
             finding("cause-eager-casts", kernels=step.per_step(eager), per_gemm=per_gemm),
             finding("cause-eager-cast-time", **step.time_facts(time), gemm_ms=step.ms(step.low)),
         ]
-        yield step.cause("unfused", time * (1 - COMPILED), evidence, eager, "around every converted linear")
+        yield step.cause("unfused", time * (1 - COMPILED), evidence, eager, "around every converted linear", removed=True)
 
 
 def _quantization(step: StepEvidence, repeated_ms: float) -> Iterator[Cause]:
@@ -159,7 +163,7 @@ def _recast(step: StepEvidence) -> Iterator[Cause]:
     again = [item for items, _ in stretches[1:] for item in items]
     forward = [item for item in step.casts if item.scope.phase == "forward"]
     where = "forward of micro-batches after the first"
-    yield step.cause("recast", cost, evidence, again, where, spans_of(again, "cast again"), shortened=forward)
+    yield step.cause("recast", cost, evidence, again, where, spans_of(again, "cast again"), shortened=forward, removed=True)
 
 
 def _forward_casts(step: StepEvidence) -> list[tuple[list[TimedWork], int]]:

@@ -31,18 +31,20 @@ def slow_gemm_causes(step: StepEvidence) -> Iterator[Cause]:
 def _throttled(step: StepEvidence) -> Iterator[Cause]:
     """By the clock recorded with the trace; without it, if the best GEMM of every precision is slow for the GPU."""
     clock, slow, busy_ms = facts_clock(step.view.trace.facts), _slow_gemms(step), step.account.busy_ms
+    computing = [item for item in step.items if item.placed.rank == 0]
     if clock is not None:
         mean, highest, reasons = clock
         bad = [reason for reason in reasons if reason in BAD_REASONS]
         if mean < SLOW_CLOCK * highest and (slow or step.gpu is None or not step.rates) and step.account.idle_share < 0.5:
             evidence = finding("cause-clock", clock_mhz=mean, highest_mhz=highest, reasons=reasons or ["a clock lock"])
-            yield step.cause("throttled", busy_ms * (1 - mean / (0.8 * highest)), [evidence, *slow])
+            yield step.cause("throttled", busy_ms * (1 - mean / (0.8 * highest)), [evidence, *slow], shortened=computing)
         elif bad:
             lost = max(1 - mean / (0.8 * highest), 0.0)
-            yield step.cause("throttled", busy_ms * lost, [finding("cause-throttle-reasons", reasons=bad), *slow])
+            limits = finding("cause-throttle-reasons", reasons=bad)
+            yield step.cause("throttled", busy_ms * lost, [limits, *slow], shortened=computing)
     elif slow and step.gpu is not None:
         share = max(_peak_shares(step, best_rates(step)).values()) / step.gpu.usual
-        yield step.cause("throttled", busy_ms * max(1 - share, 0.0), slow)
+        yield step.cause("throttled", busy_ms * max(1 - share, 0.0), slow, shortened=computing)
 
 
 def best_rates(step: StepEvidence) -> dict[str, float]:

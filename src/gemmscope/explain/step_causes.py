@@ -163,7 +163,7 @@ def _recompute(step: StepEvidence) -> Iterator[Cause]:
         high = [item for item in gemms if not item.gemm.low]
         if high and step.low and step.weight(high) > 0.5 * step.weight(gemms):
             evidence.append(finding("cause-recomputed-high"))
-        yield step.cause("recompute", time, evidence, again, "backward", spans_of(again, "recomputed"))
+        yield step.cause("recompute", time, evidence, again, "backward", spans_of(again, "recomputed"), removed=True)
         return
     forward = [item for item in step.of_class("attention") if item.mentions(*FORWARD_NAMES)]
     most = _most_of_a_name(item for item in step.of_class("attention") if item.mentions(*BACKWARD_NAMES))

@@ -1,0 +1,281 @@
+"""Classes of kernels, and what follows from them: unknown kernels, misaligned GEMMs, GPUs without FP8, other profilers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gemmscope.engine.kernels import classify
+from gemmscope.errors import UserError
+from gemmscope.explain.diagnose import TraceDiagnosis
+from gemmscope.explain.place import place
+from gemmscope.explain.rates import gpu_rates
+from gemmscope.explain.scopes import scopes
+from gemmscope.explain.trace import read_trace
+from support.shared_data import NEEDS_SHARED, SHARED, shared_trace
+from support.traces import ADAM, BF16, FP8, Builder, codes, fact, steady
+
+SGEMM = "volta_sgemm_64x64_nt"
+ALIGN1 = "void cutlass::Kernel2<cutlass_75_tensorop_bf16_s1688gemm_bf16_128x128_nn_align1>(Params)"
+TWO = ["c10::BFloat16", "c10::BFloat16"]
+
+
+def step_of(*kernels: tuple[str, float, str, list[Any]], gpu: Any = "NVIDIA H100 80GB HBM3") -> Builder:
+    """Two steps of kernels: name, microseconds, the operator that launches each, and the shapes of its inputs."""
+    made, moment, at = Builder(), 20_000.0, 500.0
+    for step in range(2):
+        began = at
+        for number, (name, time, operator, shapes) in enumerate((*kernels, (ADAM, 5.0, "", []))):
+            key = 1000 + 100 * step + number
+            if operator:
+                made.mark(operator, at - 1, 8, "cpu_op", args={"External id": key, "Input Dims": shapes, "Input type": TWO})
+            made.kernel(name, moment, time, launched=at, args={"External id": key} if operator else {})
+            moment, at = moment + time, at + 20
+        made.mark(f"ProfilerStep#{step}", began - 10, at - began - 2)
+    return made
+
+
+def named(found: TraceDiagnosis) -> list[str]:
+    return [cause.code for cause in found.causes]
+
+
+def test_gemms_of_convolutions_are_convolutions(tmp_path: Path) -> None:
+    """cuDNN runs plain GEMM kernels: the operator tells what they are for."""
+    found = step_of(
+        (SGEMM, 300.0, "aten::cudnn_convolution", [[8, 64, 56, 56], [64, 64, 3, 3]]),
+        (SGEMM, 300.0, "aten::convolution_backward", []),
+        (SGEMM, 100.0, "aten::mm", [[512, 512], [512, 512]]),
+        ("void cudnn::bn_fw_tr_1C11_singleread<float, 512, true, 1, 2, 0>(cudnn::bn_fw_tr_1C11_args<float>)", 80.0, "", []),
+        ("void cudnn::ops::nchwToNhwcKernel<float, float, float, false, true>(params)", 20.0, "", []),
+    ).diagnose(tmp_path / "t.json")
+    assert found.account.parts_ms["convolutions"] == pytest.approx(0.6)
+    classes = found.account.classes_ms
+    assert (classes["convolution"], classes["GEMM FP32"], classes["norms"], classes["layout"]) == pytest.approx(
+        (0.6, 0.1, 0.08, 0.02)
+    )
+    assert sum(row.count for row in found.account.gemms) == 1
+
+
+def test_ids_that_repeat_the_launch_are_not_those_of_operators(tmp_path: Path) -> None:
+    """Old profilers: the id of each kernel's operator is the number of its launch, and belongs to another operator."""
+    made = steady()
+    for event in made.events:
+        if event["cat"] == "kernel":
+            event["args"]["External id"] = event["args"]["correlation"]
+    for number in range(1, 40):
+        made.mark("aten::nll_loss", 900.0, 1.0, "cpu_op", args={"External id": number})
+    for event in made.events:
+        if "cast_transpose" in event["name"]:
+            event["name"] = "a_kernel_that_nobody_knows"
+    found = made.diagnose(tmp_path / "t.json")
+    assert "loss" not in found.account.classes_ms
+
+
+def test_second_kernels_belong_to_their_gemm(tmp_path: Path) -> None:
+    epilogue = "void epilogue::impl::globalKernel<float, float, float, true, true>(int, int, long, float*)"
+    found = step_of(
+        (BF16, 200.0, "aten::mm", [[4096, 4096], [4096, 4096]]), (epilogue, 50.0, "aten::mm", [[4096, 4096], [4096, 4096]])
+    ).diagnose(tmp_path / "t.json")
+    (row,) = found.account.gemms
+    assert (row.precision, row.count) == ("BF16", 1)
+    assert row.sized_ms == pytest.approx(0.25)
+
+
+def test_rates_are_of_the_gemms_whose_sizes_are_known(tmp_path: Path) -> None:
+    sized = (BF16, 200.0, "aten::mm", [[4096, 4096], [4096, 4096]])
+    found = step_of(sized, (BF16, 800.0, "CompiledFunction", [])).diagnose(tmp_path / "t.json")
+    (row,) = found.account.gemms
+    assert row.tflops == pytest.approx(2 * 4096**3 / 200e-6 / 1e12)
+    assert row.time_ms == pytest.approx(1.0)
+    assert fact(found.findings, "gemm-sizes-partial", "known") == 1
+
+
+def test_weights_in_fewer_bits_are_not_low_precision(tmp_path: Path) -> None:
+    found = step_of(("_matmul_ogs_NNT_bf16xbf16xmxfp4_32x128x256x1", 500.0, "", [])).diagnose(tmp_path / "t.json")
+    assert found.account.classes_ms["GEMM FP4 weights"] == pytest.approx(0.5)
+    assert not found.evidence.is_low
+    assert "not-low" not in named(found)
+
+
+@pytest.mark.parametrize(("known_us", "said"), [(960.0, True), (900.0, False)])
+def test_low_precision_is_not_judged_where_kernels_are_unknown(known_us: float, said: bool, tmp_path: Path) -> None:
+    found = step_of((BF16, known_us, "", []), ("my_secret_expert", 995.0 - known_us, "", [])).diagnose(tmp_path / "t.json")
+    assert ("not-low" in named(found)) == said
+    assert ("kernels-may-be-gemms" in codes(found.findings)) != said
+    if not said:
+        assert found.verdict.code == "step-kernels-unknown"
+        assert fact(found.findings, "kernels-may-be-gemms", "kernels") == ["my_secret_expert"]
+
+
+def test_low_precision_is_not_judged_where_gemms_are_of_unknown_precision(tmp_path: Path) -> None:
+    found = step_of((BF16, 900.0, "", []), ("fused_moe_kernel", 95.0, "", [])).diagnose(tmp_path / "t.json")
+    assert "not-low" not in named(found)
+    assert found.verdict.code == "step-precision-partly-unknown"
+
+
+WITHOUT_FP8: list[dict[str, Any]] = [
+    {"name": "Tesla V100-SXM2-16GB", "computeMajor": 7, "computeMinor": 0},
+    {"name": "NVIDIA GeForce RTX 2080 Ti"},
+    {"name": "Tesla T4"},
+    {"name": "NVIDIA A10G"},
+    {"name": "NVIDIA GeForce RTX 3090"},
+    {"name": "AMD Instinct MI250X"},
+    {"name": "NVIDIA Something", "computeMajor": 8, "computeMinor": 6, "warpSize": 32},
+    {"computeMajor": 7, "computeMinor": 5, "warpSize": 32},
+]
+
+
+@pytest.mark.parametrize("gpu", WITHOUT_FP8)
+def test_gpus_without_fp8(gpu: dict[str, Any], tmp_path: Path) -> None:
+    found = steady(product=BF16).diagnose(tmp_path / "t.json", deviceProperties=[gpu])
+    assert "not-low" not in named(found)
+    assert "gpu-without-fp8" in codes(found.findings)
+
+
+@pytest.mark.parametrize(
+    "gpu", [{"name": "AMD Instinct MI300X", "computeMajor": 9, "computeMinor": 4, "warpSize": 64}, {"name": "NVIDIA H100"}]
+)
+def test_gpus_with_fp8(gpu: dict[str, Any], tmp_path: Path) -> None:
+    found = steady(product=BF16).diagnose(tmp_path / "t.json", deviceProperties=[gpu])
+    assert named(found) == ["not-low"]
+    assert "gpu-without-fp8" not in codes(found.findings)
+
+
+def test_advice_for_amd(tmp_path: Path) -> None:
+    slow = (BF16, 3000.0, "aten::mm", [[8192, 4096], [4096, 4096]])
+    made = step_of(slow, slow)
+    for name, tool in (("AMD Instinct MI300X", "rocm-smi"), ("NVIDIA H100", "nvidia-smi")):
+        found = made.diagnose(tmp_path / "t.json", deviceProperties=[{"name": name}])
+        cause = next(cause for cause in found.causes if cause.code == "throttled")
+        assert tool in " ".join(cause.advice)
+
+
+def test_misaligned_gemms_are_not_throttling(tmp_path: Path) -> None:
+    linear = (BF16, 400.0, "aten::addmm", [[1024], [16384, 4096], [4096, 2048]])
+    odd = (ALIGN1, 1800.0, "aten::bmm", [[96, 3137, 64], [96, 64, 3137]])
+    found = step_of(linear, odd, odd).diagnose(tmp_path / "t.json", deviceProperties=[{"name": "NVIDIA H100 80GB HBM3"}])
+    assert "throttled" not in named(found)
+    cause = next(cause for cause in found.causes if cause.code == "misaligned")
+    assert fact(cause.evidence, "cause-misaligned-sizes", "sizes") == ["3137"]
+    assert fact(cause.evidence, "cause-gemm-sizes", "sizes") == ["3137x64x3137"]
+    assert cause.kernels == ("cutlass_75_tensorop_bf16_s1688gemm_bf16_128x128_nn_align1",)
+    assert 2 * 1.0 < cause.cost_ms < 2 * 1.4  # the memory needs 0.57 ms for each
+
+
+def test_misaligned_gemms_alone_tell_nothing_about_the_gpu(tmp_path: Path) -> None:
+    odd = (ALIGN1, 1800.0, "aten::bmm", [[96, 3137, 64], [96, 64, 3137]])
+    found = step_of(odd).diagnose(tmp_path / "t.json", deviceProperties=[{"name": "NVIDIA H100 80GB HBM3"}])
+    assert "throttled" not in named(found)
+
+
+def test_tiny_batched_gemms(tmp_path: Path) -> None:
+    tiny = (BF16, 900.0, "aten::bmm", [[20000, 8, 64], [20000, 64, 8]])
+    found = step_of(tiny).diagnose(tmp_path / "t.json", deviceProperties=[{"name": "NVIDIA H100 80GB HBM3"}])
+    cause = next(cause for cause in found.causes if cause.code == "tiny")
+    assert fact(cause.evidence, "cause-gemm-sizes", "sizes") == ["8x64x8"]
+
+
+@pytest.mark.parametrize(
+    "name", ["Tesla V100-SXM2-16GB", "NVIDIA GeForce RTX 2080 Ti", "Tesla T4", "NVIDIA A10G", "NVIDIA GeForce RTX 3090"]
+)
+def test_published_rates_of_older_gpus(name: str) -> None:
+    rates = gpu_rates(name)
+    assert rates is not None
+    assert rates.source
+    assert rates.peak("FP8") is None
+    assert (rates.peak("FP16") or 0) > (rates.peak("FP32") or 0) > 5
+
+
+OTHER_PROFILERS: dict[str, tuple[dict[str, Any], str]] = {
+    "JAX": (
+        {
+            "traceEvents": [
+                {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "/device:GPU:0"}},
+                {"ph": "M", "pid": 1, "tid": 13, "name": "thread_name", "args": {"name": "Stream #13(Compute)"}},
+                {"ph": "X", "pid": 1, "tid": 13, "name": "fusion.3", "ts": 1.0, "dur": 5.0},
+            ]
+        },
+        "JAX",
+    ),
+    "MTIA": (
+        {"traceEvents": [{"ph": "X", "cat": "mtia_ccp_events", "name": "fc", "ts": 1.0, "dur": 5.0, "pid": 0, "tid": 1}]},
+        "MTIA",
+    ),
+    "rocprof": (
+        {
+            "traceEvents": [
+                {"ph": "M", "pid": 2, "name": "process_name", "args": {"name": "CPU HIP API"}},
+                {"ph": "X", "pid": 6, "tid": 0, "name": "Cijk_Ailk", "ts": "1", "dur": "5", "args": {"BeginNs": "1000"}},
+            ]
+        },
+        "rocprof",
+    ),
+    "rocprofv3": ({"rocprofiler-sdk-tool": [{"metadata": {}}]}, "rocprofv3"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_PROFILERS)
+def test_files_of_other_profilers(kind: str, tmp_path: Path) -> None:
+    written, text = OTHER_PROFILERS[kind]
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(written))
+    with pytest.raises(UserError, match=text) as caught:
+        read_trace(path)
+    assert "trace-me" in str(caught.value)
+
+
+def test_a_mark_of_another_device_does_not_reject_a_trace(tmp_path: Path) -> None:
+    made = steady(product=FP8)
+    made.events.append({"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "/device:CPU"}})
+    assert made.diagnose(tmp_path / "t.json").account.gemms
+
+
+CLASSES = {"GEMM": "gemm", "quantization": "quantize", "embedding and indexing": "embedding"}
+
+
+@NEEDS_SHARED
+def test_names_seen_in_other_traces() -> None:
+    wrong = []
+    for line in (SHARED / "kernel_names_seen.tsv").read_text().splitlines()[1:]:
+        told, name = line.split("\t")
+        kind, precision = told.split(" (")[0], ""
+        if kind.startswith("GEMM "):
+            kind, precision = "GEMM", {"FP4": "e2m1", "FP8": "e4m3"}[kind.split()[1]]
+        facts = classify(name)
+        right = facts.known and facts.kernel_class == CLASSES.get(kind, kind)
+        if not right or (precision and precision not in (facts.operands or ())):
+            wrong.append((told, name, facts))
+    assert not wrong
+
+
+@NEEDS_SHARED
+def test_nearly_all_time_of_shared_traces_is_named() -> None:
+    for path in sorted((SHARED / "traces").rglob("*.json.gz")):
+        trace = read_trace(path)
+        placed = place(trace, scopes(trace))
+        pairs = list(zip(trace.work, placed, strict=True))
+        unknown = sum(work.time for work, kernel in pairs if kernel.name == "other")
+        share = 1 - unknown / sum(work.time for work, _ in pairs)
+        assert share >= (0.95 if "mi300x" in path.name else 0.98), path.name
+
+
+@NEEDS_SHARED
+def test_classes_in_shared_traces() -> None:
+    expected = {
+        "vllm_moe_mxfp4_b200": {"GEMM FP4": 0.447, "routing": 0.06, "communication": 0.184},
+        "dlrm_sampled_rank0": {"embedding and indexing": 0.172, "communication": 0.652, "GEMM TF32": 0.084},
+        "resnet_2080ti": {"convolution": 0.58, "norms": 0.138},
+        "resnet18_mi300x_hipfree": {"convolution": 0.265, "norms": 0.434, "layout": 0.183},
+        "sglang_decode_mi300x": {"GEMM BF16": 0.591, "attention": 0.236, "norms": 0.07},
+    }
+    for name, shares in expected.items():
+        trace = read_trace(shared_trace(name))
+        times: dict[str, float] = {}
+        for work, kernel in zip(trace.work, place(trace, scopes(trace)), strict=True):
+            times[kernel.name] = times.get(kernel.name, 0.0) + work.time
+        assert not times.get("GEMM unknown precision")
+        total = sum(times.values())
+        assert {kind: times[kind] / total for kind in shares} == pytest.approx(shares, abs=0.01), name
