@@ -17,6 +17,9 @@ KernelClass = Literal[
 ]  # fmt: skip
 
 
+LONGEST_KNOWN = 3000  # characters of a name that are looked at: the longest recorded name has as many
+
+
 @dataclass(frozen=True)
 class KernelRun:
     """One execution of a kernel as the profiler saw it."""
@@ -47,8 +50,9 @@ def classify(name: str) -> KernelFacts:
     >>> classify("nvjet_sm90_qrtst_128x160_128x5_2x1_v_bz_coopA_algo2_TNT").operands
     ('e4m3', 'e5m2')
     """
+    known = name[:LONGEST_KNOWN]
     for pattern, rule in _patterns():
-        if pattern.search(name):
+        if pattern.search(known):
             operands, scales = _nvjet(name) if "nvjet_" in name else (rule.get("operands"), rule.get("scales"))
             pair = (operands[0], operands[1]) if operands else None
             flags = {flag: rule.get(flag, False) for flag in ("ends_tensor", "scales_output", "finishes")}
