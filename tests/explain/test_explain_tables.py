@@ -33,9 +33,9 @@ def one_step(*work: tuple[str, float, str, dict[str, Any]], begin: float = 10_00
     moment = begin
     for number, (kernel, time, operator, arguments) in enumerate(work, start=1):
         call = 5_000.0 + 20 * number
-        told = {"External id": number, **arguments}
+        told = {"External id": 1000 + number, **arguments}
         made.mark(operator, call - 5, 10, "cpu_op", args=told)
-        made.kernel(kernel, moment, time, launched=call, args={"External id": number})
+        made.kernel(kernel, moment, time, launched=call, args={"External id": 1000 + number})
         moment += time
     return made
 

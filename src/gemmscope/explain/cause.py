@@ -8,7 +8,7 @@ from typing import Any, Literal
 from gemmscope.engine.kernels import CAST_SHARE
 from gemmscope.explain.place import LOW, UNKNOWN_PRECISION, WEIGHT_ONLY
 from gemmscope.explain.rates import GpuRates, gpu_rates, has_fp8, is_amd
-from gemmscope.explain.replay import Change, Replay
+from gemmscope.explain.replay import Replay, StepChange
 from gemmscope.explain.timeline import Gap
 from gemmscope.explain.view import TimedWork, TraceView, add_up
 from gemmscope.findings import Fact, Finding
@@ -42,11 +42,12 @@ class StepEvidence:
     def cause(
         self, code: str, cost_ms: float, evidence: Iterable[Finding], kernels: Iterable[TimedWork] = (), where: str = "",
         spans: Sequence[Span] = (), *, shortened: Iterable[TimedWork] | None = None, gaps: Sequence[Gap] = (),
+        removed: bool = False,
     ) -> Cause:  # fmt: skip
         """A cause with its title and advice; the advice for the framework in use comes first.
 
         Its speedup is that of the replayed step: without these `gaps`, or with the time of the `shortened` work (the kernels, if
-        none is given) less by the cost.
+        none is given) less by the cost. `removed`: so much of that work would not be launched at all.
         """
         entry, kernels = _advice()[code], list(kernels)
         inference = self.view.trace.inference
@@ -56,7 +57,7 @@ class StepEvidence:
             code=code,
             title=entry["title"],
             cost_ms=cost_ms,
-            speedup_without=self._speedup(cost_ms, kernels if shortened is None else list(shortened), gaps),
+            speedup_without=self._speedup(cost_ms, kernels if shortened is None else list(shortened), gaps, removed),
             evidence=tuple(evidence),
             kernels=main_kernels(kernels),
             where=where,
@@ -64,12 +65,13 @@ class StepEvidence:
             spans=tuple(spans[:MOST_SPANS]),
         )
 
-    def _speedup(self, cost_ms: float, shortened: Sequence[TimedWork], gaps: Sequence[Gap]) -> float:
+    def _speedup(self, cost_ms: float, shortened: Sequence[TimedWork], gaps: Sequence[Gap], removed: bool) -> float:
         time_ms = self.ms(shortened)
         if gaps:
-            return self._replay.speedup(Change(gaps=gaps))
-        if time_ms > 0:
-            return self._replay.speedup(Change.shorten(shortened, min(max(cost_ms / time_ms, 0.0), 1.0)))
+            return self._replay.speedup(StepChange(gaps=gaps))
+        if time_ms > 0.95 * cost_ms:
+            share = min(max(cost_ms / time_ms, 0.0), 1.0)
+            return self._replay.speedup(StepChange.shorten(shortened, share, removed=removed))
         return self.step_ms / max(self.step_ms - cost_ms, 1e-9)
 
     @cached_property

@@ -85,11 +85,12 @@ def _outside_steps(view: TraceView) -> Iterator[Finding]:
     """GPU work that belongs to no step: launched before the recording, in a step that was recorded in part, or after the last."""
     trace, steps = view.trace, view.steps
     begin, end = steps.every[0].begin, steps.every[-1].end
-    outside = [number for number, work in enumerate(trace.work) if number in steps.before or not begin <= work.start < end]
-    time_ms = sum(trace.work[number].time for number in outside) / 1000
-    if time_ms > OUTSIDE * sum(work.time for work in trace.work) / 1000:
-        before = sum(number in steps.before for number in outside)
-        yield finding("work-outside-steps", count=len(outside), time_ms=time_ms, before=before)
+    outside = [number for number, work in enumerate(trace.work) if number not in steps.before and not begin <= work.start < end]
+    least_ms = OUTSIDE * sum(work.time for work in trace.work) / 1000
+    for code, numbers in (("work-before-recording", sorted(steps.before)), ("work-outside-steps", outside)):
+        time_ms = sum(trace.work[number].time for number in numbers) / 1000
+        if time_ms > least_ms:
+            yield finding(code, count=len(numbers), time_ms=time_ms)
 
 
 def _unknown_kernels(step: StepEvidence) -> Iterator[Finding]:

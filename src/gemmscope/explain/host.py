@@ -76,7 +76,7 @@ class Covered:
     def within(self, begin: float, end: float) -> float:
         """The time between the two moments that is covered.
 
-        >>> covered = Covered([(0, 10), (5, 12), (20, 30)])
+        >>> covered = Covered([(0.0, 10.0), (5.0, 12.0), (20.0, 30.0)])
         >>> covered.within(0, 100), covered.within(11, 21), covered.within(13, 19), covered.within(-5, -1)
         (22.0, 2.0, 0.0, 0.0)
         """

@@ -112,7 +112,7 @@ def _eager_casts(step: StepEvidence) -> Iterator[Cause]:
             finding("cause-eager-casts", kernels=step.per_step(eager), per_gemm=per_gemm),
             finding("cause-eager-cast-time", **step.time_facts(time), gemm_ms=step.ms(step.low)),
         ]
-        yield step.cause("unfused", time * (1 - COMPILED), evidence, eager, "around every converted linear")
+        yield step.cause("unfused", time * (1 - COMPILED), evidence, eager, "around every converted linear", removed=True)
 
 
 def _quantization(step: StepEvidence, repeated_ms: float) -> Iterator[Cause]:
@@ -163,7 +163,7 @@ def _recast(step: StepEvidence) -> Iterator[Cause]:
     again = [item for items, _ in stretches[1:] for item in items]
     forward = [item for item in step.casts if item.scope.phase == "forward"]
     where = "forward of micro-batches after the first"
-    yield step.cause("recast", cost, evidence, again, where, spans_of(again, "cast again"), shortened=forward)
+    yield step.cause("recast", cost, evidence, again, where, spans_of(again, "cast again"), shortened=forward, removed=True)
 
 
 def _forward_casts(step: StepEvidence) -> list[tuple[list[TimedWork], int]]:

@@ -18,6 +18,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from math import inf
 from statistics import median
 
@@ -28,6 +29,7 @@ from gemmscope.explain.view import TimedWork, TraceView
 
 MOST_WORK = 200_000  # of a longer trace, only some of the steps are replayed
 RELEASED_US = 50.0  # a call that waits for the GPU returns this soon after the end of the work
+LAUNCH_US = 200.0  # the CPU takes at most so long for one launch: more is something else
 OWN_US = 10.0  # such a call takes so long by itself
 AT_ONCE_US = 20.0  # work that waited for another stream begins this soon after the end there
 USUAL_GAP_US = 5.0  # between two kernels of a stream
@@ -47,6 +49,7 @@ class _Node:
     after: list[int]
     slack: float = 0.0
     latency: float = 0.0
+    launching: float = 0.0  # time of the CPU since the launch before
 
 
 @dataclass(slots=True)
@@ -71,17 +74,21 @@ class _StepGraph:
 
 
 @dataclass(frozen=True)
-class Change:
+class StepChange:
     """What is different in a replay. `saved`: microseconds by which work is shorter, by its index; `gaps`: idle time in which the
-    CPU was late, and no longer is."""
+    CPU was late, and no longer is; `unlaunched`: by the index of work, the share of the CPU's time for its launch that is saved."""
 
     saved: Mapping[int, float] = field(default_factory=dict)
     gaps: Sequence[Gap] = ()
+    unlaunched: Mapping[int, float] = field(default_factory=dict)
 
     @staticmethod
-    def shorten(items: Iterable[TimedWork], share: float) -> "Change":
-        """Take a share off the time of the work; of communication and copies, off the part that nothing hides."""
-        return Change({item.index: share * (item.share if item.placed.rank else item.work.time) for item in items})
+    def shorten(items: Iterable[TimedWork], share: float, *, removed: bool = False) -> "StepChange":
+        """Take a share off the time of the work; of communication and copies, off the part that nothing hides. `removed`: so much
+        of the work does not run at all, and is not launched either."""
+        chosen = list(items)
+        saved = {item.index: share * (item.share if item.placed.rank else item.work.time) for item in chosen}
+        return StepChange(saved, unlaunched={item.index: share for item in chosen} if removed else {})
 
 
 class Replay:
@@ -99,11 +106,11 @@ class Replay:
     def recorded_us(self) -> float:
         return sum(graph.step.time for graph in self._graphs)
 
-    def replayed_us(self, change: Change) -> float:
+    def replayed_us(self, change: StepChange) -> float:
         """The time of the same steps with the change."""
         return sum(_replay(graph, change) for graph in self._graphs)
 
-    def speedup(self, change: Change) -> float:
+    def speedup(self, change: StepChange) -> float:
         """Of the step; 1 if the change gains nothing."""
         return max(self.recorded_us() / max(self.replayed_us(change), 1e-6), 1.0)
 
@@ -132,9 +139,16 @@ def _graph(view: TraceView, step: RecordedStep, items: Sequence[TimedWork]) -> _
             node.latency = max(node.start - base, 0.0)
         else:
             node.slack = max(node.start - base, 0.0)
+    _launch_times(nodes)
     known = [call for call in calls if call is not None]
     waits = _waits(nodes, trace.waits, step)
     return _StepGraph(step, nodes, waits, _host_us(view, step, known, waits))
+
+
+def _launch_times(nodes: Sequence[_Node]) -> None:
+    launched = sorted((node.launched, place) for place, node in enumerate(nodes) if node.launched is not None)
+    for (before, _), (moment, place) in pairwise(launched):
+        nodes[place].launching = min(moment - before, LAUNCH_US)
 
 
 def _base(nodes: Sequence[_Node], node: _Node) -> float:
@@ -210,11 +224,14 @@ def _host_us(view: TraceView, step: RecordedStep, calls: Sequence[Call], waits: 
     return max(min(end - begin - full_queue - waiting, step.time), 0.0)
 
 
-def _replay(graph: _StepGraph, change: Change) -> float:
+def _replay(graph: _StepGraph, change: StepChange) -> float:
     """Microseconds of the step."""
     step, nodes = graph.step, graph.nodes
-    removed = sorted((_host_moment(gap), gap.time) for gap in change.gaps if step.begin <= gap.begin < step.end)
-    host = _Host(graph.waits, removed, change.saved)
+    removed = [(_host_moment(gap), gap.time) for gap in change.gaps if step.begin <= gap.begin < step.end]
+    if change.unlaunched:
+        shares = ((node, change.unlaunched.get(node.index, 0.0)) for node in nodes)
+        removed += [(node.launched, share * node.launching) for node, share in shares if share and node.launched is not None]
+    host = _HostTime(graph.waits, removed, change.saved)
     ends: list[float] = []
     for node in nodes:
         time = node.end - node.start
@@ -238,7 +255,7 @@ def _host_moment(gap: Gap) -> float:
     return gap.scope.launched if gap.scope.launched is not None else gap.begin
 
 
-class _Host:
+class _HostTime:
     """How much earlier the CPU is than in the recording, at any moment of it."""
 
     def __init__(self, waits: Sequence[_Wait], removed: Sequence[tuple[float, float]], saved: Mapping[int, float]) -> None:

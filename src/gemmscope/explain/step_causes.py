@@ -15,6 +15,7 @@ from gemmscope.results.explain import Cause
 
 WAITING = 0.05  # of the step
 LONG_CALL = 0.1  # of the step
+REPEATED = {"convolutions": "convolution", "casts": "quantization"}  # classes that are counted where forward is recomputed
 EXPERT_NAMES = ("Grouped", "Expert", "Moe", "MoE")
 # In the names of kernels of attention and norms
 FORWARD_NAMES = ("fprop", "fwd", "forward", "Forward")
@@ -55,11 +56,12 @@ def _calls(step: StepEvidence, activity: str) -> Iterator[Finding]:
     calls = [call for call in step.view.trace.host_work.get(activity, ()) if begin <= call.start < end]
     times = add_up((call.name, (call.end - call.start) / 1000) for call in calls)
     names = sorted(times, key=lambda name: -times[name])[:2]
-    for name in names:
+    for name in (name for name in names if times[name] > LONG_CALL * times[names[0]]):
         named = [(call.end - call.start) / 1000 for call in calls if call.name == name]
         limit = LONG_CALL * step.step_ms
         long = sum(time > limit for time in named)
-        yield finding("cause-host-calls", name=name[:100], count=len(named), total_ms=times[name], long=long, limit_ms=limit)
+        facts = {"total_ms": times[name], "longest_ms": max(named), "limit_ms": limit}
+        yield finding("cause-host-calls", name=name[:100], count=len(named), long=long, **facts)
 
 
 def unrecorded_work(step: StepEvidence) -> Iterator[Finding]:
@@ -108,13 +110,14 @@ def _late_launches(step: StepEvidence) -> Iterator[Cause]:
 
 
 def _unexplained_idle(step: StepEvidence) -> Iterator[Cause]:
-    """Idle time for which the trace shows no reason."""
-    gaps = _gaps(step, "launch not recorded", "other stream")
-    time = _ms(step, gaps)
-    if time > WAITING * step.step_ms:
-        why = finding("cause-other-streams" if step.view.trace.launches else "launches-not-recorded")
-        evidence = [finding("cause-idle", **step.time_facts(time), gaps=step.per_step(gaps)), why]
-        yield step.cause("idle", time, evidence, (), "", _gap_spans(gaps, "idle"), gaps=gaps)
+    """Idle time for which the trace shows no reason: launches are missing, or work that was launched in time did not begin."""
+    reasons = (("streams", "other stream", "cause-other-streams"), ("idle", "launch not recorded", "launches-not-recorded"))
+    for code, reason, why in reasons:
+        gaps = _gaps(step, reason)
+        time = _ms(step, gaps)
+        if time > WAITING * step.step_ms:
+            evidence = [finding("cause-idle", **step.time_facts(time), gaps=step.per_step(gaps)), finding(why)]
+            yield step.cause(code, time, evidence, (), "", _gap_spans(gaps, "idle"), gaps=gaps)
 
 
 def _ms(step: StepEvidence, gaps: list[Gap]) -> float:
@@ -154,17 +157,15 @@ def _recompute(step: StepEvidence) -> Iterator[Cause]:
     time = step.ms(again)
     if time > WAITING * step.step_ms:
         gemms = [item for item in again if item.is_gemm]
-        casts = [item for item in again if item.name == "quantization"]
+        counts = {name: step.per_step([item for item in again if item.name == kind]) for name, kind in REPEATED.items()}
         evidence = [
             finding("cause-recomputed", **step.time_facts(time)),
-            finding(
-                "cause-recomputed-kernels", kernels=step.per_step(again), gemms=step.per_step(gemms), casts=step.per_step(casts)
-            ),
+            finding("cause-recomputed-kernels", kernels=step.per_step(again), gemms=step.per_step(gemms), **counts),
         ]
         high = [item for item in gemms if not item.gemm.low]
         if high and step.low and step.weight(high) > 0.5 * step.weight(gemms):
             evidence.append(finding("cause-recomputed-high"))
-        yield step.cause("recompute", time, evidence, again, "backward", spans_of(again, "recomputed"))
+        yield step.cause("recompute", time, evidence, again, "backward", spans_of(again, "recomputed"), removed=True)
         return
     forward = [item for item in step.of_class("attention") if item.mentions(*FORWARD_NAMES)]
     most = _most_of_a_name(item for item in step.of_class("attention") if item.mentions(*BACKWARD_NAMES))

@@ -20,8 +20,9 @@ from gemmscope.explain.trace import GpuWork, Operator, RecordedTrace
 
 QUEUED_US = 100.0  # a kernel that starts this long after its launch waited for the GPU, not for the CPU
 ADAM = re.compile(r"[Aa]dam|[Ss]gd|Lion|lion_|Muon|[Ll]amb(?!da)|[Oo]ptimizer")
-SIMILAR = 1.25  # a first step longer than this many times the median is left out
+SIMILAR = 1.25  # a first step longer than this many times the median of the others is left out
 FEWEST = 3  # GEMMs between two optimizer runs that belong to different steps
+SLOWEST = 1.1  # and longer than this many times the slowest of the others
 APART = 4.0  # the same with only two steps, which may differ more
 # Annotations of inference engines around one forward: vLLM, SGLang
 ENGINE_STEPS = re.compile(r"execute_(context|new|model|\d)|step\[|gpu_model_runner: forward")
@@ -73,7 +74,7 @@ def find_steps(trace: RecordedTrace, count: int | None = None) -> Steps:
     if trace.inference:
         finders |= {"annotations of the inference engine": _engine_steps, WHOLE_RECORDING: _whole_recording}
     else:
-        finders["optimizer kernels"] = lambda trace: _optimizer_kernels(trace.work)
+        finders["optimizer kernels"] = _optimizer_kernels
     for how, find in finders.items():
         if found := find(trace):
             return Steps(tuple(found), _without_warm_up(found), how, before=_launched_before(trace, found[0].begin))
@@ -89,11 +90,13 @@ def _between(edges: Sequence[float]) -> list[RecordedStep]:
 
 
 def _without_warm_up(steps: Sequence[RecordedStep]) -> tuple[RecordedStep, ...]:
-    """All but a first one that took much longer: it fills the queue of the GPU, and often compiles or allocates. Other slow steps
-    count: they are part of the training."""
-    times = sorted(step.time for step in steps)
-    longest = SIMILAR * times[len(times) // 2] if len(times) > 2 else APART * times[0]
-    return tuple(steps[1:] if len(steps) > 1 and steps[0].time > longest else steps)
+    """All but a first one that took much longer than any other: it fills the queue of the GPU, and often compiles or allocates.
+    Other slow steps count: they are part of the training."""
+    times = sorted(step.time for step in steps[1:])
+    if not times:
+        return tuple(steps)
+    longest = max(SIMILAR * times[len(times) // 2], SLOWEST * times[-1]) if len(times) > 1 else APART * times[0]
+    return tuple(steps[1:] if steps[0].time > longest else steps)
 
 
 def _launched_before(trace: RecordedTrace, begin: float) -> frozenset[int]:
@@ -200,10 +203,14 @@ def _optimizer_marks(trace: RecordedTrace) -> list[RecordedStep]:
     return _whole_ones(trace.work, _host_windows(trace, _between([min(first, trace.work[0].start), *ends])))
 
 
-def _optimizer_kernels(every: Sequence[GpuWork]) -> list[RecordedStep]:
-    """A sequence of optimizer kernels without a GEMM in between ends a step."""
+def _optimizer_kernels(trace: RecordedTrace) -> list[RecordedStep]:
+    """A sequence of optimizer kernels without a GEMM in between ends a step.
+
+    Kernels that only apply something to many tensors are an optimizer's if other kernels train.
+    """
+    every = trace.work
     named = [bool(ADAM.search(work.name)) for work in every]
-    if not any(named):
+    if not any(named) and trace.trains:
         named = [classify(work.name).kernel_class == "optimizer" for work in every]
     edges, last = [every[0].start], None
     for work, optimizes in zip(every, named, strict=True):

@@ -17,7 +17,7 @@ from gemmscope.explain.host import by_key
 from gemmscope.explain.scopes import Scope
 from gemmscope.explain.steps import RecordedStep
 from gemmscope.explain.trace import GpuWork, RecordedTrace
-from gemmscope.explain.unrecorded import unrecorded_spans
+from gemmscope.explain.unrecorded import UnrecordedWork
 
 Idle = Literal[
     "late launch", "late launch after synchronization", "no launch for over 1 ms", "between kernels", "other stream",
@@ -30,7 +30,6 @@ NOWHERE = Scope()
 SHORT_US = 10.0  # usual gap between two kernels that were both launched in time
 MOST_SHARES = 1_000_000  # pieces of work that run through several steps
 NO_LAUNCH_US = 1000.0  # without a single launch the CPU is busy with something else
-MOST = 0.5  # share of a gap
 
 
 @dataclass(frozen=True)
@@ -93,10 +92,7 @@ class _HostTimeline:
         self.main_thread = threads.most_common(1)[0][0] if threads else None
         spans = (((name, call.thread), call.start, call.end) for name, calls in trace.host_work.items() for call in calls)
         self._activities = by_key(spans)
-        self._unrecorded = unrecorded_spans(trace)
-
-    def unrecorded(self, begin: float, end: float) -> bool:
-        return self._unrecorded.within(begin, end) > MOST * (end - begin)
+        self.unrecorded = UnrecordedWork(trace)
 
     def activities(self, thread: Any, begin: float, end: float) -> Iterator[tuple[Idle, float]]:
         """What the thread was busy with, and for how long; where activities are inside each other, the first of them counts."""
@@ -177,10 +173,10 @@ def _gaps(
     trace: RecordedTrace, begin: float, end: float, until: GpuWork | None, scope: Scope, host: _HostTimeline
 ) -> Iterator[Gap]:
     """An idle period by its reasons. `until`: the work that ended it. The time of each activity of the CPU comes first."""
-    if end - begin > SHORT_US and host.unrecorded(begin, end):
+    call = trace.launches.get(until.correlation) if until is not None else None
+    if end - begin > SHORT_US and host.unrecorded.explains(begin, end, call):
         yield Gap(begin, end, NOT_RECORDED)
         return
-    call = trace.launches.get(until.correlation) if until is not None else None
     rest = _gap(trace, begin, end, until, scope, host)
     if rest.why in HOST_IDLE or call is None:
         thread, latest = (call.thread, min(end, call.start)) if call is not None else (host.main_thread, end)

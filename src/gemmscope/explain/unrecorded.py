@@ -7,8 +7,9 @@ it have. Or the CPU waited for the GPU in a synchronization or a copy, which ret
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from typing import Any
 
-from gemmscope.explain.host import Covered
+from gemmscope.explain.host import Covered, by_key
 from gemmscope.explain.trace import Call, GpuWork, RecordedTrace
 
 LONG_WAIT_US = 500.0  # a shorter wait may be the time that the call itself takes
@@ -16,21 +17,32 @@ MISSING = 0.5  # of the kernels of a complete replay
 COMPLETE = 2  # replays that are alike show what a complete one is
 
 
-def unrecorded_spans(trace: RecordedTrace) -> Covered:
-    """Spans in which the GPU worked on something that may be missing from the trace."""
-    return Covered([*_waits(trace), *_replays(trace)])
+class UnrecordedWork:
+    """Answers whether the GPU was busy, as far as the CPU shows it, although nothing was recorded."""
+
+    def __init__(self, trace: RecordedTrace) -> None:
+        self._waits = by_key(_waits(trace))
+        self._replays = Covered(_replays(trace))
+
+    def explains(self, begin: float, end: float, next_call: Call | None) -> bool:
+        """`next_call`: what launched the work that ended the gap. If that was launched before the gap, a wait was for that."""
+        half = 0.5 * (end - begin)
+        if self._replays.within(begin, end) > half:
+            return True
+        waits = self._waits.get(next_call.thread) if next_call is not None and next_call.start > begin else None
+        return waits is not None and waits.within(begin, end) > half
 
 
-def _waits(trace: RecordedTrace) -> Iterator[tuple[float, float]]:
-    """While the CPU waits for the GPU. A copy to the CPU waits until it begins; other copies may be busy on the CPU."""
+def _waits(trace: RecordedTrace) -> Iterator[tuple[Any, float, float]]:
+    """By thread, while it waits for the GPU. A copy to the CPU waits until it begins; other copies may be busy on the CPU."""
     for wait in trace.waits:
         if "Synchronize" in wait.name and wait.end - wait.start > LONG_WAIT_US:
-            yield wait.start, wait.end
+            yield wait.thread, wait.start, wait.end
     for work in trace.work:
         if work.copy and "DtoH" in work.name and (call := trace.launches.get(work.correlation)) is not None:
             end = min(call.end, work.start)
             if end - call.start > LONG_WAIT_US:
-                yield call.start, end
+                yield call.thread, call.start, end
 
 
 def _replays(trace: RecordedTrace) -> Iterator[tuple[float, float]]:
