@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 
 from gemmscope.app.explain import explain
 from gemmscope.document.build import document
+from gemmscope.explain.slim import slim_file
+from gemmscope.explain.trace import read_trace
 from gemmscope.results.explain_tables import ExplainTables
 from support.traces import BF16, FP8, Builder, recorded, shared_trace
 
@@ -220,3 +223,24 @@ def test_misaligned_attention_of_timesformer() -> None:
 def test_freeing_memory_on_mi300x() -> None:
     found = explain([shared_trace("resnet18_mi300x_hipfree.json.gz")]).tables
     assert found.allocator[0].name == found.idle_frames[0].frame == "hipFree"
+
+
+def test_the_recorder_keeps_what_the_tables_need(tmp_path: Path) -> None:
+    """The process group and message of collectives, waits between streams, allocator calls; scalars of attention alone."""
+    made = one_step((FLASH, 100.0, "aten::scaled_dot_product_attention", sdpa(1, 16, 4096, 128, "True")))
+    told = {"External id": 2, "Concrete Inputs": ["secret"], "Input Dims": [[8, 8], [8, 8]]}
+    made.mark("aten::mm", 5_200.0, 5.0, "cpu_op", args=told)
+    made.kernel(BF16, 10_100.0, 100.0, launched=5_201.0, args={"External id": 2})
+    group = {"Collective name": "allreduce", "In msg nelems": 8, "Out msg nelems": 8, "dtype": "Float", "Group size": 2,
+             "Process Group Name": "0", "Process Group Ranks": "[0, 1]"}  # fmt: skip
+    made.kernel(NCCL, 10_200.0, 100.0, stream=20, launched=5_300.0, args=group)
+    for number, name in enumerate(("cudaStreamWaitEvent", "cudaFree", "cudaGetDevice")):
+        made.mark(name, 5_400.0 + number, 0.5, "cuda_runtime", args={"correlation": 900 + number})
+    slim_file(made.write(tmp_path / "raw.json"), tmp_path / "small.json.gz", {})
+    trace = read_trace(tmp_path / "small.json.gz")
+    assert len(trace.stream_waits) == 1
+    assert {call.name for call in trace.launches.values()} == {"cudaLaunchKernel", "cudaStreamWaitEvent", "cudaFree"}
+    collective = next(work.message for work in trace.work if work.message is not None)
+    assert (collective.kind, collective.bytes_out, collective.ranks) == ("all-reduce", 32.0, (0, 1))
+    assert [operator.concrete[5] for operator in trace.operators if operator.concrete] == ["True"]
+    assert "secret" not in gzip.decompress((tmp_path / "small.json.gz").read_bytes()).decode()

@@ -1,17 +1,23 @@
 """Tables of an `ExplainResult` beyond where the time goes: GEMMs by shape, attention, collectives, kernels, launches, memory."""
 
+import re
 from collections.abc import Mapping
 
 from gemmscope import units
 from gemmscope.document.model import Block
 from gemmscope.document.table import NOTHING, Cell, Table, bytes_cell, columns, number, share_cell, without_empty
+from gemmscope.parts import StepPart
 from gemmscope.results.explain import ExplainResult
 from gemmscope.results.explain_tables import AttentionTotal, CollectiveTotal, GemmShapeTotal, LaunchStatistics, MemoryPoint
 
 MOST_ROWS = 20  # of shapes, one by one
 MOST_READINGS = 20
-LONGEST_NAME = 44  # characters of a kernel
+LONGEST_NAME = 46  # characters of a kernel
+UNKNOWN = 0.02  # of the time of GEMMs: if the sizes of more are not recorded, a row says so
+FUNCTOR = re.compile(r"\w*(?:Functor|_kernel_cuda|Ops\b|NormTwo|MeanOps)\w*")
 LONGEST_FRAME = 60
+HOST: StepPart = "idle, host-bound"
+LEAST_REST = 0.002  # of the step
 PASSES = ("fprop", "dgrad", "wgrad", "recomputed")
 
 
@@ -30,9 +36,11 @@ def gemm_shape_table(result: ExplainResult) -> Table:
     shapes = result.tables.gemm_shapes
     rows = [_gemm_row(row) for row in shapes[:MOST_ROWS]]
     if rest := shapes[MOST_ROWS:]:
-        count, time_ms = sum(row.count for row in rest), sum(row.time_ms for row in rest)
-        dashes = (NOTHING,) * 8
-        rows.append((Cell(f"{len(rest)} more shapes"), Cell("-"), Cell("-"), count_cell(count), fixed(time_ms, 3), *dashes))
+        rows.append(_gemm_rest(f"{len(rest)} more shapes", sum(row.count for row in rest), sum(row.time_ms for row in rest)))
+    known_ms, every_ms = sum(row.time_ms for row in shapes), sum(row.time_ms for row in result.account.gemms)
+    if rows and every_ms - known_ms > UNKNOWN * every_ms:
+        count = sum(row.count for row in result.account.gemms) - sum(row.count for row in shapes)
+        rows.append(_gemm_rest("size not recorded", max(count, 0.0), every_ms - known_ms))
     heads = columns(
         ("M x N x K", "Pass", "Precision"),
         (
@@ -48,11 +56,19 @@ def gemm_shape_table(result: ExplainResult) -> Table:
             "Speedup",
         ),
     )
-    note = (
-        "Sustained: what large GEMMs usually reach on this GPU. Roofline: the shortest time that its published rate and memory "
-        "bandwidth allow. Alignment: of rows, in bytes; 16 is best. Better recipe: a forecast, casts of the activations included."
-    )
-    return without_empty(Table("GEMMs by shape, per step", heads, tuple(rows), note))
+    notes = ["Alignment: of rows, in bytes; 16 is best."]
+    if any(row.sustained_share is not None for row in shapes):
+        notes.append(
+            "Sustained: what large GEMMs usually reach on this GPU. Roofline: the shortest time that its published rate "
+            "and memory bandwidth allow."
+        )
+    if any(row.better for row in shapes):
+        notes.append("Better recipe: a forecast, casts of the activations included.")
+    return without_empty(Table("GEMMs by shape, per step", heads, tuple(rows), " ".join(notes)))
+
+
+def _gemm_rest(name: str, count: float, time_ms: float) -> tuple[Cell, ...]:
+    return (Cell(name), Cell("-"), Cell("-"), count_cell(count), fixed(time_ms, 3), *(NOTHING,) * 8)
 
 
 def _gemm_row(row: GemmShapeTotal) -> tuple[Cell, ...]:
@@ -81,8 +97,12 @@ def _attention(result: ExplainResult) -> Table:
         ("Runs", "ms", "TFLOP/s", "Faster", "ms in it"),
     )
     rows = tuple(map(_attention_row, result.tables.attention[:MOST_ROWS]))
-    note = "TFLOP/s count half of the scores where the mask is known to be causal. Faster: by the rate known for it on this GPU."
-    return without_empty(Table("Attention, per step", heads, rows, note))
+    notes = []
+    if any(row.tflops is not None for row in result.tables.attention):
+        notes.append("TFLOP/s count half of the scores where the mask is known to be causal.")
+    if any(row.faster for row in result.tables.attention):
+        notes.append("Faster: by the rate known for it on this GPU.")
+    return without_empty(Table("Attention, per step", heads, rows, " ".join(notes)))
 
 
 def _attention_row(row: AttentionTotal) -> tuple[Cell, ...]:
@@ -107,13 +127,18 @@ def _collectives(result: ExplainResult) -> Table:
         ("Collective", "Process group"),
         ("Ranks", "Runs", "Message", "ms", "Exposed ms", "Waiting ms", "Transfer ms", "Algorithm GB/s", "Bus GB/s"),
     )
+    rows = list(map(_collective_row, totals[:MOST_ROWS]))
+    if rest := totals[MOST_ROWS:]:
+        sums = [sum(total.count for total in rest), sum(total.time_ms for total in rest), sum(total.exposed_ms for total in rest)]
+        cells = (NOTHING, count_cell(sums[0]), NOTHING, fixed(sums[1], 3), fixed(sums[2], 3), *(NOTHING,) * 4)
+        rows.append((Cell(f"{len(rest)} more"), Cell("-"), *cells))
     from_ranks = any(total.waiting_from == "other ranks" for total in totals)
     note = (
         "Waiting: beyond the time that the last rank to arrive spends in it."
         if from_ranks
         else "Waiting: beyond the shortest of the same size, so at least this; the traces of all ranks show the rest."
     )
-    table = Table("Collectives, per step", heads, tuple(map(_collective_row, totals[:MOST_ROWS])), note)
+    table = Table("Collectives, per step", heads, tuple(rows), note)
     return without_empty(table)
 
 
@@ -138,13 +163,28 @@ def _kernels(result: ExplainResult) -> Table:
     step_ms = result.account.step_ms
     rows = tuple(
         (
-            *(Cell(units.kernel_name(kernel.name, LONGEST_NAME)), Cell(kernel.kernel_class), count_cell(kernel.count)),
+            *(Cell(kernel_label(kernel.name)), Cell(kernel.kernel_class), count_cell(kernel.count)),
             *(fixed(kernel.time_ms, 3), share_cell(kernel.time_ms / step_ms), fixed(kernel.mean_us, 1)),
         )
         for kernel in result.tables.kernels
     )
-    heads = columns(("Kernel", "Class"), ("Runs", "ms", "Share of step", "Mean µs"))
+    heads = columns(("Kernel", "Class"), ("Runs", "ms", "Share", "Mean µs"))
     return Table("Longest kernels, per step", heads, rows)
+
+
+def kernel_label(name: str) -> str:
+    """A short name that still tells PyTorch's elementwise kernels apart: by the functor among the template's arguments.
+
+    >>> kernel_label("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, 2>(int)")
+    'vectorized_elementwise_kernel CUDAFunctor_add'
+    >>> kernel_label("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT")
+    'nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT'
+    """
+    plain = units.kernel_name(name, len(name)).removeprefix("at::native::")
+    base, opened, arguments = plain.partition("<")
+    telling = FUNCTOR.search(arguments) if opened else None
+    label = f"{base} {telling[0]}" if telling is not None else plain
+    return label if len(label) <= LONGEST_NAME else f"{label[: LONGEST_NAME - 1]}…"
 
 
 def _launches(launches: LaunchStatistics | None) -> Table:
@@ -165,16 +205,20 @@ def _launches(launches: LaunchStatistics | None) -> Table:
 
 
 def _idle_frames(result: ExplainResult) -> Table:
-    rows = tuple(
+    step_ms, frames = result.account.step_ms, result.tables.idle_frames
+    rows = [
         (
             *(Cell(_frame_name(frame.frame)), Cell(frame.kind)),
-            *(count_cell(frame.gaps), fixed(frame.time_ms, 3), share_cell(frame.time_ms / result.account.step_ms)),
+            *(count_cell(frame.gaps), fixed(frame.time_ms, 3), share_cell(frame.time_ms / step_ms)),
         )
-        for frame in result.tables.idle_frames
-    )
+        for frame in frames
+    ]
+    rest_ms = result.account.parts_ms.get(HOST, 0.0) - sum(frame.time_ms for frame in frames)
+    if frames and rest_ms > LEAST_REST * step_ms:
+        rows.append((Cell("anything else"), Cell("-"), NOTHING, fixed(rest_ms, 3), share_cell(rest_ms / step_ms)))
     note = "The innermost activity of the CPU that covers at least half of the time from the last kernel to the next launch."
     heads = columns(("What the CPU did", "Kind"), ("Gaps", "Idle ms", "Share of step"))
-    return Table("Idle time of the GPU by what the CPU did, per step", heads, rows, note)
+    return Table("Idle time of the GPU by what the CPU did, per step", heads, tuple(rows), note)
 
 
 def _frame_name(name: str) -> str:
@@ -207,6 +251,8 @@ def _memory_row(point: MemoryPoint) -> tuple[Cell, ...]:
 
 def count_cell(count: float) -> Cell:
     """Runs per step: whole, unless they are few and differ between steps."""
+    if 0 < count < 0.05:
+        return number(count, "<0.1")
     return number(count, f"{count:,.0f}" if count >= 10 or count == int(count) else f"{count:.1f}")
 
 

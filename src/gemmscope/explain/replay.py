@@ -75,8 +75,8 @@ class _StepGraph:
 
 @dataclass(frozen=True)
 class StepChange:
-    """What is different in a replay. `saved`: microseconds by which work is shorter, by its index; `gaps`: idle time in which the
-    CPU was late, and no longer is; `unlaunched`: by the index of work, the share of the CPU's time for its launch that is saved."""
+    """What is different in a replay. `saved`: microseconds by which work is shorter, by its index. `gaps`: idle time in which the
+    CPU was late, and no longer is. `unlaunched`: the share of the CPU's time for launching work that is saved, by its index."""
 
     saved: Mapping[int, float] = field(default_factory=dict)
     gaps: Sequence[Gap] = ()

@@ -310,9 +310,14 @@ def _one_device(trace: RecordedTrace) -> None:
 
 
 def _drop_false_ids(trace: RecordedTrace) -> None:
-    """Old profilers write the number of the launch as the id of the operator, which is then that of another one."""
+    """Old profilers write the number of the launch as the id of the operator: it is then that of another one."""
     kernels = [work for work in trace.work if work.external is not None]
-    if kernels and all(work.external == work.correlation for work in kernels):
+    if not kernels or any(work.external != work.correlation for work in kernels):
+        return
+    operators = trace.operators_by_id()
+    pairs = [(operators.get(work.external), trace.launches.get(work.correlation)) for work in kernels]
+    inside = [one.start <= call.start <= one.end for one, call in pairs if one is not None and call is not None]
+    if sum(inside) < 0.5 * len(inside):
         for work in kernels:
             work.external = None
 
