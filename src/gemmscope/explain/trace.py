@@ -285,7 +285,7 @@ def _take_memory(trace: RecordedTrace, event: dict[str, Any]) -> None:
 
 
 def _require_gpu_work(trace: RecordedTrace) -> None:
-    foreign = [name for name in trace.categories if name.startswith(OTHER_DEVICES)]
+    foreign = not trace.gpu_name and any(name.startswith(OTHER_DEVICES) for name in trace.categories)
     if not all(work.copy for work in trace.work) and not foreign:
         return
     reject_foreign(trace.path, trace.categories, trace.processes)
