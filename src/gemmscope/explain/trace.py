@@ -289,7 +289,7 @@ def _take_memory(trace: RecordedTrace, event: dict[str, Any]) -> None:
 
 
 def _require_gpu_work(trace: RecordedTrace) -> None:
-    foreign = [name for name in trace.categories if name.startswith(OTHER_DEVICES)]
+    foreign = not trace.gpu_name and any(name.startswith(OTHER_DEVICES) for name in trace.categories)
     if not all(work.copy for work in trace.work) and not foreign:
         return
     reject_foreign(trace.path, trace.categories, trace.processes)
@@ -310,7 +310,7 @@ def _one_device(trace: RecordedTrace) -> None:
 
 
 def _drop_false_ids(trace: RecordedTrace) -> None:
-    """Old profilers write the number of the launch as the id of the operator: it is then that of another one."""
+    """Old profilers write the number of the launch as the id of the operator, which is then that of another one."""
     kernels = [work for work in trace.work if work.external is not None]
     if not kernels or any(work.external != work.correlation for work in kernels):
         return
