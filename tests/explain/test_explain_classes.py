@@ -15,8 +15,7 @@ from gemmscope.explain.place import place
 from gemmscope.explain.rates import gpu_rates
 from gemmscope.explain.scopes import scopes
 from gemmscope.explain.trace import read_trace
-from support.shared_data import NEEDS_SHARED, SHARED, shared_trace
-from support.traces import ADAM, BF16, FP8, Builder, codes, fact, steady
+from support.traces import ADAM, BF16, FP8, Builder, codes, fact, shared_trace, steady
 
 SGEMM = "volta_sgemm_64x64_nt"
 ALIGN1 = "void cutlass::Kernel2<cutlass_75_tensorop_bf16_s1688gemm_bf16_128x128_nn_align1>(Params)"
@@ -236,10 +235,9 @@ def test_a_mark_of_another_device_does_not_reject_a_trace(tmp_path: Path) -> Non
 CLASSES = {"GEMM": "gemm", "quantization": "quantize", "embedding and indexing": "embedding"}
 
 
-@NEEDS_SHARED
 def test_names_seen_in_other_traces() -> None:
     wrong = []
-    for line in (SHARED / "kernel_names_seen.tsv").read_text().splitlines()[1:]:
+    for line in shared_trace("../kernel_names_seen.tsv").read_text().splitlines()[1:]:
         told, name = line.split("\t")
         kind, precision = told.split(" (")[0], ""
         if kind.startswith("GEMM "):
@@ -251,9 +249,8 @@ def test_names_seen_in_other_traces() -> None:
     assert not wrong
 
 
-@NEEDS_SHARED
 def test_nearly_all_time_of_shared_traces_is_named() -> None:
-    for path in sorted((SHARED / "traces").rglob("*.json.gz")):
+    for path in sorted(shared_trace("README.md").parent.rglob("*.json.gz")):
         trace = read_trace(path)
         placed = place(trace, scopes(trace))
         pairs = list(zip(trace.work, placed, strict=True))
@@ -262,7 +259,6 @@ def test_nearly_all_time_of_shared_traces_is_named() -> None:
         assert share >= (0.95 if "mi300x" in path.name else 0.98), path.name
 
 
-@NEEDS_SHARED
 def test_classes_in_shared_traces() -> None:
     expected = {
         "vllm_moe_mxfp4_b200": {"GEMM FP4": 0.447, "routing": 0.06, "communication": 0.184},
@@ -272,7 +268,7 @@ def test_classes_in_shared_traces() -> None:
         "sglang_decode_mi300x": {"GEMM BF16": 0.591, "attention": 0.236, "norms": 0.07},
     }
     for name, shares in expected.items():
-        trace = read_trace(shared_trace(name))
+        trace = read_trace(shared_trace(f"{name}.json.gz"))
         times: dict[str, float] = {}
         for work, kernel in zip(trace.work, place(trace, scopes(trace)), strict=True):
             times[kernel.name] = times.get(kernel.name, 0.0) + work.time

@@ -47,6 +47,12 @@ def test_annotations_of_engines(mark: str, tmp_path: Path) -> None:
     assert found.view.steps.found_by == "annotations of the inference engine"
 
 
+def test_annotations_of_an_engine_without_operators(tmp_path: Path) -> None:
+    made = forwards(["execute_model"] * 2)
+    made.events = [event for event in made.events if event["cat"] != "cpu_op"]
+    assert made.diagnose(tmp_path / "t.json").trace.inference
+
+
 def test_without_any_mark_the_recording_is_one_step(tmp_path: Path) -> None:
     """Two kernels that apply something to many tensors are not an optimizer, and do not end a step."""
     found = forwards(["", ""]).diagnose(tmp_path / "t.json")

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from gemmscope.explain.account import EXPOSED, UNRECORDED
+from gemmscope.explain.diagnose import diagnose
+from gemmscope.explain.trace import read_trace
 from support.traces import ADAM, BF16, FP8, Builder, codes, fact, steady
 
 NCCL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
@@ -111,6 +113,22 @@ def test_work_launched_before_the_recording_belongs_to_no_step(tmp_path: Path) -
     assert found.account.busy_ms == pytest.approx(20.0)
     assert {row.precision: row.count for row in found.account.gemms} == {"FP8": 20}
     assert fact(found.findings, "work-before-recording", "count") == 14
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+def test_without_marks_such_work_belongs_to_no_step_either(steps: int | None, tmp_path: Path) -> None:
+    made = steady(2)
+    made.events = [event for event in made.events if "ProfilerStep" not in event["name"]]
+    before = Builder()
+    before.number = 1000
+    for number in range(20):
+        before.kernel(FP8, 10.0 * number, 10.0)
+    before.kernel(ADAM, 200.0, 50.0)
+    made.events += before.events
+    found = diagnose(read_trace(made.write(tmp_path / "t.json")), steps)
+    assert found.view.count == 2
+    assert found.account.step_ms == pytest.approx(2.25)
+    assert fact(found.findings, "work-before-recording", "count") == 21
 
 
 def graphs(kernels: list[int]) -> Builder:

@@ -16,7 +16,7 @@ from gemmscope.engine.kernels import classify
 from gemmscope.errors import UserError, option
 from gemmscope.explain.scopes import optimizer_spans
 from gemmscope.explain.stream import HOW_TO_RECORD
-from gemmscope.explain.trace import GpuWork, Operator, RecordedTrace
+from gemmscope.explain.trace import ENGINE_STEPS, GpuWork, Operator, RecordedTrace
 
 QUEUED_US = 100.0  # a kernel that starts this long after its launch waited for the GPU, not for the CPU
 ADAM = re.compile(r"[Aa]dam|[Ss]gd|Lion|lion_|Muon|[Ll]amb(?!da)|[Oo]ptimizer")
@@ -24,8 +24,6 @@ SIMILAR = 1.25  # a first step longer than this many times the median of the oth
 FEWEST = 3  # GEMMs between two optimizer runs that belong to different steps
 SLOWEST = 1.1  # and longer than this many times the slowest of the others
 APART = 4.0  # the same with only two steps, which may differ more
-# Annotations of inference engines around one forward: vLLM, SGLang
-ENGINE_STEPS = re.compile(r"execute_(context|new|model|\d)|step\[|gpu_model_runner: forward")
 WHOLE_RECORDING = "the whole recording"
 
 
@@ -62,11 +60,11 @@ def find_steps(trace: RecordedTrace, count: int | None = None) -> Steps:
                 f"{option('steps', count)}: {trace.path} has only {len(trace.work):,} kernels and copies",
                 "give the number of training steps that were recorded",
             )
-        begin, end = trace.work[0].start, max(work.end for work in trace.work)
+        begin, end = _recorded_work(trace)[0].start, max(work.end for work in trace.work)
         if end <= begin:
             raise UserError(f"{trace.path} is not valid: all GPU work begins and ends at the same time", HOW_TO_RECORD)
         steps = tuple(_between([begin + number * ((end - begin) / count) for number in range(count + 1)]))
-        return Steps(steps, steps, "the number of steps given", len(_marked(trace)))
+        return Steps(steps, steps, "the number of steps given", len(_marked(trace)), _launched_before(trace, begin))
     finders: dict[str, Callable[[RecordedTrace], list[RecordedStep]]] = {
         "profiler step marks": _marked,
         "optimizer annotations": _optimizer_marks,
@@ -117,7 +115,13 @@ def _engine_steps(trace: RecordedTrace) -> list[RecordedStep]:
 
 
 def _whole_recording(trace: RecordedTrace) -> list[RecordedStep]:
-    return _between([trace.work[0].start, max(work.end for work in trace.work)])
+    return _between([_recorded_work(trace)[0].start, max(work.end for work in trace.work)])
+
+
+def _recorded_work(trace: RecordedTrace) -> Sequence[GpuWork]:
+    """All work from the first on whose launch was recorded; all, if no launch was."""
+    launched = (number for number, work in enumerate(trace.work) if work.correlation in trace.launches)
+    return trace.work[next(launched, 0) :]
 
 
 def _marked(trace: RecordedTrace) -> list[RecordedStep]:
@@ -208,7 +212,7 @@ def _optimizer_kernels(trace: RecordedTrace) -> list[RecordedStep]:
 
     Kernels that only apply something to many tensors are an optimizer's if other kernels train.
     """
-    every = trace.work
+    every = _recorded_work(trace)
     named = [bool(ADAM.search(work.name)) for work in every]
     if not any(named) and trace.trains:
         named = [classify(work.name).kernel_class == "optimizer" for work in every]

@@ -37,6 +37,8 @@ TRAINING = re.compile(
     r"[Bb]ackward|_bwd|bwd_|wgrad|Optimizer\.(step|zero_grad)|[Aa]dam([wW]|[^a-z]|$)|[Aa]dagrad|MomentumSGD|_sgd|[Ll]amb([^d]|$)|Muon"
 )
 CONCRETE = "Concrete Inputs"  # the values of an operator's scalars: is_causal
+# Annotations of inference engines around one forward: vLLM, SGLang
+ENGINE_STEPS = re.compile(r"execute_(context|new|model|\d)|step\[|gpu_model_runner: forward")
 _WHOLE = re.compile(r"-?[0-9]{1,19}")
 SKEW_US = 20.0
 MOST_RECORDS = 4_000_000  # of about 1 KB each
@@ -114,6 +116,7 @@ class RecordedTrace:
     other_gpus: int = 0  # whose work is ignored
     host_work: dict[str, list[Call]] = field(default_factory=dict)  # by activity of the CPU (host_activity.toml)
     has_operators: bool = False
+    has_engine: bool = False  # annotations of an inference engine
     trains: bool = False  # whether anything in it belongs to a backward pass or an optimizer
     events: int = 0
     categories: set[str] = field(default_factory=set)  # of events that are not read
@@ -128,8 +131,8 @@ class RecordedTrace:
 
     @property
     def inference(self) -> bool:
-        """Whether operators were recorded, and none of them trains."""
-        return self.has_operators and not self.trains
+        """Whether operators were recorded, or annotations of an inference engine, and nothing trains."""
+        return (self.has_operators or self.has_engine) and not self.trains
 
     @property
     def rank(self) -> int | None:
@@ -173,6 +176,7 @@ def read_trace(path: str | Path | InputFile) -> RecordedTrace:
             _check_size(trace, names)
     trace.head = stream.head
     trace.trains = _trains(trace)
+    trace.has_engine = any(ENGINE_STEPS.match(mark.name) for mark in trace.marks)
     _require_gpu_work(trace)
     _one_device(trace)
     _drop_false_ids(trace)
@@ -285,7 +289,7 @@ def _take_memory(trace: RecordedTrace, event: dict[str, Any]) -> None:
 
 
 def _require_gpu_work(trace: RecordedTrace) -> None:
-    foreign = [name for name in trace.categories if name.startswith(OTHER_DEVICES)]
+    foreign = not trace.gpu_name and any(name.startswith(OTHER_DEVICES) for name in trace.categories)
     if not all(work.copy for work in trace.work) and not foreign:
         return
     reject_foreign(trace.path, trace.categories, trace.processes)
