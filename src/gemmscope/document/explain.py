@@ -61,12 +61,21 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
             *map(Message.of, result.findings),
         ),
         facts={"Method": (("trace", result.trace), ("steps", steps), *framework, *command_facts(result))},
-        next_purpose="predict the step in every precision" if result.comparisons else "compare with the same training in BF16",
-        next_command="gemmscope step --preset NAME …"
-        if result.comparisons
-        else f"gemmscope explain {shlex.quote(file) if Path(file).suffix else 'TRACE'} --baseline BF16-TRACE",
+        next_purpose=_next(result)[0],
+        next_command=_next(result)[1],
         name=name,
     )
+
+
+def _next(result: ExplainResult) -> tuple[str, str]:
+    """The next useful command, and its purpose."""
+    if result.comparisons:
+        return "predict the step in every precision", "gemmscope step --preset NAME …"
+    file = Path(result.trace).name
+    low = result.low_share > 0 and not result.inference
+    purpose = f"compare with {'the same training in BF16' if low else 'another recording of the same model'}"
+    trace = shlex.quote(file) if Path(file).suffix else "TRACE"
+    return purpose, f"gemmscope explain {trace} --baseline {'BF16' if low else 'OTHER'}-TRACE"
 
 
 def _answer(result: ExplainResult) -> str:

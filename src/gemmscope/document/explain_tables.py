@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from gemmscope import units
 from gemmscope.document.model import Block
 from gemmscope.document.table import NOTHING, Cell, Table, bytes_cell, columns, number, share_cell, without_empty
+from gemmscope.parts import StepPart
 from gemmscope.results.explain import ExplainResult
 from gemmscope.results.explain_tables import AttentionTotal, CollectiveTotal, GemmShapeTotal, LaunchStatistics, MemoryPoint
 
@@ -15,6 +16,8 @@ LONGEST_NAME = 46  # characters of a kernel
 UNKNOWN = 0.02  # of the time of GEMMs: if the sizes of more are not recorded, a row says so
 FUNCTOR = re.compile(r"\w*(?:Functor|_kernel_cuda|Ops\b|NormTwo|MeanOps)\w*")
 LONGEST_FRAME = 60
+HOST: StepPart = "idle, host-bound"
+LEAST_REST = 0.002  # of the step
 PASSES = ("fprop", "dgrad", "wgrad", "recomputed")
 
 
@@ -202,16 +205,20 @@ def _launches(launches: LaunchStatistics | None) -> Table:
 
 
 def _idle_frames(result: ExplainResult) -> Table:
-    rows = tuple(
+    step_ms, frames = result.account.step_ms, result.tables.idle_frames
+    rows = [
         (
             *(Cell(_frame_name(frame.frame)), Cell(frame.kind)),
-            *(count_cell(frame.gaps), fixed(frame.time_ms, 3), share_cell(frame.time_ms / result.account.step_ms)),
+            *(count_cell(frame.gaps), fixed(frame.time_ms, 3), share_cell(frame.time_ms / step_ms)),
         )
-        for frame in result.tables.idle_frames
-    )
+        for frame in frames
+    ]
+    rest_ms = result.account.parts_ms.get(HOST, 0.0) - sum(frame.time_ms for frame in frames)
+    if frames and rest_ms > LEAST_REST * step_ms:
+        rows.append((Cell("anything else"), Cell("-"), NOTHING, fixed(rest_ms, 3), share_cell(rest_ms / step_ms)))
     note = "The innermost activity of the CPU that covers at least half of the time from the last kernel to the next launch."
     heads = columns(("What the CPU did", "Kind"), ("Gaps", "Idle ms", "Share of step"))
-    return Table("Idle time of the GPU by what the CPU did, per step", heads, rows, note)
+    return Table("Idle time of the GPU by what the CPU did, per step", heads, tuple(rows), note)
 
 
 def _frame_name(name: str) -> str:
@@ -244,6 +251,8 @@ def _memory_row(point: MemoryPoint) -> tuple[Cell, ...]:
 
 def count_cell(count: float) -> Cell:
     """Runs per step: whole, unless they are few and differ between steps."""
+    if 0 < count < 0.05:
+        return number(count, "<0.1")
     return number(count, f"{count:,.0f}" if count >= 10 or count == int(count) else f"{count:.1f}")
 
 
