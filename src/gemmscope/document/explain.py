@@ -53,7 +53,7 @@ def explain_document(result: ExplainResult, name: str = "") -> Document:
         key_figures=_key_figures(result),
         summary=_summary(result),
         cards=tuple(map(_card, result.causes)),
-        context=(f"{result.gpu or 'unknown GPU'}{rank}; {steps}",),
+        context=(f"{result.gpu or 'unknown GPU'}{rank}; {'inference: ' if result.inference else ''}{steps}",),
         sections=tuple(Section(title, blocks) for title, blocks in filled.items() if blocks),
         messages=(
             *(_cause_message(place, cause) for place, cause in enumerate(result.causes, start=1)),
@@ -270,7 +270,7 @@ def _causes(result: ExplainResult) -> Table:
     for place, cause in enumerate(result.causes, start=1):
         cost = _fixed(cause.cost_ms), share_cell(cause.cost_ms / result.account.step_ms)
         rows.append((Cell(f"{place}. {cause.title}"), Cell(cause.where), *cost, _fixed(cause.speedup_without, unit="x")))
-    return Table("Causes by cost", heads, tuple(rows))
+    return Table("Causes, by what fixing them would gain", heads, tuple(rows))
 
 
 def _kernels(result: ExplainResult) -> Table:

@@ -1,4 +1,4 @@
-"""The diagnosis of one trace: its account, its causes in the order of their cost, and the verdict."""
+"""The diagnosis of one trace: its account, its causes in the order of what fixing them would gain, and the verdict."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ OUTSIDE = 0.01  # of all GPU work: less outside of the steps is not worth a note
 
 @dataclass(frozen=True)
 class TraceDiagnosis:
-    """One trace. `causes`: the costliest first."""
+    """One trace. `causes`: first those whose fix would gain most."""
 
     view: TraceView
     account: StepAccount
@@ -47,7 +47,7 @@ def diagnose(trace: RecordedTrace, step_count: int | None = None) -> TraceDiagno
     searches = (low_causes, slow_gemm_causes, step_causes, attention_causes)
     every = [cause for search in searches for cause in search(evidence)]
     reported = [cause for cause in every if cause.cost_ms > NAMED * evidence.step_ms or cause.code == "not-low"]
-    causes = tuple(sorted(reported, key=lambda cause: -cause.cost_ms))
+    causes = tuple(sorted(reported, key=lambda cause: (-round(cause.speedup_without, 2), -cause.cost_ms)))
     each_step = timed_steps(view)
     findings = (
         *(*_unknown_kernels(evidence), *_trace_findings(view), *_gemm_findings(evidence)),
@@ -118,7 +118,7 @@ def _gemm_findings(step: StepEvidence) -> Iterator[Finding]:
 
 
 def _verdict(step: StepEvidence, causes: Sequence[Cause]) -> Finding:
-    """The answer: the costliest cause, or that the step is as expected."""
+    """The answer: the cause whose fix would gain most, or that the step is as expected."""
     unrecorded = step.account.unrecorded_ms
     if unrecorded > 0.5 * step.step_ms:
         return finding("step-not-recorded", time_ms=unrecorded, step_ms=step.step_ms)
