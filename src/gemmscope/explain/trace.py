@@ -310,7 +310,7 @@ def _one_device(trace: RecordedTrace) -> None:
 
 
 def _drop_false_ids(trace: RecordedTrace) -> None:
-    """Old profilers write the number of the launch as the id of the operator: it is then that of another one."""
+    """Old profilers write the number of the launch as the id of the operator, which is then that of another one."""
     kernels = [work for work in trace.work if work.external is not None]
     if not kernels or any(work.external != work.correlation for work in kernels):
         return
