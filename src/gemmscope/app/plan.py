@@ -41,6 +41,8 @@ ALSO_CALLED = {
     "sequence_length": "sequence",
 }
 MOST_POINTS = 100
+WORTH_SAYING = 0.005  # of a step
+KINDS = {"context": "keys and values (context parallelism)", "stages": "activations between pipeline stages"}
 MOST_GPUS = 1 << 17
 MOST_DOUBLINGS = 10
 SETTINGS = ("imbalance", "optimizer_state", "tp_overlap", "dp_overlap", "ep_overlap", "cuda_graphs")
@@ -112,7 +114,7 @@ def plan(
         raise _nothing_fits(points[0], chip, count, sizes)
     findings = [finding("forecast-not-measured"), *source.findings]
     findings += [] if complete else [finding("plan-interrupted", layouts=done, wanted=wanted)]
-    findings += [*_findings(points, chip, source), *recipe_findings, *calibration_findings]
+    findings += [*_findings(points, chip, source), *_priors(searches[0]), *recipe_findings, *calibration_findings]
     first = next(place for place, point in enumerate(points) if point.best is not None)
     return PlanResult(
         **common_fields(command, clocks),
@@ -343,6 +345,19 @@ def _findings(points: Sequence[PlanPoint], chip: GpuSpec, source: ModelSource) -
     if settings and best is not None and not points[0].values:
         found.append(_file_layout(source.origin, settings, points[0]))
     return found
+
+
+def _priors(search: Search) -> list[Finding]:
+    """A finding where the best layout waits for something whose overlap no published run shows."""
+    if not search.candidates:
+        return []
+    step = min(search.candidates, key=order).step
+    kinds = [
+        KINDS.get(each.kind, each.kind)
+        for each in step.exchanged
+        if each.basis == "prior" and max(each.exposed_ms, each.unsure_ms) > WORTH_SAYING * step.total.value
+    ]
+    return [finding("plan-prior", kinds=kinds)] if kinds else []
 
 
 def _file_layout(origin: str, settings: Mapping[str, Any], point: PlanPoint) -> Finding:
