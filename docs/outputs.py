@@ -79,6 +79,7 @@ MADE: dict[str, Callable[[], str]] = {
     "published runs, summary": published_tables.runs_summary,
     "published runs": published_tables.fitted_runs,
     "other published runs": published_tables.other_runs,
+    "experts on an H200": published_tables.experts_on_h200,
     "speedups on Blackwell": worked_example.blackwell_tables,
     "conclusions": worked_example.conclusions,
     "pairs on Blackwell": op_tables.blackwell_pairs,

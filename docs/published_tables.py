@@ -7,8 +7,16 @@ from functools import cache
 from math import exp
 from pathlib import Path
 
+from gemmscope.forecast.calibration import calibrated
+from gemmscope.forecast.linears import Forecaster
+from gemmscope.forecast.step import StepForecast
+from gemmscope.gpu.specs import gpu
+from gemmscope.model import presets
+from gemmscope.model.spec import RunSpec
 from gemmscope.toml import parse_toml
+from gemmscope.workload.derive import derive
 
+NOT_RUN = ("exposed communication", "pipeline bubble", "idle, host-bound")  # by one rank alone
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent / "benchmarks"))
 from published_runs import Compared, Scorer, published_runs, summary  # noqa: E402
@@ -61,4 +69,28 @@ def _table(some: list[Compared]) -> str:
             f"| {run.preset} | {run.gpus} {run.gpu} | {run.recipe} | {run.layout} | {batch} | {run.container} |"
             f" {run.tokens_per_s:,.0f} | {bar} | {each.error:+.1%} | {'yes' if each.holds else 'no'} |"
         )
+    return "\n".join(lines)
+
+
+def experts_on_h200() -> str:
+    """Layers with experts as `gemmscope step` measured them, beside the forecast of what one rank computes."""
+    forecaster = Forecaster(gpu("h200"), "sustained", measured=calibrated("h200")[0])
+    lines = [
+        "| model | batch | recipe | launch, ms per layer | forecast | GPU, ms per layer | forecast |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for each in parse_toml((DOCS / "measured/h200_experts.toml").read_text("utf-8"))["step"]:
+        model, layers = presets.load(each["preset"]).model, each["layers"]
+        settings = {name: tuple(value) if isinstance(value, list) else value for name, value in each["run"].items()}
+        assert model is not None
+        run = RunSpec(**settings, optimizer_state="bf16", zero=0)
+        forecast = StepForecast(forecaster, model, run, derive(model, run))
+        batch = f"{run.micro_batch_size} x {run.sequence_length}, EP{run.ep}"
+        for name in ("BF16", "FP8Current", "FP8Delayed", "FP8Block"):
+            step, real = forecast.step(name), each[name]
+            computed = sum(ms for part, ms in step.parts_ms.items() if part not in NOT_RUN)
+            lines.append(
+                f"| {each['preset']} | {batch} | {name} | {real['host_ms'] / layers:.1f} | {step.host_ms / layers:.1f} |"
+                f" {real['busy_ms'] / layers:.1f} | {computed / layers:.1f} |"
+            )
     return "\n".join(lines)
