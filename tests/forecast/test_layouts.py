@@ -215,3 +215,13 @@ def test_what_every_recipe_shares_does_not_widen_their_speedup() -> None:
     assert gain is not None
     assert time is not None
     assert gain.half_width < 0.5 * time.step_ms.half_width
+
+
+def test_offloaded_activations_travel_to_the_cpu_and_back() -> None:
+    """A fast link hides them; PCIe does not."""
+    model, run = model_of("llama-3.1-70b"), RunSpec(2, 8192, dp=64, zero=3, gradient_accumulation=2)
+    for name, most in (("gb200", 0.10), ("h100", 0.9)):
+        kept, offloaded = (steps(name, model, replace(run, offloaded_layers=each)).step("FP8Current") for each in (0, 40))
+        assert 0 < offloaded.total.value / kept.total.value - 1 < most
+    exchanges = {each.kind for each in steps("gb200", model, replace(run, offloaded_layers=40)).step("BF16").exchanged}
+    assert "offload" in exchanges

@@ -5,14 +5,15 @@ dilute the speedup. A model split over several GPUs also waits for collectives, 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import hypot, inf
 
-from gemmscope.forecast.comm import Exchange, RankShare, exchanges
+from gemmscope.forecast.comm import Exchange, RankShare, exchanges, offload
 from gemmscope.forecast.estimate import Estimate, pairwise, ratio, total, winner_that_fits
 from gemmscope.forecast.host import at_least, launch_ms
 from gemmscope.forecast.linears import Forecaster
+from gemmscope.forecast.memory import rank_memory
 from gemmscope.forecast.network import Network, network_of
 from gemmscope.forecast.overlap import Exposed, MicroBatch, cluster, exposed
 from gemmscope.forecast.training import NEVER_QUANTIZED, facts, op_ms, uncertainty_of
@@ -230,7 +231,10 @@ class StepForecast:
         if "routing" in parts:
             parts["routing"] = parts["routing"].times(float(cluster()["experts"]["routing"]))
         head = parts["head and loss"].value if "head and loss" in parts else 0.0
-        return _Fixed(parts, activation, optimizer, exchanges(chip, self.network, self.model, self.run, self.held), head - saved)
+        exchanged = exchanges(chip, self.network, self.model, self.run, self.held)
+        if self.run.offloaded_layers:
+            exchanged.append(offload(self.network, self._offloaded_bytes()))
+        return _Fixed(parts, activation, optimizer, exchanged, head - saved)
 
     @cached_property
     def held(self) -> RankShare:
@@ -239,6 +243,11 @@ class StepForecast:
         in_experts = sum(op.parameters * op.count for op in self.linears if isinstance(op, GroupedLinear))
         moe_layers = sum(op.count for op in self.linears if op.name == "Router")
         return RankShare(layers, moe_layers, self.workload.parameters - in_experts, in_experts)
+
+    def _offloaded_bytes(self) -> float:
+        """What one micro-batch leaves in the memory of the CPU."""
+        kept = rank_memory(self.model, replace(self.run, offloaded_layers=0), BASELINE, self.forecaster.chip)
+        return kept.activations / max(kept.in_flight, 1.0) * min(self.run.offloaded_layers / max(self.held.layers, 1), 1.0)
 
     @property
     def _optimizer_share(self) -> float:
