@@ -7,7 +7,7 @@ dilute the speedup. A model split over several GPUs also waits for collectives, 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import hypot, inf
+from math import hypot, inf, log2
 
 from gemmscope.forecast.comm import Exchange, RankShare, exchanges, offload
 from gemmscope.forecast.estimate import Estimate, pairwise, ratio, total, winner_that_fits
@@ -178,13 +178,20 @@ class StepForecast:
     def _slower(self) -> float:
         """Steps over the kernels that they are made of: on architectures where only published steps are known, on many GPUs."""
         factor = float(cluster()["steps"].get(self.forecaster.chip.architecture, 1.0))
-        return factor * (float(cluster()["several"]["factor"]) if self.run.gpus > 1 else 1.0)
+        several = cluster()["several"]
+        return factor * (several["factor"] + several["per_doubling"] * self._doublings if self.run.gpus > 1 else 1.0)
+
+    @property
+    def _doublings(self) -> float:
+        """How often the number of GPUs has doubled beyond a few hundred."""
+        return max(log2(self.run.gpus / cluster()["several"]["many"]), 0.0)
 
     @cached_property
     def _common(self) -> float:
         """The uncertainty of the whole step that every recipe has alike."""
         of_step = uncertainty_of("steps", self.forecaster.chip, cluster())
-        several = cluster()["several"]["uncertainty"] if self.run.gpus > 1 else 0.0
+        known = cluster()["several"]
+        several = known["uncertainty"] + known["uncertainty_per_doubling"] * self._doublings if self.run.gpus > 1 else 0.0
         return hypot(of_step, several, cluster()["experts"]["software"] if self.held.moe_layers else 0.0)
 
     def _at_step_clock(self, parts: dict[StepPart, Estimate], least: dict[StepPart, float]) -> dict[StepPart, Estimate]:
