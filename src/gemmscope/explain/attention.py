@@ -9,7 +9,7 @@ from typing import Any, Literal
 from gemmscope.explain.cause import StepEvidence, main_kernels, spans_of
 from gemmscope.explain.gemms import is_shape
 from gemmscope.explain.trace import ATTENTION_BACKWARD, ATTENTION_FORWARD, Operator
-from gemmscope.explain.view import TimedWork
+from gemmscope.explain.view import TimedWork, add_up
 from gemmscope.findings import finding
 from gemmscope.gpu.specs import spec_of
 from gemmscope.results.explain import Cause
@@ -178,9 +178,9 @@ def _row(step: StepEvidence, key: _Key, items: Sequence[TimedWork]) -> Attention
     time_us = sum(item.work.time for item in items)
     main = main_kernels(items, 1)[0]
     # Several kernels make up one attention: what the one that runs longest counts.
-    names = {item.work.name for item in items}
-    by_name = {name: [item for item in items if item.work.name == name] for name in names}
-    runs = len(max(by_name.values(), key=lambda group: sum(item.work.time for item in group)))
+    times = add_up((item.work.name, item.work.time) for item in items)
+    longest = max(times, key=lambda name: times[name])
+    runs = sum(item.work.name == longest for item in items)
     flops = _flops(key, items, runs)
     tflops = flops / time_us / 1e6 if flops and time_us else None
     if tflops is not None and key.causal is None and _too_fast(tflops, key, step):

@@ -126,7 +126,9 @@ def frame_kind(name: str) -> FrameKind:
 def allocator_calls(view: TraceView) -> tuple[AllocatorCall, ...]:
     """Calls that allocate or free memory of the GPU during the chosen steps."""
     calls = [call for call in view.trace.launches.values() if ALLOCATES.match(call.name)]
-    inside = [call for call in calls if any(step.begin <= call.start < step.end for step in view.steps.chosen)]
+    steps = sorted(view.steps.chosen, key=lambda step: step.begin)
+    begins = [step.begin for step in steps]
+    inside = [call for call in calls if (at := bisect_right(begins, call.start)) and call.start < steps[at - 1].end]
     times = add_up((call.name, call.end - call.start) for call in inside)
     counts = add_up((call.name, 1.0) for call in inside)
     names = sorted(times, key=lambda name: -times[name])

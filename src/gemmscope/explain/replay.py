@@ -24,7 +24,7 @@ from statistics import median
 
 from gemmscope.explain.steps import RecordedStep
 from gemmscope.explain.timeline import Gap
-from gemmscope.explain.trace import Call, GpuWork
+from gemmscope.explain.trace import Call
 from gemmscope.explain.view import TimedWork, TraceView
 
 MOST_WORK = 200_000  # of a longer trace, only some of the steps are replayed
@@ -164,10 +164,9 @@ def _follow_waits(nodes: Sequence[_Node], streams: Sequence[object], calls: Sequ
     moments = [moment for moment, _ in launched]
     if not moments:
         return
-    for call in calls[bisect_left(calls, moments[0], key=lambda call: call.start) :]:
+    first, end = (bisect_left(calls, moment, key=lambda call: call.start) for moment in (moments[0], moments[-1]))
+    for call in calls[first:end]:
         at = bisect_right(moments, call.start)
-        if at >= len(launched):
-            break
         place = launched[at][1]
         for _, other in reversed(launched[max(at - LOOK_BACK, 0) : at]):
             if streams[other] != streams[place] and nodes[other].end <= nodes[place].start and other < place:
@@ -195,8 +194,9 @@ def _waits(nodes: Sequence[_Node], calls: Sequence[Call], step: RecordedStep) ->
     begin = min((node.launched for node in nodes if node.launched is not None), default=step.end)
     launched = {node.launched: node.index for node in nodes}
     waits = []
-    for call in calls:
-        if begin <= call.end <= step.end:
+    starts = (bisect_left(calls, moment, key=lambda call: call.start) for moment in (begin, step.end))
+    for call in calls[slice(*starts)]:
+        if call.end <= step.end:
             first = bisect_right(moments, max(call.start, call.end - RELEASED_US))
             released = ends[first : bisect_right(moments, call.end)]
             copies = launched.get(call.start) if "Memcpy" in call.name else None
@@ -210,18 +210,27 @@ def _host_us(view: TraceView, step: RecordedStep, calls: Sequence[Call], waits: 
         return 0.0
     begin = min(call.start for call in calls)
     end = max(call.end for call in calls)
-    following = min((other.begin for other in view.steps.every if other.begin >= step.end - 1e-3), default=None)
-    if following is not None:
-        after: GpuWork | None = next(
-            iter(view.trace.work[bisect_left(view.trace.work, following, key=lambda w: w.start) :]), None
-        )
-        call = view.trace.launches.get(after.correlation) if after is not None else None
-        end = max(end, call.start) if call is not None else end
-    inside = [call.end - call.start for call in calls if call.start >= begin]
-    usual = median(inside)
-    full_queue = sum(time - usual for time in inside if time > BLOCKED_US)
-    waiting = sum(max(wait.end - wait.start - OWN_US, 0.0) for wait in waits if wait.until is not None and wait.start >= begin)
-    return max(min(end - begin - full_queue - waiting, step.time), 0.0)
+    at = bisect_left(view.trace.work, step.end, key=lambda work: work.start)
+    after = view.trace.launches.get(view.trace.work[at].correlation) if at < len(view.trace.work) else None
+    end = max(end, after.start) if after is not None else end
+    usual = median(call.end - call.start for call in calls)
+    blocked = [(call.start + usual, call.end) for call in calls if call.end - call.start > BLOCKED_US]
+    blocked += [(wait.start + OWN_US, wait.end) for wait in waits if wait.until is not None and wait.end - wait.start > OWN_US]
+    return max(min(end - begin - _covered(blocked, begin, end), step.time), 0.0)
+
+
+def _covered(spans: Iterable[tuple[float, float]], begin: float, end: float) -> float:
+    """How much of the time from `begin` to `end` the spans cover together.
+
+    >>> _covered([(0, 4), (3, 5), (8, 20)], 1, 10)
+    6.0
+    """
+    total, until = 0.0, begin
+    for first, last in sorted(spans):
+        first, last = max(first, until), min(last, end)
+        if last > first:
+            total, until = total + last - first, last
+    return total
 
 
 def _replay(graph: _StepGraph, change: StepChange) -> float:
