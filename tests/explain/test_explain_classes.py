@@ -97,6 +97,7 @@ def test_weights_in_fewer_bits_are_not_low_precision(tmp_path: Path) -> None:
     assert found.account.classes_ms["GEMM FP4 weights"] == pytest.approx(0.5)
     assert not found.evidence.is_low
     assert "not-low" not in named(found)
+    assert fact([found.verdict], "step-weight-only", "formats") == ["FP4"]
 
 
 @pytest.mark.parametrize(("known_us", "said"), [(960.0, True), (900.0, False)])
@@ -141,6 +142,13 @@ def test_gpus_with_fp8(gpu: dict[str, Any], tmp_path: Path) -> None:
     found = steady(product=BF16).diagnose(tmp_path / "t.json", deviceProperties=[gpu])
     assert named(found) == ["not-low"]
     assert "gpu-without-fp8" not in codes(found.findings)
+
+
+def test_a_gpu_that_the_trace_does_not_name_is_promised_nothing(tmp_path: Path) -> None:
+    found = steady(product=BF16).diagnose(tmp_path / "t.json", deviceProperties=[])
+    assert not found.causes
+    assert found.verdict.code == "step-fp8-not-known"
+    assert "fp8-not-known" in codes(found.findings)
 
 
 def test_advice_for_amd(tmp_path: Path) -> None:

@@ -141,13 +141,24 @@ class StepEvidence:
     @property
     def precision_known(self) -> bool:
         """Whether the trace shows the precision of most GEMMs."""
-        return self.known_weight > 0 and self.known_weight >= 0.5 * self.weight(self.gemms)
+        known = self.known_weight + self.weight(self.weight_only)
+        return known > 0 and known >= 0.5 * self.weight(self.gemms)
+
+    @cached_property
+    def weight_only(self) -> list[TimedWork]:
+        """GEMMs that decode weights of fewer bits and multiply in BF16."""
+        return [item for item in self.gemms if item.gemm.precision in WEIGHT_ONLY]
 
     @cached_property
     def unknown_share(self) -> float:
         """Share of the time of linears in GEMMs whose precision the trace does not show."""
         unknown = self.ms(item for item in self.gemms if item.gemm.precision == UNKNOWN_PRECISION)
         return unknown / (self.ms(self.gemms) or 1.0)
+
+    @property
+    def low_is_certain(self) -> bool:
+        """Whether kernels and the precision of GEMMs are known well enough to say that low precision is not used."""
+        return self.precision_known and self.well_named and self.unknown_share <= 1 - WELL_NAMED
 
     @cached_property
     def casts(self) -> list[TimedWork]:

@@ -115,6 +115,8 @@ def _gemm_findings(step: StepEvidence) -> Iterator[Finding]:
         yield finding("gemm-sizes-partial", known=sized / step.view.count, gemms=step.per_step(gemms))
     if step.has_fp8 is False and step.gemms and not step.is_low:
         yield finding("gpu-without-fp8", gpu=step.view.trace.gpu_name or "This GPU")
+    elif step.has_fp8 is None and step.gemms and step.low_is_certain and not step.is_low:
+        yield finding("fp8-not-known")
 
 
 def _verdict(step: StepEvidence, causes: Sequence[Cause]) -> Finding:
@@ -133,7 +135,12 @@ def _verdict(step: StepEvidence, causes: Sequence[Cause]) -> Finding:
         return finding("step-precision-unknown")
     if not step.is_low and step.unknown_share > 1 - WELL_NAMED:
         return finding("step-precision-partly-unknown", share=step.unknown_share)
+    if step.weight_only and not step.is_low:
+        formats = sorted({item.gemm.precision.removesuffix(" weights") for item in step.weight_only})
+        return finding("step-weight-only", formats=formats, busy=step.account.busy_share)
     if step.has_fp8 is False and not step.is_low:
         return finding("step-without-fp8", gpu=step.view.trace.gpu_name or "this GPU", busy=step.account.busy_share)
+    if step.has_fp8 is None and not step.is_low:
+        return finding("step-fp8-not-known", busy=step.account.busy_share)
     busy, quantization = step.account.busy_share, step.account.share("quantization")
     return finding("step-as-expected", low_share=step.low_share, share_of=step.share_of, busy=busy, quantization=quantization)

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 
 from gemmscope.engine.kernels import CAST_SHARE
 from gemmscope.explain.account import forwards
-from gemmscope.explain.cause import WELL_NAMED, StepEvidence, sizes_of, spans_of
-from gemmscope.explain.place import WEIGHT_ONLY
+from gemmscope.explain.cause import StepEvidence, sizes_of, spans_of
 from gemmscope.explain.view import TimedWork, in_launch_order
 from gemmscope.findings import Fact, Finding, finding
 from gemmscope.results.explain import Cause
@@ -22,9 +21,7 @@ def low_causes(step: StepEvidence) -> Iterator[Cause]:
     if not step.gemms or not step.precision_known:
         return
     if not step.is_low:
-        weights = [item for item in step.gemms if item.gemm.precision in WEIGHT_ONLY]
-        certain = step.well_named and step.unknown_share <= 1 - WELL_NAMED
-        if certain and step.has_fp8 is not False and not weights:
+        if step.low_is_certain and step.has_fp8 and not step.weight_only:
             yield _not_low(step)
         return
     yield from _high_gemms(step)
@@ -38,8 +35,6 @@ def low_causes(step: StepEvidence) -> Iterator[Cause]:
 def _not_low(step: StepEvidence) -> Cause:
     saved = step.ms(step.gemms) * (1 - 1 / step.ratio)
     evidence = [finding("cause-no-low-gemms", counts={row.precision: row.count for row in step.account.gemms})]
-    if step.has_fp8 is None:
-        evidence.append(finding("cause-fp8-not-known"))
     full = [item for item in step.high if item.gemm.precision in ("TF32", "FP32")]
     if step.weight(full) > 0.5 * step.known_weight:
         evidence.append(finding("cause-full-precision", share=step.weight(full) / step.known_weight, share_of=step.share_of))
