@@ -54,11 +54,11 @@ def test_step_on_the_cpu(run: Run, tmp_path: Path) -> None:
     assert all(time.verified is not None and time.cost is not None for time in result.step.recipes)
     assert any(code.startswith("observed-") for code in codes(result))
     assert result.command.startswith("gemmscope step --hidden-size 32")
-    for title in ("Training step of one rank", "Prediction compared with the real model", "Cost of the full run"):
+    for title in ("Training step: figures of one GPU", "Prediction compared with the real model", "Cost of the full run"):
         assert title in outcome.out
     assert "recommended: " in outcome.out
     assert "| BF16 |" in files["md"].read_text()
-    assert "Training step of one rank,BF16," in files["csv"].read_text()
+    assert "Training step: figures of one GPU,BF16," in files["csv"].read_text()
     assert files["png"].stat().st_size > 10_000
     assert result.recommendation is not None
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gemmscope.errors import UserError
+from gemmscope.errors import UserError, in_shell
 from gemmscope.forecast.comm import Exchange, collective_ms
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.network import Network, network_names, network_of
@@ -215,3 +215,31 @@ def test_what_every_recipe_shares_does_not_widen_their_speedup() -> None:
     assert gain is not None
     assert time is not None
     assert gain.half_width < 0.5 * time.step_ms.half_width
+
+
+def test_offloaded_activations_travel_to_the_cpu_and_back() -> None:
+    """A fast link hides them; PCIe does not."""
+    model, run = model_of("llama-3.1-70b"), RunSpec(2, 8192, dp=64, zero=3, gradient_accumulation=2)
+    for name, most in (("gb200", 0.10), ("h100", 0.9)):
+        kept, offloaded = (steps(name, model, replace(run, offloaded_layers=each)).step("FP8Current") for each in (0, 40))
+        assert 0 < offloaded.total.value / kept.total.value - 1 < most
+    exchanges = {each.kind for each in steps("gb200", model, replace(run, offloaded_layers=40)).step("BF16").exchanged}
+    assert "offload" in exchanges
+
+
+def test_what_graphs_would_change_is_said_where_launching_limits() -> None:
+    from gemmscope.forecast.graphs import graphs_finding
+    from gemmscope.forecast.step import forecast_step
+
+    model, run = model_of("qwen3-30b-a3b"), RunSpec(1, 4096, ep=8, dp=8, gradient_accumulation=64)
+    found = {}
+    for graphs in (None, True):
+        forecast = steps("b200", model, replace(run, cuda_graphs=graphs))
+        found[graphs] = graphs_finding(forecast, forecast_step(forecast, ["BF16", "FP8Delayed"]))
+    assert found[True] is None
+    said = found[None]
+    assert said is not None
+    assert said.code == "graphs-would-help"
+    assert said.facts["recipe"] == "FP8Delayed"
+    assert float(str(said.facts["gain"])) > 1.5
+    assert "--cuda-graphs" in in_shell(said.text)

@@ -108,6 +108,7 @@ def test_what_is_excluded_is_said() -> None:
         ("llama-3.1-70b", "h100", 64, 256, 8192, ("FP8Current",), {"tp": 4, "pp": 8, "vp": 5, "micro_batch_size": 1}),
         ("llama-3.1-70b", "gb200", 64, 256, 8192, ("MXFP8",), {"tp": 2, "pp": 4, "vp": 5, "micro_batch_size": 1}),
         ("llama-3.1-70b", "gb200", 64, 256, 8192, ("NVFP4",), {"tp": 2, "pp": 4, "vp": 5, "micro_batch_size": 1}),
+        ("llama-3.1-70b", "gb200", 64, 256, 8192, ("FP8Current",), {"tp": 1, "pp": 1, "zero": 3, "micro_batch_size": 2}),
         ("qwen3-30b-a3b", "h100", 16, 1024, 4096, ("FP8Current",), {"tp": 1, "pp": 1, "ep": 16, "micro_batch_size": 1}),
         ("qwen3-30b-a3b", "h100", 16, 1024, 4096, ("FP8Current",), {"pp": 2, "vp": 12, "ep": 8, "micro_batch_size": 1}),
         ("qwen3-30b-a3b", "b200", 8, 512, 4096, ("MXFP8",), {"tp": 1, "pp": 1, "ep": 8, "micro_batch_size": 4}),

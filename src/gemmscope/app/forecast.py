@@ -31,6 +31,7 @@ from gemmscope.forecast.accumulation import accumulation_finding, cheapest_findi
 from gemmscope.forecast.calibration import calibrated
 from gemmscope.forecast.gemm import State, model
 from gemmscope.forecast.gemm_list import GemmForecast, forecast_gemm_list
+from gemmscope.forecast.graphs import graphs_finding
 from gemmscope.forecast.linear_results import forecast_linears, misaligned
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory_results import memory_findings, recipe_memory
@@ -113,12 +114,12 @@ def forecast(
         times = forecast_linears(
             forecaster, linears.cases, names, modes, *of_layer, heads=_heads(subject), as_te_benchmark=as_te_benchmark
         )
-        step, memory, repeated = None, tuple[RecipeMemory, ...](), None
+        step, memory, graphs, repeated = None, tuple[RecipeMemory, ...](), None, None
         if subject is not None and spec is not None:
             memory = tuple(recipe_memory(spec, subject.run, name, chip) for name in names)
             step_forecast = StepForecast(forecaster, spec, subject.run, subject.workload, networks[chip.name])
             step = forecast_step(step_forecast, names, budgets.get(chip.name), memory)
-            repeated = accumulation_finding(step_forecast, step)
+            graphs, repeated = graphs_finding(step_forecast, step), accumulation_finding(step_forecast, step)
         forecasts.append(
             GpuForecast(
                 gpu=chip.name,
@@ -129,6 +130,7 @@ def forecast(
                 step=step,
                 memory=memory,
                 findings=(
+                    *([graphs] if graphs is not None else []),
                     *_findings(times, step, subject),
                     *(memory_findings(memory, subject.run) if subject is not None else ()),
                     *([repeated] if repeated is not None else []),

@@ -1,6 +1,7 @@
 """`gemmscope plan`: the fastest layouts of a model on a number of GPUs, among all that divide and fit. Nothing is measured."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import Any
@@ -13,7 +14,7 @@ from gemmscope.app.progress import QUIET, Reporter
 from gemmscope.errors import UserError, closest, in_python, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.forecast.calibration import calibrated
-from gemmscope.forecast.layouts import AXES, LISTS, PlanTask, Pruning, Space, layouts, splits
+from gemmscope.forecast.layouts import AXES, FAST_HOST_GBPS, LISTS, PlanTask, Pruning, Space, layouts, splits
 from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory import memory_bytes, rank_memory
 from gemmscope.forecast.network import network_of
@@ -41,6 +42,8 @@ ALSO_CALLED = {
     "sequence_length": "sequence",
 }
 MOST_POINTS = 100
+WORTH_SAYING = 0.005  # of a step
+KINDS = {"context": "keys and values (context parallelism)", "stages": "activations between pipeline stages"}
 MOST_GPUS = 1 << 17
 MOST_DOUBLINGS = 10
 SETTINGS = ("imbalance", "optimizer_state", "tp_overlap", "dp_overlap", "ep_overlap", "cuda_graphs")
@@ -88,7 +91,8 @@ def plan(
     adjustment, calibration_findings = calibrated(chip.name)
     forecaster = Forecaster(chip, clocks, measured=adjustment)
     with signals.held() as held:
-        tasks, impossible = _tasks(source.model, sizes, PlanTask(source.model, count, batch, length, links.domain))
+        task = PlanTask(source.model, count, batch, length, links.domain, offloads=links.host_gbps >= FAST_HOST_GBPS)
+        tasks, impossible = _tasks(source.model, sizes, task)
         searches = [Search(task, space) for _, task in tasks]
         wanted, done = sum(len(search.runs) for search in searches) * len(names), 0
         _check_any(searches, space)
@@ -112,7 +116,7 @@ def plan(
         raise _nothing_fits(points[0], chip, count, sizes)
     findings = [finding("forecast-not-measured"), *source.findings]
     findings += [] if complete else [finding("plan-interrupted", layouts=done, wanted=wanted)]
-    findings += [*_findings(points, chip, source), *recipe_findings, *calibration_findings]
+    findings += [*_findings(points, chip, source), *_priors(searches[0]), *recipe_findings, *calibration_findings]
     first = next(place for place, point in enumerate(points) if point.best is not None)
     return PlanResult(
         **common_fields(command, clocks),
@@ -234,7 +238,7 @@ def _tasks(
                 )
             )  # fmt: skip
             continue
-        tasks.append((values, PlanTask(other, task.gpus, task.global_batch, length, task.domain)))
+        tasks.append((values, replace(task, model=other, sequence_length=length)))
     if not tasks and first is not None:
         raise first
     return tasks, impossible
@@ -297,7 +301,7 @@ def _gpus_needed(search: Search, chip: GpuSpec, names: Sequence[str]) -> int | N
         if gpus > MOST_GPUS:
             return None
         batch = -(-task.global_batch // gpus) * gpus
-        other = PlanTask(task.model, gpus, batch, task.sequence_length, task.domain)
+        other = replace(task, gpus=gpus, global_batch=batch)
         small = Space({**search.space.given, "micro_batch_size": (1,)}, search.space.settings)
         for run in layouts(other, small, Pruning()):
             if any(rank_memory(task.model, run, name, chip).total <= available for name in names):
@@ -343,6 +347,19 @@ def _findings(points: Sequence[PlanPoint], chip: GpuSpec, source: ModelSource) -
     if settings and best is not None and not points[0].values:
         found.append(_file_layout(source.origin, settings, points[0]))
     return found
+
+
+def _priors(search: Search) -> list[Finding]:
+    """A finding where the best layout waits for something whose overlap no published run shows."""
+    if not search.candidates:
+        return []
+    step = min(search.candidates, key=order).step
+    kinds = [
+        KINDS.get(each.kind, each.kind)
+        for each in step.exchanged
+        if each.basis == "prior" and max(each.exposed_ms, each.unsure_ms) > WORTH_SAYING * step.total.value
+    ]
+    return [finding("plan-prior", kinds=kinds)] if kinds else []
 
 
 def _file_layout(origin: str, settings: Mapping[str, Any], point: PlanPoint) -> Finding:

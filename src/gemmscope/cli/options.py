@@ -176,6 +176,7 @@ class ClusterOptions(RunOptions):
     dp_overlap: bool | None = None
     ep_overlap: bool | None = None
     cuda_graphs: bool | None = None
+    offloaded_layers: int | None = None
 
 
 def _numbers(text: str) -> tuple[int, ...]:

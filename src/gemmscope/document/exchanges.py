@@ -10,6 +10,7 @@ NAMES = {
     "stages": "pipeline: activations and gradients",
     "gradients": "data parallelism: gradients",
     "weights": "data parallelism: weights",
+    "offload": "activations to the CPU and back",
 }
 
 
@@ -34,7 +35,7 @@ def _row(each: Exchanged) -> tuple[Cell, ...]:
     high = min(each.exposed_ms + each.unsure_ms, each.time_ms) if not each.crosses else each.exposed_ms + each.unsure_ms
     return (
         Cell(NAMES[each.kind]),
-        Cell("the network" if each.crosses else "NVLink"),
+        Cell("the CPU's link" if each.kind == "offload" else "the network" if each.crosses else "NVLink"),
         Cell(each.basis),
         number(each.time_ms, f"{each.time_ms:.1f}"),
         number(hidden, f"{hidden:.1f}"),

@@ -165,19 +165,16 @@ def _figures(result: PlanResult) -> tuple[KeyFigure, ...]:
     best = result.best
     assert best is not None
     rate = best.tokens_per_s
-    cost = [KeyFigure("Days", *_amount(units.amount(days(result, best))))] if result.tokens is not None else []
-    cost += [KeyFigure("Cost", *_amount(money_text(money(result, best))))] if result.price is not None else []
+    amounts = {"Days": days(result, best)} if result.tokens is not None else {}
+    amounts |= {"Cost": money(result, best)} if result.price is not None else {}
+    sure = f"±{rate.half_width:.0%}"
+    cost = [KeyFigure(name, units.rounded(amount.value, amount.half_width), sure) for name, amount in amounts.items()]
     return (
         KeyFigure("Tokens/s per GPU", plain_rate(rate), units.ends(rate, 0)),
         KeyFigure("MFU", f"{best.mfu:.0%}"),
         KeyFigure("Memory of a GPU", f"{best.memory_gb:.0f} GB", f"of {result.memory_gb:.0f} GB"),
         *cost,
     )
-
-
-def _amount(text: str) -> tuple[str, str]:
-    value, _, interval = text.partition(" [")
-    return value, f"[{interval}" if interval else ""
 
 
 def _sections(result: PlanResult) -> Iterator[Section]:
@@ -277,17 +274,31 @@ def _next_command(result: PlanResult) -> str:
         "gradient-accumulation": best.micro_batches,
         **({"zero": best.zero} if best.zero else {}),
         **({"recompute": best.recompute} if best.recompute != "none" else {}),
+        **({"offloaded-layers": best.offloaded_layers} if best.offloaded_layers else {}),
         **({"optimizer-state": run.optimizer_state} if run.optimizer_state != _usual_state(run) else {}),
         **({"pp-layers": ",".join(map(str, best.pp_layers))} if best.pp_layers else {}),
         "gpu": result.gpu,
         "recipes": best.recipe.lower(),
     }
     if result.tokens is not None:
-        options |= {"tokens": f"{result.tokens:g}", "gpus": result.gpus}
+        options |= {"tokens": _typed(result.tokens), "gpus": result.gpus}
         options |= {"price": f"{result.price:g}"} if result.price is not None else {}
     flags = ["--sequence-parallel"] if run.sequence_parallel else []
     words = [*flags, *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
     return same_model("forecast", result, shlex.join(words), (*MODEL_NAMES, *SETTINGS))
+
+
+def _typed(tokens: float) -> str:
+    """A number of tokens as people type it, if that is exact.
+
+    >>> _typed(15e12), _typed(15.5e12), _typed(123456789.0)
+    ('15T', '15.5T', '123456789')
+    """
+    for letter, factor in (("T", 1e12), ("B", 1e9)):
+        text = f"{tokens / factor:g}"
+        if tokens >= factor and "e" not in text and float(text) * factor == tokens:
+            return f"{text}{letter}"
+    return f"{tokens:.0f}"
 
 
 def _usual_state(run: RunSpec) -> str:

@@ -22,7 +22,7 @@ from gemmscope.results.plan import PlanLayout, PlanPoint, PlanResult
 SHARDING = {0: "-", 1: "optimizer", 2: "optimizer, gradients", 3: "FSDP"}
 MOST_ROWS = 6  # of the short view
 MOST_VARIED = 14
-MOST_LISTED = 500
+MOST_LISTED = 200
 FINEST = 0.1  # the relative uncertainty for which rates are rounded, if it is not smaller
 SAVING = 0.03  # a layout of the short view needs this much less memory than the one above it
 RULES = {
@@ -47,7 +47,13 @@ def layout_name(layout: PlanLayout) -> str:
     parts = [f"micro-batch {layout.micro_batch_size}"]
     parts += [f"recompute {layout.recompute}"] if layout.recompute != "none" else []
     parts += ["FSDP"] if layout.zero == 3 else []
+    parts += [f"activations of {layout.offloaded_layers} layers offloaded"] if layout.offloaded_layers else []
     return f"{layout.recipe} with {layout.splits}, {', '.join(parts)}"
+
+
+def sharding(layout: PlanLayout) -> str:
+    """What ranks share, and whether activations are offloaded."""
+    return SHARDING[layout.zero] + (", offload" if layout.offloaded_layers else "")
 
 
 def rate_text(rate: Interval) -> str:
@@ -129,7 +135,7 @@ def _row(result: PlanResult, layout: PlanLayout) -> tuple[Cell, ...]:
         Cell(layout.recipe),
         Cell(layout.splits),
         Cell(layout.recompute if layout.recompute != "none" else "-"),
-        Cell(SHARDING[layout.zero]),
+        Cell(sharding(layout)),
         number(layout.micro_batch_size),
         Cell(rate_text(rate), rate.value, rate.low, rate.high),
         *([] if _has_cost(result) else [_speed(layout)]),
@@ -215,7 +221,7 @@ def _wide_row(result: PlanResult, layout: PlanLayout) -> tuple[Cell, ...]:
         number(layout.micro_batch_size),
         number(layout.micro_batches),
         Cell(layout.recompute),
-        Cell(SHARDING[layout.zero]),
+        Cell(sharding(layout)),
         range_cell(layout.step_ms),
         Cell(rate_text(rate), rate.value, rate.low, rate.high),
         share_cell(layout.mfu),

@@ -20,7 +20,7 @@ from gemmscope.toml import load_data
 from gemmscope.workload.ops import ELEMENT_BYTES
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "alltoall"]
-ExchangeKind = Literal["tensor", "context", "experts", "stages", "gradients", "weights"]
+ExchangeKind = Literal["tensor", "context", "experts", "stages", "gradients", "weights", "offload"]
 NEAREST = {"h200-nvl": "h200", "rtx-5090": "rtx-pro-6000"}
 
 
@@ -208,3 +208,8 @@ def _data(chip: GpuSpec, network: Network, run: RunSpec, share: RankShare) -> li
         Exchange("gradients", times["reduce"], crosses, per_step=not every),
         Exchange("weights", gathers * times["gather"], crosses, per_step=not every),
     ]
+
+
+def offload(network: Network, kept_bytes: float) -> Exchange:
+    """Activations to the memory of the CPU in forward, and back in backward; `kept_bytes` of one micro-batch."""
+    return Exchange("offload", 2 * kept_bytes / (network.host_gbps * float(facts()["reached"]) * 1e6), crosses=False)

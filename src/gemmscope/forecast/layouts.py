@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from gemmscope.errors import UserError
@@ -18,6 +18,8 @@ from gemmscope.workload.sharding import check
 
 LEAST_CONTEXT = 4096  # tokens of one context-parallel rank: with fewer, attention is too short to hide the exchange of K and V
 MOST_MICRO_BATCH = 64  # sequences: GEMMs are as fast as they get long before
+FAST_HOST_GBPS = 100  # to the memory of the CPU: slower links do not hide offloaded activations
+OFFLOADED = (0.5, 0.75)  # of the layers, with FSDP on systems with a fast link
 ZERO = (1, 3)  # a sharded optimizer, as Megatron's distributed optimizer; sharded weights too, as FSDP
 
 Rule = Literal[
@@ -44,13 +46,15 @@ class Space:
 
 @dataclass(frozen=True)
 class PlanTask:
-    """What is planned: a model on so many GPUs with a global batch of sequences. `domain`: GPUs that NVLink connects."""
+    """What is planned: a model on so many GPUs with a global batch of sequences. `domain`: GPUs that NVLink connects. `offloads`:
+    activations can wait in the memory of the CPU, whose link is fast enough."""
 
     model: ModelSpec
     gpus: int
     global_batch: int
     sequence_length: int
     domain: int
+    offloads: bool = False
 
 
 @dataclass
@@ -190,10 +194,14 @@ def _of_split(task: PlanTask, space: Space, split: Mapping[str, Any], pruning: P
         for recompute in space.values("recompute", RECOMPUTE):
             for virtual in _virtual_stages(task, space, split, batches, pruning):
                 for zero in _sharding(space, split, pruning):
-                    yield _run(
+                    run = _run(
                         task, space, split, micro_batch_size=size, gradient_accumulation=batches, recompute=recompute,
                         vp=virtual, zero=zero,
                     )  # fmt: skip
+                    yield run
+                    if task.offloads and zero == 3 and split["pp"] == 1 and recompute == "none" and not run.offloaded_layers:
+                        for share in OFFLOADED:
+                            yield replace(run, offloaded_layers=round(len(task.model.layers) * share))
 
 
 def _virtual_stages(task: PlanTask, space: Space, split: Mapping[str, Any], batches: int, pruning: Pruning) -> Iterator[int]:

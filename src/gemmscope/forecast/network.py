@@ -16,11 +16,13 @@ FASTEST_GBPS = 10_000
 
 @dataclass(frozen=True)
 class Network:
-    """`gbps`: GB/s that the network gives one GPU in one direction. `domain`: GPUs that NVLink joins."""
+    """`gbps`: GB/s that the network gives one GPU in one direction. `domain`: GPUs that NVLink joins. `host_gbps`: GB/s between
+    one GPU and the memory of its CPU."""
 
     gbps: float
     domain: int
     name: str = ""
+    host_gbps: float = 64.0
 
     @property
     def reached_gbps(self) -> float:
@@ -60,14 +62,14 @@ def network_of(chip: GpuSpec, network: str | float | None = None, domain: int | 
     """The network of the GPU's usual system, or the one named: by its name, or by its GB/s per GPU.
 
     >>> from gemmscope.gpu.specs import gpu
-    >>> network_of(gpu("gb200")), network_of(gpu("h100"), "25", domain=16)
-    (Network(gbps=50.0, domain=72, name='infiniband-ndr'), Network(gbps=25.0, domain=16, name=''))
+    >>> network_of(gpu("gb200")).domain, network_of(gpu("h100"), "25", domain=16)
+    (72, Network(gbps=25.0, domain=16, name='', host_gbps=64.0))
     """
     systems = facts()["systems"]
     usual = systems.get(chip.name, systems["default"])
     domain = usual["domain"] if domain is None else check_size(option("nvlink_domain"), domain, "parallel")
     name, gbps = _named(usual["network"] if network is None else network)
-    return Network(gbps, domain, name)
+    return Network(gbps, domain, name, float(usual["host"]))
 
 
 def _named(network: str | float) -> tuple[str, float]:

@@ -69,7 +69,7 @@ def _overlaps(kind: ExchangeKind, run: RunSpec) -> bool:
         return run.ep_overlap
     if kind == "stages":
         return run.vp > 1
-    return kind == "context" or run.dp_overlap
+    return kind in ("context", "offload") or run.dp_overlap
 
 
 def _hides_behind(exchange: Exchange, computed: MicroBatch) -> float:

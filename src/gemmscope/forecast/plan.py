@@ -209,7 +209,8 @@ def ranked(search: Search, forecaster: Forecaster, most: int = MOST_LISTED) -> l
             PlanLayout(
                 recipe=each.recipe, tp=run.tp, cp=run.cp, pp=run.pp, vp=run.vp, ep=run.ep, etp=run.expert_tp,
                 dp=run.data_parallel, micro_batch_size=run.micro_batch_size, micro_batches=run.gradient_accumulation,
-                recompute=run.recompute, zero=run.zero_stage, pp_layers=run.pp_layers, step_ms=step_ms,
+                recompute=run.recompute, zero=run.zero_stage, offloaded_layers=run.offloaded_layers, pp_layers=run.pp_layers,
+                step_ms=step_ms,
                 tokens_per_s=_rate(step_ms, tokens * 1000),
                 mfu=flops / step_ms.value / 1e9 / forecaster.chip.tflops["bf16"], memory_gb=each.memory_gb, tight=each.tight,
                 slowdown=slowdown(best, each, search.runs, forecaster).interval() if each is not best else None,

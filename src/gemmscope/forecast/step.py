@@ -5,14 +5,15 @@ dilute the speedup. A model split over several GPUs also waits for collectives, 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from math import hypot, inf
+from math import hypot, inf, log2
 
-from gemmscope.forecast.comm import Exchange, RankShare, exchanges
+from gemmscope.forecast.comm import Exchange, RankShare, exchanges, offload
 from gemmscope.forecast.estimate import Estimate, pairwise, ratio, total, winner_that_fits
 from gemmscope.forecast.host import at_least, launch_ms
 from gemmscope.forecast.linears import Forecaster
+from gemmscope.forecast.memory import rank_memory
 from gemmscope.forecast.network import Network, network_of
 from gemmscope.forecast.overlap import Exposed, MicroBatch, cluster, exposed
 from gemmscope.forecast.training import NEVER_QUANTIZED, facts, op_ms, uncertainty_of
@@ -177,13 +178,20 @@ class StepForecast:
     def _slower(self) -> float:
         """Steps over the kernels that they are made of: on architectures where only published steps are known, on many GPUs."""
         factor = float(cluster()["steps"].get(self.forecaster.chip.architecture, 1.0))
-        return factor * (float(cluster()["several"]["factor"]) if self.run.gpus > 1 else 1.0)
+        several = cluster()["several"]
+        return factor * (several["factor"] + several["per_doubling"] * self._doublings if self.run.gpus > 1 else 1.0)
+
+    @property
+    def _doublings(self) -> float:
+        """How often the number of GPUs has doubled beyond a few hundred."""
+        return max(log2(self.run.gpus / cluster()["several"]["many"]), 0.0)
 
     @cached_property
     def _common(self) -> float:
         """The uncertainty of the whole step that every recipe has alike."""
         of_step = uncertainty_of("steps", self.forecaster.chip, cluster())
-        several = cluster()["several"]["uncertainty"] if self.run.gpus > 1 else 0.0
+        known = cluster()["several"]
+        several = known["uncertainty"] + known["uncertainty_per_doubling"] * self._doublings if self.run.gpus > 1 else 0.0
         return hypot(of_step, several, cluster()["experts"]["software"] if self.held.moe_layers else 0.0)
 
     def _at_step_clock(self, parts: dict[StepPart, Estimate], least: dict[StepPart, float]) -> dict[StepPart, Estimate]:
@@ -230,7 +238,10 @@ class StepForecast:
         if "routing" in parts:
             parts["routing"] = parts["routing"].times(float(cluster()["experts"]["routing"]))
         head = parts["head and loss"].value if "head and loss" in parts else 0.0
-        return _Fixed(parts, activation, optimizer, exchanges(chip, self.network, self.model, self.run, self.held), head - saved)
+        exchanged = exchanges(chip, self.network, self.model, self.run, self.held)
+        if self.run.offloaded_layers:
+            exchanged.append(offload(self.network, self._offloaded_bytes()))
+        return _Fixed(parts, activation, optimizer, exchanged, head - saved)
 
     @cached_property
     def held(self) -> RankShare:
@@ -239,6 +250,11 @@ class StepForecast:
         in_experts = sum(op.parameters * op.count for op in self.linears if isinstance(op, GroupedLinear))
         moe_layers = sum(op.count for op in self.linears if op.name == "Router")
         return RankShare(layers, moe_layers, self.workload.parameters - in_experts, in_experts)
+
+    def _offloaded_bytes(self) -> float:
+        """What one micro-batch leaves in the memory of the CPU."""
+        kept = rank_memory(self.model, replace(self.run, offloaded_layers=0), BASELINE, self.forecaster.chip)
+        return kept.activations / max(kept.in_flight, 1.0) * min(self.run.offloaded_layers / max(self.held.layers, 1), 1.0)
 
     @property
     def _optimizer_share(self) -> float:

@@ -24,6 +24,8 @@ class PlanLayout(Part):
     recompute: str = "none"
     zero: int = 0
     """What data-parallel ranks share: 0 nothing, 1 the optimizer, 2 gradients too, 3 weights too (FSDP)."""
+    offloaded_layers: int = 0
+    """Layers whose activations wait in the memory of the CPU."""
     pp_layers: tuple[int, ...] | None = None
     """Layers of each pipeline stage, where they differ."""
     step_ms: Interval

@@ -43,7 +43,7 @@ class Cost(Part):
 class Exchanged(Part):
     """What one rank exchanges in one step for one reason, in milliseconds."""
 
-    kind: Literal["tensor", "context", "experts", "stages", "gradients", "weights"]
+    kind: Literal["tensor", "context", "experts", "stages", "gradients", "weights", "offload"]
     time_ms: float
     exposed_ms: float
     """What the step waits for; the rest is hidden behind computation."""
