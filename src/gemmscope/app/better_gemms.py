@@ -36,8 +36,12 @@ def with_better_recipe(rows: Sequence[GemmShapeTotal], gpu_name: str) -> tuple[G
 
 
 def _can_change(row: GemmShapeTotal) -> bool:
-    """Whether it could run in another recipe: of one matrix, in a known precision, with sizes that low precision takes."""
-    return row.batch == 1 and row.precision in ORDER and not any(side % MULTIPLE for side in (row.m, row.k, row.n))
+    """Whether it could run in another recipe: of one matrix, in a known precision, with sizes that low precision takes.
+
+    The number of rows is free, except where wgrad makes it the inner size or the length of a row.
+    """
+    sides = (row.m, row.k, row.n) if "wgrad" in row.passes else (row.k, row.n)
+    return row.batch == 1 and row.precision in ORDER and not any(side % MULTIPLE for side in sides)
 
 
 def _layout(row: GemmShapeTotal) -> Layout:

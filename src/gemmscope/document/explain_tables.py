@@ -56,11 +56,11 @@ def gemm_shape_table(result: ExplainResult) -> Table:
             "Speedup",
         ),
     )
-    notes = ["Alignment: of rows, in bytes; 16 is best."]
+    notes = ["Alignment: what the rows are a multiple of, in bytes; 16 is best."]
     if any(row.sustained_share is not None for row in shapes):
         notes.append(
-            "Sustained: what large GEMMs usually reach on this GPU. Roofline: the shortest time that its published rate "
-            "and memory bandwidth allow."
+            "Sustained: the rate that large GEMMs usually reach on this GPU. Roofline: what its published rate and memory "
+            "bandwidth allow."
         )
     if any(row.better for row in shapes):
         notes.append("Better recipe: a forecast, casts of the activations included.")
@@ -73,7 +73,8 @@ def _gemm_rest(name: str, count: float, time_ms: float) -> tuple[Cell, ...]:
 
 def _gemm_row(row: GemmShapeTotal) -> tuple[Cell, ...]:
     size = f"{row.m} x {row.n} x {row.k}"
-    passes = ", ".join(name for name in PASSES if name in row.passes)
+    every = set(PASSES[:3]) == set(row.passes)
+    passes = "all" if every else ", ".join(name for name in PASSES if name in row.passes)
     return (
         Cell(f"{row.batch} x ({size})" if row.batch > 1 else size),
         Cell(passes or "-"),

@@ -19,7 +19,7 @@ from gemmscope.toml import load_data
 MATH = "math (bmm and softmax)"
 MATH_OPERATOR = "_scaled_dot_product_attention_math"
 LONG = 1024  # keys from which on the rates of the table hold
-SLOW = 0.8  # of the rate of another backend
+SLOW = 0.7  # of the rate of another backend: closer ones depend on the shape
 FASTEST = 1.1  # of the best rate: nothing is faster
 LARGEST_HEAD = 256
 BACKWARD_FLOPS = 2.5  # over those of forward: five GEMMs instead of two
@@ -229,8 +229,9 @@ def _with_faster(row: AttentionTotal, step: StepEvidence) -> AttentionTotal:
         return row
     own = next((rate[row.pass_name] for rate in rates if rate["name"] == row.backend), 0.0)
     for rate in rates:
-        if rate["name"] != row.backend and rate[row.pass_name] > own and row.tflops < SLOW * rate[row.pass_name] * peak:
-            faster_ms = row.time_ms * row.tflops / (rate[row.pass_name] * peak)
+        reached = rate[row.pass_name]
+        if rate["name"] != row.backend and own < SLOW * reached and row.tflops < SLOW * reached * peak:
+            faster_ms = row.time_ms * row.tflops / (reached * peak)
             return row.model_copy(update={"faster": rate["name"], "faster_ms": faster_ms})
     return row
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from gemmscope.explain.cause import StepEvidence
 from gemmscope.explain.timeline import HOST_IDLE, Gap
-from gemmscope.explain.trace import Operator, RecordedTrace
+from gemmscope.explain.trace import Call, Operator, RecordedTrace
 from gemmscope.explain.view import TraceView, add_up
 from gemmscope.results.explain_tables import AllocatorCall, IdleFrame, LaunchStatistics, MemoryPoint, TopKernel
 
@@ -88,9 +88,9 @@ def idle_frames(step: StepEvidence) -> tuple[IdleFrame, ...]:
 def _frames(trace: RecordedTrace, gaps: Sequence[Gap]) -> Iterable[tuple[str, FrameKind]]:
     """For gaps in the order of their begin."""
     marks = [mark for mark in trace.marks if not mark.name.startswith(NOT_TELLING)]
-    every = sorted([*trace.activities, *marks], key=lambda activity: activity.start)
+    every: list[Call | Operator] = sorted([*trace.activities, *marks], key=lambda activity: activity.start)
     annotations = {id(mark) for mark in marks}
-    at, opened = 0, list[Operator]()
+    at, opened = 0, list[Call | Operator]()
     for gap in gaps:
         begin, end = gap.begin, max(min(gap.scope.launched or gap.end, gap.end), gap.begin)
         needed = COVERED * (end - begin)

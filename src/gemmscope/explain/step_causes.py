@@ -55,7 +55,8 @@ def _calls(step: StepEvidence, activity: str) -> Iterator[Finding]:
     begin, end = step.view.steps.chosen[0].begin, step.view.steps.chosen[-1].end
     calls = [call for call in step.view.trace.host_work.get(activity, ()) if begin <= call.start < end]
     times = add_up((call.name, (call.end - call.start) / 1000) for call in calls)
-    names = sorted(times, key=lambda name: -times[name])[:2]
+    nested = activity != "memory allocation"  # annotations and functions of one activity are inside each other, calls are not
+    names = sorted(times, key=lambda name: -times[name])[: 1 if nested else 2]
     for name in (name for name in names if times[name] > LONG_CALL * times[names[0]]):
         named = [(call.end - call.start) / 1000 for call in calls if call.name == name]
         limit = LONG_CALL * step.step_ms

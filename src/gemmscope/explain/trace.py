@@ -73,7 +73,7 @@ class GpuWork:
 
 @dataclass(slots=True)
 class Call:
-    """A CUDA API call on the CPU: a launch, a copy, a synchronization."""
+    """A call on the CPU: a launch, a copy, a synchronization; or something else that took long."""
 
     name: str
     start: float
@@ -109,7 +109,7 @@ class RecordedTrace:
     operator_names: dict[Any, str] = field(default_factory=dict)
     marks: list[Operator] = field(default_factory=list)
     gpu_marks: list[Operator] = field(default_factory=list)
-    activities: list[Operator] = field(default_factory=list)
+    activities: list[Call] = field(default_factory=list)
     stream_waits: list[Call] = field(default_factory=list)
     memory: list[tuple[float, float, float]] = field(default_factory=list)
     head: dict[str, Any] = field(default_factory=dict)
@@ -224,8 +224,8 @@ def _take(trace: RecordedTrace, event: dict[str, Any], names: dict[str, str]) ->
     name = names.setdefault(name, name)
     correlation = _key(arguments.get("correlation"))
     external = _key(arguments.get("External id", arguments.get("external id")))
-    if duration >= LONG_US and kind in ("python", "launch", "operator"):
-        trace.activities.append(Operator(name, start, end, thread))
+    if duration >= LONG_US and kind in ("python", "operator"):
+        trace.activities.append(Call(name, start, end, thread))
     if kind in ("kernel", "copy"):
         copy = kind == "copy" or name.startswith(("Memcpy", "Memset"))
         collective = printable(arguments.get("Collective name") or "")
@@ -235,6 +235,8 @@ def _take(trace: RecordedTrace, event: dict[str, Any], names: dict[str, str]) ->
         trace.work.append(GpuWork(name, start, end, stream, device, correlation, external, copy, collective, message))
     elif kind == "launch":
         call = Call(name, start, end, thread)
+        if duration >= LONG_US:
+            trace.activities.append(call)
         if correlation is not None:
             trace.launches[correlation] = call
         if "Synchronize" in name or "cudaMemcpy" in name or "hipMemcpy" in name:
