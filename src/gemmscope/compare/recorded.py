@@ -28,7 +28,8 @@ def with_twin(slow: TraceDiagnosis, fast: TraceDiagnosis) -> StepComparison:
     flops = [step_flops(side) for side in (slow, fast)]
     if all(flops) and abs(flops[0] / flops[1] - 1) > SAME_FLOPS:  # apart from recomputation, they are the same
         rows = [_rows(side) for side in (slow, fast)]
-        batch = f", with {rows[0]:,} and {rows[1]:,} rows: another batch or sequence" if _differ(rows) else ""
+        by_rows = _differ(rows) and abs(flops[0] / flops[1] * rows[1] / rows[0] - 1) < SAME_FLOPS
+        batch = f", with {rows[0]:,} and {rows[1]:,} rows: another batch or sequence" if by_rows else ""
         raise UserError(
             f"{slow.trace.path} and {fast.trace.path} are not the same training: their GEMMs take "
             f"{flops[0] / 1e12:.2f} and {flops[1] / 1e12:.2f} TFLOP per step{batch}",
@@ -51,18 +52,12 @@ def with_twin(slow: TraceDiagnosis, fast: TraceDiagnosis) -> StepComparison:
 
 
 def _not_comparable(slow: TraceDiagnosis, fast: TraceDiagnosis, checked: bool) -> Iterator[Finding]:
-    """What else differs between the traces, or could not be compared."""
-    before, after = main_precision(slow), main_precision(fast)
-    if before and before == after:
-        yield finding("twin-same-precision", precision=before)
-    elif before not in ("", BASELINE):
-        yield finding("twin-baseline-precision", precision=before, other=after or "unknown precision")
+    """What else differs between the traces, or could not be compared; what matters most comes first."""
+    if slow.trace.inference != fast.trace.inference:
+        yield finding("twin-inference", file=(slow if slow.trace.inference else fast).trace.path.name)
     gpus = slow.trace.gpu_name, fast.trace.gpu_name
     if all(gpus) and gpus[0] != gpus[1]:
         yield finding("twin-gpus-differ", before=gpus[0], after=gpus[1])
-    if not checked:
-        counts = [sum(row.count for row in side.account.gemms) for side in (slow, fast)]
-        yield finding("twin-not-checked", gemms_before=counts[0], gemms_after=counts[1])
     rows = [_rows(side) for side in (slow, fast)]
     if _differ(rows):
         yield finding("twin-batches-differ", before=rows[0], after=rows[1])
@@ -72,8 +67,14 @@ def _not_comparable(slow: TraceDiagnosis, fast: TraceDiagnosis, checked: bool) -
     batches = slow.account.micro_batches, fast.account.micro_batches
     if batches[0] != batches[1]:
         yield finding("twin-micro-batches-differ", before=batches[0], after=batches[1])
-    if slow.trace.inference != fast.trace.inference:
-        yield finding("twin-inference", file=(slow if slow.trace.inference else fast).trace.path.name)
+    before, after = main_precision(slow), main_precision(fast)
+    if before and before == after:
+        yield finding("twin-same-precision", precision=before)
+    elif before not in ("", BASELINE):
+        yield finding("twin-baseline-precision", precision=before, other=after or "unknown precision")
+    if not checked:
+        counts = [sum(row.count for row in side.account.gemms) for side in (slow, fast)]
+        yield finding("twin-not-checked", gemms_before=counts[0], gemms_after=counts[1])
 
 
 def main_precision(diagnosis: TraceDiagnosis) -> str:

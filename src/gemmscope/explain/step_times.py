@@ -75,7 +75,9 @@ def step_findings(rows: Sequence[TracedStep]) -> Iterator[Finding]:
     for row in rows:
         if not row.averaged:
             extra: dict[str, Fact] = {"extra": row.extra or "work on the GPU", "extra_ms": row.extra_ms or row.time_ms - typical}
-            yield finding("first-step-left-out", time_ms=row.time_ms, times=row.time_ms / typical, median_ms=typical, **extra)
+            yield finding(
+                "first-step-left-out", time_ms=row.time_ms, times=row.time_ms / max(typical, 1e-9), median_ms=typical, **extra
+            )
     if len(times) < 2:
         return
     slow = [row for row in averaged if row.slow]
