@@ -188,13 +188,17 @@ def names(items: Iterable[str], most: int = MOST_NAMED) -> str:
     return ", ".join(distinct[:most]) + more
 
 
+# The return type of templates that are only defined for some arguments
+CONDITION = re.compile(r"^std::enable_if<.{0,2000}?>::type ")
+
+
 def kernel_name(name: str, longest: int = LONGEST_KERNEL) -> str:
     """The name of a kernel without its arguments, and not too long.
 
     >>> kernel_name("void (anonymous namespace)::softmax<float>(float*, int)")
     'softmax<float>'
     """
-    bare = name.replace("(anonymous namespace)::", "").removeprefix("void ").split("(")[0]
+    bare = CONDITION.sub("", name).replace("(anonymous namespace)::", "").removeprefix("void ").split("(")[0]
     return bare if len(bare) <= longest else bare[: longest - 1] + "…"
 
 

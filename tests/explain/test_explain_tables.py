@@ -244,3 +244,11 @@ def test_the_recorder_keeps_what_the_tables_need(tmp_path: Path) -> None:
     assert (collective.kind, collective.bytes_out, collective.ranks) == ("all-reduce", 32.0, (0, 1))
     assert [operator.concrete[5] for operator in trace.operators if operator.concrete] == ["True"]
     assert "secret" not in gzip.decompress((tmp_path / "small.json.gz").read_bytes()).decode()
+
+
+def test_products_without_a_softmax_are_no_attention(tmp_path: Path) -> None:
+    """DLRM multiplies pairs of features, and nothing normalizes the scores."""
+    batched = {"Input Dims": [[16, 27, 64], [16, 64, 27]], "Input type": ["float"] * 2}
+    product, softmax = (BF16, 100.0, "aten::bmm", batched), (SOFTMAX, 20.0, "aten::_softmax", {})
+    assert not tables(one_step(product, (ADD, 10.0, "aten::add", {})), tmp_path / "pairs.json", **H100).attention
+    assert tables(one_step(product, softmax), tmp_path / "scores.json", **H100).attention

@@ -80,10 +80,18 @@ def _rows(step: StepEvidence) -> list[tuple[AttentionTotal, list[TimedWork]]]:
                 softmax.append(item)
             else:
                 groups.setdefault(_key(item), []).append(item)
+    if not softmax and not any(_is_softmax(item) for item in step.items):  # products of other pairs: DLRM's interactions
+        groups = {key: items for key, items in groups.items() if key.backend != MATH or items[0].scope.inside(MATH_OPERATOR)}
     _share_softmax(groups, softmax)
     _share_helpers(groups)
     rows = [(_row(step, key, items), items) for key, items in groups.items()]
     return sorted(rows, key=lambda row: -row[0].time_ms)
+
+
+def _is_softmax(item: TimedWork) -> bool:
+    """Whether it normalizes scores: not the logarithm of a softmax, which losses use."""
+    name = item.work.name.lower()
+    return "softmax" in name and "log" not in name and item.name != "loss"
 
 
 def _share_softmax(groups: dict[_Key, list[TimedWork]], softmax: list[TimedWork]) -> None:
@@ -177,10 +185,12 @@ def _math_key(item: TimedWork) -> _Key | None:
 def _row(step: StepEvidence, key: _Key, items: Sequence[TimedWork]) -> AttentionTotal:
     time_us = sum(item.work.time for item in items)
     main = main_kernels(items, 1)[0]
-    # Several kernels make up one attention: what the one that runs longest counts.
+    # Several kernels make up one attention: the one that runs longest counts. Where shapes are not known, layers of different
+    # kinds may run different ones, each about as long.
     times = add_up((item.work.name, item.work.time) for item in items)
     longest = max(times, key=lambda name: times[name])
-    runs = sum(item.work.name == longest for item in items)
+    counted = {name for name, time in times.items() if name == longest or (key.shape is None and time > times[longest] / 2)}
+    runs = sum(item.work.name in counted for item in items)
     flops = _flops(key, items, runs)
     tflops = flops / time_us / 1e6 if flops and time_us else None
     if tflops is not None and key.causal is None and _too_fast(tflops, key, step):

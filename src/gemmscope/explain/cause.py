@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache, cached_property
 from typing import Any, Literal
 
+from gemmscope import units
 from gemmscope.engine.kernels import CAST_SHARE
 from gemmscope.explain.place import LOW, UNKNOWN_PRECISION, WEIGHT_ONLY
 from gemmscope.explain.rates import GpuRates, gpu_rates, has_fp8, is_amd
@@ -25,7 +26,6 @@ TE_FUNCTIONS = ("_LayerNormLinear", "_LayerNormMLP", "_GroupedLinear")
 # Parts of kernel names that say more than the template that they are an argument of
 TELLING_ARGUMENTS = ("float8_copy", "AbsFunctor", "FillFunctor", "direct_copy", "CUDAFunctor_add", "MulFunctor")
 
-CONDITION = re.compile(r"^std::enable_if<.*?>::type ")
 CUTLASS_KERNEL = re.compile(r"cutlass\w*::Kernel2?<(cutlass\w+)>")  # whose argument is the name
 
 Span = tuple[float, float, str]
@@ -235,7 +235,7 @@ def short_name(name: str) -> str:
     >>> short_name("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x64>(cutlass_80_simt_sgemm_128x64::Params)")
     'cutlass_80_simt_sgemm_128x64'
     """
-    plain = CONDITION.sub("", name).removeprefix("void ").replace("(anonymous namespace)::", "")
+    plain = units.CONDITION.sub("", name).removeprefix("void ").replace("(anonymous namespace)::", "")
     if cutlass := CUTLASS_KERNEL.match(plain):
         return cutlass[1][:100]
     cut = min((at for at in (plain.find("<"), plain.find("(")) if at > 0), default=len(plain))
