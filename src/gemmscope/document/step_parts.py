@@ -112,8 +112,8 @@ def memory_cell(times: StepTimes, time: StepTime) -> Cell:
     cell = bytes_cell(time.peak_bytes)
     if times.origin == "forecast" and time.peak_bytes is not None:
         cell = replace(cell, text=f"{time.peak_bytes / 1e9:.0f} GB" if time.peak_bytes > 1e10 else cell.text)
-    doubt = "does" if time.recipe in times.unfit else "may" if time.recipe in times.may_not_fit else ""
-    return replace(cell, text=f"{cell.text}, {doubt} not fit", level="warning") if doubt else cell
+    verb = "does" if time.recipe in times.unfit else "may" if time.recipe in times.may_not_fit else ""
+    return replace(cell, text=f"{cell.text}, {verb} not fit", level="warning") if verb else cell
 
 
 TOTAL = "Tokens/s, all GPUs"

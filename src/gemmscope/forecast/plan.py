@@ -239,7 +239,7 @@ def _front(ordered: Sequence[Candidate]) -> set[int]:
 def slowdown(best: Candidate, other: Candidate, runs: Sequence[RunSpec], forecaster: Forecaster) -> Estimate:
     """The other layout's step over the best one's, without the errors that both have alike.
 
-    What is wrong about the library or the GPU moves both, and so does most of what is wrong about the software. Equal GEMMs have
+    Errors about the library or the GPU move both, and so do most of those about the software. Equal GEMMs have
     equal errors, other shapes have their own; so it is with what is exchanged for the same reason.
     """
     one, two = best.step, other.step
