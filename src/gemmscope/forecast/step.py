@@ -13,7 +13,7 @@ from gemmscope.forecast.comm import Exchange, RankShare, exchanges, offload
 from gemmscope.forecast.estimate import Estimate, pairwise, ratio, total, winner_that_fits
 from gemmscope.forecast.host import at_least, launch_ms
 from gemmscope.forecast.linears import Forecaster
-from gemmscope.forecast.memory import rank_memory
+from gemmscope.forecast.memory import rank_memory, shards
 from gemmscope.forecast.network import Network, network_of
 from gemmscope.forecast.overlap import Exposed, MicroBatch, cluster, exposed
 from gemmscope.forecast.training import NEVER_QUANTIZED, facts, op_ms, uncertainty_of
@@ -263,10 +263,8 @@ class StepForecast:
         bytes_moved = facts()["bandwidth"]["optimizer_bytes"][run.state_precision] / OPTIMIZER_BYTES_PER_PARAMETER
         if not run.zero_stage or not held.parameters:
             return float(bytes_moved)
-        same = run.cp * run.data_parallel
-        same_expert = max(run.tp * same // (run.ep * run.expert_tp), 1)
-        sharing, sharing_experts = (min(run.zero_ranks or ranks, ranks) for ranks in (same, same_expert))
-        updated = held.parameters / sharing + held.in_experts / sharing_experts
+        dense, experts = shards(run)
+        updated = held.parameters / dense + held.in_experts / experts
         return float(bytes_moved * updated / (held.parameters + held.in_experts))
 
 

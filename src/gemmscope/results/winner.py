@@ -37,7 +37,7 @@ def find_winner(speedups: Mapping[str, Interval], ratio: Ratio) -> Winner:
 def winner_among(speedups: Mapping[str, Interval], ratio: Ratio, left_out: Collection[str]) -> Winner | None:
     """The winner where some candidates do not count, because they do not fit in memory; None if none is left.
 
-    Where BF16 itself is left out, the best of the others wins, with its speedup over BF16 all the same.
+    Where BF16 itself is left out, the best of the others wins, still with its speedup over BF16.
 
     >>> gains = {"A": Interval(0.9, 0.8, 0.99), "B": Interval(0.5, 0.4, 0.6)}
     >>> winner_among(gains, lambda a, b: Interval(1.8, 1.5, 2.0), ["BF16"]).best
