@@ -31,6 +31,7 @@ PAGES = (DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md")))
 sys.path[:0] = [str(DOCS), str(DOCS.parent / "tests")]
 import command_reference  # noqa: E402
 import finding_table  # noqa: E402
+import layout_tables  # noqa: E402
 import noise  # noqa: E402
 import op_tables  # noqa: E402
 import paste_texts  # noqa: E402
@@ -80,6 +81,8 @@ MADE: dict[str, Callable[[], str]] = {
     "published runs": published_tables.fitted_runs,
     "other published runs": published_tables.other_runs,
     "experts on an H200": published_tables.experts_on_h200,
+    "exposed shares": layout_tables.exposed_shares,
+    "memory of layouts": layout_tables.memory_of_layouts,
     "speedups on Blackwell": worked_example.blackwell_tables,
     "conclusions": worked_example.conclusions,
     "pairs on Blackwell": op_tables.blackwell_pairs,
