@@ -26,7 +26,7 @@ def exchange_table(step: StepTimes, prefix: str = "") -> Table | None:
         f"{prefix}FORECAST: what one GPU exchanges in a step ({time.recipe})",
         columns(("Exchange", *heads), figures),
         tuple(_row(each) for each in time.exchanged),
-        "Hidden: overlapped with computation. Of tensor parallelism the exposed share was fitted to published runs; the others are priors.",
+        "Hidden: overlapped with computation. Only the share of tensor parallelism was fitted to published runs.",
     )
 
 
