@@ -12,7 +12,7 @@ from typing import Any, cast
 from gemmscope.errors import UserError, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.model import hf_blocks as blocks
-from gemmscope.model.families import FamilyConfig, known_model_types
+from gemmscope.model.families import FamilyConfig, family, known_model_types
 from gemmscope.model.hybrids import HYBRIDS
 from gemmscope.model.limits import check_flag, check_size
 from gemmscope.model.source import ModelSource
@@ -68,6 +68,8 @@ def from_config(config: Mapping[str, Any], origin: str) -> ModelSource:
 
 def _needs_tracing(config: Mapping[str, Any]) -> bool:
     """Whether the model has parts without a closed form."""
+    if "layers_by" in family(str(config["model_type"])):  # its layers are read where they are built
+        return False
     layer_types = config.get("layer_types")
     if isinstance(layer_types, list) and not _CLOSED_FORM_LAYERS.issuperset(map(str, layer_types)):
         return True
