@@ -66,15 +66,17 @@ def from_config(config: Mapping[str, Any], origin: str) -> ModelSource:
     if not known or _needs_tracing(model_type, config):
         return ModelSource(origin=label, model=None, config=config)
     model = _model(FamilyConfig(model_type, config), origin)
+    config = {**config, "model_type": family_facts(model_type).get("built_as", model_type)}
     return ModelSource(origin=label, model=model, config=config, findings=tuple(_findings(config, model)))
 
 
 def _needs_tracing(model_type: str, config: Mapping[str, Any]) -> bool:
     """Whether the model has parts without a closed form."""
+    if "layers_by" in family_facts(model_type):  # its layers are read where they are built
+        return False
     layer_types = config.get("layer_types")
-    if isinstance(layer_types, list) and "layers_by" not in family_facts(model_type):
-        if not _CLOSED_FORM_LAYERS.issuperset(blocks.current_kinds(layer_types)):
-            return True
+    if isinstance(layer_types, list) and not _CLOSED_FORM_LAYERS.issuperset(blocks.current_kinds(layer_types)):
+        return True
     return bool(config.get("add_cross_attention")) or config.get("is_encoder_decoder") is True
 
 
