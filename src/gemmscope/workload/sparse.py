@@ -13,7 +13,7 @@ Sources: "DeepSeek-V3.2" (arXiv 2512.02556) and Megatron's `experimental_attenti
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 from gemmscope.model.spec import AttentionSpec, ModelSpec, RunSpec
@@ -130,5 +130,5 @@ def sparse(attention: Attention, spec: AttentionSpec, chosen: float) -> SparseAt
     key, value = attention.head_dim, attention.value_dim
     if spec.latent is not None:
         key, value = spec.latent.kv_rank + spec.latent.rope_dim, spec.latent.kv_rank
-    fields = {name: getattr(attention, name) for name in attention.__dataclass_fields__}
-    return replace(SparseAttention(**fields, visible=attention.pairs, latent_key=key, latent_value=value), pairs=chosen)
+    same = {one.name: getattr(attention, one.name) for one in fields(attention)}
+    return replace(SparseAttention(**same, visible=attention.pairs, latent_key=key, latent_value=value), pairs=chosen)

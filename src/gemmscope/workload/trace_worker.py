@@ -95,7 +95,7 @@ def huggingface_model(config_dict: dict[str, Any], device: str, precision: torch
             config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
         except (KeyError, ValueError) as error:
             raise TraceError(f"transformers {transformers.__version__} cannot read this config: {_reason(error)}") from error
-        config.use_cache = False
+        config.use_cache = config.get_text_config().use_cache = False
         module = _instantiate(transformers, config, device, precision)
     module.train()
     return module
@@ -184,6 +184,9 @@ def _causal(module: torch.nn.Module, masks: Mapping[str, int]) -> bool | None:
     return causal.pop() if len(causal) == 1 else None
 
 
+_WINDOW_WITHOUT_KIND = frozenset({"minimax"})  # its layer_types call attention full, with a window too
+
+
 def _windows(config: Any) -> tuple[int | None, ...] | None:
     """The sliding window of each layer, from the configuration with its defaults. ModernBERT's window counts both sides."""
     layers = getattr(config, "num_hidden_layers", None)
@@ -191,7 +194,7 @@ def _windows(config: Any) -> tuple[int | None, ...] | None:
         return None
     window = _declared(config, "local_attention") or _declared(config, "sliding_window") or None
     kinds = _declared(config, "layer_types")
-    if kinds is None:  # a family with the window in every layer, or in none
+    if kinds is None or config.model_type in _WINDOW_WITHOUT_KIND:  # a family with the window in every layer, or in none
         return (window,) * layers
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
