@@ -4,9 +4,11 @@ Sources: "DeepSeek-V3.2" (arXiv 2512.02556) and Megatron's `experimental_attenti
 
 * The indexer's heads share one key. A score is the sum over heads of relu(q·k), weighted by a linear of the hidden state. Forward
   scores every visible pair.
-* In training, the indexer learns from the attention's own probabilities of the chosen pairs, apart from the rest of the model: its
-  inputs are detached, so that its linears have no dgrad. Backward computes scores and probabilities of these pairs again.
+* In training, the indexer learns from the attention's own probabilities of the chosen pairs, apart from the rest of the model:
+  its inputs are detached, so that its linears have no dgrad. Backward computes scores and probabilities of these pairs again.
   transformers runs the indexer without gradients.
+* Megatron runs its linears in the recipe's precision. DeepSeek leaves the small one that makes the weights in high precision, and
+  so does this file.
 * Kernels of sparse attention over a latent (FlashMLA, TileLang) gather the latent itself, which all heads share, instead of each
   head's keys and values: more FLOPs for each pair, and far fewer bytes. For short sequences, dense attention with a mask is less
   work (section 2.1 of the paper runs it there): `SparseAttention` counts the cheaper of both.
@@ -102,7 +104,8 @@ class TopK(Op):
 
 def indexer_ops(model: ModelSpec, spec: AttentionSpec, run: RunSpec, pairs: float, chosen: float) -> Iterator[Op]:
     """The indexer, the same on every tensor-parallel rank."""
-    assert spec.indexer is not None and spec.latent is not None and spec.latent.q_rank is not None
+    assert spec.indexer is not None
+    assert spec.latent is not None
     indexer, latent, queries = spec.indexer, spec.latent, run.sequence_length // run.cp
     trained = not run.separate_projections  # transformers' code runs it without gradients
     passes: tuple[Pass, ...] = ("fprop", "wgrad") if trained else PASSES[:1]
