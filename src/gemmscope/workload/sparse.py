@@ -44,9 +44,9 @@ class SparseAttention(Attention):
 class IndexScores(Op):
     """The indexer's scores: `heads` queries of `dim` against one key, for `pairs` visible pairs; trained on `chosen` of them.
 
-    `attended` is what one pair's probability takes: the attention's heads times the size of a key.
+    `probabilities` are the FLOPs of the attention's own scores, from which it learns, for one sequence.
 
-    >>> scores = IndexScores(name="Index Scores", batch=1, heads=64, dim=128, queries=8, keys=8, pairs=36, chosen=20, attended=0)
+    >>> scores = IndexScores(name="", batch=1, heads=64, dim=128, queries=8, keys=8, pairs=36, chosen=20, probabilities=0)
     >>> scores.forward().flops == 2 * 36 * 64 * (128 + 1)
     True
     """
@@ -59,7 +59,7 @@ class IndexScores(Op):
     keys: int
     pairs: float
     chosen: float
-    attended: int
+    probabilities: float
     trained: bool = True
 
     def forward(self) -> Work:
@@ -71,8 +71,8 @@ class IndexScores(Op):
         """Of the chosen pairs: scores and probabilities again, the gradients of queries, keys and weights."""
         if not self.trained:
             return Work()
-        each = self.heads * (3 * self.dim + 2) + self.attended
-        return Work(2 * self.batch * self.chosen * each, 2 * self._inputs() + 2 * self.batch * self.chosen * FP32_BYTES)
+        flops = self.batch * (2 * self.chosen * self.heads * (3 * self.dim + 2) + self.probabilities)
+        return Work(flops, 2 * self._inputs() + 2 * self.batch * self.chosen * FP32_BYTES)
 
     def _inputs(self) -> float:
         elements = self.queries * self.heads * self.dim + self.keys * self.dim
@@ -122,8 +122,8 @@ def indexer_ops(model: ModelSpec, spec: AttentionSpec, run: RunSpec, pairs: floa
     yield Norm(name="Indexer Norm", rows=run.tokens, width=indexer.dim, parameters=2 * indexer.dim, copies=run.tp)
     yield IndexScores(
         name="Index Scores", batch=run.micro_batch_size, heads=indexer.heads, dim=indexer.dim, queries=queries,
-        keys=run.sequence_length, pairs=pairs, chosen=chosen, attended=spec.heads * (latent.kv_rank + latent.rope_dim),
-        trained=trained, copies=run.tp,
+        keys=run.sequence_length, pairs=pairs, chosen=chosen, trained=trained, copies=run.tp,
+        probabilities=2 * spec.heads // run.tp * min(chosen * (latent.kv_rank + latent.rope_dim), pairs * spec.head_dim),
     )  # fmt: skip
     yield TopK(name="Index Top-K", batch=run.micro_batch_size, pairs=pairs, chosen=chosen, copies=run.tp)
 
