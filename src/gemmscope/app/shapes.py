@@ -89,4 +89,6 @@ def _check(subject: RankWorkload, reporter: Reporter) -> tuple[Check, tuple[Find
         notes.append(finding("check-without-recurrences"))
     elif recurrences(trace):
         notes.append(finding("check-of-recurrences", recurrences=recurrences(trace)))
+    if any(attention.top_k is not None for attention in model.attentions):
+        notes.append(finding("check-of-sparse-attention"))
     return check, (outcome, *notes)

@@ -92,7 +92,8 @@ def _findings(config: Mapping[str, Any], model: ModelSpec) -> Iterator[Finding]:
 def _model(family: FamilyConfig, origin: str) -> ModelSpec:
     facts = family.facts
     hidden = check_size("hidden_size", family.size("hidden_size"), "hidden_size")
-    count = check_size("num_hidden_layers", family.size("num_hidden_layers"), "layers")
+    listed = facts.get("layers_listed", False)
+    count = 0 if listed else check_size("num_hidden_layers", family.size("num_hidden_layers"), "layers")
     layers = HYBRIDS[facts["layers_by"]](family, hidden, count) if "layers_by" in facts else _layers(family, hidden, count)
     heads = layers[0].attention.heads if layers[0].attention is not None else 0
     name = str(family.config.get("_name_or_path") or origin)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from gemmscope.model.families import FamilyConfig
-from gemmscope.model.hybrids import linear, sparse
+from gemmscope.model.hybrids import linear, mamba, sparse
 from gemmscope.model.spec import LayerSpec
 
 LayerBuilder = Callable[[FamilyConfig, int, int], list[LayerSpec]]
@@ -15,5 +15,10 @@ HYBRIDS: dict[str, LayerBuilder] = {
     "kimi_linear": linear.kimi_linear,
     "minimax": linear.minimax,
     "lfm2": linear.lfm2,
+    "mamba": mamba.mamba,
+    "mamba_or_attention": mamba.mamba_or_attention,
+    "falcon_h1": mamba.falcon_h1,
+    "zamba2": mamba.zamba2,
+    "nemotron_h": mamba.nemotron_h,
     "indexed_attention": sparse.indexed_attention,
 }
