@@ -79,7 +79,8 @@ def test_kimi_k2_is_built_like_deepseek() -> None:
 def test_heads_that_leave_a_remainder(model_type: str) -> None:
     """These classes take hidden // heads."""
     sizes = {"hidden_size": 100, "num_attention_heads": 6, "num_key_value_heads": 6, "num_hidden_layers": 2, "vocab_size": 100}
-    small = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 96}
+    experts = "n_routed_experts" if model_type == "glm4_moe" else "num_local_experts"
+    small = {experts: 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 96}
     assert compare({"model_type": model_type, **sizes, **small}, RunSpec(1, 16)) == []
 
 
