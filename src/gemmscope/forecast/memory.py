@@ -20,16 +20,18 @@ from gemmscope.workload.derive import embedding_ops, head_ops, layer_ops
 from gemmscope.workload.ops import ELEMENT_BYTES, Activation, Attention, Elementwise, GroupedLinear, Linear, Loss, Norm, Op
 from gemmscope.workload.scans import CausalConv, Scan
 from gemmscope.workload.sharding import stage_layers
+from gemmscope.workload.sparse import IndexScores
 
 FP32_BYTES = 4
 ROUTER_BYTES = 9  # per token and expert: FP32 logits and probabilities, and the map of who goes where
 MODELS_KEPT = 16
 
 # Linears that read the same tensor: it is kept once. Tensor parallelism with sequence parallelism keeps this rank's part of it.
-_ATTENTION_INPUT = ("Mixer In", "QKV Proj", "Q Proj", "K Proj", "V Proj", "Q Down Proj", "KV Down Proj")
+_ATTENTION_INPUT = ("Mixer In", "QKV Proj", "Q Proj", "K Proj", "V Proj", "Q Down Proj", "KV Down Proj", "Indexer K Proj",
+                    "Indexer Weights", "Mixer Decay Gate Down", "Mixer Output Gate Down")  # fmt: skip
 _MLP_INPUT = ("MLP Gate+Up", "MLP Gate", "MLP Up", "Router", "Shared Expert Gate+Up", "Shared Expert Gate", "Shared Expert Up",
               "Shared Expert Scale")  # fmt: skip
-_LATENT_INPUT = ("Q Up Proj", "KV Up Proj")
+_LATENT_INPUT = {"Q Up Proj": "Q Up Proj", "Indexer Q Proj": "Q Up Proj", "KV Up Proj": "KV Up Proj"}
 _EXPERT_INPUT = ("Expert Gate+Up", "Expert Gate", "Expert Up")
 
 
@@ -282,8 +284,10 @@ def _block(ops: Iterable[Op], run: RunSpec, hidden: int) -> BlockMemory:
             context = rows * op.heads * op.value_dim * ELEMENT_BYTES
             kept += context + rows * op.heads * FP32_BYTES
             exchanged += 2 * rows * op.kv_heads * dims * ELEMENT_BYTES if run.cp > 1 else 0.0
-        elif isinstance(op, Scan):
+        elif isinstance(op, (Scan, IndexScores)):
             kept += op.kept_bytes() * op.count
+        elif op.name in ("Attention Gate", "Mixer Gate") and isinstance(op, Elementwise):  # the other side is kept above
+            kept += op.rows * op.width * ELEMENT_BYTES * op.count
         elif isinstance(op, CausalConv):
             kept += op.tokens * op.channels * ELEMENT_BYTES * op.count
         elif isinstance(op, Loss):
@@ -318,7 +322,7 @@ def _input(op: Linear, sharded: int) -> tuple[str, float]:
     if op.name in _MLP_INPUT:
         return "mlp", size / (sharded if op.name not in ("Router", "Shared Expert Scale") else 1)
     if op.name in _LATENT_INPUT:
-        return op.name, size / sharded
+        return _LATENT_INPUT[op.name], size / sharded
     if op.name in _EXPERT_INPUT:
         return "expert", size
     if op.name.endswith(" Down"):
