@@ -5,7 +5,7 @@ chunk is left out, except in Mamba's selective scan, which has no products. Sour
 
 * SSD (Mamba-2): "Transformers are SSMs" (arXiv 2405.21060), section 6, as mamba-ssm's `mamba_chunk_scan_combined` runs it:
   C·Bᵀ per group, its product with x, the states of chunks (Bᵀ·x) and what they add (C·state). Backward computes C·Bᵀ and the
-  states again.
+  states again. `ssd.py` counts each product.
 * gated delta rule and KDA: "Gated Delta Networks" (arXiv 2412.06464) and "Kimi Linear" (arXiv 2510.26692), as
   flash-linear-attention's `chunk_gated_delta_rule` and `chunk_kda` run them: K·Kᵀ and its triangular inverse, w and u, the
   states, Q·Kᵀ and the output. Backward computes w, u and the states again. `delta_rules.py` counts each product.
@@ -13,17 +13,18 @@ chunk is left out, except in Mamba's selective scan, which has no products. Sour
   flash-linear-attention's `chunk_lightning_attn` (`fla/ops/simple_gla/chunk.py`). Forward: Kᵀ·v and q·state 4kv, q·Kᵀ and its
   product with v 2c(k + v). Backward: the states again and their gradients 4kv, three products with states 6kv, q·Kᵀ again, do·vᵀ
   and three products with these 6ck + 4cv.
-* selective scan (Mamba): "Mamba" (arXiv 2312.00752), about 9 FLOPs per channel, state and position; backward computes the states
-  again.
+* selective scan (Mamba): "Mamba" (arXiv 2312.00752). About 9 FLOPs per channel, state and position, as its authors
+  count them (github.com/state-spaces/mamba/issues/110). Backward computes the states again and scans in reverse: about 27.
 """
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from gemmscope.model.mixers import MixerKind
-from gemmscope.workload import delta_rules
+from gemmscope.workload import delta_rules, ssd
 from gemmscope.workload.delta_rules import DELTA_RULES, DeltaSizes
 from gemmscope.workload.ops import ELEMENT_BYTES, Op, Work
+from gemmscope.workload.ssd import SsdSizes
 
 FP32_BYTES = 4
 
@@ -62,32 +63,32 @@ class Scan(Op):
         if self.rule in DELTA_RULES:
             flops, elements = delta_rules.forward_flops(self._delta()), delta_rules.forward_elements(self._delta())
             return Work(self.tokens * flops, self.tokens * elements * ELEMENT_BYTES)
-        c, k, v = self.length, self.key_dim, self.value_dim
-        each: float
         if self.rule == "ssd":
-            each = self.heads * (2 * c * v + 4 * k * v) + self.groups * 2 * c * k
-        elif self.rule == "selective scan":
-            each = self.heads * v * k * 9
-        else:  # lightning attention
-            each = self.heads * (2 * c * (k + v) + 4 * k * v)
-        return Work(self.tokens * each, self._inputs() + self._outputs() + 2 * self._states() + 2 * self._inner())
+            flops, moved = ssd.forward(self._ssd())
+            return Work(self.tokens * flops, self.tokens * moved)
+        c, k, v = self.length, self.key_dim, self.value_dim
+        lightning = 2 * c * (k + v) + 4 * k * v
+        each = self.heads * (9 * k * v if self.rule == "selective scan" else lightning)
+        return Work(self.tokens * each, self._inputs() + self._outputs() + 2 * self._states())
 
     def backward(self) -> Work:
         """Two products for each of forward, and those that are computed again. Reads inputs and dO, writes gradients."""
         if self.rule in DELTA_RULES:
             flops, elements = delta_rules.backward_flops(self._delta()), delta_rules.backward_elements(self._delta())
             return Work(self.tokens * flops, self.tokens * elements * ELEMENT_BYTES)
-        c, k, v = self.length, self.key_dim, self.value_dim
         if self.rule == "ssd":
-            each = self.heads * (4 * c * v + 10 * k * v) + self.groups * 6 * c * k
-        elif self.rule == "selective scan":
-            each = self.heads * v * k * 27
-        else:  # lightning attention
-            each = self.heads * (c * (6 * k + 4 * v) + 10 * k * v)
-        return Work(self.tokens * each, 2 * (self._inputs() + self._outputs()) + 5 * self._states() + 6 * self._inner())
+            flops, moved = ssd.backward(self._ssd())
+            return Work(self.tokens * flops, self.tokens * moved)
+        c, k, v = self.length, self.key_dim, self.value_dim
+        lightning = c * (6 * k + 4 * v) + 10 * k * v
+        each = self.heads * (27 * k * v if self.rule == "selective scan" else lightning)
+        return Work(self.tokens * each, 2 * (self._inputs() + self._outputs()) + 5 * self._states())
 
     def _delta(self) -> DeltaSizes:
         return DeltaSizes(self.rule, self.length, self.key_dim, self.value_dim, self.heads, self.groups)
+
+    def _ssd(self) -> SsdSizes:
+        return SsdSizes(self.length, self.key_dim, self.value_dim, self.heads, self.groups)
 
     def _inputs(self) -> float:
         """Bytes of queries, keys and values, and of the gates: one per head, or one per channel (KDA, Mamba's time step)."""
@@ -101,12 +102,7 @@ class Scan(Op):
         """Bytes of the states that chunks hand on. A selective scan keeps its state in registers."""
         if self.rule == "selective scan":
             return 0.0
-        wide = FP32_BYTES if self.rule == "ssd" else ELEMENT_BYTES
-        return self.tokens / self.length * self.heads * self.key_dim * self.value_dim * wide
-
-    def _inner(self) -> float:
-        """Bytes of what kernels hand to each other inside a chunk: C·Bᵀ of state-space models."""
-        return self.tokens * self.groups * self.length * ELEMENT_BYTES if self.rule == "ssd" else 0.0
+        return self.tokens / self.length * self.heads * self.key_dim * self.value_dim * ELEMENT_BYTES
 
     def kept_bytes(self) -> float:
         """What backward needs: the inputs, the output, and the triangular inverse of delta rules (of KDA, q·Kᵀ too)."""
