@@ -28,11 +28,12 @@ MODELS_KEPT = 16
 
 # Linears that read the same tensor: it is kept once. Tensor parallelism with sequence parallelism keeps this rank's part of it.
 _ATTENTION_INPUT = ("Mixer In", "QKV Proj", "Q Proj", "K Proj", "V Proj", "Q Down Proj", "KV Down Proj", "Indexer K Proj",
-                    "Indexer Weights", "Mixer Decay Gate Down", "Mixer Output Gate Down")  # fmt: skip
+                    "Indexer Weights", "Mixer Decay Gate Down", "Mixer Output Gate Down", "QKV Adapter Down")  # fmt: skip
 _MLP_INPUT = ("MLP Gate+Up", "MLP Gate", "MLP Up", "Router", "Shared Expert Gate+Up", "Shared Expert Gate", "Shared Expert Up",
-              "Shared Expert Scale")  # fmt: skip
+              "Shared Expert Scale", "Latent Down Proj", "MLP Adapter Down")  # fmt: skip
 _LATENT_INPUT = {"Q Up Proj": "Q Up Proj", "Indexer Q Proj": "Q Up Proj", "KV Up Proj": "KV Up Proj"}
 _EXPERT_INPUT = ("Expert Gate+Up", "Expert Gate", "Expert Up")
+_GATES = ("Attention Gate", "Mixer Gate")  # the other side is kept by attention and recurrence
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,7 @@ class BlockMemory(NamedTuple):
     exchanged: float = 0.0  # buffers of dispatch, gathered inputs, received keys and values
     unfused: float = 0.0  # kept where kernels are not fused: outputs of experts, inputs of rotary positions
     logits: float = 0.0
+    shared: int = 0  # of `dense`, weights that are the same in every layer of this kind
 
     @property
     def parameters(self) -> int:
@@ -245,9 +247,8 @@ def in_flight(run: RunSpec, stage: int) -> float:
 
 def _block(ops: Iterable[Op], run: RunSpec, hidden: int) -> BlockMemory:
     """What the ops of one layer (or the embedding, or the head) hold."""
-    dense = experts = quantized = quantized_experts = 0
-    kept = context = elements = recomputable_elements = transient = unfused = logits = exchanged = 0.0
-    attended = activated = 0.0
+    dense = experts = quantized = quantized_experts = shared = 0
+    kept = context = elements = recomputable_elements = transient = unfused = logits = exchanged = attended = activated = 0.0
     inputs: dict[str, float] = {}
     plain: dict[str, float] = {}
     sharded = run.tp if run.sequence_parallel else 1
@@ -257,6 +258,7 @@ def _block(ops: Iterable[Op], run: RunSpec, hidden: int) -> BlockMemory:
             experts += op.all_parameters
         else:
             dense += op.all_parameters
+            shared += op.parameters if op.shares_weights else 0
         if isinstance(op, Linear):
             key, size = _input(op, sharded)
             inputs[key] = max(inputs.get(key, 0.0), size * op.count)
@@ -284,12 +286,8 @@ def _block(ops: Iterable[Op], run: RunSpec, hidden: int) -> BlockMemory:
             context = rows * op.heads * op.value_dim * ELEMENT_BYTES
             kept += context + rows * op.heads * FP32_BYTES
             exchanged += 2 * rows * op.kv_heads * dims * ELEMENT_BYTES if run.cp > 1 else 0.0
-        elif isinstance(op, (Scan, IndexScores)):
+        elif isinstance(op, (Scan, CausalConv, IndexScores)):
             kept += op.kept_bytes() * op.count
-        elif op.name in ("Attention Gate", "Mixer Gate") and isinstance(op, Elementwise):  # the other side is kept above
-            kept += op.rows * op.width * ELEMENT_BYTES * op.count
-        elif isinstance(op, CausalConv):
-            kept += op.tokens * op.channels * ELEMENT_BYTES * op.count
         elif isinstance(op, Loss):
             logits = op.rows * op.width
         elif isinstance(op, Activation):
@@ -298,7 +296,7 @@ def _block(ops: Iterable[Op], run: RunSpec, hidden: int) -> BlockMemory:
             transient = max(transient, read + op.rows * op.width * ELEMENT_BYTES)
         elif op.name == "Rotary" and isinstance(op, Elementwise):
             unfused += op.rows * op.width * ELEMENT_BYTES
-        elif isinstance(op, Norm):
+        elif isinstance(op, Elementwise) and (isinstance(op, Norm) or op.name in _GATES):
             kept += op.rows * op.width * ELEMENT_BYTES * op.count
     if run.tp > 1:
         exchanged += 2 * run.tokens * hidden * ELEMENT_BYTES
@@ -308,7 +306,7 @@ def _block(ops: Iterable[Op], run: RunSpec, hidden: int) -> BlockMemory:
         sum(size * ELEMENT_BYTES for key, size in plain.items()),
         elements,
         sum(size * ELEMENT_BYTES for key, size in inputs.items() if key in ("attention", "mlp", "activated", "expert activated")),
-        recomputable_elements, attended, activated, first, transient + 2 * first, exchanged, unfused, logits,
+        recomputable_elements, attended, activated, first, transient + 2 * first, exchanged, unfused, logits, shared,
     )  # fmt: skip
 
 
@@ -320,7 +318,7 @@ def _input(op: Linear, sharded: int) -> tuple[str, float]:
     if op.name in _ATTENTION_INPUT:
         return "attention", size / (sharded if "Down" not in op.name else 1)
     if op.name in _MLP_INPUT:
-        return "mlp", size / (sharded if op.name not in ("Router", "Shared Expert Scale") else 1)
+        return "mlp", size / (sharded if op.name not in ("Router", "Shared Expert Scale", "Latent Down Proj") else 1)
     if op.name in _LATENT_INPUT:
         return _LATENT_INPUT[op.name], size / sharded
     if op.name in _EXPERT_INPUT:
@@ -388,6 +386,8 @@ class _Stage(NamedTuple):
             layers = BlockMemory._make(sum(block[place] * count for block, count in parts) for place in range(len(NOTHING)))
             widest = max((block for block, _ in parts), key=lambda block: block.kept + block.inputs, default=NOTHING)
             depth = sum(count for _, count in parts)
+        repeated = sum(block.shared * (count - 1) for block, count in parts)  # counted more than once above
+        layers = layers._replace(dense=layers.dense - repeated, quantized=max(layers.quantized - repeated, 0))
         dense, experts = layers.dense + embedding.dense + head.dense, layers.experts
         dense_shards, expert_shards = shards(run)
         shared, whole = dense / dense_shards + experts / expert_shards, dense + experts

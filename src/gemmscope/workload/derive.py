@@ -131,7 +131,13 @@ def _section(layers: list[LayerSpec], layer: LayerSpec) -> str:
     windows = {other: other.attention.window if other.attention is not None else None for other in layers}
     if layer.attention is not None and len({windows[other] for other in layers if other.attention is not None}) > 1:
         kind += f", window {windows[layer]}" if windows[layer] else ", full attention"
-    similar = [other for other in layers if other.kind == layer.kind and windows[other] == windows[layer]]
+    if layer.shared_block is not None and len({other.shared_block for other in layers} - {None}) > 1:
+        kind += f", shared block {layer.shared_block + 1}"
+    similar = [
+        other
+        for other in layers
+        if (other.kind, windows[other], other.shared_block) == (layer.kind, windows[layer], layer.shared_block)
+    ]
     return kind if len(similar) == 1 else f"{kind} {'abcdefghijklmnopqrstuvwxyz'[similar.index(layer) % 26]}"
 
 
