@@ -191,6 +191,7 @@ class ModelSpec:
     head_transform_bias: bool = True
     head_output: bool = True  # False: an encoder without a vocabulary head
     unused_parameters: int = 0  # parameters that no listed operation of the training step uses
+    prediction_layers: int = 0  # multi-token prediction: layers after the last one, each with a loss of its own
     model_type: str = ""
     source: str = ""
 
@@ -199,6 +200,8 @@ class ModelSpec:
         check_size("num_hidden_layers", len(self.layers), "layers")
         check_optional("vocab_size", self.vocab_size, "vocab_size")
         check_optional("embedding_size", self.embedding_size, "hidden_size")
+        if self.prediction_layers:
+            check_size(option("mtp_layers"), self.prediction_layers, "layers")
 
     @property
     def embedding_width(self) -> int:
@@ -255,6 +258,8 @@ class ModelSpec:
         moe = next((layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeSpec)), None)
         if moe is not None:
             parts.append(f"{moe.experts} experts of {moe.expert.intermediate_size}, top {moe.top_k}")
+        if self.prediction_layers:
+            parts.append(f"{self.prediction_layers} prediction layer{'s' if self.prediction_layers > 1 else ''}")
         return ", ".join(parts)
 
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.workload.derive import derive
@@ -25,8 +25,11 @@ def comparable_run(run: RunSpec) -> RunSpec:
 
 
 def differences(model: ModelSpec, run: RunSpec, trace: ModuleTrace) -> list[Difference]:
-    """Every difference between the closed form and the trace; empty when they are equal."""
-    workload = derive(model, comparable_run(run))
+    """Every difference between the closed form and the trace; empty when they are equal.
+
+    Prediction layers are left out: Hugging Face's classes have none.
+    """
+    workload = derive(replace(model, prediction_layers=0), comparable_run(run))
     result = _unequal(_linear_counts(workload.gemms()), _linear_counts(trace.gemms))
     derived = [(gemm, op.count) for op in workload.ops if isinstance(op, Attention) for gemm in op.batched_gemms()]
     traced = [((op.direction, op.m, op.k, op.n, op.batch), op.count) for op in trace.batched_gemms]

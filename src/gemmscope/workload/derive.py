@@ -26,7 +26,7 @@ from gemmscope.workload.ops import (
     with_counts,
 )  # fmt: skip
 
-EMBEDDING, HEAD, STEP = "embedding", "head", "step"
+EMBEDDING, HEAD, STEP, PREDICTION = "embedding", "head", "step", "prediction layer"
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,8 @@ def derive(model: ModelSpec, run: RunSpec) -> Workload:
     parameters = sum(op.parameters * op.count for op in ops)
     optimizer = Optimizer(name="Optimizer", section=STEP, updated=parameters)
     layers = {section: count for section, _, count in _sections(model, *bounds[stage])}
+    if model.prediction_layers and stage == run.pp - 1:
+        layers[PREDICTION] = model.prediction_layers
     return Workload((*ops, optimizer), stage, tuple(_findings(model, run, stage, ops)), layers)
 
 
@@ -112,6 +114,7 @@ def _stage(model: ModelSpec, run: RunSpec, stage: int, first: int, last: int) ->
             yield replace(op, count=op.count * count, section=section)
     if stage == run.pp - 1:
         yield from head_ops(model, run)
+        yield from prediction_ops(model, run)
 
 
 def _sections(model: ModelSpec, first: int, last: int) -> list[tuple[str, LayerSpec, int]]:
@@ -283,9 +286,31 @@ def head_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
     vocab = sharding.padded_vocab(model.vocab_size, run)
     head = _linear("LM Head", run, model.embedding_width, vocab // run.tp, bias=model.head_bias, section=HEAD)
     is_tied = model.tied_embeddings and run.pp == 1  # a later stage has its own copy of the table
-    shared = model.embedding_width * (vocab // run.tp) if is_tied else 0
-    yield replace(head, padding=(vocab - model.vocab_size), parameters=head.parameters - shared)
+    needs_table = model.prediction_layers > 0 and run.pp > 1 and not model.tied_embeddings  # and so does what embeds again
+    copies = int(needs_table) - int(is_tied)
+    parameters = head.parameters + copies * model.embedding_width * (vocab // run.tp)
+    yield replace(head, padding=(vocab - model.vocab_size), parameters=parameters)
     yield Loss(name="Loss", section=HEAD, rows=run.tokens, width=vocab // run.tp)
+
+
+def prediction_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
+    """The layers of multi-token prediction, if the model has any: each predicts one token further than the one before.
+
+    As in the DeepSeek-V3 report (arXiv 2412.19437, section 2.2) and Megatron's MultiTokenPredictionLayer: the output of the layer
+    before and the embedding of the next token are normed, concatenated and projected; a whole layer of the last kind and a norm
+    follow, and the vocabulary with another loss. Embedding and vocabulary are those of the model.
+    """
+    count, hidden = model.prediction_layers, model.hidden_size
+    if not count:
+        return
+    if model.vocab_size is not None:
+        vocab, width = sharding.padded_vocab(model.vocab_size, run) // run.tp, model.embedding_width
+        yield Embedding(name="Embedding", section=PREDICTION, count=count, tokens=run.tokens, vocab=vocab, width=width)
+    norms = replace(_norm(model, run, "Prediction Norm", hidden), count=3)
+    for op in (norms, _linear("Prediction Proj", run, 2 * hidden, hidden // run.tp), *layer_ops(model, model.layers[-1], run)):
+        yield replace(op, count=op.count * count, section=PREDICTION)
+    for op in head_ops(replace(model, final_norm=False), run):
+        yield replace(op, count=op.count * count, parameters=0)
 
 
 def _linear(

@@ -81,7 +81,8 @@ def count_parameters(model: ModelSpec) -> tuple[int, int]:
     """
     whole = derive(model, RunSpec(micro_batch_size=1, sequence_length=1))
     idle = 0
-    for layer, count in model.layer_groups():
+    predicting = [(model.layers[-1], model.prediction_layers)] if model.prediction_layers else []
+    for layer, count in (*model.layer_groups(), *predicting):
         if isinstance(layer.mlp, MoeSpec):
             expert = layer.mlp.expert
             ups = 2 if expert.gated else 1
