@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, cast
 
-from gemmscope.errors import UserError, shown
+from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.model import hf_blocks as blocks
 from gemmscope.model.families import FamilyConfig, known_model_types
@@ -75,8 +75,10 @@ def _needs_tracing(config: Mapping[str, Any]) -> bool:
 
 
 def _findings(config: Mapping[str, Any], model: ModelSpec) -> Iterator[Finding]:
-    if config.get("num_nextn_predict_layers"):  # not part of the Hugging Face model
-        yield finding("prediction-layers-not-included", setting="num_nextn_predict_layers")
+    predicted = config.get("num_nextn_predict_layers")
+    if type(predicted) is int and predicted > 0:  # not part of the Hugging Face model
+        added = option("mtp_layers", predicted)
+        yield finding("prediction-layers-not-included", setting="num_nextn_predict_layers", added=added)
     if not any(layer.is_moe for layer in model.layers):
         ignored = [key for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)]
         if ignored:
