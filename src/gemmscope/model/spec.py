@@ -18,6 +18,7 @@ from typing import Literal, get_args
 from gemmscope.errors import UserError, option, shown
 from gemmscope.model.limits import check_flag, check_optional, check_size, divisors_text
 from gemmscope.model.mixers import LinearSpec, MixerSpec
+from gemmscope.model.streams import CompressedSpec, LayerInputsSpec, StreamsSpec
 
 QkNorm = Literal["head", "each_head", "full"]
 """Normalisation of queries and keys: one weight of a head's size shared by all heads; one per head; one over all heads."""
@@ -52,12 +53,19 @@ class AttentionSpec:
     out_bias: bool = False
     causal: bool = True
     window: int | None = None  # how many positions back a query sees; None: all
+    chunk: int | None = None  # a query sees only its own chunk of so many positions; None: there are no chunks
     qk_norm: QkNorm | None = None
     qk_norm_bias: bool = False
+    qk_norm_weight: bool = True
+    v_norm: bool = False  # values are normalised too, without a weight
+    temperature: bool = False  # queries are scaled by their position
     sinks: bool = False  # one learned logit per head
     rotary: bool = True  # positions enter by rotating queries and keys
     stored_fused: bool = False  # the checkpoint's own code keeps Q, K and V in one weight
     latent: LatentSpec | None = None
+    values_are_keys: bool = False  # one projection makes both
+    shares_kv: bool = False  # keys and values are those of an earlier layer
+    compressed: CompressedSpec | None = None
 
     def __post_init__(self) -> None:
         check_size("num_attention_heads", self.heads, "heads")
@@ -65,6 +73,9 @@ class AttentionSpec:
         check_size("head_dim", self.head_dim, "head_dim")
         check_optional("v_head_dim", self.value_dim, "head_dim")
         check_optional("sliding_window", self.window, "sequence_length")
+        check_optional("attention_chunk_size", self.chunk, "sequence_length")
+        if self.compressed is not None:
+            self.compressed.check_heads(self.out_width)
         if self.heads % self.kv_heads:
             raise UserError(
                 f"num_attention_heads = {self.heads} is not a multiple of num_key_value_heads = {self.kv_heads}",
@@ -120,6 +131,7 @@ class MoeSpec:
     shared: MlpSpec | None = None
     shared_gate: bool = False  # the shared expert's output is scaled by a sigmoid of its own one-column linear
     router_bias: bool = False
+    stored_dense: bool = False  # the checkpoint's own code runs every expert on every token; frameworks do not
 
     def __post_init__(self) -> None:
         check_size("the number of experts", self.experts, "experts")
@@ -141,6 +153,8 @@ class LayerSpec:
     mixer: MixerSpec | None = None
     extra: tuple[LinearSpec, ...] = ()
     extra_parameters: int = 0
+    streams: StreamsSpec | None = None
+    input_width: int = 0  # of an input of its own, which a gate and a projection add to the output
 
     @property
     def is_moe(self) -> bool:
@@ -150,6 +164,20 @@ class LayerSpec:
     def is_plain(self) -> bool:
         """Attention and a feed-forward block, nothing else."""
         return self.attention is not None and self.mlp is not None and self.mixer is None
+
+    @property
+    def special(self) -> str:
+        """What it has that other layers of attention and a feed-forward block do not; empty for most."""
+        attention = self.attention
+        parts = {
+            "compressed attention": attention is not None and attention.compressed is not None,
+            "keys and values of another layer": attention is not None and attention.shares_kv,
+            "keys as values": attention is not None and attention.values_are_keys,
+            self.streams.kind if self.streams is not None else "": self.streams is not None,
+            "inputs of its own": self.input_width > 0,
+            "linears beside attention and MLP": bool(self.extra),
+        }
+        return ", ".join(part for part, present in parts.items() if present)
 
     @property
     def kind(self) -> str:
@@ -190,6 +218,10 @@ class ModelSpec:
     head_transform: bool = False  # masked-LM heads: a dense layer and a norm before the vocabulary
     head_transform_bias: bool = True
     head_output: bool = True  # False: an encoder without a vocabulary head
+    first_linears: tuple[LinearSpec, ...] = ()  # between the embedding and the first layer
+    last_linears: tuple[LinearSpec, ...] = ()  # between the last layer and the final norm
+    layer_inputs: LayerInputsSpec | None = None
+    extra_parameters: int = 0  # of what comes before the first layer and after the last
     unused_parameters: int = 0  # parameters that no listed operation of the training step uses
     prediction_layers: int = 0  # multi-token prediction: layers after the last one, each with a loss of its own
     model_type: str = ""
@@ -211,6 +243,11 @@ class ModelSpec:
     def attentions(self) -> Iterator[AttentionSpec]:
         """The attention of every layer that has one."""
         return (layer.attention for layer in self.layers if layer.attention is not None)
+
+    @property
+    def streams(self) -> int:
+        """Residual streams between the layers."""
+        return max(layer.streams.count if layer.streams is not None else 1 for layer in self.layers)
 
     @property
     def causal(self) -> bool:

@@ -17,7 +17,6 @@ from gemmscope.workload.ops import (
     Elementwise,
     Embedding,
     Gemm,
-    GroupedLinear,
     Linear,
     Loss,
     Norm,
@@ -25,6 +24,11 @@ from gemmscope.workload.ops import (
     Optimizer,
     with_counts,
 )  # fmt: skip
+from gemmscope.workload.rank_ops import linear as _linear
+from gemmscope.workload.rank_ops import norm as _norm
+from gemmscope.workload.rank_ops import on_sequence_shard as _on_sequence_shard
+from gemmscope.workload.rank_ops import shard_rows as _shard_rows
+from gemmscope.workload.rank_ops import visible_pairs
 
 EMBEDDING, HEAD, STEP, PREDICTION = "embedding", "head", "step", "prediction layer"
 
@@ -313,37 +317,6 @@ def prediction_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
         yield replace(op, count=op.count * count, parameters=0)
 
 
-def _linear(
-    name: str, run: RunSpec, inputs: int, outputs: int, *, bias: bool | int = False, rows: tuple[int, ...] = (), section: str = ""
-) -> Linear:
-    """A linear on all tokens of this rank, or on its experts' rows. `bias`: yes, no, or the number of outputs that have one."""
-    parameters = inputs * outputs + (outputs if bias is True else int(bias))
-    if rows:
-        parameters *= len(rows)
-        return GroupedLinear(name=name, tokens=sum(rows), rows=rows, inputs=inputs, outputs=outputs, parameters=parameters)
-    return Linear(name=name, tokens=run.tokens, inputs=inputs, outputs=outputs, parameters=parameters, section=section)
-
-
-def _on_sequence_shard(linear: Linear, run: RunSpec) -> Linear:
-    """A linear that tensor parallelism does not split: on this rank's share of the sequence, or the same on every rank."""
-    if run.sequence_parallel and run.sequence_parallel_linears:
-        return replace(linear, tokens=linear.tokens // run.tp)
-    return replace(linear, copies=run.tp)
-
-
-def _shard_rows(run: RunSpec) -> tuple[int, int]:
-    """(tokens, copies) of the operations between the tensor-parallel blocks."""
-    return (run.tokens // run.tp, 1) if run.sequence_parallel else (run.tokens, run.tp)
-
-
-def _norm(model: ModelSpec, run: RunSpec, name: str, width: int, section: str = "") -> Norm:
-    rows, copies = _shard_rows(run)
-    return Norm(
-        name=name, rows=rows, width=width, copies=copies, section=section,
-        parameters=width * (model.norm.weight + model.norm.bias),
-    )  # fmt: skip
-
-
 def _qk_norm(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Norm:
     heads = (spec.heads + spec.kv_heads) // run.tp
     weights = {"head": 2 * spec.head_dim, "each_head": heads * spec.head_dim, "full": heads * spec.head_dim}
@@ -356,21 +329,3 @@ def _residual(model: ModelSpec, run: RunSpec) -> Elementwise:
     return Elementwise(
         name="Residual Add", rows=rows, width=model.hidden_size, copies=copies, forward_tensors=3, backward_tensors=3
     )
-
-
-def visible_pairs(sequence: int, *, causal: bool, window: int | None) -> int:
-    """How many (query, key) pairs the mask allows in one sequence.
-
-    A causal query sees itself and the positions before it, at most `window` in total; a bidirectional one sees `window` // 2
-    positions on either side of itself.
-
-    >>> visible_pairs(4, causal=True, window=None), visible_pairs(4, causal=True, window=2)
-    (10, 7)
-    """
-    if causal:
-        reach = min(window or sequence, sequence)
-        return reach * (reach + 1) // 2 + (sequence - reach) * reach
-    if window is None:
-        return sequence * sequence
-    reach = min(window // 2, sequence - 1)
-    return sequence * (2 * reach + 1) - reach * (reach + 1)

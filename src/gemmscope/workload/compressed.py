@@ -1,0 +1,111 @@
+"""The operations of DeepSeek-V4's attention: a window of positions, and entries that each stand for several positions.
+
+From transformers' DeepseekV4Attention and the compressors beside it. Tensor parallelism splits the query heads and the groups of
+the output projection; the one head of keys, the compressor and the indexer are the same on every rank, as in latent attention.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from gemmscope.model.spec import AttentionSpec, ModelSpec, RunSpec
+from gemmscope.model.streams import CompressedSpec
+from gemmscope.workload.ops import ELEMENT_BYTES, Attention, Direction, Elementwise, GroupedLinear, Linear, Norm, Op, Work
+from gemmscope.workload.rank_ops import linear, norm, on_sequence_shard, visible_pairs
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntryScores(Op):
+    """The indexer scores every entry for every query, and the best `top_k` are chosen. The choice has no gradient."""
+
+    kind: ClassVar[str] = "indexer"
+    batch: int
+    queries: int
+    entries: int
+    heads: int
+    head_dim: int
+    pairs: float  # (query, entry) pairs that causality allows in one sequence
+
+    def forward(self) -> Work:
+        """Reads queries and entries once, writes one score for each pair."""
+        read = self.batch * (self.queries * self.heads + self.entries) * self.head_dim
+        return Work(
+            2 * self.batch * self.heads * self.pairs * self.head_dim, (read + self.batch * self.pairs) * ELEMENT_BYTES
+        )
+
+    def batched_gemms(self) -> Iterator[tuple[Direction, int, int, int, int]]:
+        """(direction, m, k, n, batch) as batched GEMMs that apply causality afterwards."""
+        if self.entries:
+            yield "forward", self.heads, self.head_dim, self.entries, self.batch * self.queries
+
+
+def compressed_attention(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[Op]:
+    """All operations of one attention on this rank, in the order they run."""
+    assert spec.compressed is not None
+    part, hidden, heads = spec.compressed, model.hidden_size, spec.heads // run.tp
+    narrow = replace(run, sequence_parallel=run.sequence_parallel and run.sequence_parallel_linears)
+    yield on_sequence_shard(linear("Q Down Proj", run, hidden, part.q_rank), run)
+    yield norm(model, narrow, "Q Latent Norm", part.q_rank)
+    yield linear("Q Up Proj", run, part.q_rank, heads * spec.head_dim)
+    yield Norm(name="QK Norm", rows=run.tokens * heads, width=spec.head_dim)
+    yield on_sequence_shard(linear("KV Proj", run, hidden, spec.head_dim), run)
+    yield norm(model, narrow, "KV Norm", spec.head_dim)
+    rotated = part.rope_dim * (2 * heads + 1)  # queries, keys, and the output back
+    yield Elementwise(
+        name="Rotary", rows=run.tokens, width=rotated, forward_tensors=2, backward_tensors=2, forward_flops=3, backward_flops=3
+    )
+    if part.rate:
+        yield from _compressor(model, run, "Compressor", part, spec.head_dim)
+    if part.index_heads:
+        yield from _indexer(model, run, part)
+    sequence = run.sequence_length
+    pairs = visible_pairs(sequence, causal=True, window=spec.window) + part.entry_pairs(sequence)
+    yield Attention(
+        name="Attention", batch=run.micro_batch_size, heads=heads, kv_heads=1, queries=sequence // run.cp,
+        keys=sequence + part.entries(sequence), head_dim=spec.head_dim, value_dim=spec.head_dim, pairs=pairs / run.cp, causal=True,
+        window=spec.window, values_are_keys=True, parameters=heads if spec.sinks else 0,
+    )  # fmt: skip
+    groups = part.out_groups // run.tp
+    inputs = spec.out_width // part.out_groups
+    yield GroupedLinear(
+        name="Attn Out Groups", tokens=groups * run.tokens, rows=(run.tokens,) * groups, inputs=inputs, outputs=part.out_rank,
+        parameters=groups * inputs * part.out_rank, experts=False,
+    )  # fmt: skip
+    yield linear("Attn Out", run, groups * part.out_rank, hidden)
+
+
+def _compressor(model: ModelSpec, run: RunSpec, name: str, part: CompressedSpec, width: int) -> Iterator[Op]:
+    """Values and their weights of every position; each entry is the weighted mean of its positions, normed."""
+    wide = part.series * width
+    if run.separate_projections:
+        yield _kept_precise(linear(f"{name} KV Proj", run, model.hidden_size, wide), run)
+        yield _kept_precise(linear(f"{name} Gate", run, model.hidden_size, wide), run)
+    else:
+        yield _kept_precise(linear(f"{name} KV+Gate", run, model.hidden_size, 2 * wide), run)
+    yield Elementwise(  # also adds a bias for each position of an entry
+        name=f"{name} Mean", rows=run.tokens, width=wide, forward_tensors=2, backward_tensors=4, forward_flops=6,
+        backward_flops=12, copies=run.tp, parameters=part.rate * wide,
+    )  # fmt: skip
+    entries = run.micro_batch_size * part.entries(run.sequence_length) // run.cp
+    yield Norm(name=f"{name} Norm", rows=entries, width=width, copies=run.tp, parameters=width)
+
+
+def _indexer(model: ModelSpec, run: RunSpec, part: CompressedSpec) -> Iterator[Op]:
+    """Small heads with a compressor of their own."""
+    forward = {"passes": ("fprop",)}
+    for op in _compressor(model, run, "Indexer", part, part.index_dim):
+        yield replace(op, **forward) if isinstance(op, Linear) else op
+    queries = on_sequence_shard(linear("Indexer Q Up", run, part.q_rank, part.index_heads * part.index_dim), run)
+    yield replace(queries, **forward)
+    yield replace(_kept_precise(linear("Indexer Weights", run, model.hidden_size, part.index_heads), run), **forward)
+    sequence = run.sequence_length
+    pairs = replace(part, top_k=None).entry_pairs(sequence) / run.cp
+    yield EntryScores(
+        name="Indexer Scores", batch=run.micro_batch_size, queries=sequence // run.cp, entries=part.entries(sequence),
+        heads=part.index_heads, head_dim=part.index_dim, pairs=pairs, copies=run.tp,
+    )  # fmt: skip
+
+
+def _kept_precise(op: Linear, run: RunSpec) -> Linear:
+    """Left in BF16, as in the published FP8 checkpoints."""
+    return replace(on_sequence_shard(op, run), quantized=False)
