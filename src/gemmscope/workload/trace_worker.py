@@ -27,6 +27,7 @@ from gemmscope.errors import shown
 from gemmscope.workload.confine import NetworkError, limit_memory, offline
 from gemmscope.workload.ops import with_counts
 from gemmscope.workload.recorder import record
+from gemmscope.workload.scans import CausalConv, Scan
 from gemmscope.workload.trace import ModuleTrace
 
 
@@ -50,6 +51,8 @@ def trace(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         batched_gemms=with_counts(recorder.batched_gemms),
         remainder=with_counts(recorder.remainder),
         masks=recorder.masks,
+        scans=tuple(op for op in with_counts(recorder.scans) if isinstance(op, Scan)),
+        convolutions=tuple(op for op in with_counts(recorder.scans) if isinstance(op, CausalConv)),
     )
 
 
