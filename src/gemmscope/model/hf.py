@@ -14,7 +14,7 @@ from gemmscope.findings import Finding, finding
 from gemmscope.model import hf_blocks as blocks
 from gemmscope.model.families import FamilyConfig, known_model_types, language_type
 from gemmscope.model.families import family as family_facts
-from gemmscope.model.hybrids import HYBRIDS
+from gemmscope.model.hybrids import HYBRIDS, PARTS
 from gemmscope.model.limits import check_flag, check_size
 from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
@@ -75,6 +75,11 @@ def _needs_tracing(model_type: str, config: Mapping[str, Any]) -> bool:
     if isinstance(layer_types, list) and "layers_by" not in family_facts(model_type):
         if not _CLOSED_FORM_LAYERS.issuperset(blocks.current_kinds(layer_types)):
             return True
+    layers = config.get("per_layer_config")
+    if isinstance(layers, Mapping) and not all(
+        isinstance(own, Mapping) and own.keys() <= set(family_facts(model_type).get("per_layer_keys", ())) for own in layers.values()
+    ):
+        return True
     return bool(config.get("add_cross_attention")) or config.get("is_encoder_decoder") is True
 
 
@@ -104,7 +109,7 @@ def _model(family: FamilyConfig, origin: str) -> ModelSpec:
     tied_by = facts["tied_by"] if facts.get("tied_by") in family.config else "tie_word_embeddings"
     tied = family.value(tied_by)
     tied = tied is not None and check_flag(tied_by, tied, f'write "{tied_by}": true')
-    return ModelSpec(
+    model = ModelSpec(
         name="".join(letter if letter.isprintable() else "?" for letter in name[:120]),
         hidden_size=hidden,
         layers=tuple(layers),
@@ -127,6 +132,7 @@ def _model(family: FamilyConfig, origin: str) -> ModelSpec:
         model_type=family.model_type,
         source=origin,
     )
+    return replace(model, **PARTS[facts["parts_by"]](family, hidden, count)) if "parts_by" in facts else model
 
 
 def _layers(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:

@@ -138,6 +138,7 @@ class MlpSpec:
     up_bias: bool = False
     down_bias: bool = False
     stored_fused: bool = False  # the checkpoint's own code keeps gate and up in one weight
+    sparse: bool = False  # only the largest values of the gate are kept, by their mean and deviation
 
     def __post_init__(self) -> None:
         check_size("intermediate_size", self.intermediate_size, "intermediate_size")
@@ -243,7 +244,6 @@ class ModelSpec:
     first_linears: tuple[LinearSpec, ...] = ()  # between the embedding and the first layer
     last_linears: tuple[LinearSpec, ...] = ()  # between the last layer and the final norm
     layer_inputs: LayerInputsSpec | None = None
-    extra_parameters: int = 0  # of what comes before the first layer and after the last
     unused_parameters: int = 0  # parameters that no listed operation of the training step uses
     prediction_layers: int = 0  # multi-token prediction: layers after the last one, each with a loss of its own
     model_type: str = ""

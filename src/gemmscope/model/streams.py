@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gemmscope.errors import UserError
-from gemmscope.model.limits import check_optional, check_size, divisors_text
+from gemmscope.model.limits import check_size, divisors_text
 
 StreamKind = Literal["hyper-connections", "alternating updates"]
 
@@ -42,9 +42,9 @@ class CompressedSpec:
     """DeepSeek-V4's attention: one head of keys, which are the values too, in a window of positions; and beside them entries that
     each stand for `rate` positions (0: none).
 
-    Without `index_heads`, a query sees all entries before it (heavily compressed attention). With them, an entry also covers the
-    positions of the entry before, and an indexer chooses `top_k` entries for each query (compressed sparse attention). The output
-    goes through `out_groups` projections to `out_rank`, each of a share of the heads, and one more to the hidden size.
+    A query sees all entries before it (heavily compressed attention), or the best of them by an indexer, whose entries overlap
+    (compressed sparse attention). The output goes through `out_groups` projections to `out_rank`, each of a share of the heads,
+    and one more to the hidden size.
     """
 
     q_rank: int
@@ -52,9 +52,7 @@ class CompressedSpec:
     out_groups: int
     out_rank: int
     rate: int = 0
-    index_heads: int = 0
-    index_dim: int = 0
-    top_k: int | None = None
+    overlaps: bool = False  # an entry also covers the positions of the entry before, by a second value of each position
 
     def __post_init__(self) -> None:
         check_size("q_lora_rank", self.q_rank, "hidden_size")
@@ -62,10 +60,6 @@ class CompressedSpec:
         check_size("o_lora_rank", self.out_rank, "hidden_size")
         if self.rate:
             check_size("compress_rates", self.rate, "sequence_length")
-        if self.index_heads:
-            check_size("index_n_heads", self.index_heads, "heads")
-            check_size("index_head_dim", self.index_dim, "head_dim")
-            check_optional("index_topk", self.top_k, "sequence_length")
 
     def check_heads(self, width: int) -> None:
         """A `UserError` if the heads, `width` wide together, cannot be split into the groups of the output projection."""
@@ -75,23 +69,17 @@ class CompressedSpec:
                 f"numbers of groups that divide it: {divisors_text(width)}",
             )
 
-    @property
-    def series(self) -> int:
-        """How many values a position has for its entries: a second one for the next entry where entries overlap."""
-        return 2 if self.index_heads else 1
-
     def entries(self, sequence: int) -> int:
         """Compressed entries of a sequence; the positions after the last whole one have none."""
         return sequence // self.rate if self.rate else 0
 
-    def entry_pairs(self, sequence: int) -> int:
+    def entry_pairs(self, sequence: int, top_k: int | None = None) -> int:
         """(query, entry) pairs of one sequence: a query sees the entries that are complete, at most `top_k`.
 
-        >>> CompressedSpec(1, 1, 1, 1, rate=4).entry_pairs(9), CompressedSpec(1, 1, 1, 1, 4, 1, 1, top_k=1).entry_pairs(9)
+        >>> spec = CompressedSpec(q_rank=1, rope_dim=1, out_groups=1, out_rank=1, rate=4)
+        >>> spec.entry_pairs(9), spec.entry_pairs(9, top_k=1)
         (8, 6)
         """
         whole = self.entries(sequence)
-        seen = min(whole, self.top_k) if self.top_k is not None else whole
-        if not seen:
-            return 0
-        return self.rate * seen * (seen - 1) // 2 + seen * (sequence - self.rate * seen + 1)
+        seen = min(whole, top_k) if top_k is not None else whole
+        return self.rate * seen * (seen - 1) // 2 + seen * (sequence - self.rate * seen + 1) if seen else 0

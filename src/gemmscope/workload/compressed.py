@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from gemmscope.model.spec import AttentionSpec, ModelSpec, RunSpec
+from gemmscope.model.spec import AttentionSpec, IndexerSpec, ModelSpec, RunSpec
 from gemmscope.model.streams import CompressedSpec
 from gemmscope.workload.ops import ELEMENT_BYTES, Attention, Direction, Elementwise, GroupedLinear, Linear, Norm, Op, Work
 from gemmscope.workload.rank_ops import linear, norm, on_sequence_shard, visible_pairs
@@ -56,10 +56,10 @@ def compressed_attention(model: ModelSpec, spec: AttentionSpec, run: RunSpec) ->
     )
     if part.rate:
         yield from _compressor(model, run, "Compressor", part, spec.head_dim)
-    if part.index_heads:
-        yield from _indexer(model, run, part)
+    if spec.indexer is not None:
+        yield from _indexer(model, run, part, spec.indexer)
     sequence = run.sequence_length
-    pairs = visible_pairs(sequence, causal=True, window=spec.window) + part.entry_pairs(sequence)
+    pairs = visible_pairs(sequence, causal=True, window=spec.window) + part.entry_pairs(sequence, spec.top_k)
     yield Attention(
         name="Attention", batch=run.micro_batch_size, heads=heads, kv_heads=1, queries=sequence // run.cp,
         keys=sequence + part.entries(sequence), head_dim=spec.head_dim, value_dim=spec.head_dim, pairs=pairs / run.cp, causal=True,
@@ -76,7 +76,7 @@ def compressed_attention(model: ModelSpec, spec: AttentionSpec, run: RunSpec) ->
 
 def _compressor(model: ModelSpec, run: RunSpec, name: str, part: CompressedSpec, width: int) -> Iterator[Op]:
     """Values and their weights of every position; each entry is the weighted mean of its positions, normed."""
-    wide = part.series * width
+    wide = width * (2 if part.overlaps else 1)
     if run.separate_projections:
         yield _kept_precise(linear(f"{name} KV Proj", run, model.hidden_size, wide), run)
         yield _kept_precise(linear(f"{name} Gate", run, model.hidden_size, wide), run)
@@ -90,20 +90,22 @@ def _compressor(model: ModelSpec, run: RunSpec, name: str, part: CompressedSpec,
     yield Norm(name=f"{name} Norm", rows=entries, width=width, copies=run.tp, parameters=width)
 
 
-def _indexer(model: ModelSpec, run: RunSpec, part: CompressedSpec) -> Iterator[Op]:
-    """Small heads with a compressor of their own."""
-    forward = {"passes": ("fprop",)}
-    for op in _compressor(model, run, "Indexer", part, part.index_dim):
-        yield replace(op, **forward) if isinstance(op, Linear) else op
-    queries = on_sequence_shard(linear("Indexer Q Up", run, part.q_rank, part.index_heads * part.index_dim), run)
-    yield replace(queries, **forward)
-    yield replace(_kept_precise(linear("Indexer Weights", run, model.hidden_size, part.index_heads), run), **forward)
+def _indexer(model: ModelSpec, run: RunSpec, part: CompressedSpec, spec: IndexerSpec) -> Iterator[Op]:
+    """Small heads with a compressor of their own. What they choose has no gradient: the loss of the model does not train them."""
+    for op in _compressor(model, run, "Indexer", part, spec.dim):
+        yield _forward_only(op) if isinstance(op, Linear) else op
+    queries = linear("Indexer Q Up", run, part.q_rank, spec.heads * spec.dim)
+    yield _forward_only(on_sequence_shard(queries, run))
+    yield _forward_only(_kept_precise(linear("Indexer Weights", run, model.hidden_size, spec.heads), run))
     sequence = run.sequence_length
-    pairs = replace(part, top_k=None).entry_pairs(sequence) / run.cp
     yield EntryScores(
         name="Indexer Scores", batch=run.micro_batch_size, queries=sequence // run.cp, entries=part.entries(sequence),
-        heads=part.index_heads, head_dim=part.index_dim, pairs=pairs, copies=run.tp,
+        heads=spec.heads, head_dim=spec.dim, pairs=part.entry_pairs(sequence) / run.cp, copies=run.tp,
     )  # fmt: skip
+
+
+def _forward_only(op: Linear) -> Linear:
+    return replace(op, passes=("fprop",))
 
 
 def _kept_precise(op: Linear, run: RunSpec) -> Linear:

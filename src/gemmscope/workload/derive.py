@@ -8,8 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from gemmscope.findings import Finding, finding
+from gemmscope.model.mixers import LinearSpec
 from gemmscope.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RunSpec
 from gemmscope.workload import sharding
+from gemmscope.workload.compressed import compressed_attention
 from gemmscope.workload.mixers import mixer_ops
 from gemmscope.workload.ops import (
     Activation,
@@ -27,8 +29,9 @@ from gemmscope.workload.ops import (
 from gemmscope.workload.rank_ops import linear as _linear
 from gemmscope.workload.rank_ops import norm as _norm
 from gemmscope.workload.rank_ops import on_sequence_shard as _on_sequence_shard
-from gemmscope.workload.rank_ops import shard_rows as _shard_rows
+from gemmscope.workload.rank_ops import residual as _residual
 from gemmscope.workload.rank_ops import visible_pairs
+from gemmscope.workload.streams import first_norm, layer_input_ops, stream_ops
 
 EMBEDDING, HEAD, STEP, PREDICTION = "embedding", "head", "step", "prediction layer"
 
@@ -153,6 +156,15 @@ def embedding_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
         yield _norm(model, run, "Embedding Norm", width, EMBEDDING)
     if model.embedding_size is not None and model.embedding_size != model.hidden_size:
         yield replace(_embedding_projection(model, run, "Embedding In Proj", width, model.hidden_size), section=EMBEDDING)
+    if model.layer_inputs is not None:
+        rows, inputs = model.layer_inputs.vocab_size, model.layer_inputs.width * len(model.layers)
+        yield Embedding(
+            name="Layer Inputs", section=EMBEDDING, tokens=run.tokens, vocab=rows, width=inputs, parameters=rows * inputs
+        )
+    for one in model.first_linears:
+        yield replace(_beside(one, run), section=EMBEDDING)
+    if (norm := first_norm(model, run)) is not None:
+        yield replace(norm, section=EMBEDDING)
 
 
 def _embedding_projection(model: ModelSpec, run: RunSpec, name: str, inputs: int, outputs: int) -> Linear:
@@ -173,35 +185,52 @@ def layer_ops(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
 def _blocks(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
     """What a layer adds to its input: attention or a mixer, then the feed-forward block; and linears beside them."""
     mlp = layer.mlp
+    if layer.streams is not None:
+        yield from stream_ops(model, layer.streams, run)
     if layer.attention is not None:
         yield from _attention(model, layer.attention, run)
     if layer.mixer is not None:
         yield from mixer_ops(model, layer.mixer, run)
-    if layer.attention is not None or layer.mixer is not None:
+    mixed = layer.streams is not None and layer.streams.kind == "hyper-connections"  # which add the outputs of blocks themselves
+    if (layer.attention is not None or layer.mixer is not None) and not mixed:
         yield replace(_residual(model, run), parameters=layer.extra_parameters)
     for one in layer.extra:
-        linear = _linear(one.name, run, one.inputs, one.outputs, bias=one.bias)
-        yield replace(linear, count=one.count, quantized=one.quantized, copies=run.tp)
+        yield _beside(one, run)
     if mlp is not None:
         yield from _moe(model, mlp, run) if isinstance(mlp, MoeSpec) else _feed_forward(model, mlp, run, "MLP", run.tp)
-        yield _residual(model, run)
+        if not mixed:
+            yield _residual(model, run)
+    yield from layer_input_ops(model, layer, run)
+
+
+def _beside(one: LinearSpec, run: RunSpec) -> Linear:
+    """A linear that tensor parallelism does not split."""
+    linear = _linear(one.name, run, one.inputs, one.outputs, bias=one.bias)
+    return replace(linear, count=one.count, quantized=one.quantized, copies=run.tp)
 
 
 def _attention(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[Op]:
+    if spec.compressed is not None:
+        yield from compressed_attention(model, spec, run)
+        return
     yield from _latent_projections(model, spec, run) if spec.latent else _projections(model, spec, run)
     if spec.qk_norm is not None:
         yield _qk_norm(model, spec, run)
     if spec.rotary:
-        width = (spec.latent.rope_dim * (spec.heads + 1) if spec.latent else spec.q_width + spec.k_width) // run.tp
+        keys = 0 if spec.shares_kv else spec.k_width
+        width = (spec.latent.rope_dim * (spec.heads + 1) if spec.latent else spec.q_width + keys) // run.tp
         yield Elementwise(
             name="Rotary", rows=run.tokens, width=width, forward_tensors=2, backward_tensors=2, forward_flops=3, backward_flops=3
         )
+    if spec.temperature:
+        width = spec.q_width // run.tp
+        yield Elementwise(name="Attention Temperature", rows=run.tokens, width=width, forward_tensors=2, backward_tensors=2)
     queries = run.sequence_length // run.cp
+    pairs = visible_pairs(run.sequence_length, causal=spec.causal, window=spec.window, chunk=spec.chunk)
     yield Attention(
         name="Attention", batch=run.micro_batch_size, heads=spec.heads // run.tp, kv_heads=spec.kv_heads // run.tp,
         queries=queries, keys=run.sequence_length, head_dim=spec.head_dim, value_dim=spec.value_head_dim,
-        pairs=visible_pairs(run.sequence_length, causal=spec.causal, window=spec.window) / run.cp,
-        causal=spec.causal, window=spec.window, parameters=spec.heads // run.tp if spec.sinks else 0,
+        pairs=pairs / run.cp, causal=spec.causal, window=spec.window, shares_kv=spec.shares_kv, parameters=spec.heads // run.tp if spec.sinks else 0,
     )  # fmt: skip
     yield _linear("Attn Out", run, spec.out_width // run.tp, model.hidden_size, bias=spec.out_bias)
 
@@ -213,12 +242,14 @@ def _projections(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterato
         ("K Proj", spec.k_width // run.tp, spec.k_bias),
         ("V Proj", spec.v_width // run.tp, spec.v_bias),
     ]
+    parts = parts[: 1 if spec.shares_kv else 2 if spec.values_are_keys else 3]
     if run.separate_projections and not spec.stored_fused:
         for name, width, bias in parts:
             yield _linear(name, run, model.hidden_size, width, bias=bias)
     else:
         biased = sum(width for _, width, bias in parts if bias)
-        yield _linear("QKV Proj", run, model.hidden_size, sum(width for _, width, _ in parts), bias=biased)
+        name = "".join(name[0] for name, _, _ in parts)
+        yield _linear(f"{name} Proj", run, model.hidden_size, sum(width for _, width, _ in parts), bias=biased)
 
 
 def _latent_projections(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[Op]:
@@ -249,6 +280,10 @@ def _feed_forward(model: ModelSpec, spec: MlpSpec, run: RunSpec, name: str, tp: 
     for up in ups:
         outputs = width * (2 if spec.gated and not separate else 1)
         yield _linear(up, run, hidden, outputs, bias=spec.up_bias, rows=rows)
+    if spec.sparse:
+        yield Elementwise(
+            name=f"{name} Sparsity", rows=tokens, width=width, forward_tensors=4, backward_tensors=3, forward_flops=8, backward_flops=6
+        )
     learned = 2 if spec.activation == "xielu" else 0  # the slopes of its two halves
     activation = Activation(name=f"{name} Activation", rows=tokens, width=width, function=spec.activation, parameters=learned)
     if spec.gated:  # reads gate and up and writes one result; backward also writes both gradients
@@ -276,6 +311,8 @@ def _moe(model: ModelSpec, spec: MoeSpec, run: RunSpec) -> Iterator[Op]:
 
 def head_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
     """What comes after the last layer: norm, vocabulary, loss."""
+    for one in model.last_linears:
+        yield replace(_beside(one, run), section=HEAD)
     if model.final_norm:
         yield _norm(model, run, "Final Norm", model.hidden_size, HEAD)
     if model.vocab_size is None or not model.head_output:
@@ -318,14 +355,8 @@ def prediction_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
 
 
 def _qk_norm(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Norm:
-    heads = (spec.heads + spec.kv_heads) // run.tp
-    weights = {"head": 2 * spec.head_dim, "each_head": heads * spec.head_dim, "full": heads * spec.head_dim}
-    parameters = weights[str(spec.qk_norm)] * (model.norm.weight + spec.qk_norm_bias)
-    return Norm(name="QK Norm", rows=run.tokens * heads, width=spec.head_dim, parameters=parameters)
-
-
-def _residual(model: ModelSpec, run: RunSpec) -> Elementwise:
-    rows, copies = _shard_rows(run)
-    return Elementwise(
-        name="Residual Add", rows=rows, width=model.hidden_size, copies=copies, forward_tensors=3, backward_tensors=3
-    )
+    heads = (spec.heads + (0 if spec.shares_kv else spec.kv_heads)) // run.tp
+    weights = {"head": (1 if spec.shares_kv else 2) * spec.head_dim}.get(str(spec.qk_norm), heads * spec.head_dim)
+    parameters = weights * (spec.qk_norm_weight * model.norm.weight + spec.qk_norm_bias)
+    normed = heads + (spec.kv_heads // run.tp if spec.v_norm and not spec.shares_kv else 0)
+    return Norm(name="QK Norm", rows=run.tokens * normed, width=spec.head_dim, parameters=parameters)

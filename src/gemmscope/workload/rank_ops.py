@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from gemmscope.model.spec import ModelSpec, RunSpec
-from gemmscope.workload.ops import GroupedLinear, Linear, Norm
+from gemmscope.workload.ops import Elementwise, GroupedLinear, Linear, Norm
 
 
 def linear(
@@ -37,15 +37,29 @@ def norm(model: ModelSpec, run: RunSpec, name: str, width: int, section: str = "
     )  # fmt: skip
 
 
-def visible_pairs(sequence: int, *, causal: bool, window: int | None) -> int:
+def residual(model: ModelSpec, run: RunSpec) -> Elementwise:
+    """The output of a block is added to its input."""
+    rows, copies = shard_rows(run)
+    return Elementwise(
+        name="Residual Add", rows=rows, width=model.hidden_size, copies=copies, forward_tensors=3, backward_tensors=3
+    )
+
+
+def visible_pairs(sequence: int, *, causal: bool, window: int | None, chunk: int | None = None) -> int:
     """How many (query, key) pairs the mask allows in one sequence.
 
-    A causal query sees itself and the positions before it, at most `window` in total; a bidirectional one sees `window` // 2
-    positions on either side of itself.
+    A causal query sees itself and the positions before it, at most `window` in total, and only those of its own `chunk`; a
+    bidirectional one sees `window` // 2 positions on either side of itself.
 
     >>> visible_pairs(4, causal=True, window=None), visible_pairs(4, causal=True, window=2)
     (10, 7)
+    >>> visible_pairs(5, causal=True, window=None, chunk=2)
+    7
     """
+    if chunk is not None and chunk < sequence:
+        whole, rest = divmod(sequence, chunk)
+        each, last = (visible_pairs(size, causal=causal, window=window) for size in (chunk, rest))
+        return whole * each + last
     if causal:
         reach = min(window or sequence, sequence)
         return reach * (reach + 1) // 2 + (sequence - reach) * reach

@@ -58,7 +58,7 @@ def _hyper_connections(model: ModelSpec, spec: StreamsSpec, run: RunSpec) -> Ite
     yield replace(_small("Stream Weights", run, count * hidden, weights, 2), parameters=count * hidden * weights + weights + 3)
     yield replace(_elementwise("Stream Collapse", run, hidden, reads=count, writes=1), count=2)
     yield replace(_mix(run, hidden, count, stacked=True), count=2)
-    yield replace(_elementwise("Stream Expand", run, hidden, reads=1, writes=count), count=2)
+    yield replace(_elementwise("Stream Expand", run, hidden, reads=1, writes=0), count=2)
 
 
 def _alternating_updates(model: ModelSpec, spec: StreamsSpec, run: RunSpec) -> Iterator[Op]:
@@ -109,8 +109,8 @@ def _elementwise(name: str, run: RunSpec, width: int, *, reads: int, writes: int
     )  # fmt: skip
 
 
-def first_norms(model: ModelSpec, run: RunSpec) -> Norm | None:
-    """The norm of what the embedding gives to each layer as an input of its own."""
+def first_norm(model: ModelSpec, run: RunSpec) -> Norm | None:
+    """The norm over the inputs of all layers."""
     if model.layer_inputs is None:
         return None
     width = model.layer_inputs.width
