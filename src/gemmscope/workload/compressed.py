@@ -35,8 +35,7 @@ class EntryScores(Op):
 
     def batched_gemms(self) -> Iterator[tuple[Direction, int, int, int, int]]:
         """(direction, m, k, n, batch) as batched GEMMs that apply causality afterwards."""
-        if self.entries:
-            yield "forward", self.heads, self.head_dim, self.entries, self.batch * self.queries
+        yield "forward", self.heads, self.head_dim, self.entries, self.batch * self.queries
 
 
 def compressed_attention(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[Op]:
@@ -77,11 +76,11 @@ def compressed_attention(model: ModelSpec, spec: AttentionSpec, run: RunSpec) ->
 def _compressor(model: ModelSpec, run: RunSpec, name: str, part: CompressedSpec, width: int) -> Iterator[Op]:
     """Values and their weights of every position; each entry is the weighted mean of its positions, normed."""
     wide = width * (2 if part.overlaps else 1)
-    if run.separate_projections:
-        yield _kept_precise(linear(f"{name} KV Proj", run, model.hidden_size, wide), run)
-        yield _kept_precise(linear(f"{name} Gate", run, model.hidden_size, wide), run)
-    else:
-        yield _kept_precise(linear(f"{name} KV+Gate", run, model.hidden_size, 2 * wide), run)
+    linears = ("KV Proj", "Gate") if run.separate_projections else ("KV+Gate",)
+    for each in linears:
+        op = _kept_precise(linear(f"{name} {each}", run, model.hidden_size, 2 * wide // len(linears)), run)
+        # A sequence shorter than an entry has none, and nothing depends on these.
+        yield op if part.entries(run.sequence_length) else _forward_only(op)
     yield Elementwise(  # also adds a bias for each position of an entry
         name=f"{name} Mean", rows=run.tokens, width=wide, forward_tensors=2, backward_tensors=4, forward_flops=6,
         backward_flops=12, copies=run.tp, parameters=part.rate * wide,
