@@ -19,7 +19,7 @@ def gemma4(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
     kinds = _kinds(family, count)
     kinds[-1] = FULL  # as the configuration class has it
     shared = _shared(family, kinds)
-    inputs, norms = family.optional_size("hidden_size_per_layer_input") or 0, family.facts["norms"]
+    inputs, norms = family.number("input_width") or 0, family.facts["norms"]
     mlp, wide = blocks.mlp(family, hidden), family.flag("double_wide")
     moe = _experts_beside(family) if family.flag("experts_if") else None
     layers = []
@@ -82,7 +82,7 @@ def gemma3n(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
         LinearSpec("Laurel Left", hidden, rank, quantized=False),
         LinearSpec("Laurel Right", rank, hidden, quantized=False),
     )
-    streams = StreamsSpec("alternating updates", family.size("altup_num_inputs"))
+    streams = StreamsSpec("alternating updates", family.number("streams") or 0)
     layers = []
     for index, (kind, shares) in enumerate(zip(kinds, shared, strict=True)):
         window = family.size("sliding_window") if kind == SLIDING else None
@@ -96,7 +96,7 @@ def gemma3n(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
                 norms=family.facts["norms"],
                 extra=laurel,
                 streams=streams,
-                input_width=family.size("hidden_size_per_layer_input"),
+                input_width=family.number("input_width") or 0,
             )
         )
     return layers
@@ -104,7 +104,7 @@ def gemma3n(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
 
 def layer_inputs(family: FamilyConfig, hidden: int, count: int) -> dict[str, Any]:
     """What the embedding makes for the layers: their inputs, and in Gemma 3n the streams."""
-    width, streams = family.optional_size("hidden_size_per_layer_input"), family.optional_size("altup_num_inputs") or 1
+    width, streams = family.number("input_width"), family.number("streams") or 1
     parts: dict[str, Any] = {}
     linears = []
     if width:
