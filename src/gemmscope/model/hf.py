@@ -66,19 +66,21 @@ def from_config(config: Mapping[str, Any], origin: str) -> ModelSource:
     if not known or _needs_tracing(model_type, config):
         return ModelSource(origin=label, model=None, config=config)
     model = _model(FamilyConfig(model_type, config), origin)
+    config = {**config, "model_type": family_facts(model_type).get("built_as", model_type)}
     return ModelSource(origin=label, model=model, config=config, findings=tuple(_findings(config, model)))
 
 
 def _needs_tracing(model_type: str, config: Mapping[str, Any]) -> bool:
     """Whether the model has parts without a closed form."""
+    facts = family_facts(model_type)
+    own = config.get("per_layer_config")
+    known = set(facts.get("per_layer_keys", ()))
+    if isinstance(own, Mapping) and not all(isinstance(each, Mapping) and each.keys() <= known for each in own.values()):
+        return True
+    if "layers_by" in facts:  # its layers are read where they are built
+        return False
     layer_types = config.get("layer_types")
-    if isinstance(layer_types, list) and "layers_by" not in family_facts(model_type):
-        if not _CLOSED_FORM_LAYERS.issuperset(blocks.current_kinds(layer_types)):
-            return True
-    layers = config.get("per_layer_config")
-    if isinstance(layers, Mapping) and not all(
-        isinstance(own, Mapping) and own.keys() <= set(family_facts(model_type).get("per_layer_keys", ())) for own in layers.values()
-    ):
+    if isinstance(layer_types, list) and not _CLOSED_FORM_LAYERS.issuperset(blocks.current_kinds(layer_types)):
         return True
     return bool(config.get("add_cross_attention")) or config.get("is_encoder_decoder") is True
 
@@ -108,7 +110,7 @@ def _model(family: FamilyConfig, origin: str) -> ModelSpec:
     vocab = check_size("vocab_size", family.size("vocab_size"), "vocab_size")
     tied_by = facts["tied_by"] if facts.get("tied_by") in family.config else "tie_word_embeddings"
     tied = family.value(tied_by)
-    tied = tied is not None and check_flag(tied_by, tied, f'write "{tied_by}": true')
+    tied = tied is not None and check_flag(tied_by, tied, f'write "{tied_by}": true') and not facts.get("never_tied")
     model = ModelSpec(
         name="".join(letter if letter.isprintable() else "?" for letter in name[:120]),
         hidden_size=hidden,

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from gemmscope.model.spec import LayerSpec, ModelSpec, MoeSpec, RunSpec
-from gemmscope.workload.compressed import EntryScores
 from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import Attention, Gemm, Op
 from gemmscope.workload.scans import CausalConv, Scan
+from gemmscope.workload.sparse import IndexScores
 from gemmscope.workload.streams import StreamMix
 from gemmscope.workload.trace import MIXER, ModuleTrace
 
@@ -39,7 +39,7 @@ def differences(model: ModelSpec, run: RunSpec, trace: ModuleTrace) -> list[Diff
     """
     workload = derive(as_live(model), comparable_run(run))
     result = _unequal(_linear_counts(workload.gemms()), _linear_counts(trace.gemms))
-    batched = [op for op in workload.ops if isinstance(op, (Attention, EntryScores, StreamMix))]
+    batched = [op for op in workload.ops if isinstance(op, (Attention, IndexScores, StreamMix))]
     derived = [(gemm, op.count) for op in batched for gemm in op.batched_gemms()]
     traced = [((op.direction, op.m, op.k, op.n, op.batch), op.count) for op in trace.batched_gemms if op.section != MIXER]
     result += _unequal(_attention_counts(derived), _attention_counts(traced))

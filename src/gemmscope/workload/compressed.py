@@ -6,36 +6,21 @@ the output projection; the one head of keys, the compressor and the indexer are 
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
-from gemmscope.model.spec import AttentionSpec, IndexerSpec, ModelSpec, RunSpec
+from gemmscope.model.spec import AttentionSpec, ModelSpec, RunSpec
 from gemmscope.model.streams import CompressedSpec
-from gemmscope.workload.ops import ELEMENT_BYTES, Attention, Direction, Elementwise, GroupedLinear, Linear, Norm, Op, Work
+from gemmscope.workload.ops import PASSES, Attention, Direction, Elementwise, GroupedLinear, Linear, Norm, Op, Pass
 from gemmscope.workload.rank_ops import linear, norm, on_sequence_shard, visible_pairs
+from gemmscope.workload.sparse import IndexScores, TopK
 
 
 @dataclass(frozen=True, kw_only=True)
-class EntryScores(Op):
-    """The indexer scores every entry for every query, and the best `top_k` are chosen. The choice has no gradient."""
-
-    kind: ClassVar[str] = "indexer"
-    batch: int
-    queries: int
-    entries: int
-    heads: int
-    head_dim: int
-    pairs: float  # (query, entry) pairs that causality allows in one sequence
-
-    def forward(self) -> Work:
-        """Reads queries and entries once, writes one score for each pair."""
-        read = self.batch * (self.queries * self.heads + self.entries) * self.head_dim
-        return Work(
-            2 * self.batch * self.heads * self.pairs * self.head_dim, (read + self.batch * self.pairs) * ELEMENT_BYTES
-        )
+class EntryScores(IndexScores):
+    """The indexer's scores of compressed entries, which are its keys."""
 
     def batched_gemms(self) -> Iterator[tuple[Direction, int, int, int, int]]:
-        """(direction, m, k, n, batch) as batched GEMMs that apply causality afterwards."""
-        yield "forward", self.heads, self.head_dim, self.entries, self.batch * self.queries
+        """(direction, m, k, n, batch) of the batched GEMM of the unfused indexer, which weights the heads without one."""
+        yield "forward", self.heads, self.dim, self.keys, self.batch * self.queries
 
 
 def compressed_attention(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[Op]:
@@ -56,7 +41,7 @@ def compressed_attention(model: ModelSpec, spec: AttentionSpec, run: RunSpec) ->
     if part.rate:
         yield from _compressor(model, run, "Compressor", part, spec.head_dim)
     if spec.indexer is not None:
-        yield from _indexer(model, run, part, spec.indexer)
+        yield from _indexer(model, run, spec)
     sequence = run.sequence_length
     pairs = visible_pairs(sequence, causal=True, window=spec.window) + part.entry_pairs(sequence, spec.top_k)
     yield Attention(
@@ -89,18 +74,26 @@ def _compressor(model: ModelSpec, run: RunSpec, name: str, part: CompressedSpec,
     yield Norm(name=f"{name} Norm", rows=entries, width=width, copies=run.tp, parameters=width)
 
 
-def _indexer(model: ModelSpec, run: RunSpec, part: CompressedSpec, spec: IndexerSpec) -> Iterator[Op]:
-    """Small heads with a compressor of their own. What they choose has no gradient: the loss of the model does not train them."""
-    for op in _compressor(model, run, "Indexer", part, spec.dim):
-        yield _forward_only(op) if isinstance(op, Linear) else op
-    queries = linear("Indexer Q Up", run, part.q_rank, spec.heads * spec.dim)
-    yield _forward_only(on_sequence_shard(queries, run))
-    yield _forward_only(_kept_precise(linear("Indexer Weights", run, model.hidden_size, spec.heads), run))
-    sequence = run.sequence_length
+def _indexer(model: ModelSpec, run: RunSpec, spec: AttentionSpec) -> Iterator[Op]:
+    """Small heads with a compressor of their own, which learn and are split as those of sparse attention (`sparse.py`)."""
+    assert spec.indexer is not None
+    assert spec.compressed is not None
+    part, indexer, sequence = spec.compressed, spec.indexer, run.sequence_length
+    trained = not run.separate_projections  # transformers' code runs it without gradients
+    passes: tuple[Pass, ...] = ("fprop", "wgrad") if trained else PASSES[:1]
+    for op in _compressor(model, run, "Indexer", part, indexer.dim):
+        yield replace(op, passes=passes) if isinstance(op, Linear) else op
+    queries = linear("Indexer Q Proj", run, part.q_rank, indexer.heads * indexer.dim)
+    yield replace(queries, passes=passes, copies=run.tp)
+    weights = linear("Indexer Weights", run, model.hidden_size, indexer.heads)
+    yield replace(weights, passes=passes, copies=run.tp, quantized=False)
+    pairs, chosen = (part.entry_pairs(sequence, top_k) / run.cp for top_k in (None, spec.top_k))
     yield EntryScores(
-        name="Indexer Scores", batch=run.micro_batch_size, queries=sequence // run.cp, entries=part.entries(sequence),
-        heads=spec.heads, head_dim=spec.dim, pairs=part.entry_pairs(sequence) / run.cp, copies=run.tp,
+        name="Index Scores", batch=run.micro_batch_size, heads=indexer.heads, dim=indexer.dim, queries=sequence // run.cp,
+        keys=part.entries(sequence), pairs=pairs, chosen=chosen, attended=spec.heads * spec.head_dim, trained=trained,
+        copies=run.tp,
     )  # fmt: skip
+    yield TopK(name="Index Top-K", batch=run.micro_batch_size, pairs=pairs, chosen=chosen, copies=run.tp)
 
 
 def _forward_only(op: Linear) -> Linear:

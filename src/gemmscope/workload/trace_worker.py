@@ -98,7 +98,7 @@ def huggingface_model(config_dict: dict[str, Any], device: str, precision: torch
             config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
         except (KeyError, ValueError) as error:
             raise TraceError(f"transformers {transformers.__version__} cannot read this config: {_reason(error)}") from error
-        config.use_cache = False
+        config.use_cache = config.get_text_config().use_cache = False
         module = _instantiate(transformers, config, device, precision)
     module.train()
     return module
@@ -187,6 +187,9 @@ def _causal(module: torch.nn.Module, masks: Mapping[str, int]) -> bool | None:
     return causal.pop() if len(causal) == 1 else None
 
 
+_WINDOW_WITHOUT_KIND = frozenset({"minimax"})  # its layer_types call attention full, with a window too
+
+
 def _windows(config: Any) -> tuple[int | None, ...] | None:
     """The sliding window or the chunk of each layer, from the configuration with its defaults.
 
@@ -199,7 +202,7 @@ def _windows(config: Any) -> tuple[int | None, ...] | None:
     kinds = _declared(config, "layer_types")
     if window and getattr(config, "is_causal", True) is False:
         window = (window - 1) * 2
-    if kinds is None:  # a family with the window in every layer, or in none
+    if kinds is None or config.model_type in _WINDOW_WITHOUT_KIND:  # a family with the window in every layer, or in none
         return (window,) * layers
     reach = {**dict.fromkeys(_WINDOWED, window), "chunked_attention": _declared(config, "attention_chunk_size")}
     return tuple(reach.get(kind) for kind in kinds)

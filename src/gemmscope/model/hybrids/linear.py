@@ -161,10 +161,10 @@ def _hybrid(family: FamilyConfig, hidden: int, kinds: list[str], mixer: MixerSpe
     unknown = next((kind for kind in kinds if kind not in (FULL, other)), None)
     if unknown is not None:
         raise UserError(f"a layer of {family.model_type} cannot be {shown(unknown)}", f"layer_types may contain {FULL} and {other}")
-    window = next(iter(blocks.windows(family, 1)), None) if family.facts.get("window") == "all" else None
     attention: AttentionSpec | None = None
     if FULL in kinds:
-        attention = replace(blocks.attention(family, hidden), window=window)
+        window = family.optional_size("sliding_window") if family.facts.get("window") == "all" else None
+        attention = replace(blocks.attention(family, hidden), window=window or None)
     sparse = blocks.moe_layers(family, count)
     dense: MlpSpec | None = blocks.mlp(family, hidden) if not all(sparse) else None
     moe: MoeSpec | None = blocks.moe(family) if any(sparse) else None
