@@ -116,4 +116,10 @@ def _deepseek_v4(config: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     return config
 
 
-_FAMILIES = {"llama4_text": _llama4, "gemma3n_text": _gemma3n, "gemma4_text": _gemma4, "deepseek_v4": _deepseek_v4}
+_FAMILIES = {
+    "llama4_text": _llama4,
+    "gemma3n_text": _gemma3n,
+    "gemma4_text": _gemma4,
+    "gemma4_unified_text": _gemma4,
+    "deepseek_v4": _deepseek_v4,
+}
