@@ -266,9 +266,9 @@ def _block(ops: Iterable[Op], run: RunSpec, hidden: int) -> BlockMemory:
     first = run.tokens / sharded * hidden * ELEMENT_BYTES
     for op in ops:
         if isinstance(op, GroupedLinear):
-            experts += op.parameters * op.count
+            experts += op.all_parameters
         else:
-            dense += op.parameters * op.count
+            dense += op.all_parameters
         if isinstance(op, Linear):
             key, size = _input(op, sharded)
             inputs[key] = max(inputs.get(key, 0.0), size * op.count)

@@ -109,8 +109,8 @@ def _model(family: FamilyConfig, origin: str) -> ModelSpec:
     embedding = family.number("embedding_size")
     vocab = check_size("vocab_size", family.size("vocab_size"), "vocab_size")
     tied_by = facts["tied_by"] if facts.get("tied_by") in family.config else "tie_word_embeddings"
-    tied = family.value(tied_by)
-    tied = tied is not None and check_flag(tied_by, tied, f'write "{tied_by}": true') and not facts.get("never_tied")
+    tied = False if facts.get("tied_never") or facts.get("never_tied") else family.value(tied_by)
+    tied = tied is not None and check_flag(tied_by, tied, f'write "{tied_by}": true')
     model = ModelSpec(
         name="".join(letter if letter.isprintable() else "?" for letter in name[:120]),
         hidden_size=hidden,

@@ -59,6 +59,7 @@ class AttentionSpec:
     kv_heads: int
     head_dim: int
     value_dim: int | None = None  # a value head's size where it differs (latent attention)
+    input_size: int | None = None  # where it is not the hidden size (Zamba: the hidden state beside the embedding)
     q_bias: bool = False
     k_bias: bool = False
     v_bias: bool = False
@@ -154,11 +155,14 @@ class MoeSpec:
     shared: MlpSpec | None = None
     shared_gate: bool = False  # the shared expert's output is scaled by a sigmoid of its own one-column linear
     router_bias: bool = False
+    latent: int | None = None  # the experts' width where it is not the hidden size: a linear before and after them (Nemotron-3)
+    latent_bias: bool = False
     stored_dense: bool = False  # the checkpoint's own code runs every expert on every token; frameworks do not
 
     def __post_init__(self) -> None:
         check_size("the number of experts", self.experts, "experts")
         check_size("num_experts_per_tok", self.top_k, "experts")
+        check_optional("moe_latent_size", self.latent, "hidden_size")
         if self.top_k > self.experts:
             raise UserError(f"num_experts_per_tok = {self.top_k} is more than the number of experts, {self.experts}")
 
@@ -168,6 +172,8 @@ class LayerSpec:
     """One layer: attention or another mixer (or both side by side), then a feed-forward block; hybrids may leave one of them out.
 
     `norms` counts its normalisations over the hidden size. `extra` are linears beside these; `extra_parameters` belong to none.
+    Layers with the same `shared_block` use one set of weights for attention and feed-forward block, each with a norm before it
+    (Zamba); mixer and `extra` are their own.
     """
 
     attention: AttentionSpec | None
@@ -176,6 +182,7 @@ class LayerSpec:
     mixer: MixerSpec | None = None
     extra: tuple[LinearSpec, ...] = ()
     extra_parameters: int = 0
+    shared_block: int | None = None
     streams: StreamsSpec | None = None
     input_width: int = 0  # of an input of its own, which a gate and a projection add to the output
 
@@ -310,7 +317,8 @@ class ModelSpec:
             parts.append(f"{attention.heads} heads{shared}")
         mixer = next((layer.mixer for layer in self.layers if layer.mixer is not None), None)
         if mixer is not None:
-            parts.append(f"{mixer.name} with {mixer.heads} heads of {mixer.value_dim}")
+            heads = f"{mixer.heads} channels" if mixer.value_dim == 1 else f"{mixer.heads} heads of {mixer.value_dim}"
+            parts.append(f"{mixer.name} with {heads}")
         mlp = self.layers[0].mlp
         if isinstance(mlp, MlpSpec):
             parts.append(f"intermediate {mlp.intermediate_size}")

@@ -57,7 +57,7 @@ class Workload:
 
     @property
     def parameters(self) -> int:
-        return sum(op.parameters * op.count for op in self.ops)
+        return sum(op.all_parameters for op in self.ops)
 
 
 def derive(model: ModelSpec, run: RunSpec) -> Workload:
@@ -74,7 +74,7 @@ def derive(model: ModelSpec, run: RunSpec) -> Workload:
     stages = _different_stages(model, run, bounds) if run.pp_stage is None else [run.pp_stage]
     candidates = [(tuple(_stage(model, run, stage, *bounds[stage])), stage) for stage in stages]
     ops, stage = max(candidates, key=lambda pair: sum(op.total().flops for op in pair[0]))
-    parameters = sum(op.parameters * op.count for op in ops)
+    parameters = sum(op.all_parameters for op in ops)
     optimizer = Optimizer(name="Optimizer", section=STEP, updated=parameters)
     layers = {section: count for section, _, count in _sections(model, *bounds[stage])}
     if model.prediction_layers and stage == run.pp - 1:
@@ -185,6 +185,9 @@ def layer_ops(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
 
 def _blocks(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
     """What a layer adds to its input: attention or a mixer, then the feed-forward block; and linears beside them."""
+    if layer.shared_block is not None:
+        yield from _shared_block(model, layer, run)
+        layer = replace(layer, attention=None, mlp=None)
     mlp = layer.mlp
     if layer.streams is not None:
         yield from stream_ops(model, layer.streams, run)
@@ -208,6 +211,19 @@ def _beside(one: LinearSpec, run: RunSpec) -> Linear:
     """A linear that tensor parallelism does not split."""
     linear = _linear(one.name, run, one.inputs, one.outputs, bias=one.bias)
     return replace(linear, count=one.count, quantized=one.quantized, copies=run.tp)
+
+
+def _shared_block(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
+    """Attention and a feed-forward block whose weights several layers use. Its output is added to the mixer's input."""
+    if layer.attention is not None:
+        width = layer.attention.input_size or model.hidden_size
+        for op in (_norm(model, run, "Attention Norm", width), *_attention(model, layer.attention, run)):
+            yield replace(op, shares_weights=True)
+    if isinstance(layer.mlp, MlpSpec):
+        norm = _norm(model, run, "MLP Norm", model.hidden_size)
+        for op in (norm, *_feed_forward(model, layer.mlp, run, "MLP", run.tp)):
+            yield replace(op, shares_weights=True)
+    yield _residual(model, run)
 
 
 def _attention(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[Op]:
@@ -256,13 +272,14 @@ def _projections(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterato
         ("V Proj", spec.v_width // run.tp, spec.v_bias),
     ]
     parts = parts[: 1 if spec.shares_kv else 2 if spec.values_are_keys else 3]
+    inputs = spec.input_size or model.hidden_size
     if run.separate_projections and not spec.stored_fused:
         for name, width, bias in parts:
-            yield _linear(name, run, model.hidden_size, width, bias=bias)
+            yield _linear(name, run, inputs, width, bias=bias)
     else:
         biased = sum(width for _, width, bias in parts if bias)
         name = "".join(name[0] for name, _, _ in parts)
-        yield _linear(f"{name} Proj", run, model.hidden_size, sum(width for _, width, _ in parts), bias=biased)
+        yield _linear(f"{name} Proj", run, inputs, sum(width for _, width, _ in parts), bias=biased)
 
 
 def _latent_projections(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[Op]:
@@ -284,9 +301,11 @@ def _latent_projections(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> 
     yield _linear("KV Up Proj", run, latent.kv_rank, heads * key_value, bias=spec.k_bias)
 
 
-def _feed_forward(model: ModelSpec, spec: MlpSpec, run: RunSpec, name: str, tp: int, rows: tuple[int, ...] = ()) -> Iterator[Op]:
+def _feed_forward(
+    model: ModelSpec, spec: MlpSpec, run: RunSpec, name: str, tp: int, rows: tuple[int, ...] = (), inputs: int | None = None
+) -> Iterator[Op]:
     """Up, activation, down; with `rows`, a grouped GEMM over that many experts. Gate and up are one GEMM by default."""
-    width, hidden = spec.intermediate_size // tp, model.hidden_size
+    width, hidden = spec.intermediate_size // tp, inputs or model.hidden_size
     tokens = sum(rows) if rows else run.tokens
     separate = run.separate_projections and not spec.stored_fused
     ups = [f"{name} Gate", f"{name} Up"] if spec.gated and separate else [f"{name} Gate+Up" if spec.gated else f"{name} Up"]
@@ -312,10 +331,15 @@ def _moe(model: ModelSpec, spec: MoeSpec, run: RunSpec) -> Iterator[Op]:
     yield _on_sequence_shard(replace(router, quantized=False), run)
     rows = sharding.expert_rows(spec, run)
     sent = run.tokens * spec.top_k * run.expert_tp // run.tp
-    move = Elementwise(name="Token Dispatch", rows=sent, width=hidden, forward_tensors=2, backward_tensors=2, forward_flops=0)
+    width = spec.latent or hidden
+    move = Elementwise(name="Token Dispatch", rows=sent, width=width, forward_tensors=2, backward_tensors=2, forward_flops=0)
+    if spec.latent is not None:
+        yield _on_sequence_shard(_linear("Latent Down Proj", run, hidden, width, bias=spec.latent_bias), run)
     yield move
-    yield from _feed_forward(model, spec.expert, run, "Expert", run.expert_tp, rows)
+    yield from _feed_forward(model, spec.expert, run, "Expert", run.expert_tp, rows, width)
     yield replace(move, name="Token Combine")
+    if spec.latent is not None:
+        yield _on_sequence_shard(_linear("Latent Up Proj", run, width, hidden, bias=spec.latent_bias), run)
     if spec.shared is not None:
         yield from _feed_forward(model, spec.shared, run, "Shared Expert", run.tp)
         if spec.shared_gate:

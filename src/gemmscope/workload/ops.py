@@ -99,6 +99,7 @@ class Op:
     forward_runs: int = 1
     copies: int = 1
     parameters: int = 0  # of this rank, for one of the `count` instances
+    shares_weights: bool = False  # all instances use the same weights
 
     def forward(self) -> Work:
         """One forward execution."""
@@ -107,6 +108,11 @@ class Op:
     def backward(self) -> Work:
         """One backward execution; most operations have one."""
         return Work()
+
+    @property
+    def all_parameters(self) -> int:
+        """The parameters of this rank for all instances."""
+        return self.parameters * (1 if self.shares_weights else self.count)
 
     def total(self) -> Work:
         """The work of this op in one micro-batch (the optimizer: in one step)."""

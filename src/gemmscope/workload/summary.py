@@ -86,7 +86,8 @@ def count_parameters(model: ModelSpec) -> tuple[int, int]:
         if isinstance(layer.mlp, MoeSpec):
             expert = layer.mlp.expert
             ups = 2 if expert.gated else 1
-            weights = (ups + 1) * model.hidden_size * expert.intermediate_size
-            biases = ups * expert.intermediate_size * expert.up_bias + model.hidden_size * expert.down_bias
+            width = layer.mlp.latent or model.hidden_size
+            weights = (ups + 1) * width * expert.intermediate_size
+            biases = ups * expert.intermediate_size * expert.up_bias + width * expert.down_bias
             idle += count * (layer.mlp.experts - layer.mlp.top_k) * (weights + biases)
     return whole.parameters, whole.parameters - idle

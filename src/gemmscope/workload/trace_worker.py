@@ -214,6 +214,7 @@ _WINDOWED = ("sliding_attention", "compressed_sparse_attention", "heavily_compre
 def _declared(config: Any, name: str) -> Any:
     """A setting that the configuration class knows. The file may have others, which the code does not read."""
     known = hasattr(type(config), name) or name in inspect.signature(type(config).__init__).parameters
+    known = known or name in type(config).attribute_map
     return getattr(config, name, None) if known else None
 
 

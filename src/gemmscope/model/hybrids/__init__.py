@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gemmscope.model.families import FamilyConfig
-from gemmscope.model.hybrids import deepseek_v4, gemma, linear, llama4, sparse
+from gemmscope.model.hybrids import deepseek_v4, gemma, linear, llama4, mamba, sparse
 from gemmscope.model.spec import LayerSpec
 
 LayerBuilder = Callable[[FamilyConfig, int, int], list[LayerSpec]]
@@ -16,6 +16,11 @@ HYBRIDS: dict[str, LayerBuilder] = {
     "kimi_linear": linear.kimi_linear,
     "minimax": linear.minimax,
     "lfm2": linear.lfm2,
+    "mamba": mamba.mamba,
+    "mamba_or_attention": mamba.mamba_or_attention,
+    "falcon_h1": mamba.falcon_h1,
+    "zamba2": mamba.zamba2,
+    "nemotron_h": mamba.nemotron_h,
     "indexed_attention": sparse.indexed_attention,
     "llama4": llama4.llama4,
     "gemma4": gemma.gemma4,
