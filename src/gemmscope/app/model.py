@@ -57,11 +57,12 @@ def with_prediction_layers(source: ModelSource, count: int) -> ModelSource:
     """The model with so many layers of multi-token prediction."""
     if source.model is None:
         raise UserError(
-            f"{option('mtp_layers', count)}: {source.origin} is traced as its class runs it, and has no closed form to add layers to",
+            f"{option('mtp_layers', count)} adds layers to a closed form, and {source.origin} is traced as its class runs it",
             f"remove {option('mtp_layers')}",
         )
     if type(count) is not int or count < 0:
-        raise UserError(f"{option('mtp_layers')} must be a whole number, not {shown(count)}", f"for example {option('mtp_layers', 1)}")
+        message = f"{option('mtp_layers')} must be a whole number, not {shown(count)}"
+        raise UserError(message, f"for example {option('mtp_layers', 1)}")
     findings = tuple(each for each in source.findings if each.code != "prediction-layers-not-included")
     return replace(source, model=replace(source.model, prediction_layers=count), findings=findings)
 

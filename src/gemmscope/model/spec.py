@@ -123,6 +123,10 @@ class AttentionSpec:
     def v_width(self) -> int:
         return self.kv_heads * self.value_head_dim
 
+    def kv_width(self, tp: int) -> float:
+        """Keys and values of one position on one rank."""
+        return self.head_dim if self.compressed is not None else (self.k_width + self.v_width) / tp
+
     @property
     def out_width(self) -> int:
         """Input features of the output projection."""
@@ -205,7 +209,6 @@ class LayerSpec:
             "keys as values": attention is not None and attention.values_are_keys,
             self.streams.kind if self.streams is not None else "": self.streams is not None,
             "inputs of its own": self.input_width > 0,
-            "linears beside attention and MLP": bool(self.extra),
         }
         return ", ".join(part for part, present in parts.items() if present)
 

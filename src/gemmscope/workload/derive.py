@@ -138,11 +138,27 @@ def _section(layers: list[LayerSpec], layer: LayerSpec) -> str:
         kind = ("MoE layer" if layer.is_moe else "dense layer") if len({other.is_moe for other in layers}) > 1 else "layer"
     else:
         kind = f"{layer.kind} layer"
-    windows = {other: other.attention.window if other.attention is not None else None for other in layers}
-    if layer.attention is not None and len({windows[other] for other in layers if other.attention is not None}) > 1:
-        kind += f", window {windows[layer]}" if windows[layer] else ", full attention"
-    similar = [other for other in layers if other.kind == layer.kind and windows[other] == windows[layer]]
+    features = {other: _features(other.attention) for other in layers}
+    with_attention = [features[other] for other in layers if other.attention is not None]
+    if layer.attention is not None:
+        for place, feature in enumerate(features[layer]):
+            if len({others[place] for others in with_attention}) > 1 and feature:
+                kind += f", {feature}"
+    similar = [other for other in layers if other.kind == layer.kind and features[other] == features[layer]]
     return kind if len(similar) == 1 else f"{kind} {'abcdefghijklmnopqrstuvwxyz'[similar.index(layer) % 26]}"
+
+
+def _features(spec: AttentionSpec | None) -> tuple[str, ...]:
+    """What may distinguish the attention of one layer from that of others: what it sees, and whose keys."""
+    if spec is None:
+        return ()
+    if spec.compressed is not None and spec.compressed.rate:
+        reach = f"{spec.compressed.rate} to 1 compressed"
+    elif spec.chunk is not None:
+        reach = f"chunk {spec.chunk}"
+    else:
+        reach = f"window {spec.window}" if spec.window else "full attention"
+    return reach, "shared keys" if spec.shares_kv else ""
 
 
 def embedding_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
@@ -247,7 +263,7 @@ def _attention(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[
     attention = Attention(
         name="Attention", batch=run.micro_batch_size, heads=spec.heads // run.tp, kv_heads=spec.kv_heads // run.tp,
         queries=queries, keys=run.sequence_length, head_dim=spec.head_dim, value_dim=spec.value_head_dim,
-        pairs=pairs / run.cp, causal=spec.causal, window=spec.window, shares_kv=spec.shares_kv,
+        pairs=pairs / run.cp, causal=spec.causal, window=spec.window or spec.chunk, shares_kv=spec.shares_kv,
         parameters=spec.heads // run.tp if spec.sinks else 0,
     )  # fmt: skip
     if spec.top_k is not None:
@@ -314,8 +330,9 @@ def _feed_forward(
         yield _linear(up, run, hidden, outputs, bias=spec.up_bias, rows=rows)
     if spec.sparse:
         yield Elementwise(
-            name=f"{name} Sparsity", rows=tokens, width=width, forward_tensors=4, backward_tensors=3, forward_flops=8, backward_flops=6
-        )
+            name=f"{name} Sparsity", rows=tokens, width=width, forward_tensors=4, backward_tensors=3, forward_flops=8,
+            backward_flops=6,
+        )  # fmt: skip
     learned = 2 if spec.activation == "xielu" else 0  # the slopes of its two halves
     activation = Activation(name=f"{name} Activation", rows=tokens, width=width, function=spec.activation, parameters=learned)
     if spec.gated:  # reads gate and up and writes one result; backward also writes both gradients

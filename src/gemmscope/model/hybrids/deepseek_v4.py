@@ -17,7 +17,7 @@ KINDS = {0: SLIDING, 4: SPARSE, 128: HEAVY}
 RATES = {SPARSE: "compress_rate_csa", HEAVY: "compress_rate_hca"}
 
 
-def deepseek_v4(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
+def deepseek_v4(family: FamilyConfig, _: int, count: int) -> list[LayerSpec]:
     """Hash routers choose the experts of the first layers by token; they compute what the others do."""
     kinds = _kinds(family, count)
     attentions = {kind: _attention(family, kind) for kind in dict.fromkeys(kinds)}
@@ -34,7 +34,7 @@ def deepseek_v4(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec
     return [layers[kind] for kind in kinds]
 
 
-def stream_head(family: FamilyConfig, hidden: int, count: int) -> dict[str, Any]:
+def stream_head(family: FamilyConfig, hidden: int, _: int) -> dict[str, Any]:
     """After the last layer the streams are collapsed into one."""
     streams = family.size("hc_mult")
     collapse = LinearSpec("Stream Weights", streams * hidden, streams, bias=True, quantized=False)
@@ -97,5 +97,5 @@ def _rate(family: FamilyConfig, kind: str) -> int:
         if not isinstance(listed, Mapping) or kind not in listed:
             raise UserError(f"compress_rates must have a number for {kind}, not {shown(listed)}", f'for example {{"{kind}": 4}}')
         given = listed[kind]
-    return check_size(f"compress_rates of {kind}", next(r for r, name in KINDS.items() if name == kind) if given is None else given,
-                      "sequence_length")  # fmt: skip
+    usual = next(rate for rate, name in KINDS.items() if name == kind)
+    return check_size(f"compress_rates of {kind}", usual if given is None else given, "sequence_length")
