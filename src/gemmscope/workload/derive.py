@@ -138,27 +138,26 @@ def _section(layers: list[LayerSpec], layer: LayerSpec) -> str:
         kind = ("MoE layer" if layer.is_moe else "dense layer") if len({other.is_moe for other in layers}) > 1 else "layer"
     else:
         kind = f"{layer.kind} layer"
-    features = {other: _features(other.attention) for other in layers}
-    with_attention = [features[other] for other in layers if other.attention is not None]
-    if layer.attention is not None:
-        for place, feature in enumerate(features[layer]):
-            if len({others[place] for others in with_attention}) > 1 and feature:
-                kind += f", {feature}"
+    features = {other: _features(other) for other in layers}
+    for name, feature in features[layer].items():
+        if feature and len({others[name] for others in features.values() if name in others}) > 1:
+            kind += f", {feature}"
     similar = [other for other in layers if other.kind == layer.kind and features[other] == features[layer]]
     return kind if len(similar) == 1 else f"{kind} {'abcdefghijklmnopqrstuvwxyz'[similar.index(layer) % 26]}"
 
 
-def _features(spec: AttentionSpec | None) -> tuple[str, ...]:
-    """What may distinguish the attention of one layer from that of others: what it sees, and whose keys."""
-    if spec is None:
-        return ()
-    if spec.compressed is not None and spec.compressed.rate:
-        reach = f"{spec.compressed.rate} to 1 compressed"
-    elif spec.chunk is not None:
-        reach = f"chunk {spec.chunk}"
-    else:
+def _features(layer: LayerSpec) -> dict[str, str]:
+    """What may distinguish a layer from others of its kind: what its attention sees, whose keys it uses, its MLP."""
+    features, spec = {}, layer.attention
+    if spec is not None:
         reach = f"window {spec.window}" if spec.window else "full attention"
-    return reach, "shared keys" if spec.shares_kv else ""
+        if spec.compressed is not None and spec.compressed.rate:
+            reach = f"{spec.compressed.rate} to 1 compressed"
+        features = {"reach": f"chunk {spec.chunk}" if spec.chunk else reach, "keys": "shared keys" if spec.shares_kv else ""}
+    if isinstance(layer.mlp, MlpSpec):
+        sparse = "sparse activation" if layer.mlp.sparse else ""
+        features |= {"width": f"intermediate {layer.mlp.intermediate_size}", "activation": sparse}
+    return features
 
 
 def embedding_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
