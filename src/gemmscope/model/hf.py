@@ -14,7 +14,7 @@ from gemmscope.findings import Finding, finding
 from gemmscope.model import hf_blocks as blocks
 from gemmscope.model.families import FamilyConfig, known_model_types, language_type
 from gemmscope.model.families import family as family_facts
-from gemmscope.model.hybrids import HYBRIDS, PARTS
+from gemmscope.model.hybrids import ENDS, HYBRIDS
 from gemmscope.model.limits import check_flag, check_size
 from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
@@ -134,7 +134,7 @@ def _model(family: FamilyConfig, origin: str) -> ModelSpec:
         model_type=family.model_type,
         source=origin,
     )
-    return replace(model, **PARTS[facts["parts_by"]](family, hidden, count)) if "parts_by" in facts else model
+    return replace(model, **ENDS[facts["ends_by"]](family, hidden, count)) if "ends_by" in facts else model
 
 
 def _layers(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:

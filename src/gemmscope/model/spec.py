@@ -256,6 +256,7 @@ class ModelSpec:
     layer_inputs: LayerInputsSpec | None = None
     unused_parameters: int = 0  # parameters that no listed operation of the training step uses
     prediction_layers: int = 0  # multi-token prediction: layers after the last one, each with a loss of its own
+    prediction_layer: LayerSpec | None = None  # what they are; None: as the last layer
     model_type: str = ""
     source: str = ""
 
@@ -275,6 +276,11 @@ class ModelSpec:
     def attentions(self) -> Iterator[AttentionSpec]:
         """The attention of every layer that has one."""
         return (layer.attention for layer in self.layers if layer.attention is not None)
+
+    @property
+    def predicting(self) -> LayerSpec:
+        """A layer of multi-token prediction."""
+        return self.prediction_layer or self.layers[-1]
 
     @property
     def streams(self) -> int:

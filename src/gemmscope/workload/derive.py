@@ -391,8 +391,8 @@ def prediction_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
     """The layers of multi-token prediction, if the model has any: each predicts one token further than the one before.
 
     As in the DeepSeek-V3 report (arXiv 2412.19437, section 2.2) and Megatron's MultiTokenPredictionLayer: the output of the layer
-    before and the embedding of the next token are normed, concatenated and projected; a whole layer of the last kind and a norm
-    follow, and the vocabulary with another loss. Embedding and vocabulary are those of the model.
+    before and the embedding of the next token are normed, concatenated and projected; a whole layer, in most models of the last
+    kind, and a norm follow, and the vocabulary with another loss. Embedding and vocabulary are those of the model.
     """
     count, hidden = model.prediction_layers, model.hidden_size
     if not count:
@@ -401,7 +401,7 @@ def prediction_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
         vocab, width = sharding.padded_vocab(model.vocab_size, run) // run.tp, model.embedding_width
         yield Embedding(name="Embedding", section=PREDICTION, count=count, tokens=run.tokens, vocab=vocab, width=width)
     norms = replace(_norm(model, run, "Prediction Norm", hidden), count=3)
-    for op in (norms, _linear("Prediction Proj", run, 2 * hidden, hidden // run.tp), *layer_ops(model, model.layers[-1], run)):
+    for op in (norms, _linear("Prediction Proj", run, 2 * hidden, hidden // run.tp), *layer_ops(model, model.predicting, run)):
         yield replace(op, count=op.count * count, section=PREDICTION)
     for op in head_ops(replace(model, final_norm=False), run):
         yield replace(op, count=op.count * count, parameters=0)

@@ -101,7 +101,7 @@ def gemma3n(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
     return layers
 
 
-def layer_inputs(family: FamilyConfig, hidden: int, count: int) -> dict[str, Any]:
+def ends(family: FamilyConfig, hidden: int, count: int) -> dict[str, Any]:
     """What the embedding makes for the layers: their inputs, and in Gemma 3n the streams."""
     width, streams = family.number("input_width"), family.number("streams") or 1
     parts: dict[str, Any] = {}
