@@ -225,7 +225,7 @@ def linear_cases(workload: Workload) -> LinearCases:
         linears.append(_with_rows(op) if isinstance(op, TracedLinear) and op.groups > 1 else op)
         if linears[-1] is not op:
             findings.append(finding("rows-split-evenly", op=op.name, groups=op.groups))
-        if isinstance(op, TracedLinear) and len({gemm.pass_name for gemm in op.seen}) < 3:
+        if len({gemm.pass_name for gemm in op.seen} if isinstance(op, TracedLinear) else op.passes) < 3:
             findings.append(finding("all-passes-measured", op=op.name))
     if any(op.forward_runs > 1 for op in linears):
         findings.append(finding("recompute-not-in-linears"))

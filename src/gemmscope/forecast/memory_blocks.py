@@ -7,6 +7,7 @@ from gemmscope.model.spec import RunSpec
 from gemmscope.workload.derive import EMBEDDING, HEAD
 from gemmscope.workload.ops import ELEMENT_BYTES, Activation, Attention, Elementwise, GroupedLinear, Linear, Loss, Norm, Op
 from gemmscope.workload.scans import CausalConv, Scan
+from gemmscope.workload.sparse import IndexScores
 from gemmscope.workload.streams import StreamMix
 
 FP32_BYTES = 4
@@ -15,10 +16,11 @@ ROUTER_BYTES = 9  # per token and expert: FP32 logits and probabilities, and the
 # Linears that read the same tensor: it is kept once. Tensor parallelism with sequence parallelism keeps this rank's part of it.
 _ATTENTION_INPUT = ("Mixer In", "QKV Proj", "QK Proj", "Q Proj", "K Proj", "V Proj", "Q Down Proj", "KV Down Proj", "KV Proj",
                     "Compressor KV+Gate", "Compressor KV Proj", "Compressor Gate", "Indexer KV+Gate", "Indexer KV Proj",
-                    "Indexer Gate", "Indexer Weights")  # fmt: skip
+                    "Indexer Gate", "Indexer Weights", "Indexer K Proj", "Mixer Decay Gate Down",
+                    "Mixer Output Gate Down")  # fmt: skip
 _MLP_INPUT = ("MLP Gate+Up", "MLP Gate", "MLP Up", "Router", "Shared Expert Gate+Up", "Shared Expert Gate", "Shared Expert Up",
               "Shared Expert Scale")  # fmt: skip
-_LATENT_INPUT = ("Q Up Proj", "KV Up Proj")
+_LATENT_INPUT = {"Q Up Proj": "Q Up Proj", "Indexer Q Proj": "Q Up Proj", "KV Up Proj": "KV Up Proj"}
 _EXPERT_INPUT = ("Expert Gate+Up", "Expert Gate", "Expert Up")
 
 
@@ -108,8 +110,10 @@ def block_memory(ops: Iterable[Op], run: RunSpec, width: int) -> BlockMemory:
             exchanged += 2 * rows * op.kv_heads * dims * ELEMENT_BYTES if run.cp > 1 else 0.0
         elif isinstance(op, StreamMix) and not op.stacked:  # else the norm before it keeps the streams
             kept += op.rows * op.width * op.streams * ELEMENT_BYTES * op.count
-        elif isinstance(op, Scan):
+        elif isinstance(op, (Scan, IndexScores)):
             kept += op.kept_bytes() * op.count
+        elif op.name in ("Attention Gate", "Mixer Gate") and isinstance(op, Elementwise):  # the other side is kept above
+            kept += op.rows * op.width * ELEMENT_BYTES * op.count
         elif isinstance(op, CausalConv):
             kept += op.tokens * op.channels * ELEMENT_BYTES * op.count
         elif isinstance(op, Loss):
@@ -146,7 +150,7 @@ def _input(op: Linear, sharded: int) -> tuple[str, float]:
     if op.name in _MLP_INPUT:
         return "mlp", size / (sharded if op.name not in ("Router", "Shared Expert Scale") else 1)
     if op.name in _LATENT_INPUT:
-        return op.name, size / sharded
+        return _LATENT_INPUT[op.name], size / sharded
     if op.name in _EXPERT_INPUT:
         return "expert", size
     if op.name.endswith(" Down"):

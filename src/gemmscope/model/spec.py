@@ -323,11 +323,12 @@ class ModelSpec:
         attention = next(self.attentions, None)
         if attention is not None:
             shared = f" ({attention.kv_heads} key/value)" if attention.kv_heads != attention.heads else ""
-            parts.append(f"{attention.heads} heads{shared}")
+            sparse = f", {attention.top_k} positions each" if attention.top_k is not None else ""
+            parts.append(f"{attention.heads} heads{shared}{sparse}")
         mixer = next((layer.mixer for layer in self.layers if layer.mixer is not None), None)
         if mixer is not None:
-            heads = f"{mixer.heads} channels" if mixer.value_dim == 1 else f"{mixer.heads} heads of {mixer.value_dim}"
-            parts.append(f"{mixer.name} with {heads}")
+            sizes = f"with {mixer.heads} heads of {mixer.value_dim}" if mixer.value_dim > 1 else f"with {mixer.heads} channels"
+            parts.append(f"{mixer.name} {sizes if mixer.kind != 'short convolution' else f'over {mixer.conv_kernel} positions'}")
         mlp = self.layers[0].mlp
         if isinstance(mlp, MlpSpec):
             parts.append(f"intermediate {mlp.intermediate_size}")

@@ -117,6 +117,8 @@ def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[Finding]]
         raise UserError(
             f"a step with layers of {mixed[0].kind} is not yet supported", "use gemmscope forecast, which supports it"
         )
+    if any(layer.attention is not None and (layer.attention.top_k is not None or layer.attention.gated) for layer in chosen):
+        raise UserError("a step with sparse or gated attention is not yet supported", "use gemmscope forecast, which supports it")
     layers = tuple(_of_rank(layer, run) for layer in chosen)
     moe = next((layer.mlp for layer in chosen if isinstance(layer.mlp, MoeSpec)), None)
     plan = StackPlan(

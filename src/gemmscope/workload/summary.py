@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from gemmscope.model.spec import ModelSpec, MoeSpec, RunSpec
 from gemmscope.workload.derive import EMBEDDING, HEAD, STEP, Workload, derive
 from gemmscope.workload.ops import Attention, BatchedGemm, Linear, Work
+from gemmscope.workload.sparse import IndexScores
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,11 @@ def totals(workload: Workload, run: RunSpec, model: ModelSpec | None, traced_par
     sections: dict[str, float] = {}
     attention, other, needed = Work(), Work(), 0.0
     for op in workload.ops:
-        if isinstance(op, (Linear, Attention, BatchedGemm)):
+        if isinstance(op, (Linear, Attention, BatchedGemm, IndexScores)):
             needed += replace(op, forward_runs=min(op.forward_runs, 1)).total().flops
         if isinstance(op, Linear):
             sections[op.section] = sections.get(op.section, 0) + op.total().flops
-        elif isinstance(op, (Attention, BatchedGemm)):
+        elif isinstance(op, (Attention, BatchedGemm, IndexScores)):
             attention += op.total()
         else:
             other += op.total()
