@@ -91,8 +91,8 @@ def _indexer(model: ModelSpec, run: RunSpec, spec: AttentionSpec) -> Iterator[Op
     pairs, chosen = (part.entry_pairs(sequence, top_k) / run.cp for top_k in (None, spec.top_k))
     yield EntryScores(
         name="Index Scores", batch=run.micro_batch_size, heads=indexer.heads, dim=indexer.dim, queries=sequence // run.cp,
-        keys=part.entries(sequence), pairs=pairs, chosen=chosen, attended=spec.heads * spec.head_dim, trained=trained,
-        copies=run.tp,
+        keys=part.entries(sequence), pairs=pairs, chosen=chosen, trained=trained, copies=run.tp,
+        probabilities=2 * spec.heads // run.tp * chosen * spec.head_dim,
     )  # fmt: skip
     yield TopK(name="Index Top-K", batch=run.micro_batch_size, pairs=pairs, chosen=chosen, copies=run.tp)
 
