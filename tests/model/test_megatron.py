@@ -353,6 +353,31 @@ def test_branches():
         megatron.read(script.replace("--num-query-groups", "--num-attention-heads"), "x.sh")
 
 
+@pytest.mark.parametrize(
+    "script",
+    [
+        ': "${MBS:=2}"\npython pretrain_gpt.py ARGS --micro-batch-size $MBS',
+        ": ${MBS:=2} ${TP:=1}\nARGS --micro-batch-size ${MBS}",
+        ': "${MBS:=${BASE:=2}}"\nARGS --micro-batch-size $MBS',
+        'MBS=2\n: "${MBS:=1}"\nARGS --micro-batch-size $MBS',
+        ': "${MBS:=1}"\nMBS=2\nARGS --micro-batch-size $MBS',
+        "MBS=${MBS:-2}\nARGS --micro-batch-size $MBS",
+        "ARGS --micro-batch-size ${MBS-2}",
+        'LIST=(\n  ARGS\n)\nLIST+=(\n  --micro-batch-size "${MBS:=2}"\n)\npython pretrain_gpt.py "${LIST[@]}"',
+        'LIST="ARGS"\nLIST+=" --micro-batch-size ${MBS:=2}"\npython pretrain_gpt.py $LIST',
+        "case $1 in --mbs) MBS=$2;; esac\nMBS=${MBS:-2}\nARGS --micro-batch-size $MBS",
+        "if $SMALL; then MBS=1; else MBS=4; fi\nMBS=2\nARGS --micro-batch-size $MBS",
+    ],
+)
+def test_defaults_of_variables(script: str):
+    assert megatron.read(script.replace("ARGS", SMALL), "x.sh").run_settings["micro_batch_size"] == 2
+
+
+def test_defaults_do_not_replace_what_a_condition_decides():
+    script = f"if $SMALL; then MBS=1; else MBS=4; fi\n: ${{MBS:=2}}\nMBS=${{MBS:-2}}\n{SMALL} --micro-batch-size $MBS"
+    assert "micro_batch_size" not in megatron.read(script, "x.sh").run_settings
+
+
 def test_recognises():
     assert all(megatron.recognises(text) for text in (LLAMA3_8B, MIXTRAL_8X7B, DEEPSEEK_V3, DUMP))
     assert not megatron.recognises('{"hidden_size": 4096, "num_hidden_layers": 32}')

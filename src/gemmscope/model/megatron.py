@@ -199,6 +199,7 @@ def _collect(text: str, shell: Shell, arguments: Arguments, *, in_branch: bool, 
             branches = max(0, branches + {"if": 1, "case": 1, "fi": -1, "esac": -1}.get(word.text, 0))
         inside, piece = in_branch or branches > 0, word.text
         arguments.add_scripts(piece)
+        shell.assign_defaults(piece, in_branch=inside)
         assigned = None if waiting else ASSIGNMENT.fullmatch(piece)
         if assigned:
             piece = assigned[3]

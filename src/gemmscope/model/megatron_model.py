@@ -31,11 +31,12 @@ def model_spec(settings: MegatronSettings, origin: str) -> ModelSpec:
     dense, moe = dense_mlp(settings, hidden), _moe_mlp(settings, hidden)
     is_moe = _moe_layers(settings, count) if moe else [False] * count
     full, near = _attention(settings, hidden, None), _attention(settings, hidden, _window(settings))
+    norms = settings.size("layer_norms", "layers", 2)
     return ModelSpec(
         name=PurePath(origin).stem or "Megatron model",
         hidden_size=hidden,
         layers=tuple(
-            LayerSpec(near if windowed else full, moe if moe and expert else dense)
+            LayerSpec(near if windowed else full, moe if moe and expert else dense, norms=norms)
             for windowed, expert in zip(_windowed_layers(settings, count), is_moe, strict=True)
         ),
         vocab_size=settings.maybe_size("vocab_size", "vocab_size"),

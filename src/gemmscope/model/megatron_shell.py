@@ -19,6 +19,7 @@ PART = re.compile(
 )
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?=)(.*)", re.DOTALL)
 VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)(?::?[-=]([^{}]*(?:\{[^{}]*\}[^{}]*)*))?\}")
+DEFAULT = re.compile(r"\$\{([A-Za-z_]\w*):?=([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")  # also sets the variable
 ARITHMETIC = re.compile(r"\$\(\(([^$]*)\)\)")
 NAME_IN_ARITHMETIC = re.compile(r"[A-Za-z_]\w*")
 LONGEST_VALUE = 1000  # of a variable: longer ones are lists of flags, never a size
@@ -73,9 +74,23 @@ class Shell:
         """Remember a value. One that depends on a condition is known only if all its values are the same."""
         filled = self.fill_in(value) if len(value) <= LONGEST_VALUE else ""
         self.values[name] = filled if len(filled) <= LONGEST_VALUE else ""
-        self.assigned.setdefault(name, {})[self.values[name]] = None
         if in_branch:
             self.conditional.add(name)
+        elif "$" not in filled:  # a later value replaces those of earlier conditions
+            self.conditional.discard(name)
+            self.assigned.pop(name, None)
+        self.assigned.setdefault(name, {})[self.values[name]] = None
+
+    def assign_defaults(self, text: str, *, in_branch: bool) -> None:
+        """Remember the defaults that a text assigns in passing: `${NAME:=default}` sets NAME unless it has a value."""
+        for name, default in DEFAULT.findall(text[:LONGEST_VALUE]):
+            self.assign_defaults(default, in_branch=in_branch)
+            if self.value(name) is None and not self._depends(name):
+                self.assign(name, default, in_branch=in_branch)
+
+    def _depends(self, name: str) -> bool:
+        """Whether a condition of the script gives the variable a value that is known."""
+        return name in self.conditional and any("$" not in value for value in self.assigned[name])
 
     def value(self, name: str) -> str | None:
         """The variable's value, if the script gives it only one."""
@@ -89,7 +104,7 @@ class Shell:
 
     def _replacement(self, match: re.Match[str]) -> str:
         value = self.value(match[1] or match[2])
-        if value is None and match[2] not in self.conditional:
+        if (value is None or "$" in value) and match[3] is not None and not self._depends(match[2]):
             value = match[3]  # the default of ${NAME:-default}
         return match[0] if value is None else value[:LONGEST_VALUE]
 
