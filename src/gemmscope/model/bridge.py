@@ -13,6 +13,7 @@ from gemmscope.errors import UserError, closest, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.model.bridge_classes import VOCABULARY, has_sizes, provider_classes
 from gemmscope.model.megatron_args import REQUIRED, model_source, other_model
+from gemmscope.model.megatron_hybrid import PATTERNS
 from gemmscope.model.megatron_values import FACTS, MegatronSettings, Unknown
 from gemmscope.model.source import ModelSource
 
@@ -68,6 +69,8 @@ def read_document(document: Mapping[str, object], origin: str) -> ModelSource:
             raise other_model("model._target_ is the class of", what)
     own = provider_classes().get(provider)
     values = {**(own or {}), **given}
+    if any(given.get(name) for name in PATTERNS):  # instead of the class's pattern, which may have the other name
+        values |= {name: given.get(name) for name in PATTERNS}
     _require_sizes_of_class(values, provider, own)
     unknown_names = [f"model.{name}" for name in given if name not in TELLTALE]
     sections = _add_run(values, document)
@@ -153,13 +156,13 @@ def _sequence_length(values: dict[str, object], given: Mapping[str, object], doc
 def _vocabulary(values: dict[str, object], document: Mapping[str, object]) -> list[Finding]:
     """Where the model has no vocabulary, it gets that of the tokenizer, padded: given by the file, or assumed from the class."""
     size = values.pop(VOCABULARY, None)
-    if values.get("vocab_size") is not None:
+    if values.get("vocab_size") is not None or not isinstance(size, int | None):
         return []
     tokenizer = _section(document, document, "tokenizer").get("vocab_size")
     if tokenizer is None and size is None:
         return []
     values |= {"vocab_size": size if tokenizer is None else tokenizer, "should_pad_vocab": True}
-    return [finding("vocabulary-of-class", size=int(str(size)))] if tokenizer is None else []
+    return [finding("vocabulary-of-class", size=size)] if tokenizer is None else []
 
 
 def _blocks(values: dict[str, object], given: Mapping[str, object]) -> list[Finding]:

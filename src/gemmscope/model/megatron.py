@@ -6,7 +6,7 @@ command, in an array, in a string. Variables that the script sets are filled in.
 the branches of an `if`) matters only where a size depends on it.
 
 `megatron_args` interprets the settings; this module only translates Megatron-LM's names into Megatron-core's. Megatron-LM's other
-models (BERT, T5, Mamba, vision) take the same flags and are rejected: the flags describe only GPT models completely.
+models (BERT, T5, vision) take the same flags and are rejected: the flags describe only GPT models and hybrids completely.
 """
 
 import difflib
@@ -18,12 +18,14 @@ from gemmscope.errors import UserError
 from gemmscope.findings import Finding, finding
 from gemmscope.model.limits import LARGEST
 from gemmscope.model.megatron_args import REQUIRED, model_source, other_model
+from gemmscope.model.megatron_hybrid import HYBRID
 from gemmscope.model.megatron_shell import ASSIGNMENT, Shell, words_of
 from gemmscope.model.megatron_values import FACTS, MegatronSettings, Unknown
 from gemmscope.model.source import ModelSource
 
 OTHER_NAME = FACTS["other_name"]  # Megatron-LM: Megatron-core
 OTHER_SCRIPTS = FACTS["other_scripts"]
+HYBRID_SCRIPTS = {"mamba", "hybrid"}
 LAUNCHER = ("nproc_per_node", "nnodes")  # of torchrun: their product is the number of GPUs
 T5_ONLY = ("decoder_num_layers", "decoder_seq_length")
 ONLY_HERE = ("encoder_num_layers", "encoder_seq_length", "padded_vocab_size", "spec", *T5_ONLY, *LAUNCHER)
@@ -115,16 +117,19 @@ def _source(arguments: Arguments, origin: str, spell_here: Callable[[str], str],
 
 
 def _check_script(arguments: Arguments, spell: Callable[[str], str]) -> list[Finding]:
-    """Reject other models than GPT, which have the same flags. A finding, if the file can train a GPT model as well."""
+    """Reject other models than GPT and hybrids, which have the same flags. A finding, if the file can train those as well."""
     for name in T5_ONLY:
         if arguments.values.get(name) is not None:
             raise other_model(f"{spell(name)} is a setting of", OTHER_SCRIPTS["t5"])
-    if "mamba" in str(arguments.values.get("spec")).lower():
-        raise other_model(f"{spell('spec')} selects", OTHER_SCRIPTS["mamba"])
+    programs = {name.split("_")[0] for name in arguments.scripts}
+    if re.search("mamba|hybrid", str(arguments.values.get("spec")).lower()) or (
+        programs & HYBRID_SCRIPTS and "gpt" not in programs
+    ):
+        arguments.values[HYBRID] = True
     other = next((name for name in arguments.scripts if name.split("_")[0] in OTHER_SCRIPTS), None)
     if other is None:
         return []
-    if "gpt" not in arguments.scripts:
+    if not programs & {"gpt", *HYBRID_SCRIPTS}:
         raise other_model(f"pretrain_{other}.py trains", OTHER_SCRIPTS[other.split("_")[0]])
     return [finding("read-as-gpt", script=f"pretrain_{other}.py")]
 

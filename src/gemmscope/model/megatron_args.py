@@ -15,13 +15,14 @@ from dataclasses import replace
 from difflib import SequenceMatcher
 from typing import Any
 
-from gemmscope.errors import UserError, closest, option
+from gemmscope.errors import UserError, closest, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.model import megatron_layout, megatron_pipeline
+from gemmscope.model.megatron_hybrid import LINEAR_ATTENTION, VARIANT, hybrid_pattern
 from gemmscope.model.megatron_model import dense_mlp, model_spec
 from gemmscope.model.megatron_values import FACTS, MegatronSettings, Unknown
 from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import ModelSpec
+from gemmscope.model.spec import MlpSpec, ModelSpec
 
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 """The settings that every file must have."""
@@ -68,12 +69,18 @@ def model_source(
 def other_model(evidence: str, what: str) -> UserError:
     """The error for a model that has a GPT's settings but is none. `evidence`: what shows it, as in "pretrain_t5.py trains"."""
     return UserError(
-        f"{evidence} {what}; only GPT models can be read from Megatron settings",
+        f"{evidence} {what}; only GPT models and hybrids can be read from Megatron settings",
         f"trace it with {option('module', 'FILE.py:FACTORY')}, or give its Hugging Face config.json with {option('config')}",
     )
 
 
 def _reject_not_modelled(settings: MegatronSettings) -> None:
+    variant = settings.text(VARIANT).lower()
+    if variant not in ("", "none", *LINEAR_ATTENTION):
+        raise UserError(
+            f"{settings.spell(VARIANT)} {shown(variant)} is not supported for a file",
+            f"supported: {', '.join(LINEAR_ATTENTION)}; trace the model instead: {option('module', 'FILE.py:FACTORY')}",
+        )
     for name, meaning in FACTS["not_modelled"].items():
         if settings.values.get(name) not in (None, False, "False", "false", ""):
             raise UserError(
@@ -83,7 +90,11 @@ def _reject_not_modelled(settings: MegatronSettings) -> None:
 
 
 def _require_sizes(settings: MegatronSettings, unknown_names: Collection[str]) -> None:
-    missing = [name for name in REQUIRED if not settings.given(name)]
+    pattern = hybrid_pattern(settings)
+    not_needed = {"num_layers"} if pattern else set()
+    if pattern and not pattern.has_attention:
+        not_needed.add("num_attention_heads")
+    missing = [name for name in REQUIRED if name not in not_needed and not settings.given(name)]
     if not missing:
         return
     wanted = [settings.spell(name) for name in missing]
@@ -149,12 +160,15 @@ def _findings(settings: MegatronSettings, model: ModelSpec, run: Mapping[str, An
     spell = settings.spell
     if model.vocab_size is None:
         yield finding("vocabulary-missing", setting=spell("vocab_size"), example=settings.example("vocab_size"))
-    uses_default = not (settings.given("moe_ffn_hidden_size") and all(layer.is_moe for layer in model.layers))
+    uses_default = any(isinstance(layer.mlp, MlpSpec) for layer in model.layers)
+    uses_default |= not settings.given("moe_ffn_hidden_size") and any(layer.is_moe for layer in model.layers)
     if uses_default and not settings.given("ffn_hidden_size"):
         width = dense_mlp(settings, model.hidden_size).intermediate_size
         yield finding("mlp-width-default", setting=spell("ffn_hidden_size"), width=width)
-    if settings.values.get("mtp_num_layers") not in (None, 0, "0", False):
-        yield finding("prediction-layers-not-included", setting=spell("mtp_num_layers"))
+    pattern = hybrid_pattern(settings)
+    if settings.values.get("mtp_num_layers") not in (None, 0, "0", False) or (pattern and pattern.depths):
+        setting = "mtp_num_layers" if settings.given("mtp_num_layers") or not pattern else pattern.setting
+        yield finding("prediction-layers-not-included", setting=spell(setting))
     if settings.values.get("moe_expert_capacity_factor") not in (None, 0, "0", False):
         yield finding("expert-capacity-not-modelled", setting=spell("moe_expert_capacity_factor"))
     expert_tp, tp = _expert_tensor_parallel(settings, model), run.get("tp", 1)

@@ -1,35 +1,42 @@
 """Builds the model from Megatron settings, layer by layer.
 
 Megatron builds every layer from the same settings. Two of them can differ from layer to layer: `moe_layer_freq` says which layers
-have experts instead of one MLP, `window_attn_skip_freq` which layers see the whole sequence. Settings that a file does not give
-have Megatron's defaults, which are those of GPT-2: LayerNorm, biases everywhere, learned positions, an MLP four times as wide as
-the model, and an output head that shares the embedding's weight.
+have experts instead of one MLP, `window_attn_skip_freq` which layers see the whole sequence. In hybrid models a pattern names the
+single block of each layer (`megatron_hybrid`). Settings that a file does not give have Megatron's defaults, which are those of
+GPT-2: LayerNorm, biases everywhere, learned positions, an MLP four times as wide as the model, and an output head that shares the
+embedding's weight.
 """
 
 from pathlib import PurePath
 
 from gemmscope.errors import UserError
 from gemmscope.model.limits import check_size, divisors_text
+from gemmscope.model.megatron_hybrid import (
+    ATTENTION,
+    DELTA,
+    EXPERTS,
+    LATENT,
+    MAMBA,
+    MLP,
+    HybridPattern,
+    delta_mixer,
+    hybrid_pattern,
+    linear_attention_layers,
+    mamba_mixer,
+)
 from gemmscope.model.megatron_values import MegatronSettings
 from gemmscope.model.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
 
 
 def model_spec(settings: MegatronSettings, origin: str) -> ModelSpec:
     """The whole model, named after the file (`origin`). The number of layers, the heads and the hidden size must be given."""
-    count = settings.size("num_layers", "layers", 0)
     hidden = settings.size("hidden_size", "hidden_size", 0)
     learned = settings.text("position_embedding_type", "learned_absolute") == "learned_absolute"
-    dense, moe = dense_mlp(settings, hidden), _moe_mlp(settings, hidden)
-    is_moe = _moe_layers(settings, count) if moe else [False] * count
-    full, near = _attention(settings, hidden, None), _attention(settings, hidden, _window(settings))
-    norms = settings.size("layer_norms", "layers", 2)
+    pattern = hybrid_pattern(settings)
     return ModelSpec(
         name=PurePath(origin).stem or "Megatron model",
         hidden_size=hidden,
-        layers=tuple(
-            LayerSpec(near if windowed else full, moe if moe and expert else dense, norms=norms)
-            for windowed, expert in zip(_windowed_layers(settings, count), is_moe, strict=True)
-        ),
+        layers=tuple(_hybrid_layers(settings, hidden, pattern) if pattern else _layers(settings, hidden)),
         vocab_size=settings.maybe_size("vocab_size", "vocab_size"),
         norm=NormSpec("layernorm", bias=True) if _has_layer_norm(settings) else NormSpec("rmsnorm"),
         tied_embeddings=settings.flag("share_embeddings_and_output_weights", default=True),
@@ -38,16 +45,57 @@ def model_spec(settings: MegatronSettings, origin: str) -> ModelSpec:
     )
 
 
+def _layers(settings: MegatronSettings, hidden: int) -> list[LayerSpec]:
+    """The layers of a GPT model: attention, or a linear kind of it, and an MLP or experts."""
+    count = settings.size("num_layers", "layers", 0)
+    dense, moe = dense_mlp(settings, hidden), _moe_mlp(settings, hidden)
+    is_moe = _moe_layers(settings, count) if moe else [False] * count
+    linear = linear_attention_layers(settings, count)
+    latent = settings.flag("multi_latent_attention")
+    full, near = (_attention(settings, hidden, window, latent=latent) for window in (None, _window(settings)))
+    mixer = delta_mixer(settings) if any(linear) else None
+    norms = settings.size("layer_norms", "layers", 2)
+    layers = []
+    for windowed, expert, is_linear in zip(_windowed_layers(settings, count), is_moe, linear, strict=True):
+        mlp = moe if moe and expert else dense
+        attention = near if windowed else full
+        layers.append(LayerSpec(None, mlp, norms=norms, mixer=mixer) if is_linear else LayerSpec(attention, mlp, norms=norms))
+    return layers
+
+
+def _hybrid_layers(settings: MegatronSettings, hidden: int, pattern: HybridPattern) -> list[LayerSpec]:
+    """The layers of a hybrid model. Each has one block, and a norm before it."""
+    symbols = set(pattern.layers)
+    kinds: dict[str, LayerSpec] = {}
+    if MAMBA in symbols:
+        kinds[MAMBA] = LayerSpec(None, None, norms=1, mixer=mamba_mixer(settings, hidden))
+    if DELTA in symbols:
+        kinds[DELTA] = LayerSpec(None, None, norms=1, mixer=delta_mixer(settings))
+    for symbol in symbols & {ATTENTION, LATENT}:
+        kinds[symbol] = LayerSpec(_attention(settings, hidden, _window(settings), latent=symbol == LATENT), None, norms=1)
+    if MLP in symbols:
+        kinds[MLP] = LayerSpec(None, dense_mlp(settings, hidden), norms=1)
+    if EXPERTS in symbols:
+        experts = _moe_mlp(settings, hidden)
+        if experts is None:
+            raise UserError(
+                f"{settings.spell(pattern.setting)} has experts (E), but {settings.spell('num_moe_experts')} is not given",
+                f"add for example {settings.example('num_moe_experts')}",
+            )
+        kinds[EXPERTS] = LayerSpec(None, experts, norms=1)
+    return [kinds[symbol] for symbol in pattern.layers]
+
+
 def _has_layer_norm(settings: MegatronSettings) -> bool:
     return settings.word("normalization", ("LayerNorm", "RMSNorm"), "LayerNorm") == "LayerNorm"
 
 
-def _attention(settings: MegatronSettings, hidden: int, window: int | None) -> AttentionSpec:
+def _attention(settings: MegatronSettings, hidden: int, window: int | None, *, latent: bool) -> AttentionSpec:
     heads = settings.size("num_attention_heads", "heads", 0)
     bias = settings.flag("add_bias_linear", default=True)
     rotary = settings.text("position_embedding_type") in ("rope", "mrope", "yarn")
     sinks = settings.word("softmax_type", ("vanilla", "off-by-one", "learnable"), "vanilla") == "learnable"
-    if settings.flag("multi_latent_attention"):
+    if latent:
         rope = settings.size("qk_pos_emb_head_dim", "head_dim", 64)
         return AttentionSpec(
             heads=heads,
