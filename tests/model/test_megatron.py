@@ -378,6 +378,39 @@ def test_defaults_do_not_replace_what_a_condition_decides():
     assert "micro_batch_size" not in megatron.read(script, "x.sh").run_settings
 
 
+SCALES = f"""
+SCALE=${{SCALE:-"small"}}  # or "large"
+case "${{SCALE}}" in
+    "tiny" | "small")
+        HIDDEN=64
+        ;;
+    large) HIDDEN=4096; ARGS+=(--swiglu) ;;
+    *)
+        echo "unknown scale"; exit 1
+        ;;
+esac
+if [ "$HIDDEN" -gt 1000 ]; then ARGS+=( --qk-layernorm )
+elif [[ $SCALE == s* ]]; then ARGS+=(--sequence-parallel)
+else ARGS+=(--recompute-granularity full); fi
+if [ -n "$OTHER" ]; then ARGS+=(--micro-batch-size 2); fi
+{SMALL.replace("64", "$HIDDEN")}
+"""
+
+
+def test_branches_that_the_script_decides():
+    source = megatron.read(SCALES, "x.sh")
+    assert (source.model.hidden_size, source.model.layers[0].mlp.gated) == (64, False)
+    assert source.run_settings["sequence_parallel"]
+    assert "recompute" not in source.run_settings
+    assert source.run_settings["micro_batch_size"] == 2
+    assert facts(source, "settings-in-condition") == {"settings": ["--micro-batch-size"]}
+    large = megatron.read(SCALES.replace('"small"}', "large}"), "x.sh")
+    assert (large.model.hidden_size, large.model.layers[0].attention.qk_norm) == (4096, "head")
+    assert large.model.layers[0].mlp.gated
+    with pytest.raises(UserError, match="HIDDEN is 64 or 4096, depending on a condition"):
+        megatron.read(SCALES.replace('SCALE=${SCALE:-"small"}', "SCALE=$1"), "x.sh")
+
+
 def test_recognises():
     assert all(megatron.recognises(text) for text in (LLAMA3_8B, MIXTRAL_8X7B, DEEPSEEK_V3, DUMP))
     assert not megatron.recognises('{"hidden_size": 4096, "num_hidden_layers": 32}')

@@ -27,11 +27,12 @@ LONGEST_VALUE = 1000  # of a variable: longer ones are lists of flags, never a s
 
 @dataclass(frozen=True)
 class Word:
-    """A word of a script, without its quotes. `opens`: it is the first word of a command."""
+    """A word of a script, without its quotes. `opens`: it is the first word of a command, after the separators `before`."""
 
     text: str
     quoted: bool
     opens: bool
+    before: str = ""
 
 
 def words_of(text: str) -> Iterator[Word]:
@@ -41,7 +42,7 @@ def words_of(text: str) -> Iterator[Word]:
     ['A=(', '--x', 'a b', ')']
     """
     parts: list[str] = []
-    quoted, opens, at = False, True, 0
+    quoted, before, at = False, "\n", 0
     while at < len(text):
         part = PART.match(text, at)
         assert part is not None  # the last alternative matches any character
@@ -49,9 +50,9 @@ def words_of(text: str) -> Iterator[Word]:
         kind = part.lastgroup or ""
         if kind in ("gap", "end"):
             if parts or quoted:
-                yield Word("".join(parts), quoted, opens)
-                parts, quoted, opens = [], False, False
-            opens = opens or kind == "end"
+                yield Word("".join(parts), quoted, bool(before), before)
+                parts, quoted, before = [], False, ""
+            before += part[kind] if kind == "end" else ""
         elif kind == "comment" and not parts and not quoted:
             end = text.find("\n", at)
             at = len(text) if end < 0 else end
@@ -59,7 +60,7 @@ def words_of(text: str) -> Iterator[Word]:
             quoted = quoted or kind in ("single", "double")
             parts.append(part[kind].replace('\\"', '"') if kind == "double" else part[kind])
     if parts or quoted:
-        yield Word("".join(parts), quoted, opens)
+        yield Word("".join(parts), quoted, bool(before), before)
 
 
 @dataclass
@@ -86,7 +87,7 @@ class Shell:
         for name, default in DEFAULT.findall(text[:LONGEST_VALUE]):
             self.assign_defaults(default, in_branch=in_branch)
             if self.value(name) is None and not self._depends(name):
-                self.assign(name, default, in_branch=in_branch)
+                self.assign(name, _without_quotes(default), in_branch=in_branch)
 
     def _depends(self, name: str) -> bool:
         """Whether a condition of the script gives the variable a value that is known."""
@@ -105,7 +106,7 @@ class Shell:
     def _replacement(self, match: re.Match[str]) -> str:
         value = self.value(match[1] or match[2])
         if (value is None or "$" in value) and match[3] is not None and not self._depends(match[2]):
-            value = match[3]  # the default of ${NAME:-default}
+            value = _without_quotes(match[3])  # the default of ${NAME:-default}
         return match[0] if value is None else value[:LONGEST_VALUE]
 
     def _result(self, match: re.Match[str]) -> str:
@@ -125,3 +126,8 @@ class Shell:
                 values = " or ".join(list(self.assigned[name])[:6])
                 return Unknown(text, f"{name} is {values}, depending on a condition of the script")
         return Unknown(text, "the script does not set it")
+
+
+def _without_quotes(text: str) -> str:
+    """The default of `${NAME:-"default"}` without the quotes around it."""
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text
