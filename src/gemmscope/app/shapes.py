@@ -5,7 +5,7 @@ from gemmscope.app.progress import QUIET, Reporter
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
 from gemmscope.results.shapes import Check, ListedBatchedGemm, ListedGemm, ListedOp, ShapesResult
-from gemmscope.workload.check import comparable_run, differences
+from gemmscope.workload.check import comparable_run, differences, has_fallback, recurrences
 from gemmscope.workload.ops import Attention, BatchedGemm, GroupedLinear, Op
 from gemmscope.workload.summary import totals
 from gemmscope.workload.trace import trace_huggingface
@@ -83,4 +83,9 @@ def _check(subject: RankWorkload, reporter: Reporter) -> tuple[Check, tuple[Find
         outcome = finding("check-equal", gemms=check.gemms, **live)
     else:
         outcome = finding("check-differs", differences=len(check.differences), **live)
-    return check, (outcome, *([finding("check-unsharded")] if comparable_run(run) != run else []))
+    notes = [finding("check-unsharded")] if comparable_run(run) != run else []
+    if has_fallback(trace):
+        notes.append(finding("check-without-recurrences"))
+    elif recurrences(trace):
+        notes.append(finding("check-of-recurrences", recurrences=recurrences(trace)))
+    return check, (outcome, *notes)

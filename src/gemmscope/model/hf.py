@@ -12,7 +12,8 @@ from typing import Any, cast
 from gemmscope.errors import UserError, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.model import hf_blocks as blocks
-from gemmscope.model.families import FamilyConfig, known_model_types
+from gemmscope.model.families import FamilyConfig, known_model_types, language_type
+from gemmscope.model.families import family as family_facts
 from gemmscope.model.hybrids import HYBRIDS
 from gemmscope.model.limits import check_flag, check_size
 from gemmscope.model.source import ModelSource
@@ -56,20 +57,25 @@ def from_config(config: Mapping[str, Any], origin: str) -> ModelSource:
             'add for example "model_type": "llama"; types known without torch: ' + ", ".join(known_model_types()),
         )
     known, language = model_type in known_model_types(), config.get("text_config")
+    if (inner := language_type(model_type)) and (language is None or isinstance(language, Mapping)):
+        language = {"model_type": inner, **(language or {})}
     if not known and isinstance(language, Mapping) and language.get("model_type") in known_model_types():
         source = from_config(language, origin)
         return replace(source, findings=(finding("language-part-only", model_type=model_type), *source.findings))
     label = f"{origin} (Hugging Face, {model_type})"
-    if not known or _needs_tracing(config):
+    if not known or _needs_tracing(model_type, config):
         return ModelSource(origin=label, model=None, config=config)
     model = _model(FamilyConfig(model_type, config), origin)
+    config = {**config, "model_type": family_facts(model_type).get("built_as", model_type)}
     return ModelSource(origin=label, model=model, config=config, findings=tuple(_findings(config, model)))
 
 
-def _needs_tracing(config: Mapping[str, Any]) -> bool:
+def _needs_tracing(model_type: str, config: Mapping[str, Any]) -> bool:
     """Whether the model has parts without a closed form."""
+    if "layers_by" in family_facts(model_type):  # its layers are read where they are built
+        return False
     layer_types = config.get("layer_types")
-    if isinstance(layer_types, list) and not _CLOSED_FORM_LAYERS.issuperset(map(str, layer_types)):
+    if isinstance(layer_types, list) and not _CLOSED_FORM_LAYERS.issuperset(blocks.current_kinds(layer_types)):
         return True
     return bool(config.get("add_cross_attention")) or config.get("is_encoder_decoder") is True
 
@@ -95,8 +101,9 @@ def _model(family: FamilyConfig, origin: str) -> ModelSpec:
         positions = check_size(facts["positions"], positions, "sequence_length") + facts.get("positions_extra", 0)
     embedding = family.number("embedding_size")
     vocab = check_size("vocab_size", family.size("vocab_size"), "vocab_size")
-    tied = family.value("tie_word_embeddings")
-    tied = tied is not None and check_flag("tie_word_embeddings", tied, 'write "tie_word_embeddings": true')
+    tied_by = facts["tied_by"] if facts.get("tied_by") in family.config else "tie_word_embeddings"
+    tied = family.value(tied_by)
+    tied = tied is not None and check_flag(tied_by, tied, f'write "{tied_by}": true') and not facts.get("never_tied")
     return ModelSpec(
         name="".join(letter if letter.isprintable() else "?" for letter in name[:120]),
         hidden_size=hidden,

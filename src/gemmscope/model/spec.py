@@ -39,6 +39,18 @@ class LatentSpec:
 
 
 @dataclass(frozen=True)
+class IndexerSpec:
+    """The lightning indexer of sparse attention (DeepSeek): small heads that share one key and score every visible position."""
+
+    heads: int
+    dim: int
+
+    def __post_init__(self) -> None:
+        check_size("index_n_heads", self.heads, "heads")
+        check_size("index_head_dim", self.dim, "head_dim")
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """Self-attention of one layer. `kv_heads` < `heads` is grouped-query attention; 1 is multi-query."""
 
@@ -56,8 +68,12 @@ class AttentionSpec:
     qk_norm_bias: bool = False
     sinks: bool = False  # one learned logit per head
     rotary: bool = True  # positions enter by rotating queries and keys
+    rotary_dim: int | None = None  # the part of a head that is rotated; None: all of it
+    gated: bool = False  # the output is multiplied by a gate, which makes the query projection twice as wide
     stored_fused: bool = False  # the checkpoint's own code keeps Q, K and V in one weight
     latent: LatentSpec | None = None
+    top_k: int | None = None  # sparse: how many of the visible positions a query attends to
+    indexer: IndexerSpec | None = None  # chooses them; None with `top_k`: the choice of an earlier layer is used again
 
     def __post_init__(self) -> None:
         check_size("num_attention_heads", self.heads, "heads")
@@ -65,6 +81,7 @@ class AttentionSpec:
         check_size("head_dim", self.head_dim, "head_dim")
         check_optional("v_head_dim", self.value_dim, "head_dim")
         check_optional("sliding_window", self.window, "sequence_length")
+        check_optional("index_topk", self.top_k, "sequence_length")
         if self.heads % self.kv_heads:
             raise UserError(
                 f"num_attention_heads = {self.heads} is not a multiple of num_key_value_heads = {self.kv_heads}",
@@ -80,6 +97,11 @@ class AttentionSpec:
     @property
     def q_width(self) -> int:
         return self.heads * self.head_dim
+
+    @property
+    def q_proj_width(self) -> int:
+        """Output features of the query projection."""
+        return self.q_width * (2 if self.gated else 1)
 
     @property
     def k_width(self) -> int:

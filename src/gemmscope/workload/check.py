@@ -1,4 +1,9 @@
-"""Compares the closed form with the live model: every GEMM, every count, every parameter, every layer's mask."""
+"""Compares the closed form with the live model: every GEMM, every count, every parameter, every layer's mask.
+
+Of mixers (state-space scans, delta rules), the linears, the convolutions and the sizes that the model hands to the kernel of the
+recurrence are compared. GEMMs inside a recurrence are not: the closed form has those of the fused kernels, and transformers'
+PyTorch fallback is another algorithm.
+"""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -6,8 +11,10 @@ from dataclasses import dataclass
 
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.workload.derive import derive
-from gemmscope.workload.ops import Attention, Gemm
-from gemmscope.workload.trace import ModuleTrace
+from gemmscope.workload.ops import Attention, Gemm, Op
+from gemmscope.workload.scans import CausalConv, Scan
+from gemmscope.workload.sparse import IndexScores
+from gemmscope.workload.trace import MIXER, ModuleTrace
 
 
 @dataclass(frozen=True)
@@ -28,13 +35,41 @@ def differences(model: ModelSpec, run: RunSpec, trace: ModuleTrace) -> list[Diff
     """Every difference between the closed form and the trace; empty when they are equal."""
     workload = derive(model, comparable_run(run))
     result = _unequal(_linear_counts(workload.gemms()), _linear_counts(trace.gemms))
-    derived = [(gemm, op.count) for op in workload.ops if isinstance(op, Attention) for gemm in op.batched_gemms()]
-    traced = [((op.direction, op.m, op.k, op.n, op.batch), op.count) for op in trace.batched_gemms]
+    derived = [
+        (gemm, op.count) for op in workload.ops if isinstance(op, (Attention, IndexScores)) for gemm in op.batched_gemms()
+    ]
+    traced = [((op.direction, op.m, op.k, op.n, op.batch), op.count) for op in trace.batched_gemms if op.section != MIXER]
     result += _unequal(_attention_counts(derived), _attention_counts(traced))
+    if not has_fallback(trace):
+        result += _unequal(_kernel_counts(workload.ops), _kernel_counts((*trace.scans, *trace.convolutions)))
     if workload.parameters != trace.parameters:
         result.append(Difference("parameters", workload.parameters, trace.parameters))
-    result += [Difference(f"{op.kind} in {op.name}", 0, op.count) for op in trace.remainder]
+    result += [Difference(f"{op.kind} in {op.name}", 0, op.count) for op in trace.remainder if op.section != MIXER]
     return result + _masks(model, trace)
+
+
+def has_fallback(trace: ModuleTrace) -> bool:
+    """Whether a mixer ran in plain PyTorch, not by a function that stands for its kernel."""
+    return any(op.section == MIXER for op in (*trace.batched_gemms, *trace.remainder))
+
+
+def recurrences(trace: ModuleTrace) -> int:
+    """How many recurrences the live model handed to a kernel."""
+    return sum(op.count for op in trace.scans)
+
+
+def _kernel_counts(ops: Iterable[Op]) -> Counter[str]:
+    """How often each kernel of a mixer runs, by its text in a difference."""
+    counts: Counter[str] = Counter()
+    for op in ops:
+        if isinstance(op, Scan):
+            sizes = f"{op.heads} heads of {op.value_dim}, keys of {op.key_dim}"
+            if op.rule == "ssd":  # others repeat the keys for each head before the kernel, and have its chunks
+                sizes += f", {op.groups} groups, chunks of {op.chunk}"
+            counts[f"{op.rule} on {op.batch} x {op.sequence}: {sizes}"] += op.count
+        elif isinstance(op, CausalConv):
+            counts[f"channels of causal convolutions on {op.tokens} tokens, kernel {op.kernel}"] += op.channels * op.count
+    return counts
 
 
 def _masks(model: ModelSpec, trace: ModuleTrace) -> list[Difference]:

@@ -25,6 +25,7 @@ from gemmscope.workload.ops import (
     Optimizer,
     with_counts,
 )  # fmt: skip
+from gemmscope.workload.sparse import indexer_ops, sparse
 
 EMBEDDING, HEAD, STEP = "embedding", "head", "step"
 
@@ -185,24 +186,36 @@ def _attention(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[
     if spec.qk_norm is not None:
         yield _qk_norm(model, spec, run)
     if spec.rotary:
-        width = (spec.latent.rope_dim * (spec.heads + 1) if spec.latent else spec.q_width + spec.k_width) // run.tp
+        rotated = spec.rotary_dim or spec.head_dim
+        width = (spec.latent.rope_dim * (spec.heads + 1) if spec.latent else rotated * (spec.heads + spec.kv_heads)) // run.tp
         yield Elementwise(
             name="Rotary", rows=run.tokens, width=width, forward_tensors=2, backward_tensors=2, forward_flops=3, backward_flops=3
         )
     queries = run.sequence_length // run.cp
-    yield Attention(
+    attention = Attention(
         name="Attention", batch=run.micro_batch_size, heads=spec.heads // run.tp, kv_heads=spec.kv_heads // run.tp,
         queries=queries, keys=run.sequence_length, head_dim=spec.head_dim, value_dim=spec.value_head_dim,
         pairs=visible_pairs(run.sequence_length, causal=spec.causal, window=spec.window) / run.cp,
         causal=spec.causal, window=spec.window, parameters=spec.heads // run.tp if spec.sinks else 0,
     )  # fmt: skip
+    if spec.top_k is not None:
+        chosen = visible_pairs(run.sequence_length, causal=spec.causal, window=spec.top_k) / run.cp
+        if spec.indexer is not None:
+            yield from indexer_ops(model, spec, run, attention.pairs, chosen)
+        attention = sparse(attention, spec, chosen)
+    yield attention
+    if spec.gated:
+        yield Elementwise(
+            name="Attention Gate", rows=run.tokens, width=spec.out_width // run.tp, forward_tensors=3, backward_tensors=5,
+            forward_flops=5, backward_flops=8,
+        )  # fmt: skip
     yield _linear("Attn Out", run, spec.out_width // run.tp, model.hidden_size, bias=spec.out_bias)
 
 
 def _projections(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[Op]:
     """Q, K and V: one GEMM (Transformer Engine, Megatron) or three (Hugging Face), split by heads."""
     parts = [
-        ("Q Proj", spec.q_width // run.tp, spec.q_bias),
+        ("Q Proj", spec.q_proj_width // run.tp, spec.q_bias),
         ("K Proj", spec.k_width // run.tp, spec.k_bias),
         ("V Proj", spec.v_width // run.tp, spec.v_bias),
     ]

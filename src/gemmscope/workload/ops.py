@@ -128,6 +128,7 @@ class Linear(Op):
     outputs: int
     padding: int = 0  # outputs, over all ranks, that are padding of the vocabulary
     quantized: bool = True  # False: frameworks leave it in BF16 whatever the recipe, because it is small or must be exact
+    passes: tuple[Pass, ...] = PASSES  # fewer where a gradient is not needed
 
     @property
     def groups(self) -> int:
@@ -135,7 +136,7 @@ class Linear(Op):
 
     def gemms(self) -> Iterator[Gemm]:
         """The three passes; fprop as often as forward runs."""
-        for name in PASSES:
+        for name in self.passes:
             m, k, n = gemm_size(self.tokens, self.inputs, self.outputs, name)
             yield Gemm(self.name, name, m, k, n, self.groups, self.count * (self.forward_runs if name == "fprop" else 1))
 
@@ -148,7 +149,7 @@ class Linear(Op):
         return self._one_gemm()
 
     def backward(self) -> Work:
-        return self._one_gemm().times(2)
+        return self._one_gemm().times(len(self.passes) - 1)
 
 
 @dataclass(frozen=True, kw_only=True)

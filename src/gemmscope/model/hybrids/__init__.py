@@ -3,9 +3,17 @@
 from collections.abc import Callable
 
 from gemmscope.model.families import FamilyConfig
+from gemmscope.model.hybrids import linear, sparse
 from gemmscope.model.spec import LayerSpec
 
 LayerBuilder = Callable[[FamilyConfig, int, int], list[LayerSpec]]
 """From a config, its hidden size and its number of layers."""
 
-HYBRIDS: dict[str, LayerBuilder] = {}
+HYBRIDS: dict[str, LayerBuilder] = {
+    "gated_delta_net": linear.gated_delta_net,
+    "olmo_hybrid": linear.olmo_hybrid,
+    "kimi_linear": linear.kimi_linear,
+    "minimax": linear.minimax,
+    "lfm2": linear.lfm2,
+    "indexed_attention": sparse.indexed_attention,
+}
