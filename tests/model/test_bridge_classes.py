@@ -13,7 +13,7 @@ from gemmscope.toml import load_data
 from gemmscope.workload.derive import derive
 from support.reading import codes, facts
 
-NOT_MODELLED = ("Qwen3NextModelProvider80B_A3B", "DeepSeekV32ModelProvider", "Nemotron3SuperProvider")
+NOT_MODELLED = ("Nemotron3SuperProvider",)
 
 
 def read(name: str, *lines: str) -> ModelSource:
@@ -54,6 +54,23 @@ def parameters(source: ModelSource) -> int:
 )
 def test_parameters_are_those_of_the_published_model(name: str, preset: str):
     assert parameters(read(name)) == load_data("gemmscope.model.presets", f"{preset}.toml")["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [  # of transformers' classes with the published configs; without the layers of multi-token prediction
+        ("NemotronHModelProvider8B", 8_100_852_736),
+        ("Nemotron3NanoProvider", 31_577_937_344),
+        ("Qwen3NextModelProvider80B_A3B", 79_674_391_296),
+    ],
+)
+def test_parameters_of_hybrids(name: str, published: int):
+    assert parameters(read(name)) == published
+
+
+def test_sparse_attention_adds_an_indexer_to_each_layer():
+    indexer = 1536 * 64 * 128 + 7168 * 128 + 7168 * 64 + 2 * 128
+    assert parameters(read("DeepSeekV32ModelProvider")) == parameters(read("DeepSeekV3ModelProvider")) + 61 * indexer
 
 
 def test_every_class_is_read():

@@ -124,6 +124,26 @@ def test_linear_attention():
     assert sum(layer.mixer is not None for layer in megatron.read(listed, "x").model.layers) == 7
 
 
+SPARSE = f"""{HYBRID} --multi-latent-attention --q-lora-rank 96 --kv-lora-rank 64 --dsa-indexer-n-heads 4
+ --dsa-indexer-head-dim 32 --dsa-indexer-topk 512"""
+
+
+def test_sparse_attention():
+    source = megatron.read(f"{SPARSE} --num-layers 6 --experimental-attention-variant dsa --dsa-indexer-topk-freq 3", "x")
+    assert {layer.attention.top_k for layer in source.model.layers} == {512}
+    assert [layer.attention.indexer is not None for layer in source.model.layers] == [True, False, False] * 2
+    hybrid = megatron.read(f"{SPARSE} --hybrid-layer-pattern M-D-", "x")
+    assert hybrid.model.layers[2].attention.indexer.heads == 4
+    assert hybrid.model.pattern() == "1 Mamba-2, 1 MLP, 1 attention, 1 MLP"
+
+
+def test_gated_attention():
+    gated, plain = (
+        megatron.read(f"{HYBRID} --num-layers 1 --vocab-size 64{flag}", "x") for flag in (" --attention-output-gate", "")
+    )
+    assert parameters(gated) == parameters(plain) + 256 * 256
+
+
 def test_bridge_overrides_of_a_hybrid():
     text = "model: {_target_: x.NemotronHModelProvider8B, hybrid_override_pattern: 'M-M*/ME/ME', num_layers: 4, vocab_size: 100}"
     source = bridge.read(text, "x")
@@ -156,6 +176,12 @@ def test_bridge_overrides_of_a_hybrid():
         ("--num-layers 4 --experimental-attention-variant dsv4_hybrid", "dsv4_hybrid' is not supported for a file"),
         ("--hybrid-layer-pattern G --linear-num-key-heads 3", "--linear-num-value-heads = 32 is not a multiple of"),
         ("--is-hybrid-model", "the file has no --num-layers"),
+        ("--hybrid-layer-pattern D", "only with latent attention and a low rank of the queries"),
+        ("--num-layers 2 --experimental-attention-variant dsa", "only with latent attention and a low rank of the queries"),
+        (
+            "--num-layers 2 --experimental-attention-variant dsa --multi-latent-attention --q-lora-rank 64 --dsa-indexer-topk 8",
+            "needs --dsa-indexer-n-heads and --dsa-indexer-head-dim",
+        ),
     ],
 )
 def test_messages(flags: str, says: str):

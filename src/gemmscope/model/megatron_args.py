@@ -18,7 +18,7 @@ from typing import Any
 from gemmscope.errors import UserError, closest, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.model import megatron_layout, megatron_pipeline
-from gemmscope.model.megatron_hybrid import LINEAR_ATTENTION, VARIANT, hybrid_pattern
+from gemmscope.model.megatron_hybrid import LINEAR_ATTENTION, SPARSE_ATTENTION, VARIANT, hybrid_pattern
 from gemmscope.model.megatron_model import dense_mlp, model_spec
 from gemmscope.model.megatron_values import FACTS, MegatronSettings, Unknown
 from gemmscope.model.source import ModelSource
@@ -76,10 +76,11 @@ def other_model(evidence: str, what: str) -> UserError:
 
 def _reject_not_modelled(settings: MegatronSettings) -> None:
     variant = settings.text(VARIANT).lower()
-    if variant not in ("", "none", *LINEAR_ATTENTION):
+    if variant not in ("", "none", SPARSE_ATTENTION, *LINEAR_ATTENTION):
         raise UserError(
             f"{settings.spell(VARIANT)} {shown(variant)} is not supported for a file",
-            f"supported: {', '.join(LINEAR_ATTENTION)}; trace the model instead: {option('module', 'FILE.py:FACTORY')}",
+            f"supported: {', '.join((*LINEAR_ATTENTION, SPARSE_ATTENTION))}; for others, trace the model with "
+            f"{option('module', 'FILE.py:FACTORY')}",
         )
     for name, meaning in FACTS["not_modelled"].items():
         if settings.values.get(name) not in (None, False, "False", "false", ""):

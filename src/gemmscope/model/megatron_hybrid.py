@@ -6,15 +6,16 @@ Megatron builds as one; their layers count as without them. Older files give the
 Megatron spreads evenly over the Mamba layers.
 
 A GPT model can have linear attention too: `experimental_attention_variant` names it, and `linear_attention_freq` says which
-layers keep ordinary attention.
+layers keep ordinary attention. Sparse attention (`dsa`, or D in a pattern) is latent attention with an indexer.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gemmscope.errors import UserError, shown
 from gemmscope.model.limits import LARGEST, divisors_text
 from gemmscope.model.megatron_values import FACTS, MegatronSettings
 from gemmscope.model.mixers import MixerSpec
+from gemmscope.model.spec import AttentionSpec, IndexerSpec
 
 PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 ATTENTION_SHARE, MLP_SHARE = "hybrid_attention_ratio", "hybrid_mlp_ratio"
@@ -23,7 +24,8 @@ MAMBA, DELTA, ATTENTION, LATENT, SPARSE, MLP, EXPERTS = "MG*+D-E"
 STAGE, PREDICTION = "|", "/"
 SYMBOLS: dict[str, str] = FACTS["hybrid_symbols"]
 VARIANT, EVERY = "experimental_attention_variant", "linear_attention_freq"
-LINEAR_ATTENTION = ("gdn", "gated_delta_net")
+LINEAR_ATTENTION, SPARSE_ATTENTION = ("gdn", "gated_delta_net"), "dsa"
+INDEXER = {"dsa_indexer_n_heads": "heads", "dsa_indexer_head_dim": "head_dim", "dsa_indexer_topk": "sequence_length"}
 CONVOLUTION, SSD_CHUNK = 4, 128  # of Megatron's Mamba layers: megatron/core/ssm/mamba_mixer.py
 
 
@@ -191,3 +193,23 @@ def linear_attention_layers(settings: MegatronSettings, layers: int) -> list[boo
             f"for example {settings.example(EVERY)}: every fourth layer",
         )
     return [(layer + 1) % pattern != 0 for layer in range(layers)] if isinstance(pattern, int) else [*map(bool, pattern)]
+
+
+def sparse(settings: MegatronSettings, attention: AttentionSpec, layer: int) -> AttentionSpec:
+    """A layer's latent attention with an indexer, or with the positions that an earlier layer's indexer chose."""
+    if attention.latent is None or attention.latent.q_rank is None:
+        raise UserError(
+            "sparse attention (DSA) can be read only with latent attention and a low rank of the queries",
+            f"add {settings.spell('multi_latent_attention')} and for example {settings.example('q_lora_rank')}",
+        )
+    missing = [name for name in INDEXER if not settings.given(name)]
+    if missing:
+        raise UserError(
+            f"sparse attention (DSA) needs {' and '.join(map(settings.spell, missing))}",
+            f"for example {', '.join(map(settings.example, missing))}",
+        )
+    every = settings.size("dsa_indexer_topk_freq", "layers", 1)
+    first = settings.maybe_count("dsa_indexer_skip_topk_offset", "layers") or 1
+    heads, dim, top_k = (settings.size(name, limit, 0) for name, limit in INDEXER.items())
+    chooses = max(layer + 1 - first, 0) % every == 0
+    return replace(attention, top_k=top_k, indexer=IndexerSpec(heads, dim) if chooses else None)

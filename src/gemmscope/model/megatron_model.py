@@ -18,11 +18,15 @@ from gemmscope.model.megatron_hybrid import (
     LATENT,
     MAMBA,
     MLP,
+    SPARSE,
+    SPARSE_ATTENTION,
+    VARIANT,
     HybridPattern,
     delta_mixer,
     hybrid_pattern,
     linear_attention_layers,
     mamba_mixer,
+    sparse,
 )
 from gemmscope.model.megatron_values import MegatronSettings
 from gemmscope.model.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
@@ -56,9 +60,11 @@ def _layers(settings: MegatronSettings, hidden: int) -> list[LayerSpec]:
     mixer = delta_mixer(settings) if any(linear) else None
     norms = settings.size("layer_norms", "layers", 2)
     layers = []
-    for windowed, expert, is_linear in zip(_windowed_layers(settings, count), is_moe, linear, strict=True):
+    indexed = settings.text(VARIANT).lower() == SPARSE_ATTENTION
+    for layer, (windowed, expert, is_linear) in enumerate(zip(_windowed_layers(settings, count), is_moe, linear, strict=True)):
         mlp = moe if moe and expert else dense
         attention = near if windowed else full
+        attention = sparse(settings, attention, layer) if indexed else attention
         layers.append(LayerSpec(None, mlp, norms=norms, mixer=mixer) if is_linear else LayerSpec(attention, mlp, norms=norms))
     return layers
 
@@ -83,7 +89,13 @@ def _hybrid_layers(settings: MegatronSettings, hidden: int, pattern: HybridPatte
                 f"add for example {settings.example('num_moe_experts')}",
             )
         kinds[EXPERTS] = LayerSpec(None, experts, norms=1)
-    return [kinds[symbol] for symbol in pattern.layers]
+    if SPARSE not in symbols:
+        return [kinds[symbol] for symbol in pattern.layers]
+    latent = _attention(settings, hidden, None, latent=settings.flag("multi_latent_attention"))
+    return [
+        LayerSpec(sparse(settings, latent, layer), None, norms=1) if symbol == SPARSE else kinds[symbol]
+        for layer, symbol in enumerate(pattern.layers)
+    ]
 
 
 def _has_layer_norm(settings: MegatronSettings) -> bool:
@@ -135,6 +147,7 @@ def _attention(settings: MegatronSettings, hidden: int, window: int | None, *, l
         qk_norm_bias=qk_norm and _has_layer_norm(settings),
         sinks=sinks,
         rotary=rotary,
+        gated=settings.flag("attention_output_gate"),
     )
 
 

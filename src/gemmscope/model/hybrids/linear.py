@@ -61,7 +61,9 @@ def kimi_linear(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec
     """
     inner = family.value("linear_attn_config") or {}
     if not isinstance(inner, Mapping):
-        raise UserError(f"linear_attn_config must be an object, not {shown(inner)}", 'for example {"num_heads": 32, "head_dim": 128}')
+        raise UserError(
+            f"linear_attn_config must be an object, not {shown(inner)}", 'for example {"num_heads": 32, "head_dim": 128}'
+        )
     names = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads", "short_conv_kernel_size": "linear_conv_kernel_dim"}
     moved = {name: inner[key] for key, name in names.items() if key in inner}
     if "num_shared_experts" in family.config:  # the published name
@@ -94,7 +96,9 @@ def _kimi_kinds(inner: Mapping[str, object], count: int) -> list[str]:
         for number in numbers:
             kinds[number - 1] = kind
     if None in kinds:
-        raise UserError(f"layer {kinds.index(None) + 1} is neither in full_attn_layers nor in kda_layers", "add it to one of them")
+        raise UserError(
+            f"layer {kinds.index(None) + 1} is neither in full_attn_layers nor in kda_layers", "add it to one of them"
+        )
     return [str(kind) for kind in kinds]
 
 
@@ -160,7 +164,9 @@ def _hybrid(family: FamilyConfig, hidden: int, kinds: list[str], mixer: MixerSpe
     count, other = len(kinds), CONVOLUTION if mixer.kind == "short convolution" else LINEAR
     unknown = next((kind for kind in kinds if kind not in (FULL, other)), None)
     if unknown is not None:
-        raise UserError(f"a layer of {family.model_type} cannot be {shown(unknown)}", f"layer_types may contain {FULL} and {other}")
+        raise UserError(
+            f"a layer of {family.model_type} cannot be {shown(unknown)}", f"layer_types may contain {FULL} and {other}"
+        )
     attention: AttentionSpec | None = None
     if FULL in kinds:
         window = family.optional_size("sliding_window") if family.facts.get("window") == "all" else None
