@@ -26,7 +26,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass
-class Recipe:
+class BridgeRecipe:
     """What a function of the file says, while it is being collected."""
 
     names: dict[str, object] = field(default_factory=dict)  # parameters with their defaults, and constants
@@ -63,7 +63,7 @@ def read(text: str, origin: str) -> ModelSource:
     return replace(source, findings=(*source.findings, finding("settings-in-condition", settings=[*recipe.conditional])))
 
 
-def _one_model(recipes: list[tuple[str, Recipe]]) -> Recipe:
+def _one_model(recipes: list[tuple[str, BridgeRecipe]]) -> BridgeRecipe:
     """The recipe with a model; that of the pretraining function, where several differ."""
     found = [(name, recipe) for name, recipe in recipes if recipe.models]
     found = [(name, recipe) for name, recipe in found if PRETRAINING in name] or found
@@ -84,13 +84,13 @@ def _one_model(recipes: list[tuple[str, Recipe]]) -> Recipe:
     return found[0][1]
 
 
-def _recipes(text: str) -> list[tuple[str, Recipe]]:
+def _recipes(text: str) -> list[tuple[str, BridgeRecipe]]:
     """What each function says, and the module itself, under an empty name."""
     if len(text) > LONGEST_RECIPE:
         raise UserError("the recipe is too long", f"recipes can have up to {LONGEST_RECIPE} characters")
     try:
         tree = ast.parse(text)
-        module = Recipe()
+        module = BridgeRecipe()
         _collect(tree.body, module, in_branch=False)
         functions = {node.name: node for node in tree.body if isinstance(node, Function)}
         found = [("", module), *((name, _of_function(node, functions, module)) for name, node in functions.items())]
@@ -103,9 +103,9 @@ def _recipes(text: str) -> list[tuple[str, Recipe]]:
     return found
 
 
-def _of_function(node: Function, functions: dict[str, Function], module: Recipe, depth: int = 0) -> Recipe:
+def _of_function(node: Function, functions: dict[str, Function], module: BridgeRecipe, depth: int = 0) -> BridgeRecipe:
     """What a function says, with what the file's functions that it calls say before it."""
-    recipe = Recipe(names=dict(module.names))
+    recipe = BridgeRecipe(names=dict(module.names))
     recipe.names |= _defaults(node, recipe)
     for call in (part for part in ast.walk(node) if isinstance(part, ast.Call)):
         called = functions.get(_name_of(call.func))
@@ -119,7 +119,7 @@ def _of_function(node: Function, functions: dict[str, Function], module: Recipe,
     return recipe
 
 
-def _arguments_for(called: Function, call: ast.Call, outer: Recipe, inner: Recipe) -> dict[str, object]:
+def _arguments_for(called: Function, call: ast.Call, outer: BridgeRecipe, inner: BridgeRecipe) -> dict[str, object]:
     """The model's arguments that a call changes, where the called function passes its parameters on."""
     given = {keyword.arg: _value(keyword.value, outer) for keyword in call.keywords if keyword.arg}
     changed: dict[str, object] = {}
@@ -131,7 +131,7 @@ def _arguments_for(called: Function, call: ast.Call, outer: Recipe, inner: Recip
     return changed
 
 
-def _defaults(node: Function, recipe: Recipe) -> dict[str, object]:
+def _defaults(node: Function, recipe: BridgeRecipe) -> dict[str, object]:
     arguments = node.args
     positional = [*arguments.posonlyargs, *arguments.args]
     pairs = [*zip(positional[len(positional) - len(arguments.defaults) :], arguments.defaults, strict=True)]
@@ -141,7 +141,7 @@ def _defaults(node: Function, recipe: Recipe) -> dict[str, object]:
     return {argument.arg: _value(default, recipe) for argument, default in pairs}
 
 
-def _collect(body: list[ast.stmt], recipe: Recipe, *, in_branch: bool) -> None:
+def _collect(body: list[ast.stmt], recipe: BridgeRecipe, *, in_branch: bool) -> None:
     """Walk through the statements in their order."""
     for node in body:
         if isinstance(node, (Function, ast.ClassDef)):
@@ -157,7 +157,7 @@ def _collect(body: list[ast.stmt], recipe: Recipe, *, in_branch: bool) -> None:
             _built(node.value, recipe)
 
 
-def _assign(target: ast.expr, value: ast.expr, recipe: Recipe, *, in_branch: bool) -> None:
+def _assign(target: ast.expr, value: ast.expr, recipe: BridgeRecipe, *, in_branch: bool) -> None:
     section = _built(value, recipe)
     path = _path(target)
     if section and len(path) == 1:
@@ -173,7 +173,7 @@ def _assign(target: ast.expr, value: ast.expr, recipe: Recipe, *, in_branch: boo
                 recipe.conditional[f"{holder}.{path[-1]}"] = None
 
 
-def _built(value: ast.expr, recipe: Recipe) -> str:
+def _built(value: ast.expr, recipe: BridgeRecipe) -> str:
     """Remember the models and configurations that an expression builds. The section of the expression itself, or nothing."""
     for call in (part for part in ast.walk(value) if isinstance(part, ast.Call)):
         name = _name_of(call.func)
@@ -204,7 +204,7 @@ def _path(target: ast.expr) -> list[str]:
     return [*inner, target.attr] if inner and isinstance(target, ast.Attribute) else []
 
 
-def _value(node: ast.expr, recipe: Recipe) -> object:
+def _value(node: ast.expr, recipe: BridgeRecipe) -> object:
     """The value of an expression, as far as the file shows it."""
     if isinstance(node, ast.Constant):
         return node.value

@@ -35,9 +35,7 @@ def differences(model: ModelSpec, run: RunSpec, trace: ModuleTrace) -> list[Diff
     """Every difference between the closed form and the trace; empty when they are equal."""
     workload = derive(model, comparable_run(run))
     result = _unequal(_linear_counts(workload.gemms()), _linear_counts(trace.gemms))
-    derived = [
-        (gemm, op.count) for op in workload.ops if isinstance(op, (Attention, IndexScores)) for gemm in op.batched_gemms()
-    ]
+    derived = [(gemm, op.count) for op in workload.ops if isinstance(op, (Attention, IndexScores)) for gemm in op.batched_gemms()]
     traced = [((op.direction, op.m, op.k, op.n, op.batch), op.count) for op in trace.batched_gemms if op.section != MIXER]
     result += _unequal(_attention_counts(derived), _attention_counts(traced))
     if not has_fallback(trace):
