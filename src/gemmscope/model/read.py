@@ -18,8 +18,8 @@ READERS: tuple[Reader, ...] = tuple(
     (reader.recognises, reader.read) for reader in (hf, torchtitan, bridge_recipe, bridge, torchtitan_command, megatron)
 )
 FORMATS = (
-    f"{option('config')} takes a Hugging Face config.json, Megatron-LM arguments, a torchtitan TOML or command, or a Megatron-Bridge"
-    " YAML or recipe"
+    f"{option('config')} takes a Hugging Face config.json, Megatron-LM arguments, a torchtitan TOML or command, "
+    "a Megatron-Bridge YAML or recipe"
 )
 LARGEST_FILE = 32 * 2**20
 LARGEST_TEXT = 2**20  # characters of anything but JSON: scripts and YAML take long to parse, and real ones are far smaller
