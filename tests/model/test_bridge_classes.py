@@ -13,8 +13,6 @@ from gemmscope.toml import load_data
 from gemmscope.workload.derive import derive
 from support.reading import codes, facts
 
-NOT_MODELLED = ("Nemotron3SuperProvider",)
-
 
 def read(name: str, *lines: str) -> ModelSource:
     text = "\n  ".join(["model:", f"_target_: megatron.bridge.models.some.module.{name}", *lines])
@@ -75,7 +73,7 @@ def test_sparse_attention_adds_an_indexer_to_each_layer():
 
 def test_every_class_is_read():
     for name, settings in provider_classes().items():
-        if has_sizes(settings) and name not in NOT_MODELLED:
+        if has_sizes(settings):
             assert read(name).model.hidden_size == settings["hidden_size"]
 
 

@@ -137,6 +137,34 @@ def test_sparse_attention():
     assert hybrid.model.pattern() == "1 Mamba-2, 1 MLP, 1 attention, 1 MLP"
 
 
+PREDICTION = f"{HYBRID} --hybrid-layer-pattern M-*-/*-/*- --vocab-size 1000 --untie-embeddings-and-output-weights"
+
+
+def test_layers_of_multi_token_prediction():
+    attention = 256 + 4 * 256 * 256
+    mlp = 256 + 8 * 256 * 256
+    depth = 3 * 256 + 2 * 256 * 256 + attention + mlp
+    layers = mamba_parameters(256, 8, 64, 8, 128) + attention + 2 * mlp + 256
+    source = megatron.read(PREDICTION, "x")
+    assert parameters(source) == layers + 2 * 256 * 1000 + 2 * depth
+    assert codes(source) == ["mlp-width-default"]
+    assert parameters(megatron.read(f"{PREDICTION} --mtp-use-repeated-layer", "x")) == parameters(source) - depth
+    legacy = PREDICTION.replace("/*-/*-", "") + " --mtp-hybrid-override-pattern '*-' --mtp-num-layers 2"
+    assert parameters(megatron.read(legacy, "x")) == parameters(source)
+    without = megatron.read(PREDICTION.replace("/*-/*-", "") + " --mtp-num-layers 2", "x")  # a hybrid needs their pattern
+    assert without.model.prediction_layers == 0
+    plain = f"{HYBRID} --num-layers 2 --vocab-size 1000"
+    added = parameters(megatron.read(f"{plain} --mtp-num-layers 1", "x")) - parameters(megatron.read(plain, "x"))
+    assert added == 3 * 256 + 2 * 256 * 256 + attention + mlp
+
+
+def test_latent_experts():
+    flags = "--hybrid-layer-pattern E --num-experts 8 --moe-ffn-hidden-size 64 --moe-shared-expert-intermediate-size 96"
+    source = megatron.read(f"{HYBRID} {flags} --moe-latent-size 32", "x")
+    experts = 256 * 8 + 2 * 256 * 32 + 8 * 2 * 32 * 64 + 2 * 256 * 96
+    assert parameters(source) == experts + 256 + 256
+
+
 def test_gated_attention():
     gated, plain = (
         megatron.read(f"{HYBRID} --num-layers 1 --vocab-size 64{flag}", "x") for flag in (" --attention-output-gate", "")
@@ -145,9 +173,11 @@ def test_gated_attention():
 
 
 def test_bridge_overrides_of_a_hybrid():
-    text = "model: {_target_: x.NemotronHModelProvider8B, hybrid_override_pattern: 'M-M*/ME/ME', num_layers: 4, vocab_size: 100}"
+    text = "model: {_target_: x.NemotronHModelProvider8B, hybrid_override_pattern: 'M-M*/*-/*-', num_layers: 4, vocab_size: 100}"
     source = bridge.read(text, "x")
     assert [layer.kind for layer in source.model.layers] == ["Mamba-2", "MLP", "Mamba-2", "attention"]
+    assert [layer.kind for layer in source.model.prediction_block] == ["attention", "MLP"]
+    assert source.model.prediction_layers == 2
     plain = "model: {_target_: megatron.bridge.models.mamba.mamba_provider.MambaModelProvider, hidden_size: 256, "
     assert bridge.read(plain + "num_layers: 3, vocab_size: 100}", "x").model.pattern() == "3 Mamba-2"
     with pytest.raises(UserError, match="MambaModelProvider, a class without sizes; missing: hidden_size"):
@@ -160,6 +190,11 @@ def test_bridge_overrides_of_a_hybrid():
         ("--hybrid-override-pattern M-X*", "--hybrid-override-pattern has 'X', which is not a layer"),
         ("--hybrid-layer-pattern M-C*", "has 'C', which is the compressed attention of DeepSeek-V4, not supported for a file"),
         ("--hybrid-override-pattern M-M* --num-layers 6", "has 4 layers, but --num-layers is 6"),
+        ("--hybrid-layer-pattern 'M*/M|'", r"has '\|', which is not a layer"),
+        (
+            "--hybrid-layer-pattern M --mtp-hybrid-override-pattern XE",
+            "--mtp-hybrid-override-pattern has 'X', which is not a layer",
+        ),
         ("--hybrid-override-pattern '||'", "must be one symbol per layer, not '||'"),
         ("--hybrid-override-pattern $PATTERN", "the value of --hybrid-override-pattern is not known"),
         ("--hybrid-layer-pattern 'M*/MM/M*'", "has different layers of multi-token prediction: 'MM' and 'M.'"),

@@ -156,7 +156,9 @@ def _experts(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, sh
     apart = run.expert_tp
     inside = network.inside(run.ep, apart)
     domains = run.ep // inside
-    token = run.tokens * run.expert_tp / run.tp * model.hidden_size * ELEMENT_BYTES  # all tokens of one rank, once
+    token = (
+        run.tokens * run.expert_tp / run.tp * (moe.latent or model.hidden_size) * ELEMENT_BYTES
+    )  # all tokens of one rank, once
     near, once = token * _distinct(inside, moe.top_k / domains), 0.0
     if inside > 1:
         launch, root, per_byte = _known(chip.name, "alltoall", inside)

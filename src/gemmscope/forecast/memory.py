@@ -16,7 +16,7 @@ from gemmscope.model.spec import LayerSpec, ModelSpec, Recompute, RunSpec
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.forecast import Fit
 from gemmscope.toml import load_data
-from gemmscope.workload.derive import embedding_ops, head_ops, layer_ops
+from gemmscope.workload.derive import EMBEDDING, HEAD, embedding_ops, head_ops, layer_ops, prediction_ops
 from gemmscope.workload.ops import ELEMENT_BYTES, Activation, Attention, Elementwise, GroupedLinear, Linear, Loss, Norm, Op
 from gemmscope.workload.scans import CausalConv, Scan
 from gemmscope.workload.sharding import stage_layers
@@ -143,6 +143,15 @@ class BlockMemory(NamedTuple):
 NOTHING = BlockMemory()
 
 
+class Blocks(NamedTuple):
+    """What one micro-batch keeps: of every kind of layer, of the embedding, of the head, of a prediction layer."""
+
+    layers: list[BlockMemory]
+    embedding: BlockMemory
+    head: BlockMemory
+    prediction: BlockMemory
+
+
 class ModelMemory:
     """The memory of one model in any layout. What a layer keeps is computed once for each way to split it."""
 
@@ -153,12 +162,12 @@ class ModelMemory:
         index = {layer: position for position, layer in enumerate(self._kinds)}
         by_id = {id(layer): index[layer] for layer in model.layers}
         self._order = [by_id[id(layer)] for layer in model.layers]
-        self._blocks: dict[tuple[Any, ...], tuple[list[BlockMemory], BlockMemory, BlockMemory]] = {}
+        self._blocks: dict[tuple[Any, ...], Blocks] = {}
         self._stages: dict[tuple[Any, ...], list[tuple[int, list[int]]]] = {}
         self._last: tuple[RunSpec, list[_Stage]] | None = None  # a run is asked for in several recipes in turn
 
-    def blocks(self, run: RunSpec) -> tuple[list[BlockMemory], BlockMemory, BlockMemory]:
-        """Every kind of layer, the embedding and the head."""
+    def blocks(self, run: RunSpec) -> Blocks:
+        """Every kind of layer, the embedding, the head, and a prediction layer."""
         key = (
             run.micro_batch_size, run.sequence_length, run.tp, run.cp, run.ep, run.etp, run.sequence_parallel, run.pp > 1,
             run.sequence_parallel_linears, run.imbalance, run.vocab_multiple, run.separate_projections,
@@ -169,7 +178,9 @@ class ModelMemory:
             layers = [_block(layer_ops(self.model, layer, plain), plain, self.model.hidden_size) for layer in self._kinds]
             embedding = _block(embedding_ops(self.model, plain), plain, self.model.hidden_size)
             head = _block(head_ops(self.model, plain), plain, self.model.hidden_size)
-            known = self._blocks[key] = layers, embedding, head
+            predicting = prediction_ops(replace(self.model, prediction_layers=1), plain)
+            prediction = _block(predicting, plain, self.model.hidden_size)
+            known = self._blocks[key] = Blocks(layers, embedding, head, prediction)
         return known
 
     def stages(self, run: RunSpec) -> list[tuple[int, list[int]]]:
@@ -188,12 +199,15 @@ class ModelMemory:
     def rank(self, run: RunSpec, recipe_name: str, chip: GpuSpec) -> RankMemory:
         """The stage that needs most."""
         if self._last is None or self._last[0] is not run:
-            layers, embedding, head = self.blocks(run)
-            stages = [
-                _Stage.of(run, stage, [(block, count) for block, count in zip(layers, counts, strict=True) if count],
-                          embedding if stage == 0 else NOTHING, head if stage == run.pp - 1 else NOTHING)
-                for stage, counts in self.stages(run)
-            ]  # fmt: skip
+            layers, embedding, head, prediction = self.blocks(run)
+            stages = []
+            for stage, counts in self.stages(run):
+                parts = [(block, count) for block, count in zip(layers, counts, strict=True) if count]
+                last = stage == run.pp - 1
+                if last and self.model.prediction_layers:
+                    parts.append((prediction, self.model.prediction_layers))
+                ends = embedding if stage == 0 else NOTHING, head if last else NOTHING
+                stages.append(_Stage.of(run, stage, parts, *ends))
             self._last = run, stages
         stored = storage(recipe_name, chip.architecture)
         results = [stage.in_recipe(run, stored) for stage in self._last[1]]
@@ -252,13 +266,13 @@ def _block(ops: Iterable[Op], run: RunSpec, hidden: int) -> BlockMemory:
     first = run.tokens / sharded * hidden * ELEMENT_BYTES
     for op in ops:
         if isinstance(op, GroupedLinear):
-            experts += op.parameters * op.count
+            experts += op.all_parameters
         else:
-            dense += op.parameters * op.count
+            dense += op.all_parameters
         if isinstance(op, Linear):
             key, size = _input(op, sharded)
             inputs[key] = max(inputs.get(key, 0.0), size * op.count)
-            if not op.quantized or op.section:
+            if not op.quantized or op.section in (EMBEDDING, HEAD):
                 plain[key] = max(plain.get(key, 0.0), size * op.count)
             else:
                 elements += size * op.count
@@ -405,7 +419,7 @@ class _Stage(NamedTuple):
         on_gpu = max(1 - run.offloaded_layers / depth, 0.0) if run.offloaded_layers and depth else 1.0
         held = in_flight(run, stage)
         return cls(
-            stage, layers, widest, embedding.kept + head.kept + head.inputs, head.logits, held * on_gpu, held, largest,
+            stage, layers, widest, embedding.kept + head.kept + head.inputs, head.logits + layers.logits, held * on_gpu, held, largest,
             weights, gradients, master, moments, buffers,
             known["reserve_gb"]["usual" if run.gpus == 1 else "usual_several_gpus"] * 1e9, open_states,
         )  # fmt: skip

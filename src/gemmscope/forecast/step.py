@@ -247,7 +247,7 @@ class StepForecast:
     @cached_property
     def held(self) -> RankShare:
         """What this rank holds."""
-        in_experts = sum(op.parameters * op.count for op in self.linears if isinstance(op, GroupedLinear))
+        in_experts = sum(op.all_parameters for op in self.linears if isinstance(op, GroupedLinear))
         attentions, mixers, mlps, moe_layers = (
             sum(op.count for op in self.linears if op.name == name) for name in ("Attn Out", "Mixer Out", "MLP Down", "Router")
         )

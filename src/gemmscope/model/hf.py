@@ -9,12 +9,12 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, cast
 
-from gemmscope.errors import UserError, shown
+from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.model import hf_blocks as blocks
 from gemmscope.model.families import FamilyConfig, known_model_types, language_type
 from gemmscope.model.families import family as family_facts
-from gemmscope.model.hybrids import HYBRIDS
+from gemmscope.model.hybrids import HYBRIDS, PARTS
 from gemmscope.model.limits import check_flag, check_size
 from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
@@ -72,7 +72,12 @@ def from_config(config: Mapping[str, Any], origin: str) -> ModelSource:
 
 def _needs_tracing(model_type: str, config: Mapping[str, Any]) -> bool:
     """Whether the model has parts without a closed form."""
-    if "layers_by" in family_facts(model_type):  # its layers are read where they are built
+    facts = family_facts(model_type)
+    own = config.get("per_layer_config")
+    known = set(facts.get("per_layer_keys", ()))
+    if isinstance(own, Mapping) and not all(isinstance(each, Mapping) and each.keys() <= known for each in own.values()):
+        return True
+    if "layers_by" in facts:  # its layers are read where they are built
         return False
     layer_types = config.get("layer_types")
     if isinstance(layer_types, list) and not _CLOSED_FORM_LAYERS.issuperset(blocks.current_kinds(layer_types)):
@@ -81,8 +86,10 @@ def _needs_tracing(model_type: str, config: Mapping[str, Any]) -> bool:
 
 
 def _findings(config: Mapping[str, Any], model: ModelSpec) -> Iterator[Finding]:
-    if config.get("num_nextn_predict_layers"):  # not part of the Hugging Face model
-        yield finding("prediction-layers-not-included", setting="num_nextn_predict_layers")
+    predicted = config.get("num_nextn_predict_layers")
+    if type(predicted) is int and predicted > 0:  # not part of the Hugging Face model
+        added = option("mtp_layers", predicted)
+        yield finding("prediction-layers-not-included", setting="num_nextn_predict_layers", added=added)
     if not any(layer.is_moe for layer in model.layers):
         ignored = [key for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)]
         if ignored:
@@ -102,9 +109,9 @@ def _model(family: FamilyConfig, origin: str) -> ModelSpec:
     embedding = family.number("embedding_size")
     vocab = check_size("vocab_size", family.size("vocab_size"), "vocab_size")
     tied_by = facts["tied_by"] if facts.get("tied_by") in family.config else "tie_word_embeddings"
-    tied = family.value(tied_by)
-    tied = tied is not None and check_flag(tied_by, tied, f'write "{tied_by}": true') and not facts.get("never_tied")
-    return ModelSpec(
+    tied = False if facts.get("tied_never") or facts.get("never_tied") else family.value(tied_by)
+    tied = tied is not None and check_flag(tied_by, tied, f'write "{tied_by}": true')
+    model = ModelSpec(
         name="".join(letter if letter.isprintable() else "?" for letter in name[:120]),
         hidden_size=hidden,
         layers=tuple(layers),
@@ -127,6 +134,7 @@ def _model(family: FamilyConfig, origin: str) -> ModelSpec:
         model_type=family.model_type,
         source=origin,
     )
+    return replace(model, **PARTS[facts["parts_by"]](family, hidden, count)) if "parts_by" in facts else model
 
 
 def _layers(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:

@@ -33,7 +33,7 @@ OPTIONAL = {  # gemmscope's own arguments can give these, so an unknown value is
     *("sequence_parallel", "recompute_granularity", "recompute_modules", "global_batch_size", "world_size", "data_parallel_size"),
     *(megatron_pipeline.FIRST, megatron_pipeline.LAST, megatron_pipeline.LAYOUT),
     *(*megatron_pipeline.PIECES, megatron_pipeline.LAYERS_PER_PIECE),
-    *("expert_tensor_parallel_size", "max_position_embeddings"),
+    *("expert_tensor_parallel_size", "max_position_embeddings", "mtp_num_layers"),
     *megatron_layout.NAMES,
 }
 MODEL_RANKS = {"tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size"}
@@ -166,10 +166,6 @@ def _findings(settings: MegatronSettings, model: ModelSpec, run: Mapping[str, An
     if uses_default and not settings.given("ffn_hidden_size"):
         width = dense_mlp(settings, model.hidden_size).intermediate_size
         yield finding("mlp-width-default", setting=spell("ffn_hidden_size"), width=width)
-    pattern = hybrid_pattern(settings)
-    if settings.values.get("mtp_num_layers") not in (None, 0, "0", False) or (pattern and pattern.depths):
-        setting = "mtp_num_layers" if settings.given("mtp_num_layers") or not pattern else pattern.setting
-        yield finding("prediction-layers-not-included", setting=spell(setting))
     if settings.values.get("moe_expert_capacity_factor") not in (None, 0, "0", False):
         yield finding("expert-capacity-not-modelled", setting=spell("moe_expert_capacity_factor"))
     expert_tp, tp = _expert_tensor_parallel(settings, model), run.get("tp", 1)

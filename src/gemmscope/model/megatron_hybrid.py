@@ -41,7 +41,7 @@ class HybridPattern:
 
     @property
     def has_attention(self) -> bool:
-        return bool(set(self.layers) & {ATTENTION, LATENT, SPARSE})
+        return bool(set(self.layers + self.prediction) & {ATTENTION, LATENT, SPARSE})
 
 
 def hybrid_pattern(settings: MegatronSettings) -> HybridPattern | None:
@@ -103,15 +103,7 @@ def _parsed(settings: MegatronSettings, name: str) -> HybridPattern:
     what, value = settings.spell(name), settings.single(name)
     text = value.strip() if isinstance(value, str) else ""
     main, *predictions = text.split(PREDICTION)
-    for symbol in dict.fromkeys(text.translate(str.maketrans("", "", "[]|/"))):
-        if symbol not in SYMBOLS or symbol in FACTS["hybrid_symbols_not_modelled"]:
-            known = ", ".join(f"{letter} {meaning}" for letter, meaning in SYMBOLS.items())
-            other = FACTS["hybrid_symbols_not_modelled"].get(symbol)
-            raise UserError(
-                f"{what} has {shown(symbol)}, which is {other or 'not a layer'}"
-                + (", not supported for a file" if other else ""),
-                f"layers: {known}; | separates pipeline stages, / precedes layers of multi-token prediction",
-            )
+    _check_symbols(what, main.translate(str.maketrans("", "", "[]|")))
     parts = [len(part) for part in main.translate(str.maketrans("", "", "[]")).split(STAGE)]
     if not 0 < sum(parts) <= LARGEST["layers"]:
         raise UserError(f"{what} must be one symbol per layer, not {shown(value)}", "for example M-M*-M-M*-")
@@ -128,8 +120,21 @@ def _parsed(settings: MegatronSettings, name: str) -> HybridPattern:
         )
     layers = "".join(symbol for symbol in main if symbol not in "[]|")
     prediction = predictions[0] if predictions else settings.text(PREDICTION_PATTERN)
+    _check_symbols(what if predictions else settings.spell(PREDICTION_PATTERN), prediction)
     depths = len(predictions) or settings.maybe_count("mtp_num_layers", "layers") or 0
     return HybridPattern(name, layers, tuple(parts), prediction if depths else "", depths if prediction else 0)
+
+
+def _check_symbols(what: str, layers: str) -> None:
+    for symbol in dict.fromkeys(layers):
+        if symbol not in SYMBOLS:
+            known = ", ".join(f"{letter} {meaning}" for letter, meaning in SYMBOLS.items())
+            other = FACTS["hybrid_symbols_not_modelled"].get(symbol)
+            meaning = f"{other}, not supported for a file" if other else "not a layer"
+            raise UserError(
+                f"{what} has {shown(symbol)}, which is {meaning}",
+                f"layers: {known}; | separates pipeline stages, / precedes layers of multi-token prediction",
+            )
 
 
 def mamba_mixer(settings: MegatronSettings, hidden: int) -> MixerSpec:

@@ -37,14 +37,18 @@ def model_spec(settings: MegatronSettings, origin: str) -> ModelSpec:
     hidden = settings.size("hidden_size", "hidden_size", 0)
     learned = settings.text("position_embedding_type", "learned_absolute") == "learned_absolute"
     pattern = hybrid_pattern(settings)
+    depths = pattern.depths if pattern else settings.maybe_count("mtp_num_layers", "layers") or 0
     return ModelSpec(
         name=PurePath(origin).stem or "Megatron model",
         hidden_size=hidden,
-        layers=tuple(_hybrid_layers(settings, hidden, pattern) if pattern else _layers(settings, hidden)),
+        layers=tuple(_hybrid_layers(settings, hidden, pattern, pattern.layers) if pattern else _layers(settings, hidden)),
         vocab_size=settings.maybe_size("vocab_size", "vocab_size"),
         norm=NormSpec("layernorm", bias=True) if _has_layer_norm(settings) else NormSpec("rmsnorm"),
         tied_embeddings=settings.flag("share_embeddings_and_output_weights", default=True),
         positions=(settings.maybe_size(settings.positions, "sequence_length") or 0) if learned else 0,
+        prediction_layers=depths,
+        prediction_block=tuple(_hybrid_layers(settings, hidden, pattern, pattern.prediction)) if pattern else (),
+        prediction_shared=depths > 1 and settings.flag("mtp_use_repeated_layer"),
         source=origin,
     )
 
@@ -69,9 +73,9 @@ def _layers(settings: MegatronSettings, hidden: int) -> list[LayerSpec]:
     return layers
 
 
-def _hybrid_layers(settings: MegatronSettings, hidden: int, pattern: HybridPattern) -> list[LayerSpec]:
-    """The layers of a hybrid model. Each has one block, and a norm before it."""
-    symbols = set(pattern.layers)
+def _hybrid_layers(settings: MegatronSettings, hidden: int, pattern: HybridPattern, layers: str) -> list[LayerSpec]:
+    """Layers of a hybrid model, by their symbols. Each has one block, and a norm before it."""
+    symbols = set(layers)
     kinds: dict[str, LayerSpec] = {}
     if MAMBA in symbols:
         kinds[MAMBA] = LayerSpec(None, None, norms=1, mixer=mamba_mixer(settings, hidden))
@@ -90,11 +94,11 @@ def _hybrid_layers(settings: MegatronSettings, hidden: int, pattern: HybridPatte
             )
         kinds[EXPERTS] = LayerSpec(None, experts, norms=1)
     if SPARSE not in symbols:
-        return [kinds[symbol] for symbol in pattern.layers]
+        return [kinds[symbol] for symbol in layers]
     latent = _attention(settings, hidden, None, latent=settings.flag("multi_latent_attention"))
     return [
         LayerSpec(sparse(settings, latent, layer), None, norms=1) if symbol == SPARSE else kinds[symbol]
-        for layer, symbol in enumerate(pattern.layers)
+        for layer, symbol in enumerate(layers)
     ]
 
 
@@ -199,6 +203,7 @@ def _moe_mlp(settings: MegatronSettings, hidden: int) -> MoeSpec | None:
         shared=mlp(shared, fused=False) if shared else None,
         shared_gate=bool(shared) and settings.flag("moe_shared_expert_gate"),
         router_bias=dense.up_bias,
+        latent=settings.maybe_count("moe_latent_size", "hidden_size"),
     )
 
 

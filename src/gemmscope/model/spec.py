@@ -18,6 +18,7 @@ from typing import Literal, get_args
 from gemmscope.errors import UserError, option, shown
 from gemmscope.model.limits import check_flag, check_optional, check_size, divisors_text
 from gemmscope.model.mixers import LinearSpec, MixerSpec
+from gemmscope.model.streams import CompressedSpec, LayerInputsSpec, StreamsSpec
 
 QkNorm = Literal["head", "each_head", "full"]
 """Normalisation of queries and keys: one weight of a head's size shared by all heads; one per head; one over all heads."""
@@ -58,14 +59,19 @@ class AttentionSpec:
     kv_heads: int
     head_dim: int
     value_dim: int | None = None  # a value head's size where it differs (latent attention)
+    input_size: int | None = None  # where it is not the hidden size (Zamba: the hidden state beside the embedding)
     q_bias: bool = False
     k_bias: bool = False
     v_bias: bool = False
     out_bias: bool = False
     causal: bool = True
     window: int | None = None  # how many positions back a query sees; None: all
+    chunk: int | None = None  # a query sees only its own chunk of so many positions; None: there are no chunks
     qk_norm: QkNorm | None = None
     qk_norm_bias: bool = False
+    qk_norm_weight: bool = True
+    v_norm: bool = False  # values are normalised too, without a weight
+    temperature: bool = False  # queries are scaled by their position
     sinks: bool = False  # one learned logit per head
     rotary: bool = True  # positions enter by rotating queries and keys
     rotary_dim: int | None = None  # the part of a head that is rotated; None: all of it
@@ -74,6 +80,9 @@ class AttentionSpec:
     latent: LatentSpec | None = None
     top_k: int | None = None  # sparse: how many of the visible positions a query attends to
     indexer: IndexerSpec | None = None  # chooses them; None with `top_k`: the choice of an earlier layer is used again
+    values_are_keys: bool = False  # one projection makes both
+    shares_kv: bool = False  # keys and values are those of an earlier layer
+    compressed: CompressedSpec | None = None
 
     def __post_init__(self) -> None:
         check_size("num_attention_heads", self.heads, "heads")
@@ -82,6 +91,9 @@ class AttentionSpec:
         check_optional("v_head_dim", self.value_dim, "head_dim")
         check_optional("sliding_window", self.window, "sequence_length")
         check_optional("index_topk", self.top_k, "sequence_length")
+        check_optional("attention_chunk_size", self.chunk, "sequence_length")
+        if self.compressed is not None:
+            self.compressed.check_heads(self.out_width)
         if self.heads % self.kv_heads:
             raise UserError(
                 f"num_attention_heads = {self.heads} is not a multiple of num_key_value_heads = {self.kv_heads}",
@@ -127,6 +139,7 @@ class MlpSpec:
     up_bias: bool = False
     down_bias: bool = False
     stored_fused: bool = False  # the checkpoint's own code keeps gate and up in one weight
+    sparse: bool = False  # only the largest values of the gate are kept, by their mean and deviation
 
     def __post_init__(self) -> None:
         check_size("intermediate_size", self.intermediate_size, "intermediate_size")
@@ -142,10 +155,14 @@ class MoeSpec:
     shared: MlpSpec | None = None
     shared_gate: bool = False  # the shared expert's output is scaled by a sigmoid of its own one-column linear
     router_bias: bool = False
+    latent: int | None = None  # the experts' width where it is not the hidden size: a linear before and after them (Nemotron-3)
+    latent_bias: bool = False
+    stored_dense: bool = False  # the checkpoint's own code runs every expert on every token; frameworks do not
 
     def __post_init__(self) -> None:
         check_size("the number of experts", self.experts, "experts")
         check_size("num_experts_per_tok", self.top_k, "experts")
+        check_optional("moe_latent_size", self.latent, "hidden_size")
         if self.top_k > self.experts:
             raise UserError(f"num_experts_per_tok = {self.top_k} is more than the number of experts, {self.experts}")
 
@@ -155,6 +172,8 @@ class LayerSpec:
     """One layer: attention or another mixer (or both side by side), then a feed-forward block; hybrids may leave one of them out.
 
     `norms` counts its normalisations over the hidden size. `extra` are linears beside these; `extra_parameters` belong to none.
+    Layers with the same `shared_block` use one set of weights for attention and feed-forward block, each with a norm before it
+    (Zamba); mixer and `extra` are their own.
     """
 
     attention: AttentionSpec | None
@@ -163,6 +182,9 @@ class LayerSpec:
     mixer: MixerSpec | None = None
     extra: tuple[LinearSpec, ...] = ()
     extra_parameters: int = 0
+    shared_block: int | None = None
+    streams: StreamsSpec | None = None
+    input_width: int = 0  # of an input of its own, which a gate and a projection add to the output
 
     @property
     def is_moe(self) -> bool:
@@ -172,6 +194,20 @@ class LayerSpec:
     def is_plain(self) -> bool:
         """Attention and a feed-forward block, nothing else."""
         return self.attention is not None and self.mlp is not None and self.mixer is None
+
+    @property
+    def special(self) -> str:
+        """What it has that other layers of attention and a feed-forward block do not; empty for most."""
+        attention = self.attention
+        parts = {
+            "compressed attention": attention is not None and attention.compressed is not None,
+            "keys and values of another layer": attention is not None and attention.shares_kv,
+            "keys as values": attention is not None and attention.values_are_keys,
+            self.streams.kind if self.streams is not None else "": self.streams is not None,
+            "inputs of its own": self.input_width > 0,
+            "linears beside attention and MLP": bool(self.extra),
+        }
+        return ", ".join(part for part, present in parts.items() if present)
 
     @property
     def kind(self) -> str:
@@ -212,7 +248,13 @@ class ModelSpec:
     head_transform: bool = False  # masked-LM heads: a dense layer and a norm before the vocabulary
     head_transform_bias: bool = True
     head_output: bool = True  # False: an encoder without a vocabulary head
+    first_linears: tuple[LinearSpec, ...] = ()  # between the embedding and the first layer
+    last_linears: tuple[LinearSpec, ...] = ()  # between the last layer and the final norm
+    layer_inputs: LayerInputsSpec | None = None
     unused_parameters: int = 0  # parameters that no listed operation of the training step uses
+    prediction_layers: int = 0  # multi-token prediction: layers after the last one, each with a loss of its own
+    prediction_block: tuple[LayerSpec, ...] = ()  # what each of these consists of; empty: one layer of the last kind
+    prediction_shared: bool = False  # all of these use the same weights
     model_type: str = ""
     source: str = ""
 
@@ -221,6 +263,8 @@ class ModelSpec:
         check_size("num_hidden_layers", len(self.layers), "layers")
         check_optional("vocab_size", self.vocab_size, "vocab_size")
         check_optional("embedding_size", self.embedding_size, "hidden_size")
+        if self.prediction_layers:
+            check_size(option("mtp_layers"), self.prediction_layers, "layers")
 
     @property
     def embedding_width(self) -> int:
@@ -230,6 +274,11 @@ class ModelSpec:
     def attentions(self) -> Iterator[AttentionSpec]:
         """The attention of every layer that has one."""
         return (layer.attention for layer in self.layers if layer.attention is not None)
+
+    @property
+    def streams(self) -> int:
+        """Residual streams between the layers."""
+        return max(layer.streams.count if layer.streams is not None else 1 for layer in self.layers)
 
     @property
     def causal(self) -> bool:
@@ -270,13 +319,16 @@ class ModelSpec:
             parts.append(f"{attention.heads} heads{shared}")
         mixer = next((layer.mixer for layer in self.layers if layer.mixer is not None), None)
         if mixer is not None:
-            parts.append(f"{mixer.name} with {mixer.heads} heads of {mixer.value_dim}")
+            heads = f"{mixer.heads} channels" if mixer.value_dim == 1 else f"{mixer.heads} heads of {mixer.value_dim}"
+            parts.append(f"{mixer.name} with {heads}")
         mlp = self.layers[0].mlp
         if isinstance(mlp, MlpSpec):
             parts.append(f"intermediate {mlp.intermediate_size}")
         moe = next((layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeSpec)), None)
         if moe is not None:
             parts.append(f"{moe.experts} experts of {moe.expert.intermediate_size}, top {moe.top_k}")
+        if self.prediction_layers:
+            parts.append(f"{self.prediction_layers} prediction layer{'s' if self.prediction_layers > 1 else ''}")
         return ", ".join(parts)
 
 

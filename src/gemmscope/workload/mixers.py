@@ -35,6 +35,9 @@ def mixer_ops(model: ModelSpec, spec: MixerSpec, run: RunSpec) -> Iterator[Op]:
     if part.kind == "selective scan":  # the time step, B and C depend on the convolved values
         states = part.rank + 2 * part.key_dim
         yield replace(_linear("Mixer X Proj", run, part.inner, states), quantized=False)
+        if part.state_norm:
+            weights = states if part.state_norm == "weighted" else 0
+            yield Norm(name="Mixer State Norm", rows=run.tokens, width=states, parameters=weights)
         yield replace(_linear("Mixer Time Step Proj", run, part.rank, part.inner, bias=True), quantized=False)
     if part.kind in SCAN_NAMES:
         yield Scan(

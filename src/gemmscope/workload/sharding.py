@@ -52,6 +52,8 @@ def _tensor_parallel_sizes(model: ModelSpec, run: RunSpec) -> dict[str, int]:
             sizes["intermediate_size"] = gcd(sizes.get("intermediate_size", 0), layer.mlp.intermediate_size)
         elif layer.mlp is not None and layer.mlp.shared is not None:
             sizes["the shared expert's intermediate_size"] = layer.mlp.shared.intermediate_size
+    if model.prediction_layers:
+        sizes["hidden_size"] = model.hidden_size
     if run.expert_tp == run.tp:
         sizes |= _expert_widths(model)
     return sizes

@@ -81,11 +81,14 @@ def count_parameters(model: ModelSpec) -> tuple[int, int]:
     """
     whole = derive(model, RunSpec(micro_batch_size=1, sequence_length=1))
     idle = 0
-    for layer, count in model.layer_groups():
+    depths = min(model.prediction_layers, 1) if model.prediction_shared else model.prediction_layers
+    predicting = [(layer, depths) for layer in model.prediction_block or model.layers[-1:]] if depths else []
+    for layer, count in (*model.layer_groups(), *predicting):
         if isinstance(layer.mlp, MoeSpec):
             expert = layer.mlp.expert
             ups = 2 if expert.gated else 1
-            weights = (ups + 1) * model.hidden_size * expert.intermediate_size
-            biases = ups * expert.intermediate_size * expert.up_bias + model.hidden_size * expert.down_bias
+            width = layer.mlp.latent or model.hidden_size
+            weights = (ups + 1) * width * expert.intermediate_size
+            biases = ups * expert.intermediate_size * expert.up_bias + width * expert.down_bias
             idle += count * (layer.mlp.experts - layer.mlp.top_k) * (weights + biases)
     return whole.parameters, whole.parameters - idle

@@ -1,9 +1,10 @@
 """Layers of families that are more than attention and MLP. `layers_by` in families.toml names the function."""
 
 from collections.abc import Callable
+from typing import Any
 
 from gemmscope.model.families import FamilyConfig
-from gemmscope.model.hybrids import linear, sparse
+from gemmscope.model.hybrids import deepseek_v4, gemma, linear, llama4, mamba, sparse
 from gemmscope.model.spec import LayerSpec
 
 LayerBuilder = Callable[[FamilyConfig, int, int], list[LayerSpec]]
@@ -15,5 +16,20 @@ HYBRIDS: dict[str, LayerBuilder] = {
     "kimi_linear": linear.kimi_linear,
     "minimax": linear.minimax,
     "lfm2": linear.lfm2,
+    "mamba": mamba.mamba,
+    "mamba_or_attention": mamba.mamba_or_attention,
+    "falcon_h1": mamba.falcon_h1,
+    "zamba2": mamba.zamba2,
+    "nemotron_h": mamba.nemotron_h,
     "indexed_attention": sparse.indexed_attention,
+    "llama4": llama4.llama4,
+    "gemma4": gemma.gemma4,
+    "gemma3n": gemma.gemma3n,
+    "deepseek_v4": deepseek_v4.deepseek_v4,
 }
+
+PartsBuilder = Callable[[FamilyConfig, int, int], dict[str, Any]]
+"""Fields of `ModelSpec` outside of its layers, from a config, its hidden size and its number of layers."""
+
+PARTS: dict[str, PartsBuilder] = {"layer_inputs": gemma.layer_inputs, "stream_head": deepseek_v4.stream_head}
+"""By `parts_by` in families.toml."""
