@@ -107,7 +107,7 @@ def test_llama4_alternates_and_shares_its_width_among_experts() -> None:
     assert maverick.layers[0].mlp.intermediate_size == 16384
     assert maverick.layers[1].mlp.expert.intermediate_size == 8192
     assert maverick.layers[1].mlp.shared.intermediate_size == 8192
-    blocks = [layer.attention.window for layer in model_of("llama4", "17bx16e_irope").layers[:5]]
+    blocks = [layer.attention.chunk for layer in model_of("llama4", "17bx16e_irope").layers[:5]]
     assert blocks == [None, 8192, 8192, 8192, None]
 
 

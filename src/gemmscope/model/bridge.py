@@ -74,7 +74,7 @@ def read_document(document: Mapping[str, object], origin: str) -> ModelSource:
     _require_sizes_of_class(values, provider, own)
     unknown_names = [f"model.{name}" for name in given if name not in TELLTALE]
     sections = _add_run(values, document)
-    findings = [*_sequence_length(values, given, document), *_vocabulary(values, document), *_blocks(values, given)]
+    findings = [*_sequence_length(values, given, document), *_vocabulary(values, document)]
     function = values.get("activation_func")  # written as it is, or as the _target_ of a mapping
     activation = _last_name(function.get("_target_") if isinstance(function, dict) else function)
     values["activation_func"] = "relu2" if activation == "squared_relu" else activation or None
@@ -163,14 +163,6 @@ def _vocabulary(values: dict[str, object], document: Mapping[str, object]) -> li
         return []
     values |= {"vocab_size": size if tokenizer is None else tokenizer, "should_pad_vocab": True}
     return [finding("vocabulary-of-class", size=size)] if tokenizer is None else []
-
-
-def _blocks(values: dict[str, object], given: Mapping[str, object]) -> list[Finding]:
-    """A finding where attention is limited to blocks, which the class describes as a window."""
-    size = values.pop("attention_chunk_size", None)
-    if isinstance(size, int) and "attention_chunk_size" not in given and "window_size" not in given:
-        return [finding("attention-blocks-as-window", size=size)]
-    return []
 
 
 def _load(text: str) -> dict[str, object]:

@@ -7,6 +7,7 @@ GPT-2: LayerNorm, biases everywhere, learned positions, an MLP four times as wid
 embedding's weight.
 """
 
+from dataclasses import replace
 from pathlib import PurePath
 
 from gemmscope.errors import UserError
@@ -61,6 +62,7 @@ def _layers(settings: MegatronSettings, hidden: int) -> list[LayerSpec]:
     linear = linear_attention_layers(settings, count)
     latent = settings.flag("multi_latent_attention")
     full, near = (_attention(settings, hidden, window, latent=latent) for window in (None, _window(settings)))
+    near = replace(near, chunk=settings.maybe_size("attention_chunk_size", "sequence_length"))
     mixer = delta_mixer(settings) if any(linear) else None
     norms = settings.size("layer_norms", "layers", 2)
     layers = []

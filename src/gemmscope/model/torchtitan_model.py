@@ -185,18 +185,13 @@ def _attention(flavor: Flavor, index: int) -> AttentionSpec:
         k_bias=flavor.bias,
         v_bias=flavor.bias,
         out_bias=flavor.bias,
-        window=_window(flavor, index),
+        window=flavor.sliding_window_size if index % 2 == 0 else None,
+        chunk=flavor.fixed_attn_block_size if flavor.every_n_layers_nope and index % flavor.every_n_layers_nope else None,
         qk_norm="head" if flavor.qk_norm else None,
         sinks=flavor.sinks,
         rotary_dim=flavor.rotary_dim,
         gated=flavor.gated_attention,
     )
-
-
-def _window(flavor: Flavor, index: int) -> int | None:
-    if flavor.every_n_layers_nope and index % flavor.every_n_layers_nope:
-        return flavor.fixed_attn_block_size
-    return flavor.sliding_window_size if index % 2 == 0 else None
 
 
 def _dense(flavor: Flavor) -> MlpSpec:
@@ -231,8 +226,6 @@ def model_findings(model: Mapping[str, Any], flavor: Flavor) -> list[Finding]:
         findings.append(finding("vocabulary-assumed", size=flavor.vocab_size))
     if flavor.attn_mask_type == "block_causal":
         findings.append(finding("document-mask-not-modelled"))
-    if flavor.every_n_layers_nope:
-        findings.append(finding("attention-blocks-as-window", size=flavor.fixed_attn_block_size))
     if model.get("converters"):
         findings.append(finding("converters-ignored", value=shown(model["converters"])))
     return findings
