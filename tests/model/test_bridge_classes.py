@@ -68,6 +68,13 @@ def test_parameters_of_hybrids(name: str, published: int):
     assert parameters(read(name)) == published
 
 
+def test_latent_experts_and_prediction_layers():
+    assert parameters(read("Nemotron3SuperProvider", "mtp_num_layers: 0")) == 120_668_687_360  # as transformers' class
+    source = read("Nemotron3SuperProvider")
+    assert [layer.kind for layer in source.model.prediction_block] == ["attention", "MoE"]
+    assert source.model.prediction_layers == 2
+
+
 def test_sparse_attention_adds_an_indexer_to_each_layer():
     indexer = 1536 * 64 * 128 + 7168 * 128 + 7168 * 64 + 2 * 128
     assert parameters(read("DeepSeekV32ModelProvider")) == parameters(read("DeepSeekV3ModelProvider")) + 61 * indexer
