@@ -84,6 +84,28 @@ def test_settings_that_a_function_passes_on():
     assert facts(source, "settings-in-condition") == {"settings": ["dataset.sequence_length"]}
 
 
+FROM_HUB = """
+from megatron.bridge import AutoBridge
+MODEL_ID = "Qwen/Qwen3-8B"
+
+def qwen3_pretrain_config():
+    cfg = common()
+    cfg.model = AutoBridge.from_hf_pretrained(MODEL_ID).to_megatron_provider(load_weights=False)
+    cfg.model.tensor_model_parallel_size = 4
+    cfg.model.seq_length = 4096
+    cfg.model.mtp_num_layers = 1
+    cfg.train.micro_batch_size = 2
+    return cfg
+"""
+
+
+def test_a_model_from_the_hub_is_the_preset_with_that_source():
+    source = read.read_text(FROM_HUB, "recipe.py")
+    assert (source.model.name, source.model.prediction_layers) == ("qwen3-8b", 1)
+    assert source.run_settings == {"sequence_length": 4096, "micro_batch_size": 2, "tp": 4}
+    assert codes(source) == []
+
+
 def test_a_variable_that_holds_the_model():
     text = "import megatron.bridge\nmodel = Qwen3ModelProvider8B()\nmodel.num_layers = 2\nmodel.seq_length = length()"
     source = bridge_recipe.read(text, "x.py")
@@ -94,7 +116,14 @@ def test_a_variable_that_holds_the_model():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("ID = 'nvidia/x'\ndef f():\n  m = AutoBridge.from_hf_pretrained(ID)", "the recipe takes its model from nvidia/x"),
+        (
+            "ID = 'nvidia/x'\ndef f():\n  m = AutoBridge.from_hf_pretrained(ID)",
+            "takes its model from nvidia/x, which is not a preset",
+        ),
+        (
+            "m = AutoBridge.from_hf_pretrained('Qwen/Qwen3-8B')\nm.num_layers = 2",
+            "from Qwen/Qwen3-8B and changes model.num_layers",
+        ),
         ("cfg = llama3_8b_pretrain_config()", "builds no model whose sizes are known here"),
         ("a = Qwen3ModelProvider8B()\ndef f():\n  return Qwen3ModelProvider4B()", "several models: Qwen3ModelProvider8B, Qwen3"),
         ("def f(:", "the Python is not valid, line 2"),
@@ -124,7 +153,7 @@ def test_recognises():
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.sampled_from([ASSIGNED, PASSED_ON]), st.data())
+@given(st.sampled_from([ASSIGNED, PASSED_ON, FROM_HUB]), st.data())
 def test_damaged_files(text: str, data: st.DataObject):
     start = data.draw(st.integers(0, len(text)))
     end = min(len(text), start + data.draw(st.integers(0, 30)))

@@ -50,8 +50,8 @@ def read(text: str, origin: str) -> ModelSource:
     return read_document(_load(text), origin)
 
 
-def read_document(document: Mapping[str, object], origin: str) -> ModelSource:
-    """The model and run of a configuration with the sections of a Megatron-Bridge run."""
+def read_document(document: Mapping[str, object], origin: str, known: ModelSource | None = None) -> ModelSource:
+    """The model and run of a configuration with the sections of a Megatron-Bridge run. `known`: the model, from elsewhere."""
     model = _section(document, document, "model")
     if not model:
         raise UserError(
@@ -71,7 +71,8 @@ def read_document(document: Mapping[str, object], origin: str) -> ModelSource:
     values = {**(own or {}), **given}
     if any(given.get(name) for name in PATTERNS):  # instead of the class's pattern, which may have the other name
         values |= {name: given.get(name) for name in PATTERNS}
-    _require_sizes_of_class(values, provider, own)
+    if known is None:
+        _require_sizes_of_class(values, provider, own)
     unknown_names = [f"model.{name}" for name in given if name not in TELLTALE]
     sections = _add_run(values, document)
     findings = [*_sequence_length(values, given, document), *_vocabulary(values, document)]
@@ -90,7 +91,9 @@ def read_document(document: Mapping[str, object], origin: str) -> ModelSource:
         values, spell, "{}: {}",
         swiglu_keeps_parameters=False, q_lora_rank=512, kv_lora_rank=512, positions="seq_length", silent_means_off=False,
     )  # fmt: skip
-    return model_source(settings, origin, findings, unknown_names)
+    if known is None:
+        return model_source(settings, origin, findings, unknown_names)
+    return model_source(settings, origin, [*known.findings, *findings], unknown_names, known.model)
 
 
 def _last_name(target: object) -> str:

@@ -3,17 +3,20 @@
 A recipe is never run. Its syntax tree is searched for a provider class that `bridge_classes` knows
 (`cfg.model = Nemotron3NanoProvider(seq_length=8192)`), for the configuration classes of a run
 (`TrainingConfig(micro_batch_size=1)`) and for assignments (`cfg.train.micro_batch_size = 2`). Names stand for the default of the
-function's parameter or for a constant. The result has the same sections as a YAML file, and `bridge` reads it.
+function's parameter or for a constant. The result has the same sections as a YAML file, and `bridge` reads it. A model that
+AutoBridge takes from a Hugging Face config is that of the preset with the same source.
 """
 
 import ast
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from gemmscope.errors import UserError, option
 from gemmscope.findings import finding
-from gemmscope.model import bridge
+from gemmscope.model import bridge, presets
 from gemmscope.model.bridge_classes import provider_classes
+from gemmscope.model.megatron_args import REQUIRED
 from gemmscope.model.megatron_values import FACTS, Unknown, evaluate
 from gemmscope.model.source import ModelSource
 
@@ -21,6 +24,7 @@ RECIPE = FACTS["bridge_recipe"]
 CONFIGURATIONS: dict[str, str] = RECIPE["classes"]
 SECTIONS = {*CONFIGURATIONS.values(), "model"}
 LONGEST_RECIPE = 200_000  # characters; real ones are far shorter
+FROM_HUB = "from_hf_pretrained"  # of AutoBridge: the model is that of a Hugging Face config
 PRETRAINING = "pretrain"  # in the name of the function that is read, where there are several
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -56,8 +60,13 @@ def read(text: str, origin: str) -> ModelSource:
     recipe = _one_model(recipes)
     provider, arguments = recipe.models[-1]
     sections = {name: dict(values) for name, values in recipe.sections.items()}
-    model = {"_target_": provider, **arguments, **sections.pop("model", {})}
-    source = bridge.read_document({"model": model, **sections}, origin)
+    model = {**arguments, **sections.pop("model", {})}
+    if provider == FROM_HUB:
+        source = bridge.read_document(
+            {"model": {"name": recipe.hub_id, **model}, **sections}, origin, _hub_model(recipe.hub_id, model)
+        )
+    else:
+        source = bridge.read_document({"model": {"_target_": provider, **model}, **sections}, origin)
     if not recipe.conditional:
         return source
     return replace(source, findings=(*source.findings, finding("settings-in-condition", settings=[*recipe.conditional])))
@@ -68,20 +77,36 @@ def _one_model(recipes: list[tuple[str, BridgeRecipe]]) -> BridgeRecipe:
     found = [(name, recipe) for name, recipe in recipes if recipe.models]
     found = [(name, recipe) for name, recipe in found if PRETRAINING in name] or found
     if not found:
-        hub_id = next((recipe.hub_id for _, recipe in recipes if recipe.hub_id), "")
         raise UserError(
-            f"the recipe takes its model from {hub_id}"
-            if hub_id
-            else "the recipe builds no model whose sizes are known here, such as Llama3ModelProvider8B()",
-            f"name the model itself: {option('config', hub_id or 'FILE')}, or use the run_config.yaml that Megatron-Bridge writes"
-            " beside a checkpoint",
+            "the recipe builds no model whose sizes are known here, such as Llama3ModelProvider8B()",
+            f"name the model itself with {option('config')} or {option('preset')}, or use the run_config.yaml that "
+            "Megatron-Bridge writes beside a checkpoint",
         )
-    classes = {recipe.models[-1][0]: None for _, recipe in found}
+    classes = {recipe.hub_id or recipe.models[-1][0]: None for _, recipe in found}
     if len(classes) > 1:
         raise UserError(
             f"the recipe builds several models: {', '.join(list(classes)[:6])}", "give a file that builds one of them"
         )
     return found[0][1]
+
+
+def _hub_model(hub_id: str, settings: Mapping[str, object]) -> ModelSource:
+    """The model of a hub id: the preset with that source. Nothing is downloaded that the user did not name."""
+    changed = [name for name in (*REQUIRED, *bridge.SHAPES) if name in settings]
+    preset = next((name for name in presets.names() if f"/{hub_id}/" in presets.describe(name).source), None)
+    if changed or preset is None:
+        change = f" and changes {', '.join(f'model.{name}' for name in changed[:6])}" if changed else ""
+        raise UserError(
+            f"the recipe takes its model from {hub_id}{change}" + ("" if changed else ", which is not a preset"),
+            f"name the model yourself: {option('config', 'PATH' if changed else hub_id)}",
+        )
+    source = presets.load(preset)
+    assert source.model is not None
+    depths = settings.get("mtp_num_layers")
+    if type(depths) is not int or depths < 1:
+        return source
+    findings = tuple(each for each in source.findings if each.code != "prediction-layers-not-included")
+    return replace(source, model=replace(source.model, prediction_layers=depths), findings=findings)
 
 
 def _recipes(text: str) -> list[tuple[str, BridgeRecipe]]:
@@ -182,13 +207,17 @@ def _built(value: ast.expr, recipe: BridgeRecipe) -> str:
             recipe.models.append((name, arguments))
         elif name in CONFIGURATIONS:
             recipe.sections.setdefault(CONFIGURATIONS[name], {}).update(arguments)
-        elif name == "from_hf_pretrained" and call.args:
+        elif name == FROM_HUB and call.args:
             hub_id = _value(call.args[0], recipe)
-            recipe.hub_id = hub_id if isinstance(hub_id, str) else recipe.hub_id
+            recipe.hub_id = hub_id[:200] if isinstance(hub_id, str) else "?"
+            recipe.models.append((FROM_HUB, {}))
     if not isinstance(value, ast.Call):
         return ""
     name = _name_of(value.func)
-    return "model" if name in provider_classes() else CONFIGURATIONS.get(name, "")
+    built = name in provider_classes() or any(
+        _name_of(part.func) == FROM_HUB for part in ast.walk(value) if isinstance(part, ast.Call)
+    )
+    return "model" if built else CONFIGURATIONS.get(name, "")
 
 
 def _name_of(function: ast.expr) -> str:

@@ -40,12 +40,16 @@ MODEL_RANKS = {"tensor_model_parallel_size", "context_parallel_size", "pipeline_
 
 
 def model_source(
-    settings: MegatronSettings, origin: str, findings: Sequence[Finding] = (), unknown_names: Collection[str] = ()
+    settings: MegatronSettings,
+    origin: str,
+    findings: Sequence[Finding] = (),
+    unknown_names: Collection[str] = (),
+    model: ModelSpec | None = None,
 ) -> ModelSource:
     """The model and run that the settings describe.
 
     `findings` are those of the reader. `unknown_names` are names in the file that are not used here: one of them may be the
-    misspelling of a missing setting.
+    misspelling of a missing setting. `model`: it is known already, and the settings describe only the run.
     """
     unknown = {name: value for name, value in settings.values.items() if name in OPTIONAL and isinstance(value, Unknown)}
     findings = [
@@ -57,12 +61,14 @@ def model_source(
     ]
     ignored = [*unknown, *(["world_size"] if MODEL_RANKS & unknown.keys() else [])]  # then the data-parallel size is unknown too
     settings = replace(settings, values={**settings.values, **dict.fromkeys(ignored)})
-    _reject_not_modelled(settings)
-    _require_sizes(settings, unknown_names)
-    model = model_spec(settings, origin)
+    if model is None:
+        _reject_not_modelled(settings)
+        _require_sizes(settings, unknown_names)
+        model = model_spec(settings, origin)
+        findings = [*findings, *_model_findings(settings, model)]
     samples = settings.maybe_size("global_batch_size", "vocab_size")
     run = _run_settings(settings, model, samples)
-    findings = (*findings, *_findings(settings, model, run))
+    findings = (*findings, *_run_findings(settings, model, run))
     return ModelSource(origin=origin, model=model, run_settings=run, findings=findings, global_batch=samples)
 
 
@@ -157,7 +163,7 @@ def _expert_tensor_parallel(settings: MegatronSettings, model: ModelSpec) -> int
     return size if any(layer.is_moe for layer in model.layers) else None
 
 
-def _findings(settings: MegatronSettings, model: ModelSpec, run: Mapping[str, Any]) -> Iterator[Finding]:
+def _model_findings(settings: MegatronSettings, model: ModelSpec) -> Iterator[Finding]:
     spell = settings.spell
     if model.vocab_size is None:
         yield finding("vocabulary-missing", setting=spell("vocab_size"), example=settings.example("vocab_size"))
@@ -166,6 +172,10 @@ def _findings(settings: MegatronSettings, model: ModelSpec, run: Mapping[str, An
     if uses_default and not settings.given("ffn_hidden_size"):
         width = dense_mlp(settings, model.hidden_size).intermediate_size
         yield finding("mlp-width-default", setting=spell("ffn_hidden_size"), width=width)
+
+
+def _run_findings(settings: MegatronSettings, model: ModelSpec, run: Mapping[str, Any]) -> Iterator[Finding]:
+    spell = settings.spell
     if settings.values.get("moe_expert_capacity_factor") not in (None, 0, "0", False):
         yield finding("expert-capacity-not-modelled", setting=spell("moe_expert_capacity_factor"))
     expert_tp, tp = _expert_tensor_parallel(settings, model), run.get("tp", 1)
