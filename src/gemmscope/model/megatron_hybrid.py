@@ -78,7 +78,7 @@ def spread(layers: int, attention_share: float, mlp_share: float) -> str:
     """The pattern of a number of layers with these shares of attention and MLP, spread evenly over Mamba layers.
 
     >>> spread(12, 0.25, 0.25)
-    'MM*M-M*-M*M-'
+    'MM*-MM*-M*M-'
     """
     attention, mlp = round(layers * attention_share), round(layers * mlp_share)
     mamba = layers - attention
