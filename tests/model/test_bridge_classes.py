@@ -71,7 +71,7 @@ def test_parameters_of_hybrids(name: str, published: int):
 def test_latent_experts_and_prediction_layers():
     assert parameters(read("Nemotron3SuperProvider", "mtp_num_layers: 0")) == 120_668_687_360  # as transformers' class
     source = read("Nemotron3SuperProvider")
-    assert [layer.kind for layer in source.model.prediction_block] == ["attention", "MoE"]
+    assert source.model.prediction_layer.kind == "attention + MoE"
     assert source.model.prediction_layers == 2
 
 

@@ -148,6 +148,9 @@ def test_layers_of_multi_token_prediction():
     source = megatron.read(PREDICTION, "x")
     assert parameters(source) == layers + 2 * 256 * 1000 + 2 * depth
     assert codes(source) == ["mlp-width-default"]
+    other = megatron.read(PREDICTION.replace("/*-/*-", "/MM/MM"), "x")
+    assert other.model.prediction_layers == 0
+    assert facts(other, "prediction-layers-not-included")["setting"] == "--hybrid-layer-pattern"
     assert parameters(megatron.read(f"{PREDICTION} --mtp-use-repeated-layer", "x")) == parameters(source) - depth
     legacy = PREDICTION.replace("/*-/*-", "") + " --mtp-hybrid-override-pattern '*-' --mtp-num-layers 2"
     assert parameters(megatron.read(legacy, "x")) == parameters(source)
@@ -176,7 +179,7 @@ def test_bridge_overrides_of_a_hybrid():
     text = "model: {_target_: x.NemotronHModelProvider8B, hybrid_override_pattern: 'M-M*/*-/*-', num_layers: 4, vocab_size: 100}"
     source = bridge.read(text, "x")
     assert [layer.kind for layer in source.model.layers] == ["Mamba-2", "MLP", "Mamba-2", "attention"]
-    assert [layer.kind for layer in source.model.prediction_block] == ["attention", "MLP"]
+    assert source.model.prediction_layer.kind == "attention + MLP"
     assert source.model.prediction_layers == 2
     plain = "model: {_target_: megatron.bridge.models.mamba.mamba_provider.MambaModelProvider, hidden_size: 256, "
     assert bridge.read(plain + "num_layers: 3, vocab_size: 100}", "x").model.pattern() == "3 Mamba-2"

@@ -1,4 +1,4 @@
-"""Random settings of families with layers of several shapes: Llama 4, Gemma 3n and 4, DeepSeek-V4. Everything that their code reads."""
+"""Random settings of families with layers of several shapes (Llama 4, Gemma 3n and 4, DeepSeek-V4): all that their code reads."""
 
 from __future__ import annotations
 
@@ -123,3 +123,4 @@ _FAMILIES = {
     "gemma4_unified_text": _gemma4,
     "deepseek_v4": _deepseek_v4,
 }
+SHAPE_FAMILIES = tuple(_FAMILIES)

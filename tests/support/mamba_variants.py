@@ -33,6 +33,7 @@ def _mamba1(config: dict[str, Any], rng: random.Random) -> dict[str, Any]:
         "expand": rng.choice([1, 2, 3]),
         "conv_kernel": rng.choice([2, 3, 4]),
         "time_step_rank": rng.choice(["auto", 5]),
+        **rng.choice([{}, {"intermediate_size": 40}]),
         **_flags(rng, "use_bias", "use_conv_bias", "residual_in_fp32"),
     }
 
@@ -157,9 +158,8 @@ def _nemotron_h(config: dict[str, Any], rng: random.Random) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": rng.choice([0, 56]),
         "moe_latent_size": rng.choice([None, 20]),
         "sliding_window": rng.choice([None, 8]),
-        **_flags(
-            rng, "use_bias", "mlp_bias", "attention_bias", "mamba_proj_bias", rng.choice(["use_conv_bias", "mamba_conv_bias"])
-        ),
+        **_flags(rng, "use_bias", "mlp_bias", "attention_bias", "mamba_proj_bias"),
+        **_flags(rng, rng.choice(["use_conv_bias", "mamba_conv_bias"])),
     }
 
 

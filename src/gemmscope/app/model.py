@@ -57,11 +57,12 @@ def with_prediction_layers(source: ModelSource, count: int) -> ModelSource:
     """The model with so many layers of multi-token prediction."""
     if source.model is None:
         raise UserError(
-            f"{option('mtp_layers', count)}: {source.origin} is traced as its class runs it, and has no closed form to add layers to",
+            f"{option('mtp_layers', count)} adds layers to a closed form, and {source.origin} is traced as its class runs it",
             f"remove {option('mtp_layers')}",
         )
     if type(count) is not int or count < 0:
-        raise UserError(f"{option('mtp_layers')} must be a whole number, not {shown(count)}", f"for example {option('mtp_layers', 1)}")
+        message = f"{option('mtp_layers')} must be a whole number, not {shown(count)}"
+        raise UserError(message, f"for example {option('mtp_layers', 1)}")
     findings = tuple(each for each in source.findings if each.code != "prediction-layers-not-included")
     return replace(source, model=replace(source.model, prediction_layers=count), findings=findings)
 
@@ -224,7 +225,7 @@ def linear_cases(workload: Workload) -> LinearCases:
         linears.append(_with_rows(op) if isinstance(op, TracedLinear) and op.groups > 1 else op)
         if linears[-1] is not op:
             findings.append(finding("rows-split-evenly", op=op.name, groups=op.groups))
-        if isinstance(op, TracedLinear) and len({gemm.pass_name for gemm in op.seen}) < 3:
+        if len({gemm.pass_name for gemm in op.seen} if isinstance(op, TracedLinear) else op.passes) < 3:
             findings.append(finding("all-passes-measured", op=op.name))
     if any(op.forward_runs > 1 for op in linears):
         findings.append(finding("recompute-not-in-linears"))

@@ -116,7 +116,8 @@ class FamilyConfig:
         value = self.optional_size(name)
         if value is None:
             names = ALIASES.get(name, (name,))
-            similar = _misspelled(names, self.config)
+            others = [key for key in self.config if key not in self.facts.get("defaults", {})]
+            similar = _misspelled(names, others)
             raise UserError(
                 f"the config of this {self.model_type} model has no {' or '.join(names)}"
                 + (f"; it has {similar!r}" if similar else ""),
@@ -125,9 +126,9 @@ class FamilyConfig:
         return value
 
 
-def _misspelled(names: Sequence[str], config: Mapping[str, Any]) -> str:
+def _misspelled(names: Sequence[str], config: Sequence[str]) -> str:
     """A key of the config that is very similar to one of `names`, and not a known key itself."""
     known = {alias for aliases in ALIASES.values() for alias in aliases}
-    unknown = [key for key in config if key not in known]
+    unknown = [key for key in config if key not in known and key not in names]
     close = (closest(name, unknown, 1, cutoff=0.85) for name in names)
     return next((match[0] for match in close if match), "")

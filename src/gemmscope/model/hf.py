@@ -14,7 +14,7 @@ from gemmscope.findings import Finding, finding
 from gemmscope.model import hf_blocks as blocks
 from gemmscope.model.families import FamilyConfig, known_model_types, language_type
 from gemmscope.model.families import family as family_facts
-from gemmscope.model.hybrids import HYBRIDS, PARTS
+from gemmscope.model.hybrids import ENDS, HYBRIDS
 from gemmscope.model.limits import check_flag, check_size
 from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
@@ -99,7 +99,8 @@ def _findings(config: Mapping[str, Any], model: ModelSpec) -> Iterator[Finding]:
 def _model(family: FamilyConfig, origin: str) -> ModelSpec:
     facts = family.facts
     hidden = check_size("hidden_size", family.size("hidden_size"), "hidden_size")
-    count = check_size("num_hidden_layers", family.size("num_hidden_layers"), "layers")
+    listed = facts.get("layers_listed", False)
+    count = 0 if listed else check_size("num_hidden_layers", family.size("num_hidden_layers"), "layers")
     layers = HYBRIDS[facts["layers_by"]](family, hidden, count) if "layers_by" in facts else _layers(family, hidden, count)
     heads = layers[0].attention.heads if layers[0].attention is not None else 0
     name = str(family.config.get("_name_or_path") or origin)
@@ -109,8 +110,8 @@ def _model(family: FamilyConfig, origin: str) -> ModelSpec:
     embedding = family.number("embedding_size")
     vocab = check_size("vocab_size", family.size("vocab_size"), "vocab_size")
     tied_by = facts["tied_by"] if facts.get("tied_by") in family.config else "tie_word_embeddings"
-    tied = False if facts.get("tied_never") or facts.get("never_tied") else family.value(tied_by)
-    tied = tied is not None and check_flag(tied_by, tied, f'write "{tied_by}": true')
+    tied = family.value(tied_by)
+    tied = tied is not None and check_flag(tied_by, tied, f'write "{tied_by}": true') and not facts.get("never_tied")
     model = ModelSpec(
         name="".join(letter if letter.isprintable() else "?" for letter in name[:120]),
         hidden_size=hidden,
@@ -134,7 +135,7 @@ def _model(family: FamilyConfig, origin: str) -> ModelSpec:
         model_type=family.model_type,
         source=origin,
     )
-    return replace(model, **PARTS[facts["parts_by"]](family, hidden, count)) if "parts_by" in facts else model
+    return replace(model, **ENDS[facts["ends_by"]](family, hidden, count)) if "ends_by" in facts else model
 
 
 def _layers(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:

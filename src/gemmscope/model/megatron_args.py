@@ -173,6 +173,12 @@ def _model_findings(settings: MegatronSettings, model: ModelSpec) -> Iterator[Fi
         width = dense_mlp(settings, model.hidden_size).intermediate_size
         yield finding("mlp-width-default", setting=spell("ffn_hidden_size"), width=width)
 
+    pattern = hybrid_pattern(settings)
+    if pattern and pattern.depths and not model.prediction_layers:
+        yield finding(
+            "prediction-layers-not-included", setting=spell(pattern.setting), added=option("mtp_layers", pattern.depths)
+        )
+
 
 def _run_findings(settings: MegatronSettings, model: ModelSpec, run: Mapping[str, Any]) -> Iterator[Finding]:
     spell = settings.spell

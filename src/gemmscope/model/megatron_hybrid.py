@@ -40,6 +40,13 @@ class HybridPattern:
     depths: int = 0
 
     @property
+    def predicts_one_layer(self) -> bool:
+        """Whether a depth of prediction is one block, or attention or a mixer before an MLP or experts."""
+        return len(self.prediction) == 1 or (
+            len(self.prediction) == 2 and self.prediction[0] not in "-E" and self.prediction[1] in "-E"
+        )
+
+    @property
     def has_attention(self) -> bool:
         return bool(set(self.layers + self.prediction) & {ATTENTION, LATENT, SPARSE})
 

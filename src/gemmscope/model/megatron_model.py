@@ -38,7 +38,7 @@ def model_spec(settings: MegatronSettings, origin: str) -> ModelSpec:
     hidden = settings.size("hidden_size", "hidden_size", 0)
     learned = settings.text("position_embedding_type", "learned_absolute") == "learned_absolute"
     pattern = hybrid_pattern(settings)
-    depths = pattern.depths if pattern else settings.maybe_count("mtp_num_layers", "layers") or 0
+    depths = prediction_depths(settings, pattern)
     return ModelSpec(
         name=PurePath(origin).stem or "Megatron model",
         hidden_size=hidden,
@@ -48,7 +48,7 @@ def model_spec(settings: MegatronSettings, origin: str) -> ModelSpec:
         tied_embeddings=settings.flag("share_embeddings_and_output_weights", default=True),
         positions=(settings.maybe_size(settings.positions, "sequence_length") or 0) if learned else 0,
         prediction_layers=depths,
-        prediction_block=tuple(_hybrid_layers(settings, hidden, pattern, pattern.prediction)) if pattern else (),
+        prediction_layer=_prediction_layer(settings, hidden, pattern) if pattern and depths else None,
         prediction_shared=depths > 1 and settings.flag("mtp_use_repeated_layer"),
         source=origin,
     )
@@ -102,6 +102,19 @@ def _hybrid_layers(settings: MegatronSettings, hidden: int, pattern: HybridPatte
         LayerSpec(sparse(settings, latent, layer), None, norms=1) if symbol == SPARSE else kinds[symbol]
         for layer, symbol in enumerate(layers)
     ]
+
+
+def prediction_depths(settings: MegatronSettings, pattern: HybridPattern | None) -> int:
+    """Layers of multi-token prediction, as far as they can be modelled."""
+    if pattern is None:
+        return settings.maybe_count("mtp_num_layers", "layers") or 0
+    return pattern.depths if pattern.predicts_one_layer else 0
+
+
+def _prediction_layer(settings: MegatronSettings, hidden: int, pattern: HybridPattern) -> LayerSpec:
+    """The blocks of one depth as one layer: attention or a mixer, and an MLP or experts, each with a norm before it."""
+    blocks = _hybrid_layers(settings, hidden, pattern, pattern.prediction)
+    return replace(blocks[0], mlp=blocks[-1].mlp, norms=len(blocks))
 
 
 def _has_layer_norm(settings: MegatronSettings) -> bool:

@@ -106,6 +106,8 @@ def _linear_counts(gemms: Iterable[Gemm]) -> Counter[str]:
     """How often each GEMM with a weight runs, by its text in a difference."""
     counts: Counter[str] = Counter()
     for gemm in gemms:
+        if not gemm.flops:  # of an empty tensor
+            continue
         counts[f"{gemm.pass_name} {gemm.shape}" + (f" in {gemm.groups} groups" if gemm.groups > 1 else "")] += gemm.count
     return counts
 

@@ -44,10 +44,11 @@ def compressed_attention(model: ModelSpec, spec: AttentionSpec, run: RunSpec) ->
         yield from _indexer(model, run, spec)
     sequence = run.sequence_length
     pairs = visible_pairs(sequence, causal=True, window=spec.window) + part.entry_pairs(sequence, spec.top_k)
+    seen = min(part.entries(sequence), spec.top_k or sequence)  # entries that the last query sees beside its window
     yield Attention(
         name="Attention", batch=run.micro_batch_size, heads=heads, kv_heads=1, queries=sequence // run.cp,
-        keys=sequence + part.entries(sequence), head_dim=spec.head_dim, value_dim=spec.head_dim, pairs=pairs / run.cp, causal=True,
-        window=spec.window, values_are_keys=True, parameters=heads if spec.sinks else 0,
+        keys=sequence + part.entries(sequence), head_dim=spec.head_dim, value_dim=spec.head_dim, pairs=pairs / run.cp,
+        causal=True, window=(spec.window or sequence) + seen, values_are_keys=True, parameters=heads if spec.sinks else 0,
     )  # fmt: skip
     groups = part.out_groups // run.tp
     inputs = spec.out_width // part.out_groups
@@ -90,8 +91,8 @@ def _indexer(model: ModelSpec, run: RunSpec, spec: AttentionSpec) -> Iterator[Op
     pairs, chosen = (part.entry_pairs(sequence, top_k) / run.cp for top_k in (None, spec.top_k))
     yield EntryScores(
         name="Index Scores", batch=run.micro_batch_size, heads=indexer.heads, dim=indexer.dim, queries=sequence // run.cp,
-        keys=part.entries(sequence), pairs=pairs, chosen=chosen, attended=spec.heads * spec.head_dim, trained=trained,
-        copies=run.tp,
+        keys=part.entries(sequence), pairs=pairs, chosen=chosen, trained=trained, copies=run.tp,
+        probabilities=2 * spec.heads // run.tp * chosen * spec.head_dim,
     )  # fmt: skip
     yield TopK(name="Index Top-K", batch=run.micro_batch_size, pairs=pairs, chosen=chosen, copies=run.tp)
 

@@ -6,7 +6,6 @@ Read `layer_ops` first: it lists the operations of a transformer layer in the or
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain
 
 from gemmscope.findings import Finding, finding
 from gemmscope.model.mixers import LinearSpec
@@ -139,11 +138,26 @@ def _section(layers: list[LayerSpec], layer: LayerSpec) -> str:
         kind = ("MoE layer" if layer.is_moe else "dense layer") if len({other.is_moe for other in layers}) > 1 else "layer"
     else:
         kind = f"{layer.kind} layer"
-    windows = {other: other.attention.window if other.attention is not None else None for other in layers}
-    if layer.attention is not None and len({windows[other] for other in layers if other.attention is not None}) > 1:
-        kind += f", window {windows[layer]}" if windows[layer] else ", full attention"
-    similar = [other for other in layers if other.kind == layer.kind and windows[other] == windows[layer]]
+    features = {other: _features(other) for other in layers}
+    for name, feature in features[layer].items():
+        if feature and len({others[name] for others in features.values() if name in others}) > 1:
+            kind += f", {feature}"
+    similar = [other for other in layers if other.kind == layer.kind and features[other] == features[layer]]
     return kind if len(similar) == 1 else f"{kind} {'abcdefghijklmnopqrstuvwxyz'[similar.index(layer) % 26]}"
+
+
+def _features(layer: LayerSpec) -> dict[str, str]:
+    """What may distinguish a layer from others of its kind: what its attention sees, whose keys it uses, its MLP."""
+    features, spec = {}, layer.attention
+    if spec is not None:
+        reach = f"window {spec.window}" if spec.window else "full attention"
+        if spec.compressed is not None and spec.compressed.rate:
+            reach = f"{spec.compressed.rate} to 1 compressed"
+        features = {"reach": f"chunk {spec.chunk}" if spec.chunk else reach, "keys": "shared keys" if spec.shares_kv else ""}
+    if isinstance(layer.mlp, MlpSpec):
+        sparse = "sparse activation" if layer.mlp.sparse else ""
+        features |= {"width": f"intermediate {layer.mlp.intermediate_size}", "activation": sparse}
+    return features
 
 
 def embedding_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
@@ -248,7 +262,7 @@ def _attention(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[
     attention = Attention(
         name="Attention", batch=run.micro_batch_size, heads=spec.heads // run.tp, kv_heads=spec.kv_heads // run.tp,
         queries=queries, keys=run.sequence_length, head_dim=spec.head_dim, value_dim=spec.value_head_dim,
-        pairs=pairs / run.cp, causal=spec.causal, window=spec.window, shares_kv=spec.shares_kv,
+        pairs=pairs / run.cp, causal=spec.causal, window=spec.window or spec.chunk, shares_kv=spec.shares_kv,
         parameters=spec.heads // run.tp if spec.sinks else 0,
     )  # fmt: skip
     if spec.top_k is not None:
@@ -315,8 +329,9 @@ def _feed_forward(
         yield _linear(up, run, hidden, outputs, bias=spec.up_bias, rows=rows)
     if spec.sparse:
         yield Elementwise(
-            name=f"{name} Sparsity", rows=tokens, width=width, forward_tensors=4, backward_tensors=3, forward_flops=8, backward_flops=6
-        )
+            name=f"{name} Sparsity", rows=tokens, width=width, forward_tensors=4, backward_tensors=3, forward_flops=8,
+            backward_flops=6,
+        )  # fmt: skip
     learned = 2 if spec.activation == "xielu" else 0  # the slopes of its two halves
     activation = Activation(name=f"{name} Activation", rows=tokens, width=width, function=spec.activation, parameters=learned)
     if spec.gated:  # reads gate and up and writes one result; backward also writes both gradients
@@ -376,8 +391,8 @@ def prediction_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
     """The layers of multi-token prediction, if the model has any: each predicts one token further than the one before.
 
     As in the DeepSeek-V3 report (arXiv 2412.19437, section 2.2) and Megatron's MultiTokenPredictionLayer: the output of the layer
-    before and the embedding of the next token are normed, concatenated and projected; a whole layer of the last kind (or the
-    layers of `prediction_block`) and a norm follow, and the vocabulary with another loss. Embedding and vocabulary are the model's.
+    before and the embedding of the next token are normed, concatenated and projected; a whole layer, in most models of the last
+    kind, and a norm follow, and the vocabulary with another loss. Embedding and vocabulary are those of the model.
     """
     count, hidden = model.prediction_layers, model.hidden_size
     if not count:
@@ -386,9 +401,8 @@ def prediction_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
         vocab, width = sharding.padded_vocab(model.vocab_size, run) // run.tp, model.embedding_width
         yield Embedding(name="Embedding", section=PREDICTION, count=count, tokens=run.tokens, vocab=vocab, width=width)
     norms = replace(_norm(model, run, "Prediction Norm", hidden), count=3)
-    layers = chain.from_iterable(layer_ops(model, layer, run) for layer in model.prediction_block or model.layers[-1:])
-    own = 1 if model.prediction_shared else count
-    for op in (norms, _linear("Prediction Proj", run, 2 * hidden, hidden // run.tp), *layers):
+    for op in (norms, _linear("Prediction Proj", run, 2 * hidden, hidden // run.tp), *layer_ops(model, model.predicting, run)):
+        own = 1 if model.prediction_shared else count
         yield replace(op, count=op.count * own, section=PREDICTION)
         if count > own:
             yield replace(op, count=op.count * (count - own), section=PREDICTION, parameters=0)

@@ -30,6 +30,7 @@ def shard_rows(run: RunSpec) -> tuple[int, int]:
 
 
 def norm(model: ModelSpec, run: RunSpec, name: str, width: int, section: str = "") -> Norm:
+    """RMSNorm or LayerNorm, as the model has it."""
     rows, copies = shard_rows(run)
     return Norm(
         name=name, rows=rows, width=width, copies=copies, section=section,

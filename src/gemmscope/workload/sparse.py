@@ -4,9 +4,11 @@ Sources: "DeepSeek-V3.2" (arXiv 2512.02556) and Megatron's `experimental_attenti
 
 * The indexer's heads share one key. A score is the sum over heads of relu(q·k), weighted by a linear of the hidden state. Forward
   scores every visible pair.
-* In training, the indexer learns from the attention's own probabilities of the chosen pairs, apart from the rest of the model: its
-  inputs are detached, so that its linears have no dgrad. Backward computes scores and probabilities of these pairs again.
+* In training, the indexer learns from the attention's own probabilities of the chosen pairs, apart from the rest of the model:
+  its inputs are detached, so that its linears have no dgrad. Backward computes scores and probabilities of these pairs again.
   transformers runs the indexer without gradients.
+* Megatron runs its linears in the recipe's precision. DeepSeek leaves the small one that makes the weights in high precision, and
+  so does this file.
 * Kernels of sparse attention over a latent (FlashMLA, TileLang) gather the latent itself, which all heads share, instead of each
   head's keys and values: more FLOPs for each pair, and far fewer bytes. For short sequences, dense attention with a mask is less
   work (section 2.1 of the paper runs it there): `SparseAttention` counts the cheaper of both.
@@ -42,9 +44,9 @@ class SparseAttention(Attention):
 class IndexScores(Op):
     """The indexer's scores: `heads` queries of `dim` against one key, for `pairs` visible pairs; trained on `chosen` of them.
 
-    `attended` is what one pair's probability takes: the attention's heads times the size of a key.
+    `probabilities` are the FLOPs of the attention's own scores, from which it learns, for one sequence.
 
-    >>> scores = IndexScores(name="Index Scores", batch=1, heads=64, dim=128, queries=8, keys=8, pairs=36, chosen=20, attended=0)
+    >>> scores = IndexScores(name="", batch=1, heads=64, dim=128, queries=8, keys=8, pairs=36, chosen=20, probabilities=0)
     >>> scores.forward().flops == 2 * 36 * 64 * (128 + 1)
     True
     """
@@ -57,7 +59,7 @@ class IndexScores(Op):
     keys: int
     pairs: float
     chosen: float
-    attended: int
+    probabilities: float
     trained: bool = True
 
     def forward(self) -> Work:
@@ -69,8 +71,8 @@ class IndexScores(Op):
         """Of the chosen pairs: scores and probabilities again, the gradients of queries, keys and weights."""
         if not self.trained:
             return Work()
-        each = self.heads * (3 * self.dim + 2) + self.attended
-        return Work(2 * self.batch * self.chosen * each, 2 * self._inputs() + 2 * self.batch * self.chosen * FP32_BYTES)
+        flops = self.batch * (2 * self.chosen * self.heads * (3 * self.dim + 2) + self.probabilities)
+        return Work(flops, 2 * self._inputs() + 2 * self.batch * self.chosen * FP32_BYTES)
 
     def _inputs(self) -> float:
         elements = self.queries * self.heads * self.dim + self.keys * self.dim
@@ -102,7 +104,8 @@ class TopK(Op):
 
 def indexer_ops(model: ModelSpec, spec: AttentionSpec, run: RunSpec, pairs: float, chosen: float) -> Iterator[Op]:
     """The indexer, the same on every tensor-parallel rank."""
-    assert spec.indexer is not None and spec.latent is not None and spec.latent.q_rank is not None
+    assert spec.indexer is not None
+    assert spec.latent is not None
     indexer, latent, queries = spec.indexer, spec.latent, run.sequence_length // run.cp
     trained = not run.separate_projections  # transformers' code runs it without gradients
     passes: tuple[Pass, ...] = ("fprop", "wgrad") if trained else PASSES[:1]
@@ -119,8 +122,8 @@ def indexer_ops(model: ModelSpec, spec: AttentionSpec, run: RunSpec, pairs: floa
     yield Norm(name="Indexer Norm", rows=run.tokens, width=indexer.dim, parameters=2 * indexer.dim, copies=run.tp)
     yield IndexScores(
         name="Index Scores", batch=run.micro_batch_size, heads=indexer.heads, dim=indexer.dim, queries=queries,
-        keys=run.sequence_length, pairs=pairs, chosen=chosen, attended=spec.heads * (latent.kv_rank + latent.rope_dim),
-        trained=trained, copies=run.tp,
+        keys=run.sequence_length, pairs=pairs, chosen=chosen, trained=trained, copies=run.tp,
+        probabilities=2 * spec.heads // run.tp * min(chosen * (latent.kv_rank + latent.rope_dim), pairs * spec.head_dim),
     )  # fmt: skip
     yield TopK(name="Index Top-K", batch=run.micro_batch_size, pairs=pairs, chosen=chosen, copies=run.tp)
 

@@ -46,7 +46,8 @@ class StreamMix(Op):
 
 def stream_ops(model: ModelSpec, spec: StreamsSpec, run: RunSpec) -> Iterator[Op]:
     """What one layer does with its streams."""
-    yield from _hyper_connections(model, spec, run) if spec.kind == "hyper-connections" else _alternating_updates(model, spec, run)
+    ops = _hyper_connections if spec.kind == "hyper-connections" else _alternating_updates
+    yield from ops(model, spec, run)
 
 
 def _hyper_connections(model: ModelSpec, spec: StreamsSpec, run: RunSpec) -> Iterator[Op]:

@@ -28,8 +28,8 @@ HYBRIDS: dict[str, LayerBuilder] = {
     "deepseek_v4": deepseek_v4.deepseek_v4,
 }
 
-PartsBuilder = Callable[[FamilyConfig, int, int], dict[str, Any]]
+EndsBuilder = Callable[[FamilyConfig, int, int], dict[str, Any]]
 """Fields of `ModelSpec` outside of its layers, from a config, its hidden size and its number of layers."""
 
-PARTS: dict[str, PartsBuilder] = {"layer_inputs": gemma.layer_inputs, "stream_head": deepseek_v4.stream_head}
-"""By `parts_by` in families.toml."""
+ENDS: dict[str, EndsBuilder] = {"gemma": gemma.ends, "deepseek_v4": deepseek_v4.ends}
+"""By `ends_by` in families.toml."""

@@ -17,10 +17,23 @@ KINDS = {0: SLIDING, 4: SPARSE, 128: HEAVY}
 RATES = {SPARSE: "compress_rate_csa", HEAVY: "compress_rate_hca"}
 
 
-def deepseek_v4(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
+def deepseek_v4(family: FamilyConfig, _: int, count: int) -> list[LayerSpec]:
     """Hash routers choose the experts of the first layers by token; they compute what the others do."""
     kinds = _kinds(family, count)
-    attentions = {kind: _attention(family, kind) for kind in dict.fromkeys(kinds)}
+    layers = {kind: _layer(family, kind) for kind in dict.fromkeys(kinds)}
+    return [layers[kind] for kind in kinds]
+
+
+def ends(family: FamilyConfig, hidden: int, count: int) -> dict[str, Any]:
+    """After the last layer the streams are collapsed into one. `compress_ratios` goes on with the prediction layers."""
+    streams, ratios = family.size("hc_mult"), family.value("compress_ratios")
+    collapse = LinearSpec("Stream Weights", streams * hidden, streams, bias=True, quantized=False)
+    after = ratios[count] if isinstance(ratios, list) and len(ratios) > count else None
+    predicting = _layer(family, KINDS[after]) if isinstance(after, int) and after in KINDS else None
+    return {"last_linears": (collapse,), "prediction_layer": predicting, "unused_parameters": 1}  # the scale of the weights
+
+
+def _layer(family: FamilyConfig, kind: str) -> LayerSpec:
     width = family.optional_size("intermediate_size") or family.size("moe_intermediate_size")
     bias, act = family.flag("mlp_bias"), blocks.activation(family)
     moe = MoeSpec(
@@ -29,16 +42,7 @@ def deepseek_v4(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec
         expert=MlpSpec(width, gated=True, activation=act, stored_fused=True),
         shared=MlpSpec(width, gated=True, activation=act, up_bias=bias, down_bias=bias),
     )
-    streams = StreamsSpec("hyper-connections", family.size("hc_mult"))
-    layers = {kind: LayerSpec(attention, moe, streams=streams) for kind, attention in attentions.items()}
-    return [layers[kind] for kind in kinds]
-
-
-def stream_head(family: FamilyConfig, hidden: int, count: int) -> dict[str, Any]:
-    """After the last layer the streams are collapsed into one."""
-    streams = family.size("hc_mult")
-    collapse = LinearSpec("Stream Weights", streams * hidden, streams, bias=True, quantized=False)
-    return {"last_linears": (collapse,), "unused_parameters": 1}  # its scale
+    return LayerSpec(_attention(family, kind), moe, streams=StreamsSpec("hyper-connections", family.size("hc_mult")))
 
 
 def _kinds(family: FamilyConfig, count: int) -> list[str]:
@@ -97,5 +101,5 @@ def _rate(family: FamilyConfig, kind: str) -> int:
         if not isinstance(listed, Mapping) or kind not in listed:
             raise UserError(f"compress_rates must have a number for {kind}, not {shown(listed)}", f'for example {{"{kind}": 4}}')
         given = listed[kind]
-    return check_size(f"compress_rates of {kind}", next(r for r, name in KINDS.items() if name == kind) if given is None else given,
-                      "sequence_length")  # fmt: skip
+    usual = next(rate for rate, name in KINDS.items() if name == kind)
+    return check_size(f"compress_rates of {kind}", usual if given is None else given, "sequence_length")

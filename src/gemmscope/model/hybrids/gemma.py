@@ -47,7 +47,8 @@ def _gemma4_attention(family: FamilyConfig, hidden: int, kind: str, index: int) 
     if isinstance(listed, Mapping):
         sizes = next((own for key, own in listed.items() if str(key).lstrip("0") == str(index or "")), {})
         if not isinstance(sizes, Mapping):
-            raise UserError(f"per_layer_config must have an object for each layer, not {shown(sizes)}", 'for example {"head_dim": 512}')
+            message = f"per_layer_config must have an object for each layer, not {shown(sizes)}"
+            raise UserError(message, 'for example {"head_dim": 512}')
     elif full:
         sizes = {"head_dim": family.size("global_head_dim")}
         if family.flag("global_heads_if") and family.value("num_global_key_value_heads") is not None:
@@ -62,9 +63,7 @@ def _gemma4_attention(family: FamilyConfig, hidden: int, kind: str, index: int) 
 
 def _experts_beside(family: FamilyConfig) -> MoeSpec:
     """Experts that run beside the MLP, which then is what others call a shared expert."""
-    expert = MlpSpec(
-        family.size("moe_intermediate_size"), gated=True, activation=blocks.activation(family), stored_fused=True
-    )
+    expert = MlpSpec(family.size("moe_intermediate_size"), gated=True, activation=blocks.activation(family), stored_fused=True)
     return MoeSpec(experts=family.size("num_experts"), top_k=family.size("top_k_experts"), expert=expert)
 
 
@@ -102,7 +101,7 @@ def gemma3n(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
     return layers
 
 
-def layer_inputs(family: FamilyConfig, hidden: int, count: int) -> dict[str, Any]:
+def ends(family: FamilyConfig, hidden: int, count: int) -> dict[str, Any]:
     """What the embedding makes for the layers: their inputs, and in Gemma 3n the streams."""
     width, streams = family.number("input_width"), family.number("streams") or 1
     parts: dict[str, Any] = {}
@@ -122,7 +121,8 @@ def _kinds(family: FamilyConfig, count: int) -> list[str]:
     every = family.facts["full_every"]
     kinds = [SLIDING if (index + 1) % every else FULL for index in range(count)] if kinds is None else list(kinds)
     if unknown := [kind for kind in kinds if kind not in (SLIDING, FULL)]:
-        raise UserError(f"a layer of {family.model_type} cannot be {shown(unknown[0])}", f"layer_types may contain {SLIDING} and {FULL}")
+        known = f"layer_types may contain {SLIDING} and {FULL}"
+        raise UserError(f"a layer of {family.model_type} cannot be {shown(unknown[0])}", known)
     return kinds
 
 

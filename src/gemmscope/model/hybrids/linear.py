@@ -61,9 +61,7 @@ def kimi_linear(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec
     """
     inner = family.value("linear_attn_config") or {}
     if not isinstance(inner, Mapping):
-        raise UserError(
-            f"linear_attn_config must be an object, not {shown(inner)}", 'for example {"num_heads": 32, "head_dim": 128}'
-        )
+        raise UserError(f"linear_attn_config must be an object, not {shown(inner)}", 'for example {"num_heads": 32}')
     names = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads", "short_conv_kernel_size": "linear_conv_kernel_dim"}
     moved = {name: inner[key] for key, name in names.items() if key in inner}
     if "num_shared_experts" in family.config:  # the published name
@@ -96,22 +94,21 @@ def _kimi_kinds(inner: Mapping[str, object], count: int) -> list[str]:
         for number in numbers:
             kinds[number - 1] = kind
     if None in kinds:
-        raise UserError(
-            f"layer {kinds.index(None) + 1} is neither in full_attn_layers nor in kda_layers", "add it to one of them"
-        )
+        missing = kinds.index(None) + 1
+        raise UserError(f"layer {missing} is neither in full_attn_layers nor in kda_layers", "add it to one of them")
     return [str(kind) for kind in kinds]
 
 
 def minimax(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
     """MiniMax-Text-01: lightning attention, and attention in some layers; experts in all."""
     attention = blocks.attention(family, hidden)
+    check_size("block_size", family.size("block_size"), "sequence_length")  # of transformers' loop; kernels have their own
     mixer = MixerSpec(
         "lightning attention",
         heads=attention.heads,
         value_dim=attention.head_dim,
         groups=attention.heads,
         key_dim=attention.head_dim,
-        chunk=check_size("block_size", family.size("block_size"), "sequence_length"),
         stored=tuple(family.facts["mixer_stored"]),
     )
     kinds = blocks.per_layer(family, "layer_types", count) or [LINEAR if index % 2 else FULL for index in range(count)]
@@ -165,7 +162,7 @@ def _hybrid(family: FamilyConfig, hidden: int, kinds: list[str], mixer: MixerSpe
     unknown = next((kind for kind in kinds if kind not in (FULL, other)), None)
     if unknown is not None:
         raise UserError(
-            f"a layer of {family.model_type} cannot be {shown(unknown)}", f"layer_types may contain {FULL} and {other}"
+            f"layer_types of {family.model_type} must not contain {shown(unknown)}", f"write {FULL} or {other} for each layer"
         )
     attention: AttentionSpec | None = None
     if FULL in kinds:

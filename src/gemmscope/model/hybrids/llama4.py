@@ -16,7 +16,8 @@ def llama4(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
     rotary = _rotary(family, count)
     kinds = blocks.per_layer(family, "layer_types", count) or [CHUNKED if rotated else FULL for rotated in rotary]
     if unknown := [kind for kind in kinds if kind not in (CHUNKED, FULL)]:
-        raise UserError(f"a layer of {family.model_type} cannot be {shown(unknown[0])}", f"layer_types may contain {CHUNKED} and {FULL}")
+        known = f"layer_types may contain {CHUNKED} and {FULL}"
+        raise UserError(f"a layer of {family.model_type} cannot be {shown(unknown[0])}", known)
     chunk = family.optional_size("attention_chunk_size")
     plain = blocks.attention(family, hidden)
     tuned = family.flag("temperature")

@@ -49,23 +49,21 @@ def zamba2(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
     hidden size. Attention sees the hidden state beside the embedding. Without tied embeddings transformers ties no weights: then
     each use has its own, and adapters for all other uses of its set.
     """
-    kinds = _listed(family, "layers_block_type")
+    kinds = _listed(family, "layer_types", "layers_block_type")
     if kinds is None:
         kinds = [LINEAR, *[*[LINEAR] * 5, "hybrid"] * 7, *[LINEAR] * 4, "hybrid", *[LINEAR] * 3, "hybrid", *[LINEAR] * 2]
-    if len(kinds) != count:
-        raise UserError(
-            f"layers_block_type has {len(kinds)} entries, but num_hidden_layers = {count}", f"give it {count} entries"
-        )
-    _check_kinds(family, kinds, (LINEAR, "hybrid"))
+    _check_kinds(family, _counted(kinds, count), (LINEAR, "hybrid"))
     mixer, norms = _mixer(family, hidden), family.facts["norms"]
     if "hybrid" not in kinds:
         return [LayerSpec(None, None, norms, mixer=mixer)] * count
     heads = check_size("num_attention_heads", family.size("num_attention_heads"), "heads")
     kv_heads = family.optional_size("num_key_value_heads")
     wide, mlp, rank = 2 * hidden, _zamba_mlp(family, hidden), family.size("adapter_rank")
+    sizes = [family.optional_size(key) for key in ("head_dim", "attention_head_dim") if family.value(key) is not None]
     attention = AttentionSpec(
-        heads, heads if kv_heads is None else kv_heads, wide // heads, input_size=wide, rotary=family.flag("rotary")
-    )
+        heads, heads if kv_heads is None else kv_heads, next(iter(sizes), None) or wide // heads,
+        input_size=wide, rotary=family.flag("rotary"),
+    )  # fmt: skip
     extra = [LinearSpec("MLP Adapter Down", hidden, rank), LinearSpec("MLP Adapter Up", rank, 2 * mlp.intermediate_size)]
     if family.value("use_shared_attention_adapter"):
         extra += [LinearSpec("QKV Adapter Down", wide, rank, count=3), LinearSpec("QKV Adapter Up", rank, wide, count=3)]
@@ -100,19 +98,19 @@ _OLD_NAMES = {
 }
 
 
-def nemotron_h(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
-    """Nemotron-H and Nemotron-3: each layer is one block: the mixer, attention, an MLP or experts. num_hidden_layers is ignored."""
+def nemotron_h(family: FamilyConfig, hidden: int, _: int) -> list[LayerSpec]:
+    """Nemotron-H and Nemotron-3: each layer is one block: the mixer, attention, an MLP or experts."""
     renamed = {new: family.config[old] for old, new in _OLD_NAMES.items() if old in family.config}
     family = FamilyConfig(family.model_type, {**family.config, **renamed})
-    kinds = _listed(family, "layers_block_type")
+    kinds = _listed(family, "layer_types", "layers_block_type")
     if kinds is None:
         pattern = family.value("hybrid_override_pattern")
         if "hybrid_override_pattern" not in family.config:
             pattern = "ME*-"
         if not isinstance(pattern, str) or not pattern or not set(pattern) <= set(_PATTERN):
             raise UserError(
-                f"hybrid_override_pattern must consist of M (Mamba-2), * (attention), - (MLP) and E (experts), not {shown(pattern)}",
-                "for example M-M-M*-",
+                f"hybrid_override_pattern must be letters for layers, not {shown(pattern)}",
+                "M is Mamba-2, * attention, - an MLP, E experts: for example M-M*-",
             )
         kinds = [_PATTERN[letter] for letter in pattern]
     _check_kinds(family, kinds, tuple(_PATTERN.values()))
@@ -181,10 +179,10 @@ def _heads(family: FamilyConfig, hidden: int) -> tuple[int, int]:
     width = _width(family, hidden)
     head_dim = width // heads if size_key is None or family.value(size_key) == "auto" else family.size(size_key)
     if heads * head_dim != width:
+        own = f", or {facts['mixer_width']}" if "mixer_width" in facts else ""
         raise UserError(
             f"{key} = {heads} heads of {head_dim} do not add up to the mixer's width, {width}",
-            f"the width is {facts['mixer_expand']} x hidden_size"
-            + (f", or {facts['mixer_width']}" if "mixer_width" in facts else ""),
+            f"the width is {facts['mixer_expand']} x hidden_size{own}",
         )
     return heads, head_dim
 
@@ -199,10 +197,8 @@ def _attention_layers(family: FamilyConfig, count: int) -> list[bool]:
     """Which layers have attention."""
     rule = family.facts["attention_layers"]
     if rule == "layer_types":
-        kinds = blocks.per_layer(family, "layer_types", count) or _listed(family, "layers_block_type") or [LINEAR] * count
-        if len(kinds) != count:
-            raise UserError(f"layers_block_type has {len(kinds)} entries, but num_hidden_layers = {count}")
-        _check_kinds(family, kinds, (LINEAR, FULL))
+        kinds = _listed(family, "layers_block_type", "layer_types") or [LINEAR] * count
+        _check_kinds(family, _counted(kinds, count), (LINEAR, FULL))
         return [kind == FULL for kind in kinds]
     if rule == "attn_layer_indices":
         chosen = family.value(rule) or []
@@ -236,12 +232,23 @@ def _dense(family: FamilyConfig, hidden: int) -> MlpSpec:
     return blocks.mlp(family, hidden)
 
 
-def _listed(family: FamilyConfig, key: str) -> list[str] | None:
-    """The kinds of layers under this key, or under layer_types, by their current names."""
-    given = next((family.config[name] for name in (key, "layer_types") if family.config.get(name) is not None), None)
-    if given is not None and not isinstance(given, list):
-        raise UserError(f"{key} must be a list with one entry per layer, not {shown(given)}", "correct it, or remove it")
-    return blocks.current_kinds(given) if given is not None else None
+def _listed(family: FamilyConfig, *keys: str) -> list[str] | None:
+    """The kinds of layers under the first of these keys that the config has, by their current names."""
+    for key in keys:
+        given = family.config.get(key)
+        if given is not None and not isinstance(given, list):
+            raise UserError(f"{key} must be a list with one entry per layer, not {shown(given)}", "correct it, or remove it")
+        if given is not None:
+            return blocks.current_kinds(given)
+    return None
+
+
+def _counted(kinds: list[str], count: int) -> list[str]:
+    """The kinds of layers, if there are as many as the config says."""
+    if len(kinds) != count:
+        given = f"the config lists the kinds of {len(kinds)} layers, but num_hidden_layers = {count}"
+        raise UserError(given, f"give it {count} entries")
+    return kinds
 
 
 def _check_kinds(family: FamilyConfig, kinds: list[Any], possible: tuple[str, ...]) -> None:
