@@ -402,7 +402,10 @@ def prediction_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
         yield Embedding(name="Embedding", section=PREDICTION, count=count, tokens=run.tokens, vocab=vocab, width=width)
     norms = replace(_norm(model, run, "Prediction Norm", hidden), count=3)
     for op in (norms, _linear("Prediction Proj", run, 2 * hidden, hidden // run.tp), *layer_ops(model, model.predicting, run)):
-        yield replace(op, count=op.count * count, section=PREDICTION)
+        own = 1 if model.prediction_shared else count
+        yield replace(op, count=op.count * own, section=PREDICTION)
+        if count > own:
+            yield replace(op, count=op.count * (count - own), section=PREDICTION, parameters=0)
     for op in head_ops(replace(model, final_norm=False), run):
         yield replace(op, count=op.count * count, parameters=0)
 
