@@ -148,7 +148,7 @@ def _section(layers: list[LayerSpec], layer: LayerSpec) -> str:
 
 def _features(layer: LayerSpec) -> dict[str, str]:
     """What may distinguish a layer from others of its kind: what its attention sees, whose keys it uses, its MLP."""
-    features, spec = {}, layer.attention
+    features, spec = dict[str, str](), layer.attention
     if spec is not None:
         reach = f"window {spec.window}" if spec.window else "full attention"
         if spec.compressed is not None and spec.compressed.rate:
@@ -157,6 +157,8 @@ def _features(layer: LayerSpec) -> dict[str, str]:
     if isinstance(layer.mlp, MlpSpec):
         sparse = "sparse activation" if layer.mlp.sparse else ""
         features |= {"width": f"intermediate {layer.mlp.intermediate_size}", "activation": sparse}
+    if layer.shared_block is not None:
+        features["shared block"] = f"shared block {layer.shared_block + 1}"
     return features
 
 

@@ -49,8 +49,10 @@ def _tensor_parallel_sizes(model: ModelSpec, run: RunSpec) -> dict[str, int]:
             else:
                 sizes["num_key_value_heads"] = gcd(sizes.get("num_key_value_heads", 0), layer.attention.kv_heads)
         if layer.mixer is not None:
-            sizes[f"the number of {layer.mixer.name} heads"] = layer.mixer.heads
-            sizes[f"the number of {layer.mixer.name} groups (key heads)"] = layer.mixer.groups
+            parts = "heads" if layer.mixer.value_dim > 1 else "channels"
+            sizes[f"the number of {layer.mixer.name} {parts}"] = layer.mixer.heads
+            if layer.mixer.kind != "selective scan":  # whose B and C serve all channels
+                sizes[f"the number of {layer.mixer.name} groups (key heads)"] = layer.mixer.groups
         if isinstance(layer.mlp, MlpSpec):
             sizes["intermediate_size"] = gcd(sizes.get("intermediate_size", 0), layer.mlp.intermediate_size)
         elif layer.mlp is not None and layer.mlp.shared is not None:
