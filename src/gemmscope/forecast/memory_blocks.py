@@ -22,6 +22,7 @@ _MLP_INPUT = ("MLP Gate+Up", "MLP Gate", "MLP Up", "Router", "Shared Expert Gate
               "Shared Expert Scale", "Latent Down Proj", "MLP Adapter Down")  # fmt: skip
 _LATENT_INPUT = {"Q Up Proj": "Q Up Proj", "Indexer Q Proj": "Q Up Proj", "KV Up Proj": "KV Up Proj"}
 _EXPERT_INPUT = ("Expert Gate+Up", "Expert Gate", "Expert Up")
+_GATES = ("Attention Gate", "Mixer Gate")  # the other side is kept by attention and recurrence
 
 
 class BlockMemory(NamedTuple):
@@ -114,8 +115,6 @@ def block_memory(ops: Iterable[Op], run: RunSpec, width: int) -> BlockMemory:
             kept += op.rows * op.width * op.streams * ELEMENT_BYTES * op.count
         elif isinstance(op, (Scan, CausalConv, IndexScores)):
             kept += op.kept_bytes() * op.count
-        elif op.name in ("Attention Gate", "Mixer Gate") and isinstance(op, Elementwise):  # the other side is kept above
-            kept += op.rows * op.width * ELEMENT_BYTES * op.count
         elif isinstance(op, Loss):
             logits = op.rows * op.width
         elif isinstance(op, Activation):
@@ -126,7 +125,7 @@ def block_memory(ops: Iterable[Op], run: RunSpec, width: int) -> BlockMemory:
             unfused += op.rows * op.width * ELEMENT_BYTES
         elif op.name.endswith(" Mean") and isinstance(op, Elementwise):  # values and their weights
             kept += 2 * op.rows * op.width * ELEMENT_BYTES * op.count
-        elif isinstance(op, Norm):
+        elif isinstance(op, Elementwise) and (isinstance(op, Norm) or op.name in _GATES):
             kept += op.rows * op.width * ELEMENT_BYTES * op.count
     if run.tp > 1:
         exchanged += 2 * run.tokens * width * ELEMENT_BYTES

@@ -149,6 +149,7 @@ class ModelSpec:
     unused_parameters: int = 0  # parameters that no listed operation of the training step uses
     prediction_layers: int = 0  # multi-token prediction: layers after the last one, each with a loss of its own
     prediction_layer: LayerSpec | None = None  # what they are; None: as the last layer
+    prediction_shared: bool = False  # all of them use the same weights
     model_type: str = ""
     source: str = ""
 

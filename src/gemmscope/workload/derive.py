@@ -148,7 +148,7 @@ def _section(layers: list[LayerSpec], layer: LayerSpec) -> str:
 
 def _features(layer: LayerSpec) -> dict[str, str]:
     """What may distinguish a layer from others of its kind: what its attention sees, whose keys it uses, its MLP."""
-    features, spec = {}, layer.attention
+    features, spec = dict[str, str](), layer.attention
     if spec is not None:
         reach = f"window {spec.window}" if spec.window else "full attention"
         if spec.compressed is not None and spec.compressed.rate:
@@ -158,7 +158,7 @@ def _features(layer: LayerSpec) -> dict[str, str]:
         sparse = "sparse activation" if layer.mlp.sparse else ""
         features |= {"width": f"intermediate {layer.mlp.intermediate_size}", "activation": sparse}
     if layer.shared_block is not None:
-        features["weights"] = f"shared block {layer.shared_block + 1}"
+        features["shared block"] = f"shared block {layer.shared_block + 1}"
     return features
 
 
@@ -404,7 +404,10 @@ def prediction_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
         yield Embedding(name="Embedding", section=PREDICTION, count=count, tokens=run.tokens, vocab=vocab, width=width)
     norms = replace(_norm(model, run, "Prediction Norm", hidden), count=3)
     for op in (norms, _linear("Prediction Proj", run, 2 * hidden, hidden // run.tp), *layer_ops(model, model.predicting, run)):
-        yield replace(op, count=op.count * count, section=PREDICTION)
+        own = 1 if model.prediction_shared else count
+        yield replace(op, count=op.count * own, section=PREDICTION)
+        if count > own:
+            yield replace(op, count=op.count * (count - own), section=PREDICTION, parameters=0)
     for op in head_ops(replace(model, final_norm=False), run):
         yield replace(op, count=op.count * count, parameters=0)
 
