@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from support.hf_variants_linear import adapt
+from support import hf_variants_linear, hf_variants_shapes
 from support.mamba_variants import MIXER_FAMILIES, mixer_variant
 
 # Keys whose flips decide a shape or a parameter.
@@ -82,7 +82,8 @@ def variant(model_type: str, defaults: dict[str, Any], rng: random.Random) -> di
     slides = config.get("use_sliding_window", defaults.get("use_sliding_window", True)) and config.get("sliding_window", 8)
     if "layer_types" in defaults and slides and rng.random() < 0.5:
         config["layer_types"] = [rng.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
-    return adapt(model_type, config | _NEEDED.get(model_type, {}), rng)
+    config = hf_variants_linear.adapt(model_type, config | _NEEDED.get(model_type, {}), rng)
+    return hf_variants_shapes.adapt(model_type, config, rng)
 
 
 # What a family's code insists on, beyond sizes.

@@ -219,6 +219,7 @@ _NEEDED: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 128},
     "deepseek_v2": {"num_experts_per_tok": 4},
     "ministral": {"head_dim": 128},
+    "gemma3n_text": {"num_kv_shared_layers": 1, "intermediate_size": 512},
     "zamba2": {"layers_block_type": ["mamba", "hybrid", "hybrid"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},

@@ -4,6 +4,7 @@ from gemmscope.app.model import ModelRun, RankWorkload, rank_workload
 from gemmscope.app.progress import QUIET, Reporter
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
+from gemmscope.model.spec import MoeSpec
 from gemmscope.results.shapes import Check, ListedBatchedGemm, ListedGemm, ListedOp, ShapesResult
 from gemmscope.workload.check import comparable_run, differences, has_fallback, recurrences
 from gemmscope.workload.ops import Attention, BatchedGemm, GroupedLinear, Op
@@ -85,6 +86,8 @@ def _check(subject: RankWorkload, reporter: Reporter) -> tuple[Check, tuple[Find
     else:
         outcome = finding("check-differs", differences=len(check.differences), **live)
     notes = [finding("check-unsharded")] if comparable_run(run) != run else []
+    if any(isinstance(layer.mlp, MoeSpec) and layer.mlp.stored_dense for layer in model.layers):
+        notes.append(finding("check-dense-experts", model_type=model.model_type))
     if has_fallback(trace):
         notes.append(finding("check-without-recurrences"))
     elif recurrences(trace):

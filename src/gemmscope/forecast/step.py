@@ -247,7 +247,7 @@ class StepForecast:
     @cached_property
     def held(self) -> RankShare:
         """What this rank holds."""
-        in_experts = sum(op.all_parameters for op in self.linears if isinstance(op, GroupedLinear))
+        in_experts = sum(op.all_parameters for op in self.linears if isinstance(op, GroupedLinear) and op.experts)
         attentions, mixers, mlps, moe_layers = (
             sum(op.count for op in self.linears if op.name == name) for name in ("Attn Out", "Mixer Out", "MLP Down", "Router")
         )
@@ -279,6 +279,8 @@ def _case(op: Linear) -> Case:
 
 
 def _part_of_linear(op: Linear) -> StepPart:
+    if not op.quantized and op.name.startswith(("Stream", "Laurel")):
+        return "norms and activations"
     if not op.quantized:
         return "routing" if op.name in UNQUANTIZED_ROUTING else "linear attention" if op.name.startswith("Mixer") else "attention"
     if op.section in (HEAD, EMBEDDING):  # left in BF16, as frameworks do

@@ -16,106 +16,13 @@ from math import gcd
 from typing import Literal, get_args
 
 from gemmscope.errors import UserError, option, shown
-from gemmscope.model.limits import check_flag, check_optional, check_size, divisors_text
+from gemmscope.model.attention import AttentionSpec as AttentionSpec
+from gemmscope.model.attention import IndexerSpec as IndexerSpec
+from gemmscope.model.attention import LatentSpec as LatentSpec
+from gemmscope.model.attention import QkNorm as QkNorm
+from gemmscope.model.limits import check_flag, check_optional, check_size
 from gemmscope.model.mixers import LinearSpec, MixerSpec
-
-QkNorm = Literal["head", "each_head", "full"]
-"""Normalisation of queries and keys: one weight of a head's size shared by all heads; one per head; one over all heads."""
-
-
-@dataclass(frozen=True)
-class LatentSpec:
-    """Multi-head latent attention (DeepSeek): queries and keys/values pass through a low-rank bottleneck."""
-
-    q_rank: int | None  # None: queries are projected directly
-    kv_rank: int
-    rope_dim: int  # the part of a head that carries positions; its key is shared by all heads
-    down_bias: bool = False
-
-    def __post_init__(self) -> None:
-        check_optional("q_lora_rank", self.q_rank, "hidden_size")
-        check_size("kv_lora_rank", self.kv_rank, "hidden_size")
-        check_size("qk_rope_head_dim", self.rope_dim, "head_dim")
-
-
-@dataclass(frozen=True)
-class IndexerSpec:
-    """The lightning indexer of sparse attention (DeepSeek): small heads that share one key and score every visible position."""
-
-    heads: int
-    dim: int
-
-    def __post_init__(self) -> None:
-        check_size("index_n_heads", self.heads, "heads")
-        check_size("index_head_dim", self.dim, "head_dim")
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """Self-attention of one layer. `kv_heads` < `heads` is grouped-query attention; 1 is multi-query."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int | None = None  # a value head's size where it differs (latent attention)
-    input_size: int | None = None  # where it is not the hidden size (Zamba: the hidden state beside the embedding)
-    q_bias: bool = False
-    k_bias: bool = False
-    v_bias: bool = False
-    out_bias: bool = False
-    causal: bool = True
-    window: int | None = None  # how many positions back a query sees; None: all
-    qk_norm: QkNorm | None = None
-    qk_norm_bias: bool = False
-    sinks: bool = False  # one learned logit per head
-    rotary: bool = True  # positions enter by rotating queries and keys
-    rotary_dim: int | None = None  # the part of a head that is rotated; None: all of it
-    gated: bool = False  # the output is multiplied by a gate, which makes the query projection twice as wide
-    stored_fused: bool = False  # the checkpoint's own code keeps Q, K and V in one weight
-    latent: LatentSpec | None = None
-    top_k: int | None = None  # sparse: how many of the visible positions a query attends to
-    indexer: IndexerSpec | None = None  # chooses them; None with `top_k`: the choice of an earlier layer is used again
-
-    def __post_init__(self) -> None:
-        check_size("num_attention_heads", self.heads, "heads")
-        check_size("num_key_value_heads", self.kv_heads, "heads")
-        check_size("head_dim", self.head_dim, "head_dim")
-        check_optional("v_head_dim", self.value_dim, "head_dim")
-        check_optional("sliding_window", self.window, "sequence_length")
-        check_optional("index_topk", self.top_k, "sequence_length")
-        if self.heads % self.kv_heads:
-            raise UserError(
-                f"num_attention_heads = {self.heads} is not a multiple of num_key_value_heads = {self.kv_heads}",
-                f"numbers of key/value heads that divide {self.heads}: {divisors_text(self.heads)}",
-            )
-        if self.latent and self.latent.rope_dim > self.head_dim:
-            raise UserError(f"qk_rope_head_dim = {self.latent.rope_dim} is larger than the query head ({self.head_dim})")
-
-    @property
-    def value_head_dim(self) -> int:
-        return self.value_dim if self.value_dim is not None else self.head_dim
-
-    @property
-    def q_width(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def q_proj_width(self) -> int:
-        """Output features of the query projection."""
-        return self.q_width * (2 if self.gated else 1)
-
-    @property
-    def k_width(self) -> int:
-        return self.kv_heads * self.head_dim
-
-    @property
-    def v_width(self) -> int:
-        return self.kv_heads * self.value_head_dim
-
-    @property
-    def out_width(self) -> int:
-        """Input features of the output projection."""
-        return self.heads * self.value_head_dim
+from gemmscope.model.streams import LayerInputsSpec, StreamsSpec
 
 
 @dataclass(frozen=True)
@@ -128,6 +35,7 @@ class MlpSpec:
     up_bias: bool = False
     down_bias: bool = False
     stored_fused: bool = False  # the checkpoint's own code keeps gate and up in one weight
+    sparse: bool = False  # only the largest values of the gate are kept, by their mean and deviation
 
     def __post_init__(self) -> None:
         check_size("intermediate_size", self.intermediate_size, "intermediate_size")
@@ -145,6 +53,7 @@ class MoeSpec:
     router_bias: bool = False
     latent: int | None = None  # the experts' width where it is not the hidden size: a linear before and after them (Nemotron-3)
     latent_bias: bool = False
+    stored_dense: bool = False  # the checkpoint's own code runs every expert on every token; frameworks do not
 
     def __post_init__(self) -> None:
         check_size("the number of experts", self.experts, "experts")
@@ -170,6 +79,8 @@ class LayerSpec:
     extra: tuple[LinearSpec, ...] = ()
     extra_parameters: int = 0
     shared_block: int | None = None
+    streams: StreamsSpec | None = None
+    input_width: int = 0  # of an input of its own, which a gate and a projection add to the output
 
     @property
     def is_moe(self) -> bool:
@@ -179,6 +90,19 @@ class LayerSpec:
     def is_plain(self) -> bool:
         """Attention and a feed-forward block, nothing else."""
         return self.attention is not None and self.mlp is not None and self.mixer is None
+
+    @property
+    def special(self) -> str:
+        """What it has that other layers of attention and a feed-forward block do not; empty for most."""
+        attention = self.attention
+        parts = {
+            "compressed attention": attention is not None and attention.compressed is not None,
+            "keys and values of another layer": attention is not None and attention.shares_kv,
+            "keys as values": attention is not None and attention.values_are_keys,
+            self.streams.kind if self.streams is not None else "": self.streams is not None,
+            "inputs of its own": self.input_width > 0,
+        }
+        return ", ".join(part for part, present in parts.items() if present)
 
     @property
     def kind(self) -> str:
@@ -219,7 +143,13 @@ class ModelSpec:
     head_transform: bool = False  # masked-LM heads: a dense layer and a norm before the vocabulary
     head_transform_bias: bool = True
     head_output: bool = True  # False: an encoder without a vocabulary head
+    first_linears: tuple[LinearSpec, ...] = ()  # between the embedding and the first layer
+    last_linears: tuple[LinearSpec, ...] = ()  # between the last layer and the final norm
+    layer_inputs: LayerInputsSpec | None = None
     unused_parameters: int = 0  # parameters that no listed operation of the training step uses
+    prediction_layers: int = 0  # multi-token prediction: layers after the last one, each with a loss of its own
+    prediction_layer: LayerSpec | None = None  # what they are; None: as the last layer
+    prediction_shared: bool = False  # all of them use the same weights
     model_type: str = ""
     source: str = ""
 
@@ -228,6 +158,8 @@ class ModelSpec:
         check_size("num_hidden_layers", len(self.layers), "layers")
         check_optional("vocab_size", self.vocab_size, "vocab_size")
         check_optional("embedding_size", self.embedding_size, "hidden_size")
+        if self.prediction_layers:
+            check_size(option("mtp_layers"), self.prediction_layers, "layers")
 
     @property
     def embedding_width(self) -> int:
@@ -237,6 +169,16 @@ class ModelSpec:
     def attentions(self) -> Iterator[AttentionSpec]:
         """The attention of every layer that has one."""
         return (layer.attention for layer in self.layers if layer.attention is not None)
+
+    @property
+    def predicting(self) -> LayerSpec:
+        """A layer of multi-token prediction."""
+        return self.prediction_layer or self.layers[-1]
+
+    @property
+    def streams(self) -> int:
+        """Residual streams between the layers."""
+        return max(layer.streams.count if layer.streams is not None else 1 for layer in self.layers)
 
     @property
     def causal(self) -> bool:
@@ -286,6 +228,8 @@ class ModelSpec:
         moe = next((layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeSpec)), None)
         if moe is not None:
             parts.append(f"{moe.experts} experts of {moe.expert.intermediate_size}, top {moe.top_k}")
+        if self.prediction_layers:
+            parts.append(f"{self.prediction_layers} prediction layer{'s' if self.prediction_layers > 1 else ''}")
         return ", ".join(parts)
 
 

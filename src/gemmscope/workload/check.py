@@ -7,13 +7,14 @@ PyTorch fallback is another algorithm.
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from gemmscope.model.spec import ModelSpec, RunSpec
+from gemmscope.model.spec import LayerSpec, ModelSpec, MoeSpec, RunSpec
 from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import Attention, Gemm, Op
 from gemmscope.workload.scans import CausalConv, Scan
 from gemmscope.workload.sparse import IndexScores
+from gemmscope.workload.streams import StreamMix
 from gemmscope.workload.trace import MIXER, ModuleTrace
 
 
@@ -32,10 +33,14 @@ def comparable_run(run: RunSpec) -> RunSpec:
 
 
 def differences(model: ModelSpec, run: RunSpec, trace: ModuleTrace) -> list[Difference]:
-    """Every difference between the closed form and the trace; empty when they are equal."""
-    workload = derive(model, comparable_run(run))
+    """Every difference between the closed form and the trace; empty when they are equal.
+
+    Prediction layers are left out: Hugging Face's classes have none.
+    """
+    workload = derive(as_live(model), comparable_run(run))
     result = _unequal(_linear_counts(workload.gemms()), _linear_counts(trace.gemms))
-    derived = [(gemm, op.count) for op in workload.ops if isinstance(op, (Attention, IndexScores)) for gemm in op.batched_gemms()]
+    batched = [op for op in workload.ops if isinstance(op, (Attention, IndexScores, StreamMix))]
+    derived = [(gemm, op.count) for op in batched for gemm in op.batched_gemms()]
     traced = [((op.direction, op.m, op.k, op.n, op.batch), op.count) for op in trace.batched_gemms if op.section != MIXER]
     result += _unequal(_attention_counts(derived), _attention_counts(traced))
     if not has_fallback(trace):
@@ -44,6 +49,16 @@ def differences(model: ModelSpec, run: RunSpec, trace: ModuleTrace) -> list[Diff
         result.append(Difference("parameters", workload.parameters, trace.parameters))
     result += [Difference(f"{op.kind} in {op.name}", 0, op.count) for op in trace.remainder if op.section != MIXER]
     return result + _masks(model, trace)
+
+
+def as_live(model: ModelSpec) -> ModelSpec:
+    """The model as transformers' class runs it: without prediction layers, and where it runs every expert on every token, so."""
+
+    def dense(layer: LayerSpec) -> LayerSpec:
+        moe = layer.mlp
+        return replace(layer, mlp=replace(moe, top_k=moe.experts)) if isinstance(moe, MoeSpec) and moe.stored_dense else layer
+
+    return replace(model, prediction_layers=0, layers=tuple(map(dense, model.layers)))
 
 
 def has_fallback(trace: ModuleTrace) -> bool:
@@ -78,8 +93,9 @@ def _masks(model: ModelSpec, trace: ModuleTrace) -> list[Difference]:
         result.append(Difference("layers with causal attention", sum(causal), len(causal) if trace.causal else 0))
     unequal: dict[tuple[int, int], list[int]] = {}
     for index, (layer, traced) in enumerate(zip(model.layers, trace.windows or (), strict=False)):
-        if layer.attention is not None and layer.attention.window != traced:
-            unequal.setdefault((layer.attention.window or 0, traced or 0), []).append(index)
+        reach = (layer.attention.window or layer.attention.chunk) if layer.attention is not None else None
+        if layer.attention is not None and reach != traced:
+            unequal.setdefault((reach or 0, traced or 0), []).append(index)
     for (derived, traced), layers in unequal.items():
         numbers = ", ".join(map(str, layers[:8])) + (", …" if len(layers) > 8 else "")
         result.append(Difference(f"sliding window (0: none) of {len(layers)} layers ({numbers})", derived, traced))

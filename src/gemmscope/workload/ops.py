@@ -160,10 +160,11 @@ class Linear(Op):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedLinear(Linear):
-    """The experts of one layer: `rows[i]` tokens go to expert i. `tokens` is their sum."""
+    """Several weights, such as the experts of one layer: `rows[i]` tokens go to weight i. `tokens` is their sum."""
 
     kind: ClassVar[str] = "grouped linear"
     rows: tuple[int, ...] = field(default=())
+    experts: bool = True  # False: weights that all see every token, each a share of its features
 
     @property
     def groups(self) -> int:
@@ -185,6 +186,8 @@ class Attention(Op):
     pairs: float
     causal: bool
     window: int | None = None
+    values_are_keys: bool = False  # one tensor is read as both
+    shares_kv: bool = False  # keys and values are kept for backward by another layer
 
     def forward(self) -> Work:
         """Scores and context. Flash attention reads Q, K and V once and writes the output."""
@@ -199,7 +202,7 @@ class Attention(Op):
 
     def _tensor_elements(self) -> int:
         per_query = self.heads * (self.head_dim + self.value_dim)
-        per_key = self.kv_heads * (self.head_dim + self.value_dim)
+        per_key = self.kv_heads * (self.head_dim + (0 if self.values_are_keys else self.value_dim))
         return self.batch * (self.queries * per_query + self.keys * per_key)
 
     def batched_gemms(self) -> Iterator[tuple[Direction, int, int, int, int]]:

@@ -82,7 +82,10 @@ def count_parameters(model: ModelSpec) -> tuple[int, int]:
     """
     whole = derive(model, RunSpec(micro_batch_size=1, sequence_length=1))
     idle = 0
-    for layer, count in model.layer_groups():
+    predicting = (
+        [(model.predicting, 1 if model.prediction_shared else model.prediction_layers)] if model.prediction_layers else []
+    )
+    for layer, count in (*model.layer_groups(), *predicting):
         if isinstance(layer.mlp, MoeSpec):
             expert = layer.mlp.expert
             ups = 2 if expert.gated else 1
@@ -90,4 +93,6 @@ def count_parameters(model: ModelSpec) -> tuple[int, int]:
             weights = (ups + 1) * width * expert.intermediate_size
             biases = ups * expert.intermediate_size * expert.up_bias + width * expert.down_bias
             idle += count * (layer.mlp.experts - layer.mlp.top_k) * (weights + biases)
+    if model.layer_inputs is not None:  # a token reads one row of this table, and never multiplies by it
+        idle += (model.layer_inputs.vocab_size - 1) * model.layer_inputs.width * len(model.layers)
     return whole.parameters, whole.parameters - idle

@@ -73,6 +73,9 @@ def build_huggingface(config_dict: dict[str, Any], batch: int, sequence: int) ->
     """The training model of a `config.json` on the meta device, and its inputs."""
     _know_meta_tensors()
     module = huggingface_model(config_dict, "meta", torch.float32)
+    for part in module.modules():
+        if hasattr(part, "hc_sinkhorn_iters"):  # repeats elementwise work, which takes most of the time on the meta device
+            part.hc_sinkhorn_iters = 1
     tokens = torch.zeros((batch, sequence), dtype=torch.long, device="meta")
     inputs = {"input_ids": tokens}
     if getattr(module.config, "is_encoder_decoder", False):
@@ -188,15 +191,24 @@ _WINDOW_WITHOUT_KIND = frozenset({"minimax"})  # its layer_types call attention 
 
 
 def _windows(config: Any) -> tuple[int | None, ...] | None:
-    """The sliding window of each layer, from the configuration with its defaults. ModernBERT's window counts both sides."""
+    """The sliding window or the chunk of each layer, from the configuration with its defaults.
+
+    ModernBERT's window counts both sides, Gemma's one where its attention is not causal.
+    """
     layers = getattr(config, "num_hidden_layers", None)
     if not isinstance(layers, int):
         return None
     window = _declared(config, "local_attention") or _declared(config, "sliding_window") or None
     kinds = _declared(config, "layer_types")
+    if window and getattr(config, "is_causal", True) is False:
+        window = (window - 1) * 2
     if kinds is None or config.model_type in _WINDOW_WITHOUT_KIND:  # a family with the window in every layer, or in none
         return (window,) * layers
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    reach = {**dict.fromkeys(_WINDOWED, window), "chunked_attention": _declared(config, "attention_chunk_size")}
+    return tuple(reach.get(kind) for kind in kinds)
+
+
+_WINDOWED = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
 
 
 def _declared(config: Any, name: str) -> Any:

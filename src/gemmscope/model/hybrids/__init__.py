@@ -1,9 +1,10 @@
 """Layers of families that are more than attention and MLP. `layers_by` in families.toml names the function."""
 
 from collections.abc import Callable
+from typing import Any
 
 from gemmscope.model.families import FamilyConfig
-from gemmscope.model.hybrids import linear, mamba, sparse
+from gemmscope.model.hybrids import deepseek_v4, gemma, linear, llama4, mamba, sparse
 from gemmscope.model.spec import LayerSpec
 
 LayerBuilder = Callable[[FamilyConfig, int, int], list[LayerSpec]]
@@ -21,4 +22,14 @@ HYBRIDS: dict[str, LayerBuilder] = {
     "zamba2": mamba.zamba2,
     "nemotron_h": mamba.nemotron_h,
     "indexed_attention": sparse.indexed_attention,
+    "llama4": llama4.llama4,
+    "gemma4": gemma.gemma4,
+    "gemma3n": gemma.gemma3n,
+    "deepseek_v4": deepseek_v4.deepseek_v4,
 }
+
+EndsBuilder = Callable[[FamilyConfig, int, int], dict[str, Any]]
+"""Fields of `ModelSpec` outside of its layers, from a config, its hidden size and its number of layers."""
+
+ENDS: dict[str, EndsBuilder] = {"gemma": gemma.ends, "deepseek_v4": deepseek_v4.ends}
+"""By `ends_by` in families.toml."""
