@@ -19,8 +19,9 @@ from gemmscope.model.spec import RunSpec
 from gemmscope.process import worker_command
 from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import Linear
+from gemmscope.workload.recorded import TracedLinear
 from gemmscope.workload.summary import totals
-from gemmscope.workload.trace import ModuleTrace, TracedLinear, as_workload, trace_module
+from gemmscope.workload.trace import ModuleTrace, as_workload, trace_module
 from support.processes import alive, wait_until
 from support.reading import codes
 

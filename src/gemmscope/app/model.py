@@ -20,7 +20,8 @@ from gemmscope.units import parameters
 from gemmscope.workload.cases import CALLED, Case, cases_of, forward_calls
 from gemmscope.workload.derive import EMBEDDING, HEAD, STEP, Workload, derive
 from gemmscope.workload.ops import GroupedLinear, Linear
-from gemmscope.workload.trace import ModuleTrace, TracedLinear, as_workload, trace_huggingface, trace_module
+from gemmscope.workload.recorded import TracedLinear
+from gemmscope.workload.trace import ModuleTrace, as_workload, trace_huggingface, trace_module
 
 REQUIRED_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
 SIZES = (*REQUIRED_SIZES, "num_key_value_heads", "head_dim", "vocab_size")
