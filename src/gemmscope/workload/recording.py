@@ -23,16 +23,17 @@ _GEMMS = ("aten::mm", "aten::bmm", "aten::_scaled_mm", "aten::_scaled_mm_v2", "a
 
 
 @contextlib.contextmanager
-def record(module: torch.nn.Module) -> Iterator[Recorder]:
-    """Record every operation that runs inside this context."""
+def record(module: torch.nn.Module, *, between_gemms: bool = True) -> Iterator[Recorder]:
+    """Record every operation that runs inside this context; without `between_gemms`, only GEMMs, attention and convolutions."""
     recorder, hooks = Recorder(module), torch.nn.modules.module
     handles = [
         hooks.register_module_forward_pre_hook(lambda running, _: recorder.enter(running)),
         hooks.register_module_forward_hook(lambda *_: recorder.leave(), always_call=True),
     ]
     try:
-        hooked = torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor)
-        with _Dispatch(recorder), _Functions(recorder), hooked:
+        with _Dispatch(recorder, between_gemms), _Functions(recorder), contextlib.ExitStack() as stack:
+            if between_gemms:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor))
             yield recorder
     finally:
         for handle in handles:
@@ -42,9 +43,9 @@ def record(module: torch.nn.Module) -> Iterator[Recorder]:
 class _Dispatch(TorchDispatchMode):  # type: ignore[misc]
     """Sees every operator below autograd, forward and backward."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, between_gemms: bool) -> None:
         super().__init__()
-        self._recorder = recorder
+        self._recorder, self._between_gemms = recorder, between_gemms
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -63,7 +64,8 @@ class _Dispatch(TorchDispatchMode):  # type: ignore[misc]
         elif name == "aten::convolution_backward":
             recorder.convolution(args[0], args[1], args[2], transposed=args[7], gradients=sum(args[10][:2]))
         else:
-            recorder.other(operator, args, inputs, outputs)
+            if self._between_gemms:
+                recorder.other(operator, args, inputs, outputs)
             recorder.derive_weight(inputs, outputs)
             return output
         recorder.barrier(inputs, outputs)

@@ -18,7 +18,6 @@ from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import finding
 from gemmscope.folders import temporary_folder
 from gemmscope.model.limits import LARGEST
-from gemmscope.model.spec import RunSpec
 from gemmscope.workload.derive import HEAD, STEP, Workload
 from gemmscope.workload.ops import PASSES, BatchedGemm, Gemm, Op, Optimizer, Pass, Remainder, gemm_size
 from gemmscope.workload.recorded import OtherWork, TracedAttention, TracedLinear, between
@@ -62,12 +61,14 @@ class ModuleTrace:
     samples: int | None = None
 
 
-def trace_huggingface(config: Mapping[str, Any], run: RunSpec) -> ModuleTrace:
-    """Trace the model that transformers builds from a config."""
+def trace_huggingface(
+    config: Mapping[str, Any], micro_batch: int | None, sequence: int | None, *, as_trained: bool = False
+) -> ModuleTrace:
+    """Trace the model that transformers builds from a config; `as_trained`: in BF16 and with its loss, where it has one."""
     _require("transformers", "to build this model from its config")
     _check_counts(config)
     try:
-        return _ask_worker({"config": dict(config)}, run, LONGEST_S)
+        return _ask_worker({"config": dict(config), "as_trained": as_trained}, micro_batch, sequence, LONGEST_S)
     except UserError as error:
         hint = f"to use your own inputs: {option('module', 'FILE.py:FACTORY')}, a function that returns (module, inputs)"
         raise UserError(error.message, error.hint or hint) from error
@@ -88,13 +89,13 @@ def _check_counts(config: Mapping[str, Any]) -> None:
             raise UserError(f"{shown(key)} must be at most {most}, not {shown(value)}", "correct it in the config")
 
 
-def trace_module(reference: str, run: RunSpec) -> ModuleTrace:
-    """Trace the module that `file.py:factory` returns."""
+def trace_module(reference: str, micro_batch: int | None, sequence: int | None) -> ModuleTrace:
+    """Trace the module that `file.py:factory` returns. Sizes that are not given are the factory's to choose."""
     path, colon, name = reference.rpartition(":")
     if not colon or not path or not name.isidentifier():
         example = f"for example {option('module', 'my_model.py:build')}"
         raise UserError(f"{option('module')} must be FILE.py:FACTORY, not {reference!r}", example)
-    return _ask_worker({"module": reference}, run)
+    return _ask_worker({"module": reference}, micro_batch, sequence)
 
 
 def _require(package: str, why: str) -> None:
@@ -103,9 +104,11 @@ def _require(package: str, why: str) -> None:
             raise UserError(f"{name} is needed {why}, but it is not installed", f"pip install {name}, in gemmscope's environment")
 
 
-def _ask_worker(request: dict[str, Any], run: RunSpec, time_limit_s: float = float("inf")) -> ModuleTrace:
+def _ask_worker(
+    request: dict[str, Any], micro_batch: int | None, sequence: int | None, time_limit_s: float = float("inf")
+) -> ModuleTrace:
     _require("torch", "to trace a module")
-    request |= {"micro_batch": run.micro_batch_size, "sequence": run.sequence_length}
+    request |= {"micro_batch": micro_batch, "sequence": sequence}
     text = json.dumps(request)
     if len(text) > LARGEST_REQUEST:
         raise UserError(f"it is too large to be traced: it has more than {LARGEST_REQUEST >> 20} MiB")

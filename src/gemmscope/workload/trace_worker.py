@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 
 from gemmscope.workload.confine import limit_memory, offline
 from gemmscope.workload.factory import SIZES, Built, TraceError, load_factory, loss_of, move_to_meta, naming, outputs_of
-from gemmscope.workload.huggingface import build_huggingface, causal, huggingface_model, windows
+from gemmscope.workload.huggingface import build_huggingface, built_huggingface, causal, huggingface_model, windows
 from gemmscope.workload.ops import Direction, with_counts
 from gemmscope.workload.recorded import Moved, OtherWork, TracedAttention
 from gemmscope.workload.recorder import AttentionCall, visible_share
@@ -41,10 +41,11 @@ def trace(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     return trace_built(Built(module, args, dict(kwargs)))
 
 
-def trace_built(built: Built) -> ModuleTrace:
-    """Run forward, loss and backward, and return what was recorded."""
+def trace_built(built: Built, *, between_gemms: bool = True) -> ModuleTrace:
+    """Run forward, loss and backward, and return what was recorded. Without `between_gemms`: what the closed form is checked
+    with."""
     module = built.module
-    with record(module) as recorder:
+    with record(module, between_gemms=between_gemms) as recorder:
         output = module(*built.args, **built.kwargs)
         with recorder.in_loss():
             loss = loss_of(built, output)
@@ -112,11 +113,29 @@ def answer(request: dict[str, Any]) -> ModuleTrace:
 
 def _trace_config(request: dict[str, Any]) -> ModuleTrace:
     with offline():
+        if request.get("as_trained"):
+            return _trace_as_trained(request)
         with naming("building the model from its config"):
             module, kwargs = build_huggingface(request["config"], request["micro_batch"], request["sequence"])
         with naming(RUNNING):
-            result = trace(module, (), kwargs)
+            result = trace_built(Built(module, (), kwargs), between_gemms=False)
     return replace(result, windows=windows(module.config), causal=causal(module, result.masks))
+
+
+def _trace_as_trained(request: dict[str, Any]) -> ModuleTrace:
+    """The first way to run the model that works; if none does, the error of the last one, which asks least of it."""
+    ways = built_huggingface(request["config"], request["micro_batch"], request["sequence"])
+    failure: TraceError | None = None
+    while True:
+        with naming("building the model from its config"):
+            built = next(ways, None)
+        if built is None:
+            raise failure or TraceError("the model cannot be run")
+        try:
+            with naming(RUNNING):
+                return trace_built(built)
+        except TraceError as error:
+            failure = error
 
 
 def _trace_factory(request: dict[str, Any]) -> ModuleTrace:
