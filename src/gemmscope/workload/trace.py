@@ -8,7 +8,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -56,6 +56,7 @@ class ModuleTrace:
     heads: tuple[str, ...] = ()
     trainable: int = 0
     saved_bytes: int = 0
+    largest_saved_bytes: int = 0
     has_loss: bool = False
     inputs: str | None = None
     samples: int | None = None
@@ -144,7 +145,7 @@ def as_workload(trace: ModuleTrace) -> Workload:
     ops += trace.attentions
     ops += [gemm for gemm in trace.batched_gemms if gemm.role != "fused" or not trace.attentions]
     ops += trace.remainder
-    ops += map(between, trace.others)
+    ops += [replace(op, section=HEAD) if op.name in trace.heads else op for op in map(between, trace.others)]
     if trace.trainable:
         ops.append(Optimizer(name="Optimizer", section=STEP, updated=trace.trainable))
     findings = [finding("traced")]

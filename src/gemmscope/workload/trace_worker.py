@@ -68,6 +68,7 @@ def trace_built(built: Built, *, between_gemms: bool = True) -> ModuleTrace:
         linear_paths=tuple(sorted(recorder.linear_paths)),
         heads=_heads(module),
         saved_bytes=sum(recorder.saved.values()),
+        largest_saved_bytes=max(recorder.saved.values(), default=0),
         has_loss=loss is not None,
         inputs=built.described_inputs() if built.own_inputs and built.taken != {*SIZES} else None,
         samples=built.samples,
