@@ -324,11 +324,11 @@ def _needed_network(error: BaseException | None) -> bool:
 
 
 def _place(error: BaseException, folder: Path | None) -> str:
-    """Where an exception came from: the last line that ran in `folder`, or, without a folder, the last line that ran."""
+    """Where an exception came from: the last line that ran in `folder`, or, if none did, the last line that ran."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" (line {error.lineno} of {error.filename})"
     ran = list(traceback.extract_tb(error.__traceback__))
-    frames = ran if folder is None else [frame for frame in ran if _is_in(Path(frame.filename), folder)]
+    frames = [frame for frame in ran if folder is None or _is_in(Path(frame.filename), folder)] or ran
     return f" (line {frames[-1].lineno} of {frames[-1].filename})" if frames else ""
 
 
