@@ -28,7 +28,7 @@ import torch
 
 from gemmscope.workload.operators import Operand, flops_of, is_free, is_fusible, operands, storage_of
 from gemmscope.workload.ops import ALL_VISIBLE, BatchedGemm, Direction, Gemm, Pass, Remainder, attention_gemms, gemm_size
-from gemmscope.workload.traffic import WorkGroup, Traffic, kinds
+from gemmscope.workload.traffic import Traffic, WorkGroup, kinds
 
 ROOT, LOSS = "(root)", "(loss)"
 MOST_FOLLOWED = 8  # batched GEMMs whose results one tensor may come from

@@ -29,7 +29,7 @@ from gemmscope.workload.recorded import Moved, OtherWork, TracedAttention
 from gemmscope.workload.recorder import AttentionCall, visible_share
 from gemmscope.workload.recording import record
 from gemmscope.workload.trace import ModuleTrace
-from gemmscope.workload.traffic import WorkGroup, TrafficSum
+from gemmscope.workload.traffic import TrafficSum, WorkGroup
 
 __all__ = ["TraceError", "answer", "build_huggingface", "huggingface_model", "move_to_meta", "trace"]
 
