@@ -95,8 +95,10 @@ def _totals(result: ShapesResult) -> Table:
             for each in totals.layers
         ),
         (Cell("GEMMs"), NOTHING, _flops(totals.gemm_flops), _flops(totals.gemm_flops_per_step)),
-        (Cell("Attention"), NOTHING, _flops(totals.attention_flops), _flops(totals.attention_flops * steps)),
     ]
+    if totals.attention_flops:
+        attention = totals.attention_flops
+        rows.append((Cell("Attention"), NOTHING, _flops(attention), _flops(attention * steps)))
     if totals.batched_gemm_flops:
         batched = totals.batched_gemm_flops
         rows.append((Cell("Batched GEMMs outside attention"), NOTHING, _flops(batched), _flops(batched * steps)))
