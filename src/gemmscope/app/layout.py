@@ -72,8 +72,8 @@ def _require(settings: Mapping[str, Any], source: ModelSource) -> None:
 def _reads_tokens(source: ModelSource) -> bool:
     """Whether a config without closed form surely is of a language model. To others a sequence length may mean nothing."""
     config = source.config or {}
-    senses = ("image_size", "num_mel_bins", "num_channels", "conv_kernel", "patch_size")
-    return any(key in config for key in ("vocab_size", "text_config")) and not any(key in config for key in senses)
+    senses = any(key in config for key in ("image_size", "num_mel_bins", "num_channels", "patch_size", "conv_stride"))
+    return not senses and any(key in config for key in ("vocab_size", "text_config"))
 
 
 def _other_pipeline(run: RunSpec, typed: Mapping[str, Any], source: ModelSource) -> tuple[RunSpec, list[Finding]]:
