@@ -93,7 +93,7 @@ def _ssd(calls: KernelCalls, x: Any, dt: Any, a: Any, b: Any, c: Any, chunk_size
     _, _, groups, key_dim = b.shape
     calls.record(_scan("ssd", (batch, sequence), (heads, value_dim), (groups, key_dim), chunk_size))
     output = _shapes(calls, tuple(x.shape), x, dt, a, b, c, others.get("D"), others.get("dt_bias"), others.get("z"))
-    return (output, None) if others.get("return_final_states") else output
+    return (output, x.new_empty(batch, heads, value_dim, key_dim)) if others.get("return_final_states") else output
 
 
 def _selective_scan(calls: KernelCalls, x: Any, dt: Any, a: Any, b: Any, c: Any, *others: Any, **named: Any) -> Any:
@@ -101,7 +101,7 @@ def _selective_scan(calls: KernelCalls, x: Any, dt: Any, a: Any, b: Any, c: Any,
     batch, channels, sequence = x.shape
     calls.record(_scan("selective scan", (batch, sequence), (channels, 1), (1, a.shape[-1])))
     output = _shapes(calls, tuple(x.shape), x, dt, a, b, c, *others, *(named.get(name) for name in ("D", "z", "delta_bias")))
-    return (output, None) if named.get("return_last_state") else output
+    return (output, x.new_empty(batch, channels, a.shape[-1])) if named.get("return_last_state") else output
 
 
 def _delta_rule(rule: str) -> Callable[..., Any]:
@@ -110,7 +110,8 @@ def _delta_rule(rule: str) -> Callable[..., Any]:
         batch, sequence, heads, value_dim = v.shape
         chunk = named.get("chunk_size", DELTA_CHUNK)
         calls.record(_scan(rule, (batch, sequence), (heads, value_dim), tuple(k.shape[2:]), chunk))
-        return _shapes(calls, tuple(v.shape), v, q, k, g, beta), None
+        state = v.new_empty(batch, heads, k.shape[-1], value_dim) if named.get("output_final_state") else None
+        return _shapes(calls, tuple(v.shape), v, q, k, g, beta), state
 
     return stand_in
 
