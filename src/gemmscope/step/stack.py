@@ -110,7 +110,7 @@ class Step:
             for parameter in self._every:
                 parameter.register_post_accumulate_grad_hook(_drop)
             updated = [_with_gradient(parameter, weights) for parameter in self._every]
-        self._optimizer = _optimizer(updated, weights)
+        self.optimizer = _optimizer(updated, weights)
         self._x, self._labels = _batch(plan, device, kit.precision)
         if self._x.requires_grad:
             self._x.register_post_accumulate_grad_hook(_drop)
@@ -125,9 +125,9 @@ class Step:
             first = None if self.plan.accumulation == 1 else number == 0
             self.stack(self._x, self._labels, first=first).backward()
         mark_step("optimizer")
-        self._optimizer.step()
+        self.optimizer.step()
         if self._real:
-            self._optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad(set_to_none=True)
 
     def loss(self) -> float:
         """One forward pass, to check that the loss is finite."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import importlib
 from collections.abc import Callable
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +20,7 @@ from gemmscope.engine.timer import Burst, DoneBurst, busy_ms, elapsed_ms, kernel
 from gemmscope.engine.worker import BurstGroup, MeasuringProcess
 from gemmscope.errors import in_a_line
 from gemmscope.recipe.recipes import recipe
+from gemmscope.step.graphs import CapturedStep
 from gemmscope.step.huggingface import HuggingFaceStep
 from gemmscope.step.kits import KITS
 from gemmscope.step.kits.plain import Kit
@@ -32,6 +34,9 @@ HOST_STEPS = 4
 LONG_STEP_MS = 2000.0
 
 
+AnyStep = Step | HuggingFaceStep | CapturedStep
+
+
 class StepWorker(MeasuringProcess):
     """One request: a plan and its variants."""
 
@@ -40,7 +45,7 @@ class StepWorker(MeasuringProcess):
         self.plan = StackPlan.from_json(request["plan"])
         self.variants: list[dict[str, Any]] = request["variants"]
         self.weights, self.real_weights = Weights(), Weights()
-        self.steps: dict[str, Step | HuggingFaceStep] = {}
+        self.steps: dict[str, AnyStep] = {}
         self.once_ms: dict[str, float] = {}  # about what a step takes
 
     def main(self) -> None:
@@ -68,14 +73,20 @@ class StepWorker(MeasuringProcess):
         kit: Kit = self.kit(recipe(variant["recipe"]), frozenset(variant["left_out"]), device=self.device)
         return kit
 
-    def _make(self, variant: dict[str, Any], plan: StackPlan) -> Step | HuggingFaceStep:
+    def _make(self, variant: dict[str, Any], plan: StackPlan) -> AnyStep:
         kit = self._kit_of(variant)
         plan = plan.with_depth(variant["depth"]).padded(recipe(variant["recipe"]).multiple_of)
         if self.request["config"] is not None:
             return HuggingFaceStep(self.request["config"], plan, kit, self.device)
         if variant["real"]:
             return Step(plan.unrolled(), kit, self.real_weights, self.device, real=True)
-        return Step(plan, kit, self.weights, self.device)
+        step = Step(plan, kit, self.weights, self.device)
+        return CapturedStep(step, self.graph_memory) if variant["captured"] else step
+
+    @cached_property
+    def graph_memory(self) -> Any:
+        """What all captured steps share."""
+        return torch.cuda.graph_pool_handle()
 
     def _build(self, variant: dict[str, Any]) -> None:
         name = variant["name"]
@@ -85,7 +96,7 @@ class StepWorker(MeasuringProcess):
             self.say(Failed(name, why_not, "unsupported"))
             return
         before = torch.cuda.memory_allocated() if self.on_gpu else 0
-        step: Step | HuggingFaceStep | None = None
+        step: AnyStep | None = None
         try:
             step = self._make(variant, self.plan)
             if self.on_gpu:
@@ -108,7 +119,7 @@ class StepWorker(MeasuringProcess):
         peak = torch.cuda.max_memory_allocated() - before if self.on_gpu else 0
         self.say(Ready(name, {"loss": loss, "held_bytes": held, "peak_bytes": peak}))
 
-    def _mean_ms(self, step: Step | HuggingFaceStep, count: int = 1) -> float:
+    def _mean_ms(self, step: AnyStep, count: int = 1) -> float:
         """Milliseconds per step, launched back to back on an idle GPU."""
 
         def work() -> None:
@@ -119,7 +130,7 @@ class StepWorker(MeasuringProcess):
         self._synchronize()
         return elapsed_ms(work) / count
 
-    def _profile(self, name: str, step: Step | HuggingFaceStep) -> None:
+    def _profile(self, name: str, step: AnyStep) -> None:
         """The kernels of one step, part by part, in the state that the step brings the GPU to."""
         if not self.on_gpu:
             return
