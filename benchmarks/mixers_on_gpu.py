@@ -56,24 +56,31 @@ def delta(kernels: Kernels, batch: int, length: int, heads: int, groups: int, ke
     """The gated delta rule."""
     sizes = ((groups, key), (groups, key), (heads, value), (heads,))
     q, k, v, beta = (tensor(batch, length, *size, device=kernels.device) for size in sizes)
-    gate = tensor(batch, length, heads, dtype=torch.float32, device=kernels.device)
+    decay, a_log, dt_bias = _decay(kernels, batch, length, heads)
 
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        return kernels.gated_delta(q, k, v, -torch.nn.functional.softplus(gate), beta.sigmoid())
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+        return kernels.gated_delta(q, k, v, decay, beta, a_log=a_log, dt_bias=dt_bias)
 
-    return [q, k, v, beta, gate], run
+    return [q, k, v, decay, beta], run
 
 
 def kda(kernels: Kernels, batch: int, length: int, heads: int, groups: int, key: int, value: int) -> Case:
     """Kimi delta attention."""
     sizes = ((groups, key), (groups, key), (heads, value), (heads,))
     q, k, v, beta = (tensor(batch, length, *size, device=kernels.device) for size in sizes)
-    gate = tensor(batch, length, heads, key, dtype=torch.float32, device=kernels.device)
+    decay, a_log, dt_bias = _decay(kernels, batch, length, heads, key)
 
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        return kernels.kda(q, k, v, -torch.nn.functional.softplus(gate), beta.sigmoid())
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+        return kernels.kda(q, k, v, decay, beta, a_log=a_log, dt_bias=dt_bias)
 
-    return [q, k, v, beta, gate], run
+    return [q, k, v, decay, beta], run
+
+
+def _decay(kernels: Kernels, batch: int, length: int, heads: int, *rest: int) -> tuple[torch.Tensor, ...]:
+    """The decay of every token, and the two parameters that scale it."""
+    device = kernels.device
+    a_log, dt_bias = (tensor(*size, dtype=torch.float32, device=device) for size in ((heads,), (heads, *rest)))
+    return tensor(batch, length, heads, *rest, device=device), a_log, dt_bias
 
 
 def conv(kernels: Kernels, batch: int, length: int, heads: int, groups: int, key: int, value: int) -> Case:  # noqa: ARG001

@@ -17,6 +17,9 @@ class Capturable(Protocol):
 
     optimizer: torch.optim.Optimizer
 
+    @property
+    def kernels(self) -> dict[str, str]: ...
+
     def run(self) -> None: ...
 
     def loss(self) -> float: ...
@@ -38,7 +41,7 @@ class CapturedStep:
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()  # the memory of launched steps: a captured one has its own
-        self._step, self._graph = step, torch.cuda.CUDAGraph()
+        self._step, self._graph, self.kernels = step, torch.cuda.CUDAGraph(), step.kernels
         try:
             with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
                 step.run()

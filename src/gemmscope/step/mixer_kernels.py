@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import torch
@@ -94,30 +95,43 @@ class Kernels:
         return out.to(v.dtype)
 
     def gated_delta(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor, beta: torch.Tensor
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor,
+        *,
+        a_log: torch.Tensor,
+        dt_bias: torch.Tensor,
     ) -> torch.Tensor:
-        """The gated delta rule (Qwen3-Next): one decay for each value head, [.., heads] in log space; q and k are normalized."""
+        """The gated delta rule (Qwen3-Next), on normalized q and k. `decay` and `beta` are [.., heads], before softplus and
+        sigmoid."""
         package, rule = self._first(
             "gated delta rule",
             (FLA, "fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
             (TRANSFORMERS, "transformers.models.qwen3_next.modeling_qwen3_next", "torch_chunk_gated_delta_rule"),
         )
-        if package == TRANSFORMERS:  # flash-linear-attention knows that several value heads share a key
-            q, k = (tensor.repeat_interleave(v.shape[2] // tensor.shape[2], dim=2) for tensor in (q, k))
-        out: torch.Tensor = rule(q, k, v, g=gate, beta=beta, use_qk_l2norm_in_kernel=True)[0]
-        return out
+        return _delta_rule(package, rule, (q, k, v, decay, beta), a_log, dt_bias)
 
-    def kda(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+    def kda(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor,
+        *,
+        a_log: torch.Tensor,
+        dt_bias: torch.Tensor,
+    ) -> torch.Tensor:
         """Kimi delta attention: as `gated_delta`, with a decay for each channel of the key, [.., heads, head]."""
         package, rule = self._first(
             "Kimi delta attention",
             (FLA, "fla.ops.kda", "chunk_kda"),
             (TRANSFORMERS, "transformers.models.kimi_linear.modeling_kimi_linear", "chunk_kimi_delta_attention"),
         )
-        if package == TRANSFORMERS:
-            q, k = (tensor.repeat_interleave(v.shape[2] // tensor.shape[2], dim=2) for tensor in (q, k))
-        out: torch.Tensor = rule(q, k, v, g=gate, beta=beta, use_qk_l2norm_in_kernel=True)[0]
-        return out
+        return _delta_rule(package, rule, (q, k, v, decay, beta), a_log, dt_bias)
 
     def selective_scan(
         self,
@@ -213,6 +227,24 @@ class Kernels:
             return None
         out = norm(x, weight, None, z=z, eps=eps, group_size=group, norm_before_gate=not gate_first)
         return out
+
+
+def _delta_rule(
+    package: str, rule: Callable[..., Any], inputs: tuple[torch.Tensor, ...], a_log: torch.Tensor, dt_bias: torch.Tensor
+) -> torch.Tensor:
+    """One of the delta rules; recent kernels also compute the decay and the write strength."""
+    q, k, v, decay, beta = inputs
+    out: torch.Tensor
+    if package == FLA and "use_beta_sigmoid_in_kernel" in signature(rule).parameters:
+        gates = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "A_log": a_log, "dt_bias": dt_bias.flatten()}
+        out = rule(q, k, v, g=decay, beta=beta, use_qk_l2norm_in_kernel=True, **gates)[0]
+        return out
+    scale = a_log.float().exp().view(-1, *(1,) * (decay.dim() - 3))
+    gate = -scale * functional.softplus(decay.float() + dt_bias.float().view(decay.shape[2:]))
+    if package == TRANSFORMERS:  # flash-linear-attention knows that several value heads share a key
+        q, k = (tensor.repeat_interleave(v.shape[2] // tensor.shape[2], dim=2) for tensor in (q, k))
+    out = rule(q, k, v, g=gate, beta=beta.sigmoid(), use_qk_l2norm_in_kernel=True)[0]
+    return out
 
 
 def _imported(choice: tuple[str, str, str]) -> tuple[str, Callable[..., Any]] | None:

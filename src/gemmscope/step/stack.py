@@ -72,9 +72,8 @@ class Stack(nn.Module):
             tied.weight = self.embedding.weight
         blocks, self.inner = [], []
         for layer, slot in zip(plan.layers, plan.slots, strict=True):
-            block = Block(kit, layer, plan, device)
+            block = Block(kit, layer, plan)
             self.inner += weights.adopt(block, slot)
-            block.selective = plan.recompute == "selective"
             blocks.append(kit.finish(block))
         self.blocks = nn.ModuleList(blocks)
 
@@ -128,6 +127,11 @@ class Step:
         self.optimizer.step()
         if self._real:
             self.optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        """What mixers compute → the package that does."""
+        return self.stack.kit.kernels.sources
 
     def loss(self) -> float:
         """One forward pass, to check that the loss is finite."""

@@ -63,6 +63,8 @@ class StepWorker(MeasuringProcess):
                     self._host(variant)
         for variant in self.variants:
             self._build(variant)
+        if kernels := {what: package for step in self.steps.values() for what, package in step.kernels.items()}:
+            self.warn("mixer-kernels", kernels=[f"{what} ({package})" for what, package in kernels.items()])
         self._measure()
         if self.request["profile"]:  # last: the GPU is in its steady state, and marks have not split compiled layers yet
             for name, step in self.steps.items():
