@@ -2,7 +2,7 @@
 
     python benchmarks/mixers_on_gpu.py OUT.csv [KIND …] [--warm-up]
 
-One row for each kind, size and number of tokens; for one batch also a row for every kernel with its time. Kernels of
+One row for each kind, size and number of tokens; for one batch also a row for every kernel with its time. MixerKernels of
 flash-linear-attention are tuned when they first run, which takes a minute for each kind: `--warm-up` only does that, so that
 several kinds can be tuned at the same time. `--check` compares the results with those of transformers.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from gemmscope.step.mixer_kernels import CONV, FLA, MAMBA, Kernels
+from gemmscope.step.mixer_kernels import CONV, FLA, MAMBA, MixerKernels
 
 BATCHES = ((1, 8192), (4, 4096), (1, 32768), (8, 8192))
 REPEATS = 8
@@ -32,7 +32,7 @@ def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cuda
     return (torch.randn(*shape, device=device) * 0.5).to(dtype).requires_grad_()
 
 
-def ssd(kernels: Kernels, batch: int, length: int, heads: int, groups: int, key: int, value: int) -> Case:
+def ssd(kernels: MixerKernels, batch: int, length: int, heads: int, groups: int, key: int, value: int) -> Case:
     """The state-space scan of Mamba-2."""
     device = kernels.device
     sizes = ((heads, value), (heads,), (groups, key), (groups, key))
@@ -45,14 +45,14 @@ def ssd(kernels: Kernels, batch: int, length: int, heads: int, groups: int, key:
     return [x, dt, b, c], run
 
 
-def lightning(kernels: Kernels, batch: int, length: int, heads: int, groups: int, key: int, value: int) -> Case:  # noqa: ARG001
+def lightning(kernels: MixerKernels, batch: int, length: int, heads: int, groups: int, key: int, value: int) -> Case:  # noqa: ARG001
     """Lightning attention."""
     q, k, v = (tensor(batch, length, heads, size, device=kernels.device) for size in (key, key, value))
     decay = -torch.rand(heads, device=kernels.device)
     return [q, k, v], lambda q, k, v: kernels.lightning(q, k, v, decay)
 
 
-def delta(kernels: Kernels, batch: int, length: int, heads: int, groups: int, key: int, value: int) -> Case:
+def delta(kernels: MixerKernels, batch: int, length: int, heads: int, groups: int, key: int, value: int) -> Case:
     """The gated delta rule."""
     sizes = ((groups, key), (groups, key), (heads, value), (heads,))
     q, k, v, beta = (tensor(batch, length, *size, device=kernels.device) for size in sizes)
@@ -64,7 +64,7 @@ def delta(kernels: Kernels, batch: int, length: int, heads: int, groups: int, ke
     return [q, k, v, decay, beta], run
 
 
-def kda(kernels: Kernels, batch: int, length: int, heads: int, groups: int, key: int, value: int) -> Case:
+def kda(kernels: MixerKernels, batch: int, length: int, heads: int, groups: int, key: int, value: int) -> Case:
     """Kimi delta attention."""
     sizes = ((groups, key), (groups, key), (heads, value), (heads,))
     q, k, v, beta = (tensor(batch, length, *size, device=kernels.device) for size in sizes)
@@ -76,20 +76,20 @@ def kda(kernels: Kernels, batch: int, length: int, heads: int, groups: int, key:
     return [q, k, v, decay, beta], run
 
 
-def _decay(kernels: Kernels, batch: int, length: int, heads: int, *rest: int) -> tuple[torch.Tensor, ...]:
+def _decay(kernels: MixerKernels, batch: int, length: int, heads: int, *rest: int) -> tuple[torch.Tensor, ...]:
     """The decay of every token, and the two parameters that scale it."""
     device = kernels.device
     a_log, dt_bias = (tensor(*size, dtype=torch.float32, device=device) for size in ((heads,), (heads, *rest)))
     return tensor(batch, length, heads, *rest, device=device), a_log, dt_bias
 
 
-def conv(kernels: Kernels, batch: int, length: int, heads: int, groups: int, key: int, value: int) -> Case:  # noqa: ARG001
+def conv(kernels: MixerKernels, batch: int, length: int, heads: int, groups: int, key: int, value: int) -> Case:  # noqa: ARG001
     """A causal convolution of four positions with SiLU."""
     x, weight = tensor(batch, length, heads * value, device=kernels.device), tensor(heads * value, 4, device=kernels.device)
     return [x, weight], lambda x, weight: kernels.conv(x, weight, None, "silu")
 
 
-def gated_norm(kernels: Kernels, batch: int, length: int, heads: int, groups: int, key: int, value: int) -> Case:  # noqa: ARG001
+def gated_norm(kernels: MixerKernels, batch: int, length: int, heads: int, groups: int, key: int, value: int) -> Case:  # noqa: ARG001
     """The norm of every head, then the gate."""
     x, z = (tensor(batch, length, heads * value, device=kernels.device) for _ in range(2))
     weight = tensor(value, device=kernels.device)
@@ -100,7 +100,7 @@ def gated_norm(kernels: Kernels, batch: int, length: int, heads: int, groups: in
     return [x, z, weight], run
 
 
-def grouped_norm(kernels: Kernels, batch: int, length: int, heads: int, groups: int, key: int, value: int) -> Case:  # noqa: ARG001
+def grouped_norm(kernels: MixerKernels, batch: int, length: int, heads: int, groups: int, key: int, value: int) -> Case:  # noqa: ARG001
     """The gate, then the norm of every group."""
     x, z = (tensor(batch, length, heads * value, device=kernels.device) for _ in range(2))
     weight = tensor(heads * value, device=kernels.device)
@@ -177,7 +177,7 @@ def main() -> None:
                     continue
                 batches = ((1, 128),) if arguments.small else BATCHES[:1] if arguments.warm_up else BATCHES
                 for batch, length in batches:
-                    kernels = Kernels(arguments.device, without=frozenset(arguments.without))
+                    kernels = MixerKernels(arguments.device, without=frozenset(arguments.without))
                     measure(writer, kind, kernels, (batch, length, *size), make, warm_up=arguments.warm_up)
                     file.flush()
 
@@ -187,7 +187,7 @@ def check(kind: str, device: str, without: Sequence[str], size: Sequence[int], m
     results, package = [], ""
     for left_out in (frozenset(without), frozenset((MAMBA, CONV, FLA))):
         torch.manual_seed(0)
-        kernels = Kernels(device, without=left_out)
+        kernels = MixerKernels(device, without=left_out)
         inputs, run = make(kernels, 2, 256, *size)
         out = run(*inputs)
         results.append([out, *torch.autograd.grad(out, inputs, torch.ones_like(out))])
@@ -196,7 +196,9 @@ def check(kind: str, device: str, without: Sequence[str], size: Sequence[int], m
     print(f"check {kind:18} {tuple(size)} {package}: " + " ".join(f"{each:.1e}" for each in far), flush=True)
 
 
-def measure(writer: Any, kind: str, kernels: Kernels, size: Sequence[int], make: Callable[..., Case], *, warm_up: bool) -> None:
+def measure(
+    writer: Any, kind: str, kernels: MixerKernels, size: Sequence[int], make: Callable[..., Case], *, warm_up: bool
+) -> None:
     """One row, and on the first batch its kernels."""
     began = time.perf_counter()
     try:

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="mixers need torch")
 pytest.importorskip("transformers", reason="what they are compared with")
 
 from gemmscope.step.kits.plain import Kit  # noqa: E402
-from gemmscope.step.mixer_kernels import Kernels, MissingKernelError  # noqa: E402
+from gemmscope.step.mixer_kernels import MixerKernels, MissingKernelError  # noqa: E402
 from gemmscope.step.mixers import mixer_of  # noqa: E402
 
 HIDDEN, SEQUENCE = 32, 24
@@ -71,7 +71,7 @@ def test_mamba2_with_grouped_norms() -> None:
 
     theirs = randomized(NemotronHRMSNormGated(64, 32, eps=1e-5))
     x, z = torch.randn(2, 2, SEQUENCE, 64).unbind()
-    result = Kernels("cpu").gated_norm(x, z, theirs.weight, eps=1e-5, group=32, gate_first=True)
+    result = MixerKernels("cpu").gated_norm(x, z, theirs.weight, eps=1e-5, group=32, gate_first=True)
     assert torch.allclose(result, theirs(x, z), atol=1e-5)
 
 
@@ -180,4 +180,4 @@ def test_a_kernel_that_nobody_has_is_named() -> None:
     """On a GPU the loop of transformers over all positions is no substitute."""
     x = torch.zeros(1, 2, 4)
     with pytest.raises(MissingKernelError, match="selective scan needs mamba-ssm: install one of them"):
-        Kernels("cuda").selective_scan(x, x, x[0], x, x, skip=x[0, 0], z=x, dt_bias=x[0, 0])
+        MixerKernels("cuda").selective_scan(x, x, x[0], x, x, skip=x[0, 0], z=x, dt_bias=x[0, 0])

@@ -12,7 +12,7 @@ from gemmscope.toml import load_data
 
 KernelClass = Literal[
     "gemm", "quantize", "update", "memory",
-    "convolution", "attention", "norm", "activation", "loss", "routing", "embedding", "optimizer", "layout", "elementwise",
+    "convolution", "attention", "linear attention", "norm", "activation", "loss", "routing", "embedding", "optimizer", "layout", "elementwise",
     "communication", "other",
 ]  # fmt: skip
 

@@ -1,7 +1,7 @@
 """The kernels of mixers: state-space scans, delta rules, lightning attention, causal convolutions and gated norms.
 
 On a GPU the first that is installed is used: mamba-ssm and causal-conv1d, flash-linear-attention, then the plain PyTorch code of
-transformers, which also runs on the CPU. `Kernels.sources` says which one runs each part, for the result.
+transformers, which also runs on the CPU. `MixerKernels.sources` says which one runs each part, for the result.
 
 Tensors are [batch, sequence, heads, head] and [batch, sequence, channels] everywhere.
 """
@@ -26,7 +26,7 @@ class MissingKernelError(ImportError):
 
 
 @dataclass
-class Kernels:
+class MixerKernels:
     """Chooses kernels for one device, each when it is first needed."""
 
     device: str

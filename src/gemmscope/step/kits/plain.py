@@ -11,7 +11,7 @@ from torch.utils import checkpoint
 
 from gemmscope.model.spec import MlpSpec, NormSpec
 from gemmscope.recipe.recipes import Recipe
-from gemmscope.step.mixer_kernels import Kernels
+from gemmscope.step.mixer_kernels import MixerKernels
 from gemmscope.step.plan import StackPlan, activation_kind
 
 EPS = 1e-5
@@ -41,7 +41,7 @@ class Kit:
 
     def __init__(self, recipe: Recipe, left_out: frozenset[str] = frozenset(), device: str = "cpu") -> None:
         self.recipe, self.left_out, self.device = recipe, left_out, device
-        self.kernels = Kernels(device)  # of mixers
+        self.kernels = MixerKernels(device)  # of mixers
         self.precision = torch.float32 if recipe.name == "FP32" else torch.bfloat16
 
     def why_not(self, plan: StackPlan) -> str:  # noqa: ARG002
