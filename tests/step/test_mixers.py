@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="mixers need torch")
 pytest.importorskip("transformers", reason="what they are compared with")
 
 from gemmscope.step.kits.plain import Kit  # noqa: E402
-from gemmscope.step.mixer_kernels import MixerKernels, MissingKernelError  # noqa: E402
+from gemmscope.step.mixer_kernels import MissingKernelError, MixerKernels  # noqa: E402
 from gemmscope.step.mixers import mixer_of  # noqa: E402
 
 HIDDEN, SEQUENCE = 32, 24
