@@ -44,6 +44,7 @@ MOE = LayerSpec(ATTENTION, MoeSpec(4, 2, MlpSpec(48, gated=True, activation="sil
 LATENT = LayerSpec(
     AttentionSpec(4, 4, 24, value_dim=16, latent=LatentSpec(q_rank=32, kv_rank=24, rope_dim=8)), MlpSpec(96, gated=False)
 )
+WINDOW = LayerSpec(replace(ATTENTION, window=4), DENSE.mlp)
 MAMBA = MixerSpec("ssd", 4, 16, groups=2, key_dim=8, conv_kernel=4, conv_bias=True, chunk=8, norm="group")
 DELTA = MixerSpec("gated delta rule", 4, 16, groups=2, key_dim=8, conv_kernel=4, norm="head")
 KDA = MixerSpec("kda", 4, 16, groups=4, key_dim=8, conv_kernel=4, rank=8, norm="head")
@@ -67,6 +68,7 @@ MODELS = {
     "latent": ModelSpec("latent", 64, (LATENT,) * 3, 97),
     "norms": ModelSpec("norms", 64, (replace(DENSE, attention=replace(ATTENTION, qk_norm="head"), norms=4),) * 2, 97),
     "parallel": ModelSpec("parallel", 64, (replace(DENSE, attention=replace(ATTENTION, qk_norm="full"), norms=1),) * 2, 97),
+    "windows": ModelSpec("windows", 64, (LayerSpec(replace(ATTENTION, window=4, sinks=True), DENSE.mlp), WINDOW), 97),
     "hybrid": ModelSpec("hybrid", 64, HYBRID, 97),
     "layers only": ModelSpec("layers only", 64, (DENSE,) * 3),
 }  # fmt: skip
@@ -157,7 +159,7 @@ def test_too_many_kinds_of_layers() -> None:
         share_weights(tuple("abcdefghijklm"))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt", "experts", "latent", "norms", "parallel", "hybrid"])
+@pytest.mark.parametrize("name", ["llama", "gpt", "experts", "latent", "norms", "parallel", "windows", "hybrid"])
 def test_the_real_stack_has_the_models_parameters(name: str) -> None:
     """To the last one, as `shapes` counts them (rotary and routing tables are no parameters)."""
     model = MODELS[name]

@@ -1,6 +1,5 @@
 """Self-attention as modules: projections from a kit, norms of queries and keys, positions, attention itself, an output gate."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -78,6 +77,8 @@ class Core(nn.Module):
         self.spec, self.sequence, self.rotary = spec, plan.sequence_length, rotary
         self.widths = [spec.q_width, spec.k_width, spec.v_width]
         self.norms = QkNorms(kit, plan.norm, spec) if spec.qk_norm is not None else None
+        masked = spec.sinks or (spec.window is not None and spec.window < plan.sequence_length)
+        self.attention = kit.masked_attention(spec, plan.sequence_length) if masked else FullAttention(spec)
 
     def forward(self, *projected: torch.Tensor) -> torch.Tensor:
         """All are [tokens, width]; gives [tokens, output width]."""
@@ -91,7 +92,7 @@ class Core(nn.Module):
         v = v.unflatten(-1, (spec.kv_heads, spec.value_head_dim))
         if self.rotary is not None:
             q, k = self.rotary(q), self.rotary(k)
-        return attend(spec, q, k, v)
+        return self.attention(q, k, v)
 
 
 class QkNorms(nn.Module):
@@ -122,12 +123,19 @@ class QkNorms(nn.Module):
         return q.flatten(-2), k.flatten(-2)
 
 
-def attend(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """All are [batch, sequence, heads, head]; gives [tokens, output width]."""
-    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    grouped = q.shape[1] != k.shape[1]
-    out = functional.scaled_dot_product_attention(q, k, v, is_causal=spec.causal, enable_gqa=grouped)
-    return out.transpose(1, 2).flatten(2).flatten(0, 1)
+class FullAttention(nn.Module):
+    """PyTorch's attention, over the whole sequence or all of it before a position."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__()
+        self.causal = spec.causal
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """All are [batch, sequence, heads, head]; gives [tokens, output width]."""
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        grouped = q.shape[1] != k.shape[1]
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=grouped)
+        return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 class LatentAttention(nn.Module):
@@ -138,7 +146,7 @@ class LatentAttention(nn.Module):
         latent, hidden, inner = spec.latent, plan.hidden_size, plan.norm
         assert latent is not None
         self.spec, self.latent, self.sequence, self.rotary = spec, latent, plan.sequence_length, rotary
-        self.kit, self.selective = kit, plan.recompute == "selective"
+        self.kit, self.selective, self.attention = kit, plan.recompute == "selective", FullAttention(spec)
         plain = spec.head_dim - latent.rope_dim
         self.norm = kit.norm(norm, hidden) if norm is not None else nn.Identity()
         if latent.q_rank is None:
@@ -161,5 +169,4 @@ class LatentAttention(nn.Module):
         k_plain, v = kv.split([plain, spec.value_head_dim], dim=-1)
         q = mark(torch.cat((q_plain, self.rotary(q_turned)), dim=-1), "attention")
         k = torch.cat((k_plain, turned), dim=-1)
-        attention = partial(attend, spec)
-        return self.kit.checkpoint(attention, q, k, v) if self.selective else attention(q, k, v)
+        return self.kit.checkpoint(self.attention, q, k, v) if self.selective else self.attention(q, k, v)

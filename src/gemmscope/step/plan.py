@@ -222,7 +222,6 @@ def _narrow(mlp: MlpSpec, parts: int) -> MlpSpec:
 
 def _differences(model: ModelSpec, run: RunSpec, layers: tuple[LayerSpec, ...]) -> list[Finding]:
     """What the stack does not run as the model does."""
-    attentions = [layer.attention for layer in layers if layer.attention is not None]
     mlps = [layer.mlp for layer in layers]
     blocks = [
         block for mlp in mlps for block in ((mlp.expert, mlp.shared) if isinstance(mlp, MoeSpec) else (mlp,)) if block is not None
@@ -231,8 +230,6 @@ def _differences(model: ModelSpec, run: RunSpec, layers: tuple[LayerSpec, ...]) 
     beside = list(dict.fromkeys(linear.name for layer in layers for linear in layer.extra))
     unknown = list(dict.fromkeys(block.activation for block in blocks if activation_kind(block.activation) is None))
     conditions = {
-        "windows-not-run": any(attention.window for attention in attentions),
-        "sinks-not-run": any(attention.sinks for attention in attentions),
         "some-norms-not-run": bool(norms),
         "extra-linears-not-run": bool(beside),
         "activation-replaced": bool(unknown),

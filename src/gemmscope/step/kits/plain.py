@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils import checkpoint
 
-from gemmscope.model.spec import MlpSpec, NormSpec
+from gemmscope.model.spec import AttentionSpec, MlpSpec, NormSpec
 from gemmscope.recipe.recipes import Recipe
+from gemmscope.step.kits.flex import FlexAttention
 from gemmscope.step.mixer_kernels import MixerKernels
 from gemmscope.step.plan import StackPlan, activation_kind
 
@@ -55,6 +56,10 @@ class Kit:
     def rotary(self, head_dim: int, sequence: int) -> nn.Module:
         """Rotates heads by their positions: [batch, sequence, heads, head] to the same."""
         return Rotary(head_dim, sequence, self.device, self.precision)
+
+    def masked_attention(self, spec: AttentionSpec, sequence: int) -> nn.Module:
+        """Attention with a window, with sinks, or with both: [batch, sequence, heads, head] to [tokens, output width]."""
+        return FlexAttention(spec, sequence, self.device, self.precision)
 
     def linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         return PlainLinear(inputs, outputs, bias=bias, device=self.device, dtype=self.precision)

@@ -15,7 +15,7 @@ from transformer_engine.common import recipe as te_recipes
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 from transformer_engine.pytorch.quantization import FP8GlobalState, FP8GlobalStateManager
 
-from gemmscope.model.spec import MlpSpec, NormSpec
+from gemmscope.model.spec import AttentionSpec, MlpSpec, NormSpec
 from gemmscope.recipe.recipes import Recipe
 from gemmscope.step.kits.plain import EPS, FeedForward, Kit
 from gemmscope.step.plan import StackPlan, activation_kind
@@ -49,6 +49,10 @@ class TransformerEngineKit(Kit):
 
     def rotary(self, head_dim: int, sequence: int) -> nn.Module:
         return FusedRotary(head_dim, sequence, self.device)
+
+    def masked_attention(self, spec: AttentionSpec, sequence: int) -> nn.Module:
+        """Its own attention for windows, which uses cuDNN or FlashAttention; flex attention for sinks."""
+        return super().masked_attention(spec, sequence) if spec.sinks else WindowedAttention(spec)
 
     def linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         return te.Linear(inputs, outputs, bias=bias, **self._make)
@@ -95,6 +99,29 @@ class TransformerEngineKit(Kit):
 def _activation(spec: MlpSpec) -> str:
     """Its own name for it; a GELU, the only one it has, for every GELU and for what it does not know."""
     return ACTIVATIONS.get((activation_kind(spec.activation), spec.gated), "geglu" if spec.gated else "gelu")
+
+
+class WindowedAttention(nn.Module):
+    """Transformer Engine's attention, where a query sees the positions of its window."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__()
+        assert spec.window is not None
+        sizes = spec.head_dim if spec.value_dim is None else (spec.head_dim, spec.value_dim)
+        reach = (spec.window - 1, 0) if spec.causal else (spec.window // 2, spec.window // 2)
+        self.attention = te.DotProductAttention(
+            spec.heads,
+            sizes,
+            num_gqa_groups=spec.kv_heads,
+            attention_dropout=0.0,
+            qkv_format="bshd",
+            attn_mask_type="causal" if spec.causal else "no_mask",
+            window_size=reach,
+        )
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.attention(q, k, v)
+        return out.flatten(0, 1)
 
 
 class FusedRotary(nn.Module):
