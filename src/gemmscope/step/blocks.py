@@ -33,26 +33,20 @@ class Experts(nn.Module):
         self.experts = kit.experts(hidden, spec.expert, len(rows))
         self.shared = kit.experts(hidden, spec.shared, 1) if spec.shared is not None else None
         self.shared_gate = nn.Linear(hidden, 1, bias=False, **make) if spec.shared is not None and spec.shared_gate else None
-        self._order, self._choice = _places(plan.tokens, rows, spec.top_k, kit.device)
+        self.routing = kit.routing(plan.tokens, rows)
 
     def forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
         normed = mark(self.norm(x), "router")
-        weights = torch.softmax(self.router(normed).float(), dim=-1).topk(self.spec.top_k, dim=-1).values.to(x.dtype)
-        sent = mark(normed.index_select(0, self._order), "experts")
-        outputs = mark(self.experts(sent, list(self.rows), **how), "combine")
-        out = torch.zeros_like(x).index_add(0, self._order, outputs * weights.flatten().index_select(0, self._choice)[:, None])
+        shares = torch.softmax(self.router(normed).float(), dim=-1)
+        chosen = shares.topk(self.spec.top_k, dim=-1).values
+        shares = shares[:, : len(self.rows)] / chosen.sum(dim=-1, keepdim=True)
+        sent, places = self.routing.send(normed)
+        outputs = mark(self.experts(mark(sent, "experts"), list(self.rows), **how), "combine")
+        out = self.routing.combine(outputs, shares, places)
         if self.shared is not None:
             shared = self.shared(mark(normed, "shared expert"), [x.shape[0]], **how)
             out = out + (shared * torch.sigmoid(self.shared_gate(normed)) if self.shared_gate is not None else shared)
         return out
-
-
-def _places(tokens: int, rows: tuple[int, ...], top_k: int, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which token each row of the experts' input is, and which of the router's choices sent it there."""
-    generator = torch.Generator().manual_seed(0)
-    order = torch.randint(tokens, (sum(rows),), generator=generator)
-    choice = order * top_k + torch.randint(top_k, order.shape, generator=generator)
-    return order.to(device), choice.to(device)
 
 
 class Block(nn.Module):

@@ -89,6 +89,10 @@ class Kit:
         """Feed-forward blocks side by side: called with tokens and how many of them each gets."""
         return PlainExperts([self._feed_forward(hidden, spec) for _ in range(count)])
 
+    def routing(self, tokens: int, rows: tuple[int, ...]) -> "Routing":
+        """The way of tokens to experts and back: `rows` of them to each."""
+        return Routing(tokens, rows, self.device)
+
     def finish(self, block: nn.Module) -> nn.Module:
         """Convert and compile a layer, where the framework does."""
         return block
@@ -160,6 +164,29 @@ class FeedForward(nn.Module):
         else:
             inner = self.activation(inner)
         return self.down(inner, *rows, **how)
+
+
+class Routing:
+    """Copies tokens to the experts, sorted by expert, and adds up what comes back. Where they go is fixed."""
+
+    def __init__(self, tokens: int, rows: tuple[int, ...], device: str) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.tokens, self.rows, self.experts = tokens, sum(rows), len(rows)
+        picked = [torch.randperm(tokens, generator=generator)[torch.arange(count) % tokens] for count in rows]
+        self.order = torch.cat(picked).to(device)
+        expert = torch.arange(len(rows)).repeat_interleave(torch.tensor(rows))
+        self.share = (torch.cat(picked) * len(rows) + expert).to(device)  # where the share of each row is
+
+    def send(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """[tokens, hidden] to [rows, hidden], and what is needed to bring them back."""
+        return x.index_select(0, self.order), None
+
+    def combine(self, outputs: torch.Tensor, shares: torch.Tensor, places: Any) -> torch.Tensor:  # noqa: ARG002
+        """The sum of what the experts made of each token, weighted by `shares`, [tokens, experts]."""
+        weighted = outputs * shares.to(outputs.dtype).flatten().index_select(0, self.share)[:, None]
+        return torch.zeros(self.tokens, outputs.shape[1], device=outputs.device, dtype=outputs.dtype).index_add(
+            0, self.order, weighted
+        )
 
 
 class PlainExperts(nn.Module):

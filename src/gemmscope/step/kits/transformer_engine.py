@@ -6,6 +6,7 @@ They write FP8 straight from the norm or the activation, which is why a step gai
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalState, FP8GlobalSta
 
 from gemmscope.model.spec import AttentionSpec, MlpSpec, NormSpec
 from gemmscope.recipe.recipes import Recipe
-from gemmscope.step.kits.plain import EPS, FeedForward, Kit
+from gemmscope.step.kits.plain import EPS, FeedForward, Kit, Routing
 from gemmscope.step.plan import StackPlan, activation_kind
 
 # (activation, gated) -> Transformer Engine's name
@@ -76,6 +77,10 @@ class TransformerEngineKit(Kit):
         down = te.GroupedLinear(count, spec.intermediate_size, hidden, bias=spec.down_bias, **self._make)
         return FeedForward(spec, up, down)
 
+    def routing(self, tokens: int, rows: tuple[int, ...]) -> Routing:
+        fused = max(rows) <= tokens and _routes(self.device)
+        return FusedRouting(tokens, rows, self.device) if fused else super().routing(tokens, rows)
+
     def low_precision(self) -> AbstractContextManager[Any]:
         FP8GlobalStateManager.quantization_state = self._state
         if self._precision is None:
@@ -99,6 +104,38 @@ class TransformerEngineKit(Kit):
 def _activation(spec: MlpSpec) -> str:
     """Its own name for it; a GELU, the only one it has, for every GELU and for what it does not know."""
     return ACTIVATIONS.get((activation_kind(spec.activation), spec.gated), "geglu" if spec.gated else "gelu")
+
+
+class FusedRouting(Routing):
+    """Transformer Engine's kernels for it, which Megatron uses with `--moe-permute-fusion`."""
+
+    def __init__(self, tokens: int, rows: tuple[int, ...], device: str) -> None:
+        super().__init__(tokens, rows, device)
+        self.goes = torch.zeros(tokens * len(rows), dtype=torch.int32, device=device)
+        self.goes[self.share] = 1
+        self.goes = self.goes.view(tokens, len(rows))
+
+    def send(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        sent, places = te.moe_permute(x, self.goes, num_out_tokens=self.rows, map_type="mask")
+        return sent, places
+
+    def combine(self, outputs: torch.Tensor, shares: torch.Tensor, places: Any) -> torch.Tensor:
+        shape = torch.Size((self.tokens, outputs.shape[1]))
+        combined: torch.Tensor = te.moe_unpermute(outputs, places, shares.contiguous(), shape, map_type="mask")
+        return combined
+
+
+@cache
+def _routes(device: str) -> bool:
+    """Whether this version of Transformer Engine has these kernels, and they run here."""
+    x = torch.randn(32, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    try:
+        routing = FusedRouting(32, (16, 16), device)
+        sent, places = routing.send(x)
+        routing.combine(sent, torch.rand(32, 2, device=device, requires_grad=True), places).sum().backward()
+    except Exception:  # whatever it is: the plain way works everywhere
+        return False
+    return True
 
 
 class WindowedAttention(nn.Module):
