@@ -31,6 +31,7 @@ from gemmscope.workload.summary import totals
 
 __all__ = ["Budget", "run_step"]
 
+CANNOT_CAPTURE = ("cpu",)
 BATCH_LIMITS = (0.02, 10.0)  # precision and seconds: smaller batches are measured less precisely
 
 
@@ -80,7 +81,7 @@ def run_step(
     choice = choose(choices, machine, framework=job.source.framework)
     if choice.backend == "torch":
         raise UserError("PyTorch alone has no layers in low precision to train with", "install transformer_engine or torchao")
-    if cuda_graphs and choice.backend == "cpu":
+    if cuda_graphs and choice.backend in CANNOT_CAPTURE:
         raise UserError(f"{option('cuda_graphs')} needs a GPU", f"remove {option('cuda_graphs')}")
     subject = rank_workload(job, reporter.say)
     plan, differences = plan_step(model, job.run)
