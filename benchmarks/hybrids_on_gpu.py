@@ -14,7 +14,7 @@ import torch
 from gemmscope.model.mixers import MixerSpec
 from gemmscope.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RunSpec
 from gemmscope.recipe.recipes import recipe
-from gemmscope.step.graphs import CapturedStep
+from gemmscope.step.graphs import CapturedStep, GraphMemory
 from gemmscope.step.kits import KITS
 from gemmscope.step.plan import plan_step
 from gemmscope.step.stack import Step, Weights
@@ -72,7 +72,7 @@ def main() -> None:
         hidden, layers = MODELS[name]
         plan, found = plan_step(ModelSpec(name, hidden, tuple(layers), 32768), RunSpec(batch, length))
         print(f"{name}: {len(layers)} layers, {batch} x {length}; {[one.code for one in found]}", flush=True)
-        weights, pool = Weights(), torch.cuda.graph_pool_handle() if device == "cuda" else None
+        weights, memory = Weights(), GraphMemory() if device == "cuda" else None
         for recipe_name in arguments.recipes.split(","):
             try:
                 began = time.perf_counter()
@@ -86,8 +86,8 @@ def main() -> None:
                 print(f"  {recipe_name}: {type(error).__name__}: {str(error)[:400]}", flush=True)
                 continue
             try:
-                if not arguments.no_graphs:
-                    line += f" captured {mean_ms(CapturedStep(step, pool)):8.2f} ms"
+                if memory is not None and not arguments.no_graphs:
+                    line += f" captured {mean_ms(CapturedStep(step, memory)):8.2f} ms"
             except Exception as error:
                 line += f" not captured: {type(error).__name__}: {str(error)[:300]}"
             print(line, dict(kit.kernels.sources) if recipe_name == "BF16" else "", flush=True)

@@ -272,6 +272,7 @@ def test_many_micro_batches_may_be_silent_for_longer(recording_of_run: RecordedR
         return step_campaign(recording_of_run, made, ["BF16"], StepSettings("cpu", silence_s=180)).silence_s
 
     assert (silence(1), silence(64)) == (180, 180 * 16)
+    assert step_campaign(recording_of_run, plan("hybrid"), ["BF16"], StepSettings("cpu", silence_s=180)).silence_s == 180 * 5
 
 
 def times(measurements: StepMeasurements, variant: Variant, *rounds: float) -> None:

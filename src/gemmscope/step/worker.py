@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 from collections.abc import Callable
 from functools import cached_property
 from itertools import pairwise
@@ -20,7 +21,7 @@ from gemmscope.engine.timer import Burst, DoneBurst, busy_ms, elapsed_ms, kernel
 from gemmscope.engine.worker import BurstGroup, MeasuringProcess
 from gemmscope.errors import in_a_line
 from gemmscope.recipe.recipes import recipe
-from gemmscope.step.graphs import CapturedStep
+from gemmscope.step.graphs import CapturedStep, GraphMemory
 from gemmscope.step.huggingface import HuggingFaceStep
 from gemmscope.step.kits import KITS
 from gemmscope.step.kits.plain import Kit
@@ -32,6 +33,7 @@ PROFILE_AFTER_MS = 1200.0  # of steps: the clock overshoots first, then falls to
 HOST_BATCH = (1, 128)  # so small that launching takes longer than running
 HOST_STEPS = 4
 LONG_STEP_MS = 2000.0
+ENDED = 71  # exit status after a capture that failed
 
 
 AnyStep = Step | HuggingFaceStep | CapturedStep
@@ -86,9 +88,9 @@ class StepWorker(MeasuringProcess):
         return CapturedStep(step, self.graph_memory) if variant["captured"] else step
 
     @cached_property
-    def graph_memory(self) -> Any:
+    def graph_memory(self) -> GraphMemory:
         """What all captured steps share."""
-        return torch.cuda.graph_pool_handle()
+        return GraphMemory()
 
     def _build(self, variant: dict[str, Any]) -> None:
         name = variant["name"]
@@ -110,6 +112,8 @@ class StepWorker(MeasuringProcess):
             loss, self.once_ms[name] = step.loss(), self._mean_ms(step)
         except Exception as error:
             self.failed(name, error)
+            if variant["captured"]:
+                os._exit(ENDED)  # the next process captures the others
             step = None
         if step is None:  # outside of `except`, where the exception would keep its memory alive
             gc.collect()
