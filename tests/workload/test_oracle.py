@@ -31,6 +31,9 @@ REQUIRED = (
 ).split()
 
 
+LIVE_TYPES = [name for name in known_model_types() if name in transformers.CONFIG_MAPPING]  # others: the hub's own names
+
+
 def live(config: dict[str, Any], run: RunSpec) -> ModuleTrace:
     """The trace of the model that transformers builds from `config`, in this process."""
     request = {"config": config, "micro_batch": run.micro_batch_size, "sequence": run.sequence_length}
@@ -48,7 +51,7 @@ def test_required_families_are_known() -> None:
     assert len(known_model_types()) >= 50
 
 
-@pytest.mark.parametrize("model_type", known_model_types())
+@pytest.mark.parametrize("model_type", LIVE_TYPES)
 @pytest.mark.parametrize("seed", range(2))
 def test_random_configs(model_type: str, seed: int) -> None:
     rng = random.Random(f"{model_type} {seed}")
@@ -189,14 +192,14 @@ _NEEDED: dict[str, dict[str, Any]] = {
     "esm": {"pad_token_id": 1, "mask_token_id": 2, "vocab_size": 33},
     "nemotron": {"num_key_value_heads": 8},
     "hunyuan_v1_dense": {"head_dim": 128},
-    "glm4_moe": {"head_dim": 128},
     "deepseek_v2": {"num_experts_per_tok": 4},
     "ministral": {"head_dim": 128},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
 }
 
 
-@pytest.mark.parametrize("model_type", known_model_types())
+@pytest.mark.parametrize("model_type", LIVE_TYPES)
 def test_keys_left_out_mean_what_the_class_assumes(model_type: str) -> None:
     """A config that states its sizes and nothing else, as old ones on the hub do."""
     defaults = transformers.AutoConfig.for_model(model_type).to_dict()

@@ -138,7 +138,7 @@ def _context(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, sh
     attention = next(model.attentions, None)
     if attention is None or run.cp < 2:
         return Exchange("context", 0.0, crosses=False)
-    kept = run.micro_batch_size * run.sequence_length * (attention.k_width + attention.v_width) / run.tp * ELEMENT_BYTES
+    kept = run.micro_batch_size * run.sequence_length * attention.kv_width(run.tp) * ELEMENT_BYTES
     gather = collective_ms(chip, network, "all_gather", run.cp, kept, run.tp)
     scatter = collective_ms(chip, network, "reduce_scatter", run.cp, kept, run.tp)
     return Exchange("context", share.attentions * ((runs + 1) * gather + scatter), network.inside(run.cp, run.tp) < run.cp)
@@ -156,7 +156,9 @@ def _experts(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, sh
     apart = run.expert_tp
     inside = network.inside(run.ep, apart)
     domains = run.ep // inside
-    token = run.tokens * run.expert_tp / run.tp * model.hidden_size * ELEMENT_BYTES  # all tokens of one rank, once
+    token = (
+        run.tokens * run.expert_tp / run.tp * (moe.latent or model.hidden_size) * ELEMENT_BYTES
+    )  # all tokens of one rank, once
     near, once = token * _distinct(inside, moe.top_k / domains), 0.0
     if inside > 1:
         launch, root, per_byte = _known(chip.name, "alltoall", inside)
@@ -181,7 +183,7 @@ def _stages(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec) -> 
     if run.pp < 2:
         return Exchange("stages", 0.0, crosses=False)
     shard = run.tp if run.sequence_parallel else 1
-    message = run.tokens * model.hidden_size * ELEMENT_BYTES / shard
+    message = run.tokens * model.streams * model.hidden_size * ELEMENT_BYTES / shard
     apart = run.tp * run.cp * run.data_parallel
     near = network.domain >= 2 * apart
     launch, root, per_byte = _known(chip.name, "alltoall", 2)

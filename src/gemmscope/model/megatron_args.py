@@ -154,7 +154,8 @@ def _findings(settings: MegatronSettings, model: ModelSpec, run: Mapping[str, An
         width = dense_mlp(settings, model.hidden_size).intermediate_size
         yield finding("mlp-width-default", setting=spell("ffn_hidden_size"), width=width)
     if settings.values.get("mtp_num_layers") not in (None, 0, "0", False):
-        yield finding("prediction-layers-not-included", setting=spell("mtp_num_layers"))
+        added = option("mtp_layers", str(settings.values["mtp_num_layers"]))
+        yield finding("prediction-layers-not-included", setting=spell("mtp_num_layers"), added=added)
     if settings.values.get("moe_expert_capacity_factor") not in (None, 0, "0", False):
         yield finding("expert-capacity-not-modelled", setting=spell("moe_expert_capacity_factor"))
     expert_tp, tp = _expert_tensor_parallel(settings, model), run.get("tp", 1)

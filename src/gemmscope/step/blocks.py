@@ -30,7 +30,12 @@ class Experts(nn.Module):
         self.spec, self.rows = spec, rows
         self.norm = kit.norm(norm, hidden) if norm is not None else nn.Identity()
         self.router = nn.Linear(hidden, spec.experts, bias=spec.router_bias, **make)
-        self.experts = kit.experts(hidden, spec.expert, len(rows))
+        width = spec.latent or hidden
+        self.into, self.back = None, None
+        if spec.latent is not None:
+            self.into = kit.linear(hidden, width, bias=spec.latent_bias)
+            self.back = kit.linear(width, hidden, bias=spec.latent_bias)
+        self.experts = kit.experts(width, spec.expert, len(rows))
         self.shared = kit.experts(hidden, spec.shared, 1) if spec.shared is not None else None
         self.shared_gate = nn.Linear(hidden, 1, bias=False, **make) if spec.shared is not None and spec.shared_gate else None
         self.routing = kit.routing(plan.tokens, rows)
@@ -40,9 +45,10 @@ class Experts(nn.Module):
         shares = torch.softmax(self.router(normed).float(), dim=-1)
         chosen = shares.topk(self.spec.top_k, dim=-1).values
         shares = shares[:, : len(self.rows)] / chosen.sum(dim=-1, keepdim=True)
-        sent, places = self.routing.send(normed)
+        sent, places = self.routing.send(normed if self.into is None else self.into(normed, **how))
         outputs = mark(self.experts(mark(sent, "experts"), list(self.rows), **how), "combine")
         out = self.routing.combine(outputs, shares, places)
+        out = out if self.back is None else self.back(out, **how)
         if self.shared is not None:
             shared = self.shared(mark(normed, "shared expert"), [x.shape[0]], **how)
             out = out + (shared * torch.sigmoid(self.shared_gate(normed)) if self.shared_gate is not None else shared)

@@ -92,6 +92,7 @@ class StackPlan:
                 sizes["expert's intermediate size"] = layer.mlp.expert.intermediate_size
                 shared = layer.mlp.shared
                 sizes |= {"shared expert's intermediate size": shared.intermediate_size} if shared is not None else {}
+                sizes |= {"experts' width": layer.mlp.latent} if layer.mlp.latent is not None else {}
             elif layer.mlp is not None:
                 sizes["intermediate size"] = layer.mlp.intermediate_size
         return sizes
@@ -123,6 +124,7 @@ class StackPlan:
 def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[Finding]]:
     """The step of one rank, and what it runs differently from the model."""
     sharding.check(model, run)
+    _check_layers(model, run)
     if run.cp > 1:
         raise UserError(
             "a step under context parallelism cannot be run on one GPU: its queries attend to keys of other ranks",
@@ -156,7 +158,8 @@ def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[Finding]]
         separate_projections=run.separate_projections,
     )
     padded = plan.padded(16)  # low-precision GEMMs need a multiple of 16 tokens: frameworks pad each expert's
-    return padded, _differences(model, run, chosen)
+    left_out = [finding("prediction-layers-not-run", layers=model.prediction_layers)] if model.prediction_layers and heads else []
+    return padded, _differences(model, run, chosen) + left_out
 
 
 def _attention_sizes(spec: AttentionSpec, *, separate: bool) -> dict[str, int]:
@@ -168,8 +171,8 @@ def _attention_sizes(spec: AttentionSpec, *, separate: bool) -> dict[str, int]:
         sizes["width of keys and values"] = spec.heads * (plain + spec.value_head_dim)
         return sizes | ({"query rank": latent.q_rank} if latent.q_rank is not None else {})
     if separate and not spec.stored_fused:
-        return sizes | {"width of queries": spec.q_width, "width of keys": spec.k_width, "width of values": spec.v_width}
-    return sizes | {"width of queries, keys and values": spec.q_width + spec.k_width + spec.v_width}  # by one GEMM
+        return sizes | {"width of queries": spec.q_proj_width, "width of keys": spec.k_width, "width of values": spec.v_width}
+    return sizes | {"width of queries, keys and values": spec.q_proj_width + spec.k_width + spec.v_width}  # by one GEMM
 
 
 def _mixer_sizes(spec: MixerSpec) -> dict[str, int]:
@@ -227,9 +230,11 @@ def _differences(model: ModelSpec, run: RunSpec, layers: tuple[LayerSpec, ...]) 
         block for mlp in mlps for block in ((mlp.expert, mlp.shared) if isinstance(mlp, MoeSpec) else (mlp,)) if block is not None
     ]
     norms = sorted({layer.norms for layer in layers if norm_places(layer).count != layer.norms})
-    beside = list(dict.fromkeys(linear.name for layer in layers for linear in layer.extra))
+    beside = [linear.name for layer in dict.fromkeys(layers) for linear in layer.extra]
+    beside = list(dict.fromkeys([*beside, *(linear.name for linear in (*model.first_linears, *model.last_linears))]))
     unknown = list(dict.fromkeys(block.activation for block in blocks if activation_kind(block.activation) is None))
     conditions = {
+        "sparse-attention-not-run": any(layer.attention is not None and layer.attention.top_k is not None for layer in layers),
         "some-norms-not-run": bool(norms),
         "extra-linears-not-run": bool(beside),
         "activation-replaced": bool(unknown),
@@ -244,6 +249,18 @@ def _differences(model: ModelSpec, run: RunSpec, layers: tuple[LayerSpec, ...]) 
         "extra-linears-not-run": {"linears": beside},
     }
     return [finding(code, **facts.get(code, {})) for code, applies in conditions.items() if applies]
+
+
+def _check_layers(model: ModelSpec, run: RunSpec) -> None:
+    """A `UserError` for layers that the stack cannot run as they are."""
+    special = next((layer.special for layer in model.layers if layer.special), "")
+    if any(layer.shared_block is not None for layer in model.layers):
+        special = "weights that other layers share"
+    chunks = [attention.chunk for attention in model.attentions if attention.chunk is not None]
+    if any(chunk < run.sequence_length and run.sequence_length % chunk for chunk in chunks):
+        special = f"attention in chunks that do not divide {run.sequence_length} positions"
+    if special:
+        raise UserError(f"a step of layers with {special} is not yet supported", "use gemmscope forecast, which supports them")
 
 
 ACTIVATION_KINDS = {"silu": "silu", "swish": "silu", "relu": "relu", "relu2": "relu2", "quick_gelu": "quick_gelu"}

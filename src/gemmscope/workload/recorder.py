@@ -8,15 +8,16 @@ How a GEMM is classified (this file imports torch, so only the trace worker impo
   with the sequence number of the forward GEMM: if they read the weight they are dgrad, if they read the activation, wgrad.
 * **Which shape?** `gemm_size` of the tokens, input and output features, whichever side the weight is on.
 
-Scaled-dot-product attention and grouped GEMMs are replaced by functions that only produce shapes, because the operators they
-dispatch on the meta device are not those that a GPU runs.
+Scaled-dot-product attention, grouped GEMMs and the kernels of mixers (`fused.py`) are replaced by functions that only produce
+shapes, because the operators they dispatch on the meta device are not those that a GPU runs. GEMMs and convolutions without a
+weight that still run inside a mixer are in the section `MIXER`: they belong to a fallback for its kernel.
 """
 
 import contextlib
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 from unittest import mock
@@ -25,7 +26,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gemmscope.workload import fused
 from gemmscope.workload.ops import ALL_VISIBLE, BatchedGemm, Direction, Gemm, Pass, Remainder, attention_gemms, gemm_size
+from gemmscope.workload.scans import CausalConv, Scan
+from gemmscope.workload.trace import MIXER
 
 ROOT = "(root)"
 _FUSED_ATTENTION = torch.nn.functional.scaled_dot_product_attention
@@ -48,6 +52,7 @@ class _Forward:
     groups: int
     batch: int
     shape: tuple[int, int, int]
+    section: str
 
 
 @dataclass
@@ -58,13 +63,15 @@ class Recorder:
     gemms: Counter[Gemm] = field(default_factory=Counter)  # with a weight
     batched_gemms: Counter[BatchedGemm] = field(default_factory=Counter)  # without one
     remainder: Counter[Remainder] = field(default_factory=Counter)
+    scans: Counter[Scan | CausalConv] = field(default_factory=Counter)  # kernels of mixers
     masks: Counter[str] = field(default_factory=Counter)  # of the forward attentions: none, causal, explicit
 
     def __post_init__(self) -> None:
         self._names = {id(module): name for name, module in self.module.named_modules()}
         self._running: list[str] = []
+        self._sections: list[str] = []  # of the running modules: MIXER in a mixer and in all that it calls
         self._by_node: dict[int, list[_Forward]] = {}
-        self._convolutions: dict[int, str] = {}
+        self._convolutions: dict[int, tuple[str, str]] = {}
         storages = [parameter.untyped_storage() for parameter in self.module.parameters()]
         self._weights = {storage._cdata: storage for storage in storages}
         self._kept: dict[int, torch.UntypedStorage] = {}  # alive, so that no other storage gets the same address
@@ -73,11 +80,16 @@ class Recorder:
 
     def enter(self, module: torch.nn.Module) -> None:
         self._running.append(self._names.get(id(module), "?"))
+        self._sections.append(MIXER if fused.is_mixer(module) else self.section())
 
     def leave(self) -> None:
         """The running module has ended, or raised."""
         if self._running:
             self._running.pop()
+            self._sections.pop()
+
+    def section(self) -> str:
+        return self._sections[-1] if self._sections else ""
 
     def path(self) -> str:
         """The running module's path with layer numbers replaced by *: `model.layers.*.self_attn.q_proj`."""
@@ -119,12 +131,12 @@ class Recorder:
             groups = 1 if weight.stride(0) == 0 else batch
             tokens *= batch
         size, places = (tokens, inputs, outputs), (self._place(left), self._place(right))
-        record = _Forward(self.path(), *places, weight_side, size, groups, batch, (m, k, n))
+        record = _Forward(self.path(), *places, weight_side, size, groups, batch, (m, k, n), self.section())
         # Without gradients, this runs inside a custom autograd.Function, whose node was just made.
         if not torch.is_grad_enabled() or left.requires_grad or right.requires_grad:
             self._by_node.setdefault(torch.autograd._get_sequence_nr() - 1, []).append(record)
         if weight_side is None:
-            self.batched_gemm(record.path, "forward", record.shape, batch)
+            self.batched_gemm(record.path, "forward", record.shape, batch, section=record.section)
         else:
             self.linear(record.path, "fprop", size, groups)
 
@@ -133,11 +145,13 @@ class Recorder:
         self.gemms[Gemm(path, pass_name, *gemm_size(*size, pass_name), groups)] += 1
 
     def batched_gemm(
-        self, path: str, direction: Direction, shape: tuple[int, int, int], batch: int, visible: Fraction = ALL_VISIBLE
-    ) -> None:
+        self, path: str, direction: Direction, shape: tuple[int, int, int], batch: int, visible: Fraction = ALL_VISIBLE,
+        section: str = "",
+    ) -> None:  # fmt: skip
         """One batched GEMM, M x K x N, of two activations."""
         m, k, n = shape
-        self.batched_gemms[BatchedGemm(name=path, direction=direction, m=m, k=k, n=n, batch=batch, visible=visible)] += 1
+        gemm = BatchedGemm(name=path, direction=direction, m=m, k=k, n=n, batch=batch, visible=visible, section=section)
+        self.batched_gemms[gemm] += 1
 
     def _backward(self, left: torch.Tensor, right: torch.Tensor) -> None:
         node = torch._C._current_autograd_node()
@@ -165,7 +179,8 @@ class Recorder:
     def _count_backward(self, record: _Forward, operand_read: str) -> None:
         pass_name: Pass = "dgrad" if operand_read == (record.weight_side or "right") else "wgrad"
         if record.weight_side is None:
-            self.batched_gemm(record.path, "backward", gemm_size(*record.shape, pass_name), record.batch)
+            shape = gemm_size(*record.shape, pass_name)
+            self.batched_gemm(record.path, "backward", shape, record.batch, section=record.section)
         else:
             self.linear(record.path, pass_name, record.size, record.groups)
 
@@ -178,6 +193,10 @@ class Recorder:
         for shape in attention_gemms(queries, keys, head_dim, value_dim)[direction]:
             self.batched_gemm(path, direction, shape, query[:-2].numel(), visible)
 
+    def scan(self, op: Scan | CausalConv) -> None:
+        """One forward call of a mixer's kernel."""
+        self.scans[replace(op, name=f"{self.path()}: {op.name}")] += 1
+
     def convolution(
         self, output: torch.Tensor, source: torch.Tensor, weight: torch.Tensor, *, transposed: bool, gradients: int | None = None
     ) -> None:
@@ -187,13 +206,13 @@ class Recorder:
         """
         flops = 2 * (source if transposed else output).numel() * weight.shape[1:].numel()
         if gradients is None:
-            path = self.path()
-            self._convolutions[torch.autograd._get_sequence_nr() - 1] = path
-            self.remainder[Remainder(name=path, direction="forward", flops=flops)] += 1
+            path, section = self.path(), self.section()
+            self._convolutions[torch.autograd._get_sequence_nr() - 1] = path, section
+            self.remainder[Remainder(name=path, direction="forward", flops=flops, section=section)] += 1
         else:
             node = torch._C._current_autograd_node()
-            path = self._convolutions.get(node._sequence_nr(), ROOT) if node is not None else ROOT
-            self.remainder[Remainder(name=path, direction="backward", flops=flops * gradients)] += 1
+            path, section = self._convolutions.get(node._sequence_nr() if node is not None else -1, (ROOT, ""))
+            self.remainder[Remainder(name=path, direction="backward", flops=flops * gradients, section=section)] += 1
 
 
 @contextlib.contextmanager
@@ -205,7 +224,7 @@ def record(module: torch.nn.Module) -> Iterator[Recorder]:
         hooks.register_module_forward_hook(lambda *_: recorder.leave(), always_call=True),
     ]
     try:
-        with _Dispatch(recorder), _Functions(recorder):
+        with fused.replaced(module, recorder.scan), _Dispatch(recorder), _Functions(recorder):
             yield recorder
     finally:
         for handle in handles:

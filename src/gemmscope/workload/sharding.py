@@ -44,7 +44,10 @@ def _tensor_parallel_sizes(model: ModelSpec, run: RunSpec) -> dict[str, int]:
     for layer, _ in model.layer_groups():
         if layer.attention is not None:
             sizes["num_attention_heads"] = gcd(sizes.get("num_attention_heads", 0), layer.attention.heads)
-            sizes["num_key_value_heads"] = gcd(sizes.get("num_key_value_heads", 0), layer.attention.kv_heads)
+            if layer.attention.compressed is not None:  # its one head of keys is the same on every rank
+                sizes["o_groups"] = layer.attention.compressed.out_groups
+            else:
+                sizes["num_key_value_heads"] = gcd(sizes.get("num_key_value_heads", 0), layer.attention.kv_heads)
         if layer.mixer is not None:
             sizes[f"the number of {layer.mixer.name} heads"] = layer.mixer.heads
             sizes[f"the number of {layer.mixer.name} groups (key heads)"] = layer.mixer.groups
@@ -52,6 +55,8 @@ def _tensor_parallel_sizes(model: ModelSpec, run: RunSpec) -> dict[str, int]:
             sizes["intermediate_size"] = gcd(sizes.get("intermediate_size", 0), layer.mlp.intermediate_size)
         elif layer.mlp is not None and layer.mlp.shared is not None:
             sizes["the shared expert's intermediate_size"] = layer.mlp.shared.intermediate_size
+    if model.prediction_layers:
+        sizes["hidden_size"] = model.hidden_size
     if run.expert_tp == run.tp:
         sizes |= _expert_widths(model)
     return sizes

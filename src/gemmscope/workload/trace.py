@@ -21,6 +21,10 @@ from gemmscope.model.limits import LARGEST
 from gemmscope.model.spec import RunSpec
 from gemmscope.workload.derive import Workload
 from gemmscope.workload.ops import PASSES, BatchedGemm, Gemm, Linear, Pass, Remainder, Work, gemm_size
+from gemmscope.workload.scans import CausalConv, Scan
+
+MIXER = "mixer"
+"""The section of traced GEMMs and convolutions inside a mixer: the PyTorch fallback for its kernel."""
 
 MOST_COUNTED = {**dict.fromkeys(("layer", "layers", "blocks", "depth", "depths"), LARGEST["layers"]), "labels": 2**20}
 COUNTS = re.compile(rf"(?:{'|'.join(MOST_COUNTED)})$")
@@ -34,8 +38,9 @@ class ModuleTrace:
 
     `gemms` are the GEMMs with a weight; their `op` is the module's path, with layer numbers replaced by *. `batched_gemms` are
     those without a weight (attention), `remainder` is work that is not a GEMM (convolutions). `masks` counts the attentions
-    by mask: none, causal, explicit (a mask tensor, whose values are not known). Of a Hugging Face model, as far as it shows: the
-    sliding `windows` of its layers (None: a layer without one) and whether its attention is `causal`.
+    by mask: none, causal, explicit (a mask tensor, whose values are not known). `scans` and `convolutions` are calls of mixers'
+    kernels. Of a Hugging Face model, as far as it shows: the sliding `windows` of its layers (None: a layer without one) and
+    whether its attention is `causal`.
     """
 
     class_name: str
@@ -47,6 +52,8 @@ class ModuleTrace:
     versions: Mapping[str, str] = field(default_factory=dict)
     windows: tuple[int | None, ...] | None = None
     causal: bool | None = None
+    scans: tuple[Scan, ...] = ()
+    convolutions: tuple[CausalConv, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +160,8 @@ def as_workload(trace: ModuleTrace) -> Workload:
         findings.append(finding("convolutions", count=sum(op.count for op in trace.remainder)))
     if trace.masks.get("explicit"):
         findings.append(finding("explicit-masks"))
-    return Workload((*linears, *trace.batched_gemms, *trace.remainder), stage=0, findings=tuple(findings))
+    others = (*trace.batched_gemms, *trace.scans, *trace.convolutions, *trace.remainder)
+    return Workload((*linears, *others), stage=0, findings=tuple(findings))
 
 
 def _linear(name: str, tokens: int, inputs: int, outputs: int, groups: int, seen: list[Gemm]) -> TracedLinear:

@@ -27,6 +27,7 @@ from gemmscope.errors import shown
 from gemmscope.workload.confine import NetworkError, limit_memory, offline
 from gemmscope.workload.ops import with_counts
 from gemmscope.workload.recorder import record
+from gemmscope.workload.scans import CausalConv, Scan
 from gemmscope.workload.trace import ModuleTrace
 
 
@@ -50,6 +51,8 @@ def trace(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         batched_gemms=with_counts(recorder.batched_gemms),
         remainder=with_counts(recorder.remainder),
         masks=recorder.masks,
+        scans=tuple(op for op in with_counts(recorder.scans) if isinstance(op, Scan)),
+        convolutions=tuple(op for op in with_counts(recorder.scans) if isinstance(op, CausalConv)),
     )
 
 
@@ -70,6 +73,9 @@ def build_huggingface(config_dict: dict[str, Any], batch: int, sequence: int) ->
     """The training model of a `config.json` on the meta device, and its inputs."""
     _know_meta_tensors()
     module = huggingface_model(config_dict, "meta", torch.float32)
+    for part in module.modules():
+        if hasattr(part, "hc_sinkhorn_iters"):  # repeats elementwise work, which takes most of the time on the meta device
+            part.hc_sinkhorn_iters = 1
     tokens = torch.zeros((batch, sequence), dtype=torch.long, device="meta")
     inputs = {"input_ids": tokens}
     if getattr(module.config, "is_encoder_decoder", False):
@@ -92,7 +98,7 @@ def huggingface_model(config_dict: dict[str, Any], device: str, precision: torch
             config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
         except (KeyError, ValueError) as error:
             raise TraceError(f"transformers {transformers.__version__} cannot read this config: {_reason(error)}") from error
-        config.use_cache = False
+        config.use_cache = config.get_text_config().use_cache = False
         module = _instantiate(transformers, config, device, precision)
     module.train()
     return module
@@ -181,21 +187,34 @@ def _causal(module: torch.nn.Module, masks: Mapping[str, int]) -> bool | None:
     return causal.pop() if len(causal) == 1 else None
 
 
+_WINDOW_WITHOUT_KIND = frozenset({"minimax"})  # its layer_types call attention full, with a window too
+
+
 def _windows(config: Any) -> tuple[int | None, ...] | None:
-    """The sliding window of each layer, from the configuration with its defaults. ModernBERT's window counts both sides."""
+    """The sliding window or the chunk of each layer, from the configuration with its defaults.
+
+    ModernBERT's window counts both sides, Gemma's one where its attention is not causal.
+    """
     layers = getattr(config, "num_hidden_layers", None)
     if not isinstance(layers, int):
         return None
     window = _declared(config, "local_attention") or _declared(config, "sliding_window") or None
     kinds = _declared(config, "layer_types")
-    if kinds is None:  # a family with the window in every layer, or in none
+    if window and getattr(config, "is_causal", True) is False:
+        window = (window - 1) * 2
+    if kinds is None or config.model_type in _WINDOW_WITHOUT_KIND:  # a family with the window in every layer, or in none
         return (window,) * layers
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    reach = {**dict.fromkeys(_WINDOWED, window), "chunked_attention": _declared(config, "attention_chunk_size")}
+    return tuple(reach.get(kind) for kind in kinds)
+
+
+_WINDOWED = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
 
 
 def _declared(config: Any, name: str) -> Any:
     """A setting that the configuration class knows. The file may have others, which the code does not read."""
     known = hasattr(type(config), name) or name in inspect.signature(type(config).__init__).parameters
+    known = known or name in type(config).attribute_map
     return getattr(config, name, None) if known else None
 
 
