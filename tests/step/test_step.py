@@ -98,16 +98,25 @@ def test_weights_are_shared_among_layers_of_a_kind(kinds: list[str]) -> None:
     assert all(len({layers[index] for index, slot in enumerate(slots) if slot == each}) == 1 for each in slots)
 
 
-@pytest.mark.parametrize("name", presets.names())
+NOT_RUN = ("deepseek-v4-flash", "deepseek-v4-pro", "gemma-3n-e4b", "zamba2-7b")
+
+
+@pytest.mark.parametrize("name", NOT_RUN)
+def test_presets_that_cannot_be_run(name: str) -> None:
+    with pytest.raises(UserError, match=r"a step of layers with .* is not yet supported"):
+        two_layers(name)
+
+
+@pytest.mark.parametrize("name", [name for name in presets.names() if name not in NOT_RUN])
 def test_every_preset_can_be_built_and_run(name: str) -> None:
-    """Two layers of it on the meta device, forward and backward; what FP8 needs of sizes, they all have."""
+    """Two layers of it on the meta device, forward and backward; what FP8 needs of sizes, they all have but one."""
     made, kit = two_layers(name), Kit(recipe("BF16"), device="meta")
     stack = Stack(made, kit, Weights(), "meta")
     labels = torch.zeros(made.tokens, dtype=torch.long, device="meta")
     states = torch.zeros(made.tokens, made.hidden_size, dtype=kit.precision, device="meta")
     stack(labels if made.vocab_size else states, labels).backward()
     assert all(parameter.grad is not None for parameter in stack.inner)
-    assert not recipe("FP8Current").misaligned(made.low_precision_sizes())
+    assert bool(recipe("FP8Current").misaligned(made.low_precision_sizes())) == (name == "falcon-h1-7b")
 
 
 def test_unaligned_sizes_are_told() -> None:

@@ -9,7 +9,7 @@ from torch.nn import functional
 from gemmscope.model.spec import AttentionSpec, NormSpec
 from gemmscope.step.kits.plain import EPS, Kit
 from gemmscope.step.marks import mark
-from gemmscope.step.plan import StackPlan
+from gemmscope.step.plan import StackPlan, projected_widths
 
 
 def attention_of(kit: Kit, spec: AttentionSpec, plan: StackPlan, norm: NormSpec | None) -> nn.Module:
@@ -50,7 +50,7 @@ class SelfAttention(nn.Module):
 
 def projections(kit: Kit, spec: AttentionSpec, hidden: int, norm: NormSpec | None) -> nn.Module:
     """Queries, keys and values by one GEMM."""
-    width, bias = spec.q_proj_width + spec.k_width + spec.v_width, spec.q_bias or spec.k_bias or spec.v_bias
+    width, bias = sum(projected_widths(spec)), spec.q_bias or spec.k_bias or spec.v_bias
     return kit.linear(hidden, width, bias=bias) if norm is None else kit.norm_linear(norm, hidden, width, bias=bias)
 
 
@@ -60,13 +60,13 @@ class SeparateProjections(nn.Module):
     def __init__(self, kit: Kit, spec: AttentionSpec, hidden: int, norm: NormSpec | None) -> None:
         super().__init__()
         self.norm = kit.norm(norm, hidden) if norm is not None else nn.Identity()
-        self.q = kit.linear(hidden, spec.q_proj_width, bias=spec.q_bias)
-        self.k = kit.linear(hidden, spec.k_width, bias=spec.k_bias)
-        self.v = kit.linear(hidden, spec.v_width, bias=spec.v_bias)
+        biases = (spec.q_bias, spec.k_bias, spec.v_bias)
+        widths = projected_widths(spec)
+        self.each = nn.ModuleList(kit.linear(hidden, width, bias=bias) for width, bias in zip(widths, biases, strict=False))
 
     def forward(self, x: torch.Tensor, **how: Any) -> tuple[torch.Tensor, ...]:
         x = self.norm(x)
-        return self.q(x, **how), self.k(x, **how), self.v(x, **how)
+        return tuple(linear(x, **how) for linear in self.each)
 
 
 class Core(nn.Module):
@@ -75,7 +75,8 @@ class Core(nn.Module):
     def __init__(self, kit: Kit, spec: AttentionSpec, plan: StackPlan, rotary: nn.Module | None) -> None:
         super().__init__()
         self.spec, self.sequence, self.rotary = spec, plan.sequence_length, rotary
-        self.widths = [spec.q_proj_width, spec.k_width, spec.v_width]
+        self.widths = projected_widths(spec)
+        self.kept = _kept(kit, spec, plan) if spec.shares_kv else ()
         self.scales = torch.ones(self.sequence, 1, 1, device=kit.device, dtype=kit.precision) if spec.temperature else None
         self.norms = QkNorms(kit, plan.norm, spec) if spec.qk_norm is not None else None
         masked = spec.sinks or (spec.window is not None and spec.window < plan.sequence_length)
@@ -85,7 +86,8 @@ class Core(nn.Module):
         """All are [tokens, width]; gives [tokens, output width]."""
         spec = self.spec
         parts = projected if len(projected) > 1 else projected[0].split(self.widths, dim=-1)
-        q, k, v = (part.unflatten(0, (-1, self.sequence)) for part in parts)
+        q, *rest = (part.unflatten(0, (-1, self.sequence)) for part in parts)
+        k, v = self.kept or (rest if len(rest) > 1 else (rest[0], rest[0]))
         gate = None
         if spec.gated:
             q, gate = q.chunk(2, dim=-1)
@@ -111,6 +113,20 @@ class Core(nn.Module):
             return self.rotary(x)
         turned, rest = x.split([part, self.spec.head_dim - part], dim=-1)
         return torch.cat((self.rotary(turned), rest), dim=-1)
+
+
+def _kept(kit: Kit, spec: AttentionSpec, plan: StackPlan) -> tuple[torch.Tensor, ...]:
+    """Keys and values in the place of those of an earlier layer. Their gradients are computed, and dropped."""
+    make: dict[str, Any] = {"device": kit.device, "dtype": kit.precision, "requires_grad": True}
+    shape = (plan.micro_batch_size, plan.sequence_length)
+    kept = tuple(torch.randn(*shape, width, **make) for width in (spec.k_width, spec.v_width))
+    for tensor in kept:
+        tensor.register_post_accumulate_grad_hook(_drop)
+    return kept
+
+
+def _drop(tensor: torch.Tensor) -> None:
+    tensor.grad = None
 
 
 class QkNorms(nn.Module):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from gemmscope.model.spec import LayerSpec, MlpSpec, MoeSpec, NormSpec
 from gemmscope.step.attention import attention_of
@@ -55,6 +56,21 @@ class Experts(nn.Module):
         return out
 
 
+class LayerInput(nn.Module):
+    """A layer's own input (Gemma 4), gated by the layer's output, projected, normed and added. It is fixed."""
+
+    def __init__(self, kit: Kit, plan: StackPlan, width: int) -> None:
+        super().__init__()
+        self.gate = kit.linear(plan.hidden_size, width, bias=False)
+        self.projection = kit.linear(width, plan.hidden_size, bias=False)
+        self.norm = kit.norm(plan.norm, plan.hidden_size)
+        self.fixed = torch.randn(plan.tokens, width, device=kit.device, dtype=kit.precision)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gated = functional.gelu(self.gate(x), approximate="tanh") * self.fixed
+        return x + self.norm(self.projection(gated))
+
+
 class Block(nn.Module):
     """One layer: attention, a mixer or both side by side, then the feed-forward block, each added to what comes in.
 
@@ -76,6 +92,7 @@ class Block(nn.Module):
         self.before = kit.norm(norm, hidden) if shared else nn.Identity()
         mixes = self.attention is not None or self.mixer is not None
         self.after_mixing = kit.norm(norm, hidden) if places.after and mixes else nn.Identity()
+        self.own_input = LayerInput(kit, plan, layer.input_width) if layer.input_width else nn.Identity()
         self.after_feed_forward = kit.norm(norm, hidden) if places.after and layer.mlp is not None else nn.Identity()
 
     def forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
@@ -88,11 +105,11 @@ class Block(nn.Module):
                     return x + mixed + self.feed_forward(mark(normed, "mlp"), **how)
             x = x + self.after_mixing(mixed)
         if self.feed_forward is None:
-            return x
+            return self.own_input(x)
         x = mark(x, "mlp")
         with self.kit.high_precision("mlp"):
             added = self.feed_forward(x, **how)
-        return x + self.after_feed_forward(added)
+        return self.own_input(x + self.after_feed_forward(added))
 
     def _mixed(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
         """What attention, the mixer, or both add."""

@@ -45,13 +45,14 @@ def norm_places(layer: LayerSpec) -> NormPlaces:
     (NormPlaces(before=True, after=False, shared=False, count=1), True)
     """
     blocks = (layer.attention is not None or layer.mixer is not None) + (layer.mlp is not None)
+    own_input = int(layer.input_width > 0)  # has a norm of its own
     if layer.norms == 0:
         return NormPlaces(before=False)
     if layer.norms == 1 and blocks == 2:
         return NormPlaces(shared=True, count=1)
-    if layer.norms == 2 * blocks:
-        return NormPlaces(after=True, count=2 * blocks)
-    return NormPlaces(count=blocks)
+    if layer.norms - own_input == 2 * blocks:
+        return NormPlaces(after=True, count=layer.norms)
+    return NormPlaces(count=blocks + own_input)
 
 
 @dataclass(frozen=True)
@@ -171,8 +172,15 @@ def _attention_sizes(spec: AttentionSpec, *, separate: bool) -> dict[str, int]:
         sizes["width of keys and values"] = spec.heads * (plain + spec.value_head_dim)
         return sizes | ({"query rank": latent.q_rank} if latent.q_rank is not None else {})
     if separate and not spec.stored_fused:
-        return sizes | {"width of queries": spec.q_proj_width, "width of keys": spec.k_width, "width of values": spec.v_width}
-    return sizes | {"width of queries, keys and values": spec.q_proj_width + spec.k_width + spec.v_width}  # by one GEMM
+        names = ("width of queries", "width of keys", "width of values")
+        return sizes | dict(zip(names, projected_widths(spec), strict=False))
+    return sizes | {"width of queries, keys and values": sum(projected_widths(spec))}  # by one GEMM
+
+
+def projected_widths(spec: AttentionSpec) -> list[int]:
+    """Of queries, keys and values; fewer where keys are values too, or are those of another layer."""
+    widths = [spec.q_proj_width, spec.k_width, spec.v_width]
+    return widths[: 1 if spec.shares_kv else 2 if spec.values_are_keys else 3]
 
 
 def _mixer_sizes(spec: MixerSpec) -> dict[str, int]:
@@ -253,7 +261,9 @@ def _differences(model: ModelSpec, run: RunSpec, layers: tuple[LayerSpec, ...]) 
 
 def _check_layers(model: ModelSpec, run: RunSpec) -> None:
     """A `UserError` for layers that the stack cannot run as they are."""
-    special = next((layer.special for layer in model.layers if layer.special), "")
+    special = next((layer.streams.kind for layer in model.layers if layer.streams is not None), "")
+    if any(attention.compressed is not None for attention in model.attentions):
+        special = "compressed attention"
     if any(layer.shared_block is not None for layer in model.layers):
         special = "weights that other layers share"
     chunks = [attention.chunk for attention in model.attentions if attention.chunk is not None]
