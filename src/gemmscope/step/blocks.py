@@ -43,16 +43,16 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
         normed = mark(self.norm(x), "router")
-        shares = torch.softmax(self.router(normed).float(), dim=-1)
-        chosen = shares.topk(self.spec.top_k, dim=-1).values
-        shares = shares[:, : len(self.rows)] / chosen.sum(dim=-1, keepdim=True)
-        sent, places = self.routing.send(normed if self.into is None else self.into(normed, **how))
+        weights = torch.softmax(self.router(normed).float(), dim=-1).topk(self.spec.top_k, dim=-1).values
+        share = torch.sigmoid(self.shared_gate(normed)) if self.shared_gate is not None else None
+        narrow = normed if self.into is None else self.into(mark(normed, "experts"), **how)
+        sent, places = self.routing.send(narrow)
         outputs = mark(self.experts(mark(sent, "experts"), list(self.rows), **how), "combine")
-        out = self.routing.combine(outputs, shares, places)
-        out = out if self.back is None else self.back(out, **how)
+        out = self.routing.combine(outputs, weights, places)
+        out = out if self.back is None else self.back(mark(out, "experts"), **how)
         if self.shared is not None:
             shared = self.shared(mark(normed, "shared expert"), [x.shape[0]], **how)
-            out = out + (shared * torch.sigmoid(self.shared_gate(normed)) if self.shared_gate is not None else shared)
+            out = out + (shared if share is None else shared * share)
         return out
 
 

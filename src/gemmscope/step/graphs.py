@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
+from gemmscope.step.mixer_kernels import MixerKernels
+
 WARM_UP = 3  # steps: kernels are compiled and tuned, scales of delayed scaling are known
 
 
@@ -18,7 +20,7 @@ class Capturable(Protocol):
     optimizer: torch.optim.Optimizer
 
     @property
-    def kernels(self) -> dict[str, str]: ...
+    def mixer_kernels(self) -> MixerKernels: ...
 
     def run(self) -> None: ...
 
@@ -54,7 +56,7 @@ class CapturedStep:
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()  # the memory of launched steps: a captured one has its own
-        self._step, self._graph, self.kernels = step, torch.cuda.CUDAGraph(), step.kernels
+        self._step, self._graph, self.mixer_kernels = step, torch.cuda.CUDAGraph(), step.mixer_kernels
         try:
             with torch.cuda.graph(self._graph, pool=memory.pool, capture_error_mode="thread_local"):
                 step.run()

@@ -17,6 +17,7 @@ from torch.nn import functional
 from gemmscope.step.blocks import Block
 from gemmscope.step.kits.plain import Kit
 from gemmscope.step.marks import mark, mark_step
+from gemmscope.step.mixer_kernels import MixerKernels
 from gemmscope.step.plan import StackPlan
 
 
@@ -129,9 +130,9 @@ class Step:
             self.optimizer.zero_grad(set_to_none=True)
 
     @property
-    def kernels(self) -> dict[str, str]:
-        """What mixers compute → the package that does."""
-        return self.stack.kit.kernels.sources
+    def mixer_kernels(self) -> MixerKernels:
+        """What runs the mixers."""
+        return self.stack.kit.kernels
 
     def loss(self) -> float:
         """One forward pass, to check that the loss is finite."""

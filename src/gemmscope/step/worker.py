@@ -26,6 +26,7 @@ from gemmscope.step.huggingface import HuggingFaceStep
 from gemmscope.step.kits import KITS
 from gemmscope.step.kits.plain import Kit
 from gemmscope.step.marks import recording
+from gemmscope.step.mixer_kernels import TRANSFORMERS
 from gemmscope.step.plan import StackPlan
 from gemmscope.step.stack import Step, Weights
 
@@ -65,8 +66,7 @@ class StepWorker(MeasuringProcess):
                     self._host(variant)
         for variant in self.variants:
             self._build(variant)
-        if kernels := {what: package for step in self.steps.values() for what, package in step.kernels.items()}:
-            self.warn("mixer-kernels", kernels=[f"{what} ({package})" for what, package in kernels.items()])
+        self._name_kernels()
         self._measure()
         if self.request["profile"]:  # last: the GPU is in its steady state, and marks have not split compiled layers yet
             for name, step in self.steps.items():
@@ -124,6 +124,17 @@ class StepWorker(MeasuringProcess):
         held = torch.cuda.memory_allocated() - before if self.on_gpu else 0
         peak = torch.cuda.max_memory_allocated() - before if self.on_gpu else 0
         self.say(Ready(name, {"loss": loss, "held_bytes": held, "peak_bytes": peak}))
+
+    def _name_kernels(self) -> None:
+        """Which packages run the mixers; and what is plain code on a GPU, where it should be a kernel."""
+        mixers = [step.mixer_kernels for step in self.steps.values() if step.mixer_kernels is not None]
+        sources = {what: package for kernels in mixers for what, package in kernels.sources.items()}
+        if sources:
+            self.warn("mixer-kernels", kernels=[f"{what} ({package})" for what, package in sources.items()])
+        plain = [what for what, package in sources.items() if package == TRANSFORMERS]
+        if plain and self.on_gpu:
+            reasons = dict.fromkeys(reason for kernels in mixers for reason in kernels.refused.values())
+            self.warn("mixer-kernels-slow", parts=plain, advice=next(iter(reasons), "install flash-linear-attention"))
 
     def _mean_ms(self, step: AnyStep, count: int = 1) -> float:
         """Milliseconds per step, launched back to back on an idle GPU."""

@@ -170,23 +170,28 @@ class Routing:
     """Copies tokens to the experts, sorted by expert, and adds up what comes back. Where they go is fixed."""
 
     def __init__(self, tokens: int, rows: tuple[int, ...], device: str) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.tokens, self.rows, self.experts = tokens, sum(rows), len(rows)
-        picked = [torch.randperm(tokens, generator=generator)[torch.arange(count) % tokens] for count in rows]
-        self.order = torch.cat(picked).to(device)
-        expert = torch.arange(len(rows)).repeat_interleave(torch.tensor(rows))
-        self.share = (torch.cat(picked) * len(rows) + expert).to(device)  # where the share of each row is
+        self.tokens, self.rows = tokens, sum(rows)
+        self.slots = -(-self.rows // tokens)  # experts of one token, on this rank
+        counts = torch.tensor([*rows, tokens * self.slots - self.rows])  # what is left over goes to no expert
+        experts = torch.arange(len(counts)).repeat_interleave(counts)
+        experts = experts[torch.randperm(len(experts), generator=torch.Generator().manual_seed(0))]
+        self.experts = experts.view(tokens, self.slots).int().to(device)
+        self.places = experts.argsort(stable=True)[: self.rows].to(device)
+        self.order = self.places // self.slots  # the token of each row
 
     def send(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """[tokens, hidden] to [rows, hidden], and what is needed to bring them back."""
         return x.index_select(0, self.order), None
 
-    def combine(self, outputs: torch.Tensor, shares: torch.Tensor, places: Any) -> torch.Tensor:  # noqa: ARG002
-        """The sum of what the experts made of each token, weighted by `shares`, [tokens, experts]."""
-        weighted = outputs * shares.to(outputs.dtype).flatten().index_select(0, self.share)[:, None]
-        return torch.zeros(self.tokens, outputs.shape[1], device=outputs.device, dtype=outputs.dtype).index_add(
-            0, self.order, weighted
-        )
+    def combine(self, outputs: torch.Tensor, weights: torch.Tensor, places: Any) -> torch.Tensor:  # noqa: ARG002
+        """The sum of what the experts made of each token, by `weights`, [tokens, the router's choices]."""
+        weighted = outputs * self.by_slot(weights).to(outputs.dtype).flatten().index_select(0, self.places)[:, None]
+        sums = torch.zeros(self.tokens, outputs.shape[1], device=outputs.device, dtype=outputs.dtype)
+        return sums.index_add(0, self.order, weighted)
+
+    def by_slot(self, weights: torch.Tensor) -> torch.Tensor:
+        """A weight for every slot: the rank may hold fewer experts of a token than it has, or more."""
+        return weights.repeat(1, -(-self.slots // weights.shape[1]))[:, : self.slots]
 
 
 class PlainExperts(nn.Module):

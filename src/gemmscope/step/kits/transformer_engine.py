@@ -6,7 +6,6 @@ They write FP8 straight from the norm or the activation, which is why a step gai
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from typing import Any
 
 import torch
@@ -78,8 +77,7 @@ class TransformerEngineKit(Kit):
         return FeedForward(spec, up, down)
 
     def routing(self, tokens: int, rows: tuple[int, ...]) -> Routing:
-        fused = max(rows) <= tokens and _routes(self.device)
-        return FusedRouting(tokens, rows, self.device) if fused else super().routing(tokens, rows)
+        return FusedRouting(tokens, rows, self.device) if hasattr(te, "moe_permute") else super().routing(tokens, rows)
 
     def low_precision(self) -> AbstractContextManager[Any]:
         FP8GlobalStateManager.quantization_state = self._state
@@ -107,35 +105,15 @@ def _activation(spec: MlpSpec) -> str:
 
 
 class FusedRouting(Routing):
-    """Transformer Engine's kernels for it, which Megatron uses with `--moe-permute-fusion`."""
-
-    def __init__(self, tokens: int, rows: tuple[int, ...], device: str) -> None:
-        super().__init__(tokens, rows, device)
-        self.goes = torch.zeros(tokens * len(rows), dtype=torch.int32, device=device)
-        self.goes[self.share] = 1
-        self.goes = self.goes.view(tokens, len(rows))
+    """Transformer Engine's kernels for it, as with Megatron's `--moe-permute-fusion`."""
 
     def send(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        sent, places = te.moe_permute(x, self.goes, num_out_tokens=self.rows, map_type="mask")
+        sent, places = te.moe_permute(x, self.experts, num_out_tokens=self.rows, map_type="index")
         return sent, places
 
-    def combine(self, outputs: torch.Tensor, shares: torch.Tensor, places: Any) -> torch.Tensor:
-        shape = torch.Size((self.tokens, outputs.shape[1]))
-        combined: torch.Tensor = te.moe_unpermute(outputs, places, shares.contiguous(), shape, map_type="mask")
+    def combine(self, outputs: torch.Tensor, weights: torch.Tensor, places: Any) -> torch.Tensor:
+        combined: torch.Tensor = te.moe_unpermute(outputs, places, self.by_slot(weights).contiguous(), map_type="index")
         return combined
-
-
-@cache
-def _routes(device: str) -> bool:
-    """Whether this version of Transformer Engine has these kernels, and they run here."""
-    x = torch.randn(32, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
-    try:
-        routing = FusedRouting(32, (16, 16), device)
-        sent, places = routing.send(x)
-        routing.combine(sent, torch.rand(32, 2, device=device, requires_grad=True), places).sum().backward()
-    except Exception:  # whatever it is: the plain way works everywhere
-        return False
-    return True
 
 
 class WindowedAttention(nn.Module):
