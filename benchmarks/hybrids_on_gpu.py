@@ -1,6 +1,8 @@
-"""Runs steps of small hybrids on this GPU in several recipes, launched and as CUDA graphs, and prints their times.
+"""Runs steps of small hybrids or of presets on this GPU in several recipes, launched and as CUDA graphs, and prints their times.
 
-python benchmarks/hybrids_on_gpu.py [MODEL …] [--recipes BF16,FP8Current] [--no-graphs]
+    python benchmarks/hybrids_on_gpu.py [MODEL ...] [--recipes BF16,FP8Current] [--ep 8] [--no-graphs]
+
+A model is one of those below, or a preset.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from importlib import import_module
 
 import torch
 
+from gemmscope.model import presets
 from gemmscope.model.mixers import MixerSpec
 from gemmscope.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RunSpec
 from gemmscope.recipe.recipes import recipe
@@ -62,6 +65,7 @@ def main() -> None:
     parser.add_argument("--recipes", default="BF16,FP8Current,FP8Delayed,FP8Block")
     parser.add_argument("--batch", default="1x8192")
     parser.add_argument("--kit", default="transformer_engine")
+    parser.add_argument("--ep", type=int, default=1)
     parser.add_argument("--no-graphs", action="store_true")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -69,9 +73,15 @@ def main() -> None:
     kit_class = getattr(import_module(module), class_name)
     batch, length = map(int, arguments.batch.split("x"))
     for name in arguments.models or MODELS:
-        hidden, layers = MODELS[name]
-        plan, found = plan_step(ModelSpec(name, hidden, tuple(layers), 32768), RunSpec(batch, length))
-        print(f"{name}: {len(layers)} layers, {batch} x {length}; {[one.code for one in found]}", flush=True)
+        if name in MODELS:
+            hidden, layers = MODELS[name]
+            model = ModelSpec(name, hidden, tuple(layers), 32768)
+        else:
+            preset = presets.load(name).model
+            assert preset is not None
+            model = preset
+        plan, found = plan_step(model, RunSpec(batch, length, ep=arguments.ep))
+        print(f"{name}: {plan.depth} layers, {batch} x {length}; {[one.code for one in found]}", flush=True)
         weights, memory = Weights(), GraphMemory() if device == "cuda" else None
         for recipe_name in arguments.recipes.split(","):
             try:
