@@ -5,7 +5,9 @@ They write FP8 straight from the norm or the activation, which is why a step gai
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -51,8 +53,9 @@ class TransformerEngineKit(Kit):
         return FusedRotary(head_dim, sequence, self.device)
 
     def masked_attention(self, spec: AttentionSpec, sequence: int) -> nn.Module:
-        """Its own attention for windows, which uses cuDNN or FlashAttention; flex attention for sinks."""
-        return super().masked_attention(spec, sequence) if spec.sinks else WindowedAttention(spec)
+        """Its own attention for windows where it has a fused kernel (cuDNN, FlashAttention); else flex attention."""
+        own = not spec.sinks and _attends(spec, sequence, self.device)
+        return WindowedAttention(spec) if own else super().masked_attention(spec, sequence)
 
     def linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         return te.Linear(inputs, outputs, bias=bias, **self._make)
@@ -137,6 +140,19 @@ class WindowedAttention(nn.Module):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.attention(q, k, v)
         return out.flatten(0, 1)
+
+
+@cache
+def _attends(spec: AttentionSpec, sequence: int, device: str) -> bool:
+    """Whether Transformer Engine has a fused kernel for this attention: its unfused one keeps all scores."""
+    os.environ["NVTE_UNFUSED_ATTN"] = "0"
+    make: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
+    sizes = ((spec.heads, spec.head_dim), (spec.kv_heads, spec.head_dim), (spec.kv_heads, spec.value_head_dim))
+    try:
+        WindowedAttention(spec)(*(torch.randn(1, sequence, *size, **make) for size in sizes)).sum().backward()
+    except Exception:  # whatever it is: flex attention works everywhere
+        return False
+    return True
 
 
 class FusedRotary(nn.Module):
