@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 
 from gemmscope.errors import UserError
+from gemmscope.forecast.comm import RankShare, exchanges
 from gemmscope.forecast.memory import rank_memory
+from gemmscope.forecast.network import network_of
 from gemmscope.gpu.specs import gpu
 from gemmscope.model import hf, presets
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import GroupedLinear, Linear
+from gemmscope.workload.scans import Scan
 from gemmscope.workload.summary import count_parameters
 
 
@@ -101,6 +104,19 @@ def test_tensor_parallel() -> None:
     assert not split["Mixer X Proj"].quantized
     assert not split["Mixer Time Step Proj"].quantized
     assert split["Mixer In"].quantized
+
+
+def test_context_parallel() -> None:
+    """A recurrence needs the whole sequence, so its heads are split."""
+    model = preset("mamba2-2.7b")
+    with pytest.raises(UserError, match="does not divide the number of Mamba-2 heads of one rank = 80"):
+        derive(model, RunSpec(1, 192, cp=3))
+    work = [sum(op.total().flops for op in derive(model, RunSpec(1, 1024, cp=cp)).ops if isinstance(op, Scan)) for cp in (1, 2)]
+    assert work[0] == 2 * work[1]
+    share = RankShare(layers=64, moe_layers=0, parameters=10**9, in_experts=0, attentions=0, mixers=64, mlps=0)
+    chip = gpu("h200")
+    kinds = {one.kind for one in exchanges(chip, network_of(chip), model, RunSpec(1, 8192, cp=2), share)}
+    assert "context" in kinds
 
 
 def test_pipeline_of_an_irregular_pattern() -> None:
