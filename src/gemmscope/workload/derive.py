@@ -360,8 +360,8 @@ def _moe(model: ModelSpec, spec: MoeSpec, run: RunSpec) -> Iterator[Op]:
         yield _on_sequence_shard(_linear("Latent Up Proj", run, width, hidden, bias=spec.latent_bias), run)
     if spec.shared is not None:
         yield from _feed_forward(model, spec.shared, run, "Shared Expert", run.tp)
-        if spec.shared_gate:
-            yield _on_sequence_shard(replace(_linear("Shared Expert Scale", run, hidden, 1), quantized=False), run)
+    if spec.shared_gate:
+        yield _on_sequence_shard(replace(_linear("Shared Expert Scale", run, hidden, 1), quantized=False), run)
 
 
 def head_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
