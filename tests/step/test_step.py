@@ -18,7 +18,6 @@ from gemmscope.engine.messages import Begin, Done, Failed, Hello, Message, Round
 from gemmscope.engine.rule import StoppingRule
 from gemmscope.errors import UserError
 from gemmscope.findings import finding
-from gemmscope.model import presets
 from gemmscope.model.flags import from_hyperparameters
 from gemmscope.model.mixers import LinearSpec, MixerSpec
 from gemmscope.model.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RunSpec
@@ -29,7 +28,8 @@ from gemmscope.step.measurements import StepMeasurements
 from gemmscope.step.plan import StackPlan, plan_step, share_weights
 from gemmscope.workload.derive import derive
 from support.campaigns import Scripted, interrupt, recorded
-from support.small_steps import two_layers
+from support.small_steps import NOT_RUN, two_layers
+from support.small_steps import RUN as PRESETS
 
 torch = pytest.importorskip("torch", reason="steps need torch")
 
@@ -98,16 +98,13 @@ def test_weights_are_shared_among_layers_of_a_kind(kinds: list[str]) -> None:
     assert all(len({layers[index] for index, slot in enumerate(slots) if slot == each}) == 1 for each in slots)
 
 
-NOT_RUN = ("deepseek-v4-flash", "deepseek-v4-pro", "gemma-3n-e4b", "zamba2-7b")
-
-
 @pytest.mark.parametrize("name", NOT_RUN)
 def test_presets_that_cannot_be_run(name: str) -> None:
     with pytest.raises(UserError, match=r"a step of layers with .* is not yet supported"):
         two_layers(name)
 
 
-@pytest.mark.parametrize("name", [name for name in presets.names() if name not in NOT_RUN])
+@pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_can_be_built_and_run(name: str) -> None:
     """Two layers of it on the meta device, forward and backward; what FP8 needs of sizes, they all have but one."""
     made, kit = two_layers(name), Kit(recipe("BF16"), device="meta")

@@ -61,13 +61,13 @@ class LayerInput(nn.Module):
 
     def __init__(self, kit: Kit, plan: StackPlan, width: int) -> None:
         super().__init__()
-        self.gate = kit.linear(plan.hidden_size, width, bias=False)
+        self.gating = kit.linear(plan.hidden_size, width, bias=False)
         self.projection = kit.linear(width, plan.hidden_size, bias=False)
         self.norm = kit.norm(plan.norm, plan.hidden_size)
         self.fixed = torch.randn(plan.tokens, width, device=kit.device, dtype=kit.precision)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gated = functional.gelu(self.gate(x), approximate="tanh") * self.fixed
+        gated = functional.gelu(self.gating(x), approximate="tanh") * self.fixed
         return x + self.norm(self.projection(gated))
 
 
