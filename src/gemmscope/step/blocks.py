@@ -121,6 +121,26 @@ class Block(nn.Module):
         return self.attention(x, **how) + self.mixer(mark(x, "mixer in"), **how)
 
 
+class Prediction(nn.Module):
+    """A layer of multi-token prediction: the output of the layer before and the embedding of the next token are normed, joined and
+    projected; a layer and a norm follow."""
+
+    def __init__(self, kit: Kit, plan: StackPlan) -> None:
+        super().__init__()
+        assert plan.prediction is not None
+        hidden = plan.hidden_size
+        self.kit, self.tp = kit, plan.tp
+        self.of_state, self.of_token, self.last = (kit.norm(plan.norm, hidden) for _ in range(3))
+        self.projection = kit.linear(2 * hidden, hidden // plan.tp, bias=False)
+        self.block = Block(kit, plan.prediction, plan)
+
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor, **how: Any) -> torch.Tensor:
+        joined = torch.cat((self.of_state(mark(x, "prediction")), self.of_token(tokens)), dim=-1)
+        projected = self.projection(joined, **how)
+        whole = projected.repeat(1, self.tp) if self.tp > 1 else projected  # in the place of the gather from other ranks
+        return self.last(self.block(whole, **how))
+
+
 def _feed_forward(kit: Kit, plan: StackPlan, spec: MlpSpec | MoeSpec | None, norm: NormSpec | None) -> nn.Module | None:
     if spec is None:
         return None
