@@ -122,8 +122,8 @@ class Block(nn.Module):
 
 
 class Prediction(nn.Module):
-    """A layer of multi-token prediction: the output of the layer before and the embedding of the next token are normed, joined and
-    projected; a layer and a norm follow."""
+    """A layer of multi-token prediction: the output of the layer before and the embedding of the next token are normed, joined
+    and projected; a layer and a norm follow."""
 
     def __init__(self, kit: Kit, plan: StackPlan) -> None:
         super().__init__()
