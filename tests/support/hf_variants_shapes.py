@@ -123,3 +123,4 @@ _FAMILIES = {
     "gemma4_unified_text": _gemma4,
     "deepseek_v4": _deepseek_v4,
 }
+SHAPE_FAMILIES = tuple(_FAMILIES)

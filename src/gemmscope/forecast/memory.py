@@ -265,6 +265,8 @@ class _Stage(NamedTuple):
             layers = BlockMemory._make(sum(block[place] * count for block, count in parts) for place in range(len(NOTHING)))
             widest = max((block for block, _ in parts), key=lambda block: block.kept + block.inputs, default=NOTHING)
             depth = sum(count for _, count in parts)
+        repeated = sum(block.shared * (count - 1) for block, count in parts)  # counted more than once above
+        layers = layers._replace(dense=layers.dense - repeated, quantized=max(layers.quantized - repeated, 0))
         dense, experts = layers.dense + embedding.dense + head.dense, layers.experts
         dense_shards, expert_shards = shards(run)
         shared, whole = dense / dense_shards + experts / expert_shards, dense + experts

@@ -17,11 +17,12 @@ ROUTER_BYTES = 9  # per token and expert: FP32 logits and probabilities, and the
 _ATTENTION_INPUT = ("Mixer In", "QKV Proj", "QK Proj", "Q Proj", "K Proj", "V Proj", "Q Down Proj", "KV Down Proj", "KV Proj",
                     "Compressor KV+Gate", "Compressor KV Proj", "Compressor Gate", "Indexer KV+Gate", "Indexer KV Proj",
                     "Indexer Gate", "Indexer Weights", "Indexer K Proj", "Mixer Decay Gate Down",
-                    "Mixer Output Gate Down")  # fmt: skip
+                    "Mixer Output Gate Down", "QKV Adapter Down")  # fmt: skip
 _MLP_INPUT = ("MLP Gate+Up", "MLP Gate", "MLP Up", "Router", "Shared Expert Gate+Up", "Shared Expert Gate", "Shared Expert Up",
-              "Shared Expert Scale")  # fmt: skip
+              "Shared Expert Scale", "Latent Down Proj", "MLP Adapter Down")  # fmt: skip
 _LATENT_INPUT = {"Q Up Proj": "Q Up Proj", "Indexer Q Proj": "Q Up Proj", "KV Up Proj": "KV Up Proj"}
 _EXPERT_INPUT = ("Expert Gate+Up", "Expert Gate", "Expert Up")
+_GATES = ("Attention Gate", "Mixer Gate")  # the other side is kept by attention and recurrence
 
 
 class BlockMemory(NamedTuple):
@@ -45,6 +46,7 @@ class BlockMemory(NamedTuple):
     exchanged: float = 0.0  # buffers of dispatch, gathered inputs, received keys and values
     unfused: float = 0.0  # kept where kernels are not fused: outputs of experts, inputs of rotary positions
     logits: float = 0.0
+    shared: int = 0  # of `dense`, weights that are the same in every layer of this kind
 
     @property
     def parameters(self) -> int:
@@ -65,7 +67,7 @@ class Blocks(NamedTuple):
 
 def block_memory(ops: Iterable[Op], run: RunSpec, width: int) -> BlockMemory:
     """What the ops of one layer (or the embedding, or the head) hold. `width`: of all residual streams together."""
-    dense = experts = quantized = quantized_experts = 0
+    dense = experts = quantized = quantized_experts = shared = 0
     kept = context = elements = recomputable_elements = transient = unfused = logits = exchanged = 0.0
     attended = activated = 0.0
     inputs: dict[str, float] = {}
@@ -77,6 +79,7 @@ def block_memory(ops: Iterable[Op], run: RunSpec, width: int) -> BlockMemory:
             experts += op.all_parameters
         else:
             dense += op.all_parameters
+            shared += op.parameters if op.shares_weights else 0
         if isinstance(op, Linear):
             key, size = _input(op, sharded)
             if op.name == "Attn Out" and "context" in inputs:  # after the groups of compressed attention
@@ -110,12 +113,8 @@ def block_memory(ops: Iterable[Op], run: RunSpec, width: int) -> BlockMemory:
             exchanged += 2 * rows * op.kv_heads * dims * ELEMENT_BYTES if run.cp > 1 else 0.0
         elif isinstance(op, StreamMix) and not op.stacked:  # else the norm before it keeps the streams
             kept += op.rows * op.width * op.streams * ELEMENT_BYTES * op.count
-        elif isinstance(op, (Scan, IndexScores)):
+        elif isinstance(op, (Scan, CausalConv, IndexScores)):
             kept += op.kept_bytes() * op.count
-        elif op.name in ("Attention Gate", "Mixer Gate") and isinstance(op, Elementwise):  # the other side is kept above
-            kept += op.rows * op.width * ELEMENT_BYTES * op.count
-        elif isinstance(op, CausalConv):
-            kept += op.tokens * op.channels * ELEMENT_BYTES * op.count
         elif isinstance(op, Loss):
             logits = op.rows * op.width
         elif isinstance(op, Activation):
@@ -126,7 +125,7 @@ def block_memory(ops: Iterable[Op], run: RunSpec, width: int) -> BlockMemory:
             unfused += op.rows * op.width * ELEMENT_BYTES
         elif op.name.endswith(" Mean") and isinstance(op, Elementwise):  # values and their weights
             kept += 2 * op.rows * op.width * ELEMENT_BYTES * op.count
-        elif isinstance(op, Norm):
+        elif isinstance(op, Elementwise) and (isinstance(op, Norm) or op.name in _GATES):
             kept += op.rows * op.width * ELEMENT_BYTES * op.count
     if run.tp > 1:
         exchanged += 2 * run.tokens * width * ELEMENT_BYTES
@@ -136,7 +135,7 @@ def block_memory(ops: Iterable[Op], run: RunSpec, width: int) -> BlockMemory:
         sum(size * ELEMENT_BYTES for key, size in plain.items()),
         elements,
         sum(size * ELEMENT_BYTES for key, size in inputs.items() if key in ("attention", "mlp", "activated", "expert activated")),
-        recomputable_elements, attended, activated, first, transient + 2 * first, exchanged, unfused, logits,
+        recomputable_elements, attended, activated, first, transient + 2 * first, exchanged, unfused, logits, shared,
     )  # fmt: skip
 
 
@@ -148,7 +147,7 @@ def _input(op: Linear, sharded: int) -> tuple[str, float]:
     if op.name in _ATTENTION_INPUT:
         return "attention", size / (sharded if "Down" not in op.name else 1)
     if op.name in _MLP_INPUT:
-        return "mlp", size / (sharded if op.name not in ("Router", "Shared Expert Scale") else 1)
+        return "mlp", size / (sharded if op.name not in ("Router", "Shared Expert Scale", "Latent Down Proj") else 1)
     if op.name in _LATENT_INPUT:
         return _LATENT_INPUT[op.name], size / sharded
     if op.name in _EXPERT_INPUT:

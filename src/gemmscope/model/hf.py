@@ -21,6 +21,7 @@ from gemmscope.model.spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpe
 from gemmscope.reading import parse_json
 
 DEEPEST = 100  # levels of nesting: real configs have four
+_PREDICTION_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 _CLOSED_FORM_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -86,10 +87,11 @@ def _needs_tracing(model_type: str, config: Mapping[str, Any]) -> bool:
 
 
 def _findings(config: Mapping[str, Any], model: ModelSpec) -> Iterator[Finding]:
-    predicted = config.get("num_nextn_predict_layers")
-    if type(predicted) is int and predicted > 0:  # not part of the Hugging Face model
-        added = option("mtp_layers", predicted)
-        yield finding("prediction-layers-not-included", setting="num_nextn_predict_layers", added=added)
+    for setting in _PREDICTION_LAYERS:  # not part of the Hugging Face model
+        predicted = config.get(setting)
+        if type(predicted) is int and predicted > 0:
+            yield finding("prediction-layers-not-included", setting=setting, added=option("mtp_layers", predicted))
+            break
     if not any(layer.is_moe for layer in model.layers):
         ignored = [key for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)]
         if ignored:

@@ -107,7 +107,7 @@ def moe(family: FamilyConfig) -> MoeSpec:
         top_k=facts["top_k"] if "top_k" in facts else family.size("num_experts_per_tok"),
         expert=expert(width, family.flag("expert_bias"), fused=True),
         shared=expert(shared_width, family.flag("mlp_bias"), family.flag("shared_fused")) if shared_width else None,
-        shared_gate=family.flag("shared_gate") and shared_width > 0,
+        shared_gate=family.flag("shared_gate"),
         router_bias=family.flag("router_bias"),
     )
 

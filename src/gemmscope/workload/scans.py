@@ -128,3 +128,7 @@ class CausalConv(Op):
         """Reads x and dy, writes dx; the gradient of the filters is small."""
         elements = self.tokens * self.channels
         return Work(4 * self.kernel * elements, 3 * elements * ELEMENT_BYTES)
+
+    def kept_bytes(self) -> float:
+        """What backward needs: x."""
+        return self.tokens * self.channels * ELEMENT_BYTES

@@ -49,8 +49,10 @@ def _tensor_parallel_sizes(model: ModelSpec, run: RunSpec) -> dict[str, int]:
             else:
                 sizes["num_key_value_heads"] = gcd(sizes.get("num_key_value_heads", 0), layer.attention.kv_heads)
         if layer.mixer is not None:
-            sizes[f"the number of {layer.mixer.name} heads"] = layer.mixer.heads
-            sizes[f"the number of {layer.mixer.name} groups (key heads)"] = layer.mixer.groups
+            parts = "heads" if layer.mixer.value_dim > 1 else "channels"
+            sizes[f"the number of {layer.mixer.name} {parts}"] = layer.mixer.heads
+            if layer.mixer.kind != "selective scan":  # whose B and C serve all channels
+                sizes[f"the number of {layer.mixer.name} groups (key heads)"] = layer.mixer.groups
         if isinstance(layer.mlp, MlpSpec):
             sizes["intermediate_size"] = gcd(sizes.get("intermediate_size", 0), layer.mlp.intermediate_size)
         elif layer.mlp is not None and layer.mlp.shared is not None:
@@ -100,6 +102,9 @@ def _check_experts(model: ModelSpec, run: RunSpec) -> None:
 
 
 def _check_sequence(model: ModelSpec, run: RunSpec) -> None:
+    if run.cp > 1:  # a recurrence needs the whole sequence: context parallelism splits its heads
+        mixers = [layer.mixer for layer, _ in model.layer_groups() if layer.mixer is not None]
+        _check_divides("cp", run.cp, {f"the number of {mixer.name} heads of one rank": mixer.heads // run.tp for mixer in mixers})
     # Causal context parallelism gives each rank one early and one late chunk, so that all ranks have the same work.
     chunks = run.cp * 2 if model.causal and run.cp > 1 else run.cp
     if run.sequence_length % chunks:

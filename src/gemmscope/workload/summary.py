@@ -82,7 +82,9 @@ def count_parameters(model: ModelSpec) -> tuple[int, int]:
     """
     whole = derive(model, RunSpec(micro_batch_size=1, sequence_length=1))
     idle = 0
-    predicting = [(model.predicting, model.prediction_layers)] if model.prediction_layers else []
+    predicting = (
+        [(model.predicting, 1 if model.prediction_shared else model.prediction_layers)] if model.prediction_layers else []
+    )
     for layer, count in (*model.layer_groups(), *predicting):
         if isinstance(layer.mlp, MoeSpec):
             expert = layer.mlp.expert

@@ -130,7 +130,7 @@ def _shared(family: FamilyConfig, kinds: list[str]) -> list[bool]:
     """Which layers use the keys and values of the last layer of their kind among those that have their own."""
     number = family.optional_size("num_kv_shared_layers") or 0
     first = len(kinds) - number
-    if number == 0 or (first == 0 and family.facts.get("shares_none_if_all")):
+    if number == 0:
         return [False] * len(kinds)
     without = [kind for kind in dict.fromkeys(kinds[max(first, 0) :]) if kind not in kinds[: max(first, 0)]]
     if without:
