@@ -18,7 +18,6 @@ from gemmscope.engine.messages import Begin, Done, Failed, Hello, Message, Round
 from gemmscope.engine.rule import StoppingRule
 from gemmscope.errors import UserError
 from gemmscope.findings import finding
-from gemmscope.model import presets
 from gemmscope.model.flags import from_hyperparameters
 from gemmscope.model.mixers import LinearSpec, MixerSpec
 from gemmscope.model.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RunSpec
@@ -29,7 +28,8 @@ from gemmscope.step.measurements import StepMeasurements
 from gemmscope.step.plan import StackPlan, plan_step, share_weights
 from gemmscope.workload.derive import derive
 from support.campaigns import Scripted, interrupt, recorded
-from support.small_steps import two_layers
+from support.small_steps import NOT_RUN, two_layers
+from support.small_steps import RUN as PRESETS
 
 torch = pytest.importorskip("torch", reason="steps need torch")
 
@@ -69,6 +69,7 @@ MODELS = {
     "norms": ModelSpec("norms", 64, (replace(DENSE, attention=replace(ATTENTION, qk_norm="head"), norms=4),) * 2, 97),
     "parallel": ModelSpec("parallel", 64, (replace(DENSE, attention=replace(ATTENTION, qk_norm="full"), norms=1),) * 2, 97),
     "windows": ModelSpec("windows", 64, (LayerSpec(replace(ATTENTION, window=4, sinks=True), DENSE.mlp), WINDOW), 97),
+    "predictions": ModelSpec("predictions", 64, (DENSE, MOE), 97, prediction_layers=2),
     "hybrid": ModelSpec("hybrid", 64, HYBRID, 97),
     "layers only": ModelSpec("layers only", 64, (DENSE,) * 3),
 }  # fmt: skip
@@ -98,16 +99,13 @@ def test_weights_are_shared_among_layers_of_a_kind(kinds: list[str]) -> None:
     assert all(len({layers[index] for index, slot in enumerate(slots) if slot == each}) == 1 for each in slots)
 
 
-NOT_RUN = ("deepseek-v4-flash", "deepseek-v4-pro", "gemma-3n-e4b", "zamba2-7b")
-
-
 @pytest.mark.parametrize("name", NOT_RUN)
 def test_presets_that_cannot_be_run(name: str) -> None:
     with pytest.raises(UserError, match=r"a step of layers with .* is not yet supported"):
         two_layers(name)
 
 
-@pytest.mark.parametrize("name", [name for name in presets.names() if name not in NOT_RUN])
+@pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_can_be_built_and_run(name: str) -> None:
     """Two layers of it on the meta device, forward and backward; what FP8 needs of sizes, they all have but one."""
     made, kit = two_layers(name), Kit(recipe("BF16"), device="meta")
@@ -168,7 +166,7 @@ def test_too_many_kinds_of_layers() -> None:
         share_weights(tuple("abcdefghijklm"))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt", "experts", "latent", "norms", "parallel", "windows", "hybrid"])
+@pytest.mark.parametrize("name", ["llama", "gpt", "experts", "latent", "norms", "parallel", "windows", "predictions", "hybrid"])
 def test_the_real_stack_has_the_models_parameters(name: str) -> None:
     """To the last one, as `shapes` counts them (rotary and routing tables are no parameters)."""
     model = MODELS[name]

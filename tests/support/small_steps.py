@@ -10,6 +10,8 @@ from gemmscope.model.spec import MoeSpec, RunSpec
 from gemmscope.step.plan import StackPlan, plan_step, share_weights
 
 MOST_EXPERTS = 8
+NOT_RUN = ("deepseek-v4-flash", "deepseek-v4-pro", "gemma-3n-e4b", "zamba2-7b")  # presets whose layers the stack does not have
+RUN = tuple(name for name in presets.names() if name not in NOT_RUN)
 
 
 def two_layers(name: str, **run: Any) -> StackPlan:

@@ -61,13 +61,13 @@ class LayerInput(nn.Module):
 
     def __init__(self, kit: Kit, plan: StackPlan, width: int) -> None:
         super().__init__()
-        self.gate = kit.linear(plan.hidden_size, width, bias=False)
+        self.gating = kit.linear(plan.hidden_size, width, bias=False)
         self.projection = kit.linear(width, plan.hidden_size, bias=False)
         self.norm = kit.norm(plan.norm, plan.hidden_size)
         self.fixed = torch.randn(plan.tokens, width, device=kit.device, dtype=kit.precision)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gated = functional.gelu(self.gate(x), approximate="tanh") * self.fixed
+        gated = functional.gelu(self.gating(x), approximate="tanh") * self.fixed
         return x + self.norm(self.projection(gated))
 
 
@@ -119,6 +119,26 @@ class Block(nn.Module):
         if self.attention is None:
             return self.mixer(x, **how)
         return self.attention(x, **how) + self.mixer(mark(x, "mixer in"), **how)
+
+
+class Prediction(nn.Module):
+    """A layer of multi-token prediction: the output of the layer before and the embedding of the next token are normed, joined
+    and projected; a layer and a norm follow."""
+
+    def __init__(self, kit: Kit, plan: StackPlan) -> None:
+        super().__init__()
+        assert plan.prediction is not None
+        hidden = plan.hidden_size
+        self.kit, self.tp = kit, plan.tp
+        self.of_state, self.of_token, self.last = (kit.norm(plan.norm, hidden) for _ in range(3))
+        self.projection = kit.linear(2 * hidden, hidden // plan.tp, bias=False)
+        self.block = Block(kit, plan.prediction, plan)
+
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor, **how: Any) -> torch.Tensor:
+        joined = torch.cat((self.of_state(mark(x, "prediction")), self.of_token(tokens)), dim=-1)
+        projected = self.projection(joined, **how)
+        whole = projected.repeat(1, self.tp) if self.tp > 1 else projected  # in the place of the gather from other ranks
+        return self.last(self.block(whole, **how))
 
 
 def _feed_forward(kit: Kit, plan: StackPlan, spec: MlpSpec | MoeSpec | None, norm: NormSpec | None) -> nn.Module | None:

@@ -74,6 +74,9 @@ class StackPlan:
     accumulation: int = 1
     recompute: str = "none"
     separate_projections: bool = False
+    predictions: int = 0  # layers of multi-token prediction, after the last one
+    prediction: LayerSpec | None = None
+    tp: int = 1
 
     @property
     def depth(self) -> int:
@@ -86,7 +89,9 @@ class StackPlan:
     def low_precision_sizes(self) -> dict[str, int]:
         """The sizes of all GEMMs that may run in low precision, by name."""
         sizes = {"tokens": self.tokens, "hidden size": self.hidden_size}
-        for layer in dict.fromkeys(self.layers):
+        if self.prediction is not None:
+            sizes["output of the prediction layer's projection"] = self.hidden_size // self.tp
+        for layer in dict.fromkeys((*self.layers, *((self.prediction,) if self.prediction is not None else ()))):
             sizes |= _attention_sizes(layer.attention, separate=self.separate_projections) if layer.attention is not None else {}
             sizes |= _mixer_sizes(layer.mixer) if layer.mixer is not None else {}
             if isinstance(layer.mlp, MoeSpec):
@@ -140,7 +145,9 @@ def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[Finding]]
     embeds, heads = stage == 0, stage == run.pp - 1
     vocab = sharding.padded_vocab(model.vocab_size, run) // run.tp if model.vocab_size is not None else None
     layers = tuple(_of_rank(layer, run) for layer in chosen)
-    moe = next((layer.mlp for layer in chosen if isinstance(layer.mlp, MoeSpec)), None)
+    predicts = model.prediction_layers > 0 and heads and vocab is not None
+    every = (*chosen, model.predicting) if predicts else chosen
+    moe = next((layer.mlp for layer in every if isinstance(layer.mlp, MoeSpec)), None)
     plan = StackPlan(
         hidden_size=model.hidden_size,
         layers=layers,
@@ -157,10 +164,12 @@ def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[Finding]]
         accumulation=run.gradient_accumulation,
         recompute=run.recompute,
         separate_projections=run.separate_projections,
+        predictions=model.prediction_layers if predicts else 0,
+        prediction=_of_rank(model.predicting, run) if predicts else None,
+        tp=run.tp,
     )
     padded = plan.padded(16)  # low-precision GEMMs need a multiple of 16 tokens: frameworks pad each expert's
-    left_out = [finding("prediction-layers-not-run", layers=model.prediction_layers)] if model.prediction_layers and heads else []
-    return padded, _differences(model, run, chosen) + left_out
+    return padded, _differences(model, run, every)
 
 
 def _attention_sizes(spec: AttentionSpec, *, separate: bool) -> dict[str, int]:

@@ -152,12 +152,12 @@ class FeedForward(nn.Module):
 
     def __init__(self, spec: MlpSpec, up: nn.Module, down: nn.Module, gate: nn.Module | None = None) -> None:
         super().__init__()
-        self.gated, self.activation, self.up, self.down, self.gate = spec.gated, activation_of(spec), up, down, gate
+        self.gated, self.activation, self.up, self.down, self.gate_up = spec.gated, activation_of(spec), up, down, gate
 
     def forward(self, x: torch.Tensor, *rows: list[int], **how: Any) -> torch.Tensor:
         inner = self.up(x, *rows, **how)
-        if self.gate is not None:
-            inner = self.activation(self.gate(x, **how)) * inner
+        if self.gate_up is not None:
+            inner = self.activation(self.gate_up(x, **how)) * inner
         elif self.gated:
             gate, up = inner.chunk(2, dim=-1)
             inner = self.activation(gate) * up
