@@ -118,7 +118,8 @@ def test_gemma_3n() -> None:
 
 def test_more_layers_share_keys_than_there_are() -> None:
     """transformers' code then shares none, unless the last kinds of layers occur only among the last."""
-    spec = model("gemma4_text", num_hidden_layers=4, num_kv_shared_layers=5, layer_types=["sliding_attention", "full_attention"] * 2)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    spec = model("gemma4_text", num_hidden_layers=4, num_kv_shared_layers=5, layer_types=kinds)
     assert not any(attention.shares_kv for attention in attentions(spec))
 
 
