@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 
 from gemmscope.errors import UserError
+from gemmscope.forecast.comm import RankShare, exchanges
 from gemmscope.forecast.memory import rank_memory
+from gemmscope.forecast.network import network_of
 from gemmscope.gpu.specs import gpu
 from gemmscope.model import hf, presets
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import GroupedLinear, Linear
+from gemmscope.workload.scans import Scan
 from gemmscope.workload.summary import count_parameters
 
 
@@ -34,6 +37,7 @@ def read(model_type: str, **settings: Any) -> ModelSpec:
         ("nemotron_h", {"hybrid_override_pattern": "M|*"}, "hybrid_override_pattern must be letters for layers, not 'M|*'"),
         ("nemotron_h", {"layers_block_type": ["mlp", "rnn"]}, "a layer of nemotron_h cannot be 'rnn'"),
         ("nemotron_h", {"layers_block_type": "mlp"}, "layers_block_type must be a list with one entry per layer, not 'mlp'"),
+        ("nemotron_h", {"layer_types": []}, "the number of layers must be at least 1, not 0"),
         ("nemotron_h", {"moe_latent_size": 0}, "moe_latent_size must be at least 1, not 0"),
         ("zamba2", {"num_hidden_layers": 3}, "the config lists the kinds of 54 layers, but num_hidden_layers = 3"),
         ("zamba2", {"n_mamba_heads": 7}, "n_mamba_heads = 7 heads of 731 do not add up to the mixer's width, 5120"),
@@ -101,6 +105,19 @@ def test_tensor_parallel() -> None:
     assert not split["Mixer X Proj"].quantized
     assert not split["Mixer Time Step Proj"].quantized
     assert split["Mixer In"].quantized
+
+
+def test_context_parallel() -> None:
+    """A recurrence needs the whole sequence, so its heads are split."""
+    model = preset("mamba2-2.7b")
+    with pytest.raises(UserError, match="does not divide the number of Mamba-2 heads of one rank = 80"):
+        derive(model, RunSpec(1, 192, cp=3))
+    work = [sum(op.total().flops for op in derive(model, RunSpec(1, 1024, cp=cp)).ops if isinstance(op, Scan)) for cp in (1, 2)]
+    assert work[0] == 2 * work[1]
+    share = RankShare(layers=64, moe_layers=0, parameters=10**9, in_experts=0, attentions=0, mixers=64, mlps=0)
+    chip = gpu("h200")
+    kinds = {one.kind for one in exchanges(chip, network_of(chip), model, RunSpec(1, 8192, cp=2), share)}
+    assert "context" in kinds
 
 
 def test_pipeline_of_an_irregular_pattern() -> None:

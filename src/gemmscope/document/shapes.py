@@ -10,6 +10,7 @@ from gemmscope.workload.ops import gemm_size
 GEMM_COLUMNS = columns(("Op", "Pass", "M x K x N"), ("Groups", "Count", "FLOPs each", "FLOPs", "Share"))
 OTHER_COLUMNS = columns(("Op",), ("Count", "Forward FLOPs", "Forward bytes", "Backward FLOPs", "Backward bytes"))
 MOST_OPS = 14  # of the short view
+CHECKED = ("check-equal", "check-of-recurrences", "check-without-recurrences")
 LINEAR_KINDS = ("linear", "grouped linear")
 
 
@@ -27,7 +28,7 @@ def shapes_document(result: ShapesResult, name: str = "") -> Document:
         where="one rank",
         answer=f"One micro-batch runs {count:,} GEMMs on one rank; a training step needs {flops} for them.",
         summary=_summary(result),
-        because=(_parameters(result), *(each.text for each in result.findings if each.code == "check-equal")),
+        because=(_parameters(result), *(each.text for each in result.findings if each.code in CHECKED)),
         context=tuple(batch_lines(result.run, result.stage)),
         sections=(Section("GEMMs and other work", tuple(tables)),),
         messages=tuple(map(Message.of, result.findings)),

@@ -102,6 +102,9 @@ def _check_experts(model: ModelSpec, run: RunSpec) -> None:
 
 
 def _check_sequence(model: ModelSpec, run: RunSpec) -> None:
+    if run.cp > 1:  # a recurrence needs the whole sequence: context parallelism splits its heads
+        mixers = [layer.mixer for layer, _ in model.layer_groups() if layer.mixer is not None]
+        _check_divides("cp", run.cp, {f"the number of {mixer.name} heads of one rank": mixer.heads // run.tp for mixer in mixers})
     # Causal context parallelism gives each rank one early and one late chunk, so that all ranks have the same work.
     chunks = run.cp * 2 if model.causal and run.cp > 1 else run.cp
     if run.sequence_length % chunks:
