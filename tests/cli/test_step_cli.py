@@ -233,6 +233,15 @@ def test_what_cuda_graphs_change_is_one_line(run: Run, monkeypatch: pytest.Monke
     assert "variant-not-measured" not in codes(result)
 
 
+def test_ctrl_c_while_capturing_is_no_failure(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(StepCampaign, "run", lambda self: measured(self) if self.captured_depth is None else stop(self))
+    monkeypatch.setattr("gemmscope.app.step.CANNOT_CAPTURE", ())
+    assert run(f"step {SMALL} --cuda-graphs --json {tmp_path}/step.json").code == 130
+    result = written(tmp_path / "step.json")
+    assert result.step.not_captured == {}
+    assert not codes(result) & {"step-captured", "step-captured-alone", "step-not-captured", "graphs-not-measured"}
+
+
 def test_a_real_model_that_fits_in_part(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It is compared with the prediction of as many layers, whose time counts as predicting, too."""
 

@@ -120,7 +120,7 @@ def run_step(
             *_ended(predicted, interrupted=session.interrupted),
             *([] if times.recipes else [finding("nothing-measured")]),
             *(message for run in runs for message in (*run.results.findings, *run.findings)),
-            *step_findings(times),
+            *step_findings(times, graphs=cuda_graphs or hugging_face),  # which cannot be captured
             *_failures(results, times),
             *(observed_findings(times, observed_speedup) if observed_speedup is not None else ()),
             *(break_even_finding(batches, name) for name in (batches[-1].speedups if batches else ())),
