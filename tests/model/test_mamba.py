@@ -37,6 +37,7 @@ def read(model_type: str, **settings: Any) -> ModelSpec:
         ("nemotron_h", {"hybrid_override_pattern": "M|*"}, "hybrid_override_pattern must be letters for layers, not 'M|*'"),
         ("nemotron_h", {"layers_block_type": ["mlp", "rnn"]}, "a layer of nemotron_h cannot be 'rnn'"),
         ("nemotron_h", {"layers_block_type": "mlp"}, "layers_block_type must be a list with one entry per layer, not 'mlp'"),
+        ("nemotron_h", {"layer_types": []}, "the number of layers must be at least 1, not 0"),
         ("nemotron_h", {"moe_latent_size": 0}, "moe_latent_size must be at least 1, not 0"),
         ("zamba2", {"num_hidden_layers": 3}, "the config lists the kinds of 54 layers, but num_hidden_layers = 3"),
         ("zamba2", {"n_mamba_heads": 7}, "n_mamba_heads = 7 heads of 731 do not add up to the mixer's width, 5120"),

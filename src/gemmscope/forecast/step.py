@@ -28,6 +28,7 @@ from gemmscope.step.waterfall import levels_of, verdict
 from gemmscope.workload.cases import Case
 from gemmscope.workload.derive import EMBEDDING, HEAD, Workload, derive
 from gemmscope.workload.ops import OPTIMIZER_BYTES_PER_PARAMETER, GroupedLinear, Linear, Op, Optimizer
+from gemmscope.workload.sparse import IndexScores, SparseAttention, TopK
 from gemmscope.workload.summary import totals
 
 ROUTING_OPS = ("Token Dispatch", "Token Combine")
@@ -292,7 +293,9 @@ def _part_of(op: Op) -> tuple[StepPart, str]:
     """The part of an op that is not a linear, and the table that has its uncertainty."""
     if op.kind in ("scan", "causal convolution"):
         return "linear attention", "linear attention"
-    if op.kind in ("attention", "batched GEMM", "index scores", "top-k") or op.name in ("Rotary", "Indexer Norm"):
+    if isinstance(op, (IndexScores, SparseAttention, TopK)):
+        return "attention", "sparse attention"
+    if op.kind in ("attention", "batched GEMM") or op.name in ("Rotary", "Indexer Norm"):
         return "attention", "attention"
     if op.kind == "optimizer":
         return "optimizer", "bandwidth"

@@ -170,7 +170,7 @@ def scan_ms(op: Scan, chip: GpuSpec, direction: str) -> float:
 
 def index_ms(work: Work, chip: GpuSpec) -> float:
     """One forward or backward run of the indexer's scores."""
-    known = facts()["index scores"]
+    known = facts()["sparse attention"]
     compute_ms = work.flops / (chip.tflops["bf16"] * 1e9 * known["rate"])
     memory_ms = work.bytes_moved / (chip.bandwidth_tbps * 1e9 * known["bandwidth"])
     return float(max(compute_ms, memory_ms) + facts()["launch_ms"])

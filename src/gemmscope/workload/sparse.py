@@ -11,7 +11,7 @@ Sources: "DeepSeek-V3.2" (arXiv 2512.02556) and Megatron's `experimental_attenti
   so does this file.
 * Kernels of sparse attention over a latent (FlashMLA, TileLang) gather the latent itself, which all heads share, instead of each
   head's keys and values: more FLOPs for each pair, and far fewer bytes. For short sequences, dense attention with a mask is less
-  work (section 2.1 of the paper runs it there): `SparseAttention` counts the cheaper of both.
+  work, and the paper's authors run it there: `SparseAttention` counts the cheaper of both.
 """
 
 from collections.abc import Iterator

@@ -113,6 +113,7 @@ def nemotron_h(family: FamilyConfig, hidden: int, _: int) -> list[LayerSpec]:
                 "M is Mamba-2, * attention, - an MLP, E experts: for example M-M*-",
             )
         kinds = [_PATTERN[letter] for letter in pattern]
+    check_size("the number of layers", len(kinds), "layers")
     _check_kinds(family, kinds, tuple(_PATTERN.values()))
     norms, layers = family.facts["norms"], dict[str, LayerSpec]()
     if LINEAR in kinds:
