@@ -34,7 +34,8 @@ class HuggingFaceStep:
         vocabulary = int(self._model.config.get_text_config().vocab_size)
         self._tokens = torch.randint(vocabulary, (plan.micro_batch_size, plan.sequence_length), device=device)
 
-    mixer_kernels = None  # its own class chooses them
+    kernels: Mapping[str, str] = {}  # its own class chooses them
+    refused: Mapping[str, str] = {}
 
     def run(self) -> None:
         """All micro-batches, forward and backward, then the optimizer."""

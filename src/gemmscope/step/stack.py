@@ -7,6 +7,7 @@ the whole model. Its learning rate is zero.
 """
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,6 @@ from torch.nn import functional
 from gemmscope.step.blocks import Block, Prediction
 from gemmscope.step.kits.plain import Kit
 from gemmscope.step.marks import mark, mark_step
-from gemmscope.step.mixer_kernels import MixerKernels
 from gemmscope.step.plan import StackPlan
 
 
@@ -146,9 +146,14 @@ class Step:
             self.optimizer.zero_grad(set_to_none=True)
 
     @property
-    def mixer_kernels(self) -> MixerKernels:
-        """What runs the mixers."""
-        return self.stack.kit.kernels
+    def kernels(self) -> Mapping[str, str]:
+        """What mixers compute → the package that does."""
+        return self.stack.kit.kernels.sources
+
+    @property
+    def refused(self) -> Mapping[str, str]:
+        """What mixers compute → why a faster package cannot do it here."""
+        return self.stack.kit.kernels.refused
 
     def loss(self) -> float:
         """One forward pass, to check that the loss is finite."""
