@@ -34,6 +34,16 @@ class ModelRun:
     findings: tuple[Finding, ...] = ()
     settled: frozenset[str] = frozenset()  # settings that were typed, or that the file has
 
+    @property
+    def micro_batch(self) -> int | None:
+        """The micro-batch size; None where it is not given, because a module may bring its own inputs."""
+        return self.run.micro_batch_size if "micro_batch_size" in self.settled else None
+
+    @property
+    def sequence(self) -> int | None:
+        """The sequence length; None where it is not given."""
+        return self.run.sequence_length if "sequence_length" in self.settled else None
+
 
 def load_model(
     *,
@@ -93,6 +103,11 @@ def model_run(source: ModelSource, **given: Any) -> ModelRun:
     """
     choice = choose_run(source, given)
     return ModelRun(source, choice.run, choice.findings, choice.settled)
+
+
+def with_own_inputs(run: RunSpec, inputs: str, samples: int | None) -> RunSpec:
+    """The run of a module that brought these inputs: a micro-batch is so many samples, and a sequence means nothing to it."""
+    return replace(run, micro_batch_size=samples or 1, sequence_length=1, inputs=inputs)
 
 
 def as_frameworks_run(job: ModelRun) -> ModelRun:

@@ -134,7 +134,7 @@ def _ask_worker(request: dict[str, Any], run: RunSpec, time_limit_s: float = flo
     except ValueError as error:  # where the disk is full
         raise UserError(f"the tracing process ended in the middle of its answer: {worker.reason}") from error
     if "error" in answer:
-        raise UserError(answer["error"])
+        raise UserError(answer["error"], answer.get("hint", ""))
     return TypeAdapter(ModuleTrace).validate_python(answer)
 
 

@@ -1,0 +1,116 @@
+"""Builds the training model of a Hugging Face config, and its inputs. Imports torch: only worker processes import this file."""
+
+import contextlib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from gemmscope.errors import shown
+from gemmscope.workload.confine import offline
+from gemmscope.workload.factory import TraceError, know_meta_tensors, reason
+
+
+def build_huggingface(config_dict: dict[str, Any], batch: int, sequence: int) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """The training model of a `config.json` on the meta device, and its inputs."""
+    know_meta_tensors()
+    module = huggingface_model(config_dict, "meta", torch.float32)
+    tokens = torch.zeros((batch, sequence), dtype=torch.long, device="meta")
+    inputs = {"input_ids": tokens}
+    if getattr(module.config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = tokens
+    return module, inputs
+
+
+def huggingface_model(config_dict: dict[str, Any], device: str, precision: torch.dtype) -> Any:
+    """The training model of a `config.json`, with newly initialized weights. Nothing is downloaded."""
+    with offline():
+        try:
+            import transformers
+        except ImportError as error:
+            raise TraceError("transformers is not installed: pip install transformers") from error
+        model_type = config_dict.get("model_type")
+        if model_type not in transformers.CONFIG_MAPPING:
+            raise TraceError(f"transformers {transformers.__version__} does not know model_type {shown(model_type)}")
+        settings = _without_storage(config_dict)
+        try:
+            config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
+        except (KeyError, ValueError) as error:
+            raise TraceError(f"transformers {transformers.__version__} cannot read this config: {reason(error)}") from error
+        config.use_cache = False
+        module = _instantiate(transformers, config, device, precision)
+    module.train()
+    return module
+
+
+# Keys that belong to a stored checkpoint. For the shapes of training they have no meaning, or do harm (a quantizer or a kernel to
+# import, code to run).
+_STORAGE_ONLY_KEYS = frozenset(
+    {"architectures", "torch_dtype", "dtype", "transformers_version", "quantization_config", "auto_map", "_name_or_path"}
+    | {"attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"}
+)
+
+
+def _without_storage(config: Any) -> Any:
+    """The config, and the configs inside it, without those keys."""
+    if not isinstance(config, dict):
+        return config
+    return {key: _without_storage(value) for key, value in config.items() if key not in _STORAGE_ONLY_KEYS}
+
+
+def _instantiate(transformers: Any, config: Any, device: str, precision: torch.dtype) -> torch.nn.Module:
+    """The class that is trained with this config: a language model if there is one, else the bare model."""
+    causal, masked, bare = transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM, transformers.AutoModel
+    pairs = [transformers.AutoModelForSeq2SeqLM, transformers.AutoModelForSpeechSeq2Seq]
+    if getattr(config, "is_encoder_decoder", False):
+        order = [*pairs, causal, masked, bare]
+    elif type(config) in masked._model_mapping and not getattr(config, "is_decoder", False):
+        order = [masked, causal, bare]
+    else:
+        order = [causal, *pairs, masked, bare]
+    known = [auto for auto in order if type(config) in auto._model_mapping]
+    if not known:
+        raise TraceError(f"transformers {transformers.__version__} has no model class for model_type {config.model_type!r}")
+    errors = []
+    for attention in ("sdpa", "eager"):
+        try:
+            with torch.device(device):
+                module = known[0].from_config(config, attn_implementation=attention, dtype=precision)
+        except (ValueError, ImportError) as error:  # "does not support SDPA", "requires the package …"
+            errors.append(reason(error))
+            continue
+        with contextlib.suppress(AttributeError, ValueError, KeyError):
+            module.set_experts_implementation("grouped_mm")
+        return module
+    raise TraceError(f"transformers {transformers.__version__} cannot build this config: {errors[-1]}")
+
+
+def causal(module: torch.nn.Module, masks: Mapping[str, int]) -> bool | None:
+    """Whether the attention of a Hugging Face model is causal; None: not known.
+
+    `masks` count how its attentions were called. Where a mask tensor or unfused attention hides this, attributes of the modules
+    tell.
+    """
+    by_call = {kind == "causal" for kind in ("causal", "none") if masks.get(kind)}
+    by_module = {bool(part.is_causal) for part in module.modules() if isinstance(getattr(part, "is_causal", None), bool)}
+    causal = by_call or by_module
+    return causal.pop() if len(causal) == 1 else None
+
+
+def windows(config: Any) -> tuple[int | None, ...] | None:
+    """The sliding window of each layer, from the configuration with its defaults. ModernBERT's window counts both sides."""
+    layers = getattr(config, "num_hidden_layers", None)
+    if not isinstance(layers, int):
+        return None
+    window = _declared(config, "local_attention") or _declared(config, "sliding_window") or None
+    kinds = _declared(config, "layer_types")
+    if kinds is None:  # a family with the window in every layer, or in none
+        return (window,) * layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _declared(config: Any, name: str) -> Any:
+    """A setting that the configuration class knows. The file may have others, which the code does not read."""
+    known = hasattr(type(config), name) or name in inspect.signature(type(config).__init__).parameters
+    return getattr(config, name, None) if known else None
