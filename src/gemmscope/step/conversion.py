@@ -1,7 +1,7 @@
 """Which linears of a live module run in low precision, and which parts of it are its layers.
 
-One forward pass in BF16 shows how often and on how many rows every `nn.Linear` is called. Those inside the repeated layers are
-converted, as frameworks do, unless they are routers, tiny, or of sizes that the recipe cannot run.
+One forward pass in BF16 shows on how many rows every `nn.Linear` is called. All are converted, as frameworks do, except the head,
+routers, tiny ones, and those of sizes that the recipe cannot run.
 """
 
 from __future__ import annotations
@@ -9,10 +9,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from gemmscope.step.kits.plain import Kit
 
@@ -29,6 +33,7 @@ class LinearUse:
     outputs: int
     rows: list[int] = field(default_factory=list)
     own_forward: bool = False  # a subclass that does more than multiply
+    last_call: int = 0  # its place among all calls
 
 
 @dataclass(frozen=True)
@@ -39,30 +44,53 @@ class Conversion:
     kept: dict[str, str]
 
 
-def record_linears(module: nn.Module, forward: Callable[[], object]) -> dict[str, LinearUse]:
-    """Every linear by its path, as one call of `forward` uses it."""
+def record_linears(module: nn.Module, forward: Callable[[], object]) -> tuple[dict[str, LinearUse], list[bool]]:
+    """Every linear by its path, as one call of `forward` uses it; and whether each attention was given an explicit mask."""
     uses: dict[str, LinearUse] = {}
-    hooks = []
+    masked: list[bool] = []
+    attend = functional.scaled_dot_product_attention
+
+    def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+        masked.append((args[3] if len(args) > 3 else kwargs.get("attn_mask")) is not None)
+        return attend(*args, **kwargs)
+
+    hooks, calls = [], count()
     for path, child in module.named_modules():
         if isinstance(child, nn.Linear):
             own = type(child).forward is not nn.Linear.forward
             use = uses[path] = LinearUse(child.in_features, child.out_features, own_forward=own)
-            hooks.append(child.register_forward_pre_hook(_counting(use)))
+            hooks.append(child.register_forward_pre_hook(_counting(use, calls)))
     try:
+        functional.scaled_dot_product_attention = attention
         with torch.no_grad():
             forward()
     finally:
+        functional.scaled_dot_product_attention = attend
         for hook in hooks:
             hook.remove()
-    return uses
+    return uses, masked
 
 
-def _counting(use: LinearUse) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
-    def count(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+def _counting(use: LinearUse, calls: Iterator[int]) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
+    def called(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         if inputs and isinstance(inputs[0], torch.Tensor):
             use.rows.append(inputs[0].numel() // max(inputs[0].shape[-1], 1))
+            use.last_call = next(calls)
 
-    return count
+    return called
+
+
+def find_head(module: nn.Module, uses: dict[str, LinearUse], layers: Sequence[str]) -> str | None:
+    """The path of the linear that makes the outputs: what a Hugging Face model calls so, else the last one outside the layers."""
+    declared = getattr(module, "get_output_embeddings", None)
+    with suppress(Exception):  # a module that has something else of that name
+        head = declared() if callable(declared) else None
+        if head is not None:
+            return next((path for path, child in module.named_modules() if child is head), None)
+    called = [path for path, use in uses.items() if use.rows]
+    last = max(called, key=lambda path: uses[path].last_call, default=None)
+    inside = last is None or len(called) == 1 or any(last.startswith(f"{layer}.") for layer in layers)
+    return None if inside else last
 
 
 def find_layers(module: nn.Module) -> list[str]:
@@ -89,19 +117,15 @@ def _repeats(container: nn.Module) -> bool:
     return bool(classes) and max(classes.values()) > 1
 
 
-def decide(uses: dict[str, LinearUse], layers: Sequence[str], kit: Kit) -> Conversion:
-    """Which linears a recipe runs in low precision, and why not the others. Without repeated layers, all but the last are inside."""
-    kept = {path: reason for path, use in uses.items() if (reason := _why_not(path, use, uses, layers, kit))}
+def decide(uses: dict[str, LinearUse], head: str | None, kit: Kit) -> Conversion:
+    """Which linears a recipe runs in low precision, and why not the others."""
+    kept = {path: reason for path, use in uses.items() if (reason := "the head" if path == head else _why_not(path, use, kit))}
     return Conversion(tuple(path for path in uses if path not in kept), kept)
 
 
-def _why_not(path: str, use: LinearUse, uses: dict[str, LinearUse], layers: Sequence[str], kit: Kit) -> str:
+def _why_not(path: str, use: LinearUse, kit: Kit) -> str:
     if not use.rows:
         return NOT_CALLED
-    if layers and not any(path == layer or path.startswith(f"{layer}.") for layer in layers):
-        return "outside the layers"
-    if not layers and len(uses) > 1 and path == list(uses)[-1]:
-        return "the head"
     if path.rpartition(".")[2] in ROUTERS:
         return "a router"
     if use.own_forward:
@@ -114,9 +138,9 @@ def _why_not(path: str, use: LinearUse, uses: dict[str, LinearUse], layers: Sequ
 
 def expert_weights(module: nn.Module) -> int:
     """Parameters in three dimensions: the weights of experts side by side, which are no `nn.Linear`."""
-    convolutions = (nn.Conv1d, nn.ConvTranspose1d)
-    inside = [part for part in module.modules() if not isinstance(part, convolutions)]
-    return sum(parameter.ndim == 3 and min(parameter.shape) > 1 for part in inside for parameter in part.parameters(recurse=False))
+    inside = [part for part in module.modules() if not isinstance(part, (nn.Conv1d, nn.ConvTranspose1d))]
+    weights = [parameter for part in inside for parameter in part.parameters(recurse=False)]
+    return sum(parameter.ndim == 3 and min(parameter.shape) > 1 for parameter in weights)
 
 
 def grouped(paths: Sequence[str]) -> Iterator[tuple[str, int]]:

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from gemmscope.step.conversion import Conversion, LinearUse, decide, find_layers, record_linears
-from gemmscope.step.huggingface import build_huggingface
-from gemmscope.step.kits.plain import Kit
+from gemmscope.step.conversion import Conversion, LinearUse, decide, find_head, find_layers, record_linears
+from gemmscope.step.huggingface import live_huggingface
+from gemmscope.step.kits.plain import Kit, compiled_module
 from gemmscope.step.marks import mark_step
 from gemmscope.step.module_plan import ModulePlan
+from gemmscope.workload.factory import Built, TraceError, load_factory, naming
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": (torch.optim.AdamW, {"lr": 0.0, "weight_decay": 0.0}),
@@ -29,49 +30,51 @@ OPTIMIZERS: dict[str, Any] = {
 }  # the learning rate is zero: the weights stay as they are, and so does the time of a step
 
 
-class ModuleError(Exception):
-    """The module cannot be trained as it is: what is wrong, and what to do about it."""
-
-    def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(message)
-        self.message, self.hint = message, hint
-
-
 @dataclass
 class LiveModule:
     """A module on the device, its inputs, and what all its copies share."""
 
+    built: Built
     objective: Objective
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    linears: dict[str, LinearUse]
+    layers: list[str]
+    head: str | None
     optimizer: torch.optim.Optimizer | None
-    cast: bool = False  # its FP32 parameters were made BF16
-    linears: dict[str, LinearUse] = field(default_factory=dict)
-    layers: list[str] = field(default_factory=list)
+    cast: bool  # its FP32 parameters were made BF16
+    masked: bool | None  # whether its attention has an explicit mask, when it is not compiled; None: it has no attention
 
     @classmethod
     def build(cls, plan: ModulePlan, device: str, precision: torch.dtype, optimizer: str) -> LiveModule:
-        """The module of a plan, checked: it has linears, and its loss is a number with a gradient."""
-        if plan.config is not None:
-            module, args, kwargs, loss = build_huggingface(plan, device, precision)
-            cast = False
+        """The module of a plan, run forward once: it has linears, and a loss that is a number."""
+        if plan.module is not None:
+            built = load_factory(plan.module, plan.micro_batch_size or None, plan.sequence_length or None, device)
+            built, cast = _in_precision(built, precision)
+            folder: Path | None = Path(plan.module.rpartition(":")[0]).resolve().parent
         else:
-            module, args, kwargs, loss = build_factory(plan, device)
-            cast, args, kwargs = _in_precision(module, args, kwargs, precision)
-        live = cls(Objective(module, loss), args, kwargs, None, cast)
-        live._check()
-        live.optimizer = _optimizer(module, optimizer)
-        live.layers = find_layers(module)
-        return live
-
-    def _check(self) -> None:
-        module = self.objective.module
-        self.linears = record_linears(module, lambda: self.objective(*self.args, **self.kwargs))
-        if not any(use.rows for use in self.linears.values()):
-            raise ModuleError(
-                f"{type(module).__name__} runs no nn.Linear: there is nothing to convert to low precision",
-                "low precision is for modules whose matrix multiplications are nn.Linear layers",
+            built, folder, cast = live_huggingface(plan, device, precision), None, False
+        objective = Objective(built)
+        with naming("running the module", folder):
+            linears, masked = record_linears(built.module, objective.tried(built))
+        name = type(built.module).__name__
+        if not any(use.rows for use in linears.values()):
+            raise TraceError(
+                f"{name} runs no nn.Linear: there is nothing to convert to low precision",
+                "only matrix multiplications in nn.Linear layers can be converted",
             )
+        trained = [parameter for parameter in built.module.parameters() if parameter.requires_grad]
+        if not trained:
+            raise TraceError(f"{name} has no parameter that requires a gradient: there is nothing to train")
+        layers = find_layers(built.module)
+        return cls(
+            built=built,
+            objective=objective,
+            linears=linears,
+            layers=layers,
+            head=find_head(built.module, linears, layers),
+            optimizer=_optimizer(trained, optimizer),
+            cast=cast,
+            masked=any(masked) if masked else None,
+        )
 
     def copied(self) -> Objective:
         """Another module with the same parameters and buffers."""
@@ -79,8 +82,8 @@ class LiveModule:
         try:
             return copy.deepcopy(self.objective, {id(tensor): tensor for tensor in tensors})
         except Exception as error:
-            raise ModuleError(
-                f"{type(self.objective.module).__name__} cannot be copied: {error}",
+            raise TraceError(
+                f"{type(self.built.module).__name__} cannot be copied: {error}",
                 "each recipe runs a copy of the module: remove what copy.deepcopy cannot copy",
             ) from error
 
@@ -96,44 +99,39 @@ class LiveModule:
 class Objective(nn.Module):
     """A module and its loss: the factory's own, the output's `.loss`, or the mean of the squares of all float outputs."""
 
-    def __init__(self, module: nn.Module, loss: Any) -> None:
+    def __init__(self, built: Built) -> None:
         super().__init__()
-        self.module, self.given = module, loss
+        self.module, self.given = built.module, built.loss
+        self.squares = False
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         output = self.module(*args, **kwargs)
-        if self.given is not None:
-            loss = self.given(output)
-        elif (own := _own_loss(output)) is not None:
-            loss = own
-        else:
-            loss = _squares(output)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            _not_a_number(loss)
-        result: torch.Tensor = loss.reshape(())
-        return result
+        own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        loss = self.given(output) if self.given is not None else _squares(output) if self.squares else own
+        if not isinstance(loss, torch.Tensor):
+            raise TraceError(f"the loss is of type {type(loss).__name__}, not a tensor", "return a scalar tensor from the loss")
+        if loss.numel() != 1:
+            shape = " x ".join(map(str, loss.shape))
+            raise TraceError(f"the loss is a tensor of shape {shape}, not a scalar", "end it with .mean() or .sum()")
+        return loss.reshape(())
 
-    def loss_source(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-        """Where the loss comes from: "factory", "output" or "squares"."""
-        if self.given is not None:
-            return "factory"
-        with torch.no_grad():
-            return "squares" if _own_loss(self.module(*args, **kwargs)) is None else "output"
+    def tried(self, built: Built) -> Callable[[], object]:
+        """A first call, which shows whether the module has a loss of its own."""
 
+        def call() -> None:
+            output = built.module(*built.args, **built.kwargs)
+            own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+            self.squares = self.given is None and own is None
 
-def _own_loss(output: Any) -> Any:
-    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-
-
-def _not_a_number(loss: Any) -> None:
-    given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-    raise ModuleError(f"the loss is {given}, not a single number", "return a scalar tensor, for example loss.mean()")
+        return call
 
 
 def _squares(output: Any) -> torch.Tensor:
-    floats = [tensor for tensor in _tensors(output) if tensor.is_floating_point() and tensor.requires_grad == torch.is_grad_enabled()]
+    floats = [tensor for tensor in _tensors(output) if tensor.is_floating_point()]
+    if torch.is_grad_enabled():
+        floats = [tensor for tensor in floats if tensor.requires_grad]
     if not floats:
-        raise ModuleError(
+        raise TraceError(
             "the module returns no float tensor to compute a loss from",
             "let the factory return (module, inputs, loss), where loss takes what the module returns",
         )
@@ -148,30 +146,20 @@ def _tensors(output: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def build_factory(plan: ModulePlan, device: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]:
-    """The user's module on the device, its inputs, and its loss function if it has one."""
-    raise NotImplementedError
-
-
-def _in_precision(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], precision: torch.dtype
-) -> tuple[bool, tuple[Any, ...], dict[str, Any]]:
+def _in_precision(built: Built, precision: torch.dtype) -> tuple[Built, bool]:
     """A module whose parameters are all FP32 is trained in `precision`, and its FP32 inputs with it; any other stays as it is."""
-    floats = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
-    if floats != {torch.float32} or precision == torch.float32:
-        return False, args, kwargs
-    module.to(precision)
+    formats = {parameter.dtype for parameter in built.module.parameters() if parameter.is_floating_point()}
+    if formats != {torch.float32} or precision == torch.float32:
+        return built, False
 
     def cast(value: Any) -> Any:
         return value.to(precision) if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else value
 
-    return True, tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
+    args, kwargs = tuple(map(cast, built.args)), {name: cast(value) for name, value in built.kwargs.items()}
+    return replace(built, module=built.module.to(precision), args=args, kwargs=kwargs), True
 
 
-def _optimizer(module: nn.Module, name: str) -> torch.optim.Optimizer | None:
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    if not trained:
-        raise ModuleError(f"{type(module).__name__} has no parameter that requires a gradient: there is nothing to train")
+def _optimizer(trained: list[nn.Parameter], name: str) -> torch.optim.Optimizer | None:
     if name == "none":
         return None
     optimizer_class, settings = OPTIMIZERS[name]
@@ -185,27 +173,26 @@ class ModuleStep:
     def __init__(self, live: LiveModule, kit: Kit, accumulation: int = 1) -> None:
         self.live, self.kit, self._accumulation = live, kit, accumulation
         objective = live.copied()
-        self.conversion = decide(live.linears, live.layers, kit) if kit.recipe.quantizes else Conversion((), {})
+        self.conversion = decide(live.linears, live.head, kit) if kit.recipe.quantizes else Conversion((), {})
         if kit.recipe.quantizes:
             self._convert(objective)
-        if kit.compiled == "layers":
-            for path in live.layers:
-                parent, _, name = path.rpartition(".")
-                layers: Any = objective.module.get_submodule(parent)
-                setattr(layers, name, torch.compile(layers.get_submodule(name), dynamic=False))
+        for path in live.layers:
+            parent, _, name = path.rpartition(".")
+            holder = objective.module.get_submodule(parent)
+            setattr(holder, name, kit.compile_layer(holder.get_submodule(name)))
         self._parameters = [parameter for parameter in objective.parameters() if parameter.requires_grad]
-        self._objective = torch.compile(objective, dynamic=False) if kit.compiled == "whole" else objective
+        alone = kit.compiled == "layers" and not live.layers  # then it is one layer
+        self._objective = compiled_module(objective) if alone else kit.compile_whole(objective)
 
     def _convert(self, objective: Objective) -> None:
         if not self.conversion.converted:
             reason = next(iter(self.conversion.kept.values()))
-            raise ModuleError(f"none of its {len(self.conversion.kept)} linears can run in {self.kit.recipe.name}: {reason}")
+            raise TraceError(f"none of its {len(self.conversion.kept)} linears can run in {self.kit.recipe.name}: {reason}")
         self.kit.convert(objective, [f"module.{path}" for path in self.conversion.converted])
 
     def _forward(self) -> torch.Tensor:
-        with ExitStack() as around:
-            around.enter_context(self.kit.low_precision())
-            loss: torch.Tensor = self._objective(*self.live.args, **self.live.kwargs)
+        with self.kit.low_precision():
+            loss: torch.Tensor = self._objective(*self.live.built.args, **self.live.built.kwargs)
         return loss
 
     def run(self) -> None:
@@ -214,7 +201,7 @@ class ModuleStep:
             mark_step("model", "forward")
             loss = self._forward()
             if not loss.requires_grad:
-                raise ModuleError(
+                raise TraceError(
                     "the loss does not require a gradient: backward has nothing to compute",
                     "compute it from the outputs, without torch.no_grad() and .detach()",
                 )
@@ -226,9 +213,8 @@ class ModuleStep:
             parameter.grad = None
 
     def loss(self) -> float:
-        """One forward pass, to check that the loss is finite."""
-        with torch.no_grad():
-            loss = float(self._forward())
+        """One forward pass, to check that the loss is finite. With gradients: without, it would be compiled again."""
+        loss = float(self._forward().detach())
         if not math.isfinite(loss):
             raise ArithmeticError(f"the loss is {loss}")
         return loss

@@ -104,6 +104,8 @@ class Step:
     def __init__(self, plan: StackPlan, kit: Kit, weights: Weights, device: str, *, real: bool = False) -> None:
         self.plan, self.device = plan, device
         self.stack = Stack(plan, kit, weights, device)
+        self._model = kit.compile_whole(self.stack)
+        self._first_part = "model" if kit.compiled == "whole" else "embedding"  # marks inside would split what is compiled
         self._weights, self._real = weights, real
         self._every = updated = [*self.stack.inner, *self.stack.ends]
         if not real:
@@ -121,9 +123,9 @@ class Step:
             if number and not self._real:  # later micro-batches add to the gradients of earlier ones
                 for parameter in self._every:
                     parameter.grad = self._weights.gradient(parameter)
-            mark_step("embedding", "forward")
+            mark_step(self._first_part, "forward")
             first = None if self.plan.accumulation == 1 else number == 0
-            self.stack(self._x, self._labels, first=first).backward()
+            self._model(self._x, self._labels, first=first).backward()
         mark_step("optimizer")
         self._optimizer.step()
         if self._real:
@@ -132,7 +134,7 @@ class Step:
     def loss(self) -> float:
         """One forward pass, to check that the loss is finite."""
         with torch.no_grad():
-            loss = float(self.stack(self._x, self._labels))
+            loss = float(self._model(self._x, self._labels))
         if not math.isfinite(loss):
             raise ArithmeticError(f"the loss is {loss}")
         return loss
