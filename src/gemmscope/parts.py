@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Literal, TypeVar, get_args
 
 StepPart = Literal[
-    "GEMMs", "convolutions", "quantization", "norms and activations", "attention", "routing", "head and loss", "embedding",
-    "optimizer", "exposed communication", "pipeline bubble", "copies", "other", "idle, host-bound", "idle, other",
+    "GEMMs", "convolutions", "quantization", "norms and activations", "attention", "linear attention", "routing", "head and loss",
+    "embedding", "optimizer", "exposed communication", "pipeline bubble", "copies", "other", "idle, host-bound", "idle, other",
 ]  # fmt: skip
 STEP_PARTS: tuple[StepPart, ...] = get_args(StepPart)
 Value = TypeVar("Value")

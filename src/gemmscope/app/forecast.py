@@ -41,8 +41,9 @@ from gemmscope.forecast.step import StepForecast, forecast_step
 from gemmscope.forecast.sweep import Configuration, forecast_sweep
 from gemmscope.forecast.training import gemm_format
 from gemmscope.gpu.specs import GpuSpec, gpu
+from gemmscope.model.limits import check_size
 from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import ModelSpec, RunSpec, check_size
+from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.results.base import ModelSummary
 from gemmscope.results.forecast import ForecastResult, GpuForecast, GpuSweep, RecipeMemory, SweepPoint

@@ -11,9 +11,10 @@ from gemmscope.findings import Finding, finding
 from gemmscope.model import presets
 from gemmscope.model.families import built_like, known_model_types
 from gemmscope.model.flags import from_hyperparameters
+from gemmscope.model.limits import check_size
 from gemmscope.model.read import names_file, read_config
 from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import RunSpec, check_size
+from gemmscope.model.spec import RunSpec
 from gemmscope.results.base import ModelSummary
 from gemmscope.units import parameters
 from gemmscope.workload.cases import CALLED, Case, cases_of, forward_calls
@@ -219,7 +220,7 @@ def linear_cases(workload: Workload) -> LinearCases:
     if any(op.forward_runs > 1 for op in linears):
         findings.append(finding("recompute-not-in-linears"))
     linears = _with_unique_names(linears)
-    return LinearCases(tuple(cases_of(linears)), tuple(findings), *_layer(linears))
+    return LinearCases(tuple(cases_of(linears)), tuple(findings), *_layer(linears, workload.layers))
 
 
 def _with_rows(op: Linear) -> Linear:
@@ -239,17 +240,15 @@ def _with_unique_names(linears: list[Linear]) -> list[Linear]:
     ]
 
 
-def _layer(linears: Iterable[Linear]) -> tuple[int | None, dict[str, int] | None]:
+def _layer(linears: Iterable[Linear], counts: Mapping[str, int]) -> tuple[int | None, dict[str, int] | None]:
     """How many layers there are and how often one runs each op, where all have the same linears; (None, None) where not."""
     kinds: dict[str, list[Linear]] = {}
     for op in linears:
         if op.section not in (EMBEDDING, HEAD, STEP, ""):
             kinds.setdefault(op.section, []).append(op)
     layers, shares = 0, []
-    for inside in kinds.values():
-        of_kind = next((op.count for op in inside if op.name == "Attn Out"), 0)  # it runs once per layer
-        if not of_kind:
-            return None, None
+    for section, inside in kinds.items():
+        of_kind = counts[section]
         layers += of_kind
         shares.append({case.op: case.count // of_kind for case in cases_of(inside)})
     return (layers, shares[0]) if shares and all(share == shares[0] for share in shares) else (None, None)

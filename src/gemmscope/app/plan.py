@@ -21,8 +21,9 @@ from gemmscope.forecast.network import network_of
 from gemmscope.forecast.plan import MOST_LISTED, Search, order, pruned, ranked, run_searches, smallest_layout
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.interval import Interval
+from gemmscope.model.limits import check_size
 from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import ModelSpec, RunSpec, check_size
+from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.model.vary import SIZES, check_varied, varied
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.base import ModelSummary

@@ -83,12 +83,21 @@ class Exchange(NamedTuple):
 
 
 class RankShare(NamedTuple):
-    """What one rank holds: layers, those of them with experts, parameters outside experts and in experts."""
+    """What one rank holds: layers, those of them with experts, parameters outside experts and in experts; and its blocks:
+    attentions, these and all other mixers, MLPs without experts."""
 
     layers: int
     moe_layers: int
     parameters: int
     in_experts: int
+    attentions: int
+    mixers: int
+    mlps: int
+
+    @property
+    def dense_layers(self) -> float:
+        """Layers without experts; a layer that is a mixer or an MLP alone counts as half of one."""
+        return max((self.mixers + self.mlps - self.moe_layers) / 2, 0.0)
 
 
 def exchanges(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, share: RankShare) -> list[Exchange]:
@@ -114,8 +123,7 @@ def _tensor(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, sha
     """
     activations = run.tokens * model.hidden_size * ELEMENT_BYTES
     shared = any(isinstance(layer.mlp, MoeSpec) and layer.mlp.shared is not None for layer in model.layers[-1:])
-    with_experts = 2 if run.expert_tp > 1 or shared else 1
-    blocks = 2 * (share.layers - share.moe_layers) + with_experts * share.moe_layers
+    blocks = share.mixers + share.mlps + (share.moe_layers if run.expert_tp > 1 or shared else 0)
     if run.sequence_parallel:
         gather = collective_ms(chip, network, "all_gather", run.tp, activations)
         scatter = collective_ms(chip, network, "reduce_scatter", run.tp, activations)
@@ -127,11 +135,13 @@ def _tensor(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, sha
 
 def _context(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, share: RankShare, runs: int) -> Exchange:
     """Keys and values of all ranks in forward and again in backward, and their gradients."""
-    attention = model.layers[0].attention
+    attention = next(model.attentions, None)
+    if attention is None or run.cp < 2:
+        return Exchange("context", 0.0, crosses=False)
     kept = run.micro_batch_size * run.sequence_length * (attention.k_width + attention.v_width) / run.tp * ELEMENT_BYTES
     gather = collective_ms(chip, network, "all_gather", run.cp, kept, run.tp)
     scatter = collective_ms(chip, network, "reduce_scatter", run.cp, kept, run.tp)
-    return Exchange("context", share.layers * ((runs + 1) * gather + scatter), network.inside(run.cp, run.tp) < run.cp)
+    return Exchange("context", share.attentions * ((runs + 1) * gather + scatter), network.inside(run.cp, run.tp) < run.cp)
 
 
 def _experts(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, share: RankShare, runs: int) -> Exchange:

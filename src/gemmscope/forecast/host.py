@@ -4,11 +4,11 @@ from gemmscope.forecast.overlap import cluster
 from gemmscope.model.spec import RunSpec
 
 
-def launch_ms(recipe: str, layers: int, moe_layers: int, run: RunSpec) -> float:
+def launch_ms(recipe: str, dense_layers: float, moe_layers: int, run: RunSpec) -> float:
     """What launching one micro-batch takes the CPU; little with CUDA graphs."""
     facts = cluster()["host"]
     dense, moe = (table.get(recipe, table["other"]) for table in (facts["layer_ms"], facts["moe_layer_ms"]))
-    every = dense * (layers - moe_layers) + moe * moe_layers
+    every = dense * dense_layers + moe * moe_layers
     return float(every * (facts["graphs"] if run.cuda_graphs else 1.0))
 
 

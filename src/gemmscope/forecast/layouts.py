@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from gemmscope.errors import UserError
-from gemmscope.model.spec import LARGEST, RECOMPUTE, ModelSpec, MoeSpec, RunSpec
+from gemmscope.model.limits import LARGEST
+from gemmscope.model.spec import RECOMPUTE, ModelSpec, MoeSpec, RunSpec
 from gemmscope.workload.sharding import check
 
 LEAST_CONTEXT = 4096  # tokens of one context-parallel rank: with fewer, attention is too short to hide the exchange of K and V

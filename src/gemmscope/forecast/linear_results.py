@@ -10,7 +10,6 @@ from gemmscope.bench.memory import memory
 from gemmscope.findings import Finding, finding
 from gemmscope.forecast.estimate import Estimate, pairwise, ratio, total, winner_of
 from gemmscope.forecast.linears import Forecaster
-from gemmscope.forecast.training import NEVER_QUANTIZED
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.results.linears import Linears, OpTime, Speedup, linears_total, quantization_by_pass, same_kernels
@@ -90,7 +89,7 @@ class _ModeForecast:
         """One op in one recipe, where its sizes fit."""
         op = op_of(case.op)
         unfit = op in self.heads and recipe(name).quantizes and recipe(name).misaligned(case.sizes())
-        left = name != BASELINE and (op in NEVER_QUANTIZED or bool(unfit))
+        left = name != BASELINE and (not case.quantized or bool(unfit))
         chosen = recipe(BASELINE if left else name)
         if chosen.quantizes and chosen.misaligned(case.sizes()):
             return
@@ -121,11 +120,12 @@ class _ModeForecast:
 
 def misaligned(cases: Sequence[Case], recipes: Sequence[str], heads: Sequence[str] = ()) -> list[Finding]:
     """Ops whose sizes do not fit a recipe, those of the output head left out: one finding for each reason."""
-    never = (*NEVER_QUANTIZED, *heads)
     reasons: dict[tuple[str, int, int], list[tuple[str, str]]] = {}
     for chosen in map(recipe, recipes):
         for case in cases:
-            if chosen.quantizes and op_of(case.op) not in never and (wrong := chosen.misalignment(case.sizes())) is not None:
+            if not chosen.quantizes or not case.quantized or op_of(case.op) in heads:
+                continue
+            if (wrong := chosen.misalignment(case.sizes())) is not None:
                 reasons.setdefault((*wrong, chosen.multiple_of), []).append((case.op, chosen.name))
     findings = []
     for (what, size, multiple), pairs in reasons.items():

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
-from gemmscope.forecast.training import NEVER_QUANTIZED
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.model.spec import LayerSpec, ModelSpec, Recompute, RunSpec
 from gemmscope.recipe.recipes import recipe
@@ -19,6 +18,7 @@ from gemmscope.results.forecast import Fit
 from gemmscope.toml import load_data
 from gemmscope.workload.derive import embedding_ops, head_ops, layer_ops
 from gemmscope.workload.ops import ELEMENT_BYTES, Activation, Attention, Elementwise, GroupedLinear, Linear, Loss, Norm, Op
+from gemmscope.workload.scans import CausalConv, Scan
 from gemmscope.workload.sharding import stage_layers
 
 FP32_BYTES = 4
@@ -26,7 +26,7 @@ ROUTER_BYTES = 9  # per token and expert: FP32 logits and probabilities, and the
 MODELS_KEPT = 16
 
 # Linears that read the same tensor: it is kept once. Tensor parallelism with sequence parallelism keeps this rank's part of it.
-_ATTENTION_INPUT = ("QKV Proj", "Q Proj", "K Proj", "V Proj", "Q Down Proj", "KV Down Proj")
+_ATTENTION_INPUT = ("Mixer In", "QKV Proj", "Q Proj", "K Proj", "V Proj", "Q Down Proj", "KV Down Proj")
 _MLP_INPUT = ("MLP Gate+Up", "MLP Gate", "MLP Up", "Router", "Shared Expert Gate+Up", "Shared Expert Gate", "Shared Expert Up",
               "Shared Expert Scale")  # fmt: skip
 _LATENT_INPUT = ("Q Up Proj", "KV Up Proj")
@@ -258,7 +258,7 @@ def _block(ops: Iterable[Op], run: RunSpec, hidden: int) -> BlockMemory:
         if isinstance(op, Linear):
             key, size = _input(op, sharded)
             inputs[key] = max(inputs.get(key, 0.0), size * op.count)
-            if op.name in NEVER_QUANTIZED or op.section:
+            if not op.quantized or op.section:
                 plain[key] = max(plain.get(key, 0.0), size * op.count)
             else:
                 elements += size * op.count
@@ -282,6 +282,10 @@ def _block(ops: Iterable[Op], run: RunSpec, hidden: int) -> BlockMemory:
             context = rows * op.heads * op.value_dim * ELEMENT_BYTES
             kept += context + rows * op.heads * FP32_BYTES
             exchanged += 2 * rows * op.kv_heads * dims * ELEMENT_BYTES if run.cp > 1 else 0.0
+        elif isinstance(op, Scan):
+            kept += op.kept_bytes() * op.count
+        elif isinstance(op, CausalConv):
+            kept += op.tokens * op.channels * ELEMENT_BYTES * op.count
         elif isinstance(op, Loss):
             logits = op.rows * op.width
         elif isinstance(op, Activation):

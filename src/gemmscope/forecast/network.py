@@ -8,7 +8,7 @@ from typing import Any
 
 from gemmscope.errors import UserError, closest, option, shown
 from gemmscope.gpu.specs import GpuSpec
-from gemmscope.model.spec import check_size
+from gemmscope.model.limits import check_size
 from gemmscope.toml import load_data
 
 FASTEST_GBPS = 10_000

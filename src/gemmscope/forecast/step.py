@@ -16,7 +16,7 @@ from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory import rank_memory, shards
 from gemmscope.forecast.network import Network, network_of
 from gemmscope.forecast.overlap import Exposed, MicroBatch, cluster, exposed
-from gemmscope.forecast.training import NEVER_QUANTIZED, facts, op_ms, uncertainty_of
+from gemmscope.forecast.training import facts, op_ms, uncertainty_of
 from gemmscope.model.spec import ModelSpec, MoeSpec, RunSpec
 from gemmscope.parts import StepPart, in_order
 from gemmscope.recipe.recipes import BASELINE, recipe
@@ -31,6 +31,7 @@ from gemmscope.workload.ops import OPTIMIZER_BYTES_PER_PARAMETER, GroupedLinear,
 from gemmscope.workload.summary import totals
 
 ROUTING_OPS = ("Token Dispatch", "Token Combine")
+UNQUANTIZED_ROUTING = ("Router", "Shared Expert Scale")
 CHANGED: tuple[StepPart, ...] = ("GEMMs", "quantization")
 PROPORTIONAL: StepPart = "pipeline bubble"
 WAITING: StepPart = "exposed communication"
@@ -132,7 +133,7 @@ class StepForecast:
         waited_ms = sum(each.exposed_ms for each in waits)
         once_ms = sum(each.exposed_ms for each, of in zip(waits, fixed.exchanged, strict=True) if of.per_step)
         gpu_ms = computed.value + (waited_ms - once_ms) / batches
-        host_ms = launch_ms(name, self.held.layers, self.held.moe_layers, run)
+        host_ms = launch_ms(name, self.held.dense_layers, self.held.moe_layers, run)
         ahead_ms = (once_ms + fixed.optimizer.value) / batches  # the CPU goes on launching while these run
         batch_ms = at_least(gpu_ms, host_ms, ahead_ms, experts=bool(self.held.moe_layers))
         parts = {part: estimate.times(batches) for part, estimate in one.items()}
@@ -246,10 +247,14 @@ class StepForecast:
     @cached_property
     def held(self) -> RankShare:
         """What this rank holds."""
-        layers = sum(op.count for op in self.linears if op.name == "Attn Out")
         in_experts = sum(op.parameters * op.count for op in self.linears if isinstance(op, GroupedLinear))
-        moe_layers = sum(op.count for op in self.linears if op.name == "Router")
-        return RankShare(layers, moe_layers, self.workload.parameters - in_experts, in_experts)
+        attentions, mixers, mlps, moe_layers = (
+            sum(op.count for op in self.linears if op.name == name) for name in ("Attn Out", "Mixer Out", "MLP Down", "Router")
+        )
+        layers = sum(self.workload.layers.values())
+        return RankShare(
+            layers, moe_layers, self.workload.parameters - in_experts, in_experts, attentions, attentions + mixers, mlps
+        )
 
     def _offloaded_bytes(self) -> float:
         """What one micro-batch leaves in the memory of the CPU."""
@@ -270,12 +275,12 @@ class StepForecast:
 
 def _case(op: Linear) -> Case:
     rows = op.rows if isinstance(op, GroupedLinear) else ()
-    return Case(op.name, op.tokens, op.inputs, op.outputs, op.count, rows)
+    return Case(op.name, op.tokens, op.inputs, op.outputs, op.count, rows, quantized=op.quantized)
 
 
 def _part_of_linear(op: Linear) -> StepPart:
-    if op.name in NEVER_QUANTIZED:
-        return "routing"
+    if not op.quantized:
+        return "routing" if op.name in UNQUANTIZED_ROUTING else "linear attention" if op.name.startswith("Mixer") else "attention"
     if op.section in (HEAD, EMBEDDING):  # left in BF16, as frameworks do
         return "head and loss" if op.section == HEAD else "embedding"
     return "GEMMs"
@@ -283,6 +288,8 @@ def _part_of_linear(op: Linear) -> StepPart:
 
 def _part_of(op: Op) -> tuple[StepPart, str]:
     """The part of an op that is not a linear, and the table that has its uncertainty."""
+    if op.kind in ("scan", "causal convolution"):
+        return "linear attention", "linear attention"
     if op.kind in ("attention", "batched GEMM") or op.name == "Rotary":
         return "attention", "attention"
     if op.kind == "optimizer":

@@ -15,9 +15,7 @@ from gemmscope.recipe.recipes import Recipe
 from gemmscope.recipe.support import support
 from gemmscope.toml import load_data
 from gemmscope.workload.ops import ELEMENT_BYTES, Attention, Op
-
-# Linears that frameworks leave in BF16 whatever the recipe: they are small, and routing must be exact.
-NEVER_QUANTIZED = ("Router", "Shared Expert Scale")
+from gemmscope.workload.scans import Scan
 
 
 @cache
@@ -146,6 +144,8 @@ def one_way(recipe: Recipe, chip: GpuSpec) -> float:
 
 def op_ms(op: Op, chip: GpuSpec) -> float:
     """All runs of an op that is no linear, in one micro-batch (the optimizer: in one step)."""
+    if isinstance(op, Scan):
+        return op.count * (op.forward_runs * scan_ms(op, chip, "forward") + scan_ms(op, chip, "backward"))
     if isinstance(op, Attention):
         return op.count * (op.forward_runs * attention_ms(op, chip, "forward") + attention_ms(op, chip, "backward"))
     table = facts()["bandwidth"]
@@ -153,6 +153,16 @@ def op_ms(op: Op, chip: GpuSpec) -> float:
     reached = chip.bandwidth_tbps * 1e9 * table[kind]
     launches = 2 if op.backward().bytes_moved else 1
     return float(op.total().bytes_moved / reached + op.count * launches * facts()["launch_ms"])
+
+
+def scan_ms(op: Scan, chip: GpuSpec, direction: str) -> float:
+    """One forward or backward run: its chunks' products at a share of the BF16 rate, or its bytes at a share of the bandwidth."""
+    table = facts()["linear attention"]
+    known = table[op.rule]
+    work = op.forward() if direction == "forward" else op.backward()
+    compute_ms = work.flops / (chip.tflops["bf16"] * 1e9 * known["rate"])
+    memory_ms = work.bytes_moved / (chip.bandwidth_tbps * 1e9 * known["bandwidth"])
+    return float(max(compute_ms, memory_ms) + table["kernels"] * facts()["launch_ms"])
 
 
 def attention_ms(op: Attention, chip: GpuSpec, direction: str) -> float:

@@ -5,7 +5,8 @@ a vocabulary there is no embedding and no head. The optional sizes add grouped-q
 """
 
 from gemmscope.errors import UserError, option
-from gemmscope.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, check_size, divisors_text
+from gemmscope.model.limits import check_size, divisors_text
+from gemmscope.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 
 
 def from_hyperparameters(

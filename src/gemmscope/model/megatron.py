@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 
 from gemmscope.errors import UserError
 from gemmscope.findings import Finding, finding
+from gemmscope.model.limits import LARGEST
 from gemmscope.model.megatron_args import REQUIRED, model_source, other_model
 from gemmscope.model.megatron_shell import ASSIGNMENT, Shell, words_of
 from gemmscope.model.megatron_values import FACTS, MegatronSettings, Unknown
 from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import LARGEST
 
 OTHER_NAME = FACTS["other_name"]  # Megatron-LM: Megatron-core
 OTHER_SCRIPTS = FACTS["other_scripts"]

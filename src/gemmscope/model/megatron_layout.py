@@ -8,8 +8,8 @@ that do not name one leave it off. A Megatron-Bridge file may hold only some set
 from collections.abc import Mapping
 from typing import Any
 
+from gemmscope.model.limits import LARGEST
 from gemmscope.model.megatron_values import FACTS, MegatronSettings
-from gemmscope.model.spec import LARGEST
 
 FSDP = ("use_megatron_fsdp", "use_custom_fsdp")
 STRATEGY, TORCH_FSDP = "data_parallel_sharding_strategy", "use_torch_fsdp2"

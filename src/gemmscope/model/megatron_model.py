@@ -9,18 +9,9 @@ the model, and an output head that shares the embedding's weight.
 from pathlib import PurePath
 
 from gemmscope.errors import UserError
+from gemmscope.model.limits import check_size, divisors_text
 from gemmscope.model.megatron_values import MegatronSettings
-from gemmscope.model.spec import (
-    AttentionSpec,
-    LatentSpec,
-    LayerSpec,
-    MlpSpec,
-    ModelSpec,
-    MoeSpec,
-    NormSpec,
-    check_size,
-    divisors_text,
-)
+from gemmscope.model.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
 
 
 def model_spec(settings: MegatronSettings, origin: str) -> ModelSpec:

@@ -12,8 +12,8 @@ layers differ, a finding says so.
 import re
 
 from gemmscope.errors import UserError, shown
+from gemmscope.model.limits import LARGEST, divisors_text
 from gemmscope.model.megatron_values import MegatronSettings
-from gemmscope.model.spec import LARGEST, divisors_text
 
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 LAYOUT = "pipeline_model_parallel_layout"

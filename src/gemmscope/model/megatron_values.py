@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gemmscope.errors import UserError, shown
-from gemmscope.model.spec import LARGEST, check_size
+from gemmscope.model.limits import LARGEST, check_size
 from gemmscope.toml import load_data
 
 FACTS = load_data("gemmscope.model", "megatron.toml")

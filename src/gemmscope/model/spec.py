@@ -16,47 +16,11 @@ from math import gcd
 from typing import Literal, get_args
 
 from gemmscope.errors import UserError, option, shown
+from gemmscope.model.limits import check_flag, check_optional, check_size, divisors_text
+from gemmscope.model.mixers import LinearSpec, MixerSpec
 
 QkNorm = Literal["head", "each_head", "full"]
 """Normalisation of queries and keys: one weight of a head's size shared by all heads; one per head; one over all heads."""
-
-# Far above anything ever trained: a larger number is a mistake in the input.
-LARGEST = {
-    "hidden_size": 2**20,
-    "intermediate_size": 2**24,
-    "heads": 2**16,
-    "head_dim": 2**16,
-    "layers": 10_000,
-    "vocab_size": 2**28,
-    "experts": 2**16,
-    "micro_batch_size": 2**20,
-    "sequence_length": 2**28,
-    "parallel": 2**17,
-}
-
-
-def check_size(what: str, value: object, limit: str, hint: str = "") -> int:
-    """`value` as a positive whole number not beyond `LARGEST[limit]`, or a `UserError` that names it."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise UserError(f"{what} must be a whole number, not {shown(value)}", hint)
-    if value < 1:
-        raise UserError(f"{what} must be at least 1, not {shown(value)}", hint)
-    if value > LARGEST[limit]:
-        raise UserError(f"{what} must be at most {LARGEST[limit]}, not {shown(value)}", hint)
-    return value
-
-
-def check_optional(what: str, value: object, limit: str) -> None:
-    """`check_size`, where None is valid too."""
-    if value is not None:
-        check_size(what, value, limit)
-
-
-def check_flag(what: str, value: object, hint: str) -> bool:
-    """`value` if it is true or false, or a `UserError` that names it."""
-    if not isinstance(value, bool):
-        raise UserError(f"{what} must be true or false, not {shown(value)}", hint)
-    return value
 
 
 @dataclass(frozen=True)
@@ -166,15 +130,34 @@ class MoeSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One transformer layer. `norms` counts its normalisations over the hidden size."""
+    """One layer: attention or another mixer (or both side by side), then a feed-forward block; hybrids may leave one of them out.
 
-    attention: AttentionSpec
-    mlp: MlpSpec | MoeSpec
+    `norms` counts its normalisations over the hidden size. `extra` are linears beside these; `extra_parameters` belong to none.
+    """
+
+    attention: AttentionSpec | None
+    mlp: MlpSpec | MoeSpec | None
     norms: int = 2
+    mixer: MixerSpec | None = None
+    extra: tuple[LinearSpec, ...] = ()
+    extra_parameters: int = 0
 
     @property
     def is_moe(self) -> bool:
         return isinstance(self.mlp, MoeSpec)
+
+    @property
+    def is_plain(self) -> bool:
+        """Attention and a feed-forward block, nothing else."""
+        return self.attention is not None and self.mlp is not None and self.mixer is None
+
+    @property
+    def kind(self) -> str:
+        """What it consists of: `attention + MoE`, `Mamba-2`."""
+        mixers = [self.mixer.name] if self.mixer is not None else []
+        attention = ["attention"] if self.attention is not None else []
+        mlp = [] if self.mlp is None else ["MoE" if self.is_moe else "MLP"]
+        return " + ".join([*attention, *mixers, *mlp])
 
 
 @dataclass(frozen=True)
@@ -222,8 +205,14 @@ class ModelSpec:
         return self.embedding_size or self.hidden_size
 
     @property
+    def attentions(self) -> Iterator[AttentionSpec]:
+        """The attention of every layer that has one."""
+        return (layer.attention for layer in self.layers if layer.attention is not None)
+
+    @property
     def causal(self) -> bool:
-        return self.layers[0].attention.causal
+        """Whether a position sees only those before it; a recurrence sees no others."""
+        return all(attention.causal for attention in self.attentions)
 
     def layer_groups(self, first: int = 0, last: int | None = None) -> Iterator[tuple[LayerSpec, int]]:
         """The distinct layers among `layers[first:last]` with how often each occurs, in order of first appearance."""
@@ -242,20 +231,25 @@ class ModelSpec:
         return {}
 
     def pattern(self) -> str:
-        """The kinds of layers in order: `3 dense, 58 MoE`."""
-        runs = [("MoE" if moe else "dense", len(list(run))) for moe, run in groupby(self.layers, key=lambda layer: layer.is_moe)]
+        """The kinds of layers in order: `3 dense, 58 MoE`; of hybrids, what each layer consists of: `36 KDA + MoE`."""
+        plain = all(layer.is_plain for layer in self.layers)
+        kinds = [("MoE" if layer.is_moe else "dense") if plain else layer.kind for layer in self.layers]
+        runs = [(kind, len(list(run))) for kind, run in groupby(kinds)]
         if len(runs) > 4:
-            moe = sum(layer.is_moe for layer in self.layers)
-            runs = [("dense", len(self.layers) - moe), ("MoE", moe)]
+            runs = sorted(Counter(kinds).items(), key=lambda counted: counted[0] != "dense" if plain else -counted[1])
         return ", ".join(f"{count} {kind}" for kind, count in runs)
 
     def describe(self) -> str:
         """The sizes in one line: `32 dense layers, hidden 4096, 32 heads (8 key/value), intermediate 14336`."""
-        attention, mlp = self.layers[0].attention, self.layers[0].mlp
-        heads = f"{attention.heads} heads"
-        if attention.kv_heads != attention.heads:
-            heads += f" ({attention.kv_heads} key/value)"
-        parts = [f"{self.pattern()} layers", f"hidden {self.hidden_size}", heads]
+        parts = [f"{self.pattern()} layers", f"hidden {self.hidden_size}"]
+        attention = next(self.attentions, None)
+        if attention is not None:
+            shared = f" ({attention.kv_heads} key/value)" if attention.kv_heads != attention.heads else ""
+            parts.append(f"{attention.heads} heads{shared}")
+        mixer = next((layer.mixer for layer in self.layers if layer.mixer is not None), None)
+        if mixer is not None:
+            parts.append(f"{mixer.name} with {mixer.heads} heads of {mixer.value_dim}")
+        mlp = self.layers[0].mlp
         if isinstance(mlp, MlpSpec):
             parts.append(f"intermediate {mlp.intermediate_size}")
         moe = next((layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeSpec)), None)
@@ -388,14 +382,3 @@ class RunSpec:
 
 
 RUN_SETTINGS = tuple(field.name for field in fields(RunSpec) if field.name != "inputs")
-
-
-def divisors_text(number: int, most: int = 12) -> str:
-    """Divisors for a message, the smallest first, at most `most` of them.
-
-    >>> divisors_text(12), divisors_text(12, most=2)
-    ('1, 2, 3, 4, 6, 12', '1, 2, …')
-    """
-    small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
-    known = sorted({*small, *(number // divisor for divisor in small)})
-    return ", ".join(map(str, known[:most])) + (", …" if len(known) > most else "")

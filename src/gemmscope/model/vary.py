@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from gemmscope.errors import UserError, option
-from gemmscope.model.spec import LARGEST, AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, check_size
+from gemmscope.model.limits import LARGEST, check_size
+from gemmscope.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
 SIZES = {
     "hidden": "hidden_size",
@@ -20,8 +21,8 @@ MULTIPLE = 128  # of widths that are scaled along: what all recipes and tensor p
 def varied(model: ModelSpec, values: Mapping[str, int]) -> ModelSpec:
     """The model with these sizes. A size that is given is not scaled along.
 
-    With `hidden`, MLPs, attention heads and latent ranks keep their ratio to it (rounded to multiples of 128); the size of a head
-    stays. Key/value heads stay too if they divide the heads. With `layers`, the kinds of layers keep their shares.
+    With `hidden`, MLPs, heads (of mixers too) and latent ranks keep their ratio to it (rounded to multiples of 128); the size of
+    a head stays. Key/value heads stay too if they divide the heads. With `layers`, the kinds of layers keep their shares.
 
     >>> from gemmscope.model import presets
     >>> varied(presets.load("llama-3.1-8b").model, {"hidden": 5120}).describe()
@@ -43,7 +44,16 @@ def varied(model: ModelSpec, values: Mapping[str, int]) -> ModelSpec:
 
 
 def _layer(layer: LayerSpec, ratio: float, values: Mapping[str, int]) -> LayerSpec:
-    return replace(layer, attention=_attention(layer.attention, ratio, values), mlp=_mlp(layer.mlp, ratio, values))
+    attention = _attention(layer.attention, ratio, values) if layer.attention is not None else None
+    mlp = _mlp(layer.mlp, ratio, values) if layer.mlp is not None else None
+    mixer = layer.mixer
+    if mixer is not None and ratio != 1:
+        mixer = replace(mixer, heads=max(round(mixer.heads * ratio / mixer.groups), 1) * mixer.groups)
+    extra = tuple(
+        replace(one, inputs=_scaled(one.inputs, ratio), outputs=_scaled(one.outputs, ratio)) if ratio != 1 else one
+        for one in layer.extra
+    )
+    return replace(layer, attention=attention, mlp=mlp, mixer=mixer, extra=extra)
 
 
 def _attention(attention: AttentionSpec, ratio: float, values: Mapping[str, int]) -> AttentionSpec:

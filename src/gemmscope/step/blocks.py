@@ -116,6 +116,8 @@ class Block(nn.Module):
     def __init__(self, kit: Kit, layer: LayerSpec, plan: StackPlan, device: Any) -> None:
         super().__init__()
         spec, norm, hidden, sequence = layer.attention, plan.norm, plan.hidden_size, plan.sequence_length
+        assert spec is not None
+        assert layer.mlp is not None
         self.kit, self.selective = kit, False
         turned = spec.latent.rope_dim if spec.latent else spec.head_dim
         rotary = kit.rotary(turned, sequence) if (spec.rotary or spec.latent) and turned % 2 == 0 else None

@@ -54,6 +54,8 @@ class StackPlan:
         sizes = {"tokens": self.tokens, "hidden size": self.hidden_size}
         for layer in dict.fromkeys(self.layers):
             attention, mlp = layer.attention, layer.mlp
+            assert attention is not None
+            assert mlp is not None
             sizes["attention's output width"] = attention.out_width
             if attention.latent is None:  # one GEMM makes all three
                 sizes["width of queries, keys and values"] = attention.q_width + attention.k_width + attention.v_width
@@ -110,6 +112,10 @@ def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[Finding]]
         raise UserError(message, f"choose another with {option('pp_stage')}")
     embeds, heads = stage == 0, stage == run.pp - 1
     vocab = sharding.padded_vocab(model.vocab_size, run) // run.tp if model.vocab_size is not None else None
+    if mixed := [layer for layer in chosen if not layer.is_plain]:
+        raise UserError(
+            f"a step with layers of {mixed[0].kind} is not yet supported", "use gemmscope forecast, which supports it"
+        )
     layers = tuple(_of_rank(layer, run) for layer in chosen)
     moe = next((layer.mlp for layer in chosen if isinstance(layer.mlp, MoeSpec)), None)
     plan = StackPlan(
@@ -157,6 +163,8 @@ def share_weights(layers: tuple[LayerSpec, ...]) -> tuple[int, ...]:
 def _of_rank(layer: LayerSpec, run: RunSpec) -> LayerSpec:
     """A layer with the heads and widths that one tensor-parallel rank holds."""
     whole, mlp = layer.attention, layer.mlp
+    assert whole is not None
+    assert mlp is not None
     attention = replace(whole, heads=whole.heads // run.tp, kv_heads=max(1, whole.kv_heads // run.tp))
     if isinstance(mlp, MlpSpec):
         return replace(layer, attention=attention, mlp=_narrow(mlp, run.tp))
@@ -170,7 +178,7 @@ def _narrow(mlp: MlpSpec, parts: int) -> MlpSpec:
 
 def _differences(model: ModelSpec, run: RunSpec, layers: tuple[LayerSpec, ...]) -> list[Finding]:
     """What the stack does not run as the model does."""
-    attentions = [layer.attention for layer in layers]
+    attentions = [layer.attention for layer in layers if layer.attention is not None]
     mlps = [layer.mlp for layer in layers]
     blocks = [
         block for mlp in mlps for block in ((mlp.expert, mlp.shared) if isinstance(mlp, MoeSpec) else (mlp,)) if block is not None

@@ -37,6 +37,7 @@ class Case:
     count: int = 1
     rows: tuple[int, ...] = ()
     passes: tuple[Pass, ...] = PASSES
+    quantized: bool = True  # False: frameworks leave it in BF16 whatever the recipe
 
     @property
     def flops(self) -> int:
@@ -95,7 +96,8 @@ def cases_of(linears: Iterable[Linear]) -> list[Case]:
     counts: Counter[Case] = Counter()
     for linear in linears:
         rows = linear.rows if isinstance(linear, GroupedLinear) else ()
-        counts[Case(linear.name, linear.tokens, linear.inputs, linear.outputs, rows=rows)] += linear.count
+        case = Case(linear.name, linear.tokens, linear.inputs, linear.outputs, rows=rows, quantized=linear.quantized)
+        counts[case] += linear.count
     return [replace(case, count=count) for case, count in counts.items()]
 
 

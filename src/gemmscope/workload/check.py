@@ -40,12 +40,12 @@ def differences(model: ModelSpec, run: RunSpec, trace: ModuleTrace) -> list[Diff
 def _masks(model: ModelSpec, trace: ModuleTrace) -> list[Difference]:
     """Causality and sliding windows, layer by layer, as far as the live model shows them."""
     result = []
-    causal = [layer.attention.causal for layer in model.layers]
+    causal = [attention.causal for attention in model.attentions]
     if trace.causal is not None and set(causal) != {trace.causal}:
         result.append(Difference("layers with causal attention", sum(causal), len(causal) if trace.causal else 0))
     unequal: dict[tuple[int, int], list[int]] = {}
     for index, (layer, traced) in enumerate(zip(model.layers, trace.windows or (), strict=False)):
-        if layer.attention.window != traced:
+        if layer.attention is not None and layer.attention.window != traced:
             unequal.setdefault((layer.attention.window or 0, traced or 0), []).append(index)
     for (derived, traced), layers in unequal.items():
         numbers = ", ".join(map(str, layers[:8])) + (", …" if len(layers) > 8 else "")

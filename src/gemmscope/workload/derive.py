@@ -4,12 +4,13 @@ Read `layer_ops` first: it lists the operations of a transformer layer in the or
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from gemmscope.findings import Finding, finding
 from gemmscope.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RunSpec
 from gemmscope.workload import sharding
+from gemmscope.workload.mixers import mixer_ops
 from gemmscope.workload.ops import (
     Activation,
     Attention,
@@ -35,6 +36,7 @@ class Workload:
     ops: tuple[Op, ...]
     stage: int
     findings: tuple[Finding, ...] = ()
+    layers: Mapping[str, int] = field(default_factory=dict)  # by section: how many layers of the kind; empty if it was traced
 
     def gemms(self) -> tuple[Gemm, ...]:
         """The GEMMs of all linears in the order they run; equal ones of the same op are counted together."""
@@ -66,7 +68,8 @@ def derive(model: ModelSpec, run: RunSpec) -> Workload:
     ops, stage = max(candidates, key=lambda pair: sum(op.total().flops for op in pair[0]))
     parameters = sum(op.parameters * op.count for op in ops)
     optimizer = Optimizer(name="Optimizer", section=STEP, updated=parameters)
-    return Workload((*ops, optimizer), stage, tuple(_findings(model, run, stage, ops)))
+    layers = {section: count for section, _, count in _sections(model, *bounds[stage])}
+    return Workload((*ops, optimizer), stage, tuple(_findings(model, run, stage, ops)), layers)
 
 
 def _different_stages(model: ModelSpec, run: RunSpec, bounds: list[tuple[int, int]]) -> list[int]:
@@ -104,21 +107,30 @@ def _stage(model: ModelSpec, run: RunSpec, stage: int, first: int, last: int) ->
     """One pipeline stage, layers[first:last]: the first stage also has the embedding, the last one the head."""
     if stage == 0:
         yield from embedding_ops(model, run)
-    groups = list(model.layer_groups(first, last))
-    for layer, count in groups:
-        section = _section([group for group, _ in groups], layer)
+    for section, layer, count in _sections(model, first, last):
         for op in layer_ops(model, layer, run):
             yield replace(op, count=op.count * count, section=section)
     if stage == run.pp - 1:
         yield from head_ops(model, run)
 
 
+def _sections(model: ModelSpec, first: int, last: int) -> list[tuple[str, LayerSpec, int]]:
+    """The kinds of layers among these, each with a name that distinguishes it from the others, and how many there are."""
+    groups = list(model.layer_groups(first, last))
+    layers = [layer for layer, _ in groups]
+    return [(_section(layers, layer), layer, count) for layer, count in groups]
+
+
 def _section(layers: list[LayerSpec], layer: LayerSpec) -> str:
-    """A name for this kind of layer that distinguishes it from the others of the stage: `MoE layer`, `layer, window 4096`."""
-    kind = ("MoE layer" if layer.is_moe else "dense layer") if len({other.is_moe for other in layers}) > 1 else "layer"
-    if len({other.attention.window for other in layers}) > 1:
-        kind += f", window {layer.attention.window}" if layer.attention.window else ", full attention"
-    similar = [other for other in layers if other.is_moe == layer.is_moe and other.attention.window == layer.attention.window]
+    """A name for this kind of layer that distinguishes it from the others: `MoE layer`, `layer, window 4096`, `Mamba-2 layer`."""
+    if all(other.is_plain for other in layers):
+        kind = ("MoE layer" if layer.is_moe else "dense layer") if len({other.is_moe for other in layers}) > 1 else "layer"
+    else:
+        kind = f"{layer.kind} layer"
+    windows = {other: other.attention.window if other.attention is not None else None for other in layers}
+    if layer.attention is not None and len({windows[other] for other in layers if other.attention is not None}) > 1:
+        kind += f", window {windows[layer]}" if windows[layer] else ", full attention"
+    similar = [other for other in layers if other.kind == layer.kind and windows[other] == windows[layer]]
     return kind if len(similar) == 1 else f"{kind} {'abcdefghijklmnopqrstuvwxyz'[similar.index(layer) % 26]}"
 
 
@@ -142,17 +154,30 @@ def _embedding_projection(model: ModelSpec, run: RunSpec, name: str, inputs: int
 
 
 def layer_ops(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
-    """The operations of one transformer layer in the order they run. `forward_runs` is 2 for recomputed ones."""
+    """The operations of one layer in the order they run. `forward_runs` is 2 for recomputed ones."""
     runs = 2 if run.recompute == "full" else 1
-    yield replace(_norm(model, run, "Norm", model.hidden_size), count=layer.norms, forward_runs=runs)
-    for op in _attention(model, layer.attention, run):
+    if layer.norms:
+        yield replace(_norm(model, run, "Norm", model.hidden_size), count=layer.norms, forward_runs=runs)
+    for op in _blocks(model, layer, run):
         repeated = runs == 2 or (run.recompute == "selective" and isinstance(op, Attention))
         yield replace(op, forward_runs=2 if repeated else 1)
-    yield replace(_residual(model, run), forward_runs=runs)
+
+
+def _blocks(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
+    """What a layer adds to its input: attention or a mixer, then the feed-forward block; and linears beside them."""
     mlp = layer.mlp
-    block = _moe(model, mlp, run) if isinstance(mlp, MoeSpec) else _feed_forward(model, mlp, run, "MLP", run.tp)
-    for op in (*block, _residual(model, run)):
-        yield replace(op, forward_runs=runs)
+    if layer.attention is not None:
+        yield from _attention(model, layer.attention, run)
+    if layer.mixer is not None:
+        yield from mixer_ops(model, layer.mixer, run)
+    if layer.attention is not None or layer.mixer is not None:
+        yield replace(_residual(model, run), parameters=layer.extra_parameters)
+    for one in layer.extra:
+        linear = _linear(one.name, run, one.inputs, one.outputs, bias=one.bias)
+        yield replace(linear, count=one.count, quantized=one.quantized, copies=run.tp)
+    if mlp is not None:
+        yield from _moe(model, mlp, run) if isinstance(mlp, MoeSpec) else _feed_forward(model, mlp, run, "MLP", run.tp)
+        yield _residual(model, run)
 
 
 def _attention(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[Op]:
@@ -228,7 +253,8 @@ def _feed_forward(model: ModelSpec, spec: MlpSpec, run: RunSpec, name: str, tp: 
 def _moe(model: ModelSpec, spec: MoeSpec, run: RunSpec) -> Iterator[Op]:
     """Router, token dispatch, the experts' grouped GEMMs, token combine; and the shared expert."""
     hidden = model.hidden_size
-    yield _on_sequence_shard(_linear("Router", run, hidden, spec.experts, bias=spec.router_bias), run)
+    router = _linear("Router", run, hidden, spec.experts, bias=spec.router_bias)
+    yield _on_sequence_shard(replace(router, quantized=False), run)
     rows = sharding.expert_rows(spec, run)
     sent = run.tokens * spec.top_k * run.expert_tp // run.tp
     move = Elementwise(name="Token Dispatch", rows=sent, width=hidden, forward_tensors=2, backward_tensors=2, forward_flops=0)
@@ -238,7 +264,7 @@ def _moe(model: ModelSpec, spec: MoeSpec, run: RunSpec) -> Iterator[Op]:
     if spec.shared is not None:
         yield from _feed_forward(model, spec.shared, run, "Shared Expert", run.tp)
         if spec.shared_gate:
-            yield _on_sequence_shard(_linear("Shared Expert Scale", run, hidden, 1), run)
+            yield _on_sequence_shard(replace(_linear("Shared Expert Scale", run, hidden, 1), quantized=False), run)
 
 
 def head_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:

@@ -127,6 +127,7 @@ class Linear(Op):
     inputs: int
     outputs: int
     padding: int = 0  # outputs, over all ranks, that are padding of the vocabulary
+    quantized: bool = True  # False: frameworks leave it in BF16 whatever the recipe, because it is small or must be exact
 
     @property
     def groups(self) -> int:

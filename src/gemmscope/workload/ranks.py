@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from math import gcd, lcm
 
 from gemmscope.errors import UserError, option
-from gemmscope.model.spec import LARGEST, RunSpec
+from gemmscope.model.limits import LARGEST
+from gemmscope.model.spec import RunSpec
 
 
 @dataclass(frozen=True)

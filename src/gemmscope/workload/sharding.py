@@ -9,7 +9,8 @@ from itertools import accumulate
 from math import gcd
 
 from gemmscope.errors import UserError, option, shown
-from gemmscope.model.spec import MlpSpec, ModelSpec, MoeSpec, RunSpec, divisors_text
+from gemmscope.model.limits import divisors_text
+from gemmscope.model.spec import MlpSpec, ModelSpec, MoeSpec, RunSpec
 from gemmscope.workload.ranks import dp_step
 
 
@@ -41,11 +42,15 @@ def _tensor_parallel_sizes(model: ModelSpec, run: RunSpec) -> dict[str, int]:
     """Every size that tensor parallelism divides, by its common name."""
     sizes: dict[str, int] = {}
     for layer, _ in model.layer_groups():
-        sizes["num_attention_heads"] = layer.attention.heads
-        sizes["num_key_value_heads"] = layer.attention.kv_heads
+        if layer.attention is not None:
+            sizes["num_attention_heads"] = gcd(sizes.get("num_attention_heads", 0), layer.attention.heads)
+            sizes["num_key_value_heads"] = gcd(sizes.get("num_key_value_heads", 0), layer.attention.kv_heads)
+        if layer.mixer is not None:
+            sizes[f"the number of {layer.mixer.name} heads"] = layer.mixer.heads
+            sizes[f"the number of {layer.mixer.name} groups (key heads)"] = layer.mixer.groups
         if isinstance(layer.mlp, MlpSpec):
             sizes["intermediate_size"] = gcd(sizes.get("intermediate_size", 0), layer.mlp.intermediate_size)
-        elif layer.mlp.shared is not None:
+        elif layer.mlp is not None and layer.mlp.shared is not None:
             sizes["the shared expert's intermediate_size"] = layer.mlp.shared.intermediate_size
     if run.expert_tp == run.tp:
         sizes |= _expert_widths(model)

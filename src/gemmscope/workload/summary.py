@@ -63,8 +63,8 @@ def totals(workload: Workload, run: RunSpec, model: ModelSpec | None, traced_par
 
 
 def _layers(workload: Workload, sections: dict[str, float]) -> list[LayerTotal]:
-    """Kinds of layers and how many there are of each. The output projection runs once per layer."""
-    counts = {op.section: op.count for op in workload.ops if op.name == "Attn Out"}
+    """Kinds of layers and how many there are of each."""
+    counts = workload.layers
     return [
         LayerTotal(section, counts[section], flops / counts[section])
         for section, flops in sections.items()

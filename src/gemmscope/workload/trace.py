@@ -17,7 +17,8 @@ from gemmscope.child import run_worker
 from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import finding
 from gemmscope.folders import temporary_folder
-from gemmscope.model.spec import LARGEST, RunSpec
+from gemmscope.model.limits import LARGEST
+from gemmscope.model.spec import RunSpec
 from gemmscope.workload.derive import Workload
 from gemmscope.workload.ops import PASSES, BatchedGemm, Gemm, Linear, Pass, Remainder, Work, gemm_size
 

@@ -1,0 +1,164 @@
+"""What Hugging Face's code builds from a config: attention, MLP, experts, and which layers have which."""
+
+from dataclasses import replace
+from typing import Any, cast
+
+from gemmscope.errors import UserError, shown
+from gemmscope.model.families import FamilyConfig
+from gemmscope.model.flags import head_size
+from gemmscope.model.limits import check_size
+from gemmscope.model.spec import AttentionSpec, LatentSpec, MlpSpec, MoeSpec, QkNorm
+
+
+def attention(family: FamilyConfig, hidden: int) -> AttentionSpec:
+    """The attention of every layer, without its window."""
+    heads = check_size("num_attention_heads", family.size("num_attention_heads"), "heads")
+    normed = "qk_norm_if" not in family.facts or family.flag("qk_norm_if")
+    bias = family.flag("qkv_bias")
+    common = AttentionSpec(
+        heads=heads,
+        kv_heads=heads,
+        head_dim=1,
+        q_bias=bias,
+        k_bias=bias,
+        v_bias=bias,
+        out_bias=family.flag("out_bias"),
+        causal=family.flag("causal"),
+        qk_norm=cast("QkNorm | None", family.facts.get("qk_norm")) if normed else None,
+        qk_norm_bias=family.flag("qk_norm_bias"),
+        sinks=family.flag("sinks"),
+        rotary=family.flag("rotary"),
+        stored_fused=family.flag("qkv_fused"),
+    )
+    if family.flag("latent"):
+        rope, value_dim = family.size("qk_rope_head_dim"), family.optional_size("v_head_dim")
+        return replace(
+            common,
+            head_dim=family.size("qk_nope_head_dim") + rope,
+            value_dim=head_size(hidden, heads) if value_dim is None else value_dim,
+            latent=LatentSpec(
+                q_rank=family.optional_size("q_lora_rank"),
+                kv_rank=family.size("kv_lora_rank"),
+                rope_dim=rope,
+                down_bias=family.flag("down_bias"),
+            ),
+        )
+    if "kv_heads" in family.facts:
+        kv_heads = 1 if family.flag("kv_heads") else None
+    else:
+        kv_heads = family.optional_size("num_key_value_heads")
+    head_dim = family.optional_size("head_dim")
+    return replace(  # a zero is kept, which the spec then rejects
+        common,
+        kv_heads=heads if kv_heads is None else kv_heads,
+        head_dim=head_size(hidden, heads) if head_dim is None else head_dim,
+    )
+
+
+def mlp(family: FamilyConfig, hidden: int) -> MlpSpec:
+    """The feed-forward block of layers without experts."""
+    size = family.optional_size("intermediate_size")
+    if size is None:
+        times = family.facts.get("intermediate_times_hidden")
+        size = hidden * times if times else family.size("intermediate_size")
+    bias = family.flag("mlp_bias")
+    return MlpSpec(
+        size, gated=family.flag("gated"), activation=activation(family),
+        up_bias=family.flag("mlp_up_bias", default=bias), down_bias=bias, stored_fused=family.flag("gate_up_fused"),
+    )  # fmt: skip
+
+
+def activation(family: FamilyConfig) -> str:
+    """The name of the MLP's non-linearity."""
+    return str(family.value(family.facts["activation"]) or ("silu" if family.flag("gated") else "gelu"))
+
+
+def moe(family: FamilyConfig) -> MoeSpec:
+    """The experts. Their gate and up are stored as one weight in every family."""
+    facts, width, shared_width = family.facts, family.size(family.facts["expert_size"]), 0
+
+    def expert(size: int, bias: bool, fused: bool) -> MlpSpec:
+        return MlpSpec(size, gated=True, activation=activation(family), up_bias=bias, down_bias=bias, stored_fused=fused)
+
+    if "shared_size" in facts:
+        shared_width = family.size(facts["shared_size"])
+    elif "shared_count" in facts:
+        shared_width = width * (family.optional_size(facts["shared_count"]) or 0)
+    return MoeSpec(
+        experts=family.size("num_experts"),
+        top_k=facts["top_k"] if "top_k" in facts else family.size("num_experts_per_tok"),
+        expert=expert(width, family.flag("expert_bias"), fused=True),
+        shared=expert(shared_width, family.flag("mlp_bias"), family.flag("shared_fused")) if shared_width else None,
+        shared_gate=family.flag("shared_gate") and shared_width > 0,
+        router_bias=family.flag("router_bias"),
+    )
+
+
+def moe_layers(family: FamilyConfig, count: int) -> list[bool]:
+    """Which layers have experts."""
+    rule = family.facts.get("moe_layers")
+    if rule is None:
+        return [False] * count
+    if rule == "after_first":
+        first = family.optional_size("first_k_dense_replace") or 0
+        return [index >= first for index in range(count)]
+    if rule == "sparse_step":
+        step = check_size("decoder_sparse_step", family.size("decoder_sparse_step"), "layers")
+        dense = family.value("mlp_only_layers") or []
+        if not isinstance(dense, list):
+            raise UserError(f"mlp_only_layers must be a list of layer numbers, not {shown(dense)}", "for example [0, 1]")
+        has_experts, dense = family.optional_size("num_experts") != 0, {index for index in dense if isinstance(index, int)}
+        return [has_experts and index not in dense and (index + 1) % step == 0 for index in range(count)]
+    if rule == "interval":
+        step = check_size("moe_layer_interval", family.size("moe_layer_interval"), "layers")
+        first = family.size("moe_layer_start_index")
+        end = count if family.value("moe_layer_end_index") == -1 else family.size("moe_layer_end_index") + 1
+        return [first <= index < end and (index + 1) % step == 0 for index in range(count)]
+    if rule == "mlp_layer_types":
+        kinds = per_layer(family, "mlp_layer_types", count)
+        first = family.number("dense_first") or 0
+        return [kind == "sparse" for kind in kinds] if kinds is not None else [index >= first for index in range(count)]
+    return [True] * count
+
+
+def per_layer(family: FamilyConfig, key: str, count: int) -> list[Any] | None:
+    """A list of the config with one entry for each layer; None where it is left out."""
+    given = family.value(key)
+    if given is not None and not isinstance(given, list):
+        raise UserError(f"{key} must be a list with one entry per layer, not {shown(given)}", "correct it, or remove it")
+    if given is not None and len(given) != count:
+        raise UserError(f"{key} has {len(given)} entries, but num_hidden_layers = {count}", f"give it {count} entries")
+    return given
+
+
+def windows(family: FamilyConfig, count: int) -> list[int | None]:
+    """The sliding window of each layer; None where a layer sees the whole sequence."""
+    facts = family.facts
+    rule = facts.get("window")
+    on = "window_if" not in facts or family.flag("window_if")
+    window = family.optional_size(facts.get("window_key", "sliding_window")) if rule and on else None
+    layer_types = per_layer(family, "layer_types", count)
+    if not window:
+        return [None] * count
+    if rule == "all":
+        return [window] * count
+    slides = [kind == "sliding_attention" for kind in layer_types or []] or _sliding_pattern(family, count)
+    return [window if slide else None for slide in slides]
+
+
+def _sliding_pattern(family: FamilyConfig, count: int) -> list[bool]:
+    """Which layers have a window where the config has no layer_types: the pattern of the configuration class."""
+    facts = family.facts
+    if "slides_every" in facts:
+        listed = per_layer(family, facts["slides_where_zero"], count)
+        step = family.number("slides_every") or count + 1
+        return [not kind for kind in listed] if listed else [(index + 1) % step == 0 for index in range(count)]
+    last, first = family.number("full_every"), family.number("full_first_of")
+    start = family.number("slides_from") or 0
+    end = family.number("slides_before")
+    return [
+        start <= index < (count if end is None else end)
+        and not (last and (index + 1) % last == 0)
+        and not (first and index % first == 0)
+        for index in range(count)
+    ]

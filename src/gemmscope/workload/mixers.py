@@ -1,0 +1,97 @@
+"""The operations of a mixer: projections, causal convolution, recurrence, gated norm, output projection.
+
+Tensor parallelism splits heads and groups, as Megatron does. Frameworks run the input projections as one GEMM; the checkpoint's
+own code may split them (`MixerSpec.stored`).
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from gemmscope.model.mixers import MixerSpec
+from gemmscope.model.spec import ModelSpec, RunSpec
+from gemmscope.workload.ops import Elementwise, Linear, Norm, Op
+from gemmscope.workload.scans import CausalConv, Scan
+
+SCAN_NAMES = {
+    "ssd": "State-Space Scan",
+    "selective scan": "Selective Scan",
+    "gated delta rule": "Gated Delta Rule",
+    "kda": "KDA",
+    "lightning attention": "Lightning Attention",
+}
+
+
+def mixer_ops(model: ModelSpec, spec: MixerSpec, run: RunSpec) -> Iterator[Op]:
+    """All operations of one mixer on this rank, in the order they run."""
+    part = replace(spec, heads=spec.heads // run.tp, groups=max(1, spec.groups // run.tp))
+    yield from _inputs(model, part, run)
+    if part.conv_kernel:
+        channels = part.inner + (0 if part.kind in ("selective scan", "short convolution") else 2 * part.keys)
+        weights = channels * (part.conv_kernel + part.conv_bias)
+        yield CausalConv(name="Causal Conv", tokens=run.tokens, channels=channels, kernel=part.conv_kernel, parameters=weights)
+    if part.kind == "selective scan":  # the time step, B and C depend on the convolved values
+        states = part.rank + 2 * part.key_dim
+        yield replace(_linear("Mixer X Proj", run, part.inner, states), quantized=False)
+        yield replace(_linear("Mixer Time Step Proj", run, part.rank, part.inner, bias=True), quantized=False)
+    if part.kind in SCAN_NAMES:
+        yield Scan(
+            name=SCAN_NAMES[part.kind], rule=part.kind, batch=run.micro_batch_size, sequence=run.sequence_length // run.cp,
+            heads=part.heads, groups=part.groups, key_dim=part.key_dim, value_dim=part.value_dim, chunk=part.chunk,
+            parameters=_scan_parameters(part),
+        )  # fmt: skip
+    if part.norm:
+        weights = part.value_dim if part.norm == "head" else part.inner
+        yield Norm(name="Mixer Norm", rows=run.tokens, width=part.inner, parameters=weights)
+    if part.gated:
+        yield Elementwise(
+            name="Mixer Gate", rows=run.tokens, width=part.inner, forward_tensors=3, backward_tensors=5,
+            forward_flops=6, backward_flops=10,
+        )  # fmt: skip
+    yield _linear("Mixer Out", run, part.inner, model.hidden_size, bias=spec.out_bias)
+
+
+def _inputs(model: ModelSpec, part: MixerSpec, run: RunSpec) -> Iterator[Op]:
+    """The projections of the hidden state, as one GEMM or as stored."""
+    widths = input_widths(part)
+    if not widths:
+        return
+    pieces = part.stored if run.separate_projections and part.stored else ("".join(widths),)
+    for piece in pieces:
+        name = "Mixer In" if len(pieces) == 1 else f"Mixer In {piece.upper()}"
+        yield _linear(name, run, model.hidden_size, sum(widths[letter] for letter in piece), bias=part.in_bias)
+    if part.kind == "kda":  # the gates of decay and output go through a bottleneck
+        for gate in ("Decay", "Output"):
+            yield replace(_linear(f"Mixer {gate} Gate Down", run, model.hidden_size, part.rank), copies=run.tp)
+            yield _linear(
+                f"Mixer {gate} Gate Up", run, part.rank, part.heads * (part.key_dim if gate == "Decay" else part.value_dim)
+            )
+
+
+def input_widths(part: MixerSpec) -> dict[str, int]:
+    """Columns of the input projection by letter: queries, keys, values, output gate, write strength (b), decay (a)."""
+    if part.kind == "short convolution":
+        return {"q": part.inner, "k": part.inner, "v": part.inner}
+    if part.kind == "selective scan":
+        return {"v": part.inner, "z": part.inner}
+    widths = {"q": part.keys, "k": part.keys, "v": part.inner}
+    if part.kind == "kda":
+        return widths | {"b": part.heads}
+    if part.gated:
+        widths["z"] = part.inner
+    if part.kind == "ssd":
+        return widths | {"a": part.heads}
+    return widths | ({"b": part.heads, "a": part.heads} if part.kind == "gated delta rule" else {})
+
+
+def _scan_parameters(part: MixerSpec) -> int:
+    """Vectors of the recurrence: decay, time step's bias, and the direct path (D) of state-space models."""
+    if part.kind == "ssd":
+        return 3 * part.heads
+    if part.kind == "selective scan":
+        return part.inner * (part.key_dim + 1)
+    return {"gated delta rule": 2 * part.heads, "kda": part.heads + part.heads * part.key_dim}.get(part.kind, 0)
+
+
+def _linear(name: str, run: RunSpec, inputs: int, outputs: int, *, bias: bool = False) -> Linear:
+    parameters = inputs * outputs + (outputs if bias else 0)
+    return Linear(name=name, tokens=run.tokens, inputs=inputs, outputs=outputs, parameters=parameters)
