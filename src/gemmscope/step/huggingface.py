@@ -29,6 +29,8 @@ def live_huggingface(plan: ModulePlan, device: str, precision: torch.dtype) -> B
         model = huggingface_model(config, device, precision)
     if plan.recompute == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if getattr(model.config, "is_encoder_decoder", False) and getattr(model.config, "decoder_start_token_id", None) is None:
+        model.config.decoder_start_token_id = 0  # the decoder's inputs are the labels, shifted
     vocabulary = int(model.config.get_text_config().vocab_size)
     tokens = torch.randint(vocabulary, (plan.micro_batch_size, plan.sequence_length), device=device)
     return Built(model, (), {"input_ids": tokens, "labels": tokens}, None)

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch._dynamo.exc import TorchDynamoException
 
 from gemmscope.engine.messages import Done, Failed, Fatal, Hello, Launch, Profile, Ready
 from gemmscope.engine.timer import Burst, DoneBurst, busy_ms, elapsed_ms, kernel_run, segments
@@ -83,12 +84,10 @@ class StepWorker(MeasuringProcess):
         variant = self.variants[0]
         try:
             live = self._live(plan.with_depth(variant["depth"]), self._kit_of(variant).precision)
-        except TraceError as error:
-            self.say(Fatal(str(error), error.hint))
-            return False
         except Exception as error:
             if failure_kind(error, on_gpu=self.on_gpu) != "out of memory":  # which costs depth, not the measurement
-                self.say(Fatal(in_a_line(error)))
+                known = isinstance(error, TraceError)
+                self.say(Fatal(str(error) if known else in_a_line(error), getattr(error, "hint", "")))
                 return False
         else:
             for code, facts in built_notes(live, self.request["compile"]):
@@ -229,6 +228,15 @@ class StepWorker(MeasuringProcess):
         self._still(name, "measuring")
         kept = max(least, round(self.request["keep_ms"] / once_ms))
         return _StepBurst(run, kept) if self.on_gpu else DoneBurst([[elapsed_ms(run) for _ in range(kept)]])
+
+    def failed(self, task: str, error: Exception) -> None:
+        """As for every process; a module that cannot be compiled can still be run."""
+        if isinstance(error, TraceError):
+            self.say(Failed(task, str(error), failure_kind(error, on_gpu=self.on_gpu)))
+        elif isinstance(error, TorchDynamoException):
+            self.say(Failed(task, f"it cannot be compiled ({in_a_line(error)}); ‹compile› none runs it as it is", "error"))
+        else:
+            super().failed(task, error)
 
     def burst_failed(self, group: BurstGroup, error: Exception) -> None:
         """It costs only this variant."""
