@@ -139,6 +139,13 @@ class StepTimes(Part):
     """GPUs of the layout; null for a measurement."""
     global_batch: int | None = None
     """Sequences of one step on all of them."""
+    unit: Literal["tokens", "samples"] = "tokens"
+    """What rates count: samples of a module that brings its own inputs, where a sequence means nothing."""
+
+    @property
+    def batch_unit(self) -> str:
+        """What a batch consists of."""
+        return "sample" if self.unit == "samples" else "sequence"
 
     def of(self, name: str) -> StepTime | None:
         return next((each for each in self.recipes if each.recipe == name), None)

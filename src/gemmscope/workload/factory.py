@@ -69,9 +69,9 @@ class Built:
         return next((value.shape[0] for _, value in self.inputs if value.dim()), None)
 
     def described_inputs(self) -> str:
-        """The sizes of the inputs: "8 x 3 x 224 x 224", "input_ids 8 x 512, labels 8 x 128"."""
-        texts = [" x ".join(map(str, value.shape)) or "scalar" for _, value in self.inputs]
-        named = [f"{name} {text}" if name else text for (name, _), text in zip(self.inputs, texts, strict=True)]
+        """The sizes of the inputs: "8 x 3 x 224 x 224", "input_ids 8 x 512, decoder_input_ids 8 x 128"."""
+        texts = [(name, " x ".join(map(str, value.shape)) or "scalar") for name, value in self.inputs if name != "labels"]
+        named = [f"{name} {text}" if name else text for name, text in texts]
         return ", ".join(named[:MOST_INPUTS]) + (", …" if len(named) > MOST_INPUTS else "") or "no tensors"
 
 

@@ -2,25 +2,87 @@
 
 import contextlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from gemmscope.errors import shown
+from gemmscope.errors import option, shown
 from gemmscope.workload.confine import offline
-from gemmscope.workload.factory import TraceError, know_meta_tensors, reason
+from gemmscope.workload.factory import Built, TraceError, know_meta_tensors, reason
+
+USUAL_IMAGE = 224  # pixels, where a config says nothing of images
 
 
-def build_huggingface(config_dict: dict[str, Any], batch: int, sequence: int) -> tuple[torch.nn.Module, dict[str, Any]]:
+def build_huggingface(
+    config_dict: dict[str, Any], batch: int, sequence: int | None, precision: torch.dtype = torch.float32
+) -> tuple[torch.nn.Module, dict[str, Any]]:
     """The training model of a `config.json` on the meta device, and its inputs."""
     know_meta_tensors()
-    module = huggingface_model(config_dict, "meta", torch.float32)
-    tokens = torch.zeros((batch, sequence), dtype=torch.long, device="meta")
-    inputs = {"input_ids": tokens}
-    if getattr(module.config, "is_encoder_decoder", False):
-        inputs["decoder_input_ids"] = tokens
-    return module, inputs
+    module = huggingface_model(config_dict, "meta", precision)
+    return module, _inputs(module, batch, sequence, precision)
+
+
+def built_huggingface(config_dict: dict[str, Any], batch: int, sequence: int | None) -> Iterator[Built]:
+    """The model as it is trained: in BF16 and with labels; then, where that fails, in FP32 and with neither."""
+    module, inputs = build_huggingface(config_dict, batch, sequence, torch.bfloat16)
+    own = "input_ids" not in inputs
+    if (labels := _labels(module, inputs)) is not None:
+        yield Built(module, (), {**inputs, "labels": labels}, own_inputs=own)
+    yield Built(module, (), inputs, own_inputs=own)
+    module, inputs = build_huggingface(config_dict, batch, sequence)
+    yield Built(module, (), inputs, own_inputs=own)
+
+
+def _inputs(module: Any, batch: int, sequence: int | None, precision: torch.dtype) -> dict[str, Any]:
+    """What the model is called with: images or sound as its config describes them, else token ids."""
+    config, name = module.config, getattr(module, "main_input_name", "input_ids")
+    vision = getattr(config, "vision_config", None) or config
+    if name == "pixel_values":
+        image = getattr(vision, "image_size", None) or USUAL_IMAGE
+        height, width = image if isinstance(image, (list, tuple)) else (image, image)
+        frames = (vision.num_frames,) if isinstance(getattr(vision, "num_frames", None), int) else ()
+        inputs = {name: _floats((batch, *frames, getattr(vision, "num_channels", 3), height, width), precision)}
+    elif name == "input_features" and hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
+        inputs = {name: _floats((batch, config.num_mel_bins, 2 * config.max_source_positions), precision)}
+    elif name == "input_values" and hasattr(config, "num_mel_bins"):
+        inputs = {name: _floats((batch, config.max_length, config.num_mel_bins), precision)}
+    elif name == "input_values":  # sound as it was recorded: a sequence is a row of samples of it
+        inputs = {name: _floats((batch, _given(sequence)), precision)}
+    elif name in ("input_ids", "decoder_input_ids"):
+        inputs = {"input_ids": _ids(batch, _given(sequence))}
+    else:
+        raise TraceError(f"{type(module).__name__} reads {shown(name)}, whose sizes do not follow from its config")
+    if getattr(config, "is_encoder_decoder", False):
+        longest = getattr(config, "max_target_positions", None)
+        inputs["decoder_input_ids"] = _ids(batch, longest if sequence is None and longest else _given(sequence))
+    return inputs
+
+
+def _given(sequence: int | None) -> int:
+    if sequence is None:
+        raise TraceError(
+            f"the model reads sequences, and {option('sequence_length')} is not given", f"add {option('sequence_length', 'N')}"
+        )
+    return sequence
+
+
+def _floats(sizes: tuple[int, ...], precision: torch.dtype) -> torch.Tensor:
+    return torch.empty(sizes, dtype=precision, device="meta")
+
+
+def _ids(batch: int, length: int) -> torch.Tensor:
+    return torch.zeros((batch, length), dtype=torch.long, device="meta")
+
+
+def _labels(module: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """Labels from which the model computes its own loss; None where their form is not known."""
+    if "labels" not in inspect.signature(module.forward).parameters:
+        return None
+    ids = inputs.get("decoder_input_ids", inputs.get("input_ids"))
+    if ids is not None:
+        return ids
+    return torch.zeros(len(inputs["pixel_values"]), dtype=torch.long, device="meta") if "pixel_values" in inputs else None
 
 
 def huggingface_model(config_dict: dict[str, Any], device: str, precision: torch.dtype) -> Any:
@@ -63,12 +125,13 @@ def _instantiate(transformers: Any, config: Any, device: str, precision: torch.d
     """The class that is trained with this config: a language model if there is one, else the bare model."""
     causal, masked, bare = transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM, transformers.AutoModel
     pairs = [transformers.AutoModelForSeq2SeqLM, transformers.AutoModelForSpeechSeq2Seq]
+    senses = [transformers.AutoModelForImageClassification, transformers.AutoModelForAudioClassification]
     if getattr(config, "is_encoder_decoder", False):
         order = [*pairs, causal, masked, bare]
     elif type(config) in masked._model_mapping and not getattr(config, "is_decoder", False):
         order = [masked, causal, bare]
     else:
-        order = [causal, *pairs, masked, bare]
+        order = [causal, *pairs, masked, *senses, bare]
     known = [auto for auto in order if type(config) in auto._model_mapping]
     if not known:
         raise TraceError(f"transformers {transformers.__version__} has no model class for model_type {config.model_type!r}")

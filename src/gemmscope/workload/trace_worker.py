@@ -12,8 +12,9 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,14 @@ import torch
 from pydantic import TypeAdapter
 
 from gemmscope.workload.confine import limit_memory, offline
-from gemmscope.workload.factory import Built, TraceError, load_factory, loss_of, move_to_meta, naming, outputs_of
-from gemmscope.workload.huggingface import build_huggingface, causal, huggingface_model, windows
-from gemmscope.workload.ops import with_counts
-from gemmscope.workload.recorder import record
+from gemmscope.workload.factory import SIZES, Built, TraceError, load_factory, loss_of, move_to_meta, naming, outputs_of
+from gemmscope.workload.huggingface import build_huggingface, built_huggingface, causal, huggingface_model, windows
+from gemmscope.workload.ops import Direction, with_counts
+from gemmscope.workload.recorded import Moved, OtherWork, TracedAttention
+from gemmscope.workload.recorder import AttentionCall, visible_share
+from gemmscope.workload.recording import record
 from gemmscope.workload.trace import ModuleTrace
+from gemmscope.workload.traffic import Group, Sum
 
 __all__ = ["TraceError", "answer", "build_huggingface", "huggingface_model", "move_to_meta", "trace"]
 
@@ -37,25 +41,68 @@ def trace(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     return trace_built(Built(module, args, dict(kwargs)))
 
 
-def trace_built(built: Built) -> ModuleTrace:
-    """Run forward, loss and backward, and return what was recorded."""
+def trace_built(built: Built, *, between_gemms: bool = True) -> ModuleTrace:
+    """Run forward, loss and backward, and return what was recorded. Without `between_gemms`: what the closed form is checked
+    with."""
     module = built.module
-    with record(module) as recorder:
+    with record(module, between_gemms=between_gemms) as recorder:
         output = module(*built.args, **built.kwargs)
-        loss = loss_of(built, output)
+        with recorder.in_loss():
+            loss = loss_of(built, output)
         if loss is not None:
             loss.backward()
         else:
-            torch.autograd.backward([tensor.sum() for tensor in outputs_of(output)])
-    unique = {id(parameter): parameter.numel() for parameter in module.parameters()}
+            targets = outputs_of(output)
+            torch.autograd.backward(targets, [torch.empty_like(target) for target in targets])
+    unique = {id(parameter): parameter for parameter in module.parameters()}
     return ModuleTrace(
         class_name=type(module).__name__,
-        parameters=sum(unique.values()),
+        parameters=sum(parameter.numel() for parameter in unique.values()),
+        trainable=sum(parameter.numel() for parameter in unique.values() if parameter.requires_grad),
         gemms=with_counts(recorder.gemms),
         batched_gemms=with_counts(recorder.batched_gemms),
+        attentions=tuple(_attention(call, ran) for call, ran in recorder.attentions.items()),
         remainder=with_counts(recorder.remainder),
+        others=tuple(_others(recorder.traffic.sums())),
         masks=recorder.masks,
+        linear_paths=tuple(sorted(recorder.linear_paths)),
+        heads=_heads(module),
+        saved_bytes=sum(recorder.saved.values()),
+        largest_saved_bytes=max(recorder.saved.values(), default=0),
+        has_loss=loss is not None,
+        inputs=built.described_inputs() if built.own_inputs and built.taken != {*SIZES} else None,
+        samples=built.samples,
     )
+
+
+def _attention(call: AttentionCall, ran: Mapping[Direction, int]) -> TracedAttention:
+    """Equal calls of one module as an op. One that ran forward several times as often as backward was recomputed."""
+    *batch, queries, head_dim = call.query
+    forward, backward = ran.get("forward", 0), ran.get("backward", 0)
+    count = backward if backward and forward % backward == 0 else max(forward, 1)
+    return TracedAttention(
+        name=call.path, batch=prod(batch[:-1]), heads=batch[-1] if batch else 1, kv_heads=call.kv_heads, queries=queries,
+        keys=call.keys, head_dim=head_dim, value_dim=call.value_dim, pairs=float(queries * call.keys * visible_share(call)),
+        causal=call.mask == "causal", count=count, forward_runs=max(forward // count, 1), backward_runs=int(backward > 0),
+    )  # fmt: skip
+
+
+def _others(sums: Mapping[Group, Sum]) -> Iterator[OtherWork]:
+    """What was recorded between GEMMs, both directions together."""
+    both: dict[tuple[str, str], dict[str, Moved]] = {}
+    for group, each in sums.items():
+        moved = Moved(each.flops, each.bytes_moved, each.launches, each.fused_bytes, each.kernels)
+        both.setdefault((group.path, group.kind), {})[group.direction] = moved
+    for (path, kind), directions in both.items():
+        yield OtherWork(path, kind, **directions)
+
+
+def _heads(module: torch.nn.Module) -> tuple[str, ...]:
+    """The path of a Hugging Face model's output head."""
+    with contextlib.suppress(Exception):  # whatever a module of this name does elsewhere
+        head = module.get_output_embeddings()
+        return tuple(name for name, part in module.named_modules() if part is head)
+    return ()
 
 
 def answer(request: dict[str, Any]) -> ModuleTrace:
@@ -67,11 +114,29 @@ def answer(request: dict[str, Any]) -> ModuleTrace:
 
 def _trace_config(request: dict[str, Any]) -> ModuleTrace:
     with offline():
+        if request.get("as_trained"):
+            return _trace_as_trained(request)
         with naming("building the model from its config"):
             module, kwargs = build_huggingface(request["config"], request["micro_batch"], request["sequence"])
         with naming(RUNNING):
-            result = trace(module, (), kwargs)
+            result = trace_built(Built(module, (), kwargs), between_gemms=False)
     return replace(result, windows=windows(module.config), causal=causal(module, result.masks))
+
+
+def _trace_as_trained(request: dict[str, Any]) -> ModuleTrace:
+    """The first way to run the model that works; if none does, the error of the last one, which asks least of it."""
+    ways = built_huggingface(request["config"], request["micro_batch"], request["sequence"])
+    failure: TraceError | None = None
+    while True:
+        with naming("building the model from its config"):
+            built = next(ways, None)
+        if built is None:
+            raise failure or TraceError("the model cannot be run")
+        try:
+            with naming(RUNNING):
+                return trace_built(built)
+        except TraceError as error:
+            failure = error
 
 
 def _trace_factory(request: dict[str, Any]) -> ModuleTrace:

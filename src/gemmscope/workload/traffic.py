@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from gemmscope.toml import load_data
 from gemmscope.workload.ops import Direction, Work
 
+FLOATING = -1  # in place of a level: it can run at any time
 IN_MEMORY = -1  # in place of the operator that wrote a tensor: it was there before, or a GEMM wrote it
 
 
@@ -90,35 +91,62 @@ class _Chain:
     writes: dict[tuple[int, int], int] = field(default_factory=dict)  # (storage, operator) → bytes
 
 
+class _Written(NamedTuple):
+    """What wrote a storage last: the operator, its level, and whether that was in backward."""
+
+    by: int = IN_MEMORY
+    level: int = 0
+    in_backward: bool = False
+
+
+UNWRITTEN = _Written()
+
+
 class Traffic:
-    """What ran, and what it moved. Call `operator` and `barrier` in the order in which things run, then `sums`."""
+    """What ran, and what it moved. Call `operator` and `barrier` in the order in which things run, then `sums`.
+
+    The level of an operator is how many barriers (what is never fused) lie before it, at most. Operators of one level that read
+    each other are a chain, and so no chain waits for itself. A backward operator that reads only what forward kept could run at
+    any time: it gets the level of the first one that reads its result.
+    """
 
     def __init__(self) -> None:
         self._operators: list[_Operator] = []
-        self._writers: dict[int, tuple[int, int]] = {}  # storage → (operator, level)
+        self._written: dict[int, _Written] = {}  # by storage
         self._needed: set[tuple[int, int]] = set()  # (storage, operator) that something which is never fused reads
 
-    def operator(
-        self, group: Group, reads: Iterable[Region], writes: Iterable[Region], flops: float, *, fusible: bool
-    ) -> None:
+    def operator(self, group: Group, reads: Iterable[Region], writes: Iterable[Region], flops: float, *, fusible: bool) -> None:
         """One operator that is not a GEMM, attention or convolution."""
-        seen = [(region, self._writers.get(region.storage, (IN_MEMORY, 0))) for region in dict.fromkeys(reads)]
-        level = max((level for _, (_, level) in seen), default=0)
-        number, written = len(self._operators), list(dict.fromkeys(writes))
+        seen = [(region, self._written.get(region.storage, UNWRITTEN)) for region in dict.fromkeys(reads)]
+        backward = group.direction == "backward"
+        waits = not backward or not fusible or any(written.in_backward and written.level != FLOATING for _, written in seen)
+        level = max((written.level for _, written in seen), default=0) if waits else FLOATING
+        number, regions = len(self._operators), list(dict.fromkeys(writes))
         if not fusible:
-            self._needed.update((region.storage, writer) for region, (writer, _) in seen)
-        operands = [(region, writer) for region, (writer, _) in seen]
-        self._operators.append(_Operator(group, level, fusible, flops, operands, written))
-        for region in written:
-            self._writers[region.storage] = (number, level if fusible else level + 1)
+            self._needed.update((region.storage, written.by) for region, written in seen)
+        operands = [(region, written.by) for region, written in seen]
+        self._operators.append(_Operator(group, level, fusible, flops, operands, regions))
+        if level != FLOATING:
+            self._settle(number, level)
+        for region in regions:
+            self._written[region.storage] = _Written(number, level if fusible else level + 1, backward)
 
-    def barrier(self, reads: Iterable[int], writes: Iterable[int]) -> None:
+    def _settle(self, number: int, level: int) -> None:
+        """What could run at any time runs with the operator that reads it."""
+        waiting = [number]
+        while waiting:
+            for _, writer in self._operators[waiting.pop()].reads:
+                if writer != IN_MEMORY and self._operators[writer].level == FLOATING:
+                    self._operators[writer].level = level
+                    waiting.append(writer)
+
+    def barrier(self, reads: Iterable[int], writes: Iterable[int], *, backward: bool) -> None:
         """A GEMM, an attention or a convolution: the storages that it reads and writes are in memory."""
-        seen = [(storage, self._writers.get(storage, (IN_MEMORY, 0))) for storage in reads]
-        self._needed.update((storage, writer) for storage, (writer, _) in seen)
-        level = max((level for _, (_, level) in seen), default=0) + 1
+        seen = [(storage, self._written.get(storage, UNWRITTEN)) for storage in reads]
+        self._needed.update((storage, written.by) for storage, written in seen)
+        level = max((written.level for _, written in seen), default=0) + 1
         for storage in writes:
-            self._writers[storage] = (IN_MEMORY, level)
+            self._written[storage] = _Written(level=max(level, 1), in_backward=backward)
 
     def sums(self) -> dict[Group, Sum]:
         """All traffic by path, kind and direction. The bytes of a fused kernel are shared out by what its members would move."""
@@ -145,11 +173,9 @@ class Traffic:
             chain = chains[heads[number]]
             chain.members.append(number)
             for region, writer in one.reads:
+                readers[region.storage, writer].add(heads[number])
                 if writer == IN_MEMORY or heads[writer] != heads[number]:
                     chain.reads[region] = writer
-                    readers[region.storage, writer].add(heads[number])
-                else:
-                    readers[region.storage, writer].add(heads[number])
         for number, one in enumerate(self._operators):
             for region in one.writes:
                 key = (region.storage, number)
@@ -157,7 +183,7 @@ class Traffic:
                 if key in self._needed or outside or not readers[key] or not one.fusible:
                     chain = chains[heads[number]]
                     chain.writes[key] = chain.writes.get(key, 0) + region.bytes_moved
-        self._recompute(heads, chains, readers)
+        self._recompute(chains, readers)
         return list(chains.values())
 
     def _heads(self) -> list[int]:
@@ -179,9 +205,7 @@ class Traffic:
     def _joins(self, writer: _Operator, reader: _Operator) -> bool:
         return writer.fusible and writer.level == reader.level and writer.group.direction == reader.group.direction
 
-    def _recompute(
-        self, heads: list[int], chains: dict[int, _Chain], readers: dict[tuple[int, int], set[int]]
-    ) -> None:
+    def _recompute(self, chains: dict[int, _Chain], readers: dict[tuple[int, int], set[int]]) -> None:
         """Where it moves less, backward computes again what forward would write for it alone."""
         for number, chain in chains.items():
             if self._operators[chain.members[0]].group.direction != "forward":
@@ -194,9 +218,8 @@ class Traffic:
                 for_backward[key] = size
                 used_by |= outside
             kept = sum(size + size * len(readers[key] - {number}) for key, size in for_backward.items())
-            again = sum(
-                region.bytes_moved for reader in used_by for region in chain.reads if region not in chains[reader].reads
-            )
+            sources = self._sources(for_backward, chain)
+            again = sum(region.bytes_moved for reader in used_by for region in sources if region not in chains[reader].reads)
             if not for_backward or again >= kept:
                 continue
             for key in for_backward:
@@ -205,7 +228,25 @@ class Traffic:
                 reading = chains[reader].reads
                 chains[reader].reads = {
                     region: writer for region, writer in reading.items() if (region.storage, writer) not in for_backward
-                } | chain.reads
+                } | sources
+
+    def _sources(self, wanted: Iterable[tuple[int, int]], chain: _Chain) -> dict[Region, int]:
+        """What these results of a chain can be computed from, of all that is in memory anyway."""
+        wanted, members = set(wanted), set(chain.members)
+        sources: dict[Region, int] = {}
+        waiting, seen = [number for _, number in wanted], set[int]()
+        while waiting:
+            number = waiting.pop()
+            if number in seen:
+                continue
+            seen.add(number)
+            for region, writer in self._operators[number].reads:
+                written = (region.storage, writer) in chain.writes and (region.storage, writer) not in wanted
+                if writer in members and not written:
+                    waiting.append(writer)
+                else:
+                    sources[region] = writer
+        return sources
 
     def _is_backward(self, chain: int) -> bool:
         return self._operators[chain].group.direction == "backward"
