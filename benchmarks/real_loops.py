@@ -168,7 +168,7 @@ def table(name: str, compiled: str, real: dict[str, list[float]], result: dict[s
             "attention": step.get("attention_kernels"),
         })  # fmt: skip
     for found in result["findings"]:
-        if found["code"] in ("mixer-implementation", "experts-not-converted", "attention-mask-explicit", "linears-kept"):
+        if found["code"] in ("mixer-kernels", "experts-not-converted", "attention-mask-explicit", "linears-kept"):
             print(f"    {found['code']}: {found['facts']}")
     return rows
 

@@ -14,7 +14,7 @@ BYTES_PER_PARAMETER = 8  # the weight, its gradient and both moments, in BF16
 ALL_FIT, SOME_FIT = 0.85, 0.5  # of the memory: for all layers, the rest is activations'; some run at two depths, side by side
 
 
-def for_live(job: ModelRun, choices: Choices, *, verify: bool, break_even: bool) -> Choices:
+def for_live(job: ModelRun, choices: Choices, *, verify: bool, break_even: bool, cuda_graphs: bool) -> Choices:
     """Checks what the step of a module or a Hugging Face model needs, and chooses its backend: torchao where it is installed."""
     source, run = job.source, job.run
     name = option("module" if source.module is not None else "hugging_face")
@@ -28,6 +28,7 @@ def for_live(job: ModelRun, choices: Choices, *, verify: bool, break_even: bool)
         (module and run.recompute != "none", "runs as it is, and cannot be recomputed", f"remove {option('recompute')}"),
         (module and break_even, "runs with its own inputs, not with smaller batches", f"remove {option('break_even')}"),
         (run.recompute == "selective", "can recompute whole layers, not attention alone", f"use {whole}, or remove {name}"),
+        (cuda_graphs, "runs steps that cannot be captured", f"remove {option('cuda_graphs')}"),
         (verify, "runs the real layers already: there is nothing to verify", f"remove {option('verify')}"),
         (split, "runs whole layers and cannot split them", f"remove {sizes}" + ("" if module else f", or {name}")),
     ):
@@ -68,8 +69,8 @@ def live_plan(job: ModelRun) -> tuple[ModulePlan, list[Finding]]:
         module=source.module,
         config=config,
         depth=depth_of(config) if config is not None else 0,
-        micro_batch_size=run.micro_batch_size,
-        sequence_length=run.sequence_length,
+        micro_batch_size=job.micro_batch or 0,
+        sequence_length=job.sequence or 0,
         accumulation=run.gradient_accumulation,
         recompute=run.recompute,
     )

@@ -28,7 +28,7 @@ from gemmscope.results.step import (
     VariantResult,
 )
 from gemmscope.signals import held
-from gemmscope.step.answer import step_times
+from gemmscope.step.answer import step_times, with_captured
 from gemmscope.step.breakeven import break_even_finding, smaller_batches
 from gemmscope.step.campaign import StepCampaign, fingerprint_of
 from gemmscope.step.cost import Budget, cost
@@ -50,6 +50,7 @@ def run_step(
     choices: Choices,
     verify: bool = False,
     break_even: bool = False,
+    cuda_graphs: bool = False,
     hugging_face: bool = False,
     compile: Compile | None = None,  # noqa: A002
     optimizer: Optimizer | None = None,
@@ -64,11 +65,11 @@ def run_step(
 ) -> StepResult:
     """Measure the training step in every recipe.
 
-    `verify` also runs the real model; `break_even` also runs smaller batches; `hugging_face` runs the model's own Hugging Face
-    class. `compile` is what torch.compile is applied to, `optimizer` that of a module or a Hugging Face model. Measuring ends
-    when every speedup is known to `precision`, or after `time_limit` seconds. `observed_speedup` is compared with the prediction,
-    and `budget` gives the cost of the full run. `resume` continues the same measurement if it was cut short. `deliver` writes
-    the result: only then the measurement is finished.
+    `verify` also runs the real model; `break_even` also runs smaller batches; `cuda_graphs` also runs the step captured in CUDA
+    graphs; `hugging_face` runs the model's own Hugging Face class. `compile` is what torch.compile is applied to, `optimizer`
+    that of a module or a Hugging Face model. Measuring ends when every speedup is known to `precision`, or after `time_limit`
+    seconds. `observed_speedup` is compared with the prediction, and `budget` gives the cost of the full run. `resume` continues
+    the same measurement if it was cut short. `deliver` writes the result: only then the measurement is finished.
     """
     check_limits(precision, time_limit)
     if observed_speedup is not None and not 0 < observed_speedup < 100:
@@ -81,7 +82,7 @@ def run_step(
         raise UserError(message, "remove it, or use gemmscope bench")
     live = hugging_face or job.source.module is not None
     if live:
-        choices = for_live(job, choices, verify=verify, break_even=break_even)
+        choices = for_live(job, choices, verify=verify, break_even=break_even, cuda_graphs=cuda_graphs)
     model = job.source.model
     if model is None and not live:
         hint = f"add {option('hugging_face')}, to run its Hugging Face class"
@@ -91,6 +92,8 @@ def run_step(
     settings = step_settings(choice.backend, compile, optimizer, live=live)
     if choice.backend == "torch":
         raise UserError("PyTorch alone has no layers in low precision to train with", "install transformer_engine or torchao")
+    if cuda_graphs and choice.backend == "cpu":
+        raise UserError(f"{option('cuda_graphs')} needs a GPU", f"remove {option('cuda_graphs')}")
     subject = rank_workload(job, reporter.say)
     summed = totals(subject.workload, subject.run, model, subject.trace.parameters if subject.trace is not None else 0)
     plan, differences = live_plan(job) if live or model is None else plan_step(model, job.run)
@@ -109,16 +112,19 @@ def run_step(
         predicted = session.run(f"running the step of {of} in {', '.join(choice.recipes)} …")
         real, as_deep = session.verify() if verify and not session.interrupted else (None, None)
         verified = [run.results if run is not None else None for run in (real, as_deep)]
+        baseline = predicted.results.deepest(BASELINE)
+        depth = baseline.variant.depth if baseline is not None else 0
         times = step_times(predicted.results, choice.recipes, summed, subject.run.tokens_per_gpu, *verified)
+        graphs = session.capture(depth) if cuda_graphs and not session.interrupted else None
+        if graphs is not None:
+            times = with_captured(times, graphs.results)
         recommended, mixed = session.recommend(predicted, times)
         batches = session.break_even(times) if break_even and not session.interrupted else ()
         if budget is not None:
             costed = [time.model_copy(update={"cost": cost(time.step_ms, job.run, budget)}) for time in times.recipes]
             times = times.model_copy(update={"recipes": tuple(costed)})
-        runs = [run for run in (predicted, real, as_deep, mixed) if run is not None]
+        runs = [run for run in (predicted, real, as_deep, graphs, mixed) if run is not None]
         results = [result for run in runs for result in run.results.tasks.values()]
-        baseline = predicted.results.deepest(BASELINE)
-        depth = baseline.variant.depth if baseline is not None else 0
         findings = [
             *_ended(predicted, interrupted=session.interrupted),
             *([] if times.recipes else [finding("nothing-measured")]),
@@ -182,6 +188,7 @@ class _StepSession:
         recipes: Sequence[str] | None = None,
         mixed: tuple[Plan, ...] = (),
         real: bool = False,
+        captured_depth: int | None = None,
         limits: tuple[float, float] | None = None,
     ) -> StepCampaign:
         """One measurement; of another plan, the CPU time to launch is not measured again."""
@@ -197,6 +204,7 @@ class _StepSession:
             recording=self.recording,
             workers=self.workers,
             real=real,
+            captured_depth=captured_depth,
             mixed=mixed,
             most_layers=self.most_layers,
         )
@@ -219,6 +227,14 @@ class _StepSession:
         except UserError as error:
             self.findings.append(finding("not-verified", reason=error.message))
             return None, None
+
+    def capture(self, depth: int) -> StepCampaign | None:
+        """The same steps as CUDA graphs, at the depth that the launched ones could be run at."""
+        try:
+            return self.run("capturing the step in CUDA graphs …", captured_depth=depth or self.plan.depth)
+        except UserError as error:
+            self.findings.append(finding("nothing-captured", reason=error.message))
+            return None
 
     def recommend(self, predicted: StepCampaign, times: StepTimes) -> tuple[Recommendation | None, StepCampaign | None]:
         """The fastest plan; a mixed one only after it was run beside the best single recipe, and won. After Ctrl-C, the fastest
@@ -278,6 +294,7 @@ def _ended(predicted: StepCampaign, *, interrupted: bool) -> list[Finding]:
 def _failures(results: Sequence[VariantResult], times: StepTimes) -> list[Finding]:
     """Variants that failed beside recipes that have a step: at another depth, of the real model, of a mixed plan."""
     failed = [result for result in results if result.failure and result.variant.recipe not in times.failures]
+    failed = [result for result in failed if not result.variant.captured]  # which `step-not-captured` says
     return [finding("variant-not-measured", variant=result.variant.name, reason=result.failure) for result in failed]
 
 
@@ -294,6 +311,14 @@ def _seconds(runs: Sequence[StepCampaign]) -> dict[str, float]:
     """What each purpose took, all its runs together."""
     sums: dict[str, float] = {}
     for run in runs:
-        purpose = "verifying" if run.real else "trying mixed plans" if run.mixed else "predicting"
+        purpose = (
+            "verifying"
+            if run.real
+            else "capturing"
+            if run.captured_depth
+            else "trying mixed plans"
+            if run.mixed
+            else "predicting"
+        )
         sums[purpose] = sums.get(purpose, 0.0) + run.seconds
     return {purpose: round(seconds, 1) for purpose, seconds in sums.items()}

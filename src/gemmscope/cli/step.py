@@ -17,6 +17,7 @@ class StepOptions:
 
     verify: bool = False
     break_even: bool = False
+    cuda_graphs: bool = False
     hugging_face: bool = False
     compile: str | None = None
     optimizer: str | None = None

@@ -73,6 +73,14 @@ class Verified(Part):
         return abs(self.error) <= reach if isfinite(reach) else None
 
 
+class CapturedTime(Part):
+    """The step captured as one CUDA graph."""
+
+    step_ms: Interval
+    speedup: Interval | None = None
+    """Over BF16, captured too."""
+
+
 class StepTime(Part):
     """One recipe: milliseconds of one step on one rank."""
 
@@ -108,6 +116,8 @@ class StepTime(Part):
     verdict: Finding | None = None
     """Why the step gains what it gains."""
     verified: Verified | None = None
+    captured: CapturedTime | None = None
+    """As a CUDA graph, where that was asked for and could be done."""
     cost: Cost | None = None
 
     @property
@@ -131,6 +141,8 @@ class StepTimes(Part):
     winner: Winner | None = None
     failures: dict[str, str] = {}
     """Recipe → why it has no step."""
+    not_captured: dict[str, str] = {}
+    """Recipe → why its step could not be captured as a CUDA graph."""
     unfit: tuple[str, ...] = ()
     """Recipes that do not fit in the memory of the GPU: neither winners nor priced."""
     may_not_fit: tuple[str, ...] = ()
@@ -213,6 +225,7 @@ class Variant:
     depth: int
     left_out: tuple[str, ...] = ()
     real: bool = False
+    captured: bool = False  # as a CUDA graph
 
     @property
     def plan_name(self) -> str:
@@ -222,7 +235,7 @@ class Variant:
     @property
     def name(self) -> str:
         layers = f" / {self.depth} layers" if self.depth else ""  # a module runs as it is
-        return f"{self.plan_name}{layers}" + (" / real" if self.real else "")
+        return f"{self.plan_name}{layers}" + " / real" * self.real + " / captured" * self.captured
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "name": self.name}

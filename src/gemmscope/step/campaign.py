@@ -35,6 +35,7 @@ class StepCampaign(Campaign[StepMeasurements]):
     recipes: Sequence[str]
     settings: StepSettings
     real: bool = False
+    captured_depth: int | None = None  # run so many layers as a CUDA graph
     mixed: Sequence[Plan] = ()  # plans that leave parts in BF16, measured beside the recipes
     most_layers: int | None = None  # of a live model that fit into memory; None: all, as far as is known
     seconds: float = field(init=False, default=0.0)  # of the whole run
@@ -48,6 +49,8 @@ class StepCampaign(Campaign[StepMeasurements]):
     @property
     def first_depth(self) -> int:
         """The depth to try first: the whole one, or what is expected to fit."""
+        if self.captured_depth is not None:
+            return self.captured_depth
         return self.plan.depth if self.most_layers is None else min(self.plan.depth, self.most_layers)
 
     def _empty(self, depth: int) -> StepMeasurements:
@@ -62,7 +65,11 @@ class StepCampaign(Campaign[StepMeasurements]):
         depths = [depth] if self.real or depth == self.plan.depth else [depth, max(1, depth // 2)]
         depths = list(self._weights(depth) or depths)
         plans = [*(Plan(recipe) for recipe in self.recipes), *self.mixed]
-        return [Variant(plan.recipe, layers, plan.left_out, real=self.real) for plan in plans for layers in depths]
+        return [
+            Variant(plan.recipe, layers, plan.left_out, self.real, self.captured_depth is not None)
+            for plan in plans
+            for layers in depths
+        ]
 
     @property
     def silence_s(self) -> float:
@@ -107,10 +114,11 @@ class StepCampaign(Campaign[StepMeasurements]):
         return smaller
 
     def request(self, tasks: Sequence[str]) -> dict[str, Any]:
+        timed_only = self.real or self.captured_depth is not None
         return {
             **asdict(self.settings),
-            "host": self.settings.host and not self.real,
-            "profile": not self.real,  # a real model is only timed
+            "host": self.settings.host and not timed_only,
+            "profile": not timed_only,
             "plan": asdict(self.plan),
             "live": isinstance(self.plan, ModulePlan),
             "variants": [self.results.tasks[name].variant.to_json() for name in tasks],

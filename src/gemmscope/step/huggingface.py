@@ -11,7 +11,7 @@ from torch import nn
 
 from gemmscope.step.module_plan import ModulePlan, truncated
 from gemmscope.workload.factory import Built, naming
-from gemmscope.workload.huggingface import huggingface_model
+from gemmscope.workload.huggingface import huggingface_model, training_inputs
 
 # Functions of mixers that transformers takes from other packages where they are installed: the first words of their names.
 MIXERS = ("chunk_gated_delta_rule", "fused_recurrent_gated", "causal_conv1d", "mamba_", "selective_", "chunk_kda", "lightning")
@@ -22,18 +22,15 @@ PACKAGES = {"fla": "flash-linear-attention", "mamba_ssm": "mamba-ssm", "causal_c
 
 
 def live_huggingface(plan: ModulePlan, device: str, precision: torch.dtype) -> Built:
-    """The model of a config with its first `plan.depth` layers (0: all), and token ids that are their own labels."""
+    """The model of a config with its first `plan.depth` layers (0: all), and random inputs with labels."""
     assert plan.config is not None
     config = truncated(plan.config, plan.depth) if plan.depth else dict(plan.config)
     with naming("building the model from its config"):
         model = huggingface_model(config, device, precision)
     if plan.recompute == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    if getattr(model.config, "is_encoder_decoder", False) and getattr(model.config, "decoder_start_token_id", None) is None:
-        model.config.decoder_start_token_id = 0  # the decoder's inputs are the labels, shifted
-    vocabulary = int(model.config.get_text_config().vocab_size)
-    tokens = torch.randint(vocabulary, (plan.micro_batch_size, plan.sequence_length), device=device)
-    return Built(model, (), {"input_ids": tokens, "labels": tokens}, None)
+    inputs = training_inputs(model, plan.micro_batch_size, plan.sequence_length or None, device, precision)
+    return Built(model, (), inputs, own_inputs="input_ids" not in inputs)
 
 
 def mixers(model: nn.Module) -> dict[str, str]:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from gemmscope.step.conversion import Conversion, LinearUse, decide, find_head, find_layers, record_linears
-from gemmscope.step.huggingface import live_huggingface
+from gemmscope.step.huggingface import live_huggingface, mixers
 from gemmscope.step.kits.plain import Kit, compiled_module
 from gemmscope.step.marks import mark_step
 from gemmscope.step.module_plan import ModulePlan
@@ -183,6 +183,11 @@ class ModuleStep:
         self._parameters = [parameter for parameter in objective.parameters() if parameter.requires_grad]
         alone = kit.compiled == "layers" and not live.layers  # then it is one layer
         self._objective = compiled_module(objective) if alone else kit.compile_whole(objective)
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        """Where the functions of a mixer come from."""
+        return mixers(self.live.built.module)
 
     def _convert(self, objective: Objective) -> None:
         if not self.conversion.converted:

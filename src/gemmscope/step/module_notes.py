@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from gemmscope.step.conversion import expert_weights, summary
-from gemmscope.step.huggingface import mixers
 from gemmscope.step.module import LiveModule, ModuleStep
 
 Note = tuple[str, dict[str, Any]]
@@ -26,9 +25,6 @@ def built_notes(live: LiveModule, compiled: str) -> Iterator[Note]:
         yield "experts-not-converted", {"count": weights}
     if compiled == "whole" and live.masked is False and _masks_when_compiled(live):
         yield "attention-mask-explicit", {}
-    chosen = mixers(live.built.module)
-    for package in dict.fromkeys(chosen.values()):
-        yield "mixer-implementation", {"functions": [name for name in chosen if chosen[name] == package], "package": package}
 
 
 def _masks_when_compiled(live: LiveModule) -> bool:

@@ -15,11 +15,43 @@ from pydantic import TypeAdapter
 
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
-from gemmscope.model.spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RunSpec
+from gemmscope.model.mixers import MixerSpec
+from gemmscope.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RunSpec
 from gemmscope.workload import sharding
 from gemmscope.workload.derive import derive
+from gemmscope.workload.mixers import input_widths
 
-MOST_WEIGHTS = 4  # layers whose weights are held, of all kinds together
+MOST_WEIGHTS = 4  # layers whose weights are held, of all kinds together, unless there are more kinds
+MOST_KINDS = 12
+
+
+@dataclass(frozen=True)
+class NormPlaces:
+    """Where the norms of a layer stand."""
+
+    before: bool = True  # each of its blocks
+    after: bool = False  # each of its blocks, before it is added
+    shared: bool = False  # one norm before all blocks, which run side by side
+    count: int = 0
+
+
+def norm_places(layer: LayerSpec) -> NormPlaces:
+    """As many norms as the layer has, where that can be told: before each block; before and after; one for all; none.
+
+    >>> mlp = MlpSpec(96, gated=False)
+    >>> norm_places(LayerSpec(AttentionSpec(4, 4, 16), mlp, norms=4))
+    NormPlaces(before=True, after=True, shared=False, count=4)
+    >>> norm_places(LayerSpec(None, mlp, norms=1)), norm_places(LayerSpec(AttentionSpec(4, 4, 16), mlp, norms=1)).shared
+    (NormPlaces(before=True, after=False, shared=False, count=1), True)
+    """
+    blocks = (layer.attention is not None or layer.mixer is not None) + (layer.mlp is not None)
+    if layer.norms == 0:
+        return NormPlaces(before=False)
+    if layer.norms == 1 and blocks == 2:
+        return NormPlaces(shared=True, count=1)
+    if layer.norms == 2 * blocks:
+        return NormPlaces(after=True, count=2 * blocks)
+    return NormPlaces(count=blocks)
 
 
 @dataclass(frozen=True)
@@ -40,6 +72,7 @@ class StackPlan:
     heads: bool = True  # the last one does
     accumulation: int = 1
     recompute: str = "none"
+    separate_projections: bool = False
 
     @property
     def depth(self) -> int:
@@ -53,23 +86,14 @@ class StackPlan:
         """The sizes of all GEMMs that may run in low precision, by name."""
         sizes = {"tokens": self.tokens, "hidden size": self.hidden_size}
         for layer in dict.fromkeys(self.layers):
-            attention, mlp = layer.attention, layer.mlp
-            assert attention is not None
-            assert mlp is not None
-            sizes["attention's output width"] = attention.out_width
-            if attention.latent is None:  # one GEMM makes all three
-                sizes["width of queries, keys and values"] = attention.q_width + attention.k_width + attention.v_width
-            else:
-                latent, plain = attention.latent, attention.head_dim - attention.latent.rope_dim
-                sizes |= {"width of queries": attention.q_width, "key/value rank": latent.kv_rank}
-                sizes["key/value rank and rotary part"] = latent.kv_rank + latent.rope_dim
-                sizes["width of keys and values"] = attention.heads * (plain + attention.value_head_dim)
-                sizes |= {"query rank": latent.q_rank} if latent.q_rank is not None else {}
-            if isinstance(mlp, MoeSpec):
-                sizes["expert's intermediate size"] = mlp.expert.intermediate_size
-                sizes |= {"shared expert's intermediate size": mlp.shared.intermediate_size} if mlp.shared is not None else {}
-            else:
-                sizes["intermediate size"] = mlp.intermediate_size
+            sizes |= _attention_sizes(layer.attention, separate=self.separate_projections) if layer.attention is not None else {}
+            sizes |= _mixer_sizes(layer.mixer) if layer.mixer is not None else {}
+            if isinstance(layer.mlp, MoeSpec):
+                sizes["expert's intermediate size"] = layer.mlp.expert.intermediate_size
+                shared = layer.mlp.shared
+                sizes |= {"shared expert's intermediate size": shared.intermediate_size} if shared is not None else {}
+            elif layer.mlp is not None:
+                sizes["intermediate size"] = layer.mlp.intermediate_size
         return sizes
 
     def with_depth(self, depth: int) -> StackPlan:
@@ -112,10 +136,6 @@ def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[Finding]]
         raise UserError(message, f"choose another with {option('pp_stage')}")
     embeds, heads = stage == 0, stage == run.pp - 1
     vocab = sharding.padded_vocab(model.vocab_size, run) // run.tp if model.vocab_size is not None else None
-    if mixed := [layer for layer in chosen if not layer.is_plain]:
-        raise UserError(
-            f"a step with layers of {mixed[0].kind} is not yet supported", "use gemmscope forecast, which supports it"
-        )
     layers = tuple(_of_rank(layer, run) for layer in chosen)
     moe = next((layer.mlp for layer in chosen if isinstance(layer.mlp, MoeSpec)), None)
     plan = StackPlan(
@@ -133,9 +153,30 @@ def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[Finding]]
         expert_rows=tuple(max(16, rows) for rows in sharding.expert_rows(moe, run)) if moe is not None else (),
         accumulation=run.gradient_accumulation,
         recompute=run.recompute,
+        separate_projections=run.separate_projections,
     )
     padded = plan.padded(16)  # low-precision GEMMs need a multiple of 16 tokens: frameworks pad each expert's
     return padded, _differences(model, run, chosen)
+
+
+def _attention_sizes(spec: AttentionSpec, *, separate: bool) -> dict[str, int]:
+    sizes = {"attention's output width": spec.out_width}
+    if spec.latent is not None:
+        latent, plain = spec.latent, spec.head_dim - spec.latent.rope_dim
+        sizes |= {"width of queries": spec.q_width, "key/value rank": latent.kv_rank}
+        sizes["key/value rank and rotary part"] = latent.kv_rank + latent.rope_dim
+        sizes["width of keys and values"] = spec.heads * (plain + spec.value_head_dim)
+        return sizes | ({"query rank": latent.q_rank} if latent.q_rank is not None else {})
+    if separate and not spec.stored_fused:
+        return sizes | {"width of queries": spec.q_width, "width of keys": spec.k_width, "width of values": spec.v_width}
+    return sizes | {"width of queries, keys and values": spec.q_width + spec.k_width + spec.v_width}  # by one GEMM
+
+
+def _mixer_sizes(spec: MixerSpec) -> dict[str, int]:
+    sizes = {"mixer's output width": spec.inner, "mixer's input width": sum(input_widths(spec).values())}
+    if spec.kind == "kda":
+        sizes |= {"rank of the mixer's gates": spec.rank, "width of the mixer's decay": spec.heads * spec.key_dim}
+    return sizes
 
 
 def share_weights(layers: tuple[LayerSpec, ...]) -> tuple[int, ...]:
@@ -146,9 +187,9 @@ def share_weights(layers: tuple[LayerSpec, ...]) -> tuple[int, ...]:
     ((0, 1, 2, 3, 0, 1), (0, 1, 2, 3, 1, 2))
     """
     kinds = list(dict.fromkeys(layers))
-    if len(kinds) > MOST_WEIGHTS:
+    if len(kinds) > MOST_KINDS:
         raise UserError(
-            f"the model has {len(kinds)} kinds of layers, and a stack holds the weights of {MOST_WEIGHTS} at most",
+            f"the model has {len(kinds)} kinds of layers, and a stack holds the weights of {MOST_KINDS} at most",
             f"choose a pipeline stage with fewer kinds: {option('pp')} and {option('pp_stage')}",
         )
     sizes = dict.fromkeys(kinds, 1)
@@ -162,14 +203,17 @@ def share_weights(layers: tuple[LayerSpec, ...]) -> tuple[int, ...]:
 
 def _of_rank(layer: LayerSpec, run: RunSpec) -> LayerSpec:
     """A layer with the heads and widths that one tensor-parallel rank holds."""
-    whole, mlp = layer.attention, layer.mlp
-    assert whole is not None
-    assert mlp is not None
-    attention = replace(whole, heads=whole.heads // run.tp, kv_heads=max(1, whole.kv_heads // run.tp))
+    attention, mixer, mlp = layer.attention, layer.mixer, layer.mlp
+    if attention is not None:
+        attention = replace(attention, heads=attention.heads // run.tp, kv_heads=max(1, attention.kv_heads // run.tp))
+    if mixer is not None:
+        mixer = replace(mixer, heads=mixer.heads // run.tp, groups=max(1, mixer.groups // run.tp))
     if isinstance(mlp, MlpSpec):
-        return replace(layer, attention=attention, mlp=_narrow(mlp, run.tp))
-    shared = _narrow(mlp.shared, run.tp) if mlp.shared is not None else None
-    return replace(layer, attention=attention, mlp=replace(mlp, expert=_narrow(mlp.expert, run.expert_tp), shared=shared))
+        mlp = _narrow(mlp, run.tp)
+    elif mlp is not None:
+        shared = _narrow(mlp.shared, run.tp) if mlp.shared is not None else None
+        mlp = replace(mlp, expert=_narrow(mlp.expert, run.expert_tp), shared=shared)
+    return replace(layer, attention=attention, mixer=mixer, mlp=mlp)
 
 
 def _narrow(mlp: MlpSpec, parts: int) -> MlpSpec:
@@ -183,21 +227,25 @@ def _differences(model: ModelSpec, run: RunSpec, layers: tuple[LayerSpec, ...]) 
     blocks = [
         block for mlp in mlps for block in ((mlp.expert, mlp.shared) if isinstance(mlp, MoeSpec) else (mlp,)) if block is not None
     ]
-    norms = sorted({layer.norms for layer in layers} - {2})
+    norms = sorted({layer.norms for layer in layers if norm_places(layer).count != layer.norms})
+    beside = list(dict.fromkeys(linear.name for layer in layers for linear in layer.extra))
     unknown = list(dict.fromkeys(block.activation for block in blocks if activation_kind(block.activation) is None))
     conditions = {
         "windows-not-run": any(attention.window for attention in attentions),
         "sinks-not-run": any(attention.sinks for attention in attentions),
-        "qk-norms-not-run": any(attention.qk_norm for attention in attentions),
-        "two-norms-run": bool(norms),
+        "some-norms-not-run": bool(norms),
+        "extra-linears-not-run": bool(beside),
         "activation-replaced": bool(unknown),
         "communication-not-run": run.tp * run.cp * run.ep * run.pp > 1,
         "sequence-parallel-not-run": run.sequence_parallel and run.tp > 1,
-        "separate-projections-not-run": run.separate_projections,
-        "latent-recompute-not-run": run.recompute == "selective" and any(attention.latent for attention in attentions),
+        "experts-projections-fused": run.separate_projections and any(layer.is_moe for layer in layers),
         "head-transform-not-run": model.head_transform or model.embedding_size not in (None, model.hidden_size),
     }
-    facts = {"two-norms-run": {"norms": list(map(str, norms))}, "activation-replaced": {"activations": unknown}}
+    facts = {
+        "some-norms-not-run": {"norms": list(map(str, norms))},
+        "activation-replaced": {"activations": unknown},
+        "extra-linears-not-run": {"linears": beside},
+    }
     return [finding(code, **facts.get(code, {})) for code, applies in conditions.items() if applies]
 
 

@@ -72,9 +72,8 @@ class Stack(nn.Module):
             tied.weight = self.embedding.weight
         blocks, self.inner = [], []
         for layer, slot in zip(plan.layers, plan.slots, strict=True):
-            block = Block(kit, layer, plan, device)
+            block = Block(kit, layer, plan)
             self.inner += weights.adopt(block, slot)
-            block.selective = plan.recompute == "selective"
             blocks.append(kit.finish(block))
         self.blocks = nn.ModuleList(blocks)
 
@@ -112,7 +111,7 @@ class Step:
             for parameter in self._every:
                 parameter.register_post_accumulate_grad_hook(_drop)
             updated = [_with_gradient(parameter, weights) for parameter in self._every]
-        self._optimizer = _optimizer(updated, weights)
+        self.optimizer = _optimizer(updated, weights)
         self._x, self._labels = _batch(plan, device, kit.precision)
         if self._x.requires_grad:
             self._x.register_post_accumulate_grad_hook(_drop)
@@ -127,9 +126,14 @@ class Step:
             first = None if self.plan.accumulation == 1 else number == 0
             self._model(self._x, self._labels, first=first).backward()
         mark_step("optimizer")
-        self._optimizer.step()
+        self.optimizer.step()
         if self._real:
-            self._optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        """What mixers compute → the package that does."""
+        return self.stack.kit.kernels.sources
 
     def loss(self) -> float:
         """One forward pass, to check that the loss is finite."""

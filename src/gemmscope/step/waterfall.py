@@ -17,18 +17,18 @@ from gemmscope.recipe.recipes import Recipe
 from gemmscope.results.step import ProfiledPart, WaterfallLevel
 from gemmscope.workload.ops import Pass
 
-LINEARS = ("qkv", "attn out", "mlp", "experts", "shared expert")
+LINEARS = ("qkv", "attn out", "mixer in", "mixer out", "mlp", "experts", "shared expert")
 BLOCKS: dict[str, StepPart] = {
-    "attention": "attention", "head": "head and loss", "loss": "head and loss", "embedding": "embedding",
-    "optimizer": "optimizer", "router": "routing", "combine": "routing",
+    "attention": "attention", "linear attention": "linear attention", "head": "head and loss", "loss": "head and loss",
+    "embedding": "embedding", "optimizer": "optimizer", "router": "routing", "combine": "routing",
 }  # fmt: skip
 BY_CLASS: dict[str, StepPart] = {
     "gemm": "GEMMs", "quantize": "quantization", "update": "quantization", "attention": "attention", "optimizer": "optimizer",
     "loss": "head and loss", "embedding": "embedding", "routing": "routing", "convolution": "convolutions",
+    "linear attention": "linear attention",
 }  # fmt: skip
 PASSES_OF: dict[str, tuple[Pass, ...]] = {"forward": ("fprop",), "backward": ("dgrad", "wgrad")}
 IN_BF16 = ("bf16", "bf16")
-LINEAR_ATTENTION = "linear attention"  # as `kernel_names.toml` calls scans and delta rules
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class PlacedKernel:
     def parts(self) -> dict[StepPart, float]:
         """Its microseconds by part of the step: by its block, and within linears by its class. What looks like a cast is none
         where nothing is quantized; a cast that a compiler fused with a norm or an activation is divided between the two."""
-        if self.block in BLOCKS:
-            return {BLOCKS[self.block]: self.time_us}
+        if self.block in BLOCKS and not (self.block == "attention" and classify(self.name).kernel_class == "norm"):
+            return {BLOCKS[self.block]: self.time_us}  # norms of queries and keys run between their projection and attention
         work = work_in_step(self.name)
         part = BY_CLASS.get(work.kernel_class, "norms and activations")
         if part == "quantization" and not self.quantizes:
@@ -217,7 +217,7 @@ def attention_kernels(placed: Sequence[PlacedKernel]) -> dict[str, float]:
         backend = attention_backend(kernel.name)
         if backend is not None and classify(kernel.name).kernel_class == "attention":
             sums[backend] = sums.get(backend, 0.0) + kernel.time_us / 1000
-    if not sums.keys() - {LINEAR_ATTENTION}:
+    if not sums:
         unfused = [kernel for kernel in placed if kernel.block in ("attention", "model") and is_softmax(kernel.name)]
         sums |= {MATH: sum(kernel.time_us for kernel in unfused) / 1000} if unfused else {}
     return dict(sorted(sums.items(), key=lambda pair: -pair[1]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import importlib
 from collections.abc import Callable
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +21,7 @@ from gemmscope.engine.timer import Burst, DoneBurst, busy_ms, elapsed_ms, kernel
 from gemmscope.engine.worker import BurstGroup, MeasuringProcess, failure_kind
 from gemmscope.errors import in_a_line
 from gemmscope.recipe.recipes import recipe
+from gemmscope.step.graphs import CapturedStep
 from gemmscope.step.kits import KITS
 from gemmscope.step.kits.plain import Kit
 from gemmscope.step.marks import recording
@@ -34,6 +36,7 @@ PROFILE_AFTER_MS = 1200.0  # of steps: the clock overshoots first, then falls to
 HOST_BATCH = (1, 128)  # so small that launching takes longer than running
 HOST_STEPS = 4
 LONG_STEP_MS = 2000.0
+AnyStep = Step | ModuleStep | CapturedStep
 
 
 class StepWorker(MeasuringProcess):
@@ -46,7 +49,7 @@ class StepWorker(MeasuringProcess):
         self.variants: list[dict[str, Any]] = request["variants"]
         self.weights, self.real_weights = Weights(), Weights()
         self.modules: dict[tuple[int, torch.dtype], LiveModule] = {}  # by depth and precision
-        self.steps: dict[str, Step | ModuleStep] = {}
+        self.steps: dict[str, AnyStep] = {}
         self.once_ms: dict[str, float] = {}  # about what a step takes
 
     def main(self) -> None:
@@ -68,6 +71,8 @@ class StepWorker(MeasuringProcess):
             self._build(variant)
         for code, facts in linear_notes(self.steps.values()):
             self.warn(code, **facts)
+        if kernels := {what: package for step in self.steps.values() for what, package in step.kernels.items()}:
+            self.warn("mixer-kernels", kernels=[f"{what} ({package})" for what, package in kernels.items()])
         self._measure()
         if self.request["profile"]:  # last: the GPU is in its steady state, and marks have not split compiled layers yet
             for name, step in self.steps.items():
@@ -100,14 +105,20 @@ class StepWorker(MeasuringProcess):
             self.modules[key] = LiveModule.build(plan, self.device, precision, self.request["optimizer"])
         return self.modules[key]
 
-    def _make(self, variant: dict[str, Any], plan: StackPlan | ModulePlan) -> Step | ModuleStep:
+    def _make(self, variant: dict[str, Any], plan: StackPlan | ModulePlan) -> AnyStep:
         kit = self._kit_of(variant)
         if isinstance(plan, ModulePlan):
             return ModuleStep(self._live(plan.with_depth(variant["depth"]), kit.precision), kit, plan.accumulation)
         plan = plan.with_depth(variant["depth"]).padded(recipe(variant["recipe"]).multiple_of)
         if variant["real"]:
             return Step(plan.unrolled(), kit, self.real_weights, self.device, real=True)
-        return Step(plan, kit, self.weights, self.device)
+        step = Step(plan, kit, self.weights, self.device)
+        return CapturedStep(step, self.graph_memory) if variant["captured"] else step
+
+    @cached_property
+    def graph_memory(self) -> Any:
+        """What all captured steps share."""
+        return torch.cuda.graph_pool_handle()
 
     def _build(self, variant: dict[str, Any]) -> None:
         name = variant["name"]
@@ -117,7 +128,7 @@ class StepWorker(MeasuringProcess):
             self.say(Failed(name, why_not, "unsupported"))
             return
         before = torch.cuda.memory_allocated() if self.on_gpu else 0
-        step: Step | ModuleStep | None = None
+        step: AnyStep | None = None
         try:
             step = self._make(variant, self.plan)
             if self.on_gpu:
@@ -143,7 +154,7 @@ class StepWorker(MeasuringProcess):
             facts["real_peak_bytes"] = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated() + step.live.held_bytes()
         self.say(Ready(name, facts))
 
-    def _mean_ms(self, step: Step | ModuleStep, count: int = 1) -> float:
+    def _mean_ms(self, step: AnyStep, count: int = 1) -> float:
         """Milliseconds per step, launched back to back on an idle GPU."""
 
         def work() -> None:
@@ -154,7 +165,7 @@ class StepWorker(MeasuringProcess):
         self._synchronize()
         return elapsed_ms(work) / count
 
-    def _profile(self, name: str, step: Step | ModuleStep) -> None:
+    def _profile(self, name: str, step: AnyStep) -> None:
         """The kernels of one step, part by part, in the state that the step brings the GPU to."""
         if not self.on_gpu:
             return

@@ -12,6 +12,7 @@ from torch.utils import checkpoint
 
 from gemmscope.model.spec import MlpSpec, NormSpec
 from gemmscope.recipe.recipes import Recipe
+from gemmscope.step.mixer_kernels import MixerKernels
 from gemmscope.step.module_plan import ModulePlan
 from gemmscope.step.plan import StackPlan, activation_kind
 
@@ -44,6 +45,7 @@ class Kit:
         self, recipe: Recipe, left_out: frozenset[str] = frozenset(), device: str = "cpu", compiled: str = "none"
     ) -> None:
         self.recipe, self.left_out, self.device, self.compiled = recipe, left_out, device, compiled
+        self.kernels = MixerKernels(device)  # of mixers
         if compiled != "none":
             torch._dynamo.config.recompile_limit = MOST_GRAPHS
             torch._dynamo.config.accumulated_recompile_limit = 8 * MOST_GRAPHS
@@ -67,8 +69,19 @@ class Kit:
     def norm_linear(self, norm: NormSpec, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         return Chain(self.norm(norm, inputs), self.linear(inputs, outputs, bias=bias))
 
+    def mlp(self, norm: NormSpec | None, hidden: int, spec: MlpSpec, *, separate: bool = False) -> nn.Module:
+        """A feed-forward block; `norm`: before it. `separate`: gate and up are a GEMM each."""
+        if norm is not None and not separate:
+            return self.norm_mlp(norm, hidden, spec)
+        block = self._separate_feed_forward(hidden, spec) if separate and spec.gated else self._feed_forward(hidden, spec)
+        return Chain(self.norm(norm, hidden), block) if norm is not None else block
+
     def norm_mlp(self, norm: NormSpec, hidden: int, spec: MlpSpec) -> nn.Module:
         return Chain(self.norm(norm, hidden), self._feed_forward(hidden, spec))
+
+    def _separate_feed_forward(self, hidden: int, spec: MlpSpec) -> nn.Module:
+        gate, up = (self.linear(hidden, spec.intermediate_size, bias=spec.up_bias) for _ in range(2))
+        return FeedForward(spec, up, self.linear(spec.intermediate_size, hidden, bias=spec.down_bias), gate)
 
     def _feed_forward(self, hidden: int, spec: MlpSpec) -> nn.Module:
         up = self.linear(hidden, spec.intermediate_size * (1 + spec.gated), bias=spec.up_bias)
@@ -119,9 +132,9 @@ class Kit:
         """What its modules are told of the micro-batch: whether it is the step's first (None: the only one)."""
         return {}
 
-    def checkpoint(self, function: Any, x: torch.Tensor) -> torch.Tensor:
+    def checkpoint(self, function: Any, *x: torch.Tensor) -> torch.Tensor:
         """Run it without keeping activations, and again in backward."""
-        return checkpoint.checkpoint(function, x, use_reentrant=False)
+        return checkpoint.checkpoint(function, *x, use_reentrant=False)
 
 
 def compiled_module(module: nn.Module) -> nn.Module:
@@ -163,15 +176,17 @@ class Chain(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Up, activation, down; gate and up are one GEMM. `rows`: the tokens of each expert, where up and down are grouped."""
+    """Up, activation, down; gate and up are one GEMM, or two. `rows`: the tokens of each expert, where they are grouped."""
 
-    def __init__(self, spec: MlpSpec, up: nn.Module, down: nn.Module) -> None:
+    def __init__(self, spec: MlpSpec, up: nn.Module, down: nn.Module, gate: nn.Module | None = None) -> None:
         super().__init__()
-        self.gated, self.activation, self.up, self.down = spec.gated, activation_of(spec), up, down
+        self.gated, self.activation, self.up, self.down, self.gate = spec.gated, activation_of(spec), up, down, gate
 
     def forward(self, x: torch.Tensor, *rows: list[int], **how: Any) -> torch.Tensor:
         inner = self.up(x, *rows, **how)
-        if self.gated:
+        if self.gate is not None:
+            inner = self.activation(self.gate(x, **how)) * inner
+        elif self.gated:
             gate, up = inner.chunk(2, dim=-1)
             inner = self.activation(gate) * up
         else:

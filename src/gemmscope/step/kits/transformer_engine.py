@@ -99,8 +99,8 @@ class TransformerEngineKit(Kit):
     def arguments(self, *, first: bool | None) -> dict[str, Any]:
         return {"is_first_microbatch": first}
 
-    def checkpoint(self, function: Any, x: torch.Tensor) -> torch.Tensor:
-        return te.checkpoint(function, x, use_reentrant=False)
+    def checkpoint(self, function: Any, *x: torch.Tensor) -> torch.Tensor:
+        return te.checkpoint(function, *x, use_reentrant=False)
 
 
 def _activation(spec: MlpSpec) -> str:
