@@ -130,7 +130,6 @@ def _key(item: TimedWork) -> _Key:
     return _Key(backend, pass_name, shape, causal, next((short for text, short in TYPES if text in types), ""))
 
 
-@cache
 def _shape(operator: Operator) -> tuple[int, int, int, int, int] | None:
     """Batch, heads, queries, keys and head size, from the inputs of PyTorch's operators; the backward's begin with a gradient."""
     shapes = [shape for shape in operator.shapes if is_shape(shape) and len(shape) == 4]
