@@ -115,6 +115,13 @@ class Objective(nn.Module):
             raise TraceError(f"the loss is a tensor of shape {shape}, not a scalar", "end it with .mean() or .sum()")
         return loss.reshape(())
 
+    def compiled(self) -> nn.Module:
+        """Compiled as people compile it: a module that computes its own loss by itself, any other with its loss."""
+        if self.given is not None or self.squares:
+            return compiled_module(self)
+        self.module = compiled_module(self.module)
+        return self
+
     def tried(self, built: Built) -> Callable[[], object]:
         """A first call, which shows whether the module has a loss of its own."""
 
@@ -181,8 +188,8 @@ class ModuleStep:
             holder = objective.module.get_submodule(parent)
             setattr(holder, name, kit.compile_layer(holder.get_submodule(name)))
         self._parameters = [parameter for parameter in objective.parameters() if parameter.requires_grad]
-        alone = kit.compiled == "layers" and not live.layers  # then it is one layer
-        self._objective = compiled_module(objective) if alone else kit.compile_whole(objective)
+        whole = kit.compiled == "whole" or (kit.compiled == "layers" and not live.layers)
+        self._objective = objective.compiled() if whole else objective
 
     @property
     def kernels(self) -> dict[str, str]:
