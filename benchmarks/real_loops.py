@@ -74,7 +74,7 @@ def build(config: dict[str, Any], recipe: str, compiled: str, device: str) -> An
 
 
 def loop(
-    config: dict[str, Any], batch: int, sequence: int, recipes: list[str], compiled: str, device: str
+    config: dict[str, Any], batch: int, sequence: int, recipes: list[str], compiled: str, device: str, rounds: int
 ) -> dict[str, list[float]]:
     """Milliseconds of steps in every recipe, after a warm-up, in the steady state of the GPU."""
     import torch
@@ -104,7 +104,6 @@ def loop(
             torch.cuda.synchronize()
         steps[recipe] = step, time.monotonic() - began_step
         print(f"  loop: {recipe} ready after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    rounds = ROUNDS if on_gpu else 2
     for _ in range(rounds):
         for recipe in random.sample(recipes, len(recipes)):
             step, about_s = steps[recipe]
@@ -124,6 +123,25 @@ def loop(
             end.synchronize()
             times[recipe].append(begin.elapsed_time(end) / kept)
     return times
+
+
+def warm_up(arguments: argparse.Namespace, recipes: list[str]) -> None:
+    """Compile every recipe and way in a process of its own, side by side: what follows finds the kernels in the cache."""
+    began = time.monotonic()
+    runs = [again(arguments, compiled, [recipe], "--one-step") for compiled in arguments.compiled for recipe in recipes]
+    started = [subprocess.Popen(run, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for run in runs]
+    for run, process in zip(runs, started, strict=True):
+        error = process.communicate()[1]
+        if process.returncode:
+            print(f"  warm-up failed: {' '.join(run[2:])}: {error.strip().splitlines()[-1:]}", flush=True)
+    print(f"warm-up {time.monotonic() - began:.0f} s", flush=True)
+
+
+def again(arguments: argparse.Namespace, compiled: str, recipes: list[str], *more: str) -> list[str]:
+    """The command that runs this file's loop alone."""
+    command = [sys.executable, __file__, arguments.model, compiled, "--recipes", ",".join(recipes), *more]
+    command += ["--tiny"] if arguments.tiny else []
+    return [*command, "--layers", str(arguments.layers)] if arguments.layers else command
 
 
 def predicted(
@@ -183,18 +201,24 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--warm-up", action="store_true", help="compile in parallel processes first, to save time")
     parser.add_argument("--loop-only", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--one-step", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     config, batch, sequence = MODELS[arguments.model]
     recipes, device = arguments.recipes.split(","), "cpu" if arguments.tiny else "cuda"
     if arguments.tiny:
-        config, batch, sequence, recipes = {**config, **TINY}, 1, 64, ["BF16", "FP32"]
+        config, batch, sequence = {**config, **TINY}, 1, 64
     if arguments.layers:
         config = {**config, "num_hidden_layers": arguments.layers}
-    if arguments.loop_only:  # in a process of its own: its memory is gone when gemmscope runs
-        times = loop(config, batch, sequence, recipes, arguments.compiled[0], device)
-        arguments.loop_only.write_text(json.dumps(times))
+    if arguments.loop_only or arguments.one_step:  # in a process of its own: its memory is gone when gemmscope runs
+        rounds = 0 if arguments.one_step else ROUNDS if device == "cuda" else 2
+        times = loop(config, batch, sequence, recipes, arguments.compiled[0], device, rounds)
+        if arguments.loop_only:
+            arguments.loop_only.write_text(json.dumps(times))
         return
+    if arguments.warm_up:
+        warm_up(arguments, recipes)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
@@ -202,19 +226,7 @@ def main() -> None:
         for compiled in arguments.compiled:
             answer, began = Path(folder) / "loop.json", time.monotonic()
             answer.unlink(missing_ok=True)
-            again = [
-                sys.executable,
-                __file__,
-                arguments.model,
-                compiled,
-                "--loop-only",
-                str(answer),
-                "--recipes",
-                arguments.recipes,
-            ]
-            again += ["--tiny"] if arguments.tiny else []
-            again += ["--layers", str(arguments.layers)] if arguments.layers else []
-            ran = subprocess.run(again, check=False)
+            ran = subprocess.run(again(arguments, compiled, recipes, "--loop-only", str(answer)), check=False)
             if ran.returncode:
                 print(f"{arguments.model}, --compile {compiled}: the loop failed with {ran.returncode}", flush=True)
             between = time.monotonic()
