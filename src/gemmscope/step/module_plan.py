@@ -134,7 +134,8 @@ def extrapolation(kinds: Callable[[int], Kinds | None], layers: int, most: int) 
     known = {depth: counts for depth in range(min(LEAST_DEPTH, most), most + 1) if (counts := kinds(depth)) is not None}
     target = _row(whole, whole)
     rows = {depth: _row(counts, whole) for depth, counts in known.items() if counts.keys() <= whole.keys()}
-    for size in range(2, MOST_DEPTHS + 1):
+    enough = len(rows) > 1 and _weights(list(rows), rows, target) is not None
+    for size in range(2, MOST_DEPTHS + 1) if enough else ():
         candidates = list(rows) if size == 2 else _spread(list(rows), MOST_CANDIDATES)
         solved = [weights for chosen in combinations(candidates, size) if (weights := _weights(chosen, rows, target)) is not None]
         if solved:

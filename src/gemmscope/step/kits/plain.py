@@ -104,7 +104,8 @@ class Kit:
 
     def why_not_linear(self, rows: int, inputs: int, outputs: int) -> str:
         """Why a linear of a live module, called with so many rows, cannot run in this recipe; empty if it can."""
-        return self.recipe.misaligned({"input features": inputs, "output features": outputs, "rows": rows})
+        found = self.recipe.misalignment({"input features": inputs, "output features": outputs, "rows": rows})
+        return f"{found[0]} = {found[1]} is not a multiple of {self.recipe.multiple_of}" if found is not None else ""
 
     def convert(self, module: nn.Module, paths: Sequence[str]) -> None:
         """Replace the linears at these paths of a live module by the framework's, with the same parameters."""
