@@ -1,12 +1,11 @@
 """`gemmscope step --hugging-face` compared with a training loop that is not gemmscope's, on the GPU of this machine.
 
-    python benchmarks/real_loops.py llama layers
-    python benchmarks/real_loops.py qwen3_next layers whole --json results.json
+    python benchmarks/real_loops.py llama:layers llama:whole qwen3_next:layers --json results.json
 
 The loop is plain PyTorch: the transformers class, torchao's `convert_to_float8_training`, `torch.compile`, fused AdamW with a
-learning rate, batches that change from step to step. BF16 and FP8 run in turn, in bursts of more than a second, in one process.
-`gemmscope step` then runs the same config in a process of its own, and both are printed side by side: the step in every recipe
-and its speedup over BF16. `--tiny` runs toy sizes on the CPU, to try the script itself.
+learning rate, batches that change from step to step. Each recipe has a process of its own, all compile side by side, and then
+BF16 and FP8 run in turn, in bursts of more than a second. When they have ended, `gemmscope step` runs the same configs, and both
+are printed side by side: the step in every recipe and its speedup over BF16. `--tiny` runs toy sizes on the CPU, to try it.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,10 @@ LLAMA = {
     "tie_word_embeddings": False,
 }  # fmt: skip
 QWEN3_NEXT = {
-    "model_type": "qwen3_next", "hidden_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 2,
+    "model_type": "qwen3_next", "hidden_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 2,
     "head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4, "linear_num_value_heads": 32,
     "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
-    "num_experts": 32, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
     "intermediate_size": 5120, "vocab_size": 32000, "max_position_embeddings": 4096, "tie_word_embeddings": False,
 }  # fmt: skip
 TINY = {
@@ -39,10 +39,17 @@ TINY = {
     "linear_key_head_dim": 16, "linear_value_head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
     "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
 }  # fmt: skip
-MODELS = {"llama": (LLAMA, 4, 4096), "qwen3_next": (QWEN3_NEXT, 2, 4096)}  # config, micro-batch, sequence
+MODELS = {"llama": (LLAMA, 4, 4096), "qwen3_next": (QWEN3_NEXT, 4, 1024)}  # config, micro-batch, sequence
 FLOAT8 = {"FP8Tensorwise": "tensorwise", "FP8Rowwise": "rowwise"}
-DROP_S, KEEP_S, ROUNDS = 0.4, 1.2, 5
+DROP_S, KEEP_S, ROUNDS = 0.4, 1.2, 4
 STEP_LIMIT, SPEEDUP_LIMIT = 0.03, 0.02
+TOLD = ("mixer-kernels", "experts-not-converted", "attention-mask-explicit", "linears-kept", "step-not-measured")
+
+
+def sizes(model: str, *, tiny: bool) -> tuple[dict[str, Any], int, int]:
+    """Config, micro-batch and sequence."""
+    config, batch, sequence = MODELS[model]
+    return ({**config, **TINY}, 1, 64) if tiny else (dict(config), batch, sequence)
 
 
 def build(config: dict[str, Any], recipe: str, compiled: str, device: str) -> Any:
@@ -63,8 +70,8 @@ def build(config: dict[str, Any], recipe: str, compiled: str, device: str) -> An
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         def chosen(module: Any, name: str) -> bool:
-            sizes = (module.in_features, module.out_features)
-            return name != "lm_head" and not name.endswith(".gate") and all(size % 16 == 0 and size >= 128 for size in sizes)
+            features = (module.in_features, module.out_features)
+            return name != "lm_head" and not name.endswith(".gate") and all(size % 16 == 0 and size >= 128 for size in features)
 
         convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(FLOAT8[recipe]), module_filter_fn=chosen)
     if compiled == "layers":
@@ -73,106 +80,115 @@ def build(config: dict[str, Any], recipe: str, compiled: str, device: str) -> An
     return torch.compile(model) if compiled == "whole" else model
 
 
-def loop(
-    config: dict[str, Any], batch: int, sequence: int, recipes: list[str], compiled: str, device: str, rounds: int
-) -> dict[str, list[float]]:
-    """Milliseconds of steps in every recipe, after a warm-up, in the steady state of the GPU."""
+def train(model_name: str, compiled: str, recipe: str, *, tiny: bool) -> None:
+    """One recipe's loop: says that it is ready, then runs a burst whenever a line comes in."""
     import torch
 
-    on_gpu = device != "cpu"
+    device = "cpu" if tiny else "cuda"
+    config, batch, sequence = sizes(model_name, tiny=tiny)
     torch._dynamo.config.recompile_limit = 64
     tokens = [torch.randint(config["vocab_size"], (batch, sequence), device=device) for _ in range(4)]
-    steps, times = {}, {recipe: [] for recipe in recipes}
-    for recipe in recipes:
-        began = time.monotonic()
-        model = build(config, recipe, compiled, device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=on_gpu)
+    model = build(config, recipe, compiled, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=not tiny)
+    synchronize = torch.cuda.synchronize if not tiny else lambda: None
 
-        def step(number: int, model: Any = model, optimizer: Any = optimizer) -> None:
+    def run(count: int) -> float:
+        """Milliseconds per step, from the first launch to the end of the last kernel."""
+        if not tiny:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+        began = time.monotonic()
+        for number in range(count):
             ids = tokens[number % len(tokens)]
             model(input_ids=ids, labels=ids).loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+        if tiny:
+            return (time.monotonic() - began) * 1000 / count
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / count
 
-        for number in range(3):
-            step(number)
-        if on_gpu:
-            torch.cuda.synchronize()
-        began_step = time.monotonic()
-        step(3)
-        if on_gpu:
-            torch.cuda.synchronize()
-        steps[recipe] = step, time.monotonic() - began_step
-        print(f"  loop: {recipe} ready after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    for _ in range(rounds):
-        for recipe in random.sample(recipes, len(recipes)):
-            step, about_s = steps[recipe]
-            for number in range(max(1, round(DROP_S / about_s))):
-                step(number)
-            kept = max(3, round(KEEP_S / about_s))
-            if not on_gpu:
-                began = time.monotonic()
-                step(0)
-                times[recipe].append((time.monotonic() - began) * 1000)
-                continue
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            for number in range(kept):
-                step(number)
-            end.record()
-            end.synchronize()
-            times[recipe].append(begin.elapsed_time(end) / kept)
-    return times
+    run(3)
+    synchronize()
+    about_s = run(2) / 1000
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        run(max(1, round(DROP_S / about_s)))
+        print(run(max(3, round(KEEP_S / about_s)) if not tiny else 2), flush=True)
 
 
-def warm_up(arguments: argparse.Namespace, recipes: list[str]) -> None:
-    """Compile every recipe and way in a process of its own, side by side: what follows finds the kernels in the cache."""
-    began = time.monotonic()
-    runs = [again(arguments, compiled, [recipe], "--one-step") for compiled in arguments.compiled for recipe in recipes]
-    started = [subprocess.Popen(run, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for run in runs]
-    for run, process in zip(runs, started, strict=True):
-        error = process.communicate()[1]
-        if process.returncode:
-            print(f"  warm-up failed: {' '.join(run[2:])}: {error.strip().splitlines()[-1:]}", flush=True)
-    print(f"warm-up {time.monotonic() - began:.0f} s", flush=True)
+class Loop:
+    """The process of one recipe's loop."""
+
+    def __init__(self, case: str, recipe: str, *, tiny: bool) -> None:
+        self.case, self.recipe, self.began, self.times, self.ready_s = case, recipe, time.monotonic(), list[float](), 0.0
+        command = [sys.executable, __file__, case, "--train", recipe, *(["--tiny"] if tiny else [])]
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True)
+        self.waiting = threading.Thread(target=self._wait, daemon=True)
+        self.waiting.start()
+
+    def _wait(self) -> None:
+        assert self.process.stdout is not None
+        if self.process.stdout.readline().strip() == "ready":
+            self.ready_s = time.monotonic() - self.began
+            print(f"  {self.case} {self.recipe}: compiled after {self.ready_s:.0f} s", flush=True)
+
+    def is_ready(self, until: float) -> bool:
+        """Whether it is compiled by then."""
+        self.waiting.join(max(until - time.monotonic(), 0.1))
+        return self.ready_s > 0
+
+    def burst(self) -> None:
+        """Run steps, and keep the time of one."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        self.times.append(float(self.process.stdout.readline()))
+
+    def end(self) -> None:
+        """Give its memory back; say what went wrong, if something did."""
+        self.process.kill()
+        self.process.wait()
+        if not self.ready_s:
+            self.errors.seek(0)
+            print(f"  {self.case} {self.recipe}: not ready; {self.errors.read().strip().splitlines()[-1:]}", flush=True)
 
 
-def again(arguments: argparse.Namespace, compiled: str, recipes: list[str], *more: str) -> list[str]:
-    """The command that runs this file's loop alone."""
-    command = [sys.executable, __file__, arguments.model, compiled, "--recipes", ",".join(recipes), *more]
-    command += ["--tiny"] if arguments.tiny else []
-    return [*command, "--layers", str(arguments.layers)] if arguments.layers else command
-
-
-def predicted(
-    path: Path, batch: int, sequence: int, recipes: list[str], compiled: str, device: str, seconds: float
-) -> dict[str, Any]:
+def predicted(case: str, recipes: list[str], seconds: float, folder: Path, *, tiny: bool) -> dict[str, Any]:
     """What `gemmscope step` measures of the same config."""
-    output = path.with_suffix(".step.json")
+    model_name, _, compiled = case.partition(":")
+    config, batch, sequence = sizes(model_name, tiny=tiny)
+    path, output = folder / f"{model_name}.json", folder / f"{model_name}-{compiled}.json"
+    path.write_text(json.dumps(config))
     command = [
         sys.executable, "-m", "gemmscope", "step", "--config", str(path), "--hugging-face", "--compile", compiled,
         "--micro-batch-size", str(batch), "--sequence-length", str(sequence), "--time-limit", str(seconds),
         "--recipes", ",".join(recipes), "--json", str(output),
-        *(["--device", "cpu"] if device == "cpu" else ["--backend", "torchao"]),
+        *(["--device", "cpu"] if tiny else ["--backend", "torchao", "--share-gpu"]),
     ]  # fmt: skip
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     if not output.exists():
-        raise SystemExit(f"gemmscope step failed: {ran.stderr[-2000:]}")
+        print(f"gemmscope step failed: {ran.stderr[-2000:]}", flush=True)
+        return {}
     return dict(json.loads(output.read_text()))
 
 
-def table(name: str, compiled: str, real: dict[str, list[float]], result: dict[str, Any]) -> list[dict[str, Any]]:
+def table(case: str, real: dict[str, list[float]], result: dict[str, Any]) -> list[dict[str, Any]]:
     """Both sides, recipe by recipe."""
-    steps = {each["recipe"]: each for each in result["step"]["recipes"]}
+    steps = {each["recipe"]: each for each in result["step"]["recipes"]} if result else {}
     means = {recipe: sum(times) / len(times) for recipe, times in real.items() if times}
-    print(f"\n{name}, --compile {compiled}  (step ms: loop, gemmscope; speedup over BF16: loop, gemmscope)")
+    print(f"\n{case}  (step ms: loop, gemmscope; speedup over BF16: loop, gemmscope)")
     rows = []
-    for recipe, mean in means.items():
-        step = steps.get(recipe)
-        if step is None:
-            print(f"  {recipe:15} {mean:9.2f}  not measured by gemmscope: {result['step']['failures'].get(recipe)}")
+    for recipe in dict.fromkeys([*means, *steps]):
+        if recipe not in steps or recipe not in means:
+            own = steps[recipe]["step_ms"]["value"] if recipe in steps else None
+            print(f"  {recipe:15} loop {means.get(recipe)}, gemmscope {own}")
             continue
-        own, speedup = step["step_ms"]["value"], means["BF16"] / mean
+        step, mean = steps[recipe], means[recipe]
+        own, speedup = step["step_ms"]["value"], means.get("BF16", mean) / mean
         own_speedup = (step.get("speedup") or {"value": 1.0})["value"]
         error, speedup_error = own / mean - 1, own_speedup / speedup - 1
         within = abs(error) <= STEP_LIMIT and abs(speedup_error) <= SPEEDUP_LIMIT
@@ -181,62 +197,59 @@ def table(name: str, compiled: str, real: dict[str, list[float]], result: dict[s
             f"   {'ok' if within else 'OFF'}   attention {step.get('attention_kernels')}"
         )
         rows.append({
-            "model": name, "compile": compiled, "recipe": recipe, "loop_ms": mean, "step_ms": own, "error": error,
-            "loop_speedup": speedup, "speedup": own_speedup, "speedup_error": speedup_error, "loop_bursts_ms": real[recipe],
-            "attention": step.get("attention_kernels"),
+            "case": case, "recipe": recipe, "loop_ms": mean, "step_ms": own, "error": error, "loop_speedup": speedup,
+            "speedup": own_speedup, "speedup_error": speedup_error, "loop_bursts_ms": real[recipe],
+            "attention": step.get("attention_kernels"), "parts_ms": step.get("parts_ms"),
         })  # fmt: skip
-    for found in result["findings"]:
-        if found["code"] in ("mixer-kernels", "experts-not-converted", "attention-mask-explicit", "linears-kept"):
+    for found in result.get("findings", ()):
+        if found["code"] in TOLD:
             print(f"    {found['code']}: {found['facts']}")
     return rows
 
 
 def main() -> None:
-    """Run the loop, then gemmscope, for each way of compiling."""
+    """Compile all loops side by side, run them in turn, then gemmscope."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", choices=list(MODELS))
-    parser.add_argument("compiled", nargs="+", choices=["layers", "whole", "none"])
-    parser.add_argument("--seconds", type=float, default=12.0, help="time limit of gemmscope step")
+    parser.add_argument("cases", nargs="+", metavar="MODEL:COMPILE[:RECIPES]", help="llama:whole, qwen3_next:layers:BF16")
     parser.add_argument("--recipes", default="BF16,FP8Tensorwise,FP8Rowwise")
-    parser.add_argument("--layers", type=int)
+    parser.add_argument("--seconds", type=float, default=12.0, help="time limit of gemmscope step")
+    parser.add_argument("--patience", type=float, default=900.0, help="seconds to wait for the loops to be compiled")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--warm-up", action="store_true", help="compile in parallel processes first, to save time")
-    parser.add_argument("--loop-only", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--one-step", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--train", metavar="RECIPE", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    config, batch, sequence = MODELS[arguments.model]
-    recipes, device = arguments.recipes.split(","), "cpu" if arguments.tiny else "cuda"
-    if arguments.tiny:
-        config, batch, sequence = {**config, **TINY}, 1, 64
-    if arguments.layers:
-        config = {**config, "num_hidden_layers": arguments.layers}
-    if arguments.loop_only or arguments.one_step:  # in a process of its own: its memory is gone when gemmscope runs
-        rounds = 0 if arguments.one_step else ROUNDS if device == "cuda" else 2
-        times = loop(config, batch, sequence, recipes, arguments.compiled[0], device, rounds)
-        if arguments.loop_only:
-            arguments.loop_only.write_text(json.dumps(times))
+    if arguments.train:
+        model_name, _, compiled = arguments.cases[0].partition(":")
+        train(model_name, compiled, arguments.train, tiny=arguments.tiny)
         return
-    if arguments.warm_up:
-        warm_up(arguments, recipes)
+    began, cases = time.monotonic(), {}
+    for named in arguments.cases:
+        case, _, own = named.rpartition(":") if named.count(":") > 1 else (named, "", "")
+        cases[case] = (own or arguments.recipes).split(",")
+    loops = {case: [Loop(case, recipe, tiny=arguments.tiny) for recipe in recipes] for case, recipes in cases.items()}
+    ready_loops = {
+        case: [loop for loop in processes if loop.is_ready(began + arguments.patience)] for case, processes in loops.items()
+    }
+    for processes in loops.values():  # those that are not ready would compile while others are timed
+        for loop in processes:
+            if not loop.ready_s:
+                loop.end()
+    for case, ready in ready_loops.items():
+        for _ in range(2 if arguments.tiny else ROUNDS):
+            for loop in random.sample(ready, len(ready)):
+                loop.burst()
+        print(f"{case}: loops after {time.monotonic() - began:.0f} s", flush=True)
+    for processes in loops.values():
+        for loop in processes:
+            loop.end()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.json"
-        path.write_text(json.dumps(config))
-        for compiled in arguments.compiled:
-            answer, began = Path(folder) / "loop.json", time.monotonic()
-            answer.unlink(missing_ok=True)
-            ran = subprocess.run(again(arguments, compiled, recipes, "--loop-only", str(answer)), check=False)
-            if ran.returncode:
-                print(f"{arguments.model}, --compile {compiled}: the loop failed with {ran.returncode}", flush=True)
-            between = time.monotonic()
-            result = predicted(path, batch, sequence, recipes, compiled, device, arguments.seconds)
-            real = json.loads(answer.read_text()) if answer.exists() else {}
-            rows += table(arguments.model, compiled, real, result)
-            print(f"  loop {between - began:.0f} s, gemmscope {time.monotonic() - between:.0f} s", flush=True)
+        for case, processes in loops.items():
+            result = predicted(case, cases[case], arguments.seconds, Path(folder), tiny=arguments.tiny)
+            rows += table(case, {loop.recipe: loop.times for loop in processes}, result)
+            print(f"  {time.monotonic() - began:.0f} s", flush=True)
             if arguments.json:
                 arguments.json.write_text(json.dumps(rows, indent=1))
-                arguments.json.with_suffix(f".{compiled}.run.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":
