@@ -59,7 +59,7 @@ def choose_run(source: ModelSource, given: Mapping[str, Any]) -> RunChoice:
 
 def _require(settings: Mapping[str, Any], source: ModelSource) -> None:
     """A `UserError` where the batch is not known. A module may bring its own inputs; a traced config may have no sequence."""
-    required = () if source.module is not None else BATCH if source.model is not None or not _no_tokens(source) else BATCH[:1]
+    required = () if source.module is not None else BATCH if source.model is not None or _reads_tokens(source) else BATCH[:1]
     missing = [name for name in required if name not in settings]
     if missing:
         verb = "is" if len(missing) == 1 else "are"
@@ -69,11 +69,11 @@ def _require(settings: Mapping[str, Any], source: ModelSource) -> None:
         )
 
 
-def _no_tokens(source: ModelSource) -> bool:
-    """Whether a config is of a model that reads images or sound, so that a sequence length may mean nothing to it."""
-    return any(
-        key in (source.config or {}) for key in ("image_size", "num_mel_bins", "num_channels", "conv_kernel", "patch_size")
-    )
+def _reads_tokens(source: ModelSource) -> bool:
+    """Whether a config without closed form surely is of a language model. To others a sequence length may mean nothing."""
+    config = source.config or {}
+    senses = any(key in config for key in ("image_size", "num_mel_bins", "num_channels", "patch_size", "conv_stride"))
+    return not senses and any(key in config for key in ("vocab_size", "text_config"))
 
 
 def _other_pipeline(run: RunSpec, typed: Mapping[str, Any], source: ModelSource) -> tuple[RunSpec, list[Finding]]:

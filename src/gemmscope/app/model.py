@@ -173,7 +173,7 @@ def _trace(job: ModelRun, say: Any) -> ModuleTrace:
     plain = RunSpec(**{name: getattr(run, name) for name in TRACED_SETTINGS})
     if run != plain:
         raise UserError(
-            f"{source.origin} is traced as it runs in one process: it cannot be split or recomputed here",
+            f"{source.origin} is traced as it runs in one process: it cannot be sharded or recomputed here",
             f"keep only {option('micro_batch_size')}, {option('sequence_length')}, {option('gradient_accumulation')}, and data "
             f"parallelism ({option('gpus')}, {option('dp')}, {option('zero')})",
         )

@@ -73,7 +73,12 @@ def batch_lines(run: RunSpec | None, stage: int) -> list[str]:
 def model_facts(model: ModelSummary | None, run: RunSpec | None, stage: int = 0) -> Facts:
     """Model and batch as a list shows them."""
     named = [("model", f"{model.name}, {_model_text(model)}")] if model is not None else []
-    return (*named, *([("micro-batch", "; ".join(batch_lines(run, stage)))] if run is not None else []))
+    if run is None:
+        return tuple(named)
+    lines = batch_lines(run, stage)
+    if run.inputs is not None:
+        return (*named, ("inputs", "; ".join([run.inputs, *lines[1:]])))
+    return (*named, ("micro-batch", "; ".join(lines)))
 
 
 def same_model(command: str, result: Result, more: str = "", keep: Sequence[str] = MODEL_OPTIONS) -> str:

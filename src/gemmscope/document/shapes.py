@@ -5,6 +5,7 @@ from gemmscope.document.common import batch_lines, command_facts, model_facts, s
 from gemmscope.document.model import Document, Message, Section
 from gemmscope.document.table import NOTHING, Cell, Table, bytes_cell, columns, number, share_cell, without_empty
 from gemmscope.results.shapes import Check, ListedGemm, ShapesResult
+from gemmscope.workload.ops import gemm_size
 
 GEMM_COLUMNS = columns(("Op", "Pass", "M x K x N"), ("Groups", "Count", "FLOPs each", "FLOPs", "Share"))
 OTHER_COLUMNS = columns(("Op",), ("Count", "Forward FLOPs", "Forward bytes", "Backward FLOPs", "Backward bytes"))
@@ -48,12 +49,13 @@ def _parameters(result: ShapesResult) -> str:
 
 
 def _summary(result: ShapesResult) -> Table:
-    """A row for each op: the sizes of its forward GEMM, and the FLOPs of all its passes."""
+    """A row for each op and size: the sizes of its forward GEMM, and the FLOPs of all its passes."""
     if result.check is not None and result.check.differences:
         return _differences(result.check)
-    ops: dict[tuple[str, int], list[ListedGemm]] = {}
+    ops: dict[tuple[str, int, tuple[int, int, int]], list[ListedGemm]] = {}
     for gemm in result.gemms:
-        ops.setdefault((gemm.op, gemm.groups), []).append(gemm)
+        size = gemm_size(gemm.m, gemm.k, gemm.n, gemm.pass_name)  # of the linear
+        ops.setdefault((gemm.op, gemm.groups, size), []).append(gemm)
     work = {op: sum(gemm.flops * gemm.count for gemm in gemms) for op, gemms in ops.items()}
     shown = sorted(work, key=lambda op: -work[op])[:MOST_OPS]
     rows = []
@@ -95,8 +97,10 @@ def _totals(result: ShapesResult) -> Table:
             for each in totals.layers
         ),
         (Cell("GEMMs"), NOTHING, _flops(totals.gemm_flops), _flops(totals.gemm_flops_per_step)),
-        (Cell("Attention"), NOTHING, _flops(totals.attention_flops), _flops(totals.attention_flops * steps)),
     ]
+    if totals.attention_flops:
+        attention = totals.attention_flops
+        rows.append((Cell("Attention"), NOTHING, _flops(attention), _flops(attention * steps)))
     if totals.batched_gemm_flops:
         batched = totals.batched_gemm_flops
         rows.append((Cell("Batched GEMMs outside attention"), NOTHING, _flops(batched), _flops(batched * steps)))

@@ -171,7 +171,8 @@ class StepForecast:
             decides = (host_ms / batch_ms) ** host["sharpness"] if self.held.moe_layers else 1.0
             idle_ms = (batch_ms - gpu_ms) * batches
             parts[IDLE] = Estimate(idle_ms, decides * host["uncertainty"] * host_ms * batches / idle_ms)
-        at_most = cluster()["steps"]["at_most"].get(self.forecaster.chip.architecture, inf)
+        known = cluster()["steps"]["at_most"] if self.model is not None else {}  # published steps are none of a traced module
+        at_most = known.get(self.forecaster.chip.architecture, inf)
         return StepEstimate(in_order(parts), self._common, at_most, tuple(waits), host_ms * batches, decides)
 
     def _micro_batch(self, name: str) -> dict[StepPart, Estimate]:

@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from gemmscope.errors import option
 from gemmscope.workload.confine import NetworkError
@@ -89,7 +90,8 @@ def load_factory(reference: str, micro_batch: int | None, sequence: int | None, 
         raise TraceError(f"{path_text} has no function {name!r}; it defines {callables or 'no function'}")
     given = {key: value for key, value in zip(SIZES, (micro_batch, sequence), strict=True) if value is not None}
     accepted = _accepted(factory, given)
-    with naming(f"{name}()", folder), torch.device(device):
+    stay = _OnMeta() if device == "meta" else contextlib.nullcontext()
+    with naming(f"{name}()", folder), torch.device(device), stay:
         result = factory(**accepted)
     module, inputs, loss = _unpacked(result, name)
     module = _moved(module, device)
@@ -197,6 +199,22 @@ def _on_meta(module: Any, name: str, answer: Any) -> None:
     setattr(module, name, replaced)
 
 
+class _OnMeta(TorchFunctionMode):  # type: ignore[misc]
+    """A factory that moves its module or its inputs to another device keeps them on the meta device."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if function in (torch.Tensor.cuda, torch.Tensor.cpu):
+            return args[0]
+        if function is torch.Tensor.to:
+            args = (args[0], *("meta" if isinstance(value, (str, torch.device)) else value for value in args[1:]))
+        if kwargs.get("device") is not None:
+            kwargs["device"] = "meta"
+        return function(*args, **kwargs)
+
+
 def _import(path: Path) -> ModuleType:
     """The user's file as a module, which can import what lies beside it."""
     folder = path.resolve().parent
@@ -230,9 +248,8 @@ def _unpacked(result: Any, name: str) -> tuple[torch.nn.Module, Any, Callable[[A
     if not isinstance(module, torch.nn.Module):
         raise TraceError(f"{name}() returned {type(module).__name__}; {RETURNS}", EXAMPLE)
     if loss is not None and not callable(loss):
-        raise TraceError(
-            f"the loss that {name}() returned is {type(loss).__name__}; it must be a function of the module's output"
-        )
+        problem = f"the loss that {name}() returned is {type(loss).__name__}, not a function"
+        raise TraceError(problem, "it is called as loss(output), with what the module returns")
     return module, inputs, loss
 
 
@@ -295,7 +312,7 @@ def naming(what: str, folder: Path | None = None) -> Iterator[None]:
 
 # What to do about an error of a module that runs without values: words of its text, and the advice.
 _NEEDS_VALUES = (
-    "meta tensor", "_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero", "aten::masked_select",
+    "meta tensor", "_local_scalar_dense", "nonzero", "register_meta", "aten::equal", "aten::is_nonzero", "aten::masked_select",
     "aten::unique", "data-dependent", "Could not run 'aten::", "not supported on meta",
 )  # fmt: skip
 
@@ -324,11 +341,11 @@ def _needed_network(error: BaseException | None) -> bool:
 
 
 def _place(error: BaseException, folder: Path | None) -> str:
-    """Where an exception came from: the last line that ran in `folder`, or, without a folder, the last line that ran."""
+    """Where an exception came from: the last line that ran in `folder`, or, if none did, the last line that ran."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" (line {error.lineno} of {error.filename})"
     ran = list(traceback.extract_tb(error.__traceback__))
-    frames = ran if folder is None else [frame for frame in ran if _is_in(Path(frame.filename), folder)]
+    frames = [frame for frame in ran if folder is None or _is_in(Path(frame.filename), folder)] or ran
     return f" (line {frames[-1].lineno} of {frames[-1].filename})" if frames else ""
 
 

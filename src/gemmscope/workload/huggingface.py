@@ -12,6 +12,7 @@ from gemmscope.workload.confine import offline
 from gemmscope.workload.factory import Built, TraceError, know_meta_tensors, reason
 
 USUAL_IMAGE = 224  # pixels, where a config says nothing of images
+USUAL_SOUND = 160_000  # samples, where no length is given: ten seconds at 16 kHz
 
 
 def build_huggingface(
@@ -26,7 +27,7 @@ def build_huggingface(
 def built_huggingface(config_dict: dict[str, Any], batch: int, sequence: int | None) -> Iterator[Built]:
     """The model as it is trained: in BF16 and with labels; then, where that fails, in FP32 and with neither."""
     module, inputs = build_huggingface(config_dict, batch, sequence, torch.bfloat16)
-    own = "input_ids" not in inputs
+    own = next(iter(inputs)) != "input_ids"
     if (labels := _labels(module, inputs)) is not None:
         yield Built(module, (), {**inputs, "labels": labels}, own_inputs=own)
     yield Built(module, (), inputs, own_inputs=own)
@@ -47,8 +48,8 @@ def _inputs(module: Any, batch: int, sequence: int | None, precision: torch.dtyp
         inputs = {name: _floats((batch, config.num_mel_bins, 2 * config.max_source_positions), precision)}
     elif name == "input_values" and hasattr(config, "num_mel_bins"):
         inputs = {name: _floats((batch, config.max_length, config.num_mel_bins), precision)}
-    elif name == "input_values":  # sound as it was recorded: a sequence is a row of samples of it
-        inputs = {name: _floats((batch, _given(sequence)), precision)}
+    elif name == "input_values":  # sound as it was recorded
+        inputs = {name: _floats((batch, sequence or USUAL_SOUND), precision)}
     elif name in ("input_ids", "decoder_input_ids"):
         inputs = {"input_ids": _ids(batch, _given(sequence))}
     else:
@@ -56,6 +57,9 @@ def _inputs(module: Any, batch: int, sequence: int | None, precision: torch.dtyp
     if getattr(config, "is_encoder_decoder", False):
         longest = getattr(config, "max_target_positions", None)
         inputs["decoder_input_ids"] = _ids(batch, longest if sequence is None and longest else _given(sequence))
+    required = inspect.signature(module.forward).parameters.get("input_ids")
+    if required is not None and required.default is inspect.Parameter.empty and "input_ids" not in inputs:
+        inputs["input_ids"] = _ids(batch, _given(sequence))
     return inputs
 
 
@@ -120,6 +124,8 @@ def huggingface_model(config_dict: dict[str, Any], device: str, precision: torch
         except (KeyError, ValueError) as error:
             raise TraceError(f"transformers {transformers.__version__} cannot read this config: {reason(error)}") from error
         config.use_cache = False
+        if getattr(config, "apply_spec_augment", False):  # it masks at random places, which have no values on the meta device
+            config.apply_spec_augment = False
         module = _instantiate(transformers, config, device, precision)
     module.train()
     return module

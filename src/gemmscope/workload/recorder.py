@@ -28,9 +28,9 @@ import torch
 
 from gemmscope.workload.operators import Operand, flops_of, is_free, is_fusible, operands, storage_of
 from gemmscope.workload.ops import ALL_VISIBLE, BatchedGemm, Direction, Gemm, Pass, Remainder, attention_gemms, gemm_size
-from gemmscope.workload.traffic import Group, Traffic, kinds
+from gemmscope.workload.traffic import Traffic, WorkGroup, kinds
 
-ROOT, LOSS = "(root)", "(loss)"
+ROOT, LOSS, GRADIENTS = "(root)", "(loss)", "(gradients)"
 MOST_FOLLOWED = 8  # batched GEMMs whose results one tensor may come from
 Role = Literal["", "attention", "fused"]
 _LAYER_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
@@ -101,7 +101,7 @@ class Recorder:
     # --- context -----------------------------------------------------------------------------------------------------
 
     def enter(self, module: torch.nn.Module) -> None:
-        known = self._names.get(id(module), "?")
+        known = self._names.get(id(module)) or self.path()  # one that is registered nowhere belongs to its caller
         self._running.append((known, _kind_of(type(module)), isinstance(module, torch.nn.Linear)))
 
     @contextlib.contextmanager
@@ -266,18 +266,17 @@ class Recorder:
         if group.direction == "forward":
             self._follow(name, inputs, outputs)
 
-    def _group(self, name: str) -> Group:
+    def _group(self, name: str) -> WorkGroup:
         """Where an operator belongs: backward to the module and kind of its forward operator."""
         if self.is_backward():
             node = torch._C._current_autograd_node()
-            path, kind = (
-                self._groups.get(node._sequence_nr(), (ROOT, "elementwise")) if node is not None else (ROOT, "elementwise")
-            )
-            return Group(path, kinds().get(name, kind), "backward")
+            number = node._sequence_nr() if node is not None else -1
+            path, kind = self._groups.get(number, (GRADIENTS, "elementwise"))
+            return WorkGroup(path, kinds().get(name, kind), "backward")
         path, of_module, _ = self._running[-1] if self._running else (ROOT, "elementwise", False)
         kind = "loss" if of_module == "loss" else kinds().get(name, of_module)
         self._groups.setdefault(torch.autograd._get_sequence_nr() - 1, (path, kind))
-        return Group(path, kind, "forward")
+        return WorkGroup(path, kind, "forward")
 
     def _follow(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         """Follow results of batched GEMMs to a softmax, and those of a softmax to batched GEMMs."""

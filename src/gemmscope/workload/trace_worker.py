@@ -29,7 +29,7 @@ from gemmscope.workload.recorded import Moved, OtherWork, TracedAttention
 from gemmscope.workload.recorder import AttentionCall, visible_share
 from gemmscope.workload.recording import record
 from gemmscope.workload.trace import ModuleTrace
-from gemmscope.workload.traffic import Group, Sum
+from gemmscope.workload.traffic import TrafficSum, WorkGroup
 
 __all__ = ["TraceError", "answer", "build_huggingface", "huggingface_model", "move_to_meta", "trace"]
 
@@ -87,7 +87,7 @@ def _attention(call: AttentionCall, ran: Mapping[Direction, int]) -> TracedAtten
     )  # fmt: skip
 
 
-def _others(sums: Mapping[Group, Sum]) -> Iterator[OtherWork]:
+def _others(sums: Mapping[WorkGroup, TrafficSum]) -> Iterator[OtherWork]:
     """What was recorded between GEMMs, both directions together."""
     both: dict[tuple[str, str], dict[str, Moved]] = {}
     for group, each in sums.items():

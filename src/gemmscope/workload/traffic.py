@@ -45,7 +45,7 @@ class Region(NamedTuple):
     bytes_moved: int
 
 
-class Group(NamedTuple):
+class WorkGroup(NamedTuple):
     """What traffic is summed up by: the module's path, the kind of work, the direction."""
 
     path: str
@@ -54,7 +54,7 @@ class Group(NamedTuple):
 
 
 @dataclass
-class Sum:
+class TrafficSum:
     """The operators of one group: FLOPs and bytes as launched one by one, bytes and kernels as fused."""
 
     flops: float = 0.0
@@ -70,7 +70,7 @@ class Sum:
 
 @dataclass
 class _Operator:
-    group: Group
+    group: WorkGroup
     level: int
     fusible: bool
     flops: float
@@ -115,7 +115,9 @@ class Traffic:
         self._written: dict[int, _Written] = {}  # by storage
         self._needed: set[tuple[int, int]] = set()  # (storage, operator) that something which is never fused reads
 
-    def operator(self, group: Group, reads: Iterable[Region], writes: Iterable[Region], flops: float, *, fusible: bool) -> None:
+    def operator(
+        self, group: WorkGroup, reads: Iterable[Region], writes: Iterable[Region], flops: float, *, fusible: bool
+    ) -> None:
         """One operator that is not a GEMM, attention or convolution."""
         seen = [(region, self._written.get(region.storage, UNWRITTEN)) for region in dict.fromkeys(reads)]
         backward = group.direction == "backward"
@@ -148,9 +150,9 @@ class Traffic:
         for storage in writes:
             self._written[storage] = _Written(level=max(level, 1), in_backward=backward)
 
-    def sums(self) -> dict[Group, Sum]:
+    def sums(self) -> dict[WorkGroup, TrafficSum]:
         """All traffic by path, kind and direction. The bytes of a fused kernel are shared out by what its members would move."""
-        sums: dict[Group, Sum] = defaultdict(Sum)
+        sums: dict[WorkGroup, TrafficSum] = defaultdict(TrafficSum)
         for one in self._operators:
             of_group = sums[one.group]
             of_group.flops += one.flops
