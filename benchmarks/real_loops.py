@@ -46,6 +46,14 @@ STEP_LIMIT, SPEEDUP_LIMIT = 0.03, 0.02
 TOLD = ("mixer-kernels", "experts-not-converted", "attention-mask-explicit", "linears-kept", "step-not-measured")
 
 
+BEGAN = time.monotonic()
+
+
+def stage(text: str) -> None:
+    """One line with the time since the beginning."""
+    print(f"{time.monotonic() - BEGAN:6.0f} s  {text}", flush=True)
+
+
 def sizes(model: str, *, tiny: bool) -> tuple[dict[str, Any], int, int]:
     """Config, micro-batch and sequence."""
     config, batch, sequence = MODELS[model]
@@ -109,7 +117,10 @@ def train(model_name: str, compiled: str, recipe: str, *, tiny: bool) -> None:
         end.synchronize()
         return float(begin.elapsed_time(end)) / count
 
-    run(3)
+    print("model built", flush=True)
+    run(1)
+    print("first step", flush=True)
+    run(2)
     synchronize()
     about_s = run(2) / 1000
     print("ready", flush=True)
@@ -131,9 +142,11 @@ class Loop:
 
     def _wait(self) -> None:
         assert self.process.stdout is not None
-        if self.process.stdout.readline().strip() == "ready":
-            self.ready_s = time.monotonic() - self.began
-            print(f"  {self.case} {self.recipe}: compiled after {self.ready_s:.0f} s", flush=True)
+        for line in iter(self.process.stdout.readline, ""):
+            stage(f"{self.case} {self.recipe}: {line.strip()}")
+            if line.strip() == "ready":
+                self.ready_s = time.monotonic() - self.began
+                return
 
     def is_ready(self, until: float) -> bool:
         """Whether it is compiled by then."""
@@ -154,7 +167,7 @@ class Loop:
         self.process.wait()
         if not self.ready_s:
             self.errors.seek(0)
-            print(f"  {self.case} {self.recipe}: not ready; {self.errors.read().strip().splitlines()[-1:]}", flush=True)
+            stage(f"{self.case} {self.recipe}: not ready; {self.errors.read().strip().splitlines()[-1:]}")
 
 
 def predicted(case: str, recipes: list[str], seconds: float, folder: Path, *, tiny: bool) -> dict[str, Any]:
@@ -169,9 +182,12 @@ def predicted(case: str, recipes: list[str], seconds: float, folder: Path, *, ti
         "--recipes", ",".join(recipes), "--json", str(output),
         *(["--device", "cpu"] if tiny else ["--backend", "torchao", "--share-gpu"]),
     ]  # fmt: skip
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as ran:
+        assert ran.stdout is not None
+        for line in ran.stdout:
+            if "Warning" not in line and line.strip():
+                stage(f"  {line.rstrip()[:160]}")
     if not output.exists():
-        print(f"gemmscope step failed: {ran.stderr[-2000:]}", flush=True)
         return {}
     return dict(json.loads(output.read_text()))
 
@@ -238,16 +254,17 @@ def main() -> None:
         for _ in range(2 if arguments.tiny else ROUNDS):
             for loop in random.sample(ready, len(ready)):
                 loop.burst()
-        print(f"{case}: loops after {time.monotonic() - began:.0f} s", flush=True)
+        stage(f"{case}: loops timed, { ({loop.recipe: [round(ms, 2) for ms in loop.times] for loop in ready}) }")
     for processes in loops.values():
         for loop in processes:
             loop.end()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for case, processes in loops.items():
+            stage(f"{case}: gemmscope step")
             result = predicted(case, cases[case], arguments.seconds, Path(folder), tiny=arguments.tiny)
             rows += table(case, {loop.recipe: loop.times for loop in processes}, result)
-            print(f"  {time.monotonic() - began:.0f} s", flush=True)
+            stage(f"{case}: done")
             if arguments.json:
                 arguments.json.write_text(json.dumps(rows, indent=1))
 

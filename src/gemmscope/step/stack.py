@@ -136,9 +136,8 @@ class Step:
         return self.stack.kit.kernels.sources
 
     def loss(self) -> float:
-        """One forward pass, to check that the loss is finite."""
-        with torch.no_grad():
-            loss = float(self._model(self._x, self._labels))
+        """One forward pass, to check that the loss is finite. With gradients: without, it would be compiled again."""
+        loss = float(self._model(self._x, self._labels).detach())
         if not math.isfinite(loss):
             raise ArithmeticError(f"the loss is {loss}")
         return loss
