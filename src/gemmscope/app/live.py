@@ -11,6 +11,7 @@ from gemmscope.results.step import COMPILES, OPTIMIZERS, Compile, Optimizer, Ste
 from gemmscope.step.module_plan import LEAST_DEPTH, ModulePlan, depth_of
 
 BYTES_PER_PARAMETER = 8  # the weight, its gradient and both moments, in BF16
+COMPILING_S = 1200.0  # without a message: a whole model takes minutes to compile, and so do kernels that are tuned first
 ALL_FIT, SOME_FIT = 0.85, 0.5  # of the memory: for all layers, the rest is activations'; some run at two depths, side by side
 
 
@@ -55,6 +56,7 @@ def step_settings(backend: str, compile_what: Compile | None, optimizer: Optimiz
         compile=compile_what or ("layers" if backend == "torchao" else "none"),
         optimizer=optimizer or "adamw",
         host=backend != "torchao" and not live,
+        silence_s=COMPILING_S if live or compile_what == "whole" else StepSettings.silence_s,
     )
     return replace(settings, drop_ms=5.0, keep_ms=30.0) if backend == "cpu" else settings  # its clock need not settle
 
@@ -69,7 +71,7 @@ def live_plan(job: ModelRun) -> tuple[ModulePlan, list[Finding]]:
         module=source.module,
         config=config,
         depth=depth_of(config) if config is not None else 0,
-        micro_batch_size=job.micro_batch or 0,
+        micro_batch_size=job.micro_batch or (1 if config is not None else 0),
         sequence_length=job.sequence or 0,
         accumulation=run.gradient_accumulation,
         recompute=run.recompute,

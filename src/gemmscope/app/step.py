@@ -115,6 +115,7 @@ def run_step(
         baseline = predicted.results.deepest(BASELINE)
         depth = baseline.variant.depth if baseline is not None else 0
         times = step_times(predicted.results, choice.recipes, summed, subject.run.tokens_per_gpu, *verified)
+        times = times.model_copy(update={"unit": "tokens" if subject.run.inputs is None else "samples"})
         graphs = session.capture(depth) if cuda_graphs and not session.interrupted else None
         if graphs is not None:
             times = with_captured(times, graphs.results)

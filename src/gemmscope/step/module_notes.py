@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -28,13 +29,16 @@ def built_notes(live: LiveModule, compiled: str) -> Iterator[Note]:
 
 
 def _masks_when_compiled(live: LiveModule) -> bool:
-    """Whether transformers builds masks while it is compiled: PyTorch before 2.14 tells it that the model is exported.
+    """Whether transformers builds masks while it is compiled: older versions always do, newer ones with PyTorch before 2.14.
 
-    Source: `_ignore_causal_mask_sdpa` in transformers/masking_utils.py (5.22), which refers to pytorch#176499.
+    Source: `_ignore_causal_mask_sdpa` of transformers/masking_utils.py in 5.17 and 5.22, which refers to pytorch#176499.
     """
+    if not any(type(part).__module__.startswith("transformers.models.") for part in live.built.module.modules()):
+        return False
     version = tuple(int(number) for number in torch.__version__.split(".")[:2])
-    from_transformers = any(type(part).__module__.startswith("transformers.models.") for part in live.built.module.modules())
-    return from_transformers and version < (2, 14)
+    decides = getattr(sys.modules.get("transformers.masking_utils"), "_ignore_causal_mask_sdpa", None)
+    newer = decides is not None and "is_torchdynamo_exporting" in decides.__code__.co_names
+    return version < (2, 14) or not newer
 
 
 def linear_notes(steps: Iterable[object]) -> Iterator[Note]:

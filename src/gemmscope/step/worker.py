@@ -86,7 +86,7 @@ class StepWorker(MeasuringProcess):
 
     def _tried(self, plan: ModulePlan) -> bool:
         """Whether the module can be built and called at all; if not, the parent is told why, before anything is measured."""
-        variant = self.variants[0]
+        variant, live = self.variants[0], None
         try:
             live = self._live(plan.with_depth(variant["depth"]), self._kit_of(variant).precision)
         except Exception as error:
@@ -94,10 +94,17 @@ class StepWorker(MeasuringProcess):
                 known = isinstance(error, TraceError)
                 self.say(Fatal(str(error) if known else in_a_line(error), getattr(error, "hint", "")))
                 return False
-        else:
-            for code, facts in built_notes(live, self.request["compile"]):
-                self.warn(code, **facts)
+        if live is None:  # outside of `except`, where the exception would keep its memory alive
+            self._free()
+            return True
+        for code, facts in built_notes(live, self.request["compile"]):
+            self.warn(code, **facts)
         return True
+
+    def _free(self) -> None:
+        gc.collect()
+        if self.on_gpu:
+            torch.cuda.empty_cache()
 
     def _live(self, plan: ModulePlan, precision: torch.dtype) -> LiveModule:
         key = plan.depth, precision
@@ -141,10 +148,8 @@ class StepWorker(MeasuringProcess):
         except Exception as error:
             self.failed(name, error)
             step = None
-        if step is None:  # outside of `except`, where the exception would keep its memory alive
-            gc.collect()
-            if self.on_gpu:
-                torch.cuda.empty_cache()
+        if step is None:  # outside of `except`, as above
+            self._free()
             return
         self.steps[name] = step
         held = torch.cuda.memory_allocated() - before if self.on_gpu else 0
