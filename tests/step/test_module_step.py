@@ -11,17 +11,22 @@ import pytest
 
 from gemmscope.engine.messages import Failed, Fatal, Hello, Message, Noticed
 from gemmscope.findings import finding
+from gemmscope.model.flags import from_hyperparameters
+from gemmscope.model.spec import RunSpec
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.step import StepSettings, Variant
 from gemmscope.step.module_plan import ModulePlan
+from gemmscope.step.plan import plan_step
 
 torch = pytest.importorskip("torch", reason="modules need torch")
 from torch import nn  # noqa: E402
 
 from gemmscope.step.conversion import decide, find_head, find_layers, record_linears, summary  # noqa: E402
 from gemmscope.step.kits.plain import Kit, PlainLinear  # noqa: E402
+from gemmscope.step.marks import recording  # noqa: E402
 from gemmscope.step.module import LiveModule, ModuleStep  # noqa: E402
 from gemmscope.step.module_notes import built_notes, linear_notes  # noqa: E402
+from gemmscope.step.stack import Step, Weights  # noqa: E402
 from gemmscope.step.worker import StepWorker  # noqa: E402
 from gemmscope.workload.factory import TraceError  # noqa: E402
 
@@ -300,3 +305,19 @@ def test_a_module_that_cannot_be_compiled_costs_a_recipe_and_says_what_to_do(tmp
     text = finding("step-not-measured", recipe="BF16", reason=failed.why).text
     assert "it cannot be compiled (Unsupported: no graph" in text
     assert "--compile none runs it as it is" in text
+
+
+@pytest.mark.parametrize(("compiled", "expected"), [("none", []), ("layers", ["Block"] * 3), ("whole", ["Stack"])])
+def test_what_is_compiled_of_the_layers_that_step_builds(
+    compiled: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Marks inside would split a model that is compiled as a whole: only its ends are marked."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 3, "vocab_size": 97}
+    seen: list[str] = []
+    monkeypatch.setattr(torch, "compile", lambda module, dynamic: seen.append(type(module).__name__) or module)
+    step = Step(plan_step(from_hyperparameters(**sizes), RunSpec(1, 16))[0], kit("BF16", compiled), Weights(), "cpu")
+    assert seen == expected
+    with recording(inner=compiled != "whole") as marks:
+        step.run()
+    assert marks.labels[0] == ("model" if compiled == "whole" else "embedding", "forward")
+    assert len(marks.labels) == 2 or compiled != "whole"
