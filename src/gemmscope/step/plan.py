@@ -99,6 +99,7 @@ class StackPlan:
 def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[Finding]]:
     """The step of one rank, and what it runs differently from the model."""
     sharding.check(model, run)
+    _check_layers(model, run)
     if run.cp > 1:
         raise UserError(
             "a step under context parallelism cannot be run on one GPU: its queries attend to keys of other ranks",
@@ -116,6 +117,8 @@ def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[Finding]]
         raise UserError(
             f"a step with layers of {mixed[0].kind} is not yet supported", "use gemmscope forecast, which supports it"
         )
+    if any(layer.attention is not None and (layer.attention.top_k is not None or layer.attention.gated) for layer in chosen):
+        raise UserError("a step with sparse or gated attention is not yet supported", "use gemmscope forecast, which supports it")
     layers = tuple(_of_rank(layer, run) for layer in chosen)
     moe = next((layer.mlp for layer in chosen if isinstance(layer.mlp, MoeSpec)), None)
     plan = StackPlan(
@@ -135,7 +138,8 @@ def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[Finding]]
         recompute=run.recompute,
     )
     padded = plan.padded(16)  # low-precision GEMMs need a multiple of 16 tokens: frameworks pad each expert's
-    return padded, _differences(model, run, chosen)
+    left_out = [finding("prediction-layers-not-run", layers=model.prediction_layers)] if model.prediction_layers and heads else []
+    return padded, _differences(model, run, chosen) + left_out
 
 
 def share_weights(layers: tuple[LayerSpec, ...]) -> tuple[int, ...]:
@@ -199,6 +203,14 @@ def _differences(model: ModelSpec, run: RunSpec, layers: tuple[LayerSpec, ...]) 
     }
     facts = {"two-norms-run": {"norms": list(map(str, norms))}, "activation-replaced": {"activations": unknown}}
     return [finding(code, **facts.get(code, {})) for code, applies in conditions.items() if applies]
+
+
+def _check_layers(model: ModelSpec, run: RunSpec) -> None:
+    """A `UserError` for layers that the stack cannot run as they are."""
+    chunked = any(attention.chunk is not None and attention.chunk < run.sequence_length for attention in model.attentions)
+    special = next((layer.special for layer in model.layers if layer.special), "attention in chunks" if chunked else "")
+    if special:
+        raise UserError(f"a step of layers with {special} is not yet supported", "use gemmscope forecast, which supports them")
 
 
 ACTIVATION_KINDS = {"silu": "silu", "swish": "silu", "relu": "relu", "relu2": "relu2", "quick_gelu": "quick_gelu"}

@@ -1,7 +1,7 @@
 """Runs a module so that a `Recorder` sees everything it runs. Imports torch: only the trace worker imports this file.
 
-Scaled-dot-product attention and grouped GEMMs are replaced by functions that only produce shapes, because the operators they
-dispatch on the meta device are not those that a GPU runs.
+Scaled-dot-product attention, grouped GEMMs and the kernels of mixers (`fused.py`) are replaced by functions that only produce
+shapes, because the operators they dispatch on the meta device are not those that a GPU runs.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gemmscope.workload import fused
 from gemmscope.workload.operators import tensors
 from gemmscope.workload.recorder import AttentionCall, Recorder
 
@@ -31,7 +32,13 @@ def record(module: torch.nn.Module, *, between_gemms: bool = True) -> Iterator[R
         hooks.register_module_forward_hook(lambda *_: recorder.leave(), always_call=True),
     ]
     try:
-        with _Dispatch(recorder, between_gemms), _Functions(recorder), contextlib.ExitStack() as stack:
+        calls = fused.KernelCalls(recorder.scan, recorder.barrier)
+        with (
+            fused.replaced(module, calls),
+            _Dispatch(recorder, between_gemms),
+            _Functions(recorder),
+            contextlib.ExitStack() as stack,
+        ):
             if between_gemms:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor))
             yield recorder
