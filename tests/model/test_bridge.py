@@ -318,7 +318,10 @@ VALUES = st.recursive(
 )
 OTHERS = """_target_ activation_func window_size recompute_modules recompute_granularity qk_layernorm normalization
 pipeline_model_parallel_layout sequence_parallel transformer should_pad_vocab num_layers_in_first_pipeline_stage
-multi_latent_attention mtp_num_layers world_size softmax_type"""
+multi_latent_attention mtp_num_layers world_size softmax_type hybrid_layer_pattern hybrid_override_pattern is_hybrid_model
+hybrid_attention_ratio hybrid_mlp_ratio mamba_num_heads mamba_head_dim mamba_num_groups mtp_hybrid_override_pattern
+experimental_attention_variant linear_attention_freq linear_num_key_heads dsa_indexer_topk moe_latent_size attention_chunk_size
+attention_output_gate tokenizer_vocabulary layer_norms"""
 NAMES = st.sampled_from([*bridge.TELLTALE, *re.findall(r"\w+", OTHERS)])
 
 

@@ -116,6 +116,13 @@ def test_gemma_3n() -> None:
     assert [layer.mlp.intermediate_size for layer in spec.layers if isinstance(layer.mlp, MlpSpec)] == widths
 
 
+def test_more_layers_share_keys_than_there_are() -> None:
+    """transformers' code then shares none, unless the last kinds of layers occur only among the last."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    spec = model("gemma4_text", num_hidden_layers=4, num_kv_shared_layers=5, layer_types=kinds)
+    assert not any(attention.shares_kv for attention in attentions(spec))
+
+
 def test_deepseek_v4_layers() -> None:
     """Flash begins with windows alone, Pro with heavy compression."""
     flash, pro = (preset(f"deepseek-v4-{size}") for size in ("flash", "pro"))

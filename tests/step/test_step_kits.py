@@ -14,7 +14,9 @@ from gemmscope.model.spec import MlpSpec, RunSpec
 from gemmscope.recipe.recipes import recipe
 from gemmscope.step.plan import plan_step
 
-pytest.importorskip("torch", reason="kits need torch")
+torch = pytest.importorskip("torch", reason="kits need torch")
+
+from gemmscope.step.kits.plain import Routing  # noqa: E402
 
 TE = "transformer_engine"
 STAND_INS = (
@@ -68,3 +70,17 @@ def test_what_torchao_refuses(recipe_name: str, sequence: int, words: str, monke
     model = from_hyperparameters(hidden_size=64, intermediate_size=90, num_attention_heads=4, num_hidden_layers=2)
     made = kit("torchao", monkeypatch).TorchaoKit(recipe(recipe_name))
     assert made.why_not(plan_step(model, RunSpec(1, sequence))[0]) == words
+
+
+def test_tokens_go_to_as_many_experts_as_planned() -> None:
+    """Every expert gets its rows; what it returns goes back to its tokens, by the weight of the slot."""
+    torch.manual_seed(0)
+    routing, x = Routing(12, (16, 5, 9), "cpu"), torch.randn(12, 4)
+    sent, places = routing.send(x)
+    assert sent.shape == (30, 4)
+    assert [int((routing.experts == expert).sum()) for expert in range(4)] == [16, 5, 9, 6]  # six places are left over
+    weights = torch.rand(12, 2)
+    combined = routing.combine(sent, weights, places)
+    slots = weights.repeat(1, 2)[:, : routing.slots]
+    expected = x * (slots * (routing.experts < 3)).sum(dim=1, keepdim=True)
+    assert torch.allclose(combined, expected, atol=1e-5)

@@ -19,7 +19,7 @@ from gemmscope.gpu.environment import environment
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.step import AtBatch, Recommendation, StepResult, StepSettings, StepTimes, VariantResult
 from gemmscope.signals import held
-from gemmscope.step.answer import step_times
+from gemmscope.step.answer import step_times, with_captured
 from gemmscope.step.breakeven import break_even_finding, smaller_batches
 from gemmscope.step.campaign import StepCampaign, fingerprint_of
 from gemmscope.step.cost import Budget, cost
@@ -31,6 +31,7 @@ from gemmscope.workload.summary import totals
 
 __all__ = ["Budget", "run_step"]
 
+CANNOT_CAPTURE = ("cpu",)
 BATCH_LIMITS = (0.02, 10.0)  # precision and seconds: smaller batches are measured less precisely
 
 
@@ -40,6 +41,7 @@ def run_step(
     choices: Choices,
     verify: bool = False,
     break_even: bool = False,
+    cuda_graphs: bool = False,
     hugging_face: bool = False,
     precision: float = 0.01,
     time_limit: float = 30.0,
@@ -52,7 +54,8 @@ def run_step(
 ) -> StepResult:
     """Measure the training step in every recipe.
 
-    `verify` also runs the real model; `break_even` also runs smaller batches; `hugging_face` runs the model's own Hugging Face
+    `verify` also runs the real model; `break_even` also runs smaller batches; `cuda_graphs` also runs the step captured
+    in CUDA graphs; `hugging_face` runs the model's own Hugging Face
     class. Measuring ends when every speedup is known to `precision`, or after `time_limit` seconds. `observed_speedup` is
     compared with the prediction, and `budget` gives the cost of the full run. `resume` continues the same measurement if it was
     cut short. `deliver` writes the result: only then the measurement is finished.
@@ -66,6 +69,9 @@ def run_step(
     if choices.modes is not None and list(choices.modes) == ["pre-quantized"]:
         message = f"a step quantizes as it runs: {option('pre_quantize')} is for GEMMs alone"
         raise UserError(message, "remove it, or use gemmscope bench")
+    if cuda_graphs and hugging_face:
+        name = option("cuda_graphs")
+        raise UserError(f"{option('hugging_face')} runs steps that cannot be captured with {name}", f"remove {name}")
     if hugging_face:
         choices = _for_hugging_face(job, choices, verify=verify)
     model = job.source.model
@@ -75,6 +81,8 @@ def run_step(
     choice = choose(choices, machine, framework=job.source.framework)
     if choice.backend == "torch":
         raise UserError("PyTorch alone has no layers in low precision to train with", "install transformer_engine or torchao")
+    if cuda_graphs and choice.backend in CANNOT_CAPTURE:
+        raise UserError(f"{option('cuda_graphs')} needs a GPU", f"remove {option('cuda_graphs')}")
     subject = rank_workload(job, reporter.say)
     plan, differences = plan_step(model, job.run)
     settings = StepSettings(choice.backend, host=choice.backend != "torchao")
@@ -94,17 +102,20 @@ def run_step(
         predicted = session.run(f"running the step of {counted(plan.depth, 'layer')} in {', '.join(choice.recipes)} …")
         real, as_deep = session.verify() if verify and not session.interrupted else (None, None)
         verified = [run.results if run is not None else None for run in (real, as_deep)]
+        baseline = predicted.results.deepest(BASELINE)
+        depth = baseline.variant.depth if baseline is not None else 0
         summed = totals(subject.workload, job.run, model)
         times = step_times(predicted.results, choice.recipes, summed, job.run.tokens_per_gpu, *verified)
+        graphs = session.capture(depth) if cuda_graphs and not session.interrupted else None
+        if graphs is not None:
+            times = with_captured(times, graphs.results)
         recommended, mixed = session.recommend(predicted, times)
         batches = session.break_even(times) if break_even and not session.interrupted else ()
         if budget is not None:
             costed = [time.model_copy(update={"cost": cost(time.step_ms, job.run, budget)}) for time in times.recipes]
             times = times.model_copy(update={"recipes": tuple(costed)})
-        runs = [run for run in (predicted, real, as_deep, mixed) if run is not None]
+        runs = [run for run in (predicted, real, as_deep, graphs, mixed) if run is not None]
         results = [result for run in runs for result in run.results.tasks.values()]
-        baseline = predicted.results.deepest(BASELINE)
-        depth = baseline.variant.depth if baseline is not None else 0
         findings = [
             *_ended(predicted, interrupted=session.interrupted),
             *([] if times.recipes else [finding("nothing-measured")]),
@@ -167,6 +178,7 @@ class _StepSession:
         recipes: Sequence[str] | None = None,
         mixed: tuple[Plan, ...] = (),
         real: bool = False,
+        captured_depth: int | None = None,
         limits: tuple[float, float] | None = None,
     ) -> StepCampaign:
         """One measurement; of another plan, the CPU time to launch is not measured again."""
@@ -182,6 +194,7 @@ class _StepSession:
             recording=self.recording,
             workers=self.workers,
             real=real,
+            captured_depth=captured_depth,
             mixed=mixed,
             config=self.config,
         )
@@ -204,6 +217,14 @@ class _StepSession:
         except UserError as error:
             self.findings.append(finding("not-verified", reason=error.message))
             return None, None
+
+    def capture(self, depth: int) -> StepCampaign | None:
+        """The same steps as CUDA graphs, at the depth that the launched ones could be run at."""
+        try:
+            return self.run("capturing the step in CUDA graphs …", captured_depth=depth or self.plan.depth)
+        except UserError as error:
+            self.findings.append(finding("nothing-captured", reason=error.message))
+            return None
 
     def recommend(self, predicted: StepCampaign, times: StepTimes) -> tuple[Recommendation | None, StepCampaign | None]:
         """The fastest plan; a mixed one only after it was run beside the best single recipe, and won. After Ctrl-C, the fastest
@@ -285,6 +306,7 @@ def _ended(predicted: StepCampaign, *, interrupted: bool) -> list[Finding]:
 def _failures(results: Sequence[VariantResult], times: StepTimes) -> list[Finding]:
     """Variants that failed beside recipes that have a step: at another depth, of the real model, of a mixed plan."""
     failed = [result for result in results if result.failure and result.variant.recipe not in times.failures]
+    failed = [result for result in failed if not result.variant.captured]  # which `step-not-captured` says
     return [finding("variant-not-measured", variant=result.variant.name, reason=result.failure) for result in failed]
 
 
@@ -299,6 +321,14 @@ def _seconds(runs: Sequence[StepCampaign]) -> dict[str, float]:
     """What each purpose took, all its runs together."""
     sums: dict[str, float] = {}
     for run in runs:
-        purpose = "verifying" if run.real else "trying mixed plans" if run.mixed else "predicting"
+        purpose = (
+            "verifying"
+            if run.real
+            else "capturing"
+            if run.captured_depth
+            else "trying mixed plans"
+            if run.mixed
+            else "predicting"
+        )
         sums[purpose] = sums.get(purpose, 0.0) + run.seconds
     return {purpose: round(seconds, 1) for purpose, seconds in sums.items()}

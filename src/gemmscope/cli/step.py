@@ -17,6 +17,7 @@ class StepOptions:
 
     verify: bool = False
     break_even: bool = False
+    cuda_graphs: bool = False
     hugging_face: bool = False
     precision: float = 0.01
     time_limit: float = 30.0

@@ -22,7 +22,7 @@ from gemmscope.document.table import Cell, Facts, Table, columns
 from gemmscope.interval import Interval
 from gemmscope.parts import STEP_PARTS
 from gemmscope.recipe.recipes import BASELINE, recipe
-from gemmscope.results.step import Recommendation, StepResult, StepTime, VariantResult
+from gemmscope.results.step import Recommendation, StepResult, StepTime, Variant, VariantResult
 from gemmscope.step.recommend import Plan
 from gemmscope.step.waterfall import place
 
@@ -49,7 +49,7 @@ def step_document(result: StepResult, name: str = "") -> Document:
         subject=subject(result.model, result.run),
         where=result.where,
         answer=answer,
-        because=(*because, *_mixed(result.recommendation), *_requested(result)),
+        because=(*because, *_mixed(result.recommendation), *_requested(result), *_captured(result)),
         key_figures=step_figures(result.step),
         summary=step_summary({result.where: result.step}),
         context=(*batch_lines(result.run, result.stage), *ended),
@@ -95,6 +95,11 @@ def _requested(result: StepResult) -> list[str]:
     return [finding.text for finding in notes if best is not None and finding.facts["recipe"] == best.recipe]
 
 
+def _captured(result: StepResult) -> list[str]:
+    """What CUDA graphs change."""
+    return [finding.text for finding in result.findings if finding.code in ("step-captured", "step-captured-alone")]
+
+
 def _advice(recommended: Recommendation) -> Advice:
     rivals = f"; too close to call against {units.names(recommended.rivals)}" if recommended.rivals else ""
     if recommended.recipe == BASELINE:
@@ -107,7 +112,7 @@ def _advice(recommended: Recommendation) -> Advice:
 def _hover(result: StepResult) -> dict[tuple[str, str], Facts]:
     """(recipe, part) → kernels, samples, clocks."""
     facts: dict[tuple[str, str], Facts] = {}
-    predicting = [variant for variant in result.variants if not variant.variant.real and not variant.variant.left_out]
+    predicting = [variant for variant in result.variants if _predicts(variant.variant)]
     for name in (time.recipe for time in result.step.recipes):
         variants = [variant for variant in predicting if variant.variant.recipe == name]
         states = clock_facts([state for variant in variants for state in variant.states])
@@ -116,6 +121,10 @@ def _hover(result: StepResult) -> dict[tuple[str, str], Facts]:
         for part in STEP_PARTS:
             facts[name, part] = (*kernels.get(part, ()), *((("steps timed", samples),) if samples else ()), *states)
     return facts
+
+
+def _predicts(variant: Variant) -> bool:
+    return not (variant.real or variant.captured or variant.left_out)
 
 
 def _kernels(result: VariantResult) -> dict[str, Facts]:

@@ -12,8 +12,8 @@ from gemmscope.toml import load_data
 
 KernelClass = Literal[
     "gemm", "quantize", "update", "memory",
-    "convolution", "attention", "norm", "activation", "loss", "routing", "embedding", "optimizer", "layout", "elementwise",
-    "communication", "other",
+    "convolution", "attention", "linear attention", "norm", "activation", "loss", "routing", "embedding", "optimizer", "layout",
+    "elementwise", "communication", "other",
 ]  # fmt: skip
 
 

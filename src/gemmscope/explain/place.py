@@ -109,7 +109,7 @@ def _place(trace: RecordedTrace, work: GpuWork, scope: Scope, operator: Operator
     kind: str = "memory" if work.copy else done.kernel_class
     if kind == "optimizer" and trace.inference:  # multi_tensor_apply and the like are used elsewhere, too
         kind = "elementwise"
-    if scope.phase == "optimizer" and kind not in ("attention", "memory"):
+    if scope.phase == "optimizer" and kind not in ("attention", "linear attention", "memory"):
         return PlacedWork("optimizer", facts)
     launcher = trace.operator_names.get(work.external, "")
     if kind == "gemm":

@@ -161,7 +161,7 @@ def op_ms(op: Op, chip: GpuSpec) -> float:
 def scan_ms(op: Scan, chip: GpuSpec, direction: str) -> float:
     """One forward or backward run: its chunks' products at a share of the BF16 rate, or its bytes at a share of the bandwidth."""
     table = facts()["linear attention"]
-    known = table[op.rule]
+    known = table[op.rule][direction]
     work = op.forward() if direction == "forward" else op.backward()
     compute_ms = work.flops / (chip.tflops["bf16"] * 1e9 * known["rate"])
     memory_ms = work.bytes_moved / (chip.bandwidth_tbps * 1e9 * known["bandwidth"])

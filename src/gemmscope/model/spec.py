@@ -92,19 +92,6 @@ class LayerSpec:
         return self.attention is not None and self.mlp is not None and self.mixer is None
 
     @property
-    def special(self) -> str:
-        """What it has that other layers of attention and a feed-forward block do not; empty for most."""
-        attention = self.attention
-        parts = {
-            "compressed attention": attention is not None and attention.compressed is not None,
-            "keys and values of another layer": attention is not None and attention.shares_kv,
-            "keys as values": attention is not None and attention.values_are_keys,
-            self.streams.kind if self.streams is not None else "": self.streams is not None,
-            "inputs of its own": self.input_width > 0,
-        }
-        return ", ".join(part for part, present in parts.items() if present)
-
-    @property
     def kind(self) -> str:
         """What it consists of: `attention + MoE`, `Mamba-2`."""
         mixers = [self.mixer.name] if self.mixer is not None else []

@@ -73,6 +73,14 @@ class Verified(Part):
         return abs(self.error) <= reach if isfinite(reach) else None
 
 
+class CapturedTime(Part):
+    """The step captured as one CUDA graph."""
+
+    step_ms: Interval
+    speedup: Interval | None = None
+    """Over BF16, captured too."""
+
+
 class StepTime(Part):
     """One recipe: milliseconds of one step on one rank."""
 
@@ -106,6 +114,8 @@ class StepTime(Part):
     verdict: Finding | None = None
     """Why the step gains what it gains."""
     verified: Verified | None = None
+    captured: CapturedTime | None = None
+    """As a CUDA graph, where that was asked for and could be done."""
     cost: Cost | None = None
 
     @property
@@ -129,6 +139,8 @@ class StepTimes(Part):
     winner: Winner | None = None
     failures: dict[str, str] = {}
     """Recipe → why it has no step."""
+    not_captured: dict[str, str] = {}
+    """Recipe → why its step could not be captured as a CUDA graph."""
     unfit: tuple[str, ...] = ()
     """Recipes that do not fit in the memory of the GPU: neither winners nor priced."""
     may_not_fit: tuple[str, ...] = ()
@@ -203,6 +215,7 @@ class Variant:
     depth: int
     left_out: tuple[str, ...] = ()
     real: bool = False
+    captured: bool = False  # as a CUDA graph
 
     @property
     def plan_name(self) -> str:
@@ -211,7 +224,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        return f"{self.plan_name} / {self.depth} layers" + (" / real" if self.real else "")
+        return f"{self.plan_name} / {self.depth} layers" + " / real" * self.real + " / captured" * self.captured
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "name": self.name}

@@ -7,7 +7,7 @@ from typing import Any
 from gemmscope.gpu.specs import spec_of
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.results.linears import Speedup
-from gemmscope.results.step import StepTime, StepTimes, VariantResult, Verified
+from gemmscope.results.step import CapturedTime, StepTime, StepTimes, VariantResult, Verified
 from gemmscope.results.winner import find_winner
 from gemmscope.step.measurements import StepMeasurements
 from gemmscope.step.waterfall import ProfiledStep, levels_of, place, unknown_kernels, verdict
@@ -72,6 +72,21 @@ def _compared(times: StepTimes, measurements: StepMeasurements) -> StepTimes:
     winner = find_winner(over_baseline, lambda name, over: known.get((name, over))) if BASELINE in names else None
     recipes = [time.model_copy(update={"speedup": over_baseline.get(time.recipe)}) for time in times.recipes]
     return times.model_copy(update={"recipes": tuple(recipes), "speedups": speedups, "winner": winner})
+
+
+def with_captured(times: StepTimes, captured: StepMeasurements) -> StepTimes:
+    """With the step of every recipe as a CUDA graph beside the launched one, or why it could not be captured."""
+    recipes, reasons = [], dict(times.not_captured)
+    for time in times.recipes:
+        name = time.recipe
+        step_ms = captured.step(name)
+        if step_ms is None:
+            failures = [variant.failure for variant in captured.of(name) if variant.failure]
+            reasons[name] = failures[0] if failures else "no step of it was timed"
+        speedup = captured.speedup(name) if name != BASELINE else None
+        as_graph = CapturedTime(step_ms=step_ms, speedup=speedup) if step_ms is not None else None
+        recipes.append(time.model_copy(update={"captured": as_graph}))
+    return times.model_copy(update={"recipes": tuple(recipes), "not_captured": reasons})
 
 
 def profiled_step(measurements: StepMeasurements, result: VariantResult | None) -> ProfiledStep | None:

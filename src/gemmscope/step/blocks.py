@@ -1,4 +1,4 @@
-"""The parts of a transformer that are the same in every framework: a layer's order, attention itself, experts' routing.
+"""The parts of a layer that are the same in every framework: their order, attention itself, experts' routing.
 
 What multiplies (projections, MLPs, experts) comes from a kit (`kits/`), which knows one framework. Positions and routing are
 fixed beforehand: they cost what they cost in training, and nothing waits for the host.
@@ -10,69 +10,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gemmscope.model.spec import AttentionSpec, LayerSpec, MoeSpec, NormSpec
+from gemmscope.model.spec import LayerSpec, MlpSpec, MoeSpec, NormSpec
+from gemmscope.step.attention import attention_of
 from gemmscope.step.kits.plain import Kit
 from gemmscope.step.marks import mark
-from gemmscope.step.plan import StackPlan
-
-
-class Core(nn.Module):
-    """Attention itself, on projected queries, keys and values."""
-
-    def __init__(self, spec: AttentionSpec, sequence: int, rotary: nn.Module | None) -> None:
-        super().__init__()
-        self.spec, self.sequence, self.rotary = spec, sequence, rotary
-
-    def forward(self, projected: torch.Tensor) -> torch.Tensor:
-        """`projected` is [tokens, Q + K + V]; gives [tokens, output width]."""
-        spec = self.spec
-        q, k, v = projected.view(-1, self.sequence, projected.shape[-1]).split([spec.q_width, spec.k_width, spec.v_width], dim=-1)
-        q = q.unflatten(-1, (spec.heads, spec.head_dim))
-        k = k.unflatten(-1, (spec.kv_heads, spec.head_dim))
-        v = v.unflatten(-1, (spec.kv_heads, spec.value_head_dim))
-        if self.rotary is not None:
-            q, k = self.rotary(q), self.rotary(k)
-        return attend(spec, q, k, v)
-
-
-def attend(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """All are [batch, sequence, heads, head]; gives [tokens, output width]."""
-    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    grouped = q.shape[1] != k.shape[1]
-    out = functional.scaled_dot_product_attention(q, k, v, is_causal=spec.causal, enable_gqa=grouped)
-    return out.transpose(1, 2).flatten(2).flatten(0, 1)
-
-
-class LatentAttention(nn.Module):
-    """Queries, keys and values through a bottleneck (DeepSeek)."""
-
-    def __init__(self, kit: Kit, norm: NormSpec, hidden: int, spec: AttentionSpec, sequence: int, rotary: nn.Module) -> None:
-        super().__init__()
-        latent = spec.latent
-        assert latent is not None
-        self.spec, self.latent, self.sequence, self.rotary = spec, latent, sequence, rotary
-        plain = spec.head_dim - latent.rope_dim
-        self.norm = kit.norm(norm, hidden)
-        if latent.q_rank is None:
-            self.q_down, self.q_up = None, kit.linear(hidden, spec.q_width, bias=spec.q_bias)
-        else:
-            self.q_down = kit.linear(hidden, latent.q_rank, bias=latent.down_bias)
-            self.q_up = kit.norm_linear(norm, latent.q_rank, spec.q_width, bias=spec.q_bias)
-        self.kv_down = kit.linear(hidden, latent.kv_rank + latent.rope_dim, bias=latent.down_bias)
-        self.kv_up = kit.norm_linear(norm, latent.kv_rank, spec.heads * (plain + spec.value_head_dim), bias=spec.k_bias)
-
-    def forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
-        spec, latent = self.spec, self.latent
-        x = self.norm(x)
-        q = self.q_up(x if self.q_down is None else self.q_down(x, **how), **how)
-        low, shared = self.kv_down(x, **how).split([latent.kv_rank, latent.rope_dim], dim=-1)
-        plain = spec.head_dim - latent.rope_dim
-        kv = self.kv_up(low.contiguous(), **how).view(-1, self.sequence, spec.heads, plain + spec.value_head_dim)
-        q_plain, q_turned = q.view(-1, self.sequence, spec.heads, spec.head_dim).split([plain, latent.rope_dim], dim=-1)
-        turned = self.rotary(shared.reshape(-1, self.sequence, 1, latent.rope_dim)).expand(-1, -1, spec.heads, -1)
-        k_plain, v = kv.split([plain, spec.value_head_dim], dim=-1)
-        q = torch.cat((q_plain, self.rotary(q_turned)), dim=-1)
-        return attend(spec, mark(q, "attention"), torch.cat((k_plain, turned), dim=-1), v)
+from gemmscope.step.mixers import mixer_of
+from gemmscope.step.plan import StackPlan, norm_places
 
 
 class Experts(nn.Module):
@@ -81,70 +24,127 @@ class Experts(nn.Module):
     The router is computed, but where tokens go is fixed: as many to each expert as planned.
     """
 
-    def __init__(self, kit: Kit, plan: StackPlan, spec: MoeSpec, device: Any) -> None:
+    def __init__(self, kit: Kit, plan: StackPlan, spec: MoeSpec, norm: NormSpec | None) -> None:
         super().__init__()
         hidden, rows = plan.hidden_size, plan.expert_rows
+        make: dict[str, Any] = {"device": kit.device, "dtype": kit.precision}
         self.spec, self.rows = spec, rows
-        self.norm = kit.norm(plan.norm, hidden)
-        self.router = nn.Linear(hidden, spec.experts, bias=spec.router_bias, device=device, dtype=kit.precision)
-        self.experts = kit.experts(hidden, spec.expert, len(rows))
+        self.norm = kit.norm(norm, hidden) if norm is not None else nn.Identity()
+        self.router = nn.Linear(hidden, spec.experts, bias=spec.router_bias, **make)
+        width = spec.latent or hidden
+        self.into, self.back = None, None
+        if spec.latent is not None:
+            self.into = kit.linear(hidden, width, bias=spec.latent_bias)
+            self.back = kit.linear(width, hidden, bias=spec.latent_bias)
+        self.experts = kit.experts(width, spec.expert, len(rows))
         self.shared = kit.experts(hidden, spec.shared, 1) if spec.shared is not None else None
-        self._order, self._choice = _places(plan.tokens, rows, spec.top_k, device)
+        self.shared_gate = nn.Linear(hidden, 1, bias=False, **make) if spec.shared is not None and spec.shared_gate else None
+        self.routing = kit.routing(plan.tokens, rows)
 
     def forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
         normed = mark(self.norm(x), "router")
-        weights = torch.softmax(self.router(normed).float(), dim=-1).topk(self.spec.top_k, dim=-1).values.to(x.dtype)
-        sent = mark(normed.index_select(0, self._order), "experts")
-        outputs = mark(self.experts(sent, list(self.rows), **how), "combine")
-        out = torch.zeros_like(x).index_add(0, self._order, outputs * weights.flatten().index_select(0, self._choice)[:, None])
+        weights = torch.softmax(self.router(normed).float(), dim=-1).topk(self.spec.top_k, dim=-1).values
+        share = torch.sigmoid(self.shared_gate(normed)) if self.shared_gate is not None else None
+        narrow = normed if self.into is None else self.into(mark(normed, "experts"), **how)
+        sent, places = self.routing.send(narrow)
+        outputs = mark(self.experts(mark(sent, "experts"), list(self.rows), **how), "combine")
+        out = self.routing.combine(outputs, weights, places)
+        out = out if self.back is None else self.back(mark(out, "experts"), **how)
         if self.shared is not None:
-            out = out + self.shared(mark(normed, "shared expert"), [x.shape[0]], **how)
+            shared = self.shared(mark(normed, "shared expert"), [x.shape[0]], **how)
+            out = out + (shared if share is None else shared * share)
         return out
 
 
-def _places(tokens: int, rows: tuple[int, ...], top_k: int, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which token each row of the experts' input is, and which of the router's choices sent it there."""
-    generator = torch.Generator().manual_seed(0)
-    order = torch.randint(tokens, (sum(rows),), generator=generator)
-    choice = order * top_k + torch.randint(top_k, order.shape, generator=generator)
-    return order.to(device), choice.to(device)
+class LayerInput(nn.Module):
+    """A layer's own input (Gemma 4), gated by the layer's output, projected, normed and added. It is fixed."""
+
+    def __init__(self, kit: Kit, plan: StackPlan, width: int) -> None:
+        super().__init__()
+        self.gating = kit.linear(plan.hidden_size, width, bias=False)
+        self.projection = kit.linear(width, plan.hidden_size, bias=False)
+        self.norm = kit.norm(plan.norm, plan.hidden_size)
+        self.fixed = torch.randn(plan.tokens, width, device=kit.device, dtype=kit.precision)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gated = functional.gelu(self.gating(x), approximate="tanh") * self.fixed
+        return x + self.norm(self.projection(gated))
 
 
 class Block(nn.Module):
-    """One layer: attention and the feed-forward block, each added to what comes in."""
+    """One layer: attention, a mixer or both side by side, then the feed-forward block, each added to what comes in.
 
-    def __init__(self, kit: Kit, layer: LayerSpec, plan: StackPlan, device: Any) -> None:
+    The norm before a block is part of it where it stands alone. Blocks side by side share one (`before`).
+    """
+
+    def __init__(self, kit: Kit, layer: LayerSpec, plan: StackPlan) -> None:
         super().__init__()
-        spec, norm, hidden, sequence = layer.attention, plan.norm, plan.hidden_size, plan.sequence_length
-        assert spec is not None
-        assert layer.mlp is not None
-        self.kit, self.selective = kit, False
-        turned = spec.latent.rope_dim if spec.latent else spec.head_dim
-        rotary = kit.rotary(turned, sequence) if (spec.rotary or spec.latent) and turned % 2 == 0 else None
-        if spec.latent is not None:
-            assert rotary is not None
-            self.attention_in: nn.Module = LatentAttention(kit, norm, hidden, spec, sequence, rotary)
-            self.core: nn.Module | None = None
-        else:
-            width = spec.q_width + spec.k_width + spec.v_width
-            self.attention_in = kit.norm_linear(norm, hidden, width, bias=spec.q_bias or spec.k_bias or spec.v_bias)
-            self.core = Core(spec, sequence, rotary)
-        self.attention_out = kit.linear(spec.out_width, hidden, bias=spec.out_bias)
-        if isinstance(layer.mlp, MoeSpec):
-            self.feed_forward: nn.Module = Experts(kit, plan, layer.mlp, device)
-        else:
-            self.feed_forward = kit.norm_mlp(norm, hidden, layer.mlp)
+        self.kit, hidden = kit, plan.hidden_size
+        places = norm_places(layer)
+        norm = plan.norm
+        both = layer.attention is not None and layer.mixer is not None
+        self.parallel = places.shared
+        own = None if self.parallel or both or not places.before else norm
+        self.attention = attention_of(kit, layer.attention, plan, own) if layer.attention is not None else None
+        self.mixer = mixer_of(kit, hidden, layer.mixer, plan.sequence_length, own) if layer.mixer is not None else None
+        self.feed_forward = _feed_forward(kit, plan, layer.mlp, None if self.parallel or not places.before else norm)
+        shared = (self.parallel or both) and places.before
+        self.before = kit.norm(norm, hidden) if shared else nn.Identity()
+        mixes = self.attention is not None or self.mixer is not None
+        self.after_mixing = kit.norm(norm, hidden) if places.after and mixes else nn.Identity()
+        self.own_input = LayerInput(kit, plan, layer.input_width) if layer.input_width else nn.Identity()
+        self.after_feed_forward = kit.norm(norm, hidden) if places.after and layer.mlp is not None else nn.Identity()
 
     def forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
-        x = mark(x, "qkv")
-        with self.kit.high_precision("qkv"):
-            inner = self.attention_in(x, **how)
-        if self.core is not None:
-            inner = mark(inner, "attention")
-            inner = self.kit.checkpoint(self.core, inner) if self.selective else self.core(inner)
-        inner = mark(inner, "attn out")
-        with self.kit.high_precision("attn out"):
-            x = x + self.attention_out(inner, **how)
+        if self.attention is not None or self.mixer is not None:
+            x = mark(x, "qkv" if self.attention is not None else "mixer in")
+            normed = self.before(x)
+            mixed = self._mixed(normed, **how)
+            if self.parallel and self.feed_forward is not None:
+                with self.kit.high_precision("mlp"):
+                    return x + mixed + self.feed_forward(mark(normed, "mlp"), **how)
+            x = x + self.after_mixing(mixed)
+        if self.feed_forward is None:
+            return self.own_input(x)
         x = mark(x, "mlp")
         with self.kit.high_precision("mlp"):
-            return x + self.feed_forward(x, **how)
+            added = self.feed_forward(x, **how)
+        return self.own_input(x + self.after_feed_forward(added))
+
+    def _mixed(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
+        """What attention, the mixer, or both add."""
+        if self.mixer is None:
+            assert self.attention is not None
+            return self.attention(x, **how)
+        if self.attention is None:
+            return self.mixer(x, **how)
+        return self.attention(x, **how) + self.mixer(mark(x, "mixer in"), **how)
+
+
+class Prediction(nn.Module):
+    """A layer of multi-token prediction: the output of the layer before and the embedding of the next token are normed, joined
+    and projected; a layer and a norm follow."""
+
+    def __init__(self, kit: Kit, plan: StackPlan) -> None:
+        super().__init__()
+        assert plan.prediction is not None
+        hidden = plan.hidden_size
+        self.kit, self.tp = kit, plan.tp
+        self.of_state, self.of_token, self.last = (kit.norm(plan.norm, hidden) for _ in range(3))
+        self.projection = kit.linear(2 * hidden, hidden // plan.tp, bias=False)
+        self.block = Block(kit, plan.prediction, plan)
+
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor, **how: Any) -> torch.Tensor:
+        joined = torch.cat((self.of_state(mark(x, "prediction")), self.of_token(tokens)), dim=-1)
+        projected = self.projection(joined, **how)
+        whole = projected.repeat(1, self.tp) if self.tp > 1 else projected  # in the place of the gather from other ranks
+        return self.last(self.block(whole, **how))
+
+
+def _feed_forward(kit: Kit, plan: StackPlan, spec: MlpSpec | MoeSpec | None, norm: NormSpec | None) -> nn.Module | None:
+    if spec is None:
+        return None
+    if isinstance(spec, MoeSpec):
+        return Experts(kit, plan, spec, norm)
+    separate = plan.separate_projections and not spec.stored_fused
+    return kit.mlp(norm, plan.hidden_size, spec, separate=separate)

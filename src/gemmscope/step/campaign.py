@@ -20,6 +20,7 @@ from gemmscope.step.recommend import Plan
 
 SHRINK = 0.6  # of the depth, when memory does not suffice
 LEAST_DEPTH = 2
+TUNING = 5.0  # times as long without a message: dozens of configurations of a dozen kernels are compiled
 OUT_OF_MEMORY = "out of memory"
 
 
@@ -34,6 +35,7 @@ class StepCampaign(Campaign[StepMeasurements]):
     recipes: Sequence[str]
     settings: StepSettings
     real: bool = False
+    captured_depth: int | None = None  # run so many layers as a CUDA graph
     mixed: Sequence[Plan] = ()  # plans that leave parts in BF16, measured beside the recipes
     config: Mapping[str, Any] | None = None  # of a Hugging Face model, which then runs its own layers, truncated to a few
     seconds: float = field(init=False, default=0.0)  # of the whole run
@@ -47,18 +49,25 @@ class StepCampaign(Campaign[StepMeasurements]):
     @property
     def first_depth(self) -> int:
         """The depth to try first: the whole one, where layers share weights."""
+        if self.captured_depth is not None:
+            return self.captured_depth
         return min(self.plan.depth, MOST_WEIGHTS) if self.config is not None else self.plan.depth
 
     def _variants(self, depth: int) -> list[Variant]:
         """Every recipe at this depth; if it is not the whole one, also at half of it."""
         depths = [depth] if self.real or depth == self.plan.depth else [depth, max(1, depth // 2)]
         plans = [*(Plan(recipe) for recipe in self.recipes), *self.mixed]
-        return [Variant(plan.recipe, layers, plan.left_out, real=self.real) for plan in plans for layers in depths]
+        return [
+            Variant(plan.recipe, layers, plan.left_out, self.real, self.captured_depth is not None)
+            for plan in plans
+            for layers in depths
+        ]
 
     @property
     def silence_s(self) -> float:
-        """A step of many micro-batches takes longer."""
-        return self.settings.silence_s * max(1.0, self.plan.accumulation / 4)
+        """A step of many micro-batches takes longer; and Triton tunes the kernels of mixers when they first run."""
+        tuning = TUNING if any(layer.mixer is not None for layer in self.plan.layers) else 1.0
+        return self.settings.silence_s * max(tuning, self.plan.accumulation / 4)
 
     @property
     def part(self) -> str:
@@ -97,10 +106,11 @@ class StepCampaign(Campaign[StepMeasurements]):
         return smaller
 
     def request(self, tasks: Sequence[str]) -> dict[str, Any]:
+        timed_only = self.real or self.captured_depth is not None
         return {
             **asdict(self.settings),
-            "host": self.settings.host and not self.real,
-            "profile": not self.real,  # a real model is only timed
+            "host": self.settings.host and not timed_only,
+            "profile": not timed_only,
             "plan": asdict(self.plan),
             "config": dict(self.config) if self.config is not None else None,
             "variants": [self.results.tasks[name].variant.to_json() for name in tasks],

@@ -21,11 +21,29 @@ def step_findings(times: StepTimes) -> list[Finding]:
     if bound := [time for time in times.recipes if time.host_bound and not _says_host_bound(time)]:
         facts = {"host_ms": max(time.host_ms or 0.0 for time in bound), "busy_ms": max(time.gpu_busy_ms or 0.0 for time in bound)}
         findings.append(finding("step-launch-bound", recipes=[time.recipe for time in bound], **facts))
+    findings += _captured(times)
     code = "step-not-measured" if times.origin == "measured" else "step-not-forecast"
     findings += [finding(code, recipe=name, reason=reason) for name, reason in times.failures.items()]
     if any(time.mfu is not None for time in times.recipes):
         findings.append(finding("mfu-definition"))
     return findings
+
+
+def _captured(times: StepTimes) -> Iterator[Finding]:
+    """What CUDA graphs change, in one line; and what could not be captured."""
+    both = [(time, time.captured) for time in times.recipes if time.captured is not None]
+    if both:
+        gains = [(time.recipe, time.speedup, captured.speedup) for time, captured in both]
+        known = [(name, launched, as_graph) for name, launched, as_graph in gains if launched and as_graph]
+        yield finding(
+            "step-captured" if known else "step-captured-alone",
+            captured_ms={time.recipe: captured.step_ms.value for time, captured in both},
+            launched_ms={time.recipe: time.step_ms.value for time, _ in both},
+            captured={name: as_graph.value for name, _, as_graph in known},
+            launched={name: launched.value for name, launched, _ in known},
+        )
+    for name, reason in times.not_captured.items():
+        yield finding("step-not-captured", recipe=name, reason=reason)
 
 
 def _of_recipe(time: StepTime) -> Iterator[Finding]:

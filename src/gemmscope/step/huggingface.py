@@ -34,6 +34,8 @@ class HuggingFaceStep:
         vocabulary = int(self._model.config.get_text_config().vocab_size)
         self._tokens = torch.randint(vocabulary, (plan.micro_batch_size, plan.sequence_length), device=device)
 
+    mixer_kernels = None  # its own class chooses them
+
     def run(self) -> None:
         """All micro-batches, forward and backward, then the optimizer."""
         for _ in range(self._accumulation):

@@ -15,11 +15,44 @@ from pydantic import TypeAdapter
 
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
-from gemmscope.model.spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RunSpec
+from gemmscope.model.mixers import MixerSpec
+from gemmscope.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RunSpec
 from gemmscope.workload import sharding
 from gemmscope.workload.derive import derive
+from gemmscope.workload.mixers import input_widths
 
-MOST_WEIGHTS = 4  # layers whose weights are held, of all kinds together
+MOST_WEIGHTS = 4  # layers whose weights are held, of all kinds together, unless there are more kinds
+MOST_KINDS = 12
+
+
+@dataclass(frozen=True)
+class NormPlaces:
+    """Where the norms of a layer stand."""
+
+    before: bool = True  # each of its blocks
+    after: bool = False  # each of its blocks, before it is added
+    shared: bool = False  # one norm before all blocks, which run side by side
+    count: int = 0
+
+
+def norm_places(layer: LayerSpec) -> NormPlaces:
+    """As many norms as the layer has, where that can be told: before each block; before and after; one for all; none.
+
+    >>> mlp = MlpSpec(96, gated=False)
+    >>> norm_places(LayerSpec(AttentionSpec(4, 4, 16), mlp, norms=4))
+    NormPlaces(before=True, after=True, shared=False, count=4)
+    >>> norm_places(LayerSpec(None, mlp, norms=1)), norm_places(LayerSpec(AttentionSpec(4, 4, 16), mlp, norms=1)).shared
+    (NormPlaces(before=True, after=False, shared=False, count=1), True)
+    """
+    blocks = (layer.attention is not None or layer.mixer is not None) + (layer.mlp is not None)
+    own_input = int(layer.input_width > 0)  # has a norm of its own
+    if layer.norms == 0:
+        return NormPlaces(before=False)
+    if layer.norms == 1 and blocks == 2:
+        return NormPlaces(shared=True, count=1)
+    if layer.norms - own_input == 2 * blocks:
+        return NormPlaces(after=True, count=layer.norms)
+    return NormPlaces(count=blocks + own_input)
 
 
 @dataclass(frozen=True)
@@ -40,6 +73,10 @@ class StackPlan:
     heads: bool = True  # the last one does
     accumulation: int = 1
     recompute: str = "none"
+    separate_projections: bool = False
+    predictions: int = 0  # layers of multi-token prediction, after the last one
+    prediction: LayerSpec | None = None
+    tp: int = 1
 
     @property
     def depth(self) -> int:
@@ -52,24 +89,18 @@ class StackPlan:
     def low_precision_sizes(self) -> dict[str, int]:
         """The sizes of all GEMMs that may run in low precision, by name."""
         sizes = {"tokens": self.tokens, "hidden size": self.hidden_size}
-        for layer in dict.fromkeys(self.layers):
-            attention, mlp = layer.attention, layer.mlp
-            assert attention is not None
-            assert mlp is not None
-            sizes["attention's output width"] = attention.out_width
-            if attention.latent is None:  # one GEMM makes all three
-                sizes["width of queries, keys and values"] = attention.q_width + attention.k_width + attention.v_width
-            else:
-                latent, plain = attention.latent, attention.head_dim - attention.latent.rope_dim
-                sizes |= {"width of queries": attention.q_width, "key/value rank": latent.kv_rank}
-                sizes["key/value rank and rotary part"] = latent.kv_rank + latent.rope_dim
-                sizes["width of keys and values"] = attention.heads * (plain + attention.value_head_dim)
-                sizes |= {"query rank": latent.q_rank} if latent.q_rank is not None else {}
-            if isinstance(mlp, MoeSpec):
-                sizes["expert's intermediate size"] = mlp.expert.intermediate_size
-                sizes |= {"shared expert's intermediate size": mlp.shared.intermediate_size} if mlp.shared is not None else {}
-            else:
-                sizes["intermediate size"] = mlp.intermediate_size
+        if self.prediction is not None:
+            sizes["output of the prediction layer's projection"] = self.hidden_size // self.tp
+        for layer in dict.fromkeys((*self.layers, *((self.prediction,) if self.prediction is not None else ()))):
+            sizes |= _attention_sizes(layer.attention, separate=self.separate_projections) if layer.attention is not None else {}
+            sizes |= _mixer_sizes(layer.mixer) if layer.mixer is not None else {}
+            if isinstance(layer.mlp, MoeSpec):
+                sizes["expert's intermediate size"] = layer.mlp.expert.intermediate_size
+                shared = layer.mlp.shared
+                sizes |= {"shared expert's intermediate size": shared.intermediate_size} if shared is not None else {}
+                sizes |= {"experts' width": layer.mlp.latent} if layer.mlp.latent is not None else {}
+            elif layer.mlp is not None:
+                sizes["intermediate size"] = layer.mlp.intermediate_size
         return sizes
 
     def with_depth(self, depth: int) -> StackPlan:
@@ -113,14 +144,10 @@ def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[Finding]]
         raise UserError(message, f"choose another with {option('pp_stage')}")
     embeds, heads = stage == 0, stage == run.pp - 1
     vocab = sharding.padded_vocab(model.vocab_size, run) // run.tp if model.vocab_size is not None else None
-    if mixed := [layer for layer in chosen if not layer.is_plain]:
-        raise UserError(
-            f"a step with layers of {mixed[0].kind} is not yet supported", "use gemmscope forecast, which supports it"
-        )
-    if any(layer.attention is not None and (layer.attention.top_k is not None or layer.attention.gated) for layer in chosen):
-        raise UserError("a step with sparse or gated attention is not yet supported", "use gemmscope forecast, which supports it")
     layers = tuple(_of_rank(layer, run) for layer in chosen)
-    moe = next((layer.mlp for layer in chosen if isinstance(layer.mlp, MoeSpec)), None)
+    predicts = model.prediction_layers > 0 and heads and vocab is not None
+    every = (*chosen, model.predicting) if predicts else chosen
+    moe = next((layer.mlp for layer in every if isinstance(layer.mlp, MoeSpec)), None)
     plan = StackPlan(
         hidden_size=model.hidden_size,
         layers=layers,
@@ -136,10 +163,40 @@ def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[Finding]]
         expert_rows=tuple(max(16, rows) for rows in sharding.expert_rows(moe, run)) if moe is not None else (),
         accumulation=run.gradient_accumulation,
         recompute=run.recompute,
+        separate_projections=run.separate_projections,
+        predictions=model.prediction_layers if predicts else 0,
+        prediction=_of_rank(model.predicting, run) if predicts else None,
+        tp=run.tp,
     )
     padded = plan.padded(16)  # low-precision GEMMs need a multiple of 16 tokens: frameworks pad each expert's
-    left_out = [finding("prediction-layers-not-run", layers=model.prediction_layers)] if model.prediction_layers and heads else []
-    return padded, _differences(model, run, chosen) + left_out
+    return padded, _differences(model, run, every)
+
+
+def _attention_sizes(spec: AttentionSpec, *, separate: bool) -> dict[str, int]:
+    sizes = {"attention's output width": spec.out_width}
+    if spec.latent is not None:
+        latent, plain = spec.latent, spec.head_dim - spec.latent.rope_dim
+        sizes |= {"width of queries": spec.q_width, "key/value rank": latent.kv_rank}
+        sizes["key/value rank and rotary part"] = latent.kv_rank + latent.rope_dim
+        sizes["width of keys and values"] = spec.heads * (plain + spec.value_head_dim)
+        return sizes | ({"query rank": latent.q_rank} if latent.q_rank is not None else {})
+    if separate and not spec.stored_fused:
+        names = ("width of queries", "width of keys", "width of values")
+        return sizes | dict(zip(names, projected_widths(spec), strict=False))
+    return sizes | {"width of queries, keys and values": sum(projected_widths(spec))}  # by one GEMM
+
+
+def projected_widths(spec: AttentionSpec) -> list[int]:
+    """Of queries, keys and values; fewer where keys are values too, or are those of another layer."""
+    widths = [spec.q_proj_width, spec.k_width, spec.v_width]
+    return widths[: 1 if spec.shares_kv else 2 if spec.values_are_keys else 3]
+
+
+def _mixer_sizes(spec: MixerSpec) -> dict[str, int]:
+    sizes = {"mixer's output width": spec.inner, "mixer's input width": sum(input_widths(spec).values())}
+    if spec.kind == "kda":
+        sizes |= {"rank of the mixer's gates": spec.rank, "width of the mixer's decay": spec.heads * spec.key_dim}
+    return sizes
 
 
 def share_weights(layers: tuple[LayerSpec, ...]) -> tuple[int, ...]:
@@ -150,9 +207,9 @@ def share_weights(layers: tuple[LayerSpec, ...]) -> tuple[int, ...]:
     ((0, 1, 2, 3, 0, 1), (0, 1, 2, 3, 1, 2))
     """
     kinds = list(dict.fromkeys(layers))
-    if len(kinds) > MOST_WEIGHTS:
+    if len(kinds) > MOST_KINDS:
         raise UserError(
-            f"the model has {len(kinds)} kinds of layers, and a stack holds the weights of {MOST_WEIGHTS} at most",
+            f"the model has {len(kinds)} kinds of layers, and a stack holds the weights of {MOST_KINDS} at most",
             f"choose a pipeline stage with fewer kinds: {option('pp')} and {option('pp_stage')}",
         )
     sizes = dict.fromkeys(kinds, 1)
@@ -166,14 +223,17 @@ def share_weights(layers: tuple[LayerSpec, ...]) -> tuple[int, ...]:
 
 def _of_rank(layer: LayerSpec, run: RunSpec) -> LayerSpec:
     """A layer with the heads and widths that one tensor-parallel rank holds."""
-    whole, mlp = layer.attention, layer.mlp
-    assert whole is not None
-    assert mlp is not None
-    attention = replace(whole, heads=whole.heads // run.tp, kv_heads=max(1, whole.kv_heads // run.tp))
+    attention, mixer, mlp = layer.attention, layer.mixer, layer.mlp
+    if attention is not None:
+        attention = replace(attention, heads=attention.heads // run.tp, kv_heads=max(1, attention.kv_heads // run.tp))
+    if mixer is not None:
+        mixer = replace(mixer, heads=mixer.heads // run.tp, groups=max(1, mixer.groups // run.tp))
     if isinstance(mlp, MlpSpec):
-        return replace(layer, attention=attention, mlp=_narrow(mlp, run.tp))
-    shared = _narrow(mlp.shared, run.tp) if mlp.shared is not None else None
-    return replace(layer, attention=attention, mlp=replace(mlp, expert=_narrow(mlp.expert, run.expert_tp), shared=shared))
+        mlp = _narrow(mlp, run.tp)
+    elif mlp is not None:
+        shared = _narrow(mlp.shared, run.tp) if mlp.shared is not None else None
+        mlp = replace(mlp, expert=_narrow(mlp.expert, run.expert_tp), shared=shared)
+    return replace(layer, attention=attention, mixer=mixer, mlp=mlp)
 
 
 def _narrow(mlp: MlpSpec, parts: int) -> MlpSpec:
@@ -182,33 +242,42 @@ def _narrow(mlp: MlpSpec, parts: int) -> MlpSpec:
 
 def _differences(model: ModelSpec, run: RunSpec, layers: tuple[LayerSpec, ...]) -> list[Finding]:
     """What the stack does not run as the model does."""
-    attentions = [layer.attention for layer in layers if layer.attention is not None]
     mlps = [layer.mlp for layer in layers]
     blocks = [
         block for mlp in mlps for block in ((mlp.expert, mlp.shared) if isinstance(mlp, MoeSpec) else (mlp,)) if block is not None
     ]
-    norms = sorted({layer.norms for layer in layers} - {2})
+    norms = sorted({layer.norms for layer in layers if norm_places(layer).count != layer.norms})
+    beside = [linear.name for layer in dict.fromkeys(layers) for linear in layer.extra]
+    beside = list(dict.fromkeys([*beside, *(linear.name for linear in (*model.first_linears, *model.last_linears))]))
     unknown = list(dict.fromkeys(block.activation for block in blocks if activation_kind(block.activation) is None))
     conditions = {
-        "windows-not-run": any(attention.window for attention in attentions),
-        "sinks-not-run": any(attention.sinks for attention in attentions),
-        "qk-norms-not-run": any(attention.qk_norm for attention in attentions),
-        "two-norms-run": bool(norms),
+        "sparse-attention-not-run": any(layer.attention is not None and layer.attention.top_k is not None for layer in layers),
+        "some-norms-not-run": bool(norms),
+        "extra-linears-not-run": bool(beside),
         "activation-replaced": bool(unknown),
         "communication-not-run": run.tp * run.cp * run.ep * run.pp > 1,
         "sequence-parallel-not-run": run.sequence_parallel and run.tp > 1,
-        "separate-projections-not-run": run.separate_projections,
-        "latent-recompute-not-run": run.recompute == "selective" and any(attention.latent for attention in attentions),
+        "experts-projections-fused": run.separate_projections and any(layer.is_moe for layer in layers),
         "head-transform-not-run": model.head_transform or model.embedding_size not in (None, model.hidden_size),
     }
-    facts = {"two-norms-run": {"norms": list(map(str, norms))}, "activation-replaced": {"activations": unknown}}
+    facts = {
+        "some-norms-not-run": {"norms": list(map(str, norms))},
+        "activation-replaced": {"activations": unknown},
+        "extra-linears-not-run": {"linears": beside},
+    }
     return [finding(code, **facts.get(code, {})) for code, applies in conditions.items() if applies]
 
 
 def _check_layers(model: ModelSpec, run: RunSpec) -> None:
     """A `UserError` for layers that the stack cannot run as they are."""
-    chunked = any(attention.chunk is not None and attention.chunk < run.sequence_length for attention in model.attentions)
-    special = next((layer.special for layer in model.layers if layer.special), "attention in chunks" if chunked else "")
+    special = next((layer.streams.kind for layer in model.layers if layer.streams is not None), "")
+    if any(attention.compressed is not None for attention in model.attentions):
+        special = "compressed attention"
+    if any(layer.shared_block is not None for layer in model.layers):
+        special = "weights that other layers share"
+    chunks = [attention.chunk for attention in model.attentions if attention.chunk is not None]
+    if any(chunk < run.sequence_length and run.sequence_length % chunk for chunk in chunks):
+        special = f"attention in chunks that do not divide {run.sequence_length} positions"
     if special:
         raise UserError(f"a step of layers with {special} is not yet supported", "use gemmscope forecast, which supports them")
 

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gemmscope.step.blocks import Block
+from gemmscope.step.blocks import Block, Prediction
 from gemmscope.step.kits.plain import Kit
 from gemmscope.step.marks import mark, mark_step
+from gemmscope.step.mixer_kernels import MixerKernels
 from gemmscope.step.plan import StackPlan
 
 
@@ -72,22 +73,35 @@ class Stack(nn.Module):
             tied.weight = self.embedding.weight
         blocks, self.inner = [], []
         for layer, slot in zip(plan.layers, plan.slots, strict=True):
-            block = Block(kit, layer, plan, device)
+            block = Block(kit, layer, plan)
             self.inner += weights.adopt(block, slot)
-            block.selective = plan.recompute == "selective"
             blocks.append(kit.finish(block))
         self.blocks = nn.ModuleList(blocks)
+        predictions = [Prediction(kit, plan) for _ in range(plan.predictions)]
+        for number, prediction in enumerate(predictions):
+            self.inner += weights.adopt(prediction, -2 - number)
+        self.predictions = nn.ModuleList(kit.finish(prediction) for prediction in predictions)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor, *, first: bool | None = None) -> torch.Tensor:
         """The loss. `x` are token ids, or hidden states where there is no vocabulary."""
-        if self.embedding is not None:
-            x = self.embedding(x)
+        tokens = x = self.embedding(x) if self.embedding is not None else x
         how = self.kit.arguments(first=first)
         with self.kit.low_precision():
             for block in self.blocks:
                 run = partial(block, **how)
                 x = self.kit.checkpoint(run, x) if self.plan.recompute == "full" else run(x)
-        x = self.final_norm(mark(x, "head"))
+            predicted, further = x, []
+            for prediction in self.predictions:  # each goes on where the one before ended
+                run = partial(prediction, **how)
+                full = self.plan.recompute == "full"
+                predicted = self.kit.checkpoint(run, predicted, tokens) if full else run(predicted, tokens)
+                further.append(predicted)
+        loss = self._loss(self.final_norm(mark(x, "head")), labels)
+        for predicted in further:
+            loss = loss + self._loss(mark(predicted, "head"), labels)
+        return loss
+
+    def _loss(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if self.head is None:
             return x.float().square().mean()
         logits = mark(self.head(x), "loss")
@@ -110,7 +124,7 @@ class Step:
             for parameter in self._every:
                 parameter.register_post_accumulate_grad_hook(_drop)
             updated = [_with_gradient(parameter, weights) for parameter in self._every]
-        self._optimizer = _optimizer(updated, weights)
+        self.optimizer = _optimizer(updated, weights)
         self._x, self._labels = _batch(plan, device, kit.precision)
         if self._x.requires_grad:
             self._x.register_post_accumulate_grad_hook(_drop)
@@ -125,9 +139,14 @@ class Step:
             first = None if self.plan.accumulation == 1 else number == 0
             self.stack(self._x, self._labels, first=first).backward()
         mark_step("optimizer")
-        self._optimizer.step()
+        self.optimizer.step()
         if self._real:
-            self._optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def mixer_kernels(self) -> MixerKernels:
+        """What runs the mixers."""
+        return self.stack.kit.kernels
 
     def loss(self) -> float:
         """One forward pass, to check that the loss is finite."""

@@ -17,14 +17,15 @@ from gemmscope.recipe.recipes import Recipe
 from gemmscope.results.step import ProfiledPart, WaterfallLevel
 from gemmscope.workload.ops import Pass
 
-LINEARS = ("qkv", "attn out", "mlp", "experts", "shared expert")
+LINEARS = ("qkv", "attn out", "mixer in", "mixer out", "mlp", "experts", "shared expert", "prediction")
 BLOCKS: dict[str, StepPart] = {
-    "attention": "attention", "head": "head and loss", "loss": "head and loss", "embedding": "embedding",
-    "optimizer": "optimizer", "router": "routing", "combine": "routing",
+    "attention": "attention", "linear attention": "linear attention", "head": "head and loss", "loss": "head and loss",
+    "embedding": "embedding", "optimizer": "optimizer", "router": "routing", "combine": "routing",
 }  # fmt: skip
 BY_CLASS: dict[str, StepPart] = {
     "gemm": "GEMMs", "quantize": "quantization", "update": "quantization", "attention": "attention", "optimizer": "optimizer",
     "loss": "head and loss", "embedding": "embedding", "routing": "routing", "convolution": "convolutions",
+    "linear attention": "linear attention",
 }  # fmt: skip
 PASSES_OF: dict[str, tuple[Pass, ...]] = {"forward": ("fprop",), "backward": ("dgrad", "wgrad")}
 IN_BF16 = ("bf16", "bf16")
@@ -44,8 +45,8 @@ class PlacedKernel:
     def parts(self) -> dict[StepPart, float]:
         """Its microseconds by part of the step: by its block, and within linears by its class. What looks like a cast is none
         where nothing is quantized; a cast that a compiler fused with a norm or an activation is divided between the two."""
-        if self.block in BLOCKS:
-            return {BLOCKS[self.block]: self.time_us}
+        if self.block in BLOCKS and not (self.block == "attention" and classify(self.name).kernel_class == "norm"):
+            return {BLOCKS[self.block]: self.time_us}  # norms of queries and keys run between their projection and attention
         work = work_in_step(self.name)
         part = BY_CLASS.get(work.kernel_class, "norms and activations")
         if part == "quantization" and not self.quantizes:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 from collections.abc import Callable
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -19,10 +21,12 @@ from gemmscope.engine.timer import Burst, DoneBurst, busy_ms, elapsed_ms, kernel
 from gemmscope.engine.worker import BurstGroup, MeasuringProcess
 from gemmscope.errors import in_a_line
 from gemmscope.recipe.recipes import recipe
+from gemmscope.step.graphs import CapturedStep, GraphMemory
 from gemmscope.step.huggingface import HuggingFaceStep
 from gemmscope.step.kits import KITS
 from gemmscope.step.kits.plain import Kit
 from gemmscope.step.marks import recording
+from gemmscope.step.mixer_kernels import TRANSFORMERS
 from gemmscope.step.plan import StackPlan
 from gemmscope.step.stack import Step, Weights
 
@@ -30,6 +34,10 @@ PROFILE_AFTER_MS = 1200.0  # of steps: the clock overshoots first, then falls to
 HOST_BATCH = (1, 128)  # so small that launching takes longer than running
 HOST_STEPS = 4
 LONG_STEP_MS = 2000.0
+ENDED = 71  # exit status after a capture that failed
+
+
+AnyStep = Step | HuggingFaceStep | CapturedStep
 
 
 class StepWorker(MeasuringProcess):
@@ -40,7 +48,7 @@ class StepWorker(MeasuringProcess):
         self.plan = StackPlan.from_json(request["plan"])
         self.variants: list[dict[str, Any]] = request["variants"]
         self.weights, self.real_weights = Weights(), Weights()
-        self.steps: dict[str, Step | HuggingFaceStep] = {}
+        self.steps: dict[str, AnyStep] = {}
         self.once_ms: dict[str, float] = {}  # about what a step takes
 
     def main(self) -> None:
@@ -58,6 +66,7 @@ class StepWorker(MeasuringProcess):
                     self._host(variant)
         for variant in self.variants:
             self._build(variant)
+        self._name_kernels()
         self._measure()
         if self.request["profile"]:  # last: the GPU is in its steady state, and marks have not split compiled layers yet
             for name, step in self.steps.items():
@@ -68,14 +77,20 @@ class StepWorker(MeasuringProcess):
         kit: Kit = self.kit(recipe(variant["recipe"]), frozenset(variant["left_out"]), device=self.device)
         return kit
 
-    def _make(self, variant: dict[str, Any], plan: StackPlan) -> Step | HuggingFaceStep:
+    def _make(self, variant: dict[str, Any], plan: StackPlan) -> AnyStep:
         kit = self._kit_of(variant)
         plan = plan.with_depth(variant["depth"]).padded(recipe(variant["recipe"]).multiple_of)
         if self.request["config"] is not None:
             return HuggingFaceStep(self.request["config"], plan, kit, self.device)
         if variant["real"]:
             return Step(plan.unrolled(), kit, self.real_weights, self.device, real=True)
-        return Step(plan, kit, self.weights, self.device)
+        step = Step(plan, kit, self.weights, self.device)
+        return CapturedStep(step, self.graph_memory) if variant["captured"] else step
+
+    @cached_property
+    def graph_memory(self) -> GraphMemory:
+        """What all captured steps share."""
+        return GraphMemory()
 
     def _build(self, variant: dict[str, Any]) -> None:
         name = variant["name"]
@@ -85,7 +100,7 @@ class StepWorker(MeasuringProcess):
             self.say(Failed(name, why_not, "unsupported"))
             return
         before = torch.cuda.memory_allocated() if self.on_gpu else 0
-        step: Step | HuggingFaceStep | None = None
+        step: AnyStep | None = None
         try:
             step = self._make(variant, self.plan)
             if self.on_gpu:
@@ -97,6 +112,8 @@ class StepWorker(MeasuringProcess):
             loss, self.once_ms[name] = step.loss(), self._mean_ms(step)
         except Exception as error:
             self.failed(name, error)
+            if variant["captured"]:
+                os._exit(ENDED)  # the next process captures the others
             step = None
         if step is None:  # outside of `except`, where the exception would keep its memory alive
             gc.collect()
@@ -108,7 +125,18 @@ class StepWorker(MeasuringProcess):
         peak = torch.cuda.max_memory_allocated() - before if self.on_gpu else 0
         self.say(Ready(name, {"loss": loss, "held_bytes": held, "peak_bytes": peak}))
 
-    def _mean_ms(self, step: Step | HuggingFaceStep, count: int = 1) -> float:
+    def _name_kernels(self) -> None:
+        """Which packages run the mixers; and what is plain code on a GPU, where it should be a kernel."""
+        mixers = [step.mixer_kernels for step in self.steps.values() if step.mixer_kernels is not None]
+        sources = {what: package for kernels in mixers for what, package in kernels.sources.items()}
+        if sources:
+            self.warn("mixer-kernels", kernels=[f"{what} ({package})" for what, package in sources.items()])
+        plain = [what for what, package in sources.items() if package == TRANSFORMERS]
+        if plain and self.on_gpu:
+            reasons = dict.fromkeys(reason for kernels in mixers for reason in kernels.refused.values())
+            self.warn("mixer-kernels-slow", parts=plain, advice=next(iter(reasons), "install flash-linear-attention"))
+
+    def _mean_ms(self, step: AnyStep, count: int = 1) -> float:
         """Milliseconds per step, launched back to back on an idle GPU."""
 
         def work() -> None:
@@ -119,7 +147,7 @@ class StepWorker(MeasuringProcess):
         self._synchronize()
         return elapsed_ms(work) / count
 
-    def _profile(self, name: str, step: Step | HuggingFaceStep) -> None:
+    def _profile(self, name: str, step: AnyStep) -> None:
         """The kernels of one step, part by part, in the state that the step brings the GPU to."""
         if not self.on_gpu:
             return

@@ -26,11 +26,7 @@ from gemmscope.workload.ops import (
     Optimizer,
     with_counts,
 )  # fmt: skip
-from gemmscope.workload.rank_ops import linear as _linear
-from gemmscope.workload.rank_ops import norm as _norm
-from gemmscope.workload.rank_ops import on_sequence_shard as _on_sequence_shard
-from gemmscope.workload.rank_ops import residual as _residual
-from gemmscope.workload.rank_ops import visible_pairs
+from gemmscope.workload.rank_ops import linear, norm, on_sequence_shard, residual, visible_pairs
 from gemmscope.workload.sparse import indexer_ops, sparse
 from gemmscope.workload.streams import first_norm, layer_input_ops, stream_ops
 
@@ -171,7 +167,7 @@ def embedding_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
     tables = vocab * width + model.positions * position_width + model.token_types * width + model.unused_parameters
     yield Embedding(name="Embedding", section=EMBEDDING, tokens=run.tokens, vocab=vocab, width=width, parameters=tables)
     if model.embedding_norm:
-        yield _norm(model, run, "Embedding Norm", width, EMBEDDING)
+        yield norm(model, run, "Embedding Norm", width, EMBEDDING)
     if model.embedding_size is not None and model.embedding_size != model.hidden_size:
         yield replace(_embedding_projection(model, run, "Embedding In Proj", width, model.hidden_size), section=EMBEDDING)
     if model.layer_inputs is not None:
@@ -181,20 +177,20 @@ def embedding_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
         )
     for one in model.first_linears:
         yield replace(_beside(one, run), section=EMBEDDING)
-    if (norm := first_norm(model, run)) is not None:
-        yield replace(norm, section=EMBEDDING)
+    if (inputs_norm := first_norm(model, run)) is not None:
+        yield replace(inputs_norm, section=EMBEDDING)
 
 
 def _embedding_projection(model: ModelSpec, run: RunSpec, name: str, inputs: int, outputs: int) -> Linear:
     """Between an embedding and a hidden size that differ, the same on every tensor-parallel rank."""
-    return replace(_linear(name, run, inputs, outputs, bias=model.embedding_projection_bias), copies=run.tp)
+    return replace(linear(name, run, inputs, outputs, bias=model.embedding_projection_bias), copies=run.tp)
 
 
 def layer_ops(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
     """The operations of one layer in the order they run. `forward_runs` is 2 for recomputed ones."""
     runs = 2 if run.recompute == "full" else 1
     if layer.norms:
-        yield replace(_norm(model, run, "Norm", model.hidden_size), count=layer.norms, forward_runs=runs)
+        yield replace(norm(model, run, "Norm", model.hidden_size), count=layer.norms, forward_runs=runs)
     for op in _blocks(model, layer, run):
         repeated = runs == 2 or (run.recompute == "selective" and isinstance(op, Attention))
         yield replace(op, forward_runs=2 if repeated else 1)
@@ -214,33 +210,33 @@ def _blocks(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
         yield from mixer_ops(model, layer.mixer, run)
     mixed = layer.streams is not None and layer.streams.kind == "hyper-connections"  # which add the outputs of blocks themselves
     if (layer.attention is not None or layer.mixer is not None) and not mixed:
-        yield replace(_residual(model, run), parameters=layer.extra_parameters)
+        yield replace(residual(model, run), parameters=layer.extra_parameters)
     for one in layer.extra:
         yield _beside(one, run)
     if mlp is not None:
         yield from _moe(model, mlp, run) if isinstance(mlp, MoeSpec) else _feed_forward(model, mlp, run, "MLP", run.tp)
         if not mixed:
-            yield _residual(model, run)
+            yield residual(model, run)
     yield from layer_input_ops(model, layer, run)
 
 
 def _beside(one: LinearSpec, run: RunSpec) -> Linear:
     """A linear that tensor parallelism does not split."""
-    linear = _linear(one.name, run, one.inputs, one.outputs, bias=one.bias)
-    return replace(linear, count=one.count, quantized=one.quantized, copies=run.tp)
+    op = linear(one.name, run, one.inputs, one.outputs, bias=one.bias)
+    return replace(op, count=one.count, quantized=one.quantized, copies=run.tp)
 
 
 def _shared_block(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
     """Attention and a feed-forward block whose weights several layers use. Its output is added to the mixer's input."""
     if layer.attention is not None:
         width = layer.attention.input_size or model.hidden_size
-        for op in (_norm(model, run, "Attention Norm", width), *_attention(model, layer.attention, run)):
+        for op in (norm(model, run, "Attention Norm", width), *_attention(model, layer.attention, run)):
             yield replace(op, shares_weights=True)
     if isinstance(layer.mlp, MlpSpec):
-        norm = _norm(model, run, "MLP Norm", model.hidden_size)
-        for op in (norm, *_feed_forward(model, layer.mlp, run, "MLP", run.tp)):
+        first = norm(model, run, "MLP Norm", model.hidden_size)
+        for op in (first, *_feed_forward(model, layer.mlp, run, "MLP", run.tp)):
             yield replace(op, shares_weights=True)
-    yield _residual(model, run)
+    yield residual(model, run)
 
 
 def _attention(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[Op]:
@@ -278,7 +274,7 @@ def _attention(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[
             name="Attention Gate", rows=run.tokens, width=spec.out_width // run.tp, forward_tensors=3, backward_tensors=5,
             forward_flops=5, backward_flops=8,
         )  # fmt: skip
-    yield _linear("Attn Out", run, spec.out_width // run.tp, model.hidden_size, bias=spec.out_bias)
+    yield linear("Attn Out", run, spec.out_width // run.tp, model.hidden_size, bias=spec.out_bias)
 
 
 def _projections(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[Op]:
@@ -292,11 +288,11 @@ def _projections(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterato
     inputs = spec.input_size or model.hidden_size
     if run.separate_projections and not spec.stored_fused:
         for name, width, bias in parts:
-            yield _linear(name, run, inputs, width, bias=bias)
+            yield linear(name, run, inputs, width, bias=bias)
     else:
         biased = sum(width for _, width, bias in parts if bias)
         name = "".join(name[0] for name, _, _ in parts)
-        yield _linear(f"{name} Proj", run, inputs, sum(width for _, width, _ in parts), bias=biased)
+        yield linear(f"{name} Proj", run, inputs, sum(width for _, width, _ in parts), bias=biased)
 
 
 def _latent_projections(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[Op]:
@@ -306,16 +302,16 @@ def _latent_projections(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> 
     # The norms run on the output tokens of the projections before them.
     narrow = replace(run, sequence_parallel=run.sequence_parallel and run.sequence_parallel_linears)
     if latent.q_rank is None:
-        yield _linear("Q Proj", run, hidden, heads * spec.head_dim, bias=spec.q_bias)
+        yield linear("Q Proj", run, hidden, heads * spec.head_dim, bias=spec.q_bias)
     else:
-        yield _on_sequence_shard(_linear("Q Down Proj", run, hidden, latent.q_rank, bias=latent.down_bias), run)
-        yield _norm(model, narrow, "Q Latent Norm", latent.q_rank)
-        yield _linear("Q Up Proj", run, latent.q_rank, heads * spec.head_dim, bias=spec.q_bias)
-    down = _linear("KV Down Proj", run, hidden, latent.kv_rank + latent.rope_dim, bias=latent.down_bias)
-    yield _on_sequence_shard(down, run)
-    yield _norm(model, narrow, "KV Latent Norm", latent.kv_rank)
+        yield on_sequence_shard(linear("Q Down Proj", run, hidden, latent.q_rank, bias=latent.down_bias), run)
+        yield norm(model, narrow, "Q Latent Norm", latent.q_rank)
+        yield linear("Q Up Proj", run, latent.q_rank, heads * spec.head_dim, bias=spec.q_bias)
+    down = linear("KV Down Proj", run, hidden, latent.kv_rank + latent.rope_dim, bias=latent.down_bias)
+    yield on_sequence_shard(down, run)
+    yield norm(model, narrow, "KV Latent Norm", latent.kv_rank)
     key_value = spec.head_dim - latent.rope_dim + spec.value_head_dim
-    yield _linear("KV Up Proj", run, latent.kv_rank, heads * key_value, bias=spec.k_bias)
+    yield linear("KV Up Proj", run, latent.kv_rank, heads * key_value, bias=spec.k_bias)
 
 
 def _feed_forward(
@@ -328,7 +324,7 @@ def _feed_forward(
     ups = [f"{name} Gate", f"{name} Up"] if spec.gated and separate else [f"{name} Gate+Up" if spec.gated else f"{name} Up"]
     for up in ups:
         outputs = width * (2 if spec.gated and not separate else 1)
-        yield _linear(up, run, hidden, outputs, bias=spec.up_bias, rows=rows)
+        yield linear(up, run, hidden, outputs, bias=spec.up_bias, rows=rows)
     if spec.sparse:
         yield Elementwise(
             name=f"{name} Sparsity", rows=tokens, width=width, forward_tensors=4, backward_tensors=3, forward_flops=8,
@@ -339,29 +335,29 @@ def _feed_forward(
     if spec.gated:  # reads gate and up and writes one result; backward also writes both gradients
         activation = replace(activation, forward_tensors=3, backward_tensors=5, forward_flops=9, backward_flops=15)
     yield activation
-    yield _linear(f"{name} Down", run, width, hidden, bias=spec.down_bias, rows=rows)
+    yield linear(f"{name} Down", run, width, hidden, bias=spec.down_bias, rows=rows)
 
 
 def _moe(model: ModelSpec, spec: MoeSpec, run: RunSpec) -> Iterator[Op]:
     """Router, token dispatch, the experts' grouped GEMMs, token combine; and the shared expert."""
     hidden = model.hidden_size
-    router = _linear("Router", run, hidden, spec.experts, bias=spec.router_bias)
-    yield _on_sequence_shard(replace(router, quantized=False), run)
+    router = linear("Router", run, hidden, spec.experts, bias=spec.router_bias)
+    yield on_sequence_shard(replace(router, quantized=False), run)
     rows = sharding.expert_rows(spec, run)
     sent = run.tokens * spec.top_k * run.expert_tp // run.tp
     width = spec.latent or hidden
     move = Elementwise(name="Token Dispatch", rows=sent, width=width, forward_tensors=2, backward_tensors=2, forward_flops=0)
     if spec.latent is not None:
-        yield _on_sequence_shard(_linear("Latent Down Proj", run, hidden, width, bias=spec.latent_bias), run)
+        yield on_sequence_shard(linear("Latent Down Proj", run, hidden, width, bias=spec.latent_bias), run)
     yield move
     yield from _feed_forward(model, spec.expert, run, "Expert", run.expert_tp, rows, width)
     yield replace(move, name="Token Combine")
     if spec.latent is not None:
-        yield _on_sequence_shard(_linear("Latent Up Proj", run, width, hidden, bias=spec.latent_bias), run)
+        yield on_sequence_shard(linear("Latent Up Proj", run, width, hidden, bias=spec.latent_bias), run)
     if spec.shared is not None:
         yield from _feed_forward(model, spec.shared, run, "Shared Expert", run.tp)
     if spec.shared_gate:
-        yield _on_sequence_shard(replace(_linear("Shared Expert Scale", run, hidden, 1), quantized=False), run)
+        yield on_sequence_shard(replace(linear("Shared Expert Scale", run, hidden, 1), quantized=False), run)
 
 
 def head_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
@@ -369,18 +365,18 @@ def head_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
     for one in model.last_linears:
         yield replace(_beside(one, run), section=HEAD)
     if model.final_norm:
-        yield _norm(model, run, "Final Norm", model.hidden_size, HEAD)
+        yield norm(model, run, "Final Norm", model.hidden_size, HEAD)
     if model.vocab_size is None or not model.head_output:
         return
     width = model.hidden_size
     if model.head_transform:
-        transform = _linear("Head Transform", run, width, model.embedding_width, bias=model.head_transform_bias, section=HEAD)
+        transform = linear("Head Transform", run, width, model.embedding_width, bias=model.head_transform_bias, section=HEAD)
         yield replace(transform, copies=run.tp)
-        yield _norm(model, run, "Head Norm", model.embedding_width, HEAD)
+        yield norm(model, run, "Head Norm", model.embedding_width, HEAD)
     elif model.embedding_width != model.hidden_size:
         yield replace(_embedding_projection(model, run, "Embedding Out Proj", width, model.embedding_width), section=HEAD)
     vocab = sharding.padded_vocab(model.vocab_size, run)
-    head = _linear("LM Head", run, model.embedding_width, vocab // run.tp, bias=model.head_bias, section=HEAD)
+    head = linear("LM Head", run, model.embedding_width, vocab // run.tp, bias=model.head_bias, section=HEAD)
     is_tied = model.tied_embeddings and run.pp == 1  # a later stage has its own copy of the table
     needs_table = model.prediction_layers > 0 and run.pp > 1 and not model.tied_embeddings  # and so does what embeds again
     copies = int(needs_table) - int(is_tied)
@@ -402,8 +398,8 @@ def prediction_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
     if model.vocab_size is not None:
         vocab, width = sharding.padded_vocab(model.vocab_size, run) // run.tp, model.embedding_width
         yield Embedding(name="Embedding", section=PREDICTION, count=count, tokens=run.tokens, vocab=vocab, width=width)
-    norms = replace(_norm(model, run, "Prediction Norm", hidden), count=3)
-    for op in (norms, _linear("Prediction Proj", run, 2 * hidden, hidden // run.tp), *layer_ops(model, model.predicting, run)):
+    norms = replace(norm(model, run, "Prediction Norm", hidden), count=3)
+    for op in (norms, linear("Prediction Proj", run, 2 * hidden, hidden // run.tp), *layer_ops(model, model.predicting, run)):
         own = 1 if model.prediction_shared else count
         yield replace(op, count=op.count * own, section=PREDICTION)
         if count > own:

@@ -2,6 +2,10 @@
 
 Tensor parallelism splits heads and groups, as Megatron does. Frameworks run the input projections as one GEMM; the checkpoint's
 own code may split them (`MixerSpec.stored`).
+
+What recipes quantize: Megatron's `in_proj` (with the columns of gates, write strength and decay) and `out_proj`, both linears of
+Transformer Engine (megatron/core/ssm/gated_delta_net.py, mamba_mixer.py). torchao and Transformer Engine's autocast convert every
+linear of the checkpoint's code whose sides are multiples of 16: the bottlenecks of KDA's gates too.
 """
 
 from collections.abc import Iterator

@@ -130,15 +130,16 @@ def _shared(family: FamilyConfig, kinds: list[str]) -> list[bool]:
     """Which layers use the keys and values of the last layer of their kind among those that have their own."""
     number = family.optional_size("num_kv_shared_layers") or 0
     first = len(kinds) - number
-    if number == 0 or (first == 0 and family.facts.get("shares_none_if_all")):
+    if number == 0:
         return [False] * len(kinds)
-    without = [kind for kind in dict.fromkeys(kinds[max(first, 0) :]) if kind not in kinds[: max(first, 0)]]
+    sharing = kinds[first:] if first > 0 else kinds  # with a number beyond all layers, the code looks for all of them
+    without = [kind for kind in dict.fromkeys(sharing) if kind not in kinds[:first]]
     if without:
         raise UserError(
             f"num_kv_shared_layers = {number} leaves no layer of {without[0]} with keys and values of its own",
             f"at most {kinds_left(kinds)} of the {len(kinds)} layers can share theirs",
         )
-    return [index >= first for index in range(len(kinds))]
+    return [index >= first > 0 for index in range(len(kinds))]
 
 
 def kinds_left(kinds: list[str]) -> int:

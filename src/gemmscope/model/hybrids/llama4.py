@@ -28,7 +28,7 @@ def llama4(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
     if any(sparse):
         expert = MlpSpec(family.size("intermediate_size"), gated=True, activation=act)
         moe = MoeSpec(
-            experts=family.size("num_experts"),
+            experts=family.size("num_local_experts"),
             top_k=family.size("num_experts_per_tok"),
             expert=replace(expert, stored_fused=True),
             shared=expert,

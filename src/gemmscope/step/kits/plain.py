@@ -9,8 +9,10 @@ from torch import nn
 from torch.nn import functional
 from torch.utils import checkpoint
 
-from gemmscope.model.spec import MlpSpec, NormSpec
+from gemmscope.model.spec import AttentionSpec, MlpSpec, NormSpec
 from gemmscope.recipe.recipes import Recipe
+from gemmscope.step.kits.flex import FlexAttention
+from gemmscope.step.mixer_kernels import MixerKernels
 from gemmscope.step.plan import StackPlan, activation_kind
 
 EPS = 1e-5
@@ -40,6 +42,7 @@ class Kit:
 
     def __init__(self, recipe: Recipe, left_out: frozenset[str] = frozenset(), device: str = "cpu") -> None:
         self.recipe, self.left_out, self.device = recipe, left_out, device
+        self.kernels = MixerKernels(device)  # of mixers
         self.precision = torch.float32 if recipe.name == "FP32" else torch.bfloat16
 
     def why_not(self, plan: StackPlan) -> str:  # noqa: ARG002
@@ -54,14 +57,29 @@ class Kit:
         """Rotates heads by their positions: [batch, sequence, heads, head] to the same."""
         return Rotary(head_dim, sequence, self.device, self.precision)
 
+    def masked_attention(self, spec: AttentionSpec, sequence: int) -> nn.Module:
+        """Attention with a window, with sinks, or with both: [batch, sequence, heads, head] to [tokens, output width]."""
+        return FlexAttention(spec, sequence, self.device, self.precision)
+
     def linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         return PlainLinear(inputs, outputs, bias=bias, device=self.device, dtype=self.precision)
 
     def norm_linear(self, norm: NormSpec, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         return Chain(self.norm(norm, inputs), self.linear(inputs, outputs, bias=bias))
 
+    def mlp(self, norm: NormSpec | None, hidden: int, spec: MlpSpec, *, separate: bool = False) -> nn.Module:
+        """A feed-forward block; `norm`: before it. `separate`: gate and up are a GEMM each."""
+        if norm is not None and not separate:
+            return self.norm_mlp(norm, hidden, spec)
+        block = self._separate_feed_forward(hidden, spec) if separate and spec.gated else self._feed_forward(hidden, spec)
+        return Chain(self.norm(norm, hidden), block) if norm is not None else block
+
     def norm_mlp(self, norm: NormSpec, hidden: int, spec: MlpSpec) -> nn.Module:
         return Chain(self.norm(norm, hidden), self._feed_forward(hidden, spec))
+
+    def _separate_feed_forward(self, hidden: int, spec: MlpSpec) -> nn.Module:
+        gate, up = (self.linear(hidden, spec.intermediate_size, bias=spec.up_bias) for _ in range(2))
+        return FeedForward(spec, up, self.linear(spec.intermediate_size, hidden, bias=spec.down_bias), gate)
 
     def _feed_forward(self, hidden: int, spec: MlpSpec) -> nn.Module:
         up = self.linear(hidden, spec.intermediate_size * (1 + spec.gated), bias=spec.up_bias)
@@ -70,6 +88,10 @@ class Kit:
     def experts(self, hidden: int, spec: MlpSpec, count: int) -> nn.Module:
         """Feed-forward blocks side by side: called with tokens and how many of them each gets."""
         return PlainExperts([self._feed_forward(hidden, spec) for _ in range(count)])
+
+    def routing(self, tokens: int, rows: tuple[int, ...]) -> "Routing":
+        """The way of tokens to experts and back: `rows` of them to each."""
+        return Routing(tokens, rows, self.device)
 
     def finish(self, block: nn.Module) -> nn.Module:
         """Convert and compile a layer, where the framework does."""
@@ -87,9 +109,9 @@ class Kit:
         """What its modules are told of the micro-batch: whether it is the step's first (None: the only one)."""
         return {}
 
-    def checkpoint(self, function: Any, x: torch.Tensor) -> torch.Tensor:
+    def checkpoint(self, function: Any, *x: torch.Tensor) -> torch.Tensor:
         """Run it without keeping activations, and again in backward."""
-        return checkpoint.checkpoint(function, x, use_reentrant=False)
+        return checkpoint.checkpoint(function, *x, use_reentrant=False)
 
 
 class Rotary(nn.Module):
@@ -126,20 +148,50 @@ class Chain(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Up, activation, down; gate and up are one GEMM. `rows`: the tokens of each expert, where up and down are grouped."""
+    """Up, activation, down; gate and up are one GEMM, or two. `rows`: the tokens of each expert, where they are grouped."""
 
-    def __init__(self, spec: MlpSpec, up: nn.Module, down: nn.Module) -> None:
+    def __init__(self, spec: MlpSpec, up: nn.Module, down: nn.Module, gate: nn.Module | None = None) -> None:
         super().__init__()
-        self.gated, self.activation, self.up, self.down = spec.gated, activation_of(spec), up, down
+        self.gated, self.activation, self.up, self.down, self.gate_up = spec.gated, activation_of(spec), up, down, gate
 
     def forward(self, x: torch.Tensor, *rows: list[int], **how: Any) -> torch.Tensor:
         inner = self.up(x, *rows, **how)
-        if self.gated:
+        if self.gate_up is not None:
+            inner = self.activation(self.gate_up(x, **how)) * inner
+        elif self.gated:
             gate, up = inner.chunk(2, dim=-1)
             inner = self.activation(gate) * up
         else:
             inner = self.activation(inner)
         return self.down(inner, *rows, **how)
+
+
+class Routing:
+    """Copies tokens to the experts, sorted by expert, and adds up what comes back. Where they go is fixed."""
+
+    def __init__(self, tokens: int, rows: tuple[int, ...], device: str) -> None:
+        self.tokens, self.rows = tokens, sum(rows)
+        self.slots = -(-self.rows // tokens)  # experts of one token, on this rank
+        counts = torch.tensor([*rows, tokens * self.slots - self.rows])  # what is left over goes to no expert
+        experts = torch.arange(len(counts)).repeat_interleave(counts)
+        experts = experts[torch.randperm(len(experts), generator=torch.Generator().manual_seed(0))]
+        self.experts = experts.view(tokens, self.slots).int().to(device)
+        self.places = experts.argsort(stable=True)[: self.rows].to(device)
+        self.order = self.places // self.slots  # the token of each row
+
+    def send(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """[tokens, hidden] to [rows, hidden], and what is needed to bring them back."""
+        return x.index_select(0, self.order), None
+
+    def combine(self, outputs: torch.Tensor, weights: torch.Tensor, places: Any) -> torch.Tensor:  # noqa: ARG002
+        """The sum of what the experts made of each token, by `weights`, [tokens, the router's choices]."""
+        weighted = outputs * self.by_slot(weights).to(outputs.dtype).flatten().index_select(0, self.places)[:, None]
+        sums = torch.zeros(self.tokens, outputs.shape[1], device=outputs.device, dtype=outputs.dtype)
+        return sums.index_add(0, self.order, weighted)
+
+    def by_slot(self, weights: torch.Tensor) -> torch.Tensor:
+        """A weight for every slot: the rank may hold fewer experts of a token than it has, or more."""
+        return weights.repeat(1, -(-self.slots // weights.shape[1]))[:, : self.slots]
 
 
 class PlainExperts(nn.Module):

@@ -13,7 +13,7 @@ from gemmscope.recipe.recipes import Recipe
 from gemmscope.step.kits.plain import Kit
 from gemmscope.step.plan import StackPlan
 
-MODULES = {"qkv": "attention_in", "attn out": "attention_out", "mlp": "feed_forward"}  # part -> its module in a layer
+MODULES = {"qkv": "attention.projections", "attn out": "attention.out", "mlp": "feed_forward"}  # part -> its module in a layer
 
 
 class TorchaoKit(Kit):

@@ -1,0 +1,278 @@
+"""The kernels of mixers: state-space scans, delta rules, lightning attention, causal convolutions and gated norms.
+
+On a GPU the first that is installed is used: mamba-ssm and causal-conv1d, flash-linear-attention, then the plain PyTorch code of
+transformers, which also runs on the CPU. `MixerKernels.sources` says which one runs each part, for the result.
+
+Tensors are [batch, sequence, heads, head] and [batch, sequence, channels] everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from inspect import signature
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+MAMBA, CONV, FLA, TRANSFORMERS, PYTORCH = "mamba-ssm", "causal-conv1d", "flash-linear-attention", "transformers", "PyTorch"
+LIGHTNING_CHUNK = 64
+GATED = ("state-space scan", "gated delta rule")  # whose backward pass has a gated kernel of flash-linear-attention
+WRONG_GRADIENTS = (
+    "on this GPU flash-linear-attention needs Triton 3.7.1 or newer, or tilelang: its gated gradients are wrong with this Triton"
+)
+
+
+class MissingKernelError(ImportError):
+    """No package that is installed has this kernel; the message says what to install."""
+
+
+@dataclass
+class MixerKernels:
+    """Chooses kernels for one device, each when it is first needed."""
+
+    device: str
+    without: frozenset[str] = frozenset()  # packages that are not used
+    sources: dict[str, str] = field(default_factory=dict)  # what it computes -> the package that does
+    refused: dict[str, str] = field(default_factory=dict)  # what it computes -> why the package that is faster cannot do it here
+    _loaded: dict[str, Any] = field(default_factory=dict)
+
+    def _first(self, what: str, *choices: tuple[str, str, str]) -> tuple[str, Callable[..., Any]]:
+        """The first of (package, module, function) that can be imported. On the CPU and on the meta device, only those of
+        transformers run."""
+        if what not in self._loaded:
+            on_gpu = self.device.startswith("cuda")
+            usable = [choice for choice in choices if choice[0] == TRANSFORMERS or (on_gpu and choice[0] not in self.without)]
+            if what in GATED and any(choice[0] == FLA for choice in usable) and gated_backward_is_wrong():
+                usable = [choice for choice in usable if choice[0] != FLA]
+                self.refused[what] = WRONG_GRADIENTS
+            found = next((one for one in map(_imported, usable) if one is not None), None)
+            if found is None:
+                packages = " or ".join(dict.fromkeys(choice[0] for choice in choices))
+                raise MissingKernelError(f"the {what} needs {packages}: install one of them in this environment")
+            self._loaded[what], self.sources[what] = found, found[0]
+        package, function = self._loaded[what]
+        return package, function
+
+    def ssd(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        *,
+        chunk: int,
+        skip: torch.Tensor | None = None,
+        dt_bias: torch.Tensor | None = None,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+    ) -> torch.Tensor:
+        """The state-space scan of Mamba-2. x is [.., heads, head], dt [.., heads], b and c [.., groups, state], a [heads]."""
+        package, scan = self._first(
+            "state-space scan",
+            (MAMBA, "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined"),
+            (FLA, "fla.ops.simple_gla", "chunk_simple_gla"),
+            (TRANSFORMERS, "transformers.models.mamba2.modeling_mamba2", "mamba2_chunk_scan"),
+        )
+        if package != FLA:
+            out: torch.Tensor = scan(
+                x, dt, a, b, c, chunk, D=skip, dt_bias=dt_bias, dt_softplus=dt_bias is not None, dt_limit=dt_limit
+            )
+            return out.to(x.dtype)
+        step = functional.softplus(dt.float() + dt_bias.float()).clamp(*dt_limit) if dt_bias is not None else dt.float()
+        repeats = x.shape[2] // b.shape[2]
+        b, c = (tensor.repeat_interleave(repeats, dim=2) if repeats > 1 else tensor for tensor in (b, c))
+        out, _ = scan(c, b, x * step[..., None].to(x.dtype), step * a.float(), scale=1.0)
+        return out + x * skip[:, None].to(x.dtype) if skip is not None else out
+
+    def lightning(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+        """Linear attention with a fixed decay for each head (in log space): a state-space scan with a time step of one."""
+        package, attend = self._first(
+            "lightning attention",
+            (FLA, "fla.ops.simple_gla", "chunk_simple_gla"),
+            (MAMBA, "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined"),
+            (TRANSFORMERS, "transformers.models.mamba2.modeling_mamba2", "mamba2_chunk_scan"),
+        )
+        if package == FLA:
+            out: torch.Tensor = attend(q, k, v, g_gamma=decay, scale=1.0)[0]
+            return out
+        ones = torch.ones(v.shape[:3], device=v.device, dtype=v.dtype)
+        out = attend(v, ones, decay, k, q, LIGHTNING_CHUNK)
+        return out.to(v.dtype)
+
+    def gated_delta(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor,
+        *,
+        a_log: torch.Tensor,
+        dt_bias: torch.Tensor,
+    ) -> torch.Tensor:
+        """The gated delta rule (Qwen3-Next), on normalized q and k. `decay` and `beta` are [.., heads], before softplus and
+        sigmoid."""
+        package, rule = self._first(
+            "gated delta rule",
+            (FLA, "fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+            (TRANSFORMERS, "transformers.models.qwen3_next.modeling_qwen3_next", "torch_chunk_gated_delta_rule"),
+        )
+        return _delta_rule(package, rule, (q, k, v, decay, beta), a_log, dt_bias)
+
+    def kda(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor,
+        *,
+        a_log: torch.Tensor,
+        dt_bias: torch.Tensor,
+    ) -> torch.Tensor:
+        """Kimi delta attention: as `gated_delta`, with a decay for each channel of the key, [.., heads, head]."""
+        package, rule = self._first(
+            "Kimi delta attention",
+            (FLA, "fla.ops.kda", "chunk_kda"),
+            (TRANSFORMERS, "transformers.models.kimi_linear.modeling_kimi_linear", "chunk_kimi_delta_attention"),
+        )
+        return _delta_rule(package, rule, (q, k, v, decay, beta), a_log, dt_bias)
+
+    def selective_scan(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        *,
+        skip: torch.Tensor,
+        z: torch.Tensor,
+        dt_bias: torch.Tensor,
+    ) -> torch.Tensor:
+        """The scan of Mamba-1, with its gate. x, dt and z are [batch, sequence, channels], b and c [.., state]."""
+        choices = [(MAMBA, "mamba_ssm.ops.selective_scan_interface", "selective_scan_fn")]
+        if not self.device.startswith("cuda"):  # transformers has a loop over all positions, no step on a GPU is made of it
+            choices.append((TRANSFORMERS, "transformers.models.mamba.modeling_mamba", "mamba_selective_scan"))
+        _, scan = self._first("selective scan", *choices)
+        x, dt, b, c, z = (tensor.transpose(1, 2) for tensor in (x, dt, b, c, z))
+        out: torch.Tensor = scan(x, dt, a, b, c, D=skip, z=z, delta_bias=dt_bias, delta_softplus=True)
+        return out.transpose(1, 2).to(x.dtype)
+
+    def conv(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:
+        """A causal convolution along the sequence, channel by channel. x is [.., channels], weight [channels, width]."""
+        package, convolve = self._first(
+            "causal convolution",
+            (CONV, "causal_conv1d", "causal_conv1d_fn"),
+            (FLA, "fla.modules.causal_conv1d", "causal_conv1d"),
+            (TRANSFORMERS, "transformers.models.mamba2.modeling_mamba2", "causal_conv1d_fn"),
+        )
+        out: torch.Tensor
+        if package == FLA:
+            out = convolve(x, weight, bias, activation=activation)[0]
+            return out
+        out = convolve(x.transpose(1, 2), weight, bias, activation=activation)
+        return out.transpose(1, 2)
+
+    def gated_norm(
+        self,
+        x: torch.Tensor,
+        z: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        eps: float,
+        group: int,
+        gate_first: bool,
+        sigmoid: bool = False,
+    ) -> torch.Tensor:
+        """An RMS norm of every `group` channels with a gate: before the norm (Mamba-2), or after it (delta rules). `weight` is
+        as wide as x, or as one group. The gate is SiLU, or a sigmoid."""
+        shared = weight.shape[-1] != x.shape[-1]  # one weight for all heads
+        if self.device.startswith("cuda"):
+            out = self._fused_gated_norm(x, z, weight, eps, group, gate_first=gate_first, sigmoid=sigmoid, shared=shared)
+            if out is not None:
+                return out
+        self.sources.setdefault("gated norm", PYTORCH)
+        gate = torch.sigmoid(z.float()) if sigmoid else functional.silu(z.float())
+        inner = x.float() * gate if gate_first else x.float()
+        grouped = inner.unflatten(-1, (-1, group))
+        normed = grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + eps)
+        normed = normed * weight.float() if shared else normed.flatten(-2) * weight.float()
+        normed = normed.flatten(-2) if shared else normed
+        return (normed if gate_first else normed * gate).to(x.dtype)
+
+    def _fused_gated_norm(
+        self,
+        x: torch.Tensor,
+        z: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        group: int,
+        *,
+        gate_first: bool,
+        sigmoid: bool,
+        shared: bool,
+    ) -> torch.Tensor | None:
+        """The same in one kernel; None where there is none."""
+        out: torch.Tensor
+        try:
+            if shared and not gate_first:
+                _, norm = self._first("gated norm", (FLA, "fla.modules.norm.fused_norm_gate", "rms_norm_gated"))
+                heads = x.reshape(-1, group), z.reshape(-1, group)
+                out = norm(*heads, weight, None, activation="sigmoid" if sigmoid else "swish", eps=eps)
+                return out.view(x.shape)
+            if shared or sigmoid:
+                return None
+            _, norm = self._first(
+                "grouped gated norm",
+                (MAMBA, "mamba_ssm.ops.triton.layernorm_gated", "rmsnorm_fn"),
+                (FLA, "fla.modules.norm.layernorm_gated", "rmsnorm_fn"),
+            )
+        except MissingKernelError:
+            return None
+        out = norm(x, weight, None, z=z, eps=eps, group_size=group, norm_before_gate=not gate_first)
+        return out
+
+
+def _delta_rule(
+    package: str, rule: Callable[..., Any], inputs: tuple[torch.Tensor, ...], a_log: torch.Tensor, dt_bias: torch.Tensor
+) -> torch.Tensor:
+    """One of the delta rules; recent kernels also compute the decay and the write strength."""
+    q, k, v, decay, beta = inputs
+    out: torch.Tensor
+    if package == FLA and "use_beta_sigmoid_in_kernel" in signature(rule).parameters:
+        gates = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "A_log": a_log, "dt_bias": dt_bias.flatten()}
+        out = rule(q, k, v, g=decay, beta=beta, use_qk_l2norm_in_kernel=True, **gates)[0]
+        return out
+    scale = a_log.float().exp().view(-1, *(1,) * (decay.dim() - 3))
+    gate = -scale * functional.softplus(decay.float() + dt_bias.float().view(decay.shape[2:]))
+    if package == TRANSFORMERS:  # flash-linear-attention knows that several value heads share a key
+        q, k = (tensor.repeat_interleave(v.shape[2] // tensor.shape[2], dim=2) for tensor in (q, k))
+    out = rule(q, k, v, g=gate, beta=beta.sigmoid(), use_qk_l2norm_in_kernel=True)[0]
+    return out
+
+
+@cache
+def gated_backward_is_wrong() -> bool:
+    """Whether flash-linear-attention refuses the backward pass of its gated kernels: on Hopper, Triton 3.4 to 3.7.0 compiles them
+    wrongly, and only tilelang replaces them (its issue 640)."""
+    try:
+        facts = import_module("fla.utils")
+    except Exception:  # not installed
+        return False
+    old = getattr(facts, "TRITON_ABOVE_3_4_0", False) and not getattr(facts, "TRITON_ABOVE_3_7_1", True)
+    return bool(getattr(facts, "IS_NVIDIA_HOPPER", False) and old and find_spec("tilelang") is None)
+
+
+def _imported(choice: tuple[str, str, str]) -> tuple[str, Callable[..., Any]] | None:
+    package, module, name = choice
+    try:
+        function = getattr(import_module(module), name)
+    except Exception:  # a package that is not there, or does not load with this torch: the next one
+        return None
+    return (package, function) if function is not None else None
