@@ -1,6 +1,8 @@
-"""Runs steps of small hybrids on this GPU in several recipes, launched and as CUDA graphs, and prints their times.
+"""Runs steps of small hybrids or of presets on this GPU in several recipes, launched and as CUDA graphs, and prints their times.
 
-python benchmarks/hybrids_on_gpu.py [MODEL …] [--recipes BF16,FP8Current] [--no-graphs]
+    python benchmarks/hybrids_on_gpu.py [MODEL ...] [--recipes BF16,FP8Current] [--ep 8] [--no-graphs]
+
+A model is one of those below, or a preset.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ from importlib import import_module
 
 import torch
 
+from gemmscope.model import presets
 from gemmscope.model.mixers import MixerSpec
 from gemmscope.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RunSpec
 from gemmscope.recipe.recipes import recipe
-from gemmscope.step.graphs import CapturedStep
+from gemmscope.step.graphs import CapturedStep, GraphMemory
 from gemmscope.step.kits import KITS
 from gemmscope.step.plan import plan_step
 from gemmscope.step.stack import Step, Weights
@@ -62,6 +65,7 @@ def main() -> None:
     parser.add_argument("--recipes", default="BF16,FP8Current,FP8Delayed,FP8Block")
     parser.add_argument("--batch", default="1x8192")
     parser.add_argument("--kit", default="transformer_engine")
+    parser.add_argument("--ep", type=int, default=1)
     parser.add_argument("--no-graphs", action="store_true")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -69,10 +73,16 @@ def main() -> None:
     kit_class = getattr(import_module(module), class_name)
     batch, length = map(int, arguments.batch.split("x"))
     for name in arguments.models or MODELS:
-        hidden, layers = MODELS[name]
-        plan, found = plan_step(ModelSpec(name, hidden, tuple(layers), 32768), RunSpec(batch, length))
-        print(f"{name}: {len(layers)} layers, {batch} x {length}; {[one.code for one in found]}", flush=True)
-        weights, pool = Weights(), torch.cuda.graph_pool_handle() if device == "cuda" else None
+        if name in MODELS:
+            hidden, layers = MODELS[name]
+            model = ModelSpec(name, hidden, tuple(layers), 32768)
+        else:
+            preset = presets.load(name).model
+            assert preset is not None
+            model = preset
+        plan, found = plan_step(model, RunSpec(batch, length, ep=arguments.ep))
+        print(f"{name}: {plan.depth} layers, {batch} x {length}; {[one.code for one in found]}", flush=True)
+        weights, memory = Weights(), GraphMemory() if device == "cuda" else None
         for recipe_name in arguments.recipes.split(","):
             try:
                 began = time.perf_counter()
@@ -86,8 +96,8 @@ def main() -> None:
                 print(f"  {recipe_name}: {type(error).__name__}: {str(error)[:400]}", flush=True)
                 continue
             try:
-                if not arguments.no_graphs:
-                    line += f" captured {mean_ms(CapturedStep(step, pool)):8.2f} ms"
+                if memory is not None and not arguments.no_graphs:
+                    line += f" captured {mean_ms(CapturedStep(step, memory)):8.2f} ms"
             except Exception as error:
                 line += f" not captured: {type(error).__name__}: {str(error)[:300]}"
             print(line, dict(kit.kernels.sources) if recipe_name == "BF16" else "", flush=True)

@@ -22,7 +22,7 @@ import torch
 
 from gemmscope.step.mixer_kernels import CONV, FLA, MAMBA, MixerKernels
 
-BATCHES = ((1, 8192), (4, 4096), (1, 32768), (8, 8192))
+BATCHES = ((1, 8192), (4, 4096), (1, 32768))
 REPEATS = 8
 Case = tuple[list[torch.Tensor], Callable[..., torch.Tensor]]
 
@@ -113,13 +113,13 @@ def grouped_norm(kernels: MixerKernels, batch: int, length: int, heads: int, gro
 
 # Kind -> what makes it, and its sizes: (heads, groups or key heads, key or state, value or head)
 KINDS: dict[str, tuple[Callable[..., Case], Sequence[tuple[int, int, int, int]]]] = {
-    "ssd": (ssd, ((64, 8, 128, 64), (128, 8, 128, 64), (48, 1, 256, 64))),  # Nemotron-3 Nano, Nemotron-H, Falcon-H1
-    "gated delta rule": (delta, ((32, 16, 128, 128), (16, 16, 128, 128), (64, 16, 128, 128))),  # Qwen3-Next; Qwen3.5
+    "ssd": (ssd, ((64, 8, 128, 64), (128, 8, 128, 64))),  # Nemotron-3 Nano, Nemotron-H
+    "gated delta rule": (delta, ((32, 16, 128, 128), (16, 16, 128, 128))),  # Qwen3-Next; a smaller one
     "kda": (kda, ((32, 32, 128, 128), (16, 16, 128, 128))),  # Kimi Linear
-    "lightning": (lightning, ((64, 64, 128, 128), (32, 32, 128, 128))),  # MiniMax-01
-    "conv": (conv, ((64, 64, 128, 128), (96, 8, 128, 64), (16, 16, 128, 128))),
+    "lightning": (lightning, ((64, 64, 128, 128), (16, 16, 128, 128))),  # MiniMax-01
+    "conv": (conv, ((64, 64, 128, 128), (96, 8, 128, 64))),
     "gated norm": (gated_norm, ((32, 16, 128, 128),)),
-    "grouped norm": (grouped_norm, ((64, 8, 128, 64), (128, 8, 128, 64))),
+    "grouped norm": (grouped_norm, ((64, 8, 128, 64),)),
 }
 
 

@@ -25,7 +25,7 @@ from gemmscope.app.bench import BenchTiming, Shape
 from gemmscope.app.calibrate import Calibrated
 from gemmscope.app.choose import Choices
 from gemmscope.app.doctor import Diagnosis
-from gemmscope.app.model import ModelRun, load_model, model_run
+from gemmscope.app.model import ModelRun, load_model, model_run, with_prediction_layers
 from gemmscope.errors import UserError, in_a_line, shown
 from gemmscope.files import write_text
 from gemmscope.model import presets
@@ -45,26 +45,32 @@ from gemmscope.sizes import size, token_count
 PathOrResult = str | Path | Result
 
 
-def load(model: str | Path | Mapping[str, Any] | None = None, **sizes: Any) -> Model:
+def load(model: str | Path | Mapping[str, Any] | None = None, *, mtp_layers: int | None = None, **sizes: Any) -> Model:
     """A model: the name of a preset, a config (file, folder, hub id or dictionary), `file.py:factory`, or sizes by name.
+
+    `mtp_layers`: with so many layers of multi-token prediction.
 
     >>> load("qwen3-8b").spec.hidden_size
     4096
     >>> load(hidden_size=64, intermediate_size=128, num_attention_heads=2, num_hidden_layers=3).spec.pattern()
     '3 dense'
     """
+    predicting = {} if mtp_layers is None else {"mtp_layers": mtp_layers}
     if isinstance(model, Mapping):
         try:
             text = json.dumps(model)
         except (TypeError, ValueError, RecursionError) as error:  # an object, a cycle, thousands of levels
             raise UserError(f"the dictionary is not what a config.json can hold: {in_a_line(error)}") from error
-        return Model(read_text(text, "the dictionary"), {}, _call("gemmscope.load", "{...}"))
+        source = read_text(text, "the dictionary")
+        source = source if mtp_layers is None else with_prediction_layers(source, mtp_layers)
+        return Model(source, {}, _call("gemmscope.load", "{...}", **predicting))
     name = str(model) if model is not None else None
     if name is not None and sizes:
         raise UserError(f"the model is named twice: {name} and {', '.join(sizes)}", "use only one of them")
     named = {} if name is None else {"preset" if name in presets.names() else "module" if ".py:" in name else "config": name}
-    arguments = {**named, **_numbers(sizes)}
-    return Model(load_model(**arguments), arguments, _call("gemmscope.load", *([repr(name)] if name else []), **sizes))
+    arguments = {**named, **_numbers(sizes), **predicting}
+    call = _call("gemmscope.load", *([repr(name)] if name else []), **sizes, **predicting)
+    return Model(load_model(**arguments), arguments, call)
 
 
 @dataclass(frozen=True, repr=False)

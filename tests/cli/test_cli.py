@@ -344,7 +344,7 @@ def test_a_type_nobody_knows(run: Run, tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_the_architecture_hints_at_a_known_type(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    path = config_file(tmp_path, {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"], **SMALL})
+    path = config_file(tmp_path, {"model_type": "moonlight", "architectures": ["DeepseekV3ForCausalLM"], **SMALL})
     outcome = run(f"shapes --config {path} {BATCH}")
     assert outcome.code == 2
     assert 'set "model_type": "deepseek_v3"' in outcome.err

@@ -216,6 +216,41 @@ def test_a_mixed_plan_that_wins_is_recommended(run: Run, monkeypatch: pytest.Mon
     assert "\nBetter: FP32 with mlp in BF16, 4.000x [" in outcome.out
 
 
+def test_what_cuda_graphs_change_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Both recipes are captured and run without the host's share; then FP32 cannot be captured."""
+
+    def whole(self: StepCampaign) -> None:
+        measured(self, lambda variant: ms(variant) - 0.9 * variant.captured)
+        requests.append({name: self.request(list(self.results.tasks))[name] for name in ("host", "profile")})
+        self.seconds = 7.0
+        if self.captured_depth is not None and fails:
+            (odd,) = self.results.of("FP32")
+            self.results.take(Failed(odd.variant.name, "it synchronizes", "error"))
+
+    requests: list[dict[str, bool]] = []
+    fails = False
+    monkeypatch.setattr(StepCampaign, "run", whole)
+    monkeypatch.setattr("gemmscope.app.step.CANNOT_CAPTURE", ())
+    outcome = run(f"step {SMALL} --cuda-graphs --json {tmp_path}/step.json")
+    assert outcome.code == 0
+    line = "Captured in CUDA graphs, a step takes BF16 1.1, FP32 0.1 ms instead of BF16 2.0, FP32 1.0 ms: speedup FP32"
+    assert line in " ".join(outcome.out.split())
+    result = written(tmp_path / "step.json")
+    captured = {time.recipe: time.captured for time in result.step.recipes}
+    assert captured["BF16"] is not None
+    assert captured["FP32"] is not None
+    assert captured["FP32"].speedup is not None
+    assert captured["FP32"].speedup.value == pytest.approx(11, rel=0.01)
+    assert result.seconds == {"predicting": 7.0, "capturing": 7.0}
+    assert requests == [{"host": True, "profile": True}, {"host": False, "profile": False}]
+    fails = True
+    assert run(f"step {SMALL} --cuda-graphs --json {tmp_path}/again.json").code == 0
+    result = written(tmp_path / "again.json")
+    assert result.step.not_captured == {"FP32": "it synchronizes"}
+    assert {"step-captured-alone", "step-not-captured"} <= codes(result)
+    assert "variant-not-measured" not in codes(result)
+
+
 def test_a_real_model_that_fits_in_part(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It is compared with the prediction of as many layers, whose time counts as predicting, too."""
 
@@ -232,6 +267,17 @@ def test_a_real_model_that_fits_in_part(run: Run, monkeypatch: pytest.MonkeyPatc
     assert result.seconds == {"predicting": 14.0, "verifying": 7.0}
     assert [time.verified.depth for time in result.step.recipes if time.verified] == [3, 3]
     assert "verified-shallower" in codes(result)
+
+
+def test_what_the_stack_leaves_out_is_no_matter_of_a_hugging_face_model(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "hidden_act": "xielu"}))
+    monkeypatch.setattr(StepCampaign, "run", lambda self: measured(self, lambda variant: variant.depth))
+    options = f"step --config {tmp_path}/config.json --micro-batch-size 1 --sequence-length 16 --device cpu"
+    for more, said in (("", True), (" --hugging-face", False)):
+        assert run(f"{options}{more} --json {tmp_path}/step.json").code == 0
+        assert ("activation-replaced" in codes(written(tmp_path / "step.json"))) == said
 
 
 def test_a_batch_too_odd_for_a_recipe_is_noted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,6 +322,8 @@ def test_ctrl_c_before_anything_was_measured(run: Run, monkeypatch: pytest.Monke
         (f"{SMALL} --tokens 1e9 --gpus 3 --tp 2", "3 GPUs do not divide into groups of 2"),
         (f"{SMALL} --observed-speedup 0", "--observed-speedup must be between 0 and 100"),
         (f"{SMALL} --precision 2", "must be a percentage such as 3%"),
+        (f"{SMALL} --cuda-graphs", "--cuda-graphs needs a GPU"),
+        (f"{SMALL} --cuda-graphs --hugging-face", "cannot be captured"),
         (f"{SMALL} --pre-quantize", "a step quantizes as it runs"),
         (f"{SMALL} --longest nan", "--time-limit must be more than 0 seconds"),
         (f"{SMALL} -o step.txt", "is not a figure file"),

@@ -103,8 +103,8 @@ def every_message(case: Case, folder: Path, command: str) -> list[int]:
     ("command", "kind"), [*(("bench", kind) for kind in FAULTS), *(("step", kind) for kind in ("parent", "SIGTERM"))]
 )
 def test_a_fault_at_every_message(case: Case, tmp_path: Path, command: str, kind: str) -> None:
-    """At every other message of bench the parent is killed; other faults, and those of step, are tried at some."""
-    often = {"bench": 1, "step": 10}[command] * {"parent": 2, "SIGTERM": 3}.get(kind, 6)
+    """At every fourth message of bench the parent is killed; other faults, and those of step, are tried at fewer."""
+    often = {"bench": 1, "step": 10}[command] * {"parent": 4, "SIGTERM": 6}.get(kind, 9)
     messages = every_message(case, tmp_path / "undisturbed", command)
     around_writing = -2 + len(kind) % 2
     for at in [NEVER] if kind == "closed stdout" else [*messages[len(kind) % often :: often], around_writing]:

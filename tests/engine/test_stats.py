@@ -148,7 +148,7 @@ def test_intervals_hold_where_they_decide_when_to_stop(clock: Callable[[np.rando
     names, case, covered, errors = ["BF16", "FP8Current", "FP8Delayed", "FP8Block"], Case("MLP Up", 1, 1, 1), 0, []
     truth = dict(zip(names, (100.0, 63.0, 60.0, 74.0), strict=True))
     tasks = {task.group: task for mode in MODES for task in (Task(case, name, mode) for name in names)}
-    for trial in range(60):
+    for trial in range(40):
         rng = np.random.default_rng(trial)
         moved, results, rule = clock(rng), Measurements(tasks.values()), StoppingRule(least_rounds=2, longest_s=float("inf"))
         done = False

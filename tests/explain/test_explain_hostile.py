@@ -154,7 +154,7 @@ def test_numbers_that_are_no_ids(number: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "dims", [[[10**400, 2], [2, 3]], [[-5, 2], [2, 3]], [[2] * 100_000, [2, 3]], [[0, 0], [0, 0]], [["x"], {}]]
+    "dims", [[[10**400, 2], [2, 3]], [[-5, 2], [2, 3]], [[2] * 10_000, [2, 3]], [[0, 0], [0, 0]], [["x"], {}]]
 )
 def test_shapes_that_no_tensor_has(dims: list[Any], tmp_path: Path) -> None:
     made = steady()

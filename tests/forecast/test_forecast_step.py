@@ -24,7 +24,7 @@ from gemmscope.interval import Interval
 from gemmscope.model import presets
 from gemmscope.model.flags import from_hyperparameters
 from gemmscope.model.spec import ModelSpec, RunSpec
-from gemmscope.parts import STEP_PARTS
+from gemmscope.parts import STEP_PARTS, StepPart
 from gemmscope.recipe.recipes import recipe
 from gemmscope.recipe.support import support
 from gemmscope.results.forecast import SweepPoint
@@ -148,6 +148,15 @@ def test_routers_stay_in_bf16() -> None:
     assert found.speedup("FP8Current", "autocast", "Router") is None
     assert found.speedup("FP8Current", "autocast") is not None
     assert not misaligned(cases, ["BF16", "FP8Current"])
+
+
+@pytest.mark.parametrize(("name", "part"), [("deepseek-v3.2", "attention"), ("qwen3-next-80b-a3b", "linear attention")])
+def test_what_was_not_measured_has_wide_error_bars(name: str, part: StepPart) -> None:
+    model = presets.load(name).model
+    assert model is not None
+    found = steps("h200", model, RunSpec(1, 8192, ep=64)).step("FP8Current").parts[part]
+    assert found.value > 0
+    assert found.uncertainty > 0.15
 
 
 @pytest.mark.parametrize("name", gpus())

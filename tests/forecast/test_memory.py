@@ -273,7 +273,7 @@ def test_more_sharing_never_needs_more(layout: tuple[str, RunSpec], name: str) -
 def test_weights_of_all_ranks_are_the_models(layout: tuple[str, RunSpec]) -> None:
     """What tensor parallelism does not split, each of its ranks has; a tied embedding is there twice on several stages."""
     spec, run = model(layout[0]), layout[1]
-    layers, embedding, head = memory_of(spec).blocks(run)
+    layers, embedding, head, _ = memory_of(spec).blocks(run)
     kinds = memory_of(spec)._order
     everywhere = 0
     for first, last in stage_layers(spec, run):

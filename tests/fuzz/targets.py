@@ -29,7 +29,7 @@ class Target:
     name: str
     inputs: SearchStrategy[Any]
     run: Callable[[Any, Path], str]
-    in_suite: int = 15
+    in_suite: int = 10
     """How many inputs the test suite tries; `benchmarks/fuzz.py` tries many more."""
 
 

@@ -110,7 +110,7 @@ def test_deepseek_script():
     assert source.run_settings["ep"] == 64
     assert source.run_settings["recompute"] == "none"
     assert source.run_settings["vocab_multiple"] == 1
-    assert facts(source, "prediction-layers-not-included") == {"setting": "--mtp-num-layers"}
+    assert model.prediction_layers == 1
     assert facts(source, "recompute-not-modelled")["modules"] == ["mla_up_proj", "moe"]
 
 
@@ -351,6 +351,64 @@ def test_branches():
     assert facts(source, "settings-in-condition") == {"settings": ["--sequence-parallel"]}
     with pytest.raises(UserError, match="HEADS is 32 or 40, depending on a condition"):
         megatron.read(script.replace("--num-query-groups", "--num-attention-heads"), "x.sh")
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        ': "${MBS:=2}"\npython pretrain_gpt.py ARGS --micro-batch-size $MBS',
+        ": ${MBS:=2} ${TP:=1}\nARGS --micro-batch-size ${MBS}",
+        ': "${MBS:=${BASE:=2}}"\nARGS --micro-batch-size $MBS',
+        'MBS=2\n: "${MBS:=1}"\nARGS --micro-batch-size $MBS',
+        ': "${MBS:=1}"\nMBS=2\nARGS --micro-batch-size $MBS',
+        "MBS=${MBS:-2}\nARGS --micro-batch-size $MBS",
+        "ARGS --micro-batch-size ${MBS-2}",
+        'LIST=(\n  ARGS\n)\nLIST+=(\n  --micro-batch-size "${MBS:=2}"\n)\npython pretrain_gpt.py "${LIST[@]}"',
+        'LIST="ARGS"\nLIST+=" --micro-batch-size ${MBS:=2}"\npython pretrain_gpt.py $LIST',
+        "case $1 in --mbs) MBS=$2;; esac\nMBS=${MBS:-2}\nARGS --micro-batch-size $MBS",
+        "if $SMALL; then MBS=1; else MBS=4; fi\nMBS=2\nARGS --micro-batch-size $MBS",
+    ],
+)
+def test_defaults_of_variables(script: str):
+    assert megatron.read(script.replace("ARGS", SMALL), "x.sh").run_settings["micro_batch_size"] == 2
+
+
+def test_defaults_do_not_replace_what_a_condition_decides():
+    script = f"if $SMALL; then MBS=1; else MBS=4; fi\n: ${{MBS:=2}}\nMBS=${{MBS:-2}}\n{SMALL} --micro-batch-size $MBS"
+    assert "micro_batch_size" not in megatron.read(script, "x.sh").run_settings
+
+
+SCALES = f"""
+SCALE=${{SCALE:-"small"}}  # or "large"
+case "${{SCALE}}" in
+    "tiny" | "small")
+        HIDDEN=64
+        ;;
+    large) HIDDEN=4096; ARGS+=(--swiglu) ;;
+    *)
+        echo "unknown scale"; exit 1
+        ;;
+esac
+if [ "$HIDDEN" -gt 1000 ]; then ARGS+=( --qk-layernorm )
+elif [[ $SCALE == s* ]]; then ARGS+=(--sequence-parallel)
+else ARGS+=(--recompute-granularity full); fi
+if [ -n "$OTHER" ]; then ARGS+=(--micro-batch-size 2); fi
+{SMALL.replace("64", "$HIDDEN")}
+"""
+
+
+def test_branches_that_the_script_decides():
+    source = megatron.read(SCALES, "x.sh")
+    assert (source.model.hidden_size, source.model.layers[0].mlp.gated) == (64, False)
+    assert source.run_settings["sequence_parallel"]
+    assert "recompute" not in source.run_settings
+    assert source.run_settings["micro_batch_size"] == 2
+    assert facts(source, "settings-in-condition") == {"settings": ["--micro-batch-size"]}
+    large = megatron.read(SCALES.replace('"small"}', "large}"), "x.sh")
+    assert (large.model.hidden_size, large.model.layers[0].attention.qk_norm) == (4096, "head")
+    assert large.model.layers[0].mlp.gated
+    with pytest.raises(UserError, match="HIDDEN is 64 or 4096, depending on a condition"):
+        megatron.read(SCALES.replace('SCALE=${SCALE:-"small"}', "SCALE=$1"), "x.sh")
 
 
 def test_recognises():

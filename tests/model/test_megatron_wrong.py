@@ -18,14 +18,12 @@ from support.reading import checked, in_little_memory
     [
         (f"torchrun --nnodes 1 pretrain_t5.py {SMALL}", "pretrain_t5.py trains T5"),
         (f"python tools/pretrain_bert.py {SMALL}", "pretrain_bert.py trains BERT"),
-        (f'CMD="python pretrain_mamba.py $ARGS"\nARGS="{SMALL}"', "pretrain_mamba.py trains a model with Mamba layers"),
         (f"SCRIPT=$ROOT/pretrain_ict.py\npython $SCRIPT {SMALL}", "pretrain_ict.py trains a pair of BERT encoders"),
         (f"python pretrain_vision_classify.py {SMALL}", "pretrain_vision_classify.py trains a vision model"),
         (f"python pretrain_vlm.py {SMALL}", "pretrain_vlm.py trains a vision-language model"),
         (f"{SMALL} --decoder-num-layers 4", "--decoder-num-layers is a setting of T5"),
         (f"{SMALL} --decoder-seq-length $L", "--decoder-seq-length is a setting of T5"),
         (DUMP.replace("  kv_channels", "  decoder_seq_length .... 128\n  kv_channels"), "decoder_seq_length is a setting of T5"),
-        (f"{SMALL} --spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec", "--spec selects a model with Mamba"),
         (DUMP.replace("[0]: using", "+ torchrun /opt/pretrain_bert.py\n[0]: using"), "pretrain_bert.py trains BERT"),
     ],
 )
@@ -79,7 +77,6 @@ def test_errors_give_a_fitting_example(text: str, hint: str):
         (SMALL + " --window-size 1,2,3", "--window-size must be two numbers"),
         (SMALL + " --normalization BatchNorm", "--normalization must be LayerNorm or RMSNorm, not 'BatchNorm'"),
         (SMALL + " --recompute-granularity some", "--recompute-granularity must be selective or full, not 'some'"),
-        (SMALL + " --hybrid-override-pattern M-M*", "--hybrid-override-pattern adds Mamba layers"),
         (SMALL + " --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 5", "5 of 4 layers"),
         (SMALL + " --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*9", "2 stages and 4 layers"),
     ],

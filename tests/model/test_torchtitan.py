@@ -107,7 +107,7 @@ def test_llama4_alternates_and_shares_its_width_among_experts() -> None:
     assert maverick.layers[0].mlp.intermediate_size == 16384
     assert maverick.layers[1].mlp.expert.intermediate_size == 8192
     assert maverick.layers[1].mlp.shared.intermediate_size == 8192
-    blocks = [layer.attention.window for layer in model_of("llama4", "17bx16e_irope").layers[:5]]
+    blocks = [layer.attention.chunk for layer in model_of("llama4", "17bx16e_irope").layers[:5]]
     assert blocks == [None, 8192, 8192, 8192, None]
 
 
@@ -131,6 +131,21 @@ def test_qwen3_normalises_each_head_and_ties_small_models() -> None:
     assert model_of("qwen3", "8B").layers[0].attention.qk_norm == "head"
     assert [model_of("qwen3", flavor).tied_embeddings for flavor in ("4B", "8B")] == [True, False]
     assert model_of("qwen3", "0.6B").layers[0].attention.q_width == 2048  # heads are wider than hidden / heads
+
+
+@pytest.mark.parametrize(
+    ("flavor", "parameters"),  # of transformers' text models with the same sizes
+    [("27B", 26_895_998_464), ("35B-A3B", 34_660_610_688)],
+)
+def test_qwen3_5_has_delta_nets_and_gated_attention(flavor: str, parameters: int) -> None:
+    source = read(config("qwen3_5", flavor))
+    kinds = [layer.kind.split(" + ")[0] for layer in source.model.layers]
+    assert kinds == ["gated delta rule"] * 3 + ["attention"] + kinds[:-4]
+    workload = derive(source.model, run_of(config("qwen3_5", flavor)))
+    assert workload.parameters == parameters
+    first = [op.name for op in workload.ops if isinstance(op, Linear)][:6]
+    assert first == [f"Mixer In {letter}" for letter in "QKVZAB"]
+    assert facts(source, "language-part-only") == {"model_type": "qwen3_5"}
 
 
 def test_every_known_flavor_is_read() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ torch = pytest.importorskip("torch", reason="mixers need torch")
 pytest.importorskip("transformers", reason="what they are compared with")
 
 from gemmscope.step.kits.plain import Kit  # noqa: E402
-from gemmscope.step.mixer_kernels import MissingKernelError, MixerKernels  # noqa: E402
+from gemmscope.step.mixer_kernels import MissingKernelError, MixerKernels, gated_backward_is_wrong  # noqa: E402
 from gemmscope.step.mixers import mixer_of  # noqa: E402
 
 HIDDEN, SEQUENCE = 32, 24
@@ -181,3 +183,25 @@ def test_a_kernel_that_nobody_has_is_named() -> None:
     x = torch.zeros(1, 2, 4)
     with pytest.raises(MissingKernelError, match="selective scan needs mamba-ssm: install one of them"):
         MixerKernels("cuda").selective_scan(x, x, x[0], x, x, skip=x[0, 0], z=x, dt_bias=x[0, 0])
+
+
+@pytest.mark.parametrize(("triton", "package"), [({"TRITON_ABOVE_3_7_1": False}, "transformers"), ({}, "flash-linear-attention")])
+def test_kernels_that_cannot_train_here_are_replaced(
+    triton: dict[str, bool], package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """flash-linear-attention refuses gated gradients on Hopper with some versions of Triton."""
+    hopper = SimpleNamespace(IS_NVIDIA_HOPPER=True, TRITON_ABOVE_3_4_0=True, **triton)
+    rule = SimpleNamespace(chunk_gated_delta_rule=lambda q, k, v, **_: (v, None))
+    for name, module in (
+        ("fla", SimpleNamespace()),
+        ("fla.utils", hopper),
+        ("fla.ops", rule),
+        ("fla.ops.gated_delta_rule", rule),
+    ):
+        monkeypatch.setitem(sys.modules, name, module)
+    gated_backward_is_wrong.cache_clear()
+    kernels, x = MixerKernels("cuda"), torch.randn(1, 8, 2, 4)
+    kernels.gated_delta(x, x, x, x[..., 0], x[..., 0], a_log=torch.zeros(2), dt_bias=torch.zeros(2))
+    gated_backward_is_wrong.cache_clear()
+    assert kernels.sources == {"gated delta rule": package}
+    assert list(kernels.refused) == (["gated delta rule"] if package == "transformers" else [])

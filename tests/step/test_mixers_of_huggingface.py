@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from types import ModuleType
 
@@ -12,7 +13,8 @@ pytest.importorskip("transformers", reason="their classes")
 
 from torch import nn
 
-from gemmscope.step.huggingface import OWN, mixers
+from gemmscope.step import huggingface
+from gemmscope.step.huggingface import hide_wrong_kernels, mixers
 
 
 def chosen_by_wrapper(name: str, package: str) -> object:
@@ -37,8 +39,8 @@ def test_functions_of_mixers_and_where_they_come_from(monkeypatch: pytest.Monkey
     file.helper = chosen_by_wrapper("helper", "fla")  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, file.__name__, file)
     mixer = type("Mixer", (nn.Module,), {"__module__": file.__name__})()
-    assert mixers(mixer) == {"causal_conv1d_fn": OWN, "chunk_gated_delta_rule": "flash-linear-attention"}
-    assert mixers(nn.Linear(2, 2)) == {}
+    assert mixers(mixer).sources == {"causal_conv1d_fn": "transformers", "chunk_gated_delta_rule": "flash-linear-attention"}
+    assert mixers(mixer).refused == mixers(nn.Linear(2, 2)).sources == {}
 
 
 def test_an_older_version_keeps_the_function_in_the_module() -> None:
@@ -48,4 +50,20 @@ def test_an_older_version_keeps_the_function_in_the_module() -> None:
 
     rule.__module__ = "fla.ops.gated_delta_rule"
     mixer.chunk_gated_delta_rule = rule
-    assert mixers(mixer) == {"chunk_gated_delta_rule": "flash-linear-attention"}
+    assert mixers(mixer).sources == {"chunk_gated_delta_rule": "flash-linear-attention"}
+
+
+def test_kernels_that_refuse_to_train_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then transformers falls back to its own code, and the reason is known."""
+    monkeypatch.setitem(sys.modules, "fla", ModuleType("fla"))
+    monkeypatch.setattr(huggingface, "gated_backward_is_wrong", lambda: True)
+    hide_wrong_kernels()
+    with pytest.raises(ImportError):
+        importlib.import_module("fla")
+    mixer = nn.Module()
+
+    def rule() -> None: ...
+
+    rule.__module__ = "transformers.models.qwen3_next"
+    mixer.chunk_gated_delta_rule = rule
+    assert "needs Triton 3.7.1" in mixers(mixer).refused["chunk_gated_delta_rule"]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gemmscope.model import presets
 from gemmscope.recipe.recipes import recipe
-from support.small_steps import two_layers
+from support.small_steps import RUN, two_layers
 
 torch = pytest.importorskip("torch", reason="steps need torch")
 if not torch.cuda.is_available():
@@ -14,6 +13,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("transformer_engine.pytorch", reason="Transformer Engine's layers")
 
 from gemmscope.engine.timer import segments  # noqa: E402
+from gemmscope.step.graphs import CapturedStep, GraphMemory  # noqa: E402
 from gemmscope.step.kits.transformer_engine import TransformerEngineKit  # noqa: E402
 from gemmscope.step.marks import recording  # noqa: E402
 from gemmscope.step.stack import Step, Weights  # noqa: E402
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 RECIPES = ("FP8Current", "FP8Delayed", "FP8Block")
 
 
-@pytest.mark.parametrize("name", presets.names())
+@pytest.mark.parametrize("name", RUN)
 def test_every_preset_runs_in_every_recipe(name: str) -> None:
     plan, weights = two_layers(name), Weights()
     losses = {}
@@ -44,6 +44,16 @@ def test_options(options: dict[str, object]) -> None:
         step = Step(plan, TransformerEngineKit(recipe(each)), weights, "cuda")
         step.run()
         step.run()
+        assert step.loss() > 0
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-30b-a3b", "gemma-3-27b"])
+def test_a_step_is_captured_in_every_recipe(name: str) -> None:
+    plan, weights, memory = two_layers(name), Weights(), GraphMemory()
+    for each in ("BF16", *RECIPES):
+        step = CapturedStep(Step(plan, TransformerEngineKit(recipe(each)), weights, "cuda"), memory)
+        step.run()
+        torch.cuda.synchronize()
         assert step.loss() > 0
 
 

@@ -18,6 +18,8 @@ from gemmscope.step.plan import plan_step
 torch = pytest.importorskip("torch", reason="kits need torch")
 from torch import nn  # noqa: E402
 
+from gemmscope.step.kits.plain import Routing  # noqa: E402
+
 TE = "transformer_engine"
 STAND_INS = (
     "torchao", "torchao.float8", TE, f"{TE}.common", f"{TE}.pytorch", f"{TE}.pytorch.attention", f"{TE}.pytorch.attention.rope",
@@ -115,3 +117,17 @@ def test_transformer_engines_linear_takes_over_the_parameters(bias: bool, monkey
     assert not module["linear"].training
     assert all(parameter is before[name] for name, parameter in module.named_parameters())
     assert made.why_not(ModulePlan("file.py:build", None, 0, 0, 0)) == ""
+
+
+def test_tokens_go_to_as_many_experts_as_planned() -> None:
+    """Every expert gets its rows; what it returns goes back to its tokens, by the weight of the slot."""
+    torch.manual_seed(0)
+    routing, x = Routing(12, (16, 5, 9), "cpu"), torch.randn(12, 4)
+    sent, places = routing.send(x)
+    assert sent.shape == (30, 4)
+    assert [int((routing.experts == expert).sum()) for expert in range(4)] == [16, 5, 9, 6]  # six places are left over
+    weights = torch.rand(12, 2)
+    combined = routing.combine(sent, weights, places)
+    slots = weights.repeat(1, 2)[:, : routing.slots]
+    expected = x * (slots * (routing.experts < 3)).sum(dim=1, keepdim=True)
+    assert torch.allclose(combined, expected, atol=1e-5)

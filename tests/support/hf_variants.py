@@ -5,6 +5,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from support import hf_variants_linear, hf_variants_shapes
+from support.mamba_variants import MIXER_FAMILIES, mixer_variant
+
 # Keys whose flips decide a shape or a parameter.
 _FLAG_WORDS = ("bias", "norm", "slid", "tie", "qk", "parallel", "multi_query", "affine", "task_id")
 _NOT_OURS = {"norm_topk_prob", "sparse_prediction"}  # flags with such a word that decide neither
@@ -19,6 +22,9 @@ _ALWAYS_SLIDES = {
 
 def variant(model_type: str, defaults: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     """A small config of this type; `defaults` is what the configuration class fills in."""
+    if model_type in MIXER_FAMILIES:
+        tokens = [key for key, value in defaults.items() if key.endswith("token_id") and isinstance(value, int)]
+        return mixer_variant(model_type, rng) | dict.fromkeys(tokens, 1)
     heads, head_dim, layers = rng.choice([2, 3, 4, 6, 8]), rng.choice([8, 16, 24]), rng.randint(1, 6)
     sizes = {
         ("hidden_size", "n_embd", "d_model", "dim"): heads * head_dim,
@@ -76,7 +82,8 @@ def variant(model_type: str, defaults: dict[str, Any], rng: random.Random) -> di
     slides = config.get("use_sliding_window", defaults.get("use_sliding_window", True)) and config.get("sliding_window", 8)
     if "layer_types" in defaults and slides and rng.random() < 0.5:
         config["layer_types"] = [rng.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
-    return config | _NEEDED.get(model_type, {})
+    config = hf_variants_linear.adapt(model_type, config | _NEEDED.get(model_type, {}), rng)
+    return hf_variants_shapes.adapt(model_type, config, rng)
 
 
 # What a family's code insists on, beyond sizes.

@@ -97,3 +97,43 @@ DUMP = """
 """
 
 SMALL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4"
+
+HYBRID_8B = r"""
+#!/bin/bash
+: "${TP:=4}"
+SEQ_LEN=${SEQ_LEN:-4096}
+options=" \
+    --tensor-model-parallel-size ${TP} --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce \
+    --untie-embeddings-and-output-weights --position-embedding-type none \
+    --num-layers 56 --hidden-size 4096 --num-attention-heads 32 --group-query-attention --num-query-groups 8 \
+    --hybrid-attention-ratio 0.08 --hybrid-mlp-ratio 0.5 \
+    --seq-length ${SEQ_LEN} --max-position-embeddings ${SEQ_LEN} --micro-batch-size 4 --global-batch-size 1024 \
+    --disable-bias-linear --normalization RMSNorm --vocab-size 256000 --bf16 \
+    --spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec"
+torchrun --nproc_per_node 8 --nnodes 2 ../../pretrain_mamba.py ${options}
+"""
+
+NANO_MOE = r"""
+PATTERN="MEM*|EME-"
+ARGS=(
+    --hybrid-layer-pattern "${PATTERN}"
+    --hidden-size 256 --num-attention-heads 8 --group-query-attention --num-query-groups 2 --kv-channels 64
+    --mamba-num-heads 12 --mamba-head-dim 32 --mamba-state-dim 64 --mamba-num-groups 4
+    --num-experts 16 --moe-router-topk 3 --moe-ffn-hidden-size 96 --moe-shared-expert-intermediate-size 192
+)
+ARGS+=(
+    --ffn-hidden-size 512 --squared-relu --disable-bias-linear --normalization RMSNorm --position-embedding-type none
+    --untie-embeddings-and-output-weights --vocab-size 1000 --seq-length 128 --pipeline-model-parallel-size 2
+    --expert-model-parallel-size 2
+)
+torchrun --nproc-per-node ${GPUS:-8} pretrain_hybrid.py "${ARGS[@]}" --micro-batch-size "${MBS:=2}"
+"""
+
+DELTA_NET = """
+torchrun pretrain_gpt.py --num-layers 8 --hidden-size 256 --num-attention-heads 4 --kv-channels 64
+ --group-query-attention --num-query-groups 2 --qk-layernorm --experimental-attention-variant gated_delta_net
+ --linear-attention-freq 4 --linear-conv-kernel-dim 4 --linear-key-head-dim 32 --linear-value-head-dim 48
+ --linear-num-key-heads 4 --linear-num-value-heads 8 --num-experts 16 --moe-router-topk 2 --moe-ffn-hidden-size 64
+ --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope --vocab-size 1000
+ --untie-embeddings-and-output-weights --seq-length 128 --micro-batch-size 1
+"""

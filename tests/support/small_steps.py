@@ -10,6 +10,8 @@ from gemmscope.model.spec import MoeSpec, RunSpec
 from gemmscope.step.plan import StackPlan, plan_step, share_weights
 
 MOST_EXPERTS = 8
+NOT_RUN = ("deepseek-v4-flash", "deepseek-v4-pro", "gemma-3n-e4b", "zamba2-7b")  # presets whose layers the stack does not have
+RUN = tuple(name for name in presets.names() if name not in NOT_RUN)
 
 
 def two_layers(name: str, **run: Any) -> StackPlan:
@@ -18,7 +20,7 @@ def two_layers(name: str, **run: Any) -> StackPlan:
     assert model is not None
     experts = next((layer.mlp.experts for layer in model.layers if isinstance(layer.mlp, MoeSpec)), 1)
     ranks = next(ep for ep in range(1, experts + 1) if experts % ep == 0 and experts // ep <= MOST_EXPERTS)
-    whole, _ = plan_step(model, RunSpec(1, 512, ep=ranks, **run))
+    whole, _ = plan_step(model, RunSpec(1, 192, ep=ranks, **run))
     kinds = tuple(dict.fromkeys(whole.layers))[:2]
     layers = kinds if len(kinds) == 2 else kinds * 2
     return replace(whole, layers=layers, slots=share_weights(layers))

@@ -62,7 +62,11 @@ def test_fusing_changes_neither_flops_nor_parameters(name: str) -> None:
     model = preset(name)
     fused, separate = derive(model, RunSpec(1, 64)), derive(model, RunSpec(1, 64, separate_projections=True))
     assert fused.parameters == separate.parameters
-    flops = [sum(gemm.flops * gemm.count for gemm in workload.gemms()) for workload in (fused, separate)]
+    flops = [
+        # transformers does not train indexers
+        sum(gemm.flops * gemm.count for gemm in workload.gemms() if not gemm.op.startswith("Indexer"))
+        for workload in (fused, separate)
+    ]
     assert flops[0] == flops[1]
 
 

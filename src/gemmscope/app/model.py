@@ -53,9 +53,34 @@ def load_model(
     config: str | None = None,
     module: str | None = None,
     gated_mlp: bool = False,
+    mtp_layers: int | None = None,
     **sizes: int | None,
 ) -> ModelSource:
-    """The model that was named, in one of four ways: a preset, a config file, a module of the user's, plain sizes."""
+    """The model that was named, in one of four ways: a preset, a config file, a module of the user's, plain sizes.
+
+    `mtp_layers`: with so many layers of multi-token prediction, whatever its file says.
+    """
+    source = _named_model(preset=preset, config=config, module=module, gated_mlp=gated_mlp, **sizes)
+    return source if mtp_layers is None else with_prediction_layers(source, mtp_layers)
+
+
+def with_prediction_layers(source: ModelSource, count: int) -> ModelSource:
+    """The model with so many layers of multi-token prediction."""
+    if source.model is None:
+        raise UserError(
+            f"{option('mtp_layers', count)} adds layers to a closed form, and {source.origin} is traced as its class runs it",
+            f"remove {option('mtp_layers')}",
+        )
+    if type(count) is not int or count < 0:
+        message = f"{option('mtp_layers')} must be a whole number, not {shown(count)}"
+        raise UserError(message, f"for example {option('mtp_layers', 1)}")
+    findings = tuple(each for each in source.findings if each.code != "prediction-layers-not-included")
+    return replace(source, model=replace(source.model, prediction_layers=count), findings=findings)
+
+
+def _named_model(
+    *, preset: str | None, config: str | None, module: str | None, gated_mlp: bool, **sizes: int | None
+) -> ModelSource:
     if unknown := [name for name in sizes if name not in SIZES]:
         raise UserError(f"{', '.join(unknown)} is not a size of a model", f"sizes: {', '.join(SIZES)}")
     given = {name: value for name, value in sizes.items() if value is not None}
@@ -228,7 +253,7 @@ def linear_cases(workload: Workload) -> LinearCases:
         linears.append(_with_rows(op) if isinstance(op, TracedLinear) and op.groups > 1 else op)
         if linears[-1] is not op:
             findings.append(finding("rows-split-evenly", op=op.name, groups=op.groups))
-        if isinstance(op, TracedLinear) and len({gemm.pass_name for gemm in op.seen}) < 3:
+        if len({gemm.pass_name for gemm in op.seen} if isinstance(op, TracedLinear) else op.passes) < 3:
             findings.append(finding("all-passes-measured", op=op.name))
     if any(op.forward_runs > 1 for op in linears):
         findings.append(finding("recompute-not-in-linears"))

@@ -4,9 +4,11 @@ from gemmscope.app.model import ModelRun, RankWorkload, rank_workload
 from gemmscope.app.progress import QUIET, Reporter
 from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
+from gemmscope.model.spec import MoeSpec
 from gemmscope.results.shapes import Check, ListedBatchedGemm, ListedGemm, ListedOp, ShapesResult
-from gemmscope.workload.check import comparable_run, differences
+from gemmscope.workload.check import comparable_run, differences, has_fallback, recurrences
 from gemmscope.workload.ops import Attention, BatchedGemm, GroupedLinear, Op
+from gemmscope.workload.sparse import IndexScores
 from gemmscope.workload.summary import totals
 from gemmscope.workload.trace import trace_huggingface
 
@@ -52,7 +54,7 @@ def _listed_op(op: Op) -> ListedOp:
 
 
 def _batched_gemms(op: Op) -> list[ListedBatchedGemm]:
-    if isinstance(op, Attention):
+    if isinstance(op, (Attention, IndexScores)):
         return [
             ListedBatchedGemm(op=op.name, direction=direction, m=m, k=k, n=n, batch=batch, count=op.count)
             for direction, m, k, n, batch in op.batched_gemms()
@@ -83,4 +85,13 @@ def _check(subject: RankWorkload, reporter: Reporter) -> tuple[Check, tuple[Find
         outcome = finding("check-equal", gemms=check.gemms, **live)
     else:
         outcome = finding("check-differs", differences=len(check.differences), **live)
-    return check, (outcome, *([finding("check-unsharded")] if comparable_run(run) != run else []))
+    notes = [finding("check-unsharded")] if comparable_run(run) != run else []
+    if any(isinstance(layer.mlp, MoeSpec) and layer.mlp.stored_dense for layer in model.layers):
+        notes.append(finding("check-dense-experts", model_type=model.model_type))
+    if has_fallback(trace):
+        notes.append(finding("check-without-recurrences"))
+    elif recurrences(trace):
+        notes.append(finding("check-of-recurrences", recurrences=recurrences(trace)))
+    if any(attention.top_k is not None for attention in model.attentions):
+        notes.append(finding("check-of-sparse-attention"))
+    return check, (outcome, *notes)

@@ -41,6 +41,7 @@ from gemmscope.workload.summary import totals
 
 __all__ = ["Budget", "run_step"]
 
+CANNOT_CAPTURE = ("cpu",)
 BATCH_LIMITS = (0.02, 10.0)  # precision and seconds: smaller batches are measured less precisely
 
 
@@ -92,7 +93,7 @@ def run_step(
     settings = step_settings(choice.backend, compile, optimizer, live=live)
     if choice.backend == "torch":
         raise UserError("PyTorch alone has no layers in low precision to train with", "install transformer_engine or torchao")
-    if cuda_graphs and choice.backend == "cpu":
+    if cuda_graphs and choice.backend in CANNOT_CAPTURE:
         raise UserError(f"{option('cuda_graphs')} needs a GPU", f"remove {option('cuda_graphs')}")
     subject = rank_workload(job, reporter.say)
     summed = totals(subject.workload, subject.run, model, subject.trace.parameters if subject.trace is not None else 0)

@@ -118,6 +118,7 @@ class ModelOptions:
     head_dim: int | None = None
     vocab_size: int | None = None
     gated_mlp: bool = False
+    mtp_layers: int | None = None
 
     def given(self) -> dict[str, Any]:
         """The options that were given."""

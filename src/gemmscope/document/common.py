@@ -15,7 +15,7 @@ from gemmscope.workload.cases import Case
 SPLIT = ("tp", "cp", "pp", "ep")
 MODEL_NAMES = (
     "config", "preset", "module", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers",
-    "num_key_value_heads", "head_dim", "vocab_size", "gated_mlp",
+    "num_key_value_heads", "head_dim", "vocab_size", "gated_mlp", "mtp_layers",
 )  # fmt: skip
 """The options that name the model."""
 MODEL_OPTIONS = (

@@ -10,6 +10,7 @@ from gemmscope.workload.ops import gemm_size
 GEMM_COLUMNS = columns(("Op", "Pass", "M x K x N"), ("Groups", "Count", "FLOPs each", "FLOPs", "Share"))
 OTHER_COLUMNS = columns(("Op",), ("Count", "Forward FLOPs", "Forward bytes", "Backward FLOPs", "Backward bytes"))
 MOST_OPS = 14  # of the short view
+CHECKED = ("check-equal", "check-of-recurrences", "check-without-recurrences")
 LINEAR_KINDS = ("linear", "grouped linear")
 
 
@@ -27,13 +28,13 @@ def shapes_document(result: ShapesResult, name: str = "") -> Document:
         where="one rank",
         answer=f"One micro-batch runs {count:,} GEMMs on one rank; a training step needs {flops} for them.",
         summary=_summary(result),
-        because=(_parameters(result), *(each.text for each in result.findings if each.code == "check-equal")),
+        because=(_parameters(result), *(each.text for each in result.findings if each.code in CHECKED)),
         context=tuple(batch_lines(result.run, result.stage)),
         sections=(Section("GEMMs and other work", tuple(tables)),),
         messages=tuple(map(Message.of, result.findings)),
         facts={"Method": (*about, ("derived by", result.derived_by), *command_facts(result))},
         next_purpose="forecast its time on GPUs you do not have",
-        next_command=same_model("forecast", result, "--gpu b300,h200"),
+        next_command=same_model("forecast", result, "--gpu b300,h200") if result.gemms else "",
         name=name,
     )
 
@@ -52,10 +53,10 @@ def _summary(result: ShapesResult) -> Table:
     """A row for each op and size: the sizes of its forward GEMM, and the FLOPs of all its passes."""
     if result.check is not None and result.check.differences:
         return _differences(result.check)
-    ops: dict[tuple[str, int, tuple[int, int, int]], list[ListedGemm]] = {}
+    ops: dict[tuple[object, ...], list[ListedGemm]] = {}
     for gemm in result.gemms:
-        size = gemm_size(gemm.m, gemm.k, gemm.n, gemm.pass_name)  # of the linear
-        ops.setdefault((gemm.op, gemm.groups, size), []).append(gemm)
+        size = gemm_size(gemm.m, gemm.k, gemm.n, gemm.pass_name)  # of the linear, whichever pass
+        ops.setdefault((gemm.op, gemm.groups, *size), []).append(gemm)
     work = {op: sum(gemm.flops * gemm.count for gemm in gemms) for op, gemms in ops.items()}
     shown = sorted(work, key=lambda op: -work[op])[:MOST_OPS]
     rows = []

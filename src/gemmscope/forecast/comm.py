@@ -17,6 +17,7 @@ from gemmscope.forecast.network import Network, facts
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.model.spec import ModelSpec, MoeSpec, RunSpec
 from gemmscope.toml import load_data
+from gemmscope.workload.mixers import input_widths
 from gemmscope.workload.ops import ELEMENT_BYTES
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "alltoall"]
@@ -124,7 +125,7 @@ def _tensor(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, sha
     Where experts are not split themselves, tokens go to them as the sequence is sharded: nothing is gathered.
     """
     activations = run.tokens * model.hidden_size * ELEMENT_BYTES
-    shared = any(isinstance(layer.mlp, MoeSpec) and layer.mlp.shared is not None for layer in model.layers[-1:])
+    shared = any(isinstance(layer.mlp, MoeSpec) and layer.mlp.shared is not None for layer, _ in model.layer_groups())
     blocks = share.mixers + share.mlps + (share.moe_layers if run.expert_tp > 1 or shared else 0)
     if run.sequence_parallel:
         gather = collective_ms(chip, network, "all_gather", run.tp, activations)
@@ -136,14 +137,26 @@ def _tensor(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, sha
 
 
 def _context(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, share: RankShare, runs: int) -> Exchange:
-    """Keys and values of all ranks in forward and again in backward, and their gradients."""
-    attention = next(model.attentions, None)
-    if attention is None or run.cp < 2:
+    """Keys and values of all ranks in forward and again in backward, and their gradients.
+
+    A recurrence needs the whole sequence: its rank gets all positions of a part of the heads, and gives the outputs back, as
+    Megatron's Mamba mixer does.
+    """
+    attention, time_ms = next(model.attentions, None), 0.0
+    mixer = next((layer.mixer for layer, _ in model.layer_groups() if layer.mixer is not None), None)
+    if run.cp < 2:
         return Exchange("context", 0.0, crosses=False)
-    kept = run.micro_batch_size * run.sequence_length * (attention.k_width + attention.v_width) / run.tp * ELEMENT_BYTES
-    gather = collective_ms(chip, network, "all_gather", run.cp, kept, run.tp)
-    scatter = collective_ms(chip, network, "reduce_scatter", run.cp, kept, run.tp)
-    return Exchange("context", share.attentions * ((runs + 1) * gather + scatter), network.inside(run.cp, run.tp) < run.cp)
+    if attention is not None:
+        kept = run.micro_batch_size * run.sequence_length * attention.kv_width(run.tp) * ELEMENT_BYTES
+        gather = collective_ms(chip, network, "all_gather", run.cp, kept, run.tp)
+        scatter = collective_ms(chip, network, "reduce_scatter", run.cp, kept, run.tp)
+        time_ms = share.attentions * ((runs + 1) * gather + scatter)
+    if mixer is not None and mixer.kind != "short convolution":  # which needs a few positions of its neighbour
+        widths = (sum(input_widths(mixer).values()), mixer.inner)
+        sent = [run.tokens * width / run.tp * ELEMENT_BYTES for width in widths]
+        both = sum(collective_ms(chip, network, "alltoall", run.cp, size, run.tp) for size in sent)
+        time_ms += (share.mixers - share.attentions) * (runs + 1) * both
+    return Exchange("context", time_ms, network.inside(run.cp, run.tp) < run.cp)
 
 
 def _experts(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, share: RankShare, runs: int) -> Exchange:
@@ -158,7 +171,9 @@ def _experts(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, sh
     apart = run.expert_tp
     inside = network.inside(run.ep, apart)
     domains = run.ep // inside
-    token = run.tokens * run.expert_tp / run.tp * model.hidden_size * ELEMENT_BYTES  # all tokens of one rank, once
+    token = (
+        run.tokens * run.expert_tp / run.tp * (moe.latent or model.hidden_size) * ELEMENT_BYTES
+    )  # all tokens of one rank, once
     near, once = token * _distinct(inside, moe.top_k / domains), 0.0
     if inside > 1:
         launch, root, per_byte = _known(chip.name, "alltoall", inside)
@@ -183,7 +198,7 @@ def _stages(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec) -> 
     if run.pp < 2:
         return Exchange("stages", 0.0, crosses=False)
     shard = run.tp if run.sequence_parallel else 1
-    message = run.tokens * model.hidden_size * ELEMENT_BYTES / shard
+    message = run.tokens * model.streams * model.hidden_size * ELEMENT_BYTES / shard
     apart = run.tp * run.cp * run.data_parallel
     near = network.domain >= 2 * apart
     launch, root, per_byte = _known(chip.name, "alltoall", 2)

@@ -6,31 +6,22 @@ gradients, a fused cross entropy or a fragmented allocator: a layout cannot fit 
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
+from gemmscope.forecast.memory_blocks import FP32_BYTES, NOTHING, BlockMemory, Blocks, block_memory
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.model.spec import LayerSpec, ModelSpec, Recompute, RunSpec
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.forecast import Fit
 from gemmscope.toml import load_data
-from gemmscope.workload.derive import embedding_ops, head_ops, layer_ops
-from gemmscope.workload.ops import ELEMENT_BYTES, Activation, Attention, Elementwise, GroupedLinear, Linear, Loss, Norm, Op
-from gemmscope.workload.scans import CausalConv, Scan
+from gemmscope.workload.derive import embedding_ops, head_ops, layer_ops, prediction_ops
+from gemmscope.workload.ops import ELEMENT_BYTES
 from gemmscope.workload.sharding import stage_layers
 
-FP32_BYTES = 4
-ROUTER_BYTES = 9  # per token and expert: FP32 logits and probabilities, and the map of who goes where
 MODELS_KEPT = 16
-
-# Linears that read the same tensor: it is kept once. Tensor parallelism with sequence parallelism keeps this rank's part of it.
-_ATTENTION_INPUT = ("Mixer In", "QKV Proj", "Q Proj", "K Proj", "V Proj", "Q Down Proj", "KV Down Proj")
-_MLP_INPUT = ("MLP Gate+Up", "MLP Gate", "MLP Up", "Router", "Shared Expert Gate+Up", "Shared Expert Gate", "Shared Expert Up",
-              "Shared Expert Scale")  # fmt: skip
-_LATENT_INPUT = ("Q Up Proj", "KV Up Proj")
-_EXPERT_INPUT = ("Expert Gate+Up", "Expert Gate", "Expert Up")
 
 
 @dataclass(frozen=True)
@@ -113,36 +104,6 @@ def memory_bytes(chip: GpuSpec) -> float:
     return float(mib * 2**20 if mib is not None else chip.memory_gb * 1e9)
 
 
-class BlockMemory(NamedTuple):
-    """One layer, the embedding or the head on one rank: parameters, and bytes that one micro-batch keeps for backward."""
-
-    dense: int = 0  # parameters outside of the experts
-    experts: int = 0
-    quantized: int = 0  # weights of linears that recipes quantize, in and outside of experts
-    quantized_experts: int = 0
-    kept: float = 0.0  # by everything but linears
-    context: float = 0.0  # of `kept`, what attention writes: recomputed where recomputation is selective
-    inputs: float = 0.0  # of linears in high precision; a tensor that several read counts once
-    plain: float = 0.0  # of `inputs`, those of linears that are never quantized
-    elements: float = 0.0  # that quantized linears read: each keeps its own copy
-    recomputable: float = 0.0  # of `inputs`, what norms and activations can compute again
-    recomputable_elements: float = 0.0
-    context_elements: float = 0.0  # of `elements`, what the output projection of attention reads
-    activated_elements: float = 0.0  # and what the last linear of an MLP reads
-    first: float = 0.0  # the input of the layer
-    transient: float = 0.0  # gradients of activations at the widest point
-    exchanged: float = 0.0  # buffers of dispatch, gathered inputs, received keys and values
-    unfused: float = 0.0  # kept where kernels are not fused: outputs of experts, inputs of rotary positions
-    logits: float = 0.0
-
-    @property
-    def parameters(self) -> int:
-        return self.dense + self.experts
-
-
-NOTHING = BlockMemory()
-
-
 class ModelMemory:
     """The memory of one model in any layout. What a layer keeps is computed once for each way to split it."""
 
@@ -153,23 +114,25 @@ class ModelMemory:
         index = {layer: position for position, layer in enumerate(self._kinds)}
         by_id = {id(layer): index[layer] for layer in model.layers}
         self._order = [by_id[id(layer)] for layer in model.layers]
-        self._blocks: dict[tuple[Any, ...], tuple[list[BlockMemory], BlockMemory, BlockMemory]] = {}
+        self._blocks: dict[tuple[Any, ...], Blocks] = {}
         self._stages: dict[tuple[Any, ...], list[tuple[int, list[int]]]] = {}
         self._last: tuple[RunSpec, list[_Stage]] | None = None  # a run is asked for in several recipes in turn
 
-    def blocks(self, run: RunSpec) -> tuple[list[BlockMemory], BlockMemory, BlockMemory]:
-        """Every kind of layer, the embedding and the head."""
+    def blocks(self, run: RunSpec) -> Blocks:
+        """Every kind of layer, the embedding, the head, and a prediction layer."""
         key = (
             run.micro_batch_size, run.sequence_length, run.tp, run.cp, run.ep, run.etp, run.sequence_parallel, run.pp > 1,
             run.sequence_parallel_linears, run.imbalance, run.vocab_multiple, run.separate_projections,
         )  # fmt: skip
         known = self._blocks.get(key)
         if known is None:
-            plain = replace(run, recompute="none")
-            layers = [_block(layer_ops(self.model, layer, plain), plain, self.model.hidden_size) for layer in self._kinds]
-            embedding = _block(embedding_ops(self.model, plain), plain, self.model.hidden_size)
-            head = _block(head_ops(self.model, plain), plain, self.model.hidden_size)
-            known = self._blocks[key] = layers, embedding, head
+            plain, width = replace(run, recompute="none"), self.model.hidden_size * self.model.streams
+            layers = [block_memory(layer_ops(self.model, layer, plain), plain, width) for layer in self._kinds]
+            embedding = block_memory(embedding_ops(self.model, plain), plain, width)
+            head = block_memory(head_ops(self.model, plain), plain, width)
+            predicting = prediction_ops(replace(self.model, prediction_layers=1), plain)
+            prediction = block_memory(predicting, plain, width)
+            known = self._blocks[key] = Blocks(layers, embedding, head, prediction)
         return known
 
     def stages(self, run: RunSpec) -> list[tuple[int, list[int]]]:
@@ -188,12 +151,15 @@ class ModelMemory:
     def rank(self, run: RunSpec, recipe_name: str, chip: GpuSpec) -> RankMemory:
         """The stage that needs most."""
         if self._last is None or self._last[0] is not run:
-            layers, embedding, head = self.blocks(run)
-            stages = [
-                _Stage.of(run, stage, [(block, count) for block, count in zip(layers, counts, strict=True) if count],
-                          embedding if stage == 0 else NOTHING, head if stage == run.pp - 1 else NOTHING)
-                for stage, counts in self.stages(run)
-            ]  # fmt: skip
+            layers, embedding, head, prediction = self.blocks(run)
+            stages = []
+            for stage, counts in self.stages(run):
+                parts = [(block, count) for block, count in zip(layers, counts, strict=True) if count]
+                last = stage == run.pp - 1
+                if last and self.model.prediction_layers:
+                    parts.append((prediction, self.model.prediction_layers))
+                ends = embedding if stage == 0 else NOTHING, head if last else NOTHING
+                stages.append(_Stage.of(run, stage, parts, *ends))
             self._last = run, stages
         stored = storage(recipe_name, chip.architecture)
         results = [stage.in_recipe(run, stored) for stage in self._last[1]]
@@ -239,91 +205,6 @@ def in_flight(run: RunSpec, stage: int) -> float:
         return min(run.pp - stage, batches)
     chunks = 2 * (run.pp - stage - 1) + (run.vp - 1) * run.pp + 1
     return min(chunks, batches * run.vp) / run.vp
-
-
-def _block(ops: Iterable[Op], run: RunSpec, hidden: int) -> BlockMemory:
-    """What the ops of one layer (or the embedding, or the head) hold."""
-    dense = experts = quantized = quantized_experts = 0
-    kept = context = elements = recomputable_elements = transient = unfused = logits = exchanged = 0.0
-    attended = activated = 0.0
-    inputs: dict[str, float] = {}
-    plain: dict[str, float] = {}
-    sharded = run.tp if run.sequence_parallel else 1
-    first = run.tokens / sharded * hidden * ELEMENT_BYTES
-    for op in ops:
-        if isinstance(op, GroupedLinear):
-            experts += op.parameters * op.count
-        else:
-            dense += op.parameters * op.count
-        if isinstance(op, Linear):
-            key, size = _input(op, sharded)
-            inputs[key] = max(inputs.get(key, 0.0), size * op.count)
-            if not op.quantized or op.section:
-                plain[key] = max(plain.get(key, 0.0), size * op.count)
-            else:
-                elements += size * op.count
-                attended += size * op.count if key == "context" else 0.0
-                activated += size * op.count if key.endswith("activated") else 0.0
-                weights = op.groups * op.inputs * op.outputs * op.count
-                quantized += weights
-                if isinstance(op, GroupedLinear):
-                    quantized_experts += weights
-                if key in ("attention", "mlp", "activated", "expert activated"):
-                    recomputable_elements += size * op.count
-            if op.name == "Router":
-                kept += op.tokens * op.outputs * ROUTER_BYTES
-            if op.name == "Expert Down":
-                returned = op.tokens * op.outputs * ELEMENT_BYTES
-                unfused += returned
-                exchanged += 2 * returned if run.ep > 1 else 0.0
-        elif isinstance(op, Attention):
-            rows, dims = op.batch * op.queries, op.head_dim + op.value_dim
-            kept += rows * op.kv_heads * dims * ELEMENT_BYTES + rows * op.heads * op.head_dim * ELEMENT_BYTES
-            context = rows * op.heads * op.value_dim * ELEMENT_BYTES
-            kept += context + rows * op.heads * FP32_BYTES
-            exchanged += 2 * rows * op.kv_heads * dims * ELEMENT_BYTES if run.cp > 1 else 0.0
-        elif isinstance(op, Scan):
-            kept += op.kept_bytes() * op.count
-        elif isinstance(op, CausalConv):
-            kept += op.tokens * op.channels * ELEMENT_BYTES * op.count
-        elif isinstance(op, Loss):
-            logits = op.rows * op.width
-        elif isinstance(op, Activation):
-            read = (op.forward_tensors - 1) * op.rows * op.width * ELEMENT_BYTES
-            kept += read * op.count
-            transient = max(transient, read + op.rows * op.width * ELEMENT_BYTES)
-        elif op.name == "Rotary" and isinstance(op, Elementwise):
-            unfused += op.rows * op.width * ELEMENT_BYTES
-        elif isinstance(op, Norm):
-            kept += op.rows * op.width * ELEMENT_BYTES * op.count
-    if run.tp > 1:
-        exchanged += 2 * run.tokens * hidden * ELEMENT_BYTES
-    return BlockMemory(
-        dense, experts, quantized, quantized_experts, kept, context,
-        sum(size * ELEMENT_BYTES for key, size in inputs.items() if key != "context"),
-        sum(size * ELEMENT_BYTES for key, size in plain.items()),
-        elements,
-        sum(size * ELEMENT_BYTES for key, size in inputs.items() if key in ("attention", "mlp", "activated", "expert activated")),
-        recomputable_elements, attended, activated, first, transient + 2 * first, exchanged, unfused, logits,
-    )  # fmt: skip
-
-
-def _input(op: Linear, sharded: int) -> tuple[str, float]:
-    """Which tensor a linear reads, and how many elements of it this rank keeps."""
-    size = float(op.tokens * op.inputs)
-    if op.name == "Attn Out":
-        return "context", size  # what attention keeps anyway
-    if op.name in _ATTENTION_INPUT:
-        return "attention", size / (sharded if "Down" not in op.name else 1)
-    if op.name in _MLP_INPUT:
-        return "mlp", size / (sharded if op.name not in ("Router", "Shared Expert Scale") else 1)
-    if op.name in _LATENT_INPUT:
-        return op.name, size / sharded
-    if op.name in _EXPERT_INPUT:
-        return "expert", size
-    if op.name.endswith(" Down"):
-        return "expert activated" if op.name == "Expert Down" else "activated", size
-    return op.name, size / (sharded if op.name == "LM Head" else 1)
 
 
 def _kept(block: BlockMemory, run: RunSpec, stored: Storage, recompute: Recompute) -> tuple[float, float]:
@@ -384,6 +265,8 @@ class _Stage(NamedTuple):
             layers = BlockMemory._make(sum(block[place] * count for block, count in parts) for place in range(len(NOTHING)))
             widest = max((block for block, _ in parts), key=lambda block: block.kept + block.inputs, default=NOTHING)
             depth = sum(count for _, count in parts)
+        repeated = sum(block.shared * (count - 1) for block, count in parts)  # counted more than once above
+        layers = layers._replace(dense=layers.dense - repeated, quantized=max(layers.quantized - repeated, 0))
         dense, experts = layers.dense + embedding.dense + head.dense, layers.experts
         dense_shards, expert_shards = shards(run)
         shared, whole = dense / dense_shards + experts / expert_shards, dense + experts
@@ -405,8 +288,8 @@ class _Stage(NamedTuple):
         on_gpu = max(1 - run.offloaded_layers / depth, 0.0) if run.offloaded_layers and depth else 1.0
         held = in_flight(run, stage)
         return cls(
-            stage, layers, widest, embedding.kept + head.kept + head.inputs, head.logits, held * on_gpu, held, largest,
-            weights, gradients, master, moments, buffers,
+            stage, layers, widest, embedding.kept + head.kept + head.inputs, head.logits + layers.logits, held * on_gpu, held,
+            largest, weights, gradients, master, moments, buffers,
             known["reserve_gb"]["usual" if run.gpus == 1 else "usual_several_gpus"] * 1e9, open_states,
         )  # fmt: skip
 

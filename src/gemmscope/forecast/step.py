@@ -30,6 +30,7 @@ from gemmscope.workload.cases import Case
 from gemmscope.workload.derive import EMBEDDING, HEAD, Workload, derive
 from gemmscope.workload.ops import OPTIMIZER_BYTES_PER_PARAMETER, PASSES, GroupedLinear, Linear, Op, Optimizer
 from gemmscope.workload.recorded import TracedLinear
+from gemmscope.workload.sparse import IndexScores, SparseAttention, TopK
 from gemmscope.workload.summary import totals
 
 ROUTING_OPS = ("Token Dispatch", "Token Combine")
@@ -209,6 +210,11 @@ class StepForecast:
         quantized = sum(count for _, count, _ in self._linears_that_fit(name))
         return traced.launch_ms(self.workload.ops, name, quantized, fused=self.fused, graphs=graphs)
 
+    @property
+    def launches(self) -> int:
+        """Kernels of one micro-batch of a traced model in BF16."""
+        return traced.launches(self.workload.ops, fused=self.fused)
+
     @cached_property
     def _biased(self) -> bool:
         """Whether experts have biases."""
@@ -263,7 +269,7 @@ class StepForecast:
                 part = _part_of_linear(op)
                 if part != "GEMMs":
                     gemms = self.forecaster.linear(_case(op), BASELINE).all_gemms()
-                    times = op.count * (1 + (op.forward_runs - 1) / 3)
+                    times = op.count * (1 + (op.forward_runs - 1) / len(op.passes))
                     estimates.setdefault(part, []).append(gemms.times(times))
                     if part == "head and loss":
                         saved += (gemms.value - self.forecaster.least_ms(_case(op), BASELINE)) * times
@@ -292,7 +298,7 @@ class StepForecast:
     @cached_property
     def held(self) -> RankShare:
         """What this rank holds."""
-        in_experts = sum(op.parameters * op.count for op in self.linears if isinstance(op, GroupedLinear))
+        in_experts = sum(op.all_parameters for op in self.linears if isinstance(op, GroupedLinear) and op.experts)
         attentions, mixers, mlps, moe_layers = (
             sum(op.count for op in self.linears if op.name == name) for name in ("Attn Out", "Mixer Out", "MLP Down", "Router")
         )
@@ -327,10 +333,12 @@ def _case(op: Linear) -> Case:
         rows = tuple((op.tokens + index) // op.groups for index in range(op.groups)) if op.groups > 1 else ()
         passes = tuple(each for each in PASSES if each in ran)
         return Case(op.name, op.tokens, op.inputs, op.outputs, op.count, rows, passes, quantized=op.quantized)
-    return Case(op.name, op.tokens, op.inputs, op.outputs, op.count, rows, quantized=op.quantized)
+    return Case(op.name, op.tokens, op.inputs, op.outputs, op.count, rows, passes=op.passes, quantized=op.quantized)
 
 
 def _part_of_linear(op: Linear) -> StepPart:
+    if not op.quantized and op.name.startswith(("Stream", "Laurel")):
+        return "norms and activations"
     if not op.quantized and not isinstance(op, TracedLinear):
         return "routing" if op.name in UNQUANTIZED_ROUTING else "linear attention" if op.name.startswith("Mixer") else "attention"
     if op.section in (HEAD, EMBEDDING):  # left in BF16, as frameworks do
@@ -342,7 +350,9 @@ def _part_of(op: Op) -> tuple[StepPart, str]:
     """The part of an op that is not a linear, and the table that has its uncertainty."""
     if op.kind in ("scan", "causal convolution"):
         return "linear attention", "linear attention"
-    if op.kind in ("attention", "batched GEMM") or op.name == "Rotary":
+    if isinstance(op, (IndexScores, SparseAttention, TopK)):
+        return "attention", "sparse attention"
+    if op.kind in ("attention", "batched GEMM") or op.name in ("Rotary", "Indexer Norm"):
         return "attention", "attention"
     if op.kind == "optimizer":
         return "optimizer", "bandwidth"

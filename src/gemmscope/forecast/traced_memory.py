@@ -1,6 +1,7 @@
 """Memory of one GPU that trains a traced module: what follows from its parameters, and what autograd kept in the trace."""
 
-from gemmscope.forecast.memory import FP32_BYTES, RankMemory, facts, shards, storage
+from gemmscope.forecast.memory import RankMemory, facts, shards, storage
+from gemmscope.forecast.memory_blocks import FP32_BYTES
 from gemmscope.forecast.traced import coefficients
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.model.spec import RunSpec

@@ -14,8 +14,9 @@ from gemmscope.gpu.specs import GpuSpec, gpu
 from gemmscope.recipe.recipes import Recipe
 from gemmscope.recipe.support import support
 from gemmscope.toml import load_data
-from gemmscope.workload.ops import ELEMENT_BYTES, Attention, Op
+from gemmscope.workload.ops import ELEMENT_BYTES, Attention, Op, Work
 from gemmscope.workload.scans import Scan
+from gemmscope.workload.sparse import IndexScores
 
 
 @cache
@@ -148,6 +149,8 @@ def op_ms(op: Op, chip: GpuSpec) -> float:
         return op.count * (op.forward_runs * scan_ms(op, chip, "forward") + scan_ms(op, chip, "backward"))
     if isinstance(op, Attention):
         return op.count * (op.forward_runs * attention_ms(op, chip, "forward") + attention_ms(op, chip, "backward"))
+    if isinstance(op, IndexScores):
+        return op.count * sum(index_ms(work, chip) for work in [op.forward()] * op.forward_runs + [op.backward()] if work.flops)
     table = facts()["bandwidth"]
     kind = "rotary" if op.name == "Rotary" else op.kind if op.kind in table else "elementwise"
     reached = chip.bandwidth_tbps * 1e9 * table[kind]
@@ -158,11 +161,19 @@ def op_ms(op: Op, chip: GpuSpec) -> float:
 def scan_ms(op: Scan, chip: GpuSpec, direction: str) -> float:
     """One forward or backward run: its chunks' products at a share of the BF16 rate, or its bytes at a share of the bandwidth."""
     table = facts()["linear attention"]
-    known = table[op.rule]
+    known = table[op.rule][direction]
     work = op.forward() if direction == "forward" else op.backward()
     compute_ms = work.flops / (chip.tflops["bf16"] * 1e9 * known["rate"])
     memory_ms = work.bytes_moved / (chip.bandwidth_tbps * 1e9 * known["bandwidth"])
     return float(max(compute_ms, memory_ms) + table["kernels"] * facts()["launch_ms"])
+
+
+def index_ms(work: Work, chip: GpuSpec) -> float:
+    """One forward or backward run of the indexer's scores."""
+    known = facts()["sparse attention"]
+    compute_ms = work.flops / (chip.tflops["bf16"] * 1e9 * known["rate"])
+    memory_ms = work.bytes_moved / (chip.bandwidth_tbps * 1e9 * known["bandwidth"])
+    return float(max(compute_ms, memory_ms) + facts()["launch_ms"])
 
 
 def attention_ms(op: Attention, chip: GpuSpec, direction: str) -> float:

@@ -2,16 +2,18 @@
 
 The `model:` section uses Megatron-core's own names, so `megatron_args` reads it nearly as it is; `train:` gives the batch,
 `dataset:` the sequence length, `ddp:`, `dist:`, `optimizer:` and `comm_overlap:` what data-parallel ranks share and what
-overlaps. A `_target_` names the Python class that gets the values. A class such as `Llama3ModelProvider8B` has default sizes
-that are in no file: then every setting that decides a shape must be in the YAML.
+overlaps. A `_target_` names the Python class that gets the values. A class such as `Llama3ModelProvider8B` has sizes of its own,
+which `bridge_classes` knows. For any other class, every setting that decides a shape must be in the YAML.
 """
 
 import re
 from collections.abc import Mapping
 
-from gemmscope.errors import UserError, shown
+from gemmscope.errors import UserError, closest, shown
 from gemmscope.findings import Finding, finding
+from gemmscope.model.bridge_classes import VOCABULARY, has_sizes, provider_classes
 from gemmscope.model.megatron_args import REQUIRED, model_source, other_model
+from gemmscope.model.megatron_hybrid import PATTERNS
 from gemmscope.model.megatron_values import FACTS, MegatronSettings, Unknown
 from gemmscope.model.source import ModelSource
 
@@ -35,7 +37,7 @@ def recognises(text: str) -> bool:
     return bool(
         re.search(rf"^[ \t]+[\"']?(?:{names})[\"']?[ \t]*:", text, re.MULTILINE)
         or re.search(rf"^[\"']?model[\"']?[ \t]*:[ \t]*\{{[^\n]*\b(?:{names})\b", text, re.MULTILINE)
-        or re.search(r"^[ \t]+_target_[ \t]*:[ \t]*[\"']?megatron\.", text, re.MULTILINE)
+        or re.search(r"[\s{,]_target_[ \t]*:[ \t]*[\"']?(?:megatron\.|\w{1,80}Provider)", text)
     )
 
 
@@ -45,26 +47,35 @@ def read(text: str, origin: str) -> ModelSource:
     >>> read("model: {num_layers: 2, hidden_size: 64, num_attention_heads: 4}", "run.yaml").model.pattern()
     '2 dense'
     """
-    document = _load(text)
+    return read_document(_load(text), origin)
+
+
+def read_document(document: Mapping[str, object], origin: str, known: ModelSource | None = None) -> ModelSource:
+    """The model and run of a configuration with the sections of a Megatron-Bridge run. `known`: the model, from elsewhere."""
     model = _section(document, document, "model")
     if not model:
         raise UserError(
             "the file has no settings under model:",
             "Megatron-Bridge YAML has the sizes indented under model: such as num_layers: 32",
         )
-    values = {**_section(document, model, "transformer"), **model}
-    provider = _last_name(values.get("_target_"))
+    given = {**_section(document, model, "transformer"), **model}
+    provider = _last_name(given.get("_target_"))
     if provider.startswith("MLA"):
-        values.setdefault("multi_latent_attention", True)
+        given.setdefault("multi_latent_attention", True)
     if re.search("mamba|hybrid", provider, re.IGNORECASE):
-        values.setdefault("is_hybrid_model", True)
+        given.setdefault("is_hybrid_model", True)
     for start, what in BRIDGE["other_classes"].items():
         if provider.startswith(start):
             raise other_model("model._target_ is the class of", what)
-    _require_sizes_of_class(values, provider)
-    unknown_names = [f"model.{name}" for name in values if name not in TELLTALE]
+    own = provider_classes().get(provider)
+    values = {**(own or {}), **given}
+    if any(given.get(name) for name in PATTERNS):  # instead of the class's pattern, which may have the other name
+        values |= {name: given.get(name) for name in PATTERNS}
+    if known is None:
+        _require_sizes_of_class(values, provider, own)
+    unknown_names = [f"model.{name}" for name in given if name not in TELLTALE]
     sections = _add_run(values, document)
-    findings = _sequence_length(values, document)
+    findings = [*_sequence_length(values, given, document), *_vocabulary(values, document)]
     function = values.get("activation_func")  # written as it is, or as the _target_ of a mapping
     activation = _last_name(function.get("_target_") if isinstance(function, dict) else function)
     values["activation_func"] = "relu2" if activation == "squared_relu" else activation or None
@@ -80,7 +91,9 @@ def read(text: str, origin: str) -> ModelSource:
         values, spell, "{}: {}",
         swiglu_keeps_parameters=False, q_lora_rank=512, kv_lora_rank=512, positions="seq_length", silent_means_off=False,
     )  # fmt: skip
-    return model_source(settings, origin, findings, unknown_names)
+    if known is None:
+        return model_source(settings, origin, findings, unknown_names)
+    return model_source(settings, origin, [*known.findings, *findings], unknown_names, known.model)
 
 
 def _last_name(target: object) -> str:
@@ -88,21 +101,28 @@ def _last_name(target: object) -> str:
     return target.strip().rpartition(".")[2] if isinstance(target, str) else ""
 
 
-def _require_sizes_of_class(values: Mapping[str, object], provider: str) -> None:
-    if not provider or provider in BRIDGE["plain_classes"]:
+def _require_sizes_of_class(values: Mapping[str, object], provider: str, own: Mapping[str, object] | None) -> None:
+    """Reject a class whose sizes are neither known nor in the file. `own`: what is known of the class."""
+    if not provider or provider in BRIDGE["plain_classes"] or (own and has_sizes(own)):
         return
     latent = values.get("multi_latent_attention") is True
     names = [*REQUIRED, "multi_latent_attention", *BRIDGE["shapes"]]
     names += BRIDGE["shapes_mla" if latent else "shapes_heads"]
     names += BRIDGE["shapes_moe"] if values.get("num_moe_experts") else ()
+    if own:  # the base of a family: the family's habits are known, its sizes are not
+        names = [*REQUIRED, "ffn_hidden_size"] if "is_hybrid_model" not in own else ["hidden_size"]
     missing = [name for name in names if name not in values or (name in REQUIRED and values[name] is None)]
-    if missing:
-        raise UserError(
-            f"model._target_ is {provider[:80]}, a class with default sizes that are not in the file; "
-            f"missing: {', '.join(missing)}",
-            "add them under model: (null for what the model does not have), "
-            "or use the run_config.yaml that Megatron-Bridge writes beside a checkpoint, which has them all",
-        )
+    if not missing:
+        return
+    known = closest(provider[:80], provider_classes())
+    suggestion = f"did you mean {' or '.join(known)}? " if known and not own else ""
+    raise UserError(
+        f"model._target_ is {provider[:80]}, a class with default sizes that are not known here; missing: {', '.join(missing)}"
+        if not own
+        else f"model._target_ is {provider}, a class without sizes; missing: {', '.join(missing)}",
+        f"{suggestion}add them under model: (null for what the model does not have), "
+        "or use the run_config.yaml that Megatron-Bridge writes beside a checkpoint, which has them all",
+    )
 
 
 def _add_run(values: dict[str, object], document: Mapping[str, object]) -> dict[str, str]:
@@ -125,15 +145,27 @@ def _add_run(values: dict[str, object], document: Mapping[str, object]) -> dict[
     return found
 
 
-def _sequence_length(values: dict[str, object], document: Mapping[str, object]) -> list[Finding]:
-    """Add the sequence length of the dataset where the model has none; a finding where they differ."""
+def _sequence_length(values: dict[str, object], given: Mapping[str, object], document: Mapping[str, object]) -> list[Finding]:
+    """Add the sequence length of the dataset where the file's model has none; a finding where they differ."""
     dataset = _section(document, document, "dataset")
-    length, data_length = values.get("seq_length"), dataset.get("sequence_length", dataset.get("seq_length"))
-    if length is None:
+    length, data_length = given.get("seq_length"), dataset.get("sequence_length", dataset.get("seq_length"))
+    if length is None and data_length is not None:
         values["seq_length"] = data_length
     elif isinstance(length, int) and isinstance(data_length, int) and length != data_length:
         return [finding("sequence-length-differs", length=shown(length), dataset_length=shown(data_length))]
     return []
+
+
+def _vocabulary(values: dict[str, object], document: Mapping[str, object]) -> list[Finding]:
+    """Where the model has no vocabulary, it gets that of the tokenizer, padded: given by the file, or assumed from the class."""
+    size = values.pop(VOCABULARY, None)
+    if values.get("vocab_size") is not None or not isinstance(size, int | None):
+        return []
+    tokenizer = _section(document, document, "tokenizer").get("vocab_size")
+    if tokenizer is None and size is None:
+        return []
+    values |= {"vocab_size": size if tokenizer is None else tokenizer, "should_pad_vocab": True}
+    return [finding("vocabulary-of-class", size=size)] if tokenizer is None else []
 
 
 def _load(text: str) -> dict[str, object]:

@@ -25,7 +25,16 @@ def _facts() -> Mapping[str, Mapping[str, Any]]:
 @cache
 def known_model_types() -> tuple[str, ...]:
     """Every `model_type` that has a closed form."""
-    return tuple(sorted(set(_facts()) - _NOT_FAMILIES))
+    return tuple(sorted(name for name, facts in _facts().items() if name not in _NOT_FAMILIES and "language" not in facts))
+
+
+def language_type(model_type: str) -> str:
+    """Of a multimodal model, the type of its language part where `text_config` does not say; or empty.
+
+    >>> language_type("qwen3_5"), language_type("llama")
+    ('qwen3_5_text', '')
+    """
+    return str(_facts().get(model_type, {}).get("language", ""))
 
 
 def built_like(config: Mapping[str, Any]) -> str:
@@ -87,7 +96,10 @@ class FamilyConfig:
 
     def optional_size(self, name: str) -> int | None:
         """A whole number under any of its names; None where the config does not have it, or has null."""
-        given = {key: self.value(key) for key in ALIASES.get(name, (name,)) if self.value(key) is not None}
+        names = ALIASES.get(name, (name,))
+        given = {key: self.config[key] for key in names if self.config.get(key) is not None}
+        if not any(key in self.config for key in names):
+            given = {key: value for key in names if (value := self.value(key)) is not None}
         if len(set(map(shown, given.values()))) > 1:
             pairs = " but ".join(f"{key} = {shown(value)}" for key, value in given.items())
             raise UserError(f"contradictory sizes in the config: {pairs}", "these are two names of the same size: keep one")
@@ -104,7 +116,8 @@ class FamilyConfig:
         value = self.optional_size(name)
         if value is None:
             names = ALIASES.get(name, (name,))
-            similar = _misspelled(names, self.config)
+            others = [key for key in self.config if key not in self.facts.get("defaults", {})]
+            similar = _misspelled(names, others)
             raise UserError(
                 f"the config of this {self.model_type} model has no {' or '.join(names)}"
                 + (f"; it has {similar!r}" if similar else ""),
@@ -113,9 +126,9 @@ class FamilyConfig:
         return value
 
 
-def _misspelled(names: Sequence[str], config: Mapping[str, Any]) -> str:
+def _misspelled(names: Sequence[str], config: Sequence[str]) -> str:
     """A key of the config that is very similar to one of `names`, and not a known key itself."""
     known = {alias for aliases in ALIASES.values() for alias in aliases}
-    unknown = [key for key in config if key not in known]
+    unknown = [key for key in config if key not in known and key not in names]
     close = (closest(name, unknown, 1, cutoff=0.85) for name in names)
     return next((match[0] for match in close if match), "")

@@ -9,17 +9,19 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, cast
 
-from gemmscope.errors import UserError, shown
+from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.model import hf_blocks as blocks
-from gemmscope.model.families import FamilyConfig, known_model_types
-from gemmscope.model.hybrids import HYBRIDS
+from gemmscope.model.families import FamilyConfig, known_model_types, language_type
+from gemmscope.model.families import family as family_facts
+from gemmscope.model.hybrids import ENDS, HYBRIDS
 from gemmscope.model.limits import check_flag, check_size
 from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
 from gemmscope.reading import parse_json
 
 DEEPEST = 100  # levels of nesting: real configs have four
+_PREDICTION_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 _CLOSED_FORM_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -56,27 +58,40 @@ def from_config(config: Mapping[str, Any], origin: str) -> ModelSource:
             'add for example "model_type": "llama"; types known without torch: ' + ", ".join(known_model_types()),
         )
     known, language = model_type in known_model_types(), config.get("text_config")
+    if (inner := language_type(model_type)) and (language is None or isinstance(language, Mapping)):
+        language = {"model_type": inner, **(language or {})}
     if not known and isinstance(language, Mapping) and language.get("model_type") in known_model_types():
         source = from_config(language, origin)
         return replace(source, findings=(finding("language-part-only", model_type=model_type), *source.findings))
     label = f"{origin} (Hugging Face, {model_type})"
-    if not known or _needs_tracing(config):
+    if not known or _needs_tracing(model_type, config):
         return ModelSource(origin=label, model=None, config=config)
     model = _model(FamilyConfig(model_type, config), origin)
+    config = {**config, "model_type": family_facts(model_type).get("built_as", model_type)}
     return ModelSource(origin=label, model=model, config=config, findings=tuple(_findings(config, model)))
 
 
-def _needs_tracing(config: Mapping[str, Any]) -> bool:
+def _needs_tracing(model_type: str, config: Mapping[str, Any]) -> bool:
     """Whether the model has parts without a closed form."""
+    facts = family_facts(model_type)
+    own = config.get("per_layer_config")
+    known = set(facts.get("per_layer_keys", ()))
+    if isinstance(own, Mapping) and not all(isinstance(each, Mapping) and each.keys() <= known for each in own.values()):
+        return True
+    if "layers_by" in facts:  # its layers are read where they are built
+        return False
     layer_types = config.get("layer_types")
-    if isinstance(layer_types, list) and not _CLOSED_FORM_LAYERS.issuperset(map(str, layer_types)):
+    if isinstance(layer_types, list) and not _CLOSED_FORM_LAYERS.issuperset(blocks.current_kinds(layer_types)):
         return True
     return bool(config.get("add_cross_attention")) or config.get("is_encoder_decoder") is True
 
 
 def _findings(config: Mapping[str, Any], model: ModelSpec) -> Iterator[Finding]:
-    if config.get("num_nextn_predict_layers"):  # not part of the Hugging Face model
-        yield finding("prediction-layers-not-included", setting="num_nextn_predict_layers")
+    for setting in _PREDICTION_LAYERS:  # not part of the Hugging Face model
+        predicted = config.get(setting)
+        if type(predicted) is int and predicted > 0:
+            yield finding("prediction-layers-not-included", setting=setting, added=option("mtp_layers", predicted))
+            break
     if not any(layer.is_moe for layer in model.layers):
         ignored = [key for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)]
         if ignored:
@@ -86,7 +101,8 @@ def _findings(config: Mapping[str, Any], model: ModelSpec) -> Iterator[Finding]:
 def _model(family: FamilyConfig, origin: str) -> ModelSpec:
     facts = family.facts
     hidden = check_size("hidden_size", family.size("hidden_size"), "hidden_size")
-    count = check_size("num_hidden_layers", family.size("num_hidden_layers"), "layers")
+    listed = facts.get("layers_listed", False)
+    count = 0 if listed else check_size("num_hidden_layers", family.size("num_hidden_layers"), "layers")
     layers = HYBRIDS[facts["layers_by"]](family, hidden, count) if "layers_by" in facts else _layers(family, hidden, count)
     heads = layers[0].attention.heads if layers[0].attention is not None else 0
     name = str(family.config.get("_name_or_path") or origin)
@@ -95,9 +111,10 @@ def _model(family: FamilyConfig, origin: str) -> ModelSpec:
         positions = check_size(facts["positions"], positions, "sequence_length") + facts.get("positions_extra", 0)
     embedding = family.number("embedding_size")
     vocab = check_size("vocab_size", family.size("vocab_size"), "vocab_size")
-    tied = family.value("tie_word_embeddings")
-    tied = tied is not None and check_flag("tie_word_embeddings", tied, 'write "tie_word_embeddings": true')
-    return ModelSpec(
+    tied_by = facts["tied_by"] if facts.get("tied_by") in family.config else "tie_word_embeddings"
+    tied = family.value(tied_by)
+    tied = tied is not None and check_flag(tied_by, tied, f'write "{tied_by}": true') and not facts.get("never_tied")
+    model = ModelSpec(
         name="".join(letter if letter.isprintable() else "?" for letter in name[:120]),
         hidden_size=hidden,
         layers=tuple(layers),
@@ -120,6 +137,7 @@ def _model(family: FamilyConfig, origin: str) -> ModelSpec:
         model_type=family.model_type,
         source=origin,
     )
+    return replace(model, **ENDS[facts["ends_by"]](family, hidden, count)) if "ends_by" in facts else model
 
 
 def _layers(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:

@@ -48,11 +48,29 @@ def attention(family: FamilyConfig, hidden: int) -> AttentionSpec:
     else:
         kv_heads = family.optional_size("num_key_value_heads")
     head_dim = family.optional_size("head_dim")
+    if head_dim is None:
+        head_dim = head_size(hidden, heads) if family.flag("whole_heads") else hidden // heads
     return replace(  # a zero is kept, which the spec then rejects
         common,
         kv_heads=heads if kv_heads is None else kv_heads,
-        head_dim=head_size(hidden, heads) if head_dim is None else head_dim,
+        head_dim=head_dim,
+        rotary_dim=_rotary_dim(family, head_dim) if family.flag("partial_rotary") else None,
+        gated=family.flag("attention_gate"),
     )
+
+
+def _rotary_dim(family: FamilyConfig, head_dim: int) -> int | None:
+    """The part of a head that is rotated, in order of precedence: rope_parameters, partial_rotary_factor, rotary_dim."""
+    inner = family.value("rope_parameters")
+    share = inner.get("partial_rotary_factor") if isinstance(inner, dict) else None
+    share = family.value("partial_rotary_factor") if share is None else share
+    if share is None and family.value("rotary_dim") is not None:
+        return min(family.size("rotary_dim"), head_dim)
+    if share is None:
+        return None
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+        raise UserError(f"partial_rotary_factor must be above 0 and at most 1, not {shown(share)}", "correct it in the config")
+    return int(head_dim * share) or None
 
 
 def mlp(family: FamilyConfig, hidden: int) -> MlpSpec:
@@ -89,7 +107,7 @@ def moe(family: FamilyConfig) -> MoeSpec:
         top_k=facts["top_k"] if "top_k" in facts else family.size("num_experts_per_tok"),
         expert=expert(width, family.flag("expert_bias"), fused=True),
         shared=expert(shared_width, family.flag("mlp_bias"), family.flag("shared_fused")) if shared_width else None,
-        shared_gate=family.flag("shared_gate") and shared_width > 0,
+        shared_gate=family.flag("shared_gate"),
         router_bias=family.flag("router_bias"),
     )
 
@@ -100,7 +118,7 @@ def moe_layers(family: FamilyConfig, count: int) -> list[bool]:
     if rule is None:
         return [False] * count
     if rule == "after_first":
-        first = family.optional_size("first_k_dense_replace") or 0
+        first = family.optional_size(family.facts.get("dense_first", "first_k_dense_replace")) or 0
         return [index >= first for index in range(count)]
     if rule == "sparse_step":
         step = check_size("decoder_sparse_step", family.size("decoder_sparse_step"), "layers")
@@ -128,7 +146,21 @@ def per_layer(family: FamilyConfig, key: str, count: int) -> list[Any] | None:
         raise UserError(f"{key} must be a list with one entry per layer, not {shown(given)}", "correct it, or remove it")
     if given is not None and len(given) != count:
         raise UserError(f"{key} has {len(given)} entries, but num_hidden_layers = {count}", f"give it {count} entries")
-    return given
+    return current_kinds(given) if given is not None and key == "layer_types" else given
+
+
+# Older names of kinds of layers, which transformers translates.
+_OLD_KINDS = {
+    "mamba": "linear_attention",
+    "attention": "full_attention",
+    "deepseek_sparse_attention": "indexed_attention",
+    "qwen_sparse_attention": "indexed_attention",
+}
+
+
+def current_kinds(layer_types: list[Any]) -> list[str]:
+    """The kinds of layers by their current names."""
+    return [_OLD_KINDS.get(str(kind), str(kind)) for kind in layer_types]
 
 
 def windows(family: FamilyConfig, count: int) -> list[int | None]:

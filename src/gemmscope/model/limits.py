@@ -11,6 +11,7 @@ LARGEST = {
     "layers": 10_000,
     "vocab_size": 2**28,
     "experts": 2**16,
+    "streams": 2**10,
     "micro_batch_size": 2**20,
     "sequence_length": 2**28,
     "parallel": 2**17,

@@ -2,11 +2,11 @@
 (`num_layers ..... 32`).
 
 A script is never run. It is split into words, with quotes and comments understood, and every flag counts wherever it is: in the
-command, in an array, in a string. Variables that the script sets are filled in. One that it does not set (or sets differently in
-the branches of an `if`) matters only where a size depends on it.
+command, in an array, in a string. Variables that the script sets are filled in, and branches that they exclude are left out. A
+variable that the script does not set (or sets differently in branches that may run) matters only where a size depends on it.
 
 `megatron_args` interprets the settings; this module only translates Megatron-LM's names into Megatron-core's. Megatron-LM's other
-models (BERT, T5, Mamba, vision) take the same flags and are rejected: the flags describe only GPT models completely.
+models (BERT, T5, vision) take the same flags and are rejected: the flags describe only GPT models and hybrids completely.
 """
 
 import difflib
@@ -18,12 +18,15 @@ from gemmscope.errors import UserError
 from gemmscope.findings import Finding, finding
 from gemmscope.model.limits import LARGEST
 from gemmscope.model.megatron_args import REQUIRED, model_source, other_model
+from gemmscope.model.megatron_branches import Branches
+from gemmscope.model.megatron_hybrid import HYBRID
 from gemmscope.model.megatron_shell import ASSIGNMENT, Shell, words_of
 from gemmscope.model.megatron_values import FACTS, MegatronSettings, Unknown
 from gemmscope.model.source import ModelSource
 
 OTHER_NAME = FACTS["other_name"]  # Megatron-LM: Megatron-core
 OTHER_SCRIPTS = FACTS["other_scripts"]
+HYBRID_SCRIPTS = {"mamba", "hybrid"}
 LAUNCHER = ("nproc_per_node", "nnodes")  # of torchrun: their product is the number of GPUs
 T5_ONLY = ("decoder_num_layers", "decoder_seq_length")
 ONLY_HERE = ("encoder_num_layers", "encoder_seq_length", "padded_vocab_size", "spec", *T5_ONLY, *LAUNCHER)
@@ -115,16 +118,19 @@ def _source(arguments: Arguments, origin: str, spell_here: Callable[[str], str],
 
 
 def _check_script(arguments: Arguments, spell: Callable[[str], str]) -> list[Finding]:
-    """Reject other models than GPT, which have the same flags. A finding, if the file can train a GPT model as well."""
+    """Reject other models than GPT and hybrids, which have the same flags. A finding, if the file can train those as well."""
     for name in T5_ONLY:
         if arguments.values.get(name) is not None:
             raise other_model(f"{spell(name)} is a setting of", OTHER_SCRIPTS["t5"])
-    if "mamba" in str(arguments.values.get("spec")).lower():
-        raise other_model(f"{spell('spec')} selects", OTHER_SCRIPTS["mamba"])
+    programs = {name.split("_")[0] for name in arguments.scripts}
+    if re.search("mamba|hybrid", str(arguments.values.get("spec")).lower()) or (
+        programs & HYBRID_SCRIPTS and "gpt" not in programs
+    ):
+        arguments.values[HYBRID] = True
     other = next((name for name in arguments.scripts if name.split("_")[0] in OTHER_SCRIPTS), None)
     if other is None:
         return []
-    if "gpt" not in arguments.scripts:
+    if not programs & {"gpt", *HYBRID_SCRIPTS}:
         raise other_model(f"pretrain_{other}.py trains", OTHER_SCRIPTS[other.split("_")[0]])
     return [finding("read-as-gpt", script=f"pretrain_{other}.py")]
 
@@ -193,17 +199,20 @@ def _read_printed(text: str) -> Arguments:
 def _collect(text: str, shell: Shell, arguments: Arguments, *, in_branch: bool, depth: int) -> None:
     """Walk through the words: assignments, flags and the value that follows a flag."""
     has_branches = re.search(r"(?:^|[\n;])[ \t]*(?:fi|esac)\b", text) is not None
-    branches, waiting, switch = 0, "", ""
+    branches, waiting, switch = Branches(shell), "", ""
     for word in words_of(text):
-        if word.opens and has_branches:
-            branches = max(0, branches + {"if": 1, "case": 1, "fi": -1, "esac": -1}.get(word.text, 0))
-        inside, piece = in_branch or branches > 0, word.text
+        if has_branches and (branches.consumes(word) or branches.skipped):
+            continue
+        inside, piece = in_branch or branches.open, word.text
         arguments.add_scripts(piece)
+        shell.assign_defaults(piece, in_branch=inside)
         assigned = None if waiting else ASSIGNMENT.fullmatch(piece)
         if assigned:
             piece = assigned[3]
             if assigned[2] == "=" and not piece.startswith("("):
                 shell.assign(assigned[1], piece, in_branch=inside)
+            if piece.startswith("(") and piece.endswith(")"):  # an array of one word
+                piece = piece[1:-1]
         if word.quoted and "--" in piece and re.search(r"\s", piece) and depth < 3:
             _collect(piece, shell, arguments, in_branch=inside, depth=depth + 1)
             continue

@@ -15,13 +15,14 @@ from dataclasses import replace
 from difflib import SequenceMatcher
 from typing import Any
 
-from gemmscope.errors import UserError, closest, option
+from gemmscope.errors import UserError, closest, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.model import megatron_layout, megatron_pipeline
+from gemmscope.model.megatron_hybrid import LINEAR_ATTENTION, SPARSE_ATTENTION, VARIANT, hybrid_pattern
 from gemmscope.model.megatron_model import dense_mlp, model_spec
 from gemmscope.model.megatron_values import FACTS, MegatronSettings, Unknown
 from gemmscope.model.source import ModelSource
-from gemmscope.model.spec import ModelSpec
+from gemmscope.model.spec import MlpSpec, ModelSpec
 
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 """The settings that every file must have."""
@@ -32,19 +33,23 @@ OPTIONAL = {  # gemmscope's own arguments can give these, so an unknown value is
     *("sequence_parallel", "recompute_granularity", "recompute_modules", "global_batch_size", "world_size", "data_parallel_size"),
     *(megatron_pipeline.FIRST, megatron_pipeline.LAST, megatron_pipeline.LAYOUT),
     *(*megatron_pipeline.PIECES, megatron_pipeline.LAYERS_PER_PIECE),
-    *("expert_tensor_parallel_size", "max_position_embeddings"),
+    *("expert_tensor_parallel_size", "max_position_embeddings", "mtp_num_layers"),
     *megatron_layout.NAMES,
 }
 MODEL_RANKS = {"tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size"}
 
 
 def model_source(
-    settings: MegatronSettings, origin: str, findings: Sequence[Finding] = (), unknown_names: Collection[str] = ()
+    settings: MegatronSettings,
+    origin: str,
+    findings: Sequence[Finding] = (),
+    unknown_names: Collection[str] = (),
+    model: ModelSpec | None = None,
 ) -> ModelSource:
     """The model and run that the settings describe.
 
     `findings` are those of the reader. `unknown_names` are names in the file that are not used here: one of them may be the
-    misspelling of a missing setting.
+    misspelling of a missing setting. `model`: it is known already, and the settings describe only the run.
     """
     unknown = {name: value for name, value in settings.values.items() if name in OPTIONAL and isinstance(value, Unknown)}
     findings = [
@@ -56,24 +61,33 @@ def model_source(
     ]
     ignored = [*unknown, *(["world_size"] if MODEL_RANKS & unknown.keys() else [])]  # then the data-parallel size is unknown too
     settings = replace(settings, values={**settings.values, **dict.fromkeys(ignored)})
-    _reject_not_modelled(settings)
-    _require_sizes(settings, unknown_names)
-    model = model_spec(settings, origin)
+    if model is None:
+        _reject_not_modelled(settings)
+        _require_sizes(settings, unknown_names)
+        model = model_spec(settings, origin)
+        findings = [*findings, *_model_findings(settings, model)]
     samples = settings.maybe_size("global_batch_size", "vocab_size")
     run = _run_settings(settings, model, samples)
-    findings = (*findings, *_findings(settings, model, run))
+    findings = (*findings, *_run_findings(settings, model, run))
     return ModelSource(origin=origin, model=model, run_settings=run, findings=findings, global_batch=samples)
 
 
 def other_model(evidence: str, what: str) -> UserError:
     """The error for a model that has a GPT's settings but is none. `evidence`: what shows it, as in "pretrain_t5.py trains"."""
     return UserError(
-        f"{evidence} {what}; only GPT models can be read from Megatron settings",
+        f"{evidence} {what}; only GPT models and hybrids can be read from Megatron settings",
         f"trace it with {option('module', 'FILE.py:FACTORY')}, or give its Hugging Face config.json with {option('config')}",
     )
 
 
 def _reject_not_modelled(settings: MegatronSettings) -> None:
+    variant = settings.text(VARIANT).lower()
+    if variant not in ("", "none", SPARSE_ATTENTION, *LINEAR_ATTENTION):
+        raise UserError(
+            f"{settings.spell(VARIANT)} {shown(variant)} is not supported for a file",
+            f"supported: {', '.join((*LINEAR_ATTENTION, SPARSE_ATTENTION))}; for others, trace the model with "
+            f"{option('module', 'FILE.py:FACTORY')}",
+        )
     for name, meaning in FACTS["not_modelled"].items():
         if settings.values.get(name) not in (None, False, "False", "false", ""):
             raise UserError(
@@ -83,7 +97,11 @@ def _reject_not_modelled(settings: MegatronSettings) -> None:
 
 
 def _require_sizes(settings: MegatronSettings, unknown_names: Collection[str]) -> None:
-    missing = [name for name in REQUIRED if not settings.given(name)]
+    pattern = hybrid_pattern(settings)
+    not_needed = {"num_layers"} if pattern else set()
+    if pattern and not pattern.has_attention:
+        not_needed.add("num_attention_heads")
+    missing = [name for name in REQUIRED if name not in not_needed and not settings.given(name)]
     if not missing:
         return
     wanted = [settings.spell(name) for name in missing]
@@ -145,16 +163,25 @@ def _expert_tensor_parallel(settings: MegatronSettings, model: ModelSpec) -> int
     return size if any(layer.is_moe for layer in model.layers) else None
 
 
-def _findings(settings: MegatronSettings, model: ModelSpec, run: Mapping[str, Any]) -> Iterator[Finding]:
+def _model_findings(settings: MegatronSettings, model: ModelSpec) -> Iterator[Finding]:
     spell = settings.spell
     if model.vocab_size is None:
         yield finding("vocabulary-missing", setting=spell("vocab_size"), example=settings.example("vocab_size"))
-    uses_default = not (settings.given("moe_ffn_hidden_size") and all(layer.is_moe for layer in model.layers))
+    uses_default = any(isinstance(layer.mlp, MlpSpec) for layer in model.layers)
+    uses_default |= not settings.given("moe_ffn_hidden_size") and any(layer.is_moe for layer in model.layers)
     if uses_default and not settings.given("ffn_hidden_size"):
         width = dense_mlp(settings, model.hidden_size).intermediate_size
         yield finding("mlp-width-default", setting=spell("ffn_hidden_size"), width=width)
-    if settings.values.get("mtp_num_layers") not in (None, 0, "0", False):
-        yield finding("prediction-layers-not-included", setting=spell("mtp_num_layers"))
+
+    pattern = hybrid_pattern(settings)
+    if pattern and pattern.depths and not model.prediction_layers:
+        yield finding(
+            "prediction-layers-not-included", setting=spell(pattern.setting), added=option("mtp_layers", pattern.depths)
+        )
+
+
+def _run_findings(settings: MegatronSettings, model: ModelSpec, run: Mapping[str, Any]) -> Iterator[Finding]:
+    spell = settings.spell
     if settings.values.get("moe_expert_capacity_factor") not in (None, 0, "0", False):
         yield finding("expert-capacity-not-modelled", setting=spell("moe_expert_capacity_factor"))
     expert_tp, tp = _expert_tensor_parallel(settings, model), run.get("tp", 1)

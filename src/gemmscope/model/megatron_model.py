@@ -1,52 +1,132 @@
 """Builds the model from Megatron settings, layer by layer.
 
 Megatron builds every layer from the same settings. Two of them can differ from layer to layer: `moe_layer_freq` says which layers
-have experts instead of one MLP, `window_attn_skip_freq` which layers see the whole sequence. Settings that a file does not give
-have Megatron's defaults, which are those of GPT-2: LayerNorm, biases everywhere, learned positions, an MLP four times as wide as
-the model, and an output head that shares the embedding's weight.
+have experts instead of one MLP, `window_attn_skip_freq` which layers see the whole sequence. In hybrid models a pattern names the
+single block of each layer (`megatron_hybrid`). Settings that a file does not give have Megatron's defaults, which are those of
+GPT-2: LayerNorm, biases everywhere, learned positions, an MLP four times as wide as the model, and an output head that shares the
+embedding's weight.
 """
 
+from dataclasses import replace
 from pathlib import PurePath
 
 from gemmscope.errors import UserError
 from gemmscope.model.limits import check_size, divisors_text
+from gemmscope.model.megatron_hybrid import (
+    ATTENTION,
+    DELTA,
+    EXPERTS,
+    LATENT,
+    MAMBA,
+    MLP,
+    SPARSE,
+    SPARSE_ATTENTION,
+    VARIANT,
+    HybridPattern,
+    delta_mixer,
+    hybrid_pattern,
+    linear_attention_layers,
+    mamba_mixer,
+    sparse,
+)
 from gemmscope.model.megatron_values import MegatronSettings
 from gemmscope.model.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
 
 
 def model_spec(settings: MegatronSettings, origin: str) -> ModelSpec:
     """The whole model, named after the file (`origin`). The number of layers, the heads and the hidden size must be given."""
-    count = settings.size("num_layers", "layers", 0)
     hidden = settings.size("hidden_size", "hidden_size", 0)
     learned = settings.text("position_embedding_type", "learned_absolute") == "learned_absolute"
-    dense, moe = dense_mlp(settings, hidden), _moe_mlp(settings, hidden)
-    is_moe = _moe_layers(settings, count) if moe else [False] * count
-    full, near = _attention(settings, hidden, None), _attention(settings, hidden, _window(settings))
+    pattern = hybrid_pattern(settings)
+    depths = prediction_depths(settings, pattern)
     return ModelSpec(
         name=PurePath(origin).stem or "Megatron model",
         hidden_size=hidden,
-        layers=tuple(
-            LayerSpec(near if windowed else full, moe if moe and expert else dense)
-            for windowed, expert in zip(_windowed_layers(settings, count), is_moe, strict=True)
-        ),
+        layers=tuple(_hybrid_layers(settings, hidden, pattern, pattern.layers) if pattern else _layers(settings, hidden)),
         vocab_size=settings.maybe_size("vocab_size", "vocab_size"),
         norm=NormSpec("layernorm", bias=True) if _has_layer_norm(settings) else NormSpec("rmsnorm"),
         tied_embeddings=settings.flag("share_embeddings_and_output_weights", default=True),
         positions=(settings.maybe_size(settings.positions, "sequence_length") or 0) if learned else 0,
+        prediction_layers=depths,
+        prediction_layer=_prediction_layer(settings, hidden, pattern) if pattern and depths else None,
+        prediction_shared=depths > 1 and settings.flag("mtp_use_repeated_layer"),
         source=origin,
     )
+
+
+def _layers(settings: MegatronSettings, hidden: int) -> list[LayerSpec]:
+    """The layers of a GPT model: attention, or a linear kind of it, and an MLP or experts."""
+    count = settings.size("num_layers", "layers", 0)
+    dense, moe = dense_mlp(settings, hidden), _moe_mlp(settings, hidden)
+    is_moe = _moe_layers(settings, count) if moe else [False] * count
+    linear = linear_attention_layers(settings, count)
+    latent = settings.flag("multi_latent_attention")
+    full, near = (_attention(settings, hidden, window, latent=latent) for window in (None, _window(settings)))
+    near = replace(near, chunk=settings.maybe_size("attention_chunk_size", "sequence_length"))
+    mixer = delta_mixer(settings) if any(linear) else None
+    norms = settings.size("layer_norms", "layers", 2)
+    layers = []
+    indexed = settings.text(VARIANT).lower() == SPARSE_ATTENTION
+    for layer, (windowed, expert, is_linear) in enumerate(zip(_windowed_layers(settings, count), is_moe, linear, strict=True)):
+        mlp = moe if moe and expert else dense
+        attention = near if windowed else full
+        attention = sparse(settings, attention, layer) if indexed else attention
+        layers.append(LayerSpec(None, mlp, norms=norms, mixer=mixer) if is_linear else LayerSpec(attention, mlp, norms=norms))
+    return layers
+
+
+def _hybrid_layers(settings: MegatronSettings, hidden: int, pattern: HybridPattern, layers: str) -> list[LayerSpec]:
+    """Layers of a hybrid model, by their symbols. Each has one block, and a norm before it."""
+    symbols = set(layers)
+    kinds: dict[str, LayerSpec] = {}
+    if MAMBA in symbols:
+        kinds[MAMBA] = LayerSpec(None, None, norms=1, mixer=mamba_mixer(settings, hidden))
+    if DELTA in symbols:
+        kinds[DELTA] = LayerSpec(None, None, norms=1, mixer=delta_mixer(settings))
+    for symbol in symbols & {ATTENTION, LATENT}:
+        kinds[symbol] = LayerSpec(_attention(settings, hidden, _window(settings), latent=symbol == LATENT), None, norms=1)
+    if MLP in symbols:
+        kinds[MLP] = LayerSpec(None, dense_mlp(settings, hidden), norms=1)
+    if EXPERTS in symbols:
+        experts = _moe_mlp(settings, hidden)
+        if experts is None:
+            raise UserError(
+                f"{settings.spell(pattern.setting)} has experts (E), but {settings.spell('num_moe_experts')} is not given",
+                f"add for example {settings.example('num_moe_experts')}",
+            )
+        kinds[EXPERTS] = LayerSpec(None, experts, norms=1)
+    if SPARSE not in symbols:
+        return [kinds[symbol] for symbol in layers]
+    latent = _attention(settings, hidden, None, latent=settings.flag("multi_latent_attention"))
+    return [
+        LayerSpec(sparse(settings, latent, layer), None, norms=1) if symbol == SPARSE else kinds[symbol]
+        for layer, symbol in enumerate(layers)
+    ]
+
+
+def prediction_depths(settings: MegatronSettings, pattern: HybridPattern | None) -> int:
+    """Layers of multi-token prediction, as far as they can be modelled."""
+    if pattern is None:
+        return settings.maybe_count("mtp_num_layers", "layers") or 0
+    return pattern.depths if pattern.predicts_one_layer else 0
+
+
+def _prediction_layer(settings: MegatronSettings, hidden: int, pattern: HybridPattern) -> LayerSpec:
+    """The blocks of one depth as one layer: attention or a mixer, and an MLP or experts, each with a norm before it."""
+    blocks = _hybrid_layers(settings, hidden, pattern, pattern.prediction)
+    return replace(blocks[0], mlp=blocks[-1].mlp, norms=len(blocks))
 
 
 def _has_layer_norm(settings: MegatronSettings) -> bool:
     return settings.word("normalization", ("LayerNorm", "RMSNorm"), "LayerNorm") == "LayerNorm"
 
 
-def _attention(settings: MegatronSettings, hidden: int, window: int | None) -> AttentionSpec:
+def _attention(settings: MegatronSettings, hidden: int, window: int | None, *, latent: bool) -> AttentionSpec:
     heads = settings.size("num_attention_heads", "heads", 0)
     bias = settings.flag("add_bias_linear", default=True)
     rotary = settings.text("position_embedding_type") in ("rope", "mrope", "yarn")
     sinks = settings.word("softmax_type", ("vanilla", "off-by-one", "learnable"), "vanilla") == "learnable"
-    if settings.flag("multi_latent_attention"):
+    if latent:
         rope = settings.size("qk_pos_emb_head_dim", "head_dim", 64)
         return AttentionSpec(
             heads=heads,
@@ -86,6 +166,7 @@ def _attention(settings: MegatronSettings, hidden: int, window: int | None) -> A
         qk_norm_bias=qk_norm and _has_layer_norm(settings),
         sinks=sinks,
         rotary=rotary,
+        gated=settings.flag("attention_output_gate"),
     )
 
 
@@ -137,6 +218,7 @@ def _moe_mlp(settings: MegatronSettings, hidden: int) -> MoeSpec | None:
         shared=mlp(shared, fused=False) if shared else None,
         shared_gate=bool(shared) and settings.flag("moe_shared_expert_gate"),
         router_bias=dense.up_bias,
+        latent=settings.maybe_count("moe_latent_size", "hidden_size"),
     )
 
 

@@ -2,7 +2,7 @@
 
 By default every stage gets the same number. A file can set the number of the first and the last stage, count the embedding and
 the loss as one layer each, or give the whole layout: in `Et|(tt|)*14t|L`, bars separate the parts, E is the embedding, t a layer,
-L the loss.
+L the loss. In the pattern of a hybrid model, bars separate the parts in the same way.
 
 A stage can also have several pieces of the model (the virtual pipeline: with 2 stages and 2 pieces each, stage 0 has the first
 and the third quarter). The number of layers of each stage is then kept, but not which ones: they are counted as consecutive. If
@@ -13,6 +13,7 @@ import re
 
 from gemmscope.errors import UserError, shown
 from gemmscope.model.limits import LARGEST, divisors_text
+from gemmscope.model.megatron_hybrid import PATTERNS, hybrid_pattern
 from gemmscope.model.megatron_values import MegatronSettings
 
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
@@ -25,6 +26,9 @@ def stage_layers(settings: MegatronSettings, layers: int, stages: int) -> tuple[
     """Layers of each pipeline stage, where the file splits them unevenly."""
     if stages == 1:
         return None
+    parts = _pattern_parts(settings, stages)
+    if parts:
+        return tuple(sum(parts[stage::stages]) for stage in range(stages))
     if settings.given(LAYOUT):
         parts = _layout_parts(settings, layers, stages)
         return tuple(sum(parts[stage::stages]) for stage in range(stages))
@@ -47,6 +51,9 @@ def virtual_stages(settings: MegatronSettings, layers: int, stages: int) -> tupl
     """How many pieces of the model each stage has, and the setting that says so; None for one piece."""
     if stages == 1:
         return None
+    pattern = _pattern_parts(settings, stages)
+    if pattern:
+        return (next(filter(settings.given, PATTERNS)), len(pattern) // stages) if len(pattern) > stages else None
     for name in PIECES:
         if (pieces := settings.maybe_count(name, "layers") or 1) > 1:
             return name, pieces
@@ -62,6 +69,19 @@ def virtual_stages(settings: MegatronSettings, layers: int, stages: int) -> tupl
         return (LAYERS_PER_PIECE, pieces) if pieces > 1 and not rest else None
     parts = len(_layout_parts(settings, layers, stages)) if settings.given(LAYOUT) else stages
     return (LAYOUT, parts // stages) if parts > stages else None
+
+
+def _pattern_parts(settings: MegatronSettings, stages: int) -> list[int]:
+    """Layers of each part of a hybrid pattern, where bars separate them."""
+    pattern = hybrid_pattern(settings)
+    if pattern is None or len(pattern.parts) == 1:
+        return []
+    if len(pattern.parts) % stages:
+        raise UserError(
+            f"{settings.spell(pattern.setting)} has {len(pattern.parts)} parts, but there are {stages} pipeline stages",
+            f"separate the layers by | into {stages} parts, or a multiple of it",
+        )
+    return [*pattern.parts]
 
 
 def _with_own_ends(settings: MegatronSettings, layers: int, stages: int) -> tuple[int, ...]:

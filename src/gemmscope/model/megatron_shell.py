@@ -19,6 +19,7 @@ PART = re.compile(
 )
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?=)(.*)", re.DOTALL)
 VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)(?::?[-=]([^{}]*(?:\{[^{}]*\}[^{}]*)*))?\}")
+DEFAULT = re.compile(r"\$\{([A-Za-z_]\w*):?=([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")  # also sets the variable
 ARITHMETIC = re.compile(r"\$\(\(([^$]*)\)\)")
 NAME_IN_ARITHMETIC = re.compile(r"[A-Za-z_]\w*")
 LONGEST_VALUE = 1000  # of a variable: longer ones are lists of flags, never a size
@@ -26,11 +27,12 @@ LONGEST_VALUE = 1000  # of a variable: longer ones are lists of flags, never a s
 
 @dataclass(frozen=True)
 class Word:
-    """A word of a script, without its quotes. `opens`: it is the first word of a command."""
+    """A word of a script, without its quotes. `opens`: it is the first word of a command, after the separators `before`."""
 
     text: str
     quoted: bool
     opens: bool
+    before: str = ""
 
 
 def words_of(text: str) -> Iterator[Word]:
@@ -40,7 +42,7 @@ def words_of(text: str) -> Iterator[Word]:
     ['A=(', '--x', 'a b', ')']
     """
     parts: list[str] = []
-    quoted, opens, at = False, True, 0
+    quoted, before, at = False, "\n", 0
     while at < len(text):
         part = PART.match(text, at)
         assert part is not None  # the last alternative matches any character
@@ -48,9 +50,9 @@ def words_of(text: str) -> Iterator[Word]:
         kind = part.lastgroup or ""
         if kind in ("gap", "end"):
             if parts or quoted:
-                yield Word("".join(parts), quoted, opens)
-                parts, quoted, opens = [], False, False
-            opens = opens or kind == "end"
+                yield Word("".join(parts), quoted, bool(before), before)
+                parts, quoted, before = [], False, ""
+            before += part[kind] if kind == "end" else ""
         elif kind == "comment" and not parts and not quoted:
             end = text.find("\n", at)
             at = len(text) if end < 0 else end
@@ -58,7 +60,7 @@ def words_of(text: str) -> Iterator[Word]:
             quoted = quoted or kind in ("single", "double")
             parts.append(part[kind].replace('\\"', '"') if kind == "double" else part[kind])
     if parts or quoted:
-        yield Word("".join(parts), quoted, opens)
+        yield Word("".join(parts), quoted, bool(before), before)
 
 
 @dataclass
@@ -73,9 +75,23 @@ class Shell:
         """Remember a value. One that depends on a condition is known only if all its values are the same."""
         filled = self.fill_in(value) if len(value) <= LONGEST_VALUE else ""
         self.values[name] = filled if len(filled) <= LONGEST_VALUE else ""
-        self.assigned.setdefault(name, {})[self.values[name]] = None
         if in_branch:
             self.conditional.add(name)
+        elif "$" not in filled:  # a later value replaces those of earlier conditions
+            self.conditional.discard(name)
+            self.assigned.pop(name, None)
+        self.assigned.setdefault(name, {})[self.values[name]] = None
+
+    def assign_defaults(self, text: str, *, in_branch: bool) -> None:
+        """Remember the defaults that a text assigns in passing: `${NAME:=default}` sets NAME unless it has a value."""
+        for name, default in DEFAULT.findall(text[:LONGEST_VALUE]):
+            self.assign_defaults(default, in_branch=in_branch)
+            if self.value(name) is None and not self._depends(name):
+                self.assign(name, _without_quotes(default), in_branch=in_branch)
+
+    def _depends(self, name: str) -> bool:
+        """Whether a condition of the script gives the variable a value that is known."""
+        return name in self.conditional and any("$" not in value for value in self.assigned[name])
 
     def value(self, name: str) -> str | None:
         """The variable's value, if the script gives it only one."""
@@ -89,8 +105,8 @@ class Shell:
 
     def _replacement(self, match: re.Match[str]) -> str:
         value = self.value(match[1] or match[2])
-        if value is None and match[2] not in self.conditional:
-            value = match[3]  # the default of ${NAME:-default}
+        if (value is None or "$" in value) and match[3] is not None and not self._depends(match[2]):
+            value = _without_quotes(match[3])  # the default of ${NAME:-default}
         return match[0] if value is None else value[:LONGEST_VALUE]
 
     def _result(self, match: re.Match[str]) -> str:
@@ -110,3 +126,8 @@ class Shell:
                 values = " or ".join(list(self.assigned[name])[:6])
                 return Unknown(text, f"{name} is {values}, depending on a condition of the script")
         return Unknown(text, "the script does not set it")
+
+
+def _without_quotes(text: str) -> str:
+    """The default of `${NAME:-"default"}` without the quotes around it."""
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text

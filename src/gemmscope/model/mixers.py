@@ -63,6 +63,7 @@ class MixerSpec:
     gated: bool = True  # the output is multiplied by a gate, which the input projection makes too
     norm: Literal["", "full", "group", "head"] = "full"  # before the output projection: one weight over all heads, or one for all
     stored: tuple[str, ...] = ()
+    state_norm: Literal["", "plain", "weighted"] = ""  # of Mamba's time step, B and C: without or with weights
 
     def __post_init__(self) -> None:
         check_size("the mixer's number of heads", self.heads, "intermediate_size")

@@ -9,14 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gemmscope.errors import UserError, option, shown
-from gemmscope.model import bridge, hf, hub, megatron, torchtitan
+from gemmscope.model import bridge, bridge_recipe, hf, hub, megatron, torchtitan, torchtitan_command
 from gemmscope.model.source import ModelSource
 from gemmscope.reading import LONGEST_NAME, STANDARD_INPUT, called, open_input
 
 Reader = tuple[Callable[[str], bool], Callable[[str, str], ModelSource]]
-READERS: tuple[Reader, ...] = tuple((reader.recognises, reader.read) for reader in (hf, torchtitan, bridge, megatron))
+READERS: tuple[Reader, ...] = tuple(
+    (reader.recognises, reader.read) for reader in (hf, torchtitan, bridge_recipe, bridge, torchtitan_command, megatron)
+)
 FORMATS = (
-    f"{option('config')} takes a Hugging Face config.json, Megatron-LM arguments, a torchtitan TOML or a Megatron-Bridge YAML"
+    f"{option('config')} takes a Hugging Face config.json, Megatron-LM arguments, a torchtitan TOML or command, "
+    "a Megatron-Bridge YAML or recipe"
 )
 LARGEST_FILE = 32 * 2**20
 LARGEST_TEXT = 2**20  # characters of anything but JSON: scripts and YAML take long to parse, and real ones are far smaller

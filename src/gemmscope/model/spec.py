@@ -16,83 +16,13 @@ from math import gcd
 from typing import Literal, get_args
 
 from gemmscope.errors import UserError, option, shown
-from gemmscope.model.limits import check_flag, check_optional, check_size, divisors_text
+from gemmscope.model.attention import AttentionSpec as AttentionSpec
+from gemmscope.model.attention import IndexerSpec as IndexerSpec
+from gemmscope.model.attention import LatentSpec as LatentSpec
+from gemmscope.model.attention import QkNorm as QkNorm
+from gemmscope.model.limits import check_flag, check_optional, check_size
 from gemmscope.model.mixers import LinearSpec, MixerSpec
-
-QkNorm = Literal["head", "each_head", "full"]
-"""Normalisation of queries and keys: one weight of a head's size shared by all heads; one per head; one over all heads."""
-
-
-@dataclass(frozen=True)
-class LatentSpec:
-    """Multi-head latent attention (DeepSeek): queries and keys/values pass through a low-rank bottleneck."""
-
-    q_rank: int | None  # None: queries are projected directly
-    kv_rank: int
-    rope_dim: int  # the part of a head that carries positions; its key is shared by all heads
-    down_bias: bool = False
-
-    def __post_init__(self) -> None:
-        check_optional("q_lora_rank", self.q_rank, "hidden_size")
-        check_size("kv_lora_rank", self.kv_rank, "hidden_size")
-        check_size("qk_rope_head_dim", self.rope_dim, "head_dim")
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """Self-attention of one layer. `kv_heads` < `heads` is grouped-query attention; 1 is multi-query."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int | None = None  # a value head's size where it differs (latent attention)
-    q_bias: bool = False
-    k_bias: bool = False
-    v_bias: bool = False
-    out_bias: bool = False
-    causal: bool = True
-    window: int | None = None  # how many positions back a query sees; None: all
-    qk_norm: QkNorm | None = None
-    qk_norm_bias: bool = False
-    sinks: bool = False  # one learned logit per head
-    rotary: bool = True  # positions enter by rotating queries and keys
-    stored_fused: bool = False  # the checkpoint's own code keeps Q, K and V in one weight
-    latent: LatentSpec | None = None
-
-    def __post_init__(self) -> None:
-        check_size("num_attention_heads", self.heads, "heads")
-        check_size("num_key_value_heads", self.kv_heads, "heads")
-        check_size("head_dim", self.head_dim, "head_dim")
-        check_optional("v_head_dim", self.value_dim, "head_dim")
-        check_optional("sliding_window", self.window, "sequence_length")
-        if self.heads % self.kv_heads:
-            raise UserError(
-                f"num_attention_heads = {self.heads} is not a multiple of num_key_value_heads = {self.kv_heads}",
-                f"numbers of key/value heads that divide {self.heads}: {divisors_text(self.heads)}",
-            )
-        if self.latent and self.latent.rope_dim > self.head_dim:
-            raise UserError(f"qk_rope_head_dim = {self.latent.rope_dim} is larger than the query head ({self.head_dim})")
-
-    @property
-    def value_head_dim(self) -> int:
-        return self.value_dim if self.value_dim is not None else self.head_dim
-
-    @property
-    def q_width(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def k_width(self) -> int:
-        return self.kv_heads * self.head_dim
-
-    @property
-    def v_width(self) -> int:
-        return self.kv_heads * self.value_head_dim
-
-    @property
-    def out_width(self) -> int:
-        """Input features of the output projection."""
-        return self.heads * self.value_head_dim
+from gemmscope.model.streams import LayerInputsSpec, StreamsSpec
 
 
 @dataclass(frozen=True)
@@ -105,6 +35,7 @@ class MlpSpec:
     up_bias: bool = False
     down_bias: bool = False
     stored_fused: bool = False  # the checkpoint's own code keeps gate and up in one weight
+    sparse: bool = False  # only the largest values of the gate are kept, by their mean and deviation
 
     def __post_init__(self) -> None:
         check_size("intermediate_size", self.intermediate_size, "intermediate_size")
@@ -120,10 +51,14 @@ class MoeSpec:
     shared: MlpSpec | None = None
     shared_gate: bool = False  # the shared expert's output is scaled by a sigmoid of its own one-column linear
     router_bias: bool = False
+    latent: int | None = None  # the experts' width where it is not the hidden size: a linear before and after them (Nemotron-3)
+    latent_bias: bool = False
+    stored_dense: bool = False  # the checkpoint's own code runs every expert on every token; frameworks do not
 
     def __post_init__(self) -> None:
         check_size("the number of experts", self.experts, "experts")
         check_size("num_experts_per_tok", self.top_k, "experts")
+        check_optional("moe_latent_size", self.latent, "hidden_size")
         if self.top_k > self.experts:
             raise UserError(f"num_experts_per_tok = {self.top_k} is more than the number of experts, {self.experts}")
 
@@ -133,6 +68,8 @@ class LayerSpec:
     """One layer: attention or another mixer (or both side by side), then a feed-forward block; hybrids may leave one of them out.
 
     `norms` counts its normalisations over the hidden size. `extra` are linears beside these; `extra_parameters` belong to none.
+    Layers with the same `shared_block` use one set of weights for attention and feed-forward block, each with a norm before it
+    (Zamba); mixer and `extra` are their own.
     """
 
     attention: AttentionSpec | None
@@ -141,6 +78,9 @@ class LayerSpec:
     mixer: MixerSpec | None = None
     extra: tuple[LinearSpec, ...] = ()
     extra_parameters: int = 0
+    shared_block: int | None = None
+    streams: StreamsSpec | None = None
+    input_width: int = 0  # of an input of its own, which a gate and a projection add to the output
 
     @property
     def is_moe(self) -> bool:
@@ -190,7 +130,13 @@ class ModelSpec:
     head_transform: bool = False  # masked-LM heads: a dense layer and a norm before the vocabulary
     head_transform_bias: bool = True
     head_output: bool = True  # False: an encoder without a vocabulary head
+    first_linears: tuple[LinearSpec, ...] = ()  # between the embedding and the first layer
+    last_linears: tuple[LinearSpec, ...] = ()  # between the last layer and the final norm
+    layer_inputs: LayerInputsSpec | None = None
     unused_parameters: int = 0  # parameters that no listed operation of the training step uses
+    prediction_layers: int = 0  # multi-token prediction: layers after the last one, each with a loss of its own
+    prediction_layer: LayerSpec | None = None  # what they are; None: as the last layer
+    prediction_shared: bool = False  # all of them use the same weights
     model_type: str = ""
     source: str = ""
 
@@ -199,6 +145,8 @@ class ModelSpec:
         check_size("num_hidden_layers", len(self.layers), "layers")
         check_optional("vocab_size", self.vocab_size, "vocab_size")
         check_optional("embedding_size", self.embedding_size, "hidden_size")
+        if self.prediction_layers:
+            check_size(option("mtp_layers"), self.prediction_layers, "layers")
 
     @property
     def embedding_width(self) -> int:
@@ -208,6 +156,16 @@ class ModelSpec:
     def attentions(self) -> Iterator[AttentionSpec]:
         """The attention of every layer that has one."""
         return (layer.attention for layer in self.layers if layer.attention is not None)
+
+    @property
+    def predicting(self) -> LayerSpec:
+        """A layer of multi-token prediction."""
+        return self.prediction_layer or self.layers[-1]
+
+    @property
+    def streams(self) -> int:
+        """Residual streams between the layers."""
+        return max(layer.streams.count if layer.streams is not None else 1 for layer in self.layers)
 
     @property
     def causal(self) -> bool:
@@ -245,16 +203,20 @@ class ModelSpec:
         attention = next(self.attentions, None)
         if attention is not None:
             shared = f" ({attention.kv_heads} key/value)" if attention.kv_heads != attention.heads else ""
-            parts.append(f"{attention.heads} heads{shared}")
+            sparse = f", {attention.top_k} positions each" if attention.top_k is not None else ""
+            parts.append(f"{attention.heads} heads{shared}{sparse}")
         mixer = next((layer.mixer for layer in self.layers if layer.mixer is not None), None)
         if mixer is not None:
-            parts.append(f"{mixer.name} with {mixer.heads} heads of {mixer.value_dim}")
+            sizes = f"with {mixer.heads} heads of {mixer.value_dim}" if mixer.value_dim > 1 else f"with {mixer.heads} channels"
+            parts.append(f"{mixer.name} {sizes if mixer.kind != 'short convolution' else f'over {mixer.conv_kernel} positions'}")
         mlp = self.layers[0].mlp
         if isinstance(mlp, MlpSpec):
             parts.append(f"intermediate {mlp.intermediate_size}")
         moe = next((layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeSpec)), None)
         if moe is not None:
             parts.append(f"{moe.experts} experts of {moe.expert.intermediate_size}, top {moe.top_k}")
+        if self.prediction_layers:
+            parts.append(f"{self.prediction_layers} prediction layer{'s' if self.prediction_layers > 1 else ''}")
         return ", ".join(parts)
 
 

@@ -17,7 +17,7 @@ How torchtitan decides shapes:
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import ceil
 from typing import Any
 
@@ -70,7 +70,11 @@ def read(text: str, origin: str) -> ModelSource:
     >>> source.model.name, source.model.hidden_size, source.run_settings["sequence_length"]
     ('torchtitan llama3 8B', 4096, 8192)
     """
-    tables = _parse(text)
+    return read_tables(_parse(text), origin)
+
+
+def read_tables(tables: Tables, origin: str, found: Sequence[Finding] = ()) -> ModelSource:
+    """The model and the run settings of the tables of a job config. `found`: what is known about them already."""
     model = _table(tables, "model")
     family, name = model_and_flavor(model)
     flavor = load_flavor(family, name)
@@ -85,7 +89,7 @@ def read(text: str, origin: str) -> ModelSource:
         ({"separate_projections": True, "sequence_parallel_linears": False}, model_findings(model, flavor)),
     ]
     settings = {key: value for part, _ in parts for key, value in part.items()}
-    findings = tuple(item for _, of_part in parts for item in of_part)
+    findings = (*found, *(item for _, of_part in parts for item in of_part))
     return ModelSource(origin, spec, settings, findings, global_batch=_global_batch(tables), framework="torchtitan")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from gemmscope.errors import UserError, closest, option, shown
 from gemmscope.findings import Finding, finding
+from gemmscope.model.mixers import MixerSpec
 from gemmscope.model.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 from gemmscope.toml import load_data
 
@@ -54,6 +55,17 @@ class Flavor:
     qk_nope_head_dim: int = 0
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
+    rotary_dim: int | None = None
+    gated_attention: bool = False  # the query projection also makes a gate for the output
+    shared_expert_gate: bool = False
+    full_attention_interval: int | None = None  # all but every n-th layer have a gated delta net instead of attention
+    n_key_heads: int = 1
+    n_value_heads: int = 1
+    key_head_dim: int = 1
+    value_head_dim: int = 1
+
+    def is_linear(self, layer: int) -> bool:
+        return bool(self.full_attention_interval) and (layer + 1) % (self.full_attention_interval or 1) != 0
 
     def is_moe(self, layer: int) -> bool:
         return self.num_experts > 0 and layer >= self.n_dense_layers and (layer + 1) % self.interleave_moe_layer_step == 0
@@ -114,14 +126,32 @@ def model_spec(family: str, name: str, flavor: Flavor) -> ModelSpec:
     return ModelSpec(
         name=f"torchtitan {family} {name}",
         hidden_size=flavor.dim,
-        layers=tuple(
-            LayerSpec(_attention(flavor, index), _experts(flavor) if flavor.is_moe(index) else _dense(flavor))
-            for index in range(flavor.n_layers)
-        ),
+        layers=tuple(_layer(flavor, index) for index in range(flavor.n_layers)),
         vocab_size=flavor.vocab_size,
         tied_embeddings=flavor.enable_weight_tying,
         model_type=family,
         source=families()[family]["source"],
+    )
+
+
+def _layer(flavor: Flavor, index: int) -> LayerSpec:
+    mlp = _experts(flavor) if flavor.is_moe(index) else _dense(flavor)
+    return (
+        LayerSpec(None, mlp, mixer=_delta_net(flavor)) if flavor.is_linear(index) else LayerSpec(_attention(flavor, index), mlp)
+    )
+
+
+def _delta_net(flavor: Flavor) -> MixerSpec:
+    """A gated delta net, with six projections of its own."""
+    return MixerSpec(
+        kind="gated delta rule",
+        heads=flavor.n_value_heads,
+        value_dim=flavor.value_head_dim,
+        groups=flavor.n_key_heads,
+        key_dim=flavor.key_head_dim,
+        conv_kernel=4,
+        norm="head",
+        stored=("q", "k", "v", "z", "a", "b"),
     )
 
 
@@ -155,16 +185,13 @@ def _attention(flavor: Flavor, index: int) -> AttentionSpec:
         k_bias=flavor.bias,
         v_bias=flavor.bias,
         out_bias=flavor.bias,
-        window=_window(flavor, index),
+        window=flavor.sliding_window_size if index % 2 == 0 else None,
+        chunk=flavor.fixed_attn_block_size if flavor.every_n_layers_nope and index % flavor.every_n_layers_nope else None,
         qk_norm="head" if flavor.qk_norm else None,
         sinks=flavor.sinks,
+        rotary_dim=flavor.rotary_dim,
+        gated=flavor.gated_attention,
     )
-
-
-def _window(flavor: Flavor, index: int) -> int | None:
-    if flavor.every_n_layers_nope and index % flavor.every_n_layers_nope:
-        return flavor.fixed_attn_block_size
-    return flavor.sliding_window_size if index % 2 == 0 else None
 
 
 def _dense(flavor: Flavor) -> MlpSpec:
@@ -184,6 +211,7 @@ def _experts(flavor: Flavor) -> MoeSpec:
         top_k=flavor.top_k,
         expert=_mlp(size, bias=flavor.bias, fused=flavor.fused_experts),
         shared=_mlp(together) if together else None,
+        shared_gate=flavor.shared_expert_gate,
         router_bias=flavor.bias,
     )
 
@@ -191,12 +219,13 @@ def _experts(flavor: Flavor) -> MoeSpec:
 def model_findings(model: Mapping[str, Any], flavor: Flavor) -> list[Finding]:
     """What is assumed or not modelled about the model of a `[model]` table."""
     findings = []
+    family = model_and_flavor(model)[0]
+    if families()[family].get("multimodal"):
+        findings.append(finding("language-part-only", model_type=family))
     if "tokenizer_path" in model:
         findings.append(finding("vocabulary-assumed", size=flavor.vocab_size))
     if flavor.attn_mask_type == "block_causal":
         findings.append(finding("document-mask-not-modelled"))
-    if flavor.every_n_layers_nope:
-        findings.append(finding("attention-blocks-as-window", size=flavor.fixed_attn_block_size))
     if model.get("converters"):
         findings.append(finding("converters-ignored", value=shown(model["converters"])))
     return findings

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from gemmscope.errors import UserError, option
 from gemmscope.model.limits import LARGEST, check_size
+from gemmscope.model.mixers import LinearSpec
 from gemmscope.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
 SIZES = {
@@ -40,7 +41,30 @@ def varied(model: ModelSpec, values: Mapping[str, int]) -> ModelSpec:
     embedding = model.embedding_size
     if embedding is not None and hidden != model.hidden_size:
         embedding = hidden if embedding == model.hidden_size else _scaled(embedding, hidden / model.hidden_size)
-    return replace(model, hidden_size=hidden, layers=layers, embedding_size=embedding)
+    predicting = model.prediction_layer
+    if predicting is not None:
+        predicting = _layer(predicting, hidden / model.hidden_size, values)
+    return replace(
+        model,
+        hidden_size=hidden,
+        layers=layers,
+        embedding_size=embedding,
+        prediction_layer=predicting,
+        first_linears=_ends(model.first_linears, model, hidden, len(layers)),
+        last_linears=_ends(model.last_linears, model, hidden, len(layers)),
+    )
+
+
+def _ends(linears: tuple[LinearSpec, ...], model: ModelSpec, hidden: int, layers: int) -> tuple[LinearSpec, ...]:
+    """Linears before the first layer and after the last: as wide as the new hidden size, and as the inputs of all layers."""
+    inputs = model.layer_inputs.width if model.layer_inputs is not None else 0
+
+    def size(old: int) -> int:
+        if inputs and old == inputs * len(model.layers):
+            return inputs * layers
+        return old // model.hidden_size * hidden if old % model.hidden_size == 0 else old
+
+    return tuple(replace(one, inputs=size(one.inputs), outputs=size(one.outputs)) for one in linears)
 
 
 def _layer(layer: LayerSpec, ratio: float, values: Mapping[str, int]) -> LayerSpec:
@@ -63,7 +87,10 @@ def _attention(attention: AttentionSpec, ratio: float, values: Mapping[str, int]
     if latent is not None and ratio != 1:
         q_rank = _scaled(latent.q_rank, ratio) if latent.q_rank is not None else None
         latent = replace(latent, q_rank=q_rank, kv_rank=_scaled(latent.kv_rank, ratio))
-    return replace(attention, heads=heads, kv_heads=kv_heads, latent=latent)
+    compressed = attention.compressed
+    if compressed is not None and ratio != 1:
+        compressed = replace(compressed, q_rank=_scaled(compressed.q_rank, ratio))
+    return replace(attention, heads=heads, kv_heads=kv_heads, latent=latent, compressed=compressed)
 
 
 def _key_value_heads(attention: AttentionSpec, heads: int) -> int:

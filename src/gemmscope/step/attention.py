@@ -1,6 +1,5 @@
 """Self-attention as modules: projections from a kit, norms of queries and keys, positions, attention itself, an output gate."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch.nn import functional
 from gemmscope.model.spec import AttentionSpec, NormSpec
 from gemmscope.step.kits.plain import EPS, Kit
 from gemmscope.step.marks import mark
-from gemmscope.step.plan import StackPlan
+from gemmscope.step.plan import StackPlan, projected_widths
 
 
 def attention_of(kit: Kit, spec: AttentionSpec, plan: StackPlan, norm: NormSpec | None) -> nn.Module:
@@ -24,7 +23,7 @@ class SelfAttention(nn.Module):
     def __init__(self, kit: Kit, spec: AttentionSpec, plan: StackPlan, norm: NormSpec | None) -> None:
         super().__init__()
         self.kit, hidden = kit, plan.hidden_size
-        turned = spec.latent.rope_dim if spec.latent else spec.head_dim
+        turned = spec.latent.rope_dim if spec.latent else spec.rotary_dim or spec.head_dim
         rotary = kit.rotary(turned, plan.sequence_length) if (spec.rotary or spec.latent) and turned % 2 == 0 else None
         self.core: nn.Module | None = None
         if spec.latent is not None:
@@ -51,7 +50,7 @@ class SelfAttention(nn.Module):
 
 def projections(kit: Kit, spec: AttentionSpec, hidden: int, norm: NormSpec | None) -> nn.Module:
     """Queries, keys and values by one GEMM."""
-    width, bias = spec.q_width + spec.k_width + spec.v_width, spec.q_bias or spec.k_bias or spec.v_bias
+    width, bias = sum(projected_widths(spec)), spec.q_bias or spec.k_bias or spec.v_bias
     return kit.linear(hidden, width, bias=bias) if norm is None else kit.norm_linear(norm, hidden, width, bias=bias)
 
 
@@ -61,13 +60,13 @@ class SeparateProjections(nn.Module):
     def __init__(self, kit: Kit, spec: AttentionSpec, hidden: int, norm: NormSpec | None) -> None:
         super().__init__()
         self.norm = kit.norm(norm, hidden) if norm is not None else nn.Identity()
-        self.q = kit.linear(hidden, spec.q_width, bias=spec.q_bias)
-        self.k = kit.linear(hidden, spec.k_width, bias=spec.k_bias)
-        self.v = kit.linear(hidden, spec.v_width, bias=spec.v_bias)
+        biases = (spec.q_bias, spec.k_bias, spec.v_bias)
+        widths = projected_widths(spec)
+        self.each = nn.ModuleList(kit.linear(hidden, width, bias=bias) for width, bias in zip(widths, biases, strict=False))
 
     def forward(self, x: torch.Tensor, **how: Any) -> tuple[torch.Tensor, ...]:
         x = self.norm(x)
-        return self.q(x, **how), self.k(x, **how), self.v(x, **how)
+        return tuple(linear(x, **how) for linear in self.each)
 
 
 class Core(nn.Module):
@@ -76,22 +75,58 @@ class Core(nn.Module):
     def __init__(self, kit: Kit, spec: AttentionSpec, plan: StackPlan, rotary: nn.Module | None) -> None:
         super().__init__()
         self.spec, self.sequence, self.rotary = spec, plan.sequence_length, rotary
-        self.widths = [spec.q_width, spec.k_width, spec.v_width]
+        self.widths = projected_widths(spec)
+        self.kept = _kept(kit, spec, plan) if spec.shares_kv else ()
+        self.scales = torch.ones(self.sequence, 1, 1, device=kit.device, dtype=kit.precision) if spec.temperature else None
         self.norms = QkNorms(kit, plan.norm, spec) if spec.qk_norm is not None else None
+        masked = spec.sinks or (spec.window is not None and spec.window < plan.sequence_length)
+        self.attention = kit.masked_attention(spec, plan.sequence_length) if masked else FullAttention(spec, plan.sequence_length)
 
     def forward(self, *projected: torch.Tensor) -> torch.Tensor:
         """All are [tokens, width]; gives [tokens, output width]."""
         spec = self.spec
         parts = projected if len(projected) > 1 else projected[0].split(self.widths, dim=-1)
-        q, k, v = (part.unflatten(0, (-1, self.sequence)) for part in parts)
+        q, *rest = (part.unflatten(0, (-1, self.sequence)) for part in parts)
+        k, v = self.kept or (rest if len(rest) > 1 else (rest[0], rest[0]))
+        gate = None
+        if spec.gated:
+            q, gate = q.chunk(2, dim=-1)
         if self.norms is not None:
             q, k = self.norms(q, k)
         q = q.unflatten(-1, (spec.heads, spec.head_dim))
         k = k.unflatten(-1, (spec.kv_heads, spec.head_dim))
         v = v.unflatten(-1, (spec.kv_heads, spec.value_head_dim))
         if self.rotary is not None:
-            q, k = self.rotary(q), self.rotary(k)
-        return attend(spec, q, k, v)
+            q, k = self._turned(q), self._turned(k)
+        if spec.v_norm:
+            v = functional.rms_norm(v, (spec.value_head_dim,), eps=EPS)
+        if self.scales is not None:
+            q = q * self.scales
+        out = self.attention(q, k, v)
+        return out if gate is None else out * torch.sigmoid(gate.flatten(0, 1))
+
+    def _turned(self, x: torch.Tensor) -> torch.Tensor:
+        """Rotated by its position, all of a head or the first part of it."""
+        assert self.rotary is not None
+        part = self.spec.rotary_dim
+        if part is None or part == self.spec.head_dim:
+            return self.rotary(x)
+        turned, rest = x.split([part, self.spec.head_dim - part], dim=-1)
+        return torch.cat((self.rotary(turned), rest), dim=-1)
+
+
+def _kept(kit: Kit, spec: AttentionSpec, plan: StackPlan) -> tuple[torch.Tensor, ...]:
+    """Keys and values in the place of those of an earlier layer. Their gradients are computed, and dropped."""
+    make: dict[str, Any] = {"device": kit.device, "dtype": kit.precision, "requires_grad": True}
+    shape = (plan.micro_batch_size, plan.sequence_length)
+    kept = tuple(torch.randn(*shape, width, **make) for width in (spec.k_width, spec.v_width))
+    for tensor in kept:
+        tensor.register_post_accumulate_grad_hook(_drop)
+    return kept
+
+
+def _drop(tensor: torch.Tensor) -> None:
+    tensor.grad = None
 
 
 class QkNorms(nn.Module):
@@ -102,7 +137,12 @@ class QkNorms(nn.Module):
         super().__init__()
         self.kind, self.head_dim, self.rms = spec.qk_norm, spec.head_dim, norm.kind == "rmsnorm"
         norm = NormSpec(norm.kind, norm.weight, spec.qk_norm_bias)
-        if self.kind == "each_head":
+        self.weights: nn.ParameterList | None = None
+        if not spec.qk_norm_weight:
+            self.q, self.k = (
+                _PlainNorm(spec.head_dim if self.kind != "full" else width) for width in (spec.q_width, spec.k_width)
+            )
+        elif self.kind == "each_head":
             make: dict[str, Any] = {"device": kit.device, "dtype": kit.precision}
             weights = [nn.Parameter(torch.ones(heads, spec.head_dim, **make)) for heads in (spec.heads, spec.kv_heads)]
             self.weights = nn.ParameterList(weights)
@@ -114,7 +154,7 @@ class QkNorms(nn.Module):
         if self.kind == "full":
             return self.q(q), self.k(k)
         q, k = (tensor.unflatten(-1, (-1, self.head_dim)) for tensor in (q, k))
-        if self.kind == "head":
+        if self.weights is None:
             q, k = self.q(q), self.k(k)
         else:
             normed = functional.rms_norm if self.rms else functional.layer_norm
@@ -122,12 +162,30 @@ class QkNorms(nn.Module):
         return q.flatten(-2), k.flatten(-2)
 
 
-def attend(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """All are [batch, sequence, heads, head]; gives [tokens, output width]."""
-    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    grouped = q.shape[1] != k.shape[1]
-    out = functional.scaled_dot_product_attention(q, k, v, is_causal=spec.causal, enable_gqa=grouped)
-    return out.transpose(1, 2).flatten(2).flatten(0, 1)
+class _PlainNorm(nn.Module):
+    """An RMS norm without a weight."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(x, (self.width,), eps=EPS)
+
+
+class FullAttention(nn.Module):
+    """PyTorch's attention: a position sees the whole sequence, or all of it before itself."""
+
+    def __init__(self, spec: AttentionSpec, sequence: int) -> None:
+        super().__init__()
+        self.causal, self.chunk = spec.causal, min(spec.chunk or sequence, sequence)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """All are [batch, sequence, heads, head]; gives [tokens, output width]. Chunks are sequences of their own."""
+        q, k, v = (tensor.flatten(0, 1).unflatten(0, (-1, self.chunk)).transpose(1, 2) for tensor in (q, k, v))
+        grouped = q.shape[1] != k.shape[1]
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=grouped)
+        return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 class LatentAttention(nn.Module):
@@ -138,7 +196,7 @@ class LatentAttention(nn.Module):
         latent, hidden, inner = spec.latent, plan.hidden_size, plan.norm
         assert latent is not None
         self.spec, self.latent, self.sequence, self.rotary = spec, latent, plan.sequence_length, rotary
-        self.kit, self.selective = kit, plan.recompute == "selective"
+        self.kit, self.selective, self.attention = kit, plan.recompute == "selective", FullAttention(spec, plan.sequence_length)
         plain = spec.head_dim - latent.rope_dim
         self.norm = kit.norm(norm, hidden) if norm is not None else nn.Identity()
         if latent.q_rank is None:
@@ -161,5 +219,4 @@ class LatentAttention(nn.Module):
         k_plain, v = kv.split([plain, spec.value_head_dim], dim=-1)
         q = mark(torch.cat((q_plain, self.rotary(q_turned)), dim=-1), "attention")
         k = torch.cat((k_plain, turned), dim=-1)
-        attention = partial(attend, spec)
-        return self.kit.checkpoint(attention, q, k, v) if self.selective else attention(q, k, v)
+        return self.kit.checkpoint(self.attention, q, k, v) if self.selective else self.attention(q, k, v)

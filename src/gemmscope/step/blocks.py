@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from gemmscope.model.spec import LayerSpec, MlpSpec, MoeSpec, NormSpec
 from gemmscope.step.attention import attention_of
@@ -30,29 +31,44 @@ class Experts(nn.Module):
         self.spec, self.rows = spec, rows
         self.norm = kit.norm(norm, hidden) if norm is not None else nn.Identity()
         self.router = nn.Linear(hidden, spec.experts, bias=spec.router_bias, **make)
-        self.experts = kit.experts(hidden, spec.expert, len(rows))
+        width = spec.latent or hidden
+        self.into, self.back = None, None
+        if spec.latent is not None:
+            self.into = kit.linear(hidden, width, bias=spec.latent_bias)
+            self.back = kit.linear(width, hidden, bias=spec.latent_bias)
+        self.experts = kit.experts(width, spec.expert, len(rows))
         self.shared = kit.experts(hidden, spec.shared, 1) if spec.shared is not None else None
         self.shared_gate = nn.Linear(hidden, 1, bias=False, **make) if spec.shared is not None and spec.shared_gate else None
-        self._order, self._choice = _places(plan.tokens, rows, spec.top_k, kit.device)
+        self.routing = kit.routing(plan.tokens, rows)
 
     def forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
         normed = mark(self.norm(x), "router")
-        weights = torch.softmax(self.router(normed).float(), dim=-1).topk(self.spec.top_k, dim=-1).values.to(x.dtype)
-        sent = mark(normed.index_select(0, self._order), "experts")
-        outputs = mark(self.experts(sent, list(self.rows), **how), "combine")
-        out = torch.zeros_like(x).index_add(0, self._order, outputs * weights.flatten().index_select(0, self._choice)[:, None])
+        weights = torch.softmax(self.router(normed).float(), dim=-1).topk(self.spec.top_k, dim=-1).values
+        share = torch.sigmoid(self.shared_gate(normed)) if self.shared_gate is not None else None
+        narrow = normed if self.into is None else self.into(mark(normed, "experts"), **how)
+        sent, places = self.routing.send(narrow)
+        outputs = mark(self.experts(mark(sent, "experts"), list(self.rows), **how), "combine")
+        out = self.routing.combine(outputs, weights, places)
+        out = out if self.back is None else self.back(mark(out, "experts"), **how)
         if self.shared is not None:
             shared = self.shared(mark(normed, "shared expert"), [x.shape[0]], **how)
-            out = out + (shared * torch.sigmoid(self.shared_gate(normed)) if self.shared_gate is not None else shared)
+            out = out + (shared if share is None else shared * share)
         return out
 
 
-def _places(tokens: int, rows: tuple[int, ...], top_k: int, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which token each row of the experts' input is, and which of the router's choices sent it there."""
-    generator = torch.Generator().manual_seed(0)
-    order = torch.randint(tokens, (sum(rows),), generator=generator)
-    choice = order * top_k + torch.randint(top_k, order.shape, generator=generator)
-    return order.to(device), choice.to(device)
+class LayerInput(nn.Module):
+    """A layer's own input (Gemma 4), gated by the layer's output, projected, normed and added. It is fixed."""
+
+    def __init__(self, kit: Kit, plan: StackPlan, width: int) -> None:
+        super().__init__()
+        self.gating = kit.linear(plan.hidden_size, width, bias=False)
+        self.projection = kit.linear(width, plan.hidden_size, bias=False)
+        self.norm = kit.norm(plan.norm, plan.hidden_size)
+        self.fixed = torch.randn(plan.tokens, width, device=kit.device, dtype=kit.precision)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gated = functional.gelu(self.gating(x), approximate="tanh") * self.fixed
+        return x + self.norm(self.projection(gated))
 
 
 class Block(nn.Module):
@@ -76,6 +92,7 @@ class Block(nn.Module):
         self.before = kit.norm(norm, hidden) if shared else nn.Identity()
         mixes = self.attention is not None or self.mixer is not None
         self.after_mixing = kit.norm(norm, hidden) if places.after and mixes else nn.Identity()
+        self.own_input = LayerInput(kit, plan, layer.input_width) if layer.input_width else nn.Identity()
         self.after_feed_forward = kit.norm(norm, hidden) if places.after and layer.mlp is not None else nn.Identity()
 
     def forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
@@ -88,11 +105,11 @@ class Block(nn.Module):
                     return x + mixed + self.feed_forward(mark(normed, "mlp"), **how)
             x = x + self.after_mixing(mixed)
         if self.feed_forward is None:
-            return x
+            return self.own_input(x)
         x = mark(x, "mlp")
         with self.kit.high_precision("mlp"):
             added = self.feed_forward(x, **how)
-        return x + self.after_feed_forward(added)
+        return self.own_input(x + self.after_feed_forward(added))
 
     def _mixed(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
         """What attention, the mixer, or both add."""
@@ -102,6 +119,26 @@ class Block(nn.Module):
         if self.attention is None:
             return self.mixer(x, **how)
         return self.attention(x, **how) + self.mixer(mark(x, "mixer in"), **how)
+
+
+class Prediction(nn.Module):
+    """A layer of multi-token prediction: the output of the layer before and the embedding of the next token are normed, joined
+    and projected; a layer and a norm follow."""
+
+    def __init__(self, kit: Kit, plan: StackPlan) -> None:
+        super().__init__()
+        assert plan.prediction is not None
+        hidden = plan.hidden_size
+        self.kit, self.tp = kit, plan.tp
+        self.of_state, self.of_token, self.last = (kit.norm(plan.norm, hidden) for _ in range(3))
+        self.projection = kit.linear(2 * hidden, hidden // plan.tp, bias=False)
+        self.block = Block(kit, plan.prediction, plan)
+
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor, **how: Any) -> torch.Tensor:
+        joined = torch.cat((self.of_state(mark(x, "prediction")), self.of_token(tokens)), dim=-1)
+        projected = self.projection(joined, **how)
+        whole = projected.repeat(1, self.tp) if self.tp > 1 else projected  # in the place of the gather from other ranks
+        return self.last(self.block(whole, **how))
 
 
 def _feed_forward(kit: Kit, plan: StackPlan, spec: MlpSpec | MoeSpec | None, norm: NormSpec | None) -> nn.Module | None:

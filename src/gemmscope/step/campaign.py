@@ -21,6 +21,7 @@ from gemmscope.step.recommend import Plan
 
 SHRINK = 0.6  # of the depth, when memory does not suffice
 LEAST_DEPTH = 2
+TUNING = 5.0  # times as long without a message: dozens of configurations of a dozen kernels are compiled
 OUT_OF_MEMORY = "out of memory"
 
 
@@ -73,8 +74,10 @@ class StepCampaign(Campaign[StepMeasurements]):
 
     @property
     def silence_s(self) -> float:
-        """A step of many micro-batches takes longer."""
-        return self.settings.silence_s * max(1.0, self.plan.accumulation / 4)
+        """A step of many micro-batches takes longer; and Triton tunes the kernels of mixers when they first run."""
+        layers = self.plan.layers if isinstance(self.plan, StackPlan) else ()
+        tuning = TUNING if any(layer.mixer is not None for layer in layers) else 1.0
+        return self.settings.silence_s * max(tuning, self.plan.accumulation / 4)
 
     @property
     def part(self) -> str:

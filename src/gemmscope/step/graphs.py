@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
+from gemmscope.step.mixer_kernels import MixerKernels
+
 WARM_UP = 3  # steps: kernels are compiled and tuned, scales of delayed scaling are known
 
 
@@ -18,17 +20,30 @@ class Capturable(Protocol):
     optimizer: torch.optim.Optimizer
 
     @property
-    def kernels(self) -> dict[str, str]: ...
+    def mixer_kernels(self) -> MixerKernels: ...
 
     def run(self) -> None: ...
 
     def loss(self) -> float: ...
 
 
-class CapturedStep:
-    """Captures a step when it is made; `run` replays it."""
+class GraphMemory:
+    """Memory that captured steps share. It must never be without a graph, so it has one of its own."""
 
-    def __init__(self, step: Capturable, pool: Any) -> None:
+    def __init__(self) -> None:
+        self.pool: Any = torch.cuda.graph_pool_handle()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=self.pool):
+            self._tensor = torch.zeros(1, device="cuda")
+
+
+class CapturedStep:
+    """Captures a step when it is made; `run` replays it.
+
+    After a capture that failed the process is of no use: PyTorch's allocator and random generator still expect its end.
+    """
+
+    def __init__(self, step: Capturable, memory: GraphMemory) -> None:
         for group in step.optimizer.param_groups:
             group["capturable"] = True
         side = torch.cuda.Stream()
@@ -41,9 +56,9 @@ class CapturedStep:
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()  # the memory of launched steps: a captured one has its own
-        self._step, self._graph, self.kernels = step, torch.cuda.CUDAGraph(), step.kernels
+        self._step, self._graph, self.mixer_kernels = step, torch.cuda.CUDAGraph(), step.mixer_kernels
         try:
-            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(self._graph, pool=memory.pool, capture_error_mode="thread_local"):
                 step.run()
         except Exception as error:
             raise _first(error) from error

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from gemmscope.step.mixer_kernels import CONV, FLA, MAMBA, TRANSFORMERS, WRONG_GRADIENTS, gated_backward_is_wrong
 from gemmscope.step.module_plan import ModulePlan, truncated
 from gemmscope.workload.factory import Built, naming
 from gemmscope.workload.huggingface import huggingface_model, training_inputs
@@ -17,14 +19,22 @@ from gemmscope.workload.huggingface import huggingface_model, training_inputs
 MIXERS = ("chunk_gated_delta_rule", "fused_recurrent_gated", "causal_conv1d", "mamba_", "selective_", "chunk_kda", "lightning")
 DECODING = ("update", "recurrent", "single")  # in the names of those that run one token at a time
 WRAPPED = ("implementation", "func", "fn")  # what wrappers call the function inside
-OWN = "transformers' own PyTorch code"
-PACKAGES = {"fla": "flash-linear-attention", "mamba_ssm": "mamba-ssm", "causal_conv1d": "causal-conv1d"}
+PACKAGES = {"fla": FLA, "mamba_ssm": MAMBA, "causal_conv1d": CONV, "transformers": TRANSFORMERS}
+
+
+@dataclass(frozen=True)
+class ModelKernels:
+    """Which package each function of the mixers comes from, and why another one was not used."""
+
+    sources: dict[str, str]
+    refused: dict[str, str]
 
 
 def live_huggingface(plan: ModulePlan, device: str, precision: torch.dtype) -> Built:
     """The model of a config with its first `plan.depth` layers (0: all), and random inputs with labels."""
     assert plan.config is not None
     config = truncated(plan.config, plan.depth) if plan.depth else dict(plan.config)
+    hide_wrong_kernels()
     with naming("building the model from its config"):
         model = huggingface_model(config, device, precision)
     if plan.recompute == "full":
@@ -33,7 +43,13 @@ def live_huggingface(plan: ModulePlan, device: str, precision: torch.dtype) -> B
     return Built(model, (), inputs, own_inputs="input_ids" not in inputs)
 
 
-def mixers(model: nn.Module) -> dict[str, str]:
+def hide_wrong_kernels() -> None:
+    """Where flash-linear-attention would refuse the backward pass, make transformers fall back to its own code."""
+    if gated_backward_is_wrong():
+        sys.modules["fla"] = None  # type: ignore[assignment]
+
+
+def mixers(model: nn.Module) -> ModelKernels:
     """Which implementation each function of its mixers has: the package that it comes from, or PyTorch code of transformers.
 
     transformers looks for flash-linear-attention, mamba-ssm and causal-conv1d when it imports a model, and falls back to
@@ -46,7 +62,9 @@ def mixers(model: nn.Module) -> dict[str, str]:
         functions |= {_name(name, value): value for name, value in vars(sys.modules[file]).items() if inspect.isfunction(value)}
     for part in model.modules():
         functions |= {name: value for name, value in vars(part).items() if inspect.isfunction(value)}
-    return {name: _package(function) for name, function in sorted(functions.items()) if _is_mixer(name)}
+    sources = {name: _package(function) for name, function in sorted(functions.items()) if _is_mixer(name)}
+    hidden = sys.modules.get("fla", sys) is None
+    return ModelKernels(sources, {name: WRONG_GRADIENTS for name in sources if hidden and sources[name] == TRANSFORMERS})
 
 
 def _is_mixer(name: str) -> bool:
@@ -72,4 +90,4 @@ def _package(function: Any) -> str:
             break
         function = inside
     package = str(getattr(function, "__module__", None)).partition(".")[0]
-    return OWN if package == "transformers" else PACKAGES.get(package, package)
+    return PACKAGES.get(package, package)

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from inspect import signature
 from typing import Any
 
@@ -19,6 +21,10 @@ from torch.nn import functional
 
 MAMBA, CONV, FLA, TRANSFORMERS, PYTORCH = "mamba-ssm", "causal-conv1d", "flash-linear-attention", "transformers", "PyTorch"
 LIGHTNING_CHUNK = 64
+GATED = ("state-space scan", "gated delta rule")  # whose backward pass has a gated kernel of flash-linear-attention
+WRONG_GRADIENTS = (
+    "on this GPU flash-linear-attention needs Triton 3.7.1 or newer, or tilelang: its gated gradients are wrong with this Triton"
+)
 
 
 class MissingKernelError(ImportError):
@@ -32,6 +38,7 @@ class MixerKernels:
     device: str
     without: frozenset[str] = frozenset()  # packages that are not used
     sources: dict[str, str] = field(default_factory=dict)  # what it computes -> the package that does
+    refused: dict[str, str] = field(default_factory=dict)  # what it computes -> why the package that is faster cannot do it here
     _loaded: dict[str, Any] = field(default_factory=dict)
 
     def _first(self, what: str, *choices: tuple[str, str, str]) -> tuple[str, Callable[..., Any]]:
@@ -40,6 +47,9 @@ class MixerKernels:
         if what not in self._loaded:
             on_gpu = self.device.startswith("cuda")
             usable = [choice for choice in choices if choice[0] == TRANSFORMERS or (on_gpu and choice[0] not in self.without)]
+            if what in GATED and any(choice[0] == FLA for choice in usable) and gated_backward_is_wrong():
+                usable = [choice for choice in usable if choice[0] != FLA]
+                self.refused[what] = WRONG_GRADIENTS
             found = next((one for one in map(_imported, usable) if one is not None), None)
             if found is None:
                 packages = " or ".join(dict.fromkeys(choice[0] for choice in choices))
@@ -245,6 +255,18 @@ def _delta_rule(
         q, k = (tensor.repeat_interleave(v.shape[2] // tensor.shape[2], dim=2) for tensor in (q, k))
     out = rule(q, k, v, g=gate, beta=beta.sigmoid(), use_qk_l2norm_in_kernel=True)[0]
     return out
+
+
+@cache
+def gated_backward_is_wrong() -> bool:
+    """Whether flash-linear-attention refuses the backward pass of its gated kernels: on Hopper, Triton 3.4 to 3.7.0 compiles them
+    wrongly, and only tilelang replaces them (its issue 640)."""
+    try:
+        facts = import_module("fla.utils")
+    except Exception:  # not installed
+        return False
+    old = getattr(facts, "TRITON_ABOVE_3_4_0", False) and not getattr(facts, "TRITON_ABOVE_3_7_1", True)
+    return bool(getattr(facts, "IS_NVIDIA_HOPPER", False) and old and find_spec("tilelang") is None)
 
 
 def _imported(choice: tuple[str, str, str]) -> tuple[str, Callable[..., Any]] | None:

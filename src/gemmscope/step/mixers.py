@@ -141,13 +141,21 @@ class Mamba(Mixer):
         self.time_step = nn.Linear(spec.rank, spec.inner, bias=True, **make)
         self.a_log = self.parameter(spec.inner, spec.key_dim, exact=True)
         self.skip = self.parameter(spec.inner, exact=True)
+        weighted = (spec.rank, spec.key_dim, spec.key_dim) if spec.state_norm == "weighted" else ()
+        self.state_weights = nn.ParameterList(self.parameter(width) for width in weighted)
 
     def input_columns(self) -> dict[str, int]:
         return {"v": self.spec.inner, "z": self.spec.inner}
 
     def recurrence(self, parts: dict[str, torch.Tensor]) -> torch.Tensor:
         spec, x = self.spec, parts["v"]
-        low, b, c = self.states(x).split([spec.rank, spec.key_dim, spec.key_dim], dim=-1)
+        states = self.states(x).split([spec.rank, spec.key_dim, spec.key_dim], dim=-1)
+        if spec.state_norm:
+            weights = list(self.state_weights) or [None] * len(states)
+            states = [
+                functional.rms_norm(each, each.shape[-1:], weight, EPS) for each, weight in zip(states, weights, strict=True)
+            ]
+        low, b, c = states
         dt = functional.linear(low, self.time_step.weight)
         a, bias = -torch.exp(self.a_log), self.time_step.bias.float()
         return self.kit.kernels.selective_scan(x, dt, a, b, c, skip=self.skip, z=parts["z"], dt_bias=bias)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from gemmscope.step.conversion import Conversion, LinearUse, decide, find_head, find_layers, record_linears
-from gemmscope.step.huggingface import live_huggingface, mixers
+from gemmscope.step.huggingface import ModelKernels, live_huggingface, mixers
 from gemmscope.step.kits.plain import Kit, compiled_module
 from gemmscope.step.marks import mark_step
 from gemmscope.step.module_plan import ModulePlan
@@ -192,9 +192,10 @@ class ModuleStep:
         self._objective = objective.compiled() if whole else objective
 
     @property
-    def kernels(self) -> dict[str, str]:
-        """Where the functions of a mixer come from."""
-        return mixers(self.live.built.module)
+    def mixer_kernels(self) -> ModelKernels | None:
+        """Where the functions of its mixers come from; None if it has none."""
+        kernels = mixers(self.live.built.module)
+        return kernels if kernels.sources else None
 
     def _convert(self, objective: Objective) -> None:
         if not self.conversion.converted:

@@ -45,13 +45,14 @@ def norm_places(layer: LayerSpec) -> NormPlaces:
     (NormPlaces(before=True, after=False, shared=False, count=1), True)
     """
     blocks = (layer.attention is not None or layer.mixer is not None) + (layer.mlp is not None)
+    own_input = int(layer.input_width > 0)  # has a norm of its own
     if layer.norms == 0:
         return NormPlaces(before=False)
     if layer.norms == 1 and blocks == 2:
         return NormPlaces(shared=True, count=1)
-    if layer.norms == 2 * blocks:
-        return NormPlaces(after=True, count=2 * blocks)
-    return NormPlaces(count=blocks)
+    if layer.norms - own_input == 2 * blocks:
+        return NormPlaces(after=True, count=layer.norms)
+    return NormPlaces(count=blocks + own_input)
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,9 @@ class StackPlan:
     accumulation: int = 1
     recompute: str = "none"
     separate_projections: bool = False
+    predictions: int = 0  # layers of multi-token prediction, after the last one
+    prediction: LayerSpec | None = None
+    tp: int = 1
 
     @property
     def depth(self) -> int:
@@ -85,13 +89,16 @@ class StackPlan:
     def low_precision_sizes(self) -> dict[str, int]:
         """The sizes of all GEMMs that may run in low precision, by name."""
         sizes = {"tokens": self.tokens, "hidden size": self.hidden_size}
-        for layer in dict.fromkeys(self.layers):
+        if self.prediction is not None:
+            sizes["output of the prediction layer's projection"] = self.hidden_size // self.tp
+        for layer in dict.fromkeys((*self.layers, *((self.prediction,) if self.prediction is not None else ()))):
             sizes |= _attention_sizes(layer.attention, separate=self.separate_projections) if layer.attention is not None else {}
             sizes |= _mixer_sizes(layer.mixer) if layer.mixer is not None else {}
             if isinstance(layer.mlp, MoeSpec):
                 sizes["expert's intermediate size"] = layer.mlp.expert.intermediate_size
                 shared = layer.mlp.shared
                 sizes |= {"shared expert's intermediate size": shared.intermediate_size} if shared is not None else {}
+                sizes |= {"experts' width": layer.mlp.latent} if layer.mlp.latent is not None else {}
             elif layer.mlp is not None:
                 sizes["intermediate size"] = layer.mlp.intermediate_size
         return sizes
@@ -123,6 +130,7 @@ class StackPlan:
 def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[Finding]]:
     """The step of one rank, and what it runs differently from the model."""
     sharding.check(model, run)
+    _check_layers(model, run)
     if run.cp > 1:
         raise UserError(
             "a step under context parallelism cannot be run on one GPU: its queries attend to keys of other ranks",
@@ -137,7 +145,9 @@ def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[Finding]]
     embeds, heads = stage == 0, stage == run.pp - 1
     vocab = sharding.padded_vocab(model.vocab_size, run) // run.tp if model.vocab_size is not None else None
     layers = tuple(_of_rank(layer, run) for layer in chosen)
-    moe = next((layer.mlp for layer in chosen if isinstance(layer.mlp, MoeSpec)), None)
+    predicts = model.prediction_layers > 0 and heads and vocab is not None
+    every = (*chosen, model.predicting) if predicts else chosen
+    moe = next((layer.mlp for layer in every if isinstance(layer.mlp, MoeSpec)), None)
     plan = StackPlan(
         hidden_size=model.hidden_size,
         layers=layers,
@@ -154,9 +164,12 @@ def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[Finding]]
         accumulation=run.gradient_accumulation,
         recompute=run.recompute,
         separate_projections=run.separate_projections,
+        predictions=model.prediction_layers if predicts else 0,
+        prediction=_of_rank(model.predicting, run) if predicts else None,
+        tp=run.tp,
     )
     padded = plan.padded(16)  # low-precision GEMMs need a multiple of 16 tokens: frameworks pad each expert's
-    return padded, _differences(model, run, chosen)
+    return padded, _differences(model, run, every)
 
 
 def _attention_sizes(spec: AttentionSpec, *, separate: bool) -> dict[str, int]:
@@ -168,8 +181,15 @@ def _attention_sizes(spec: AttentionSpec, *, separate: bool) -> dict[str, int]:
         sizes["width of keys and values"] = spec.heads * (plain + spec.value_head_dim)
         return sizes | ({"query rank": latent.q_rank} if latent.q_rank is not None else {})
     if separate and not spec.stored_fused:
-        return sizes | {"width of queries": spec.q_width, "width of keys": spec.k_width, "width of values": spec.v_width}
-    return sizes | {"width of queries, keys and values": spec.q_width + spec.k_width + spec.v_width}  # by one GEMM
+        names = ("width of queries", "width of keys", "width of values")
+        return sizes | dict(zip(names, projected_widths(spec), strict=False))
+    return sizes | {"width of queries, keys and values": sum(projected_widths(spec))}  # by one GEMM
+
+
+def projected_widths(spec: AttentionSpec) -> list[int]:
+    """Of queries, keys and values; fewer where keys are values too, or are those of another layer."""
+    widths = [spec.q_proj_width, spec.k_width, spec.v_width]
+    return widths[: 1 if spec.shares_kv else 2 if spec.values_are_keys else 3]
 
 
 def _mixer_sizes(spec: MixerSpec) -> dict[str, int]:
@@ -222,17 +242,16 @@ def _narrow(mlp: MlpSpec, parts: int) -> MlpSpec:
 
 def _differences(model: ModelSpec, run: RunSpec, layers: tuple[LayerSpec, ...]) -> list[Finding]:
     """What the stack does not run as the model does."""
-    attentions = [layer.attention for layer in layers if layer.attention is not None]
     mlps = [layer.mlp for layer in layers]
     blocks = [
         block for mlp in mlps for block in ((mlp.expert, mlp.shared) if isinstance(mlp, MoeSpec) else (mlp,)) if block is not None
     ]
     norms = sorted({layer.norms for layer in layers if norm_places(layer).count != layer.norms})
-    beside = list(dict.fromkeys(linear.name for layer in layers for linear in layer.extra))
+    beside = [linear.name for layer in dict.fromkeys(layers) for linear in layer.extra]
+    beside = list(dict.fromkeys([*beside, *(linear.name for linear in (*model.first_linears, *model.last_linears))]))
     unknown = list(dict.fromkeys(block.activation for block in blocks if activation_kind(block.activation) is None))
     conditions = {
-        "windows-not-run": any(attention.window for attention in attentions),
-        "sinks-not-run": any(attention.sinks for attention in attentions),
+        "sparse-attention-not-run": any(layer.attention is not None and layer.attention.top_k is not None for layer in layers),
         "some-norms-not-run": bool(norms),
         "extra-linears-not-run": bool(beside),
         "activation-replaced": bool(unknown),
@@ -247,6 +266,20 @@ def _differences(model: ModelSpec, run: RunSpec, layers: tuple[LayerSpec, ...]) 
         "extra-linears-not-run": {"linears": beside},
     }
     return [finding(code, **facts.get(code, {})) for code, applies in conditions.items() if applies]
+
+
+def _check_layers(model: ModelSpec, run: RunSpec) -> None:
+    """A `UserError` for layers that the stack cannot run as they are."""
+    special = next((layer.streams.kind for layer in model.layers if layer.streams is not None), "")
+    if any(attention.compressed is not None for attention in model.attentions):
+        special = "compressed attention"
+    if any(layer.shared_block is not None for layer in model.layers):
+        special = "weights that other layers share"
+    chunks = [attention.chunk for attention in model.attentions if attention.chunk is not None]
+    if any(chunk < run.sequence_length and run.sequence_length % chunk for chunk in chunks):
+        special = f"attention in chunks that do not divide {run.sequence_length} positions"
+    if special:
+        raise UserError(f"a step of layers with {special} is not yet supported", "use gemmscope forecast, which supports them")
 
 
 ACTIVATION_KINDS = {"silu": "silu", "swish": "silu", "relu": "relu", "relu2": "relu2", "quick_gelu": "quick_gelu"}

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gemmscope.step.blocks import Block
+from gemmscope.step.blocks import Block, Prediction
 from gemmscope.step.kits.plain import Kit
 from gemmscope.step.marks import mark, mark_step
+from gemmscope.step.mixer_kernels import MixerKernels
 from gemmscope.step.plan import StackPlan
 
 
@@ -76,17 +77,31 @@ class Stack(nn.Module):
             self.inner += weights.adopt(block, slot)
             blocks.append(kit.finish(block))
         self.blocks = nn.ModuleList(blocks)
+        predictions = [Prediction(kit, plan) for _ in range(plan.predictions)]
+        for number, prediction in enumerate(predictions):
+            self.inner += weights.adopt(prediction, -2 - number)
+        self.predictions = nn.ModuleList(kit.finish(prediction) for prediction in predictions)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor, *, first: bool | None = None) -> torch.Tensor:
         """The loss. `x` are token ids, or hidden states where there is no vocabulary."""
-        if self.embedding is not None:
-            x = self.embedding(x)
+        tokens = x = self.embedding(x) if self.embedding is not None else x
         how = self.kit.arguments(first=first)
         with self.kit.low_precision():
             for block in self.blocks:
                 run = partial(block, **how)
                 x = self.kit.checkpoint(run, x) if self.plan.recompute == "full" else run(x)
-        x = self.final_norm(mark(x, "head"))
+            predicted, further = x, []
+            for prediction in self.predictions:  # each goes on where the one before ended
+                run = partial(prediction, **how)
+                full = self.plan.recompute == "full"
+                predicted = self.kit.checkpoint(run, predicted, tokens) if full else run(predicted, tokens)
+                further.append(predicted)
+        loss = self._loss(self.final_norm(mark(x, "head")), labels)
+        for predicted in further:
+            loss = loss + self._loss(mark(predicted, "head"), labels)
+        return loss
+
+    def _loss(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if self.head is None:
             return x.float().square().mean()
         logits = mark(self.head(x), "loss")
@@ -131,9 +146,9 @@ class Step:
             self.optimizer.zero_grad(set_to_none=True)
 
     @property
-    def kernels(self) -> dict[str, str]:
-        """What mixers compute → the package that does."""
-        return self.stack.kit.kernels.sources
+    def mixer_kernels(self) -> MixerKernels:
+        """What runs the mixers."""
+        return self.stack.kit.kernels
 
     def loss(self) -> float:
         """One forward pass, to check that the loss is finite. With gradients: without, it would be compiled again."""

@@ -17,7 +17,7 @@ from gemmscope.recipe.recipes import Recipe
 from gemmscope.results.step import ProfiledPart, WaterfallLevel
 from gemmscope.workload.ops import Pass
 
-LINEARS = ("qkv", "attn out", "mixer in", "mixer out", "mlp", "experts", "shared expert")
+LINEARS = ("qkv", "attn out", "mixer in", "mixer out", "mlp", "experts", "shared expert", "prediction")
 BLOCKS: dict[str, StepPart] = {
     "attention": "attention", "linear attention": "linear attention", "head": "head and loss", "loss": "head and loss",
     "embedding": "embedding", "optimizer": "optimizer", "router": "routing", "combine": "routing",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 from collections.abc import Callable
 from functools import cached_property
 from itertools import pairwise
@@ -21,10 +22,11 @@ from gemmscope.engine.timer import Burst, DoneBurst, busy_ms, elapsed_ms, kernel
 from gemmscope.engine.worker import BurstGroup, MeasuringProcess, failure_kind
 from gemmscope.errors import in_a_line
 from gemmscope.recipe.recipes import recipe
-from gemmscope.step.graphs import CapturedStep
+from gemmscope.step.graphs import CapturedStep, GraphMemory
 from gemmscope.step.kits import KITS
 from gemmscope.step.kits.plain import Kit
 from gemmscope.step.marks import recording
+from gemmscope.step.mixer_kernels import TRANSFORMERS
 from gemmscope.step.module import LiveModule, ModuleStep
 from gemmscope.step.module_notes import built_notes, linear_notes
 from gemmscope.step.module_plan import ModulePlan
@@ -36,6 +38,7 @@ PROFILE_AFTER_MS = 1200.0  # of steps: the clock overshoots first, then falls to
 HOST_BATCH = (1, 128)  # so small that launching takes longer than running
 HOST_STEPS = 4
 LONG_STEP_MS = 2000.0
+ENDED = 71  # exit status after a capture that failed
 AnyStep = Step | ModuleStep | CapturedStep
 
 
@@ -71,8 +74,7 @@ class StepWorker(MeasuringProcess):
             self._build(variant)
         for code, facts in linear_notes(self.steps.values()):
             self.warn(code, **facts)
-        if kernels := {what: package for step in self.steps.values() for what, package in step.kernels.items()}:
-            self.warn("mixer-kernels", kernels=[f"{what} ({package})" for what, package in kernels.items()])
+        self._name_kernels()
         self._measure()
         if self.request["profile"]:  # last: the GPU is in its steady state, and marks have not split compiled layers yet
             for name, step in self.steps.items():
@@ -123,9 +125,9 @@ class StepWorker(MeasuringProcess):
         return CapturedStep(step, self.graph_memory) if variant["captured"] else step
 
     @cached_property
-    def graph_memory(self) -> Any:
+    def graph_memory(self) -> GraphMemory:
         """What all captured steps share."""
-        return torch.cuda.graph_pool_handle()
+        return GraphMemory()
 
     def _build(self, variant: dict[str, Any]) -> None:
         name = variant["name"]
@@ -147,6 +149,8 @@ class StepWorker(MeasuringProcess):
             loss, self.once_ms[name] = step.loss(), self._mean_ms(step)
         except Exception as error:
             self.failed(name, error)
+            if variant["captured"]:
+                os._exit(ENDED)  # the next process captures the others
             step = None
         if step is None:  # outside of `except`, as above
             self._free()
@@ -158,6 +162,17 @@ class StepWorker(MeasuringProcess):
         if isinstance(step, ModuleStep) and self.on_gpu:  # a real model: its peak is not composed of others
             facts["real_peak_bytes"] = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated() + step.live.held_bytes()
         self.say(Ready(name, facts))
+
+    def _name_kernels(self) -> None:
+        """Which packages run the mixers; and what is plain code on a GPU, where it should be a kernel."""
+        mixers = [step.mixer_kernels for step in self.steps.values() if step.mixer_kernels is not None]
+        sources = {what: package for kernels in mixers for what, package in kernels.sources.items()}
+        if sources:
+            self.warn("mixer-kernels", kernels=[f"{what} ({package})" for what, package in sources.items()])
+        plain = [what for what, package in sources.items() if package == TRANSFORMERS]
+        if plain and self.on_gpu:
+            reasons = dict.fromkeys(reason for kernels in mixers for reason in kernels.refused.values())
+            self.warn("mixer-kernels-slow", parts=plain, advice=next(iter(reasons), "install flash-linear-attention"))
 
     def _mean_ms(self, step: AnyStep, count: int = 1) -> float:
         """Milliseconds per step, launched back to back on an idle GPU."""

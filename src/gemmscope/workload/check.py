@@ -1,13 +1,21 @@
-"""Compares the closed form with the live model: every GEMM, every count, every parameter, every layer's mask."""
+"""Compares the closed form with the live model: every GEMM, every count, every parameter, every layer's mask.
+
+Of mixers (state-space scans, delta rules), the linears, the convolutions and the sizes that the model hands to the kernel of the
+recurrence are compared. GEMMs inside a recurrence are not: the closed form has those of the fused kernels, and transformers'
+PyTorch fallback is another algorithm.
+"""
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from gemmscope.model.spec import ModelSpec, RunSpec
+from gemmscope.model.spec import LayerSpec, ModelSpec, MoeSpec, RunSpec
 from gemmscope.workload.derive import derive
-from gemmscope.workload.ops import Attention, Gemm
-from gemmscope.workload.trace import ModuleTrace
+from gemmscope.workload.ops import Attention, Gemm, Op
+from gemmscope.workload.scans import CausalConv, Scan
+from gemmscope.workload.sparse import IndexScores
+from gemmscope.workload.streams import StreamMix
+from gemmscope.workload.trace import MIXER, ModuleTrace
 
 
 @dataclass(frozen=True)
@@ -25,16 +33,56 @@ def comparable_run(run: RunSpec) -> RunSpec:
 
 
 def differences(model: ModelSpec, run: RunSpec, trace: ModuleTrace) -> list[Difference]:
-    """Every difference between the closed form and the trace; empty when they are equal."""
-    workload = derive(model, comparable_run(run))
+    """Every difference between the closed form and the trace; empty when they are equal.
+
+    Prediction layers are left out: Hugging Face's classes have none.
+    """
+    workload = derive(as_live(model), comparable_run(run))
     result = _unequal(_linear_counts(workload.gemms()), _linear_counts(trace.gemms))
-    derived = [(gemm, op.count) for op in workload.ops if isinstance(op, Attention) for gemm in op.batched_gemms()]
-    traced = [((op.direction, op.m, op.k, op.n, op.batch), op.count) for op in trace.batched_gemms]
+    batched = [op for op in workload.ops if isinstance(op, (Attention, IndexScores, StreamMix))]
+    derived = [(gemm, op.count) for op in batched for gemm in op.batched_gemms()]
+    traced = [((op.direction, op.m, op.k, op.n, op.batch), op.count) for op in trace.batched_gemms if op.section != MIXER]
     result += _unequal(_attention_counts(derived), _attention_counts(traced))
+    if not has_fallback(trace):
+        result += _unequal(_kernel_counts(workload.ops), _kernel_counts((*trace.scans, *trace.convolutions)))
     if workload.parameters != trace.parameters:
         result.append(Difference("parameters", workload.parameters, trace.parameters))
-    result += [Difference(f"{op.kind} in {op.name}", 0, op.count) for op in trace.remainder]
+    result += [Difference(f"{op.kind} in {op.name}", 0, op.count) for op in trace.remainder if op.section != MIXER]
     return result + _masks(model, trace)
+
+
+def as_live(model: ModelSpec) -> ModelSpec:
+    """The model as transformers' class runs it: without prediction layers, and where it runs every expert on every token, so."""
+
+    def dense(layer: LayerSpec) -> LayerSpec:
+        moe = layer.mlp
+        return replace(layer, mlp=replace(moe, top_k=moe.experts)) if isinstance(moe, MoeSpec) and moe.stored_dense else layer
+
+    return replace(model, prediction_layers=0, layers=tuple(map(dense, model.layers)))
+
+
+def has_fallback(trace: ModuleTrace) -> bool:
+    """Whether a mixer ran in plain PyTorch, not by a function that stands for its kernel."""
+    return any(op.section == MIXER for op in (*trace.batched_gemms, *trace.remainder))
+
+
+def recurrences(trace: ModuleTrace) -> int:
+    """How many recurrences the live model handed to a kernel."""
+    return sum(op.count for op in trace.scans)
+
+
+def _kernel_counts(ops: Iterable[Op]) -> Counter[str]:
+    """How often each kernel of a mixer runs, by its text in a difference."""
+    counts: Counter[str] = Counter()
+    for op in ops:
+        if isinstance(op, Scan):
+            sizes = f"{op.heads} heads of {op.value_dim}, keys of {op.key_dim}"
+            if op.rule == "ssd":  # others repeat the keys for each head before the kernel, and have its chunks
+                sizes += f", {op.groups} groups, chunks of {op.chunk}"
+            counts[f"{op.rule} on {op.batch} x {op.sequence}: {sizes}"] += op.count
+        elif isinstance(op, CausalConv):
+            counts[f"channels of causal convolutions on {op.tokens} tokens, kernel {op.kernel}"] += op.channels * op.count
+    return counts
 
 
 def _masks(model: ModelSpec, trace: ModuleTrace) -> list[Difference]:
@@ -45,8 +93,9 @@ def _masks(model: ModelSpec, trace: ModuleTrace) -> list[Difference]:
         result.append(Difference("layers with causal attention", sum(causal), len(causal) if trace.causal else 0))
     unequal: dict[tuple[int, int], list[int]] = {}
     for index, (layer, traced) in enumerate(zip(model.layers, trace.windows or (), strict=False)):
-        if layer.attention is not None and layer.attention.window != traced:
-            unequal.setdefault((layer.attention.window or 0, traced or 0), []).append(index)
+        reach = (layer.attention.window or layer.attention.chunk) if layer.attention is not None else None
+        if layer.attention is not None and reach != traced:
+            unequal.setdefault((reach or 0, traced or 0), []).append(index)
     for (derived, traced), layers in unequal.items():
         numbers = ", ".join(map(str, layers[:8])) + (", …" if len(layers) > 8 else "")
         result.append(Difference(f"sliding window (0: none) of {len(layers)} layers ({numbers})", derived, traced))
@@ -57,6 +106,8 @@ def _linear_counts(gemms: Iterable[Gemm]) -> Counter[str]:
     """How often each GEMM with a weight runs, by its text in a difference."""
     counts: Counter[str] = Counter()
     for gemm in gemms:
+        if not gemm.flops:  # of an empty tensor
+            continue
         counts[f"{gemm.pass_name} {gemm.shape}" + (f" in {gemm.groups} groups" if gemm.groups > 1 else "")] += gemm.count
     return counts
 

@@ -8,8 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from gemmscope.findings import Finding, finding
+from gemmscope.model.mixers import LinearSpec
 from gemmscope.model.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RunSpec
 from gemmscope.workload import sharding
+from gemmscope.workload.compressed import compressed_attention
 from gemmscope.workload.mixers import mixer_ops
 from gemmscope.workload.ops import (
     Activation,
@@ -17,7 +19,6 @@ from gemmscope.workload.ops import (
     Elementwise,
     Embedding,
     Gemm,
-    GroupedLinear,
     Linear,
     Loss,
     Norm,
@@ -25,8 +26,11 @@ from gemmscope.workload.ops import (
     Optimizer,
     with_counts,
 )  # fmt: skip
+from gemmscope.workload.rank_ops import linear, norm, on_sequence_shard, residual, visible_pairs
+from gemmscope.workload.sparse import indexer_ops, sparse
+from gemmscope.workload.streams import first_norm, layer_input_ops, stream_ops
 
-EMBEDDING, HEAD, STEP = "embedding", "head", "step"
+EMBEDDING, HEAD, STEP, PREDICTION = "embedding", "head", "step", "prediction layer"
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class Workload:
 
     @property
     def parameters(self) -> int:
-        return sum(op.parameters * op.count for op in self.ops)
+        return sum(op.all_parameters for op in self.ops)
 
 
 def derive(model: ModelSpec, run: RunSpec) -> Workload:
@@ -66,9 +70,11 @@ def derive(model: ModelSpec, run: RunSpec) -> Workload:
     stages = _different_stages(model, run, bounds) if run.pp_stage is None else [run.pp_stage]
     candidates = [(tuple(_stage(model, run, stage, *bounds[stage])), stage) for stage in stages]
     ops, stage = max(candidates, key=lambda pair: sum(op.total().flops for op in pair[0]))
-    parameters = sum(op.parameters * op.count for op in ops)
+    parameters = sum(op.all_parameters for op in ops)
     optimizer = Optimizer(name="Optimizer", section=STEP, updated=parameters)
     layers = {section: count for section, _, count in _sections(model, *bounds[stage])}
+    if model.prediction_layers and stage == run.pp - 1:
+        layers[PREDICTION] = model.prediction_layers
     return Workload((*ops, optimizer), stage, tuple(_findings(model, run, stage, ops)), layers)
 
 
@@ -112,6 +118,7 @@ def _stage(model: ModelSpec, run: RunSpec, stage: int, first: int, last: int) ->
             yield replace(op, count=op.count * count, section=section)
     if stage == run.pp - 1:
         yield from head_ops(model, run)
+        yield from prediction_ops(model, run)
 
 
 def _sections(model: ModelSpec, first: int, last: int) -> list[tuple[str, LayerSpec, int]]:
@@ -127,11 +134,28 @@ def _section(layers: list[LayerSpec], layer: LayerSpec) -> str:
         kind = ("MoE layer" if layer.is_moe else "dense layer") if len({other.is_moe for other in layers}) > 1 else "layer"
     else:
         kind = f"{layer.kind} layer"
-    windows = {other: other.attention.window if other.attention is not None else None for other in layers}
-    if layer.attention is not None and len({windows[other] for other in layers if other.attention is not None}) > 1:
-        kind += f", window {windows[layer]}" if windows[layer] else ", full attention"
-    similar = [other for other in layers if other.kind == layer.kind and windows[other] == windows[layer]]
+    features = {other: _features(other) for other in layers}
+    for name, feature in features[layer].items():
+        if feature and len({others[name] for others in features.values() if name in others}) > 1:
+            kind += f", {feature}"
+    similar = [other for other in layers if other.kind == layer.kind and features[other] == features[layer]]
     return kind if len(similar) == 1 else f"{kind} {'abcdefghijklmnopqrstuvwxyz'[similar.index(layer) % 26]}"
+
+
+def _features(layer: LayerSpec) -> dict[str, str]:
+    """What may distinguish a layer from others of its kind: what its attention sees, whose keys it uses, its MLP."""
+    features, spec = dict[str, str](), layer.attention
+    if spec is not None:
+        reach = f"window {spec.window}" if spec.window else "full attention"
+        if spec.compressed is not None and spec.compressed.rate:
+            reach = f"{spec.compressed.rate} to 1 compressed"
+        features = {"reach": f"chunk {spec.chunk}" if spec.chunk else reach, "keys": "shared keys" if spec.shares_kv else ""}
+    if isinstance(layer.mlp, MlpSpec):
+        sparse = "sparse activation" if layer.mlp.sparse else ""
+        features |= {"width": f"intermediate {layer.mlp.intermediate_size}", "activation": sparse}
+    if layer.shared_block is not None:
+        features["shared block"] = f"shared block {layer.shared_block + 1}"
+    return features
 
 
 def embedding_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
@@ -143,21 +167,30 @@ def embedding_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
     tables = vocab * width + model.positions * position_width + model.token_types * width + model.unused_parameters
     yield Embedding(name="Embedding", section=EMBEDDING, tokens=run.tokens, vocab=vocab, width=width, parameters=tables)
     if model.embedding_norm:
-        yield _norm(model, run, "Embedding Norm", width, EMBEDDING)
+        yield norm(model, run, "Embedding Norm", width, EMBEDDING)
     if model.embedding_size is not None and model.embedding_size != model.hidden_size:
         yield replace(_embedding_projection(model, run, "Embedding In Proj", width, model.hidden_size), section=EMBEDDING)
+    if model.layer_inputs is not None:
+        rows, inputs = model.layer_inputs.vocab_size, model.layer_inputs.width * len(model.layers)
+        yield Embedding(
+            name="Layer Inputs", section=EMBEDDING, tokens=run.tokens, vocab=rows, width=inputs, parameters=rows * inputs
+        )
+    for one in model.first_linears:
+        yield replace(_beside(one, run), section=EMBEDDING)
+    if (inputs_norm := first_norm(model, run)) is not None:
+        yield replace(inputs_norm, section=EMBEDDING)
 
 
 def _embedding_projection(model: ModelSpec, run: RunSpec, name: str, inputs: int, outputs: int) -> Linear:
     """Between an embedding and a hidden size that differ, the same on every tensor-parallel rank."""
-    return replace(_linear(name, run, inputs, outputs, bias=model.embedding_projection_bias), copies=run.tp)
+    return replace(linear(name, run, inputs, outputs, bias=model.embedding_projection_bias), copies=run.tp)
 
 
 def layer_ops(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
     """The operations of one layer in the order they run. `forward_runs` is 2 for recomputed ones."""
     runs = 2 if run.recompute == "full" else 1
     if layer.norms:
-        yield replace(_norm(model, run, "Norm", model.hidden_size), count=layer.norms, forward_runs=runs)
+        yield replace(norm(model, run, "Norm", model.hidden_size), count=layer.norms, forward_runs=runs)
     for op in _blocks(model, layer, run):
         repeated = runs == 2 or (run.recompute == "selective" and isinstance(op, Attention))
         yield replace(op, forward_runs=2 if repeated else 1)
@@ -165,53 +198,101 @@ def layer_ops(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
 
 def _blocks(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
     """What a layer adds to its input: attention or a mixer, then the feed-forward block; and linears beside them."""
+    if layer.shared_block is not None:
+        yield from _shared_block(model, layer, run)
+        layer = replace(layer, attention=None, mlp=None)
     mlp = layer.mlp
+    if layer.streams is not None:
+        yield from stream_ops(model, layer.streams, run)
     if layer.attention is not None:
         yield from _attention(model, layer.attention, run)
     if layer.mixer is not None:
         yield from mixer_ops(model, layer.mixer, run)
-    if layer.attention is not None or layer.mixer is not None:
-        yield replace(_residual(model, run), parameters=layer.extra_parameters)
+    mixed = layer.streams is not None and layer.streams.kind == "hyper-connections"  # which add the outputs of blocks themselves
+    if (layer.attention is not None or layer.mixer is not None) and not mixed:
+        yield replace(residual(model, run), parameters=layer.extra_parameters)
     for one in layer.extra:
-        linear = _linear(one.name, run, one.inputs, one.outputs, bias=one.bias)
-        yield replace(linear, count=one.count, quantized=one.quantized, copies=run.tp)
+        yield _beside(one, run)
     if mlp is not None:
         yield from _moe(model, mlp, run) if isinstance(mlp, MoeSpec) else _feed_forward(model, mlp, run, "MLP", run.tp)
-        yield _residual(model, run)
+        if not mixed:
+            yield residual(model, run)
+    yield from layer_input_ops(model, layer, run)
+
+
+def _beside(one: LinearSpec, run: RunSpec) -> Linear:
+    """A linear that tensor parallelism does not split."""
+    op = linear(one.name, run, one.inputs, one.outputs, bias=one.bias)
+    return replace(op, count=one.count, quantized=one.quantized, copies=run.tp)
+
+
+def _shared_block(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
+    """Attention and a feed-forward block whose weights several layers use. Its output is added to the mixer's input."""
+    if layer.attention is not None:
+        width = layer.attention.input_size or model.hidden_size
+        for op in (norm(model, run, "Attention Norm", width), *_attention(model, layer.attention, run)):
+            yield replace(op, shares_weights=True)
+    if isinstance(layer.mlp, MlpSpec):
+        first = norm(model, run, "MLP Norm", model.hidden_size)
+        for op in (first, *_feed_forward(model, layer.mlp, run, "MLP", run.tp)):
+            yield replace(op, shares_weights=True)
+    yield residual(model, run)
 
 
 def _attention(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[Op]:
+    if spec.compressed is not None:
+        yield from compressed_attention(model, spec, run)
+        return
     yield from _latent_projections(model, spec, run) if spec.latent else _projections(model, spec, run)
     if spec.qk_norm is not None:
         yield _qk_norm(model, spec, run)
     if spec.rotary:
-        width = (spec.latent.rope_dim * (spec.heads + 1) if spec.latent else spec.q_width + spec.k_width) // run.tp
+        rotated = (spec.rotary_dim or spec.head_dim) * (spec.heads + (0 if spec.shares_kv else spec.kv_heads))
+        width = (spec.latent.rope_dim * (spec.heads + 1) if spec.latent else rotated) // run.tp
         yield Elementwise(
             name="Rotary", rows=run.tokens, width=width, forward_tensors=2, backward_tensors=2, forward_flops=3, backward_flops=3
         )
+    if spec.temperature:
+        width = spec.q_width // run.tp
+        yield Elementwise(name="Attention Temperature", rows=run.tokens, width=width, forward_tensors=2, backward_tensors=2)
     queries = run.sequence_length // run.cp
-    yield Attention(
+    pairs = visible_pairs(run.sequence_length, causal=spec.causal, window=spec.window, chunk=spec.chunk)
+    attention = Attention(
         name="Attention", batch=run.micro_batch_size, heads=spec.heads // run.tp, kv_heads=spec.kv_heads // run.tp,
         queries=queries, keys=run.sequence_length, head_dim=spec.head_dim, value_dim=spec.value_head_dim,
-        pairs=visible_pairs(run.sequence_length, causal=spec.causal, window=spec.window) / run.cp,
-        causal=spec.causal, window=spec.window, parameters=spec.heads // run.tp if spec.sinks else 0,
+        pairs=pairs / run.cp, causal=spec.causal, window=spec.window or spec.chunk, shares_kv=spec.shares_kv,
+        parameters=spec.heads // run.tp if spec.sinks else 0,
     )  # fmt: skip
-    yield _linear("Attn Out", run, spec.out_width // run.tp, model.hidden_size, bias=spec.out_bias)
+    if spec.top_k is not None:
+        chosen = visible_pairs(run.sequence_length, causal=spec.causal, window=spec.top_k) / run.cp
+        if spec.indexer is not None:
+            yield from indexer_ops(model, spec, run, attention.pairs, chosen)
+        attention = sparse(attention, spec, chosen)
+    yield attention
+    if spec.gated:
+        yield Elementwise(
+            name="Attention Gate", rows=run.tokens, width=spec.out_width // run.tp, forward_tensors=3, backward_tensors=5,
+            forward_flops=5, backward_flops=8,
+        )  # fmt: skip
+    yield linear("Attn Out", run, spec.out_width // run.tp, model.hidden_size, bias=spec.out_bias)
 
 
 def _projections(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[Op]:
     """Q, K and V: one GEMM (Transformer Engine, Megatron) or three (Hugging Face), split by heads."""
     parts = [
-        ("Q Proj", spec.q_width // run.tp, spec.q_bias),
+        ("Q Proj", spec.q_proj_width // run.tp, spec.q_bias),
         ("K Proj", spec.k_width // run.tp, spec.k_bias),
         ("V Proj", spec.v_width // run.tp, spec.v_bias),
     ]
+    parts = parts[: 1 if spec.shares_kv else 2 if spec.values_are_keys else 3]
+    inputs = spec.input_size or model.hidden_size
     if run.separate_projections and not spec.stored_fused:
         for name, width, bias in parts:
-            yield _linear(name, run, model.hidden_size, width, bias=bias)
+            yield linear(name, run, inputs, width, bias=bias)
     else:
         biased = sum(width for _, width, bias in parts if bias)
-        yield _linear("QKV Proj", run, model.hidden_size, sum(width for _, width, _ in parts), bias=biased)
+        name = "".join(name[0] for name, _, _ in parts)
+        yield linear(f"{name} Proj", run, inputs, sum(width for _, width, _ in parts), bias=biased)
 
 
 def _latent_projections(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Iterator[Op]:
@@ -221,131 +302,115 @@ def _latent_projections(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> 
     # The norms run on the output tokens of the projections before them.
     narrow = replace(run, sequence_parallel=run.sequence_parallel and run.sequence_parallel_linears)
     if latent.q_rank is None:
-        yield _linear("Q Proj", run, hidden, heads * spec.head_dim, bias=spec.q_bias)
+        yield linear("Q Proj", run, hidden, heads * spec.head_dim, bias=spec.q_bias)
     else:
-        yield _on_sequence_shard(_linear("Q Down Proj", run, hidden, latent.q_rank, bias=latent.down_bias), run)
-        yield _norm(model, narrow, "Q Latent Norm", latent.q_rank)
-        yield _linear("Q Up Proj", run, latent.q_rank, heads * spec.head_dim, bias=spec.q_bias)
-    down = _linear("KV Down Proj", run, hidden, latent.kv_rank + latent.rope_dim, bias=latent.down_bias)
-    yield _on_sequence_shard(down, run)
-    yield _norm(model, narrow, "KV Latent Norm", latent.kv_rank)
+        yield on_sequence_shard(linear("Q Down Proj", run, hidden, latent.q_rank, bias=latent.down_bias), run)
+        yield norm(model, narrow, "Q Latent Norm", latent.q_rank)
+        yield linear("Q Up Proj", run, latent.q_rank, heads * spec.head_dim, bias=spec.q_bias)
+    down = linear("KV Down Proj", run, hidden, latent.kv_rank + latent.rope_dim, bias=latent.down_bias)
+    yield on_sequence_shard(down, run)
+    yield norm(model, narrow, "KV Latent Norm", latent.kv_rank)
     key_value = spec.head_dim - latent.rope_dim + spec.value_head_dim
-    yield _linear("KV Up Proj", run, latent.kv_rank, heads * key_value, bias=spec.k_bias)
+    yield linear("KV Up Proj", run, latent.kv_rank, heads * key_value, bias=spec.k_bias)
 
 
-def _feed_forward(model: ModelSpec, spec: MlpSpec, run: RunSpec, name: str, tp: int, rows: tuple[int, ...] = ()) -> Iterator[Op]:
+def _feed_forward(
+    model: ModelSpec, spec: MlpSpec, run: RunSpec, name: str, tp: int, rows: tuple[int, ...] = (), inputs: int | None = None
+) -> Iterator[Op]:
     """Up, activation, down; with `rows`, a grouped GEMM over that many experts. Gate and up are one GEMM by default."""
-    width, hidden = spec.intermediate_size // tp, model.hidden_size
+    width, hidden = spec.intermediate_size // tp, inputs or model.hidden_size
     tokens = sum(rows) if rows else run.tokens
     separate = run.separate_projections and not spec.stored_fused
     ups = [f"{name} Gate", f"{name} Up"] if spec.gated and separate else [f"{name} Gate+Up" if spec.gated else f"{name} Up"]
     for up in ups:
         outputs = width * (2 if spec.gated and not separate else 1)
-        yield _linear(up, run, hidden, outputs, bias=spec.up_bias, rows=rows)
+        yield linear(up, run, hidden, outputs, bias=spec.up_bias, rows=rows)
+    if spec.sparse:
+        yield Elementwise(
+            name=f"{name} Sparsity", rows=tokens, width=width, forward_tensors=4, backward_tensors=3, forward_flops=8,
+            backward_flops=6,
+        )  # fmt: skip
     learned = 2 if spec.activation == "xielu" else 0  # the slopes of its two halves
     activation = Activation(name=f"{name} Activation", rows=tokens, width=width, function=spec.activation, parameters=learned)
     if spec.gated:  # reads gate and up and writes one result; backward also writes both gradients
         activation = replace(activation, forward_tensors=3, backward_tensors=5, forward_flops=9, backward_flops=15)
     yield activation
-    yield _linear(f"{name} Down", run, width, hidden, bias=spec.down_bias, rows=rows)
+    yield linear(f"{name} Down", run, width, hidden, bias=spec.down_bias, rows=rows)
 
 
 def _moe(model: ModelSpec, spec: MoeSpec, run: RunSpec) -> Iterator[Op]:
     """Router, token dispatch, the experts' grouped GEMMs, token combine; and the shared expert."""
     hidden = model.hidden_size
-    router = _linear("Router", run, hidden, spec.experts, bias=spec.router_bias)
-    yield _on_sequence_shard(replace(router, quantized=False), run)
+    router = linear("Router", run, hidden, spec.experts, bias=spec.router_bias)
+    yield on_sequence_shard(replace(router, quantized=False), run)
     rows = sharding.expert_rows(spec, run)
     sent = run.tokens * spec.top_k * run.expert_tp // run.tp
-    move = Elementwise(name="Token Dispatch", rows=sent, width=hidden, forward_tensors=2, backward_tensors=2, forward_flops=0)
+    width = spec.latent or hidden
+    move = Elementwise(name="Token Dispatch", rows=sent, width=width, forward_tensors=2, backward_tensors=2, forward_flops=0)
+    if spec.latent is not None:
+        yield on_sequence_shard(linear("Latent Down Proj", run, hidden, width, bias=spec.latent_bias), run)
     yield move
-    yield from _feed_forward(model, spec.expert, run, "Expert", run.expert_tp, rows)
+    yield from _feed_forward(model, spec.expert, run, "Expert", run.expert_tp, rows, width)
     yield replace(move, name="Token Combine")
+    if spec.latent is not None:
+        yield on_sequence_shard(linear("Latent Up Proj", run, width, hidden, bias=spec.latent_bias), run)
     if spec.shared is not None:
         yield from _feed_forward(model, spec.shared, run, "Shared Expert", run.tp)
-        if spec.shared_gate:
-            yield _on_sequence_shard(replace(_linear("Shared Expert Scale", run, hidden, 1), quantized=False), run)
+    if spec.shared_gate:
+        yield on_sequence_shard(replace(linear("Shared Expert Scale", run, hidden, 1), quantized=False), run)
 
 
 def head_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
     """What comes after the last layer: norm, vocabulary, loss."""
+    for one in model.last_linears:
+        yield replace(_beside(one, run), section=HEAD)
     if model.final_norm:
-        yield _norm(model, run, "Final Norm", model.hidden_size, HEAD)
+        yield norm(model, run, "Final Norm", model.hidden_size, HEAD)
     if model.vocab_size is None or not model.head_output:
         return
     width = model.hidden_size
     if model.head_transform:
-        transform = _linear("Head Transform", run, width, model.embedding_width, bias=model.head_transform_bias, section=HEAD)
+        transform = linear("Head Transform", run, width, model.embedding_width, bias=model.head_transform_bias, section=HEAD)
         yield replace(transform, copies=run.tp)
-        yield _norm(model, run, "Head Norm", model.embedding_width, HEAD)
+        yield norm(model, run, "Head Norm", model.embedding_width, HEAD)
     elif model.embedding_width != model.hidden_size:
         yield replace(_embedding_projection(model, run, "Embedding Out Proj", width, model.embedding_width), section=HEAD)
     vocab = sharding.padded_vocab(model.vocab_size, run)
-    head = _linear("LM Head", run, model.embedding_width, vocab // run.tp, bias=model.head_bias, section=HEAD)
+    head = linear("LM Head", run, model.embedding_width, vocab // run.tp, bias=model.head_bias, section=HEAD)
     is_tied = model.tied_embeddings and run.pp == 1  # a later stage has its own copy of the table
-    shared = model.embedding_width * (vocab // run.tp) if is_tied else 0
-    yield replace(head, padding=(vocab - model.vocab_size), parameters=head.parameters - shared)
+    needs_table = model.prediction_layers > 0 and run.pp > 1 and not model.tied_embeddings  # and so does what embeds again
+    copies = int(needs_table) - int(is_tied)
+    parameters = head.parameters + copies * model.embedding_width * (vocab // run.tp)
+    yield replace(head, padding=(vocab - model.vocab_size), parameters=parameters)
     yield Loss(name="Loss", section=HEAD, rows=run.tokens, width=vocab // run.tp)
 
 
-def _linear(
-    name: str, run: RunSpec, inputs: int, outputs: int, *, bias: bool | int = False, rows: tuple[int, ...] = (), section: str = ""
-) -> Linear:
-    """A linear on all tokens of this rank, or on its experts' rows. `bias`: yes, no, or the number of outputs that have one."""
-    parameters = inputs * outputs + (outputs if bias is True else int(bias))
-    if rows:
-        parameters *= len(rows)
-        return GroupedLinear(name=name, tokens=sum(rows), rows=rows, inputs=inputs, outputs=outputs, parameters=parameters)
-    return Linear(name=name, tokens=run.tokens, inputs=inputs, outputs=outputs, parameters=parameters, section=section)
+def prediction_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
+    """The layers of multi-token prediction, if the model has any: each predicts one token further than the one before.
 
-
-def _on_sequence_shard(linear: Linear, run: RunSpec) -> Linear:
-    """A linear that tensor parallelism does not split: on this rank's share of the sequence, or the same on every rank."""
-    if run.sequence_parallel and run.sequence_parallel_linears:
-        return replace(linear, tokens=linear.tokens // run.tp)
-    return replace(linear, copies=run.tp)
-
-
-def _shard_rows(run: RunSpec) -> tuple[int, int]:
-    """(tokens, copies) of the operations between the tensor-parallel blocks."""
-    return (run.tokens // run.tp, 1) if run.sequence_parallel else (run.tokens, run.tp)
-
-
-def _norm(model: ModelSpec, run: RunSpec, name: str, width: int, section: str = "") -> Norm:
-    rows, copies = _shard_rows(run)
-    return Norm(
-        name=name, rows=rows, width=width, copies=copies, section=section,
-        parameters=width * (model.norm.weight + model.norm.bias),
-    )  # fmt: skip
+    As in the DeepSeek-V3 report (arXiv 2412.19437, section 2.2) and Megatron's MultiTokenPredictionLayer: the output of the layer
+    before and the embedding of the next token are normed, concatenated and projected; a whole layer, in most models of the last
+    kind, and a norm follow, and the vocabulary with another loss. Embedding and vocabulary are those of the model.
+    """
+    count, hidden = model.prediction_layers, model.hidden_size
+    if not count:
+        return
+    if model.vocab_size is not None:
+        vocab, width = sharding.padded_vocab(model.vocab_size, run) // run.tp, model.embedding_width
+        yield Embedding(name="Embedding", section=PREDICTION, count=count, tokens=run.tokens, vocab=vocab, width=width)
+    norms = replace(norm(model, run, "Prediction Norm", hidden), count=3)
+    for op in (norms, linear("Prediction Proj", run, 2 * hidden, hidden // run.tp), *layer_ops(model, model.predicting, run)):
+        own = 1 if model.prediction_shared else count
+        yield replace(op, count=op.count * own, section=PREDICTION)
+        if count > own:
+            yield replace(op, count=op.count * (count - own), section=PREDICTION, parameters=0)
+    for op in head_ops(replace(model, final_norm=False), run):
+        yield replace(op, count=op.count * count, parameters=0)
 
 
 def _qk_norm(model: ModelSpec, spec: AttentionSpec, run: RunSpec) -> Norm:
-    heads = (spec.heads + spec.kv_heads) // run.tp
-    weights = {"head": 2 * spec.head_dim, "each_head": heads * spec.head_dim, "full": heads * spec.head_dim}
-    parameters = weights[str(spec.qk_norm)] * (model.norm.weight + spec.qk_norm_bias)
-    return Norm(name="QK Norm", rows=run.tokens * heads, width=spec.head_dim, parameters=parameters)
-
-
-def _residual(model: ModelSpec, run: RunSpec) -> Elementwise:
-    rows, copies = _shard_rows(run)
-    return Elementwise(
-        name="Residual Add", rows=rows, width=model.hidden_size, copies=copies, forward_tensors=3, backward_tensors=3
-    )
-
-
-def visible_pairs(sequence: int, *, causal: bool, window: int | None) -> int:
-    """How many (query, key) pairs the mask allows in one sequence.
-
-    A causal query sees itself and the positions before it, at most `window` in total; a bidirectional one sees `window` // 2
-    positions on either side of itself.
-
-    >>> visible_pairs(4, causal=True, window=None), visible_pairs(4, causal=True, window=2)
-    (10, 7)
-    """
-    if causal:
-        reach = min(window or sequence, sequence)
-        return reach * (reach + 1) // 2 + (sequence - reach) * reach
-    if window is None:
-        return sequence * sequence
-    reach = min(window // 2, sequence - 1)
-    return sequence * (2 * reach + 1) - reach * (reach + 1)
+    heads = (spec.heads + (0 if spec.shares_kv else spec.kv_heads)) // run.tp
+    weights = {"head": (1 if spec.shares_kv else 2) * spec.head_dim}.get(str(spec.qk_norm), heads * spec.head_dim)
+    parameters = weights * (spec.qk_norm_weight * model.norm.weight + spec.qk_norm_bias)
+    normed = heads + (spec.kv_heads // run.tp if spec.v_norm and not spec.shares_kv else 0)
+    return Norm(name="QK Norm", rows=run.tokens * normed, width=spec.head_dim, parameters=parameters)

@@ -21,6 +21,9 @@ def build_huggingface(
     """The training model of a `config.json` on the meta device, and its inputs."""
     know_meta_tensors()
     module = huggingface_model(config_dict, "meta", precision)
+    for part in module.modules():
+        if hasattr(part, "hc_sinkhorn_iters"):  # repeats elementwise work, which takes most of the time on the meta device
+            part.hc_sinkhorn_iters = 1
     return module, _inputs(module, batch, sequence, precision)
 
 
@@ -123,7 +126,7 @@ def huggingface_model(config_dict: dict[str, Any], device: str, precision: torch
             config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
         except (KeyError, ValueError) as error:
             raise TraceError(f"transformers {transformers.__version__} cannot read this config: {reason(error)}") from error
-        config.use_cache = False
+        config.use_cache = config.get_text_config().use_cache = False
         if getattr(config, "apply_spec_augment", False):  # it masks at random places, which have no values on the meta device
             config.apply_spec_augment = False
         module = _instantiate(transformers, config, device, precision)
@@ -186,19 +189,30 @@ def causal(module: torch.nn.Module, masks: Mapping[str, int]) -> bool | None:
     return causal.pop() if len(causal) == 1 else None
 
 
+_WINDOW_WITHOUT_KIND = frozenset({"minimax"})  # its layer_types call attention full, with a window too
+_WINDOWED = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
+
+
 def windows(config: Any) -> tuple[int | None, ...] | None:
-    """The sliding window of each layer, from the configuration with its defaults. ModernBERT's window counts both sides."""
+    """The sliding window or the chunk of each layer, from the configuration with its defaults.
+
+    ModernBERT's window counts both sides, Gemma's one where its attention is not causal.
+    """
     layers = getattr(config, "num_hidden_layers", None)
     if not isinstance(layers, int):
         return None
     window = _declared(config, "local_attention") or _declared(config, "sliding_window") or None
     kinds = _declared(config, "layer_types")
-    if kinds is None:  # a family with the window in every layer, or in none
+    if window and getattr(config, "is_causal", True) is False:
+        window = (window - 1) * 2
+    if kinds is None or config.model_type in _WINDOW_WITHOUT_KIND:  # a family with the window in every layer, or in none
         return (window,) * layers
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    reach = {**dict.fromkeys(_WINDOWED, window), "chunked_attention": _declared(config, "attention_chunk_size")}
+    return tuple(reach.get(kind) for kind in kinds)
 
 
 def _declared(config: Any, name: str) -> Any:
     """A setting that the configuration class knows. The file may have others, which the code does not read."""
     known = hasattr(type(config), name) or name in inspect.signature(type(config).__init__).parameters
+    known = known or name in type(config).attribute_map
     return getattr(config, name, None) if known else None

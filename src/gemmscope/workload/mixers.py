@@ -2,6 +2,10 @@
 
 Tensor parallelism splits heads and groups, as Megatron does. Frameworks run the input projections as one GEMM; the checkpoint's
 own code may split them (`MixerSpec.stored`).
+
+What recipes quantize: Megatron's `in_proj` (with the columns of gates, write strength and decay) and `out_proj`, both linears of
+Transformer Engine (megatron/core/ssm/gated_delta_net.py, mamba_mixer.py). torchao and Transformer Engine's autocast convert every
+linear of the checkpoint's code whose sides are multiples of 16: the bottlenecks of KDA's gates too.
 """
 
 from collections.abc import Iterator
@@ -9,7 +13,7 @@ from dataclasses import replace
 
 from gemmscope.model.mixers import MixerSpec
 from gemmscope.model.spec import ModelSpec, RunSpec
-from gemmscope.workload.ops import Elementwise, Linear, Norm, Op
+from gemmscope.workload.ops import Activation, Elementwise, Linear, Norm, Op
 from gemmscope.workload.scans import CausalConv, Scan
 
 SCAN_NAMES = {
@@ -29,9 +33,15 @@ def mixer_ops(model: ModelSpec, spec: MixerSpec, run: RunSpec) -> Iterator[Op]:
         channels = part.inner + (0 if part.kind in ("selective scan", "short convolution") else 2 * part.keys)
         weights = channels * (part.conv_kernel + part.conv_bias)
         yield CausalConv(name="Causal Conv", tokens=run.tokens, channels=channels, kernel=part.conv_kernel, parameters=weights)
+    if part.kind == "lightning attention":  # without a convolution
+        width = 2 * part.keys + part.inner
+        yield Activation(name="Mixer Activation", rows=run.tokens, width=width, function="silu")
     if part.kind == "selective scan":  # the time step, B and C depend on the convolved values
         states = part.rank + 2 * part.key_dim
         yield replace(_linear("Mixer X Proj", run, part.inner, states), quantized=False)
+        if part.state_norm:
+            weights = states if part.state_norm == "weighted" else 0
+            yield Norm(name="Mixer State Norm", rows=run.tokens, width=states, parameters=weights)
         yield replace(_linear("Mixer Time Step Proj", run, part.rank, part.inner, bias=True), quantized=False)
     if part.kind in SCAN_NAMES:
         yield Scan(
@@ -45,7 +55,7 @@ def mixer_ops(model: ModelSpec, spec: MixerSpec, run: RunSpec) -> Iterator[Op]:
     if part.gated:
         yield Elementwise(
             name="Mixer Gate", rows=run.tokens, width=part.inner, forward_tensors=3, backward_tensors=5,
-            forward_flops=6, backward_flops=10,
+            forward_flops=6, backward_flops=10, count=2 if part.kind == "short convolution" else 1,
         )  # fmt: skip
     yield _linear("Mixer Out", run, part.inner, model.hidden_size, bias=spec.out_bias)
 

@@ -99,6 +99,7 @@ class Op:
     forward_runs: int = 1
     copies: int = 1
     parameters: int = 0  # of this rank, for one of the `count` instances
+    shares_weights: bool = False  # all instances use the same weights
 
     def forward(self) -> Work:
         """One forward execution."""
@@ -107,6 +108,11 @@ class Op:
     def backward(self) -> Work:
         """One backward execution; most operations have one."""
         return Work()
+
+    @property
+    def all_parameters(self) -> int:
+        """The parameters of this rank for all instances."""
+        return self.parameters * (1 if self.shares_weights else self.count)
 
     def total(self) -> Work:
         """The work of this op in one micro-batch (the optimizer: in one step)."""
@@ -128,6 +134,7 @@ class Linear(Op):
     outputs: int
     padding: int = 0  # outputs, over all ranks, that are padding of the vocabulary
     quantized: bool = True  # False: frameworks leave it in BF16 whatever the recipe, because it is small or must be exact
+    passes: tuple[Pass, ...] = PASSES  # fewer where a gradient is not needed
 
     @property
     def groups(self) -> int:
@@ -135,7 +142,7 @@ class Linear(Op):
 
     def gemms(self) -> Iterator[Gemm]:
         """The three passes; fprop as often as forward runs."""
-        for name in PASSES:
+        for name in self.passes:
             m, k, n = gemm_size(self.tokens, self.inputs, self.outputs, name)
             yield Gemm(self.name, name, m, k, n, self.groups, self.count * (self.forward_runs if name == "fprop" else 1))
 
@@ -148,15 +155,16 @@ class Linear(Op):
         return self._one_gemm()
 
     def backward(self) -> Work:
-        return self._one_gemm().times(2)
+        return self._one_gemm().times(len(self.passes) - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedLinear(Linear):
-    """The experts of one layer: `rows[i]` tokens go to expert i. `tokens` is their sum."""
+    """Several weights, such as the experts of one layer: `rows[i]` tokens go to weight i. `tokens` is their sum."""
 
     kind: ClassVar[str] = "grouped linear"
     rows: tuple[int, ...] = field(default=())
+    experts: bool = True  # False: weights that all see every token, each a share of its features
 
     @property
     def groups(self) -> int:
@@ -178,6 +186,8 @@ class Attention(Op):
     pairs: float
     causal: bool
     window: int | None = None
+    values_are_keys: bool = False  # one tensor is read as both
+    shares_kv: bool = False  # keys and values are kept for backward by another layer
 
     def forward(self) -> Work:
         """Scores and context. Flash attention reads Q, K and V once and writes the output."""
@@ -192,7 +202,7 @@ class Attention(Op):
 
     def _tensor_elements(self) -> int:
         per_query = self.heads * (self.head_dim + self.value_dim)
-        per_key = self.kv_heads * (self.head_dim + self.value_dim)
+        per_key = self.kv_heads * (self.head_dim + (0 if self.values_are_keys else self.value_dim))
         return self.batch * (self.queries * per_query + self.keys * per_key)
 
     def batched_gemms(self) -> Iterator[tuple[Direction, int, int, int, int]]:

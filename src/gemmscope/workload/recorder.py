@@ -12,7 +12,8 @@ How a GEMM is classified (this file imports torch, so only the trace worker impo
 * **Is it attention?** Scaled-dot-product attention is. So is a batched GEMM whose result reaches a softmax, or that reads one.
   Others (a recurrence in chunks, for example) are batched GEMMs and nothing more.
 
-`recording.py` calls the recorder for everything that runs.
+`recording.py` calls the recorder for everything that runs. GEMMs and convolutions without a weight that run inside a mixer are in
+the section `MIXER`: they belong to a fallback for its kernel.
 """
 
 import contextlib
@@ -26,8 +27,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from gemmscope.workload import fused
 from gemmscope.workload.operators import Operand, flops_of, is_free, is_fusible, operands, storage_of
 from gemmscope.workload.ops import ALL_VISIBLE, BatchedGemm, Direction, Gemm, Pass, Remainder, attention_gemms, gemm_size
+from gemmscope.workload.scans import CausalConv, Scan
+from gemmscope.workload.trace import MIXER
 from gemmscope.workload.traffic import Traffic, WorkGroup, kinds
 
 ROOT, LOSS, GRADIENTS = "(root)", "(loss)", "(gradients)"
@@ -51,6 +55,7 @@ class _Forward:
     groups: int
     batch: int
     shape: tuple[int, int, int]
+    section: str = ""
     role: Role = ""
 
 
@@ -63,6 +68,8 @@ class AttentionCall(NamedTuple):
     keys: int
     value_dim: int
     mask: str  # none, causal, explicit
+    mask_bytes: int = 0  # of an explicit one
+    mask_gradient: bool = False  # it is a bias that is learned
 
 
 @dataclass
@@ -72,6 +79,7 @@ class Recorder:
     module: torch.nn.Module
     gemms: Counter[Gemm] = field(default_factory=Counter)  # with a weight
     remainder: Counter[Remainder] = field(default_factory=Counter)
+    scans: Counter[Scan | CausalConv] = field(default_factory=Counter)  # kernels of mixers
     masks: Counter[str] = field(default_factory=Counter)  # of the forward attentions: none, causal, explicit
     attentions: dict[AttentionCall, Counter[Direction]] = field(default_factory=dict)
     traffic: Traffic = field(default_factory=Traffic)
@@ -81,12 +89,13 @@ class Recorder:
     def __post_init__(self) -> None:
         self._names = {id(module): _LAYER_INDEX.sub("*", name) or ROOT for name, module in self.module.named_modules()}
         self._running: list[tuple[str, str, bool]] = []  # path, kind of what it runs, whether it is an nn.Linear
+        self._sections: list[str] = []  # of the running modules: MIXER in a mixer and in all that it calls
         self._by_node: dict[int, list[_Forward]] = {}
         self._groups: dict[int, tuple[str, str]] = {}  # path and kind of the forward operator, by its node's number
         self._batched: list[tuple[_Forward | None, BatchedGemm]] = []
         self._scores: dict[int, tuple[_Forward, ...]] = {}  # batched GEMMs whose results reached a storage
         self._weighted: set[int] = set()  # storages that results of a softmax reached
-        self._convolutions: dict[int, str] = {}
+        self._convolutions: dict[int, tuple[str, str]] = {}
         storages = [parameter.untyped_storage() for parameter in self.module.parameters()]
         self._weights = {storage._cdata: storage for storage in storages}
         self._kept: dict[int, torch.UntypedStorage] = {}  # alive, so that no other storage gets the same address
@@ -103,11 +112,13 @@ class Recorder:
     def enter(self, module: torch.nn.Module) -> None:
         known = self._names.get(id(module)) or self.path()  # one that is registered nowhere belongs to its caller
         self._running.append((known, _kind_of(type(module)), isinstance(module, torch.nn.Linear)))
+        self._sections.append(MIXER if fused.is_mixer(module) else self.section())
 
     @contextlib.contextmanager
     def in_loss(self) -> Iterator[None]:
         """What runs inside belongs to the loss."""
         self._running.append((LOSS, "loss", False))
+        self._sections.append("")
         try:
             yield
         finally:
@@ -117,6 +128,10 @@ class Recorder:
         """The running module has ended, or raised."""
         if self._running:
             self._running.pop()
+            self._sections.pop()
+
+    def section(self) -> str:
+        return self._sections[-1] if self._sections else ""
 
     def path(self) -> str:
         """The running module's path with layer numbers replaced by *: `model.layers.*.self_attn.q_proj`."""
@@ -162,7 +177,7 @@ class Recorder:
             groups = 1 if weight.stride(0) == 0 else batch
             tokens *= batch
         size, places = (tokens, inputs, outputs), (self._place(left), self._place(right))
-        record = _Forward(self.path(), *places, weight_side, size, groups, batch, (m, k, n))
+        record = _Forward(self.path(), *places, weight_side, size, groups, batch, (m, k, n), self.section())
         # Without gradients, this runs inside a custom autograd.Function, whose node was just made.
         if not torch.is_grad_enabled() or left.requires_grad or right.requires_grad:
             self._by_node.setdefault(torch.autograd._get_sequence_nr() - 1, []).append(record)
@@ -192,7 +207,10 @@ class Recorder:
     ) -> None:
         """One batched GEMM, M x K x N, of two activations; `record` is the forward one that it belongs to."""
         m, k, n = shape
-        gemm = BatchedGemm(name=path, direction=direction, m=m, k=k, n=n, batch=batch, visible=visible, role=role)
+        section = record.section if record is not None else ""
+        gemm = BatchedGemm(
+            name=path, section=section, direction=direction, m=m, k=k, n=n, batch=batch, visible=visible, role=role
+        )
         self._batched.append((record, gemm))
 
     def _backward(self, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -234,6 +252,10 @@ class Recorder:
         for shape in attention_gemms(queries, call.keys, head_dim, call.value_dim)[direction]:
             self.batched_gemm(call.path, direction, shape, prod(call.query[:-2]), visible_share(call), "fused")
 
+    def scan(self, op: Scan | CausalConv) -> None:
+        """One forward call of a mixer's kernel."""
+        self.scans[replace(op, name=f"{self.path()}: {op.name}")] += 1
+
     def convolution(
         self, output: torch.Tensor, source: torch.Tensor, weight: torch.Tensor, *, transposed: bool, gradients: int | None = None
     ) -> None:
@@ -244,14 +266,14 @@ class Recorder:
         flops = 2 * (source if transposed else output).numel() * weight.shape[1:].numel()
         moved = sum(map(self.operand.bytes_of, (output, source, weight)))
         if gradients is None:
-            path = self.path()
-            self._convolutions[torch.autograd._get_sequence_nr() - 1] = path
-            self.remainder[Remainder(name=path, direction="forward", flops=flops, bytes_moved=moved)] += 1
+            path, section = self.path(), self.section()
+            self._convolutions[torch.autograd._get_sequence_nr() - 1] = path, section
+            self.remainder[Remainder(name=path, section=section, direction="forward", flops=flops, bytes_moved=moved)] += 1
         else:
             node = torch._C._current_autograd_node()
-            path = self._convolutions.get(node._sequence_nr(), ROOT) if node is not None else ROOT
+            path, section = self._convolutions.get(node._sequence_nr() if node is not None else -1, (ROOT, ""))
             work = {"flops": flops * gradients, "bytes_moved": moved * gradients}
-            self.remainder[Remainder(name=path, direction="backward", **work)] += 1
+            self.remainder[Remainder(name=path, section=section, direction="backward", **work)] += 1
 
     def other(self, operator: Any, args: tuple[Any, ...], inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         """An operator between GEMMs."""

@@ -5,20 +5,26 @@ chunk is left out, except in Mamba's selective scan, which has no products. Sour
 
 * SSD (Mamba-2): "Transformers are SSMs" (arXiv 2405.21060), section 6, as mamba-ssm's `mamba_chunk_scan_combined` runs it:
   C·Bᵀ per group, its product with x, the states of chunks (Bᵀ·x) and what they add (C·state). Backward computes C·Bᵀ and the
-  states again.
+  states again. `ssd.py` counts each product.
 * gated delta rule and KDA: "Gated Delta Networks" (arXiv 2412.06464) and "Kimi Linear" (arXiv 2510.26692), as
   flash-linear-attention's `chunk_gated_delta_rule` and `chunk_kda` run them: K·Kᵀ and its triangular inverse, w and u, the
-  states, Q·Kᵀ and the output. Backward computes w, u and the states again.
-* lightning attention: "Lightning Attention-2" (arXiv 2401.04658): Q·Kᵀ·V inside a block, Q·(KᵀV) between blocks.
-* selective scan (Mamba): "Mamba" (arXiv 2312.00752), about 9 FLOPs per channel, state and position; backward computes the states
-  again.
+  states, Q·Kᵀ and the output. Backward computes w, u and the states again. `delta_rules.py` counts each product.
+* lightning attention: "Lightning Attention-2" (arXiv 2401.04658): Q·Kᵀ·V inside a block, Q·(KᵀV) between blocks, in
+  flash-linear-attention's `chunk_lightning_attn` (`fla/ops/simple_gla/chunk.py`). Forward: Kᵀ·v and q·state 4kv, q·Kᵀ and its
+  product with v 2c(k + v). Backward: the states again and their gradients 4kv, three products with states 6kv, q·Kᵀ again, do·vᵀ
+  and three products with these 6ck + 4cv.
+* selective scan (Mamba): "Mamba" (arXiv 2312.00752). About 9 FLOPs per channel, state and position, as its authors
+  count them (github.com/state-spaces/mamba/issues/110). Backward computes the states again and scans in reverse: about 27.
 """
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from gemmscope.model.mixers import MixerKind
+from gemmscope.workload import delta_rules, ssd
+from gemmscope.workload.delta_rules import DELTA_RULES, DeltaSizes
 from gemmscope.workload.ops import ELEMENT_BYTES, Op, Work
+from gemmscope.workload.ssd import SsdSizes
 
 FP32_BYTES = 4
 
@@ -29,7 +35,7 @@ class Scan(Op):
 
     >>> scan = Scan(name="Gated Delta Rule", rule="gated delta rule", batch=1, sequence=64, heads=2, groups=1, key_dim=128,
     ...             value_dim=128)
-    >>> scan.forward().flops == 2 * (64 * (6 * 128 * 128 + 64 * 10 * 128) + 64**3 * 2 / 3)
+    >>> scan.forward().flops == 64 * 2 * (6 * 128 * 128 + (64 + 16) * 128 + 64 * 8 * 128 + 64 * 64 / 2)
     True
     """
 
@@ -54,30 +60,35 @@ class Scan(Op):
 
     def forward(self) -> Work:
         """Reads queries, keys, values and gates, writes the output; states of chunks go through memory."""
-        c, k, v = self.length, self.key_dim, self.value_dim
-        each: float
+        if self.rule in DELTA_RULES:
+            flops, elements = delta_rules.forward_flops(self._delta()), delta_rules.forward_elements(self._delta())
+            return Work(self.tokens * flops, self.tokens * elements * ELEMENT_BYTES)
         if self.rule == "ssd":
-            each = self.heads * (2 * c * v + 4 * k * v) + self.groups * 2 * c * k
-        elif self.rule == "selective scan":
-            each = self.heads * v * k * 9
-        elif self.rule == "lightning attention":
-            each = self.heads * (2 * c * (k + v) + 4 * k * v)
-        else:
-            each = self.heads * (6 * k * v + c * (6 * k + 4 * v) + c * c * 2 / 3)
-        return Work(self.tokens * each, self._inputs() + self._outputs() + 2 * self._states() + 2 * self._inner())
+            flops, moved = ssd.forward(self._ssd())
+            return Work(self.tokens * flops, self.tokens * moved)
+        c, k, v = self.length, self.key_dim, self.value_dim
+        lightning = 2 * c * (k + v) + 4 * k * v
+        each = self.heads * (9 * k * v if self.rule == "selective scan" else lightning)
+        return Work(self.tokens * each, self._inputs() + self._outputs() + 2 * self._states())
 
     def backward(self) -> Work:
         """Two products for each of forward, and those that are computed again. Reads inputs and dO, writes gradients."""
-        c, k, v = self.length, self.key_dim, self.value_dim
+        if self.rule in DELTA_RULES:
+            flops, elements = delta_rules.backward_flops(self._delta()), delta_rules.backward_elements(self._delta())
+            return Work(self.tokens * flops, self.tokens * elements * ELEMENT_BYTES)
         if self.rule == "ssd":
-            each = self.heads * (4 * c * v + 10 * k * v) + self.groups * 6 * c * k
-        elif self.rule == "selective scan":
-            each = self.heads * v * k * 27
-        elif self.rule == "lightning attention":
-            each = self.heads * (c * (6 * k + 4 * v) + 10 * k * v)
-        else:
-            each = self.heads * (16 * k * v + c * (16 * k + 10 * v) + 4 * c * c)
-        return Work(self.tokens * each, 2 * (self._inputs() + self._outputs()) + 5 * self._states() + 6 * self._inner())
+            flops, moved = ssd.backward(self._ssd())
+            return Work(self.tokens * flops, self.tokens * moved)
+        c, k, v = self.length, self.key_dim, self.value_dim
+        lightning = c * (6 * k + 4 * v) + 10 * k * v
+        each = self.heads * (27 * k * v if self.rule == "selective scan" else lightning)
+        return Work(self.tokens * each, 2 * (self._inputs() + self._outputs()) + 5 * self._states())
+
+    def _delta(self) -> DeltaSizes:
+        return DeltaSizes(self.rule, self.length, self.key_dim, self.value_dim, self.heads, self.groups)
+
+    def _ssd(self) -> SsdSizes:
+        return SsdSizes(self.length, self.key_dim, self.value_dim, self.heads, self.groups)
 
     def _inputs(self) -> float:
         """Bytes of queries, keys and values, and of the gates: one per head, or one per channel (KDA, Mamba's time step)."""
@@ -91,20 +102,11 @@ class Scan(Op):
         """Bytes of the states that chunks hand on. A selective scan keeps its state in registers."""
         if self.rule == "selective scan":
             return 0.0
-        wide = FP32_BYTES if self.rule == "ssd" else ELEMENT_BYTES
-        return self.tokens / self.length * self.heads * self.key_dim * self.value_dim * wide
-
-    def _inner(self) -> float:
-        """Bytes of what kernels hand to each other inside a chunk: C·Bᵀ; w, u and the triangular inverse of delta rules."""
-        if self.rule == "ssd":
-            return self.tokens * self.groups * self.length * ELEMENT_BYTES
-        if self.rule in ("gated delta rule", "kda"):
-            return self.tokens * self.heads * (self.key_dim + 2 * self.value_dim + self.length) * ELEMENT_BYTES
-        return 0.0
+        return self.tokens / self.length * self.heads * self.key_dim * self.value_dim * ELEMENT_BYTES
 
     def kept_bytes(self) -> float:
-        """What backward needs: the inputs, the output, and the triangular inverse of delta rules."""
-        inverse = self.length if self.rule in ("gated delta rule", "kda") else 0
+        """What backward needs: the inputs, the output, and the triangular inverse of delta rules (of KDA, q·Kᵀ too)."""
+        inverse = self.length * {"gated delta rule": 1, "kda": 2}.get(self.rule, 0)
         return self._inputs() + self._outputs() + self.tokens * self.heads * inverse * ELEMENT_BYTES
 
 
@@ -126,3 +128,7 @@ class CausalConv(Op):
         """Reads x and dy, writes dx; the gradient of the filters is small."""
         elements = self.tokens * self.channels
         return Work(4 * self.kernel * elements, 3 * elements * ELEMENT_BYTES)
+
+    def kept_bytes(self) -> float:
+        """What backward needs: x."""
+        return self.tokens * self.channels * ELEMENT_BYTES

@@ -44,14 +44,21 @@ def _tensor_parallel_sizes(model: ModelSpec, run: RunSpec) -> dict[str, int]:
     for layer, _ in model.layer_groups():
         if layer.attention is not None:
             sizes["num_attention_heads"] = gcd(sizes.get("num_attention_heads", 0), layer.attention.heads)
-            sizes["num_key_value_heads"] = gcd(sizes.get("num_key_value_heads", 0), layer.attention.kv_heads)
+            if layer.attention.compressed is not None:  # its one head of keys is the same on every rank
+                sizes["o_groups"] = layer.attention.compressed.out_groups
+            else:
+                sizes["num_key_value_heads"] = gcd(sizes.get("num_key_value_heads", 0), layer.attention.kv_heads)
         if layer.mixer is not None:
-            sizes[f"the number of {layer.mixer.name} heads"] = layer.mixer.heads
-            sizes[f"the number of {layer.mixer.name} groups (key heads)"] = layer.mixer.groups
+            parts = "heads" if layer.mixer.value_dim > 1 else "channels"
+            sizes[f"the number of {layer.mixer.name} {parts}"] = layer.mixer.heads
+            if layer.mixer.kind != "selective scan":  # whose B and C serve all channels
+                sizes[f"the number of {layer.mixer.name} groups (key heads)"] = layer.mixer.groups
         if isinstance(layer.mlp, MlpSpec):
             sizes["intermediate_size"] = gcd(sizes.get("intermediate_size", 0), layer.mlp.intermediate_size)
         elif layer.mlp is not None and layer.mlp.shared is not None:
             sizes["the shared expert's intermediate_size"] = layer.mlp.shared.intermediate_size
+    if model.prediction_layers:
+        sizes["hidden_size"] = model.hidden_size
     if run.expert_tp == run.tp:
         sizes |= _expert_widths(model)
     return sizes
@@ -95,6 +102,9 @@ def _check_experts(model: ModelSpec, run: RunSpec) -> None:
 
 
 def _check_sequence(model: ModelSpec, run: RunSpec) -> None:
+    if run.cp > 1:  # a recurrence needs the whole sequence: context parallelism splits its heads
+        mixers = [layer.mixer for layer, _ in model.layer_groups() if layer.mixer is not None]
+        _check_divides("cp", run.cp, {f"the number of {mixer.name} heads of one rank": mixer.heads // run.tp for mixer in mixers})
     # Causal context parallelism gives each rank one early and one late chunk, so that all ranks have the same work.
     chunks = run.cp * 2 if model.causal and run.cp > 1 else run.cp
     if run.sequence_length % chunks:

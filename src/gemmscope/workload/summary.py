@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from gemmscope.model.spec import ModelSpec, MoeSpec, RunSpec
 from gemmscope.workload.derive import EMBEDDING, HEAD, STEP, Workload, derive
 from gemmscope.workload.ops import Attention, BatchedGemm, Linear, Work
+from gemmscope.workload.sparse import IndexScores
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,13 @@ def totals(workload: Workload, run: RunSpec, model: ModelSpec | None, traced_par
     sections: dict[str, float] = {}
     attention, other, batched, needed = Work(), Work(), Work(), 0.0
     for op in workload.ops:
-        if isinstance(op, (Linear, Attention, BatchedGemm)):
+        if isinstance(op, (Linear, Attention, BatchedGemm, IndexScores)):
             needed += replace(op, forward_runs=min(op.forward_runs, 1)).total().flops
         if isinstance(op, Linear):
             sections[op.section] = sections.get(op.section, 0) + op.total().flops
         elif isinstance(op, BatchedGemm) and not op.role:
             batched += op.total()
-        elif isinstance(op, (Attention, BatchedGemm)):
+        elif isinstance(op, (Attention, BatchedGemm, IndexScores)):
             attention += op.total()
         else:
             other += op.total()
@@ -86,11 +87,17 @@ def count_parameters(model: ModelSpec) -> tuple[int, int]:
     """
     whole = derive(model, RunSpec(micro_batch_size=1, sequence_length=1))
     idle = 0
-    for layer, count in model.layer_groups():
+    predicting = (
+        [(model.predicting, 1 if model.prediction_shared else model.prediction_layers)] if model.prediction_layers else []
+    )
+    for layer, count in (*model.layer_groups(), *predicting):
         if isinstance(layer.mlp, MoeSpec):
             expert = layer.mlp.expert
             ups = 2 if expert.gated else 1
-            weights = (ups + 1) * model.hidden_size * expert.intermediate_size
-            biases = ups * expert.intermediate_size * expert.up_bias + model.hidden_size * expert.down_bias
+            width = layer.mlp.latent or model.hidden_size
+            weights = (ups + 1) * width * expert.intermediate_size
+            biases = ups * expert.intermediate_size * expert.up_bias + width * expert.down_bias
             idle += count * (layer.mlp.experts - layer.mlp.top_k) * (weights + biases)
+    if model.layer_inputs is not None:  # a token reads one row of this table, and never multiplies by it
+        idle += (model.layer_inputs.vocab_size - 1) * model.layer_inputs.width * len(model.layers)
     return whole.parameters, whole.parameters - idle

@@ -21,6 +21,10 @@ from gemmscope.model.limits import LARGEST
 from gemmscope.workload.derive import HEAD, STEP, Workload
 from gemmscope.workload.ops import PASSES, BatchedGemm, Gemm, Op, Optimizer, Pass, Remainder, gemm_size
 from gemmscope.workload.recorded import OtherWork, TracedAttention, TracedLinear, between
+from gemmscope.workload.scans import CausalConv, Scan
+
+MIXER = "mixer"
+"""The section of traced GEMMs and convolutions inside a mixer: the PyTorch fallback for its kernel."""
 
 MOST_COUNTED = {**dict.fromkeys(("layer", "layers", "blocks", "depth", "depths"), LARGEST["layers"]), "labels": 2**20}
 COUNTS = re.compile(rf"(?:{'|'.join(MOST_COUNTED)})$")
@@ -33,12 +37,12 @@ class ModuleTrace:
     """One forward and backward pass of one micro-batch, as the worker recorded it.
 
     `gemms` are the GEMMs with a weight; their `op` is the module's path, with layer numbers replaced by *. `batched_gemms` are
-    those without a weight, those inside `attentions` included; `remainder` are convolutions, `others` what runs between all
-    these. `masks` counts the attentions by mask: none, causal, explicit (a mask tensor, whose values are not known).
-    `linear_paths` are the modules whose GEMMs a recipe can quantize (nn.Linear, grouped GEMMs), `heads` output heads.
-    `saved_bytes` is what forward keeps for backward. `inputs` are the sizes of inputs that the module brought with it, and
-    `samples` how many a batch has. Of a Hugging Face model, as far as it shows: the sliding `windows` of its layers (None: a
-    layer without one) and whether its attention is `causal`.
+    those without a weight, those inside `attentions` included; `remainder` are convolutions, `scans` and `convolutions` calls of
+    mixers' kernels, `others` what runs between all these. `masks` counts the attentions by mask: none, causal, explicit (a mask
+    tensor, whose values are not known). `linear_paths` are the modules whose GEMMs a recipe can quantize (nn.Linear, grouped
+    GEMMs), `heads` output heads. `saved_bytes` is what forward keeps for backward. `inputs` are the sizes of inputs that the
+    module brought with it, and `samples` how many a batch has. Of a Hugging Face model, as far as it shows: the sliding `windows`
+    of its layers (None: a layer without one) and whether its attention is `causal`.
     """
 
     class_name: str
@@ -50,6 +54,8 @@ class ModuleTrace:
     versions: Mapping[str, str] = field(default_factory=dict)
     windows: tuple[int | None, ...] | None = None
     causal: bool | None = None
+    scans: tuple[Scan, ...] = ()
+    convolutions: tuple[CausalConv, ...] = ()
     attentions: tuple[TracedAttention, ...] = ()
     others: tuple[OtherWork, ...] = ()
     linear_paths: tuple[str, ...] = ()
@@ -144,7 +150,7 @@ def as_workload(trace: ModuleTrace) -> Workload:
     ops: list[Op] = [_linear(*sizes, seen, trace) for sizes, seen in by_layer.items()]
     ops += trace.attentions
     ops += [gemm for gemm in trace.batched_gemms if gemm.role != "fused" or not trace.attentions]
-    ops += trace.remainder
+    ops += [*trace.scans, *trace.convolutions, *trace.remainder]
     ops += [replace(op, section=HEAD) if op.name in trace.heads else op for op in map(between, trace.others)]
     if trace.trainable:
         ops.append(Optimizer(name="Optimizer", section=STEP, updated=trace.trainable))

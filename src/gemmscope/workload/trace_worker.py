@@ -28,6 +28,7 @@ from gemmscope.workload.ops import Direction, with_counts
 from gemmscope.workload.recorded import Moved, OtherWork, TracedAttention
 from gemmscope.workload.recorder import AttentionCall, visible_share
 from gemmscope.workload.recording import record
+from gemmscope.workload.scans import CausalConv, Scan
 from gemmscope.workload.trace import ModuleTrace
 from gemmscope.workload.traffic import TrafficSum, WorkGroup
 
@@ -65,6 +66,8 @@ def trace_built(built: Built, *, between_gemms: bool = True) -> ModuleTrace:
         remainder=with_counts(recorder.remainder),
         others=tuple(_others(recorder.traffic.sums())),
         masks=recorder.masks,
+        scans=tuple(op for op in with_counts(recorder.scans) if isinstance(op, Scan)),
+        convolutions=tuple(op for op in with_counts(recorder.scans) if isinstance(op, CausalConv)),
         linear_paths=tuple(sorted(recorder.linear_paths)),
         heads=_heads(module),
         saved_bytes=sum(recorder.saved.values()),
@@ -84,6 +87,7 @@ def _attention(call: AttentionCall, ran: Mapping[Direction, int]) -> TracedAtten
         name=call.path, batch=prod(batch[:-1]), heads=batch[-1] if batch else 1, kv_heads=call.kv_heads, queries=queries,
         keys=call.keys, head_dim=head_dim, value_dim=call.value_dim, pairs=float(queries * call.keys * visible_share(call)),
         causal=call.mask == "causal", count=count, forward_runs=max(forward // count, 1), backward_runs=int(backward > 0),
+        mask_bytes=call.mask_bytes, mask_gradient=call.mask_gradient,
     )  # fmt: skip
 
 

@@ -1,11 +1,35 @@
 """Layers of families that are more than attention and MLP. `layers_by` in families.toml names the function."""
 
 from collections.abc import Callable
+from typing import Any
 
 from gemmscope.model.families import FamilyConfig
+from gemmscope.model.hybrids import deepseek_v4, gemma, linear, llama4, mamba, sparse
 from gemmscope.model.spec import LayerSpec
 
 LayerBuilder = Callable[[FamilyConfig, int, int], list[LayerSpec]]
 """From a config, its hidden size and its number of layers."""
 
-HYBRIDS: dict[str, LayerBuilder] = {}
+HYBRIDS: dict[str, LayerBuilder] = {
+    "gated_delta_net": linear.gated_delta_net,
+    "olmo_hybrid": linear.olmo_hybrid,
+    "kimi_linear": linear.kimi_linear,
+    "minimax": linear.minimax,
+    "lfm2": linear.lfm2,
+    "mamba": mamba.mamba,
+    "mamba_or_attention": mamba.mamba_or_attention,
+    "falcon_h1": mamba.falcon_h1,
+    "zamba2": mamba.zamba2,
+    "nemotron_h": mamba.nemotron_h,
+    "indexed_attention": sparse.indexed_attention,
+    "llama4": llama4.llama4,
+    "gemma4": gemma.gemma4,
+    "gemma3n": gemma.gemma3n,
+    "deepseek_v4": deepseek_v4.deepseek_v4,
+}
+
+EndsBuilder = Callable[[FamilyConfig, int, int], dict[str, Any]]
+"""Fields of `ModelSpec` outside of its layers, from a config, its hidden size and its number of layers."""
+
+ENDS: dict[str, EndsBuilder] = {"gemma": gemma.ends, "deepseek_v4": deepseek_v4.ends}
+"""By `ends_by` in families.toml."""

@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils import checkpoint
 
-from gemmscope.model.spec import MlpSpec, NormSpec
+from gemmscope.model.spec import AttentionSpec, MlpSpec, NormSpec
 from gemmscope.recipe.recipes import Recipe
+from gemmscope.step.kits.flex import FlexAttention
 from gemmscope.step.mixer_kernels import MixerKernels
 from gemmscope.step.module_plan import ModulePlan
 from gemmscope.step.plan import StackPlan, activation_kind
@@ -63,6 +64,10 @@ class Kit:
         """Rotates heads by their positions: [batch, sequence, heads, head] to the same."""
         return Rotary(head_dim, sequence, self.device, self.precision)
 
+    def masked_attention(self, spec: AttentionSpec, sequence: int) -> nn.Module:
+        """Attention with a window, with sinks, or with both: [batch, sequence, heads, head] to [tokens, output width]."""
+        return FlexAttention(spec, sequence, self.device, self.precision)
+
     def linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         return PlainLinear(inputs, outputs, bias=bias, device=self.device, dtype=self.precision)
 
@@ -90,6 +95,10 @@ class Kit:
     def experts(self, hidden: int, spec: MlpSpec, count: int) -> nn.Module:
         """Feed-forward blocks side by side: called with tokens and how many of them each gets."""
         return PlainExperts([self._feed_forward(hidden, spec) for _ in range(count)])
+
+    def routing(self, tokens: int, rows: tuple[int, ...]) -> "Routing":
+        """The way of tokens to experts and back: `rows` of them to each."""
+        return Routing(tokens, rows, self.device)
 
     def finish(self, block: nn.Module) -> nn.Module:
         """Convert a layer of the stack, where the framework does, and compile it, if layers are compiled one by one."""
@@ -181,18 +190,46 @@ class FeedForward(nn.Module):
 
     def __init__(self, spec: MlpSpec, up: nn.Module, down: nn.Module, gate: nn.Module | None = None) -> None:
         super().__init__()
-        self.gated, self.activation, self.up, self.down, self.gate = spec.gated, activation_of(spec), up, down, gate
+        self.gated, self.activation, self.up, self.down, self.gate_up = spec.gated, activation_of(spec), up, down, gate
 
     def forward(self, x: torch.Tensor, *rows: list[int], **how: Any) -> torch.Tensor:
         inner = self.up(x, *rows, **how)
-        if self.gate is not None:
-            inner = self.activation(self.gate(x, **how)) * inner
+        if self.gate_up is not None:
+            inner = self.activation(self.gate_up(x, **how)) * inner
         elif self.gated:
             gate, up = inner.chunk(2, dim=-1)
             inner = self.activation(gate) * up
         else:
             inner = self.activation(inner)
         return self.down(inner, *rows, **how)
+
+
+class Routing:
+    """Copies tokens to the experts, sorted by expert, and adds up what comes back. Where they go is fixed."""
+
+    def __init__(self, tokens: int, rows: tuple[int, ...], device: str) -> None:
+        self.tokens, self.rows = tokens, sum(rows)
+        self.slots = -(-self.rows // tokens)  # experts of one token, on this rank
+        counts = torch.tensor([*rows, tokens * self.slots - self.rows])  # what is left over goes to no expert
+        experts = torch.arange(len(counts)).repeat_interleave(counts)
+        experts = experts[torch.randperm(len(experts), generator=torch.Generator().manual_seed(0))]
+        self.experts = experts.view(tokens, self.slots).int().to(device)
+        self.places = experts.argsort(stable=True)[: self.rows].to(device)
+        self.order = self.places // self.slots  # the token of each row
+
+    def send(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """[tokens, hidden] to [rows, hidden], and what is needed to bring them back."""
+        return x.index_select(0, self.order), None
+
+    def combine(self, outputs: torch.Tensor, weights: torch.Tensor, places: Any) -> torch.Tensor:  # noqa: ARG002
+        """The sum of what the experts made of each token, by `weights`, [tokens, the router's choices]."""
+        weighted = outputs * self.by_slot(weights).to(outputs.dtype).flatten().index_select(0, self.places)[:, None]
+        sums = torch.zeros(self.tokens, outputs.shape[1], device=outputs.device, dtype=outputs.dtype)
+        return sums.index_add(0, self.order, weighted)
+
+    def by_slot(self, weights: torch.Tensor) -> torch.Tensor:
+        """A weight for every slot: the rank may hold fewer experts of a token than it has, or more."""
+        return weights.repeat(1, -(-self.slots // weights.shape[1]))[:, : self.slots]
 
 
 class PlainExperts(nn.Module):

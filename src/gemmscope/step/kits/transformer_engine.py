@@ -5,7 +5,9 @@ They write FP8 straight from the norm or the activation, which is why a step gai
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,9 +17,9 @@ from transformer_engine.common import recipe as te_recipes
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 from transformer_engine.pytorch.quantization import FP8GlobalState, FP8GlobalStateManager
 
-from gemmscope.model.spec import MlpSpec, NormSpec
+from gemmscope.model.spec import AttentionSpec, MlpSpec, NormSpec
 from gemmscope.recipe.recipes import Recipe
-from gemmscope.step.kits.plain import EPS, FeedForward, Kit
+from gemmscope.step.kits.plain import EPS, FeedForward, Kit, Routing
 from gemmscope.step.module_plan import ModulePlan
 from gemmscope.step.plan import StackPlan, activation_kind
 
@@ -61,6 +63,11 @@ class TransformerEngineKit(Kit):
     def rotary(self, head_dim: int, sequence: int) -> nn.Module:
         return FusedRotary(head_dim, sequence, self.device)
 
+    def masked_attention(self, spec: AttentionSpec, sequence: int) -> nn.Module:
+        """Its own attention for windows where it has a fused kernel (cuDNN, FlashAttention); else flex attention."""
+        own = not spec.sinks and _attends(spec, sequence, self.device)
+        return WindowedAttention(spec) if own else super().masked_attention(spec, sequence)
+
     def linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         return te.Linear(inputs, outputs, bias=bias, **self._make)
 
@@ -82,6 +89,9 @@ class TransformerEngineKit(Kit):
         up = te.GroupedLinear(count, hidden, spec.intermediate_size * (1 + spec.gated), bias=spec.up_bias, **self._make)
         down = te.GroupedLinear(count, spec.intermediate_size, hidden, bias=spec.down_bias, **self._make)
         return FeedForward(spec, up, down)
+
+    def routing(self, tokens: int, rows: tuple[int, ...]) -> Routing:
+        return FusedRouting(tokens, rows, self.device) if hasattr(te, "moe_permute") else super().routing(tokens, rows)
 
     def low_precision(self) -> AbstractContextManager[Any]:
         FP8GlobalStateManager.quantization_state = self._state
@@ -106,6 +116,54 @@ class TransformerEngineKit(Kit):
 def _activation(spec: MlpSpec) -> str:
     """Its own name for it; a GELU, the only one it has, for every GELU and for what it does not know."""
     return ACTIVATIONS.get((activation_kind(spec.activation), spec.gated), "geglu" if spec.gated else "gelu")
+
+
+class FusedRouting(Routing):
+    """Transformer Engine's kernels for it, as with Megatron's `--moe-permute-fusion`."""
+
+    def send(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        sent, places = te.moe_permute(x, self.experts, num_out_tokens=self.rows, map_type="index")
+        return sent, places
+
+    def combine(self, outputs: torch.Tensor, weights: torch.Tensor, places: Any) -> torch.Tensor:
+        combined: torch.Tensor = te.moe_unpermute(outputs, places, self.by_slot(weights).contiguous(), map_type="index")
+        return combined
+
+
+class WindowedAttention(nn.Module):
+    """Transformer Engine's attention, where a query sees the positions of its window."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__()
+        assert spec.window is not None
+        sizes = spec.head_dim if spec.value_dim is None else (spec.head_dim, spec.value_dim)
+        reach = (spec.window - 1, 0) if spec.causal else (spec.window // 2, spec.window // 2)
+        self.attention = te.DotProductAttention(
+            spec.heads,
+            sizes,
+            num_gqa_groups=spec.kv_heads,
+            attention_dropout=0.0,
+            qkv_format="bshd",
+            attn_mask_type="causal" if spec.causal else "no_mask",
+            window_size=reach,
+        )
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.attention(q, k, v)
+        return out.flatten(0, 1)
+
+
+@cache
+def _attends(spec: AttentionSpec, sequence: int, device: str) -> bool:
+    """Whether Transformer Engine has a fused kernel for this attention: its unfused one keeps all scores."""
+    os.environ["NVTE_UNFUSED_ATTN"] = "0"
+    make: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
+    sizes = ((spec.heads, spec.head_dim), (spec.kv_heads, spec.head_dim), (spec.kv_heads, spec.value_head_dim))
+    try:
+        WindowedAttention(spec)(*(torch.randn(1, sequence, *size, **make) for size in sizes)).sum().backward()
+    except Exception:  # whatever it is: flex attention works everywhere
+        return False
+    return True
 
 
 class FusedRotary(nn.Module):

@@ -1,0 +1,253 @@
+"""Megatron-Bridge recipes in Python: a function that builds a provider class and changes a few settings.
+
+A recipe is never run. Its syntax tree is searched for a provider class that `bridge_classes` knows
+(`cfg.model = Nemotron3NanoProvider(seq_length=8192)`), for the configuration classes of a run
+(`TrainingConfig(micro_batch_size=1)`) and for assignments (`cfg.train.micro_batch_size = 2`). Names stand for the default of the
+function's parameter or for a constant. The result has the same sections as a YAML file, and `bridge` reads it. A model that
+AutoBridge takes from a Hugging Face config is that of the preset with the same source.
+"""
+
+import ast
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from gemmscope.errors import UserError, option
+from gemmscope.findings import finding
+from gemmscope.model import bridge, presets
+from gemmscope.model.bridge_classes import provider_classes
+from gemmscope.model.megatron_args import REQUIRED
+from gemmscope.model.megatron_values import FACTS, Unknown, evaluate
+from gemmscope.model.source import ModelSource
+
+RECIPE = FACTS["bridge_recipe"]
+CONFIGURATIONS: dict[str, str] = RECIPE["classes"]
+SECTIONS = {*CONFIGURATIONS.values(), "model"}
+LONGEST_RECIPE = 200_000  # characters; real ones are far shorter
+FROM_HUB = "from_hf_pretrained"  # of AutoBridge: the model is that of a Hugging Face config
+PRETRAINING = "pretrain"  # in the name of the function that is read, where there are several
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass
+class BridgeRecipe:
+    """What a function of the file says, while it is being collected."""
+
+    names: dict[str, object] = field(default_factory=dict)  # parameters with their defaults, and constants
+    models: list[tuple[str, dict[str, object]]] = field(default_factory=list)  # classes that are built, with their arguments
+    sections: dict[str, dict[str, object]] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)  # variables that hold a section: model_cfg = ...Provider()
+    conditional: dict[str, None] = field(default_factory=dict)
+    hub_id: str = ""
+
+
+def recognises(text: str) -> bool:
+    """Whether the text is Python that uses Megatron-Bridge.
+
+    >>> recognises("from megatron.bridge.models.llama import Llama3ModelProvider8B"), recognises("model: {num_layers: 2}")
+    (True, False)
+    """
+    return re.search(r"^[ \t]*(?:from|import)[ \t]+megatron\.bridge\b", text, re.MULTILINE) is not None
+
+
+def read(text: str, origin: str) -> ModelSource:
+    """The model and run of a recipe.
+
+    >>> read("import megatron.bridge\\nmodel = Qwen3ModelProvider8B()", "recipe.py").model.hidden_size
+    4096
+    """
+    recipes = _recipes(text)
+    recipe = _one_model(recipes)
+    provider, arguments = recipe.models[-1]
+    sections = {name: dict(values) for name, values in recipe.sections.items()}
+    model = {**arguments, **sections.pop("model", {})}
+    if provider == FROM_HUB:
+        source = bridge.read_document(
+            {"model": {"name": recipe.hub_id, **model}, **sections}, origin, _hub_model(recipe.hub_id, model)
+        )
+    else:
+        source = bridge.read_document({"model": {"_target_": provider, **model}, **sections}, origin)
+    if not recipe.conditional:
+        return source
+    return replace(source, findings=(*source.findings, finding("settings-in-condition", settings=[*recipe.conditional])))
+
+
+def _one_model(recipes: list[tuple[str, BridgeRecipe]]) -> BridgeRecipe:
+    """The recipe with a model; that of the pretraining function, where several differ."""
+    found = [(name, recipe) for name, recipe in recipes if recipe.models]
+    found = [(name, recipe) for name, recipe in found if PRETRAINING in name] or found
+    if not found:
+        raise UserError(
+            "the recipe builds no model whose sizes are known here, such as Llama3ModelProvider8B()",
+            f"name the model itself with {option('config')} or {option('preset')}, or use the run_config.yaml that "
+            "Megatron-Bridge writes beside a checkpoint",
+        )
+    classes = {recipe.hub_id or recipe.models[-1][0]: None for _, recipe in found}
+    if len(classes) > 1:
+        raise UserError(
+            f"the recipe builds several models: {', '.join(list(classes)[:6])}", "give a file that builds one of them"
+        )
+    return found[0][1]
+
+
+def _hub_model(hub_id: str, settings: Mapping[str, object]) -> ModelSource:
+    """The model of a hub id: the preset with that source. Nothing is downloaded that the user did not name."""
+    changed = [name for name in (*REQUIRED, *bridge.SHAPES) if name in settings]
+    preset = next((name for name in presets.names() if f"/{hub_id}/" in presets.describe(name).source), None)
+    if changed or preset is None:
+        change = f" and changes {', '.join(f'model.{name}' for name in changed[:6])}" if changed else ""
+        raise UserError(
+            f"the recipe takes its model from {hub_id}{change}" + ("" if changed else ", which is not a preset"),
+            f"name the model yourself: {option('config', 'PATH' if changed else hub_id)}",
+        )
+    source = presets.load(preset)
+    assert source.model is not None
+    depths = settings.get("mtp_num_layers")
+    if type(depths) is not int or depths < 1:
+        return source
+    findings = tuple(each for each in source.findings if each.code != "prediction-layers-not-included")
+    return replace(source, model=replace(source.model, prediction_layers=depths), findings=findings)
+
+
+def _recipes(text: str) -> list[tuple[str, BridgeRecipe]]:
+    """What each function says, and the module itself, under an empty name."""
+    if len(text) > LONGEST_RECIPE:
+        raise UserError("the recipe is too long", f"recipes can have up to {LONGEST_RECIPE} characters")
+    try:
+        tree = ast.parse(text)
+        module = BridgeRecipe()
+        _collect(tree.body, module, in_branch=False)
+        functions = {node.name: node for node in tree.body if isinstance(node, Function)}
+        found = [("", module), *((name, _of_function(node, functions, module)) for name, node in functions.items())]
+    except SyntaxError as error:
+        raise UserError(f"the Python is not valid, line {error.lineno}: {error.msg}", "correct that line") from None
+    except (ValueError, MemoryError, RecursionError):
+        raise UserError(
+            "the Python is not valid: nested too deeply, or with a character that is not text", "simplify it"
+        ) from None
+    return found
+
+
+def _of_function(node: Function, functions: dict[str, Function], module: BridgeRecipe, depth: int = 0) -> BridgeRecipe:
+    """What a function says, with what the file's functions that it calls say before it."""
+    recipe = BridgeRecipe(names=dict(module.names))
+    recipe.names |= _defaults(node, recipe)
+    for call in (part for part in ast.walk(node) if isinstance(part, ast.Call)):
+        called = functions.get(_name_of(call.func))
+        if called is not None and called is not node and depth < 3:
+            inner = _of_function(called, functions, module, depth + 1)
+            recipe.models += inner.models
+            recipe.sections |= {name: {**inner.sections[name], **recipe.sections.get(name, {})} for name in inner.sections}
+            if inner.models:
+                recipe.models[-1][1].update(_arguments_for(called, call, recipe, inner))
+    _collect(node.body, recipe, in_branch=False)
+    return recipe
+
+
+def _arguments_for(called: Function, call: ast.Call, outer: BridgeRecipe, inner: BridgeRecipe) -> dict[str, object]:
+    """The model's arguments that a call changes, where the called function passes its parameters on."""
+    given = {keyword.arg: _value(keyword.value, outer) for keyword in call.keywords if keyword.arg}
+    changed: dict[str, object] = {}
+    for model in (part for part in ast.walk(called) if isinstance(part, ast.Call)):
+        if _name_of(model.func) == inner.models[-1][0]:
+            for keyword in model.keywords:
+                if keyword.arg and isinstance(keyword.value, ast.Name) and keyword.value.id in given:
+                    changed[keyword.arg] = given[keyword.value.id]
+    return changed
+
+
+def _defaults(node: Function, recipe: BridgeRecipe) -> dict[str, object]:
+    arguments = node.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    pairs = [*zip(positional[len(positional) - len(arguments.defaults) :], arguments.defaults, strict=True)]
+    pairs += [
+        (argument, default) for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if default
+    ]
+    return {argument.arg: _value(default, recipe) for argument, default in pairs}
+
+
+def _collect(body: list[ast.stmt], recipe: BridgeRecipe, *, in_branch: bool) -> None:
+    """Walk through the statements in their order."""
+    for node in body:
+        if isinstance(node, (Function, ast.ClassDef)):
+            continue
+        for inner in ("body", "orelse", "finalbody"):
+            conditional = in_branch or isinstance(node, (ast.If, ast.For, ast.While))
+            _collect(getattr(node, inner, []), recipe, in_branch=conditional)
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                _assign(target, node.value, recipe, in_branch=in_branch)
+        elif isinstance(node, (ast.Return, ast.Expr)) and node.value is not None:
+            _built(node.value, recipe)
+
+
+def _assign(target: ast.expr, value: ast.expr, recipe: BridgeRecipe, *, in_branch: bool) -> None:
+    section = _built(value, recipe)
+    path = _path(target)
+    if section and len(path) == 1:
+        recipe.aliases[path[0]] = section
+    elif len(path) == 1:
+        recipe.names[path[0]] = _value(value, recipe)
+    elif len(path) >= 2 and not section:
+        holder = recipe.aliases.get(path[-2]) if len(path) == 2 else path[-2]
+        holder = holder or (path[-2] if path[-2] in SECTIONS else None)
+        if holder in SECTIONS and path[-1] not in SECTIONS:
+            recipe.sections.setdefault(holder, {})[path[-1]] = _value(value, recipe)
+            if in_branch and path[-1] in RECIPE["noted"]:
+                recipe.conditional[f"{holder}.{path[-1]}"] = None
+
+
+def _built(value: ast.expr, recipe: BridgeRecipe) -> str:
+    """Remember the models and configurations that an expression builds. The section of the expression itself, or nothing."""
+    for call in (part for part in ast.walk(value) if isinstance(part, ast.Call)):
+        name = _name_of(call.func)
+        arguments = {keyword.arg: _value(keyword.value, recipe) for keyword in call.keywords if keyword.arg}
+        if name in provider_classes() or name in FACTS["bridge"]["plain_classes"]:
+            recipe.models.append((name, arguments))
+        elif name in CONFIGURATIONS:
+            recipe.sections.setdefault(CONFIGURATIONS[name], {}).update(arguments)
+        elif name == FROM_HUB and call.args:
+            hub_id = _value(call.args[0], recipe)
+            recipe.hub_id = hub_id[:200] if isinstance(hub_id, str) else "?"
+            recipe.models.append((FROM_HUB, {}))
+    if not isinstance(value, ast.Call):
+        return ""
+    name = _name_of(value.func)
+    built = name in provider_classes() or any(
+        _name_of(part.func) == FROM_HUB for part in ast.walk(value) if isinstance(part, ast.Call)
+    )
+    return "model" if built else CONFIGURATIONS.get(name, "")
+
+
+def _name_of(function: ast.expr) -> str:
+    """`Llama3ModelProvider8B`, also of `models.Llama3ModelProvider8B`."""
+    return function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
+
+
+def _path(target: ast.expr) -> list[str]:
+    """`["cfg", "train", "micro_batch_size"]`; empty for any other target."""
+    if isinstance(target, ast.Name):
+        return [target.id]
+    inner = _path(target.value) if isinstance(target, ast.Attribute) else []
+    return [*inner, target.attr] if inner and isinstance(target, ast.Attribute) else []
+
+
+def _value(node: ast.expr, recipe: BridgeRecipe) -> object:
+    """The value of an expression, as far as the file shows it."""
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, (ast.List, ast.Tuple)):
+        return [_value(item, recipe) for item in node.elts]
+    if isinstance(node, ast.Name) and node.id in recipe.names:
+        return recipe.names[node.id]
+    if isinstance(node, ast.Attribute):
+        return ".".join(_path(node)) or Unknown(_shown(node), "the recipe computes it")
+    try:
+        return evaluate(re.sub(r"[A-Za-z_]\w*", lambda name: str(recipe.names.get(name[0], name[0])), ast.unparse(node)))
+    except ValueError:
+        return Unknown(_shown(node), "the recipe computes it")
+
+
+def _shown(node: ast.expr) -> str:
+    return ast.unparse(node)[:60]

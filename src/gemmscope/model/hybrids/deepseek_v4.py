@@ -1,0 +1,105 @@
+"""DeepSeek-V4: hyper-connections, attention on a window and on compressed entries, experts in every layer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from gemmscope.errors import UserError, shown
+from gemmscope.model import hf_blocks as blocks
+from gemmscope.model.families import FamilyConfig
+from gemmscope.model.limits import check_size
+from gemmscope.model.mixers import LinearSpec
+from gemmscope.model.spec import AttentionSpec, IndexerSpec, LayerSpec, MlpSpec, MoeSpec
+from gemmscope.model.streams import CompressedSpec, StreamsSpec
+
+SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+KINDS = {0: SLIDING, 4: SPARSE, 128: HEAVY}
+"""By the entries of `compress_ratios`, which published configs have instead of layer_types."""
+RATES = {SPARSE: "compress_rate_csa", HEAVY: "compress_rate_hca"}
+
+
+def deepseek_v4(family: FamilyConfig, _: int, count: int) -> list[LayerSpec]:
+    """Hash routers choose the experts of the first layers by token; they compute what the others do."""
+    kinds = _kinds(family, count)
+    layers = {kind: _layer(family, kind) for kind in dict.fromkeys(kinds)}
+    return [layers[kind] for kind in kinds]
+
+
+def ends(family: FamilyConfig, hidden: int, count: int) -> dict[str, Any]:
+    """After the last layer the streams are collapsed into one. `compress_ratios` goes on with the prediction layers."""
+    streams, ratios = family.size("hc_mult"), family.value("compress_ratios")
+    collapse = LinearSpec("Stream Weights", streams * hidden, streams, bias=True, quantized=False)
+    after = ratios[count] if isinstance(ratios, list) and len(ratios) > count else None
+    predicting = _layer(family, KINDS[after]) if isinstance(after, int) and after in KINDS else None
+    return {"last_linears": (collapse,), "prediction_layer": predicting, "unused_parameters": 1}  # the scale of the weights
+
+
+def _layer(family: FamilyConfig, kind: str) -> LayerSpec:
+    width = family.optional_size("intermediate_size") or family.size("moe_intermediate_size")
+    bias, act = family.flag("mlp_bias"), blocks.activation(family)
+    moe = MoeSpec(
+        experts=family.optional_size("num_local_experts") or family.size("n_routed_experts"),
+        top_k=family.size("num_experts_per_tok"),
+        expert=MlpSpec(width, gated=True, activation=act, stored_fused=True),
+        shared=MlpSpec(width, gated=True, activation=act, up_bias=bias, down_bias=bias),
+    )
+    return LayerSpec(_attention(family, kind), moe, streams=StreamsSpec("hyper-connections", family.size("hc_mult")))
+
+
+def _kinds(family: FamilyConfig, count: int) -> list[str]:
+    listed, ratios = family.value("layer_types"), family.value("compress_ratios")
+    if listed is None and ratios is not None:
+        if not isinstance(ratios, list) or not set(KINDS).issuperset(each for each in ratios if isinstance(each, int)):
+            raise UserError(f"compress_ratios must be a list of {', '.join(map(str, KINDS))}, not {shown(ratios)}")
+        listed = [KINDS.get(ratio, shown(ratio)) for ratio in ratios]
+    if listed is None:
+        listed = [HEAVY if index < 2 or index % 2 == 0 else SPARSE for index in range(count)]
+    if not isinstance(listed, list) or len(listed) < count:
+        raise UserError(f"layer_types must be a list with {count} entries, not {shown(listed)}", "one for each layer")
+    if unknown := [kind for kind in listed[:count] if kind not in KINDS.values()]:
+        known = ", ".join(KINDS.values())
+        raise UserError(f"a layer of {family.model_type} cannot be {shown(unknown[0])}", f"layer_types may contain {known}")
+    return [str(kind) for kind in listed[:count]]
+
+
+def _attention(family: FamilyConfig, kind: str) -> AttentionSpec:
+    heads = check_size("num_attention_heads", family.size("num_attention_heads"), "heads")
+    head_dim = family.size("head_dim")
+    indexer = IndexerSpec(family.size("index_n_heads"), family.size("index_head_dim")) if kind == SPARSE else None
+    return AttentionSpec(
+        heads=heads,
+        kv_heads=1,
+        head_dim=head_dim,
+        window=check_size("sliding_window", family.size("sliding_window"), "sequence_length"),
+        sinks=True,
+        compressed=CompressedSpec(
+            q_rank=family.size("q_lora_rank"),
+            rope_dim=_rope_dim(family, head_dim),
+            out_groups=family.size("o_groups"),
+            out_rank=family.size("o_lora_rank"),
+            rate=_rate(family, kind) if kind != SLIDING else 0,
+            overlaps=kind == SPARSE,
+        ),
+        indexer=indexer,
+        top_k=family.size("index_topk") if indexer is not None else None,
+    )
+
+
+def _rope_dim(family: FamilyConfig, head_dim: int) -> int:
+    share = family.value("partial_rotary_factor")
+    if share is None:
+        given = family.optional_size("qk_rope_head_dim")
+        return given if given is not None else head_dim // 8
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+        raise UserError(f"partial_rotary_factor must be above 0 and at most 1, not {shown(share)}", "correct it in the config")
+    return int(head_dim * share)
+
+
+def _rate(family: FamilyConfig, kind: str) -> int:
+    """How many positions an entry stands for."""
+    given, listed = family.optional_size(RATES[kind]), family.value("compress_rates")
+    if given is None and listed is not None:
+        if not isinstance(listed, Mapping) or kind not in listed:
+            raise UserError(f"compress_rates must have a number for {kind}, not {shown(listed)}", f'for example {{"{kind}": 4}}')
+        given = listed[kind]
+    usual = next(rate for rate, name in KINDS.items() if name == kind)
+    return check_size(f"compress_rates of {kind}", usual if given is None else given, "sequence_length")

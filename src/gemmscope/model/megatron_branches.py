@@ -1,0 +1,122 @@
+"""Follows the conditions of a launch script: which branch of an `if` or `case` runs, where the script itself decides it.
+
+`case $SIZE in 8B) ... ;; esac` runs one branch if the script sets SIZE. Where it does not, every branch may run, and what they
+set depends on the condition. Nothing is executed here.
+"""
+
+import operator
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from gemmscope.model.megatron_shell import Shell, Word
+
+State = Literal["taken", "skipped", "open"]
+"""Of a branch: it runs, it does not run, nobody knows."""
+
+COMPARISONS: dict[str, Callable[[int, int], bool]] = {
+    "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt, "-ge": operator.ge,
+}  # fmt: skip
+NUMBER = re.compile("-?[0-9]{1,15}")
+LONGEST_TEST = 12  # words
+
+
+@dataclass
+class Condition:
+    """One `if` or `case` that is not closed yet."""
+
+    kind: Literal["if", "case"]
+    state: State = "open"
+    before: list[State] = field(default_factory=list)  # the branches so far
+    reading: Literal["test", "subject", "pattern", ""] = ""  # what the next words belong to
+    words: list[Word] = field(default_factory=list)
+    subject: str | None = None
+
+    def enter(self, holds: bool | None) -> None:
+        """Begin a branch, given whether its own condition holds; None: unknown. At most one branch runs."""
+        if "taken" in self.before or holds is False:
+            self.state = "skipped"
+        else:
+            self.state = "taken" if holds and set(self.before) <= {"skipped"} else "open"
+        self.before.append(self.state)
+        self.reading, self.words = "", []
+
+
+@dataclass
+class Branches:
+    """The conditions around the current word."""
+
+    shell: Shell
+    stack: list[Condition] = field(default_factory=list)
+
+    @property
+    def skipped(self) -> bool:
+        return any(condition.state == "skipped" for condition in self.stack)
+
+    @property
+    def open(self) -> bool:
+        return any(condition.state == "open" for condition in self.stack)
+
+    def consumes(self, word: Word) -> bool:
+        """Whether the word belongs to the structure of a condition: keywords, tests and patterns."""
+        top = self.stack[-1] if self.stack else None
+        if top is not None and top.kind == "case" and not top.reading and ";;" in word.before:
+            top.reading = "pattern"
+        if word.opens and word.text in ("fi", "esac") and top is not None and top.kind == ("if" if word.text == "fi" else "case"):
+            self.stack.pop()
+            return True
+        if top is not None and top.reading:
+            return self._read(top, word)
+        if not word.opens or word.quoted:
+            return False
+        if word.text in ("if", "case"):
+            self.stack.append(Condition("if", reading="test") if word.text == "if" else Condition("case", reading="subject"))
+            return True
+        if top is not None and top.kind == "if" and word.text in ("elif", "else"):
+            if word.text == "elif":
+                top.reading = "test"
+            else:
+                top.enter(holds=True)
+            return True
+        return False
+
+    def _read(self, top: Condition, word: Word) -> bool:
+        if top.reading == "test":
+            if word.opens and word.text == "then":
+                top.enter(self._holds(top.words))
+            else:
+                top.words.append(word)
+        elif top.reading == "subject":
+            if word.text == "in" and top.words:
+                subject = self.shell.fill_in(top.words[0].text)
+                top.subject = subject if "$" not in subject and "`" not in subject else None
+                top.reading, top.words = "pattern", []
+            else:
+                top.words.append(word)
+        else:
+            top.words.append(word)
+            if word.text.endswith(")"):
+                patterns = [part.text.strip("()") for part in top.words]
+                top.enter(None if top.subject is None else any(fnmatchcase(top.subject, pattern) for pattern in patterns))
+        return True
+
+    def _holds(self, words: list[Word]) -> bool | None:
+        """Whether a test holds: `[ $A = b ]`, `[[ -n $A ]]`, `[ $N -gt 2 ]`; None where that is not known."""
+        if not 3 < len(words) <= LONGEST_TEST or words[0].text not in ("[", "[[") or any(word.opens for word in words[1:]):
+            return None
+        operands = [self.shell.fill_in(word.text) for word in words[1:-1]]
+        if any("$" in operand or "`" in operand for operand in operands):
+            return None
+        if len(operands) == 2 and operands[0] in ("-z", "-n"):
+            return (operands[1] == "") == (operands[0] == "-z")
+        if len(operands) != 3:
+            return None
+        left, comparison, right = operands
+        if comparison in ("=", "==", "!="):
+            equal = fnmatchcase(left, right) if words[0].text == "[[" else left == right
+            return equal == (comparison != "!=")
+        if comparison in COMPARISONS and NUMBER.fullmatch(left) and NUMBER.fullmatch(right):
+            return COMPARISONS[comparison](int(left), int(right))
+        return None

@@ -1,0 +1,119 @@
+"""Reads a torchtitan command or launch script: `./run_train.sh --module llama3 --config llama3_8b --training.seq_len 8192`.
+
+Flags are settings of the job config: `--parallelism.tensor_parallel_degree 8` is `tensor_parallel_degree = 8` below
+`[parallelism]`. The model is named by `--model.name` and `--model.flavor`, or, in releases that keep their job configs in Python,
+by a module and one of its configs (`--module`, `--config`, or the variables MODULE and CONFIG of run_train.sh). What such a
+config says itself is in torchtitan's code: only the command's own settings are known. A script is never run.
+"""
+
+import re
+
+from gemmscope.errors import UserError, closest
+from gemmscope.findings import Finding, finding
+from gemmscope.model import torchtitan
+from gemmscope.model.megatron_branches import Branches
+from gemmscope.model.megatron_shell import ASSIGNMENT, Shell, words_of
+from gemmscope.model.megatron_values import Unknown
+from gemmscope.model.source import ModelSource
+from gemmscope.model.torchtitan_model import families
+
+SECTIONS = ("model", "training", "parallelism", "activation_checkpoint")
+FLAG = re.compile(rf"--(?:({'|'.join(SECTIONS)})\.([a-z][\w-]*)|(module|config))(?:=(.*))?", re.DOTALL)
+VARIABLES = {"MODULE": "module", "CONFIG": "config"}  # of torchtitan's run_train.sh
+CONSTANTS = {"true": True, "false": False}
+
+
+def recognises(text: str) -> bool:
+    """Whether the text is a command or script that starts torchtitan.
+
+    >>> recognises("./run_train.sh --module llama3 --config llama3_8b"), recognises("--num-layers 32")
+    (True, False)
+    """
+    dotted = re.search(rf"--(?:{'|'.join(SECTIONS)})\.[a-z]", text)
+    named = re.search(r"--module[= ]|\bMODULE=", text) and re.search(r"--config[= ]|\bCONFIG=", text)
+    return bool(dotted or (named and re.search(r"run_train\.sh|torchtitan", text)))
+
+
+def read(text: str, origin: str) -> ModelSource:
+    """The model and the run settings of a torchtitan command.
+
+    >>> read("./run_train.sh --module llama3 --config llama3_8b --training.seq_len 8192", "x.sh").model.hidden_size
+    4096
+    """
+    tables, findings = _collect(text)
+    named = tables.pop("", {})
+    model = dict(tables.get("model", {}))
+    if "flavor" not in model and named:
+        model |= _model_of(named)
+        findings.append(finding("config-not-read", config=str(named.get("config"))[:100]))
+    return torchtitan.read_tables({**tables, "model": model}, origin, findings)
+
+
+def _collect(text: str) -> tuple[dict[str, dict[str, object]], list[Finding]]:
+    """The settings by section, and what was not known. Module and config are in the section without a name."""
+    shell = Shell()
+    branches, tables, findings, waiting = Branches(shell), dict[str, dict[str, object]](), list[Finding](), ("", "")
+
+    def put(section: str, name: str, value: object) -> None:
+        if isinstance(value, Unknown):
+            findings.append(
+                finding("setting-without-value", setting=f"{section}.{name}", value=value.text[:60], reason=value.why)
+            )
+        else:
+            tables.setdefault(section, {})[name] = value
+
+    for word in words_of(text):
+        if branches.consumes(word) or branches.skipped:
+            continue
+        shell.assign_defaults(word.text, in_branch=branches.open)
+        flag, assigned = FLAG.fullmatch(word.text.strip("(),")), ASSIGNMENT.fullmatch(word.text)
+        if waiting[1] and not word.text.startswith("--"):
+            put(*waiting, _value(shell.resolve(word.text.strip("(),"))))
+        elif waiting[1]:
+            put(*waiting, value=True)  # a switch
+        waiting = ("", "")
+        if flag:
+            section, name = flag[1] or "", (flag[2] or flag[3]).replace("-", "_")
+            waiting = (section, name) if flag[4] is None else waiting
+            if flag[4] is not None:
+                put(section, name, _value(shell.resolve(flag[4])))
+        elif assigned and assigned[2] == "=":
+            shell.assign(assigned[1], assigned[3], in_branch=branches.open)
+            if assigned[1] in VARIABLES and shell.value(assigned[1]):
+                put("", VARIABLES[assigned[1]], shell.resolve(f"${assigned[1]}"))
+    if waiting[1]:
+        put(*waiting, value=True)
+    return tables, findings
+
+
+def _value(text: str | Unknown) -> object:
+    if isinstance(text, Unknown):
+        return text
+    if re.fullmatch(r"-?[0-9][0-9_]{0,17}", text):
+        return int(text)
+    return CONSTANTS.get(text.lower(), text)
+
+
+def _model_of(named: dict[str, object]) -> dict[str, object]:
+    """The family and flavor that a module and one of its configs stand for: llama3 and llama3_8b."""
+    module, config = str(named.get("module", ""))[:100], str(named.get("config", ""))[:100]
+    known = {alias: family for family, facts in families().items() for alias in (family, *facts.get("aliases", ()))}
+    family = known.get(module.rsplit(".", 1)[-1])
+    if family is None:
+        similar = closest(module, known)
+        suggestion = f"did you mean {' or '.join(similar)}? " if similar else ""
+        raise UserError(f"--module {module} is not a known torchtitan model", f"{suggestion}known: {', '.join(known)}")
+    flavors: dict[str, object] = families()[family]["flavors"]
+    rest = _letters(config).removeprefix(_letters(family))
+    fitting = [flavor for flavor in flavors if rest.startswith(_letters(flavor))]
+    if not fitting:
+        raise UserError(
+            f"--config {config} names no known flavor of {family}",
+            f"known: {', '.join(flavors)}; or name one with --model.name {family} --model.flavor {next(iter(flavors))}",
+        )
+    return {"name": family, "flavor": max(fitting, key=len)}
+
+
+def _letters(name: str) -> str:
+    """A name without what its spellings differ in: 30B-A3B and 30b_a3b are the same."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -1,0 +1,70 @@
+"""The operations that all kinds of layers consist of, with the sizes of one rank: linears, norms, and what a mask allows."""
+
+from dataclasses import replace
+
+from gemmscope.model.spec import ModelSpec, RunSpec
+from gemmscope.workload.ops import Elementwise, GroupedLinear, Linear, Norm
+
+
+def linear(
+    name: str, run: RunSpec, inputs: int, outputs: int, *, bias: bool | int = False, rows: tuple[int, ...] = (), section: str = ""
+) -> Linear:
+    """A linear on all tokens of this rank, or on its experts' rows. `bias`: yes, no, or the number of outputs that have one."""
+    parameters = inputs * outputs + (outputs if bias is True else int(bias))
+    if rows:
+        parameters *= len(rows)
+        return GroupedLinear(name=name, tokens=sum(rows), rows=rows, inputs=inputs, outputs=outputs, parameters=parameters)
+    return Linear(name=name, tokens=run.tokens, inputs=inputs, outputs=outputs, parameters=parameters, section=section)
+
+
+def on_sequence_shard(op: Linear, run: RunSpec) -> Linear:
+    """A linear that tensor parallelism does not split: on this rank's share of the sequence, or the same on every rank."""
+    if run.sequence_parallel and run.sequence_parallel_linears:
+        return replace(op, tokens=op.tokens // run.tp)
+    return replace(op, copies=run.tp)
+
+
+def shard_rows(run: RunSpec) -> tuple[int, int]:
+    """(tokens, copies) of the operations between the tensor-parallel blocks."""
+    return (run.tokens // run.tp, 1) if run.sequence_parallel else (run.tokens, run.tp)
+
+
+def norm(model: ModelSpec, run: RunSpec, name: str, width: int, section: str = "") -> Norm:
+    """RMSNorm or LayerNorm, as the model has it."""
+    rows, copies = shard_rows(run)
+    return Norm(
+        name=name, rows=rows, width=width, copies=copies, section=section,
+        parameters=width * (model.norm.weight + model.norm.bias),
+    )  # fmt: skip
+
+
+def residual(model: ModelSpec, run: RunSpec) -> Elementwise:
+    """The output of a block is added to its input."""
+    rows, copies = shard_rows(run)
+    return Elementwise(
+        name="Residual Add", rows=rows, width=model.hidden_size, copies=copies, forward_tensors=3, backward_tensors=3
+    )
+
+
+def visible_pairs(sequence: int, *, causal: bool, window: int | None, chunk: int | None = None) -> int:
+    """How many (query, key) pairs the mask allows in one sequence.
+
+    A causal query sees itself and the positions before it, at most `window` in total, and only those of its own `chunk`; a
+    bidirectional one sees `window` // 2 positions on either side of itself.
+
+    >>> visible_pairs(4, causal=True, window=None), visible_pairs(4, causal=True, window=2)
+    (10, 7)
+    >>> visible_pairs(5, causal=True, window=None, chunk=2)
+    7
+    """
+    if chunk is not None and chunk < sequence:
+        whole, rest = divmod(sequence, chunk)
+        each, last = (visible_pairs(size, causal=causal, window=window) for size in (chunk, rest))
+        return whole * each + last
+    if causal:
+        reach = min(window or sequence, sequence)
+        return reach * (reach + 1) // 2 + (sequence - reach) * reach
+    if window is None:
+        return sequence * sequence
+    reach = min(window // 2, sequence - 1)
+    return sequence * (2 * reach + 1) - reach * (reach + 1)
