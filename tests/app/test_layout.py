@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemmscope.app.forecast import forecast
+from gemmscope.app.layout import choose_run
 from gemmscope.app.model import ModelRun, load_model, model_run
 from gemmscope.errors import UserError, in_shell
 from gemmscope.model import megatron, torchtitan
@@ -297,3 +298,28 @@ def mended(asked: dict[str, int], text: str) -> dict[str, int]:
     typed = [pair for pair in named if pair[0] in asked]
     name, value = (typed or named)[0]
     return {**asked, name: value}
+
+
+@pytest.mark.parametrize(
+    ("source", "missing"),
+    [
+        (ModelSource("vit.py:build", None, module="vit.py:build"), ()),
+        (ModelSource("config.json", None, config={"model_type": "vit", "image_size": 224}), ("micro_batch_size",)),
+        (
+            ModelSource("config.json", None, config={"model_type": "clip", "text_config": {}, "image_size": 1}),
+            ("micro_batch_size",),
+        ),
+        (
+            ModelSource("config.json", None, config={"model_type": "t5", "vocab_size": 10}),
+            ("micro_batch_size", "sequence_length"),
+        ),
+    ],
+)
+def test_a_module_brings_its_inputs_and_an_image_has_no_sequence(source: ModelSource, missing: tuple[str, ...]) -> None:
+    if missing:
+        with pytest.raises(UserError) as caught:
+            choose_run(source, {})
+        assert [name for name in ("micro_batch_size", "sequence_length") if name in str(caught.value)] == list(missing)
+    choice = choose_run(source, dict.fromkeys(missing, 4))
+    assert choice.settled == set(missing)
+    assert choice.run.inputs is None

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fuzz.hostile import OUTPUTS, TEXTS
 from fuzz.targets import Target, command_line
 from gemmscope.workload.ops import PASSES, BatchedGemm, Gemm, Remainder, gemm_size
+from gemmscope.workload.recorded import Moved, OtherWork, TracedAttention
 from gemmscope.workload.trace import ModuleTrace
 
 SIZES = st.sampled_from([0, 1, 7, 8, 16, 64, 128, 4096, 2**20, 2**40, 2**62])
@@ -38,6 +39,25 @@ BATCHED = st.builds(
     count=COUNTS,
 )
 REMAINDER = st.builds(Remainder, name=TEXTS, direction=st.sampled_from(["forward", "backward"]), flops=SIZES, count=COUNTS)
+MOVED = st.builds(Moved, flops=SIZES, bytes_moved=SIZES, launches=SIZES, fused_bytes=SIZES, kernels=SIZES)
+OTHERS = st.builds(
+    OtherWork,
+    path=TEXTS,
+    kind=st.sampled_from(["norm", "softmax", "loss", "embedding", "unheard-of"]),
+    forward=MOVED,
+    backward=MOVED,
+)
+ATTENTION = st.builds(
+    TracedAttention,
+    **dict.fromkeys(
+        ("batch", "heads", "kv_heads", "queries", "keys", "head_dim", "value_dim"), st.sampled_from([1, 7, 64, 2**20])
+    ),
+    name=TEXTS,
+    pairs=st.sampled_from([1.0, 1e12]),
+    causal=st.booleans(),
+    count=COUNTS,
+    backward_runs=st.integers(0, 1),
+)
 TRACES = st.builds(
     ModuleTrace,
     class_name=TEXTS,
@@ -47,6 +67,14 @@ TRACES = st.builds(
     remainder=st.lists(REMAINDER, max_size=2).map(tuple),
     masks=st.dictionaries(st.sampled_from(["none", "causal", "explicit"]), st.integers(0, 9)),
     versions=st.dictionaries(TEXTS, TEXTS, max_size=2),
+    attentions=st.lists(ATTENTION, max_size=1).map(tuple),
+    others=st.lists(OTHERS, max_size=2).map(tuple),
+    linear_paths=st.lists(TEXTS | st.just("layers.*.up"), max_size=2).map(tuple),
+    heads=st.just(()) | st.just(("lm_head",)),
+    trainable=SIZES,
+    saved_bytes=SIZES,
+    inputs=st.none() | TEXTS,
+    samples=st.none() | st.sampled_from([1, 8, 2**20]),
 )
 COMMANDS = st.sampled_from(
     [["shapes"], ["forecast", "--gpu", "h200"], ["forecast", "--gpu", "a100,b300", "--recipes", "BF16,FP8Block"]]

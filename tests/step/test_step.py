@@ -403,7 +403,7 @@ def test_a_burst_that_fails_is_said_once(seed: int, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("gc.disable", lambda: None)
     made = plan("llama")
     settings = asdict(StepSettings("cpu", drop_ms=0.1, keep_ms=0.1, least_steps=1, max_rounds=3, seed=seed))
-    worker = StepWorker({**settings, "plan": asdict(made), "variants": [], "least_rounds": 3, "had": {}}, None)
+    worker = StepWorker({**settings, "plan": asdict(made), "live": False, "variants": [], "least_rounds": 3, "had": {}}, None)
     said: list[Message] = []
     monkeypatch.setattr(worker, "say", said.append)
     launch = worker.launch

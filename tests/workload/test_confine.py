@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from gemmscope.errors import UserError
-from gemmscope.model.spec import RunSpec
 from gemmscope.workload.confine import NetworkError, offline
 from gemmscope.workload.trace import trace_huggingface
 
@@ -70,14 +69,14 @@ def test_the_record_works(uses: Path) -> None:
 @pytest.mark.parametrize("name", FROM_HUB)
 def test_what_a_config_names_on_the_hub_is_not_looked_up(uses: Path, name: str) -> None:
     with pytest.raises(UserError, match=r"refers to a file of the hub|timm") as error:
-        trace_huggingface(FROM_HUB[name], RunSpec(1, 32))
+        trace_huggingface(FROM_HUB[name], 1, 32)
     assert "\n" not in error.value.message
     assert not uses.exists()
 
 
 @pytest.mark.parametrize("name", TRACED)
 def test_a_config_that_needs_nothing_is_traced(uses: Path, name: str) -> None:
-    assert trace_huggingface(TRACED[name], RunSpec(1, 32)).gemms
+    assert trace_huggingface(TRACED[name], 1, 32).gemms
     assert not uses.exists()
 
 
@@ -101,4 +100,4 @@ def test_enormous_configs_are_one_message(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="builds models of transformers")
     config = {"model_type": "mamba", "num_labels": 10**10, **TINY}
     with pytest.raises(UserError, match="num_labels"):
-        trace_huggingface(json.loads(json.dumps(config)), RunSpec(1, 32))
+        trace_huggingface(json.loads(json.dumps(config)), 1, 32)

@@ -19,12 +19,14 @@ from gemmscope.model.spec import RunSpec
 from gemmscope.process import worker_command
 from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import Linear
+from gemmscope.workload.recorded import TracedLinear
 from gemmscope.workload.summary import totals
-from gemmscope.workload.trace import ModuleTrace, TracedLinear, as_workload, trace_module
+from gemmscope.workload.trace import ModuleTrace, as_workload, trace_module
 from support.processes import alive, wait_until
 from support.reading import codes
 
-RUN = RunSpec(2, 16)
+SIZES = (2, 16)
+RUN = RunSpec(*SIZES)
 SHADOWS = "random queue types inspect select token string io json logging traceback warnings"
 
 
@@ -121,7 +123,7 @@ def test_a_factory_that_leaves_a_child_running_does_not_block(tmp_path: Path) ->
         f"        pathlib.Path({str(note)!r}).write_text(str(os.getpid()))\n        time.sleep(600)\n"
         "    return torch.nn.Sequential(torch.nn.Embedding(9, 32))\n"
     )
-    assert trace_module(f"{tmp_path}/mine.py:build", RUN).parameters == 9 * 32
+    assert trace_module(f"{tmp_path}/mine.py:build", *SIZES).parameters == 9 * 32
     assert wait_until(lambda: not alive(int(note.read_text())), 10)
 
 
@@ -131,7 +133,7 @@ def test_a_factory_that_leaves_a_thread_running_does_not_block(tmp_path: Path) -
         "import threading, time, torch\ndef build():\n    threading.Thread(target=lambda: time.sleep(600)).start()\n"
         "    return torch.nn.Sequential(torch.nn.Embedding(9, 32))\n"
     )
-    assert trace_module(f"{tmp_path}/mine.py:build", RUN).parameters == 9 * 32
+    assert trace_module(f"{tmp_path}/mine.py:build", *SIZES).parameters == 9 * 32
 
 
 def test_an_answer_that_is_cut_short_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +146,7 @@ def test_an_answer_that_is_cut_short_is_one_message(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr("gemmscope.workload.trace.run_worker", cut)
     with pytest.raises(UserError, match="in the middle of its answer: OSError: No space left"):
-        trace_module("mine.py:build", RUN)
+        trace_module("mine.py:build", *SIZES)
 
 
 def test_a_module_among_files_with_names_of_the_standard_library(shadowed: Path) -> None:
@@ -153,7 +155,7 @@ def test_a_module_among_files_with_names_of_the_standard_library(shadowed: Path)
     text = "import torch\nfrom sizes import WIDTH\ndef build():\n    return torch.nn.Sequential(torch.nn.Embedding(9, WIDTH))\n"
     for name in ("mine.py", "random.py"):  # the traced file may have such a name too
         Path(name).write_text(text)
-        assert trace_module(f"{name}:build", RUN).parameters == 9 * 32
+        assert trace_module(f"{name}:build", *SIZES).parameters == 9 * 32
 
 
 # --- the workload ---------------------------------------------------------------------------------------------------------
@@ -287,7 +289,7 @@ def test_errors_name_the_line_of_the_user(tmp_path: Path, name: str, message: st
     (tmp_path / "mine.py").write_text(FACTORY)
     (tmp_path / "helper.py").write_text("def deep():\n    raise RuntimeError('too deep')\n")
     with pytest.raises(UserError, match=message):
-        trace_module(f"{tmp_path}/mine.py:{name}", RUN)
+        trace_module(f"{tmp_path}/mine.py:{name}", *SIZES)
 
 
 @pytest.mark.parametrize("where", ["mine.py", "helper.py"])
@@ -296,7 +298,7 @@ def test_a_syntax_error_is_named_by_its_own_line(tmp_path: Path, where: str) -> 
     (tmp_path / "mine.py").write_text("import helper\n")
     (tmp_path / where).write_text("x = 1\ny = (\n")
     with pytest.raises(UserError, match=rf"SyntaxError: '\(' was never closed \(line 2 of .*{where}\)"):
-        trace_module(f"{tmp_path}/mine.py:build", RUN)
+        trace_module(f"{tmp_path}/mine.py:build", *SIZES)
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
@@ -307,6 +309,6 @@ def test_a_factory_of_a_hugging_face_model(tmp_path: Path, use_cache: bool) -> N
         "    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, vocab_size=50)\n"
         f"    return LlamaForCausalLM(LlamaConfig(use_cache={use_cache}, **sizes))\n"
     )
-    workload = as_workload(trace_module(f"{tmp_path}/mine.py:build", RUN))
+    workload = as_workload(trace_module(f"{tmp_path}/mine.py:build", *SIZES))
     attention = totals(workload, RUN, None).attention_flops
     assert attention == 2 * 6 * 2 * 2 * (16 * 17 // 2) * 2 * 8  # layers, GEMMs, batch, heads, pairs, FLOPs, head size

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from gemmscope import signals
 from gemmscope.app.bench import DEFAULT_CHOICES, Shape, check_shape, check_te_benchmark
@@ -29,16 +29,18 @@ from gemmscope.errors import UserError, closest, in_python, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.forecast.accumulation import accumulation_finding, cheapest_finding
 from gemmscope.forecast.calibration import calibrated
+from gemmscope.forecast.eager import eager_finding
 from gemmscope.forecast.gemm import State, model
 from gemmscope.forecast.gemm_list import GemmForecast, forecast_gemm_list
 from gemmscope.forecast.graphs import graphs_finding
 from gemmscope.forecast.linear_results import forecast_linears, misaligned
 from gemmscope.forecast.linears import Forecaster
-from gemmscope.forecast.memory_results import memory_findings, recipe_memory
+from gemmscope.forecast.memory_results import memory_findings, memory_result, recipe_memory
 from gemmscope.forecast.network import network_of
 from gemmscope.forecast.pipeline import bubble_findings
 from gemmscope.forecast.step import StepForecast, forecast_step
 from gemmscope.forecast.sweep import Configuration, forecast_sweep
+from gemmscope.forecast.traced_memory import traced_memory
 from gemmscope.forecast.training import gemm_format
 from gemmscope.gpu.specs import GpuSpec, gpu
 from gemmscope.model.limits import check_size
@@ -103,24 +105,28 @@ def forecast(
     if as_te_benchmark:
         check_te_benchmark(job, cache_weights=cache_weights)
         linears = as_forward_calls(linears)
-    spec = subject.source.model if subject is not None and not as_te_benchmark else None
-    if spec is None and (budgets or gpu_count is not None):
+    stepping = subject if not as_te_benchmark else None
+    if stepping is None and (budgets or gpu_count is not None):
         problem = f"{option('tokens')} and {option('gpus')} are about a training step, and there is none"
         raise UserError(problem, f"name a model: {option('config')} or {option('preset')}")
+    if stepping is not None and stepping.run.inputs is not None and tokens is not None:
+        problem = f"{option('tokens')} counts tokens, and the inputs of {stepping.name} are {stepping.run.inputs}"
+        raise UserError(problem, f"remove {option('tokens')}")
+    may_stay = [case.op for case in linears.cases] if subject is not None and subject.trace is not None else _heads(subject)
     forecasts = []
     for chip in chips:
         (names, recipe_findings), (adjustment, calibration_findings) = by_gpu[chip.name], calibrated(chip.name)
         forecaster = Forecaster(chip, clocks, cache_weights=cache_weights, measured=adjustment, forward_only=as_te_benchmark)
         modes, of_layer = choices.chosen_modes(), (linears.layers, linears.layer_counts)
         times = forecast_linears(
-            forecaster, linears.cases, names, modes, *of_layer, heads=_heads(subject), as_te_benchmark=as_te_benchmark
+            forecaster, linears.cases, names, modes, *of_layer, heads=may_stay, as_te_benchmark=as_te_benchmark
         )
-        step, memory, graphs, repeated = None, tuple[RecipeMemory, ...](), None, None
-        if subject is not None and spec is not None:
-            memory = tuple(recipe_memory(spec, subject.run, name, chip) for name in names)
-            step_forecast = StepForecast(forecaster, spec, subject.run, subject.workload, networks[chip.name])
+        step, memory, about_step = None, tuple[RecipeMemory, ...](), _StepFindings()
+        if stepping is not None:
+            memory = tuple(_memory(stepping, name, chip) for name in names)
+            step_forecast = StepForecast(forecaster, stepping.source.model, stepping.run, stepping.workload, networks[chip.name])
             step = forecast_step(step_forecast, names, budgets.get(chip.name), memory)
-            graphs, repeated = graphs_finding(step_forecast, step), accumulation_finding(step_forecast, step)
+            about_step = _StepFindings.of(step_forecast, step)
         forecasts.append(
             GpuForecast(
                 gpu=chip.name,
@@ -131,10 +137,10 @@ def forecast(
                 step=step,
                 memory=memory,
                 findings=(
-                    *([graphs] if graphs is not None else []),
+                    *about_step.first,
                     *_findings(times, step, subject),
                     *(memory_findings(memory, subject.run) if subject is not None else ()),
-                    *([repeated] if repeated is not None else []),
+                    *about_step.last,
                     *recipe_findings,
                     *calibration_findings,
                 ),
@@ -145,6 +151,26 @@ def forecast(
     findings = (*_common_findings(subject, linears, forecasts), *([cheapest] if cheapest is not None else []))
     common = {**common_fields(command, clocks), "dp": subject.run.data_parallel if subject is not None else 1}
     return ForecastResult(**common, **about, findings=findings, gpus=tuple(forecasts))
+
+
+class _StepFindings(NamedTuple):
+    """What else could be done with a step, the most important first and last in the list of findings."""
+
+    first: tuple[Finding, ...] = ()
+    last: tuple[Finding, ...] = ()
+
+    @classmethod
+    def of(cls, forecast: StepForecast, step: StepTimes) -> "_StepFindings":
+        graphs, repeated = graphs_finding(forecast, step), accumulation_finding(forecast, step)
+        eager = eager_finding(forecast)
+        return cls(tuple(filter(None, (graphs, eager))), tuple(filter(None, (repeated,))))
+
+
+def _memory(subject: RankWorkload, name: str, chip: GpuSpec) -> RecipeMemory:
+    if subject.source.model is not None:
+        return recipe_memory(subject.source.model, subject.run, name, chip)
+    assert subject.trace is not None
+    return memory_result(traced_memory(subject.trace, subject.run, name, chip), name, chip)
 
 
 def sweep(
@@ -273,7 +299,8 @@ def _cases(subject: RankWorkload | None, shapes: Sequence[Shape] | None) -> Line
         raise UserError(f"{option('shapes')} are bare GEMMs, and a model is named too", "use only one of them")
     linears = linear_cases(subject.workload)
     if not linears.cases:
-        raise UserError(f"{subject.name} has no linear layers", "gemmscope shapes lists its operations")
+        problem = f"{subject.name} has no linear layers, which are all that low precision speeds up"
+        raise UserError(problem, "gemmscope shapes lists what it runs")
     return linears
 
 
@@ -291,7 +318,8 @@ def _findings(linears: Linears, step: StepTimes | None, subject: RankWorkload | 
             yield finding("too-close-to-call", recipe=winner.best, over=rivals, what="the training step")
         yield from bubble_findings(step, subject.run) if subject is not None else ()
     yield from linear_findings(linears)
-    yield from misaligned(linears.cases, linears.recipes, _heads(subject))
+    left = subject is not None and subject.trace is not None
+    yield from misaligned(linears.cases, linears.recipes, _heads(subject), left=left)
 
 
 def _heads(subject: RankWorkload | None) -> list[str]:
@@ -309,7 +337,6 @@ def _common_findings(subject: RankWorkload | None, linears: LinearCases, forecas
     for about in linears.findings:
         yield finding("recompute-in-step") if has_step and about.code == "recompute-not-in-linears" else about
     if not has_step:
-        yield from [finding("step-not-forecast-traced")] if subject.source.model is None else []
         return
     if subject.run.dp is None and subject.source.run_settings.get("zero"):
         sharing = {"gpus": subject.run.gpus, "example": subject.run.gpus * 8}

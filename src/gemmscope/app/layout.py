@@ -18,6 +18,8 @@ from gemmscope.workload.ranks import Given, dp_step, model_ranks, solve
 RANKS = {"gpus": "parallel", "global_batch": "sequence_length", "fsdp": "parallel"}
 """Arguments that decide fields of `RunSpec` and are none themselves, with their limits."""
 
+BATCH = ("micro_batch_size", "sequence_length")
+
 
 @dataclass(frozen=True)
 class RunChoice:
@@ -45,7 +47,7 @@ def choose_run(source: ModelSource, given: Mapping[str, Any]) -> RunChoice:
     _require(settings, source)
     of_file = {"tp": 1, "cp": 1, "pp": 1, **file}
     changed = {name for name in typed if of_file.get(name, typed[name]) != typed[name]}
-    run = RunSpec(**settings)
+    run = RunSpec(**{**dict.fromkeys(BATCH, 1), **settings})
     if "pp" in changed:
         run, about = _other_pipeline(run, typed, source)
         findings += about
@@ -56,13 +58,22 @@ def choose_run(source: ModelSource, given: Mapping[str, Any]) -> RunChoice:
 
 
 def _require(settings: Mapping[str, Any], source: ModelSource) -> None:
-    missing = [name for name in ("micro_batch_size", "sequence_length") if name not in settings]
+    """A `UserError` where the batch is not known. A module may bring its own inputs; a traced config may have no sequence."""
+    required = () if source.module is not None else BATCH if source.model is not None or _reads_tokens(source) else BATCH[:1]
+    missing = [name for name in required if name not in settings]
     if missing:
         verb = "is" if len(missing) == 1 else "are"
         raise UserError(
             f"{' and '.join(option(name) for name in missing)} {verb} not given, and {source.origin} does not say",
             f"add {' '.join(option(name, 'N') for name in missing)}",
         )
+
+
+def _reads_tokens(source: ModelSource) -> bool:
+    """Whether a config without closed form surely is of a language model. To others a sequence length may mean nothing."""
+    config = source.config or {}
+    senses = any(key in config for key in ("image_size", "num_mel_bins", "num_channels", "patch_size", "conv_stride"))
+    return not senses and any(key in config for key in ("vocab_size", "text_config"))
 
 
 def _other_pipeline(run: RunSpec, typed: Mapping[str, Any], source: ModelSource) -> tuple[RunSpec, list[Finding]]:

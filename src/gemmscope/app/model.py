@@ -20,7 +20,8 @@ from gemmscope.units import parameters
 from gemmscope.workload.cases import CALLED, Case, cases_of, forward_calls
 from gemmscope.workload.derive import EMBEDDING, HEAD, STEP, Workload, derive
 from gemmscope.workload.ops import GroupedLinear, Linear
-from gemmscope.workload.trace import ModuleTrace, TracedLinear, as_workload, trace_huggingface, trace_module
+from gemmscope.workload.recorded import TracedLinear
+from gemmscope.workload.trace import ModuleTrace, as_workload, trace_huggingface, trace_module
 
 REQUIRED_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
 SIZES = (*REQUIRED_SIZES, "num_key_value_heads", "head_dim", "vocab_size")
@@ -34,6 +35,16 @@ class ModelRun:
     run: RunSpec
     findings: tuple[Finding, ...] = ()
     settled: frozenset[str] = frozenset()  # settings that were typed, or that the file has
+
+    @property
+    def micro_batch(self) -> int | None:
+        """The micro-batch size; None where it is not given, because a module may bring its own inputs."""
+        return self.run.micro_batch_size if "micro_batch_size" in self.settled else None
+
+    @property
+    def sequence(self) -> int | None:
+        """The sequence length; None where it is not given."""
+        return self.run.sequence_length if "sequence_length" in self.settled else None
 
 
 def load_model(
@@ -121,6 +132,11 @@ def model_run(source: ModelSource, **given: Any) -> ModelRun:
     return ModelRun(source, choice.run, choice.findings, choice.settled)
 
 
+def with_own_inputs(run: RunSpec, inputs: str, samples: int | None) -> RunSpec:
+    """The run of a module that brought these inputs: a micro-batch is so many samples, and a sequence means nothing to it."""
+    return replace(run, micro_batch_size=samples or 1, sequence_length=1, inputs=inputs)
+
+
 def as_frameworks_run(job: ModelRun) -> ModelRun:
     """With sequence parallelism beside tensor parallelism, where nothing says otherwise and the sequence can be split."""
     run = job.run
@@ -158,31 +174,43 @@ class RankWorkload:
 
 def rank_workload(job: ModelRun, say: Any) -> RankWorkload:
     """Derive the operations in closed form where there is one, else trace the live model."""
-    trace = None
+    trace, run = None, job.run
     if job.source.model is not None:
         workload = derive(job.source.model, job.run)
     else:
-        trace = _trace(job.source, job.run, say)
+        trace = _trace(job, say)
         workload = as_workload(trace)
+        if trace.inputs is not None:
+            run = with_own_inputs(run, trace.inputs, trace.samples)
     findings = (*job.source.findings, *job.findings, *workload.findings)
-    return RankWorkload(job.source, job.run, workload, findings, trace)
+    return RankWorkload(job.source, run, workload, findings, trace)
 
 
-def _trace(source: ModelSource, run: RunSpec, say: Any) -> ModuleTrace:
-    plain = RunSpec(run.micro_batch_size, run.sequence_length, gradient_accumulation=run.gradient_accumulation)
-    if replace(run, separate_projections=False) != plain:  # a trace shows projections as the module has them
+# What a traced model can be run with: everything that changes nothing in what one rank computes.
+TRACED_SETTINGS = (
+    "micro_batch_size", "sequence_length", "gradient_accumulation", "dp", "zero", "zero_ranks", "optimizer_state",
+    "gradient_precision", "dp_overlap", "cuda_graphs", "separate_projections",
+)  # fmt: skip
+
+
+def _trace(job: ModelRun, say: Any) -> ModuleTrace:
+    source, run = job.source, job.run
+    plain = RunSpec(**{name: getattr(run, name) for name in TRACED_SETTINGS})
+    if run != plain:
         raise UserError(
             f"{source.origin} is traced as it runs in one process: it cannot be sharded or recomputed here",
-            f"keep only {option('micro_batch_size')}, {option('sequence_length')} and {option('gradient_accumulation')}",
+            f"keep only {option('micro_batch_size')}, {option('sequence_length')}, {option('gradient_accumulation')}, and data "
+            f"parallelism ({option('gpus')}, {option('dp')}, {option('zero')})",
         )
     say("tracing the live model on the meta device (importing torch takes a few seconds) …")
-    return trace_module(source.module, run) if source.module is not None else _trace_unknown(source.config or {}, run)
+    sizes = (job.micro_batch, job.sequence)
+    return trace_module(source.module, *sizes) if source.module is not None else _trace_unknown(source.config or {}, *sizes)
 
 
-def _trace_unknown(config: Mapping[str, Any], run: RunSpec) -> ModuleTrace:
+def _trace_unknown(config: Mapping[str, Any], micro_batch: int | None, sequence: int | None) -> ModuleTrace:
     """Trace a model type without closed form; if that fails, name the known type that it is probably built like."""
     try:
-        return trace_huggingface(config, run)
+        return trace_huggingface(config, micro_batch, sequence, as_trained=True)
     except UserError as error:
         given = str(config.get("model_type"))
         similar = built_like(config) if given not in known_model_types() else ""

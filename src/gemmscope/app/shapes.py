@@ -23,7 +23,7 @@ def shapes(job: ModelRun, *, check: bool = False, command: str = "", reporter: R
             f"{job.source.origin} has no closed form to check: its shapes are traced anyway", f"remove {option('check')}"
         )
     subject = rank_workload(job, reporter.say)
-    summed = totals(subject.workload, job.run, job.source.model, subject.trace.parameters if subject.trace else 0)
+    summed = totals(subject.workload, subject.run, job.source.model, subject.trace.parameters if subject.trace else 0)
     gemms = tuple(
         ListedGemm(gemm.op, gemm.pass_name, gemm.m, gemm.k, gemm.n, gemm.groups, gemm.count, gemm.flops,
                    gemm.flops * gemm.count / summed.gemm_flops)
@@ -72,7 +72,7 @@ def _check(subject: RankWorkload, reporter: Reporter) -> tuple[Check, tuple[Find
             f"use {option('check')} with {option('config', 'config.json')} or a preset made from one",
         )
     reporter.say("checking against the live model on the meta device (importing torch takes a few seconds) …")
-    trace = trace_huggingface(source.config, run)
+    trace = trace_huggingface(source.config, run.micro_batch_size, run.sequence_length)
     check = Check(
         differences=tuple(differences(model, run, trace)),
         model_class=trace.class_name,

@@ -89,10 +89,11 @@ class CommonBaseline:
     what: str
     baseline: str  # the run whose BF16 it is, as `run` of its times
     times: tuple[ComparedTime, ...]
+    unit: str = "tokens"  # of rates
 
     @property
     def title(self) -> str:
-        unit = "tokens/s per GPU and speedup" if self.has_rates else "speedup"
+        unit = f"{self.unit}/s per GPU and speedup" if self.has_rates else "speedup"
         return f"{self.what[0].upper()}{self.what[1:]}: {unit} over {BASELINE} on {self.baseline}"
 
     @property
@@ -102,7 +103,7 @@ class CommonBaseline:
     def table(self) -> Table:
         """A row for each run and recipe."""
         over = f"Speedup over {BASELINE} on {self.baseline}"
-        heads = columns(("GPU", "Recipe"), ("ms", *(["Tokens/s per GPU"] if self.has_rates else []), over))
+        heads = columns(("GPU", "Recipe"), ("ms", *([f"{self.unit.capitalize()}/s per GPU"] if self.has_rates else []), over))
         rows = []
         for time in self.times:
             rate = [number(time.tokens_per_s, f"{time.tokens_per_s:,.0f}")] if self.has_rates else []
@@ -139,9 +140,9 @@ def common_baselines(documents: Sequence[Document]) -> list[CommonBaseline]:
                     time is first[1],
                 )
                 for key, time, document in kept
-                if bool(time.tokens_per_s) is rated
+                if bool(time.tokens_per_s) is rated and time.unit == first[1].unit
             )
-            compared.append(CommonBaseline(what, _named(first[0], first[1]), times))
+            compared.append(CommonBaseline(what, _named(first[0], first[1]), times, first[1].unit))
     return compared
 
 

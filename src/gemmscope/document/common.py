@@ -34,14 +34,20 @@ def subject(model: ModelSummary | None, run: RunSpec | None, cases: Sequence[Cas
     return Subject(
         title=f"{model.name}: {_model_text(model)}",
         model={"hidden size": model.hidden_size, "layers": model.layers, "number of layers": model.num_hidden_layers},
-        batch={"micro-batch": run.micro_batch_size, "sequence": run.sequence_length, **split, "recompute": run.recompute},
+        batch={**_batch(run), **split, "recompute": run.recompute},
         sizes={case.op: (case.inputs, case.outputs) for case in cases},
     )
 
 
+def _batch(run: RunSpec) -> dict[str, Any]:
+    if run.inputs is not None:
+        return {"inputs": run.inputs}
+    return {"micro-batch": run.micro_batch_size, "sequence": run.sequence_length}
+
+
 def _model_text(model: ModelSummary) -> str:
     width = f", hidden size {model.hidden_size}" if model.hidden_size else ""
-    return f"{model.layers} layers{width}"
+    return f"{model.layers} layers{width}" if model.layers != "traced" else model.layers
 
 
 def batch_lines(run: RunSpec | None, stage: int) -> list[str]:
@@ -50,6 +56,8 @@ def batch_lines(run: RunSpec | None, stage: int) -> list[str]:
         return []
     split = f" / cp {run.cp}" if run.cp > 1 else ""
     lines = [f"micro-batch {run.micro_batch_size} x sequence {run.sequence_length}{split} = {run.tokens} tokens"]
+    if run.inputs is not None:
+        lines = [f"inputs: {run.inputs}"]
     parts = [f"{name} {getattr(run, name)}" for name in SPLIT if getattr(run, name) > 1]
     parts += [f"etp {run.expert_tp}"] if run.expert_tp != run.tp else []
     parts += ["sequence parallel"] if run.sequence_parallel else []
@@ -65,7 +73,12 @@ def batch_lines(run: RunSpec | None, stage: int) -> list[str]:
 def model_facts(model: ModelSummary | None, run: RunSpec | None, stage: int = 0) -> Facts:
     """Model and batch as a list shows them."""
     named = [("model", f"{model.name}, {_model_text(model)}")] if model is not None else []
-    return (*named, *([("micro-batch", "; ".join(batch_lines(run, stage)))] if run is not None else []))
+    if run is None:
+        return tuple(named)
+    lines = batch_lines(run, stage)
+    if run.inputs is not None:
+        return (*named, ("inputs", "; ".join([run.inputs, *lines[1:]])))
+    return (*named, ("micro-batch", "; ".join(lines)))
 
 
 def same_model(command: str, result: Result, more: str = "", keep: Sequence[str] = MODEL_OPTIONS) -> str:

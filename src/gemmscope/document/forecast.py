@@ -16,7 +16,9 @@ from gemmscope.document.step_parts import (
     cost_basis,
     cost_table,
     memory_cell,
+    on_all_gpus,
     over_common,
+    per_gpu,
     step_answer,
     step_chart,
     step_figures,
@@ -86,9 +88,9 @@ def _context(result: ForecastResult) -> Iterator[str]:
     yield from batch_lines(result.run, result.stage)
     step = next((gpu.step for gpu in result.gpus if gpu.step is not None), None)
     if step is not None and step.gpus and step.global_batch and result.run is not None:
-        tokens = step.global_batch * result.run.sequence_length
-        gpus = units.counted(step.gpus, "GPU")
-        yield f"{gpus}, global batch {units.counted(step.global_batch, 'sequence')} = {tokens:,} tokens; {_sharing(result.run)}"
+        batch = units.counted(step.global_batch, step.batch_unit)
+        tokens = f" = {step.global_batch * result.run.sequence_length:,} tokens" if step.unit == "tokens" else ""
+        yield f"{units.counted(step.gpus, 'GPU')}, global batch {batch}{tokens}; {_sharing(result.run)}"
     yield f"{result.state}: {STATES[result.state]}; every interval is a 90% error bar"
 
 
@@ -108,12 +110,13 @@ def _answer(result: ForecastResult) -> tuple[str, tuple[str, ...]]:
     lines = tuple(_line(gpu, answer) for gpu, (answer, _) in zip(result.gpus, answers, strict=True))
     best = {gpu.gpu: time for gpu in result.gpus if (time := _best(gpu)) is not None}
     unfit = [gpu.gpu for gpu in result.gpus if gpu.step is not None and gpu.step.unfit and gpu.gpu not in best]
+    unit = next((gpu.step.unit for gpu in result.gpus if gpu.step is not None), "tokens")
     if unfit and not best:
         return f"FORECAST: {result.name} fits on none of these GPUs in this layout.", lines
     if unfit and len(best) == 1:
         [(name, time)] = best.items()
         rest = f"{units.names(unfit)} {'has' if len(unfit) == 1 else 'have'} too little memory"
-        return f"FORECAST: only {name} holds this layout: {_rate(time)} tokens/s per GPU in {time.recipe}; {rest}.", lines
+        return f"FORECAST: only {name} holds this layout: {_rate(time)} {unit}/s per GPU in {time.recipe}; {rest}.", lines
     if len(best) < 2:
         cases = result.gpus[0].linears.cases
         what = units.counted(len(cases), "shape") if result.gpus[0].linears.bare else "The linears"
@@ -127,7 +130,7 @@ def _answer(result: ForecastResult) -> tuple[str, tuple[str, ...]]:
         lines = (*lines, f"Cost of the full run, the cheapest first: {', '.join(prices)}.")
     rates = [f"{gpu} in {time.recipe} {_rate(time)}" for gpu, time in ranked]
     too_small = f" It does not fit on {units.names(unfit)}." if unfit else ""
-    return f"FORECAST: fastest is {ranked[0][0]}. Tokens/s per GPU: {', '.join(rates)}.{too_small}", lines
+    return f"FORECAST: fastest is {ranked[0][0]}. {unit.capitalize()}/s per GPU: {', '.join(rates)}.{too_small}", lines
 
 
 def _line(gpu: GpuForecast, answer: str) -> str:
@@ -186,18 +189,21 @@ def _main_table(gpus: Sequence[GpuForecast]) -> Table:
             cells = [range_cell(total.total_ms if total else None) for total in totals]
             rows.append((Cell(gpu.gpu), Cell(name), *cells, *_step_cells(gpu, name, common)))
     heads = [*(f"Linears ms, {mode}" for mode in modes)]
-    heads += [*STEP_HEADS, f"Speedup over {BASELINE}"] if first is not None else []
+    heads += [*_step_heads(first), f"Speedup over {BASELINE}"] if first is not None else []
     heads += [f"Over {common[0]} {BASELINE}"] if common is not None else []
     if first is None:
         title = "FORECAST: linears of one micro-batch on one rank [90% error bar]"
         return Table(title, columns(("GPU", "Recipe"), heads), tuple(rows))
     title = "FORECAST: linears of one micro-batch on one rank, and the training step [90% error bar]"
-    return Table(title, columns(("GPU", "Recipe"), heads), tuple(rows), PER_GPU)
+    return Table(title, columns(("GPU", "Recipe"), heads), tuple(rows), PER_GPU.format(unit=first.unit.capitalize()))
 
 
-STEP_HEADS = ("Step ms", "Tokens/s/GPU", "Tokens/s, all GPUs", "Model TFLOP/s/GPU", "MFU", "Memory of one GPU")
+def _step_heads(step: StepTimes) -> tuple[str, ...]:
+    return ("Step ms", per_gpu(step), on_all_gpus(step), "Model TFLOP/s/GPU", "MFU", "Memory of one GPU")
+
+
 PER_GPU = (
-    "Tokens/s/GPU, model TFLOP/s and MFU are means over all GPUs of the layout: the FLOPs of the model, without recomputation, "
+    "{unit}/s/GPU, model TFLOP/s and MFU are means over all GPUs of the layout: the FLOPs of the model, without recomputation, "
     "over the time of the step. Memory is that of the GPU that needs most. Linears are those of one rank; of a pipeline, of the "
     "stage with most FLOPs, or of the one that was chosen."
 )
@@ -208,7 +214,7 @@ def _step_cells(gpu: GpuForecast, name: str, common: tuple[str, StepTime] | None
         return []
     time = gpu.step.of(name)
     if time is None:  # it cannot run this model
-        return [NOTHING] * (len(STEP_HEADS) + (2 if common else 1))
+        return [NOTHING] * (len(_step_heads(gpu.step)) + (2 if common else 1))
     every = time.total_tokens_per_s
     return [
         range_cell(time.step_ms),
@@ -260,7 +266,7 @@ def _times(gpu: GpuForecast) -> tuple[NamedTime, ...]:
 def _layout(run: RunSpec) -> tuple[tuple[str, str], ...]:
     return (
         ("GPUs", f"{run.gpus:,} = tp {run.tp} x cp {run.cp} x pp {run.pp} x dp {run.data_parallel}"),
-        ("global batch", f"{run.global_batch:,} sequences"),
+        ("global batch", f"{run.global_batch:,} {'sequences' if run.inputs is None else 'samples'}"),
         ("optimizer", _sharing(run)),
     )
 

@@ -89,13 +89,15 @@ class NamedSpeedup:
 
 @dataclass(frozen=True)
 class NamedTime:
-    """A time to compare with those of other GPUs and runs: where, of what, in which recipe. `tokens_per_s`: of one GPU."""
+    """A time to compare with those of other GPUs and runs: where, of what, in which recipe. `tokens_per_s`: of one GPU,
+    of what `unit` says."""
 
     where: str
     what: str
     recipe: str
     time_ms: Interval
     tokens_per_s: float | None = None
+    unit: str = "tokens"
 
 
 @dataclass(frozen=True)

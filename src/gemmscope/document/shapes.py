@@ -34,7 +34,7 @@ def shapes_document(result: ShapesResult, name: str = "") -> Document:
         messages=tuple(map(Message.of, result.findings)),
         facts={"Method": (*about, ("derived by", result.derived_by), *command_facts(result))},
         next_purpose="forecast its time on GPUs you do not have",
-        next_command=same_model("forecast", result, "--gpu b300,h200"),
+        next_command=same_model("forecast", result, "--gpu b300,h200") if result.gemms else "",
         name=name,
     )
 
@@ -91,16 +91,20 @@ def _gemms(result: ShapesResult) -> Table:
 
 def _totals(result: ShapesResult) -> Table:
     """FLOPs per layer, per micro-batch and per step."""
-    totals, layers, steps = result.totals, result.totals.layers, result.totals.micro_batches_per_step
-    rest = "Attention" if layers else "GEMMs without a weight"
+    totals, steps = result.totals, result.totals.micro_batches_per_step
     rows = [
         *(
             (Cell(f"GEMMs of one {each.section}"), number(each.layers), _flops(each.gemm_flops), NOTHING)
             for each in totals.layers
         ),
         (Cell("GEMMs"), NOTHING, _flops(totals.gemm_flops), _flops(totals.gemm_flops_per_step)),
-        (Cell(rest), NOTHING, _flops(totals.attention_flops), _flops(totals.attention_flops * steps)),
     ]
+    if totals.attention_flops:
+        attention = totals.attention_flops
+        rows.append((Cell("Attention"), NOTHING, _flops(attention), _flops(attention * steps)))
+    if totals.batched_gemm_flops:
+        batched = totals.batched_gemm_flops
+        rows.append((Cell("Batched GEMMs outside attention"), NOTHING, _flops(batched), _flops(batched * steps)))
     title = f"FLOPs on one rank ({units.counted(steps, 'micro-batch')} per step)"
     return Table(title, columns(("Part",), ("Layers", "Per micro-batch", "Per step")), tuple(rows))
 
@@ -110,14 +114,16 @@ def _flops(value: float) -> Cell:
 
 
 def _others(result: ShapesResult) -> Table:
-    """Everything that is not a GEMM of a linear, equal names added up."""
+    """Everything that is not a GEMM of a linear, equal names (in a trace: of one kind) added up."""
     sums: dict[str, list[float]] = {}
+    traced = result.derived_by == "trace"
     for op in result.ops:
         if op.kind not in LINEAR_KINDS:
             forward = op.count * op.forward_runs
             work = [float(op.count), op.forward_flops * forward, op.forward_bytes * forward]
             work += [op.backward_flops * op.count, op.backward_bytes * op.count]
-            sums[op.op] = [total + value for total, value in zip(sums.get(op.op, [0.0] * 5), work, strict=True)]
+            name = f"{op.op}: {op.kind}" if traced else op.op
+            sums[name] = [total + value for total, value in zip(sums.get(name, [0.0] * 5), work, strict=True)]
     rows = []
     for name, (count, *work) in sums.items():
         cells = [cell(value) if value else NOTHING for cell, value in zip((_flops, bytes_cell) * 2, work, strict=True)]

@@ -39,7 +39,7 @@ def _title(times: StepTimes, text: str, prefix: str = "") -> str:
 
 def step_table(times: StepTimes) -> Table:
     """A row per recipe of a measured step. A column that no recipe has a number for is left out."""
-    names = ("Step ms", "Speedup [95%]", "Tokens/s/GPU", "Model TFLOP/s", "MFU", "GPU busy ms", "Launch ms", "Peak memory")
+    names = ("Step ms", "Speedup [95%]", per_gpu(times), "Model TFLOP/s", "MFU", "GPU busy ms", "Launch ms", "Peak memory")
     rows = [
         (
             time_cell(time.step_ms),
@@ -116,7 +116,14 @@ def memory_cell(times: StepTimes, time: StepTime) -> Cell:
     return replace(cell, text=f"{cell.text}, {verb} not fit", level="warning") if verb else cell
 
 
-TOTAL = "Tokens/s, all GPUs"
+def per_gpu(times: StepTimes) -> str:
+    """The column of the rate of one GPU."""
+    return f"{times.unit.capitalize()}/s/GPU"
+
+
+def on_all_gpus(times: StepTimes) -> str:
+    """The column of the rate of all GPUs."""
+    return f"{times.unit.capitalize()}/s, all GPUs"
 
 
 def _contenders(times: StepTimes) -> tuple[str, ...]:
@@ -127,12 +134,14 @@ DROPPED = {
     "Days": 1,
     "Cost": 2,
     "Tokens/s/GPU": 3,
+    "Samples/s/GPU": 3,
     "Step ms": 4,
     "Peak memory": 5,
     "Memory": 5,
     "MFU": 6,
     "GPU-hours": 7,
-    TOTAL: 8,
+    "Tokens/s, all GPUs": 8,
+    "Samples/s, all GPUs": 8,
 }
 """Which columns of the compact table go first where it is too wide."""
 
@@ -143,9 +152,9 @@ def _summary_row(gpu: str, times: StepTimes, time: StepTime, common: tuple[str, 
     row |= {"Recipe": Cell(time.recipe), "Step ms": range_cell(time.step_ms), f"Speedup over {BASELINE}": speedup}
     if common is not None:
         row[f"Over {common[0]} {BASELINE}"] = over_common(gpu, times, time, common)
-    row["Tokens/s/GPU"] = rate_cell(time.tokens_per_s, time.step_ms.half_width)
+    row[per_gpu(times)] = rate_cell(time.tokens_per_s, time.step_ms.half_width)
     if time.total_tokens_per_s is not None and (times.gpus or 1) > 1:
-        row[TOTAL] = rate_cell(time.total_tokens_per_s, time.step_ms.half_width)
+        row[on_all_gpus(times)] = rate_cell(time.total_tokens_per_s, time.step_ms.half_width)
     row["MFU"] = share_cell(time.mfu, time.step_ms.half_width)
     row["Memory" if times.origin == "forecast" else "Peak memory"] = memory_cell(times, time)
     if time.cost is not None:
@@ -294,7 +303,7 @@ def step_speedups(times: StepTimes, where: str) -> tuple[NamedSpeedup, ...]:
 def step_times(times: StepTimes, where: str) -> tuple[NamedTime, ...]:
     """To compare with those of other GPUs and runs, without what fell back, or does not fit in memory."""
     valid = [time for time in times.recipes if not time.fell_back and time.recipe not in times.unfit]
-    return tuple(NamedTime(where, "training step", time.recipe, time.step_ms, time.tokens_per_s) for time in valid)
+    return tuple(NamedTime(where, "training step", time.recipe, time.step_ms, time.tokens_per_s, times.unit) for time in valid)
 
 
 def step_figures(times: StepTimes) -> tuple[KeyFigure, ...]:
@@ -308,10 +317,11 @@ def step_figures(times: StepTimes) -> tuple[KeyFigure, ...]:
     gpus = times.gpus or 1
     together = units.rounded(best.total_tokens_per_s, best.step_ms.half_width) if gpus > 1 and best.total_tokens_per_s else ""
     rate = units.rounded(best.tokens_per_s, best.step_ms.half_width)
-    figures.append(KeyFigure("Tokens/s per GPU", rate, f"{together} on all {gpus:,} GPUs" if together else ""))
+    name = f"{times.unit.capitalize()}/s per GPU"
+    figures.append(KeyFigure(name, rate, f"{together} on all {gpus:,} GPUs" if together else ""))
     if best.mfu is not None:
         figures.append(KeyFigure("MFU", share_cell(best.mfu, best.step_ms.half_width).text, f"of the dense {BASELINE} rate"))
     if best.peak_bytes is not None:
-        name = "Memory" if times.origin == "forecast" else "Peak memory"
-        figures.append(KeyFigure(name, units.si(best.peak_bytes, "B"), "of one GPU"))
+        memory = "Memory" if times.origin == "forecast" else "Peak memory"
+        figures.append(KeyFigure(memory, units.si(best.peak_bytes, "B"), "of one GPU"))
     return tuple(figures)

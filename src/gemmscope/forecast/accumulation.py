@@ -19,9 +19,7 @@ def accumulation_finding(forecast: StepForecast, step: StepTimes) -> Finding | N
     if step.winner is None or BASELINE not in [time.recipe for time in step.recipes]:
         return None
     now, many = run.gradient_accumulation, MORE * run.gradient_accumulation
-    longer = StepForecast(
-        forecast.forecaster, forecast.model, replace(run, gradient_accumulation=many), forecast.workload, forecast.network
-    )
+    longer = forecast.again(replace(run, gradient_accumulation=many))
     times = {name: (forecast.step(name).total.value, longer.step(name).total.value) for name in {*names, BASELINE}}
 
     def once(name: str) -> float:

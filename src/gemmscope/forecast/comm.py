@@ -101,8 +101,10 @@ class RankShare(NamedTuple):
         return max((self.mixers + self.mlps - self.moe_layers) / 2, 0.0)
 
 
-def exchanges(chip: GpuSpec, network: Network, model: ModelSpec, run: RunSpec, share: RankShare) -> list[Exchange]:
-    """Everything that one rank of this layout exchanges."""
+def exchanges(chip: GpuSpec, network: Network, model: ModelSpec | None, run: RunSpec, share: RankShare) -> list[Exchange]:
+    """Everything that one rank of this layout exchanges. A traced model (`model` None) is not split: gradients and weights."""
+    if model is None:
+        return [exchange for exchange in _data(chip, network, run, share) if exchange.time_ms > 0]
     forward_runs = 2 if run.recompute == "full" else 1
     return [
         exchange

@@ -16,8 +16,7 @@ def graphs_finding(forecast: StepForecast, step: StepTimes) -> Finding | None:
     names = [time.recipe for time in step.recipes if time.recipe not in step.unfit]
     if forecast.run.cuda_graphs or not names or max(waits, default=0.0) < NOTICEABLE:
         return None
-    run = replace(forecast.run, cuda_graphs=True)
-    captured = StepForecast(forecast.forecaster, forecast.model, run, forecast.workload, forecast.network)
+    captured = forecast.again(replace(forecast.run, cuda_graphs=True))
     steps = {name: captured.step(name) for name in {*names, BASELINE}}
     best = min(names, key=lambda name: steps[name].total.value)
     now = min(time.step_ms.value for time in step.recipes if time.recipe in names)

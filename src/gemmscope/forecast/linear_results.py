@@ -118,8 +118,12 @@ class _ModeForecast:
         return pairs
 
 
-def misaligned(cases: Sequence[Case], recipes: Sequence[str], heads: Sequence[str] = ()) -> list[Finding]:
-    """Ops whose sizes do not fit a recipe, those of the output head left out: one finding for each reason."""
+def misaligned(cases: Sequence[Case], recipes: Sequence[str], heads: Sequence[str] = (), *, left: bool = False) -> list[Finding]:
+    """Ops whose sizes do not fit a recipe, those of the output head left out: one finding for each reason.
+
+    `left`: they are left in BF16, as the linears of a module are; else the recipe cannot run the model.
+    """
+    code = "linears-left-in-baseline" if left else "sizes-misaligned"
     reasons: dict[tuple[str, int, int], list[tuple[str, str]]] = {}
     for chosen in map(recipe, recipes):
         for case in cases:
@@ -131,5 +135,5 @@ def misaligned(cases: Sequence[Case], recipes: Sequence[str], heads: Sequence[st
     for (what, size, multiple), pairs in reasons.items():
         ops, names = (list(dict.fromkeys(column)) for column in zip(*pairs, strict=True))
         sizes = {"size": size, "multiple_of": multiple, "padded": -(-size // multiple) * multiple}
-        findings.append(finding("sizes-misaligned", ops=ops, recipes=names, what=what, **sizes))
+        findings.append(finding(code, ops=ops, recipes=names, what=what, **sizes))
     return findings

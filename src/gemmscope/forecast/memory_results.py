@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from gemmscope.findings import Finding, finding
-from gemmscope.forecast.memory import memory_bytes, rank_memory
+from gemmscope.forecast.memory import RankMemory, memory_bytes, rank_memory
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.results.forecast import RecipeMemory
@@ -11,7 +11,11 @@ from gemmscope.results.forecast import RecipeMemory
 
 def recipe_memory(model: ModelSpec, run: RunSpec, recipe_name: str, chip: GpuSpec) -> RecipeMemory:
     """`rank_memory` as part of a result."""
-    memory = rank_memory(model, run, recipe_name, chip)
+    return memory_result(rank_memory(model, run, recipe_name, chip), recipe_name, chip)
+
+
+def memory_result(memory: RankMemory, recipe_name: str, chip: GpuSpec) -> RecipeMemory:
+    """The memory of one recipe as part of a result."""
     return RecipeMemory(
         recipe=recipe_name,
         stage=memory.stage,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import hypot, inf, log2
 
+from gemmscope.forecast import traced
 from gemmscope.forecast.comm import Exchange, RankShare, exchanges, offload
 from gemmscope.forecast.estimate import Estimate, pairwise, ratio, total, winner_that_fits
 from gemmscope.forecast.host import at_least, launch_ms
@@ -27,7 +28,8 @@ from gemmscope.step.cost import Budget, cost
 from gemmscope.step.waterfall import levels_of, verdict
 from gemmscope.workload.cases import Case
 from gemmscope.workload.derive import EMBEDDING, HEAD, Workload, derive
-from gemmscope.workload.ops import OPTIMIZER_BYTES_PER_PARAMETER, GroupedLinear, Linear, Op, Optimizer
+from gemmscope.workload.ops import OPTIMIZER_BYTES_PER_PARAMETER, PASSES, GroupedLinear, Linear, Op, Optimizer
+from gemmscope.workload.recorded import TracedLinear
 from gemmscope.workload.sparse import IndexScores, SparseAttention, TopK
 from gemmscope.workload.summary import totals
 
@@ -101,26 +103,44 @@ class StepForecast:
     """The step of one model, run and chip in any recipe."""
 
     def __init__(
-        self, forecaster: Forecaster, model: ModelSpec, run: RunSpec, workload: Workload, network: Network | None = None
+        self,
+        forecaster: Forecaster,
+        model: ModelSpec | None,
+        run: RunSpec,
+        workload: Workload,
+        network: Network | None = None,
+        *,
+        fused: bool = True,
     ) -> None:
-        self.forecaster, self.model, self.run, self.workload = forecaster, model, run, workload
+        """`model` is None for a traced one. `fused`: a compiler fuses what it runs between GEMMs."""
+        self.forecaster, self.model, self.run, self.workload, self.fused = forecaster, model, run, workload, fused
         self.network = network if network is not None else network_of(forecaster.chip)
         self.linears = [op for op in workload.ops if isinstance(op, Linear)]
         self.cases = [_case(op) for op in self.linears]
         quantized = [(op, case) for op, case in zip(self.linears, self.cases, strict=True) if _part_of_linear(op) == "GEMMs"]
-        self.quantized: list[CountedCase] = [(case, op.count, op.forward_runs) for op, case in quantized]
+        self.quantized: list[CountedCase] = [(case, op.count, op.forward_runs) for op, case in quantized if op.quantized]
+        self._plain: list[CountedCase] = [(case, op.count, op.forward_runs) for op, case in quantized if not op.quantized]
         self._sizes = [(case.op, case.sizes()) for _, case in quantized]
         runs = sum(op.count * op.forward_runs for op, _ in quantized)
         self._weight_runs = (2 + runs / max(sum(op.count for op, _ in quantized), 1)) / 3
 
     def why_not(self, name: str) -> str:
-        """Why a recipe cannot run this model; empty if it can."""
+        """Why a recipe cannot run this model; empty if it can. A traced one leaves linears in BF16 that do not fit."""
         chosen = recipe(name)
-        if chosen.quantizes:
+        if chosen.quantizes and (self.model is not None or not self._linears_that_fit(name)):
             for op, sizes in self._sizes:
                 if reason := chosen.misaligned(sizes):
                     return f"{op}: {reason}"
         return ""
+
+    def again(self, run: RunSpec) -> "StepForecast":
+        """The same model and chip, run otherwise."""
+        return StepForecast(self.forecaster, self.model, run, self.workload, self.network, fused=self.fused)
+
+    def _linears_that_fit(self, name: str) -> list[CountedCase]:
+        """The linears that a recipe quantizes."""
+        chosen = recipe(name)
+        return [each for each in self.quantized if not chosen.quantizes or not chosen.misaligned(each[0].sizes())]
 
     def step(self, name: str) -> StepEstimate:
         """All parts in one recipe."""
@@ -134,7 +154,7 @@ class StepForecast:
         waited_ms = sum(each.exposed_ms for each in waits)
         once_ms = sum(each.exposed_ms for each, of in zip(waits, fixed.exchanged, strict=True) if of.per_step)
         gpu_ms = computed.value + (waited_ms - once_ms) / batches
-        host_ms = launch_ms(name, self.held.dense_layers, self.held.moe_layers, run)
+        host_ms = self._host_ms(name)
         ahead_ms = (once_ms + fixed.optimizer.value) / batches  # the CPU goes on launching while these run
         batch_ms = at_least(gpu_ms, host_ms, ahead_ms, experts=bool(self.held.moe_layers))
         parts = {part: estimate.times(batches) for part, estimate in one.items()}
@@ -152,13 +172,14 @@ class StepForecast:
             decides = (host_ms / batch_ms) ** host["sharpness"] if self.held.moe_layers else 1.0
             idle_ms = (batch_ms - gpu_ms) * batches
             parts[IDLE] = Estimate(idle_ms, decides * host["uncertainty"] * host_ms * batches / idle_ms)
-        at_most = cluster()["steps"]["at_most"].get(self.forecaster.chip.architecture, inf)
+        known = cluster()["steps"]["at_most"] if self.model is not None else {}  # published steps are none of a traced module
+        at_most = known.get(self.forecaster.chip.architecture, inf)
         return StepEstimate(in_order(parts), self._common, at_most, tuple(waits), host_ms * batches, decides)
 
     def _micro_batch(self, name: str) -> dict[StepPart, Estimate]:
         """What one micro-batch computes."""
         fixed, batches = self.fixed, self.run.gradient_accumulation
-        gemms, least_ms, activations, weights = self.forecaster.in_step(self.quantized, name)
+        gemms, least_ms, activations, weights = self._gemms(name)
         # A weight is quantized once per step where that is kept, else wherever forward runs.
         weight_casts = 1 / batches if batches > 1 or self.forecaster.cache_weights else self._weight_runs
         quantization = total([activations, weights.times(weight_casts)])
@@ -171,10 +192,35 @@ class StepForecast:
         one = self._at_step_clock({part: estimate for part, estimate in every.items() if estimate.value}, least)
         return {part: estimate.times(self._slower) for part, estimate in one.items()}
 
+    def _gemms(self, name: str) -> tuple[Estimate, float, Estimate, Estimate]:
+        """As `Forecaster.in_step`. A traced model has linears that stay in BF16 beside the quantized ones."""
+        if self.model is not None:
+            return self.forecaster.in_step(self.quantized, name)
+        fit = self._linears_that_fit(name)
+        rest = [*self._plain, *(each for each in self.quantized if each not in fit)]
+        gemms, least_ms, activations, weights = self.forecaster.in_step(fit, name)
+        others, least_of_others, _, _ = self.forecaster.in_step(rest, BASELINE)
+        return total([gemms, others]), least_ms + least_of_others, activations, weights
+
+    def _host_ms(self, name: str) -> float:
+        """What launching one micro-batch takes the CPU."""
+        if self.model is not None:
+            return launch_ms(name, self.held.dense_layers, self.held.moe_layers, self.run)
+        graphs = cluster()["host"]["graphs"] if self.run.cuda_graphs else 1.0
+        quantized = sum(count for _, count, _ in self._linears_that_fit(name))
+        return traced.launch_ms(self.workload.ops, name, quantized, fused=self.fused, graphs=graphs)
+
+    @property
+    def launches(self) -> int:
+        """Kernels of one micro-batch of a traced model in BF16."""
+        return traced.launches(self.workload.ops, fused=self.fused)
+
     @cached_property
     def _biased(self) -> bool:
         """Whether experts have biases."""
-        return any(isinstance(layer.mlp, MoeSpec) and layer.mlp.expert.up_bias for layer in self.model.layers[-1:])
+        return self.model is not None and any(
+            isinstance(layer.mlp, MoeSpec) and layer.mlp.expert.up_bias for layer in self.model.layers[-1:]
+        )
 
     @cached_property
     def _slower(self) -> float:
@@ -228,6 +274,10 @@ class StepForecast:
                     if part == "head and loss":
                         saved += (gemms.value - self.forecaster.least_ms(_case(op), BASELINE)) * times
                 continue
+            if isinstance(op, traced.TracedOp):
+                part, unsure = traced.part_of(op), traced.uncertainty_of(op, fused=self.fused)
+                estimates.setdefault(part, []).append(Estimate(traced.traced_ms(op, chip, fused=self.fused), 0.0, unsure))
+                continue
             part, table = _part_of(op)
             estimate = self.forecaster.other(op_ms(op, chip), part, uncertainty_of(table, chip))
             if isinstance(op, Optimizer):
@@ -253,12 +303,14 @@ class StepForecast:
             sum(op.count for op in self.linears if op.name == name) for name in ("Attn Out", "Mixer Out", "MLP Down", "Router")
         )
         layers = sum(self.workload.layers.values())
-        return RankShare(
-            layers, moe_layers, self.workload.parameters - in_experts, in_experts, attentions, attentions + mixers, mlps
-        )
+        updated = sum(op.updated for op in self.workload.ops if isinstance(op, Optimizer))  # all that a trace knows of them
+        parameters = self.workload.parameters if self.model is not None else updated
+        return RankShare(layers, moe_layers, parameters - in_experts, in_experts, attentions, attentions + mixers, mlps)
 
     def _offloaded_bytes(self) -> float:
         """What one micro-batch leaves in the memory of the CPU."""
+        if self.model is None:
+            return 0.0
         kept = rank_memory(self.model, replace(self.run, offloaded_layers=0), BASELINE, self.forecaster.chip)
         return kept.activations / max(kept.in_flight, 1.0) * min(self.run.offloaded_layers / max(self.held.layers, 1), 1.0)
 
@@ -276,13 +328,18 @@ class StepForecast:
 
 def _case(op: Linear) -> Case:
     rows = op.rows if isinstance(op, GroupedLinear) else ()
+    if isinstance(op, TracedLinear):
+        ran = {gemm.pass_name for gemm in op.seen}
+        rows = tuple((op.tokens + index) // op.groups for index in range(op.groups)) if op.groups > 1 else ()
+        passes = tuple(each for each in PASSES if each in ran)
+        return Case(op.name, op.tokens, op.inputs, op.outputs, op.count, rows, passes, quantized=op.quantized)
     return Case(op.name, op.tokens, op.inputs, op.outputs, op.count, rows, passes=op.passes, quantized=op.quantized)
 
 
 def _part_of_linear(op: Linear) -> StepPart:
     if not op.quantized and op.name.startswith(("Stream", "Laurel")):
         return "norms and activations"
-    if not op.quantized:
+    if not op.quantized and not isinstance(op, TracedLinear):
         return "routing" if op.name in UNQUANTIZED_ROUTING else "linear attention" if op.name.startswith("Mixer") else "attention"
     if op.section in (HEAD, EMBEDDING):  # left in BF16, as frameworks do
         return "head and loss" if op.section == HEAD else "embedding"
@@ -329,6 +386,8 @@ def _host_uncertainty(slow: StepEstimate, fast: StepEstimate) -> float:
 def _model_flops_per_gpu(forecast: StepForecast) -> float:
     """Of one micro-batch: the mean over the GPUs that share it, whichever stage and experts each of them has."""
     run = forecast.run
+    if forecast.model is None:
+        return totals(forecast.workload, run, None).model_flops
     whole = RunSpec(run.micro_batch_size, run.sequence_length, separate_projections=run.separate_projections)
     return totals(derive(forecast.model, whole), whole, forecast.model).model_flops / (run.tp * run.cp * run.pp)
 
@@ -380,4 +439,5 @@ def forecast_step(
         may_not_fit=tuple(each.recipe for each in memory if each.fit == "may not fit"),
         gpus=run.gpus,
         global_batch=run.global_batch,
+        unit="tokens" if run.inputs is None else "samples",
     )

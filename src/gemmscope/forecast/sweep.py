@@ -86,7 +86,7 @@ def _points(
         some = wanted[first : first + AT_A_TIME]
         steps = [StepForecast(forecaster, model, run, derive(model, run), network) for _, model, run in some]
         forecaster.prepare((case for step in steps for case in step.cases), [BASELINE, *recipes])
-        points = [_point(values, step, recipes) for (values, _, _), step in zip(some, steps, strict=True)]
+        points = [_point(values, model, step, recipes) for (values, model, _), step in zip(some, steps, strict=True)]
         forecaster.forget(beyond=MOST_KEPT)
     finally:
         if collecting:
@@ -94,7 +94,7 @@ def _points(
     return points
 
 
-def _point(values: dict[str, int], forecast: StepForecast, recipes: Sequence[str]) -> SweepPoint:
+def _point(values: dict[str, int], model: ModelSpec, forecast: StepForecast, recipes: Sequence[str]) -> SweepPoint:
     reasons = {name: forecast.why_not(name) for name in recipes if name != BASELINE}
     able = [name for name, reason in reasons.items() if not reason]
     steps = {name: forecast.step(name) for name in (BASELINE, *able)}
@@ -102,7 +102,7 @@ def _point(values: dict[str, int], forecast: StepForecast, recipes: Sequence[str
     def ratio(name: str, over: str) -> Interval:
         return speedup(steps[over], steps[name], forecast.forecaster.in_common(name, over)).interval()
 
-    run, chip, of_model = forecast.run, forecast.forecaster.chip, memory_of(forecast.model)
+    run, chip, of_model = forecast.run, forecast.forecaster.chip, memory_of(model)
     needed = {name: of_model.rank(run, name, chip) for name in steps}
     unfit = tuple(name for name, memory in needed.items() if memory.least > memory_bytes(chip))
     unsure = tuple(name for name, memory in needed.items() if name not in unfit and memory.total > memory_bytes(chip))

@@ -269,6 +269,8 @@ class RunSpec:
     quantized_weights: bool | None = None  # weights are kept in the recipe's format alone, not in BF16; None: not known
     partly_recomputed: bool = False  # backward also computes norms, activations or some GEMMs again, which times do not count
     offloaded_layers: int = 0  # whose activations wait in the memory of the CPU
+    # Sizes of the inputs of a module that brings its own ("8 x 3 x 224 x 224"). A sequence is then one sample, of length 1.
+    inputs: str | None = None
 
     def __post_init__(self) -> None:
         check_size(option("micro_batch_size"), self.micro_batch_size, "micro_batch_size")
@@ -341,4 +343,4 @@ class RunSpec:
         return self.tokens * self.gradient_accumulation / (self.tp * self.pp)
 
 
-RUN_SETTINGS = tuple(field.name for field in fields(RunSpec))
+RUN_SETTINGS = tuple(field.name for field in fields(RunSpec) if field.name != "inputs")

@@ -27,9 +27,21 @@ def step_findings(times: StepTimes, *, graphs: bool = False) -> list[Finding]:
     findings += _captured(times)
     code = "step-not-measured" if times.origin == "measured" else "step-not-forecast"
     findings += [finding(code, recipe=name, reason=reason) for name, reason in times.failures.items()]
+    findings += _attention(times)
     if any(time.mfu is not None for time in times.recipes):
         findings.append(finding("mfu-definition"))
     return findings
+
+
+def _attention(times: StepTimes) -> Iterator[Finding]:
+    """Which implementation of attention ran: once for all recipes in which it is the same one."""
+    alike: dict[tuple[str, ...], list[StepTime]] = {}
+    for time in times.recipes:
+        if time.attention_kernels:
+            alike.setdefault(tuple(time.attention_kernels), []).append(time)
+    for group in alike.values():
+        kernels_ms = max((time.attention_kernels for time in group), key=lambda kernels: sum(kernels.values()))
+        yield finding("attention-ran", recipes=[time.recipe for time in group], kernels_ms=dict(kernels_ms))
 
 
 def _captured(times: StepTimes) -> Iterator[Finding]:

@@ -5,10 +5,11 @@ and nothing outlives a step.
 """
 
 import gc
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
+
+from gemmscope.step.mixer_kernels import MixerKernels
 
 WARM_UP = 3  # steps: kernels are compiled and tuned, scales of delayed scaling are known
 
@@ -19,10 +20,7 @@ class Capturable(Protocol):
     optimizer: torch.optim.Optimizer
 
     @property
-    def kernels(self) -> Mapping[str, str]: ...
-
-    @property
-    def refused(self) -> Mapping[str, str]: ...
+    def mixer_kernels(self) -> MixerKernels: ...
 
     def run(self) -> None: ...
 
@@ -58,8 +56,7 @@ class CapturedStep:
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()  # the memory of launched steps: a captured one has its own
-        self._step, self._graph = step, torch.cuda.CUDAGraph()
-        self.kernels, self.refused = step.kernels, step.refused
+        self._step, self._graph, self.mixer_kernels = step, torch.cuda.CUDAGraph(), step.mixer_kernels
         try:
             with torch.cuda.graph(self._graph, pool=memory.pool, capture_error_mode="thread_local"):
                 step.run()

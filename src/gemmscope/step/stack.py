@@ -7,7 +7,6 @@ the whole model. Its learning rate is zero.
 """
 
 import math
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.nn import functional
 from gemmscope.step.blocks import Block, Prediction
 from gemmscope.step.kits.plain import Kit
 from gemmscope.step.marks import mark, mark_step
+from gemmscope.step.mixer_kernels import MixerKernels
 from gemmscope.step.plan import StackPlan
 
 
@@ -120,6 +120,8 @@ class Step:
     def __init__(self, plan: StackPlan, kit: Kit, weights: Weights, device: str, *, real: bool = False) -> None:
         self.plan, self.device = plan, device
         self.stack = Stack(plan, kit, weights, device)
+        self._model = kit.compile_whole(self.stack)
+        self._first_part = "model" if kit.compiled == "whole" else "embedding"  # marks inside would split what is compiled
         self._weights, self._real = weights, real
         self._every = updated = [*self.stack.inner, *self.stack.ends]
         if not real:
@@ -137,28 +139,22 @@ class Step:
             if number and not self._real:  # later micro-batches add to the gradients of earlier ones
                 for parameter in self._every:
                     parameter.grad = self._weights.gradient(parameter)
-            mark_step("embedding", "forward")
+            mark_step(self._first_part, "forward")
             first = None if self.plan.accumulation == 1 else number == 0
-            self.stack(self._x, self._labels, first=first).backward()
+            self._model(self._x, self._labels, first=first).backward()
         mark_step("optimizer")
         self.optimizer.step()
         if self._real:
             self.optimizer.zero_grad(set_to_none=True)
 
     @property
-    def kernels(self) -> Mapping[str, str]:
-        """What mixers compute → the package that does."""
-        return self.stack.kit.kernels.sources
-
-    @property
-    def refused(self) -> Mapping[str, str]:
-        """What mixers compute → why a faster package cannot do it here."""
-        return self.stack.kit.kernels.refused
+    def mixer_kernels(self) -> MixerKernels:
+        """What runs the mixers."""
+        return self.stack.kit.kernels
 
     def loss(self) -> float:
-        """One forward pass, to check that the loss is finite."""
-        with torch.no_grad():
-            loss = float(self.stack(self._x, self._labels))
+        """One forward pass, to check that the loss is finite. With gradients: without, it would be compiled again."""
+        loss = float(self._model(self._x, self._labels).detach())
         if not math.isfinite(loss):
             raise ArithmeticError(f"the loss is {loss}")
         return loss

@@ -10,7 +10,7 @@ import contextlib
 import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import torch
@@ -24,8 +24,14 @@ MIXER_CLASS = re.compile(
 )
 """Classes of transformers that are mixers: what runs inside them is a recurrence or its convolution, not attention."""
 
-Record = Callable[[Scan | CausalConv], None]
 DELTA_CHUNK = 64  # of flash-linear-attention's kernels
+
+
+class KernelCalls(NamedTuple):
+    """What happens when a kernel is called."""
+
+    record: Callable[[Scan | CausalConv], None]
+    barrier: Callable[[list[torch.Tensor], list[torch.Tensor]], None]  # inputs and outputs: what no compiler fuses across
 
 
 def is_mixer(module: torch.nn.Module) -> bool:
@@ -34,20 +40,20 @@ def is_mixer(module: torch.nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def replaced(module: torch.nn.Module, record: Record) -> Iterator[None]:
+def replaced(module: torch.nn.Module, calls: KernelCalls) -> Iterator[None]:
     """Replace the kernels in the files of transformers that define the parts of `module`."""
     files = {type(part).__module__ for part in module.modules()}
     with contextlib.ExitStack() as patches:
         for file in sorted(files):
             for name, stand_in in STAND_INS.items():
                 if file.startswith("transformers.") and hasattr(sys.modules[file], name):
-                    patches.enter_context(mock.patch.object(sys.modules[file], name, _with(stand_in, record)))
+                    patches.enter_context(mock.patch.object(sys.modules[file], name, _with(stand_in, calls)))
         yield
 
 
-def _with(stand_in: Callable[..., Any], record: Record) -> Callable[..., Any]:
+def _with(stand_in: Callable[..., Any], calls: KernelCalls) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        return stand_in(record, *args, **kwargs)
+        return stand_in(calls, *args, **kwargs)
 
     return call
 
@@ -56,51 +62,56 @@ class _Shapes(torch.autograd.Function):  # type: ignore[misc]
     """A function of `tensors` that only produces a tensor of this shape, and gradients of theirs."""
 
     @staticmethod
-    def forward(ctx: Any, shape: tuple[int, ...], *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, calls: KernelCalls, shape: tuple[int, ...], *tensors: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(*tensors)
-        return tensors[0].new_empty(shape)
+        ctx.calls, output = calls, tensors[0].new_empty(shape)
+        calls.barrier(list(tensors), [output])
+        return output
 
     @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> Any:
-        return None, *(torch.empty_like(tensor) for tensor in ctx.saved_tensors)
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        gradients = [torch.empty_like(tensor) for tensor in ctx.saved_tensors]
+        ctx.calls.barrier([gradient, *ctx.saved_tensors], gradients)
+        return None, None, *gradients
 
 
-def _shapes(shape: tuple[int, ...], *inputs: Any) -> torch.Tensor:
+def _shapes(calls: KernelCalls, shape: tuple[int, ...], *inputs: Any) -> torch.Tensor:
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-    return cast(torch.Tensor, _Shapes.apply(shape, *tensors))
+    return cast(torch.Tensor, _Shapes.apply(calls, shape, *tensors))
 
 
-def _causal_conv(record: Record, x: torch.Tensor, weight: torch.Tensor, bias: Any = None, *_: Any, **__: Any) -> torch.Tensor:
+def _causal_conv(calls: KernelCalls, x: torch.Tensor, weight: torch.Tensor, bias: Any = None, *_: Any, **__: Any) -> torch.Tensor:
     """x is [batch, channels, sequence], the weight [channels, kernel]."""
     batch, channels, sequence = x.shape
-    record(CausalConv(name="Causal Conv", tokens=batch * sequence, channels=channels, kernel=weight.shape[-1]))
-    return _shapes(tuple(x.shape), x, weight, bias)
+    calls.record(CausalConv(name="Causal Conv", tokens=batch * sequence, channels=channels, kernel=weight.shape[-1]))
+    return _shapes(calls, tuple(x.shape), x, weight, bias)
 
 
-def _ssd(record: Record, x: Any, dt: Any, a: Any, b: Any, c: Any, chunk_size: int, *_: Any, **others: Any) -> Any:
+def _ssd(calls: KernelCalls, x: Any, dt: Any, a: Any, b: Any, c: Any, chunk_size: int, *_: Any, **others: Any) -> Any:
     """x is [batch, sequence, heads, head size], B and C are [batch, sequence, groups, state size]."""
     batch, sequence, heads, value_dim = x.shape
     _, _, groups, key_dim = b.shape
-    record(_scan("ssd", (batch, sequence), (heads, value_dim), (groups, key_dim), chunk_size))
-    output = _shapes(tuple(x.shape), x, dt, a, b, c, others.get("D"), others.get("dt_bias"), others.get("z"))
-    return (output, None) if others.get("return_final_states") else output
+    calls.record(_scan("ssd", (batch, sequence), (heads, value_dim), (groups, key_dim), chunk_size))
+    output = _shapes(calls, tuple(x.shape), x, dt, a, b, c, others.get("D"), others.get("dt_bias"), others.get("z"))
+    return (output, x.new_empty(batch, heads, value_dim, key_dim)) if others.get("return_final_states") else output
 
 
-def _selective_scan(record: Record, x: Any, dt: Any, a: Any, b: Any, c: Any, *others: Any, **named: Any) -> Any:
+def _selective_scan(calls: KernelCalls, x: Any, dt: Any, a: Any, b: Any, c: Any, *others: Any, **named: Any) -> Any:
     """x is [batch, channels, sequence], A [channels, state size]."""
     batch, channels, sequence = x.shape
-    record(_scan("selective scan", (batch, sequence), (channels, 1), (1, a.shape[-1])))
-    output = _shapes(tuple(x.shape), x, dt, a, b, c, *others, *(named.get(name) for name in ("D", "z", "delta_bias")))
-    return (output, None) if named.get("return_last_state") else output
+    calls.record(_scan("selective scan", (batch, sequence), (channels, 1), (1, a.shape[-1])))
+    output = _shapes(calls, tuple(x.shape), x, dt, a, b, c, *others, *(named.get(name) for name in ("D", "z", "delta_bias")))
+    return (output, x.new_empty(batch, channels, a.shape[-1])) if named.get("return_last_state") else output
 
 
 def _delta_rule(rule: str) -> Callable[..., Any]:
-    def stand_in(record: Record, q: Any, k: Any, v: Any, g: Any, beta: Any, *_: Any, **named: Any) -> Any:
+    def stand_in(calls: KernelCalls, q: Any, k: Any, v: Any, g: Any, beta: Any, *_: Any, **named: Any) -> Any:
         """Queries and keys are [batch, sequence, key heads, key size], values [batch, sequence, heads, value size]."""
         batch, sequence, heads, value_dim = v.shape
         chunk = named.get("chunk_size", DELTA_CHUNK)
-        record(_scan(rule, (batch, sequence), (heads, value_dim), tuple(k.shape[2:]), chunk))
-        return _shapes(tuple(v.shape), v, q, k, g, beta), None
+        calls.record(_scan(rule, (batch, sequence), (heads, value_dim), tuple(k.shape[2:]), chunk))
+        state = v.new_empty(batch, heads, k.shape[-1], value_dim) if named.get("output_final_state") else None
+        return _shapes(calls, tuple(v.shape), v, q, k, g, beta), state
 
     return stand_in
 

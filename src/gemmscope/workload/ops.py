@@ -236,7 +236,11 @@ class OneWay(Op):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchedGemm(OneWay):
-    """A batched GEMM of two activations, as a trace shows it; `visible` is the share of it that a causal mask allows."""
+    """A batched GEMM of two activations, as a trace shows it; `visible` is the share of it that a causal mask allows.
+
+    `role`: "fused" inside scaled_dot_product_attention, "attention" before or after a softmax; "" elsewhere, in a recurrence for
+    example.
+    """
 
     kind: ClassVar[str] = "batched GEMM"
     m: int
@@ -244,6 +248,7 @@ class BatchedGemm(OneWay):
     n: int
     batch: int
     visible: Annotated[Fraction, PlainValidator(Fraction), PlainSerializer(str)] = ALL_VISIBLE
+    role: Literal["", "attention", "fused"] = ""
 
     def work(self) -> Work:
         elements = self.batch * (self.m * self.k + self.k * self.n + self.m * self.n)
@@ -252,13 +257,14 @@ class BatchedGemm(OneWay):
 
 @dataclass(frozen=True, kw_only=True)
 class Remainder(OneWay):
-    """Work with FLOPs that is not a GEMM: a convolution. Its bytes are not recorded."""
+    """Work with FLOPs that is not a GEMM: a convolution. It reads two of input, filters and output, and writes the third."""
 
     kind: ClassVar[str] = "convolution"
     flops: int
+    bytes_moved: int = 0
 
     def work(self) -> Work:
-        return Work(self.flops)
+        return Work(self.flops, self.bytes_moved)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,5 @@
-"""Records every GEMM of a module's forward and backward pass, with its module and its pass.
+"""Records everything that a module's forward and backward pass run, with its module: GEMMs with their pass, attention,
+convolutions, and the operators between them.
 
 How a GEMM is classified (this file imports torch, so only the trace worker imports it):
 
@@ -8,9 +9,11 @@ How a GEMM is classified (this file imports torch, so only the trace worker impo
   with the sequence number of the forward GEMM: if they read the weight they are dgrad, if they read the activation, wgrad.
 * **Which shape?** `gemm_size` of the tokens, input and output features, whichever side the weight is on.
 
-Scaled-dot-product attention, grouped GEMMs and the kernels of mixers (`fused.py`) are replaced by functions that only produce
-shapes, because the operators they dispatch on the meta device are not those that a GPU runs. GEMMs and convolutions without a
-weight that still run inside a mixer are in the section `MIXER`: they belong to a fallback for its kernel.
+* **Is it attention?** Scaled-dot-product attention is. So is a batched GEMM whose result reaches a softmax, or that reads one.
+  Others (a recurrence in chunks, for example) are batched GEMMs and nothing more.
+
+`recording.py` calls the recorder for everything that runs. GEMMs and convolutions without a weight that run inside a mixer are in
+the section `MIXER`: they belong to a fallback for its kernel.
 """
 
 import contextlib
@@ -19,21 +22,21 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any
-from unittest import mock
+from math import prod
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemmscope.workload import fused
+from gemmscope.workload.operators import Operand, flops_of, is_free, is_fusible, operands, storage_of
 from gemmscope.workload.ops import ALL_VISIBLE, BatchedGemm, Direction, Gemm, Pass, Remainder, attention_gemms, gemm_size
 from gemmscope.workload.scans import CausalConv, Scan
 from gemmscope.workload.trace import MIXER
+from gemmscope.workload.traffic import Traffic, WorkGroup, kinds
 
-ROOT = "(root)"
-_FUSED_ATTENTION = torch.nn.functional.scaled_dot_product_attention
-_ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+ROOT, LOSS, GRADIENTS = "(root)", "(loss)", "(gradients)"
+MOST_FOLLOWED = 8  # batched GEMMs whose results one tensor may come from
+Role = Literal["", "attention", "fused"]
 _LAYER_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
 _Place = tuple[int, int]
@@ -52,7 +55,21 @@ class _Forward:
     groups: int
     batch: int
     shape: tuple[int, int, int]
-    section: str
+    section: str = ""
+    role: Role = ""
+
+
+class AttentionCall(NamedTuple):
+    """The sizes of one call of scaled_dot_product_attention."""
+
+    path: str
+    query: tuple[int, ...]  # [.., heads, queries, head_dim]
+    kv_heads: int
+    keys: int
+    value_dim: int
+    mask: str  # none, causal, explicit
+    mask_bytes: int = 0  # of an explicit one
+    mask_gradient: bool = False  # it is a bias that is learned
 
 
 @dataclass
@@ -61,26 +78,51 @@ class Recorder:
 
     module: torch.nn.Module
     gemms: Counter[Gemm] = field(default_factory=Counter)  # with a weight
-    batched_gemms: Counter[BatchedGemm] = field(default_factory=Counter)  # without one
     remainder: Counter[Remainder] = field(default_factory=Counter)
     scans: Counter[Scan | CausalConv] = field(default_factory=Counter)  # kernels of mixers
     masks: Counter[str] = field(default_factory=Counter)  # of the forward attentions: none, causal, explicit
+    attentions: dict[AttentionCall, Counter[Direction]] = field(default_factory=dict)
+    traffic: Traffic = field(default_factory=Traffic)
+    linear_paths: set[str] = field(default_factory=set)  # of GEMMs that an nn.Linear runs
+    saved: dict[int, int] = field(default_factory=dict)  # bytes that backward needs, by storage
 
     def __post_init__(self) -> None:
-        self._names = {id(module): name for name, module in self.module.named_modules()}
-        self._running: list[str] = []
+        self._names = {id(module): _LAYER_INDEX.sub("*", name) or ROOT for name, module in self.module.named_modules()}
+        self._running: list[tuple[str, str, bool]] = []  # path, kind of what it runs, whether it is an nn.Linear
         self._sections: list[str] = []  # of the running modules: MIXER in a mixer and in all that it calls
         self._by_node: dict[int, list[_Forward]] = {}
+        self._groups: dict[int, tuple[str, str]] = {}  # path and kind of the forward operator, by its node's number
+        self._batched: list[tuple[_Forward | None, BatchedGemm]] = []
+        self._scores: dict[int, tuple[_Forward, ...]] = {}  # batched GEMMs whose results reached a storage
+        self._weighted: set[int] = set()  # storages that results of a softmax reached
         self._convolutions: dict[int, tuple[str, str]] = {}
         storages = [parameter.untyped_storage() for parameter in self.module.parameters()]
         self._weights = {storage._cdata: storage for storage in storages}
         self._kept: dict[int, torch.UntypedStorage] = {}  # alive, so that no other storage gets the same address
+        floats = Counter(parameter.dtype for parameter in self.module.parameters() if parameter.is_floating_point())
+        self.operand = Operand(floats.most_common(1)[0][0] if floats else None)
+
+    @property
+    def batched_gemms(self) -> Counter[BatchedGemm]:
+        """Batched GEMMs of two activations."""
+        return Counter(replace(gemm, role=record.role if record else gemm.role) for record, gemm in self._batched)
 
     # --- context -----------------------------------------------------------------------------------------------------
 
     def enter(self, module: torch.nn.Module) -> None:
-        self._running.append(self._names.get(id(module), "?"))
+        known = self._names.get(id(module)) or self.path()  # one that is registered nowhere belongs to its caller
+        self._running.append((known, _kind_of(type(module)), isinstance(module, torch.nn.Linear)))
         self._sections.append(MIXER if fused.is_mixer(module) else self.section())
+
+    @contextlib.contextmanager
+    def in_loss(self) -> Iterator[None]:
+        """What runs inside belongs to the loss."""
+        self._running.append((LOSS, "loss", False))
+        self._sections.append("")
+        try:
+            yield
+        finally:
+            self.leave()
 
     def leave(self) -> None:
         """The running module has ended, or raised."""
@@ -93,7 +135,11 @@ class Recorder:
 
     def path(self) -> str:
         """The running module's path with layer numbers replaced by *: `model.layers.*.self_attn.q_proj`."""
-        return _LAYER_INDEX.sub("*", self._running[-1] if self._running else "") or ROOT
+        return self._running[-1][0] if self._running else ROOT
+
+    def is_backward(self) -> bool:
+        """Whether the autograd engine runs, and does not run forward again."""
+        return not torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
 
     # --- recording ---------------------------------------------------------------------------------------------------
 
@@ -107,19 +153,19 @@ class Recorder:
                 storage = tensor.untyped_storage()
                 self._weights[storage._cdata] = storage
 
-    def gemm(self, left: torch.Tensor, right: torch.Tensor) -> None:
+    def gemm(self, left: torch.Tensor, right: torch.Tensor, output: torch.Tensor) -> None:
         """One GEMM left @ right, forward or backward."""
-        if not torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+        if self.is_backward():
             self._backward(left, right)
         else:
-            self._forward(left, right)
+            self._forward(left, right, output)
 
     def _place(self, tensor: torch.Tensor) -> _Place:
         storage = tensor.untyped_storage()
         self._kept[storage._cdata] = storage
         return storage._cdata, tensor.storage_offset()
 
-    def _forward(self, left: torch.Tensor, right: torch.Tensor) -> None:
+    def _forward(self, left: torch.Tensor, right: torch.Tensor, output: torch.Tensor) -> None:
         m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
         batch = left.shape[0] if left.dim() == 3 and right.dim() == 3 else 1
         weight_side = "right" if self.is_weight(right) else "left" if self.is_weight(left) else None
@@ -136,8 +182,13 @@ class Recorder:
         if not torch.is_grad_enabled() or left.requires_grad or right.requires_grad:
             self._by_node.setdefault(torch.autograd._get_sequence_nr() - 1, []).append(record)
         if weight_side is None:
-            self.batched_gemm(record.path, "forward", record.shape, batch, section=record.section)
+            self.batched_gemm(record.path, "forward", record.shape, batch, record=record)
+            if storage_of(left) in self._weighted or storage_of(right) in self._weighted:
+                record.role = "attention"
+            self._scores[storage_of(output)] = (record,)
         else:
+            if self._running and self._running[-1][2]:
+                self.linear_paths.add(record.path)
             self.linear(record.path, "fprop", size, groups)
 
     def linear(self, path: str, pass_name: Pass, size: tuple[int, int, int], groups: int) -> None:
@@ -145,13 +196,22 @@ class Recorder:
         self.gemms[Gemm(path, pass_name, *gemm_size(*size, pass_name), groups)] += 1
 
     def batched_gemm(
-        self, path: str, direction: Direction, shape: tuple[int, int, int], batch: int, visible: Fraction = ALL_VISIBLE,
-        section: str = "",
-    ) -> None:  # fmt: skip
-        """One batched GEMM, M x K x N, of two activations."""
+        self,
+        path: str,
+        direction: Direction,
+        shape: tuple[int, int, int],
+        batch: int,
+        visible: Fraction = ALL_VISIBLE,
+        role: Role = "",
+        record: _Forward | None = None,
+    ) -> None:
+        """One batched GEMM, M x K x N, of two activations; `record` is the forward one that it belongs to."""
         m, k, n = shape
-        gemm = BatchedGemm(name=path, direction=direction, m=m, k=k, n=n, batch=batch, visible=visible, section=section)
-        self.batched_gemms[gemm] += 1
+        section = record.section if record is not None else ""
+        gemm = BatchedGemm(
+            name=path, section=section, direction=direction, m=m, k=k, n=n, batch=batch, visible=visible, role=role
+        )
+        self._batched.append((record, gemm))
 
     def _backward(self, left: torch.Tensor, right: torch.Tensor) -> None:
         node = torch._C._current_autograd_node()
@@ -179,19 +239,18 @@ class Recorder:
     def _count_backward(self, record: _Forward, operand_read: str) -> None:
         pass_name: Pass = "dgrad" if operand_read == (record.weight_side or "right") else "wgrad"
         if record.weight_side is None:
-            shape = gemm_size(*record.shape, pass_name)
-            self.batched_gemm(record.path, "backward", shape, record.batch, section=record.section)
+            self.batched_gemm(record.path, "backward", gemm_size(*record.shape, pass_name), record.batch, record=record)
         else:
             self.linear(record.path, pass_name, record.size, record.groups)
 
-    def attention(self, path: str, direction: Direction, query: torch.Size, keys: int, value_dim: int, mask: str) -> None:
-        """The batched GEMMs of one attention with queries of this shape: [.., heads, queries, head_dim]."""
-        queries, head_dim = query[-2:]
+    def attention(self, call: AttentionCall, direction: Direction) -> None:
+        """One attention, and the batched GEMMs that it stands for."""
+        queries, head_dim = call.query[-2:]
         if direction == "forward" and queries > 1:  # a single query does not show causality
-            self.masks[mask] += 1
-        visible = _causal_share(queries, keys) if mask == "causal" else ALL_VISIBLE
-        for shape in attention_gemms(queries, keys, head_dim, value_dim)[direction]:
-            self.batched_gemm(path, direction, shape, query[:-2].numel(), visible)
+            self.masks[call.mask] += 1
+        self.attentions.setdefault(call, Counter())[direction] += 1
+        for shape in attention_gemms(queries, call.keys, head_dim, call.value_dim)[direction]:
+            self.batched_gemm(call.path, direction, shape, prod(call.query[:-2]), visible_share(call), "fused")
 
     def scan(self, op: Scan | CausalConv) -> None:
         """One forward call of a mixer's kernel."""
@@ -205,145 +264,93 @@ class Recorder:
         `gradients` is None forward. Backward, each requested gradient (of input and weight) is as much work as forward.
         """
         flops = 2 * (source if transposed else output).numel() * weight.shape[1:].numel()
+        moved = sum(map(self.operand.bytes_of, (output, source, weight)))
         if gradients is None:
             path, section = self.path(), self.section()
             self._convolutions[torch.autograd._get_sequence_nr() - 1] = path, section
-            self.remainder[Remainder(name=path, direction="forward", flops=flops, section=section)] += 1
+            self.remainder[Remainder(name=path, section=section, direction="forward", flops=flops, bytes_moved=moved)] += 1
         else:
             node = torch._C._current_autograd_node()
             path, section = self._convolutions.get(node._sequence_nr() if node is not None else -1, (ROOT, ""))
-            self.remainder[Remainder(name=path, direction="backward", flops=flops * gradients, section=section)] += 1
+            work = {"flops": flops * gradients, "bytes_moved": moved * gradients}
+            self.remainder[Remainder(name=path, section=section, direction="backward", **work)] += 1
+
+    def other(self, operator: Any, args: tuple[Any, ...], inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        """An operator between GEMMs."""
+        name = operator._schema.name.rpartition("::")[2].rstrip("_")
+        if is_free(name, operator, inputs, outputs):
+            return
+        self.keep(outputs)
+        fusible = is_fusible(name, inputs, outputs, args)
+        group = self._group(name)
+        reads, writes = operands(name, self.operand, inputs, outputs)
+        self.traffic.operator(group, reads, writes, flops_of(name, inputs, outputs), fusible=fusible)
+        if group.direction == "forward":
+            self._follow(name, inputs, outputs)
+
+    def _group(self, name: str) -> WorkGroup:
+        """Where an operator belongs: backward to the module and kind of its forward operator."""
+        if self.is_backward():
+            node = torch._C._current_autograd_node()
+            number = node._sequence_nr() if node is not None else -1
+            path, kind = self._groups.get(number, (GRADIENTS, "elementwise"))
+            return WorkGroup(path, kinds().get(name, kind), "backward")
+        path, of_module, _ = self._running[-1] if self._running else (ROOT, "elementwise", False)
+        kind = "loss" if of_module == "loss" else kinds().get(name, of_module)
+        self._groups.setdefault(torch.autograd._get_sequence_nr() - 1, (path, kind))
+        return WorkGroup(path, kind, "forward")
+
+    def _follow(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        """Follow results of batched GEMMs to a softmax, and those of a softmax to batched GEMMs."""
+        sources = [storage_of(tensor) for tensor in inputs]
+        records = [record for source in sources for record in self._scores.get(source, ())][:MOST_FOLLOWED]
+        weighted = any(source in self._weighted for source in sources)
+        if kinds().get(name) == "softmax":
+            for record in records:
+                record.role = "attention"
+            records, weighted = [], True
+        for tensor in outputs if records or weighted else ():
+            if records:
+                self._scores[storage_of(tensor)] = tuple(records)
+            if weighted:
+                self._weighted.add(storage_of(tensor))
+
+    def keep(self, outputs: list[torch.Tensor]) -> None:
+        """Keep storages alive, so that no other gets the same number."""
+        for tensor in outputs:
+            storage = tensor.untyped_storage()
+            self._kept[storage._cdata] = storage
+
+    def barrier(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        """A GEMM, an attention or a convolution read and wrote these."""
+        self.keep(outputs)
+        self._groups.setdefault(torch.autograd._get_sequence_nr() - 1, (self.path(), "elementwise"))
+        self.traffic.barrier(map(storage_of, inputs), map(storage_of, outputs), backward=self.is_backward())
+
+    def save(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that backward needs: counted once, with all of its storage; weights are not counted."""
+        storage = tensor.untyped_storage()
+        if not self.is_weight(tensor) and not self.is_backward():
+            scale = self.operand.element_bytes(tensor) / tensor.element_size()
+            self._kept[storage._cdata] = storage
+            self.saved[storage._cdata] = int(storage.nbytes() * scale)
+        return tensor.detach()
 
 
-@contextlib.contextmanager
-def record(module: torch.nn.Module) -> Iterator[Recorder]:
-    """Record every operation that runs inside this context."""
-    recorder, hooks = Recorder(module), torch.nn.modules.module
-    handles = [
-        hooks.register_module_forward_pre_hook(lambda running, _: recorder.enter(running)),
-        hooks.register_module_forward_hook(lambda *_: recorder.leave(), always_call=True),
-    ]
-    try:
-        with fused.replaced(module, recorder.scan), _Dispatch(recorder), _Functions(recorder):
-            yield recorder
-    finally:
-        for handle in handles:
-            handle.remove()
+def _kind_of(module: type[torch.nn.Module]) -> str:
+    """The kind of the operators that a module of this class runs itself."""
+    if "norm" in module.__name__.lower():
+        return "norm"
+    if module.__module__ == "torch.nn.modules.activation" or module.__name__.endswith(("Activation", "GELU", "SiLU")):
+        return "activation"
+    return "embedding" if issubclass(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) else "elementwise"
 
 
-class _Dispatch(TorchDispatchMode):
-    """Sees every operator below autograd, forward and backward."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_dispatch__(
-        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        output = operator(*args, **(kwargs or {}))
-        recorder, name = self._recorder, operator._schema.name
-        if name in ("aten::mm", "aten::bmm", "aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_int_mm"):
-            recorder.gemm(args[0], args[1])
-        elif name in ("aten::addmm", "aten::baddbmm", "aten::_addmm_activation"):
-            recorder.gemm(args[1], args[2])
-        elif name in ("aten::mv", "aten::addmv"):
-            matrix, vector = args[-2:] if name == "aten::mv" else args[1:3]
-            recorder.gemm(matrix, vector.unsqueeze(-1))
-        elif name == "aten::convolution":
-            recorder.convolution(output, args[0], args[1], transposed=args[6])
-        elif name == "aten::convolution_backward":
-            recorder.convolution(args[0], args[1], args[2], transposed=args[7], gradients=sum(args[10][:2]))
-        recorder.derive_weight(_tensors(args), _tensors((output,)))
-        return output
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    """The tensors among arguments or results, including those in lists."""
-    tensors = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
-        elif isinstance(value, (list, tuple)):
-            tensors += _tensors(value)
-    return tensors
-
-
-class _Functions(TorchFunctionMode):
-    """Replaces the functions that behave differently on the meta device than on a GPU."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-        names = ((torch, "_grouped_mm"), (torch, "_scaled_grouped_mm"), (torch.nn.functional, "grouped_mm"))
-        self._grouped = {getattr(place, name) for place, name in names if hasattr(place, name)}
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if function is _FUSED_ATTENTION:
-            return self._attention(*args, **kwargs)
-        if function is torch.nn.functional.multi_head_attention_forward:  # calls it where this mode does not see it
-            with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", self._attention):
-                return function(*args, **kwargs)
-        if function in self._grouped:
-            return _Grouped.apply(self._recorder, args[0], args[1])
-        return function(*args, **kwargs)
-
-    def _attention(self, *args: Any, **kwargs: Any) -> Any:
-        named = dict(zip(_ATTENTION_ARGUMENTS, args, strict=False)) | kwargs
-        explicit = named.get("attn_mask") is not None  # a meta tensor: its values are not known
-        mask = "explicit" if explicit else "causal" if named.get("is_causal") else "none"
-        return _Attention.apply(self._recorder, mask, named["query"], named["key"], named["value"])
-
-
-def _causal_share(queries: int, keys: int) -> Fraction:
-    """The share of all pairs that torch's `is_causal` allows: the first query sees the first key, and so on."""
+def visible_share(call: AttentionCall) -> Fraction:
+    """The share of all pairs that the mask allows. torch's `is_causal`: the first query sees the first key, and so on."""
+    queries, keys = call.query[-2], call.keys
+    if call.mask != "causal":
+        return ALL_VISIBLE
     reach = min(queries, keys)
     pairs = reach * (reach + 1) // 2 + (queries - reach) * keys
     return Fraction(pairs, queries * keys) if pairs else ALL_VISIBLE
-
-
-class _Attention(torch.autograd.Function):
-    """Attention that only produces shapes.
-
-    Query is [.., heads, queries, d], key [.., kv heads, keys, d], value [.., kv heads, keys, dv].
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, recorder: Recorder, mask: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.save_for_backward(query, key, value)
-        ctx.recorder, ctx.path = recorder, recorder.path()
-        ctx.facts = (query.shape, key.shape[-2], value.shape[-1], mask)
-        recorder.attention(ctx.path, "forward", *ctx.facts)
-        return query.new_empty((*query.shape[:-1], value.shape[-1]))
-
-    @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> Any:
-        ctx.recorder.attention(ctx.path, "backward", *ctx.facts)
-        return None, None, *(torch.empty_like(tensor) for tensor in ctx.saved_tensors)
-
-
-class _Grouped(torch.autograd.Function):
-    """A grouped GEMM that only produces shapes: rows [tokens, in] sorted by group, weights [groups, in, out]."""
-
-    @staticmethod
-    def forward(ctx: Any, recorder: Recorder, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(rows, weights)
-        ctx.recorder, ctx.path = recorder, recorder.path()
-        groups, inputs, outputs = weights.shape
-        ctx.size = (rows.shape[0], inputs, outputs)
-        recorder.linear(ctx.path, "fprop", ctx.size, groups)
-        return rows.new_empty((rows.shape[0], outputs))
-
-    @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> Any:
-        rows, weights = ctx.saved_tensors
-        if ctx.needs_input_grad[1]:
-            ctx.recorder.linear(ctx.path, "dgrad", ctx.size, weights.shape[0])
-        if ctx.needs_input_grad[2]:
-            ctx.recorder.linear(ctx.path, "wgrad", ctx.size, weights.shape[0])
-        return None, torch.empty_like(rows), torch.empty_like(weights)

@@ -19,7 +19,8 @@ class LayerTotal:
 
 @dataclass(frozen=True)
 class Totals:
-    """The totals of one rank. GEMMs are those of linears; those inside attention are counted separately."""
+    """The totals of one rank. GEMMs are those of linears; those inside attention are counted separately, and so are batched GEMMs
+    of two activations that belong to no attention, which only a trace shows."""
 
     layers: tuple[LayerTotal, ...]
     gemm_flops: float  # per micro-batch
@@ -29,7 +30,8 @@ class Totals:
     parameters_of_rank: int
     parameters: int  # of the whole model
     active_parameters: int  # used by one token
-    model_flops: float  # of linears and attention per micro-batch, without recomputation
+    model_flops: float  # of linears, attention and batched GEMMs per micro-batch, without recomputation
+    batched_gemm_flops: float = 0.0
 
     @property
     def gemm_flops_per_step(self) -> float:
@@ -39,12 +41,14 @@ class Totals:
 def totals(workload: Workload, run: RunSpec, model: ModelSpec | None, traced_parameters: int = 0) -> Totals:
     """Add up a workload. In a traced one (`model` is None), kinds of layers are not known."""
     sections: dict[str, float] = {}
-    attention, other, needed = Work(), Work(), 0.0
+    attention, other, batched, needed = Work(), Work(), Work(), 0.0
     for op in workload.ops:
         if isinstance(op, (Linear, Attention, BatchedGemm, IndexScores)):
             needed += replace(op, forward_runs=min(op.forward_runs, 1)).total().flops
         if isinstance(op, Linear):
             sections[op.section] = sections.get(op.section, 0) + op.total().flops
+        elif isinstance(op, BatchedGemm) and not op.role:
+            batched += op.total()
         elif isinstance(op, (Attention, BatchedGemm, IndexScores)):
             attention += op.total()
         else:
@@ -54,6 +58,7 @@ def totals(workload: Workload, run: RunSpec, model: ModelSpec | None, traced_par
         layers=tuple(_layers(workload, sections)) if model else (),
         gemm_flops=sum(sections.values()),
         attention_flops=attention.flops,
+        batched_gemm_flops=batched.flops,
         model_flops=needed,
         other=other,
         micro_batches_per_step=run.gradient_accumulation,

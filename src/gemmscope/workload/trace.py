@@ -7,8 +7,8 @@ derived one, so that all later stages treat both alike.
 import importlib.util
 import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -18,9 +18,9 @@ from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import finding
 from gemmscope.folders import temporary_folder
 from gemmscope.model.limits import LARGEST
-from gemmscope.model.spec import RunSpec
-from gemmscope.workload.derive import Workload
-from gemmscope.workload.ops import PASSES, BatchedGemm, Gemm, Linear, Pass, Remainder, Work, gemm_size
+from gemmscope.workload.derive import HEAD, STEP, Workload
+from gemmscope.workload.ops import PASSES, BatchedGemm, Gemm, Op, Optimizer, Pass, Remainder, gemm_size
+from gemmscope.workload.recorded import OtherWork, TracedAttention, TracedLinear, between
 from gemmscope.workload.scans import CausalConv, Scan
 
 MIXER = "mixer"
@@ -37,10 +37,12 @@ class ModuleTrace:
     """One forward and backward pass of one micro-batch, as the worker recorded it.
 
     `gemms` are the GEMMs with a weight; their `op` is the module's path, with layer numbers replaced by *. `batched_gemms` are
-    those without a weight (attention), `remainder` is work that is not a GEMM (convolutions). `masks` counts the attentions
-    by mask: none, causal, explicit (a mask tensor, whose values are not known). `scans` and `convolutions` are calls of mixers'
-    kernels. Of a Hugging Face model, as far as it shows: the sliding `windows` of its layers (None: a layer without one) and
-    whether its attention is `causal`.
+    those without a weight, those inside `attentions` included; `remainder` are convolutions, `scans` and `convolutions` calls of
+    mixers' kernels, `others` what runs between all these. `masks` counts the attentions by mask: none, causal, explicit (a mask
+    tensor, whose values are not known). `linear_paths` are the modules whose GEMMs a recipe can quantize (nn.Linear, grouped
+    GEMMs), `heads` output heads. `saved_bytes` is what forward keeps for backward. `inputs` are the sizes of inputs that the
+    module brought with it, and `samples` how many a batch has. Of a Hugging Face model, as far as it shows: the sliding `windows`
+    of its layers (None: a layer without one) and whether its attention is `causal`.
     """
 
     class_name: str
@@ -54,37 +56,26 @@ class ModuleTrace:
     causal: bool | None = None
     scans: tuple[Scan, ...] = ()
     convolutions: tuple[CausalConv, ...] = ()
+    attentions: tuple[TracedAttention, ...] = ()
+    others: tuple[OtherWork, ...] = ()
+    linear_paths: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+    trainable: int = 0
+    saved_bytes: int = 0
+    largest_saved_bytes: int = 0
+    has_loss: bool = False
+    inputs: str | None = None
+    samples: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class TracedLinear(Linear):
-    """A linear as it was recorded: each pass has its own count, because a frozen weight or a first layer skips some.
-
-    `forward_runs` times `count` is how often it ran forward. `backward` is the average over the `count` instances.
-    """
-
-    seen: tuple[Gemm, ...] = ()
-    weights: int = 1  # more than one in a grouped GEMM
-
-    @property
-    def groups(self) -> int:
-        return self.weights
-
-    def gemms(self) -> Iterator[Gemm]:
-        yield from self.seen
-
-    def backward(self) -> Work:
-        """As many GEMMs as were recorded: two, or fewer where a gradient is not needed."""
-        gemms = sum(gemm.count for gemm in self.seen if gemm.pass_name != "fprop")
-        return self._one_gemm().times(gemms / self.count)
-
-
-def trace_huggingface(config: Mapping[str, Any], run: RunSpec) -> ModuleTrace:
-    """Trace the model that transformers builds from a config."""
+def trace_huggingface(
+    config: Mapping[str, Any], micro_batch: int | None, sequence: int | None, *, as_trained: bool = False
+) -> ModuleTrace:
+    """Trace the model that transformers builds from a config; `as_trained`: in BF16 and with its loss, where it has one."""
     _require("transformers", "to build this model from its config")
     _check_counts(config)
     try:
-        return _ask_worker({"config": dict(config)}, run, LONGEST_S)
+        return _ask_worker({"config": dict(config), "as_trained": as_trained}, micro_batch, sequence, LONGEST_S)
     except UserError as error:
         hint = f"to use your own inputs: {option('module', 'FILE.py:FACTORY')}, a function that returns (module, inputs)"
         raise UserError(error.message, error.hint or hint) from error
@@ -105,13 +96,13 @@ def _check_counts(config: Mapping[str, Any]) -> None:
             raise UserError(f"{shown(key)} must be at most {most}, not {shown(value)}", "correct it in the config")
 
 
-def trace_module(reference: str, run: RunSpec) -> ModuleTrace:
-    """Trace the module that `file.py:factory` returns."""
+def trace_module(reference: str, micro_batch: int | None, sequence: int | None) -> ModuleTrace:
+    """Trace the module that `file.py:factory` returns. Sizes that are not given are the factory's to choose."""
     path, colon, name = reference.rpartition(":")
     if not colon or not path or not name.isidentifier():
         example = f"for example {option('module', 'my_model.py:build')}"
         raise UserError(f"{option('module')} must be FILE.py:FACTORY, not {reference!r}", example)
-    return _ask_worker({"module": reference}, run)
+    return _ask_worker({"module": reference}, micro_batch, sequence)
 
 
 def _require(package: str, why: str) -> None:
@@ -120,9 +111,11 @@ def _require(package: str, why: str) -> None:
             raise UserError(f"{name} is needed {why}, but it is not installed", f"pip install {name}, in gemmscope's environment")
 
 
-def _ask_worker(request: dict[str, Any], run: RunSpec, time_limit_s: float = float("inf")) -> ModuleTrace:
+def _ask_worker(
+    request: dict[str, Any], micro_batch: int | None, sequence: int | None, time_limit_s: float = float("inf")
+) -> ModuleTrace:
     _require("torch", "to trace a module")
-    request |= {"micro_batch": run.micro_batch_size, "sequence": run.sequence_length}
+    request |= {"micro_batch": micro_batch, "sequence": sequence}
     text = json.dumps(request)
     if len(text) > LARGEST_REQUEST:
         raise UserError(f"it is too large to be traced: it has more than {LARGEST_REQUEST >> 20} MiB")
@@ -142,29 +135,36 @@ def _ask_worker(request: dict[str, Any], run: RunSpec, time_limit_s: float = flo
     except ValueError as error:  # where the disk is full
         raise UserError(f"the tracing process ended in the middle of its answer: {worker.reason}") from error
     if "error" in answer:
-        raise UserError(answer["error"])
+        raise UserError(answer["error"], answer.get("hint", ""))
     return TypeAdapter(ModuleTrace).validate_python(answer)
 
 
 def as_workload(trace: ModuleTrace) -> Workload:
-    """The trace as a workload: linears by module, each with the passes that ran."""
+    """The trace as a workload: linears by module, each with the passes that ran, then everything else and the optimizer."""
     by_layer: dict[tuple[str, int, int, int, int], list[Gemm]] = {}
     for gemm in trace.gemms:
         tokens, inputs, outputs = gemm_size(gemm.m, gemm.k, gemm.n, gemm.pass_name)
         if not gemm.flops:  # of an empty tensor
             continue
         by_layer.setdefault((gemm.op, tokens, inputs, outputs, gemm.groups), []).append(gemm)
-    linears = [_linear(*sizes, seen) for sizes, seen in by_layer.items()]
+    ops: list[Op] = [_linear(*sizes, seen, trace) for sizes, seen in by_layer.items()]
+    ops += trace.attentions
+    ops += [gemm for gemm in trace.batched_gemms if gemm.role != "fused" or not trace.attentions]
+    ops += [*trace.scans, *trace.convolutions, *trace.remainder]
+    ops += [replace(op, section=HEAD) if op.name in trace.heads else op for op in map(between, trace.others)]
+    if trace.trainable:
+        ops.append(Optimizer(name="Optimizer", section=STEP, updated=trace.trainable))
     findings = [finding("traced")]
     if trace.remainder:
         findings.append(finding("convolutions", count=sum(op.count for op in trace.remainder)))
     if trace.masks.get("explicit"):
         findings.append(finding("explicit-masks"))
-    others = (*trace.batched_gemms, *trace.scans, *trace.convolutions, *trace.remainder)
-    return Workload((*linears, *others), stage=0, findings=tuple(findings))
+    if trace.others and not trace.has_loss:
+        findings.append(finding("no-loss-traced"))
+    return Workload(tuple(ops), stage=0, findings=tuple(findings))
 
 
-def _linear(name: str, tokens: int, inputs: int, outputs: int, groups: int, seen: list[Gemm]) -> TracedLinear:
+def _linear(name: str, tokens: int, inputs: int, outputs: int, groups: int, seen: list[Gemm], trace: ModuleTrace) -> TracedLinear:
     """One linear with its passes. One that ran forward several times as often as backward was recomputed."""
     ran: dict[Pass, int] = {which: sum(gemm.count for gemm in seen if gemm.pass_name == which) for which in PASSES}
     count = max(ran["dgrad"], ran["wgrad"])
@@ -173,5 +173,6 @@ def _linear(name: str, tokens: int, inputs: int, outputs: int, groups: int, seen
     in_order = tuple(sorted(seen, key=lambda gemm: PASSES.index(gemm.pass_name)))
     return TracedLinear(
         name=name, tokens=tokens, inputs=inputs, outputs=outputs, weights=groups, seen=in_order,
-        count=count, forward_runs=ran["fprop"] // count,
+        count=count, forward_runs=ran["fprop"] // count, section=HEAD if name in trace.heads else "",
+        quantized=not trace.linear_paths or name in trace.linear_paths,
     )  # fmt: skip

@@ -214,7 +214,7 @@ def _several(documents: Sequence[Document]) -> list[PanelGroup]:
         rates.setdefault(time.run, []).append((time.recipe, value))
         if time.recipe == BASELINE:
             gains.setdefault(time.run, []).append((BASELINE, Interval(1.0)))
-    unit = "tokens/s per GPU" if common.has_rates else "ms per micro-batch"
+    unit = f"{common.unit}/s per GPU" if common.has_rates else "ms per micro-batch"
     baseline = common.baseline.removesuffix(", FORECAST")
     title = f"{common.what[0].upper()}{common.what[1:]}; above each bar its speedup over {BASELINE} on {baseline}"
     for what, recipe, by_run in speedup_rows(documents):

@@ -130,7 +130,7 @@ def rates_data(common: CommonBaseline) -> ChartData:
         rate = time.tokens_per_s if common.has_rates else time.over.value
         scale = (rate or 0.0) / time.over.value
         facts = [
-            *([["tokens/s per GPU", f"{time.tokens_per_s:,.0f}"]] if time.tokens_per_s is not None else []),
+            *([[f"{common.unit}/s per GPU", f"{time.tokens_per_s:,.0f}"]] if time.tokens_per_s is not None else []),
             [f"speedup over {BASELINE} on {common.baseline}", speedup(time.over)],
             ["time", f"{time.time_ms.value:,.2f} ms"],
         ]
@@ -152,7 +152,7 @@ def rates_data(common: CommonBaseline) -> ChartData:
     keys = [bar["color"] for bars in groups.values() for bar in bars]
     return {
         "type": "rates",
-        "unit": "tokens/s per GPU" if common.has_rates else f"speedup over {BASELINE} on {common.baseline}",
+        "unit": f"{common.unit}/s per GPU" if common.has_rates else f"speedup over {BASELINE} on {common.baseline}",
         "baseline": f"{BASELINE} on {common.baseline}",
         "at": first.tokens_per_s if common.has_rates else 1.0,
         "groups": [{"name": name, "bars": bars} for name, bars in groups.items()],

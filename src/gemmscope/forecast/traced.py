@@ -1,0 +1,86 @@
+"""What a traced module runs beside its linears, on a GPU: time by part of the step, uncertainty, launches.
+
+A trace knows every operator with its bytes, but not which of them a compiler makes one kernel of: `fused` assumes that chains
+of them are fused (see `workload/traffic.py`), as torch.compile does; else every operator is a kernel. Error bars are wider than
+those of a closed form, whose parts were measured in training.
+"""
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+from gemmscope.forecast.training import attention_ms, facts
+from gemmscope.gpu.specs import GpuSpec
+from gemmscope.parts import StepPart
+from gemmscope.recipe.recipes import recipe
+from gemmscope.toml import load_data
+from gemmscope.workload.derive import HEAD
+from gemmscope.workload.ops import BatchedGemm, Linear, Op, Remainder
+from gemmscope.workload.recorded import Between, TracedAttention
+
+BACKWARD_KERNELS = 3  # of attention: what is summed for each row, the gradients, their conversion
+_PARTS: dict[str, StepPart] = {"softmax": "attention", "embedding": "embedding", "loss": "head and loss"}
+TracedOp = Between | BatchedGemm | Remainder | TracedAttention
+
+
+@cache
+def coefficients() -> dict[str, Any]:
+    """The table."""
+    return load_data("gemmscope.forecast", "coefficients/traced.toml")
+
+
+def part_of(op: TracedOp) -> StepPart:
+    """The part of the step that it belongs to."""
+    if isinstance(op, Between):
+        return "head and loss" if op.section == HEAD else _PARTS.get(op.kind, "norms and activations")
+    if isinstance(op, Remainder):
+        return "convolutions"
+    return "attention" if isinstance(op, TracedAttention) or op.role else "other"
+
+
+def uncertainty_of(op: TracedOp, *, fused: bool) -> float:
+    """Logarithmic half-width of a 90% error bar."""
+    table = coefficients()["uncertainty"]
+    if isinstance(op, TracedAttention) and op.mask_bytes:
+        return float(coefficients()["explicit_mask"]["uncertainty"])
+    if isinstance(op, Between):
+        return float(table["fused" if fused else "eager"])
+    kind = "attention" if isinstance(op, TracedAttention) else "convolution" if isinstance(op, Remainder) else "batched_gemm"
+    return float(table[kind])
+
+
+def traced_ms(op: TracedOp, chip: GpuSpec, *, fused: bool) -> float:
+    """All runs in one micro-batch."""
+    launch_ms, bandwidth = facts()["launch_ms"], chip.bandwidth_tbps * 1e9
+    if isinstance(op, Between):
+        moved, kernels = (op.fused_bytes, op.kernels) if fused else (op.total().bytes_moved, op.launches)
+        return float(moved / (bandwidth * coefficients()["bandwidth"][op.kind]) + kernels * launch_ms)
+    if isinstance(op, TracedAttention):
+        once = op.forward_runs * attention_ms(op, chip, "forward") + op.backward_runs * attention_ms(op, chip, "backward")
+        return float(op.count * once * (coefficients()["explicit_mask"]["slower"] if op.mask_bytes else 1.0))
+    known = coefficients()["convolution" if isinstance(op, Remainder) else "batched_gemm"]
+    work = op.work()
+    once = max(work.flops / (chip.tflops["bf16"] * 1e9 * known["rate"]), work.bytes_moved / (bandwidth * known["bandwidth"]))
+    return float(op.count * (once + launch_ms))
+
+
+def launches(ops: Iterable[Op], *, fused: bool) -> int:
+    """Kernels of one micro-batch in BF16."""
+    count = 0
+    for op in ops:
+        if isinstance(op, Between):
+            count += op.kernels if fused else op.launches
+        elif isinstance(op, Linear):
+            count += sum(gemm.count for gemm in op.gemms())
+        elif isinstance(op, TracedAttention):
+            count += op.count * (op.forward_runs + BACKWARD_KERNELS * op.backward_runs)
+        elif isinstance(op, (BatchedGemm, Remainder)):
+            count += op.count
+    return count
+
+
+def launch_ms(ops: Iterable[Op], recipe_name: str, quantized: int, *, fused: bool, graphs: float = 1.0) -> float:
+    """What launching one micro-batch takes the CPU; `quantized` linears also cast X, W and dY."""
+    table = facts()["quantize"]
+    casts = 3 * table.get(recipe_name, table["other"])["kernels"] * quantized if recipe(recipe_name).quantizes else 0
+    return float((launches(ops, fused=fused) + casts) * coefficients()["launch_ms"]["fused" if fused else "eager"] * graphs)

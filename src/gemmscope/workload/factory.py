@@ -1,0 +1,366 @@
+"""Loads a module of the user's: `file.py:factory`, with its inputs and its loss.
+
+Only worker processes import this file, because it imports torch. The trace (`trace_worker.py`) and the measured step both call
+`load_factory`, so a factory means the same to both.
+
+The factory returns one of
+
+* `module`: it is called with token ids of shape (micro-batch, sequence);
+* `(module, inputs)`: a tensor, a tuple of positional arguments, or a dict of arguments by name;
+* `(module, inputs, loss)`: `loss(output)` turns what the module returns into a scalar.
+
+It may take `micro_batch_size` and `sequence_length`, and gets each one that the user gave.
+"""
+
+import contextlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from gemmscope.errors import option
+from gemmscope.workload.confine import NetworkError
+
+SIZES = ("micro_batch_size", "sequence_length")
+RETURNS = "it must return an nn.Module, (module, inputs) or (module, inputs, loss)"
+EXAMPLE = "for example: return MyModel(), (torch.zeros(8, 3, 224, 224),)"
+LONGEST_REASON = 300
+MOST_INPUTS = 4  # that are written out
+
+
+class TraceError(Exception):
+    """A problem that the user can solve; its text and its hint are shown unchanged."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a factory built, on the device that was asked for. Call it as `module(*args, **kwargs)`.
+
+    `own_inputs`: the factory brought its inputs; else they are token ids. `taken`: which of `SIZES` were given and accepted.
+    """
+
+    module: torch.nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss: Callable[[Any], Any] | None = None
+    own_inputs: bool = False
+    taken: frozenset[str] = frozenset()
+
+    @property
+    def inputs(self) -> list[tuple[str, torch.Tensor]]:
+        """The input tensors, the first one first, each with its name ("" for positional ones)."""
+        values = [("", value) for value in self.args] + list(self.kwargs.items())
+        return [(name, value) for name, value in values if isinstance(value, torch.Tensor)]
+
+    @property
+    def samples(self) -> int | None:
+        """The first size of the first input: what a batch has of them. None without a tensor that has sizes."""
+        return next((value.shape[0] for _, value in self.inputs if value.dim()), None)
+
+    def described_inputs(self) -> str:
+        """The sizes of the inputs: "8 x 3 x 224 x 224", "input_ids 8 x 512, decoder_input_ids 8 x 128"."""
+        texts = [(name, " x ".join(map(str, value.shape)) or "scalar") for name, value in self.inputs if name != "labels"]
+        named = [f"{name} {text}" if name else text for name, text in texts]
+        return ", ".join(named[:MOST_INPUTS]) + (", …" if len(named) > MOST_INPUTS else "") or "no tensors"
+
+
+def load_factory(reference: str, micro_batch: int | None, sequence: int | None, device: str) -> Built:
+    """Call `factory` of `file.py:factory` under this device. A `TraceError` says what is wrong with it."""
+    path_text, _, name = reference.rpartition(":")
+    path = Path(path_text)
+    if not path.is_file():
+        raise TraceError(f"there is no file {path_text!r}")
+    folder, python_module = path.resolve().parent, _import(path)
+    factory = getattr(python_module, name, None)
+    if not callable(factory):
+        own = {key: value for key, value in vars(python_module).items() if _is_of(value, python_module)}
+        callables = ", ".join(sorted(key for key, value in own.items() if callable(value)))
+        raise TraceError(f"{path_text} has no function {name!r}; it defines {callables or 'no function'}")
+    given = {key: value for key, value in zip(SIZES, (micro_batch, sequence), strict=True) if value is not None}
+    accepted = _accepted(factory, given)
+    stay = _OnMeta() if device == "meta" else contextlib.nullcontext()
+    with naming(f"{name}()", folder), torch.device(device), stay:
+        result = factory(**accepted)
+    module, inputs, loss = _unpacked(result, name)
+    module = _moved(module, device)
+    module.train()
+    if inputs is not None:
+        args, kwargs = _arguments(inputs, device)
+        return Built(module, args, kwargs, loss, own_inputs=True, taken=frozenset(accepted))
+    if micro_batch is None or sequence is None:
+        missing = " and ".join(option(key) for key in SIZES if key not in given)
+        raise TraceError(
+            f"{name}() returned no inputs, so its module would be called with token ids, and {missing} is not given",
+            f"return (module, inputs), or add {' '.join(option(key, 'N') for key in SIZES if key not in given)}",
+        )
+    return Built(module, (_token_ids(module, micro_batch, sequence, device),), {}, loss, taken=frozenset(accepted))
+
+
+def loss_of(built: Built, output: Any) -> torch.Tensor | None:
+    """The factory's own loss of an output, or the one that the module itself computed; None where there is neither.
+
+    A `TraceError` where the loss is not a scalar that backward can start from.
+    """
+    if built.loss is None:
+        own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        return own if isinstance(own, torch.Tensor) and own.requires_grad and own.numel() == 1 else None
+    value = built.loss(output)
+    if not isinstance(value, torch.Tensor):
+        raise TraceError(f"the loss returned {type(value).__name__}, not a tensor", "return a scalar tensor from the loss")
+    if value.numel() != 1:
+        shape = " x ".join(map(str, value.shape))
+        raise TraceError(f"the loss returned a tensor of shape {shape}, not a scalar", "end it with .mean() or .sum()")
+    if not value.requires_grad:
+        raise TraceError(
+            "the loss does not depend on a parameter that requires a gradient",
+            "compute it from the module's output, without .detach(), .item() or torch.no_grad()",
+        )
+    return value
+
+
+def outputs_of(output: Any) -> list[torch.Tensor]:
+    """The tensors from which a loss would be computed: the logits if there are any, else every float tensor with a gradient.
+
+    A `TraceError` where there is none.
+    """
+    targets = [tensor for tensor in _differentiable(output) if tensor.requires_grad]
+    if not targets:
+        raise TraceError(
+            "nothing to trace backward: the forward pass returned no tensor that requires a gradient",
+            f"it returned {type(output).__name__}; return a tensor that depends on a parameter with requires_grad=True",
+        )
+    return targets
+
+
+def _differentiable(output: Any) -> Iterator[torch.Tensor]:
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if isinstance(logits, torch.Tensor):
+        yield logits
+    elif isinstance(output, torch.Tensor):
+        if output.is_floating_point():
+            yield output
+    elif isinstance(output, (Mapping, tuple, list)):
+        for value in output.values() if isinstance(output, Mapping) else output:
+            yield from _differentiable(value)
+
+
+def move_to_meta(module: torch.nn.Module) -> None:
+    """Drop the storage of a module that was built on another device. Unlike `module.to`, this keeps tied parameters tied."""
+    moved: dict[int, Any] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in moved:
+                    moved[id(parameter)] = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+                part._parameters[name] = moved[id(parameter)]
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = moved.setdefault(id(buffer), buffer.to("meta"))
+
+
+def know_meta_tensors() -> None:
+    """Make transformers treat meta tensors like fake tensors, whose values it does not read.
+
+    Without this, its mask builders call `mask.all()` on a meta tensor, which raises. Positions on the meta device are those of
+    whole sequences, not of packed ones: so attention is called as in training, with `is_causal` where possible.
+    """
+    from transformers.utils import import_utils
+
+    _on_meta(import_utils, "is_fake_tensor", answer=True)
+    with contextlib.suppress(ImportError):  # older versions have no such file
+        from transformers import masking_utils
+
+        _on_meta(masking_utils, "find_packed_sequence_indices", answer=None)
+
+
+def _on_meta(module: Any, name: str, answer: Any) -> None:
+    """Make a function of one tensor return this answer for a meta tensor."""
+    original = getattr(module, name, None)
+    if original is None or hasattr(original, "before_gemmscope"):
+        return
+
+    def replaced(tensor: Any) -> Any:
+        is_meta = isinstance(tensor, torch.Tensor) and tensor.device.type == "meta"
+        return answer if is_meta else original(tensor)
+
+    replaced.before_gemmscope = original  # type: ignore[attr-defined]
+    setattr(module, name, replaced)
+
+
+class _OnMeta(TorchFunctionMode):  # type: ignore[misc]
+    """A factory that moves its module or its inputs to another device keeps them on the meta device."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if function in (torch.Tensor.cuda, torch.Tensor.cpu):
+            return args[0]
+        if function is torch.Tensor.to:
+            args = (args[0], *("meta" if isinstance(value, (str, torch.device)) else value for value in args[1:]))
+        if kwargs.get("device") is not None:
+            kwargs["device"] = "meta"
+        return function(*args, **kwargs)
+
+
+def _import(path: Path) -> ModuleType:
+    """The user's file as a module, which can import what lies beside it."""
+    folder = path.resolve().parent
+    sys.path.append(str(folder))  # last, because a file there may have the name of a module that torch imports
+    taken = path.stem in sys.modules or path.stem in sys.stdlib_module_names
+    module_name = f"{path.stem}_traced" if taken else path.stem
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise TraceError(f"{str(path)!r} is not a Python file")
+    python_module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = python_module
+    with naming(f"importing {path}", folder):
+        spec.loader.exec_module(python_module)
+    return python_module
+
+
+def _is_of(value: Any, python_module: ModuleType) -> bool:
+    return getattr(value, "__module__", None) == python_module.__name__
+
+
+def _unpacked(result: Any, name: str) -> tuple[torch.nn.Module, Any, Callable[[Any], Any] | None]:
+    """Module, inputs (None: none) and loss (None: none) of what a factory returned."""
+    parts = result if isinstance(result, tuple) else (result,)
+    if len(parts) > 3:
+        raise TraceError(f"{name}() returned a tuple of {len(parts)}; {RETURNS}", EXAMPLE)
+    module, inputs, loss = (*parts, None, None)[:3]
+    if isinstance(module, type) and issubclass(module, torch.nn.Module):
+        raise TraceError(
+            f"{name}() returned the class {module.__name__}, not a module; {RETURNS}", f"return {module.__name__}(…)"
+        )
+    if not isinstance(module, torch.nn.Module):
+        raise TraceError(f"{name}() returned {type(module).__name__}; {RETURNS}", EXAMPLE)
+    if loss is not None and not callable(loss):
+        problem = f"the loss that {name}() returned is {type(loss).__name__}, not a function"
+        raise TraceError(problem, "it is called as loss(output), with what the module returns")
+    return module, inputs, loss
+
+
+def _moved(module: torch.nn.Module, device: str) -> torch.nn.Module:
+    if device != "meta":
+        return module.to(device)
+    if "transformers" in sys.modules:
+        know_meta_tensors()
+    move_to_meta(module)
+    return module
+
+
+def _arguments(inputs: Any, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Mapping):
+        return (), {str(key): _on(value, device) for key, value in inputs.items()}
+    positional = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+    return tuple(_on(value, device) for value in positional), {}
+
+
+def _on(value: Any, device: str) -> Any:
+    """Tensors on this device, also those inside lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: _on(item, device) for key, item in value.items()}
+    return type(value)(_on(item, device) for item in value) if type(value) in (list, tuple) else value
+
+
+def _token_ids(module: torch.nn.Module, micro_batch: int, sequence: int, device: str) -> torch.Tensor:
+    """Random ids that the first embedding of the module knows."""
+    known = next((part.num_embeddings for part in module.modules() if isinstance(part, torch.nn.Embedding)), 1)
+    return torch.randint(known, (micro_batch, sequence), device=device)
+
+
+def _accepted(factory: Any, offered: dict[str, int]) -> dict[str, int]:
+    try:
+        wanted = inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        return {}
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in wanted.values()):
+        return offered
+    return {key: value for key, value in offered.items() if key in wanted}
+
+
+@contextlib.contextmanager
+def naming(what: str, folder: Path | None = None) -> Iterator[None]:
+    """Turn any exception into one line that says where it came from: the user's own line, if there is one."""
+    try:
+        yield
+    except TraceError:
+        raise
+    except (Exception, SystemExit) as error:
+        if _needed_network(error):
+            problem = "the config refers to a file of the hub (a backbone, for example), and configs are traced without network"
+            raise TraceError(f"{what}: {problem}") from error
+        raise TraceError(
+            f"{what} raised {type(error).__name__}: {reason(error)}{_place(error, folder)}", advice(error)
+        ) from error
+
+
+# What to do about an error of a module that runs without values: words of its text, and the advice.
+_NEEDS_VALUES = (
+    "meta tensor", "_local_scalar_dense", "nonzero", "register_meta", "aten::equal", "aten::is_nonzero", "aten::masked_select",
+    "aten::unique", "data-dependent", "Could not run 'aten::", "not supported on meta",
+)  # fmt: skip
+
+
+def advice(error: BaseException) -> str:
+    """What to do about an exception of the user's module; empty where there is nothing to say."""
+    if isinstance(error, ImportError) and (missing := getattr(error, "name", None)):
+        return f"pip install {missing.split('.')[0]}, or build the module without it"
+    text = str(error)
+    if isinstance(error, ImportError) or "pip install" in text or "not installed" in text:
+        return "install what it needs in gemmscope's environment, or build the module without it"
+    if any(words in text for words in _NEEDS_VALUES):
+        return (
+            "the module is run without values, on the meta device: this line reads one (.item(), nonzero, a mask as an index, "
+            "an if on a tensor); put what it decides into the module's settings, or skip it with `if tensor.is_meta`"
+        )
+    return ""
+
+
+def _needed_network(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, NetworkError) or type(error).__name__ == "OfflineModeIsEnabled":
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _place(error: BaseException, folder: Path | None) -> str:
+    """Where an exception came from: the last line that ran in `folder`, or, if none did, the last line that ran."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" (line {error.lineno} of {error.filename})"
+    ran = list(traceback.extract_tb(error.__traceback__))
+    frames = [frame for frame in ran if folder is None or _is_in(Path(frame.filename), folder)] or ran
+    return f" (line {frames[-1].lineno} of {frames[-1].filename})" if frames else ""
+
+
+def _is_in(path: Path, folder: Path) -> bool:
+    """Whether a file is in a folder or below it, but not in a Python environment inside it."""
+    try:
+        below = path.resolve().relative_to(folder)
+    except (ValueError, OSError):
+        return False
+    return not {"site-packages", "dist-packages"} & set(below.parts)
+
+
+def reason(error: BaseException) -> str:
+    """The first line of an exception's text, and the next one where the first ends in a colon; never too long."""
+    message = str(error.msg if isinstance(error, SyntaxError) else error)
+    lines = [line.strip() for line in message.splitlines() if line.strip()] or [type(error).__name__]
+    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return text if len(text) <= LONGEST_REASON else text[: LONGEST_REASON - 1] + "…"

@@ -1,0 +1,173 @@
+"""Runs a module so that a `Recorder` sees everything it runs. Imports torch: only the trace worker imports this file.
+
+Scaled-dot-product attention, grouped GEMMs and the kernels of mixers (`fused.py`) are replaced by functions that only produce
+shapes, because the operators they dispatch on the meta device are not those that a GPU runs.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gemmscope.workload import fused
+from gemmscope.workload.operators import tensors
+from gemmscope.workload.recorder import AttentionCall, Recorder
+
+_FUSED_ATTENTION = torch.nn.functional.scaled_dot_product_attention
+_ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_WITH_ADDEND = ("aten::addmm", "aten::baddbmm", "aten::_addmm_activation")
+_GEMMS = ("aten::mm", "aten::bmm", "aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_int_mm", *_WITH_ADDEND)
+
+
+@contextlib.contextmanager
+def record(module: torch.nn.Module, *, between_gemms: bool = True) -> Iterator[Recorder]:
+    """Record every operation that runs inside this context; without `between_gemms`, only GEMMs, attention and convolutions."""
+    recorder, hooks = Recorder(module), torch.nn.modules.module
+    handles = [
+        hooks.register_module_forward_pre_hook(lambda running, _: recorder.enter(running)),
+        hooks.register_module_forward_hook(lambda *_: recorder.leave(), always_call=True),
+    ]
+    try:
+        calls = fused.KernelCalls(recorder.scan, recorder.barrier)
+        with (
+            fused.replaced(module, calls),
+            _Dispatch(recorder, between_gemms),
+            _Functions(recorder),
+            contextlib.ExitStack() as stack,
+        ):
+            if between_gemms:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor))
+            yield recorder
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Dispatch(TorchDispatchMode):  # type: ignore[misc]
+    """Sees every operator below autograd, forward and backward."""
+
+    def __init__(self, recorder: Recorder, between_gemms: bool) -> None:
+        super().__init__()
+        self._recorder, self._between_gemms = recorder, between_gemms
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = operator(*args, **(kwargs or {}))
+        recorder, name = self._recorder, operator._schema.name
+        inputs, outputs = tensors((*args, *(kwargs or {}).values())), tensors((output,))
+        if name in _GEMMS:
+            first = 1 if name in _WITH_ADDEND else 0
+            recorder.gemm(args[first], args[first + 1], outputs[0])
+        elif name in ("aten::mv", "aten::addmv"):
+            matrix, vector = args[-2:] if name == "aten::mv" else args[1:3]
+            recorder.gemm(matrix, vector.unsqueeze(-1), outputs[0])
+        elif name == "aten::convolution":
+            recorder.convolution(output, args[0], args[1], transposed=args[6])
+        elif name == "aten::convolution_backward":
+            recorder.convolution(args[0], args[1], args[2], transposed=args[7], gradients=sum(args[10][:2]))
+        else:
+            if self._between_gemms:
+                recorder.other(operator, args, inputs, outputs)
+            recorder.derive_weight(inputs, outputs)
+            return output
+        recorder.barrier(inputs, outputs)
+        recorder.derive_weight(inputs, outputs)
+        return output
+
+
+class _Functions(TorchFunctionMode):  # type: ignore[misc]
+    """Replaces the functions that behave differently on the meta device than on a GPU."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+        names = ((torch, "_grouped_mm"), (torch, "_scaled_grouped_mm"), (torch.nn.functional, "grouped_mm"))
+        self._grouped = {getattr(place, name) for place, name in names if hasattr(place, name)}
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is _FUSED_ATTENTION:
+            return self._attention(*args, **kwargs)
+        if function is torch.nn.functional.multi_head_attention_forward:  # calls it where this mode does not see it
+            with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", self._attention):
+                return function(*args, **kwargs)
+        if function in self._grouped:
+            return _Grouped.apply(self._recorder, args[0], args[1])
+        return function(*args, **kwargs)
+
+    def _attention(self, *args: Any, **kwargs: Any) -> Any:
+        named = dict(zip(_ATTENTION_ARGUMENTS, args, strict=False)) | kwargs
+        explicit = named.get("attn_mask") is not None  # a meta tensor: its values are not known
+        mask = "explicit" if explicit else "causal" if named.get("is_causal") else "none"
+        operands = (named["query"], named["key"], named["value"], named.get("attn_mask"))
+        return _Attention.apply(self._recorder, mask, *operands)
+
+
+class _Attention(torch.autograd.Function):  # type: ignore[misc]
+    """Attention that only produces shapes.
+
+    Query is [.., heads, queries, d], key [.., kv heads, keys, d], value [.., kv heads, keys, dv].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        recorder: Recorder,
+        mask: str,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        operands = [query, key, value, *([bias] if bias is not None else [])]
+        ctx.save_for_backward(*operands)
+        kv_heads = key.shape[-3] if key.dim() > 2 else 1
+        ctx.recorder, moved = recorder, recorder.operand.bytes_of(bias) if bias is not None else 0
+        sizes = (tuple(query.shape), kv_heads, key.shape[-2], value.shape[-1])
+        ctx.call = AttentionCall(recorder.path(), *sizes, mask, moved, ctx.needs_input_grad[5])
+        recorder.attention(ctx.call, "forward")
+        output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        recorder.barrier(operands, [output])
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.recorder.attention(ctx.call, "backward")
+        needed = 4 if ctx.call.mask_gradient else 3
+        gradients = [torch.empty_like(tensor) for tensor in ctx.saved_tensors[:needed]]
+        ctx.recorder.barrier([gradient, *ctx.saved_tensors], gradients)
+        return None, None, *gradients, *([None] * (4 - needed))
+
+
+class _Grouped(torch.autograd.Function):  # type: ignore[misc]
+    """A grouped GEMM that only produces shapes: rows [tokens, in] sorted by group, weights [groups, in, out]."""
+
+    @staticmethod
+    def forward(ctx: Any, recorder: Recorder, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, weights)
+        ctx.recorder, ctx.path = recorder, recorder.path()
+        groups, inputs, outputs = weights.shape
+        ctx.size = (rows.shape[0], inputs, outputs)
+        recorder.linear(ctx.path, "fprop", ctx.size, groups)
+        recorder.linear_paths.add(ctx.path)
+        output = rows.new_empty((rows.shape[0], outputs))
+        recorder.barrier([rows, weights], [output])
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        rows, weights = ctx.saved_tensors
+        if ctx.needs_input_grad[1]:
+            ctx.recorder.linear(ctx.path, "dgrad", ctx.size, weights.shape[0])
+        if ctx.needs_input_grad[2]:
+            ctx.recorder.linear(ctx.path, "wgrad", ctx.size, weights.shape[0])
+        gradients = [torch.empty_like(rows), torch.empty_like(weights)]
+        ctx.recorder.barrier([gradient, rows, weights], gradients)
+        return None, *gradients

@@ -1,0 +1,254 @@
+"""The memory traffic of the operators between GEMMs: one by one as they are launched, and fused as a compiler fuses them.
+
+Launched one by one (eager), every operator is a kernel that reads its inputs and writes its outputs. A compiler makes one kernel
+of a chain of them, and only what enters and leaves the chain is moved. The rule here, close to that of TorchInductor:
+
+* Elementwise operators and reductions of rows are fused with those whose outputs they read. A GEMM, an attention, a convolution
+  and the operators of `aten.toml` that are `separate` end a chain: an operator after one of these is never fused with one before
+  it, whatever else connects them. A reduction over columns is a kernel of its own.
+* A tensor is written if something outside its chain reads it, or nothing does (it is a result).
+* What only the backward pass needs is written, or computed again from what its chain had read: whichever moves less.
+
+`Traffic` is told what runs, in order, and knows tensors by numbers only: this file needs no torch.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+from gemmscope.toml import load_data
+from gemmscope.workload.ops import Direction, Work
+
+FLOATING = -1  # in place of a level: it can run at any time
+IN_MEMORY = -1  # in place of the operator that wrote a tensor: it was there before, or a GEMM wrote it
+
+
+@cache
+def aten() -> dict[str, Any]:
+    """The table of operators."""
+    return load_data("gemmscope.workload", "aten.toml")
+
+
+@cache
+def kinds() -> dict[str, str]:
+    """Operator → kind, for those that decide it."""
+    return {name: kind for kind, names in aten()["kinds"].items() for name in names}
+
+
+class Region(NamedTuple):
+    """A part of a tensor's memory that an operator reads or writes: its storage, its place in it, and its bytes."""
+
+    storage: int
+    place: tuple[int, int]
+    bytes_moved: int
+
+
+class WorkGroup(NamedTuple):
+    """What traffic is summed up by: the module's path, the kind of work, the direction."""
+
+    path: str
+    kind: str
+    direction: Direction
+
+
+@dataclass
+class TrafficSum:
+    """The operators of one group: FLOPs and bytes as launched one by one, bytes and kernels as fused."""
+
+    flops: float = 0.0
+    bytes_moved: float = 0.0
+    launches: int = 0
+    fused_bytes: float = 0.0
+    kernels: int = 0
+
+    @property
+    def work(self) -> Work:
+        return Work(self.flops, self.bytes_moved)
+
+
+@dataclass
+class _Operator:
+    group: WorkGroup
+    level: int
+    fusible: bool
+    flops: float
+    reads: list[tuple[Region, int]]  # with the operator that wrote it
+    writes: list[Region]
+
+    @property
+    def bytes_moved(self) -> int:
+        return sum(region.bytes_moved for region, _ in self.reads) + sum(region.bytes_moved for region in self.writes)
+
+
+@dataclass
+class _Chain:
+    """Operators that are one kernel: what enters it and what it leaves."""
+
+    members: list[int] = field(default_factory=list)
+    reads: dict[Region, int] = field(default_factory=dict)  # with the operator that wrote it
+    writes: dict[tuple[int, int], int] = field(default_factory=dict)  # (storage, operator) → bytes
+
+
+class _Written(NamedTuple):
+    """What wrote a storage last: the operator, its level, and whether that was in backward."""
+
+    by: int = IN_MEMORY
+    level: int = 0
+    in_backward: bool = False
+
+
+UNWRITTEN = _Written()
+
+
+class Traffic:
+    """What ran, and what it moved. Call `operator` and `barrier` in the order in which things run, then `sums`.
+
+    The level of an operator is how many barriers (what is never fused) lie before it, at most. Operators of one level that read
+    each other are a chain, and so no chain waits for itself. A backward operator that reads only what forward kept could run at
+    any time: it gets the level of the first one that reads its result.
+    """
+
+    def __init__(self) -> None:
+        self._operators: list[_Operator] = []
+        self._written: dict[int, _Written] = {}  # by storage
+        self._needed: set[tuple[int, int]] = set()  # (storage, operator) that something which is never fused reads
+
+    def operator(
+        self, group: WorkGroup, reads: Iterable[Region], writes: Iterable[Region], flops: float, *, fusible: bool
+    ) -> None:
+        """One operator that is not a GEMM, attention or convolution."""
+        seen = [(region, self._written.get(region.storage, UNWRITTEN)) for region in dict.fromkeys(reads)]
+        backward = group.direction == "backward"
+        waits = not backward or not fusible or any(written.in_backward and written.level != FLOATING for _, written in seen)
+        level = max((written.level for _, written in seen), default=0) if waits else FLOATING
+        number, regions = len(self._operators), list(dict.fromkeys(writes))
+        if not fusible:
+            self._needed.update((region.storage, written.by) for region, written in seen)
+        operands = [(region, written.by) for region, written in seen]
+        self._operators.append(_Operator(group, level, fusible, flops, operands, regions))
+        if level != FLOATING:
+            self._settle(number, level)
+        for region in regions:
+            self._written[region.storage] = _Written(number, level if fusible else level + 1, backward)
+
+    def _settle(self, number: int, level: int) -> None:
+        """What could run at any time runs with the operator that reads it."""
+        waiting = [number]
+        while waiting:
+            for _, writer in self._operators[waiting.pop()].reads:
+                if writer != IN_MEMORY and self._operators[writer].level == FLOATING:
+                    self._operators[writer].level = level
+                    waiting.append(writer)
+
+    def barrier(self, reads: Iterable[int], writes: Iterable[int], *, backward: bool) -> None:
+        """A GEMM, an attention or a convolution: the storages that it reads and writes are in memory."""
+        seen = [(storage, self._written.get(storage, UNWRITTEN)) for storage in reads]
+        self._needed.update((storage, written.by) for storage, written in seen)
+        level = max((written.level for _, written in seen), default=0) + 1
+        for storage in writes:
+            self._written[storage] = _Written(level=max(level, 1), in_backward=backward)
+
+    def sums(self) -> dict[WorkGroup, TrafficSum]:
+        """All traffic by path, kind and direction. The bytes of a fused kernel are shared out by what its members would move."""
+        sums: dict[WorkGroup, TrafficSum] = defaultdict(TrafficSum)
+        for one in self._operators:
+            of_group = sums[one.group]
+            of_group.flops += one.flops
+            of_group.bytes_moved += one.bytes_moved
+            of_group.launches += 1
+        for chain in self._chains():
+            members = [self._operators[number] for number in chain.members]
+            alone = sum(one.bytes_moved for one in members)
+            moved = sum(region.bytes_moved for region in chain.reads) + sum(chain.writes.values())
+            for one in members:
+                sums[one.group].fused_bytes += min(moved, alone) * one.bytes_moved / alone if alone else 0.0
+            sums[max(members, key=lambda one: one.bytes_moved).group].kernels += 1
+        return dict(sums)
+
+    def _chains(self) -> list[_Chain]:
+        heads = self._heads()
+        chains: dict[int, _Chain] = defaultdict(_Chain)
+        readers: dict[tuple[int, int], set[int]] = defaultdict(set)  # (storage, operator) → chains that read it
+        for number, one in enumerate(self._operators):
+            chain = chains[heads[number]]
+            chain.members.append(number)
+            for region, writer in one.reads:
+                readers[region.storage, writer].add(heads[number])
+                if writer == IN_MEMORY or heads[writer] != heads[number]:
+                    chain.reads[region] = writer
+        for number, one in enumerate(self._operators):
+            for region in one.writes:
+                key = (region.storage, number)
+                outside = readers[key] - {heads[number]}
+                if key in self._needed or outside or not readers[key] or not one.fusible:
+                    chain = chains[heads[number]]
+                    chain.writes[key] = chain.writes.get(key, 0) + region.bytes_moved
+        self._recompute(chains, readers)
+        return list(chains.values())
+
+    def _heads(self) -> list[int]:
+        """The chain of every operator, by the number of one of its members."""
+        heads = list(range(len(self._operators)))
+
+        def head(number: int) -> int:
+            while heads[number] != number:
+                heads[number] = heads[heads[number]]
+                number = heads[number]
+            return number
+
+        for number, one in enumerate(self._operators):
+            for _, writer in one.reads if one.fusible else ():
+                if writer != IN_MEMORY and self._joins(self._operators[writer], one):
+                    heads[head(number)] = head(writer)
+        return [head(number) for number in range(len(heads))]
+
+    def _joins(self, writer: _Operator, reader: _Operator) -> bool:
+        return writer.fusible and writer.level == reader.level and writer.group.direction == reader.group.direction
+
+    def _recompute(self, chains: dict[int, _Chain], readers: dict[tuple[int, int], set[int]]) -> None:
+        """Where it moves less, backward computes again what forward would write for it alone."""
+        for number, chain in chains.items():
+            if self._operators[chain.members[0]].group.direction != "forward":
+                continue
+            for_backward, used_by = {}, set[int]()
+            for key, size in chain.writes.items():
+                outside = readers[key] - {number}
+                if key in self._needed or not outside or not all(map(self._is_backward, outside)):
+                    continue
+                for_backward[key] = size
+                used_by |= outside
+            kept = sum(size + size * len(readers[key] - {number}) for key, size in for_backward.items())
+            sources = self._sources(for_backward, chain)
+            again = sum(region.bytes_moved for reader in used_by for region in sources if region not in chains[reader].reads)
+            if not for_backward or again >= kept:
+                continue
+            for key in for_backward:
+                del chain.writes[key]
+            for reader in used_by:
+                reading = chains[reader].reads
+                chains[reader].reads = {
+                    region: writer for region, writer in reading.items() if (region.storage, writer) not in for_backward
+                } | sources
+
+    def _sources(self, wanted: Iterable[tuple[int, int]], chain: _Chain) -> dict[Region, int]:
+        """What these results of a chain can be computed from, of all that is in memory anyway."""
+        wanted, members = set(wanted), set(chain.members)
+        sources: dict[Region, int] = {}
+        waiting, seen = [number for _, number in wanted], set[int]()
+        while waiting:
+            number = waiting.pop()
+            if number in seen:
+                continue
+            seen.add(number)
+            for region, writer in self._operators[number].reads:
+                written = (region.storage, writer) in chain.writes and (region.storage, writer) not in wanted
+                if writer in members and not written:
+                    waiting.append(writer)
+                else:
+                    sources[region] = writer
+        return sources
+
+    def _is_backward(self, chain: int) -> bool:
+        return self._operators[chain].group.direction == "backward"

@@ -1,0 +1,162 @@
+"""The step of a traced module: parts, error bars, memory, and how it compares with the closed form of the same model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gemmscope.app.forecast import forecast
+from gemmscope.app.model import ModelRun, load_model, model_run
+from gemmscope.errors import UserError
+from gemmscope.forecast.linears import Forecaster
+from gemmscope.forecast.step import StepForecast
+from gemmscope.forecast.traced_memory import traced_memory
+from gemmscope.gpu.specs import gpu
+from gemmscope.model import hf
+from gemmscope.model.spec import RunSpec
+from gemmscope.results.forecast import ForecastResult
+from gemmscope.workload.derive import derive
+from gemmscope.workload.ops import PASSES, BatchedGemm, Gemm, Remainder, gemm_size
+from gemmscope.workload.recorded import Moved, OtherWork, TracedAttention
+from gemmscope.workload.trace import ModuleTrace, as_workload
+from support.reading import codes
+
+LAYERS, ROWS, WIDTH = 24, 16384, 1024
+
+
+def linear(op: str, rows: int, inputs: int, outputs: int, count: int = LAYERS) -> tuple[Gemm, ...]:
+    return tuple(Gemm(op, name, *gemm_size(rows, inputs, outputs, name), count=count) for name in PASSES)
+
+
+def moved(tensors: int, launches: int, kernels: int) -> Moved:
+    size = ROWS * WIDTH * 2 * LAYERS
+    return Moved(size, tensors * size, launches * LAYERS, size, kernels * LAYERS)
+
+
+ATTENTION = TracedAttention(
+    name="blocks.*.attn", batch=64, heads=16, kv_heads=16, queries=256, keys=256, head_dim=64, value_dim=64, pairs=65536.0,
+    causal=False, count=LAYERS,
+)  # fmt: skip
+TRACE = ModuleTrace(
+    "Tower",
+    parameters=300_000_000,
+    gemms=(
+        *linear("blocks.*.up", ROWS, WIDTH, 4 * WIDTH),
+        *linear("blocks.*.down", ROWS, 4 * WIDTH, WIDTH),
+        *linear("blocks.*.mix", ROWS, WIDTH, WIDTH),
+        *linear("head", 64, WIDTH, 1000, 1),
+    ),
+    batched_gemms=(BatchedGemm(name="blocks.*.scan", direction="forward", m=64, k=64, n=64, batch=4096, count=LAYERS),),
+    remainder=(Remainder(name="patches", direction="forward", flops=10**10, bytes_moved=10**8),),
+    masks={},
+    attentions=(ATTENTION,),
+    others=(
+        OtherWork("blocks.*.norm", "norm", moved(4, 5, 1), moved(6, 8, 2)),
+        OtherWork("(loss)", "loss", Moved(1, 1e6, 2, 1e6, 1), Moved(1, 1e6, 2, 1e6, 1)),
+    ),
+    linear_paths=("blocks.*.up", "blocks.*.down", "head"),
+    trainable=300_000_000,
+    saved_bytes=8 * 10**9,
+    largest_saved_bytes=10**8,
+    has_loss=True,
+    inputs="64 x 3 x 224 x 224",
+    samples=64,
+)
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> ModelRun:
+    monkeypatch.setattr("gemmscope.app.model.trace_module", lambda *_: TRACE)
+    return model_run(load_model(module="tower.py:build"))
+
+
+@pytest.fixture
+def result(job: ModelRun) -> ForecastResult:
+    return forecast(job, ["h200"])
+
+
+def test_every_part_of_a_module(result: ForecastResult) -> None:
+    step = result.gpus[0].step
+    assert step is not None
+    baseline = step.of("BF16")
+    assert baseline is not None
+    wanted = {"GEMMs", "convolutions", "norms and activations", "attention", "other", "head and loss", "optimizer"}
+    assert set(baseline.parts_ms) == wanted
+    assert (step.unit, step.global_batch) == ("samples", 64)
+    assert baseline.tokens_per_s == pytest.approx(64 / baseline.step_ms.value * 1000)
+    assert result.run is not None
+    assert result.run.inputs == "64 x 3 x 224 x 224"
+    assert "inputs: 64 x 3 x 224 x 224" in str(result)
+    assert "Samples/s/GPU" in str(result)
+    assert "okens/s" not in str(result)
+
+
+def test_linears_that_a_recipe_does_not_quantize(result: ForecastResult) -> None:
+    """A bare parameter stays in BF16, and so does a head whose outputs no recipe can run; the others are quantized."""
+    gpu_result = result.gpus[0]
+    step = gpu_result.step
+    assert step is not None
+    assert not step.failures
+    left = {(cell.op, cell.recipe) for cell in gpu_result.linears.ops if cell.left_in_baseline}
+    assert ("blocks.*.mix", "FP8Delayed") in left
+    assert ("head", "FP8Delayed") in left
+    assert ("blocks.*.up", "FP8Delayed") not in left
+    assert "linears-left-in-baseline" in codes(gpu_result)
+
+
+def test_compiled_and_eager_are_both_told(result: ForecastResult) -> None:
+    [about] = [each for each in result.gpus[0].findings if each.code == "traced-step-compiled"]
+    step = result.gpus[0].step
+    assert step is not None
+    assert about.facts["compiled_ms"] == pytest.approx(step.recipes[0].step_ms.value)
+    assert float(str(about.facts["eager_ms"])) > 1.03 * float(str(about.facts["compiled_ms"]))
+
+
+def test_data_parallelism_exchanges_gradients(job: ModelRun) -> None:
+    alone, shared = (
+        StepForecast(Forecaster(gpu("h200"), "sustained"), None, run, as_workload(TRACE)).step("BF16")
+        for run in (job.run, replace(job.run, dp=8))
+    )
+    assert not alone.exchanged
+    assert {exchange.kind for exchange in shared.exchanged} == {"gradients", "weights"}
+    assert shared.parts["optimizer"].value < alone.parts["optimizer"].value
+    one, eight = (traced_memory(TRACE, run, "BF16", gpu("h200")) for run in (job.run, replace(job.run, dp=8, zero=3)))
+    assert eight.weights + eight.moments < one.weights + one.moments
+    assert one.least < one.total < one.most
+
+
+def test_a_module_cannot_be_sharded_or_priced_by_tokens(job: ModelRun) -> None:
+    with pytest.raises(UserError, match="cannot be sharded"):
+        forecast(replace(job, run=replace(job.run, tp=2)), ["h200"])
+    with pytest.raises(UserError, match="counts tokens"):
+        forecast(job, ["h200"], tokens=1e9, gpu_count=8)
+
+
+def test_a_module_without_linears(job: ModelRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gemmscope.app.model.trace_module", lambda *_: replace(TRACE, gemms=()))
+    with pytest.raises(UserError, match="has no linear layers"):
+        forecast(job, ["h200"])
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+def test_the_trace_of_a_known_model_agrees_with_its_closed_form(tmp_path: Path) -> None:
+    """Llama's layers, traced and in closed form: the same step within a few percent, each part within its error bar."""
+    transformers = pytest.importorskip("transformers", reason="tracing needs torch and transformers")
+    trace_worker = pytest.importorskip("gemmscope.workload.trace_worker", reason="tracing needs torch")
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4, "num_key_value_heads": 8}
+    config = json.loads(json.dumps(transformers.LlamaConfig(**sizes, vocab_size=32000).to_dict()))
+    trace = trace_worker.answer({"config": config, "micro_batch": 1, "sequence": 8192, "as_trained": True})
+    model, run = hf.from_config(config, str(tmp_path)).model, RunSpec(1, 8192, separate_projections=True)
+    assert model is not None
+    forecaster = Forecaster(gpu("h200"), "sustained")
+    closed = StepForecast(forecaster, model, run, derive(model, run)).step("BF16")
+    traced = StepForecast(forecaster, None, run, as_workload(trace)).step("BF16")
+    assert traced.total.value == pytest.approx(closed.total.value, rel=0.03)
+    assert traced.total.uncertainty > closed.total.uncertainty
+    assert trace.heads == ("lm_head",)
+    for part in ("GEMMs", "attention", "optimizer"):
+        assert traced.parts_ms[part] == pytest.approx(closed.parts_ms[part], rel=0.05)  # type: ignore[index]

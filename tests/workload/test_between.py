@@ -1,0 +1,153 @@
+"""What is recorded between GEMMs: kinds, bytes, attention, and what backward needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gemmscope.workload.recorded import Between, OtherWork, TracedAttention
+from gemmscope.workload.trace import ModuleTrace, as_workload
+from support.reading import codes
+
+torch = pytest.importorskip("torch", reason="tracing needs torch")
+trace_worker = pytest.importorskip("gemmscope.workload.trace_worker", reason="tracing needs torch")
+factory = pytest.importorskip("gemmscope.workload.factory", reason="tracing needs torch")
+
+nn, F = torch.nn, torch.nn.functional
+ROWS, WIDTH = 6, 8
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+TENSOR = ROWS * WIDTH * 2  # bytes in BF16
+
+
+def record(module: Any, *shapes: tuple[int, ...], dtype: Any = None, loss: Any = None) -> ModuleTrace:
+    factory.move_to_meta(module)
+    inputs = tuple(torch.empty(shape, device="meta", dtype=dtype, requires_grad=True) for shape in shapes)
+    return trace_worker.trace_built(factory.Built(module, inputs, {}, loss))
+
+
+def other(trace: ModuleTrace, kind: str) -> OtherWork:
+    [work] = [work for work in trace.others if work.kind == kind]
+    return work
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_reads_and_writes_its_rows(dtype: Any) -> None:
+    """FP32 parameters stand for BF16 ones: a factory need not convert its module."""
+    trace = record(nn.LayerNorm(WIDTH, bias=False).to(dtype), (ROWS, WIDTH), dtype=dtype)
+    work, statistics = other(trace, "norm"), 2 * ROWS * (2 if dtype == torch.float32 else 4)
+    assert work.forward.launches == work.backward.launches == 1
+    assert work.forward.bytes_moved == 2 * TENSOR + WIDTH * 2 + statistics
+    assert work.forward.flops == 4 * ROWS * WIDTH
+
+
+def test_activations_and_norms_by_their_module() -> None:
+    class Rms(nn.Module):
+        """Written out, as many models have it; its name says what it is."""
+
+    class MyNorm(Rms):
+        def forward(self, x: Any) -> Any:
+            return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+    trace = record(nn.Sequential(MyNorm(), nn.Linear(WIDTH, WIDTH), nn.SiLU()), (ROWS, WIDTH))
+    assert {(work.path, work.kind) for work in trace.others} >= {("*", "norm"), ("*", "activation")}
+    norm = other(trace, "norm")
+    assert (norm.forward.launches, norm.forward.kernels) == (5, 1)
+    assert norm.forward.fused_bytes < norm.forward.bytes_moved / 2
+
+
+class Attended(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.qkv = how, nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        q, k, v = self.qkv(x).view(2, -1, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
+        if self.how == "fused":
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        scores = q @ k.transpose(-2, -1)
+        weights = torch.softmax(scores * 0.5, dim=-1) if self.how == "softmax" else scores * 0.5
+        return weights @ v
+
+
+@pytest.mark.parametrize(("how", "role"), [("fused", "fused"), ("softmax", "attention"), ("recurrence", "")])
+def test_only_what_goes_through_a_softmax_is_attention(how: str, role: str) -> None:
+    trace = record(Attended(how), (2, 3, WIDTH))
+    assert {gemm.role for gemm in trace.batched_gemms} == {role}
+    assert sum(gemm.count for gemm in trace.batched_gemms) == 6
+    attentions = [op for op in as_workload(trace).ops if isinstance(op, TracedAttention)]
+    assert len(attentions) == (how == "fused")
+    if how == "fused":
+        [op] = attentions
+        assert (op.batch, op.heads, op.kv_heads, op.queries, op.keys, op.head_dim, op.pairs) == (2, 2, 2, 3, 3, 4, 6.0)
+
+
+def test_the_loss_of_the_factory_is_traced() -> None:
+    head = nn.Linear(WIDTH, 5)
+    without = record(head, (ROWS, WIDTH))
+    assert "no-loss-traced" in codes(as_workload(without))
+    target = torch.zeros(ROWS, dtype=torch.long, device="meta")
+    trace = record(nn.Linear(WIDTH, 5), (ROWS, WIDTH), loss=lambda output: F.cross_entropy(output, target))
+    assert trace.has_loss
+    assert {(work.path, work.kind) for work in trace.others if work.kind == "loss"} == {("(loss)", "loss")}
+    assert other(trace, "loss").backward.launches == 2
+
+
+def test_saved_tensors_are_what_backward_needs() -> None:
+    """A linear keeps its input, GELU its own: each once, and no weights."""
+    trace = record(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)), (ROWS, WIDTH))
+    assert trace.saved_bytes == 3 * TENSOR
+    assert trace.largest_saved_bytes == TENSOR
+    assert trace.trainable == trace.parameters == 2 * (WIDTH * WIDTH + WIDTH)
+
+
+def test_which_linears_a_recipe_can_quantize() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.matrix = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(WIDTH, WIDTH))
+
+        def forward(self, x: Any) -> Any:
+            return self.linear(x) @ self.matrix
+
+    linears = [op for op in as_workload(record(Bare(), (ROWS, WIDTH))).ops if op.kind == "linear"]
+    assert [(op.name, op.quantized) for op in linears] == [("linear", True), ("(root)", False)]  # type: ignore[attr-defined]
+
+
+def test_convolutions_move_bytes() -> None:
+    trace = record(nn.Conv1d(4, 6, 3, bias=False), (2, 4, 10))
+    moved = (2 * 4 * 10 + 6 * 4 * 3 + 2 * 6 * 8) * 2
+    assert [(op.direction, op.bytes_moved) for op in trace.remainder] == [("forward", moved), ("backward", 2 * moved)]
+
+
+@pytest.mark.parametrize("name", ["vit", "dit"])
+def test_the_examples_of_the_documentation(name: str) -> None:
+    """Fused traffic is never more than eager traffic, module by module; every operator has a kind that is known."""
+    built = factory.load_factory(f"{EXAMPLES}/{name}.py:build", 2, None, "meta")
+    trace = trace_worker.trace_built(built)
+    ops = [op for op in as_workload(trace).ops if isinstance(op, Between)]
+    assert sum(op.fused_bytes for op in ops) < 0.9 * sum(op.total().bytes_moved for op in ops)
+    assert {op.kind for op in ops} >= {"norm", "activation", "elementwise", "loss"}
+    assert trace.inputs is not None
+    assert trace.inputs.endswith("2 x 3 x 224 x 224" if name == "vit" else "2 x 4 x 32 x 32, 2, 2")
+    assert trace.samples == 2
+    assert trace.has_loss
+
+
+def test_a_learned_bias_of_attention_has_a_gradient() -> None:
+    """As T5's relative positions: the mask is read, its gradient written and summed over the batch."""
+
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.bias = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(1, 2, 3, 3))
+
+        def forward(self, x: Any) -> Any:
+            q = self.linear(x).view(2, 3, 2, 4).transpose(1, 2)
+            return F.scaled_dot_product_attention(q, q, q, attn_mask=self.bias.expand(2, -1, -1, -1) * 2)
+
+    trace = record(Biased(), (2, 3, WIDTH))
+    [op] = trace.attentions
+    assert (op.mask_bytes, op.mask_gradient) == (2 * 2 * 3 * 3 * 2, True)
+    assert sum(work.backward.launches for work in trace.others) >= 3  # of the gradients of the bias and of q, k and v
