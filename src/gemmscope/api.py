@@ -195,8 +195,9 @@ class Job(ModelRun):
         price: float | None = None,
         **options: Any,
     ) -> StepResult:
-        """Predict the training step on this GPU. Options: verify, break_even, hugging_face, precision, time_limit,
-        observed_speedup, backend, device, share_gpu, left_out. `tokens`, `gpu_count` and `price` (per GPU-hour): the cost."""
+        """Predict the training step on this GPU. Options: verify, break_even, hugging_face, compile ("whole", "layers", "none"),
+        optimizer ("adamw", "adam", "sgd", "none"), precision, time_limit, observed_speedup, backend, device, share_gpu,
+        left_out. `tokens`, `gpu_count` and `price` (per GPU-hour): the cost."""
         command = self._command("step", recipes=recipes, tokens=tokens, gpu_count=gpu_count, price=price, **options)
         choices, rest = _split({"recipes": recipes, **options}, app.step.run_step, Choices)
         budget = app.step.Budget.asked(token_count(tokens) if isinstance(tokens, str) else tokens, gpu_count, price)

@@ -4,7 +4,7 @@ A finding has a code, a level and its facts. Stages make findings with `finding(
 codes. `findings.toml` is the one file that turns them into sentences, and `sentence` is the one function that does so.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from string import Formatter
@@ -57,6 +57,13 @@ def sentence(found: Finding) -> str:
     'Too close to call: FP8Block and BF16 for the training step.'
     """
     return in_shell(_Sentence().format(catalog()[found.code]["text"], **found.facts))
+
+
+def without_repeats(findings: Iterable[Finding]) -> list[Finding]:
+    """Each finding once, in their order: a measurement that was begun again repeats what it said."""
+    result: list[Finding] = []
+    result.extend(found for found in findings if found not in result)
+    return result
 
 
 @cache

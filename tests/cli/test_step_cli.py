@@ -79,17 +79,34 @@ LLAMA = {
 }  # fmt: skip
 
 
-def test_a_hugging_face_model_of_a_few_layers(run: Run, tmp_path: Path) -> None:
+def test_a_hugging_face_model_with_all_its_layers(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="its own class is built by transformers")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     sizes = "--micro-batch-size 1 --sequence-length 16 --device cpu"
     outcome = run(f"step --config {tmp_path}/config.json {sizes} --hugging-face --longest 1 --json {tmp_path}/step.json")
     assert outcome.code == 0, outcome.err
     result = written(tmp_path / "step.json")
-    assert "step-extrapolated" in codes(result)
-    assert (result.depth, result.layers) == (4, 6)
-    assert {variant.variant.depth for variant in result.variants} == {4, 2}
+    assert (result.ran, result.depth, result.layers) == ("huggingface", 6, 6)
+    assert (result.settings.compile, result.settings.optimizer) == ("none", "adamw")
     assert not any(variant.failure for variant in result.variants)
+
+
+def test_a_hugging_face_model_that_does_not_fit(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is extrapolated from depths that have its kinds of layers in proportion: here two of three layers are windowed."""
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 8
+    hybrid = {**LLAMA, "model_type": "gemma3_text", "num_hidden_layers": 24, "layer_types": kinds, "sliding_window": 8}
+    (tmp_path / "config.json").write_text(json.dumps({**hybrid, "head_dim": 16}))
+    monkeypatch.setattr("gemmscope.app.step.layers_that_fit", lambda *_: 7)
+    monkeypatch.setattr(StepCampaign, "run", lambda self: measured(self, lambda variant: 10.0 + variant.depth))
+    sizes = "--micro-batch-size 1 --sequence-length 16 --device cpu"
+    outcome = run(f"step --config {tmp_path}/config.json {sizes} --hugging-face --json {tmp_path}/step.json")
+    assert outcome.code == 0, outcome.err
+    result = written(tmp_path / "step.json")
+    assert (result.depth, result.layers) == (6, 24)
+    assert {variant.variant.depth for variant in result.variants} == {6, 3}
+    assert result.step.recipes[0].step_ms.value == pytest.approx(34.0, rel=0.01)
+    [found] = [found for found in result.findings if found.code == "step-extrapolated-kinds"]
+    assert found.facts == {"layers": 24, "depths": ["6", "3"]}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +116,8 @@ def test_a_hugging_face_model_of_a_few_layers(run: Run, tmp_path: Path) -> None:
         ("--config {} --micro-batch-size 1 --sequence-length 16 --device cpu --verify", "nothing to verify"),
         ("--config {} --micro-batch-size 1 --sequence-length 16 --device cpu --tp 2", "cannot split them"),
         ("--config {} --micro-batch-size 1 --sequence-length 16 --device cpu --recompute selective", "not attention alone"),
-        ("--config {} --micro-batch-size 1 --sequence-length 16 --backend transformer_engine", "runs with torchao"),
+        ("--config {} --micro-batch-size 1 --sequence-length 16 --device cpu --cuda-graphs", "cannot be captured"),
+        ("--config {} --micro-batch-size 1 --sequence-length 16 --device cpu --compile all", "whole, layers or none"),
     ],
 )
 def test_what_a_hugging_face_model_cannot(run: Run, tmp_path: Path, options: str, message: str) -> None:
@@ -215,7 +233,7 @@ def test_what_cuda_graphs_change_is_one_line(run: Run, monkeypatch: pytest.Monke
     monkeypatch.setattr("gemmscope.app.step.CANNOT_CAPTURE", ())
     outcome = run(f"step {SMALL} --cuda-graphs --json {tmp_path}/step.json")
     assert outcome.code == 0
-    line = "Captured in CUDA graphs, a step takes BF16 1.1, FP32 0.1 ms instead of BF16 2.0, FP32 1.0 ms: speedup FP32"
+    line = "Captured in CUDA graphs, a step takes BF16 1.1, FP32 0.1 ms (launched: BF16 2.0, FP32 1.0 ms). Speedup over BF16:"
     assert line in " ".join(outcome.out.split())
     result = written(tmp_path / "step.json")
     captured = {time.recipe: time.captured for time in result.step.recipes}
@@ -231,6 +249,15 @@ def test_what_cuda_graphs_change_is_one_line(run: Run, monkeypatch: pytest.Monke
     assert result.step.not_captured == {"FP32": "it synchronizes"}
     assert {"step-captured-alone", "step-not-captured"} <= codes(result)
     assert "variant-not-measured" not in codes(result)
+
+
+def test_ctrl_c_while_capturing_is_no_failure(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(StepCampaign, "run", lambda self: measured(self) if self.captured_depth is None else stop(self))
+    monkeypatch.setattr("gemmscope.app.step.CANNOT_CAPTURE", ())
+    assert run(f"step {SMALL} --cuda-graphs --json {tmp_path}/step.json").code == 130
+    result = written(tmp_path / "step.json")
+    assert result.step.not_captured == {}
+    assert not codes(result) & {"step-captured", "step-captured-alone", "step-not-captured", "graphs-not-measured"}
 
 
 def test_a_real_model_that_fits_in_part(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -305,11 +332,14 @@ def test_ctrl_c_before_anything_was_measured(run: Run, monkeypatch: pytest.Monke
         (f"{SMALL} --observed-speedup 0", "--observed-speedup must be between 0 and 100"),
         (f"{SMALL} --precision 2", "must be a percentage such as 3%"),
         (f"{SMALL} --cuda-graphs", "--cuda-graphs needs a GPU"),
-        (f"{SMALL} --cuda-graphs --hugging-face", "cannot be captured"),
         (f"{SMALL} --pre-quantize", "a step quantizes as it runs"),
         (f"{SMALL} --longest nan", "--time-limit must be more than 0 seconds"),
         (f"{SMALL} -o step.txt", "is not a figure file"),
         (f"{SMALL} --json /no/such/folder/x.json", "cannot be written"),
+        (f"{SMALL} --optimizer sgd", "--optimizer is for --module and --hugging-face"),
+        (f"{SMALL} --compile some", "--compile must be whole, layers or none"),
+        ("--module nothing.py:build --device cpu --break-even", "--module runs with its own inputs"),
+        ("--module nothing.py:build --device cpu --verify", "nothing to verify"),
         ("--device cpu", "no model is named"),
     ],
 )

@@ -70,6 +70,7 @@ MODELS = {
     "parallel": ModelSpec("parallel", 64, (replace(DENSE, attention=replace(ATTENTION, qk_norm="full"), norms=1),) * 2, 97),
     "windows": ModelSpec("windows", 64, (LayerSpec(replace(ATTENTION, window=4, sinks=True), DENSE.mlp), WINDOW), 97),
     "predictions": ModelSpec("predictions", 64, (DENSE, MOE), 97, prediction_layers=2),
+    "one prediction": ModelSpec("one prediction", 64, (DENSE,), 97, prediction_layers=2, prediction_shared=True),
     "hybrid": ModelSpec("hybrid", 64, HYBRID, 97),
     "layers only": ModelSpec("layers only", 64, (DENSE,) * 3),
 }  # fmt: skip
@@ -166,7 +167,9 @@ def test_too_many_kinds_of_layers() -> None:
         share_weights(tuple("abcdefghijklm"))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt", "experts", "latent", "norms", "parallel", "windows", "predictions", "hybrid"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt", "experts", "latent", "norms", "parallel", "windows", "predictions", "one prediction", "hybrid"]
+)
 def test_the_real_stack_has_the_models_parameters(name: str) -> None:
     """To the last one, as `shapes` counts them (rotary and routing tables are no parameters)."""
     model = MODELS[name]
@@ -400,7 +403,7 @@ def test_a_burst_that_fails_is_said_once(seed: int, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("gc.disable", lambda: None)
     made = plan("llama")
     settings = asdict(StepSettings("cpu", drop_ms=0.1, keep_ms=0.1, least_steps=1, max_rounds=3, seed=seed))
-    worker = StepWorker({**settings, "plan": asdict(made), "variants": [], "least_rounds": 3, "had": {}}, None)
+    worker = StepWorker({**settings, "plan": asdict(made), "live": False, "variants": [], "least_rounds": 3, "had": {}}, None)
     said: list[Message] = []
     monkeypatch.setattr(worker, "say", said.append)
     launch = worker.launch

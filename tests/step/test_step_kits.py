@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +12,11 @@ import pytest
 from gemmscope.model.flags import from_hyperparameters
 from gemmscope.model.spec import MlpSpec, RunSpec
 from gemmscope.recipe.recipes import recipe
+from gemmscope.step.module_plan import ModulePlan
 from gemmscope.step.plan import plan_step
 
 torch = pytest.importorskip("torch", reason="kits need torch")
+from torch import nn  # noqa: E402
 
 from gemmscope.step.kits.plain import Routing  # noqa: E402
 
@@ -70,6 +72,51 @@ def test_what_torchao_refuses(recipe_name: str, sequence: int, words: str, monke
     model = from_hyperparameters(hidden_size=64, intermediate_size=90, num_attention_heads=4, num_hidden_layers=2)
     made = kit("torchao", monkeypatch).TorchaoKit(recipe(recipe_name))
     assert made.why_not(plan_step(model, RunSpec(1, sequence))[0]) == words
+
+
+@pytest.mark.parametrize(
+    ("recipe_name", "rows", "reason"),
+    [("FP8Tensorwise", 34, "rows = 34 is not a multiple of 16"), ("FP8RowwiseGWHP", 34, ""), ("FP8Rowwise", 32, "")],
+)
+def test_which_linears_of_a_module_torchao_can_run(
+    recipe_name: str, rows: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = kit("torchao", monkeypatch).TorchaoKit(recipe(recipe_name))
+    assert made.why_not_linear(rows, 128, 256) == reason
+    assert made.why_not_linear(rows, 128, 250) == "output features = 250 is not a multiple of 16"
+    assert made.why_not(ModulePlan("file.py:build", None, 0, 0, 0)) == ""
+
+
+def test_torchao_converts_the_chosen_linears(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, asked = kit("torchao", monkeypatch), []
+    loaded.Float8LinearConfig = SimpleNamespace(from_recipe_name=str.upper)
+
+    def convert(module: nn.Module, config: str, module_filter_fn: Any) -> None:
+        asked.append((config, [name for name, child in module.named_modules() if module_filter_fn(child, name)]))
+
+    loaded.convert_to_float8_training = convert
+    made = loaded.TorchaoKit(recipe("FP8Rowwise"), device="cpu", compiled="none")
+    made.convert(nn.ModuleDict({"up": nn.Linear(2, 2), "down": nn.Linear(2, 2)}), ["down"])
+    assert asked == [("ROWWISE", ["down"])]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_transformer_engines_linear_takes_over_the_parameters(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Linear(nn.Module):
+        def __init__(self, inputs: int, outputs: int, **how: Any) -> None:
+            super().__init__()
+            assert (inputs, outputs, how.pop("params_dtype"), how) == (4, 2, torch.float32, {"bias": bias, "device": "cpu"})
+
+    loaded = kit("transformer_engine", monkeypatch)
+    loaded.te = SimpleNamespace(Linear=Linear)
+    made = loaded.TransformerEngineKit(recipe("BF16"), device="cpu")
+    module = nn.ModuleDict({"linear": nn.Linear(4, 2, bias=bias)}).eval()
+    before = dict(module.named_parameters())
+    made.convert(module, ["linear"])
+    assert isinstance(module["linear"], Linear)
+    assert not module["linear"].training
+    assert all(parameter is before[name] for name, parameter in module.named_parameters())
+    assert made.why_not(ModulePlan("file.py:build", None, 0, 0, 0)) == ""
 
 
 def test_tokens_go_to_as_many_experts_as_planned() -> None:

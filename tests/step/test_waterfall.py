@@ -7,7 +7,16 @@ import pytest
 from gemmscope.findings import Finding
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.step import ProfiledPart
-from gemmscope.step.waterfall import ProfiledStep, fallbacks, levels_of, place, unknown_kernels, verdict
+from gemmscope.step.waterfall import (
+    PlacedKernel,
+    ProfiledStep,
+    attention_kernels,
+    fallbacks,
+    levels_of,
+    place,
+    unknown_kernels,
+    verdict,
+)
 
 BF16 = "nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NTN"
 FP8, FP8_GRAD = "nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_TNT", "nvjet_sm90_qrtst_128x160_128x5_2x1_v_bz_TNT"
@@ -134,3 +143,14 @@ def test_a_model_without_marks_falls_back_if_all_its_gemms_do() -> None:
 
 def test_a_baseline_has_no_fallbacks() -> None:
     assert fallbacks(recipe("BF16"), place(step(100))) is None
+
+
+def test_which_attention_ran() -> None:
+    """The fused kernels by their names; where there are none, a softmax in the model means the unfused one."""
+    names = {"cudnn_generated_fort_native_sdpa_sm90_flash_fprop": 3000.0, "fmha_cutlassF_bf16_aligned_64x128": 1000.0}
+    names |= {"triton_red_fused__scaled_dot_product_cudnn_attention_backward_abs_amax": 500.0, "nvjet_tst_128x64": 9000.0}
+    fused = [PlacedKernel("model", "forward", name, time) for name, time in names.items()]
+    assert attention_kernels(fused) == {"cuDNN": 3.0, "memory-efficient": 1.0}
+    softmax = [PlacedKernel("model", "forward", "softmax_warp_forward<BFloat16>", 2000.0)]
+    assert attention_kernels(softmax) == {"math (bmm and softmax)": 2.0}
+    assert attention_kernels([PlacedKernel("model", "forward", "cunn_SoftMaxForward<LogSoftMaxForwardEpilogue>", 1.0)]) == {}

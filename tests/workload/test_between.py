@@ -133,3 +133,21 @@ def test_the_examples_of_the_documentation(name: str) -> None:
     assert trace.inputs.endswith("2 x 3 x 224 x 224" if name == "vit" else "2 x 4 x 32 x 32, 2, 2")
     assert trace.samples == 2
     assert trace.has_loss
+
+
+def test_a_learned_bias_of_attention_has_a_gradient() -> None:
+    """As T5's relative positions: the mask is read, its gradient written and summed over the batch."""
+
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.bias = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(1, 2, 3, 3))
+
+        def forward(self, x: Any) -> Any:
+            q = self.linear(x).view(2, 3, 2, 4).transpose(1, 2)
+            return F.scaled_dot_product_attention(q, q, q, attn_mask=self.bias.expand(2, -1, -1, -1) * 2)
+
+    trace = record(Biased(), (2, 3, WIDTH))
+    [op] = trace.attentions
+    assert (op.mask_bytes, op.mask_gradient) == (2 * 2 * 3 * 3 * 2, True)
+    assert sum(work.backward.launches for work in trace.others) >= 3  # of the gradients of the bias and of q, k and v

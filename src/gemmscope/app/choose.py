@@ -186,6 +186,11 @@ def _with_recipes(named: Sequence[str]) -> tuple[str, ...]:
     return able
 
 
+def is_installed(backend: str) -> bool:
+    """Whether all packages that a backend needs are there."""
+    return not _missing(backend)
+
+
 def _missing(backend: str) -> str:
     return next((package for package in PACKAGES[backend] if importlib.util.find_spec(package) is None), "")
 

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from gemmscope.app.bench import not_resumed
 from gemmscope.app.choose import Choices, choose
+from gemmscope.app.live import for_live, layers_that_fit, live_plan, step_settings
 from gemmscope.app.model import ModelRun, rank_workload
 from gemmscope.app.progress import QUIET, Reporter
 from gemmscope.bench.findings import state_findings
@@ -14,16 +14,26 @@ from gemmscope.engine.journal import RecordedRun, open_journal
 from gemmscope.engine.link import LocalWorkers, Workers
 from gemmscope.engine.rule import StoppingRule, check_limits
 from gemmscope.errors import UserError, option
-from gemmscope.findings import Finding, finding
+from gemmscope.findings import Finding, finding, without_repeats
 from gemmscope.gpu.environment import environment
 from gemmscope.recipe.recipes import BASELINE
-from gemmscope.results.step import AtBatch, Recommendation, StepResult, StepSettings, StepTimes, VariantResult
+from gemmscope.results.step import (
+    AtBatch,
+    Compile,
+    Optimizer,
+    Recommendation,
+    StepResult,
+    StepSettings,
+    StepTimes,
+    VariantResult,
+)
 from gemmscope.signals import held
 from gemmscope.step.answer import step_times, with_captured
 from gemmscope.step.breakeven import break_even_finding, smaller_batches
 from gemmscope.step.campaign import StepCampaign, fingerprint_of
 from gemmscope.step.cost import Budget, cost
 from gemmscope.step.findings import observed_findings, step_findings
+from gemmscope.step.module_plan import ModulePlan
 from gemmscope.step.plan import StackPlan, plan_step
 from gemmscope.step.recommend import Plan, candidate, recommend
 from gemmscope.units import counted
@@ -43,6 +53,8 @@ def run_step(
     break_even: bool = False,
     cuda_graphs: bool = False,
     hugging_face: bool = False,
+    compile: Compile | None = None,  # noqa: A002
+    optimizer: Optimizer | None = None,
     precision: float = 0.01,
     time_limit: float = 30.0,
     observed_speedup: float | None = None,
@@ -54,11 +66,11 @@ def run_step(
 ) -> StepResult:
     """Measure the training step in every recipe.
 
-    `verify` also runs the real model; `break_even` also runs smaller batches; `cuda_graphs` also runs the step captured
-    in CUDA graphs; `hugging_face` runs the model's own Hugging Face
-    class. Measuring ends when every speedup is known to `precision`, or after `time_limit` seconds. `observed_speedup` is
-    compared with the prediction, and `budget` gives the cost of the full run. `resume` continues the same measurement if it was
-    cut short. `deliver` writes the result: only then the measurement is finished.
+    `verify` also runs the real model; `break_even` also runs smaller batches; `cuda_graphs` also runs the step captured in CUDA
+    graphs; `hugging_face` runs the model's own Hugging Face class. `compile` is what torch.compile is applied to, `optimizer`
+    that of a module or a Hugging Face model. Measuring ends when every speedup is known to `precision`, or after `time_limit`
+    seconds. `observed_speedup` is compared with the prediction, and `budget` gives the cost of the full run. `resume` continues
+    the same measurement if it was cut short. `deliver` writes the result: only then the measurement is finished.
     """
     check_limits(precision, time_limit)
     if observed_speedup is not None and not 0 < observed_speedup < 100:
@@ -69,27 +81,25 @@ def run_step(
     if choices.modes is not None and list(choices.modes) == ["pre-quantized"]:
         message = f"a step quantizes as it runs: {option('pre_quantize')} is for GEMMs alone"
         raise UserError(message, "remove it, or use gemmscope bench")
-    if cuda_graphs and hugging_face:
-        name = option("cuda_graphs")
-        raise UserError(f"{option('hugging_face')} runs steps that cannot be captured with {name}", f"remove {name}")
-    if hugging_face:
-        choices = _for_hugging_face(job, choices, verify=verify)
+    live = hugging_face or job.source.module is not None
+    if live:
+        choices = for_live(job, choices, verify=verify, break_even=break_even, cuda_graphs=cuda_graphs)
     model = job.source.model
-    if model is None:
-        raise UserError(f"{job.source.origin} has no closed form: its step cannot be built", "gemmscope shapes traces it")
+    if model is None and not live:
+        hint = f"add {option('hugging_face')}, to run its Hugging Face class"
+        raise UserError(f"{job.source.origin} has no closed form: its step cannot be built from it", hint)
     machine = environment()
     choice = choose(choices, machine, framework=job.source.framework)
+    settings = step_settings(choice.backend, compile, optimizer, live=live)
     if choice.backend == "torch":
         raise UserError("PyTorch alone has no layers in low precision to train with", "install transformer_engine or torchao")
     if cuda_graphs and choice.backend in CANNOT_CAPTURE:
         raise UserError(f"{option('cuda_graphs')} needs a GPU", f"remove {option('cuda_graphs')}")
     subject = rank_workload(job, reporter.say)
-    plan, differences = plan_step(model, job.run)
-    settings = StepSettings(choice.backend, host=choice.backend != "torchao")
-    if choice.backend == "cpu":
-        settings = replace(settings, drop_ms=5.0, keep_ms=30.0)  # its clock need not settle
-    config = job.source.config if hugging_face else None  # whose own layers have everything that the stack leaves out
-    mark = fingerprint_of(plan, settings, config, list(choice.recipes))
+    summed = totals(subject.workload, subject.run, model, subject.trace.parameters if subject.trace is not None else 0)
+    plan, differences = live_plan(job) if live or model is None else plan_step(model, job.run)
+    most_layers = layers_that_fit(plan, summed.parameters, machine) if isinstance(plan, ModulePlan) else None
+    mark = fingerprint_of(plan, settings, list(choice.recipes))
     with (
         closing(open_journal()) as journal,
         journal.recording(mark, command, resume=resume) as recording,
@@ -98,14 +108,15 @@ def run_step(
     ):
         if resume and (found := not_resumed(recording)) is not None:
             reporter.say(found.text)
-        session = _StepSession(plan, choice.recipes, settings, precision, time_limit, recording, workers, reporter, config)
-        predicted = session.run(f"running the step of {counted(plan.depth, 'layer')} in {', '.join(choice.recipes)} …")
+        session = _StepSession(plan, choice.recipes, settings, precision, time_limit, recording, workers, reporter, most_layers)
+        of = counted(plan.depth, "layer") if plan.depth else job.source.origin
+        predicted = session.run(f"running the step of {of} in {', '.join(choice.recipes)} …")
         real, as_deep = session.verify() if verify and not session.interrupted else (None, None)
         verified = [run.results if run is not None else None for run in (real, as_deep)]
         baseline = predicted.results.deepest(BASELINE)
         depth = baseline.variant.depth if baseline is not None else 0
-        summed = totals(subject.workload, job.run, model)
-        times = step_times(predicted.results, choice.recipes, summed, job.run.tokens_per_gpu, *verified)
+        times = step_times(predicted.results, choice.recipes, summed, subject.run.tokens_per_gpu, *verified)
+        times = times.model_copy(update={"unit": "tokens" if subject.run.inputs is None else "samples"})
         graphs = session.capture(depth) if cuda_graphs and not session.interrupted else None
         if graphs is not None:
             times = with_captured(times, graphs.results)
@@ -119,16 +130,16 @@ def run_step(
         findings = [
             *_ended(predicted, interrupted=session.interrupted),
             *([] if times.recipes else [finding("nothing-measured")]),
-            *(message for run in runs for message in (*run.results.findings, *run.findings)),
-            *step_findings(times),
+            *without_repeats(message for run in runs for message in (*run.results.findings, *run.findings)),
+            *step_findings(times, graphs=cuda_graphs or live),  # a live model cannot be captured
             *_failures(results, times),
             *(observed_findings(times, observed_speedup) if observed_speedup is not None else ()),
             *(break_even_finding(batches, name) for name in (batches[-1].speedups if batches else ())),
-            *_extrapolated(depth, plan.depth, times),
+            *_extrapolated(depth, plan.depth, times, predicted.results.weights),
             *session.findings,
             *state_findings([state for result in results for state in result.states if state.get("sm_mhz")]),
             *choice.findings,
-            *([] if hugging_face else differences),
+            *differences,
             *subject.findings,
         ]
         result = StepResult(
@@ -139,6 +150,7 @@ def run_step(
             device=dict(predicted.results.hello.device),
             versions=dict(predicted.results.hello.versions),
             settings=settings,
+            ran="stack" if not live else "module" if job.source.module is not None else "huggingface",
             depth=depth,
             layers=plan.depth,
             interrupted=session.interrupted,
@@ -158,7 +170,7 @@ def run_step(
 class _StepSession:
     """Runs the step of one plan in several ways. `interrupted`: Ctrl-C ended one of them, and nothing is started after it."""
 
-    plan: StackPlan
+    plan: StackPlan | ModulePlan
     recipes: Sequence[str]
     settings: StepSettings
     precision: float
@@ -166,7 +178,7 @@ class _StepSession:
     recording: RecordedRun
     workers: Workers
     reporter: Reporter
-    config: Mapping[str, Any] | None
+    most_layers: int | None
     findings: list[Finding] = field(default_factory=list)
     interrupted: bool = False
 
@@ -174,7 +186,7 @@ class _StepSession:
         self,
         purpose: str,
         *,
-        plan: StackPlan | None = None,
+        plan: StackPlan | ModulePlan | None = None,
         recipes: Sequence[str] | None = None,
         mixed: tuple[Plan, ...] = (),
         real: bool = False,
@@ -196,7 +208,7 @@ class _StepSession:
             real=real,
             captured_depth=captured_depth,
             mixed=mixed,
-            config=self.config,
+            most_layers=self.most_layers,
         )
         with self.reporter.measuring(campaign) as on_message:
             campaign.on_message = on_message
@@ -272,28 +284,6 @@ class _StepSession:
         return (*batches, last)
 
 
-def _for_hugging_face(job: ModelRun, choices: Choices, *, verify: bool) -> Choices:
-    """Checks what `hugging_face` needs, and chooses its backend."""
-    source, run, name = job.source, job.run, option("hugging_face")
-    if source.config is None or source.model is None:
-        where = f"give it with {option('config')}: config.json, its folder, or a hub id"
-        raise UserError(f"{name} needs a Hugging Face config", where)
-    selective, split = run.recompute == "selective", run.tp * run.cp * run.ep * run.pp > 1
-    kinds = len(set(source.model.layers))
-    whole, sizes = option("recompute", "full"), f"{option('tp')} and the other parallel sizes"
-    for applies, message, hint in (
-        (selective, "can recompute whole layers, not attention alone", f"use {whole}, or remove {name}"),
-        (verify, "runs the real layers already: there is nothing to verify", f"remove {name} or {option('verify')}"),
-        (kinds > 1, f"runs a few layers for all, but {source.origin} has layers of several kinds", f"remove {name}"),
-        (split, "runs whole layers and cannot split them", f"remove {name}, or {sizes}"),
-    ):
-        if applies:
-            raise UserError(f"{name} {message}", hint)
-    if choices.backend not in (None, "torchao", "cpu"):
-        raise UserError(f"{name} runs with torchao, not with {choices.backend}", f"remove {option('backend')}")
-    return choices if choices.backend or choices.device == "cpu" else replace(choices, backend="torchao")
-
-
 def _ended(predicted: StepCampaign, *, interrupted: bool) -> list[Finding]:
     ended = predicted.rule.ended
     if not interrupted:
@@ -310,10 +300,12 @@ def _failures(results: Sequence[VariantResult], times: StepTimes) -> list[Findin
     return [finding("variant-not-measured", variant=result.variant.name, reason=result.failure) for result in failed]
 
 
-def _extrapolated(depth: int, layers: int, times: StepTimes) -> list[Finding]:
+def _extrapolated(depth: int, layers: int, times: StepTimes, weights: Mapping[int, float] | None) -> list[Finding]:
     if not 0 < depth < layers:
         return []
     of_stack = [finding("parts-of-stack", depth=depth)] if any(time.parts_ms for time in times.recipes) else []
+    if weights is not None:
+        return [finding("step-extrapolated-kinds", layers=layers, depths=list(map(str, weights))), *of_stack]
     return [finding("step-extrapolated", layers=layers, depth=depth, half=max(1, depth // 2)), *of_stack]
 
 

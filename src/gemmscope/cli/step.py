@@ -19,6 +19,8 @@ class StepOptions:
     break_even: bool = False
     cuda_graphs: bool = False
     hugging_face: bool = False
+    compile: str | None = None
+    optimizer: str | None = None
     precision: float = 0.01
     time_limit: float = 30.0
     resume: bool = False

@@ -34,7 +34,7 @@ def shapes_document(result: ShapesResult, name: str = "") -> Document:
         messages=tuple(map(Message.of, result.findings)),
         facts={"Method": (*about, ("derived by", result.derived_by), *command_facts(result))},
         next_purpose="forecast its time on GPUs you do not have",
-        next_command=same_model("forecast", result, "--gpu b300,h200"),
+        next_command=same_model("forecast", result, "--gpu b300,h200") if result.gemms else "",
         name=name,
     )
 

@@ -35,6 +35,7 @@ REQUESTED = (
     "observed-as-expected", "observed-more", "observed-unknown",
     "break-even-from", "break-even-at-smallest", "break-even-never", "break-even-not-at-largest",
 )  # fmt: skip
+GRAPHS = ("step-captured", "step-captured-alone", "graphs-not-measured")
 ENDED = ("precision-reached", "all-measured")  # a run that ended otherwise has a warning
 
 
@@ -52,7 +53,7 @@ def step_document(result: StepResult, name: str = "") -> Document:
         because=(*because, *_mixed(result.recommendation), *_requested(result), *_captured(result)),
         key_figures=step_figures(result.step),
         summary=step_summary({result.where: result.step}),
-        context=(*batch_lines(result.run, result.stage), *ended),
+        context=(*batch_lines(result.run, result.stage), *_how_it_ran(result), *ended),
         sections=tuple(_sections(result)),
         messages=tuple(map(Message.of, shown)),
         advice=_advice(result.recommendation) if result.recommendation is not None else None,
@@ -63,6 +64,24 @@ def step_document(result: StepResult, name: str = "") -> Document:
         next_command="gemmscope trace-me" if result.step.recipes else "",
         name=name,
     )
+
+
+RAN = {
+    "stack": "layers built from the model's sizes",
+    "module": "the module itself",
+    "huggingface": "the Hugging Face model itself",
+}
+COMPILED = {"whole": "compiled as a whole", "layers": "compiled layer by layer", "none": "not compiled"}
+
+
+def _how_it_ran(result: StepResult) -> list[str]:
+    """In one line: what the times hold for. Another way of compiling may run other kernels of attention."""
+    compiled = COMPILED.get(result.settings.compile or "")
+    if compiled is None:
+        return []
+    kernels = dict.fromkeys(name for time in result.step.recipes for name in time.attention_kernels)
+    attention = f"; attention: {units.names(kernels)}" if kernels else ""
+    return [f"Ran {RAN[result.ran]}, {compiled}{attention}."]
 
 
 def _sections(result: StepResult) -> list[Section]:
@@ -96,8 +115,8 @@ def _requested(result: StepResult) -> list[str]:
 
 
 def _captured(result: StepResult) -> list[str]:
-    """What CUDA graphs change."""
-    return [finding.text for finding in result.findings if finding.code in ("step-captured", "step-captured-alone")]
+    """What CUDA graphs change, or that they could."""
+    return [finding.text for finding in result.findings if finding.code in GRAPHS]
 
 
 def _advice(recommended: Recommendation) -> Advice:
@@ -170,14 +189,19 @@ def _break_even(result: StepResult) -> CurveChart | None:
 
 def _method(result: StepResult) -> Facts:
     settings = result.settings
+    depths = sorted({variant.variant.depth for variant in result.variants if not variant.variant.real}, reverse=True)
     stack = f"all {result.layers} layers, forward, backward and optimizer, with the weights of a few"
-    if result.depth < result.layers:
-        stack = f"{result.layers} layers extrapolated from stacks of {result.depth} and {max(1, result.depth // 2)}"
+    if result.ran != "stack":
+        stack = f"{RAN[result.ran]}{f', all {result.layers} layers' if result.layers else ''}, forward, backward and optimizer"
+    if 0 < result.depth < result.layers:
+        stack = f"{result.layers} layers extrapolated from {units.names(map(str, depths))}"
     count = sum(len(burst) for variant in result.variants for burst in variant.rounds_ms)
     lines = [
         *model_facts(result.model, result.run, result.stage),
-        ("what was run", stack if result.depth else ""),
+        ("what was run", stack if result.depth or result.ran == "module" else ""),
         ("backend", settings.backend),
+        ("torch.compile", settings.compile or ""),
+        ("optimizer", settings.optimizer if result.ran != "stack" else ""),
         ("bursts", f"{settings.keep_ms:g} ms each, after {settings.drop_ms:g} ms that are dropped; recipes in turn"),
         ("samples", f"{count:,} steps of {units.counted(len(result.variants), 'variant')}"),
         ("duration", ", ".join(f"{purpose} {seconds:g} s" for purpose, seconds in result.seconds.items())),

@@ -145,7 +145,7 @@ class Campaign(ABC, Generic[Results]):
         link.send({**self.request(tasks), "least_rounds": self.rule.least_rounds, "had": had})
         for message in link.messages(self.silence_s, signals):
             if isinstance(message, Fatal):
-                raise WorkerEndedError("error", message.why)
+                raise WorkerEndedError("error", message.why, hint=message.hint)
             self._note(message)
             if isinstance(message, Done) or (isinstance(message, Failed) and message.kind == attempt.ends_at):
                 return True
@@ -168,7 +168,7 @@ class Campaign(ABC, Generic[Results]):
             return False
         if not self._greeted and not self.results.any_samples():
             why = f"the measuring process did not start {death.detail}" if death.kind == "crash" else death.why
-            raise UserError(why, "gemmscope doctor shows what this machine can measure") from death
+            raise UserError(why, death.hint or "gemmscope doctor shows what this machine can measure") from death
         if self.rule.ended is not None:  # everything was timed
             self._note(Noticed("kernels-not-profiled", {"reason": death.why}))
             self._note(Done())

@@ -108,6 +108,31 @@ def work_in_step(name: str) -> StepWork:
     return StepWork(work or ("elementwise" if facts.scales_output else facts.kernel_class))
 
 
+MATH = "math (bmm and softmax)"  # attention that no fused kernel computes
+
+
+@cache
+def attention_backend(name: str) -> str | None:
+    """The implementation of attention that a kernel's name tells; None if it tells none.
+
+    >>> attention_backend("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16")
+    'cuDNN'
+    >>> attention_backend("pytorch_flash::flash_fwd_kernel"), attention_backend("my_attention")
+    ('FlashAttention', None)
+    """
+    return next((rule["name"] for rule in _rules()["attention"] if re.search(rule["found"], name)), None)
+
+
+@cache
+def is_softmax(name: str) -> bool:
+    """Whether a kernel computes a softmax, not its logarithm.
+
+    >>> is_softmax("softmax_warp_forward<BFloat16>"), is_softmax("cunn_SoftMaxForward<LogSoftMaxForwardEpilogue>")
+    (True, False)
+    """
+    return re.search(r"[Ss]oft_?[Mm]ax", name) is not None and re.search(r"[Ll]og_?[Ss]oft", name) is None
+
+
 @cache
 def _rules() -> dict[str, Any]:
     return load_data("gemmscope.engine", "kernel_names.toml")

@@ -32,9 +32,9 @@ class WorkerEndedError(Exception):
     `killed`: by SIGKILL, which no program sends to itself: it may have been anything but the task.
     """
 
-    def __init__(self, kind: str, what: str, detail: str = "", *, killed: bool = False) -> None:
+    def __init__(self, kind: str, what: str, detail: str = "", *, killed: bool = False, hint: str = "") -> None:
         super().__init__(kind, what, detail)
-        self.kind, self.why, self.detail, self.killed = kind, f"{what} {detail}".strip(), detail, killed
+        self.kind, self.why, self.detail, self.killed, self.hint = kind, f"{what} {detail}".strip(), detail, killed, hint
 
 
 class Link(Protocol):

@@ -130,9 +130,10 @@ class Attempted:
 
 @dataclass(frozen=True)
 class Fatal:
-    """The process cannot measure anything."""
+    """The process cannot measure anything. `hint`: what to do about it, where that is known."""
 
     why: str
+    hint: str = ""
     type: Literal["fatal"] = "fatal"
 
 

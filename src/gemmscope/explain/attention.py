@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
+from gemmscope.engine.kernels import MATH, attention_backend
 from gemmscope.explain.cause import StepEvidence, main_kernels, spans_of
 from gemmscope.explain.gemms import is_shape
 from gemmscope.explain.trace import ATTENTION_BACKWARD, ATTENTION_FORWARD, Operator
@@ -16,7 +17,6 @@ from gemmscope.results.explain import Cause
 from gemmscope.results.explain_tables import AttentionTotal
 from gemmscope.toml import load_data
 
-MATH = "math (bmm and softmax)"
 MATH_OPERATOR = "_scaled_dot_product_attention_math"
 LONG = 1024  # keys from which on the rates of the table hold
 SLOW = 0.7  # of the rate of another backend: closer ones depend on the shape
@@ -116,7 +116,7 @@ def _share_helpers(groups: dict[_Key, list[TimedWork]]) -> None:
 def _key(item: TimedWork) -> _Key:
     name = item.work.name
     pass_name: PassName = "backward" if BACKWARD.search(name) else "forward" if FORWARD.search(name) else ""
-    backend = backend_of(name)
+    backend = attention_backend(name) or "other"
     operator = next((one for one in item.scope.operators if ATTENTION_FORWARD.match(one.name)), None)
     backward = next((one for one in item.scope.operators if ATTENTION_BACKWARD.match(one.name)), None)
     chosen = backward if backward is not None else operator
@@ -128,16 +128,6 @@ def _key(item: TimedWork) -> _Key:
     causal = _causal(item, operator)
     types = " ".join(map(str, chosen.types[:2])) if chosen is not None else ""
     return _Key(backend, pass_name, shape, causal, next((short for text, short in TYPES if text in types), ""))
-
-
-@cache
-def backend_of(name: str) -> str:
-    """The implementation that a kernel's name tells.
-
-    >>> backend_of("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16"), backend_of("pytorch_flash::flash_fwd_kernel")
-    ('cuDNN', 'FlashAttention')
-    """
-    return next((rule["name"] for rule in _facts()["backend"] if re.search(rule["found"], name)), "other")
 
 
 def _shape(operator: Operator) -> tuple[int, int, int, int, int] | None:

@@ -210,6 +210,11 @@ class StepForecast:
         quantized = sum(count for _, count, _ in self._linears_that_fit(name))
         return traced.launch_ms(self.workload.ops, name, quantized, fused=self.fused, graphs=graphs)
 
+    @property
+    def launches(self) -> int:
+        """Kernels of one micro-batch of a traced model in BF16."""
+        return traced.launches(self.workload.ops, fused=self.fused)
+
     @cached_property
     def _biased(self) -> bool:
         """Whether experts have biases."""

@@ -41,6 +41,8 @@ def part_of(op: TracedOp) -> StepPart:
 def uncertainty_of(op: TracedOp, *, fused: bool) -> float:
     """Logarithmic half-width of a 90% error bar."""
     table = coefficients()["uncertainty"]
+    if isinstance(op, TracedAttention) and op.mask_bytes:
+        return float(coefficients()["explicit_mask"]["uncertainty"])
     if isinstance(op, Between):
         return float(table["fused" if fused else "eager"])
     kind = "attention" if isinstance(op, TracedAttention) else "convolution" if isinstance(op, Remainder) else "batched_gemm"
@@ -55,7 +57,7 @@ def traced_ms(op: TracedOp, chip: GpuSpec, *, fused: bool) -> float:
         return float(moved / (bandwidth * coefficients()["bandwidth"][op.kind]) + kernels * launch_ms)
     if isinstance(op, TracedAttention):
         once = op.forward_runs * attention_ms(op, chip, "forward") + op.backward_runs * attention_ms(op, chip, "backward")
-        return op.count * once
+        return float(op.count * once * (coefficients()["explicit_mask"]["slower"] if op.mask_bytes else 1.0))
     known = coefficients()["convolution" if isinstance(op, Remainder) else "batched_gemm"]
     work = op.work()
     once = max(work.flops / (chip.tflops["bf16"] * 1e9 * known["rate"]), work.bytes_moved / (bandwidth * known["bandwidth"]))

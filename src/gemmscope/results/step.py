@@ -6,7 +6,7 @@
 import random
 from dataclasses import asdict, dataclass, field
 from math import hypot, isfinite
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from gemmscope.findings import Finding
 from gemmscope.gpu.environment import Environment
@@ -111,6 +111,8 @@ class StepTime(Part):
     named_share: float | None = None
     """Share of GPU time in kernels of a known kind."""
     unknown_kernels: tuple[str, ...] = ()
+    attention_kernels: dict[str, float] = {}
+    """Which kernels attention ran with, and their milliseconds in the profiled step: flash, cuDNN, memory-efficient, math."""
     verdict: Finding | None = None
     """Why the step gains what it gains."""
     verified: Verified | None = None
@@ -192,11 +194,19 @@ class Recommendation(Part):
         return not self.rivals
 
 
+Compile = Literal["whole", "layers", "none"]
+Optimizer = Literal["adamw", "adam", "sgd", "none"]
+COMPILES: tuple[Compile, ...] = get_args(Compile)
+OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
+
+
 @dataclass(frozen=True)
 class StepSettings:
     """How to measure. A burst runs steps for `drop_ms`, then for `keep_ms` (and at least `least_steps`) that count."""
 
     backend: str
+    compile: Compile | None = None  # what torch.compile is applied to; None: not recorded, or nothing was
+    optimizer: Optimizer = "adamw"
     drop_ms: float = 400.0
     keep_ms: float = 1000.0
     least_steps: int = 3
@@ -224,7 +234,8 @@ class Variant:
 
     @property
     def name(self) -> str:
-        return f"{self.plan_name} / {self.depth} layers" + " / real" * self.real + " / captured" * self.captured
+        layers = f" / {self.depth} layers" if self.depth else ""  # a module runs as it is
+        return f"{self.plan_name}{layers}" + " / real" * self.real + " / captured" * self.captured
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "name": self.name}
@@ -251,8 +262,10 @@ class StepResult(ModelResult):
     device: dict[str, Any]
     versions: dict[str, str]
     settings: StepSettings
+    ran: Literal["stack", "module", "huggingface"] = "stack"
+    """A stack of layers built from the model's sizes, the user's own module, or the Hugging Face class of a config."""
     depth: int
-    """Of the stacks that were run."""
+    """Of the stacks that were run; 0 for a module, which runs as it is."""
     layers: int
     interrupted: bool = False
     seconds: dict[str, float] = {}

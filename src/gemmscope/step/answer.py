@@ -10,7 +10,7 @@ from gemmscope.results.linears import Speedup
 from gemmscope.results.step import CapturedTime, StepTime, StepTimes, VariantResult, Verified
 from gemmscope.results.winner import find_winner
 from gemmscope.step.measurements import StepMeasurements
-from gemmscope.step.waterfall import ProfiledStep, levels_of, place, unknown_kernels, verdict
+from gemmscope.step.waterfall import ProfiledStep, attention_kernels, levels_of, place, unknown_kernels, verdict
 from gemmscope.workload.summary import Totals
 
 BYTES_PER_PARAMETER = 8  # in training: the weight, its gradient and both moments, in BF16
@@ -47,6 +47,7 @@ def step_times(
             host_ms=measurements.extrapolated(name, lambda variant: variant.host_ms),
             peak_bytes=_peak_bytes(measurements, name, totals),
             parts_ms=fast.parts_ms() if fast is not None else {},
+            attention_kernels=attention_kernels(fast.kernels) if fast is not None else {},
             verified=_verified(as_deep or measurements, real, name) if real is not None else None,
             **explained,
         )
@@ -82,7 +83,7 @@ def with_captured(times: StepTimes, captured: StepMeasurements) -> StepTimes:
         step_ms = captured.step(name)
         if step_ms is None:
             failures = [variant.failure for variant in captured.of(name) if variant.failure]
-            reasons[name] = failures[0] if failures else "no step of it was timed"
+            reasons |= {name: failures[0]} if failures else {}  # else it was interrupted before that
         speedup = captured.speedup(name) if name != BASELINE else None
         as_graph = CapturedTime(step_ms=step_ms, speedup=speedup) if step_ms is not None else None
         recipes.append(time.model_copy(update={"captured": as_graph}))
@@ -103,7 +104,10 @@ def _busy_ms(measurements: StepMeasurements, result: VariantResult) -> float | N
 
 
 def _peak_bytes(measurements: StepMeasurements, name: str, totals: Totals) -> float | None:
-    """Of the real model: what the step held beyond its own weights, and weights, gradients and moments of all layers."""
+    """Of the real model: what the step held beyond its own weights, and weights, gradients and moments of all layers. A live
+    module is the real model."""
+    if any("real_peak_bytes" in result.facts for result in measurements.of(name)):
+        return measurements.extrapolated(name, lambda result: result.facts.get("real_peak_bytes"))
     plain = {result.variant.depth: result.facts.get("held_bytes") for result in measurements.of(BASELINE)}
 
     def beyond(result: VariantResult) -> float | None:

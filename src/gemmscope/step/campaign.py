@@ -1,9 +1,9 @@
 """Measures the training step: at the real depth with the weights of a few layers, in every recipe, until the speedups are precise
-enough. Where the whole depth does not fit into memory, it runs two shallower stacks and extrapolates.
+enough. Where the whole depth does not fit into memory, it runs shallower stacks and extrapolates.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,7 +15,8 @@ from gemmscope.findings import Finding, finding
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.step import StepSettings, Variant
 from gemmscope.step.measurements import StepMeasurements
-from gemmscope.step.plan import MOST_WEIGHTS, StackPlan
+from gemmscope.step.module_plan import ModulePlan
+from gemmscope.step.plan import StackPlan
 from gemmscope.step.recommend import Plan
 
 SHRINK = 0.6  # of the depth, when memory does not suffice
@@ -31,31 +32,39 @@ class StepCampaign(Campaign[StepMeasurements]):
     worker = "gemmscope.step.worker"
     ends_itself = True  # it profiles one step of each variant last
 
-    plan: StackPlan
+    plan: StackPlan | ModulePlan
     recipes: Sequence[str]
     settings: StepSettings
     real: bool = False
     captured_depth: int | None = None  # run so many layers as a CUDA graph
     mixed: Sequence[Plan] = ()  # plans that leave parts in BF16, measured beside the recipes
-    config: Mapping[str, Any] | None = None  # of a Hugging Face model, which then runs its own layers, truncated to a few
+    most_layers: int | None = None  # of a live model that fit into memory; None: all, as far as is known
     seconds: float = field(init=False, default=0.0)  # of the whole run
     rounds: None = field(init=False, default=None)  # their number is not fixed
     findings: list[Finding] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.results = StepMeasurements(self._variants(self.first_depth), self.plan.depth)
+        self.results = self._empty(self.first_depth)
 
     @property
     def first_depth(self) -> int:
-        """The depth to try first: the whole one, where layers share weights."""
+        """The depth to try first: the whole one, or what is expected to fit."""
         if self.captured_depth is not None:
             return self.captured_depth
-        return min(self.plan.depth, MOST_WEIGHTS) if self.config is not None else self.plan.depth
+        return self.plan.depth if self.most_layers is None else min(self.plan.depth, self.most_layers)
+
+    def _empty(self, depth: int) -> StepMeasurements:
+        return StepMeasurements(self._variants(depth), self.plan.depth, self._weights(depth))
+
+    def _weights(self, depth: int) -> dict[int, float] | None:
+        """Of a live model that is not run at its whole depth: the depths to run instead."""
+        return self.plan.weights(depth) if isinstance(self.plan, ModulePlan) else None
 
     def _variants(self, depth: int) -> list[Variant]:
-        """Every recipe at this depth; if it is not the whole one, also at half of it."""
+        """Every recipe at this depth; if it is not the whole one, also at those that the whole one is extrapolated from."""
         depths = [depth] if self.real or depth == self.plan.depth else [depth, max(1, depth // 2)]
+        depths = list(self._weights(depth) or depths)
         plans = [*(Plan(recipe) for recipe in self.recipes), *self.mixed]
         return [
             Variant(plan.recipe, layers, plan.left_out, self.real, self.captured_depth is not None)
@@ -66,13 +75,14 @@ class StepCampaign(Campaign[StepMeasurements]):
     @property
     def silence_s(self) -> float:
         """A step of many micro-batches takes longer; and Triton tunes the kernels of mixers when they first run."""
-        tuning = TUNING if any(layer.mixer is not None for layer in self.plan.layers) else 1.0
+        layers = self.plan.layers if isinstance(self.plan, StackPlan) else ()
+        tuning = TUNING if any(layer.mixer is not None for layer in layers) else 1.0
         return self.settings.silence_s * max(tuning, self.plan.accumulation / 4)
 
     @property
     def part(self) -> str:
         variants = [variant.to_json() for variant in self._variants(self.first_depth)]
-        return fingerprint_of(self.plan, self.settings, self.config, variants)
+        return fingerprint_of(self.plan, self.settings, variants)
 
     def run(self) -> StepMeasurements:
         """Measure until the rule is met, at the largest depth that fits."""
@@ -94,15 +104,18 @@ class StepCampaign(Campaign[StepMeasurements]):
     def _shallower(self, depth: int) -> int:
         """The next depth to try, when memory does not suffice for this one."""
         if depth <= LEAST_DEPTH:
+            layers = f" even with {depth} of its layers" if depth else ""
             raise UserError(
-                f"the model does not fit into this GPU's memory even with {depth} of its layers",
+                f"the model does not fit into this GPU's memory{layers}",
                 f"use a smaller {option('micro_batch_size')} or {option('sequence_length')}, {option('recompute', 'full')}, "
                 f"or split it with {option('tp')}",
             )
         smaller = max(int(depth * SHRINK), LEAST_DEPTH)
+        whole = 2 * getattr(self.plan, "period", 1)  # so that every kind of layer has its share in this stack and in half of it
+        smaller -= smaller % whole if 2 < whole <= smaller else 0
         code = "real-model-shallower" if self.real else "stack-shallower"
         self.findings.append(finding(code, depth=depth, smaller=smaller))
-        self.results = StepMeasurements(self._variants(smaller), self.plan.depth)
+        self.results = self._empty(smaller)
         return smaller
 
     def request(self, tasks: Sequence[str]) -> dict[str, Any]:
@@ -112,7 +125,7 @@ class StepCampaign(Campaign[StepMeasurements]):
             "host": self.settings.host and not timed_only,
             "profile": not timed_only,
             "plan": asdict(self.plan),
-            "config": dict(self.config) if self.config is not None else None,
+            "live": isinstance(self.plan, ModulePlan),
             "variants": [self.results.tasks[name].variant.to_json() for name in tasks],
         }
 
@@ -126,6 +139,6 @@ class StepCampaign(Campaign[StepMeasurements]):
         return [Uncertainty(interval.half_width) for interval in intervals if interval is not None]
 
 
-def fingerprint_of(plan: StackPlan, settings: StepSettings, config: Mapping[str, Any] | None, what: Any) -> str:
+def fingerprint_of(plan: StackPlan | ModulePlan, settings: StepSettings, what: Any) -> str:
     """The same for steps that are measured in the same way; the order of bursts may differ."""
-    return fingerprint("step", {**asdict(settings), "seed": 0}, asdict(plan), config, what)
+    return fingerprint("step", {**asdict(settings), "seed": 0}, asdict(plan), what)

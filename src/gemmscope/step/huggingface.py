@@ -1,76 +1,93 @@
-"""A training step of a Hugging Face model, built from its config with a few layers: its own class and attention, fused AdamW.
+"""A Hugging Face model for a training step: built from its config with newly initialized weights, its own class and attention."""
 
-Every layer has its own weights; the step of the whole model is computed from two depths. The kit converts and compiles the
-layers; embedding, final norm and head stay unchanged.
-"""
+from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+import inspect
+import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from gemmscope.errors import UserError, option
-from gemmscope.step.kits.plain import Kit
-from gemmscope.step.marks import mark_step
-from gemmscope.step.plan import StackPlan
-from gemmscope.workload.trace_worker import huggingface_model
+from gemmscope.step.mixer_kernels import CONV, FLA, MAMBA, TRANSFORMERS, WRONG_GRADIENTS, gated_backward_is_wrong
+from gemmscope.step.module_plan import ModulePlan, truncated
+from gemmscope.workload.factory import Built, naming
+from gemmscope.workload.huggingface import huggingface_model, training_inputs
+
+# Functions of mixers that transformers takes from other packages where they are installed: the first words of their names.
+MIXERS = ("chunk_gated_delta_rule", "fused_recurrent_gated", "causal_conv1d", "mamba_", "selective_", "chunk_kda", "lightning")
+DECODING = ("update", "recurrent", "single")  # in the names of those that run one token at a time
+WRAPPED = ("implementation", "func", "fn")  # what wrappers call the function inside
+PACKAGES = {"fla": FLA, "mamba_ssm": MAMBA, "causal_conv1d": CONV, "transformers": TRANSFORMERS}
 
 
-class HuggingFaceStep:
-    """One optimizer step of the first `plan.depth` layers, to `run` repeatedly."""
+@dataclass(frozen=True)
+class ModelKernels:
+    """Which package each function of the mixers comes from, and why another one was not used."""
 
-    def __init__(self, config: Mapping[str, Any], plan: StackPlan, kit: Kit, device: str) -> None:
-        self._model = huggingface_model(_truncated(config, plan.depth), device, kit.precision)
-        layers = _layers(self._model, plan.depth)
-        for index, layer in enumerate(layers):
-            layers[index] = kit.finish(layer)
-        self._accumulation = plan.accumulation
-        if plan.recompute == "full":
-            self._model.gradient_checkpointing_enable({"use_reentrant": False})
-        parameters = list(self._model.parameters())
-        self._optimizer = torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.0, fused=parameters[0].is_cuda)
-        vocabulary = int(self._model.config.get_text_config().vocab_size)
-        self._tokens = torch.randint(vocabulary, (plan.micro_batch_size, plan.sequence_length), device=device)
-
-    mixer_kernels = None  # its own class chooses them
-
-    def run(self) -> None:
-        """All micro-batches, forward and backward, then the optimizer."""
-        for _ in range(self._accumulation):
-            mark_step("model", "forward")
-            self._model(input_ids=self._tokens, labels=self._tokens).loss.backward()
-        mark_step("optimizer")
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-
-    def loss(self) -> float:
-        """One forward pass, to check that the loss is finite."""
-        with torch.no_grad():
-            loss = float(self._model(input_ids=self._tokens, labels=self._tokens).loss)
-        if not math.isfinite(loss):
-            raise ArithmeticError(f"the loss is {loss}")
-        return loss
+    sources: dict[str, str]
+    refused: dict[str, str]
 
 
-def _truncated(config: Mapping[str, Any], depth: int) -> dict[str, Any]:
-    """The same model with fewer layers.
+def live_huggingface(plan: ModulePlan, device: str, precision: torch.dtype) -> Built:
+    """The model of a config with its first `plan.depth` layers (0: all), and random inputs with labels."""
+    assert plan.config is not None
+    config = truncated(plan.config, plan.depth) if plan.depth else dict(plan.config)
+    hide_wrong_kernels()
+    with naming("building the model from its config"):
+        model = huggingface_model(config, device, precision)
+    if plan.recompute == "full":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    inputs = training_inputs(model, plan.micro_batch_size, plan.sequence_length or None, device, precision)
+    return Built(model, (), inputs, own_inputs="input_ids" not in inputs)
 
-    >>> _truncated({"num_hidden_layers": 3, "layer_types": ["a", "b", "a"]}, 2)
-    {'num_hidden_layers': 2, 'layer_types': ['a', 'b']}
+
+def hide_wrong_kernels() -> None:
+    """Where flash-linear-attention would refuse the backward pass, make transformers fall back to its own code."""
+    if gated_backward_is_wrong():
+        sys.modules["fla"] = None  # type: ignore[assignment]
+
+
+def mixers(model: nn.Module) -> ModelKernels:
+    """Which implementation each function of its mixers has: the package that it comes from, or PyTorch code of transformers.
+
+    transformers looks for flash-linear-attention, mamba-ssm and causal-conv1d when it imports a model, and falls back to
+    functions of its own. Kernels of the hub are used only on request. Older versions keep the chosen function as an attribute of
+    the mixer, newer ones (5.22) inside a wrapper.
     """
-    name = next((key for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers") if key in config), None)
-    if name is None:
-        raise UserError("this config does not say how many layers there are", f"leave out {option('hugging_face')}")
-    whole = config[name]
-    by_layer = {key: value[:depth] for key, value in config.items() if isinstance(value, list) and len(value) == whole}
-    return {**config, **by_layer, name: depth}
+    files = {type(part).__module__ for part in model.modules()}
+    functions: dict[str, Any] = {}
+    for file in sorted(name for name in files if name.startswith("transformers.models.")):
+        functions |= {_name(name, value): value for name, value in vars(sys.modules[file]).items() if inspect.isfunction(value)}
+    for part in model.modules():
+        functions |= {name: value for name, value in vars(part).items() if inspect.isfunction(value)}
+    sources = {name: _package(function) for name, function in sorted(functions.items()) if _is_mixer(name)}
+    hidden = sys.modules.get("fla", sys) is None
+    return ModelKernels(sources, {name: WRONG_GRADIENTS for name in sources if hidden and sources[name] == TRANSFORMERS})
 
 
-def _layers(model: nn.Module, depth: int) -> nn.ModuleList:
-    """Its layers: the first list of that length."""
-    layers = next((module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == depth), None)
-    if layers is None:
-        raise UserError("the layers of this model are in no list, and cannot be found", f"leave out {option('hugging_face')}")
-    return layers
+def _is_mixer(name: str) -> bool:
+    return name.startswith(MIXERS) and not any(word in name for word in DECODING)
+
+
+def _inside(function: Any) -> dict[str, Any]:
+    """What a wrapper holds."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: cell.cell_contents for name, cell in cells}
+
+
+def _name(name: str, function: Any) -> str:
+    """What a package would call it."""
+    return str(_inside(function).get("func_name", name)).removeprefix("torch_")
+
+
+def _package(function: Any) -> str:
+    """Where a function comes from; of a wrapper of transformers, the implementation inside it."""
+    while inspect.isfunction(function):
+        inside = next((value for name, value in _inside(function).items() if name in WRAPPED), None)
+        if inside is None or inside is function or not callable(inside):
+            break
+        function = inside
+    package = str(getattr(function, "__module__", None)).partition(".")[0]
+    return PACKAGES.get(package, package)

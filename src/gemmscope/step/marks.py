@@ -28,17 +28,18 @@ class Recording:
 
 
 _current: Recording | None = None
+_inner = False  # whether marks inside of the model are recorded, too
 
 
 @contextmanager
-def recording() -> Iterator[Recording]:
-    """In this context, marks are recorded."""
-    global _current
-    _current = Recording()
+def recording(*, inner: bool = True) -> Iterator[Recording]:
+    """In this context, marks are recorded; without `inner`, only those between the model and the optimizer."""
+    global _current, _inner
+    _current, _inner = Recording(), inner
     try:
         yield _current
     finally:
-        _current = None
+        _current, _inner = None, False
 
 
 class _Mark(torch.autograd.Function):
@@ -51,14 +52,14 @@ class _Mark(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if _current is not None:
+        if _current is not None and _inner:
             _current.passed(ctx.part, "backward")
         return grads[0], None
 
 
 def mark(x: torch.Tensor, part: str) -> torch.Tensor:
     """`part` begins here. In compiled layers, marks break fusions, but they only exist while recording."""
-    return x if _current is None else _pass(x, part)
+    return _pass(x, part) if _inner else x
 
 
 def _apply(x: torch.Tensor, part: str) -> torch.Tensor:

@@ -1,10 +1,10 @@
 """What was measured of training steps so far.
 
-Where the whole depth does not fit into memory, each recipe is run at two depths, and the step of the whole model follows from the
-line through them.
+Where the whole depth does not fit into memory, each recipe is run at several depths, and the step of the whole model is the sum
+of their steps, each times a weight: on the line through two depths, or so that the layers of every kind add up.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -19,9 +19,10 @@ from gemmscope.results.step import Variant, VariantResult
 class StepMeasurements(ResultStore[VariantResult]):
     """All variants of a step by their name."""
 
-    def __init__(self, variants: Iterable[Variant], layers: int) -> None:
+    def __init__(self, variants: Iterable[Variant], layers: int, weights: Mapping[int, float] | None = None) -> None:
         super().__init__({variant.name: VariantResult(variant) for variant in variants})
         self.layers = layers  # of the whole model
+        self.weights = weights  # of each depth in the whole model; None: on the line through the two deepest
 
     def take(self, message: Message) -> None:
         """Record one message of the worker."""
@@ -88,27 +89,30 @@ class StepMeasurements(ResultStore[VariantResult]):
 
     def extrapolated(self, recipe: str, quantity: Callable[[VariantResult], float | None]) -> float | None:
         """A quantity of the whole model: as it was measured, or on the line through two depths."""
-        points = [(result.variant.depth, quantity(result)) for result in self.of(recipe) if result.measured]
-        known = [(depth, value) for depth, value in points if value is not None]
-        if not points or len(known) < len(points):
+        measured = [result for result in self.of(recipe) if result.measured]
+        weights = self._weights([result.variant for result in measured])
+        values = [quantity(result) for result in measured[: len(weights)]]
+        known = [value for value in values if value is not None]
+        if not known or len(known) < len(values):
             return None
-        deep, at_deep = known[0]
-        if deep == self.layers or len(known) == 1:
-            return at_deep
-        shallow, at_shallow = known[1]
-        return at_deep + (at_deep - at_shallow) * (self.layers - deep) / (deep - shallow)
+        return sum(weight * value for weight, value in zip(weights, known, strict=True))
 
     def _line(self, results: list[VariantResult]) -> tuple[list[Bursts], list[float]]:
         """What to add up, with which weights, to get the whole model's step; nothing if a part is missing."""
         if not results or not all(result.measured for result in results):
             return [], []
-        deep = results[0].variant
-        first = self.pieces[deep.name]
-        if deep.real or deep.depth == self.layers or len(results) == 1:
-            return [first], [1.0]
-        shallow = results[1].variant
-        beyond = (self.layers - deep.depth) / (deep.depth - shallow.depth)
-        return [first, self.pieces[shallow.name]], [1 + beyond, -beyond]
+        weights = self._weights([result.variant for result in results])
+        return [self.pieces[result.variant.name] for result in results[: len(weights)]], weights
+
+    def _weights(self, variants: Sequence[Variant]) -> list[float]:
+        """Of the first of these variants, the deepest first; what is beyond them is not needed."""
+        depths = [variant.depth for variant in variants]
+        if len(variants) < 2 or variants[0].real or depths[0] == self.layers:
+            return [1.0][: len(variants)]
+        if self.weights is not None and set(depths) == set(self.weights):
+            return [self.weights[depth] for depth in depths]
+        beyond = (self.layers - depths[0]) / (depths[0] - depths[1])
+        return [1 + beyond, -beyond]
 
 
 def _weighted(weights: Sequence[float], means: Sequence[Floats]) -> Floats:

@@ -77,7 +77,9 @@ class Stack(nn.Module):
             self.inner += weights.adopt(block, slot)
             blocks.append(kit.finish(block))
         self.blocks = nn.ModuleList(blocks)
-        predictions = [Prediction(kit, plan) for _ in range(plan.predictions)]
+        predictions = [
+            Prediction(kit, plan) for _ in range(min(plan.predictions, 1) if plan.prediction_shared else plan.predictions)
+        ]
         for number, prediction in enumerate(predictions):
             self.inner += weights.adopt(prediction, -2 - number)
         self.predictions = nn.ModuleList(kit.finish(prediction) for prediction in predictions)
@@ -91,8 +93,8 @@ class Stack(nn.Module):
                 run = partial(block, **how)
                 x = self.kit.checkpoint(run, x) if self.plan.recompute == "full" else run(x)
             predicted, further = x, []
-            for prediction in self.predictions:  # each goes on where the one before ended
-                run = partial(prediction, **how)
+            for number in range(self.plan.predictions):  # each goes on where the one before ended
+                run = partial(self.predictions[number % len(self.predictions)], **how)
                 full = self.plan.recompute == "full"
                 predicted = self.kit.checkpoint(run, predicted, tokens) if full else run(predicted, tokens)
                 further.append(predicted)
@@ -118,6 +120,8 @@ class Step:
     def __init__(self, plan: StackPlan, kit: Kit, weights: Weights, device: str, *, real: bool = False) -> None:
         self.plan, self.device = plan, device
         self.stack = Stack(plan, kit, weights, device)
+        self._model = kit.compile_whole(self.stack)
+        self._first_part = "model" if kit.compiled == "whole" else "embedding"  # marks inside would split what is compiled
         self._weights, self._real = weights, real
         self._every = updated = [*self.stack.inner, *self.stack.ends]
         if not real:
@@ -135,9 +139,9 @@ class Step:
             if number and not self._real:  # later micro-batches add to the gradients of earlier ones
                 for parameter in self._every:
                     parameter.grad = self._weights.gradient(parameter)
-            mark_step("embedding", "forward")
+            mark_step(self._first_part, "forward")
             first = None if self.plan.accumulation == 1 else number == 0
-            self.stack(self._x, self._labels, first=first).backward()
+            self._model(self._x, self._labels, first=first).backward()
         mark_step("optimizer")
         self.optimizer.step()
         if self._real:
@@ -149,9 +153,8 @@ class Step:
         return self.stack.kit.kernels
 
     def loss(self) -> float:
-        """One forward pass, to check that the loss is finite."""
-        with torch.no_grad():
-            loss = float(self.stack(self._x, self._labels))
+        """One forward pass, to check that the loss is finite. With gradients: without, it would be compiled again."""
+        loss = float(self._model(self._x, self._labels).detach())
         if not math.isfinite(loss):
             raise ArithmeticError(f"the loss is {loss}")
         return loss

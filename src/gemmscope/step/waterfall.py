@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from gemmscope.bench.evidence import evidence
-from gemmscope.engine.kernels import CAST_SHARE, classify, work_in_step
+from gemmscope.engine.kernels import CAST_SHARE, MATH, attention_backend, classify, is_softmax, work_in_step
 from gemmscope.findings import Finding, finding
 from gemmscope.parts import STEP_PARTS, StepPart, in_order
 from gemmscope.recipe.recipes import Recipe
@@ -205,3 +205,19 @@ def _fell_back(recipe: Recipe, passes: Sequence[Pass], name: str) -> bool:
     """Whether this kernel is a GEMM in BF16 where no pass of the recipe has one."""
     in_bf16 = classify(name).operands == IN_BF16
     return in_bf16 and all(evidence(recipe, pass_name, [name]).verdict == "fallback" for pass_name in passes)
+
+
+def attention_kernels(placed: Sequence[PlacedKernel]) -> dict[str, float]:
+    """Which implementations of attention ran, and the milliseconds of their kernels, the longest first.
+
+    Where no fused kernel ran, a softmax in the model means the unfused one: the GEMMs of attention look like all others there.
+    """
+    sums: dict[str, float] = {}
+    for kernel in placed:
+        backend = attention_backend(kernel.name)
+        if backend is not None and classify(kernel.name).kernel_class == "attention":
+            sums[backend] = sums.get(backend, 0.0) + kernel.time_us / 1000
+    if not sums:
+        unfused = [kernel for kernel in placed if kernel.block in ("attention", "model") and is_softmax(kernel.name)]
+        sums |= {MATH: sum(kernel.time_us for kernel in unfused) / 1000} if unfused else {}
+    return dict(sorted(sums.items(), key=lambda pair: -pair[1]))

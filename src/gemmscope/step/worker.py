@@ -1,5 +1,5 @@
-"""The process that runs training steps: builds the stack in every variant, runs bursts of steps, variant after variant in random
-order, until its input ends, then profiles one step of each.
+"""The process that runs training steps: builds the stack, or the live module, in every variant, runs bursts of steps, variant
+after variant in random order, until its input ends, then profiles one step of each.
 
 A *variant* is a recipe, with the parts that are left in BF16, at a depth. All variants live in the memory of the same weights.
 """
@@ -15,29 +15,31 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch._dynamo.exc import TorchDynamoException
 
-from gemmscope.engine.messages import Done, Failed, Hello, Launch, Profile, Ready
+from gemmscope.engine.messages import Done, Failed, Fatal, Hello, Launch, Profile, Ready
 from gemmscope.engine.timer import Burst, DoneBurst, busy_ms, elapsed_ms, kernel_run, segments
-from gemmscope.engine.worker import BurstGroup, MeasuringProcess
+from gemmscope.engine.worker import BurstGroup, MeasuringProcess, failure_kind
 from gemmscope.errors import in_a_line
 from gemmscope.recipe.recipes import recipe
 from gemmscope.step.graphs import CapturedStep, GraphMemory
-from gemmscope.step.huggingface import HuggingFaceStep
 from gemmscope.step.kits import KITS
 from gemmscope.step.kits.plain import Kit
 from gemmscope.step.marks import recording
 from gemmscope.step.mixer_kernels import TRANSFORMERS
+from gemmscope.step.module import LiveModule, ModuleStep
+from gemmscope.step.module_notes import built_notes, linear_notes
+from gemmscope.step.module_plan import ModulePlan
 from gemmscope.step.plan import StackPlan
 from gemmscope.step.stack import Step, Weights
+from gemmscope.workload.factory import TraceError
 
 PROFILE_AFTER_MS = 1200.0  # of steps: the clock overshoots first, then falls too low, and has settled then
 HOST_BATCH = (1, 128)  # so small that launching takes longer than running
 HOST_STEPS = 4
 LONG_STEP_MS = 2000.0
 ENDED = 71  # exit status after a capture that failed
-
-
-AnyStep = Step | HuggingFaceStep | CapturedStep
+AnyStep = Step | ModuleStep | CapturedStep
 
 
 class StepWorker(MeasuringProcess):
@@ -45,9 +47,11 @@ class StepWorker(MeasuringProcess):
 
     def __init__(self, request: dict[str, Any], out: Any) -> None:
         super().__init__(request, out)
-        self.plan = StackPlan.from_json(request["plan"])
+        live = request["live"]
+        self.plan: StackPlan | ModulePlan = (ModulePlan if live else StackPlan).from_json(request["plan"])
         self.variants: list[dict[str, Any]] = request["variants"]
         self.weights, self.real_weights = Weights(), Weights()
+        self.modules: dict[tuple[int, torch.dtype], LiveModule] = {}  # by depth and precision
         self.steps: dict[str, AnyStep] = {}
         self.once_ms: dict[str, float] = {}  # about what a step takes
 
@@ -59,6 +63,8 @@ class StepWorker(MeasuringProcess):
         versions = {"torch": torch.__version__}
         if self.on_gpu:
             versions[self.kit.name] = importlib.import_module(self.kit.name).__version__
+        if isinstance(self.plan, ModulePlan) and not self._tried(self.plan):
+            return
         self.say(Hello(versions, self.device_facts()))
         if self.request["host"]:
             for variant in self.variants:
@@ -66,6 +72,8 @@ class StepWorker(MeasuringProcess):
                     self._host(variant)
         for variant in self.variants:
             self._build(variant)
+        for code, facts in linear_notes(self.steps.values()):
+            self.warn(code, **facts)
         self._name_kernels()
         self._measure()
         if self.request["profile"]:  # last: the GPU is in its steady state, and marks have not split compiled layers yet
@@ -74,14 +82,43 @@ class StepWorker(MeasuringProcess):
         self.say(Done())
 
     def _kit_of(self, variant: dict[str, Any]) -> Kit:
-        kit: Kit = self.kit(recipe(variant["recipe"]), frozenset(variant["left_out"]), device=self.device)
+        how = {"device": self.device, "compiled": self.request["compile"]}
+        kit: Kit = self.kit(recipe(variant["recipe"]), frozenset(variant["left_out"]), **how)
         return kit
 
-    def _make(self, variant: dict[str, Any], plan: StackPlan) -> AnyStep:
+    def _tried(self, plan: ModulePlan) -> bool:
+        """Whether the module can be built and called at all; if not, the parent is told why, before anything is measured."""
+        variant, live = self.variants[0], None
+        try:
+            live = self._live(plan.with_depth(variant["depth"]), self._kit_of(variant).precision)
+        except Exception as error:
+            if failure_kind(error, on_gpu=self.on_gpu) != "out of memory":  # which costs depth, not the measurement
+                known = isinstance(error, TraceError)
+                self.say(Fatal(str(error) if known else in_a_line(error), getattr(error, "hint", "")))
+                return False
+        if live is None:  # outside of `except`, where the exception would keep its memory alive
+            self._free()
+            return True
+        for code, facts in built_notes(live, self.request["compile"]):
+            self.warn(code, **facts)
+        return True
+
+    def _free(self) -> None:
+        gc.collect()
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+
+    def _live(self, plan: ModulePlan, precision: torch.dtype) -> LiveModule:
+        key = plan.depth, precision
+        if key not in self.modules:
+            self.modules[key] = LiveModule.build(plan, self.device, precision, self.request["optimizer"])
+        return self.modules[key]
+
+    def _make(self, variant: dict[str, Any], plan: StackPlan | ModulePlan) -> AnyStep:
         kit = self._kit_of(variant)
+        if isinstance(plan, ModulePlan):
+            return ModuleStep(self._live(plan.with_depth(variant["depth"]), kit.precision), kit, plan.accumulation)
         plan = plan.with_depth(variant["depth"]).padded(recipe(variant["recipe"]).multiple_of)
-        if self.request["config"] is not None:
-            return HuggingFaceStep(self.request["config"], plan, kit, self.device)
         if variant["real"]:
             return Step(plan.unrolled(), kit, self.real_weights, self.device, real=True)
         step = Step(plan, kit, self.weights, self.device)
@@ -115,15 +152,16 @@ class StepWorker(MeasuringProcess):
             if variant["captured"]:
                 os._exit(ENDED)  # the next process captures the others
             step = None
-        if step is None:  # outside of `except`, where the exception would keep its memory alive
-            gc.collect()
-            if self.on_gpu:
-                torch.cuda.empty_cache()
+        if step is None:  # outside of `except`, as above
+            self._free()
             return
         self.steps[name] = step
         held = torch.cuda.memory_allocated() - before if self.on_gpu else 0
         peak = torch.cuda.max_memory_allocated() - before if self.on_gpu else 0
-        self.say(Ready(name, {"loss": loss, "held_bytes": held, "peak_bytes": peak}))
+        facts = {"loss": loss, "held_bytes": held, "peak_bytes": peak}
+        if isinstance(step, ModuleStep) and self.on_gpu:  # a real model: its peak is not composed of others
+            facts["real_peak_bytes"] = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated() + step.live.held_bytes()
+        self.say(Ready(name, facts))
 
     def _name_kernels(self) -> None:
         """Which packages run the mixers; and what is plain code on a GPU, where it should be a kernel."""
@@ -131,10 +169,10 @@ class StepWorker(MeasuringProcess):
         sources = {what: package for kernels in mixers for what, package in kernels.sources.items()}
         if sources:
             self.warn("mixer-kernels", kernels=[f"{what} ({package})" for what, package in sources.items()])
-        plain = [what for what, package in sources.items() if package == TRANSFORMERS]
+        plain = [what for what, package in sources.items() if package.startswith(TRANSFORMERS)]
         if plain and self.on_gpu:
-            reasons = dict.fromkeys(reason for kernels in mixers for reason in kernels.refused.values())
-            self.warn("mixer-kernels-slow", parts=plain, advice=next(iter(reasons), "install flash-linear-attention"))
+            reasons = [reason for kernels in mixers for reason in kernels.refused.values()]
+            self.warn("mixer-kernels-slow", parts=plain, advice=reasons[0] if reasons else "install flash-linear-attention")
 
     def _mean_ms(self, step: AnyStep, count: int = 1) -> float:
         """Milliseconds per step, launched back to back on an idle GPU."""
@@ -153,20 +191,22 @@ class StepWorker(MeasuringProcess):
             return
         self.begin(name, "profiling")
         labels: list[tuple[str, str]] = []
+        compiled = self.request["compile"]
+        inner = compiled != "whole" and isinstance(step, Step)
 
         def work() -> None:
             for _ in range(max(2, round(PROFILE_AFTER_MS / self.once_ms[name]))):
                 step.run()
                 self._still(name, "profiling")
             torch.cuda.synchronize()
-            with recording() as marks:
+            with recording(inner=inner) as marks:
                 step.run()
                 torch.cuda.synchronize()
                 marks.passed("end", "step")
             labels.extend(marks.labels)
 
         try:
-            if self.kit.compiles:  # its layers are compiled again with marks in them
+            if compiled == "layers" and inner:  # they are compiled again with marks in them
                 with recording():
                     step.run()
             recorded = segments(work)
@@ -219,6 +259,15 @@ class StepWorker(MeasuringProcess):
         self._still(name, "measuring")
         kept = max(least, round(self.request["keep_ms"] / once_ms))
         return _StepBurst(run, kept) if self.on_gpu else DoneBurst([[elapsed_ms(run) for _ in range(kept)]])
+
+    def failed(self, task: str, error: Exception) -> None:
+        """As for every process; a module that cannot be compiled can still be run."""
+        if isinstance(error, TraceError):
+            self.say(Failed(task, str(error), failure_kind(error, on_gpu=self.on_gpu)))
+        elif isinstance(error, TorchDynamoException):
+            self.say(Failed(task, f"it cannot be compiled ({in_a_line(error)}); ‹compile› none runs it as it is", "error"))
+        else:
+            super().failed(task, error)
 
     def burst_failed(self, group: BurstGroup, error: Exception) -> None:
         """It costs only this variant."""

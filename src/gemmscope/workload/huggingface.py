@@ -66,6 +66,25 @@ def _inputs(module: Any, batch: int, sequence: int | None, precision: torch.dtyp
     return inputs
 
 
+def training_inputs(
+    module: Any, batch: int, sequence: int | None, device: str, precision: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Random inputs on the device of a model, with labels where it computes its own loss."""
+    inputs = _inputs(module, batch, sequence, precision)
+    filled = {name: _filled(tensor, module, device) for name, tensor in inputs.items()}
+    if (labels := _labels(module, inputs)) is None:
+        return filled
+    same = next((name for name, tensor in inputs.items() if tensor is labels), None)
+    return {**filled, "labels": filled[same] if same is not None else _filled(labels, module, device)}
+
+
+def _filled(tensor: torch.Tensor, module: Any, device: str) -> torch.Tensor:
+    if tensor.is_floating_point():
+        return torch.randn(tensor.shape, dtype=tensor.dtype, device=device)
+    known = getattr(module.config.get_text_config(), "vocab_size", None) if tensor.dim() > 1 else module.config.num_labels
+    return torch.randint(int(known or 1), tensor.shape, device=device)
+
+
 def _given(sequence: int | None) -> int:
     if sequence is None:
         raise TraceError(

@@ -32,12 +32,21 @@ class TracedLinear(Linear):
 
 @dataclass(frozen=True, kw_only=True)
 class TracedAttention(Attention):
-    """A call of scaled_dot_product_attention. `backward_runs` is 0 where no gradient is needed."""
+    """A call of scaled_dot_product_attention. `backward_runs` is 0 where no gradient is needed.
+
+    `mask_bytes` are those of an explicit mask, 0 without one; `mask_gradient`: it is a bias that is learned.
+    """
 
     backward_runs: int = 1
+    mask_bytes: int = 0
+    mask_gradient: bool = False
+
+    def forward(self) -> Work:
+        return super().forward() + Work(0, self.mask_bytes)
 
     def backward(self) -> Work:
-        return super().backward().times(self.backward_runs)
+        moved = self.mask_bytes * (2 if self.mask_gradient else 1)
+        return Work(2 * super().forward().flops, super().backward().bytes_moved + moved).times(self.backward_runs)
 
 
 @dataclass(frozen=True)

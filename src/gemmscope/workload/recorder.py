@@ -68,6 +68,8 @@ class AttentionCall(NamedTuple):
     keys: int
     value_dim: int
     mask: str  # none, causal, explicit
+    mask_bytes: int = 0  # of an explicit one
+    mask_gradient: bool = False  # it is a bias that is learned
 
 
 @dataclass

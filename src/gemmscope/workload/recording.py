@@ -106,7 +106,8 @@ class _Functions(TorchFunctionMode):  # type: ignore[misc]
         named = dict(zip(_ATTENTION_ARGUMENTS, args, strict=False)) | kwargs
         explicit = named.get("attn_mask") is not None  # a meta tensor: its values are not known
         mask = "explicit" if explicit else "causal" if named.get("is_causal") else "none"
-        return _Attention.apply(self._recorder, mask, named["query"], named["key"], named["value"])
+        operands = (named["query"], named["key"], named["value"], named.get("attn_mask"))
+        return _Attention.apply(self._recorder, mask, *operands)
 
 
 class _Attention(torch.autograd.Function):  # type: ignore[misc]
@@ -117,23 +118,32 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(
-        ctx: Any, recorder: Recorder, mask: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        ctx: Any,
+        recorder: Recorder,
+        mask: str,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(query, key, value)
+        operands = [query, key, value, *([bias] if bias is not None else [])]
+        ctx.save_for_backward(*operands)
         kv_heads = key.shape[-3] if key.dim() > 2 else 1
-        ctx.recorder = recorder
-        ctx.call = AttentionCall(recorder.path(), tuple(query.shape), kv_heads, key.shape[-2], value.shape[-1], mask)
+        ctx.recorder, moved = recorder, recorder.operand.bytes_of(bias) if bias is not None else 0
+        sizes = (tuple(query.shape), kv_heads, key.shape[-2], value.shape[-1])
+        ctx.call = AttentionCall(recorder.path(), *sizes, mask, moved, ctx.needs_input_grad[5])
         recorder.attention(ctx.call, "forward")
         output = query.new_empty((*query.shape[:-1], value.shape[-1]))
-        recorder.barrier([query, key, value], [output])
+        recorder.barrier(operands, [output])
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         ctx.recorder.attention(ctx.call, "backward")
-        gradients = [torch.empty_like(tensor) for tensor in ctx.saved_tensors]
+        needed = 4 if ctx.call.mask_gradient else 3
+        gradients = [torch.empty_like(tensor) for tensor in ctx.saved_tensors[:needed]]
         ctx.recorder.barrier([gradient, *ctx.saved_tensors], gradients)
-        return None, None, *gradients
+        return None, None, *gradients, *([None] * (4 - needed))
 
 
 class _Grouped(torch.autograd.Function):  # type: ignore[misc]

@@ -1,10 +1,11 @@
 """Plain PyTorch: norms and linears as they are. The CPU's kit, what torchao converts, and the interface of every kit."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import nn
 from torch.nn import functional
 from torch.utils import checkpoint
@@ -13,9 +14,11 @@ from gemmscope.model.spec import AttentionSpec, MlpSpec, NormSpec
 from gemmscope.recipe.recipes import Recipe
 from gemmscope.step.kits.flex import FlexAttention
 from gemmscope.step.mixer_kernels import MixerKernels
+from gemmscope.step.module_plan import ModulePlan
 from gemmscope.step.plan import StackPlan, activation_kind
 
 EPS = 1e-5
+MOST_GRAPHS = 256  # that may be compiled of one function: layers of several kinds, in several recipes, at several depths
 ACTIVATIONS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "relu": functional.relu,
@@ -38,14 +41,18 @@ class Kit:
     """One framework's layers in one recipe: here PyTorch's own, in BF16 or FP32. `left_out` parts run in BF16."""
 
     name = "cpu"
-    compiles = False  # its layers, when they are first run
 
-    def __init__(self, recipe: Recipe, left_out: frozenset[str] = frozenset(), device: str = "cpu") -> None:
-        self.recipe, self.left_out, self.device = recipe, left_out, device
+    def __init__(
+        self, recipe: Recipe, left_out: frozenset[str] = frozenset(), device: str = "cpu", compiled: str = "none"
+    ) -> None:
+        self.recipe, self.left_out, self.device, self.compiled = recipe, left_out, device, compiled
         self.kernels = MixerKernels(device)  # of mixers
+        if compiled != "none":
+            torch._dynamo.config.recompile_limit = MOST_GRAPHS
+            torch._dynamo.config.accumulated_recompile_limit = 8 * MOST_GRAPHS
         self.precision = torch.float32 if recipe.name == "FP32" else torch.bfloat16
 
-    def why_not(self, plan: StackPlan) -> str:  # noqa: ARG002
+    def why_not(self, plan: StackPlan | ModulePlan) -> str:  # noqa: ARG002
         """Why this recipe cannot run these layers; empty if it can."""
         return ""
 
@@ -94,8 +101,34 @@ class Kit:
         return Routing(tokens, rows, self.device)
 
     def finish(self, block: nn.Module) -> nn.Module:
-        """Convert and compile a layer, where the framework does."""
-        return block
+        """Convert a layer of the stack, where the framework does, and compile it, if layers are compiled one by one."""
+        return self.compile_layer(block)
+
+    def compile_layer(self, layer: nn.Module) -> nn.Module:
+        return compiled_module(layer) if self.compiled == "layers" else layer
+
+    def compile_whole(self, model: nn.Module) -> nn.Module:
+        """Everything from the inputs to the loss, if it is compiled as a whole."""
+        return compiled_module(model) if self.compiled == "whole" else model
+
+    def why_not_linear(self, rows: int, inputs: int, outputs: int) -> str:
+        """Why a linear of a live module, called with so many rows, cannot run in this recipe; empty if it can."""
+        found = self.recipe.misalignment({"input features": inputs, "output features": outputs, "rows": rows})
+        return f"{found[0]} = {found[1]} is not a multiple of {self.recipe.multiple_of}" if found is not None else ""
+
+    def convert(self, module: nn.Module, paths: Sequence[str]) -> None:
+        """Replace the linears at these paths of a live module by the framework's, with the same parameters."""
+        for path in paths:
+            owner, _, name = path.rpartition(".")
+            linear = module.get_submodule(path)
+            assert isinstance(linear, nn.Linear)
+            setattr(module.get_submodule(owner), name, self._converted(linear))
+
+    def _converted(self, linear: nn.Linear) -> nn.Module:
+        """Here: the same linear, in a class of its own."""
+        plain = PlainLinear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+        plain.weight, plain.bias = linear.weight, linear.bias
+        return plain
 
     def low_precision(self) -> AbstractContextManager[Any]:
         """Around all layers."""
@@ -112,6 +145,11 @@ class Kit:
     def checkpoint(self, function: Any, *x: torch.Tensor) -> torch.Tensor:
         """Run it without keeping activations, and again in backward."""
         return checkpoint.checkpoint(function, *x, use_reentrant=False)
+
+
+def compiled_module(module: nn.Module) -> nn.Module:
+    """It with `torch.compile`; sizes are those of the run."""
+    return torch.compile(module, dynamic=False)
 
 
 class Rotary(nn.Module):

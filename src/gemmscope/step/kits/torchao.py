@@ -1,16 +1,16 @@
-"""torchao: plain norms and linears, each layer converted to the recipe and compiled, as torchtitan trains them."""
+"""torchao: plain norms and linears, converted to the recipe and compiled, layer by layer as torchtitan trains them by default."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-import torch._dynamo
 from torch import nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from gemmscope.recipe.recipes import Recipe
 from gemmscope.step.kits.plain import Kit
+from gemmscope.step.module_plan import ModulePlan
 from gemmscope.step.plan import StackPlan
 
 MODULES = {"qkv": "attention.projections", "attn out": "attention.out", "mlp": "feed_forward"}  # part -> its module in a layer
@@ -20,29 +20,39 @@ class TorchaoKit(Kit):
     """BF16 is compiled too, unconverted. `left_out` parts are not converted."""
 
     name = "torchao"
-    compiles = True
 
-    def __init__(self, recipe: Recipe, left_out: frozenset[str] = frozenset(), device: str = "cuda") -> None:
-        super().__init__(recipe, left_out, device)
-        torch._dynamo.config.recompile_limit = 64
+    def __init__(
+        self, recipe: Recipe, left_out: frozenset[str] = frozenset(), device: str = "cuda", compiled: str = "layers"
+    ) -> None:
+        super().__init__(recipe, left_out, device, compiled)
 
-    def why_not(self, plan: StackPlan) -> str:
+    def why_not(self, plan: StackPlan | ModulePlan) -> str:
         if self.recipe.quantizes and "float8" not in self.recipe.settings.get(self.name, {}):
             return f"{self.recipe.name} is not yet supported in steps with torchao"
+        if isinstance(plan, ModulePlan):  # it is decided linear by linear
+            return ""
         if "bf16" in self.recipe.operands["wgrad"]:  # the GEMM that sums over tokens
             return ""
         return self.recipe.misaligned({"tokens": plan.tokens})
 
     def finish(self, block: nn.Module) -> nn.Module:
-        settings = self.recipe.settings.get(self.name, {})
-        if "float8" in settings:
+        if self.recipe.quantizes:
             spared = [MODULES[part] for part in sorted(self.left_out)]
-            convert_to_float8_training(
-                block,
-                config=Float8LinearConfig.from_recipe_name(settings["float8"]),
-                module_filter_fn=lambda module, name: _fits(module, name) and not name.startswith(tuple(spared)),
-            )
-        return torch.compile(block, dynamic=False)
+            self._convert(block, lambda module, name: _fits(module, name) and not name.startswith(tuple(spared)))
+        return self.compile_layer(block)
+
+    def why_not_linear(self, rows: int, inputs: int, outputs: int) -> str:
+        if "bf16" in self.recipe.operands["wgrad"]:  # the GEMM that sums over rows
+            rows = self.recipe.multiple_of
+        return super().why_not_linear(rows, inputs, outputs)
+
+    def convert(self, module: nn.Module, paths: Sequence[str]) -> None:
+        chosen = frozenset(paths)
+        self._convert(module, lambda _, name: name in chosen)
+
+    def _convert(self, module: nn.Module, chosen: Callable[[Any, str], bool]) -> None:
+        config = Float8LinearConfig.from_recipe_name(self.recipe.settings[self.name]["float8"])
+        convert_to_float8_training(module, config=config, module_filter_fn=chosen)
 
 
 def _fits(module: Any, name: str) -> bool:

@@ -20,6 +20,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalState, FP8GlobalSta
 from gemmscope.model.spec import AttentionSpec, MlpSpec, NormSpec
 from gemmscope.recipe.recipes import Recipe
 from gemmscope.step.kits.plain import EPS, FeedForward, Kit, Routing
+from gemmscope.step.module_plan import ModulePlan
 from gemmscope.step.plan import StackPlan, activation_kind
 
 # (activation, gated) -> Transformer Engine's name
@@ -35,15 +36,25 @@ class TransformerEngineKit(Kit):
 
     name = "transformer_engine"
 
-    def __init__(self, recipe: Recipe, left_out: frozenset[str] = frozenset(), device: str = "cuda") -> None:
-        super().__init__(recipe, left_out, device)
+    def __init__(
+        self, recipe: Recipe, left_out: frozenset[str] = frozenset(), device: str = "cuda", compiled: str = "none"
+    ) -> None:
+        super().__init__(recipe, left_out, device, compiled)
         self.precision = torch.bfloat16
         self._make: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": device}
         self._state = FP8GlobalState()  # of its own: delayed scaling's bookkeeping would else run in every other recipe's steps
         self._precision = getattr(te_recipes, recipe.settings[self.name]["class"])() if recipe.quantizes else None
 
-    def why_not(self, plan: StackPlan) -> str:
-        return self.recipe.misaligned(plan.low_precision_sizes())
+    def why_not(self, plan: StackPlan | ModulePlan) -> str:
+        return "" if isinstance(plan, ModulePlan) else self.recipe.misaligned(plan.low_precision_sizes())
+
+    def _converted(self, linear: nn.Linear) -> nn.Module:
+        make: dict[str, Any] = {"params_dtype": linear.weight.dtype, "device": self.device}
+        converted = te.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, **make)
+        converted.weight = linear.weight
+        if linear.bias is not None:
+            converted.bias = linear.bias
+        return converted.train(linear.training)
 
     def norm(self, norm: NormSpec, width: int) -> nn.Module:
         norm_class = te.RMSNorm if norm.kind == "rmsnorm" else te.LayerNorm
@@ -54,7 +65,7 @@ class TransformerEngineKit(Kit):
 
     def masked_attention(self, spec: AttentionSpec, sequence: int) -> nn.Module:
         """Its own attention for windows where it has a fused kernel (cuDNN, FlashAttention); else flex attention."""
-        own = not spec.sinks and _attends(spec, sequence, self.device)
+        own = not spec.sinks and spec.chunk is None and _attends(spec, sequence, self.device)
         return WindowedAttention(spec) if own else super().masked_attention(spec, sequence)
 
     def linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:

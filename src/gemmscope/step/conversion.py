@@ -1,0 +1,166 @@
+"""Which linears of a live module run in low precision, and which parts of it are its layers.
+
+One forward pass in BF16 shows on how many rows every `nn.Linear` is called. All are converted, as frameworks do, except the head,
+routers, tiny ones, and those of sizes that the recipe cannot run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from gemmscope.step.kits.plain import Kit
+
+ROUTERS = ("router", "gate")  # what modules call the linear that chooses experts
+SMALLEST = 128  # features: with fewer, a cast costs more than the GEMM gains
+NOT_CALLED = "never called as a module: its weight is used directly, or not at all"
+
+
+@dataclass
+class LinearUse:
+    """One `nn.Linear` as the forward pass called it: the numbers of rows that it multiplied."""
+
+    inputs: int
+    outputs: int
+    rows: list[int] = field(default_factory=list)
+    own_forward: bool = False  # a subclass that does more than multiply
+    last_call: int = 0  # its place among all calls
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What becomes of every linear in one recipe: the paths that are converted, and why the others are not."""
+
+    converted: tuple[str, ...]
+    kept: dict[str, str]
+
+
+def record_linears(module: nn.Module, forward: Callable[[], object]) -> tuple[dict[str, LinearUse], list[bool]]:
+    """Every linear by its path, as one call of `forward` uses it; and whether each attention was given an explicit mask."""
+    uses: dict[str, LinearUse] = {}
+    masked: list[bool] = []
+    attend = functional.scaled_dot_product_attention
+
+    def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+        masked.append((args[3] if len(args) > 3 else kwargs.get("attn_mask")) is not None)
+        return attend(*args, **kwargs)
+
+    hooks, calls = [], count()
+    for path, child in module.named_modules():
+        if isinstance(child, nn.Linear):
+            own = type(child).forward is not nn.Linear.forward
+            use = uses[path] = LinearUse(child.in_features, child.out_features, own_forward=own)
+            hooks.append(child.register_forward_pre_hook(_counting(use, calls)))
+    try:
+        functional.scaled_dot_product_attention = attention
+        with torch.no_grad():
+            forward()
+    finally:
+        functional.scaled_dot_product_attention = attend
+        for hook in hooks:
+            hook.remove()
+    return uses, masked
+
+
+def _counting(use: LinearUse, calls: Iterator[int]) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
+    def called(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        if inputs and isinstance(inputs[0], torch.Tensor):
+            use.rows.append(inputs[0].numel() // max(inputs[0].shape[-1], 1))
+            use.last_call = next(calls)
+
+    return called
+
+
+def find_head(module: nn.Module, uses: dict[str, LinearUse], layers: Sequence[str]) -> str | None:
+    """The path of the linear that makes the outputs: what a Hugging Face model calls so, else the last one outside the layers."""
+    declared = getattr(module, "get_output_embeddings", None)
+    with suppress(Exception):  # a module that has something else of that name
+        head = declared() if callable(declared) else None
+        if head is not None:
+            return next((path for path, child in module.named_modules() if child is head), None)
+    called = [path for path, use in uses.items() if use.rows]
+    last = max(called, key=lambda path: uses[path].last_call, default=None)
+    inside = last is None or len(called) == 1 or any(last.startswith(f"{layer}.") for layer in layers)
+    return None if inside else last
+
+
+def find_layers(module: nn.Module) -> list[str]:
+    """The paths of the repeated layers: the elements of every outermost list that has several modules of one class.
+
+    Lists inside of layers (experts) are not looked at. A list of plain layers of PyTorch is an MLP, not a stack of layers.
+    """
+    layers: list[str] = []
+
+    def visit(parent: nn.Module, prefix: str) -> None:
+        stack = isinstance(parent, (nn.ModuleList, nn.Sequential)) and _repeats(parent)
+        for name, child in parent.named_children():
+            if stack:
+                layers.append(prefix + name)
+            else:
+                visit(child, f"{prefix}{name}.")
+
+    visit(module, "")
+    return layers
+
+
+def _repeats(container: nn.Module) -> bool:
+    classes = Counter(type(child) for child in container.children() if next(child.children(), None) is not None)
+    return bool(classes) and max(classes.values()) > 1
+
+
+def decide(uses: dict[str, LinearUse], head: str | None, kit: Kit) -> Conversion:
+    """Which linears a recipe runs in low precision, and why not the others."""
+    kept = {path: reason for path, use in uses.items() if (reason := "the head" if path == head else _why_not(path, use, kit))}
+    return Conversion(tuple(path for path in uses if path not in kept), kept)
+
+
+def _why_not(path: str, use: LinearUse, kit: Kit) -> str:
+    if not use.rows:
+        return NOT_CALLED
+    if path.rpartition(".")[2] in ROUTERS:
+        return "a router"
+    if use.own_forward:
+        return "a subclass with a forward pass of its own"
+    if min(use.inputs, use.outputs) < SMALLEST:
+        return f"fewer than {SMALLEST} features"
+    reasons = (kit.why_not_linear(rows, use.inputs, use.outputs) for rows in dict.fromkeys(use.rows))
+    return next((reason for reason in reasons if reason), "")
+
+
+def expert_weights(module: nn.Module) -> int:
+    """Parameters in three dimensions: the weights of experts side by side, which are no `nn.Linear`."""
+    inside = [part for part in module.modules() if not isinstance(part, (nn.Conv1d, nn.ConvTranspose1d))]
+    weights = [parameter for part in inside for parameter in part.parameters(recurse=False)]
+    return sum(parameter.ndim == 3 and min(parameter.shape) > 1 for parameter in weights)
+
+
+def grouped(paths: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Paths with numbers replaced by *, and how many there are of each.
+
+    >>> list(grouped(["layers.0.up", "layers.1.up", "head"]))
+    [('layers.*.up', 2), ('head', 1)]
+    """
+    yield from Counter(re.sub(r"(?:(?<=\.)|^)\d+(?=\.|$)", "*", path) for path in paths).items()
+
+
+def summary(conversion: Conversion) -> tuple[list[str], list[str]]:
+    """What was converted, and what was not and why, a line for every kind of linear."""
+    converted = [f"{count} x {path}" if count > 1 else path for path, count in grouped(conversion.converted)]
+    reasons: dict[str, list[str]] = {}
+    for path, reason in conversion.kept.items():
+        reasons.setdefault(reason, []).append(path)
+    kept = [
+        f"{f'{count} x ' if count > 1 else ''}{path} ({reason})"
+        for reason, paths in reasons.items()
+        for path, count in grouped(paths)
+    ]
+    return converted, kept
