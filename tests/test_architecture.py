@@ -71,7 +71,7 @@ def test_only_workers_import_torch(path: Path) -> None:
             path.name in ("trace_worker.py", "recorder.py", "hub.py", "worker.py", "timer.py", "heat.py", "device.py")
             or path.name in ("marks.py", "blocks.py", "stack.py", "huggingface.py", "fused.py", "mixer_kernels.py")
             or path.name in ("factory.py", "operators.py", "recording.py", "conversion.py", "module.py", "module_notes.py")
-            or name_of(path) in ("step/attention.py", "step/mixers.py", "step/graphs.py")
+            or name_of(path) in ("step/attention.py", "step/mixers.py", "step/graphs.py", "step/shards.py")
             or path == PACKAGE / "explain" / "record.py"  # runs in the user's own training process
             or path.parent.name in ("backends", "kits")
         )

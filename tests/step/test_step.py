@@ -144,9 +144,33 @@ def test_what_is_not_run_is_said() -> None:
     assert findings["some-norms-not-run"].facts == {"norms": ["5"]}
     assert findings["activation-replaced"].facts == {"activations": ["xielu"]}
     split = plan_step(MODELS["llama"], RunSpec(2, 16, tp=2, sequence_parallel=True, separate_projections=True))[1]
-    assert [found.code for found in split] == ["communication-not-run", "sequence-parallel-not-run"]
+    assert [found.code for found in split] == ["communication-not-run", "quantized-after-gather"]
     assert all(found.text for found in (*findings.values(), *split))
     assert plan_step(MODELS["llama"], RUN)[1] == plan_step(MODELS["experts"], RUN)[1] == []
+
+
+@pytest.mark.parametrize("name", ["llama", "norms", "parallel", "experts", "predictions"])
+@pytest.mark.parametrize("etp", [None, 1])
+def test_sequence_parallelism(name: str, etp: int | None) -> None:
+    """Norms of the hidden state and routers see this rank's tokens, projections those of all ranks; every weight learns."""
+    model = MODELS[name]
+    if etp is not None and not any(layer.is_moe for layer in model.layers):
+        pytest.skip("no experts")
+    run = RunSpec(2, 16, tp=2, sequence_parallel=True, etp=etp)
+    stack = Stack(plan_step(model, run)[0], Kit(recipe("BF16")), Weights(), "cpu")
+    rows: dict[str, set[int]] = {}
+    for path, part in stack.named_modules():
+        if isinstance(part, (torch.nn.RMSNorm, torch.nn.LayerNorm)) and part.weight.shape[0] == model.hidden_size:
+            part.register_forward_pre_hook(lambda _, given: rows.setdefault("norm", set()).add(given[0].shape[0]))
+        elif path.endswith(".router") or isinstance(part, torch.nn.Linear):
+            kind = "router" if path.endswith(".router") else "head" if path == "head" else path.split(".")[-1]
+            part.register_forward_pre_hook(lambda _, given, kind=kind: rows.setdefault(kind, set()).add(given[0].shape[0]))
+    ids = torch.randint(8, (32,))
+    stack(ids, ids).backward()
+    assert rows["norm"] == {16}
+    assert rows["head"] == rows["out"] == {32}
+    assert rows.get("router", {16}) == {16}
+    assert [path for path, parameter in stack.named_parameters() if parameter.grad is None] == []
 
 
 @pytest.mark.parametrize(("name", "function"), [("swish", "silu"), ("gelu_python", "gelu"), ("gelu", "gelu"), ("relu", "relu")])

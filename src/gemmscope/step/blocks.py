@@ -16,6 +16,7 @@ from gemmscope.step.kits.plain import Kit
 from gemmscope.step.marks import mark
 from gemmscope.step.mixers import mixer_of
 from gemmscope.step.plan import StackPlan, norm_places
+from gemmscope.step.shards import Shards
 
 
 class Experts(nn.Module):
@@ -24,9 +25,10 @@ class Experts(nn.Module):
     The router is computed, but where tokens go is fixed: as many to each expert as planned.
     """
 
-    def __init__(self, kit: Kit, plan: StackPlan, spec: MoeSpec, norm: NormSpec | None) -> None:
+    def __init__(self, kit: Kit, plan: StackPlan, spec: MoeSpec, norm: NormSpec | None, shards: Shards) -> None:
         super().__init__()
         hidden, rows = plan.hidden_size, plan.expert_rows
+        self.shards, self.splits = shards, plan.expert_tp if shards.parts > 1 else 1  # ranks that split each expert
         make: dict[str, Any] = {"device": kit.device, "dtype": kit.precision}
         self.spec, self.rows = spec, rows
         self.norm = kit.norm(norm, hidden) if norm is not None else nn.Identity()
@@ -39,19 +41,21 @@ class Experts(nn.Module):
         self.experts = kit.experts(width, spec.expert, len(rows))
         self.shared = kit.experts(hidden, spec.shared, 1) if spec.shared is not None else None
         self.shared_gate = nn.Linear(hidden, 1, bias=False, **make) if spec.shared is not None and spec.shared_gate else None
-        self.routing = kit.routing(plan.tokens, rows)
+        self.routing = kit.routing(plan.tokens * self.splits // shards.parts, rows)
 
     def forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
         normed = mark(self.norm(x), "router")
         weights = torch.softmax(self.router(normed).float(), dim=-1).topk(self.spec.top_k, dim=-1).values
         share = torch.sigmoid(self.shared_gate(normed)) if self.shared_gate is not None else None
         narrow = normed if self.into is None else self.into(mark(normed, "experts"), **how)
-        sent, places = self.routing.send(narrow)
+        sent, places = self.routing.send(self.shards.gathered(narrow, self.splits))
         outputs = mark(self.experts(mark(sent, "experts"), list(self.rows), **how), "combine")
-        out = self.routing.combine(outputs, weights, places)
+        weights = self.shards.gathered(weights, self.splits)
+        out = self.shards.kept(self.routing.combine(outputs, weights, places), self.splits)
         out = out if self.back is None else self.back(mark(out, "experts"), **how)
         if self.shared is not None:
-            shared = self.shared(mark(normed, "shared expert"), [x.shape[0]], **how)
+            every = self.shards.gathered(normed)
+            shared = self.shards.kept(self.shared(mark(every, "shared expert"), [every.shape[0]], **how))
             out = out + (shared if share is None else shared * share)
         return out
 
@@ -64,7 +68,7 @@ class LayerInput(nn.Module):
         self.gating = kit.linear(plan.hidden_size, width, bias=False)
         self.projection = kit.linear(width, plan.hidden_size, bias=False)
         self.norm = kit.norm(plan.norm, plan.hidden_size)
-        self.fixed = torch.randn(plan.tokens, width, device=kit.device, dtype=kit.precision)
+        self.fixed = torch.randn(plan.tokens // plan.shares, width, device=kit.device, dtype=kit.precision)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gated = functional.gelu(self.gating(x), approximate="tanh") * self.fixed
@@ -74,23 +78,30 @@ class LayerInput(nn.Module):
 class Block(nn.Module):
     """One layer: attention, a mixer or both side by side, then the feed-forward block, each added to what comes in.
 
-    The norm before a block is part of it where it stands alone. Blocks side by side share one (`before`).
+    The norm before a block is part of it where it stands alone. Blocks side by side share one (`before`). With sequence
+    parallelism, norms stand alone: they run before the tokens of all ranks are gathered.
     """
 
-    def __init__(self, kit: Kit, layer: LayerSpec, plan: StackPlan) -> None:
+    def __init__(self, kit: Kit, layer: LayerSpec, plan: StackPlan, shards: Shards) -> None:
         super().__init__()
-        self.kit, hidden = kit, plan.hidden_size
+        self.kit, self.shards, hidden = kit, shards, plan.hidden_size
+        sharded = shards.parts > 1
         places = norm_places(layer)
         norm = plan.norm
         both = layer.attention is not None and layer.mixer is not None
         self.parallel = places.shared
-        own = None if self.parallel or both or not places.before else norm
+        own = None if self.parallel or both or sharded or not places.before else norm
         self.attention = attention_of(kit, layer.attention, plan, own) if layer.attention is not None else None
         self.mixer = mixer_of(kit, hidden, layer.mixer, plan.sequence_length, own) if layer.mixer is not None else None
-        self.feed_forward = _feed_forward(kit, plan, layer.mlp, None if self.parallel or not places.before else norm)
-        shared = (self.parallel or both) and places.before
-        self.before = kit.norm(norm, hidden) if shared else nn.Identity()
+        self.routes = isinstance(layer.mlp, MoeSpec)  # experts take this rank's tokens, and norm them
+        alone = sharded and not self.routes
+        inside = None if self.parallel or alone or not places.before else norm
+        self.feed_forward = _feed_forward(kit, plan, layer.mlp, inside, shards)
         mixes = self.attention is not None or self.mixer is not None
+        shared = (self.parallel or both or sharded) and places.before and mixes
+        self.before = kit.norm(norm, hidden) if shared else nn.Identity()
+        after = alone and not self.parallel and places.before and layer.mlp is not None
+        self.before_feed_forward = kit.norm(norm, hidden) if after else nn.Identity()
         self.after_mixing = kit.norm(norm, hidden) if places.after and mixes else nn.Identity()
         self.own_input = LayerInput(kit, plan, layer.input_width) if layer.input_width else nn.Identity()
         self.after_feed_forward = kit.norm(norm, hidden) if places.after and layer.mlp is not None else nn.Identity()
@@ -99,17 +110,23 @@ class Block(nn.Module):
         if self.attention is not None or self.mixer is not None:
             x = mark(x, "qkv" if self.attention is not None else "mixer in")
             normed = self.before(x)
-            mixed = self._mixed(normed, **how)
+            mixed = self.shards.kept(self._mixed(self.shards.gathered(normed), **how))
             if self.parallel and self.feed_forward is not None:
-                with self.kit.high_precision("mlp"):
-                    return x + mixed + self.feed_forward(mark(normed, "mlp"), **how)
+                return x + mixed + self._fed_forward(mark(normed, "mlp"), **how)
             x = x + self.after_mixing(mixed)
         if self.feed_forward is None:
             return self.own_input(x)
         x = mark(x, "mlp")
-        with self.kit.high_precision("mlp"):
-            added = self.feed_forward(x, **how)
+        added = self._fed_forward(self.before_feed_forward(x), **how)
         return self.own_input(x + self.after_feed_forward(added))
+
+    def _fed_forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
+        """What the feed-forward block adds."""
+        assert self.feed_forward is not None
+        with self.kit.high_precision("mlp"):
+            if self.routes:
+                return self.feed_forward(x, **how)
+            return self.shards.kept(self.feed_forward(self.shards.gathered(x), **how))
 
     def _mixed(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
         """What attention, the mixer, or both add."""
@@ -125,26 +142,28 @@ class Prediction(nn.Module):
     """A layer of multi-token prediction: the output of the layer before and the embedding of the next token are normed, joined
     and projected; a layer and a norm follow."""
 
-    def __init__(self, kit: Kit, plan: StackPlan) -> None:
+    def __init__(self, kit: Kit, plan: StackPlan, shards: Shards) -> None:
         super().__init__()
         assert plan.prediction is not None
         hidden = plan.hidden_size
-        self.kit, self.tp = kit, plan.tp
+        self.kit, self.tp, self.shards = kit, plan.tp, shards
         self.of_state, self.of_token, self.last = (kit.norm(plan.norm, hidden) for _ in range(3))
         self.projection = kit.linear(2 * hidden, hidden // plan.tp, bias=False)
-        self.block = Block(kit, plan.prediction, plan)
+        self.block = Block(kit, plan.prediction, plan, shards)
 
     def forward(self, x: torch.Tensor, tokens: torch.Tensor, **how: Any) -> torch.Tensor:
         joined = torch.cat((self.of_state(mark(x, "prediction")), self.of_token(tokens)), dim=-1)
-        projected = self.projection(joined, **how)
+        projected = self.projection(self.shards.gathered(joined), **how)
         whole = projected.repeat(1, self.tp) if self.tp > 1 else projected  # in the place of the gather from other ranks
-        return self.last(self.block(whole, **how))
+        return self.last(self.block(self.shards.kept(whole), **how))
 
 
-def _feed_forward(kit: Kit, plan: StackPlan, spec: MlpSpec | MoeSpec | None, norm: NormSpec | None) -> nn.Module | None:
+def _feed_forward(
+    kit: Kit, plan: StackPlan, spec: MlpSpec | MoeSpec | None, norm: NormSpec | None, shards: Shards
+) -> nn.Module | None:
     if spec is None:
         return None
     if isinstance(spec, MoeSpec):
-        return Experts(kit, plan, spec, norm)
+        return Experts(kit, plan, spec, norm, shards)
     separate = plan.separate_projections and not spec.stored_fused
     return kit.mlp(norm, plan.hidden_size, spec, separate=separate)

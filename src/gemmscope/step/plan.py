@@ -80,6 +80,8 @@ class StackPlan:
     prediction: LayerSpec | None = None
     prediction_shared: bool = False  # they use the same weights
     tp: int = 1
+    expert_tp: int = 1
+    sequence_parallel: bool = False
 
     @property
     def depth(self) -> int:
@@ -88,6 +90,11 @@ class StackPlan:
     @property
     def tokens(self) -> int:
         return self.micro_batch_size * self.sequence_length
+
+    @property
+    def shares(self) -> int:
+        """How many ranks share the tokens outside the blocks that tensor parallelism splits."""
+        return self.tp if self.sequence_parallel else 1
 
     def low_precision_sizes(self) -> dict[str, int]:
         """The sizes of all GEMMs that may run in low precision, by name."""
@@ -194,6 +201,8 @@ def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[Finding]]
         prediction=_of_rank(model.predicting, run) if predicts else None,
         prediction_shared=model.prediction_shared,
         tp=run.tp,
+        expert_tp=run.expert_tp,
+        sequence_parallel=run.sequence_parallel,
     )
     padded = plan.padded(16)  # low-precision GEMMs need a multiple of 16 tokens: frameworks pad each expert's
     return padded, _differences(model, run, every)
@@ -283,7 +292,7 @@ def _differences(model: ModelSpec, run: RunSpec, layers: tuple[LayerSpec, ...]) 
         "extra-linears-not-run": bool(beside),
         "activation-replaced": bool(unknown),
         "communication-not-run": run.tp * run.cp * run.ep * run.pp > 1,
-        "sequence-parallel-not-run": run.sequence_parallel and run.tp > 1,
+        "quantized-after-gather": run.sequence_parallel and run.tp > 1,
         "experts-projections-fused": run.separate_projections and any(layer.is_moe for layer in layers),
         "head-transform-not-run": model.head_transform or model.embedding_size not in (None, model.hidden_size),
     }

@@ -19,6 +19,7 @@ from gemmscope.step.kits.plain import Kit
 from gemmscope.step.marks import mark, mark_step
 from gemmscope.step.mixer_kernels import MixerKernels
 from gemmscope.step.plan import StackPlan
+from gemmscope.step.shards import Shards
 
 
 class Weights:
@@ -71,14 +72,16 @@ class Stack(nn.Module):
         self.ends = weights.adopt(self, -1)
         if tied is not None and self.embedding is not None:
             tied.weight = self.embedding.weight
+        self.shards = Shards(kit, plan.shares)
         blocks, self.inner = [], []
         for layer, slot in zip(plan.layers, plan.slots, strict=True):
-            block = Block(kit, layer, plan)
+            block = Block(kit, layer, plan, self.shards)
             self.inner += weights.adopt(block, slot)
             blocks.append(kit.finish(block))
         self.blocks = nn.ModuleList(blocks)
         predictions = [
-            Prediction(kit, plan) for _ in range(min(plan.predictions, 1) if plan.prediction_shared else plan.predictions)
+            Prediction(kit, plan, self.shards)
+            for _ in range(min(plan.predictions, 1) if plan.prediction_shared else plan.predictions)
         ]
         for number, prediction in enumerate(predictions):
             self.inner += weights.adopt(prediction, -2 - number)
@@ -86,7 +89,7 @@ class Stack(nn.Module):
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor, *, first: bool | None = None) -> torch.Tensor:
         """The loss. `x` are token ids, or hidden states where there is no vocabulary."""
-        tokens = x = self.embedding(x) if self.embedding is not None else x
+        tokens = x = self.shards.kept(self.embedding(x) if self.embedding is not None else x)
         how = self.kit.arguments(first=first)
         with self.kit.low_precision():
             for block in self.blocks:
@@ -106,6 +109,7 @@ class Stack(nn.Module):
     def _loss(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if self.head is None:
             return x.float().square().mean()
+        x = self.shards.gathered(x)
         logits = mark(self.head(x), "loss")
         return functional.cross_entropy(logits.view(-1, logits.shape[-1]), labels)
 
