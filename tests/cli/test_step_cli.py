@@ -323,7 +323,6 @@ def test_ctrl_c_before_anything_was_measured(run: Run, monkeypatch: pytest.Monke
         (f"{SMALL} --observed-speedup 0", "--observed-speedup must be between 0 and 100"),
         (f"{SMALL} --precision 2", "must be a percentage such as 3%"),
         (f"{SMALL} --cuda-graphs", "--cuda-graphs needs a GPU"),
-        (f"{SMALL} --cuda-graphs --hugging-face", "cannot be captured"),
         (f"{SMALL} --pre-quantize", "a step quantizes as it runs"),
         (f"{SMALL} --longest nan", "--time-limit must be more than 0 seconds"),
         (f"{SMALL} -o step.txt", "is not a figure file"),
