@@ -233,7 +233,7 @@ def test_what_cuda_graphs_change_is_one_line(run: Run, monkeypatch: pytest.Monke
     monkeypatch.setattr("gemmscope.app.step.CANNOT_CAPTURE", ())
     outcome = run(f"step {SMALL} --cuda-graphs --json {tmp_path}/step.json")
     assert outcome.code == 0
-    line = "Captured in CUDA graphs, a step takes BF16 1.1, FP32 0.1 ms instead of BF16 2.0, FP32 1.0 ms: speedup FP32"
+    line = "Captured in CUDA graphs, a step takes BF16 1.1, FP32 0.1 ms (launched: BF16 2.0, FP32 1.0 ms). Speedup over BF16:"
     assert line in " ".join(outcome.out.split())
     result = written(tmp_path / "step.json")
     captured = {time.recipe: time.captured for time in result.step.recipes}
@@ -249,6 +249,15 @@ def test_what_cuda_graphs_change_is_one_line(run: Run, monkeypatch: pytest.Monke
     assert result.step.not_captured == {"FP32": "it synchronizes"}
     assert {"step-captured-alone", "step-not-captured"} <= codes(result)
     assert "variant-not-measured" not in codes(result)
+
+
+def test_ctrl_c_while_capturing_is_no_failure(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(StepCampaign, "run", lambda self: measured(self) if self.captured_depth is None else stop(self))
+    monkeypatch.setattr("gemmscope.app.step.CANNOT_CAPTURE", ())
+    assert run(f"step {SMALL} --cuda-graphs --json {tmp_path}/step.json").code == 130
+    result = written(tmp_path / "step.json")
+    assert result.step.not_captured == {}
+    assert not codes(result) & {"step-captured", "step-captured-alone", "step-not-captured", "graphs-not-measured"}
 
 
 def test_a_real_model_that_fits_in_part(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

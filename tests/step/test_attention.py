@@ -49,6 +49,9 @@ BACK = POSITIONS[:, None] - POSITIONS
         ({"window": 4, "causal": False}, BACK.abs() <= 2),
         ({"window": 3, "sinks": True}, (BACK >= 0) & (BACK < 3)),
         ({"sinks": True}, BACK >= 0),
+        ({"sinks": True, "causal": False}, BACK > -SEQUENCE),
+        ({"chunk": 4}, (BACK >= 0) & (POSITIONS[:, None] // 4 == POSITIONS // 4)),
+        ({"chunk": 5}, (BACK >= 0) & (POSITIONS[:, None] // 5 == POSITIONS // 5)),
     ],
 )
 def test_masks(settings: dict[str, Any], mask: Any) -> None:

@@ -213,7 +213,8 @@ def test_what_is_host_bound_or_missing_is_said() -> None:
     times = step(Interval(1.1, 1.08, 1.12), host_ms=5.0, gpu_busy_ms=4.0, named_share=0.9, unknown_kernels=("void odd(int)",))
     times = times.model_copy(update={"failures": {"FP8Block": "out of memory"}})
     findings = {finding.code: finding.facts for finding in step_findings(times)}
-    assert set(findings) == {"step-launch-bound", "unknown-kernels", "step-not-measured"}
+    assert set(findings) == {"step-launch-bound", "graphs-not-measured", "unknown-kernels", "step-not-measured"}
+    assert "graphs-not-measured" not in {found.code for found in step_findings(times, graphs=True)}
     assert findings["unknown-kernels"]["kernels"] == ["void odd(int)"]
     assert findings["step-not-measured"] == {"recipe": "FP8Block", "reason": "out of memory"}
 

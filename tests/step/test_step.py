@@ -70,6 +70,7 @@ MODELS = {
     "parallel": ModelSpec("parallel", 64, (replace(DENSE, attention=replace(ATTENTION, qk_norm="full"), norms=1),) * 2, 97),
     "windows": ModelSpec("windows", 64, (LayerSpec(replace(ATTENTION, window=4, sinks=True), DENSE.mlp), WINDOW), 97),
     "predictions": ModelSpec("predictions", 64, (DENSE, MOE), 97, prediction_layers=2),
+    "one prediction": ModelSpec("one prediction", 64, (DENSE,), 97, prediction_layers=2, prediction_shared=True),
     "hybrid": ModelSpec("hybrid", 64, HYBRID, 97),
     "layers only": ModelSpec("layers only", 64, (DENSE,) * 3),
 }  # fmt: skip
@@ -166,7 +167,9 @@ def test_too_many_kinds_of_layers() -> None:
         share_weights(tuple("abcdefghijklm"))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt", "experts", "latent", "norms", "parallel", "windows", "predictions", "hybrid"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt", "experts", "latent", "norms", "parallel", "windows", "predictions", "one prediction", "hybrid"]
+)
 def test_the_real_stack_has_the_models_parameters(name: str) -> None:
     """To the last one, as `shapes` counts them (rotary and routing tables are no parameters)."""
     model = MODELS[name]

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from gemmscope.workload.trace import as_workload
+from support.reading import codes
+
 torch = pytest.importorskip("torch", reason="tracing needs torch")
 factory = pytest.importorskip("gemmscope.workload.factory", reason="tracing needs torch")
 trace_worker = pytest.importorskip("gemmscope.workload.trace_worker", reason="tracing needs torch")
@@ -112,6 +115,9 @@ def test_sizes_reach_a_factory_that_takes_them(file: Path) -> None:
     both = load(file, "both", 2, 5)
     assert both.taken == {"micro_batch_size", "sequence_length"}
     assert trace_worker.trace_built(both).inputs is None  # the run is what was asked for: no need to name its inputs
+    trace = trace_worker.answer({"module": f"{file}:sized", "micro_batch": 6, "sequence": 5})
+    assert (trace.ignored, trace.inputs) == (("sequence_length",), "6 x 8")
+    assert "sizes-ignored" in codes(as_workload(trace))
 
 
 def test_without_inputs_a_module_gets_token_ids(file: Path) -> None:

@@ -67,7 +67,7 @@ def shortened(config: dict[str, Any], model: ModelSpec) -> dict[str, Any]:
     """The config with the first layers only, as many as have one of each kind."""
     depth = next(n for n in range(1, len(model.layers) + 1) if set(model.layers[:n]) == set(model.layers))
     short = {
-        key: value[:depth] if isinstance(value, list) and len(value) == len(model.layers) else value
+        key: value[:depth] if isinstance(value, (list, str)) and len(value) == len(model.layers) else value
         for key, value in config.items()
     }
     return short | {key: depth for key in ALIASES["num_hidden_layers"] if key in config}

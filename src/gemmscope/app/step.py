@@ -131,7 +131,7 @@ def run_step(
             *_ended(predicted, interrupted=session.interrupted),
             *([] if times.recipes else [finding("nothing-measured")]),
             *without_repeats(message for run in runs for message in (*run.results.findings, *run.findings)),
-            *step_findings(times),
+            *step_findings(times, graphs=cuda_graphs or live),  # a live model cannot be captured
             *_failures(results, times),
             *(observed_findings(times, observed_speedup) if observed_speedup is not None else ()),
             *(break_even_finding(batches, name) for name in (batches[-1].speedups if batches else ())),

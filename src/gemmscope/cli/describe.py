@@ -70,8 +70,10 @@ def settings_of(name: str, command: str) -> dict[str, Any]:
     return {"help": entry} if isinstance(entry, str) else dict(entry)
 
 
-def group_of(name: str) -> str:
-    """The group of an option; empty for a command's own."""
+def group_of(name: str, command: str) -> str:
+    """The group of an option; empty for a command's own, which `own` makes of one that has a group elsewhere."""
+    if settings_of(name, command).get("own"):
+        return ""
     return next((group for group in GROUPS if name in OPTIONS[group]), "")
 
 
@@ -81,7 +83,7 @@ def describe(name: str, parameters: list[Any]) -> CommandHelp:
     shown = sorted((each for each in parameters if not getattr(each, "hidden", False)), key=lambda each: order.index(each.name))
     members: dict[str, list[OptionHelp]] = {group: [] for group in ("", *GROUPS)}
     for parameter in shown:
-        members[group_of(parameter.name)].append(_option(parameter, name))
+        members[group_of(parameter.name, name)].append(_option(parameter, name))
     if [option.name for option in members["output"]] == ["help"]:  # no group of its own: it goes to the last one
         alone = members.pop("output")
         members[[group for group, options in members.items() if options or not group][-1]] += alone
@@ -104,7 +106,7 @@ def describe(name: str, parameters: list[Any]) -> CommandHelp:
 def _order(command: str) -> list[str]:
     """All names in the order of options.toml."""
     tables = [OPTIONS["commands"].get(command, {}), OPTIONS["own"]]
-    own = [name for table in tables for name in table if not group_of(name)]
+    own = [name for table in tables for name in table if not group_of(name, command)]
     return [*own, *(name for group in GROUPS for name in OPTIONS[group])]
 
 

@@ -35,6 +35,7 @@ REQUESTED = (
     "observed-as-expected", "observed-more", "observed-unknown",
     "break-even-from", "break-even-at-smallest", "break-even-never", "break-even-not-at-largest",
 )  # fmt: skip
+GRAPHS = ("step-captured", "step-captured-alone", "graphs-not-measured")
 ENDED = ("precision-reached", "all-measured")  # a run that ended otherwise has a warning
 
 
@@ -114,8 +115,8 @@ def _requested(result: StepResult) -> list[str]:
 
 
 def _captured(result: StepResult) -> list[str]:
-    """What CUDA graphs change."""
-    return [finding.text for finding in result.findings if finding.code in ("step-captured", "step-captured-alone")]
+    """What CUDA graphs change, or that they could."""
+    return [finding.text for finding in result.findings if finding.code in GRAPHS]
 
 
 def _advice(recommended: Recommendation) -> Advice:

@@ -240,7 +240,8 @@ class StepForecast:
         of_step = uncertainty_of("steps", self.forecaster.chip, cluster())
         known = cluster()["several"]
         several = known["uncertainty"] + known["uncertainty_per_doubling"] * self._doublings if self.run.gpus > 1 else 0.0
-        return hypot(of_step, several, cluster()["experts"]["software"] if self.held.moe_layers else 0.0)
+        experts = self.held.moe_layers or (self.model is None and any(op.groups > 1 for op in self.linears))
+        return hypot(of_step, several, cluster()["experts"]["software"] if experts else 0.0)
 
     def _at_step_clock(self, parts: dict[StepPart, Estimate], least: dict[StepPart, float]) -> dict[StepPart, Estimate]:
         """GEMMs in a step run at a higher clock than back to back, because what runs between them draws less power.

@@ -17,6 +17,8 @@ from gemmscope.toml import load_data
 from gemmscope.workload.derive import HEAD
 from gemmscope.workload.ops import BatchedGemm, Linear, Op, Remainder
 from gemmscope.workload.recorded import Between, TracedAttention
+from gemmscope.workload.scans import CausalConv, Scan
+from gemmscope.workload.trace import MIXER
 
 BACKWARD_KERNELS = 3  # of attention: what is summed for each row, the gradients, their conversion
 _PARTS: dict[str, StepPart] = {"softmax": "attention", "embedding": "embedding", "loss": "head and loss"}
@@ -33,6 +35,8 @@ def part_of(op: TracedOp) -> StepPart:
     """The part of the step that it belongs to."""
     if isinstance(op, Between):
         return "head and loss" if op.section == HEAD else _PARTS.get(op.kind, "norms and activations")
+    if op.section == MIXER:
+        return "linear attention"
     if isinstance(op, Remainder):
         return "convolutions"
     return "attention" if isinstance(op, TracedAttention) or op.role else "other"
@@ -76,6 +80,8 @@ def launches(ops: Iterable[Op], *, fused: bool) -> int:
             count += op.count * (op.forward_runs + BACKWARD_KERNELS * op.backward_runs)
         elif isinstance(op, (BatchedGemm, Remainder)):
             count += op.count
+        elif isinstance(op, (Scan, CausalConv)):
+            count += op.count * (2 * facts()["linear attention"]["kernels"] if isinstance(op, Scan) else 2)
     return count
 
 

@@ -83,7 +83,7 @@ def with_captured(times: StepTimes, captured: StepMeasurements) -> StepTimes:
         step_ms = captured.step(name)
         if step_ms is None:
             failures = [variant.failure for variant in captured.of(name) if variant.failure]
-            reasons[name] = failures[0] if failures else "no step of it was timed"
+            reasons |= {name: failures[0]} if failures else {}  # else it was interrupted before that
         speedup = captured.speedup(name) if name != BASELINE else None
         as_graph = CapturedTime(step_ms=step_ms, speedup=speedup) if step_ms is not None else None
         recipes.append(time.model_copy(update={"captured": as_graph}))

@@ -79,8 +79,10 @@ class Core(nn.Module):
         self.kept = _kept(kit, spec, plan) if spec.shares_kv else ()
         self.scales = torch.ones(self.sequence, 1, 1, device=kit.device, dtype=kit.precision) if spec.temperature else None
         self.norms = QkNorms(kit, plan.norm, spec) if spec.qk_norm is not None else None
-        masked = spec.sinks or (spec.window is not None and spec.window < plan.sequence_length)
-        self.attention = kit.masked_attention(spec, plan.sequence_length) if masked else FullAttention(spec, plan.sequence_length)
+        sequence = plan.sequence_length
+        chunk = min(spec.chunk or sequence, sequence)  # chunks that divide the sequence are sequences of their own
+        masked = spec.sinks or (spec.window is not None and spec.window < sequence) or sequence % chunk != 0
+        self.attention = kit.masked_attention(spec, sequence) if masked else FullAttention(spec, sequence)
 
     def forward(self, *projected: torch.Tensor) -> torch.Tensor:
         """All are [tokens, width]; gives [tokens, output width]."""

@@ -111,6 +111,8 @@ class StepCampaign(Campaign[StepMeasurements]):
                 f"or split it with {option('tp')}",
             )
         smaller = max(int(depth * SHRINK), LEAST_DEPTH)
+        whole = 2 * getattr(self.plan, "period", 1)  # so that every kind of layer has its share in this stack and in half of it
+        smaller -= smaller % whole if 2 < whole <= smaller else 0
         code = "real-model-shallower" if self.real else "stack-shallower"
         self.findings.append(finding(code, depth=depth, smaller=smaller))
         self.results = self._empty(smaller)

@@ -12,8 +12,9 @@ RUN_TO_RUN = 0.02  # the same step on another day or machine
 NO_GAIN = 0.25  # of the gain: less of it is not dilution any more
 
 
-def step_findings(times: StepTimes) -> list[Finding]:
-    """Why each recipe gains what it gains, what is host-bound or too close to call, what is missing."""
+def step_findings(times: StepTimes, *, graphs: bool = False) -> list[Finding]:
+    """Why each recipe gains what it gains, what is host-bound or too close to call, what is missing. `graphs`: CUDA graphs were
+    asked for."""
     findings = [found for time in times.recipes for found in _of_recipe(time)]
     if waiting := [time for time in times.recipes if _says_host_bound(time)]:
         idle_ms = max(float(str(time.verdict.facts["idle_ms"])) for time in waiting if time.verdict is not None)
@@ -21,6 +22,8 @@ def step_findings(times: StepTimes) -> list[Finding]:
     if bound := [time for time in times.recipes if time.host_bound and not _says_host_bound(time)]:
         facts = {"host_ms": max(time.host_ms or 0.0 for time in bound), "busy_ms": max(time.gpu_busy_ms or 0.0 for time in bound)}
         findings.append(finding("step-launch-bound", recipes=[time.recipe for time in bound], **facts))
+    if (waiting or bound) and times.origin == "measured" and not graphs:
+        findings.append(finding("graphs-not-measured"))
     findings += _captured(times)
     code = "step-not-measured" if times.origin == "measured" else "step-not-forecast"
     findings += [finding(code, recipe=name, reason=reason) for name, reason in times.failures.items()]

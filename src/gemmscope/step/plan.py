@@ -6,9 +6,11 @@ uses. Layers that share a slot share its memory, not its gradients: every layer 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, cycle
+from math import gcd
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -76,6 +78,7 @@ class StackPlan:
     separate_projections: bool = False
     predictions: int = 0  # layers of multi-token prediction, after the last one
     prediction: LayerSpec | None = None
+    prediction_shared: bool = False  # they use the same weights
     tp: int = 1
 
     @property
@@ -103,9 +106,14 @@ class StackPlan:
                 sizes["intermediate size"] = layer.mlp.intermediate_size
         return sizes
 
+    @property
+    def period(self) -> int:
+        """The fewest layers in which every kind has its exact share."""
+        return self.depth // gcd(*Counter(self.layers).values())
+
     def with_depth(self, depth: int) -> StackPlan:
-        """So many of its layers, evenly chosen, so that each kind keeps its share."""
-        chosen = [index * self.depth // depth for index in range(depth)]
+        """So many of its layers: each kind keeps its share, and they are chosen evenly."""
+        chosen = evenly_chosen(self.layers, depth)
         return replace(self, layers=tuple(self.layers[i] for i in chosen), slots=tuple(self.slots[i] for i in chosen))
 
     def with_batch(self, micro_batch_size: int, sequence_length: int) -> StackPlan:
@@ -127,10 +135,28 @@ class StackPlan:
         return TypeAdapter(StackPlan).validate_python(data)
 
 
+def evenly_chosen(layers: Sequence[Hashable], depth: int) -> list[int]:
+    """The places of so many layers, in order: as many of each kind as its share is, the rest of those that lack most.
+
+    >>> evenly_chosen("aaabaaab", 4), evenly_chosen("abbbbb", 3), evenly_chosen("aaaa", 2)
+    ([0, 2, 3, 5], [0, 1, 3], [0, 2])
+    """
+    places: dict[Hashable, list[int]] = {}
+    for place, layer in enumerate(layers):
+        places.setdefault(layer, []).append(place)
+    shares = {kind: len(found) * depth / len(layers) for kind, found in places.items()}
+    counts = {kind: int(share) for kind, share in shares.items()}
+    lacking = sorted(places, key=lambda kind: counts[kind] - shares[kind])
+    for kind in lacking[: depth - sum(counts.values())]:
+        counts[kind] += 1
+    spread = [[found[number * len(found) // counts[kind]] for number in range(counts[kind])] for kind, found in places.items()]
+    return sorted(place for chosen in spread for place in chosen)
+
+
 def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[Finding]]:
     """The step of one rank, and what it runs differently from the model."""
     sharding.check(model, run)
-    _check_layers(model, run)
+    _check_layers(model)
     if run.cp > 1:
         raise UserError(
             "a step under context parallelism cannot be run on one GPU: its queries attend to keys of other ranks",
@@ -166,6 +192,7 @@ def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[Finding]]
         separate_projections=run.separate_projections,
         predictions=model.prediction_layers if predicts else 0,
         prediction=_of_rank(model.predicting, run) if predicts else None,
+        prediction_shared=model.prediction_shared,
         tp=run.tp,
     )
     padded = plan.padded(16)  # low-precision GEMMs need a multiple of 16 tokens: frameworks pad each expert's
@@ -268,16 +295,13 @@ def _differences(model: ModelSpec, run: RunSpec, layers: tuple[LayerSpec, ...]) 
     return [finding(code, **facts.get(code, {})) for code, applies in conditions.items() if applies]
 
 
-def _check_layers(model: ModelSpec, run: RunSpec) -> None:
+def _check_layers(model: ModelSpec) -> None:
     """A `UserError` for layers that the stack cannot run as they are."""
     special = next((layer.streams.kind for layer in model.layers if layer.streams is not None), "")
     if any(attention.compressed is not None for attention in model.attentions):
         special = "compressed attention"
     if any(layer.shared_block is not None for layer in model.layers):
         special = "weights that other layers share"
-    chunks = [attention.chunk for attention in model.attentions if attention.chunk is not None]
-    if any(chunk < run.sequence_length and run.sequence_length % chunk for chunk in chunks):
-        special = f"attention in chunks that do not divide {run.sequence_length} positions"
     if special:
         raise UserError(f"a step of layers with {special} is not yet supported", "use gemmscope forecast, which supports them")
 

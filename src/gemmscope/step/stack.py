@@ -77,7 +77,9 @@ class Stack(nn.Module):
             self.inner += weights.adopt(block, slot)
             blocks.append(kit.finish(block))
         self.blocks = nn.ModuleList(blocks)
-        predictions = [Prediction(kit, plan) for _ in range(plan.predictions)]
+        predictions = [
+            Prediction(kit, plan) for _ in range(min(plan.predictions, 1) if plan.prediction_shared else plan.predictions)
+        ]
         for number, prediction in enumerate(predictions):
             self.inner += weights.adopt(prediction, -2 - number)
         self.predictions = nn.ModuleList(kit.finish(prediction) for prediction in predictions)
@@ -91,8 +93,8 @@ class Stack(nn.Module):
                 run = partial(block, **how)
                 x = self.kit.checkpoint(run, x) if self.plan.recompute == "full" else run(x)
             predicted, further = x, []
-            for prediction in self.predictions:  # each goes on where the one before ended
-                run = partial(prediction, **how)
+            for number in range(self.plan.predictions):  # each goes on where the one before ended
+                run = partial(self.predictions[number % len(self.predictions)], **how)
                 full = self.plan.recompute == "full"
                 predicted = self.kit.checkpoint(run, predicted, tokens) if full else run(predicted, tokens)
                 further.append(predicted)

@@ -169,10 +169,10 @@ class StepWorker(MeasuringProcess):
         sources = {what: package for kernels in mixers for what, package in kernels.sources.items()}
         if sources:
             self.warn("mixer-kernels", kernels=[f"{what} ({package})" for what, package in sources.items()])
-        plain = [what for what, package in sources.items() if package == TRANSFORMERS]
+        plain = [what for what, package in sources.items() if package.startswith(TRANSFORMERS)]
         if plain and self.on_gpu:
-            reasons = dict.fromkeys(reason for kernels in mixers for reason in kernels.refused.values())
-            self.warn("mixer-kernels-slow", parts=plain, advice=next(iter(reasons), "install flash-linear-attention"))
+            reasons = [reason for kernels in mixers for reason in kernels.refused.values()]
+            self.warn("mixer-kernels-slow", parts=plain, advice=reasons[0] if reasons else "install flash-linear-attention")
 
     def _mean_ms(self, step: AnyStep, count: int = 1) -> float:
         """Milliseconds per step, launched back to back on an idle GPU."""

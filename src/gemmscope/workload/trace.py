@@ -66,6 +66,7 @@ class ModuleTrace:
     has_loss: bool = False
     inputs: str | None = None
     samples: int | None = None
+    ignored: tuple[str, ...] = ()  # sizes that were given, and that the factory does not take
 
 
 def trace_huggingface(
@@ -159,6 +160,8 @@ def as_workload(trace: ModuleTrace) -> Workload:
         findings.append(finding("convolutions", count=sum(op.count for op in trace.remainder)))
     if trace.masks.get("explicit"):
         findings.append(finding("explicit-masks"))
+    if trace.ignored:
+        findings.append(finding("sizes-ignored", names=[option(name) for name in trace.ignored], inputs=trace.inputs or ""))
     if trace.others and not trace.has_loss:
         findings.append(finding("no-loss-traced"))
     return Workload(tuple(ops), stage=0, findings=tuple(findings))

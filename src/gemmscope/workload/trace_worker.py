@@ -145,8 +145,10 @@ def _trace_as_trained(request: dict[str, Any]) -> ModuleTrace:
 
 def _trace_factory(request: dict[str, Any]) -> ModuleTrace:
     built = load_factory(request["module"], request["micro_batch"], request["sequence"], "meta")
+    given = [name for name, key in zip(SIZES, ("micro_batch", "sequence"), strict=True) if request[key] is not None]
+    ignored = tuple(name for name in given if built.own_inputs and name not in built.taken)
     with naming(RUNNING, Path(request["module"].rpartition(":")[0]).resolve().parent):
-        return trace_built(built)
+        return replace(trace_built(built), ignored=ignored)
 
 
 def main() -> None:

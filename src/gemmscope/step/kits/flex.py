@@ -1,4 +1,4 @@
-"""Attention with a window or with sinks: PyTorch's flex attention, compiled, which skips what the mask hides.
+"""Attention with a window, with chunks or with sinks: PyTorch's flex attention, compiled, which skips what the mask hides.
 
 On the CPU, where it only shows that it works, the mask is a tensor.
 """
@@ -27,11 +27,12 @@ class FlexAttention(nn.Module):
         super().__init__()
         self.flex = device.startswith("cuda")
         self.sinks = nn.Parameter(torch.zeros(spec.heads, device=device, dtype=precision)) if spec.sinks else None
-        reach = spec.window or sequence
+        reach = spec.window or (sequence if spec.causal else 2 * sequence)
 
         def sees(_batch: Any, _head: Any, query: Any, key: Any) -> Any:
             back = query - key
-            return (back >= 0) & (back < reach) if spec.causal else back.abs() <= reach // 2
+            near = (back >= 0) & (back < reach) if spec.causal else back.abs() <= reach // 2
+            return near if spec.chunk is None else near & (query // spec.chunk == key // spec.chunk)
 
         if self.flex:
             self.mask: Any = create_block_mask(sees, None, None, sequence, sequence, device=device)

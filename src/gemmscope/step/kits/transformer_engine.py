@@ -65,7 +65,7 @@ class TransformerEngineKit(Kit):
 
     def masked_attention(self, spec: AttentionSpec, sequence: int) -> nn.Module:
         """Its own attention for windows where it has a fused kernel (cuDNN, FlashAttention); else flex attention."""
-        own = not spec.sinks and _attends(spec, sequence, self.device)
+        own = not spec.sinks and spec.chunk is None and _attends(spec, sequence, self.device)
         return WindowedAttention(spec) if own else super().masked_attention(spec, sequence)
 
     def linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
