@@ -70,6 +70,9 @@ def test_configs_inside_of_configs_and_lists_of_layer_numbers() -> None:
     inner = {"num_hidden_layers": 4, "mlp_only_layers": [1, 3], "eos_token_id": [1, 2, 3, 0]}
     assert depth_of({"text_config": inner}) == 4
     assert truncated({"text_config": inner}, 2)["text_config"]["mlp_only_layers"] == [1]
+    from_one = {"num_hidden_layers": 4, "linear_attn_config": {"kda_layers": [1, 2, 3], "full_attn_layers": [4], "num_heads": 2}}
+    cut = {"kda_layers": [1, 2], "full_attn_layers": [], "num_heads": 2}
+    assert truncated(from_one, 2) == {"num_hidden_layers": 2, "linear_attn_config": cut}
     assert depth_of({"is_encoder_decoder": True, "num_layers": 4}) == 0
     assert kinds_of({"model_type": "unheard_of", "num_layers": 4, "layers_block_type": ["a", "b", "a", "b"]}, 3) == {
         ("a",): 2,

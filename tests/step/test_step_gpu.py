@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from gemmscope.recipe.recipes import recipe
+from gemmscope.step.module_plan import ModulePlan
 from support.small_steps import RUN, two_layers
 
 torch = pytest.importorskip("torch", reason="steps need torch")
@@ -16,6 +19,7 @@ from gemmscope.engine.timer import segments  # noqa: E402
 from gemmscope.step.graphs import CapturedStep, GraphMemory  # noqa: E402
 from gemmscope.step.kits.transformer_engine import TransformerEngineKit  # noqa: E402
 from gemmscope.step.marks import recording  # noqa: E402
+from gemmscope.step.module import LiveModule, ModuleStep  # noqa: E402
 from gemmscope.step.stack import Step, Weights  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -86,3 +90,36 @@ def test_parts_left_in_bf16(left_out: str) -> None:
             operands.setdefault(kernel.block, set()).add(facts.operands)
     for part, seen in operands.items():
         assert (("bf16", "bf16") in seen) == (part == left_out), (part, seen)
+
+
+MODULE = """
+import torch
+from torch import nn
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 512), nn.Linear(512, 256, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def build():
+    return nn.Sequential(Layer(), Layer()), torch.randn(128, 256)
+"""
+
+
+def test_linears_of_a_module_are_replaced(tmp_path: Path) -> None:
+    """The losses are those of BF16, nearly; the parameters are the module's own."""
+    (tmp_path / "toy_layers.py").write_text(MODULE)
+    live = LiveModule.build(ModulePlan(f"{tmp_path}/toy_layers.py:build", None, 0, 0, 0), "cuda", torch.bfloat16, "adamw")
+    losses = {}
+    for each in ("BF16", *RECIPES):
+        step = ModuleStep(live, TransformerEngineKit(recipe(each)))
+        step.run()
+        step.run()
+        losses[each] = step.loss()
+        assert len(step.conversion.converted) == (4 if each != "BF16" else 0)
+    assert all(abs(loss / losses["BF16"] - 1) < 0.1 for loss in losses.values()), losses

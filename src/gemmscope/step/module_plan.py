@@ -101,10 +101,20 @@ def _first(key: str, value: Any, whole: int, depth: int) -> Any:
     """What a setting is for the first layers: lists and patterns by layer are cut, lists of layer numbers lose the others."""
     if isinstance(value, (list, str)) and len(value) == whole and (isinstance(value, list) or "pattern" in key):
         return value[:depth]
-    numbers = isinstance(value, list) and bool(value) and all(type(item) is int and 0 <= item < whole for item in value)
-    if numbers and ("layer" in key or key.endswith(("_ids", "_indices"))):
-        return [item for item in value if item < depth]
-    return value
+    if isinstance(value, Mapping):  # Kimi Linear's, which counts from one
+        first = int(any(_numbers(name, numbers, whole) and max(numbers) == whole for name, numbers in value.items()))
+        return {name: _below(name, inner, whole, depth + first) for name, inner in value.items()}
+    return _below(key, value, whole - 1, depth)
+
+
+def _below(key: str, value: Any, largest: int, depth: int) -> Any:
+    return [item for item in value if item < depth] if _numbers(key, value, largest) else value
+
+
+def _numbers(key: str, value: Any, largest: int) -> bool:
+    """Whether a setting is a list of layer numbers."""
+    named = "layer" in key or key.endswith(("_ids", "_indices"))
+    return named and isinstance(value, list) and bool(value) and all(type(item) is int and 0 <= item <= largest for item in value)
 
 
 def kinds_of(config: Mapping[str, Any], depth: int) -> Kinds | None:
