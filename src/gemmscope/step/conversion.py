@@ -19,9 +19,8 @@ from torch import nn
 from torch.nn import functional
 
 from gemmscope.step.kits.plain import Kit
+from gemmscope.workload.ops import why_high_precision
 
-ROUTERS = ("router", "gate")  # what modules call the linear that chooses experts
-SMALLEST = 128  # features: with fewer, a cast costs more than the GEMM gains
 NOT_CALLED = "never called as a module: its weight is used directly, or not at all"
 
 
@@ -126,12 +125,10 @@ def decide(uses: dict[str, LinearUse], head: str | None, kit: Kit) -> Conversion
 def _why_not(path: str, use: LinearUse, kit: Kit) -> str:
     if not use.rows:
         return NOT_CALLED
-    if path.rpartition(".")[2] in ROUTERS:
-        return "a router"
+    if reason := why_high_precision(path, use.inputs, use.outputs):
+        return reason
     if use.own_forward:
         return "a subclass with a forward pass of its own"
-    if min(use.inputs, use.outputs) < SMALLEST:
-        return f"fewer than {SMALLEST} features"
     reasons = (kit.why_not_linear(rows, use.inputs, use.outputs) for rows in dict.fromkeys(use.rows))
     return next((reason for reason in reasons if reason), "")
 

@@ -83,6 +83,21 @@ def gemm_size(tokens: Size, inputs: Size, outputs: Size, pass_name: Pass) -> tup
     return (inputs, tokens, outputs) if pass_name == "wgrad" else (tokens, inputs, outputs)
 
 
+ROUTERS = ("router", "gate")  # what modules call the linear that chooses experts
+SMALLEST = 128  # features: with fewer, a cast costs more than the GEMM gains
+
+
+def why_high_precision(path: str, inputs: int, outputs: int) -> str:
+    """Why a linear of a live module stays in BF16 whatever the recipe, as in frameworks; empty if it does not.
+
+    >>> why_high_precision("layers.*.mlp.gate", 1024, 512), why_high_precision("layers.*.up_proj", 1024, 4096)
+    ('a router', '')
+    """
+    if path.rpartition(".")[2] in ROUTERS:
+        return "a router"
+    return f"fewer than {SMALLEST} features" if min(inputs, outputs) < SMALLEST else ""
+
+
 def with_counts(counts: Mapping[Counted, int]) -> tuple[Counted, ...]:
     """GEMMs or operations that were counted, as a list in which each has its `count`."""
     return tuple(replace(item, count=count) for item, count in counts.items())

@@ -19,7 +19,7 @@ from gemmscope.findings import finding
 from gemmscope.folders import temporary_folder
 from gemmscope.model.limits import LARGEST
 from gemmscope.workload.derive import HEAD, STEP, Workload
-from gemmscope.workload.ops import PASSES, BatchedGemm, Gemm, Op, Optimizer, Pass, Remainder, gemm_size
+from gemmscope.workload.ops import PASSES, BatchedGemm, Gemm, Op, Optimizer, Pass, Remainder, gemm_size, why_high_precision
 from gemmscope.workload.recorded import OtherWork, TracedAttention, TracedLinear, between
 from gemmscope.workload.scans import CausalConv, Scan
 
@@ -177,5 +177,5 @@ def _linear(name: str, tokens: int, inputs: int, outputs: int, groups: int, seen
     return TracedLinear(
         name=name, tokens=tokens, inputs=inputs, outputs=outputs, weights=groups, seen=in_order,
         count=count, forward_runs=ran["fprop"] // count, section=HEAD if name in trace.heads else "",
-        quantized=not trace.linear_paths or name in trace.linear_paths,
+        quantized=(not trace.linear_paths or name in trace.linear_paths) and not why_high_precision(name, inputs, outputs),
     )  # fmt: skip
