@@ -165,7 +165,7 @@ def test_events_of_other_tools_do_not_disturb(tmp_path: Path) -> None:
         ("ncclKernel_AllGather_RING_LL_Sum_int8_t(ncclDevComm*, unsigned long, ncclWork*)", "communication", None),
         ("void flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4> >(Flash_fwd_params)", "attention", None),
         ("_attn_bwd_dkdv.kd", "attention", None),
-        ("void selective_scan_fwd_kernel<Selective_Scan_fwd_kernel_traits<128, 16> >", "attention", None),
+        ("void selective_scan_fwd_kernel<Selective_Scan_fwd_kernel_traits<128, 16> >", "linear attention", None),
         ("triton_tem_fused_flex_attention_0", "attention", None),
         ("void (anonymous namespace)::cuApplyRMSNorm<float>", "norm", None),
         ("_rms_norm_forward_kernel", "norm", None),
