@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import gemmscope as gs
+from gemmscope.errors import UserError
 from support.run_files import recorded_bench
 from support.step_files import recorded_step
 
@@ -133,3 +134,9 @@ def test_a_dictionary_that_no_file_could_hold(kind: str) -> None:
     config["hidden_size"] = object() if kind == "object" else config if kind == "cycle" else 64
     with pytest.raises(gs.UserError, match="the dictionary"):
         gs.load(config)
+
+
+def test_gpus_are_named_without_a_keyword() -> None:
+    job = gs.load(preset="llama-3.2-1b").on(micro_batch_size=1, sequence_length=128)
+    with pytest.raises(UserError, match="without a keyword"):
+        job.forecast(gpus="h200")

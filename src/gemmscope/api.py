@@ -160,6 +160,10 @@ class Job(ModelRun):
             raise UserError(
                 f"{misplaced[0]} is a run setting, not an option of forecast", f"on(..., {misplaced[0]}=...).forecast(...)"
             )
+        if "gpus" in options:
+            raise UserError(
+                "forecast takes the names of GPUs without a keyword", 'forecast("h200"); gpu_count=8 for how many there are'
+            )
         choices, rest = _split({"recipes": recipes, **options}, app.forecast.forecast, Choices)
         command = self._command("forecast", *map(repr, gpus), recipes=recipes, **options)
         job: ModelRun = self

@@ -106,13 +106,15 @@ def test_which_linears_a_recipe_can_quantize() -> None:
     class Bare(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.linear, self.matrix = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(WIDTH, WIDTH))
+            self.linear, self.matrix = nn.Linear(128, 128), nn.Parameter(torch.zeros(128, 128))
+            self.gate, self.narrow = nn.Linear(128, 128), nn.Linear(128, 64)
 
         def forward(self, x: Any) -> Any:
-            return self.linear(x) @ self.matrix
+            return self.narrow(self.gate(self.linear(x) @ self.matrix))
 
-    linears = [op for op in as_workload(record(Bare(), (ROWS, WIDTH))).ops if op.kind == "linear"]
-    assert [(op.name, op.quantized) for op in linears] == [("linear", True), ("(root)", False)]  # type: ignore[attr-defined]
+    linears = [op for op in as_workload(record(Bare(), (ROWS, 128))).ops if op.kind == "linear"]
+    quantized = {op.name: op.quantized for op in linears}  # type: ignore[attr-defined]
+    assert quantized == {"linear": True, "(root)": False, "gate": False, "narrow": False}
 
 
 def test_convolutions_move_bytes() -> None:

@@ -53,6 +53,7 @@ from gemmscope.results.linears import Linears
 from gemmscope.results.step import StepTimes
 from gemmscope.step.cost import Budget
 from gemmscope.step.findings import step_findings
+from gemmscope.step.plan import not_run
 from gemmscope.workload.cases import bare_gemms
 from gemmscope.workload.derive import HEAD
 from gemmscope.workload.ops import Linear
@@ -338,6 +339,8 @@ def _common_findings(subject: RankWorkload | None, linears: LinearCases, forecas
         yield finding("recompute-in-step") if has_step and about.code == "recompute-not-in-linears" else about
     if not has_step:
         return
+    if subject.source.model is not None and (special := not_run(subject.source.model)):
+        yield finding("layers-not-run", what=special)
     if subject.run.dp is None and subject.source.run_settings.get("zero"):
         sharing = {"gpus": subject.run.gpus, "example": subject.run.gpus * 8}
         yield finding("gpus-unknown", origin=subject.source.origin, zero=subject.run.zero_stage, **sharing)

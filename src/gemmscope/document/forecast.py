@@ -73,7 +73,7 @@ def forecast_document(result: ForecastResult, name: str = "") -> Document:
         times=tuple(time for gpu in result.gpus for time in _times(gpu)),
         forecast=True,
         next_purpose="measure it on the GPU itself",
-        next_command=same_model("bench" if first.linears.bare or first.linears.as_te_benchmark else "step", result),
+        next_command=same_model(_measures(result), result),
         name=name,
     )
 
@@ -100,6 +100,13 @@ def _sharing(run: RunSpec) -> str:
     states = "BF16" if run.state_precision == "bf16" else "FP32 master weights and"
     ranks = f" among {run.zero_ranks} ranks" if run.zero_stage and run.zero_ranks else ""
     return f"{states} optimizer states, {shared}{ranks}"
+
+
+def _measures(result: ForecastResult) -> str:
+    """The command that measures this: linears alone, where the step cannot be run."""
+    linears = result.gpus[0].linears
+    alone = linears.bare or linears.as_te_benchmark or any(found.code == "layers-not-run" for found in result.findings)
+    return "bench" if alone else "step"
 
 
 def _answer(result: ForecastResult) -> tuple[str, tuple[str, ...]]:

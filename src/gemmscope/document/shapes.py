@@ -102,6 +102,9 @@ def _totals(result: ShapesResult) -> Table:
     if totals.attention_flops:
         attention = totals.attention_flops
         rows.append((Cell("Attention"), NOTHING, _flops(attention), _flops(attention * steps)))
+    if totals.scan_flops:
+        scans = totals.scan_flops
+        rows.append((Cell("Linear attention"), NOTHING, _flops(scans), _flops(scans * steps)))
     if totals.batched_gemm_flops:
         batched = totals.batched_gemm_flops
         rows.append((Cell("Batched GEMMs outside attention"), NOTHING, _flops(batched), _flops(batched * steps)))

@@ -304,14 +304,18 @@ def _differences(model: ModelSpec, run: RunSpec, layers: tuple[LayerSpec, ...]) 
     return [finding(code, **facts.get(code, {})) for code, applies in conditions.items() if applies]
 
 
-def _check_layers(model: ModelSpec) -> None:
-    """A `UserError` for layers that the stack cannot run as they are."""
+def not_run(model: ModelSpec) -> str:
+    """What the layers of a model have that the stack cannot run; empty if it can run them."""
     special = next((layer.streams.kind for layer in model.layers if layer.streams is not None), "")
     if any(attention.compressed is not None for attention in model.attentions):
         special = "compressed attention"
     if any(layer.shared_block is not None for layer in model.layers):
         special = "weights that other layers share"
-    if special:
+    return special
+
+
+def _check_layers(model: ModelSpec) -> None:
+    if special := not_run(model):
         raise UserError(f"a step of layers with {special} is not yet supported", "use gemmscope forecast, which supports them")
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from gemmscope.model.spec import ModelSpec, MoeSpec, RunSpec
 from gemmscope.workload.derive import EMBEDDING, HEAD, STEP, Workload, derive
 from gemmscope.workload.ops import Attention, BatchedGemm, Linear, Work
+from gemmscope.workload.scans import Scan
 from gemmscope.workload.sparse import IndexScores
 
 
@@ -30,8 +31,9 @@ class Totals:
     parameters_of_rank: int
     parameters: int  # of the whole model
     active_parameters: int  # used by one token
-    model_flops: float  # of linears, attention and batched GEMMs per micro-batch, without recomputation
+    model_flops: float  # of linears, attention (linear attention too) and batched GEMMs per micro-batch, without recomputation
     batched_gemm_flops: float = 0.0
+    scan_flops: float = 0.0  # state-space scans, delta rules and the like
 
     @property
     def gemm_flops_per_step(self) -> float:
@@ -41,9 +43,9 @@ class Totals:
 def totals(workload: Workload, run: RunSpec, model: ModelSpec | None, traced_parameters: int = 0) -> Totals:
     """Add up a workload. In a traced one (`model` is None), kinds of layers are not known."""
     sections: dict[str, float] = {}
-    attention, other, batched, needed = Work(), Work(), Work(), 0.0
+    attention, other, batched, scans, needed = Work(), Work(), Work(), Work(), 0.0
     for op in workload.ops:
-        if isinstance(op, (Linear, Attention, BatchedGemm, IndexScores)):
+        if isinstance(op, (Linear, Attention, BatchedGemm, IndexScores, Scan)):
             needed += replace(op, forward_runs=min(op.forward_runs, 1)).total().flops
         if isinstance(op, Linear):
             sections[op.section] = sections.get(op.section, 0) + op.total().flops
@@ -51,6 +53,8 @@ def totals(workload: Workload, run: RunSpec, model: ModelSpec | None, traced_par
             batched += op.total()
         elif isinstance(op, (Attention, BatchedGemm, IndexScores)):
             attention += op.total()
+        elif isinstance(op, Scan):
+            scans += op.total()
         else:
             other += op.total()
     total, active = count_parameters(model) if model else (traced_parameters, traced_parameters)
@@ -59,6 +63,7 @@ def totals(workload: Workload, run: RunSpec, model: ModelSpec | None, traced_par
         gemm_flops=sum(sections.values()),
         attention_flops=attention.flops,
         batched_gemm_flops=batched.flops,
+        scan_flops=scans.flops,
         model_flops=needed,
         other=other,
         micro_batches_per_step=run.gradient_accumulation,
