@@ -15,11 +15,11 @@ import pytest
 from gemmscope.model import hf, presets
 from gemmscope.model.families import ALIASES, known_model_types
 from gemmscope.model.spec import ModelSpec, RunSpec
-from gemmscope.workload.check import Difference, differences
+from gemmscope.workload.check import differences
 from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import Attention
-from gemmscope.workload.trace import ModuleTrace
 from support.hf_variants import variant
+from support.oracle import compare, live
 
 transformers = pytest.importorskip("transformers", reason="the oracle needs torch and transformers")
 trace_worker = pytest.importorskip("gemmscope.workload.trace_worker", reason="the oracle needs torch and transformers")
@@ -32,18 +32,6 @@ REQUIRED = (
 
 
 LIVE_TYPES = [name for name in known_model_types() if name in transformers.CONFIG_MAPPING]  # others: the hub's own names
-
-
-def live(config: dict[str, Any], run: RunSpec) -> ModuleTrace:
-    """The trace of the model that transformers builds from `config`, in this process."""
-    request = {"config": config, "micro_batch": run.micro_batch_size, "sequence": run.sequence_length}
-    return trace_worker.answer(request)
-
-
-def compare(config: dict[str, Any], run: RunSpec) -> list[Difference]:
-    model = hf.from_config(json.loads(json.dumps(config)), "config.json").model
-    assert model is not None
-    return differences(model, run, live(config, run))
 
 
 def test_required_families_are_known() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from typing import Any
 
@@ -10,8 +9,7 @@ import pytest
 
 from gemmscope.errors import UserError
 from gemmscope.model import hf
-from gemmscope.model.spec import ModelSpec, RunSpec
-from gemmscope.workload.check import Difference, differences
+from gemmscope.model.spec import RunSpec
 from gemmscope.workload.derive import derive, visible_pairs
 from gemmscope.workload.ops import Linear
 from gemmscope.workload.scans import Scan
@@ -19,21 +17,11 @@ from gemmscope.workload.sparse import IndexScores, SparseAttention
 from gemmscope.workload.summary import count_parameters
 from support.hf_variants import variant
 from support.hf_variants_linear import LINEAR_FAMILIES
+from support.oracle import compare, model_of
 
 transformers = pytest.importorskip("transformers", reason="the oracle needs torch and transformers")
 trace_worker = pytest.importorskip("gemmscope.workload.trace_worker", reason="the oracle needs torch and transformers")
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]  # warnings of torch and transformers
-
-
-def model_of(config: dict[str, Any]) -> ModelSpec:
-    model = hf.from_config(json.loads(json.dumps(config)), "config.json").model
-    assert model is not None
-    return model
-
-
-def compare(config: dict[str, Any], run: RunSpec) -> list[Difference]:
-    request = {"config": config, "micro_batch": run.micro_batch_size, "sequence": run.sequence_length}
-    return differences(model_of(config), run, trace_worker.answer(request))
 
 
 @pytest.mark.parametrize("model_type", LINEAR_FAMILIES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import replace
 from typing import Any
@@ -12,10 +11,10 @@ import pytest
 from gemmscope.app import shapes as app
 from gemmscope.app.model import ModelRun
 from gemmscope.model import hf
-from gemmscope.model.spec import ModelSpec, RunSpec
-from gemmscope.workload.check import Difference, differences
-from gemmscope.workload.trace import ModuleTrace
+from gemmscope.model.spec import RunSpec
+from gemmscope.workload.check import differences
 from support.mamba_variants import MIXER_FAMILIES, mixer_variant
+from support.oracle import compare, live, model_of
 
 transformers = pytest.importorskip("transformers", reason="the oracle needs torch and transformers")
 trace_worker = pytest.importorskip("gemmscope.workload.trace_worker", reason="the oracle needs torch and transformers")
@@ -25,20 +24,6 @@ TOKENS = {"vocab_size": 101, "pad_token_id": 1, "bos_token_id": 1, "eos_token_id
 SIZES = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 40}
 ZAMBA = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "n_mamba_heads": 4}
 MIXED = ["hybrid", "mamba", "hybrid", "hybrid"]
-
-
-def model_of(config: dict[str, Any]) -> ModelSpec:
-    model = hf.from_config(json.loads(json.dumps(config)), "config.json").model
-    assert model is not None
-    return model
-
-
-def live(config: dict[str, Any], run: RunSpec) -> ModuleTrace:
-    return trace_worker.answer({"config": config, "micro_batch": run.micro_batch_size, "sequence": run.sequence_length})
-
-
-def compare(config: dict[str, Any], run: RunSpec) -> list[Difference]:
-    return differences(model_of(config), run, live(config, run))
 
 
 @pytest.mark.parametrize("model_type", MIXER_FAMILIES)
