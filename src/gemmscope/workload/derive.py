@@ -125,6 +125,8 @@ def _sections(model: ModelSpec, first: int, last: int) -> list[tuple[str, LayerS
     """The kinds of layers among these, each with a name that distinguishes it from the others, and how many there are."""
     groups = list(model.layer_groups(first, last))
     layers = [layer for layer, _ in groups]
+    if len(layers) == 1:  # of most models, in sweeps again and again
+        return [("layer" if layers[0].is_plain else f"{layers[0].kind} layer", *groups[0])]
     return [(_section(layers, layer), layer, count) for layer, count in groups]
 
 
@@ -193,7 +195,7 @@ def layer_ops(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
         yield replace(norm(model, run, "Norm", model.hidden_size), count=layer.norms, forward_runs=runs)
     for op in _blocks(model, layer, run):
         repeated = runs == 2 or (run.recompute == "selective" and isinstance(op, Attention))
-        yield replace(op, forward_runs=2 if repeated else 1)
+        yield replace(op, forward_runs=2) if repeated else op
 
 
 def _blocks(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
