@@ -59,7 +59,7 @@ def delta(kernels: MixerKernels, batch: int, length: int, heads: int, groups: in
     decay, a_log, dt_bias = _decay(kernels, batch, length, heads)
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
-        return kernels.gated_delta(q, k, v, decay, beta, a_log=a_log, dt_bias=dt_bias)
+        return kernels.delta_rule(q, k, v, decay, beta, a_log=a_log, dt_bias=dt_bias)
 
     return [q, k, v, decay, beta], run
 
@@ -71,7 +71,7 @@ def kda(kernels: MixerKernels, batch: int, length: int, heads: int, groups: int,
     decay, a_log, dt_bias = _decay(kernels, batch, length, heads, key)
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
-        return kernels.kda(q, k, v, decay, beta, a_log=a_log, dt_bias=dt_bias)
+        return kernels.delta_rule(q, k, v, decay, beta, a_log=a_log, dt_bias=dt_bias)
 
     return [q, k, v, decay, beta], run
 

@@ -201,7 +201,7 @@ def test_kernels_that_cannot_train_here_are_replaced(
         monkeypatch.setitem(sys.modules, name, module)
     gated_backward_is_wrong.cache_clear()
     kernels, x = MixerKernels("cuda"), torch.randn(1, 8, 2, 4)
-    kernels.gated_delta(x, x, x, x[..., 0], x[..., 0], a_log=torch.zeros(2), dt_bias=torch.zeros(2))
+    kernels.delta_rule(x, x, x, x[..., 0], x[..., 0], a_log=torch.zeros(2), dt_bias=torch.zeros(2))
     gated_backward_is_wrong.cache_clear()
     assert kernels.sources == {"gated delta rule": package}
     assert list(kernels.refused) == (["gated delta rule"] if package == "transformers" else [])

@@ -22,6 +22,19 @@ from torch.nn import functional
 MAMBA, CONV, FLA, TRANSFORMERS, PYTORCH = "mamba-ssm", "causal-conv1d", "flash-linear-attention", "transformers", "PyTorch"
 LIGHTNING_CHUNK = 64
 GATED = ("state-space scan", "gated delta rule")  # whose backward pass has a gated kernel of flash-linear-attention
+# Whether the decay has channels -> the name of the delta rule, and where its kernel may come from.
+DELTA_RULES: dict[bool, tuple[Any, ...]] = {
+    False: (
+        "gated delta rule",
+        (FLA, "fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+        (TRANSFORMERS, "transformers.models.qwen3_next.modeling_qwen3_next", "torch_chunk_gated_delta_rule"),
+    ),
+    True: (
+        "Kimi delta attention",
+        (FLA, "fla.ops.kda", "chunk_kda"),
+        (TRANSFORMERS, "transformers.models.kimi_linear.modeling_kimi_linear", "chunk_kimi_delta_attention"),
+    ),
+}
 WRONG_GRADIENTS = (
     "on this GPU flash-linear-attention needs Triton 3.7.1 or newer, or tilelang: its gated gradients are wrong with this Triton"
 )
@@ -104,7 +117,7 @@ class MixerKernels:
         out = attend(v, ones, decay, k, q, LIGHTNING_CHUNK)
         return out.to(v.dtype)
 
-    def gated_delta(
+    def delta_rule(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -115,32 +128,10 @@ class MixerKernels:
         a_log: torch.Tensor,
         dt_bias: torch.Tensor,
     ) -> torch.Tensor:
-        """The gated delta rule (Qwen3-Next), on normalized q and k. `decay` and `beta` are [.., heads], before softplus and
-        sigmoid."""
-        package, rule = self._first(
-            "gated delta rule",
-            (FLA, "fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
-            (TRANSFORMERS, "transformers.models.qwen3_next.modeling_qwen3_next", "torch_chunk_gated_delta_rule"),
-        )
-        return _delta_rule(package, rule, (q, k, v, decay, beta), a_log, dt_bias)
-
-    def kda(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        decay: torch.Tensor,
-        beta: torch.Tensor,
-        *,
-        a_log: torch.Tensor,
-        dt_bias: torch.Tensor,
-    ) -> torch.Tensor:
-        """Kimi delta attention: as `gated_delta`, with a decay for each channel of the key, [.., heads, head]."""
-        package, rule = self._first(
-            "Kimi delta attention",
-            (FLA, "fla.ops.kda", "chunk_kda"),
-            (TRANSFORMERS, "transformers.models.kimi_linear.modeling_kimi_linear", "chunk_kimi_delta_attention"),
-        )
+        """The gated delta rule (Qwen3-Next), on normalized q and k; with a decay for each channel of the key, [.., heads, head]
+        instead of [.., heads], it is Kimi delta attention. `decay` and `beta` are given before softplus and sigmoid."""
+        name, *choices = DELTA_RULES[decay.dim() == k.dim()]
+        package, rule = self._first(name, *choices)
         return _delta_rule(package, rule, (q, k, v, decay, beta), a_log, dt_bias)
 
     def selective_scan(
@@ -260,7 +251,7 @@ def _delta_rule(
 @cache
 def gated_backward_is_wrong() -> bool:
     """Whether flash-linear-attention refuses the backward pass of its gated kernels: on Hopper, Triton 3.4 to 3.7.0 compiles them
-    wrongly, and only tilelang replaces them (its issue 640)."""
+    wrongly, and only tilelang replaces them."""
     try:
         facts = import_module("fla.utils")
     except Exception:  # not installed

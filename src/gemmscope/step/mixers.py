@@ -181,7 +181,7 @@ class GatedDelta(Mixer):
         q, k = (parts[name].unflatten(-1, (spec.groups, spec.key_dim)) for name in ("q", "k"))
         v = parts["v"].unflatten(-1, (spec.heads, spec.value_dim))
         a_log, dt_bias = self.a_log, self.dt_bias
-        return self.kit.kernels.gated_delta(q, k, v, parts["a"], parts["b"], a_log=a_log, dt_bias=dt_bias).flatten(2)
+        return self.kit.kernels.delta_rule(q, k, v, parts["a"], parts["b"], a_log=a_log, dt_bias=dt_bias).flatten(2)
 
 
 class Kda(Mixer):
@@ -217,7 +217,7 @@ class Kda(Mixer):
         v = parts["v"].unflatten(-1, (spec.heads, spec.value_dim))
         decay = parts["a"].unflatten(-1, (spec.heads, spec.key_dim))
         a_log, dt_bias = self.a_log, self.dt_bias
-        return self.kit.kernels.kda(q, k, v, decay, parts["b"], a_log=a_log, dt_bias=dt_bias).flatten(2)
+        return self.kit.kernels.delta_rule(q, k, v, decay, parts["b"], a_log=a_log, dt_bias=dt_bias).flatten(2)
 
 
 class Lightning(Mixer):

@@ -77,7 +77,7 @@ class Built:
 
 
 def load_factory(reference: str, micro_batch: int | None, sequence: int | None, device: str) -> Built:
-    """Call `factory` of `file.py:factory` under this device. A `TraceError` says what is wrong with it."""
+    """Call `factory` of `file.py:factory` under this device. A `TraceError` says why that failed, and what to do."""
     path_text, _, name = reference.rpartition(":")
     path = Path(path_text)
     if not path.is_file():
