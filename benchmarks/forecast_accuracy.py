@@ -17,7 +17,8 @@ from gemmscope.forecast.calibration import shipped
 from gemmscope.forecast.coefficients import Coefficients
 from gemmscope.forecast.gemm import GemmModel, model
 from gemmscope.forecast.linears import Adjustment, Forecaster, in_common
-from gemmscope.forecast.step import StepForecast, speedup
+from gemmscope.forecast.step import StepForecast
+from gemmscope.forecast.step_estimate import speedup
 from gemmscope.gpu.specs import gpu
 from gemmscope.model.flags import from_hyperparameters
 from gemmscope.model.spec import RunSpec
@@ -38,7 +39,7 @@ plain roofline is the larger of FLOPs over the published rate and bytes over the
 ai-dynamo/aiconfigurator.
 
 """
-STEPS = """Nothing was fitted to these speedups; the increase of the clock inside a step was chosen with the BF16 times in view.
+STEPS = """Nothing was fitted to these speedups; the increase of the clock inside a step was chosen knowing the BF16 times.
 
 From public measurements alone:
 
@@ -48,27 +49,27 @@ With the calibration that `gemmscope calibrate` measured on another H200 (eight 
 package, and forecasts of models for an H200 use it):
 
 """
-AS_IF = """Each series is forecast as if it, or more, had not been measured; others are used instead. The shared weights of the
-networks were fitted with it; fits without GB200, without H200 and without vllm gave the same shares within 0.3 points. The goal
-is at least 85% inside the 90% error bar for each kind. *Bar* is how far it reaches above the forecast, as a median. Series that
-nothing else can stand in for are not counted: so nothing here checks a GPU of which only a distant relative was measured
-(L40S).
+AS_IF = """Each series is forecast as if it, and in some rows related series, had not been measured; other series are used
+instead. The shared weights of the networks were fitted with the series; fits without GB200, without H200 and without vllm gave
+the same shares within 0.3 percentage points. The goal is at least 85% inside the 90% error bar for each kind. *Bar* is how far
+the error bar reaches above the forecast, as a median. Series without a substitute are not counted, so nothing here checks a GPU
+for which only a distantly related GPU was measured (L40S).
 
 """
 SPEEDUPS = """
-Speedups over BF16 by the same library on the same GPU, both sides left out. Errors that both sides share cancel in part, so the
-error bar is narrower than that of two independent forecasts:
+Speedups over BF16 by the same library on the same GPU, with both sides left out. Errors that both sides share cancel in part, so
+the error bar is narrower than that of two independent forecasts:
 
 """
 FEW_ROWS = """
-Few rows, and a library that was not fitted: GEMMs of PyTorch 2.11 on an H200 in bursts, inputs quantized beforehand
+GEMMs with few rows, and a library that was not fitted: PyTorch 2.11 on an H200 in bursts, with inputs quantized beforehand
 (`benchmarks/small_m_on_gpu.py`; 24 weights, m from 1 to 384 and from 512 to 16384). In bf16, trtllm runs cuBLAS as PyTorch
 does, in another version. Rowwise FP8 is forecast as FP8 with one scale for each tensor; with few rows PyTorch's kernel takes
 twice as long as that, which the error bar does not cover.
 
 """
 SERIES = """
-Each GPU left out, its library named:
+Each GPU left out, with its library named:
 
 """
 

@@ -84,7 +84,7 @@ def verdict_text(verdict: dict[str, Any] | None) -> str:
 
 FUSED = "(1)"
 FUSED_NOTE = (
-    f"{FUSED} Of kernels that fuse a cast with a norm or an activation, {CAST_SHARE:.0%} of the time is counted as quantization."
+    f"{FUSED} Some kernels fuse a cast with a norm or an activation; {CAST_SHARE:.0%} of their time is counted as quantization."
 )
 HOST_BOUND = ("gpt1b_l16",)  # partly: the CPU of another machine launches at another speed
 
@@ -118,7 +118,7 @@ def markdown(kept: dict[str, Any]) -> str:
         "four layers. *Real* is the model at its full depth, run right after the prediction (`--verify`). *Other machine* is the "
         "same model measured earlier on another machine by an independent script with the same layers and optimizer; these "
         "numbers were not used for the prediction. gpt1b_l16 is partly host-bound, so the CPU of the other machine affects its "
-        "speedup. Of the torchao layers on the other machine we know only that they are compiled norms and linears.",
+        "speedup. All that is known of the torchao layers on the other machine is that they are compiled norms and linears.",
     ]
     for backend, models in kept.items():
         lines += ["", f"### {backend}", *_section(models)]

@@ -18,9 +18,9 @@ EXCHANGES = {
     "experts": ("expert parallelism", "tokens to their experts and back, per layer and direction",
                 "another micro-batch's computation", "`--ep-overlap`"),
     "stages": ("pipeline", "activations and gradients between stages", "other pieces of the stage", "`--vp`"),
-    "gradients": ("gradients", "once per step; with ZeRO-3 or FSDP in every micro-batch", "the backward pass", "`--dp-overlap`"),
-    "weights": ("weights", "as gradients", "the forward pass; with ZeRO-3 or FSDP both passes", "`--dp-overlap`"),
-    "offload": ("offloaded activations", "to the CPU in forward, back in backward", "all computation", ""),
+    "gradients": ("gradients", "once per step; with ZeRO-3 or FSDP, in every micro-batch", "the backward pass", "`--dp-overlap`"),
+    "weights": ("weights", "as gradients", "the forward pass; with ZeRO-3 or FSDP, both passes", "`--dp-overlap`"),
+    "offload": ("offloaded activations", "to the CPU in the forward pass, back in the backward pass", "all computation", ""),
 }  # fmt: skip
 
 # Layouts of Megatron-Bridge's performance recipes: title, preset, GPU, recipe, run
@@ -31,7 +31,7 @@ RAN: tuple[tuple[str, str, str, str, dict[str, Any]], ...] = (
     ("Llama 70B, GB200, MXFP8, tp 2, pp 4, vp 5", "llama-3.1-70b", "gb200", "MXFP8",
      {"micro_batch_size": 1, "sequence_length": 8192, "tp": 2, "sequence_parallel": True, "pp": 4, "vp": 5, "dp": 8,
       "gradient_accumulation": 32}),
-    ("Llama 70B, GB200, FP8, FSDP 64, activations of 40 layers in the memory of the CPU", "llama-3.1-70b", "gb200", "FP8Current",
+    ("Llama 70B, GB200, FP8, FSDP 64, activations of 40 layers in CPU memory", "llama-3.1-70b", "gb200", "FP8Current",
      {"micro_batch_size": 2, "sequence_length": 8192, "dp": 64, "zero": 3, "offloaded_layers": 40, "gradient_accumulation": 2}),
     ("Llama 8B, H100, FP8, FSDP 8", "llama-3.1-8b", "h100", "FP8Current",
      {"micro_batch_size": 1, "sequence_length": 8192, "dp": 8, "zero": 3, "gradient_accumulation": 16}),
@@ -47,10 +47,10 @@ RAN: tuple[tuple[str, str, str, str, dict[str, Any]], ...] = (
 
 def exposed_shares() -> str:
     """What of each exchange stays exposed, from the table of coefficients."""
-    lines = ["| exchange | when | hides behind | exposed |", "| --- | --- | --- | --- |"]
+    lines = ["| communication | when | hides behind | exposed share |", "| --- | --- | --- | --- |"]
     for kind, (title, when, behind, overlap) in EXCHANGES.items():
         known = cluster()["exposed"][kind]
-        with_overlap = f" with overlap ({overlap}), else all of it" if overlap else ""
+        with_overlap = f" with overlap ({overlap}), otherwise all of it" if overlap else ""
         lines.append(f"| {title} | {when} | {behind} | {known['least']:.0%}{with_overlap}; {known['basis']} |")
     return "\n".join(lines)
 

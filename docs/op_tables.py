@@ -65,7 +65,7 @@ def why_block_loses() -> str:
         low[name], high[name] = min(gains), max(gains)
     forward = f"{min(low['fprop'], low['dgrad']):.2f} to {max(high['fprop'], high['dgrad']):.2f}x"
     return (
-        f"In fprop and dgrad, FP8Block's GEMMs reach {forward} over {BASELINE}. In wgrad they reach only "
+        f"In fprop and dgrad, FP8Block's GEMMs reach {forward} over {BASELINE}. In wgrad, they reach only "
         f"{low['wgrad']:.2f} to {high['wgrad']:.2f}x."
     )
 
@@ -98,7 +98,7 @@ def why_attn_out_gains_least() -> str:
     ours = {op: _gain(forecast, "NVFP4", "autocast", op).value for op in _ops(forecast)}
     least = min(ours, key=lambda op: ours[op])
     lines.append(
-        f"The forecast for a B300 says the same of NVFP4: {least} reaches {ours[least]:.2f}x, the others "
+        f"The forecast for NVFP4 on a B300 shows the same: {least} reaches {ours[least]:.2f}x, the others "
         f"{min(ours[op] for op in ours if op != least):.2f}x or more, and quantization would take "
         f"{_share(forecast, least, 'NVFP4'):.0%} of the time of {least}."
     )

@@ -30,7 +30,10 @@ DOCS = Path(__file__).parent
 PAGES = (DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md")))
 sys.path[:0] = [str(DOCS), str(DOCS.parent / "tests")]
 import command_reference  # noqa: E402
+import example_files  # noqa: E402
 import finding_table  # noqa: E402
+import fleet_tables  # noqa: E402
+import health_table  # noqa: E402
 import layout_tables  # noqa: E402
 import noise  # noqa: E402
 import op_tables  # noqa: E402
@@ -39,6 +42,8 @@ import published_tables  # noqa: E402
 import recipe_tables  # noqa: E402
 import reference_tool  # noqa: E402
 import worked_example  # noqa: E402
+from support import sweep_files  # noqa: E402
+from support.fleet_files import shown_fleet  # noqa: E402
 
 
 def step() -> str:
@@ -75,7 +80,44 @@ def explained() -> str:
     return "\n\n".join(explain().split("\n\n")[2:4])
 
 
-BLOCKS = {"step": step, "bench": bench, "explain": explain, "answer": answer, "explained": explained}
+def numerics() -> str:
+    """The errors of a small Llama that was trained and recorded on a CPU (benchmarks/numerics_example.py)."""
+    recorded = read_result(DOCS / "measured" / "numerics_small_llama.json.gz")
+    return _tidy(terminal.text(document(recorded), detail=False))
+
+
+def numerics_answer() -> str:
+    """The same: the answer and the table of recipes."""
+    return "\n\n".join(numerics().split("\n\n")[1:3])
+
+
+def fleet() -> str:
+    """A SIMULATED fleet of 64 GPUs, as the command prints it."""
+    return _tidy(terminal.text(document(shown_fleet()), detail=False))
+
+
+def fleet_answer() -> str:
+    """The same: the answer and the short table."""
+    return "\n\n".join(fleet().split("\n\n")[1:3])
+
+
+def sweep() -> str:
+    """The format of a measured sweep. Its numbers are made up (`support/sweep_files.py`), and the page says so above them."""
+    return _tidy(terminal.text(document(sweep_files.measured_plane()), detail=False))
+
+
+BLOCKS = {
+    "fleet": fleet,
+    "fleet answer": fleet_answer,
+    "sweep": sweep,
+    "step": step,
+    "bench": bench,
+    "explain": explain,
+    "answer": answer,
+    "explained": explained,
+    "numerics": numerics,
+    "numerics answer": numerics_answer,
+}
 MADE: dict[str, Callable[[], str]] = {
     "published runs, summary": published_tables.runs_summary,
     "published runs": published_tables.fitted_runs,
@@ -112,6 +154,11 @@ MADE: dict[str, Callable[[], str]] = {
     "operands": recipe_tables.operands,
     "quantization": recipe_tables.quantized,
     "findings": finding_table.findings,
+    "fleet outliers": fleet_tables.outliers,
+    "fleet spread": fleet_tables.spread,
+    "fleet scale": fleet_tables.scale,
+    "health": health_table.figures,
+    **example_files.BLOCKS,
     "commands": command_reference.summary,
     "each command": command_reference.each_command,
     "shared options": command_reference.shared_options,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from gemmscope.paste.emit import ready_to_paste
 from gemmscope.recipe.recipes import recipes
-from gemmscope.step.emit import ready_to_paste
 
 LANGUAGES = {"Transformer Engine": "python", "torchao": "python", "torchtitan": "toml", "Megatron-LM": "bash"}
 

@@ -59,10 +59,10 @@ def summary() -> str:
         [
             f"* The script is {statistics.mean(off):.0%} off on average, {max(off):.0%} at worst ({len(off)} cases).",
             f"* `gemmscope step`, run on another H200, is {statistics.mean(ours):.1%} off on average, {max(ours):.1%} at worst.",
-            f"* It calls {len(losers())} recipes slower than BF16 that speed up the real step: {called}.",
-            f"* Both modes of codon5b took it {min(script):.0f} to {max(script):.0f} s; `gemmscope bench` took "
+            f"* The script reports {len(losers())} recipes as slower than BF16 that speed up the real step: {called}.",
+            f"* Both modes of codon5b took the script {min(script):.0f} to {max(script):.0f} s; `gemmscope bench` took "
             f"{wall['bench'][0]:.0f} s the first time and {min(again):.0f} to {max(again):.0f} s later, on the same machine.",
-            f"* Counted as the script counts, `gemmscope bench --as-te-benchmark` is {min(map(abs, alike)):.0%} to "
+            f"* When linears are counted as in the script, `gemmscope bench --as-te-benchmark` is {min(map(abs, alike)):.0%} to "
             f"{max(map(abs, alike)):.0%} lower ({' and '.join(counted)}, another H200): it measures the sustained state.",
         ]
     )

@@ -14,6 +14,9 @@ import gemmscope as gs
 from gemmscope.errors import UserError
 from support.run_files import recorded_bench
 from support.step_files import recorded_step
+from support.workers import forked_workers
+
+__all__ = ["forked_workers"]  # the fixture
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 97}
 TRACES = Path(__file__).parent / "data" / "traces"
@@ -51,8 +54,9 @@ def test_a_forecast_is_what_the_command_writes(tmp_path: Path) -> None:
     assert {**printed, "command": ""} == {**own, "command": ""}
     assert printed["command"].startswith("gemmscope forecast --preset llama-3.1-8b")
     assert "FORECAST" in str(result)
-    assert "<table>" in result._repr_html_()
-    assert 'src="data:image/png;base64,iVBOR' in result._repr_html_()
+    shown = result._repr_html_()
+    assert "<table>" in shown
+    assert 'src="data:image/png;base64,iVBOR' in shown
     for name in ("f.json", "f.md", "f.csv", "f.html", "f.png", "f.PNG"):
         result.save(tmp_path / name)
         assert (tmp_path / name).stat().st_size > 1000
@@ -84,6 +88,7 @@ def test_explain_compare_and_report(tmp_path: Path) -> None:
         assert (tmp_path / name).stat().st_size > 1000
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_shapes_bench_and_step_on_the_cpu() -> None:
     pytest.importorskip("torch", reason="measuring needs torch")
     job = gs.load(**SIZES).on(1, 32)
@@ -106,7 +111,7 @@ def test_shapes_bench_and_step_on_the_cpu() -> None:
         (lambda: gs.load(**SIZES).on(1, 32).forecast("b3000"), "unknown GPU"),
         (lambda: gs.load(**SIZES).on(1, 32).bench(longes=3), "no option longes"),
         (lambda: gs.load(**SIZES).on(1, 32).bench(precision=3), "precision"),
-        (lambda: gs.load(**SIZES).on(1, 32).shapes().save("x.txt"), "does not tell what to write"),
+        (lambda: gs.load(**SIZES).on(1, 32).shapes().save("x.txt"), "has no extension that selects a format"),
         (lambda: gs.load(**SIZES).on(1, 32).shapes().save("/nowhere/x.json"), "cannot be written: No such file"),
         (lambda: gs.load("lama-3.1-8b"), "did you mean preset=llama-3.1-8b"),
         (lambda: gs.load(**SIZES).on(1, 32, dp=2.5).forecast("h200"), "dp must be a whole number"),

@@ -5,17 +5,21 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
-import pytest
+from support.sources import PACKAGE, TREES
 
 ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "src" / "gemmscope"
-HEAVY = {"torch", "transformers", "transformer_engine", "torchao"}
-TREES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+HEAVY = {"torch", "transformers", "transformer_engine", "torchao", "ray"}
 IMPORTS_AT_THE_TOP = ("cli", "app", "document", "results", "compare", "writers")
 LAZY = {"app/progress.py": {"rich"}}  # only where progress is shown
+BY_NAME = {  # modules that load others when they are used
+    *("cli/commands.py", "app/__init__.py", "app/units.py", "document/build.py", "writers/__init__.py", "writers/frame.py"),
+    *("results/base.py", "results/keep.py"),
+}
+OUTSIDE = {"__init__", "__main__"}  # the package itself, and the program
 MOST_LINES = 450
 
 
@@ -47,45 +51,80 @@ def stage(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-every_file = pytest.mark.parametrize("path", TREES, ids=name_of)
+MODULES = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path for path in TREES}
 
 
-@every_file
-def test_imports_only_from_stages_above(path: Path) -> None:
-    own = stage(path)
-    if own in ("__init__", "__main__"):
-        return
-    used = {name.split(".")[1] for name in imports(TREES[path]) if name.startswith("gemmscope.")} - {own, "__version__"}
-    assert used <= rules()[own], f"{name_of(path)} imports {used - rules()[own]}"
+@cache
+def imported(path: Path) -> tuple[str, ...]:
+    """Every module that a file imports."""
+    return tuple(imports(TREES[path]))
 
 
-def test_every_folder_has_a_rule() -> None:
-    assert {stage(path) for path in TREES} - {"__init__", "__main__"} == set(rules())
+def folders(path: Path) -> set[str]:
+    """Which other folders and modules of the package a file imports."""
+    return {name.split(".")[1] for name in imported(path) if name.startswith("gemmscope.")} - {stage(path), "__version__"}
 
 
-@every_file
-def test_only_workers_import_torch(path: Path) -> None:
-    heavy = {name.split(".")[0] for name in imports(TREES[path])} & HEAVY
-    if heavy:
-        in_worker = (
-            path.name in ("trace_worker.py", "recorder.py", "hub.py", "worker.py", "timer.py", "heat.py", "device.py")
-            or path.name in ("marks.py", "blocks.py", "stack.py", "huggingface.py", "fused.py", "mixer_kernels.py")
-            or path.name in ("factory.py", "operators.py", "recording.py", "conversion.py", "module.py", "module_notes.py")
-            or name_of(path) in ("step/attention.py", "step/mixers.py", "step/graphs.py", "step/shards.py")
-            or path == PACKAGE / "explain" / "record.py"  # runs in the user's own training process
-            or path.parent.name in ("backends", "kits")
-        )
-        assert in_worker, f"{name_of(path)} imports {heavy}"
+def test_imports_only_from_stages_above() -> None:
+    known = rules()
+    paths = [path for path in TREES if stage(path) not in OUTSIDE]
+    assert {name_of(path): wrong for path in paths if (wrong := folders(path) - known[stage(path)])} == {}
 
 
-@every_file
-def test_imports_are_at_the_top(path: Path) -> None:
-    """Command modules are loaded lazily in one place, `app/__init__.py` and `writers/__init__.py`, not import by import."""
-    if stage(path) not in IMPORTS_AT_THE_TOP:
-        return
-    functions = [node for node in ast.walk(TREES[path]) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    inside = {name.split(".")[0] for function in functions for name in imports(function)}
-    assert inside <= LAZY.get(name_of(path), set())
+def test_every_folder_has_a_rule_without_what_it_does_not_need() -> None:
+    used: dict[str, set[str]] = {}
+    for path in TREES:
+        used.setdefault(stage(path), set()).update(folders(path))
+    assert used.keys() - OUTSIDE == rules().keys()
+    assert {folder: unused for folder, may in rules().items() if folder != "app" and (unused := may - used[folder])} == {}
+
+
+@cache
+def loads(module: str) -> list[str]:
+    """What a module imports when it runs: not what stands there for type checkers."""
+    tree = TREES[MODULES[module]]
+    blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    for_types = [name for block in blocks for name in imports(block)]
+    return list((Counter(imported(MODULES[module])) - Counter(for_types)).elements())
+
+
+def reached(start: Iterable[str]) -> set[str]:
+    """Modules of the package that these import, and that those import in turn."""
+    found: set[str] = set()
+    waiting = list(start)
+    while waiting:
+        module = waiting.pop()
+        if module in MODULES and module not in found:
+            found.add(module)
+            waiting += [part for name in (*loads(module), module) for part in (name, name.rpartition(".")[0])]
+    return found
+
+
+def test_the_parent_never_imports_torch() -> None:
+    """Nothing that a command or the Python API imports leads to it: only worker processes and the user's own training do."""
+    parent = reached(name for name, path in MODULES.items() if stage(path) in ("cli", "app", "api", "show", "__main__"))
+    heavy = {name: used for name in parent if (used := {part.split(".")[0] for part in loads(name)} & HEAVY)}
+    in_functions_of_workers = {"gemmscope.model.hub": {"transformers"}, "gemmscope.numerics.safetensors": {"torch"}}
+    assert heavy == in_functions_of_workers
+
+
+def test_only_the_bridge_and_its_actors_import_ray() -> None:
+    users = {name_of(path) for path in TREES if "ray" in {name.split(".")[0] for name in imported(path)}}
+    assert users == {"engine/pool/ray_bridge.py", "engine/pool/relay.py"}
+
+
+def test_imports_are_at_the_top() -> None:
+    """Modules are loaded when they are used in a few places, by name, not import by import."""
+    by_name: set[str] = set()
+    inside: dict[str, set[str]] = {}
+    for path in (path for path in TREES if stage(path) in IMPORTS_AT_THE_TOP):
+        functions = [node for node in ast.walk(TREES[path]) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        if names := {name.split(".")[0] for function in functions for name in imports(function)}:
+            inside[name_of(path)] = names
+        if "importlib.import_module" in imported(path):
+            by_name.add(name_of(path))
+    assert inside == LAZY
+    assert by_name == BY_NAME
 
 
 def test_no_class_is_defined_twice() -> None:

@@ -69,25 +69,33 @@ print("done")
 def test_a_child_that_it_leaves_is_ended_and_not_waited_for(tmp_path: Path, again: str) -> None:
     note = tmp_path / "pid"
     began = time.monotonic()
-    ended = run_worker(LEAVES_A_CHILD.format(in_child="pass", again=again), str(note), time_limit_s=60)
+    ended = run_worker(LEAVES_A_CHILD.format(in_child="pass", again=again), str(note), time_limit_s=600)
     assert ended.code == 0
     assert "done" in ended.output
-    assert time.monotonic() - began < 30
-    assert wait_until(lambda: not alive(int(note.read_text())), 10)
+    assert time.monotonic() - began < 300
+    assert wait_until(lambda: not alive(int(note.read_text())))
 
 
 def test_a_child_that_left_the_group_is_not_waited_for(tmp_path: Path) -> None:
     note = tmp_path / "pid"
-    ended = run_worker(LEAVES_A_CHILD.format(in_child="os.setsid()", again="os.write(1, b'x')"), str(note), time_limit_s=60)
+    ended = run_worker(LEAVES_A_CHILD.format(in_child="os.setsid()", again="os.write(1, b'x')"), str(note), time_limit_s=600)
     assert ended.code == 0
     assert "done" in ended.output
     os.kill(int(note.read_text()), 9)
 
 
-def test_the_time_limit_ends_it(tmp_path: Path) -> None:
+def test_the_time_limit_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time flies as soon as the worker runs."""
     note = tmp_path / "pid"
-    code = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); os.close(1); os.close(2); time.sleep(60)"
-    ended = run_worker(code, str(note), time_limit_s=2)
+    code = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); os.close(1); os.close(2); time.sleep(7200)"
+    clock, passed = time.monotonic, [0.0]
+
+    def flying() -> float:
+        passed[0] += 600.0 if note.exists() and note.read_text() else 0.0
+        return clock() + passed[0]
+
+    monkeypatch.setattr("time.monotonic", flying)
+    ended = run_worker(code, str(note), time_limit_s=3600)
     assert ended.code is None
     assert ended.reason == "it took too long"
     assert not alive(int(note.read_text()))
@@ -104,7 +112,7 @@ def test_an_interruption_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             raise KeyboardInterrupt
 
     monkeypatch.setattr("subprocess.Popen.poll", poll_is_interrupted)
-    code = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
+    code = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(3600)"
     with pytest.raises(KeyboardInterrupt):
         run_worker(code, str(note))
     assert looks

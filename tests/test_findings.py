@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from string import Formatter
 from typing import Any, get_args
 
@@ -13,9 +12,7 @@ import pytest
 
 from gemmscope.findings import Finding, Level, catalog, finding, sentence
 from gemmscope.interval import Interval
-
-PACKAGE = Path(__file__).parent.parent / "src" / "gemmscope"
-TREES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+from support.sources import PACKAGE, TREES
 
 
 def fields(text: str) -> dict[str, str]:

@@ -15,7 +15,8 @@ from gemmscope.document.model import Document
 from gemmscope.engine.messages import Noticed
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.base import Result
-from gemmscope.results.forecast import ForecastResult, SweepPoint
+from gemmscope.results.forecast import ForecastResult
+from gemmscope.results.sweep import SweepPoint
 from gemmscope.workload.cases import MODES
 from gemmscope.writers import html, markdown, terminal
 from support.bench_results import MODEL, RECIPES, recorded_measurements

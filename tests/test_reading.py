@@ -168,6 +168,8 @@ def test_gzip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("", "x.json is empty"),
+        (" \n", "x.json is empty"),
         ("{", "not valid JSON"),
         ("[" * 100_000, "nested too deeply"),
         ("1" * 5000, "not valid JSON"),

@@ -39,9 +39,15 @@ def shown(name: str) -> dict[str, str]:
     found = told(name)
     return {
         "terminal": _plain(terminal.text(found, detail=True)),
-        "markdown": _plain(re.sub(r"\\(.)", r"\1", markdown.markdown([found]))),
+        "markdown": _plain(_unescaped(markdown.markdown([found]))),
         "html": _plain(_Page.of(html_writer.page([found])).text),
     }
+
+
+def _unescaped(text: str) -> str:
+    """Markdown without its escapes; blocks of code have none."""
+    parts = text.split("```")
+    return "".join(part if place % 2 else re.sub(r"\\(.)", r"\1", part) for place, part in enumerate(parts))
 
 
 def _plain(text: str) -> str:

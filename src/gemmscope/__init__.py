@@ -1,4 +1,4 @@
-"""gemmscope: what FP8, MXFP8 and NVFP4 will do for your model on your GPU, before you pay for the run."""
+"""gemmscope: how much FP8, MXFP8 and NVFP4 will speed up training of your model on your GPU, before you pay for the run."""
 
 from __future__ import annotations
 
@@ -11,22 +11,28 @@ if TYPE_CHECKING:
     from gemmscope.api import (
         Job,
         Model,
+        bench_gemm_sweep,
         bench_gemms,
         calibrate,
         compare_runs,
         doctor,
         explain_trace,
+        fleet_gemms,
         forecast_gemms,
+        gather_fleet,
         load,
+        quantization_errors,
         read,
         write_report,
     )
     from gemmscope.errors import UserError
     from gemmscope.explain.record import trace_me
+    from gemmscope.numerics.record import record_tensors
 
 __all__ = [
-    "Job", "Model", "UserError", "__version__", "bench_gemms", "calibrate", "compare_runs", "doctor", "explain_trace",
-    "forecast_gemms", "load", "read", "trace_me", "write_report",
+    "Job", "Model", "UserError", "__version__", "bench_gemm_sweep", "bench_gemms", "calibrate", "compare_runs", "doctor",
+    "explain_trace", "fleet_gemms", "forecast_gemms", "gather_fleet", "load", "quantization_errors", "read", "record_tensors",
+    "trace_me", "write_report",
 ]  # fmt: skip
 
 
@@ -36,5 +42,5 @@ def __getattr__(name: str) -> Any:
 
     if name not in __all__:
         raise AttributeError(f"module 'gemmscope' has no attribute {name!r}")
-    where = {"UserError": "gemmscope.errors", "trace_me": "gemmscope.explain.record"}.get(name, "gemmscope.api")
-    return getattr(import_module(where), name)
+    elsewhere = {"trace_me": "explain.record", "record_tensors": "numerics.record", "UserError": "errors"}
+    return getattr(import_module(f"gemmscope.{elsewhere.get(name, 'api')}"), name)

@@ -22,6 +22,10 @@ class UserError(Exception):
         return in_python(f"{self.message}\n{self.hint}" if self.hint else self.message)
 
 
+class DoesNotFitError(UserError):
+    """What was asked for needs more memory than the GPU has."""
+
+
 def option(name: str, value: object = None) -> str:
     """An argument inside a message, spelled later for the command line or for Python.
 

@@ -55,7 +55,7 @@ def write_text(path: str | Path, text: str, hint: str = "") -> None:
 
 
 @contextmanager
-def text_into(out: IO[bytes], *, packed: bool = False) -> Iterator[IO[str]]:
+def text_into(out: IO[bytes], *, packed: bool) -> Iterator[IO[str]]:
     """Write text to it, gzipped if `packed`, that need not be in memory as a whole."""
     with gzip.GzipFile(fileobj=out, mode="wb", filename="") if packed else nullcontext(out) as raw:
         text = io.TextIOWrapper(cast(IO[bytes], raw), encoding="utf-8", errors="replace", write_through=True)
@@ -116,7 +116,7 @@ def _put(beside: Path, target: Path) -> None:
 
 
 def _overwrite(target: Path, content: IO[bytes]) -> None:
-    """In place, once there is room for all of it."""
+    """Write into the file as it is, once there is room for all of it."""
     size = content.seek(0, os.SEEK_END)
     content.seek(0)
     with target.open("r+b") as out:

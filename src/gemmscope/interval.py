@@ -33,17 +33,17 @@ class Interval:
 
     @property
     def above_one(self) -> bool:
-        """Of a ratio: faster, beyond the interval."""
+        """Whether a ratio is certainly above one: faster."""
         return self.low is not None and self.low > 1
 
     @property
     def below_one(self) -> bool:
-        """Of a ratio: slower, beyond the interval."""
+        """Whether a ratio is certainly below one: slower."""
         return self.high is not None and self.high < 1
 
     @property
     def includes_one(self) -> bool:
-        """Of a ratio: too close to call. A ratio without an interval says nothing either way."""
+        """Whether a ratio is too close to call. A ratio without an interval says nothing either way."""
         return self.known and not self.above_one and not self.below_one
 
     def overlaps(self, other: Interval) -> bool:

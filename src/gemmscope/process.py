@@ -16,10 +16,16 @@ from pathlib import Path
 
 from gemmscope.folders import cache_folder
 
-_START = (
-    "import sys; sys.path[:1] == [''] and sys.path.pop(0); root = sys.argv.pop(1); root in sys.path or sys.path.append(root); "
+PACKAGES_VARIABLE = "GEMMSCOPE_PACKAGES"
+"""Folders with packages for workers where gemmscope is not installed (nodes of a cluster), last on their import path."""
+
+START_WORKER = (
+    "import os, sys; sys.path[:1] == [''] and sys.path.pop(0); "
+    f"roots = [sys.argv.pop(1), *os.environ.get('{PACKAGES_VARIABLE}', '').split(os.pathsep)]; "
+    "sys.path += [root for root in roots if root and root not in sys.path]; "
     "from gemmscope.process import _run_worker; _run_worker(int(sys.argv.pop(1)))"
 )
+"""For `python -c`, with the folder of this package, the number of the parent process, the module and its arguments."""
 
 
 def worker_command(module: str, *arguments: str) -> list[str]:
@@ -29,7 +35,7 @@ def worker_command(module: str, *arguments: str) -> list[str]:
     ['gemmscope.model.hub', 'gpt2']
     """
     root = Path(__file__).resolve().parent.parent  # the worker imports this package from the same place
-    return [sys.executable, "-c", _START, str(root), str(os.getpid()), module, *arguments]
+    return [sys.executable, "-c", START_WORKER, str(root), str(os.getpid()), module, *arguments]
 
 
 def worker_environment() -> dict[str, str]:

@@ -38,7 +38,7 @@ _OPEN_FILE = re.compile(r"/(?:dev|proc/self)/fd/([0-9]{1,9})")  # a shell's <(co
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
-def open_input(name: str | Path, hint: str = "", *, unpack: bool = False) -> io.BufferedReader:
+def open_input(name: str | Path, hint: str, *, unpack: bool = False) -> io.BufferedReader:
     """Open what the user named, for reading bytes; with `unpack`, gzip data is decompressed, whatever the name.
 
     Use it in a `with` statement. Reading raises `UserError` and nothing else.
@@ -70,6 +70,8 @@ def read_text(name: str | Path, limit: int, hint: str = "", *, unpack: bool = Fa
 
 def parse_json(data: bytes | str, name: str | Path, hint: str = "", *, most_containers: int = MOST_CONTAINERS) -> Any:
     """The value of a JSON text of limited size; a `UserError` if it is invalid, or would need far more memory than its text."""
+    if not data.strip():
+        raise UserError(f"{called(name)} is empty", hint)
     containers = data.count("{") + data.count("[") if isinstance(data, str) else data.count(b"{") + data.count(b"[")
     if containers > most_containers:
         raise UserError(f"{called(name)} is too large: it has more than {most_containers:,} lists and objects", hint)
@@ -130,7 +132,7 @@ class InputFile:
         weakref.finalize(self, copy.close)
 
     def open(self, *, unpack: bool = False) -> io.BufferedReader:
-        """As `open_input`, from the beginning."""
+        """Open it as `open_input` does, from the beginning."""
         if self._copy is None:
             return open_input(self.name, self._hint, unpack=unpack)
         self._copy.seek(0)
@@ -246,7 +248,7 @@ class _Unpacked(io.RawIOBase):
             raise UserError(message, "copy it again") from None
         self._size += len(data)
         if self._size > max(HARMLESS_UNPACKED, MOST_UNPACKED * self._guard.size):
-            message = f"{self._guard.name} unpacks to more than {MOST_UNPACKED} times its size: it is damaged, or made to do harm"
+            message = f"{self._guard.name} unpacks to more than {MOST_UNPACKED} times its size: it is damaged or malicious"
             raise UserError(message, self._guard.hint)
         buffer[: len(data)] = data
         return len(data)

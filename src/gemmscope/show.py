@@ -32,7 +32,7 @@ def notebook(result: Result) -> str:
 
 
 def _main_figure(told: Document) -> Document:
-    """With the first chart only, and those that are drawn beside it on the same axis: for other GPUs, for the other mode."""
+    """The document with its first chart, and those drawn beside it on the same axis: for other GPUs, for the other mode."""
     charts = told.charts()
     drawn = [chart for chart in charts if chart.main or getattr(chart, "figure", False)] or charts
     kept = [chart for chart in drawn if type(chart) is type(drawn[0]) and _unit(chart) == _unit(drawn[0])]
@@ -65,7 +65,8 @@ def save(result: Result, path: str | Path) -> None:
     }
     if ending not in (*texts, *FIGURE_ENDINGS):
         raise UserError(
-            f"{Path(path).name} does not tell what to write", f"use one of the endings {', '.join((*texts, *FIGURE_ENDINGS))}"
+            f"{Path(path).name} has no extension that selects a format",
+            f"use one of the extensions {', '.join((*texts, *FIGURE_ENDINGS))}",
         )
     place, note = Keeper(result).place(path, run_file=ending == ".json")
     if note:

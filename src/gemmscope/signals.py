@@ -26,7 +26,7 @@ class Interrupted(BaseException):
 
     @property
     def exit_code(self) -> int:
-        """As shells report it: 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP."""
+        """The exit code as shells report it: 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP."""
         return 128 + self.number
 
 
@@ -50,7 +50,7 @@ class Held:
             raise self.interruption()
 
     def interruption(self) -> BaseException:
-        """To be raised where nothing can be returned."""
+        """The exception to raise if nothing can be returned."""
         return _interruption(self.first or signal.SIGINT, self.outcome)
 
     def fileno(self) -> int:
@@ -64,6 +64,8 @@ class Held:
 
 _held: Held | None = None
 _installed = False
+_raised: int | None = None
+"""The signal that ends this command. The exception may be lost: extension modules, and code that they call, swallow some."""
 
 
 def _interruption(number: int, outcome: str = "") -> BaseException:
@@ -71,7 +73,9 @@ def _interruption(number: int, outcome: str = "") -> BaseException:
 
 
 def _handle(number: int, _: FrameType | None) -> None:
+    global _raised
     if _held is None:
+        _raised = number
         raise _interruption(number)
     _held.note(number)
 
@@ -79,9 +83,9 @@ def _handle(number: int, _: FrameType | None) -> None:
 @contextmanager
 def raised() -> Iterator[None]:
     """For the command line: these signals raise `Interrupted`. What is ignored stays so (nohup, background jobs)."""
-    global _installed
+    global _installed, _raised
     before = {number: signal.getsignal(number) for number in ENDING}
-    _installed = True
+    _installed, _raised = True, None
     for number, handler in before.items():
         if handler not in (signal.SIG_IGN, None):
             signal.signal(number, _handle)
@@ -133,6 +137,8 @@ def held() -> Iterator[Held]:
         _held = mine
     if replaced:
         signal.signal(signal.SIGINT, _handle)
+    if ours and _installed and _raised is not None:
+        mine.note(_raised)
     try:
         yield mine
     except OSError as error:  # a terminal that was closed sends SIGHUP, and cannot be written to any more

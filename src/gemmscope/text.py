@@ -20,6 +20,8 @@ def printable(text: str, keep: str = "\n\t") -> str:
     >>> printable("H200\\x1b[31m\\u202e"), printable("two\\nlines"), printable("two\\nlines", keep="")
     ('H200\\\\x1b[31m\\\\u202e', 'two\\nlines', 'two\\\\nlines')
     """
+    if text.isascii() and text.isprintable():
+        return text
     return UNUSUAL.sub(lambda found: found[0] if _is_visible(found[0]) or found[0] in keep else _escape(found[0]), text)
 
 

@@ -59,6 +59,16 @@ def percent(share: float) -> str:
     return "<0.1%" if 0 < share < 0.0005 else f"{share * 100:.1f}%"
 
 
+def difference(ratio: float) -> str:
+    """How far a ratio is from one.
+
+    >>> difference(0.902), difference(1.0004), difference(0.9996)
+    ('-9.8%', '0.0%', '0.0%')
+    """
+    text = f"{100 * (ratio - 1):+.1f}%"
+    return "0.0%" if text in ("+0.0%", "-0.0%") else text
+
+
 def decimals(half_width: float) -> int:
     """How many decimals an estimate deserves: two digits of its uncertainty where these are below 36, else one.
 
@@ -213,7 +223,7 @@ def counted(count: float, noun: str) -> str:
 
 
 def slug(text: str) -> str:
-    """For an id or a file name.
+    """The text as an id or a part of a file name.
 
     >>> slug("A · NVIDIA H200")
     'a-nvidia-h200'

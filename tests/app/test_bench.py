@@ -31,7 +31,7 @@ def test_a_model_and_shapes(pretend: Pretend) -> None:
     bare = run_bench(shapes=[(64, 32, 16)], choices=Choices(modes=["pre-quantized"]))
     assert [case.op for case in bare.linears.cases] == ["64x32x16"]
     assert bare.linears.modes == ("pre-quantized",)
-    with pytest.raises(UserError, match="shapes measures bare GEMMs, and a model was given"):
+    with pytest.raises(UserError, match="shapes measures bare GEMMs, but a model was given"):
         run_bench(job, shapes=[(64, 32, 16)])
 
 

@@ -122,21 +122,24 @@ def test_virtual_stages() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"gpus": 24}, ("--global-batch 128 does not split", "and run.sh gives this global batch", "--gpus 16 or --gpus 32")),
+        ({"gpus": 24}, ("--global-batch 128 does not split", "(the global batch is from run.sh)", "--gpus 16 or --gpus 32")),
         ({"gpus": 2}, ("takes 4 GPUs (tp x cp x pp), more than --gpus 2", "--gpus 4")),
         ({"gpus": 30}, ("30 GPUs do not divide into groups of 4", "--gpus 28 or --gpus 32")),
         ({"gpus": 32, "dp": 4}, ("--gpus 32 is not 4 data-parallel replicas", "--gpus 16")),
         ({"global_batch": 100}, ("--global-batch 100 does not split", "--global-batch 96 or --global-batch 104")),
         ({"fsdp": 3}, ("--fsdp 3 does not divide the 8 ranks", "--dp 6 or --dp 9")),
-        ({"fsdp": 8, "zero": 1}, ("--fsdp 8 shares weights, gradients and optimizer, and --zero 1 less", "remove --zero")),
-        ({"fsdp": 8, "zero": 0}, ("and --zero 0 less",)),
+        (
+            {"fsdp": 8, "zero": 1},
+            ("--fsdp 8 shards weights, gradients and optimizer states, but --zero 1 shards less", "remove --zero"),
+        ),
+        ({"fsdp": 8, "zero": 0}, ("but --zero 0 shards less",)),
         ({"zero": 4}, ("--zero must be 0, 1, 2 or 3",)),
         ({"optimizer_state": "fp16"}, ("--optimizer-state must be bf16 or fp32",)),
         ({"vp": 3}, ("--vp 3 does not divide the 16 layers of a pipeline stage", "1, 2, 4, 8, 16")),
         ({"vp": 2, "pp": 1}, ("--vp 2 splits each stage of a pipeline", "remove --vp, or add --pp: 1, 2, 4, 8, 16")),
         (
             {"vp": 2, "gradient_accumulation": 3},
-            ("multiples of --pp 2", "--gradient-accumulation 2 or --gradient-accumulation 4"),
+            ("needs a multiple of --pp 2 micro-batches", "--gradient-accumulation 2 or --gradient-accumulation 4"),
         ),
         ({"vp": 2, "gradient_accumulation": 1}, ("a step has 1", "the nearest that works: --gradient-accumulation 2")),
         ({"vp": 2, "global_batch": 24}, ("a step has 3", "as a global batch, --global-batch 16 or --global-batch 32")),
@@ -223,7 +226,7 @@ def test_tokens_are_priced_on_the_gpus_of_the_layout(run: Run) -> None:
         ("--network -1", "--network must be more than 0"),
         ("--nvlink-domain 0", "--nvlink-domain must be at least 1"),
         ("--sweep tp=1,2 --network pigeon", "--network 'pigeon' is not a known network"),
-        ("--gpus 8 --sweep tp=1,2 --tokens 1T", "--tokens is about the cost of one run"),
+        ("--gpus 8 --sweep tp=1,2 --tokens 1T", "--tokens applies to the cost of one run"),
     ],
 )
 def test_wrong_networks_and_costs(run: Run, options: str, words: str) -> None:

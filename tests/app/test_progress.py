@@ -11,11 +11,12 @@ import pytest
 
 from gemmscope.app import progress
 from gemmscope.app.bench import BenchTiming
-from gemmscope.app.progress import Console, ProgressLine, TimeLeft
+from gemmscope.app.progress import Console, ProgressLine, Tenths, TimeLeft
 from gemmscope.bench.campaign import LinearCampaign
 from gemmscope.engine.journal import Journal, RecordedRun
 from gemmscope.engine.link import LocalWorkers
 from gemmscope.engine.messages import Begin, Hello, Message, Ready, Round, Sampled
+from gemmscope.engine.pool.outcomes import PoolProgress
 from gemmscope.workload.cases import bare_gemms, tasks_of
 
 
@@ -76,7 +77,7 @@ def test_counting_shows_a_line_on_a_terminal_only(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(sys, "stderr", screen)
         with Console().counting("points", 3000) as show:
             show(1000)
-        assert ("1,000 of 3,000 points, about 0 s left" in screen.getvalue()) == screen.isatty()
+        assert bool(re.search(r"1,000 of 3,000 points, about \d+ s left", screen.getvalue())) == screen.isatty()
 
 
 @pytest.mark.parametrize(
@@ -100,3 +101,49 @@ def test_time_left(tmp_path: Path, timing: BenchTiming, half_width: float | None
     now[0] += 8
     assert estimate.seconds(4, half_width) == pytest.approx(left)
     campaign.recording.journal.close()
+
+
+def spread(done: int, failed: int = 0, last: str = "", total: int = 40) -> PoolProgress:
+    return PoolProgress(done, failed, total, 8, 7, 1, 30.0 * (total - done), last)
+
+
+def test_many_places_are_one_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    with Console().spreading("point") as show:
+        show(PoolProgress(0, 0, 40, 0, 0, 0, None, ""))
+        show(spread(3, last="node03 GPU 5 lost: signal 9"))
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
+    assert "starting" in text
+    assert "3 of 40 points done, about 18 min left; 7 of 8 GPUs busy; node03 GPU 5 lost: signal 9" in text
+
+
+def test_the_only_place_says_what_it_does() -> None:
+    state = PoolProgress(0, 0, 1, 1, 1, 1, None, "", "round 3, speedups known to ±1.2%")
+    assert progress.spread_text(state, "GPU") == "0 of 1 GPU done; 1 of 1 GPU busy; round 3, speedups known to ±1.2%"
+
+
+def test_a_log_has_a_line_for_every_tenth() -> None:
+    lines: list[str] = []
+    now = [0.0]
+    show = Tenths("point", lines.append, lambda: now[0])
+    for done in range(41):
+        now[0] += 1.0
+        show(spread(done))
+    assert len(lines) == 10
+    assert lines[0].startswith("4 of 40 points done")
+    assert lines[-1].startswith("40 of 40 points done; ")
+
+
+def test_a_log_says_what_happened_when_little_is_done() -> None:
+    lines: list[str] = []
+    now = [0.0]
+    show = Tenths("point", lines.append, lambda: now[0])
+    show(spread(0, last="a lost"))  # before anything is done, at once
+    show(spread(1, last="b lost"))
+    now[0] += 61.0
+    show(spread(1, last="b lost"))
+    show(spread(1, last="b lost"))
+    assert [line.rpartition("; ")[2] for line in lines] == ["a lost", "b lost"]

@@ -47,6 +47,15 @@ def test_every_kind_has_a_page(run: Run, tmp_path: Path, name: str) -> None:
     assert (tmp_path / "page.md").read_text().startswith("# ")
 
 
+@pytest.mark.parametrize("ending", ["pdf", "PNG", "json", "md"])
+def test_a_page_is_not_called_otherwise(run: Run, tmp_path: Path, ending: str) -> None:
+    outcome = run(f"report {put(tmp_path, 'run.json', 'step')} -o {tmp_path}/page.{ending}")
+    assert outcome.code == 2
+    assert f"the page is HTML, not .{ending.lower()}" in outcome.err
+    assert "--output page.html" in outcome.err
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
 def test_results_are_reported_as_their_files_are(tmp_path: Path) -> None:
     result = explanation()
     (tmp_path / "run.json").write_text(result.to_json())
@@ -91,7 +100,7 @@ def test_runs_are_compared_over_one_baseline_and_never_by_their_own_gains() -> N
     assert slower.over.low is not None
     assert slower.over.low < slower.over.value < 1 < h200.recipes[2].speedup.value  # type: ignore[union-attr]
     text = page([told])
-    assert "One baseline for all bars" in text
+    assert "All bars share one baseline" in text
     assert "intervals overlap" not in text
 
 
@@ -136,7 +145,8 @@ def test_the_page_loads_nothing(tmp_path: Path) -> None:
     assert "url(" not in own
 
 
-def test_figures(run: Run, tmp_path: Path) -> None:
+def test_figures(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     paths = [put(tmp_path, "a.json", "bench"), put(tmp_path, "b.json", "bench again")]
     outcome = run(f"report {paths[0]} {paths[1]} --figures {tmp_path}/new/figures")
     assert outcome.code == 0, outcome.err
@@ -147,7 +157,7 @@ def test_figures(run: Run, tmp_path: Path) -> None:
     path = put(tmp_path, "step.json", "verified step")
     assert run(f"report {path} --figures {tmp_path}/step").code == 0
     assert {"time-step", "waterfall"} < {path.stem for path in (tmp_path / "step").iterdir()}
-    assert not Path("report.html").exists()
+    assert not (tmp_path / "report.html").exists()
 
 
 def test_gzipped_and_to_standard_output(run: Run, tmp_path: Path) -> None:
@@ -213,8 +223,8 @@ def _other_mlp() -> RunData:
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        (lambda: run_data("step"), "are about different models: "),
-        (lambda: run_data("bench of bare GEMMs"), "a.json is about a model, b.json about bare GEMMs"),
+        (lambda: run_data("step"), "are for different models: "),
+        (lambda: run_data("bench of bare GEMMs"), "a.json is for a model, b.json for bare GEMMs"),
         (_other_mlp, "MLP Up of 4096x16384 and 4096x14336"),
     ],
 )
@@ -223,7 +233,7 @@ def test_runs_that_do_not_belong_together(run: Run, tmp_path: Path, second: Call
     outcome = run(f"report {paths[0]} {paths[1]} -o {tmp_path}/page.html")
     assert outcome.code == 2
     assert message in " ".join(outcome.err.split())
-    assert "make a report of each" in outcome.err
+    assert "make a separate report of each" in outcome.err
 
 
 def test_other_batches_are_named(tmp_path: Path) -> None:

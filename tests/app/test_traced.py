@@ -25,7 +25,7 @@ def test_linears_that_fit_no_low_precision(run: Run, tmp_path: Path, monkeypatch
     line = traced(monkeypatch, tmp_path, Gemm("up", "fprop", 7, 7, 7), Gemm("up", "dgrad", 7, 7, 7), Gemm("up", "wgrad", 7, 7, 7))
     outcome = run(line)
     assert outcome.code == 0
-    assert "Only BF16 could be forecast on H200 SXM 141 GB." in outcome.out
+    assert "Only BF16 was forecast on H200 SXM 141 GB." in outcome.out
 
 
 def test_more_weights_than_any_model_has_experts(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811

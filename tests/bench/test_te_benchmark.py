@@ -15,8 +15,9 @@ from gemmscope.results.forecast import ForecastResult
 from gemmscope.workload.cases import Case, forward_calls, op_of
 from gemmscope.writers import terminal
 from support.command import Run, run
+from support.workers import forked_workers
 
-__all__ = ["run"]  # the fixture
+__all__ = ["forked_workers", "run"]  # the fixtures
 
 SIZES = "--hidden-size 4096 --intermediate-size 16384 --num-attention-heads 32 --num-hidden-layers 24"
 MODEL = f"{SIZES} --micro-batch-size 31 --sequence-length 512"
@@ -69,6 +70,7 @@ def test_a_weight_is_quantized_for_one_direction() -> None:
     assert one.quantize_ms["X"] == both.quantize_ms["X"]
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_bench_on_the_cpu(run: Run) -> None:
     small = "--hidden-size 64 --intermediate-size 128 --num-attention-heads 4 --num-hidden-layers 2"
     line = f"bench --device cpu {small} --micro-batch-size 1 --sequence-length 64 --as-te-benchmark --num-iters 3 --num-warmup 1"
@@ -86,8 +88,8 @@ def test_bench_on_the_cpu(run: Run) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (f"{MODEL} --cache-weights", "quantizes the weight in every call, and --cache-weights never"),
-        ("--shapes 4096", "--as-te-benchmark is about"),
+        (f"{MODEL} --cache-weights", "quantizes the weight in every call, but --cache-weights never does"),
+        ("--shapes 4096", "--as-te-benchmark applies to"),
         ("--preset qwen3-30b-a3b --micro-batch-size 1 --sequence-length 512", "no counterpart of experts"),
     ],
 )
@@ -100,6 +102,6 @@ def test_what_does_not_go_together(run: Run, command: str, options: str, words: 
 def test_it_is_not_about_a_step(run: Run) -> None:
     outcome = run(f"forecast {MODEL} --gpu h200 --as-te-benchmark --gpus 8 --tokens 1T")
     assert outcome.code == 2
-    assert "are about a training step, and there is none" in outcome.err
-    with pytest.raises(UserError, match="is about the linears of a model"):
+    assert "apply to a training step, but there is none" in outcome.err
+    with pytest.raises(UserError, match="applies to the linears of a model"):
         gs.forecast_gemms("h200", shapes=[(512, 512, 512)], as_te_benchmark=True)

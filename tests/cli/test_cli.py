@@ -16,8 +16,9 @@ import pytest
 from gemmscope.model import presets
 from gemmscope.results.shapes import ShapesResult
 from support.command import Run, run
+from support.workers import forked_workers
 
-__all__ = ["run"]  # the fixture
+__all__ = ["forked_workers", "run"]  # the fixtures
 
 REFERENCE = (
     "shapes --hidden_size 4096 --intermediate_size 16384 --num_attention_heads 32 --num_hidden_layers 24 "
@@ -95,7 +96,7 @@ def test_sharded(run: Run) -> None:
         (f"shapes --hidden-size 64 {BATCH}", "--intermediate-size, --num-attention-heads, --num-hidden-layers missing"),
         (f"shapes --config nowhere.json {BATCH}", "there is no file or folder 'nowhere.json'"),
         (f"shapes --config qwen3-8bb {BATCH}", "did you mean --preset qwen3-8b?"),
-        (f"shapes --module nowhere.py {BATCH}", "--module must be FILE.py:FACTORY"),
+        (f"shapes --module nowhere.py {BATCH}", "--module must be FILE.py:FUNCTION"),
         (f"shapes --preset gpt2 {BATCH} --tp 5", "--tp 5 does not divide num_attention_heads = 12"),
         (f"shapes --preset gpt2 {BATCH} --recompute sometimes", "--recompute must be none or selective or full, not 'sometimes'"),
         (f"shapes --preset gpt2 {BATCH} --pp 2 --pp-layers 6,x", "--pp-layers must be a list of whole numbers"),
@@ -255,7 +256,7 @@ def leaves():
 
 
 @pytest.fixture
-def factory(tmp_path: Path) -> Path:
+def factory(tmp_path: Path, forked_workers: None) -> Path:
     pytest.importorskip("torch", reason="tracing needs torch")
     path = tmp_path / "mine.py"
     path.write_text(FACTORY)
@@ -284,7 +285,7 @@ def test_module_with_inputs(run: Run, factory: Path) -> None:
     [
         ("raises", "raises() raised RuntimeError: no such layer (line 12 of"),
         ("returns_nothing", "returned NoneType; it must return an nn.Module"),
-        ("looks_at_values", "running the model on the meta device raised"),
+        ("looks_at_values", "the forward pass returned no tensor that requires a gradient"),
         ("leaves", "leaves() raised SystemExit"),
         ("absent", "has no function 'absent'; it defines build"),
     ],
@@ -311,6 +312,7 @@ def config_file(tmp_path: Path, config: dict[str, Any]) -> Path:
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_check(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the check needs transformers")
     outcome = run(f"shapes --config {config_file(tmp_path, {'model_type': 'llama', **SMALL})} {BATCH} --tp 2 --check")
@@ -320,6 +322,7 @@ def test_check(run: Run, tmp_path: Path) -> None:
     assert "check-equal" in [found["code"] for found in json.loads(detail.out)["findings"]]
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_type_without_closed_form_is_traced(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="building it needs transformers")
     config = {"model_type": "gpt_neo", **SMALL, "attention_types": [[["global"], 2]], "num_layers": 2}
@@ -328,6 +331,7 @@ def test_a_type_without_closed_form_is_traced(run: Run, tmp_path: Path) -> None:
     assert "GPTNeoForCausalLM" in outcome.out
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_type_nobody_knows(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = config_file(tmp_path, {"model_type": "martian", **SMALL})
     pytest.importorskip("transformers", reason="asking transformers needs it")

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 
+from gemmscope.app.doctor import Diagnosis
 from gemmscope.gpu import environment
+from gemmscope.gpu.health import Health
 from support.command import Run, run
 from support.machines import NOTHING, machine
+from support.nvml_driver import Driver
 
 __all__ = ["run"]  # the fixture
 
@@ -48,6 +52,9 @@ class Leaving:
     def compute_processes(self) -> list[int]:
         return self._processes.pop(0)
 
+    def uuid(self) -> str:
+        return "GPU-1"
+
 
 def test_what_has_just_ended_does_not_count_as_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run right after another finds the other's process still leaving the GPU: it is looked at again."""
@@ -66,3 +73,37 @@ def test_words_that_are_no_text_do_no_harm(run: Run, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("gemmscope.child.worker_environment", dict)
     outcome = run("doctor --json -")
     assert "exit code 3: caf\ufffd closed" in json.loads(outcome.out)["backends"]["torch"]["broken"]
+
+
+HEALTHY: Health = {"uncorrected_errors": 0, "pcie_width": 16, "pcie_width_max": 16, "nvlinks": 18, "nvlinks_active": 18}
+
+
+def advice(*healths: Health) -> list[str]:
+    one = machine()
+    gpus = tuple(replace(one.gpus[0], index=index) for index in range(len(healths)))
+    return Diagnosis(replace(one, gpus=gpus), {"cpu": {}}, dict(enumerate(healths))).advice()
+
+
+def test_doctor_names_what_is_wrong_with_a_gpu() -> None:
+    assert advice(HEALTHY, HEALTHY) == ["no problems found"]
+    sick: Health = {**HEALTHY, "uncorrected_errors": 2, "pcie_width": 8, "nvlinks_active": 17}
+    assert advice(HEALTHY, sick) == [
+        "GPU 1: 2 uncorrected memory errors since the driver was loaded (reset the GPU)",
+        "GPU 1: PCIe x8 instead of x16 (check its slot and riser)",
+        "GPU 1: 17 of 18 NVLinks are active (nvidia-smi nvlink --status shows which are not)",
+    ]
+
+
+def test_a_machine_in_which_all_gpus_have_fewer_links_is_built_so() -> None:
+    fewer: Health = {**HEALTHY, "nvlinks_active": 12}
+    assert advice(fewer, fewer) == ["no problems found"]
+    assert len(advice(fewer)) == 1
+
+
+def test_doctor_asks_the_driver(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("gemmscope.app.doctor.environment", machine)
+    Driver(rows=(0, 2, 1, 0)).install(monkeypatch)
+    monkeypatch.setattr("pynvml.nvmlInit", lambda: None)
+    assert "GPU 0: a faulty memory row is pending remapping (reset the GPU)" in run("doctor").out
+    assert json.loads(run("doctor --json -").out)["health"]["0"]["remap_pending"] == 1

@@ -104,7 +104,7 @@ BAD = {
     "two of the same": ("{low} {low}", "neither ranks of one job nor BF16"),
     "run file as trace": ("{bench}", "is a run file, not a trace"),
     "trace as run file": ("{low} --against {bf16}", "is a profiler trace, not a run file"),
-    "bench of another model": ("{low} --against {bench}", "is about another model or batch"),
+    "bench of another model": ("{low} --against {bench}", "is for a different model or batch"),
     "recipe without run file": ("{low} --recipe fp8current", "--against"),
     "no steps": ("{low} --steps 0", "at least one step"),
     "overwrites": ("{low} --perfetto {low}", "would overwrite"),

@@ -156,7 +156,7 @@ def test_what_does_not_fit_is_not_priced(run: Run) -> None:
     assert l40s.step is not None
     assert all(time.cost is not None for time in h200.step.recipes)
     assert not any(time.cost is not None for time in l40s.step.recipes)
-    assert "only h200 holds this layout" in run(f"{PRESET} --gpu h200,l40s {cost}").out
+    assert "this layout fits only on h200" in run(f"{PRESET} --gpu h200,l40s {cost}").out
 
 
 def test_a_sweep_says_what_does_not_fit(run: Run) -> None:
@@ -317,7 +317,7 @@ def test_a_library_that_was_not_measured_has_wider_bars(run: Run, tmp_path: Path
     highs = [float(row["high_ms"]) for row in (vllm, none, mine, sglang)]
     assert highs[0] <= highs[1] < highs[2] == highs[3]
     assert "bf16: measured on h200 (sustained, vllm), for want of sglang" in outcome.err
-    assert "'mine' was not measured (known: sglang, trtllm, vllm)" in outcome.err
+    assert "'mine' was not measured (measured: sglang, trtllm, vllm)" in outcome.err
     assert run(f"forecast --gpu b200 --gemms {tmp_path}/g.csv --library mine").code == 0
 
 
@@ -335,7 +335,7 @@ def test_a_format_that_one_of_two_gpus_lacks(run: Run, tmp_path: Path) -> None:
     rows = list(csv.DictReader(io.StringIO(outcome.out)))
     assert [row["gemm_ms"] != "" for row in rows] == [False, True, True, True]
     assert rows[0]["high_ms"] == ""
-    assert "Left empty: h200 has no nvfp4 GEMMs" in outcome.err
+    assert "No result: h200 has no nvfp4 GEMMs" in outcome.err
 
 
 @pytest.mark.parametrize(
@@ -435,14 +435,15 @@ def test_what_a_sweep_leaves_out_has_a_reason(run: Run) -> None:
         ("--gpu h200 --sweep hidden_size=1:100000000:1", "more than 100000 values", "larger steps"),
         ("--gpu h200 --sweep tp=1,2 --sweep pp=1,2 --sweep cp=1,2", "not 3", "two"),
         ("--gpu h200 --sweep tp=1,2 --sweep tp=1,2", "twice", "another"),
-        ("--gpu h200 --library vllm", "--library belongs to --gemms", "remove it"),
+        ("--gpu h200 --library vllm", "--library applies only to --gemms", "remove it"),
         ("--gpu h200 --gemms x.csv", "describes a model", "use only one"),
-        ("--gpu h200 --sweep tp=1,2 --cache-weights", "--cache-weights is about the linears", "remove it"),
-        ("--gpu h200 --sweep tp=1,2 --pre-quantize", "--pre-quantize is about the linears", "remove it"),
-        ("--gpu h200 --sweep tp=1,2 --autocast-only", "--autocast-only is about the linears", "remove it"),
+        ("--gpu h200 --sweep tp=1,2 --cache-weights", "--cache-weights applies to the linears", "remove it"),
+        ("--gpu h200 --sweep tp=1,2 --pre-quantize", "--pre-quantize applies to the linears", "remove it"),
+        ("--gpu h200 --sweep tp=1,2 --autocast-only", "--autocast-only applies to the linears", "remove it"),
         ("--gpu h200 --recipes fp8block --no-fp8-block", "--no-fp8-block skips it", "use only one"),
         ("--gpu h200 --pre-quantize --autocast-only", "exclude each other", "use only one"),
         ("--gpu h200 -o figure.txt", "is not a figure file", ".png"),
+        ("--gpu h200 -o page.html", "is not a figure file", "gemmscope report"),
     ],
 )
 def test_wrong_input_is_one_message(run: Run, arguments: str, says: str, hint: str) -> None:

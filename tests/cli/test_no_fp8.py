@@ -45,4 +45,4 @@ def test_it_skips_mxfp8_alone(run: Run) -> None:
 
 
 def test_the_help_says_so() -> None:
-    assert settings_of("no_fp8", "bench")["help"].startswith("Skip MXFP8, and only MXFP8.")
+    assert settings_of("no_fp8", "bench")["help"].startswith("Skip MXFP8 only.")

@@ -24,6 +24,7 @@ from gemmscope.results.read import read_result
 from support.command import Outcome, Run, run
 from support.machines import machine
 from support.poison import HOSTILE, invisible, poisoned
+from support.processes import wait_until
 from support.results import RESULTS, TRACES
 from support.run_files import recorded_bench
 from support.step_files import recorded_step
@@ -74,7 +75,7 @@ def test_a_result_without_samples_replaces_nothing(long: BenchResult, tmp_path: 
     deliver(cut(long, 0, interrupted=True), options(tmp_path, *ALL))
     assert files(tmp_path) == before
     assert capsys.readouterr().err.splitlines() == [
-        f"nothing was measured: {tmp_path}/out.{ending} is left as it was" for ending in ENDINGS.values()
+        f"nothing was measured, so {tmp_path}/out.{ending} is left unchanged" for ending in ENDINGS.values()
     ]
 
 
@@ -84,6 +85,15 @@ def test_a_result_without_samples_is_written_where_there_is_nothing(long: BenchR
     assert read_result(tmp_path / "out.json").sample_count == 0
     assert all(files(tmp_path).values())
     assert len(files(tmp_path)) == 3
+
+
+def test_nothing_to_draw_is_not_an_error_where_nothing_was_measured(
+    long: BenchResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The exit code is that of the command: nothing was measured."""
+    deliver(cut(long, 0), options(tmp_path, "json", "output"))
+    assert list(files(tmp_path)) == ["out.json"]
+    assert f"nothing was measured: there is no figure to write to {tmp_path}/out.svg" in capsys.readouterr().err
 
 
 def test_an_interrupted_result_goes_beside_one_with_more_samples(
@@ -99,7 +109,7 @@ def test_an_interrupted_result_goes_beside_one_with_more_samples(
     assert {name: content for name, content in files(tmp_path).items() if name in before} == before
     assert read_result(tmp_path / "out.interrupted.json").sample_count == short.sample_count
     err = capsys.readouterr().err
-    assert f"{tmp_path}/out.json is left as it was: it has more samples than this interrupted run" in err
+    assert f"{tmp_path}/out.json is left unchanged: it has more samples than this interrupted run" in err
     assert f"wrote {tmp_path}/out.interrupted.json" in err
     deliver(short, options(tmp_path, "json"))
     assert (tmp_path / "out.interrupted-2.json").exists()
@@ -123,7 +133,7 @@ def test_tables_of_an_interrupted_result_go_beside(long: BenchResult, tmp_path: 
     deliver(cut(long, 1, interrupted=True), options(tmp_path, "json", "csv", "output"))
     assert sorted(files(tmp_path)) == ["out.csv", "out.interrupted.csv", "out.interrupted.svg", "out.json", "out.svg"]
     assert (tmp_path / "out.csv").read_text() == (tmp_path / "out.svg").read_text() == "old"
-    assert f"{tmp_path}/out.csv is left as it was: this run was interrupted" in capsys.readouterr().err
+    assert f"{tmp_path}/out.csv is left unchanged: this run was interrupted" in capsys.readouterr().err
 
 
 def test_a_complete_result_replaces_everything(long: BenchResult, tmp_path: Path) -> None:
@@ -215,10 +225,10 @@ def test_dev_stdout_is_standard_output(run: Run) -> None:
 
 def test_descriptors_are_written_to(tmp_path: Path) -> None:
     places = f"--json /dev/fd/5 --csv >(cat > {tmp_path}/a.csv) 5> {tmp_path}/out.json"
-    line = f"{sys.executable} -m gemmscope {SHAPES} {places}; sleep 0.3"
+    line = f"{sys.executable} -m gemmscope {SHAPES} {places}"
     subprocess.run(["bash", "-c", line], stdout=subprocess.DEVNULL, check=True)
     assert json.loads((tmp_path / "out.json").read_text())["kind"] == "shapes"
-    assert (tmp_path / "a.csv").read_text().startswith("table,")
+    assert wait_until(lambda: (tmp_path / "a.csv").read_text().startswith("table,"))  # bash does not wait for `cat`
 
 
 # --- streams that are closed or full --------------------------------------------------------------------------------------
@@ -245,6 +255,13 @@ FAILING = {
 }
 
 
+ASKS_NO_TORCH = """
+from gemmscope.app import doctor
+from gemmscope.child import run_worker
+doctor.run_worker = lambda _, **options: run_worker("gemmscope", "--version", **options)  # importing torch takes seconds
+"""
+
+
 @pytest.mark.parametrize("name", [*COMMANDS, *FAILING])
 def test_closed_streams(name: str) -> None:
     """In one process: nothing in these ways of ending depends on the shell."""
@@ -252,6 +269,7 @@ def test_closed_streams(name: str) -> None:
     code = f"""
 import os, sys
 from gemmscope.__main__ import run
+{ASKS_NO_TORCH if name == "doctor" else ""}
 sys.argv = ["gemmscope", *{line!r}]
 run()
 """
@@ -262,7 +280,7 @@ run()
                 os.close(number)
 
         return subprocess.run(
-            [sys.executable, "-c", code], preexec_fn=close, capture_output=True, text=True, check=False, timeout=120
+            [sys.executable, "-c", code], preexec_fn=close, capture_output=True, text=True, check=False, timeout=300
         )
 
     if name in ("shapes", "usage"):
@@ -281,7 +299,7 @@ run()
 )
 def test_closed_standard_input(line: str) -> None:
     command = ["bash", "-c", f"{sys.executable} -m gemmscope {line} <&-"]
-    child = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    child = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert child.returncode == 2
     assert child.stderr.startswith("gemmscope: ")
     assert "Traceback" not in child.stderr
@@ -305,7 +323,7 @@ def test_closed_standard_input(line: str) -> None:
 )
 def test_full_streams(redirection: str, line: str, code: int, message: str) -> None:
     command = ["bash", "-c", f"{sys.executable} -m gemmscope {line} {redirection}"]
-    child = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    child = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert child.returncode == code
     assert message in child.stderr
     assert "Traceback" not in child.stderr

@@ -8,8 +8,8 @@ import pytest
 
 from gemmscope.cli.bench_options import parse_shapes
 from gemmscope.cli.commands import build
-from gemmscope.cli.forecast_options import parse_sweep
 from gemmscope.cli.options import ModelOptions
+from gemmscope.cli.sweep_options import SweepOptions, parse_sweep
 from gemmscope.errors import UserError
 from gemmscope.sizes import percentage, size, token_count
 from support.command import Run, run
@@ -33,7 +33,7 @@ def test_every_whole_number_takes_a_size() -> None:
     assert {values[name] for name in names} == {8192}
     assert values["sequence_length"] == 1024**2
     values = build("step").make_context("step", ["--tokens", "15.5T", "--gpus", "16k", "--precision", "0.5%"]).params
-    assert (values["tokens"], values["gpus"], values["precision"]) == (15.5e12, 16384, 0.005)
+    assert (values["tokens"], SweepOptions(gpus=values["gpus"]).gpu_count(), values["precision"]) == (15.5e12, 16384, 0.005)
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,11 @@ from gemmscope.step.recommend import Plan
 from support.campaigns import interrupt
 from support.command import Run, run
 from support.machines import NOTHING
+from support.workers import forked_workers
 
-__all__ = ["run"]  # the fixture
+__all__ = ["forked_workers", "run"]  # the fixtures
 pytest.importorskip("torch", reason="measuring needs torch")
+pytestmark = pytest.mark.usefixtures("forked_workers")
 
 SIZES = "--hidden-size 32 --intermediate-size 64 --num-attention-heads 2 --num-hidden-layers 5 --vocab-size 61"
 SMALL = f"{SIZES} --micro-batch-size 1 --sequence-length 16 --device cpu"
@@ -41,6 +43,7 @@ def _own_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
+@pytest.mark.real_process
 def test_step_on_the_cpu(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="steps need torch")
     budget = "--tokens 1e9 --gpus 8 --price 2.5 --observed-speedup 0.01"
@@ -54,11 +57,11 @@ def test_step_on_the_cpu(run: Run, tmp_path: Path) -> None:
     assert all(time.verified is not None and time.cost is not None for time in result.step.recipes)
     assert any(code.startswith("observed-") for code in codes(result))
     assert result.command.startswith("gemmscope step --hidden-size 32")
-    for title in ("Training step: figures of one GPU", "Prediction compared with the real model", "Cost of the full run"):
+    for title in ("Training step per GPU", "Prediction compared with the real model", "Cost of the full run"):
         assert title in outcome.out
     assert "recommended: " in outcome.out
     assert "| BF16 |" in files["md"].read_text()
-    assert "Training step: figures of one GPU,BF16," in files["csv"].read_text()
+    assert "Training step per GPU,BF16," in files["csv"].read_text()
     assert files["png"].stat().st_size > 10_000
     assert result.recommendation is not None
 
@@ -197,7 +200,7 @@ def test_ctrl_c_while_a_mixed_plan_is_tried(run: Run, monkeypatch: pytest.Monkey
             stop(self)
 
     monkeypatch.setattr(StepCampaign, "run", half)
-    monkeypatch.setattr("gemmscope.app.step.candidate", lambda *_: Plan("FP32", ("mlp",)))
+    monkeypatch.setattr("gemmscope.app.step_session.candidate", lambda *_: Plan("FP32", ("mlp",)))
     outcome = run(f"step {SMALL}")
     assert outcome.code == 130
     assert "\nUse FP32: 2.000x [" in outcome.out
@@ -207,13 +210,13 @@ def test_a_mixed_plan_that_wins_is_recommended(run: Run, monkeypatch: pytest.Mon
     monkeypatch.setattr(
         StepCampaign, "run", lambda self: measured(self, lambda variant: 0.5 if variant.left_out else ms(variant))
     )
-    monkeypatch.setattr("gemmscope.app.step.candidate", lambda *_: Plan("FP32", ("mlp",)))
+    monkeypatch.setattr("gemmscope.app.step_session.candidate", lambda *_: Plan("FP32", ("mlp",)))
     outcome = run(f"step {SMALL} --json {tmp_path}/step.json")
     assert outcome.code == 0
     best = written(tmp_path / "step.json").recommendation
     assert best is not None
     assert (best.recipe, best.left_out, best.rivals) == ("FP32", ("mlp",), ())
-    assert "\nBetter: FP32 with mlp in BF16, 4.000x [" in outcome.out
+    assert "\nFaster still: FP32 with mlp in BF16, 4.000x [" in outcome.out
 
 
 def test_what_cuda_graphs_change_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -332,7 +335,7 @@ def test_ctrl_c_before_anything_was_measured(run: Run, monkeypatch: pytest.Monke
         (f"{SMALL} --observed-speedup 0", "--observed-speedup must be between 0 and 100"),
         (f"{SMALL} --precision 2", "must be a percentage such as 3%"),
         (f"{SMALL} --cuda-graphs", "--cuda-graphs needs a GPU"),
-        (f"{SMALL} --pre-quantize", "a step quantizes as it runs"),
+        (f"{SMALL} --pre-quantize", "a training step includes quantization"),
         (f"{SMALL} --longest nan", "--time-limit must be more than 0 seconds"),
         (f"{SMALL} -o step.txt", "is not a figure file"),
         (f"{SMALL} --json /no/such/folder/x.json", "cannot be written"),

@@ -163,7 +163,7 @@ def test_noisy_but_clearly_faster_passes(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_limit_from_python_must_be_a_share() -> None:
-    with pytest.raises(UserError, match="fail_if_slower=3 must be a share between 0 and 1"):
+    with pytest.raises(UserError, match="fail_if_slower=3 must be between 0 and 1"):
         compare([FIRST, AGAIN], fail_if_slower=3)
 
 
@@ -181,6 +181,22 @@ def test_more_than_two(run: Run, tmp_path: Path) -> None:
     result = read_result(tmp_path / "c.json")
     assert isinstance(result, CompareResult)
     assert all(len(row.changes) == 2 for row in result.rows)
+
+
+def on_chip(path: Path, **device: Any) -> Path:
+    data = raw(FIRST)
+    data["device"] |= device
+    path.write_text(json.dumps(data))
+    return path
+
+
+def test_which_chip_it_was_is_compared_and_its_health_is_not(tmp_path: Path) -> None:
+    one = on_chip(tmp_path / "one.json", node="node03", uuid="GPU-1", health={"corrected_errors": 0})
+    later = on_chip(tmp_path / "later.json", node="node03", uuid="GPU-1", health={"corrected_errors": 9})
+    other = on_chip(tmp_path / "other.json", node="node03", uuid="GPU-2", health={})
+    assert compare([one, later]).differences == ()
+    assert {each.name: each.values for each in compare([one, other]).differences} == {"GPU UUID": ("GPU-1", "GPU-2")}
+    assert compare([FIRST, one]).differences == ()  # the older file does not say
 
 
 def test_environment_differences_come_first(run: Run, tmp_path: Path) -> None:
@@ -210,7 +226,7 @@ def bad(tmp_path: Path) -> dict[str, tuple[str, str]]:
     return {
         write("old.json", schema_version=1): ("schema version 1", "run gemmscope bench again"),
         write("new.json", schema_version=3): ("schema version 3", "update gemmscope"),
-        write("kind.json", kind="shapes"): ("not a run file of bench or step", "--json"),
+        write("kind.json", kind="shapes"): ("not a run file of bench, step, sweep or fleet", "--json"),
         write("sizes.json", linears={**linears, "cases": cases}): ("not runs of the same thing", "measure"),
         write("batch.json", run=batch): ("micro_batch_size 31 and 1", "measure"),
         write("part.json", linears={**linears, "ops": [{"op": "a"}]}): ("is damaged", "run gemmscope bench again"),

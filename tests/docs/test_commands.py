@@ -13,6 +13,9 @@ from rich.cells import cell_len
 from gemmscope.cli.main import app, main
 from gemmscope.signals import raised
 from support.doc_commands import commands, put_files, reason_not_to_run
+from support.workers import forked_workers
+
+__all__ = ["forked_workers"]  # the fixture
 
 RUN = [command for command in commands() if not reason_not_to_run(command)]
 PARSED = [command for command in commands() if reason_not_to_run(command) == "needs a GPU"]
@@ -29,6 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("command", RUN)
 def test_documented_command_runs(
     command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -22,7 +21,11 @@ from gemmscope.results.bench import BenchSettings
 from gemmscope.results.forecast import ForecastResult
 from gemmscope.results.linears import Linears
 from gemmscope.workload.cases import MODES
+from support.command import Run, run
 from support.step_files import recorded_step
+from support.workers import forked_workers
+
+__all__ = ["forked_workers", "run"]  # the fixtures
 
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()
@@ -45,7 +48,7 @@ def test_families_listed() -> None:
 
 def test_bench_is_described_as_it_measures() -> None:
     text, settings = " ".join((ROOT / "docs" / "bench.md").read_text().split()), BenchSettings("transformer_engine")
-    assert f"drops its first {settings.drop_ms:g} ms" in text
+    assert f"the first {settings.drop_ms:g} ms of each burst are discarded" in text
     assert f"Bursts of {settings.keep_ms / 1000:g} s" in text
     assert BenchTiming().rule().least_rounds == 2
     first, second = re.findall(r"Wall time ([\d.]+) s and ([\d.]+) s", H200)[0]
@@ -60,13 +63,12 @@ def test_counts_in_the_texts() -> None:
     assert f"{len(presets.names())} presets" in changes
 
 
-def test_readme_shows_real_output() -> None:
+@pytest.mark.usefixtures("forked_workers")
+def test_readme_shows_real_output(run: Run) -> None:
     pytest.importorskip("transformers", reason="the check needs transformers")
     shown = re.search(r"^\$ (gemmscope shapes .*--check)\n…\n(Check passed: .*)$", README, flags=re.MULTILINE)
     assert shown is not None
-    command = [sys.executable, "-m", "gemmscope", *shlex.split(shown[1])[1:]]
-    child = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert shown[2] in child.stdout.splitlines()
+    assert shown[2] in run(shown[1].removeprefix("gemmscope ")).out.splitlines()
 
 
 def test_picture_is_current() -> None:
@@ -142,7 +144,7 @@ def test_recorded_runs_agree_with_the_tutorial() -> None:
         found = worked_example.measured().speedup(name, mode)
         assert found is not None
         assert all(float(other) == pytest.approx(found.value, rel=0.015) for other in others)
-    assert "came out within 1.5% of these speedups" in " ".join(TUTORIAL.split())
+    assert "gave speedups within 1.5% of these" in " ".join(TUTORIAL.split())
 
 
 def test_forecasts_agree_with_the_tutorial() -> None:
@@ -270,3 +272,15 @@ def test_methods_of_results_exist() -> None:
     names = re.findall(r"\bresult\.(\w+)", (ROOT / "docs" / "api.md").read_text())
     assert "to_frame" in names
     assert all(hasattr(ForecastResult, name) or name in ForecastResult.model_fields for name in names)
+
+
+def test_every_benchmark_is_in_their_index() -> None:
+    listed = re.findall(r"`(\w+\.(?:py|md))`", (ROOT / "benchmarks" / "README.md").read_text())
+    assert sorted(listed) == sorted({path.name for path in (ROOT / "benchmarks").iterdir() if path.is_file()} - {"README.md"})
+
+
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_files_that_the_pages_for_developers_name_exist(page: str) -> None:
+    named = re.findall(r"`((?:[a-z_]+/)+\w+\.(?:py|toml|md|tsv))`", (ROOT / page).read_text())
+    for path in (path for path in named if not re.search("[A-Z]{4}", path)):  # NAME, KIND and FORMAT stand for any
+        assert (ROOT / path).exists() or (ROOT / "src" / "gemmscope" / path).exists(), path

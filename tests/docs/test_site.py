@@ -130,7 +130,9 @@ def test_the_wheel_brings_what_it_needs_and_no_torch(packages: dict[str, Path]) 
     with zipfile.ZipFile(packages["wheel"]) as wheel:
         names = wheel.namelist()
         metadata = wheel.read(next(name for name in names if name.endswith(".dist-info/METADATA"))).decode()
-    needed = set(re.findall(r"^Requires-Dist: ([\w-]+)", metadata, flags=re.MULTILINE))
+    required = re.findall(r"^Requires-Dist: ([\w-]+)(.*)$", metadata, flags=re.MULTILINE)
+    assert [name for name, rest in required if "extra ==" in rest] == ["ray"]
+    needed = {name for name, rest in required if "extra ==" not in rest}
     assert needed == {
         "jinja2", "matplotlib", "numpy", "nvidia-ml-py", "platformdirs", "pydantic", "pyyaml", "rich", "tomli", "typer",
     }  # fmt: skip

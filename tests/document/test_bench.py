@@ -161,3 +161,20 @@ def test_figure_of_bare_gemms(tmp_path: Path) -> None:
         assert f">{words}<" in drawn, words
     figure.save_figure(bench_document(squares(rounds=1)), tmp_path / "one.png")
     assert (tmp_path / "one.png").stat().st_size > 1000
+
+
+def test_the_page_says_which_gpu_it_was_and_how_healthy() -> None:
+    result = model_bench()
+    assert "node" not in dict(bench_document(result).facts["Environment"])  # an older run file
+    chip = {"node": "node03", "index": 5, "pci_bus": "0000:ba:00.0", "uuid": "GPU-1"}
+    healthy = {"uncorrected_errors": 0, "pcie_generation": 5, "pcie_generation_max": 5}
+    for health, text in (
+        (healthy, "no problems found"),
+        (healthy | {"pcie_generation": 3}, "PCIe generation 3 instead of 5"),
+        ({}, None),
+        ("damaged", None),
+    ):
+        device = {**result.device, **chip, "health": health}
+        facts = dict(bench_document(result.model_copy(update={"device": device})).facts["Environment"])
+        assert (facts["node"], facts["UUID"]) == ("node03, GPU 5, PCI bus 0000:ba:00.0", "GPU-1")
+        assert facts.get("health under load") == text

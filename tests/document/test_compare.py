@@ -46,7 +46,7 @@ def compared(*, runs: int = 2) -> CompareResult:
 def test_every_writer_shows_every_row(runs: int) -> None:
     made = document(compared(runs=runs))
     tables = made.tables()
-    assert tables[0].title == "Differences besides the times"
+    assert tables[0].title == "Other differences between the runs"
     assert len(tables) == runs
     for written in (text(made), markdown([made]), page([made]), csv_text(made)):
         for word in ("MLP Up · FP8Current · autocast", "slower", "too noisy", "missing", "580"):

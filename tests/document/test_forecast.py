@@ -7,6 +7,7 @@ import pytest
 from gemmscope.document.build import document
 from gemmscope.document.charts import CurveChart, HeatMap
 from gemmscope.document.model import Document, Table
+from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.forecast import ForecastResult
 from support.forecast_files import forecast_result, plane, several_gpus, sweep
@@ -79,6 +80,29 @@ def test_what_is_too_close_to_call_is_the_winners_rivals() -> None:
                 assert ratio is None or ratio.includes_one
             if others and winner.best != BASELINE:
                 assert f"too close to call against {', '.join(winner.rivals)}" in text
+
+
+@pytest.mark.parametrize(
+    ("reach", "said"),
+    [
+        ({"b300": 0.01, "h200": 0.01}, "FORECAST: fastest is b300. Tokens/s"),
+        ({"b300": 0.01, "h200": 3.0}, "FORECAST: fastest are b300 and h200, too close to call. Tokens/s"),
+        ({"b300": 30.0, "h200": 0.01}, "FORECAST: b300, h200 and a100 are too close to call. Tokens/s"),
+    ],
+)
+def test_gpus_whose_error_bars_overlap_are_too_close_to_call(reach: dict[str, float], said: str) -> None:
+    result = several_gpus()
+    gpus = []
+    for gpu in result.gpus:
+        assert gpu.step is not None
+        times = [
+            time.model_copy(update={"step_ms": Interval(ms := time.step_ms.value, ms / (1 + width), ms * (1 + width))})
+            for time in gpu.step.recipes
+            for width in [reach.get(gpu.gpu, 0.01)]
+        ]
+        gpus.append(gpu.model_copy(update={"step": gpu.step.model_copy(update={"recipes": tuple(times)})}))
+    shown = document(result.model_copy(update={"gpus": tuple(gpus)}))
+    assert shown.answer.startswith(said)
 
 
 def test_findings_of_one_gpu_carry_its_name() -> None:

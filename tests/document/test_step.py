@@ -43,7 +43,7 @@ def test_a_result_survives_its_run_file(result: StepResult) -> None:
 
 
 def test_every_recipe_has_a_row_with_mfu(made: Document, result: StepResult) -> None:
-    (table,) = [table for table in made.tables() if table.title == "Training step: figures of one GPU"]
+    (table,) = [table for table in made.tables() if table.title == "Training step per GPU"]
     names = [column.name for column in table.columns]
     assert [row[0].text for row in table.rows] == [time.recipe for time in result.step.recipes]
     for row, recipe in zip(table.rows, result.step.recipes, strict=True):
@@ -102,8 +102,8 @@ def fp8(speedup: Interval, origin: str = "measured", best: str = "FP8Block", riv
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        (StepTimes(origin="measured", recipes=()), "Nothing could be measured on X."),
-        (times(), "Only BF16 could be measured on X."),
+        (StepTimes(origin="measured", recipes=()), "Nothing was measured on X."),
+        (times(), "Only BF16 was measured on X."),
         (fp8(SURE), "Use FP8Block: 1.300x [1.290, 1.310] over BF16 for the training step of M on X."),
         (
             fp8(CLOSE, rivals=("BF16",)),

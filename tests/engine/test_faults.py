@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,7 +73,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
         server.stdin.write(json.dumps(wanted) + "\n")  # type: ignore[union-attr]
         server.stdin.flush()  # type: ignore[union-attr]
         code = int(server.stdout.readline())  # type: ignore[union-attr]
-        left = left_running(str(folder))
+        left = left_running(marker, apart_from=[server.pid])
         path = folder / "run.json"
         journal = folder / "gemmscope" / f"journal-{VERSION}.sqlite3"
         try:
@@ -87,27 +88,34 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
         return Ended(code, (folder / "stderr").read_text(), result, kept, int(count.read_text()) if count.exists() else 0)
 
     yield call
-    server.communicate(timeout=30)
+    server.communicate(timeout=300)
     assert left_running(marker) == []
 
 
-def every_message(case: Case, folder: Path, command: str) -> list[int]:
-    """The numbers of the messages of an undisturbed run"""
-    ended = case(folder, COMMANDS[command])
-    assert (ended.code, ended.journaled) == (0, []), ended.err
-    assert ended.messages > 10
-    return list(range(ended.messages))
+@pytest.fixture(scope="module")
+def messages(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[int]]:
+    """The numbers of the messages of a command that runs undisturbed."""
+
+    @cache
+    def numbers(command: str) -> list[int]:
+        ended = case(tmp_path_factory.mktemp("undisturbed"), COMMANDS[command])
+        assert (ended.code, ended.journaled) == (0, []), ended.err
+        assert ended.messages > 10
+        return list(range(ended.messages))
+
+    return numbers
 
 
 @pytest.mark.parametrize(
     ("command", "kind"), [*(("bench", kind) for kind in FAULTS), *(("step", kind) for kind in ("parent", "SIGTERM"))]
 )
-def test_a_fault_at_every_message(case: Case, tmp_path: Path, command: str, kind: str) -> None:
-    """At every fourth message of bench the parent is killed; other faults, and those of step, are tried at fewer."""
-    often = {"bench": 1, "step": 10}[command] * {"parent": 4, "SIGTERM": 6}.get(kind, 9)
-    messages = every_message(case, tmp_path / "undisturbed", command)
+def test_a_fault_at_every_message(
+    case: Case, messages: Callable[[str], list[int]], tmp_path: Path, command: str, kind: str
+) -> None:
+    """At every eighth message of bench the parent is killed; other faults, and those of step, are tried at fewer."""
+    often = {"bench": 1, "step": 10}[command] * {"parent": 8, "SIGTERM": 11}.get(kind, 15)
     around_writing = -2 + len(kind) % 2
-    for at in [NEVER] if kind == "closed stdout" else [*messages[len(kind) % often :: often], around_writing]:
+    for at in [NEVER] if kind == "closed stdout" else [*messages(command)[len(kind) % often :: often], around_writing]:
         folder = tmp_path / f"{at}"
         folder.mkdir()
         (folder / "run.json").write_text("{}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import random
 import sqlite3
 import subprocess
 import sys
@@ -15,12 +15,14 @@ import pytest
 
 from gemmscope.engine import journal as journals
 from gemmscope.engine.journal import Journal, RecordedRun, open_journal
-from gemmscope.engine.messages import Noticed, Round
+from gemmscope.engine.messages import Noticed
 from gemmscope.errors import UserError
 from gemmscope.results.bench import BenchResult
 from support.command import Run, run
+from support.workers import forked_workers
 
-__all__ = ["run"]  # the fixture
+__all__ = ["forked_workers", "run"]  # the fixtures
+pytestmark = pytest.mark.usefixtures("forked_workers")
 
 BENCH = "bench --shapes 32 --device cpu --num-iters 2 --num-warmup 0"
 
@@ -38,10 +40,18 @@ def recorded(path: Path, mark: str = "x", *, resume: bool = False) -> Iterator[R
         yield recording
 
 
+MESSAGES = 100
+
+
+def fill(recording: RecordedRun) -> None:
+    """Some pages of the database."""
+    for count in range(MESSAGES):
+        recording.write("", Noticed("words", {"words": f"{count}" * 500}))
+
+
 def filled(path: Path, mark: str = "x") -> int:
     with recorded(path, mark) as recording:
-        for count in range(2000):
-            recording.write("", Round(count))
+        fill(recording)
         return recording.number
 
 
@@ -56,7 +66,7 @@ def test_a_damaged_file_is_one_message(run: Run, path: Path, resume: str) -> Non
     filled(path)
     with path.open("r+b") as file:
         file.seek(4096)  # behind the page that says what tables there are
-        file.write(os.urandom(path.stat().st_size - 4096))
+        file.write(random.Random(0).randbytes(path.stat().st_size - 4096))
     outcome = run(BENCH + resume)
     assert outcome.code == 2
     assert f"the journal {path} cannot be written: database disk image is malformed" in outcome.err
@@ -78,7 +88,7 @@ def test_a_full_disk_is_said_and_measuring_goes_on(path: Path, monkeypatch: pyte
     with recorded(path, resume=True) as recording:
         assert "cannot be written: database or disk is full" in recording.write("", Noticed("words", {"words": "x" * 100_000}))
         assert not recording.write("", Noticed("words", {"words": "said once"}))
-        assert len(recording.messages("")) == 2000
+        assert len(recording.messages("")) == MESSAGES
     outcome = run("bench --shapes 32,48 --device cpu --num-iters 400 --num-warmup 0 --json -")
     assert outcome.code == 0, outcome.err
     result = BenchResult.model_validate_json(outcome.out)
@@ -117,6 +127,21 @@ def test_a_finished_run_is_not_resumed(path: Path) -> None:
         assert other.number != first.number
 
 
+def test_a_run_that_has_nothing_does_not_hide_an_earlier_one(path: Path) -> None:
+    """The same command without --resume, ended at once or with an address at which nothing answers: the points stay."""
+    with closing(Journal(path)) as journal:
+        with journal.recording("mark", "first") as first:
+            first.write_outcome("a", 1)
+        with journal.recording("mark", "second"):
+            pass
+        with journal.recording("mark", "third", resume=True) as resumed:
+            assert resumed.outcomes() == {"a": 1}
+        with journal.recording("mark", "fourth") as fourth:
+            fourth.write_outcome("b", 2)
+        with journal.recording("mark", "fifth", resume=True) as resumed:
+            assert resumed.outcomes() == {"b": 2}
+
+
 def test_a_run_whose_results_cannot_be_written_can_be_resumed(path: Path) -> None:
     def full() -> None:
         raise UserError("no space left on device")
@@ -132,7 +157,7 @@ def test_a_run_whose_results_cannot_be_written_can_be_resumed(path: Path) -> Non
 def test_a_run_that_goes_on_in_another_process_is_not_joined(path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from gemmscope.engine.journal import Journal\n"
-        "with Journal(Path(sys.argv[1])).recording('x', ''): print('ready', flush=True); time.sleep(60)"
+        "with Journal(Path(sys.argv[1])).recording('x', ''): print('ready', flush=True); time.sleep(3600)"
     )
     other = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE)
     assert other.stdout is not None
@@ -164,8 +189,7 @@ def test_a_journal_that_is_too_large_loses_its_oldest_runs_and_becomes_smaller(
     """Finished ones first; one that is going on stays, whatever its size."""
     kept = filled(path, "unfinished")
     with recorded(path, "finished") as recording:
-        for count in range(2000):
-            recording.write("", Round(count))
+        fill(recording)
         recording.deliver(lambda: None, complete=True)
     size = path.stat().st_size
     monkeypatch.setattr(journals, "MOST_BYTES", size * 3 // 4)
@@ -178,3 +202,26 @@ def test_a_journal_that_is_too_large_loses_its_oldest_runs_and_becomes_smaller(
         journal.ask("PRAGMA wal_checkpoint(TRUNCATE)")
     assert path.stat().st_size < size / 2
     assert not list(path.parent.glob("*.lock"))
+
+
+def test_outcomes_are_kept_once_and_removed_with_their_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with recorded(path) as recording:
+        assert recording.write_outcome("a", {"x": [1.5, None]}) == ""
+        assert recording.write_outcome("b", "µ") == ""
+        assert recording.write_outcome("a", "a second time") == ""
+        assert recording.outcomes() == {"a": {"x": [1.5, None]}, "b": "µ"}
+    with recorded(path, "y") as other:
+        assert other.outcomes() == {}
+    with recorded(path, resume=True) as recording:
+        assert list(recording.outcomes()) == ["a", "b"]
+    monkeypatch.setattr(journals, "MOST_DAYS", -1)
+    with closing(Journal(path)) as journal:
+        journal.prune()
+        assert journal.ask("SELECT * FROM outcome") == []
+
+
+def test_a_damaged_outcome_is_one_message(path: Path) -> None:
+    with recorded(path) as recording:
+        recording.journal.ask("INSERT INTO outcome VALUES (?, 'a', 0, '{')", recording.number)
+        with pytest.raises(UserError, match="is damaged"):
+            recording.outcomes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 
@@ -16,6 +17,8 @@ from gemmscope.engine.rule import StoppingRule
 from gemmscope.engine.stats import Noise, noise_of, pieces, ratio_interval, time_interval
 from gemmscope.workload.cases import MODES, Case, Task
 from support.recorded_bursts import BASELINE, MACHINES
+
+TRIALS = int(os.environ.get("GEMMSCOPE_TRIALS", "20"))  # of whole measurements with each clock
 
 
 def bursts(rng: np.random.Generator, centre: float, rounds: int, spread: float) -> list[list[float]]:
@@ -144,11 +147,12 @@ def sticky(rng: np.random.Generator) -> Callable[[], float]:
 @pytest.mark.parametrize("clock", [white, swinging, sticky])
 def test_intervals_hold_where_they_decide_when_to_stop(clock: Callable[[np.random.Generator], Callable[[], float]]) -> None:
     """Four recipes in two modes, two rounds at least, then more of what is known worst until all are known to 1%: stopping
-    when intervals happen to be narrow, and measuring the sides unequally, must neither make them lie nor shift what they hold."""
+    when intervals happen to be narrow, and measuring the sides unequally, must neither make them lie nor shift what they hold.
+    `GEMMSCOPE_TRIALS=200 pytest tests/engine/test_stats.py` tries more of them."""
     names, case, covered, errors = ["BF16", "FP8Current", "FP8Delayed", "FP8Block"], Case("MLP Up", 1, 1, 1), 0, []
     truth = dict(zip(names, (100.0, 63.0, 60.0, 74.0), strict=True))
     tasks = {task.group: task for mode in MODES for task in (Task(case, name, mode) for name in names)}
-    for trial in range(40):
+    for trial in range(TRIALS):
         rng = np.random.default_rng(trial)
         moved, results, rule = clock(rng), Measurements(tasks.values()), StoppingRule(least_rounds=2, longest_s=float("inf"))
         done = False

@@ -49,7 +49,7 @@ def test_another_gpu_is_said(tmp_path: Path) -> None:
 
 def test_another_batch_is_said(tmp_path: Path) -> None:
     large, small = made(tmp_path / "a.json", BF16), made(tmp_path / "b.json", FP8, rows=4096)
-    with pytest.raises(UserError, match="with 8,192 and 4,096 rows: another batch or sequence"):
+    with pytest.raises(UserError, match="with 8,192 and 4,096 rows: a different batch or sequence length"):
         with_twin(large, small)
     unchecked = with_twin(made(tmp_path / "c.json", BF16, shapes=False), small)
     assert fact(unchecked.findings, "twin-batches-differ", "before") == 8192

@@ -28,7 +28,7 @@ __all__ = ["run"]  # the fixture
 def gemmscope(shell_line: str) -> subprocess.CompletedProcess[str]:
     """A command line with pipes, where `gemmscope` is this package."""
     command = f'gemmscope() {{ {sys.executable} -m gemmscope "$@"; }}; {shell_line}'
-    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.parametrize(

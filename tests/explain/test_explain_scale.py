@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 
 from gemmscope.explain.diagnose import diagnose
 from gemmscope.explain.trace import read_trace
+from support.calls import count_calls
 from support.traces import ADAM, BF16, CAST, FP8, Builder
 
 FEWER = 150
@@ -115,20 +113,8 @@ def names_and_marks(count: int) -> Builder:
 
 
 def calls(path: Path) -> int:
-    """Calls of functions, Python's own included, while a trace is diagnosed."""
-    count = 0
-
-    def note(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
     trace = read_trace(path)
-    sys.setprofile(note)
-    try:
-        diagnose(trace)
-    finally:
-        sys.setprofile(None)
-    return count
+    return count_calls(lambda: diagnose(trace))
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def test_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.delenv("RANK", raising=False)
     trace, passed = train(tmp_path / "t.json.gz")
     assert (trace.recorded, passed) == (False, 6)
-    assert "the training goes on" in capsys.readouterr().err
+    assert "the training continues" in capsys.readouterr().err
 
 
 def test_an_exception_of_the_training_is_its_own(torch: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,11 +21,13 @@ from gemmscope.app.progress import QUIET
 from gemmscope.bench.campaign import LinearCampaign
 from gemmscope.engine.journal import RecordedRun, open_journal
 from gemmscope.engine.link import LocalWorkers
+from gemmscope.engine.messages import Health, Hello
 from gemmscope.errors import UserError
 from gemmscope.forecast.calibration import STACKS, Calibration, gemm_factors, load, place, quantize_factors, save, shipped
 from gemmscope.forecast.linear_results import forecast_linears
 from gemmscope.forecast.linears import Adjustment, Forecaster
-from gemmscope.forecast.step import IDLE, StepForecast
+from gemmscope.forecast.step import StepForecast
+from gemmscope.forecast.step_estimate import IDLE
 from gemmscope.gpu.environment import Environment
 from gemmscope.gpu.specs import gpu
 from gemmscope.model.flags import from_hyperparameters
@@ -38,8 +40,9 @@ from gemmscope.workload.derive import derive
 from support.bench_results import MODEL, RECIPES, record, recorded_linears
 from support.command import Run, run
 from support.machines import machine
+from support.workers import forked_workers
 
-__all__ = ["run"]  # the fixture
+__all__ = ["forked_workers", "run"]  # the fixtures
 
 Pretend = Callable[[Environment], list[LinearCampaign]]
 
@@ -63,6 +66,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
     def measured(campaign: LinearCampaign) -> None:
         ran.append(campaign)
         record(campaign.results)
+        hello = campaign.results.hello
+        campaign.results.take(Hello(hello.versions, {**hello.device, "node": "node03", "uuid": "GPU-1"}))
+        campaign.results.take(Health({"corrected_errors": 3}))
 
     def call(found: Environment) -> list[LinearCampaign]:
         monkeypatch.setattr("gemmscope.app.calibrate.environment", lambda: found)
@@ -178,6 +184,7 @@ def test_the_command(run: Run, pretend: Pretend, monkeypatch: pytest.MonkeyPatch
     found = load("h200")
     assert found is not None
     assert found.parts == {"attention": 1.1}
+    assert (found.node, found.uuid, found.health) == ("node03", "GPU-1", {"corrected_errors": 3})
     calibrated = run(f"{LINE} --gpu h200 --json -").out
     assert json.loads(plain)["gpus"][0]["linears"]["totals"] != json.loads(calibrated)["gpus"][0]["linears"]["totals"]
     assert own_findings(run, f"{LINE} --gpu h200")["calibrated-here"].facts["device"] == "NVIDIA H200"
@@ -313,7 +320,7 @@ def test_what_is_implausible_is_dropped(run: Run, pretend: Pretend, monkeypatch:
     pretend(machine())
     outcome = run("calibrate")
     assert outcome.code == 0
-    assert "attention: 11.000 is further from the forecast" in outcome.err
+    assert "attention: measured/forecast = 11.000 is implausible" in outcome.err
     found = load("h200")
     assert found is not None
     assert found.parts == {"optimizer": 1.1}
@@ -344,9 +351,12 @@ def test_a_calibrated_part_changes_the_step() -> None:
     assert attention({"attention": 1.5}) == pytest.approx(1.5 * attention({}))
 
 
-def test_a_step_is_run_and_forecast() -> None:
+@pytest.mark.usefixtures("forked_workers")
+def test_a_step_is_run_and_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, whose kernels are not profiled: its parts stay empty, and calibrate nothing."""
     pytest.importorskip("torch")
+    monkeypatch.setattr(calibrating, "STEPS_PRECISION", 0.9)
+    monkeypatch.setattr(calibrating, "STEPS_LIMIT_S", 1.0)
     model = from_hyperparameters(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=2, vocab_size=64)
     measured, expected = session()._step(Adjustment({}, {}), model, RunSpec(micro_batch_size=1, sequence_length=16))
     assert measured == {}

@@ -71,7 +71,7 @@ def test_it_is_in_the_document(run: Run) -> None:
         ("--gpu h200 --tokens 1e12 --gpus 64 --price h200=", "is not a price"),
         ("--gpu h200 --tokens 1e12 --gpus 64 --price h200=nan", "is not a price"),
         ("--gpu h200 --tokens 1e12 --gpus 64 --price b300=4", "names b300, which is not among the GPUs"),
-        ("--gpu h200 --tokens 1e12 --gpus 64 --sweep tp=1,2", "--tokens is about the cost of one run"),
+        ("--gpu h200 --tokens 1e12 --gpus 64 --sweep tp=1,2", "--tokens applies to the cost of one run"),
     ],
 )
 def test_wrong(run: Run, options: str, words: str) -> None:

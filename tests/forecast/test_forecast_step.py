@@ -16,8 +16,9 @@ from gemmscope.forecast.calibration import shipped
 from gemmscope.forecast.estimate import Estimate, ratio, total
 from gemmscope.forecast.linear_results import forecast_linears, misaligned
 from gemmscope.forecast.linears import Forecaster, in_common
-from gemmscope.forecast.step import IDLE, StepEstimate, StepForecast, forecast_step, speedup
-from gemmscope.forecast.sweep import break_even, forecast_sweep
+from gemmscope.forecast.step import StepForecast, forecast_step
+from gemmscope.forecast.step_estimate import IDLE, StepEstimate, speedup
+from gemmscope.forecast.sweep import forecast_sweep
 from gemmscope.forecast.training import quantizing
 from gemmscope.gpu.specs import gpu, gpus
 from gemmscope.interval import Interval
@@ -27,8 +28,8 @@ from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.parts import STEP_PARTS, StepPart
 from gemmscope.recipe.recipes import recipe
 from gemmscope.recipe.support import support
-from gemmscope.results.forecast import SweepPoint
 from gemmscope.results.linears import Winner
+from gemmscope.results.sweep import SweepPoint, break_even
 from gemmscope.workload.cases import MODES, Case, cases_of
 from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import Linear

@@ -6,7 +6,6 @@ import gzip
 import json
 from dataclasses import replace
 from itertools import pairwise
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 
 from gemmscope.errors import UserError
 from gemmscope.forecast.memory import ROWS, RankMemory, in_flight, memory_bytes, memory_of, rank_memory, shards
-from gemmscope.forecast.memory_results import memory_findings, recipe_memory
+from gemmscope.forecast.memory_results import memory_findings, memory_result
 from gemmscope.gpu.specs import gpu, gpus
 from gemmscope.model import presets
 from gemmscope.model.flags import from_hyperparameters
@@ -26,9 +25,10 @@ from gemmscope.workload.derive import derive
 from gemmscope.workload.ops import GroupedLinear
 from gemmscope.workload.sharding import check, stage_layers
 from gemmscope.workload.summary import count_parameters
+from support.calls import count_calls
 
 ROOT = Path(__file__).parents[2]
-H100, H200, B200, GB200 = (gpu(name) for name in ("h100", "h200", "b200", "gb200"))
+H100, H200 = gpu("h100"), gpu("h200")
 
 
 def model(name: str) -> ModelSpec:
@@ -246,7 +246,7 @@ def test_rows_add_up(layout: tuple[str, RunSpec], name: str, chip: str) -> None:
     assert memory.total == pytest.approx(sum(rows(memory).values()))
     assert all(size >= 0 for size in rows(memory).values())
     assert memory.least <= memory.total <= memory.most
-    as_result = recipe_memory(spec, run, name, gpu(chip))
+    as_result = memory_result(memory, name, gpu(chip))
     parts = [value for field, value in as_result.model_dump().items() if field.endswith("_bytes")][:-4]
     assert sum(parts) == pytest.approx(as_result.total_bytes)
     for found in memory_findings([as_result], run):
@@ -297,9 +297,8 @@ def test_the_driver_reports_more_than_the_name_says() -> None:
         assert 0.98 * chip.memory_gb * 1e9 < memory_bytes(chip) < 1.08 * chip.memory_gb * 1e9
 
 
-def test_thousands_of_layouts_take_a_second() -> None:
-    from time import perf_counter
-
+def test_a_layout_is_little_work() -> None:
+    """`plan` looks at thousands: 1000 calls take about 0.3 ms."""
     spec = model("qwen3-30b-a3b")
     runs = [
         RunSpec(mbs, 4096, tp=tp, pp=pp, ep=ep, etp=1, dp=64 // (tp * pp), sequence_parallel=tp > 1, zero=zero, recompute=how)  # type: ignore[arg-type]
@@ -310,10 +309,11 @@ def test_thousands_of_layouts_take_a_second() -> None:
         for zero in (1, 2, 3)
         for how in ("none", "selective", "full")
     ]
-    started = perf_counter()
-    for run in runs:
-        for name in ("BF16", "FP8Current"):
-            rank_memory(spec, run, name, H100)
-    each = (perf_counter() - started) / (2 * len(runs))
-    assert each < 0.5e-3, f"{each * 1e3:.3f} ms"
-    assert prod((len(runs), 2)) > 1900
+
+    def look_at_all() -> None:
+        for run in runs:
+            for name in ("BF16", "FP8Current"):
+                rank_memory(spec, run, name, H100)
+
+    assert len(runs) == 972
+    assert count_calls(look_at_all) < 2 * len(runs) * 1000

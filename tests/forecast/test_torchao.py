@@ -47,7 +47,7 @@ def test_real_steps_on_an_h200(model: str) -> None:
 def test_elsewhere_they_are_refused(gpu: str) -> None:
     job = gs.load("llama-3.1-8b").on(1, 4096)
     with pytest.raises(
-        UserError, match=f"FP8Rowwise cannot be forecast for {gpu}: torchao's kernels were measured on Hopper alone"
+        UserError, match=f"FP8Rowwise cannot be forecast for {gpu}: torchao's kernels were measured only on Hopper"
     ):
         job.forecast(gpu, recipes=["fp8rowwise"])
     both = job.forecast("h200", gpu, recipes=["fp8rowwise", "fp8current"])

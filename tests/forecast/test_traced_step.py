@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gemmscope.app.choose import Choices
 from gemmscope.app.forecast import forecast
 from gemmscope.app.model import ModelRun, load_model, model_run
 from gemmscope.errors import UserError
@@ -113,6 +114,37 @@ def test_compiled_and_eager_are_both_told(result: ForecastResult) -> None:
     assert step is not None
     assert about.facts["compiled_ms"] == pytest.approx(step.recipes[0].step_ms.value)
     assert float(str(about.facts["eager_ms"])) > 1.03 * float(str(about.facts["compiled_ms"]))
+
+
+def test_layers_that_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """24 layers take the CPU as long as those of the ViT-L of docs/models.md did: 59.5 and 90.7 ms."""
+    measured = {"BF16": 59.5, "FP8Tensorwise": 90.7}
+    monkeypatch.setattr("gemmscope.app.model.trace_module", lambda *_: replace(TRACE, layers=LAYERS))
+    job = model_run(load_model(module="tower.py:build"))
+    one_by_one = forecast(job, ["h200"], choices=Choices(recipes=("fp8tensorwise",)))
+    [about] = [each for each in one_by_one.gpus[0].findings if each.code == "traced-step-layers"]
+    times = about.facts["times"]
+    assert isinstance(times, dict)
+    assert times == {name: pytest.approx(time, rel=0.03) for name, time in measured.items()}
+    step = one_by_one.gpus[0].step
+    assert step is not None
+    assert all(time.step_ms.value < times[time.recipe] for time in step.recipes)
+    monkeypatch.setattr("gemmscope.app.model.trace_module", lambda *_: replace(TRACE, layers=2))
+    assert "traced-step-layers" not in codes(forecast(job, ["h200"]).gpus[0])  # the CPU has time enough to call two
+
+
+@pytest.mark.parametrize(
+    ("paths", "reason"),
+    [((), "it has no linears to quantize"), (("head",), "head: output features = 1000 is not a multiple of 16")],
+)
+def test_a_recipe_that_quantizes_nothing_says_why(monkeypatch: pytest.MonkeyPatch, paths: tuple[str, ...], reason: str) -> None:
+    """And not that it is as fast as BF16, nor that a linear has a wrong size that no framework would quantize."""
+    bare = replace(TRACE, linear_paths=paths or ("elsewhere",))
+    monkeypatch.setattr("gemmscope.app.model.trace_module", lambda *_: bare)
+    step = forecast(model_run(load_model(module="tower.py:build")), ["h200"]).gpus[0].step
+    assert step is not None
+    assert [time.recipe for time in step.recipes] == ["BF16"]
+    assert all(each.startswith(reason) for each in step.failures.values())
 
 
 def test_data_parallelism_exchanges_gradients(job: ModelRun) -> None:

@@ -33,13 +33,15 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from fuzz.targets import ALLOWED_EXITS, Target, collect
 from gemmscope.errors import UserError, in_shell
+from support.same_cases import draw_the_same_cases
 
 GIB = 2**30
 PREFIX = "gemmscope-fuzz-"
 TIME_LIMIT_S, MEMORY_LIMIT = 10.0, GIB
 BIDI = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 LONGEST_SHOWN = 3000
-SUITE_LIMIT_S = 120
+SUITE_TIME_LIMIT_S, SUITE_LIMIT_S = 60.0, 600  # one input, one target: the machine of the tests may be busy
+STARTING_S = 120.0
 PRELOADED = (
     "gemmscope.api",
     "gemmscope.cli.main",
@@ -163,10 +165,11 @@ def _run_in_child(target: Target, values: Sequence[Any], time_limit_s: float) ->
         import_module(name)  # once here, not in each child
     summary = Summary()
     with _child(target, values) as (child, reports, folder):
+        reports.next(STARTING_S)
         while summary.inputs < len(values):
             report = reports.next(time_limit_s)
             if report is None:
-                summary.defects.append(_blame(target, values[summary.inputs], child, folder, time_limit_s))
+                summary.defects.append(_blame(target, values[summary.inputs], child, folder, time_limit_s, dead=reports.closed))
                 summary.inputs += 1
                 break
             outcome, problem, detail, seconds, peak = report
@@ -226,6 +229,7 @@ def _be_child(target: Target, values: Sequence[Any], folder: Path, writing: int)
     mapped, resident = (int(pages) * resource.getpagesize() for pages in Path("/proc/self/statm").read_text().split()[:2])
     resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY_LIMIT, mapped + MEMORY_LIMIT))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.write(writing, b"[]\n")  # it begins
     for number, value in enumerate(values):
         inside = folder / str(number)
         inside.mkdir()
@@ -244,6 +248,8 @@ class Reports:
 
     def __init__(self, pipe: int) -> None:
         self._pipe, self._received = pipe, b""
+        self.closed = False
+        """The child is dying or dead."""
 
     def next(self, time_limit_s: float) -> list[Any] | None:
         """On the next input; None if the child dies or is silent for too long."""
@@ -252,6 +258,7 @@ class Reports:
             ready, _, _ = select.select([self._pipe], [], [], max(0.0, until - time.monotonic()))
             received = os.read(self._pipe, 65536) if ready else b""
             if not received:
+                self.closed = bool(ready)
                 return None
             self._received += received
         line, self._received = self._received.split(b"\n", 1)
@@ -259,21 +266,19 @@ class Reports:
         return report
 
 
-def _blame(target: Target, value: Any, child: int, folder: Path, time_limit_s: float) -> Defect:
+def _blame(target: Target, value: Any, child: int, folder: Path, time_limit_s: float, *, dead: bool) -> Defect:
     """Why the child reports no more."""
-    ended, status = os.waitpid(child, os.WNOHANG)
-    for _ in range(20):  # its pipe closes a moment before it can be waited for
-        if ended:
-            break
-        time.sleep(0.01)
-        ended, status = os.waitpid(child, os.WNOHANG)
-    if ended:
-        number = -os.waitstatus_to_exitcode(status)
+    if dead:
+        number = -os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         problem = f"the process died of {signal.Signals(number).name}" if number > 0 else f"the process ended with {-number}"
     else:
         problem = f"it took longer than {time_limit_s:g} s"
         os.kill(child, signal.SIGUSR1)
-        time.sleep(0.2)
+        until, written = time.monotonic() + STARTING_S, 0
+        while (size := (folder / "stderr").stat().st_size) != written or not size:  # where it hangs
+            assert time.monotonic() < until, f"{target.name} does not answer signals"
+            written = size
+            time.sleep(0.2)
     return Defect(target.name, problem, (folder / "stderr").read_text(errors="replace")[-6000:], value)
 
 
@@ -311,10 +316,11 @@ def replay(path: Path, targets: dict[str, Target]) -> str:
 def serve() -> None:
     """For the test suite, in a process without threads: for each line NAME COUNT on standard input, a pickled `Summary`."""
     remove_stale_folders()
+    draw_the_same_cases()
     targets = collect()
     for line in sys.stdin:
         name, count = line.rsplit(maxsplit=1)
         signal.alarm(SUITE_LIMIT_S)  # ends this process, should drawing never end; its child ends with it
-        pickle.dump(fuzz(targets[name], int(count), 0, time_limit_s=2 * TIME_LIMIT_S), sys.stdout.buffer)
+        pickle.dump(fuzz(targets[name], int(count), 0, time_limit_s=SUITE_TIME_LIMIT_S), sys.stdout.buffer)
         sys.stdout.buffer.flush()
         signal.alarm(0)

@@ -132,8 +132,8 @@ def gemm_list(cells: list[list[str]], folder: Path) -> str:
 
 CELLS: Any = st.lists(st.lists(TEXT, max_size=3), min_size=1, max_size=4)
 TARGETS = [
-    Target("output-writers", RESULTS_INPUT, write_everything, 15),
-    Target("output-report", RESULTS_INPUT, report, 15),
+    Target("output-writers", RESULTS_INPUT, write_everything, 9),
+    Target("output-report", RESULTS_INPUT, report, 9),
     Target("output-arguments", st.lists(TEXT, min_size=1, max_size=3), hostile_arguments, 25),
     Target("output-gemm-list", CELLS, gemm_list, 25),
 ]

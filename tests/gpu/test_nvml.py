@@ -125,5 +125,17 @@ def test_a_gpu_that_was_busy_a_moment_ago_is_checked_again(monkeypatch: pytest.M
     assert environment._uses([pretended_gpu([5] * 9, [[4712]] * 9)]) == [(5, (4712,))]
 
 
-def pretended_gpu(utilization: list[int], processes: list[list[int]]) -> Any:
-    return SimpleNamespace(utilization=lambda: utilization.pop(0), compute_processes=lambda: processes.pop(0))
+def test_where_one_gpu_is_visible_others_may_be_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are measured at the same time: nothing is waited for."""
+    monkeypatch.setattr(environment, "RETRY_S", 0)
+
+    def machine() -> list[Any]:
+        return [pretended_gpu([97, 0], [[4711], []], "GPU-a"), pretended_gpu([0, 0], [[], []], "GPU-b")]
+
+    assert environment._uses(machine(), "GPU-b") == [(97, (4711,)), (0, ())]
+    assert environment._uses(machine(), "GPU-a") == [(0, ()), (0, ())]
+    assert environment._uses(machine(), "0,1") == [(0, ()), (0, ())]
+
+
+def pretended_gpu(utilization: list[int], processes: list[list[int]], uuid: str = "") -> Any:
+    return SimpleNamespace(utilization=lambda: utilization.pop(0), compute_processes=lambda: processes.pop(0), uuid=lambda: uuid)

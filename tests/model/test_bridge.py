@@ -202,7 +202,7 @@ def test_a_class_whose_sizes_are_not_known():
 def test_other_models_are_refused():
     with pytest.raises(UserError, match=r"^model._target_ is the class of T5") as caught:
         bridge.read(text_of(_target_="megatron.bridge.models.t5_provider.T5ModelProvider"), "x.yaml")
-    assert option("module", "FILE.py:FACTORY") in caught.value.hint
+    assert option("module", "FILE.py:FUNCTION") in caught.value.hint
 
 
 def test_recomputing_other_modules_than_attention_is_not_counted():

@@ -158,3 +158,25 @@ def test_damaged_files(text: str, data: st.DataObject):
     start = data.draw(st.integers(0, len(text)))
     end = min(len(text), start + data.draw(st.integers(0, 30)))
     checked(bridge_recipe, text[:start] + data.draw(st.text(max_size=6)) + text[end:])
+
+
+def test_provider_classes_of_the_file() -> None:
+    text = """
+from megatron.bridge.models.nemotronh import NemotronHModelProvider
+LAYERS = 5
+@dataclass
+class Tiny(NemotronHModelProvider):
+    hybrid_override_pattern: str = "M-M*-"
+    num_layers: int = LAYERS
+    hidden_size: int = 512
+    num_attention_heads: int = 8
+    ffn_hidden_size = 1024
+class Tinier(Tiny):
+    hidden_size: int = 256
+def pretrain_config(tp: int = 2):
+    return ConfigContainer(model=Tinier(tensor_model_parallel_size=tp), train=TrainingConfig(micro_batch_size=2))
+"""
+    source = bridge_recipe.read(text, "recipe.py")
+    assert source.model is not None
+    assert (source.model.pattern(), source.model.hidden_size) == ("2 Mamba-2, 2 MLP, 1 attention", 256)
+    assert (source.run_settings["tp"], source.run_settings["micro_batch_size"]) == (2, 2)

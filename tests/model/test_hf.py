@@ -75,6 +75,15 @@ def test_a_misspelt_key_is_named() -> None:
     assert "hiden_size" in str(caught.value)
 
 
+def test_sizes_left_out_are_those_of_the_class() -> None:
+    """But not where a key looks like a misspelling. Keys of other families are none."""
+    bare = model({"model_type": "llama"})
+    assert (bare.hidden_size, len(bare.layers), bare.vocab_size) == (4096, 32, 32000)
+    assert model({"model_type": "qwen3_5_text", "moe_intermediate_size": 64}).hidden_size == 4096
+    with pytest.raises(UserError, match="it has 'num_hiden_layers'"):
+        model({"model_type": "qwen3_next", "num_hiden_layers": 4})
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

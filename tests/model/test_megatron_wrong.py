@@ -31,7 +31,7 @@ def test_other_models_are_refused(text: str, says: str):
     with pytest.raises(UserError) as caught:
         megatron.read(text, "file.sh")
     assert caught.value.message.startswith(says)
-    assert option("module", "FILE.py:FACTORY") in caught.value.hint
+    assert option("module", "FILE.py:FUNCTION") in caught.value.hint
     assert "config.json" in caught.value.hint
 
 

@@ -199,8 +199,8 @@ def test_every_message_names_the_file_once(text: str) -> None:
 
 
 def test_a_hub_id_from_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hub id is resolved by transformers, from its cache where there is no way to the hub."""
-    pytest.importorskip("transformers", reason="resolving a hub id needs transformers")
+    """A hub ID is resolved by transformers, from its cache where there is no way to the hub."""
+    pytest.importorskip("transformers", reason="resolving a hub ID needs transformers")
     model = tmp_path / "hub" / "models--acme--tiny"
     (model / "refs").mkdir(parents=True)
     (model / "refs" / "main").write_text("abc")
@@ -212,5 +212,5 @@ def test_a_hub_id_from_the_local_cache(tmp_path: Path, monkeypatch: pytest.Monke
     source = read_config("acme/tiny")
     assert source.model is not None
     assert source.model.hidden_size == 64
-    with pytest.raises(UserError, match="it cannot be resolved as a hub id"):
+    with pytest.raises(UserError, match="it cannot be resolved as a hub ID"):
         read_config("acme/absent")

@@ -8,9 +8,9 @@ import pytest
 
 from gemmscope.interval import Interval
 from gemmscope.model.read import read_text
+from gemmscope.paste.emit import layout_to_paste
 from gemmscope.recipe.recipes import recipes
 from gemmscope.results.plan import PlanLayout
-from gemmscope.step.emit import layout_to_paste
 
 MEGATRON = (
     "torchrun pretrain_gpt.py --num-layers {layers} --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "

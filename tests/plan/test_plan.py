@@ -28,8 +28,6 @@ from gemmscope.results.plan import PlanLayout, PlanResult
 from gemmscope.workload.derive import derive
 from support.plan_files import plan_of_experts, plan_result, planned
 
-QWEN = {"recompute": ("none",), "micro_batch_size": (1, 2, 4)}
-
 
 def small(**options: Any) -> PlanResult:
     return planned("llama-3.2-1b", "h100", 8, 32, 4096, **{"restrict": {"recompute": ("none",)}, **options})
@@ -149,7 +147,7 @@ def test_a_slower_network_and_a_smaller_domain_cost_time() -> None:
 @pytest.mark.parametrize(
     ("options", "message", "hint"),
     [
-        ({"gpus": None}, "is not given: on how many GPUs", "64"),
+        ({"gpus": None}, "is not given: the number of GPUs", "64"),
         ({"global_batch": None}, "is not given: the sequences of one optimizer step", "256"),
         ({"sequence_length": None}, "is not given: the sequence length", "8192"),
         ({"restrict": {"tp": [3]}}, "tp=3: no layout of llama-3.2-1b on 8 GPUs has it", "possible values: 1, 2, 4, 8"),

@@ -89,7 +89,7 @@ def test_settings_of_all_layouts(run: Run) -> None:
 def test_models_compared(run: Run) -> None:
     outcome = run(f"{SMALL} --vary hidden=2048,3072 --vary layers=8,16 --tp 1")
     assert outcome.code == 0
-    assert "4 models with other hidden, layers" in outcome.out
+    assert "4 models with different hidden, layers" in outcome.out
     assert len(outcome.out.splitlines()) <= 30
     found = result(run, f"{SMALL} --vary hidden=2048,3072 --vary layers=8,16 --tp 1")
     assert [tuple(point.values.items()) for point in found.points][1] == (("hidden", 2048), ("layers", 16))
@@ -113,9 +113,9 @@ def test_files(run: Run, tmp_path: Path) -> None:
 def test_ctrl_c_shows_what_was_computed(tmp_path: Path) -> None:
     line = SMALL.replace("llama-3.2-1b", "llama-3.1-8b").replace("--gpus 8", "--gpus 64").replace("batch 32", "batch 256")
     command = [sys.executable, "-c", RAN_AS, *line.split(), "--json", str(tmp_path / "run.json")]
-    outcome = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    outcome = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert outcome.returncode == 130, outcome.stderr
-    assert "Interrupted: " in outcome.stdout
+    assert "Interrupted after " in outcome.stdout
     read = read_result(tmp_path / "run.json")
     assert isinstance(read, PlanResult)
     assert read.interrupted
@@ -138,7 +138,7 @@ def test_ctrl_c_shows_what_was_computed(tmp_path: Path) -> None:
         (f"{SMALL} --recipes nvfp4", "NVFP4 cannot run on h100"),
         (f"{SMALL} --gpus 100000000", "--gpus must be at most 131072"),
         (f"{SMALL} --network carrier-pigeon", "is not a known network"),
-        (f"{SMALL} --pre-quantize", "--pre-quantize is about linears alone"),
+        (f"{SMALL} --pre-quantize", "--pre-quantize applies only to linears"),
         (f"{SMALL} --json a.json --csv a.json", "two outputs go to the same place"),
         (SMALL.replace("llama-3.2-1b", "llama-3.1-405b"), "no layout of llama-3.1-405b fits on 8 h100"),
     ],

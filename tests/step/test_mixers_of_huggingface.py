@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("torch", reason="models need torch")
 pytest.importorskip("transformers", reason="their classes")
 
+import torch
 from torch import nn
 
 from gemmscope.step import huggingface
@@ -25,8 +26,10 @@ def chosen_by_wrapper(name: str, package: str) -> object:
 
     implementation.__module__ = package
 
+    is_new_implementation = not package.startswith("transformers")
+
     def wrapped() -> object:
-        return implementation, func_name
+        return implementation, func_name, is_new_implementation
 
     return wrapped
 
@@ -41,6 +44,25 @@ def test_functions_of_mixers_and_where_they_come_from(monkeypatch: pytest.Monkey
     mixer = type("Mixer", (nn.Module,), {"__module__": file.__name__})()
     assert mixers(mixer).sources == {"causal_conv1d_fn": "transformers", "chunk_gated_delta_rule": "flash-linear-attention"}
     assert mixers(mixer).refused == mixers(nn.Linear(2, 2)).sources == {}
+
+
+def test_compiled_by_a_pytorch_that_says_it_exports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch 2.11 does, and then transformers runs its own code although the package is installed."""
+    file = ModuleType("transformers.models.toy.modeling_toy")
+    file.torch_rule = chosen_by_wrapper("chunk_gated_delta_rule", "fla.ops")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, file.__name__, file)
+    mixer = type("Mixer", (nn.Module,), {"__module__": file.__name__})()
+    for told, source in ((False, "flash-linear-attention"), (True, "transformers")):
+        monkeypatch.setattr(huggingface, "compiled_as_exported", lambda told=told: told)
+        assert mixers(mixer, compiled=True).sources == {"chunk_gated_delta_rule": source}
+        assert mixers(mixer).sources == {"chunk_gated_delta_rule": "flash-linear-attention"}
+    assert "--compile none" in mixers(mixer, compiled=True).refused["chunk_gated_delta_rule"]
+
+
+def test_whether_compiled_code_is_told_that_it_is_exported() -> None:
+    huggingface.compiled_as_exported.cache_clear()
+    told = torch.compile(lambda x: x + int(torch.compiler.is_exporting()), backend="eager")(torch.zeros(1))
+    assert huggingface.compiled_as_exported() == bool(told)
 
 
 def test_an_older_version_keeps_the_function_in_the_module() -> None:

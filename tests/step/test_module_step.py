@@ -21,14 +21,15 @@ from gemmscope.step.plan import plan_step
 torch = pytest.importorskip("torch", reason="modules need torch")
 from torch import nn  # noqa: E402
 
-from gemmscope.step.conversion import decide, find_head, find_layers, record_linears, summary  # noqa: E402
+from gemmscope.step.conversion import decide, find_head, record_linears, summary  # noqa: E402
 from gemmscope.step.kits.plain import Kit, PlainLinear  # noqa: E402
 from gemmscope.step.marks import recording  # noqa: E402
 from gemmscope.step.module import LiveModule, ModuleStep  # noqa: E402
 from gemmscope.step.module_notes import built_notes, linear_notes  # noqa: E402
 from gemmscope.step.stack import Step, Weights  # noqa: E402
 from gemmscope.step.worker import StepWorker  # noqa: E402
-from gemmscope.workload.factory import TraceError  # noqa: E402
+from gemmscope.workload.failures import TraceError  # noqa: E402
+from gemmscope.workload.layers import expert_weights, find_layers  # noqa: E402
 
 MODULES = """
 import torch
@@ -86,6 +87,29 @@ def with_loss():
 
 def flat():
     return nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128)), torch.ones(16, 128)
+
+
+class Pairs(Model):
+    def forward(self, batch):
+        return [{"out": self.layers[0](batch["inner"][0])}]
+
+
+def nested():
+    return Pairs(), ({"inner": [torch.ones(16, 128)]},)
+
+
+def half():
+    model = Model().half()
+    with torch.no_grad():
+        model.head.weight[0, 0] = float("inf")
+    return model, ids()
+
+
+def pruned():
+    from torch.nn.utils import prune
+    model = Model()
+    prune.identity(model.layers[0].up, "weight")
+    return model, ids()
 
 
 def no_linears():
@@ -148,6 +172,31 @@ def test_which_linears_are_converted_and_why_not_the_others(live: Callable[..., 
     notes = dict(linear_notes([ModuleStep(module, kit("BF16")), step, ModuleStep(module, kit("FP8Delayed"))]))
     assert notes["linears-converted"]["recipes"] == ["FP8Current", "FP8Delayed"]
     assert all(finding(code, **facts).text for code, facts in notes.items())
+
+
+def test_a_linear_whose_weight_is_computed_is_not_converted(live: Callable[..., LiveModule]) -> None:
+    step = ModuleStep(live("pruned"), kit())
+    assert step.conversion.converted == ("layers.0.down", "layers.1.up", "layers.1.down")
+    assert "computed in every step" in step.conversion.kept["layers.0.up"]
+    step.run()
+
+
+def test_a_module_in_fp16_is_told_what_to_do(live: Callable[..., LiveModule]) -> None:
+    with pytest.raises(ArithmeticError, match=r"the loss is (inf|nan); optimizers overflow in FP16"):
+        ModuleStep(live("half"), kit("BF16")).loss()
+
+
+def test_weights_in_three_dimensions_that_are_not_experts() -> None:
+    conv, experts = nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 4, 3)), nn.Module()
+    experts.up = nn.Parameter(torch.zeros(2, 4, 4))
+    assert expert_weights(nn.ModuleList([conv, nn.Bilinear(2, 3, 4), experts])) == 1
+
+
+def test_inputs_and_outputs_inside_others(live: Callable[..., LiveModule]) -> None:
+    """Cast to BF16 with the parameters, and part of the loss."""
+    module = live("nested")
+    assert module.built.args[0]["inner"][0].dtype == torch.bfloat16
+    assert ModuleStep(module, kit("BF16")).loss() > 0
 
 
 def test_all_recipes_share_their_parameters_and_run_alike(live: Callable[..., LiveModule]) -> None:

@@ -13,10 +13,10 @@ from gemmscope.engine.messages import Profile, Ready, Sampled
 from gemmscope.errors import UserError
 from gemmscope.interval import Interval
 from gemmscope.model.spec import RunSpec
+from gemmscope.paste.emit import ready_to_paste
 from gemmscope.results.step import StepTime, StepTimes, Variant, Verified
 from gemmscope.step.answer import step_times
 from gemmscope.step.cost import Budget, cost
-from gemmscope.step.emit import ready_to_paste
 from gemmscope.step.findings import observed_findings, step_findings
 from gemmscope.step.measurements import StepMeasurements
 from gemmscope.step.recommend import Plan, candidate, losing_blocks, recommend
@@ -97,7 +97,12 @@ def test_ready_to_paste() -> None:
     assert "from transformer_engine.common.recipe import Float8BlockScaling" in texts["Transformer Engine"]
     assert "te.autocast(enabled=False)" in texts["Transformer Engine"]
     assert texts["Megatron-LM"].startswith("--transformer-impl transformer_engine --fp8-format e4m3 --fp8-recipe blockwise")
-    assert split(texts["Megatron-LM"], comments=True)[-1] == "blockwise"  # what it cannot do is a comment to a shell
+    options, _, file = texts["Megatron-LM"].partition("# mix.yaml")
+    assert split(options, comments=True)[-3:] == ["blockwise", "--te-precision-config-file", "mix.yaml"]
+    assert 'pattern: "*.self_attention.linear_proj"' in file
+    delayed = ready_to_paste("FP8Delayed", ("attn out",))["Megatron-LM"]
+    assert split(delayed, comments=True)[-1] == "max"  # what it cannot do is a comment to a shell
+    assert "cannot mix FP8Delayed" in delayed
     compile(texts["Transformer Engine"], "plan", "exec")
     titan = ready_to_paste("FP8Rowwise", ("attn out",))["torchtitan"]
     left = parse_toml(titan)["quantize"]["linear"]["float8"]["filter_fqns"]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
-PATIENCE_S = 30.0
+PATIENCE_S = 180.0
 
 
 class Browser:
@@ -38,7 +38,7 @@ class Browser:
         )
         os.close(read_commands)
         os.close(write_answers)
-        self._buffer, self._count = b"", 0
+        self._buffer, self._count, self._heard = b"", 0, -1
         self.events: list[dict[str, Any]] = []
         self._closed: list[Tab] = []
 
@@ -63,6 +63,12 @@ class Browser:
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0 and (message := self._next(left)) is not None:
             self.events.append(message)
+
+    def listen_once(self) -> None:
+        """Listen for a moment, unless that was done since the last command."""
+        if self._heard != self._count:
+            self.listen(0.05)
+            self._heard = self._count
 
     def _next(self, patience_s: float) -> dict[str, Any] | None:
         end = time.monotonic() + patience_s
@@ -190,7 +196,7 @@ class Tab:
         return [event["params"]["request"]["url"] for event in self._mine() if event["method"] == "Network.requestWillBeSent"]
 
     def _mine(self) -> list[dict[str, Any]]:
-        self._browser.listen(0.05)
+        self._browser.listen_once()
         return [event for event in self._browser.events if event.get("sessionId") == self._session and "method" in event]
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from support.megatron_files import LLAMA3_8B
 from support.predictions import step_run
 from support.run_files import put, recorded_bench
 from support.step_files import recorded_step
+from support.sweep_files import measured_plane
 from support.torchtitan_files import LLAMA_8B
 
 ROOT = Path(__file__).parent.parent.parent
@@ -74,8 +75,10 @@ def code_blocks(text: str) -> list[str]:
 def reason_not_to_run(command: str) -> str:
     """Why the tests do not run it here; empty if they do."""
     words = command.split()
-    if words[1] in ("bench", "step", "calibrate"):
+    if words[1] in ("bench", "step", "fleet", "calibrate"):
         return "needs a GPU"
+    if words[1] == "numerics":
+        return "imports torch, and needs a recording: tests/cli/test_numerics_cli.py runs it"
     if "--check" in words:
         return "imports torch and transformers: test_readme_shows_real_output and tests/workload check shapes"
     if "--module" in words:
@@ -109,6 +112,8 @@ def put_files(folder: Path) -> None:
     }  # fmt: skip
     for name, result in runs.items():
         put(folder, name, result)
+    for name in ("sweep-before.json", "sweep-after.json"):
+        put(folder, name, measured_plane())
     sizes = {"hidden_size": 4096, "intermediate_size": 16384, "num_attention_heads": 32, "num_hidden_layers": 24}
     put(folder, "forecast-b300.json", gs.load(**sizes).on(micro_batch_size=31, sequence_length=512).forecast("b300"))
     traces = {"trace": "healthy_te_delayed", "fp8": "healthy_te_delayed", "bf16": "healthy_te_bf16"}

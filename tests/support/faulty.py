@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import random
 import resource
 import signal
 import sqlite3
@@ -148,7 +149,7 @@ class Fault:
             recording.journal.ask("PRAGMA wal_checkpoint(TRUNCATE)")
             with path.open("r+b") as file:
                 file.seek(0)
-                file.write(os.urandom(path.stat().st_size))
+                file.write(random.Random(0).randbytes(path.stat().st_size))
 
 
 def _case(arguments: list[str], folder: str, kind: str, at: int) -> None:

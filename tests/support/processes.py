@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,24 +20,33 @@ def running(marker: str) -> list[int]:
     return found
 
 
-def left_running(marker: str, patience_s: float = 10.0) -> list[int]:
+PATIENCE_S = 120.0  # on a busy machine; only what hangs takes so long
+
+
+def left_running(marker: str, apart_from: Collection[int] = ()) -> list[int]:
     """The processes that are still there after a while; returns as soon as there are none."""
-    until = time.monotonic() + patience_s
-    while (left := running(marker)) and time.monotonic() < until:
+    until = time.monotonic() + PATIENCE_S
+    while (left := [pid for pid in running(marker) if pid not in apart_from]) and time.monotonic() < until:
         time.sleep(0.05)
     return left
 
 
+def state(pid: int) -> str:
+    """As Linux calls it: R and S run, T is stopped, Z has ended and was not yet waited for; empty if there is no such process."""
+    try:
+        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
 def alive(pid: int) -> bool:
     """Whether this process runs; one that has ended and was not yet waited for does not."""
-    try:
-        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    return state(pid) not in ("", "Z")
 
 
-def wait_until(condition: Callable[[], object], seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.1)
-    return bool(condition())
+def wait_until(condition: Callable[[], object]) -> bool:
+    """Whether it came true; False only where it does not within minutes."""
+    end = time.monotonic() + PATIENCE_S
+    while not (true := condition()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return bool(true)

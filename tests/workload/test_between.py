@@ -137,6 +137,19 @@ def test_the_examples_of_the_documentation(name: str) -> None:
     assert trace.has_loss
 
 
+@pytest.mark.parametrize(
+    ("model_type", "result"), [("deit", "DeiTForImageClassification"), ("speecht5", "whose sizes are not in its config")]
+)
+def test_configs_of_types_with_several_classes_and_with_inputs_that_are_not_known(model_type: str, result: str) -> None:
+    pytest.importorskip("transformers", reason="builds configs")
+    request = {"config": {"model_type": model_type}, "micro_batch": 2, "sequence": None, "as_trained": True}
+    try:
+        answer = trace_worker.answer(request).class_name
+    except trace_worker.TraceError as error:
+        answer = str(error)
+    assert answer.endswith(result)
+
+
 def test_a_learned_bias_of_attention_has_a_gradient() -> None:
     """As T5's relative positions: the mask is read, its gradient written and summed over the batch."""
 

@@ -12,6 +12,7 @@ from support.reading import codes
 
 torch = pytest.importorskip("torch", reason="tracing needs torch")
 trace_worker = pytest.importorskip("gemmscope.workload.trace_worker", reason="tracing needs torch")
+prune = pytest.importorskip("torch.nn.utils.prune", reason="tracing needs torch")
 
 nn = torch.nn
 Key = tuple[str, int, int, int, int]
@@ -99,9 +100,37 @@ class Cast(Transposed):
         return x.float() @ self.weight.to(torch.float64).float()
 
 
-@pytest.mark.parametrize("layer", [Transposed, WeightOnTheLeft, Cast])
+class Scaled(Transposed):
+    """A weight that a buffer masks and a number scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones_like(self.weight))
+
+    def forward(self, x: Any) -> Any:
+        return x @ (self.weight * self.mask / self.weight.norm())
+
+
+@pytest.mark.parametrize("layer", [Transposed, WeightOnTheLeft, Cast, Scaled])
 def test_any_side_any_storage(layer: Any) -> None:
     assert gemms(record(Wrapped(layer()), TOKENS)) == three(6, 8, 5)
+
+
+PARTLY_COMPUTED: list[tuple[Any, set[str]]] = [
+    (nn.utils.parametrizations.spectral_norm(nn.Linear(8, 5)), set()),
+    (nn.utils.parametrizations.weight_norm(nn.Linear(8, 5)), set()),
+    (prune.identity(nn.Linear(8, 5), "weight"), set()),
+    (nn.Linear(8, 5), {"layer"}),
+]
+
+
+@pytest.mark.parametrize(("layer", "low"), PARTLY_COMPUTED, ids=["spectral norm", "weight norm", "pruned", "plain"])
+def test_a_weight_that_is_computed_is_a_weight_that_stays_in_high_precision(layer: Any, low: set[str]) -> None:
+    """A framework that swaps the linear for another one would lose how its weight is computed."""
+    result = record(Wrapped(layer), TOKENS)
+    assert three(6, 8, 5) <= gemms(result)
+    assert not [gemm for gemm in result.batched_gemms if gemm.name == "layer"]
+    assert set(result.linear_paths) == low
 
 
 class BatchedExperts(nn.Module):
@@ -277,3 +306,38 @@ def test_nothing_to_differentiate() -> None:
 
     with pytest.raises(trace_worker.TraceError, match="no tensor that requires a gradient"):
         record(Constant(), TOKENS)
+
+
+class Heads(nn.Module):
+    """Attention with these sizes of queries and of keys, which are its values too."""
+
+    def __init__(self, queries: tuple[int, ...], keys: tuple[int, ...], *, grouped: bool) -> None:
+        super().__init__()
+        self.sizes, self.grouped = (queries, keys), grouped
+
+    def forward(self, x: Any) -> Any:
+        query, key = (x.sum() * torch.ones(sizes, device=x.device) for sizes in self.sizes)
+        return torch.nn.functional.scaled_dot_product_attention(query, key, key, enable_gqa=self.grouped)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "grouped"),
+    [
+        ((1, 4, 3, 8), (1, 4, 5, 8), False),
+        ((1, 4, 3, 8), (1, 1, 5, 8), False),
+        ((1, 4, 3, 8), (1, 2, 5, 8), True),
+        ((1, 4, 3, 8), (1, 2, 5, 8), False),
+        ((1, 4, 3, 8), (1, 3, 5, 8), True),
+        ((1, 4, 3, 8), (1, 4, 5, 6), False),
+    ],
+)
+def test_attention_that_torch_refuses_is_refused(queries: tuple[int, ...], keys: tuple[int, ...], grouped: bool) -> None:
+    """The function that stands for the fused kernel accepts what the real one accepts on the CPU."""
+    module = Heads(queries, keys, grouped=grouped)
+    try:
+        module(torch.ones(2))
+    except RuntimeError:
+        with pytest.raises(RuntimeError, match="do not fit each other"):
+            record(Wrapped(module), TOKENS)
+    else:
+        assert record(Wrapped(module), TOKENS).batched_gemms

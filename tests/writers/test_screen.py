@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -19,8 +20,12 @@ from support.results import RESULTS
 
 SEVERAL_GPUS = ("forecast of several GPUs", "sweep")
 NAMES = tuple(name for name in RESULTS if not name.startswith("explain ") or name.endswith(("syncs", "unaligned_torchao")))
-DOCUMENTS = {name: document(RESULTS[name]()) for name in NAMES}
-BOX = "─"
+
+
+@cache
+def told(name: str) -> Document:
+    """Made when a test needs it: not when tests are collected."""
+    return document(RESULTS[name]())
 
 
 def lines(found: Document, width: int, *, detail: bool = False) -> list[str]:
@@ -33,7 +38,7 @@ def words(text: str) -> str:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_answer_is_on_one_screen(name: str) -> None:
-    found = DOCUMENTS[name]
+    found = told(name)
     shown = lines(found, 100)
     assert len(shown) <= (38 if name in SEVERAL_GPUS else 30)
     assert words(found.answer) in words(" ".join(shown[:9]))
@@ -43,9 +48,9 @@ def test_the_answer_is_on_one_screen(name: str) -> None:
 @pytest.mark.parametrize("width", [100, 80, 40])
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_wider_than_the_terminal(name: str, width: int) -> None:
-    shown = lines(DOCUMENTS[name], width)
+    shown = lines(told(name), width)
     assert max(map(cell_len, shown)) <= width or _only_words(shown, width)
-    assert words(DOCUMENTS[name].answer) in words("".join(shown))
+    assert words(told(name).answer) in words("".join(shown))
 
 
 def _only_words(shown: list[str], width: int) -> bool:
@@ -55,7 +60,7 @@ def _only_words(shown: list[str], width: int) -> bool:
 
 @pytest.mark.parametrize("name", ["bench", "forecast of several GPUs", "explain", "compare"])
 def test_details_lose_nothing_on_a_narrow_terminal(name: str) -> None:
-    found = DOCUMENTS[name]
+    found = told(name)
     code = {line for text in (found.advice.ready_to_paste.values() if found.advice else ()) for line in text.splitlines()}
     shown = [line for line in lines(found, 90, detail=True) if line not in code]  # which is to be pasted as it is
     assert max(map(cell_len, shown)) <= 90 or _only_words(shown, 90)
@@ -86,7 +91,7 @@ def test_a_table_fits_and_keeps_its_first_columns(heads: list[tuple[str, bool, i
 def test_on_a_terminal_without_utf_8_and_without_color(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="backslashreplace")
-    terminal.show(DOCUMENTS["bench"], console=terminal.Screen(out, 80))
+    terminal.show(told("bench"), console=terminal.Screen(out, 80))
     out.flush()
     shown = out.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]
     assert "FP8Delayed is fastest" in shown

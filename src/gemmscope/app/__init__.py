@@ -1,7 +1,6 @@
 """The application layer: one typed function per command, called by `cli/` and by `gemmscope.api`.
 
-Modules are loaded when they are first used (`app.bench.run_bench(...)`), so that `gemmscope --help` answers at once. This and
-`writers/__init__.py` are the only places that load modules lazily.
+Modules are loaded when they are first used (`app.bench.run_bench(...)`), so that `gemmscope --help` answers at once.
 """
 
 from importlib import import_module
@@ -9,14 +8,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gemmscope.app import bench, calibrate, choose, compare, doctor, explain, forecast
+    from gemmscope.app import bench, calibrate, choose, compare, doctor, explain, fleet, forecast, launched
 
     # isort: split
-    from gemmscope.app import model, names, plan, progress, report, result, shapes, step
+    from gemmscope.app import model, names, numerics, plan, pools, progress, read, report, result, shapes, step, sweep
 
 __all__ = [
-    "bench", "calibrate", "choose", "compare", "doctor", "explain", "forecast", "model", "names", "plan", "progress", "report",
-    "result", "shapes", "step",
+    "bench", "calibrate", "choose", "compare", "doctor", "explain", "fleet", "forecast", "launched", "model", "names", "numerics",
+    "plan", "pools", "progress", "read", "report", "result", "shapes", "step", "sweep",
 ]  # fmt: skip
 
 

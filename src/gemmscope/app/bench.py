@@ -3,24 +3,24 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
-from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from gemmscope.app.choose import Choice, Choices, choose
 from gemmscope.app.model import LinearCases, ModelRun, as_forward_calls, linear_cases, rank_workload
 from gemmscope.app.progress import QUIET, Reporter
+from gemmscope.app.spread import read_fleet, with_spread
 from gemmscope.bench.campaign import WORKER, LinearCampaign, fingerprint_of
 from gemmscope.bench.findings import fixed_counts, linear_findings, measurement_findings
 from gemmscope.bench.linears import measured_linears
-from gemmscope.bench.measurements import Measurements
 from gemmscope.engine.journal import RecordedRun, open_journal
 from gemmscope.engine.link import LocalWorkers
-from gemmscope.engine.messages import Hello, Message
 from gemmscope.engine.rule import StoppingRule, check_limits
 from gemmscope.errors import UserError, option, shown
 from gemmscope.findings import Finding, finding
 from gemmscope.gpu.environment import Environment, environment
 from gemmscope.recipe.recipes import recipes
+from gemmscope.results.base import Result
 from gemmscope.results.bench import BenchResult, BenchSettings, Counts, TaskResult
 from gemmscope.signals import held
 from gemmscope.workload.cases import bare_gemms, tasks_of
@@ -30,6 +30,7 @@ Shape = tuple[int, int, int]
 LADDER = (256, 512, 1024, 2048, 4096, 8192, 16384)
 LADDER_ON_CPU = LADDER[:3]  # larger ones take minutes there and show nothing more
 LARGEST_SIZE = 10**7
+MOST_RUNS = 10**6
 NSYS = "nsys profile --capture-range=cudaProfilerApi --trace=cuda,nvtx -o gemmscope --capture-range-end=stop"
 
 
@@ -58,6 +59,9 @@ class BenchTiming:
         check_limits(self.precision, self.time_limit)
         if self.num_iters is not None and self.num_iters < 1:
             raise UserError(f"{option('num_iters', self.num_iters)} measures nothing", "it must be 1 or more")
+        for name in ("num_iters", "num_warmup"):
+            if (getattr(self, name) or 0) > MOST_RUNS:
+                raise UserError(f"{option(name)} must be at most {MOST_RUNS}, got {getattr(self, name)}", "100 is usual")
         if self.num_warmup is not None and self.num_warmup < 0:
             raise UserError(f"{option('num_warmup', self.num_warmup)} is invalid", "it must be 0 or more")
         if self.gpu_warmup is not None and not 0 <= self.gpu_warmup < float("inf"):
@@ -106,6 +110,7 @@ def run_bench(
     resume: bool = False,
     verify_dgrad: bool = False,
     as_te_benchmark: bool = False,
+    fleet: str | Path | Result | None = None,
     command: str = "",
     reporter: Reporter = QUIET,
     deliver: Callable[[BenchResult], None] = lambda _: None,
@@ -114,8 +119,10 @@ def run_bench(
 
     Ctrl-C ends it early, with what was measured until then. `resume` continues the same measurement if it was cut short.
     `verify_dgrad` has no effect: dgrad is always measured. `as_te_benchmark`: every GEMM as a forward call of its own, as
-    Transformer Engine's GEMM benchmark script runs them. `deliver` writes the result: only then the measurement is finished.
+    Transformer Engine's GEMM benchmark script runs them. `fleet`: a fleet, or its run file; the result then says what another GPU
+    of that fleet would give. `deliver` writes the result: only then the measurement is finished.
     """
+    quoted = read_fleet(fleet, "bench") if fleet is not None else None
     prepared = _prepared(job, shapes, choices, timing, command, reporter, resume=resume, as_te_benchmark=as_te_benchmark)
     with prepared as bench, held() as signals:
         campaign = bench.campaign
@@ -155,6 +162,7 @@ def run_bench(
             linears=linears,
             tasks=tuple(campaign.results.tasks.values()),
         )
+        result = with_spread(result, quoted)
         campaign.recording.deliver(lambda: deliver(result), complete=not campaign.interrupted)
         signals.answered = True
     return result
@@ -214,13 +222,13 @@ def _prepared(
     if as_te_benchmark:
         check_te_benchmark(job, cache_weights=timing.cache_weights)
     if job is not None and shapes is not None:
-        raise UserError(f"{option('shapes')} measures bare GEMMs, and a model was given", "give one of the two")
+        raise UserError(f"{option('shapes')} measures bare GEMMs, but a model was given", "give one of the two")
     for shape in shapes or ():
         check_shape(shape)
     machine = environment()
     framework = job.source.framework if job is not None else ""
     choice = choose(choices, machine, cache_weights=timing.cache_weights, framework=framework)
-    same = {name: other for name, each in recipes().items() if (other := each.same_kernels_as)}
+    same = {name: other for name, known in recipes().items() if (other := known.same_kernels_as)}
     with LocalWorkers() as workers, closing(open_journal()) as journal:
         workers.start_early(WORKER)  # it imports torch, which takes seconds, while the model is read
         if job is not None:
@@ -239,9 +247,11 @@ def check_te_benchmark(job: ModelRun | None, *, cache_weights: bool) -> None:
     """A `UserError` for what does not go together with counting as Transformer Engine's script does."""
     name = option("as_te_benchmark")
     if job is None:
-        raise UserError(f"{name} is about the linears of a model: bare GEMMs are single forward calls already", f"remove {name}")
+        raise UserError(
+            f"{name} applies to the linears of a model; bare GEMMs are already single forward calls", f"remove {name}"
+        )
     if cache_weights:
-        problem = f"{name} quantizes the weight in every call, and {option('cache_weights')} never"
+        problem = f"{name} quantizes the weight in every call, but {option('cache_weights')} never does"
         raise UserError(problem, "use only one of them")
 
 
@@ -272,15 +282,7 @@ def _model_linears(job: ModelRun, reporter: Reporter) -> tuple[LinearCases, dict
 
 def _measure(campaign: LinearCampaign, reporter: Reporter) -> Finding:
     """Run the campaign. Returns how it ended."""
-    with reporter.measuring(campaign) as show:
-
-        def on_message(message: Message, measurements: Measurements) -> None:
-            if isinstance(message, Hello):  # import what shows the result while the worker prepares, not after it
-                import_module("gemmscope.document.bench")
-                import_module("gemmscope.writers.terminal")
-            show(message, measurements)
-
-        campaign.on_message = on_message
+    with reporter.measuring(campaign) as campaign.on_message:
         campaign.run()
     if campaign.interrupted:
         return finding("interrupted" if campaign.results.any_samples() else "interrupted-early")

@@ -83,7 +83,7 @@ def calibrate(
         held(),
     ):
         session = _CalibrationRun(choice, timing, chip, recording, workers, reporter)
-        reporter.say("measuring linears in the state that training runs in …")
+        reporter.say("measuring linears at sustained clocks …")
         linears, campaign = session.linears()
         if not linears.ops:
             return None
@@ -103,6 +103,9 @@ def calibrate(
                 burst=burst,
                 parts=parts,
                 versions=dict(hello.versions),
+                node=str(hello.device.get("node", "")),
+                uuid=str(hello.device.get("uuid", "")),
+                health=dict(hello.device.get("health", {})),
             )
         )
         path = factors.place(calibration.gpu)
@@ -150,7 +153,7 @@ class _CalibrationRun:
         return forecast_linears(forecaster, measured.cases, measured.recipes, measured.modes)
 
     def parts(self, adjustment: Adjustment) -> tuple[dict[StepPart, float], list[Finding]]:
-        """Of everything that is not a GEMM; empty if no step could be run."""
+        """The factors of everything that is not a GEMM; empty if no step could be run."""
         try:
             return factors.part_factors([self._step(adjustment, *stack) for stack in factors.STACKS]), []
         except UserError as error:

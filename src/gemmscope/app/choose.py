@@ -62,6 +62,12 @@ class Choices:
             raise UserError(f"there is no mode {shown(unknown[0])}", f"modes: {', '.join(MODES)}")
         return list(self.modes) if self.modes else list(MODES)
 
+    def check_for_step(self) -> None:
+        """A `UserError` for what a training step does not have: GEMMs alone."""
+        if self.chosen_modes() == ["pre-quantized"]:
+            message = f"a training step includes quantization; {option('pre_quantize')} is only for GEMMs"
+            raise UserError(message, "remove it, or use gemmscope bench")
+
 
 def _for_framework(choices: Choices, framework: str) -> tuple[Choices, tuple[Finding, ...]]:
     """The choices, with the backend that this framework trains with unless something else was requested or is installed."""
@@ -88,7 +94,7 @@ def choose(choices: Choices, machine: Environment, *, cache_weights: bool = Fals
     choices, findings = _for_framework(choices, framework)
     modes, named = choices.chosen_modes(), choices.named_recipes()
     device = _device(choices)
-    gpu = _gpu(machine, share=choices.share_gpu) if device == "cuda" else None
+    gpu = usable_gpu(machine, share=choices.share_gpu) if device == "cuda" else None
     backend = _backend(choices.backend, device, named)
     if cache_weights and backend not in CACHE_WEIGHTS:
         raise UserError(
@@ -114,12 +120,31 @@ def _device(choices: Choices) -> str:
 
 def visible_gpu(machine: Environment) -> GpuFacts | None:
     """The GPU to measure on: the first that CUDA_VISIBLE_DEVICES lets through, by number or UUID."""
-    first = (machine.visible_devices or "").split(",")[0].strip()
-    if machine.visible_devices is not None and first in ("", "-1"):
+    return next(iter(visible_gpus(machine)), None)
+
+
+def visible_gpus(machine: Environment) -> list[GpuFacts]:
+    """The GPUs that CUDA_VISIBLE_DEVICES lets through, in its order; all without it. As CUDA does, it is read up to the first
+    entry that names none."""
+    if machine.visible_devices is None:
+        return list(machine.gpus)
+    found: list[GpuFacts] = []
+    for part in map(str.strip, machine.visible_devices.split(",")):
+        gpu = _named_gpu(part, machine)
+        if gpu is None:
+            break
+        if gpu not in found:
+            found.append(gpu)
+    return found
+
+
+def _named_gpu(name: str, machine: Environment) -> GpuFacts | None:
+    """The GPU of one entry of CUDA_VISIBLE_DEVICES."""
+    if name.startswith("GPU-"):
+        return next((gpu for gpu in machine.gpus if gpu.uuid and gpu.uuid.startswith(name)), None)
+    if name in ("", "-1"):
         return None
-    if first.startswith("GPU-"):
-        return next((gpu for gpu in machine.gpus if gpu.uuid and gpu.uuid.startswith(first)), None)
-    index = int(first) if first.isascii() and first.isdigit() and len(first) < 4 else 0
+    index = int(name) if name.isascii() and name.isdigit() and len(name) < 4 else 0
     return machine.gpus[index] if index < len(machine.gpus) else None
 
 
@@ -130,20 +155,20 @@ def supported(name: str, gpus: Sequence[str] | None = None) -> bool | None:
     (False, True)
     """
     if gpus is not None:
-        return any(support(name, gpu(each).capability).runs for each in gpus)
+        return any(support(name, gpu(chip).capability).runs for chip in gpus)
     here = visible_gpu(environment())
     return support(name, here.capability).runs if here is not None and here.capability is not None else None
 
 
-def _gpu(machine: Environment, *, share: bool) -> GpuFacts:
+def usable_gpu(machine: Environment, *, share: bool) -> GpuFacts:
     """The GPU to measure on; a `UserError` if there is none, or if others use it."""
     gpu = visible_gpu(machine)
     if gpu is None:
         hidden = f" (CUDA_VISIBLE_DEVICES is {machine.visible_devices!r})" if machine.gpus else ""
         raise UserError(
             f"there is no NVIDIA GPU here to measure on{hidden}",
-            "gemmscope forecast estimates GPUs that are not here; "
-            f"{option('device', 'cpu')} shows that measuring works, not how fast a GPU is",
+            "gemmscope forecast estimates GPUs that you do not have; "
+            f"{option('device', 'cpu')} tries out the command, but does not show how fast a GPU is",
         )
     if (gpu.processes or (gpu.utilization or 0) > 10) and not share:
         processes = f"processes {', '.join(map(str, gpu.processes))}"
@@ -179,9 +204,9 @@ def _backend(requested: str | None, device: str, named: Sequence[str] | None) ->
 
 def _with_recipes(named: Sequence[str]) -> tuple[str, ...]:
     wanted = [recipe(name) for name in named if recipe(name).quantizes]
-    able = tuple(backend for backend in ON_GPU if all(backend in each.backends for each in wanted))
+    able = tuple(backend for backend in ON_GPU if all(backend in given.backends for given in wanted))
     if not able:
-        homes = "; ".join(f"{each.name}: {', '.join(each.backends)}" for each in wanted)
+        homes = "; ".join(f"{given.name}: {', '.join(given.backends)}" for given in wanted)
         raise UserError("no single backend has all these recipes", f"measure them in separate runs ({homes})")
     return able
 

@@ -2,12 +2,14 @@
 
 import importlib.util
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gemmscope.child import run_worker
 from gemmscope.document.table import Cell, Table, columns
 from gemmscope.gpu.environment import Environment, GpuFacts, environment, python_command
+from gemmscope.gpu.health import Health, health_facts, health_problems
+from gemmscope.gpu.nvml import open_nvml
 from gemmscope.recipe.recipes import recipes
 from gemmscope.recipe.support import architecture_name, support
 from gemmscope.text import visible_json
@@ -19,10 +21,12 @@ LONGEST_S = 180
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis:
-    """The machine, and what each backend reports: its versions and why it cannot run a recipe, or why it does not load."""
+    """The machine, and what each backend reports: its versions and why it cannot run a recipe, or why it does not load.
+    `health`: of each GPU by its number, read while it may be idle."""
 
     machine: Environment
     backends: dict[str, Any]
+    health: dict[int, Health] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         gpus = ", ".join(gpu.name for gpu in self.machine.gpus) or "no GPU"
@@ -32,7 +36,8 @@ class Diagnosis:
         return "\n".join((*self.lines(), *self.advice()))
 
     def to_json(self) -> str:
-        return visible_json(json.dumps({"environment": asdict(self.machine), "backends": self.backends}, indent=1)) + "\n"
+        content = {"environment": asdict(self.machine), "health": self.health, "backends": self.backends}
+        return visible_json(json.dumps(content, indent=1)) + "\n"
 
     def lines(self) -> list[str]:
         """System, packages, driver and GPUs."""
@@ -72,8 +77,8 @@ class Diagnosis:
         if not self.backends:
             lines.append(f"to measure: {python_command()} torch (the build for your CUDA), then transformer_engine[pytorch]")
         elif not self.machine.gpus:
-            lines.append("there is no GPU to measure on: gemmscope shapes and forecast need none")
-            lines.append("gemmscope bench --device cpu shows that measuring works")
+            lines.append("there is no GPU to measure on; gemmscope shapes and forecast do not need one")
+            lines.append("gemmscope bench --device cpu tries out a measurement on the CPU")
         elif "broken" in self.backends.get("transformer_engine", {}):
             lines.append(f"to measure FP8: {python_command()} --no-build-isolation transformer_engine[pytorch]")
         for gpu in self.machine.gpus:
@@ -82,12 +87,30 @@ class Diagnosis:
                 lines.append(f"GPU {gpu.index} is in use by other processes ({others}), which would distort the times")
             elif gpu.utilization is not None and gpu.utilization > BUSY:
                 lines.append(f"GPU {gpu.index} is {gpu.utilization}% busy with something that is not visible from here")
-        return lines or ["no problems found"]
+        return [*lines, *self._health_advice()] or ["no problems found"]
+
+    def _health_advice(self) -> list[str]:
+        """Problems of the GPUs themselves. Where all GPUs of a product have equally many NVLinks active, none is missing."""
+        lines = []
+        for gpu in self.machine.gpus:
+            health = dict(self.health.get(gpu.index, {}))
+            alike = [other.index for other in self.machine.gpus if other.name == gpu.name]
+            if len(alike) > 1 and len({self.health.get(index, {}).get("nvlinks_active") for index in alike}) == 1:
+                health.pop("nvlinks_active", None)
+            problems = health_problems(health, under_load=False)
+            lines += [f"GPU {gpu.index}: {problem.text} ({problem.remedy})" for problem in problems]
+        return lines
 
 
 def diagnose() -> Diagnosis:
     """Look at this machine and ask the frameworks."""
-    return Diagnosis(environment(), _ask_frameworks())
+    return Diagnosis(environment(), _ask_frameworks(), _health())
+
+
+def _health() -> dict[int, Health]:
+    nvml = open_nvml()
+    gpus = {index: gpu for index in range(nvml.count()) if (gpu := nvml.gpu(index))} if nvml else {}
+    return {index: health_facts(gpu) for index, gpu in gpus.items()}
 
 
 def _ask_frameworks() -> dict[str, Any]:

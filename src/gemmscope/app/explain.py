@@ -49,7 +49,7 @@ def explain(
     _check(paths, baseline, steps, perfetto)
     if recipe is not None and against is None:
         raise UserError(
-            f"{option('recipe', recipe)} selects a recipe of a run file, and no run file is given",
+            f"{option('recipe', recipe)} selects a recipe of a run file, but no run file is given",
             f"add {option('against', 'RUNFILE')}",
         )
     expected = read_result(against, ("bench", "step")) if isinstance(against, (str, Path)) else against
@@ -108,10 +108,12 @@ def trace_files(traces: Sequence[PathLike]) -> list[Path]:
             raise UserError(f"{path} cannot be read: {error.strerror or error}", A_TRACE) from None
         inside = [path] if names is None else [path / name for name in names if name.endswith((".json", ".json.gz"))]
         if not inside:
-            raise UserError(f"{path} is a folder without traces (.json, .json.gz)", "name a trace, or the folder that holds them")
+            raise UserError(
+                f"{path} is a folder without traces (.json, .json.gz)", "give a trace file, or a folder of trace files"
+            )
         files += inside
     if not files:
-        raise UserError("no trace is given", "name a trace file, as the PyTorch profiler writes it")
+        raise UserError("no trace is given", "give a trace file written by the PyTorch profiler")
     return files
 
 

@@ -1,16 +1,16 @@
 """`gemmscope forecast`: linears and the training step on GPUs that need not be here. Nothing is measured, torch is not needed."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cache
-from itertools import product
-from math import prod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from gemmscope import signals
 from gemmscope.app.bench import DEFAULT_CHOICES, Shape, check_shape, check_te_benchmark
 from gemmscope.app.choose import Choices
 from gemmscope.app.forecast_gpus import chips_of, choose_recipes, common_fields, known_state
+from gemmscope.app.forecast_mixes import memory_of_recipe, mixes_on
+from gemmscope.app.mixing import MixRequest, requested_mix
 from gemmscope.app.model import (
     SIZES,
     LinearCases,
@@ -19,53 +19,47 @@ from gemmscope.app.model import (
     as_forward_calls,
     as_frameworks_run,
     linear_cases,
-    load_model,
-    model_run,
     rank_workload,
 )
 from gemmscope.app.progress import QUIET, Reporter
+from gemmscope.app.sweep_axes import MEASURED_SIZES, by_reason, check_axes, configurations
 from gemmscope.bench.findings import linear_findings
-from gemmscope.errors import UserError, closest, in_python, option, shown
+from gemmscope.errors import UserError, option
 from gemmscope.findings import Finding, finding
 from gemmscope.forecast.accumulation import accumulation_finding, cheapest_finding
 from gemmscope.forecast.calibration import calibrated
-from gemmscope.forecast.eager import eager_finding
+from gemmscope.forecast.eager import eager_finding, layers_finding
 from gemmscope.forecast.gemm import State, model
 from gemmscope.forecast.gemm_list import GemmForecast, forecast_gemm_list
 from gemmscope.forecast.graphs import graphs_finding
 from gemmscope.forecast.linear_results import forecast_linears, misaligned
 from gemmscope.forecast.linears import Forecaster
-from gemmscope.forecast.memory_results import memory_findings, memory_result, recipe_memory
-from gemmscope.forecast.network import network_of
+from gemmscope.forecast.memory_results import memory_findings
+from gemmscope.forecast.network import Network, network_of
 from gemmscope.forecast.pipeline import bubble_findings
 from gemmscope.forecast.step import StepForecast, forecast_step
 from gemmscope.forecast.sweep import Configuration, forecast_sweep
-from gemmscope.forecast.traced_memory import traced_memory
 from gemmscope.forecast.training import gemm_format
 from gemmscope.gpu.specs import GpuSpec, gpu
 from gemmscope.model.limits import check_size
 from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.recipe.recipes import BASELINE, recipe
-from gemmscope.results.base import ModelSummary
-from gemmscope.results.forecast import ForecastResult, GpuForecast, GpuSweep, RecipeMemory, SweepPoint
+from gemmscope.results.base import ModelSummary, Result
+from gemmscope.results.forecast import ForecastResult, GpuForecast, RecipeMemory
 from gemmscope.results.linears import Linears
 from gemmscope.results.step import StepTimes
+from gemmscope.results.sweep import GpuSweep, SweepPoint
 from gemmscope.step.cost import Budget
 from gemmscope.step.findings import step_findings
 from gemmscope.step.plan import not_run
-from gemmscope.workload.cases import bare_gemms
+from gemmscope.workload.cases import Mode, bare_gemms
 from gemmscope.workload.derive import HEAD
 from gemmscope.workload.ops import Linear
 from gemmscope.workload.ranks import Given, solve
 from gemmscope.workload.sharding import check, check_schedule
 
-SWEEP_SIZES = (
-    *SIZES, "micro_batch_size", "sequence_length", "gradient_accumulation", "global_batch",
-    "tp", "cp", "pp", "vp", "ep", "etp", "dp", "zero", "fsdp", "gpus",
-)  # fmt: skip
-MOST_POINTS = 100_000
-MOST_REASONS, OTHER_REASONS = 20, "other reasons, which the table of all points has"
+SWEEP_SIZES = (*MEASURED_SIZES, "global_batch", "vp", "dp", "zero", "fsdp", "gpus")
 Price = float | Mapping[str, float] | None
 
 
@@ -83,6 +77,8 @@ def forecast(
     tokens: float | None = None,
     gpu_count: int | None = None,
     price: Price = None,
+    mix: str | Path | Result | None = None,
+    keep_higher: str | None = None,
     command: str = "",
     reporter: Reporter = QUIET,
 ) -> ForecastResult:
@@ -91,8 +87,10 @@ def forecast(
     `state`: sustained, as in training, or burst, the first moments of a rested GPU. `network`: between NVLink domains of
     `nvlink_domain` GPUs, by name or in GB/s per GPU. `gpu_count`: all GPUs, which gives the data-parallel size. `tokens` at a
     `price` per GPU-hour (one for all, or by GPU): what the run costs. `as_te_benchmark`: linears as forward calls, as Transformer
-    Engine's GEMM benchmark script counts them.
+    Engine's GEMM benchmark script counts them. The step is also forecast for the mix that a run of numerics chose (`mix`), or for
+    every recipe with `keep_higher` in BF16.
     """
+    asked = requested_mix(mix, keep_higher)
     chips, clocks = chips_of(gpus), known_state(state)
     networks = {chip.name: network_of(chip, network, nvlink_domain) for chip in chips}
     job = _on_gpus(as_frameworks_run(job) if job is not None else None, gpu_count)
@@ -106,52 +104,97 @@ def forecast(
     if as_te_benchmark:
         check_te_benchmark(job, cache_weights=cache_weights)
         linears = as_forward_calls(linears)
-    stepping = subject if not as_te_benchmark else None
-    if stepping is None and (budgets or gpu_count is not None):
-        problem = f"{option('tokens')} and {option('gpus')} are about a training step, and there is none"
-        raise UserError(problem, f"name a model: {option('config')} or {option('preset')}")
-    if stepping is not None and stepping.run.inputs is not None and tokens is not None:
-        problem = f"{option('tokens')} counts tokens, and the inputs of {stepping.name} are {stepping.run.inputs}"
-        raise UserError(problem, f"remove {option('tokens')}")
-    may_stay = [case.op for case in linears.cases] if subject is not None and subject.trace is not None else _heads(subject)
-    forecasts = []
-    for chip in chips:
-        (names, recipe_findings), (adjustment, calibration_findings) = by_gpu[chip.name], calibrated(chip.name)
-        forecaster = Forecaster(chip, clocks, cache_weights=cache_weights, measured=adjustment, forward_only=as_te_benchmark)
-        modes, of_layer = choices.chosen_modes(), (linears.layers, linears.layer_counts)
-        times = forecast_linears(
-            forecaster, linears.cases, names, modes, *of_layer, heads=may_stay, as_te_benchmark=as_te_benchmark
-        )
-        step, memory, about_step = None, tuple[RecipeMemory, ...](), _StepFindings()
-        if stepping is not None:
-            memory = tuple(_memory(stepping, name, chip) for name in names)
-            step_forecast = StepForecast(forecaster, stepping.source.model, stepping.run, stepping.workload, networks[chip.name])
-            step = forecast_step(step_forecast, names, budgets.get(chip.name), memory)
-            about_step = _StepFindings.of(step_forecast, step)
-        forecasts.append(
-            GpuForecast(
-                gpu=chip.name,
-                title=chip.title,
-                capability=chip.architecture,
-                basis=_basis(chip, clocks, names),
-                linears=times,
-                step=step,
-                memory=memory,
-                findings=(
-                    *about_step.first,
-                    *_findings(times, step, subject),
-                    *(memory_findings(memory, subject.run) if subject is not None else ()),
-                    *about_step.last,
-                    *recipe_findings,
-                    *calibration_findings,
-                ),
-            )
-        )
+    task = _ForecastTask(subject, linears, choices.chosen_modes(), clocks, asked, cache_weights, as_te_benchmark)
+    _check_step(task, tokens, asks_for_cost=bool(budgets) or gpu_count is not None)
+    forecasts = [task.on(chip, *by_gpu[chip.name], networks[chip.name], budgets.get(chip.name)) for chip in chips]
     about = subject.about() if subject is not None else {"origin": "shapes"}
     cheapest = cheapest_finding(forecasts)
     findings = (*_common_findings(subject, linears, forecasts), *([cheapest] if cheapest is not None else []))
     common = {**common_fields(command, clocks), "dp": subject.run.data_parallel if subject is not None else 1}
     return ForecastResult(**common, **about, findings=findings, gpus=tuple(forecasts))
+
+
+@dataclass(frozen=True)
+class _ForecastTask:
+    """What is forecast on every GPU. `subject`: the model; None for bare GEMMs."""
+
+    subject: RankWorkload | None
+    linears: LinearCases
+    modes: Sequence[Mode]
+    clocks: State
+    asked: MixRequest | None
+    cache_weights: bool
+    as_te_benchmark: bool
+
+    @property
+    def stepping(self) -> RankWorkload | None:
+        """The model, if its training step is forecast too."""
+        return self.subject if not self.as_te_benchmark else None
+
+    @property
+    def may_stay(self) -> list[str]:
+        """Linears that frameworks leave in BF16 where a recipe cannot run them: the output head, and all of a module."""
+        traced = self.subject is not None and self.subject.trace is not None
+        return [case.op for case in self.linears.cases] if traced else _heads(self.subject)
+
+    def on(
+        self, chip: GpuSpec, names: Sequence[str], recipe_findings: Sequence[Finding], links: Network, budget: Budget | None
+    ) -> GpuForecast:
+        """The forecast for one GPU, in the recipes `names`."""
+        adjustment, calibration_findings = calibrated(chip.name)
+        forecaster = Forecaster(
+            chip, self.clocks, cache_weights=self.cache_weights, measured=adjustment, forward_only=self.as_te_benchmark
+        )
+        linears = forecast_linears(
+            forecaster,
+            self.linears.cases,
+            names,
+            self.modes,
+            self.linears.layers,
+            self.linears.layer_counts,
+            heads=self.may_stay,
+            as_te_benchmark=self.as_te_benchmark,
+        )
+        step, memory, about_step = None, tuple[RecipeMemory, ...](), _StepFindings()
+        if (stepping := self.stepping) is not None:
+            step_forecast = StepForecast(forecaster, stepping.source.model, stepping.run, stepping.workload, links)
+            mixes = mixes_on(chip, self.asked, names, stepping)
+            of_step = list(dict.fromkeys([*names, *mixes.names]))
+            memory = tuple(memory_of_recipe(stepping, name, chip, step_forecast) for name in of_step)
+            step = forecast_step(step_forecast, of_step, budget, memory)
+            about_step = _StepFindings.of(step_forecast, step, stepping.trace.layers if stepping.trace is not None else 0)
+            recipe_findings = [*mixes.findings, *recipe_findings]
+        return GpuForecast(
+            gpu=chip.name,
+            title=chip.title,
+            capability=chip.architecture,
+            basis=_basis(chip, self.clocks, names),
+            linears=linears,
+            step=step,
+            memory=memory,
+            findings=(
+                *about_step.first,
+                *_findings(linears, step, self.subject),
+                *(memory_findings(memory, self.subject.run) if self.subject is not None else ()),
+                *about_step.last,
+                *recipe_findings,
+                *calibration_findings,
+            ),
+        )
+
+
+def _check_step(task: _ForecastTask, tokens: float | None, *, asks_for_cost: bool) -> None:
+    """A `UserError` for options that apply to a training step if there is none, or to tokens if its inputs are others."""
+    step = task.stepping
+    if step is None and asks_for_cost:
+        problem = f"{option('tokens')} and {option('gpus')} apply to a training step, but there is none"
+        raise UserError(problem, f"name a model: {option('config')} or {option('preset')}")
+    if step is not None and step.run.inputs is not None and tokens is not None:
+        problem = f"{option('tokens')} counts tokens, but the inputs of {step.name} are {step.run.inputs}"
+        raise UserError(problem, f"remove {option('tokens')}")
+    if step is None and task.asked is not None:
+        problem = f"{task.asked.given} applies to a training step, but there is none"
+        raise UserError(problem, f"remove it, or name a model: {option('preset')}")
 
 
 class _StepFindings(NamedTuple):
@@ -161,17 +204,11 @@ class _StepFindings(NamedTuple):
     last: tuple[Finding, ...] = ()
 
     @classmethod
-    def of(cls, forecast: StepForecast, step: StepTimes) -> "_StepFindings":
+    def of(cls, forecast: StepForecast, step: StepTimes, layers: int) -> "_StepFindings":
+        """`layers`: of a traced module."""
         graphs, repeated = graphs_finding(forecast, step), accumulation_finding(forecast, step)
-        eager = eager_finding(forecast)
-        return cls(tuple(filter(None, (graphs, eager))), tuple(filter(None, (repeated,))))
-
-
-def _memory(subject: RankWorkload, name: str, chip: GpuSpec) -> RecipeMemory:
-    if subject.source.model is not None:
-        return recipe_memory(subject.source.model, subject.run, name, chip)
-    assert subject.trace is not None
-    return memory_result(traced_memory(subject.trace, subject.run, name, chip), name, chip)
+        by_layer = layers_finding(forecast, step, layers) if layers else None
+        return cls(tuple(filter(None, (graphs, by_layer, eager_finding(forecast)))), tuple(filter(None, (repeated,))))
 
 
 def sweep(
@@ -195,7 +232,7 @@ def sweep(
     chips, clocks = chips_of(gpus), known_state(state)
     networks = {chip.name: network_of(chip, network, nvlink_domain) for chip in chips}
     by_gpu = choose_recipes(chips, choices)
-    _check_axes(axes, model)
+    check_axes(axes, SWEEP_SIZES, model)
     sweeps: list[GpuSweep] = []
     with signals.held() as held:
         possible, impossible = _configurations(model, run, axes, held)
@@ -220,10 +257,7 @@ def sweep(
         if interrupted:
             held.answered, held.outcome = True, f"{points} of {wanted} points were computed"
     about = [finding("sweep-interrupted", points=points, wanted=wanted)] if interrupted else []
-    reasons: dict[str, list[str]] = {}
-    for point in impossible:
-        listed = point.why_not in reasons or len(reasons) < MOST_REASONS
-        reasons.setdefault(point.why_not if listed else OTHER_REASONS, []).append(point.place)
+    reasons = by_reason(impossible)
     about += [finding("sweep-point-not-possible", places=places, reason=reason) for reason, places in reasons.items()]
     replicas = {run.data_parallel for _, _, run in possible}
     common = {**common_fields(command, clocks), "dp": replicas.pop() if len(replicas) == 1 else 1}
@@ -279,7 +313,7 @@ def _check_schedule(source: ModelSource, run: RunSpec) -> None:
 def _budgets(chips: Sequence[GpuSpec], tokens: float | None, gpu_count: int | None, price: Price) -> dict[str, Budget]:
     """What the run's cost is asked for, by GPU; empty if it is not."""
     by_gpu = {gpu(name).name: float(value) for name, value in price.items()} if isinstance(price, Mapping) else None
-    budget = Budget.asked(tokens, gpu_count, 0.0 if by_gpu is not None else price)  # type: ignore[arg-type]
+    budget = Budget.asked(tokens, gpu_count, 0.0 if isinstance(price, Mapping) else price)
     if budget is None:
         return {}
     names = [chip.name for chip in chips]
@@ -297,10 +331,10 @@ def _cases(subject: RankWorkload | None, shapes: Sequence[Shape] | None) -> Line
             check_shape(shape)
         return LinearCases(tuple(bare_gemms(shapes)))
     if shapes is not None:
-        raise UserError(f"{option('shapes')} are bare GEMMs, and a model is named too", "use only one of them")
+        raise UserError(f"{option('shapes')} are bare GEMMs, but a model is given too", "use only one of them")
     linears = linear_cases(subject.workload)
     if not linears.cases:
-        problem = f"{subject.name} has no linear layers, which are all that low precision speeds up"
+        problem = f"{subject.name} has no linear layers, and low precision speeds up only these"
         raise UserError(problem, "gemmscope shapes lists what it runs")
     return linears
 
@@ -353,64 +387,18 @@ def _common_findings(subject: RankWorkload | None, linears: LinearCases, forecas
         yield finding("head-in-baseline", ops=heads)
 
 
-def _check_axes(axes: Mapping[str, Sequence[int]], model: Mapping[str, Any]) -> None:
-    """A `UserError` for sizes that cannot vary, too many of them, or too many points."""
-    for name in axes:
-        if name not in SWEEP_SIZES:
-            similar = closest(name, SWEEP_SIZES)
-            hint = f"did you mean {' or '.join(similar)}? " if similar else ""
-            raise UserError(f"{shown(name)} is not a size that a sweep can vary", f"{hint}sizes: {', '.join(SWEEP_SIZES)}")
-    if not 1 <= len(axes) <= 2:
-        raise UserError(f"a sweep varies one size or two, not {len(axes)}", "use one or two")
-    if single := [name for name, values in axes.items() if not isinstance(values, Sequence) or isinstance(values, str)]:
-        raise UserError(
-            f"the sweep needs a list of values for {single[0]}, not {shown(axes[single[0]])}", f"for example {single[0]} 1, 2, 4"
-        )
-    if empty := [name for name, values in axes.items() if not values]:
-        raise UserError(f"the sweep gives {empty[0]} no values", f"for example {empty[0]} 1, 2, 4")
-    if (points := prod(map(len, axes.values()))) > MOST_POINTS:
-        raise UserError(f"the sweep has {points} points, more than {MOST_POINTS}", "take larger steps")
-    other = [way for way in ("config", "preset", "module") if model.get(way) is not None]
-    varied = [name for name in axes if name in SIZES]
-    if other and varied:
-        raise UserError(
-            f"the sweep varies {varied[0]} of a model given by its sizes, and {option(other[0])} names one",
-            "give the sizes (hidden_size and so on) instead, or vary the run: micro_batch_size, sequence_length, tp …",
-        )
-
-
 def _configurations(
     model: Mapping[str, Any], run: Mapping[str, Any], axes: Mapping[str, Sequence[int]], held: signals.Held
 ) -> tuple[list[Configuration], list[SweepPoint]]:
-    """Every combination that is possible, and the others with the reason; if none is, that is the error. A signal ends it."""
-    possible: list[Configuration] = []
-    impossible: list[SweepPoint] = []
-    first: UserError | None = None
-    load = cache(lambda sizes: load_model(**{**model, **dict(sizes)}))  # most sweeps vary the run, not the model
-    for combination in product(*(dict.fromkeys(values) for values in axes.values())):
-        if held.first is not None:
-            break
-        values = dict(zip(axes, combination, strict=True))
-        try:
-            possible.append((values, *_described(load, run, values)))
-        except UserError as error:
-            first = first or error
-            impossible.append(SweepPoint(values=values, why_not=in_python(error.message)))
-    if not possible and first is not None:
-        raise first
-    return possible, impossible
+    """Every combination that is possible, and the others with the reason; only a model with a closed form can be varied."""
 
+    def described(job: ModelRun) -> tuple[ModelSpec, RunSpec]:
+        source, run = job.source, as_frameworks_run(job).run
+        if source.model is None:
+            raise UserError(f"{source.origin} is traced and cannot be varied", "give a model that has a closed form")
+        check(source.model, run)
+        _check_schedule(source, run)
+        return source.model, run
 
-def _described(
-    load: Callable[[tuple[tuple[str, int], ...]], ModelSource], run: Mapping[str, Any], values: Mapping[str, int]
-) -> tuple[ModelSpec, RunSpec]:
-    """The model and the run with these sizes, checked; only a model with a closed form can be varied."""
-    source = load(tuple((name, value) for name, value in values.items() if name in SIZES))
-    if source.model is None:
-        raise UserError(f"{source.origin} is traced: it cannot be varied", "give a model that has a closed form")
-    described = as_frameworks_run(
-        model_run(source, **{**run, **{name: value for name, value in values.items() if name not in SIZES}})
-    )
-    check(source.model, described.run)
-    _check_schedule(source, described.run)
-    return source.model, described.run
+    possible, impossible = configurations(model, run, axes, described, held)
+    return [(values, *pair) for values, pair in possible], [SweepPoint(values=values, why_not=why) for values, why in impossible]

@@ -39,7 +39,7 @@ def known_state(state: str) -> State:
 def choose_recipes(
     chips: Sequence[GpuSpec], requested: Choices, framework: str = ""
 ) -> dict[str, tuple[list[str], list[Finding]]]:
-    """By GPU: the recipes to forecast, and what there is to know about them.
+    """The recipes to forecast on each GPU, and what there is to know about them.
 
     Those named must run on at least one of the GPUs; by default, all that a GPU runs of the library that the framework trains
     with, which is Transformer Engine unless the framework has another.
@@ -74,6 +74,16 @@ def choose_recipes(
     return choices
 
 
+def forecastable(name: str, wanted: Sequence[str]) -> list[str]:
+    """Those recipes that a GPU runs and that can be forecast for it, BF16 first.
+
+    >>> forecastable("h200", ["fp8block", "mxfp8"])
+    ['BF16', 'FP8Block']
+    """
+    chip, names = gpu(name), [BASELINE, *(recipe(given).name for given in wanted)]
+    return [candidate for candidate in dict.fromkeys(names) if not _why_not(candidate, chip)]
+
+
 def _why_not(name: str, chip: GpuSpec) -> str:
     """Why a recipe cannot run on a GPU, or cannot be forecast for it; empty if it can."""
     if recipe(name).backends == ("cpu",):
@@ -81,7 +91,7 @@ def _why_not(name: str, chip: GpuSpec) -> str:
     if impossible := support(name, chip.capability).why_not(chip.name, chip.capability):
         return impossible
     if only_torchao(recipe(name)) and not torchao_known(chip):
-        return "torchao's kernels were measured on Hopper alone, and other architectures run others"
+        return "torchao's kernels were measured only on Hopper, and other architectures run different kernels"
     return ""
 
 

@@ -62,9 +62,9 @@ def _require(settings: Mapping[str, Any], source: ModelSource) -> None:
     required = () if source.module is not None else BATCH if source.model is not None or _reads_tokens(source) else BATCH[:1]
     missing = [name for name in required if name not in settings]
     if missing:
-        verb = "is" if len(missing) == 1 else "are"
+        verb, them = ("is", "it") if len(missing) == 1 else ("are", "them")
         raise UserError(
-            f"{' and '.join(option(name) for name in missing)} {verb} not given, and {source.origin} does not say",
+            f"{' and '.join(option(name) for name in missing)} {verb} not given, and {source.origin} does not set {them}",
             f"add {' '.join(option(name, 'N') for name in missing)}",
         )
 
@@ -77,7 +77,7 @@ def _reads_tokens(source: ModelSource) -> bool:
 
 
 def _other_pipeline(run: RunSpec, typed: Mapping[str, Any], source: ModelSource) -> tuple[RunSpec, list[Finding]]:
-    """With another number of stages than in the file: without its split, and with its virtual stages if they still divide."""
+    """The run with other stages than its file has: without the split, and with its virtual stages if they still divide."""
     if "pp_layers" not in typed:
         run = replace(run, pp_layers=None)
     if "vp" in typed or run.vp == 1:
@@ -108,7 +108,7 @@ def _ranks(run: RunSpec, typed: Mapping[str, Any], source: ModelSource, changed:
             accumulation = solve(run, replace(decided, global_batch=source.global_batch)).gradient_accumulation
         except UserError as error:
             if {"dp", "gpus"} & typed.keys():
-                message = f"{error.message}, and {source.origin} gives this global batch"
+                message = f"{error.message} (the global batch is from {source.origin})"
                 raise UserError(message, f"{error.hint}; or set {option('gradient_accumulation')}") from error
     if accumulation is not None:
         same = accumulation == run.gradient_accumulation
@@ -154,13 +154,14 @@ def _sharing(run: RunSpec, typed: Mapping[str, Any]) -> RunSpec:
     if "fsdp" in typed:
         if typed.get("zero", 3) != 3:
             raise UserError(
-                f"{option('fsdp', typed['fsdp'])} shares weights, gradients and optimizer, and {option('zero', run.zero)} less",
+                f"{option('fsdp', typed['fsdp'])} shards weights, gradients and optimizer states, but {option('zero', run.zero)} "
+                "shards less",
                 f"remove {option('zero')} or {option('fsdp')}",
             )
         return replace(run, zero=3, zero_ranks=typed["fsdp"] if typed["fsdp"] != holders else None)
     if typed.get("zero") and holders == 1 and not {"dp", "gpus"} & typed.keys():
         raise UserError(
-            f"{option('zero', run.zero)} is about what data-parallel ranks share, and there is only one",
+            f"{option('zero', run.zero)} shards across data-parallel ranks, but there is only one",
             f"add {option('gpus', model_ranks(run) * 8)} or {option('dp', 8)}, or remove {option('zero')}",
         )
     if run.zero_ranks is not None and "zero_ranks" not in typed and (run.zero == 0 or holders % run.zero_ranks):

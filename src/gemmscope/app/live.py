@@ -20,7 +20,7 @@ def for_live(job: ModelRun, choices: Choices, *, verify: bool, break_even: bool,
     source, run = job.source, job.run
     name = option("module" if source.module is not None else "hugging_face")
     if source.module is None and source.config is None:
-        where = f"give it with {option('config')}: config.json, its folder, or a hub id"
+        where = f"give it with {option('config')}: config.json, its folder, or a hub ID"
         raise UserError(f"{name} needs a Hugging Face config", where)
     split = run.tp * run.cp * run.ep * run.pp > 1
     whole, sizes = option("recompute", "full"), f"{option('tp')} and the other parallel sizes"

@@ -1,6 +1,6 @@
 """From what names a model to what one rank runs: every command that takes a model starts here."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,7 +68,7 @@ def with_prediction_layers(source: ModelSource, count: int) -> ModelSource:
     """The model with so many layers of multi-token prediction."""
     if source.model is None:
         raise UserError(
-            f"{option('mtp_layers', count)} adds layers to a closed form, and {source.origin} is traced as its class runs it",
+            f"{option('mtp_layers', count)} applies only to models with a closed form, but {source.origin} is traced",
             f"remove {option('mtp_layers')}",
         )
     if type(count) is not int or count < 0:
@@ -90,7 +90,7 @@ def _named_model(
     if not ways:
         raise UserError(
             "no model is named",
-            f"give {option('preset', 'NAME')}, {option('config', 'PATH')}, {option('module', 'FILE.py:FACTORY')}, or the sizes: "
+            f"give {option('preset', 'NAME')}, {option('config', 'PATH')}, {option('module', 'FILE.py:FUNCTION')}, or the sizes: "
             + " ".join(option(name, "N") for name in REQUIRED_SIZES),
         )
     if len(ways) > 1:
@@ -106,7 +106,7 @@ def _from_sizes(sizes: Mapping[str, int], *, gated: bool) -> ModelSource:
     missing = [name for name in REQUIRED_SIZES if name not in sizes]
     if missing:
         listed = ", ".join(map(option, missing))
-        raise UserError(f"the sizes are not complete: {listed} missing", f"add {' '.join(option(name, 'N') for name in missing)}")
+        raise UserError(f"the sizes are incomplete: {listed} missing", f"add {' '.join(option(name, 'N') for name in missing)}")
     values: dict[str, Any] = {name: sizes.get(name) for name in SIZES}
     return ModelSource(origin="command line", model=from_hyperparameters(**values, gated=gated))
 
@@ -138,7 +138,7 @@ def with_own_inputs(run: RunSpec, inputs: str, samples: int | None) -> RunSpec:
 
 
 def as_frameworks_run(job: ModelRun) -> ModelRun:
-    """With sequence parallelism beside tensor parallelism, where nothing says otherwise and the sequence can be split."""
+    """The job with sequence parallelism beside tensor parallelism, if nothing says otherwise and the sequence can be split."""
     run = job.run
     if run.tp == 1 or "sequence_parallel" in job.settled or (run.sequence_length // run.cp) % run.tp:
         return job
@@ -172,7 +172,7 @@ class RankWorkload:
         }
 
 
-def rank_workload(job: ModelRun, say: Any) -> RankWorkload:
+def rank_workload(job: ModelRun, say: Callable[[str], None]) -> RankWorkload:
     """Derive the operations in closed form where there is one, else trace the live model."""
     trace, run = None, job.run
     if job.source.model is not None:
@@ -193,7 +193,7 @@ TRACED_SETTINGS = (
 )  # fmt: skip
 
 
-def _trace(job: ModelRun, say: Any) -> ModuleTrace:
+def _trace(job: ModelRun, say: Callable[[str], None]) -> ModuleTrace:
     source, run = job.source, job.run
     plain = RunSpec(**{name: getattr(run, name) for name in TRACED_SETTINGS})
     if run != plain:

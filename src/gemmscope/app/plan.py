@@ -25,11 +25,11 @@ from gemmscope.model.limits import check_size
 from gemmscope.model.source import ModelSource
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.model.vary import SIZES, check_varied, varied
+from gemmscope.paste.emit import layout_to_paste
 from gemmscope.recipe.recipes import recipe
 from gemmscope.results.base import ModelSummary
 from gemmscope.results.plan import PlanLayout, PlanPoint, PlanResult, SmallestLayout
 from gemmscope.step.cost import Budget
-from gemmscope.step.emit import layout_to_paste
 from gemmscope.workload.summary import count_parameters
 
 PARTS = AXES  # of a layout, which can be restricted
@@ -81,8 +81,8 @@ def plan(
     chip, clocks = one_chip(gpu), known_state(state)
     links = network_of(chip, network, nvlink_domain)
     if source.model is None:
-        raise UserError(f"{source.origin} is traced: its layouts are not known", "give a model that has a closed form")
-    count = _count("gpus", gpus, "on how many GPUs the model is trained", 64)
+        raise UserError(f"{source.origin} is traced, so its layouts are unknown", "give a model that has a closed form")
+    count = _count("gpus", gpus, "the number of GPUs to train on", 64)
     batch = _batch(source, global_batch)
     length = _count("sequence_length", sequence_length or source.run_settings.get("sequence_length"), "the sequence length", 8192)
     budget = _budget(tokens, count, price)
@@ -321,7 +321,7 @@ def _nothing_fits(point: PlanPoint, chip: GpuSpec, gpus: int, sizes: Mapping[str
     )
     needed = smallest.gpus_needed
     hint = f"it fits with {option('gpus', needed)}" if needed is not None else "use GPUs with more memory, or a shorter sequence"
-    if any(each.rule.startswith("fsdp") for each in point.pruned):
+    if any(rule.rule.startswith("fsdp") for rule in point.pruned):
         hint += f"; or try FSDP: {option('zero', 3)}"
     return UserError(message, hint)
 
@@ -356,9 +356,9 @@ def _priors(search: Search) -> list[Finding]:
         return []
     step = min(search.candidates, key=order).step
     kinds = [
-        KINDS.get(each.kind, each.kind)
-        for each in step.exchanged
-        if each.basis == "prior" and max(each.exposed_ms, each.unsure_ms) > WORTH_SAYING * step.total.value
+        KINDS.get(exchange.kind, exchange.kind)
+        for exchange in step.exchanged
+        if exchange.basis == "prior" and max(exchange.exposed_ms, exchange.unsure_ms) > WORTH_SAYING * step.total.value
     ]
     return [finding("plan-prior", kinds=kinds)] if kinds else []
 
@@ -366,9 +366,9 @@ def _priors(search: Search) -> list[Finding]:
 def _file_layout(origin: str, settings: Mapping[str, Any], point: PlanPoint) -> Finding:
     """Where the layout of the model's file stands, in the recipe that suits it best."""
     layout = ", ".join(f"{name} {value}" for name, value in settings.items())
-    for rank, each in enumerate(point.layouts, start=1):
-        if all(getattr(each, name) == value for name, value in settings.items()):
-            slower = each.slowdown if each.slowdown is not None else Interval(1.0, 1.0, 1.0)
-            of_file = {"origin": origin, "layout": layout, "recipe": each.recipe}
+    for rank, listed in enumerate(point.layouts, start=1):
+        if all(getattr(listed, name) == value for name, value in settings.items()):
+            slower = listed.slowdown if listed.slowdown is not None else Interval(1.0, 1.0, 1.0)
+            of_file = {"origin": origin, "layout": layout, "recipe": listed.recipe}
             return finding("plan-file-layout", **of_file, rank=rank, fitting=point.fitting, slowdown=slower)
     return finding("plan-file-layout-excluded", origin=origin, layout=layout)

@@ -14,9 +14,13 @@ from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from gemmscope.engine.messages import Begin, Failed, Hello, Ready, Round
+from gemmscope.engine.pool.outcomes import PoolProgress
 from gemmscope.say import Unfailing, say
+from gemmscope.units import counted
 
 if TYPE_CHECKING:
+    from rich.console import Console as RichConsole
+
     from gemmscope.bench.campaign import LinearCampaign
     from gemmscope.engine.campaign import OnMessage
     from gemmscope.engine.messages import Message
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
 
 STAGES = {"compiling": "compiling kernels", "profiling": "profiling the kernels", "launching": "timing CPU launches"}
 SHOWN_AFTER_S = 0.5
+MINUTE_S = 60.0
 
 
 class Reporter:
@@ -41,6 +46,11 @@ class Reporter:
     @contextmanager
     def counting(self, what: str, total: int) -> Iterator[Callable[[int], None]]:  # noqa: ARG002
         """Follow the computation of many things; gives the function to call with how many are done."""
+        yield lambda _: None
+
+    @contextmanager
+    def spreading(self, what: str) -> Iterator[Callable[[PoolProgress], None]]:  # noqa: ARG002
+        """Follow the work of many places; gives the function to call with its progress. `what`: the name of one unit."""
         yield lambda _: None
 
 
@@ -96,8 +106,66 @@ class Console(Reporter):
 
             yield show
 
+    @contextmanager
+    def spreading(self, what: str) -> Iterator[Callable[[PoolProgress], None]]:
+        """How many units are done, the time left, how many places there are, and what happened last. Not on a terminal, a line
+        for every tenth of the work."""
+        if sys.stderr is None or not sys.stderr.isatty():
+            yield Tenths(what, self.say)
+            return
+        from rich import progress
 
-def _console() -> Any:
+        columns = (
+            progress.SpinnerColumn(),
+            progress.TextColumn("{task.description}", markup=False),
+            progress.TimeElapsedColumn(),
+        )
+        with progress.Progress(*columns, console=_console(), transient=True) as live:
+            task = live.add_task("starting", total=None)
+            yield lambda state: live.update(task, description=spread_text(state, what))
+
+
+def spread_text(state: PoolProgress, what: str) -> str:
+    """The progress of many places in one line.
+
+    >>> spread_text(PoolProgress(12, 1, 200, 8, 7, 2, 250.0, "node03 GPU 5 lost: signal 9"), "point")
+    '12 of 200 points done, 1 failed, about 4 min left; 7 of 8 GPUs on 2 machines busy; node03 GPU 5 lost: signal 9'
+    """
+    if not state.places and not state.done:
+        return "; ".join(filter(None, ["starting", state.last]))
+    done = f"{state.done:,} of {counted(state.total, what)} done" + (f", {state.failed:,} failed" if state.failed else "")
+    left = f", about {duration(state.seconds_left)} left" if state.seconds_left is not None and state.done < state.total else ""
+    machines = f" on {state.nodes:,} machines" if state.nodes > 1 and state.kind == "GPU" else ""
+    busy = f"{state.busy:,} of {counted(state.places, state.kind)}{machines} busy"
+    return "; ".join(filter(None, [done + left, busy, state.doing, state.last]))
+
+
+def duration(seconds: float) -> str:
+    """A time to wait.
+
+    >>> duration(40.2), duration(250), duration(8000)
+    ('40 s', '4 min', '2.2 h')
+    """
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+class Tenths:
+    """Says a line whenever another tenth of the work is done, and at most one a minute where less is done."""
+
+    def __init__(self, what: str, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._what, self._say, self._clock = what, say, clock
+        self._tenth, self._last, self._said = 0, "", clock()
+
+    def __call__(self, state: PoolProgress) -> None:
+        finished = state.done + state.failed
+        tenth = 10 * finished // state.total if state.total else 0
+        waited = self._clock() - self._said > MINUTE_S
+        if tenth > self._tenth or (waited and state.last != self._last) or (state.last != self._last and not finished):
+            self._say(spread_text(state, self._what))
+            self._tenth, self._last, self._said = max(tenth, self._tenth), state.last, self._clock()
+
+
+def _console() -> RichConsole:
     """Standard error as rich writes to it. No text is markup, and a terminal that has gone is no error."""
     from rich.console import Console as RichConsole
 

@@ -36,4 +36,6 @@ def _names(paths: Sequence[Path]) -> dict[Path, str]:
 
 def answers(documents: Sequence[Document]) -> list[str]:
     """The answer of each document, with its label if there are several."""
-    return [f"{label(documents, each)}: {each.answer}" if len(documents) > 1 else each.answer for each in documents]
+    return [
+        f"{label(documents, document)}: {document.answer}" if len(documents) > 1 else document.answer for document in documents
+    ]

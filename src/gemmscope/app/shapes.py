@@ -20,7 +20,7 @@ def shapes(job: ModelRun, *, check: bool = False, command: str = "", reporter: R
     """
     if check and job.source.model is None:
         raise UserError(
-            f"{job.source.origin} has no closed form to check: its shapes are traced anyway", f"remove {option('check')}"
+            f"{job.source.origin} has no closed form to check, because its shapes are traced", f"remove {option('check')}"
         )
     subject = rank_workload(job, reporter.say)
     summed = totals(subject.workload, subject.run, job.source.model, subject.trace.parameters if subject.trace else 0)
@@ -68,7 +68,7 @@ def _check(subject: RankWorkload, reporter: Reporter) -> tuple[Check, tuple[Find
     source, run, model = subject.source, subject.run, subject.source.model
     if source.config is None or model is None:
         raise UserError(
-            f"{option('check')} compares with a model built by transformers, and {source.origin} is not a Hugging Face config",
+            f"{option('check')} compares with a model built by transformers, but {source.origin} is not a Hugging Face config",
             f"use {option('check')} with {option('config', 'config.json')} or a preset made from one",
         )
     reporter.say("checking against the live model on the meta device (importing torch takes a few seconds) …")

@@ -1,6 +1,6 @@
 """From the measurements of a campaign to `Linears`: the time of every op, and the speedups that may be formed.
 
-What ran in another precision than requested has a time but no speedup, and neither has an op that the framework left in high
+What ran in a different precision than requested has a time but no speedup, and neither has an op that the framework left in high
 precision. What was not measured is missing.
 """
 
@@ -80,15 +80,24 @@ class _Sums:
         return self._measured.speedup(name, mode, [case] if case else None, over=over)
 
     def speedups(self) -> Iterator[Speedup]:
-        """Of every op and every pass timed by itself over the baseline; of all together over every recipe before it."""
+        """The speedups of ops, and of passes timed by themselves, over the baseline; of all linears over every earlier recipe."""
         for mode in self._linears.modes:
             names = self._linears.columns(mode)
             for index, name in enumerate(names):
                 for case in self._linears.cases:
                     yield from self._of_case(name, mode, case)
-                for over in [] if self._linears.bare else names[:index]:
-                    if (speedup := self.speedup(name, mode, over=over)) is not None:
-                        yield Speedup(recipe=name, over=over, mode=mode, speedup=speedup)
+                for over in names[:index]:
+                    yield from self._over(name, over, mode)
+
+    def _over(self, name: str, over: str, mode: Mode) -> Iterator[Speedup]:
+        """All linears of a recipe over those of another; of bare GEMMs each by itself, over the baseline it is there already."""
+        if not self._linears.bare:
+            if (speedup := self.speedup(name, mode, over=over)) is not None:
+                yield Speedup(recipe=name, over=over, mode=mode, speedup=speedup)
+            return
+        for case in self._linears.cases if over != BASELINE else ():
+            if (speedup := self.speedup(name, mode, case, over)) is not None:
+                yield Speedup(recipe=name, over=over, mode=mode, op=case.op, speedup=speedup)
 
     def _of_case(self, name: str, mode: Mode, case: Case) -> Iterator[Speedup]:
         speedup = self.speedup(name, mode, case)
@@ -105,7 +114,7 @@ class _Sums:
                 yield Speedup(recipe=name, over=BASELINE, mode=mode, op=case.op, pass_name=pass_name, speedup=ratio)
 
     def totals(self) -> Iterator[LinearsTotal]:
-        """Of every mode and recipe that has all its parts."""
+        """The time of all linears, for every mode and recipe that has all its parts."""
         for mode in self._linears.modes:
             for name in self._linears.columns(mode):
                 bursts = self._measured.totals(name, mode)

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import IO, Any
 
 _TIMELINE: dict[str, float] = {}
 _BEGAN = time.perf_counter()
@@ -48,7 +48,7 @@ WARM_UP_MS = 1200
 class Worker(MeasuringProcess):
     """One campaign: prepares the requested tasks and measures them until stopped."""
 
-    def __init__(self, request: dict[str, Any], out: Any) -> None:
+    def __init__(self, request: dict[str, Any], out: IO[str]) -> None:
         super().__init__(request, out)
         self.tasks = [Task.from_json(task) for task in request["tasks"]]
         self.ready: dict[str, Runnable] = {}
@@ -206,7 +206,7 @@ class Worker(MeasuringProcess):
         return Amount(counts["num_warmup"], (counts["num_iters"] + number) // rounds, in_cycles=True)
 
     def completed(self, times_ms: dict[str, list[float]]) -> dict[str, list[float]]:
-        """With the linears that are the sum of their GEMMs."""
+        """The samples of a burst, and those of linears that are the sum of their GEMMs."""
         for whole, parts in self.sums.items():
             if parts[0] in times_ms:
                 times_ms[whole] = [sum(run) for run in zip(*(times_ms[part] for part in parts), strict=True)]

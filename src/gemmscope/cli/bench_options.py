@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemmscope import app, sizes
 from gemmscope.cli.commands import HelpfulCommand
-from gemmscope.cli.output import FigureOptions, say
+from gemmscope.cli.output import PageOptions, say
 from gemmscope.errors import UserError, in_shell, option, shown
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class RecipeOptions:
         lower = {name.lower() for name in names}
         for name, flag in self.left_out().items():
             if name.lower() in lower:
-                raise UserError(f"{option('recipes')} includes {name}, and {option(flag)} skips it", "use only one of them")
+                raise UserError(f"{option('recipes')} includes {name}, but {option(flag)} skips it", "use only one of them")
         return names
 
     def _modes(self) -> list[Mode] | None:
@@ -133,7 +133,7 @@ class RecipeOptions:
 
 @dataclass(frozen=True)
 class ChoiceOptions(RecipeOptions):
-    """Also which framework, and on what device."""
+    """The choices of recipes, and which framework runs them on what device."""
 
     device: str | None = None
     backend: str | None = None
@@ -154,8 +154,8 @@ class TimingOptions:
     """How to time, and for how long. Fixed counts, if any is given, replace precision and time limit."""
 
     timing: str = "cuda-events"
-    precision: float = 0.01
-    time_limit: float = 120.0
+    precision: float | None = None
+    time_limit: float | None = None
     num_warmup: int | None = None
     num_iters: int | None = None
     gpu_warmup: float | None = None
@@ -163,13 +163,18 @@ class TimingOptions:
     torchao_filter: bool = True
     resume: bool = False
 
-    def bench_timing(self) -> BenchTiming:
-        """As the application takes it."""
-        return app.bench.BenchTiming(**{name: value for name, value in vars(self).items() if name != "resume"})
+    def bench_timing(self, usual: BenchTiming | None = None) -> BenchTiming:
+        """As the application takes it; what is not given as in `usual`. A `UserError` for options that exclude each other."""
+        given = {name: value for name, value in vars(self).items() if name != "resume" and value is not None}
+        fixed = [option(name) for name in ("num_iters", "num_warmup", "gpu_warmup") if name in given]
+        until = [option(name) for name in ("precision", "time_limit") if name in given]
+        if fixed and until:
+            raise UserError(f"{fixed[0]} measures a fixed number of times, so {until[0]} has no effect", "use only one of them")
+        return replace(usual or app.bench.DEFAULT_TIMING, **given)
 
 
 @dataclass(frozen=True)
-class BenchOutputs(FigureOptions):
+class BenchOutputs(PageOptions):
     """Where a measurement goes, and how strict to be with it."""
 
     strict: bool = False

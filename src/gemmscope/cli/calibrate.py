@@ -4,6 +4,7 @@ import typer
 
 from gemmscope import app, writers
 from gemmscope.cli.bench_options import ChoiceOptions, TimingOptions
+from gemmscope.cli.codes import NOTHING_MEASURED
 from gemmscope.cli.options import takes
 from gemmscope.cli.output import say, typed_command
 
@@ -20,7 +21,7 @@ def command(choice_options: ChoiceOptions, timing_options: TimingOptions) -> Non
     )
     if result is None:
         say("nothing could be measured, so nothing was written")
-        raise typer.Exit(1)
+        raise typer.Exit(NOTHING_MEASURED)
     writers.terminal.show_table(app.calibrate.factor_table(result.calibration))
     for finding in result.findings:
         say(f"{finding.level}: {finding.text}")

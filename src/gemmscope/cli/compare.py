@@ -3,10 +3,9 @@
 import typer
 
 from gemmscope import app
+from gemmscope.cli.codes import CHECK_FAILED, TOO_NOISY
 from gemmscope.cli.options import takes
 from gemmscope.cli.output import OutputOptions, check_targets, deliver, typed_command
-
-SLOWER, TOO_NOISY = 1, 4
 
 
 @takes(OutputOptions)
@@ -16,6 +15,6 @@ def command(outputs: OutputOptions, files: list[str], fail_if_slower: float | No
     result = app.compare.compare(files, fail_if_slower=fail_if_slower, command=typed_command())
     deliver(result, outputs)
     if result.failing():
-        raise typer.Exit(SLOWER)
+        raise typer.Exit(CHECK_FAILED)
     if result.unresolved():
         raise typer.Exit(TOO_NOISY)

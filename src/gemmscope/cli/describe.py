@@ -114,7 +114,8 @@ def _option(parameter: Any, command: str) -> OptionHelp:
     settings = settings_of(parameter.name, command)
     metavar = metavar_of(settings) or parameter.metavar or ""
     if settings.get("argument"):
-        return OptionHelp(parameter.name, (), (), f"{metavar}...", "", settings["help"])
+        usage = f"{metavar}..." if parameter.nargs < 0 else metavar if parameter.required else f"[{metavar}]"
+        return OptionHelp(parameter.name, (), (), usage, "", settings["help"])
     hidden = settings.get("aliases", ())
     flags = tuple(flag for flag in parameter.opts if flag not in hidden)
     return OptionHelp(

@@ -30,7 +30,7 @@ def command(options: ExplainOptions, outputs: FigureOptions, model_options: Mode
     if run_options.given() and not model_options.given():
         given = ", ".join(map(option, run_options.given()))
         raise UserError(
-            f"{given}: these options need a model, and none is named",
+            f"{given}: these options need a model, but none is given",
             f"add {option('config', 'PATH')} or {option('preset', 'NAME')}, or remove them",
         )
     choices = {**asdict(options), "traces": files}

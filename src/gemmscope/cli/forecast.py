@@ -11,7 +11,7 @@ from gemmscope.cli.output import FigureOptions, check_targets, deliver, say, typ
 from gemmscope.errors import UserError, option, shown
 
 ONLY_LINEARS = ("cache_weights", "as_te_benchmark", "pre_quantize", "autocast_only")
-COST = ("tokens", "price")
+COST, MIXES = ("tokens", "price"), ("mix", "keep_higher")
 
 
 @takes(ModelOptions, ClusterOptions, RecipeOptions, ForecastOptions, FigureOptions)
@@ -32,14 +32,14 @@ def command(
         return
     if options.library is not None:
         raise UserError(
-            f"{option('library')} belongs to {option('gemms')}: a model is forecast with the library that training uses",
+            f"{option('library')} applies only to {option('gemms')}: a model is forecast with the library that training uses",
             "remove it",
         )
     named += [name for name in options.given() if name != "cache_weights"]
     if shapes is not None and (named or options.sweep):
         others = ", ".join(map(option, [*named, *(["sweep"] if options.sweep else [])]))
-        raise UserError(f"{option('shapes')} forecasts bare GEMMs, and {others} is about a model", "use only one of them")
-    check_targets(outputs.targets(), model_options.files())
+        raise UserError(f"{option('shapes')} forecasts bare GEMMs, but {others} applies to a model", "use only one of them")
+    check_targets(outputs.targets(), [*model_options.files(), *([options.mix] if options.mix is not None else [])])
     recipe_options.explain_no_fp8(options.names())
     common: dict[str, Any] = {
         "choices": recipe_options.choices(),
@@ -50,11 +50,11 @@ def command(
     }
     given_gpus = {"gpus": options.gpus} if options.gpus is not None else {}
     if options.sweep:
-        unused = [name for name in (*recipe_options.given(), *options.given()) if name in (*ONLY_LINEARS, *COST)]
+        unused = [name for name in (*recipe_options.given(), *options.given()) if name in (*ONLY_LINEARS, *COST, *MIXES)]
         if unused:
-            what = "the cost of one run" if unused[0] in COST else "the linears alone"
+            what = "the cost of one run" if unused[0] in COST else "one run" if unused[0] in MIXES else "the linears alone"
             raise UserError(
-                f"{option('sweep')} forecasts the training step of many runs, and {option(unused[0])} is about {what}",
+                f"{option('sweep')} forecasts the training step of many runs, but {option(unused[0])} applies to {what}",
                 "remove it",
             )
         model, run, axes = model_options.given(), run_options.given() | given_gpus, options.axes()
@@ -74,6 +74,8 @@ def command(
         tokens=options.tokens,
         gpu_count=options.gpus,
         price=options.prices(),
+        mix=options.mix,
+        keep_higher=options.keep_higher,
         reporter=app.progress.Console(),
         **common,
     )
@@ -84,7 +86,7 @@ def _forecast_gemms(options: ForecastOptions, outputs: FigureOptions, named: lis
     """Single GEMMs from a file, as CSV to where -o or --csv says, else to standard output."""
     if named:
         listed = ", ".join(map(option, named))
-        raise UserError(f"{option('gemms')} forecasts single GEMMs, and {listed} describes a model", "use only one of them")
+        raise UserError(f"{option('gemms')} forecasts single GEMMs, but {listed} describes a model", "use only one of them")
     if unused:
         listed = ", ".join(map(option, unused))
         raise UserError(
@@ -92,7 +94,7 @@ def _forecast_gemms(options: ForecastOptions, outputs: FigureOptions, named: lis
         )
     if outputs.output is not None and outputs.output.lower().endswith(writers.FIGURE_ENDINGS):
         raise UserError(
-            f"{option('gemms')} draws no figure, and -o {shown(outputs.output)} names one", "for example -o times.csv"
+            f"{option('gemms')} draws no figure, but -o {shown(outputs.output)} names one", "for example -o times.csv"
         )
     for name, path in (("json", outputs.json), ("markdown", outputs.markdown)):
         if path is not None:

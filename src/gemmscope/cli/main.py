@@ -19,7 +19,9 @@ from gemmscope.signals import Interrupted
 
 SIGINT, SIGPIPE = 2, 13
 UsageProblem: Any = typer.BadParameter.__mro__[2]  # ClickException: newer versions of typer have a click of their own
-SUMMARY = "Tells what FP8, MXFP8 and NVFP4 will do for your transformer's training on your GPU, before you pay for the run."
+SUMMARY = (
+    "Tells you how much FP8, MXFP8 and NVFP4 will speed up your transformer training on your GPU, before you pay for the run."
+)
 START = "gemmscope forecast --preset llama-3.1-8b --micro-batch-size 1 --sequence-length 8k --gpu h200"
 
 
@@ -44,7 +46,7 @@ class LazyGroup(TyperGroup):
             raise _OutputClosed from error
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        options = [record for each in self.get_params(ctx) if (record := each.get_help_record(ctx)) is not None]
+        options = [record for parameter in self.get_params(ctx) if (record := parameter.get_help_record(ctx)) is not None]
         commands = [(name, command["summary"]) for name, command in COMMANDS.items()]
         formatter.write(program_help(SUMMARY, commands, options, START, terminal_width()))
 

@@ -165,7 +165,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class ClusterOptions(RunOptions):
-    """Also what happens between replicas of the model, for commands that know all GPUs."""
+    """The options of a run, and what happens between replicas of the model, for commands that know all GPUs."""
 
     vp: int | None = None
     dp: int | None = None

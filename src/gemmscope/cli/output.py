@@ -20,6 +20,8 @@ from gemmscope.say import say as say  # for the commands
 if TYPE_CHECKING:
     from gemmscope.results.base import Result
 
+OTHER_ENDINGS = (*writers.FIGURE_ENDINGS, ".json", ".csv", ".md", ".txt")  # of files that are not pages
+
 
 @dataclass(frozen=True)
 class OutputOptions:
@@ -43,13 +45,27 @@ class FigureOptions(OutputOptions):
     output: str | None = None
 
     def targets(self) -> dict[str, str]:
-        """With the figure, whose ending must be one that can be drawn."""
+        """The files to write, the figure included; a `UserError` if its ending is not one that can be drawn."""
         if self.output is None:
             return super().targets()
         if not self.output.lower().endswith(writers.FIGURE_ENDINGS):
             given, endings = f"{option('output')} {shown(self.output)}", ", ".join(writers.FIGURE_ENDINGS)
-            raise UserError(f"{given} is not a figure file: it must end in {endings}", "for example -o bench.png")
+            page = self.output.lower().endswith((".html", ".htm"))
+            hint = "for a page: --json run.json, then gemmscope report run.json" if page else "for example -o bench.png"
+            raise UserError(f"{given} is not a figure file: it must end in {endings}", hint)
         return {**super().targets(), "output": self.output}
+
+
+@dataclass(frozen=True)
+class PageOptions(FigureOptions):
+    """The options for outputs, and the page, for results that are written while they are measured."""
+
+    html: str | None = None
+
+    def targets(self) -> dict[str, str]:
+        """With the page."""
+        check_page("html", self.html)
+        return {**super().targets(), **({"html": self.html} if self.html is not None else {})}
 
 
 def typed_command() -> str:
@@ -67,6 +83,7 @@ def deliver(result: Result, outputs: OutputOptions) -> None:
         "json": result.to_json,
         "csv": lambda: writers.csv.csv_text(document()),
         "markdown": lambda: writers.markdown.markdown([document()]),
+        "html": lambda: writers.html.page([document()]),
     }
     targets, keeper, failures = outputs.targets(), app.result.Keeper(result), list[UserError]()
     for name, place in sorted(targets.items(), key=lambda target: (to_stdout(target[1]), target[0] != "json")):
@@ -76,7 +93,9 @@ def deliver(result: Result, outputs: OutputOptions) -> None:
         try:
             if path is None:
                 continue
-            if name == "output":
+            if name == "output" and result.sample_count == 0:
+                say(f"nothing was measured: there is no figure to write to {path}")
+            elif name == "output":
                 writers.figure.save_figure(document(), path)
                 say(f"wrote {path}")
             else:
@@ -107,6 +126,8 @@ def write(where: str | Path, text: str) -> None:
 
 def check_targets(named: Mapping[str, str], reads: Iterable[str] = ()) -> None:
     """Reject output paths that cannot be written, or that would overwrite an input file, before long work. Nothing is created."""
+    if empty := [option(name) for name, where in named.items() if not where]:
+        raise UserError(f"{empty[0]} is empty", "name a file, or - for standard output")
     if any(same_file(one, other) for one, other in combinations(named.values(), 2)):
         listed = ", ".join(map(option, named))
         raise UserError(f"two outputs go to the same place: {', '.join(named.values())}", f"give {listed} a path each")
@@ -116,7 +137,15 @@ def check_targets(named: Mapping[str, str], reads: Iterable[str] = ()) -> None:
             raise UserError(f"{option(name)} {where} would overwrite an input file", "name another file")
         reason = "" if where == "-" else _why_not_writable(Path(where))
         if reason:
-            raise UserError(f"{option(name)} {where} cannot be written: {reason}", "name a file in a folder that can be written")
+            raise UserError(f"{option(name)} {where} cannot be written: {reason}", "give a file in a folder that can be written")
+
+
+def check_page(name: str, where: str | None) -> None:
+    """Reject a name that promises something else than HTML."""
+    ending = Path(where or "").suffix.lower()
+    if ending in OTHER_ENDINGS:
+        hint = f"for example {option(name, Path(where or '').stem + '.html')}"
+        raise UserError(f"{option(name)} {where}: the page is HTML, not {ending}", hint)
 
 
 def _why_not_writable(path: Path) -> str:

@@ -87,7 +87,7 @@ def command(model_options: ModelOptions, options: PlanOptions, recipe_options: R
     """Find the fastest layout of a model on a number of GPUs."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: the matrices are small, and threads would only wait
     if modes := [name for name in ("pre_quantize", "autocast_only") if getattr(recipe_options, name)]:
-        raise UserError(f"{option(modes[0])} is about linears alone, and a plan is about training steps", "remove it")
+        raise UserError(f"{option(modes[0])} applies only to linears, but a plan is about training steps", "remove it")
     check_targets(outputs.targets(), model_options.files())
     names = [part.strip() for part in (options.gpu or "").split(",") if part.strip()]
     with signals.held():  # also while the layouts that were computed are written

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from gemmscope import app, writers
 from gemmscope.cli.options import takes
-from gemmscope.cli.output import check_targets, say, to_stdout, write
+from gemmscope.cli.output import check_page, check_targets, say, to_stdout, write
 from gemmscope.errors import UserError, option
 
 DEFAULT = "report.html"
@@ -17,6 +17,7 @@ def command(runs: list[str], output: str | None = None, markdown: str | None = N
         output = DEFAULT
     targets = {name: place for name, place in (("output", output), ("markdown", markdown)) if place is not None}
     check_targets(targets, runs)
+    check_page("output", output)
     if figures is not None and Path(figures).exists() and not Path(figures).is_dir():
         raise UserError(f"{option('figures')} {figures} is a file, not a folder", f"for example {option('figures', 'figures')}")
     documents, messages = app.report.report(runs)

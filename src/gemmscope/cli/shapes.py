@@ -3,6 +3,7 @@
 import typer
 
 from gemmscope import app, writers
+from gemmscope.cli.codes import CHECK_FAILED
 from gemmscope.cli.options import ModelOptions, RunOptions, takes
 from gemmscope.cli.output import OutputOptions, check_targets, deliver, typed_command
 
@@ -21,4 +22,4 @@ def command(
     )
     deliver(result, outputs)
     if result.check is not None and not result.check.equal:
-        raise typer.Exit(1)
+        raise typer.Exit(CHECK_FAILED)

@@ -29,7 +29,7 @@ def with_twin(slow: TraceDiagnosis, fast: TraceDiagnosis) -> StepComparison:
     if all(flops) and abs(flops[0] / flops[1] - 1) > SAME_FLOPS:  # apart from recomputation, they are the same
         rows = [_rows(side) for side in (slow, fast)]
         by_rows = _differ(rows) and abs(flops[0] / flops[1] * rows[1] / rows[0] - 1) < SAME_FLOPS
-        batch = f", with {rows[0]:,} and {rows[1]:,} rows: another batch or sequence" if by_rows else ""
+        batch = f", with {rows[0]:,} and {rows[1]:,} rows: a different batch or sequence length" if by_rows else ""
         raise UserError(
             f"{slow.trace.path} and {fast.trace.path} are not the same training: their GEMMs take "
             f"{flops[0] / 1e12:.2f} and {flops[1] / 1e12:.2f} TFLOP per step{batch}",
@@ -177,19 +177,19 @@ def _with_step(diagnosis: TraceDiagnosis, run: StepResult, requested: str | None
 
 
 def _require_same_step(diagnosis: TraceDiagnosis, run: StepResult, predicted: StepTime, origin: str) -> None:
-    """By the hidden size, which is a side of most GEMMs, and by FLOPs; the FLOPs of the prediction include attention."""
+    """Compare the hidden size, which is a side of most GEMMs, and the FLOPs; those of the prediction include attention."""
     sizes = {side for item in diagnosis.evidence.gemms for side in item.gemm.sides}
     hidden = run.model.hidden_size if run.model is not None else None
     if sizes and hidden and hidden not in sizes:
         raise UserError(
-            f"{origin} is about another model than {diagnosis.trace.path}: no GEMM of the trace has hidden size {hidden}",
+            f"{origin} is for a different model than {diagnosis.trace.path}: no GEMM of the trace has hidden size {hidden}",
             "predict with the model of the recorded run",
         )
     flops, planned = step_flops(diagnosis), predicted.model_tflops * predicted.step_ms.value * 1e9
     if flops and planned and not 0.25 < flops / planned < 1.15:
         raise UserError(
-            f"{origin} is about another training than {diagnosis.trace.path}: the prediction has {planned / 1e12:.2f} TFLOP per "
-            f"step, the GEMMs of the trace take {flops / 1e12:.2f}",
+            f"{origin} is for a different training run than {diagnosis.trace.path}: the prediction has {planned / 1e12:.2f} "
+            f"TFLOP per step, the GEMMs of the trace take {flops / 1e12:.2f}",
             "predict with the batch, sequence length and parallelism of the recorded run",
         )
 
@@ -240,7 +240,7 @@ def _require_same_linears(diagnosis: TraceDiagnosis, run: BenchResult, origin: s
     if ran and planned and len(planned & ran) < 0.5 * len(planned):
         measured, traced = ("x".join(map(str, sorted(sizes)[0])) for sizes in (planned, ran))
         raise UserError(
-            f"{origin} is about another model or batch than {diagnosis.trace.path}: few of its GEMMs are in the trace "
+            f"{origin} is for a different model or batch than {diagnosis.trace.path}: few of its GEMMs are in the trace "
             f"({measured} was measured, {traced} is in the trace)",
             "run gemmscope bench with the batch, sequence length and parallelism of the recorded run",
         )

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from gemmscope.errors import UserError
 from gemmscope.findings import Finding, finding
 from gemmscope.interval import Interval
+from gemmscope.results.base import command_of
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.compare import Change, ComparedRow, CompareResult, EnvironmentDifference, Verdict
 from gemmscope.results.step import StepResult
@@ -29,6 +30,8 @@ MeasuredResult = BenchResult | StepResult
 BETWEEN_RUNS = 0.0035
 CONFIDENCE = 0.95
 NORMAL_95 = 1.959964  # standard errors on either side of a 95% interval
+WHICH_CHIP = {"node": "node", "GPU UUID": "uuid", "CPU": "cpu"}
+"""Facts that are compared where all runs have them: run files of older versions do not say which chip it was."""
 UNCOMPARED_SETTINGS = ("seed", "silence_s", "max_rounds", "for_nsight")
 
 
@@ -63,7 +66,7 @@ def compare_runs(
             )
     differences = tuple(_environment_differences(runs))
     result = CompareResult(command=command, runs=tuple(names), rows=tuple(rows), differences=differences, limit=limit)
-    return result.model_copy(update={"findings": tuple(_findings(result))})
+    return result.model_copy(update={"findings": tuple(verdict_findings(result))})
 
 
 def _recipes(table: dict[RowKey, Interval]) -> str:
@@ -103,7 +106,7 @@ def _times(run: MeasuredResult) -> dict[RowKey, Interval]:
     return ops | {RowKey("all linears", total.recipe, total.mode): total.total_ms for total in run.linears.totals}
 
 
-def _findings(result: CompareResult) -> list[Finding]:
+def verdict_findings(result: CompareResult) -> list[Finding]:
     """How many rows changed, and whether the limit holds; of the last run."""
     verdicts = [row.changes[-1].verdict for row in result.rows]
     slower, faster, close = (verdicts.count(verdict) for verdict in ("slower", "faster", "too close to call"))
@@ -134,7 +137,7 @@ def _require_same_thing(runs: Sequence[MeasuredResult], names: Sequence[str]) ->
     for run, name in zip(runs[1:], names[1:], strict=True):
         if run.kind != first.kind:
             raise UserError(
-                f"{names[0]} is a result of {first.kind}, {name} of {run.kind}: they have no rows in common",
+                f"{names[0]} is a result of {command_of(first.kind)}, {name} of {command_of(run.kind)}: no rows in common",
                 "compare results of the same kind",
             )
         differences = [text for text in (_different_sizes(first, run), _different_runs(first, run)) if text]
@@ -178,7 +181,7 @@ def _environment_differences(runs: Sequence[MeasuredResult]) -> list[Environment
     """What differs between the runs besides their times."""
     tables = [_facts(run) for run in runs]
     values = {name: tuple(table.get(name, "") for table in tables) for name in dict.fromkeys(chain(*tables))}
-    values = {name: texts for name, texts in values.items() if len(set(texts)) > 1}
+    values = {name: texts for name, texts in values.items() if len(set(texts)) > 1 and (all(texts) or name not in WHICH_CHIP)}
     clocks = [_mean_clock(run) for run in runs]
     known = [clock for clock in clocks if clock is not None]
     if known and (len(known) < len(clocks) or max(known) > 1.02 * min(known)):  # a clock varies by a percent or two by itself
@@ -189,6 +192,7 @@ def _environment_differences(runs: Sequence[MeasuredResult]) -> list[Environment
 def _facts(run: MeasuredResult) -> dict[str, str]:
     environment = run.environment
     facts = {"gemmscope": run.gemmscope_version, "GPU": str(run.device.get("name", ""))}
+    facts |= {name: str(run.device.get(key) or "") for name, key in WHICH_CHIP.items()}
     facts |= {name: str(run.device.get(name, "")) for name in ("power_limit_w", "max_sm_mhz", "memory_bytes", "cuda")}
     facts |= {name: str(getattr(environment, name)) for name in ("driver", "python", "system", "cpus")}
     facts |= environment.packages | run.versions

@@ -1,14 +1,22 @@
 """The Document of a `BenchResult`."""
 
 from gemmscope import units
-from gemmscope.document.common import batch_lines, command_facts, machine_facts, model_facts, same_model, subject
+from gemmscope.document.common import (
+    batch_lines,
+    command_facts,
+    machine_facts,
+    model_facts,
+    quoted_of_fleet,
+    same_model,
+    subject,
+)
 from gemmscope.document.linears import linears_answer, linears_sections, linears_speedups, linears_times
 from gemmscope.document.linears_summary import linears_summary
 from gemmscope.document.model import Advice, Document, Message
 from gemmscope.document.table import Facts
+from gemmscope.paste.emit import ready_to_paste
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.bench import BenchResult
-from gemmscope.step.emit import ready_to_paste
 
 
 def bench_document(result: BenchResult, name: str = "") -> Document:
@@ -22,7 +30,7 @@ def bench_document(result: BenchResult, name: str = "") -> Document:
         subject=subject(model, result.run, linears.cases),
         where=result.where,
         answer=answer,
-        because=because,
+        because=(*because, *quoted_of_fleet(result)),
         summary=linears_summary(linears),
         context=tuple(_context(result)),
         sections=linears_sections(linears, tasks=result.tasks),
@@ -41,7 +49,7 @@ def _context(result: BenchResult) -> list[str]:
     sizes = [result.model.description] if result.model is not None and result.model.description else []
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
     backend = f"{result.settings.backend} backend" + (f" ({versions})" if versions else "")
-    profiler = ", timed by the kernels' own timestamps" if result.settings.timing == "profiler" else ""
+    profiler = ", timed by kernel timestamps" if result.settings.timing == "profiler" else ""
     return [*sizes, *batch_lines(result.run, result.stage), f"{backend}{profiler}, {units.counted(result.rounds, 'round')}"]
 
 
@@ -66,19 +74,19 @@ def _method(result: BenchResult) -> Facts:
         until = f"every speedup is known to ±{result.precision:.1%}"
         until += f", or {result.time_limit_s:g} s have passed" if result.time_limit_s is not None else ""
     count = sum(len(burst) for task in result.tasks for burst in task.rounds_ms)
-    events = "the CPU's own" if settings.backend == "cpu" else "CUDA events around each replay of a graph"
+    events = "the CPU clock" if settings.backend == "cpu" else "CUDA events around each replay of a graph"
     lines = [
         *model_facts(result.model, result.run, result.stage),
         ("backend", settings.backend),
-        ("clock", "the kernels' own timestamps" if settings.timing == "profiler" else events),
+        ("clock", "kernel timestamps of the profiler" if settings.timing == "profiler" else events),
         (
             "bursts",
-            f"{settings.keep_ms:g} ms of steady state each, after {settings.drop_ms:g} ms that are dropped; recipes take turns",
+            f"{settings.keep_ms:g} ms of steady state each, after discarding {settings.drop_ms:g} ms; recipes take turns",
         ),
         ("measured until", until),
         ("samples", f"{count:,} of {units.counted(len(result.tasks), 'task')} in {units.counted(result.rounds, 'round')}"),
-        ("intervals", "95%, by resampling pieces of 100 ms of both sides of each ratio"),
-        ("weights", "quantization of the weights is left out: it happens once per step" if settings.cache_weights else ""),
+        ("intervals", "95%, bootstrap over 100 ms blocks of both sides of each ratio"),
+        ("weights", "weight quantization is excluded, because it happens once per step" if settings.cache_weights else ""),
         *command_facts(result),
     ]
     return tuple((name, value) for name, value in lines if value)

@@ -12,9 +12,12 @@ BUILDERS = {
     "shapes": "gemmscope.document.shapes:shapes_document",
     "bench": "gemmscope.document.bench:bench_document",
     "step": "gemmscope.document.step:step_document",
+    "sweep": "gemmscope.document.measured_sweep:measured_sweep_document",
     "forecast": "gemmscope.document.forecast:forecast_document",
     "plan": "gemmscope.document.plan:plan_document",
+    "numerics": "gemmscope.document.numerics:numerics_document",
     "explain": "gemmscope.document.explain:explain_document",
+    "fleet": "gemmscope.document.fleet:fleet_document",
     "compare": "gemmscope.document.compare:compare_document",
 }
 

@@ -7,10 +7,22 @@ from typing import Literal
 
 from gemmscope import units
 from gemmscope.document.palette import recipe_key
-from gemmscope.document.table import NOTHING, Cell, Facts, Table, columns, number, share_cell, speedup_cell, time_cell
+from gemmscope.document.table import (
+    NOTHING,
+    Cell,
+    Facts,
+    Table,
+    columns,
+    difference_cell,
+    number,
+    share_cell,
+    speedup_cell,
+    time_cell,
+)
 from gemmscope.interval import Interval
 
 Shade = Literal["plain", "light", "hatched"]
+MOST_LINES = 7  # along an axis
 SHADES: dict[Shade, str] = {"plain": "fprop + dgrad", "light": "wgrad", "hatched": ""}
 
 
@@ -125,7 +137,7 @@ class Fall:
 
 @dataclass(frozen=True)
 class WaterfallChart:
-    """From the speedup of the GEMMs alone to that of the step; `total` is that of the step, with its interval."""
+    """What lies between the speedup of the GEMMs alone and that of the step; `total` is that of the step, with its interval."""
 
     title: str
     recipe: str
@@ -164,7 +176,8 @@ class Point:
 class CurveChart:
     """Values against a size. `series`: recipe → points.
 
-    `unit` "x" means speedups: the line at 1 is drawn. `figure`: `-o` draws it, though it is not main.
+    `unit` "x" means speedups: the line at 1 is drawn. A unit that begins with "%" has percentages as values. `figure`: `-o`
+    draws it, though it is not main.
     """
 
     title: str
@@ -196,6 +209,7 @@ class CurveChart:
             return NOTHING
         value = point.value
         text = units.speedup(value) if self.unit == "x" else units.tflops(value.value)
+        text = units.percent(value.value / 100) if self.unit.startswith("%") else text
         return Cell(f"{text} {point.mark}" if point.mark else text, value.value, value.low, value.high)
 
 
@@ -211,7 +225,12 @@ class HeatCell:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """The best recipe over a plane of two sizes. `cells[row][column]`; a line separates certain speedups from the rest."""
+    """Something over a plane of two sizes: the best recipe, or errors. `cells[row][column]`; a line, called `line`, separates
+    certain cells from the rest.
+
+    `measure` is what color shows: a speedup, from 1 on, or with `unit` "%" a share, from 0 on. `turned`: the table has a row for
+    each column, because there are many of them.
+    """
 
     title: str
     row_name: str
@@ -222,17 +241,36 @@ class HeatMap:
     note: str = ""
     main: bool = False
     legend: Facts = ()
+    measure: str = "speedup over BF16, best recipe"
+    unit: Literal["x", "%"] = "x"
+    line: str = "break-even line"
+    line_meaning: str = "beyond it, the speedup is certain"
+    blank: str = "no result"  # what cells without a value mean
+    turned: bool = False
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The ends of the scale of colors: no speedup, or no error, and the largest."""
+        values = [cell.value for row in self.cells for cell in row if cell.value is not None and math.isfinite(cell.value)]
+        return (1.0, max([1.05, *values])) if self.unit == "x" else (0.0, max(values, default=0.0) or 1.0)
 
     @property
     def best(self) -> tuple[int, int] | None:
-        """Column and row of the largest certain speedup."""
+        """Column and row of the largest certain speedup; none of errors."""
+        if self.unit != "x":
+            return None
         found = [
             (cell.value, x, y) for y, row in enumerate(self.cells) for x, cell in enumerate(row) if cell.value and cell.certain
         ]
         return max(found)[1:] if found else None
 
     def table(self) -> Table:
-        """The plane itself."""
+        """The cells as a table."""
+        if self.turned:
+            heads = columns((self.column_name,), self.rows[::-1])  # the last row is on top
+            lines = zip(self.columns, zip(*self.cells[::-1], strict=True), strict=True)
+            turned = tuple((Cell(name), *(Cell(cell.text or "-", cell.value) for cell in cells)) for name, cells in lines)
+            return Table(self.title, heads, turned, self.note)
         heads = columns((self.row_name,), [f"{self.column_name}={name}" for name in self.columns])
         rows = tuple(
             (Cell(name), *(Cell(cell.text or "-", cell.value) for cell in cells))
@@ -241,7 +279,96 @@ class HeatMap:
         return Table(self.title, heads, rows, self.note)
 
 
-Chart = BarChart | WaterfallChart | CurveChart | HeatMap
+@dataclass(frozen=True)
+class Dot:
+    """A speedup with its interval, and an error (a share). `facts` are shown in a tooltip."""
+
+    name: str
+    speedup: Interval
+    error: float
+    facts: Facts = ()
+
+
+@dataclass(frozen=True)
+class ScatterChart:
+    """Speed against error: a dot for each recipe; mixes of them as a line of dots; the one to use has a mark.
+
+    `bound`: the largest error that is allowed, a dashed line.
+    """
+
+    title: str
+    dots: tuple[Dot, ...]
+    mixes: tuple[Dot, ...] = ()
+    chosen: Dot | None = None
+    bound: float | None = None
+    note: str = ""
+    main: bool = False
+
+    def color(self, name: str) -> str:
+        """The key of its style."""
+        return recipe_key(name, [dot.name for dot in self.dots].index(name))
+
+    def table(self) -> Table:
+        """A row per dot."""
+        named = [*self.dots, *([self.chosen] if self.chosen is not None and self.chosen not in self.dots else [])]
+        rows = tuple((Cell(dot.name), speedup_cell(dot.speedup), share_cell(dot.error)) for dot in named)
+        return Table(self.title, columns(("Recipe",), ("Speedup", "Error")), rows, self.note)
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """One of many: its rank from the lowest value on, and its value over the median. `label`: of an outlier, beside its dot."""
+
+    name: str
+    rank: int
+    value: Interval
+    label: str = ""
+    facts: Facts = ()
+
+
+@dataclass(frozen=True)
+class RankChart:
+    """Many values in their order, relative to their median, which is one. `points` may be a selection of all `count`.
+
+    `limit`: outliers are further from the median than this; None where there is no such limit. `axis` is what is ranked.
+    """
+
+    title: str
+    axis: str
+    points: tuple[Ranked, ...]
+    count: int
+    limit: float | None = None
+    note: str = ""
+    main: bool = False
+    figure: bool = False
+
+    @property
+    def ends(self) -> tuple[float, float, float]:
+        """Round ends around all values and the limit, and the distance of lines between them, one of which is the median."""
+        reach = self.limit or 0.0
+        values = [
+            end for point in self.points for end in (point.value.value, point.value.low, point.value.high) if end is not None
+        ]
+        known = [1 - reach * 1.1, 1 + reach * 1.1, *(value for value in values if math.isfinite(value))]
+        width = max(max(known) - min(known), 0.004)
+        unit = 10 ** math.floor(math.log10(width / MOST_LINES))
+        step = next(unit * factor for factor in (1, 2, 5, 10) if width / (unit * factor) <= MOST_LINES)
+        return 1 - math.ceil((1 - min(known)) / step) * step, 1 + math.ceil((max(known) - 1) / step) * step, step
+
+    def table(self) -> Table:
+        """A row for each point."""
+        rows = tuple(
+            (
+                Cell(point.name),
+                number(point.rank, f"{point.rank:,}"),
+                difference_cell(point.value, level="warning" if point.label else ""),
+            )
+            for point in self.points
+        )
+        return Table(self.title, columns((self.axis,), ("Rank", "Difference from the median")), rows, self.note)
+
+
+Chart = BarChart | WaterfallChart | CurveChart | HeatMap | ScatterChart | RankChart
 
 
 def axis_ends(values: Iterable[float]) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from gemmscope.recipe.recipes import BASELINE
 
 MOST_RUNS = 8  # that a page can show side by side
 ORDER = ("training step", "linears")  # of what stands side by side; the rest follows
-OWN_BASELINE = "Each speedup is over the BF16 of its own GPU and run: a larger one does not mean a faster GPU."
+OWN_BASELINE = "Each speedup is over BF16 on the same GPU and in the same run, so a larger one does not mean a faster GPU."
 
 
 def label(documents: Sequence[Document], document: Document) -> str:
@@ -49,8 +49,8 @@ def speedup_rows(documents: Sequence[Document]) -> list[tuple[str, str, dict[str
     """What, in which recipe, and the speedup of every run that has one: the step first, then linears, then GEMMs."""
     found: dict[tuple[str, str], dict[str, Interval]] = {}
     for document in documents:
-        for each in document.speedups:
-            found.setdefault((each.what, each.recipe), {})[_key(documents, document, each)] = each.speedup
+        for speedup in document.speedups:
+            found.setdefault((speedup.what, speedup.recipe), {})[_key(documents, document, speedup)] = speedup.speedup
     rows = [(what, recipe, by_run) for (what, recipe), by_run in found.items()]
     return sorted(rows, key=lambda row: _place(row[0]))
 
@@ -67,7 +67,7 @@ def side_by_side_table(documents: Sequence[Document]) -> Table:
         for what, recipe, by_run in speedup_rows(documents)
     )
     heads = [Column("What", numeric=False), Column("Recipe", numeric=False), *map(Column, keys)]
-    return Table(f"Speedup over {BASELINE} of the same GPU and run", tuple(heads), rows, OWN_BASELINE)
+    return Table(f"Speedup over {BASELINE} on the same GPU and in the same run", tuple(heads), rows, OWN_BASELINE)
 
 
 @dataclass(frozen=True)
@@ -157,9 +157,9 @@ def _over(first: tuple[str, NamedTime, Document], other: tuple[str, NamedTime, D
     if key == other_key:
         if time.recipe == BASELINE:
             return Interval(1.0, 1.0, 1.0)
-        for each in document.speedups:
-            if (each.where, each.what, each.recipe) == (time.where, time.what, time.recipe):
-                return each.speedup
+        for speedup in document.speedups:
+            if (speedup.where, speedup.what, speedup.recipe) == (time.where, time.what, time.recipe):
+                return speedup.speedup
     rates = [baseline.tokens_per_s, time.tokens_per_s]
     value = rates[1] / rates[0] if rates[0] and rates[1] else baseline.time_ms.value / time.time_ms.value
     reach = hypot(baseline.time_ms.half_width, time.time_ms.half_width)
@@ -188,7 +188,7 @@ def _must_belong_together(first: Document, second: Document) -> None:
     one, other = first.subject, second.subject
     if one.bare != other.bare and not {"explain", "compare"} & {first.kind, second.kind}:
         model, bare = (second, first) if one.bare else (first, second)
-        raise _apart(f"{model.name} is about a model, {bare.name} about bare GEMMs", model, bare)
+        raise _apart(f"{model.name} is for a model, {bare.name} for bare GEMMs", model, bare)
     differing = [
         f"{name} {one.model[name]} and {other.model[name]}"
         for name in one.model
@@ -201,9 +201,9 @@ def _must_belong_together(first: Document, second: Document) -> None:
             if op in other.sizes and other.sizes[op] != size
         ]
     if differing:
-        raise _apart(f"{first.name} and {second.name} are about different models: {', '.join(differing[:3])}", first, second)
+        raise _apart(f"{first.name} and {second.name} are for different models: {', '.join(differing[:3])}", first, second)
 
 
 def _apart(why: str, *documents: Document) -> UserError:
     commands = " and ".join(f"gemmscope report {document.name}" for document in documents)
-    return UserError(f"these runs do not belong on one page: {why}", f"make a report of each: {commands}")
+    return UserError(f"these runs do not belong on one page: {why}", f"make a separate report of each: {commands}")

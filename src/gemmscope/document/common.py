@@ -8,10 +8,12 @@ from gemmscope import units
 from gemmscope.document.model import Subject
 from gemmscope.document.table import Facts
 from gemmscope.gpu.environment import Environment
+from gemmscope.gpu.health import health_problems
 from gemmscope.model.spec import RunSpec
 from gemmscope.results.base import ModelSummary, Result
 from gemmscope.workload.cases import Case
 
+ANOTHER_GPU = "fleet-another-gpu"  # so begin the codes of findings that quote a fleet
 SPLIT = ("tp", "cp", "pp", "ep")
 MODEL_NAMES = (
     "config", "preset", "module", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers",
@@ -95,6 +97,11 @@ def same_model(command: str, result: Result, more: str = "", keep: Sequence[str]
     return shlex.join(["gemmscope", command, *kept, *more.split()])
 
 
+def quoted_of_fleet(result: Result) -> tuple[str, ...]:
+    """What another GPU of a fleet would give: it belongs to the answer, which is about this GPU alone."""
+    return tuple(found.text for found in result.findings if found.code.startswith(ANOTHER_GPU))
+
+
 def command_facts(result: Result) -> Facts:
     """What was run, and with which gemmscope."""
     return (*([("command", result.command)] if result.command else []), ("gemmscope", result.gemmscope_version))
@@ -111,7 +118,11 @@ def machine_facts(environment: Environment, device: Mapping[str, Any], versions:
     limits += [f"SM clock up to {device['max_sm_mhz']} MHz"] if device.get("max_sm_mhz") else []
     packages = {**environment.packages, **versions}
     lines = [
+        ("node", _place(device)),
         ("GPU", ", ".join(gpu)),
+        ("UUID", str(device.get("uuid") or "")),
+        ("health under load", _health(device.get("health"))),
+        ("CPU", str(device.get("cpu") or "")),
         ("limits", ", ".join(limits)),
         ("driver", environment.driver or ""),
         ("CUDA", str(device.get("cuda") or "")),
@@ -122,3 +133,16 @@ def machine_facts(environment: Environment, device: Mapping[str, Any], versions:
         ("GPUs in the machine", str(len(environment.gpus)) if len(environment.gpus) > 1 else ""),
     ]
     return tuple((name, value) for name, value in lines if value)
+
+
+def _place(device: Mapping[str, Any]) -> str:
+    parts = [str(device.get("node") or "")]
+    parts += [f"GPU {device['index']}"] if device.get("index") is not None else []
+    parts += [f"PCI bus {device['pci_bus']}"] if device.get("pci_bus") else []
+    return ", ".join(filter(None, parts))
+
+
+def _health(health: Any) -> str:
+    if not isinstance(health, dict) or not health:
+        return ""
+    return "; ".join(problem.text for problem in health_problems(health, under_load=True)) or "no problems found"

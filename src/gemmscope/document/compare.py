@@ -13,15 +13,19 @@ CLOSE, NOISY, MISSING = "too close to call", "too noisy", "missing"
 DECISIONS = ("compare-too-slow", "compare-too-noisy", "compare-within-limit")
 CHANGES = ("compare-changed", "compare-equal")
 METHOD = (
-    "Change is the new time over the first: plus is slower. The intervals hold for all rows together with 95% confidence, and "
-    "include the variation between runs."
+    "Change compares the new time with the first: plus is slower. The intervals hold for all rows together with 95% confidence, "
+    "and include the variation between runs."
+)
+FLEETS = (
+    "Change compares the new time with the first: plus is slower. The change of all GPUs is the median over the GPUs, so that "
+    "chip-to-chip differences cancel. A GPU has its own row if its change differs from the others by more than chance allows."
 )
 
 
 def compare_document(result: CompareResult, name: str = "") -> Document:
     """Everything that the result says."""
     letters = _letters(result)
-    title = f"Comparison of {len(result.runs)} runs"
+    title = f"Comparison of {len(result.runs)} {'fleets' if _are_fleets(result) else 'runs'}"
     answer, *findings = sorted(result.findings, key=lambda found: found.code not in DECISIONS)  # a requested check comes first
     because = [found for found in findings if answer.code in DECISIONS and found.code in CHANGES]
     sections = [Section("Rows", tuple(_rows(result, letters)))]
@@ -38,9 +42,17 @@ def compare_document(result: CompareResult, name: str = "") -> Document:
         context=(*(f"{letter}: {run}" for letter, run in zip(letters, result.runs, strict=True)), *_also_different(result)),
         sections=tuple(sections),
         messages=tuple(Message.of(found) for found in findings if found not in because),
-        facts={"Method": (("comparison", METHOD), *command_facts(result))},
+        facts={"Method": (("comparison", _method(result)), *command_facts(result))},
         name=name,
     )
+
+
+def _are_fleets(result: CompareResult) -> bool:
+    return result.has("fleets-compared")
+
+
+def _method(result: CompareResult) -> str:
+    return FLEETS if _are_fleets(result) else METHOD
 
 
 def _letters(result: CompareResult) -> list[str]:
@@ -59,7 +71,7 @@ def _also_different(result: CompareResult) -> list[str]:
 def _environment(result: CompareResult, letters: list[str]) -> Table:
     """What differs besides the times."""
     rows = tuple((Cell(each.name), *(Cell(value or "-") for value in each.values)) for each in result.differences)
-    return Table("Differences besides the times", columns(("What", *letters), ()), rows)
+    return Table("Other differences between the runs", columns(("What", *letters), ()), rows)
 
 
 def _summary(result: CompareResult, letters: list[str]) -> Table:
@@ -93,7 +105,7 @@ def _changes(result: CompareResult, letters: list[str], run: int, shown: list[in
         cells = [number(time, f"{time:.4g}" if time is not None else None) for time in times]
         rows.append((Cell(row.name), *cells, *_change(row.changes[run - 1], noisy=row.name in noisy)))
     title = f"{letters[run]} compared with {letters[0]}"
-    return Table(title, (*heads, *columns(("Verdict",), ())), tuple(rows), METHOD)
+    return Table(title, (*heads, *columns(("Verdict",), ())), tuple(rows), _method(result))
 
 
 def _change(change: Change, *, noisy: bool) -> tuple[Cell, Cell, Cell]:

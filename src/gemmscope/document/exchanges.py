@@ -21,12 +21,12 @@ def exchange_table(step: StepTimes, prefix: str = "") -> Table | None:
     if time is None or not time.exchanged:
         return None
     heads = ("Over", "Exposed share")
-    figures = ("All ms", "Hidden ms", "Exposed ms [90% error bar]")
+    figures = ("Total ms", "Hidden ms", "Exposed ms [90% error bar]")
     return Table(
-        f"{prefix}FORECAST: what one GPU exchanges in a step ({time.recipe})",
+        f"{prefix}FORECAST: communication of one GPU in a step ({time.recipe})",
         columns(("Exchange", *heads), figures),
         tuple(_row(each) for each in time.exchanged),
-        "Hidden: overlapped with computation. Only the share of tensor parallelism was fitted to published runs.",
+        "Hidden: overlapped with computation. Only the exposed share of tensor parallelism was fitted to published runs.",
     )
 
 
@@ -35,7 +35,7 @@ def _row(each: Exchanged) -> tuple[Cell, ...]:
     high = min(each.exposed_ms + each.unsure_ms, each.time_ms) if not each.crosses else each.exposed_ms + each.unsure_ms
     return (
         Cell(NAMES[each.kind]),
-        Cell("the CPU's link" if each.kind == "offload" else "the network" if each.crosses else "NVLink"),
+        Cell("CPU link" if each.kind == "offload" else "network" if each.crosses else "NVLink"),
         Cell(each.basis),
         number(each.time_ms, f"{each.time_ms:.1f}"),
         number(hidden, f"{hidden:.1f}"),

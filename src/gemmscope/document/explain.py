@@ -177,7 +177,7 @@ def _total_speedup(comparison: StepComparison) -> Interval:
 
 
 def _waterfalls(result: ExplainResult) -> tuple[WaterfallChart, ...]:
-    """From the speedup of the GEMMs over those of the other trace to that of the step."""
+    """What lies between the speedup of the GEMMs over those of the other trace and that of the step."""
     return tuple(
         WaterfallChart(
             "From GEMMs to step",
@@ -195,7 +195,7 @@ def _waterfalls(result: ExplainResult) -> tuple[WaterfallChart, ...]:
 def _classes(result: ExplainResult) -> Table:
     times = result.account.classes_ms
     rows = _shares(result, {**times, "total": sum(times.values())})
-    note = "A cast that is fused with a norm or an activation counts as quantization here; the parts above divide its time."
+    note = "A cast that is fused with a norm or an activation counts as quantization here; the table of parts splits its time."
     return Table("By class of kernel", columns(("Class",), ("ms per step", "Share")), rows, note)
 
 
@@ -270,7 +270,7 @@ def _causes(result: ExplainResult) -> Table:
     for place, cause in enumerate(result.causes, start=1):
         cost = _fixed(cause.cost_ms), share_cell(cause.cost_ms / result.account.step_ms)
         rows.append((Cell(f"{place}. {cause.title}"), Cell(cause.where), *cost, _fixed(cause.speedup_without, unit="x")))
-    return Table("Causes, by what fixing them would gain", heads, tuple(rows))
+    return Table("Causes, by the speedup from fixing them", heads, tuple(rows))
 
 
 def _kernels(result: ExplainResult) -> Table:

@@ -33,4 +33,4 @@ def steps_table(result: ExplainResult) -> Table:
 def _remark(step: TracedStep) -> str:
     """What makes a slow step slow, and whether it counts."""
     extra = f"{step.extra}: {step.extra_ms:+.1f} ms" if step.extra else "slow" if step.slow else ""
-    return extra if step.averaged else f"{extra}; left out of the averages" if extra else "left out of the averages"
+    return extra if step.averaged else f"{extra}; excluded from the averages" if extra else "excluded from the averages"

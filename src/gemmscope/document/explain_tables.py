@@ -22,7 +22,7 @@ PASSES = ("fprop", "dgrad", "wgrad", "recomputed")
 
 
 def table_sections(result: ExplainResult) -> Mapping[str, tuple[Block, ...]]:
-    """By the title of their section."""
+    """The tables of each section, by its title."""
     return {
         "Attention": (_attention(result),),
         "Communication": (_collectives(result),),
@@ -52,18 +52,18 @@ def gemm_shape_table(result: ExplainResult) -> Table:
             "Bound by",
             "Alignment",
             "Better recipe",
-            "ms in it",
+            "ms with it",
             "Speedup",
         ),
     )
-    notes = ["Alignment: what the rows are a multiple of, in bytes; 16 is best."]
+    notes = ["Alignment of the rows in bytes; 16 is best."]
     if any(row.sustained_share is not None for row in shapes):
         notes.append(
             "Sustained: the rate that large GEMMs usually reach on this GPU. Roofline: what its published rate and memory "
             "bandwidth allow."
         )
     if any(row.better for row in shapes):
-        notes.append("Better recipe: a forecast, casts of the activations included.")
+        notes.append("Better recipe: a forecast that includes casts of the activations.")
     return without_empty(Table("GEMMs by shape, per step", heads, tuple(rows), " ".join(notes)))
 
 
@@ -95,14 +95,14 @@ def _gemm_row(row: GemmShapeTotal) -> tuple[Cell, ...]:
 def _attention(result: ExplainResult) -> Table:
     heads = columns(
         ("Implementation", "Pass", "Batch x heads x queries x keys x head size", "Causal", "Precision"),
-        ("Runs", "ms", "TFLOP/s", "Faster", "ms in it"),
+        ("Runs", "ms", "TFLOP/s", "Faster", "ms with it"),
     )
     rows = tuple(map(_attention_row, result.tables.attention[:MOST_ROWS]))
     notes = []
     if any(row.tflops is not None for row in result.tables.attention):
         notes.append("TFLOP/s count half of the scores where the mask is known to be causal.")
     if any(row.faster for row in result.tables.attention):
-        notes.append("Faster: by the rate known for it on this GPU.")
+        notes.append("Faster: an implementation that would be faster, at its known rate on this GPU.")
     return without_empty(Table("Attention, per step", heads, rows, " ".join(notes)))
 
 
@@ -135,9 +135,9 @@ def _collectives(result: ExplainResult) -> Table:
         rows.append((Cell(f"{len(rest)} more"), Cell("-"), *cells))
     from_ranks = any(total.waiting_from == "other ranks" for total in totals)
     note = (
-        "Waiting: beyond the time that the last rank to arrive spends in it."
+        "Waiting: time beyond that of the last rank to arrive."
         if from_ranks
-        else "Waiting: beyond the shortest of the same size, so at least this; the traces of all ranks show the rest."
+        else "Waiting: time beyond the shortest collective of the same size, a lower bound. Traces of all ranks show all of it."
     )
     table = Table("Collectives, per step", heads, tuple(rows), note)
     return without_empty(table)
@@ -194,11 +194,11 @@ def _launches(launches: LaunchStatistics | None) -> Table:
     cells = {
         "launches": count_cell(launches.launches),
         "kernels shorter than 10 µs": count_cell(launches.short_kernels),
-        "time in them, ms": fixed(launches.short_ms, 3),
-        "from launch to begin, median µs": fixed(launches.delay_median_us, 1),
-        "from launch to begin, 90th percentile µs": fixed(launches.delay_p90_us, 1),
+        "time in these kernels, ms": fixed(launches.short_ms, 3),
+        "from launch to start, median µs": fixed(launches.delay_median_us, 1),
+        "from launch to start, 90th percentile µs": fixed(launches.delay_p90_us, 1),
         "work queued at a launch, mean": fixed(launches.queue_mean, 1),
-        "work queued at a launch, most": number(launches.queue_most),
+        "work queued at a launch, maximum": number(launches.queue_most),
         "launches to an idle GPU": share_cell(launches.queue_empty_share),
     }
     rows = tuple((Cell(what), cell) for what, cell in cells.items() if cell is not NOTHING)
@@ -216,10 +216,10 @@ def _idle_frames(result: ExplainResult) -> Table:
     ]
     rest_ms = result.account.parts_ms.get(HOST, 0.0) - sum(frame.time_ms for frame in frames)
     if frames and rest_ms > LEAST_REST * step_ms:
-        rows.append((Cell("anything else"), Cell("-"), NOTHING, fixed(rest_ms, 3), share_cell(rest_ms / step_ms)))
-    note = "The innermost activity of the CPU that covers at least half of the time from the last kernel to the next launch."
-    heads = columns(("What the CPU did", "Kind"), ("Gaps", "Idle ms", "Share of step"))
-    return Table("Idle time of the GPU by what the CPU did, per step", heads, tuple(rows), note)
+        rows.append((Cell("other"), Cell("-"), NOTHING, fixed(rest_ms, 3), share_cell(rest_ms / step_ms)))
+    note = "The innermost CPU activity that covers at least half of the time from the last kernel to the next launch."
+    heads = columns(("CPU activity", "Kind"), ("Gaps", "Idle ms", "Share of step"))
+    return Table("GPU idle time by CPU activity, per step", heads, tuple(rows), note)
 
 
 def _frame_name(name: str) -> str:
@@ -233,7 +233,7 @@ def _frame_name(name: str) -> str:
 
 def _allocator(result: ExplainResult) -> Table:
     rows = tuple((Cell(call.name), count_cell(call.count), fixed(call.time_ms, 3)) for call in result.tables.allocator)
-    note = "In a steady state the caching allocator of PyTorch makes none of these calls."
+    note = "In a steady state, PyTorch's caching allocator makes none of these calls."
     return Table("Allocator calls, per step", columns(("Call",), ("Calls", "ms")), rows, note)
 
 
@@ -242,7 +242,7 @@ def _memory(result: ExplainResult) -> Table:
     every = max(-(-len(points) // MOST_READINGS), 1)
     shown = [max(points[at : at + every], key=lambda point: point.allocated) for at in range(0, len(points), every)]
     rows = tuple(map(_memory_row, shown))
-    note = "Memory of the caching allocator, from the beginning of the first step: the most of each interval."
+    note = "Memory of the caching allocator, from the start of the first step: the maximum of each interval."
     return Table("Memory over time", columns((), ("ms", "Allocated", "Reserved")), rows, note)
 
 

@@ -18,6 +18,7 @@ from gemmscope.document.step_parts import (
     memory_cell,
     on_all_gpus,
     over_common,
+    over_other_gpu,
     per_gpu,
     step_answer,
     step_chart,
@@ -44,7 +45,7 @@ from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.forecast import ForecastResult, GpuForecast
 from gemmscope.results.step import StepTime, StepTimes
 
-NO_RESTARTS = "Every GPU computes all the time, or waits for the others. Restarts are not included."
+NO_RESTARTS = "Assumes that every GPU computes or waits for others all the time. Restarts are not included."
 
 
 def forecast_document(result: ForecastResult, name: str = "") -> Document:
@@ -72,7 +73,7 @@ def forecast_document(result: ForecastResult, name: str = "") -> Document:
         speedups=tuple(speedup for gpu in result.gpus for speedup in _speedups(gpu)),
         times=tuple(time for gpu in result.gpus for time in _times(gpu)),
         forecast=True,
-        next_purpose="measure it on the GPU itself",
+        next_purpose="measure it on a real GPU",
         next_command=same_model(_measures(result), result),
         name=name,
     )
@@ -91,14 +92,14 @@ def _context(result: ForecastResult) -> Iterator[str]:
         batch = units.counted(step.global_batch, step.batch_unit)
         tokens = f" = {step.global_batch * result.run.sequence_length:,} tokens" if step.unit == "tokens" else ""
         yield f"{units.counted(step.gpus, 'GPU')}, global batch {batch}{tokens}; {_sharing(result.run)}"
-    yield f"{result.state}: {STATES[result.state]}; every interval is a 90% error bar"
+    yield f"{result.state} clocks: {STATES[result.state]}; intervals are 90% error bars"
 
 
 def _sharing(run: RunSpec) -> str:
     """Which precision the optimizer has, and what data-parallel ranks share."""
-    shared = ("nothing shared", "ZeRO-1", "ZeRO-2", "ZeRO-3 (FSDP)")[run.zero_stage]
+    shared = ("nothing sharded", "ZeRO-1", "ZeRO-2", "ZeRO-3 (FSDP)")[run.zero_stage]
     states = "BF16" if run.state_precision == "bf16" else "FP32 master weights and"
-    ranks = f" among {run.zero_ranks} ranks" if run.zero_stage and run.zero_ranks else ""
+    ranks = f" across {run.zero_ranks} ranks" if run.zero_stage and run.zero_ranks else ""
     return f"{states} optimizer states, {shared}{ranks}"
 
 
@@ -110,7 +111,7 @@ def _measures(result: ForecastResult) -> str:
 
 
 def _answer(result: ForecastResult) -> tuple[str, tuple[str, ...]]:
-    """Of the step where there is one, else of the linears; of several GPUs, the fastest, then a line for each."""
+    """The answer about the step if there is one, else about the linears; for several GPUs, the fastest, then a line for each."""
     answers = [_answer_of(gpu) for gpu in result.gpus]
     if len(answers) == 1:
         return answers[0]
@@ -123,7 +124,7 @@ def _answer(result: ForecastResult) -> tuple[str, tuple[str, ...]]:
     if unfit and len(best) == 1:
         [(name, time)] = best.items()
         rest = f"{units.names(unfit)} {'has' if len(unfit) == 1 else 'have'} too little memory"
-        return f"FORECAST: only {name} holds this layout: {_rate(time)} {unit}/s per GPU in {time.recipe}; {rest}.", lines
+        return f"FORECAST: this layout fits only on {name}: {_rate(time)} {unit}/s per GPU in {time.recipe}; {rest}.", lines
     if len(best) < 2:
         cases = result.gpus[0].linears.cases
         what = units.counted(len(cases), "shape") if result.gpus[0].linears.bare else "The linears"
@@ -137,7 +138,17 @@ def _answer(result: ForecastResult) -> tuple[str, tuple[str, ...]]:
         lines = (*lines, f"Cost of the full run, the cheapest first: {', '.join(prices)}.")
     rates = [f"{gpu} in {time.recipe} {_rate(time)}" for gpu, time in ranked]
     too_small = f" It does not fit on {units.names(unfit)}." if unfit else ""
-    return f"FORECAST: fastest is {ranked[0][0]}. {unit.capitalize()}/s per GPU: {', '.join(rates)}.{too_small}", lines
+    return f"FORECAST: {_fastest(ranked)} {unit.capitalize()}/s per GPU: {', '.join(rates)}.{too_small}", lines
+
+
+def _fastest(ranked: Sequence[tuple[str, StepTime]]) -> str:
+    """The GPU with the highest rate, and those that may be as fast."""
+    (name, best), *others = ranked
+    rivals = [other for other, time in others if not over_other_gpu(best, time).above_one]
+    if not rivals:
+        return f"fastest is {name}."
+    together = f"{', '.join([name, *rivals[:-1]])} and {rivals[-1]}"
+    return f"{together} are too close to call." if len(rivals) == len(others) else f"fastest are {together}, too close to call."
 
 
 def _line(gpu: GpuForecast, answer: str) -> str:
@@ -166,7 +177,7 @@ def _answer_of(gpu: GpuForecast) -> tuple[str, tuple[str, ...]]:
 
 
 def _summary(result: ForecastResult) -> Table | None:
-    """Of the steps where there are any; else of the linears."""
+    """The summary of the steps if there are any, else of the linears."""
     steps = {gpu.gpu: gpu.step for gpu in result.gpus if gpu.step is not None}
     if steps:
         return step_summary(steps)
@@ -211,8 +222,8 @@ def _step_heads(step: StepTimes) -> tuple[str, ...]:
 
 PER_GPU = (
     "{unit}/s/GPU, model TFLOP/s and MFU are means over all GPUs of the layout: the FLOPs of the model, without recomputation, "
-    "over the time of the step. Memory is that of the GPU that needs most. Linears are those of one rank; of a pipeline, of the "
-    "stage with most FLOPs, or of the one that was chosen."
+    "over the time of the step. Memory is that of the GPU that needs the most. Linears are those of one rank. With a pipeline, "
+    "this is a rank of the stage with the most FLOPs, or of the stage that you chose."
 )
 
 

@@ -35,7 +35,7 @@ VERDICT_LEVELS: dict[str, Level] = {"fallback": "error", "emulated": "warning", 
 def linears_answer(linears: Linears, where: str) -> tuple[str, tuple[str, ...]]:
     """The answer in one sentence, and the reasons for it."""
     if not linears.ops:
-        return "Nothing could be measured.", ()
+        return "Nothing was measured.", ()
     if linears.bare:
         return _answer_of_gemms(linears, where), ()
     mode: Mode = "autocast" if "autocast" in linears.modes else "pre-quantized"
@@ -59,7 +59,7 @@ def linears_answer(linears: Linears, where: str) -> tuple[str, tuple[str, ...]]:
 def _nothing_to_compare(linears: Linears, mode: Mode, where: str) -> str:
     fallen = [name for name in linears.columns(mode) if linears.falls_back(name, mode)]
     if fallen:
-        return f"No speedup on {where}: {units.names(fallen)} did not run in the precision requested (FALLBACK)."
+        return f"No speedup on {where}: {units.names(fallen)} did not run in the requested precision (FALLBACK)."
     done = "was forecast" if linears.forecast else "was measured"
     return f"Only {units.names(cell.recipe for cell in linears.ops)} {done} on {where}: there is nothing to compare."
 
@@ -86,13 +86,13 @@ def _answer_of_gemms(linears: Linears, where: str) -> str:
     pairs = [(name, case.op) for name in linears.columns(mode) for case in linears.cases]
     gains = {pair: gain for pair in pairs if (gain := linears.speedup(pair[0], mode, pair[1])) is not None}
     if not gains:
-        return f"{shapes} measured on {where}; there is no speedup to form."
+        return f"{shapes} measured on {where}; there is no speedup to compute."
     name, op = max(gains, key=lambda pair: gains[pair].value)
     gain = gains[name, op]
     best = f"{op} in {name}, {units.speedup(gain)}, {mode}"
     if gain.includes_one or gain.below_one:
-        return f"On {where}, none of {shapes} is certain to be faster than {BASELINE}; the highest speedup is that of {best}."
-    return f"On {where}, the highest speedup over {BASELINE} of {shapes} is that of {best}."
+        return f"On {where}, no shape is certain to be faster than {BASELINE}; the highest speedup is that of {best}."
+    return f"On {where}, the highest speedup over {BASELINE} among {shapes} is that of {best}."
 
 
 def _what(linears: Linears, mode: Mode) -> str:
@@ -112,7 +112,7 @@ def linears_speedups(linears: Linears, where: str) -> tuple[NamedSpeedup, ...]:
 
 
 def linears_times(linears: Linears, where: str) -> tuple[NamedTime, ...]:
-    """To compare with those of other GPUs and runs; of bare GEMMs only their speedups are."""
+    """Times to compare with those of other GPUs and runs; none for bare GEMMs, of which only speedups are compared."""
     return tuple(
         NamedTime(where, _what(linears, mode), name, total.total_ms)
         for mode in (() if linears.bare else linears.modes)
@@ -217,7 +217,7 @@ def _what_is_timed(linears: Linears, mode: Mode) -> str:
     if linears.bare:
         return "X and W are quantized once each, then multiplied."
     if linears.cache_weights:
-        once = "X and dY are quantized once each. Quantization of W is left out, because it happens once per step."
+        once = "X and dY are quantized once each. Quantization of W is excluded, because it happens once per step."
     else:
         once = "X, W and dY are quantized once each."
     return f"Forward and backward; {once} Each pass includes its share of the quantization."
@@ -276,7 +276,7 @@ def _sums(linears: Linears, mode: Mode, names: Sequence[str]) -> list[tuple[Cell
 
 
 def _speedups(linears: Linears, mode: Mode, start: str) -> Table:
-    """Of every op, and of every pass that was timed by itself."""
+    """The speedup of every op, and of every pass that was timed by itself."""
     names, rows = [name for name in linears.columns(mode) if name != BASELINE], []
     for case in linears.cases:
         for pass_name in (*PASSES, ALL):
@@ -345,7 +345,7 @@ def _evidence(linears: Linears, start: str) -> Table:
         for name, verdict, requested, ran, mode, passes, ops in proofs
     )
     heads = columns(("Recipe", "Mode", "Pass", "Ops", "Requested", "Ran", "Verdict"), ())
-    return Table(f"{start}Precision of every pass, as kernel names prove it", heads, rows)
+    return Table(f"{start}Precision of every pass, proven by kernel names", heads, rows)
 
 
 def _merged(rows: Sequence[tuple[str, ...]], place: int) -> list[tuple[str, ...]]:

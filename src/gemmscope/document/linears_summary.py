@@ -22,7 +22,7 @@ def linears_summary(linears: Linears) -> Table | None:
     interval = "90% error bar" if linears.forecast else "95% interval"
     what = "GEMM" if linears.bare else "forward call" if linears.as_te_benchmark else "linear"
     left_out = len(linears.cases) - len(shown)
-    note = f"The {units.counted(left_out, f'smallest {what}')} {'is' if left_out == 1 else 'are'} not shown." if left_out else ""
+    note = f"{units.counted(left_out, f'smaller {what}')} not shown." if left_out else ""
     heads = columns(("M x K x N" if linears.bare else "Op",), (f"{BASELINE} ms", *names), {f"{BASELINE} ms": 1})
     title = f"Speedup of every {what} over {BASELINE}, {mode} (± {interval})" if names else f"Time of every {what}, {mode}"
     return Table(title, heads, tuple(rows), note)

@@ -8,7 +8,7 @@ ROWS = {
     "weights_bytes": "Weights",
     "gradients_bytes": "Gradients",
     "master_weights_bytes": "Master weights",
-    "moments_bytes": "Moments of the optimizer",
+    "moments_bytes": "Optimizer moments",
     "activations_bytes": "Activations",
     "quantized_copies_bytes": "Quantized copies of weights",
     "communication_bytes": "Communication buffers",
@@ -19,8 +19,9 @@ ROWS = {
     "most_bytes": "At most",
 }
 NOTE = (
-    "Computed from sizes and the layout, not measured. At least: with every setting that is not given at its best (BF16 "
-    "gradients, weights in the quantized format alone, a fused loss). At most: with an unfused loss and a fragmented allocator."
+    "Computed from sizes and the layout, not measured. At least: with the best value of every setting that is not known (BF16 "
+    "gradients, weights stored only in the quantized format, a fused loss). At most: with an unfused loss and a fragmented "
+    "allocator."
 )
 
 
@@ -29,8 +30,8 @@ def memory_table(gpu: GpuForecast, prefix: str = "") -> Table:
     rows = [(Cell(text), *(bytes_cell(getattr(each, field)) for each in gpu.memory)) for field, text in ROWS.items()]
     marks = [Cell(each.fit, level="" if each.fit in ("fits", "tight") else "warning") for each in gpu.memory]
     first = gpu.memory[0]
-    held = f"The GPU that needs most is on pipeline stage {first.stage}" if first.stage or first.in_flight > 1 else ""
+    held = f"The GPU that needs the most memory is on pipeline stage {first.stage}" if first.stage or first.in_flight > 1 else ""
     held += f" and holds the activations of {first.in_flight:g} micro-batches. " if held else ""
-    title = f"{prefix}FORECAST: memory of one GPU, of {units.si(first.available_bytes, 'B')}"
+    title = f"{prefix}FORECAST: memory of one GPU, out of {units.si(first.available_bytes, 'B')}"
     heads = columns(("Use",), [each.recipe for each in gpu.memory])
     return Table(title, heads, (*rows, (Cell("Fits"), *marks)), f"{held}{NOTE}")

@@ -5,17 +5,21 @@ The short view is the answer with its reasons, the compact table (`summary`), an
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
-from gemmscope.document.charts import BarChart, Chart, CurveChart, HeatCell, HeatMap, WaterfallChart
-from gemmscope.document.table import Facts, Table
+from gemmscope.document.charts import BarChart, Chart, CurveChart, HeatCell, HeatMap, RankChart, ScatterChart, WaterfallChart
+from gemmscope.document.table import Cell, Facts, Table
 from gemmscope.findings import Finding, Level
 from gemmscope.interval import Interval
 from gemmscope.text import printable
 
-__all__ = ["BarChart", "Block", "Chart", "CurveChart", "Document", "HeatMap", "Message", "Section", "Table", "WaterfallChart"]
+__all__ = [
+    "BarChart", "Block", "Chart", "CurveChart", "Document", "HeatMap", "Message", "RankChart", "ScatterChart", "Section",
+    "Table", "WaterfallChart",
+]  # fmt: skip
 
 Block = Table | Chart
 
@@ -132,6 +136,7 @@ class Document:
     speedups: tuple[NamedSpeedup, ...] = ()
     times: tuple[NamedTime, ...] = ()
     forecast: bool = False
+    tag: str = ""  # what a page marks it with, where nothing of it was measured or recorded
     next_purpose: str = ""  # what to do next
     next_command: str = ""  # the command that does it
     name: str = ""  # of the run file, where there is one
@@ -154,17 +159,23 @@ def decisive(document: Document) -> tuple[Message, ...]:
 def visible(value: Any, keep: str = "", longest: int | None = None) -> Any:
     """A part of a Document with its texts made harmless: each on one line, except those that are meant to have several.
 
-    `longest`: the most characters of each.
+    `longest`: the most characters of each. What needs no change is returned as it is, not as a copy.
     """
+    if value is None or isinstance(value, (int, float)):
+        return value
+    if isinstance(value, Cell):  # a fleet has hundreds of thousands of them
+        text = visible(value.text, "", longest)
+        return value if text == value.text else replace(value, text=text)
     if isinstance(value, str):
         text = printable(value, keep)
         return text if longest is None or len(text) <= longest else f"{text[: longest - 1]}…"
     if isinstance(value, tuple):
-        return tuple(visible(item, keep, longest) for item in value)
+        items = tuple(visible(item, keep, longest) for item in value)
+        return value if all(map(operator.is_, items, value)) else items
     if isinstance(value, Mapping):
         return {visible(name, "", longest): visible(item, keep, longest) for name, item in value.items()}
     if not is_dataclass(value) or isinstance(value, type):
         return value
     keep = "\n" if isinstance(value, (Advice, HeatCell)) else ""
-    changed = {name: new for name, old in vars(value).items() if (new := visible(old, keep, longest)) != old}
+    changed = {name: new for name, old in vars(value).items() if (new := visible(old, keep, longest)) is not old}
     return replace(value, **changed) if changed else value

@@ -54,7 +54,7 @@ def plan_document(result: PlanResult, name: str = "") -> Document:
         advice=Advice(f"{layout_name(best)}.", result.ready_to_paste) if best is not None and result.ready_to_paste else None,
         facts={"Method": _method(result)},
         forecast=True,
-        next_purpose="plan one of these models: the same command without --vary, and with its size"
+        next_purpose="plan one of these models: run the same command without --vary, and with its size"
         if result.varied
         else "see where the time and the memory of the best layout go",
         next_command="" if result.varied else _next_command(result),
@@ -68,7 +68,7 @@ def _context(result: PlanResult) -> Iterator[str]:
     length = "" if "sequence" in result.varied else f" x {point.sequence_length:,} = {units.tokens(tokens)}"
     links = f"network {result.network_gbps * 8:g} Gb/s per GPU, NVLink domains of {result.nvlink_domain}"
     yield f"global batch {point.global_batch:,} sequences{length}; {links}"
-    yield f"{result.state}: {STATES[result.state]}; every interval is a 90% error bar"
+    yield f"{result.state} clocks: {STATES[result.state]}; intervals are 90% error bars"
 
 
 def _answer(result: PlanResult) -> tuple[str, list[str]]:
@@ -89,9 +89,9 @@ def _safe_text(point: PlanPoint) -> list[str]:
         return []
     safe = next((layout for layout in point.layouts if not layout.tight), None)
     if safe is None:
-        return ["Its memory is tight, as that of all others that fit: it may run out of memory."]
+        return ["Its memory is tight, like that of all other layouts that fit: it may run out of memory."]
     rate = f"{plain_rate(safe.tokens_per_s)} tokens/s per GPU, {safe.memory_gb:.0f} GB"
-    return [f"Its memory is tight. Fastest with memory to spare: {layout_name(safe)}: {rate}."]
+    return [f"Its memory is tight. The fastest layout with memory to spare is {layout_name(safe)}: {rate}."]
 
 
 def _cost_text(result: PlanResult, layout: PlanLayout) -> str:
@@ -117,12 +117,12 @@ def _close_text(point: PlanPoint) -> str:
 
 def _pruned_text(point: PlanPoint) -> str:
     """How many were excluded, and why."""
-    splits = sum(each.count for each in point.pruned if each.unit == "splits")
-    layouts = {each.rule: each.count for each in point.pruned if each.unit == "layouts"}
+    splits = sum(rule.count for rule in point.pruned if rule.unit == "splits")
+    layouts = {rule.rule: rule.count for rule in point.pruned if rule.unit == "layouts"}
     memory = layouts.pop("memory", 0)
-    parts = [f"{splits:,} splits that do not divide or make sense"] if splits else []
+    parts = [f"{splits:,} splits that do not divide evenly or make no sense"] if splits else []
     parts += [f"{memory:,} layouts that do not fit"] if memory else []
-    parts += [f"{others:,} by other rules"] if (others := sum(layouts.values())) else []
+    parts += [f"{others:,} layouts by other rules"] if (others := sum(layouts.values())) else []
     return f"Excluded: {', '.join(parts)}." if parts else "Nothing was excluded."
 
 
@@ -137,7 +137,7 @@ def _varied_answer(result: PlanResult) -> tuple[str, list[str]]:
     fastest = max(ordered, key=lambda point: _best_of(point).tokens_per_s.value)
     efficient = max(ordered, key=lambda point: _best_of(point).mfu)
     sentence = (
-        f"FORECAST: {units.counted(len(ordered), 'model')} with other {units.names(result.varied)}, each in its best layout: "
+        f"FORECAST: {units.counted(len(ordered), 'model')} with different {units.names(result.varied)}, each in its best layout: "
         f"fastest is {_place(fastest)} with {rate_text(_best_of(fastest).tokens_per_s)} tokens/s per GPU; the highest MFU has "
         f"{_place(efficient)} with {_best_of(efficient).mfu:.0%}."
     )
@@ -221,7 +221,7 @@ def _memory_chart(point: PlanPoint, prefix: str, *, main: bool) -> CurveChart | 
                 points.append(Point(str(place), layout.tokens_per_s, tooltip))
         if points:
             series[recipe] = tuple(points)
-    title = f"{prefix}FORECAST of the fastest layout that fits in so much memory"
+    title = f"{prefix}FORECAST: fastest layout within a memory limit"
     return CurveChart(title, "memory of a GPU (GB)", series, unit="tokens/s per GPU", main=main)
 
 
@@ -255,7 +255,7 @@ def _varied_chart(result: PlanResult) -> CurveChart:
             if recipe in best:
                 tooltip = (("layout", layout_name(best[recipe])), ("parameters", units.parameters(point.parameters)))
                 series.setdefault(recipe, []).append(Point(point.place, best[recipe].tokens_per_s, tooltip))
-    title = f"FORECAST of the best layout with other {result.varied[0]}"
+    title = f"FORECAST: the best layout at each value of {result.varied[0]}"
     unit = "tokens/s per GPU"
     return CurveChart(title, result.varied[0], {name: tuple(points) for name, points in series.items()}, unit=unit, main=True)
 

@@ -28,18 +28,18 @@ SAVING = 0.03  # a layout of the short view needs this much less memory than the
 RULES = {
     "domain": "TP beyond one NVLink domain: its collectives would wait for the network",
     "gpus": "TP x CP x PP does not divide the number of GPUs",
-    "heads": "a size of the model, such as its heads, does not divide",
+    "heads": "a size of the model, such as its heads, does not divide evenly",
     "layers": "more pipeline stages than layers to fill them",
     "context": "CP leaves a rank fewer than 4,096 tokens of a sequence",
     "experts": "EP x ETP does not divide the ranks of a pipeline stage",
     "batch": "the global batch does not split into these micro-batches",
-    "virtual": "virtual stages need a multiple of PP micro-batches, and layers that divide",
+    "virtual": "virtual stages need a multiple of PP micro-batches, and layers that divide evenly",
     "fsdp pipeline": "FSDP with PP gathers the weights for every micro-batch; sharding the optimizer is used instead",
     "fsdp experts": "FSDP gathers the weights of all experts for every micro-batch; expert parallelism is used instead",
-    "recipe": "a GEMM's sizes do not suit the recipe",
+    "recipe": "the recipe does not support the sizes of a GEMM",
     "memory": "it needs more memory than a GPU has",
 }
-NO_RESTARTS = "Every GPU computes all the time, or waits for the others. Restarts are not included."
+NO_RESTARTS = "Assumes that every GPU computes or waits for others all the time. Restarts are not included."
 
 
 def layout_name(layout: PlanLayout) -> str:
@@ -71,7 +71,7 @@ def plain_rate(rate: Interval) -> str:
 
 
 def days(result: PlanResult, layout: PlanLayout) -> Interval:
-    """Of the whole run, or of a billion tokens."""
+    """Days for the whole run, or for a billion tokens."""
     rate = layout.tokens_per_s
     tokens = result.tokens if result.tokens is not None else 1e9
     day = tokens / result.gpus / 86400
@@ -81,14 +81,14 @@ def days(result: PlanResult, layout: PlanLayout) -> Interval:
 
 
 def money(result: PlanResult, layout: PlanLayout) -> Interval:
-    """Of the whole run, or of a billion tokens."""
+    """The price of the whole run, or of a billion tokens."""
     return days(result, layout).times(24 * result.gpus * (result.price or 0.0))
 
 
 def money_text(amount: Interval) -> str:
     """Money with its error bar, and the digits that this allows."""
     ends = [end for end in (amount.low, amount.high) if end is not None]
-    value, *others = (units.rounded(each, amount.half_width) for each in (amount.value, *ends))
+    value, *others = (units.rounded(bound, amount.half_width) for bound in (amount.value, *ends))
     return f"{value} [{' to '.join(others)}]" if others else value
 
 
@@ -106,13 +106,13 @@ def summary(result: PlanResult) -> Table | None:
     notes = [f"{len(shown)} of the {len(front)} layouts on the front."] if len(shown) < len(front) else []
     if any(layout.close for layout in shown) and not _has_cost(result):
         notes.append("?: too close to call against the best.")
-    title = "Pareto front: the fastest layouts for their memory [90% error bar]"
+    title = "Pareto front: the fastest layouts for a given memory [90% error bar]"
     return without_empty(Table(title, _heads(result), rows, " ".join([*notes, _cost_note(result)]).strip()))
 
 
 def _cost_note(result: PlanResult) -> str:
     if result.price is not None and result.tokens is None:
-        return f"Cost: of a billion tokens at {result.price:g} per GPU-hour."
+        return f"Cost of a billion tokens at {result.price:g} per GPU-hour."
     return ""
 
 
@@ -169,14 +169,14 @@ def _speed(layout: PlanLayout) -> Cell:
     return Cell(f"{1 / ratio.value:.2f}{'?' if layout.close else ''}", 1 / ratio.value, low, high)
 
 
-def front_table(result: PlanResult, point: PlanPoint, prefix: str = "") -> Table:
+def front_table(result: PlanResult, point: PlanPoint, prefix: str) -> Table:
     """All layouts on the front."""
     front = [layout for layout in point.layouts if layout.on_front]
     title = f"{prefix}FORECAST: Pareto front of tokens/s and memory: no other layout is faster with as little memory"
     return _layouts(result, front, title)
 
 
-def best_of_recipes(result: PlanResult, point: PlanPoint, prefix: str = "") -> Table:
+def best_of_recipes(result: PlanResult, point: PlanPoint, prefix: str) -> Table:
     """The fastest layout of each recipe."""
     best: dict[str, PlanLayout] = {}
     for layout in point.layouts:
@@ -184,13 +184,13 @@ def best_of_recipes(result: PlanResult, point: PlanPoint, prefix: str = "") -> T
     return _layouts(result, best.values(), f"{prefix}FORECAST: the fastest layout of each recipe")
 
 
-def all_layouts(result: PlanResult, point: PlanPoint, prefix: str = "") -> Table:
+def all_layouts(result: PlanResult, point: PlanPoint, prefix: str) -> Table:
     """The fastest layouts, each size in a column of its own."""
     shown = point.layouts[:MOST_LISTED]
     more = (
         f"The fastest {len(shown):,} of {point.fitting:,}; the run file (--json) has more. " if point.fitting > len(shown) else ""
     )
-    return _layouts(result, shown, f"{prefix}FORECAST: the layouts that fit, the fastest first", more)
+    return _layouts(result, shown, f"{prefix}FORECAST: the layouts that fit, fastest first", more)
 
 
 def _layouts(result: PlanResult, layouts: Iterable[PlanLayout], title: str, note: str = "") -> Table:
@@ -232,14 +232,14 @@ def _wide_row(result: PlanResult, layout: PlanLayout) -> tuple[Cell, ...]:
     )
 
 
-def pruned_table(point: PlanPoint, prefix: str = "") -> Table:
+def pruned_table(point: PlanPoint, prefix: str) -> Table:
     """What each rule excluded."""
     rows = tuple(
-        (Cell(RULES.get(each.rule, each.rule)), number(each.count, f"{each.count:,}"), Cell(each.unit), Cell(each.example or "-"))
-        for each in point.pruned
+        (Cell(RULES.get(rule.rule, rule.rule)), number(rule.count, f"{rule.count:,}"), Cell(rule.unit), Cell(rule.example or "-"))
+        for rule in point.pruned
     )
     heads = (*columns(("Why",), ("Count",)), *columns(("Of", "For example"), ()))
-    note = "A split divides the model among the GPUs (TP, CP, PP, EP); of each there are many layouts."
+    note = "A split divides the model among the GPUs (TP, CP, PP, EP). Each split has many layouts."
     return Table(f"{prefix}What the search excluded", heads, rows, note)
 
 

@@ -26,9 +26,9 @@ def shapes_document(result: ShapesResult, name: str = "") -> Document:
         title=f"{result.name}: {result.model.description}" if result.model and result.model.description else result.name,
         subject=subject(result.model, result.run),
         where="one rank",
-        answer=f"One micro-batch runs {count:,} GEMMs on one rank; a training step needs {flops} for them.",
+        answer=f"One micro-batch runs {count:,} GEMMs on one rank. They need {flops} per training step.",
         summary=_summary(result),
-        because=(_parameters(result), *(each.text for each in result.findings if each.code in CHECKED)),
+        because=(_parameters(result), *(message.text for message in result.findings if message.code in CHECKED)),
         context=tuple(batch_lines(result.run, result.stage)),
         sections=(Section("GEMMs and other work", tuple(tables)),),
         messages=tuple(map(Message.of, result.findings)),
@@ -70,7 +70,7 @@ def _summary(result: ShapesResult) -> Table:
                     *(number(first.count), _flops(work[op]), share_cell(sum(gemm.share for gemm in gemms))),
                 )
             )
-    left_out = f" The {units.counted(len(ops) - len(shown), 'smallest op')} not shown." if len(ops) > len(shown) else ""
+    left_out = f" {units.counted(len(ops) - len(shown), 'smaller op')} not shown." if len(ops) > len(shown) else ""
     note = f"dgrad is M x N x K, wgrad K x M x N.{left_out}"
     dropped = {"Passes": 3, "Groups": 1, "Count": 2}
     heads = columns(("Op", "Forward M x K x N", "Passes"), ("Groups", "Count", "FLOPs", "Share"), dropped)
@@ -94,8 +94,8 @@ def _totals(result: ShapesResult) -> Table:
     totals, steps = result.totals, result.totals.micro_batches_per_step
     rows = [
         *(
-            (Cell(f"GEMMs of one {each.section}"), number(each.layers), _flops(each.gemm_flops), NOTHING)
-            for each in totals.layers
+            (Cell(f"GEMMs of one {layer.section}"), number(layer.layers), _flops(layer.gemm_flops), NOTHING)
+            for layer in totals.layers
         ),
         (Cell("GEMMs"), NOTHING, _flops(totals.gemm_flops), _flops(totals.gemm_flops_per_step)),
     ]
@@ -135,5 +135,7 @@ def _others(result: ShapesResult) -> Table:
 
 
 def _differences(check: Check) -> Table:
-    rows = tuple((Cell(each.what), number(each.derived), number(each.traced)) for each in check.differences)
+    rows = tuple(
+        (Cell(difference.what), number(difference.derived), number(difference.traced)) for difference in check.differences
+    )
     return Table("Differences from the live model", columns(("What",), ("Derived", "Traced")), rows)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from gemmscope import units
 from gemmscope.document.charts import Point
-from gemmscope.document.common import batch_lines, command_facts, machine_facts, model_facts, subject
+from gemmscope.document.common import batch_lines, command_facts, machine_facts, model_facts, quoted_of_fleet, subject
 from gemmscope.document.measured import clock_facts, sample_text
 from gemmscope.document.model import Advice, Block, CurveChart, Document, Message, Section
 from gemmscope.document.step_parts import (
@@ -28,7 +28,7 @@ from gemmscope.step.waterfall import place
 
 MOST_KERNELS = 4  # of one part in a tooltip
 LEVELS = ("error", "warning", "note")
-COST_NOTE = "Every GPU computes all the time; communication and restarts are not included."
+COST_NOTE = "Assumes that every GPU computes all the time. Communication and restarts are not included."
 NEXT = "print the code that records a trace of your own run, to compare it with this prediction"
 AGREES = {True: "yes", False: "no", None: "?"}
 REQUESTED = (
@@ -50,7 +50,7 @@ def step_document(result: StepResult, name: str = "") -> Document:
         subject=subject(result.model, result.run),
         where=result.where,
         answer=answer,
-        because=(*because, *_mixed(result.recommendation), *_requested(result), *_captured(result)),
+        because=(*because, *_mixed(result.recommendation), *_requested(result), *_captured(result), *quoted_of_fleet(result)),
         key_figures=step_figures(result.step),
         summary=step_summary({result.where: result.step}),
         context=(*batch_lines(result.run, result.stage), *_how_it_ran(result), *ended),
@@ -75,7 +75,7 @@ COMPILED = {"whole": "compiled as a whole", "layers": "compiled layer by layer",
 
 
 def _how_it_ran(result: StepResult) -> list[str]:
-    """In one line: what the times hold for. Another way of compiling may run other kernels of attention."""
+    """How the step was compiled, in one line: another way of compiling may run other kernels of attention."""
     compiled = COMPILED.get(result.settings.compile or "")
     if compiled is None:
         return []
@@ -104,7 +104,7 @@ def _mixed(recommended: Recommendation | None) -> list[str]:
     if recommended is None or not recommended.left_out or recommended.speedup is None:
         return []
     left = " and ".join(recommended.left_out)
-    return [f"Better: {recommended.recipe} with {left} in {BASELINE}, {units.speedup(recommended.speedup)}."]
+    return [f"Faster still: {recommended.recipe} with {left} in {BASELINE}, {units.speedup(recommended.speedup)}."]
 
 
 def _requested(result: StepResult) -> list[str]:
@@ -190,7 +190,7 @@ def _break_even(result: StepResult) -> CurveChart | None:
 def _method(result: StepResult) -> Facts:
     settings = result.settings
     depths = sorted({variant.variant.depth for variant in result.variants if not variant.variant.real}, reverse=True)
-    stack = f"all {result.layers} layers, forward, backward and optimizer, with the weights of a few"
+    stack = f"all {result.layers} layers, forward, backward and optimizer, with the weights of a few layers"
     if result.ran != "stack":
         stack = f"{RAN[result.ran]}{f', all {result.layers} layers' if result.layers else ''}, forward, backward and optimizer"
     if 0 < result.depth < result.layers:
@@ -202,10 +202,10 @@ def _method(result: StepResult) -> Facts:
         ("backend", settings.backend),
         ("torch.compile", settings.compile or ""),
         ("optimizer", settings.optimizer if result.ran != "stack" else ""),
-        ("bursts", f"{settings.keep_ms:g} ms each, after {settings.drop_ms:g} ms that are dropped; recipes in turn"),
+        ("bursts", f"{settings.keep_ms:g} ms each, after discarding {settings.drop_ms:g} ms; recipes take turns"),
         ("samples", f"{count:,} steps of {units.counted(len(result.variants), 'variant')}"),
         ("duration", ", ".join(f"{purpose} {seconds:g} s" for purpose, seconds in result.seconds.items())),
-        ("intervals", "95%, by resampling both sides of each ratio"),
+        ("intervals", "95%, bootstrap of both sides of each ratio"),
         *command_facts(result),
     ]
     return tuple((name, value) for name, value in lines if value)

@@ -27,6 +27,7 @@ from gemmscope.document.table import (
 )
 from gemmscope.interval import Interval
 from gemmscope.parts import StepPart
+from gemmscope.recipe.kept import split_name
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.linears import Winner
 from gemmscope.results.step import StepTime, StepTimes
@@ -56,7 +57,7 @@ def step_table(times: StepTimes) -> Table:
     kept = [index for index in range(len(names)) if any(row[index] != NOTHING for row in rows)]
     heads = columns(("Recipe",), [names[index] for index in kept])
     shown = [(Cell(time.recipe), *(row[index] for index in kept)) for time, row in zip(times.recipes, rows, strict=True)]
-    return Table("Training step: figures of one GPU", heads, tuple(shown))
+    return Table("Training step per GPU", heads, tuple(shown))
 
 
 def step_summary(steps: Mapping[str, StepTimes], most_rows: int = 12) -> Table | None:
@@ -83,7 +84,7 @@ def step_summary(steps: Mapping[str, StepTimes], most_rows: int = 12) -> Table |
     cells = tuple(tuple(row.get(name, NOTHING) for name in names) for row in rows)
     basis = cost_basis(tuple(steps.values()))
     note = f"{basis} Restarts are not included." if basis else ""
-    return Table(f"Training step: figures of one GPU [{interval}]", heads, cells, note)
+    return Table(f"Training step per GPU [{interval}]", heads, cells, note)
 
 
 def common_baseline(steps: Mapping[str, StepTimes]) -> tuple[str, StepTime] | None:
@@ -95,16 +96,21 @@ def common_baseline(steps: Mapping[str, StepTimes]) -> tuple[str, StepTime] | No
 
 
 def over_common(gpu: str, times: StepTimes, time: StepTime, common: tuple[str, StepTime]) -> Cell:
-    """Its tokens/s over those of the common baseline; nothing where it does not fit. Times of two GPUs are independent."""
+    """Its tokens/s over those of the common baseline; nothing where it does not fit."""
     if time.recipe in times.unfit:
         return NOTHING
     if time is common[1]:
         return BASELINE_CELL
     if gpu == common[0] and time.speedup is not None:
         return speedup_cell(time.speedup)
-    value = time.tokens_per_s / common[1].tokens_per_s
-    reach = hypot(common[1].step_ms.half_width, time.step_ms.half_width)
-    return speedup_cell(Interval(value, value / (1 + reach), value * (1 + reach)) if isfinite(reach) else Interval(value))
+    return speedup_cell(over_other_gpu(time, common[1]))
+
+
+def over_other_gpu(time: StepTime, other: StepTime) -> Interval:
+    """Tokens/s of a step over those of a step on another GPU. Times of two GPUs are independent."""
+    value = time.tokens_per_s / other.tokens_per_s
+    reach = hypot(other.step_ms.half_width, time.step_ms.half_width)
+    return Interval(value, value / (1 + reach), value * (1 + reach)) if isfinite(reach) else Interval(value)
 
 
 def memory_cell(times: StepTimes, time: StepTime) -> Cell:
@@ -193,18 +199,31 @@ def step_chart(
         return None
     if not any(time.parts_ms for time in times.recipes):  # kernels were not profiled, as on the CPU
         whole = [(time, Segment("whole step", time.step_ms.value, recipe_key(time.recipe))) for time in times.recipes]
-        bars = tuple(Bar(time.recipe, (part,), time.speedup, time.recipe == BASELINE, total=time.step_ms) for time, part in whole)
+        bars = tuple(
+            Bar(bar_label(time.recipe), (part,), time.speedup, time.recipe == BASELINE, total=time.step_ms)
+            for time, part in whole
+        )
         return BarChart(_title(times, "Time of a step", prefix), "ms per step", bars)
-    note = f"Of {units.counted(layers_run, 'layer')}, as many as were run." if layers_run is not None else ""
+    note = f"For the {units.counted(layers_run, 'layer')} that were run." if layers_run is not None else ""
     bars = tuple(_bar(time, hover, unfit=time.recipe in times.unfit) for time in times.recipes)
     return BarChart(_title(times, "Where the time of a step goes", prefix), "ms per step", bars, note)
+
+
+def bar_label(name: str) -> str:
+    """A recipe below its bar, where the whole name of a mix has no room.
+
+    >>> bar_label("FP8Current (in BF16: first 1, last 2, MLP Down)"), bar_label("BF16")
+    ('FP8Current + BF16', 'BF16')
+    """
+    mixed = split_name(name)
+    return f"{mixed[0]} + {mixed[1].recipe}" if mixed is not None else name
 
 
 def _bar(time: StepTime, hover: Mapping[tuple[str, str], Facts], *, unfit: bool) -> Bar:
     total_ms = sum(time.parts_ms.values())
     order = sorted((part for part, part_ms in time.parts_ms.items() if part_ms > 0), key=lambda part: part == "quantization")
     return Bar(
-        label=time.recipe,
+        label=bar_label(time.recipe),
         segments=tuple(_segment(part, time.parts_ms[part], total_ms, hover.get((time.recipe, part), ())) for part in order),
         speedup=time.speedup,
         baseline=time.recipe == BASELINE,
@@ -221,7 +240,7 @@ def _segment(part: StepPart, time_ms: float, total_ms: float, facts: Facts) -> S
 
 
 def waterfalls(times: StepTimes, *, prefix: str = "") -> tuple[WaterfallChart, ...]:
-    """From the speedup of the GEMMs alone to that of the step, for every recipe."""
+    """What lies between the speedup of the GEMMs alone and that of the step, for every recipe."""
     return tuple(
         WaterfallChart(
             _title(times, f"From GEMMs to step: {time.recipe}", prefix),
@@ -251,7 +270,7 @@ def step_answer(times: StepTimes, where: str, model_name: str = "") -> tuple[str
         return f"FORECAST: nothing fits in memory on {where} in this layout: {least} needs about {needs} on one GPU.", ()
     if not others or times.winner is None:
         names = units.names(time.recipe for time in times.recipes)
-        return f"{f'Only {names}' if names else 'Nothing'} could be {verb} on {where}.", ()
+        return f"{f'Only {names}' if names else 'Nothing'} was {verb} on {where}.", ()
     if not valid and times.unfit:
         return f"FORECAST: only {times.winner.best} fits in memory on {where}.", ()
     if not valid:
@@ -295,13 +314,13 @@ def _because(best: StepTime) -> list[str]:
 
 
 def step_speedups(times: StepTimes, where: str) -> tuple[NamedSpeedup, ...]:
-    """To show beside those of other runs."""
+    """The speedups of the step, to show beside those of other runs."""
     known = [(time.recipe, time.speedup) for time in times.recipes if time.speedup is not None and time.recipe not in times.unfit]
     return tuple(NamedSpeedup(where, "training step", name, speedup) for name, speedup in known)
 
 
 def step_times(times: StepTimes, where: str) -> tuple[NamedTime, ...]:
-    """To compare with those of other GPUs and runs, without what fell back, or does not fit in memory."""
+    """Times to compare with those of other GPUs and runs, without recipes that fell back or do not fit in memory."""
     valid = [time for time in times.recipes if not time.fell_back and time.recipe not in times.unfit]
     return tuple(NamedTime(where, "training step", time.recipe, time.step_ms, time.tokens_per_s, times.unit) for time in valid)
 

@@ -1,4 +1,5 @@
-"""The Document of a sweep: the best recipe over one size (curves) or two (a heat map), and every point of it."""
+"""What the Document of a sweep is made of, forecast or measured: the best recipe over one size (curves) or two (a heat map), and
+every point of it. `sweep_document` is that of a forecast; `measured_sweep.py` has that of a measured one."""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
@@ -7,13 +8,15 @@ from gemmscope import units
 from gemmscope.document.charts import CurveChart, HeatCell, HeatMap, Point
 from gemmscope.document.common import command_facts
 from gemmscope.document.model import Document, KeyFigure, Message, Section, Subject
-from gemmscope.document.sweep_summary import point_name, speedup_of, sweep_summary
-from gemmscope.document.table import NOTHING, Cell, Column, Table, columns, number, speedup_cell, time_cell
+from gemmscope.document.sweep_summary import speedup_of, sweep_summary
+from gemmscope.document.sweep_words import point_name, time_name, wording
+from gemmscope.document.table import NOTHING, Cell, Column, Table, columns, number, speedup_cell, time_cell, without_empty
 from gemmscope.findings import Finding
 from gemmscope.recipe.recipes import BASELINE
-from gemmscope.results.forecast import ForecastResult, GpuSweep, SweepPoint
+from gemmscope.results.forecast import ForecastResult
+from gemmscope.results.sweep import GpuSweep, MeasuredPoint, MeasuredSweep, SweepPoint
 
-SUSTAINED, BURST = "the power-limited state that training runs in", "the first moments after a rest; training is slower"
+SUSTAINED, BURST = "limited by power, as in training", "before the GPU reaches its power limit; training is slower"
 STATES = {"sustained": SUSTAINED, "burst": BURST}
 HOST_BOUND = "HOST-BOUND"
 WIDEST_WITH_NAMES = 8  # columns of a heat map that have room for the names of recipes
@@ -21,13 +24,13 @@ LETTERS = "ABCDEFGHIJKL"
 MOST_ACROSS = 10  # values of the second size that are columns
 
 
-def sweep_document(result: ForecastResult, name: str = "") -> Document:
+def sweep_document(result: ForecastResult, name: str) -> Document:
     """Everything that the result says."""
     sizes = " and ".join(result.sweeps[0].sizes)
     model = f" of {result.name}" if result.model is not None else ""
     gpus = ", ".join(sweep.gpu for sweep in result.sweeps)
     count = sum(len(sweep.points) for sweep in result.sweeps)
-    answers = [_answer(sweep) for sweep in result.sweeps]
+    answers = [sweep_answer(sweep) for sweep in result.sweeps]
     answer, because = answers[0]
     if len(answers) > 1:
         answer = f"FORECAST: {count:,} configurations on {len(answers)} GPUs."
@@ -40,18 +43,18 @@ def sweep_document(result: ForecastResult, name: str = "") -> Document:
         where=f"{gpus}, FORECAST",
         answer=answer,
         because=tuple(because),
-        key_figures=_key_figures(result.sweeps[0]) if len(result.sweeps) == 1 else (),
+        key_figures=sweep_figures(result.sweeps[0]) if len(result.sweeps) == 1 else (),
         summary=sweep_summary(result.sweeps),
         context=(
             *([result.model.description] if result.model is not None and result.model.description else []),
             f"{count:,} configurations, the training step{replicas}",
-            f"{result.state}: {STATES[result.state]}; every interval is a 90% error bar",
+            f"{result.state} clocks: {STATES[result.state]}; intervals are 90% error bars",
         ),
-        sections=tuple(_section(sweep, several=len(result.sweeps) > 1) for sweep in result.sweeps),
+        sections=tuple(sweep_section(sweep, several=len(result.sweeps) > 1) for sweep in result.sweeps),
         messages=gpu_messages(result.findings, {sweep.gpu: sweep.findings for sweep in result.sweeps}),
         facts={"Method": (("state", result.state), ("fitted on", result.coefficients), *command_facts(result))},
         forecast=True,
-        next_purpose="see one of these points in detail: the same command without --sweep, and with its sizes",
+        next_purpose="see one of these points in detail: run the same command without --sweep, and with its sizes",
         name=name,
     )
 
@@ -66,64 +69,71 @@ def gpu_messages(common: Sequence[Finding], by_gpu: Mapping[str, Sequence[Findin
     return (*map(Message.of, common), *map(Message.of, shared), *own)
 
 
-def _answer(sweep: GpuSweep) -> tuple[str, list[str]]:
+def sweep_answer(sweep: GpuSweep) -> tuple[str, list[str]]:
     """The largest speedup, how many points have one, and at how many the best recipe is not certain."""
+    words, measured = wording(sweep), isinstance(sweep, MeasuredSweep)
     possible = [point for point in sweep.points if point.winner is not None]
     if not possible:
+        if measured:
+            return f"No point of the sweep could be measured on {sweep.gpu}.", []
         unfit = [point for point in sweep.points if point.unfit]
         least = f": at least {min(point.memory_gb or 0.0 for point in unfit):.0f} GB are needed" if unfit else ""
         return f"FORECAST: on {sweep.gpu}, {'nothing fits in memory' if unfit else 'no point is possible'}{least}.", []
     gaining = [point for point in possible if point.gains]
-    count = f"{len(gaining):,} of {units.counted(len(possible), 'possible point')}"
-    line = f"{sweep.gpu}: at {count}, the best recipe is faster than {BASELINE} beyond its error bar"
+    count = f"{len(gaining):,} of {units.counted(len(possible), words.possible)}"
+    line = f"{words.line} {count}, the best recipe is faster than {BASELINE} beyond its {words.beyond}"
     close = [point for point in gaining if point.winner and point.winner.rivals]
     because = [f"{line}; at {len(close):,} of these it is too close to call against another recipe." if close else f"{line}."]
     if len(sweep.sizes) == 1 and sweep.break_even:
-        because.append(f"{sweep.gpu}: {_begins(sweep)}.")
+        because.append(f"{words.faster}: {_begins(sweep)}.")
     best = max(gaining, key=speedup_of, default=None)
     if best is None or best.winner is None or best.winner.speedup is None:
-        return f"FORECAST: on {sweep.gpu}, no recipe is faster than {BASELINE} beyond its error bar.", because
+        none = f"no recipe is faster than {BASELINE} beyond its {words.beyond}"
+        return (f"On {sweep.gpu}, {none}." if measured else f"FORECAST: on {sweep.gpu}, {none}."), because
     gain = units.speedup(best.winner.speedup)
     where = f"{best.winner.best} at {point_name(best)}"
+    if measured:
+        return f"On {sweep.gpu}, the largest speedup of {words.of} over {BASELINE} is {gain}, in {where}.", because
     return f"FORECAST: on {sweep.gpu}, the largest speedup over {BASELINE} is {gain}, in {where}.", because
 
 
-def _key_figures(sweep: GpuSweep) -> tuple[KeyFigure, ...]:
+def sweep_figures(sweep: GpuSweep) -> tuple[KeyFigure, ...]:
     """The point with the largest speedup, and how many points have one."""
     possible = [point for point in sweep.points if point.winner is not None]
     gaining = [point for point in possible if point.gains]
-    count = KeyFigure(f"Faster than {BASELINE}", f"{len(gaining):,} of {len(possible):,}", "possible points")
+    count = KeyFigure(f"Faster than {BASELINE}", f"{len(gaining):,} of {len(possible):,}", f"{wording(sweep).possible}s")
     best = max(gaining, key=speedup_of, default=None)
     if best is None or best.winner is None or best.winner.speedup is None:
         return (count,)
     gain = best.winner.speedup
     return (
         KeyFigure("Best point", best.place, " x ".join(best.values)),
-        KeyFigure("Recipe there", best.winner.best),
+        KeyFigure("Its recipe", best.winner.best),
         KeyFigure(f"Speedup over {BASELINE}", f"{gain.value:.2f}x", units.ends(gain)),
         count,
     )
 
 
 def _begins(sweep: GpuSweep) -> str:
-    """From where on the recipes are faster than BF16; those that begin at the same size together."""
+    """The sizes from which on recipes are faster than BF16; those that begin at the same size are named together."""
     groups: dict[int | None, list[str]] = {}
-    for each in sweep.break_even:
-        groups.setdefault(each.since, []).append(each.recipe)
+    for edge in sweep.break_even:
+        groups.setdefault(edge.since, []).append(edge.recipe)
     smallest, parts = min(point.values[sweep.sizes[0]] for point in sweep.points), []
     for since, names in groups.items():
         who = "every recipe" if len(names) == len(sweep.break_even) > 1 else units.names(names)
         where = "nowhere" if since is None else "everywhere" if since == smallest else f"from {sweep.sizes[0]} {since}"
         parts.append(f"{who} {where}")
-    return f"faster than {BASELINE}: {'; '.join(parts)}"
+    return "; ".join(parts)
 
 
-def _section(sweep: GpuSweep, *, several: bool) -> Section:
+def sweep_section(sweep: GpuSweep, *, several: bool = False) -> Section:
+    """Its chart, where speedups begin, and every point."""
     one = len(sweep.sizes) == 1
     chart = _curve(sweep) if one else _heat_map(sweep)
     begins = [_break_even(sweep, one=one)] if sweep.break_even else []
     blocks = (chart, *begins, _points(sweep, one=one))
-    return Section(f"{sweep.gpu}: FORECAST of the training step", blocks, gpu=sweep.gpu if several else "")
+    return Section(wording(sweep).section, blocks, gpu=sweep.gpu if several else "")
 
 
 def _low(sweep: GpuSweep) -> tuple[str, ...]:
@@ -139,9 +149,8 @@ def _curve(sweep: GpuSweep) -> CurveChart:
                 mark = HOST_BOUND if name in point.host_bound else ""
                 series.setdefault(name, []).append(Point(point.place, gain, tooltip, mark))
     note = f"x: {HOST_BOUND}, launching takes longer than running" if any(point.host_bound for point in sweep.points) else ""
-    title = f"{sweep.gpu}: FORECAST speedup of the training step over {BASELINE}"
     curves = {name: tuple(points) for name, points in series.items()}
-    return CurveChart(title, sweep.sizes[0], curves, note=note, main=True)
+    return CurveChart(wording(sweep).curve, sweep.sizes[0], curves, note=note, main=True)
 
 
 def _heat_map(sweep: GpuSweep) -> HeatMap:
@@ -151,10 +160,11 @@ def _heat_map(sweep: GpuSweep) -> HeatMap:
     used = dict.fromkeys(point.winner.best for point in sweep.points if point.winner is not None)
     short = dict(zip(sweep.recipes, cycle(LETTERS), strict=False)) if len(across) > WIDEST_WITH_NAMES else {}
     legend = [("?", "too close to call")] if any(point.winner and point.winner.rivals for point in sweep.points) else []
-    legend += [("host", "host-bound")] if any(point.host_bound for point in sweep.points) else []
+    host = any(point.winner and point.winner.best in point.host_bound for point in sweep.points)
+    legend += [("host", "host-bound")] if host else []
     legend += [(short[name], name) for name in used if name in short]
     return HeatMap(
-        f"{sweep.gpu}: FORECAST of the best recipe and its speedup of the training step over {BASELINE}",
+        wording(sweep).heat,
         row_name=sweep.sizes[0],
         column_name=sweep.sizes[1],
         rows=tuple(map(str, rows)),
@@ -163,13 +173,16 @@ def _heat_map(sweep: GpuSweep) -> HeatMap:
         note=f"? = too close to call against {BASELINE} or another recipe; {HOST_BOUND} = launching takes longer than running",
         main=True,
         legend=tuple(legend),
+        blank=wording(sweep).blank,
     )
 
 
 def _heat_cell(point: SweepPoint | None, short: Mapping[str, str]) -> HeatCell:
     if point is None or point.winner is None:  # interrupted before it was computed, or not possible
         unfit = point is not None and bool(point.unfit)
-        return HeatCell(certain=False, label="no fit" if unfit else "", text="does not fit in memory" if unfit else "")
+        failed = isinstance(point, MeasuredPoint) and bool(point.failure)
+        text = "does not fit in memory" if unfit else "not measured" if failed else ""
+        return HeatCell(certain=False, label="no fit" if unfit else "failed" if failed else "", text=text)
     best, gain = point.winner.best, speedup_of(point)
     mark = " ?" if point.winner.rivals else ""
     host = best in point.host_bound
@@ -183,26 +196,29 @@ def _heat_cell(point: SweepPoint | None, short: Mapping[str, str]) -> HeatCell:
 
 def _points(sweep: GpuSweep, *, one: bool) -> Table:
     """Every point: the best recipe, its rivals, what stands in its way. The curves of one size have the speedups."""
-    low = () if one else _low(sweep)
+    low, words = () if one else _low(sweep), wording(sweep)
     rows = []
     for point in sweep.points:
         sizes = [number(value, str(value)) for value in point.values.values()]
         speedups = [speedup_cell(point.speedups.get(name)) for name in low]
         rate, needed = point.tokens_per_s, point.memory_gb
         figures = [number(rate, f"{rate:,.0f}" if rate else None), number(needed, f"{needed:.0f}" if needed else None)]
-        rows.append((*sizes, time_cell(point.baseline_step_ms), *speedups, *figures, *_verdict(point)))
-    numbers = (*sweep.sizes, f"{BASELINE} step ms", *low, "Tokens/s/GPU, best", "Memory GB, best", "Largest speedup")
-    heads = (*columns((), numbers), *columns(VERDICT, ()))
-    return Table(f"{sweep.gpu}: FORECAST, every point of the sweep", heads, tuple(rows))
+        rows.append((*sizes, time_cell(point.baseline_ms), *speedups, *figures, *_verdict(point), *_measured_on(point)))
+    numbers = (*sweep.sizes, time_name(sweep), *low, "Tokens/s/GPU, best", "Memory GB, best", "Largest speedup")
+    heads = (*columns((), numbers), *columns((*VERDICT, words.not_ranked), ()))
+    if not isinstance(sweep, MeasuredSweep):
+        return Table(words.points, heads, tuple(rows))
+    rates = columns((), ("TFLOP/s, best",))
+    return without_empty(Table(words.points, (*heads, *rates, *columns(("GPU", "GPU UUID"), ())), tuple(rows)))
 
 
-VERDICT = ("Best", f"Faster than {BASELINE}", "Too close to call against", "Host-bound", "Does not fit", "Not possible")
+VERDICT = ("Best", f"Faster than {BASELINE}", "Too close to call against", "Host-bound", "Does not fit")
 
 
 def _verdict(point: SweepPoint) -> tuple[Cell, ...]:
     if point.winner is None:
         unfit = Cell("all recipes", level="warning") if point.unfit else NOTHING
-        return (NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, unfit, Cell(point.why_not))
+        return (NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, unfit, Cell(point.reason))
     every, bound = [BASELINE, *point.speedups], list(point.host_bound)
     who = "all recipes" if bound == every else f"all but {BASELINE}" if bound and bound == every[1:] else ", ".join(bound) or "-"
     return (
@@ -216,18 +232,26 @@ def _verdict(point: SweepPoint) -> tuple[Cell, ...]:
     )
 
 
+def _measured_on(point: SweepPoint) -> tuple[Cell, ...]:
+    """The rate of a GEMM, and the GPU that measured the point."""
+    if not isinstance(point, MeasuredPoint):
+        return ()
+    rate = number(point.tflops, units.tflops(point.tflops) if point.tflops is not None else None)
+    return (rate, Cell(point.gpu or "-"), Cell(point.uuid or "-"))
+
+
 def _break_even(sweep: GpuSweep, *, one: bool) -> Table:
     """Where each recipe becomes faster than BF16. Of two sizes, a column for each value of the second one, if there is room."""
-    title = f"{sweep.gpu}: FORECAST break-even: faster than {BASELINE} beyond the error bar, to the end of the sweep"
+    title = wording(sweep).break_even
     begins: dict[str, dict[int | None, int | None]] = {}
-    for each in sweep.break_even:
-        begins.setdefault(each.recipe, {})[each.at] = each.since
-    places = list(dict.fromkeys(each.at for each in sweep.break_even))
+    for edge in sweep.break_even:
+        begins.setdefault(edge.recipe, {})[edge.at] = edge.since
+    places = list(dict.fromkeys(edge.at for edge in sweep.break_even))
     if one or len(places) > MOST_ACROSS:
         return Table(title, *_break_even_lines(sweep, one=one))
     rows = tuple((Cell(name), *(_since(by_place.get(at)) for at in places)) for name, by_place in begins.items())
     heads = columns(("Recipe",), [str(at) for at in places])
-    return Table(title, heads, rows, f"From which {sweep.sizes[0]} on; across: {sweep.sizes[1]}.")
+    return Table(title, heads, rows, f"Smallest {sweep.sizes[0]} at which the recipe is faster; columns: {sweep.sizes[1]}.")
 
 
 def _since(value: int | None) -> Cell:
@@ -237,8 +261,8 @@ def _since(value: int | None) -> Cell:
 def _break_even_lines(sweep: GpuSweep, *, one: bool) -> tuple[tuple[Column, ...], tuple[tuple[Cell, ...], ...]]:
     """A row for each recipe; of two sizes, values of the second one with the same answer in one row."""
     groups: dict[tuple[str, int | None], list[str]] = {}
-    for each in sweep.break_even:
-        groups.setdefault((each.recipe, each.since), []).append(str(each.at))
+    for edge in sweep.break_even:
+        groups.setdefault((edge.recipe, edge.since), []).append(str(edge.at))
     rows = [(Cell(name), _since(since), *([] if one else [Cell(", ".join(at))])) for (name, since), at in groups.items()]
     heads = (*columns(("Recipe",), (f"From {sweep.sizes[0]}",)), *columns(() if one else (f"At {sweep.sizes[1]}",), ()))
     return heads, tuple(rows)

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from itertools import count
 
 from gemmscope import units
+from gemmscope.document.sweep_words import time_name, wording
 from gemmscope.document.table import NOTHING, Cell, Column, Table, columns, number, speedup_cell, time_cell, without_empty
 from gemmscope.recipe.recipes import BASELINE
-from gemmscope.results.forecast import GpuSweep, SweepPoint
+from gemmscope.results.sweep import GpuSweep, MeasuredPoint, MeasuredSweep, SweepPoint
 
 MOST_ROWS = 14
 MOST_ACROSS = 10
@@ -14,12 +15,12 @@ SHORT = {"FP8Current": "C", "FP8Delayed": "D", "FP8Block": "B", "MXFP8": "M", "N
 
 
 def sweep_summary(sweeps: Sequence[GpuSweep]) -> Table | None:
-    """One size: a row for each point. Two sizes: the plane of one GPU, or the best point of each."""
+    """One size: a row for each point. Two sizes: the plane of one GPU (of the first mode), or the best point of each."""
     if not any(sweep.points for sweep in sweeps):
         return None
     if len(sweeps[0].sizes) == 1:
         return _points(sweeps)
-    return _plane(sweeps[0]) if len(sweeps) == 1 else _best_points(sweeps)
+    return _plane(sweeps[0]) if len(sweeps) == 1 or sweeps[0].origin == "measured" else _best_points(sweeps)
 
 
 def speedup_of(point: SweepPoint) -> float:
@@ -30,18 +31,19 @@ def speedup_of(point: SweepPoint) -> float:
 def _points(sweeps: Sequence[GpuSweep]) -> Table:
     several, total = len(sweeps) > 1, sum(len(sweep.points) for sweep in sweeps)
     rows = [
-        (*([Cell(sweep.gpu)] if several else []), *_row(point))
+        (*([Cell(wording(sweep).name)] if several else []), *_row(point))
         for sweep in sweeps
         for point in _spread_points(sweep.points, max(MOST_ROWS // len(sweeps), 3))
     ]
-    dropped = {f"{BASELINE} step ms": 2, "Too close to call": 3, "Host-bound": 1, "Memory GB": 4, "Tokens/s/GPU": 5}
+    time = time_name(sweeps[0])
+    dropped = {time: 2, "Too close to call": 3, "Host-bound": 1, "Memory GB": 4, "Tokens/s/GPU": 5}
     sizes = columns((), sweeps[0].sizes)
     heads = columns(("Best recipe",), (f"Speedup over {BASELINE}",))
-    rest = columns(("Too close to call", "Host-bound"), (f"{BASELINE} step ms", "Tokens/s/GPU", "Memory GB"), dropped)
+    rest = columns(("Too close to call", "Host-bound"), (time, "Tokens/s/GPU", "Memory GB"), dropped)
     left_out = f"{len(rows)} of {total:,} points." if len(rows) < total else ""
-    gpu = columns(("GPU",), ()) if several else ()
-    title = "Best recipe for the training step [90% error bar]"
-    return without_empty(Table(title, (*gpu, *sizes, *heads, *rest), tuple(rows), left_out))
+    rest = (*rest, *(columns((), ("TFLOP/s",)) if isinstance(sweeps[0], MeasuredSweep) else ()))
+    gpu = columns(("Mode" if isinstance(sweeps[0], MeasuredSweep) else "GPU",), ()) if several else ()
+    return without_empty(Table(wording(sweeps[0]).summary, (*gpu, *sizes, *heads, *rest), tuple(rows), left_out))
 
 
 def _spread_points(points: Sequence[SweepPoint], most: int) -> list[SweepPoint]:
@@ -52,14 +54,28 @@ def _spread_points(points: Sequence[SweepPoint], most: int) -> list[SweepPoint]:
 def _row(point: SweepPoint) -> tuple[Cell, ...]:
     sizes = [number(value, str(value)) for value in point.values.values()]
     if point.winner is None:
-        why_not = f"does not fit: {point.memory_gb:.0f} GB" if point.unfit and point.memory_gb else point.why_not
-        return (*sizes, Cell(why_not, level="warning"), NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING)
+        why_not = f"does not fit: {point.memory_gb:.0f} GB" if point.unfit and point.memory_gb else _why_not(point)
+        return (*sizes, Cell(why_not, level="warning"), *[NOTHING] * 6, *_gemm_rate(point))
     rivals = Cell(", ".join(point.winner.rivals) or "-")
-    baseline = time_cell(point.baseline_step_ms)
+    baseline = time_cell(point.baseline_ms)
     rate = number(point.tokens_per_s, f"{point.tokens_per_s:,.0f}" if point.tokens_per_s else None)
     memory = number(point.memory_gb, f"{point.memory_gb:.0f}" if point.memory_gb else None)
     gain = speedup_cell(point.winner.speedup)
-    return (*sizes, Cell(point.winner.best), gain, rivals, Cell(_host_bound(point)), baseline, rate, memory)
+    return (*sizes, Cell(point.winner.best), gain, rivals, Cell(_host_bound(point)), baseline, rate, memory, *_gemm_rate(point))
+
+
+def _gemm_rate(point: SweepPoint) -> tuple[Cell, ...]:
+    """TFLOP/s of a measured GEMM; empty for the points of forecasts."""
+    if not isinstance(point, MeasuredPoint):
+        return ()
+    return (number(point.tflops, units.tflops(point.tflops) if point.tflops is not None else None),)
+
+
+def _why_not(point: SweepPoint) -> str:
+    """The reason in a few words; the table of all points and the findings have all of it."""
+    if isinstance(point, MeasuredPoint):
+        return "does not fit in memory" if point.unfit else "not measured" if point.failure else "not possible"
+    return point.why_not
 
 
 def _host_bound(point: SweepPoint) -> str:
@@ -83,7 +99,7 @@ def _plane(sweep: GpuSweep) -> Table:
     legend += ["h = host-bound"] if any(_bound(point) for point in sweep.points) else []
     left_out = " Not all points are shown." if len(rows) * len(shown) < len(sweep.points) else ""
     heads = (Column(sweep.sizes[0]), *(Column(str(value)) for value in shown))
-    title = f"Best recipe and its speedup over {BASELINE}; across: {sweep.sizes[1]}"
+    title = f"{wording(sweep).plane}; columns: {sweep.sizes[1]}"
     return Table(title, heads, cells, f"{', '.join(legend)}.{left_out}")
 
 
@@ -99,7 +115,9 @@ def _bound(point: SweepPoint) -> bool:
 
 def _field(point: SweepPoint | None, letters: dict[str, str]) -> Cell:
     if point is None or point.winner is None:
-        return Cell("no fit", level="warning") if point is not None and point.unfit else NOTHING
+        failed = isinstance(point, MeasuredPoint) and point.failure
+        text = "no fit" if point is not None and point.unfit else "failed" if failed else ""
+        return Cell(text, level="warning") if text else NOTHING
     gain = speedup_of(point)
     mark = ("?" if point.winner.rivals else "") + ("h" if _bound(point) else "")
     return Cell(f"{letters[point.winner.best]} {gain:.2f}{mark}", gain, level="" if point.gains else "warning")
@@ -127,8 +145,3 @@ def spread(length: int, most: int, also: int | None = None) -> list[int]:
         return list(range(length))
     places = {round(place * (length - 1) / (most - 1)) for place in range(most)}
     return sorted(places | ({also} if also is not None else set()))
-
-
-def point_name(point: SweepPoint) -> str:
-    """Its sizes in a sentence."""
-    return units.names(f"{name} {value}" for name, value in point.values.items())

@@ -49,6 +49,15 @@ class Table:
 NOTHING = Cell("-")
 
 
+def first_rows(table: Table, most: int) -> Table:
+    """The table with at most so many rows; if there are more, its note says so."""
+    more = len(table.rows) - most
+    if more <= 0:
+        return table
+    note = f"The first {most:,} of {len(table.rows):,} rows: --csv and --json write them all."
+    return replace(table, rows=table.rows[:most], note=f"{table.note} {note}".strip())
+
+
 def without_empty(table: Table) -> Table:
     """The table without columns that have no text in any row; as it is, if it has no rows."""
     if not table.rows:
@@ -70,7 +79,7 @@ def number(value: float | None, text: str | None = None) -> Cell:
 
 
 def time_cell(value: float | Interval | None) -> Cell:
-    """Milliseconds."""
+    """A time in milliseconds, with its interval if it has one; a dash where there is none."""
     if isinstance(value, Interval):
         return Cell(units.milliseconds(value), value.value, value.low, value.high)
     return NOTHING if value is None else Cell(units.milliseconds(value), value)
@@ -107,6 +116,11 @@ def speedup_cell(ratio: Interval | None, text: Callable[[Interval], str] = units
         return NOTHING
     level: Level | Literal[""] = "warning" if ratio.below_one or ratio.includes_one else ""
     return Cell(text(ratio), ratio.value, ratio.low, ratio.high, level)
+
+
+def difference_cell(ratio: Interval | None, level: Level | Literal[""] = "") -> Cell:
+    """A ratio as its difference from one: -9.8%. Its number is the ratio."""
+    return NOTHING if ratio is None else Cell(units.difference(ratio.value), ratio.value, ratio.low, ratio.high, level)
 
 
 def called_cell(ratio: Interval | None) -> Cell:

@@ -2,8 +2,8 @@
 
 The parent never imports torch. It knows the worker's current task (`begin`), so a crash, a CUDA fault or a hang costs that task
 and nothing else: it is recorded as failed, and a new worker takes the others. A worker that is killed from outside costs nothing
-the first time. What is measured is said by subclasses: which tasks
-are measured together, what the worker is asked to do, and how precisely everything is known.
+the first time. Subclasses say what is measured: which tasks are measured together, what the worker is asked to do, and how
+precisely everything is known.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ from gemmscope.signals import Held, held
 
 Results = TypeVar("Results", bound=ResultStore[Any])
 OnMessage = Callable[[Message, Any], None]
+
+
+class NotStartedError(UserError):
+    """No measuring process starts here: that is the fault of this machine, whatever is to be measured."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ class Campaign(ABC, Generic[Results]):
 
     def widest(self) -> float | None:
         """The largest half-width of all that is measured."""
-        return max((each.half_width for each in self.uncertainties(list(self.results.tasks))), default=None)
+        return max((uncertainty.half_width for uncertainty in self.uncertainties(list(self.results.tasks))), default=None)
 
     def run(self) -> Results:
         """Measure what the journal does not have yet, until the rule is met. A signal ends it early (`interrupted`)."""
@@ -168,7 +172,7 @@ class Campaign(ABC, Generic[Results]):
             return False
         if not self._greeted and not self.results.any_samples():
             why = f"the measuring process did not start {death.detail}" if death.kind == "crash" else death.why
-            raise UserError(why, death.hint or "gemmscope doctor shows what this machine can measure") from death
+            raise NotStartedError(why, death.hint or "gemmscope doctor shows what this machine can measure") from death
         if self.rule.ended is not None:  # everything was timed
             self._note(Noticed("kernels-not-profiled", {"reason": death.why}))
             self._note(Done())
@@ -211,5 +215,6 @@ def _must_be_alike(earlier: Hello, now: Hello) -> None:
     changed = [f"{key} was {before.get(key)} and is {value}" for key, value in after.items() if before.get(key) != value]
     if changed and earlier != Hello():
         raise UserError(
-            f"the earlier measurement was made elsewhere: {', '.join(changed)}", f"start again without {option('resume')}"
+            f"the earlier measurement was made in a different environment: {', '.join(changed)}",
+            f"start again without {option('resume')}",
         )

@@ -1,9 +1,9 @@
 """The journal: every message of a measuring process, written to disk before it is used.
 
 SQLite in write-ahead mode, one file in the user's state folder. A *run* is one command; its *parts* are the campaigns that it
-measures one after another. A run is finished once its results are written: whatever ends a command before that (Ctrl-C, a crash,
-a full disk, a power cut), `--resume` continues from here. While a run is going on, its process holds a lock, which the system
-releases however the process ends.
+measures one after another. A run on many GPUs has *outcomes* instead, one for every unit of its work. A run is finished once its
+results are written: whatever ends a command before that (Ctrl-C, a crash, a full disk, a power cut), `--resume` continues from
+here. While a run is going on, its process holds a lock, which the system releases however the process ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gemmscope.engine.messages import Message, line, parse
 from gemmscope.errors import UserError, option
 from gemmscope.folders import state_folder
 
-VERSION = 2  # of the tables and messages: part of the file's name, so that another version keeps its own
+VERSION = 3  # of the tables and messages: part of the file's name, so that another version keeps its own
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS run (
     id INTEGER PRIMARY KEY, fingerprint TEXT NOT NULL, started REAL NOT NULL, command TEXT NOT NULL, finished REAL
@@ -34,8 +34,19 @@ CREATE TABLE IF NOT EXISTS message (
     run INTEGER NOT NULL REFERENCES run(id), part TEXT NOT NULL, at REAL NOT NULL, content TEXT NOT NULL
 );
 CREATE INDEX IF NOT EXISTS message_of_run ON message (run, part);
+CREATE TABLE IF NOT EXISTS outcome (
+    run INTEGER NOT NULL REFERENCES run(id), unit TEXT NOT NULL, at REAL NOT NULL, content TEXT NOT NULL, PRIMARY KEY (run, unit)
+);
 """
-_COLUMNS = {"run": ["id", "fingerprint", "started", "command", "finished"], "message": ["run", "part", "at", "content"]}
+_UNFINISHED = """
+SELECT id FROM run AS this WHERE fingerprint = ? AND finished IS NULL ORDER BY
+EXISTS (SELECT 1 FROM message WHERE run = this.id) OR EXISTS (SELECT 1 FROM outcome WHERE run = this.id) DESC, id DESC
+"""  # those that ended before they had anything come last
+_COLUMNS = {
+    "run": ["id", "fingerprint", "started", "command", "finished"],
+    "message": ["run", "part", "at", "content"],
+    "outcome": ["run", "unit", "at", "content"],
+}
 _HINT = "make room for it, or move it away if it is damaged; or set XDG_STATE_HOME to another folder that can be written"
 MOST_DAYS = 30
 MOST_BYTES = 512 << 20
@@ -79,7 +90,8 @@ class Journal:
 
     @contextmanager
     def recording(self, mark: str, command: str, *, resume: bool = False) -> Iterator[RecordedRun]:
-        """A new run, or with `resume` the newest one of this fingerprint that is neither finished nor going on elsewhere."""
+        """A new run, or with `resume` the newest one of this fingerprint that has something, is not finished, and is not going on
+        elsewhere."""
         self.prune()
         running = False
         for number in self._unfinished(mark) if resume else ():
@@ -102,7 +114,7 @@ class Journal:
         return next(iter(self._unfinished(mark)), None)
 
     def _unfinished(self, mark: str) -> list[int]:
-        rows = self.ask("SELECT id FROM run WHERE fingerprint = ? AND finished IS NULL ORDER BY id DESC", mark)
+        rows = self.ask(_UNFINISHED, mark)
         return [int(number) for (number,) in rows]
 
     def prune(self) -> None:
@@ -111,6 +123,7 @@ class Journal:
         for number, aged in self.ask("SELECT id, started < ? FROM run ORDER BY finished IS NULL, id", oldest):
             if (aged or self._bytes() > MOST_BYTES) and (lock := self._lock(number)) is not None:
                 self.ask("DELETE FROM message WHERE run = ?", number)
+                self.ask("DELETE FROM outcome WHERE run = ?", number)
                 self.ask("DELETE FROM run WHERE id = ?", number)
                 self._release(number, lock)
         with suppress(sqlite3.Error):  # another process is writing: the next run makes the file smaller
@@ -163,17 +176,33 @@ class RecordedRun:
             rows = self.journal.ask("SELECT content FROM message WHERE run = ? AND part = ? ORDER BY rowid", self.number, part)
             return [parse(content) for (content,) in rows]
         except (ValueError, TypeError) as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(
-                f"the journal {self.journal.path} is damaged: {reason}", f"start again without {option('resume')}"
-            ) from error
+            raise self._damaged(error) from error
+
+    def outcomes(self) -> dict[str, Any]:
+        """What `write_outcome` has written, by the keys of the units, in order."""
+        try:
+            rows = self.journal.ask("SELECT unit, content FROM outcome WHERE run = ? ORDER BY rowid", self.number)
+            return {str(unit): json.loads(content) for unit, content in rows}
+        except (ValueError, TypeError) as error:
+            raise self._damaged(error) from error
+
+    def _damaged(self, error: Exception) -> UserError:
+        reason = str(error).splitlines()[0]
+        return UserError(f"the journal {self.journal.path} is damaged: {reason}", f"start again without {option('resume')}")
 
     def write(self, part: str, message: Message) -> str:
         """Write one message. If that fails, measuring continues without a journal, and the reason is returned, once."""
+        return self._insert("INSERT INTO message VALUES (?, ?, ?, ?)", self.number, part, time.time(), line(message))
+
+    def write_outcome(self, unit: str, data: Any) -> str:
+        """Write the outcome of a unit, as plain data; of two, the first counts. If that fails, as `write`."""
+        return self._insert("INSERT OR IGNORE INTO outcome VALUES (?, ?, ?, ?)", self.number, unit, time.time(), json.dumps(data))
+
+    def _insert(self, statement: str, *values: Any) -> str:
         if self.incomplete:
             return ""
         try:
-            self.journal.ask("INSERT INTO message VALUES (?, ?, ?, ?)", self.number, part, time.time(), line(message))
+            self.journal.ask(statement, *values)
         except UserError as error:
             self.incomplete = True
             return error.message

@@ -18,11 +18,11 @@ from contextlib import suppress
 from typing import Any, ClassVar, Protocol
 
 from gemmscope.engine.messages import Message, parse
+from gemmscope.engine.pipes import PipeWriter, last_line, read_now
 from gemmscope.errors import shown
 from gemmscope.process import worker_command, worker_environment
 from gemmscope.signals import Held, blocked
 
-MOST_ERRORS = 1 << 16  # bytes of error output that are looked at
 LOOK_S = 1.0  # how often to see whether a process that is silent has ended: a child of it may keep the pipe open
 
 
@@ -52,7 +52,7 @@ class Link(Protocol):
         A `WorkerEndedError` if it ends, sends nothing for `silence_s`, or sends what is no message."""
 
     def close(self) -> None:
-        """End it."""
+        """End the worker."""
 
 
 class Workers(Protocol):
@@ -107,13 +107,11 @@ class LocalLink:
         os.close(writing)
         assert self._process.stdin is not None
         self._input = self._process.stdin
-        self._outgoing, self._stopping = b"", False
-        for number in (self._reading, self._input.fileno()):
-            os.set_blocking(number, False)
+        self._outgoing, self._stopping = PipeWriter(self._input.fileno()), False
+        os.set_blocking(self._reading, False)
 
     def send(self, content: Any) -> None:
-        self._outgoing += json.dumps(content).encode() + b"\n"
-        self._write()
+        self._outgoing.send(json.dumps(content).encode() + b"\n")
 
     def tell_to_stop(self) -> None:
         """Close its standard input, once everything is sent."""
@@ -128,7 +126,7 @@ class LocalLink:
             sending = [self._input.fileno()] if self._outgoing else []
             select.select([self._reading, held.fileno()], sending, [], 0 if over else min(silence_s, LOOK_S))
             self._write()
-            piece = self._read()
+            piece = read_now(self._reading)
             if piece:
                 heard = time.monotonic()
                 *whole, pending = (pending + piece).split(b"\n")
@@ -144,35 +142,19 @@ class LocalLink:
             if time.monotonic() - heard >= silence_s:
                 raise WorkerEndedError("hang", f"the measuring process sent nothing for {silence_s:g} s")
 
-    def _read(self) -> bytes | None:
-        """What has arrived; None at the end."""
-        try:
-            return os.read(self._reading, 1 << 20) or None
-        except BlockingIOError:
-            return b""
-
     def _write(self) -> None:
         """Send as much as the pipe takes now; the rest follows while messages are waited for."""
-        try:
-            while self._outgoing:
-                self._outgoing = self._outgoing[os.write(self._input.fileno(), self._outgoing) :]
-        except BlockingIOError:
-            return
-        except BrokenPipeError:  # it has ended, which the end of its messages will show
-            self._outgoing = b""
-        if self._stopping and not self._input.closed:
+        self._outgoing.flush()
+        if self._stopping and not self._outgoing and not self._input.closed:
             self._input.close()
 
     def _exit_reason(self) -> str:
         """How it ended: the signal or exit code, and the last line of its error output."""
         code = self._process.wait()
-        size = self._errors.seek(0, os.SEEK_END)
-        self._errors.seek(max(0, size - MOST_ERRORS))
-        lines = [line.strip() for line in self._errors.read().decode(errors="replace").splitlines() if line.strip()]
         if code == -signal.SIGKILL:  # no message follows; the system does this when memory runs out
             return "(killed by signal 9)"
         ended = f"signal {-code}" if code < 0 else f"exit code {code}"
-        return f"({ended})" + (f": {lines[-1][:200]}" if lines else "")
+        return f"({ended}){last_line(self._errors)}"
 
     def close(self) -> None:
         """Kill the process and those that it started. Releasing the GPU takes a moment, for which only the next one waits."""
@@ -189,4 +171,4 @@ def _message(text: bytes) -> Message:
     try:
         return parse(text)
     except ValueError as error:
-        raise WorkerEndedError("error", f"the measuring process sent what is not a message: {shown(text)}") from error
+        raise WorkerEndedError("error", f"the measuring process sent an invalid message: {shown(text)}") from error

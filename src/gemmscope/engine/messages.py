@@ -67,6 +67,14 @@ class Sampled:
 
 
 @dataclass(frozen=True)
+class Health:
+    """The health of the GPU under load, by the names of `gpu/health.py`; the latest counts."""
+
+    facts: Mapping[str, int | str]
+    type: Literal["health"] = "health"
+
+
+@dataclass(frozen=True)
 class Round:
     """A round is complete: everything that was wanted has one burst more."""
 
@@ -145,7 +153,10 @@ class Done:
     type: Literal["done"] = "done"
 
 
-Message = Hello | Begin | Ready | Failed | Sampled | Round | Kernels | Sum | Profile | Launch | Noticed | Attempted | Fatal | Done
+Message = (
+    Hello | Begin | Ready | Failed | Sampled | Health | Round | Kernels | Sum | Profile | Launch | Noticed | Attempted
+    | Fatal | Done
+)  # fmt: skip
 
 
 def line(message: Message) -> str:

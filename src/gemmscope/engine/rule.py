@@ -79,7 +79,7 @@ class StoppingRule:
     def conclude(self, uncertainties: Iterable[Uncertainty]) -> None:
         """Say why a measurement ended that was over before: where the precision was not reached, the time was."""
         if self.decides:
-            self._settle(max((each.half_width for each in uncertainties), default=None), self.longest_s)
+            self._settle(max((uncertainty.half_width for uncertainty in uncertainties), default=None), self.longest_s)
 
     def _settle(self, widest: float | None, seconds: float) -> bool:
         """Decide from the widest half-width (None: nothing is known at all) after so many seconds."""

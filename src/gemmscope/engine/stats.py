@@ -163,7 +163,7 @@ def _standard_error(bursts: Bursts, noise: Noise) -> float:
         if not noisier:
             variance = (freedom * variance + prior * noise.spread**2) / (freedom + prior)
         freedom += prior if not noisier else 0
-    return float(np.sqrt(variance / effective)) * _student(freedom) / _NORMAL
+    return float(np.sqrt(variance / effective)) * student(freedom) / _NORMAL
 
 
 def _chance(freedom: float) -> float:
@@ -200,10 +200,10 @@ _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.22
 _NORMAL = 1.960
 
 
-def _student(freedom: float) -> float:
+def student(freedom: float) -> float:
     """Student's 95% point, interpolated between whole numbers.
 
-    >>> _student(1), round(_student(7.5), 3), round(_student(1e9), 2)
+    >>> student(1), round(student(7.5), 3), round(student(1e9), 2)
     (12.706, 2.336, 1.96)
     """
     if freedom >= len(_STUDENT):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from gemmscope.engine import messages
@@ -51,6 +52,8 @@ class ResultStore(Generic[Measured]):
                     self.tasks[key].rounds_ms.append(list(burst))
                     self.tasks[key].states.append(dict(state))
                     self.pieces[key].append(pieces(burst, duration_ms))
+            case messages.Health(facts):
+                self.hello = replace(self.hello, device={**self.hello.device, "health": dict(facts)})
             case messages.Round():
                 self.complete_rounds += 1
             case messages.Noticed(code, facts):
@@ -69,5 +72,7 @@ class ResultStore(Generic[Measured]):
 
 
 def identity(hello: Hello) -> dict[str, Any]:
-    """What must be the same for samples to be combined: one GPU, one set of versions."""
-    return {**hello.versions, "GPU": hello.device.get("name"), "power limit": hello.device.get("power_limit_w")}
+    """What must be the same for samples to be combined: one GPU, one set of versions. Its health may change."""
+    device = hello.device
+    which = {"GPU": device.get("name"), "GPU UUID": device.get("uuid"), "power limit": device.get("power_limit_w")}
+    return {**hello.versions, **which}

@@ -88,7 +88,7 @@ class DoneBurst:
     over: ClassVar[bool] = True
 
     def nearly_done(self) -> None:
-        """It is."""
+        """Return at once: the burst was complete when it was launched."""
 
     def times_ms(self) -> list[list[float]]:
         """The samples."""

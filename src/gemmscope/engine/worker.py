@@ -11,29 +11,32 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 
-from gemmscope.engine.messages import Begin, Failed, Fatal, Group, Message, Noticed, Round, Sampled, line
+from gemmscope.engine.messages import Begin, Failed, Fatal, Group, Health, Message, Noticed, Round, Sampled, line
 from gemmscope.engine.timer import Burst
 from gemmscope.errors import in_a_line
+from gemmscope.gpu.environment import cpu_name, node_name
+from gemmscope.gpu.health import health_facts
 from gemmscope.gpu.nvml import Gpu, open_nvml
 from gemmscope.process import without_jax
 from gemmscope.signals import leave_to_parent
 
+OUT_OF_MEMORY = ("out of memory", "alloc_failed", "can't allocate memory")  # in messages of CUDA, cuBLAS and the CPU allocator
+HEALTH_EVERY_S = 30.0
+STICKY = ("CUDA error", "cudaError")  # after one of these, every later GPU call of the process fails too
+
 
 def gpu_in_use() -> Gpu | None:
-    """The GPU that torch uses, as the driver reports it; None where the driver cannot be asked."""
+    """The GPU that torch uses, as the driver reports it; None where the driver cannot be asked, or does not know its UUID."""
     nvml = open_nvml()
     if nvml is None:
         return None
     uuid = str(torch.cuda.get_device_properties(0).uuid)
-    return nvml.gpu_by_uuid(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}") or nvml.gpu(0)
-
-
-OUT_OF_MEMORY = ("out of memory", "alloc_failed", "can't allocate memory")  # in messages of CUDA, cuBLAS and the CPU allocator
-STICKY = ("CUDA error", "cudaError")  # after one of these, every later GPU call of the process fails too
+    found = nvml.gpu_by_uuid(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+    return found or (nvml.gpu(0) if nvml.count() == 1 else None)
 
 
 def failure_kind(error: Exception, *, on_gpu: bool) -> str:
@@ -64,11 +67,13 @@ class _Launched(NamedTuple):
 class MeasuringProcess:
     """Takes one request, prepares, runs rounds of bursts and reports to the parent. Subclasses say what a burst runs."""
 
-    def __init__(self, request: dict[str, Any], out: Any) -> None:
+    def __init__(self, request: dict[str, Any], out: IO[str]) -> None:
         self.request, self.out = request, out
         self.on_gpu = request["backend"] != "cpu"
         self.device = "cuda" if self.on_gpu else "cpu"
         self.gpu = gpu_in_use() if self.on_gpu else None
+        self.failed_groups: set[str] = set()  # by their first task
+        self._health_due = 0.0
 
     @classmethod
     def serve(cls) -> None:
@@ -107,7 +112,6 @@ class MeasuringProcess:
         """
         orders, rest_s = Orders(), self.request.get("rest_ms", 0.0) / 1000
         waiting: _Launched | None = None
-        self.failed_groups: set[str] = set()  # by their first task
         plan = plan_rounds(
             groups, self.request["max_rounds"], self.request["seed"], self.request["least_rounds"], orders.first_wanted
         )
@@ -139,6 +143,7 @@ class MeasuringProcess:
         try:
             launched.burst.nearly_done()
             state = self.gpu_state()
+            self._tell_health()
             times = dict(zip(launched.group.tasks, launched.burst.times_ms(), strict=True))
         except Exception as error:
             self._drop(launched.group, error)
@@ -146,6 +151,12 @@ class MeasuringProcess:
             self.say(Sampled(self.completed(times), state, launched.number))
         if ends_round:
             self.say(Round(launched.number))
+
+    def _tell_health(self) -> None:
+        """Report the health of the GPU, now and then. It computes at this moment: an idle PCIe link is slower."""
+        if self.gpu is not None and time.monotonic() >= self._health_due:
+            self._health_due = time.monotonic() + HEALTH_EVERY_S
+            self.say(Health(health_facts(self.gpu)))
 
     def _drop(self, group: BurstGroup, error: Exception) -> None:
         if group.tasks[0] not in self.failed_groups:  # else its burst before this one has failed, too
@@ -185,21 +196,29 @@ class MeasuringProcess:
     def device_facts(self) -> dict[str, Any]:
         """The description of the device in a result."""
         if not self.on_gpu or not torch.cuda.is_available():
-            return {"name": "CPU"}
+            return {"name": "CPU", "cpu": cpu_name(), "node": node_name()}
         properties = torch.cuda.get_device_properties(0)
         facts = {
             "name": properties.name,
+            "node": node_name(),
             "compute_capability": f"{properties.major}.{properties.minor}",
             "memory_bytes": properties.total_memory,
             "multiprocessors": properties.multi_processor_count,
             "l2_bytes": properties.L2_cache_size,
             "cuda": torch.version.cuda,
         }
-        return facts | ({"power_limit_w": self.gpu.power_limit_w(), "max_sm_mhz": self.gpu.max_sm_mhz()} if self.gpu else {})
+        return facts | (_driver_facts(self.gpu) if self.gpu else {})
 
     def gpu_state(self) -> dict[str, Any]:
         """Clock, power and temperature at this moment; empty where the driver cannot be asked."""
         return asdict(self.gpu.read()) if self.gpu else {}
+
+
+def _driver_facts(gpu: Gpu) -> dict[str, Any]:
+    """What the driver adds to the description of a GPU: its limits, and which one it is."""
+    which = {"uuid": gpu.uuid(), "index": gpu.index(), "pci_bus": gpu.pci_bus(), "serial": gpu.serial()}
+    known = {name: value for name, value in which.items() if value is not None}
+    return {"power_limit_w": gpu.power_limit_w(), "max_sm_mhz": gpu.max_sm_mhz()} | known
 
 
 def plan_rounds(

@@ -48,7 +48,7 @@ class _Key:
 
 
 def attention_totals(step: StepEvidence) -> tuple[AttentionTotal, ...]:
-    """By backend, pass and shape, the longest first."""
+    """The time of attention by backend, pass and shape, the longest first."""
     return tuple(row for row, _ in _rows(step))
 
 

@@ -129,13 +129,13 @@ class StepEvidence:
 
     @cached_property
     def high(self) -> list[TimedWork]:
-        """In BF16 or above; GEMMs of unknown precision, or with weights in fewer bits, are neither high nor low."""
+        """GEMMs in BF16 or above. Those of unknown precision, or with weights in fewer bits, are neither high nor low."""
         neither = (UNKNOWN_PRECISION, *WEIGHT_ONLY)
         return [item for item in self.gemms if not item.gemm.low and item.gemm.precision not in neither]
 
     @cached_property
     def known_weight(self) -> float:
-        """Of the GEMMs of linears of known precision."""
+        """The weight of the GEMMs of linears whose precision is known."""
         return self.weight(self.low) + self.weight(self.high)
 
     @property

@@ -67,7 +67,7 @@ def _marks_by_thread(trace: RecordedTrace) -> dict[Any, list[Operator]]:
 
 
 def _message(trace: RecordedTrace, work: GpuWork, marks: Mapping[Any, list[Operator]]) -> CollectiveMessage:
-    """From the kernel, else from the annotation around its launch, else from its name."""
+    """The message of a collective: from its kernel, else from the annotation around its launch, else from its name."""
     if work.message is not None and work.message.kind:
         return work.message
     call = trace.launches.get(work.correlation)
@@ -86,9 +86,14 @@ def matched(ranks: Mapping[int, Sequence[Collective]]) -> list[Match]:
     keyed: dict[int, dict[tuple[Any, ...], list[Collective]]] = {}
     for rank, collectives in ranks.items():
         keys = keyed.setdefault(rank, {})
-        for one in collectives:
-            key = (one.step, one.message.ranks or one.message.group, one.message.ranks, one.kind)
-            keys.setdefault(key, []).append(one)
+        for collective in collectives:
+            key = (
+                collective.step,
+                collective.message.ranks or collective.message.group,
+                collective.message.ranks,
+                collective.kind,
+            )
+            keys.setdefault(key, []).append(collective)
     matches: list[Match] = []
     for key in dict.fromkeys(key for keys in keyed.values() for key in keys):
         members = [rank for rank in ranks if not key[2] or rank in key[2]]
@@ -102,36 +107,41 @@ def _ending_together(matches: Sequence[Match]) -> list[Match]:
     """Align the clocks of the ranks by the ends of their collectives, and drop those that still end apart."""
     late: dict[int, list[float]] = {}
     for match in matches:
-        centre = median(one.end for one in match.values())
-        for rank, one in match.items():
-            late.setdefault(rank, []).append(one.end - centre)
+        centre = median(collective.end for collective in match.values())
+        for rank, collective in match.items():
+            late.setdefault(rank, []).append(collective.end - centre)
     offsets = {rank: median(values) for rank, values in late.items()}
     kept = []
     for match in matches:
-        ends = [one.end - offsets[rank] for rank, one in match.items()]
-        if max(ends) - min(ends) <= max(TOGETHER_US, TOGETHER * max(one.time for one in match.values())):
+        ends = [collective.end - offsets[rank] for rank, collective in match.items()]
+        if max(ends) - min(ends) <= max(TOGETHER_US, TOGETHER * max(collective.time for collective in match.values())):
             kept.append(match)
     return kept
 
 
 def waiting_us(matches: Iterable[Match]) -> dict[int, dict[int, float]]:
-    """Of each rank: the time that it waits in each collective, by the identity of its work."""
+    """The time that each rank waits in each collective, by the identity of its work."""
     waits: dict[int, dict[int, float]] = {}
     for match in matches:
-        shortest = min(one.time for one in match.values())
-        for rank, one in match.items():
-            waits.setdefault(rank, {})[id(one.work)] = one.time - shortest
+        shortest = min(collective.time for collective in match.values())
+        for rank, collective in match.items():
+            waits.setdefault(rank, {})[id(collective.work)] = collective.time - shortest
     return waits
 
 
 def collective_totals(
     collectives: Sequence[Collective], steps: int, world_size: int, known_waits: Mapping[int, float]
 ) -> tuple[CollectiveTotal, ...]:
-    """By kind, process group and size, per step; the longest first. `known_waits`: by the identity of the work."""
+    """Collectives by kind, process group and size, per step, the longest first. `known_waits`: by the identity of the work."""
     groups: dict[tuple[str, str, int, float], list[Collective]] = {}
-    for one in collectives:
-        key = (one.kind or "unknown", _group_name(one.message), one.message.size or world_size, one.message.bytes_counted)
-        groups.setdefault(key, []).append(one)
+    for collective in collectives:
+        key = (
+            collective.kind or "unknown",
+            _group_name(collective.message),
+            collective.message.size or world_size,
+            collective.message.bytes_counted,
+        )
+        groups.setdefault(key, []).append(collective)
     totals = [_total(key, group, steps, known_waits) for key, group in groups.items()]
     return tuple(sorted(totals, key=lambda total: -total.time_ms))
 
@@ -140,10 +150,10 @@ def _total(
     key: tuple[str, str, int, float], group: Sequence[Collective], steps: int, known_waits: Mapping[int, float]
 ) -> CollectiveTotal:
     kind, name, ranks, size = key
-    time_us = sum(one.time for one in group)
-    known = [known_waits[id(one.work)] for one in group if id(one.work) in known_waits]
+    time_us = sum(collective.time for collective in group)
+    known = [known_waits[id(collective.work)] for collective in group if id(collective.work) in known_waits]
     from_ranks = len(known) == len(group)
-    waiting_us = sum(known) if from_ranks else time_us - len(group) * min(one.time for one in group)
+    waiting_us = sum(known) if from_ranks else time_us - len(group) * min(collective.time for collective in group)
     waiting = waiting_us if from_ranks or len(group) > 1 else None
     transfer_us = time_us - (waiting or 0.0)
     algorithm = size * len(group) / transfer_us / 1e3 if size and transfer_us > 0 else None
@@ -157,7 +167,7 @@ def _total(
         count=len(group) / steps,
         message_bytes=size or None,
         time_ms=time_us / 1000 / steps,
-        exposed_ms=sum(one.exposed for one in group) / 1000 / steps,
+        exposed_ms=sum(collective.exposed for collective in group) / 1000 / steps,
         waiting_ms=waiting / 1000 / steps if waiting is not None else None,
         waiting_from="other ranks" if from_ranks else "shortest of the same size" if waiting is not None else "",
         algorithm_gbps=algorithm,

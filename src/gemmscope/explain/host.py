@@ -23,7 +23,7 @@ class HostActivity:
 
 @cache
 def host_activities() -> tuple[HostActivity, ...]:
-    """In the order in which they are tried: the most specific first."""
+    """The activities of the CPU in the order in which they are tried, the most specific first."""
     entries = load_data("gemmscope.explain", "host_activity.toml")["activity"]
     patterns = [[re.compile(entry[key]) if key in entry else None for key in ("names", "calls")] for entry in entries]
     return tuple(HostActivity(entry["name"], entry["cause"], *pair) for entry, pair in zip(entries, patterns, strict=True))

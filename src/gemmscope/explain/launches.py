@@ -23,7 +23,7 @@ FrameKind = Literal["annotation", "operator", "GPU API call", "Python function",
 
 
 def top_kernels(step: StepEvidence) -> tuple[TopKernel, ...]:
-    """By their own time, the longest first."""
+    """The kernels that take the most time."""
     times = add_up((item.work.name, item.work.time) for item in step.items)
     counts = add_up((item.work.name, 1.0) for item in step.items)
     classes = {item.work.name: item.name for item in step.items}
@@ -38,7 +38,7 @@ def top_kernels(step: StepEvidence) -> tuple[TopKernel, ...]:
 
 
 def launch_statistics(step: StepEvidence) -> LaunchStatistics:
-    """Of the work that begins in the chosen steps."""
+    """How the work that begins in the chosen steps was launched."""
     view, trace = step.view, step.view.trace
     steps = view.count
     own = [trace.work[index] for chosen in view.steps.chosen for index in view.indices_in(chosen)]
@@ -86,7 +86,7 @@ def idle_frames(step: StepEvidence) -> tuple[IdleFrame, ...]:
 
 
 def _frames(trace: RecordedTrace, gaps: Sequence[Gap]) -> Iterable[tuple[str, FrameKind]]:
-    """For gaps in the order of their begin."""
+    """What the CPU did in each gap; `gaps` in the order of their begin."""
     marks = [mark for mark in trace.marks if not mark.name.startswith(NOT_TELLING)]
     every: list[Call | Operator] = sorted([*trace.activities, *marks], key=lambda activity: activity.start)
     annotations = {id(mark) for mark in marks}

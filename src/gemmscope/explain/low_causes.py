@@ -162,7 +162,7 @@ def _recast(step: StepEvidence) -> Iterator[Cause]:
 
 
 def _forward_casts(step: StepEvidence) -> list[tuple[list[TimedWork], int]]:
-    """Of the first step: the casts of each stretch of forward, and how many micro-batches it holds."""
+    """The casts of each stretch of forward in the first step, and how many micro-batches the stretch holds."""
     stretches: list[list[TimedWork]] = []
     in_forward = False
     for item in in_launch_order(next(step.view.by_step())):

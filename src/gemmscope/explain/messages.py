@@ -41,7 +41,7 @@ class CollectiveMessage:
 
 
 def message_of(arguments: dict[str, Any]) -> CollectiveMessage:
-    """From the arguments that the profiler gives the kernel of a collective."""
+    """The message that the profiler describes in the arguments of a collective's kernel."""
     width = element_bytes(arguments.get("dtype"))
     ranks = _ranks(arguments.get("Process Group Ranks"))
     description = arguments.get("Process Group Description")

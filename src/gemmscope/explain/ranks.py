@@ -84,7 +84,7 @@ def _delays_ms(matches: Sequence[Match], by_rank: Mapping[int, TraceDiagnosis]) 
     delays: dict[int, float] = {}
     for match in matches:
         last = min(match, key=lambda rank: match[rank].time)
-        others = mean(one.time for rank, one in match.items() if rank != last)
+        others = mean(collective.time for rank, collective in match.items() if rank != last)
         delays[last] = delays.get(last, 0.0) + (others - match[last].time) / 1000 / by_rank[last].view.count
     return delays
 
@@ -136,16 +136,16 @@ def _why_late(rank: int, matches: Sequence[Match], by_rank: Mapping[int, TraceDi
         if min(match, key=lambda member: match[member].time) != rank:
             continue
         own = lanes[rank][id(match[rank].work)]
-        others = [lanes[member][id(one.work)] for member, one in match.items() if member != rank]
-        waited = mean(one.time for member, one in match.items() if member != rank) - match[rank].time
+        others = [lanes[member][id(collective.work)] for member, collective in match.items() if member != rank]
+        waited = mean(collective.time for member, collective in match.items() if member != rank) - match[rank].time
         delay += waited
-        idle += own.idle - median(one.idle for one in others)
-        computing += own.computing - median(one.computing for one in others)
-        kernels, others_kernels = kernels + own.kernels, others_kernels + median(one.kernels for one in others)
+        idle += own.idle - median(other.idle for other in others)
+        computing += own.computing - median(other.computing for other in others)
+        kernels, others_kernels = kernels + own.kernels, others_kernels + median(other.kernels for other in others)
         own_computing += own.computing
-        others_computing += median(one.computing for one in others)
+        others_computing += median(other.computing for other in others)
         if own.first:
-            before += max(waited - max(own.total - median(one.total for one in others), 0.0), 0.0)
+            before += max(waited - max(own.total - median(other.total for other in others), 0.0), 0.0)
     result, least = [], TELLING * delay
     if before > least:
         result.append(finding("straggler-late-start", rank=rank, time_ms=before / 1000 / steps))
@@ -166,7 +166,9 @@ def _intervals(diagnosis: TraceDiagnosis, collectives: Sequence[Collective]) -> 
     result: dict[int, _Interval] = {}
     view = diagnosis.view
     for step, items, shares in zip(view.steps.chosen, view.by_step(), view.shares, strict=True):
-        inside = sorted((one.work for one in collectives if one.step == step.name), key=lambda work: work.start)
+        inside = sorted(
+            (collective.work for collective in collectives if collective.step == step.name), key=lambda work: work.start
+        )
         begin = step.begin
         at = gap_at = 0
         gaps = sorted(shares.gaps, key=lambda gap: gap.begin)

@@ -81,7 +81,7 @@ def is_amd(name: str, properties: dict[str, Any]) -> bool:
 
 
 def compute_capability(properties: dict[str, Any]) -> float | None:
-    """As a number: 8.9.
+    """The compute capability as a number, such as 8.9; None if it is not known.
 
     >>> compute_capability({"computeMajor": 8, "computeMinor": 9}), compute_capability({"computeMajor": "x"})
     (8.9, None)

@@ -14,12 +14,10 @@ standard error, as early as it can be known, and the training goes on: nothing h
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,14 +26,14 @@ from gemmscope.errors import UserError
 from gemmscope.explain.slim import slim_file
 from gemmscope.folders import temporary_folder
 from gemmscope.say import say
+from gemmscope.training import own_rank, package_versions, why_not_writable, with_rank
 
 CLOCK_SECONDS = 0.02  # between two readings of the GPU clock
 MOST_STEPS = 1000  # the profiler keeps all of them in memory
-PACKAGES = ("transformer_engine", "torchao", "megatron-core", "torchtitan", "transformers", "accelerate")
 
 
 class trace_me:  # noqa: N801 (it reads as a verb where it is used)
-    """Record `steps` training steps after `after` of them have passed.
+    """Skip `after` training steps, then record `steps` of them.
 
     `ranks`: the processes of a distributed job that write a file; the others run at no cost. With more than one, each file name
     includes the rank.
@@ -45,8 +43,8 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
         if not 1 <= steps <= MOST_STEPS or after < 0:
             limits = f"steps must be between 1 and {MOST_STEPS}, and after at least 0"
             raise ValueError(f"{limits}, got steps={steps}, after={after}")
-        rank = _rank()
-        self.path = Path(path) if len(ranks) < 2 else _with_rank(Path(path), rank)
+        rank = own_rank()
+        self.path = Path(path) if len(ranks) < 2 else with_rank(Path(path), rank)
         self.steps, self.after = steps, after
         self.recorded = False
         self._finished = self._failed = False
@@ -88,10 +86,10 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
                 if profiler is not None:
                     profiler.on_trace_ready = None
                     profiler.__exit__(None, None, None)
-            say(f"gemmscope: no trace is recorded, the training goes on: {type(error).__name__}: {error}")
+            say(f"gemmscope: no trace is recorded, the training continues: {type(error).__name__}: {error}")
 
     def _start(self) -> None:
-        if problem := _why_not_writable(self.path):
+        if problem := why_not_writable(self.path):
             say(f"gemmscope: {problem}: the trace cannot be written, unless this changes before step {self.after + self.steps}")
         from torch import cuda
         from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
@@ -141,15 +139,6 @@ class trace_me:  # noqa: N801 (it reads as a verb where it is used)
         say(f"gemmscope: wrote {self.path}; now: gemmscope explain {self.path}")
 
 
-def _why_not_writable(path: Path) -> str:
-    """Why a file could not be written there now; empty if it could."""
-    if path.is_dir():
-        return f"{path} is a folder, not a file"
-    if not path.parent.is_dir():
-        return f"the folder {path.parent} does not exist"
-    return "" if os.access(path.parent, os.W_OK) else f"the folder {path.parent} is not writable"
-
-
 class _Clock:
     """Reads clock and power of the GPU in use at intervals, in a thread of its own, until stopped."""
 
@@ -188,22 +177,7 @@ def _facts(clock: _Clock | None) -> dict[str, Any]:
     """What the trace itself does not contain."""
     import torch
 
-    facts: dict[str, Any] = {"recorded_with": "trace_me", "versions": {"torch": torch.__version__}}
-    for package in PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            facts["versions"][package] = metadata.version(package)
+    facts: dict[str, Any] = {"recorded_with": "trace_me", "versions": {"torch": torch.__version__} | package_versions()}
     if clock is not None and clock.readings:
         facts["clock"] = {"max_sm_mhz": clock.max_sm_mhz, "readings": clock.readings[-200:]}
     return facts
-
-
-def _rank() -> int:
-    """The rank of this process in a distributed job, as torchrun and others set it; 0 without one."""
-    text = os.environ.get("RANK", "").strip()
-    return int(text) if text.isascii() and text.isdigit() else 0
-
-
-def _with_rank(path: Path, rank: int) -> Path:
-    """`step.json.gz` of rank 3 is `step.rank3.json.gz`."""
-    stem, dot, endings = path.name.partition(".")
-    return path.with_name(f"{stem}.rank{rank}{dot}{endings}")

@@ -111,7 +111,7 @@ class Replay:
         return sum(_replay(graph, change) for graph in self._graphs)
 
     def speedup(self, change: StepChange) -> float:
-        """Of the step; 1 if the change gains nothing."""
+        """The speedup of the step; 1 if the change gains nothing."""
         return max(self.recorded_us() / max(self.replayed_us(change), 1e-6), 1.0)
 
 

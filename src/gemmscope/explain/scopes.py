@@ -93,7 +93,7 @@ class _OpenOperators:
             self._operators = None
 
     def operators(self) -> tuple[Operator, ...]:
-        """Of very many, the outermost and the innermost."""
+        """The operators around it, the outermost first; of very many, the outermost and the innermost."""
         if self._operators is None:
             every = self._opened.values()
             if len(every) <= 2 * DEEPEST:

@@ -29,7 +29,7 @@ def slow_gemm_causes(step: StepEvidence) -> Iterator[Cause]:
 
 
 def _throttled(step: StepEvidence) -> Iterator[Cause]:
-    """By the clock recorded with the trace; without it, if the best GEMM of every precision is slow for the GPU."""
+    """A GPU that ran slowly: by the clock recorded with the trace, else if the best GEMM of every precision is slow for it."""
     clock, slow, busy_ms = facts_clock(step.view.trace.facts), _slow_gemms(step), step.account.busy_ms
     computing = [item for item in step.items if item.placed.rank == 0]
     if clock is not None:

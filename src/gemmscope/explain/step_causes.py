@@ -140,7 +140,7 @@ def _marks_in(step: StepEvidence, gap: Gap) -> list[Finding]:
 
 
 def _where(step: StepEvidence, gap: Gap) -> str:
-    chosen = next((one for one in step.view.steps.chosen if one.begin <= gap.begin < one.end), None)
+    chosen = next((window for window in step.view.steps.chosen if window.begin <= gap.begin < window.end), None)
     if chosen is None:
         return ""
     place = (gap.begin - chosen.begin) / chosen.time

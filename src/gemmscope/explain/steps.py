@@ -52,7 +52,7 @@ class Steps:
     before: frozenset[int] = frozenset()
 
 
-def find_steps(trace: RecordedTrace, count: int | None = None) -> Steps:
+def find_steps(trace: RecordedTrace, count: int | None) -> Steps:
     """`count`: the number of steps in the trace, if the user gives it."""
     if count is not None:
         if count > len(trace.work):

@@ -26,7 +26,7 @@ HOW_TO_RECORD = "record one with three lines in your training loop: gemmscope tr
 _SPACE = re.compile(r"[ \t\r\n]*")
 _BETWEEN = re.compile(r"[ \t\r\n,]*")
 HEAD = ("schemaVersion", "deviceProperties", "distributedInfo", "displayTimeUnit", "baseTimeNanoseconds", "gemmscope")
-A_TRACE = "name a trace file, as the PyTorch profiler writes it"
+A_TRACE = "give a trace file written by the PyTorch profiler"
 
 
 class EventStream:
@@ -51,7 +51,7 @@ class EventStream:
     def _whole(self) -> Iterator[dict[str, Any]]:
         first = self._peek()
         if first not in "[{":
-            raise UserError(f"{self.source} is not a trace: it does not begin like JSON", HOW_TO_RECORD)
+            raise UserError(f"{self.source} is not a trace: it does not start like JSON", HOW_TO_RECORD)
         self._at += 1
         yield from self._events(may_stop=True) if first == "[" else self._members()
 

@@ -58,7 +58,7 @@ class Shares:
 
 def share_out(
     trace: RecordedTrace, scopes: Sequence[Scope], steps: Sequence[RecordedStep], ranks: Sequence[int],
-    before: Container[int] = (),
+    before: Container[int],
 ) -> list[Shares]:  # fmt: skip
     """The shares of each step. `ranks`: of all work, 0 computation, 1 communication, 2 copies. `before`: work of no step."""
     host = _HostTimeline(trace)

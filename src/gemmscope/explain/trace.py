@@ -126,7 +126,7 @@ class RecordedTrace:
 
     @property
     def path(self) -> Path:
-        """As messages and results name it."""
+        """The file as messages and results name it."""
         return Path(str(self.source))
 
     @property
@@ -318,7 +318,9 @@ def _drop_false_ids(trace: RecordedTrace) -> None:
         return
     operators = trace.operators_by_id()
     pairs = [(operators.get(work.external), trace.launches.get(work.correlation)) for work in kernels]
-    inside = [one.start <= call.start <= one.end for one, call in pairs if one is not None and call is not None]
+    inside = [
+        operator.start <= call.start <= operator.end for operator, call in pairs if operator is not None and call is not None
+    ]
     if sum(inside) < 0.5 * len(inside):
         for work in kernels:
             work.external = None
@@ -342,7 +344,7 @@ def _from_zero(trace: RecordedTrace) -> None:
     trace.zero_us = min(record.start for record in timed)
     active = [call for calls in trace.host_work.values() for call in calls]
     _shift([*timed, *trace.waits, *trace.stream_waits, *trace.activities, *active], trace.zero_us)
-    trace.memory = sorted((moment - trace.zero_us, *sizes) for moment, *sizes in trace.memory)  # type: ignore[misc]
+    trace.memory = sorted((moment - trace.zero_us, allocated, reserved) for moment, allocated, reserved in trace.memory)
     trace.stream_waits.sort(key=lambda wait: wait.start)
     trace.work.sort(key=lambda work: (work.start, work.end))
     trace.waits.sort(key=lambda wait: wait.start)

@@ -34,7 +34,7 @@ class UnrecordedWork:
 
 
 def _waits(trace: RecordedTrace) -> Iterator[tuple[Any, float, float]]:
-    """By thread, while it waits for the GPU. A copy to the CPU waits until it begins; other copies may be busy on the CPU."""
+    """When each thread waits for the GPU. A copy to the CPU waits until it begins; other copies may be busy on the CPU."""
     for wait in trace.waits:
         if "Synchronize" in wait.name and wait.end - wait.start > LONG_WAIT_US:
             yield wait.thread, wait.start, wait.end
@@ -46,7 +46,7 @@ def _waits(trace: RecordedTrace) -> Iterator[tuple[Any, float, float]]:
 
 
 def _replays(trace: RecordedTrace) -> Iterator[tuple[float, float]]:
-    """From the launch of a graph whose kernels are missing until the next work of another launch begins, or a wait ends."""
+    """Time from the launch of a graph whose kernels are missing until the next work of another launch begins, or a wait ends."""
     incomplete = incomplete_replays(trace)
     if not incomplete:
         return

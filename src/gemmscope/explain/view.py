@@ -29,7 +29,7 @@ class TimedWork:
 
     @property
     def name(self) -> str:
-        """Its class."""
+        """The class of the kernel."""
         return self.placed.name
 
     @property
@@ -86,7 +86,7 @@ class TraceView:
         return sum(item.share for item in items) / 1000 / self.count
 
 
-def view_trace(trace: RecordedTrace, step_count: int | None = None) -> TraceView:
+def view_trace(trace: RecordedTrace, step_count: int | None) -> TraceView:
     """Find the steps and divide the time of each among its work."""
     steps = find_steps(trace, step_count)
     sources = scopes(trace)

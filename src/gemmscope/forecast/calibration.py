@@ -54,7 +54,7 @@ GemmFactors = dict[str, dict[Pass, Factor]]
 @dataclass(frozen=True)
 class Calibration:
     """Factors of one GPU, measured over forecast: `gemms[format][pass]` sustained, `burst` the same for a rested GPU,
-    `quantize[recipe]`, and `parts[part of a step]`."""
+    `quantize[recipe]`, and `parts[part of a step]`. `node`, `uuid` and `health` (under load): of the GPU that was measured."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -65,6 +65,9 @@ class Calibration:
     burst: GemmFactors = field(default_factory=dict)
     parts: dict[StepPart, Factor] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    node: str = ""
+    uuid: str = ""
+    health: dict[str, int | str] = field(default_factory=dict)
     version: Literal[3] = 3
 
     def __post_init__(self) -> None:
@@ -77,7 +80,7 @@ class Calibration:
                 raise ValueError(f"there is no {what} {unknown[0][:40]!r}")
 
     def adjustment(self, *, other_chip: bool = False) -> Adjustment:
-        """As forecasts use it; with more uncertainty where the GPU that was measured is not the user's own."""
+        """The calibration as forecasts use it, with more uncertainty if the measured GPU is not the user's own."""
         return Adjustment(self.gemms, self.quantize, self.parts, self.burst, own_chip=not other_chip)
 
 
@@ -180,7 +183,7 @@ def known_gpu(device: str) -> GpuSpec:
 
 
 def quantize_factors(measured: Linears, forecast: Linears) -> dict[str, float]:
-    """Of the quantization of each recipe."""
+    """The factor on the time of quantization, for each recipe."""
     return _factors(
         (name, (seen.quantization_ms, expected.quantization_ms))
         for name, seen, expected in _op_times(measured, forecast, "autocast")
@@ -189,7 +192,7 @@ def quantize_factors(measured: Linears, forecast: Linears) -> dict[str, float]:
 
 
 def gemm_factors(measured: Linears, forecast: Linears, chip: GpuSpec) -> GemmFactors:
-    """Of the GEMMs alone, by format and pass."""
+    """The factor on the time of GEMMs, by format and pass."""
     flat = _factors(
         ((gemm_format(recipe(name), pass_name, chip), pass_name), (time_ms.value, expected.pass_ms[pass_name].value))
         for name, seen, expected in _op_times(measured, forecast, "pre-quantized")
@@ -202,7 +205,7 @@ def gemm_factors(measured: Linears, forecast: Linears, chip: GpuSpec) -> GemmFac
 
 
 def part_factors(steps: Iterable[tuple[Mapping[StepPart, float], Mapping[StepPart, float]]]) -> dict[StepPart, float]:
-    """Of a step's other parts: (measured, forecast) milliseconds of each step.
+    """The factor on the time of a step's other parts, from the (measured, forecast) milliseconds of each step.
 
     >>> part_factors([({"attention": 2.0, "GEMMs": 9.0}, {"attention": 1.0}), ({"attention": 1.0}, {"attention": 2.0})])
     {'attention': 1.0}

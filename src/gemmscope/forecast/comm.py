@@ -34,7 +34,7 @@ def _table() -> dict[str, Any]:
 def _known(chip: str, operation: Collective, inside: int) -> tuple[float, float, float]:
     """Launch, ms per root of a byte and ms per byte of a collective of `inside` GPUs of one domain."""
     known = _table()[NEAREST.get(chip, chip)][operation]
-    nearest = max(int(each) for each in known if int(each) <= max(inside, 2))
+    nearest = max(int(size) for size in known if int(size) <= max(inside, 2))
     launch, root, per_byte = known[str(nearest)]
     scale = ((inside - 1) / inside) / ((nearest - 1) / nearest)  # the share that travels
     return launch, scale * root, scale * per_byte

@@ -1,8 +1,12 @@
-"""What a traced module takes without torch.compile."""
+"""What a traced module takes if it is not compiled as a whole: operator by operator, or each of its layers by itself."""
 
 from gemmscope.findings import Finding, finding
+from gemmscope.forecast.overlap import cluster
 from gemmscope.forecast.step import StepForecast
 from gemmscope.recipe.recipes import BASELINE
+from gemmscope.results.step import StepTimes
+
+NOTICEABLE = 1.10  # times the step of a module that is compiled as a whole
 
 
 def eager_finding(forecast: StepForecast) -> Finding | None:
@@ -12,3 +16,16 @@ def eager_finding(forecast: StepForecast) -> Finding | None:
     eager = StepForecast(forecast.forecaster, None, forecast.run, forecast.workload, forecast.network, fused=not forecast.fused)
     times = {one.fused: one.step(BASELINE).total.value for one in (forecast, eager)}
     return finding("traced-step-compiled", compiled_ms=times[True], eager_ms=times[False], recipe=BASELINE)
+
+
+def layers_finding(forecast: StepForecast, step: StepTimes, layers: int) -> Finding | None:
+    """The step of a traced module of so many layers, each compiled by itself; None where the CPU has time enough to call them."""
+    one_by_one = StepForecast(
+        forecast.forecaster, forecast.model, forecast.run, forecast.workload, forecast.network, layers=layers
+    )
+    times = {time.recipe: one_by_one.step(time.recipe).total.value for time in step.recipes}
+    if not any(times[time.recipe] > NOTICEABLE * time.step_ms.value for time in step.recipes):
+        return None
+    known = cluster()["host"]["layer_ms"]
+    layer_ms = {BASELINE: known[BASELINE], "low precision": known["other"]}
+    return finding("traced-step-layers", times=times, layers=layers, layer_ms=layer_ms)

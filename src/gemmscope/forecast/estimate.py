@@ -29,7 +29,7 @@ class Estimate(NamedTuple):
         return hypot(self.own, self.shared)
 
     def interval(self) -> Interval:
-        """With its 90% error bar.
+        """The value with its 90% error bar.
 
         >>> Estimate(100.0, own=0.03, shared=0.04).interval().high.__round__(1)
         105.1
@@ -72,7 +72,7 @@ def pairwise(names: Iterable[str], speedup: Callable[[str, str], Estimate]) -> d
 
 
 def winner_of(pairs: Mapping[tuple[str, str], Interval]) -> Winner:
-    """By the rule that all commands share. `pairs`: (recipe, over another one) → speedup."""
+    """The winner, by the rule that all commands share. `pairs`: (recipe, over another one) → speedup."""
     gains = {name: interval for (name, over), interval in pairs.items() if over == BASELINE}
     return find_winner(gains, lambda name, over: pairs.get((name, over)))
 

@@ -158,7 +158,9 @@ class GemmModel:
         if fmt not in RATE_OF:
             raise UserError(f"there is no format {fmt!r}", f"formats: {', '.join(FORMATS)}")
         scales_inside = chip.capability >= (10, 0)  # scales inside the GEMM came with Blackwell
-        able = [each for each in FORMATS if RATE_OF[each] in chip.tflops and (each != "mxfp8" or scales_inside)]
+        able = [
+            candidate for candidate in FORMATS if RATE_OF[candidate] in chip.tflops and (candidate != "mxfp8" or scales_inside)
+        ]
         if fmt not in able:
             raise UserError(f"{chip.name} has no {fmt} GEMMs", f"formats that it multiplies: {', '.join(able)}")
         facts, (name, version) = _transfer(), library_and_version(library)
@@ -167,7 +169,7 @@ class GemmModel:
             other = self.basis(chip, fmt, state, in_training=in_training, outside=outside)
             return other.widened(facts["uncertainty"]["other_library"][fmt], library or "")
         if not near[state]:
-            raise UserError(f"nothing measured comes near {fmt} GEMMs on {chip.name}")
+            raise UserError(f"no measurement is similar to {fmt} GEMMs on {chip.name}")
         mixed = facts["distance"]["other_library"] if in_training else 0.0
         pairs = product(near["sustained"], near["burst"])
         chosen = min(pairs, key=lambda pair: pair[0][0] + pair[1][0] + mixed * (pair[0][2].library != pair[1][2].library))
@@ -332,7 +334,7 @@ def _transfer() -> dict[str, Any]:
 
 
 def _uncertainty(kind: str, chip: GpuSpec, fmt: str) -> float:
-    """Of one kind, for the chip's architecture and a format."""
+    """The uncertainty of one kind, for the chip's architecture and a format."""
     table = _transfer()["uncertainty"][kind]
     return float(table.get(chip.architecture, {}).get(fmt, table["other"][fmt]))
 
@@ -357,7 +359,7 @@ def _slower(chip: GpuSpec, fmt: str) -> float:
 
 
 def _factor(chip: GpuSpec, fmt: str, state: State, series: Series) -> float:
-    """On compute time: the other state, and a format that stands in for another."""
+    """The factor on compute time for another state, and for a format that stands in for another."""
     factor = 1.0 if series.fmt == fmt else float(_transfer()["slower_than_stand_in"].get(fmt, 1.0))
     if series.state == state:
         return factor

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from gemmscope.findings import Fact, Finding, finding
-from gemmscope.forecast.step import IDLE, StepForecast, speedup
+from gemmscope.forecast.step import StepForecast
+from gemmscope.forecast.step_estimate import IDLE
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.step import StepTimes
 
@@ -23,5 +24,4 @@ def graphs_finding(forecast: StepForecast, step: StepTimes) -> Finding | None:
     facts: dict[str, Fact] = {"recipe": best, "gain": now / steps[best].total.value}
     if best == BASELINE:
         return finding("graphs-baseline", **facts)
-    in_common = forecast.forecaster.in_common(best, BASELINE)
-    return finding("graphs-would-help", speedup=speedup(steps[BASELINE], steps[best], in_common).interval(), **facts)
+    return finding("graphs-would-help", speedup=captured.speedup(steps, best, BASELINE).interval(), **facts)

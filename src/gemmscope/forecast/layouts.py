@@ -41,7 +41,7 @@ class Space:
     settings: Mapping[str, Any] = field(default_factory=dict)  # fields of RunSpec that every layout has
 
     def values(self, axis: str, usual: Sequence[Any]) -> tuple[Any, ...]:
-        """Of one axis."""
+        """The values of one axis: those given, else the usual ones."""
         return self.given.get(axis, tuple(usual))
 
 
@@ -66,19 +66,20 @@ class Pruning:
     examples: dict[Rule, str] = field(default_factory=dict)
 
     def add(self, rule: Rule, example: str, count: int = 1) -> None:
-        """Count it."""
+        """Count what a rule excludes."""
         self.counts[rule] += count
         self.examples.setdefault(rule, example)
 
     def merge(self, other: Pruning) -> None:
-        """With what another process has counted."""
+        """Add what another process has counted."""
         self.counts.update(other.counts)
         for rule, example in other.examples.items():
             self.examples.setdefault(rule, example)
 
 
 def powers_of_two(most: int) -> list[int]:
-    """
+    """All powers of two up to a number.
+
     >>> powers_of_two(12)
     [1, 2, 4, 8]
     """
@@ -86,7 +87,8 @@ def powers_of_two(most: int) -> list[int]:
 
 
 def divisors(number: int) -> list[int]:
-    """
+    """All divisors of a number, in order.
+
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
     """

@@ -111,7 +111,7 @@ class _ModeForecast:
         )
 
     def add_speedups(self, times: Mapping[str, Estimate], op: str = "") -> Mapping[tuple[str, str], Interval]:
-        """Of every recipe over every other: of one op, or of all linears together."""
+        """Add the speedups of every recipe over every other, for one op or for all linears together."""
         pairs = pairwise(times, lambda name, over: ratio(times[over], times[name], self.forecaster.in_common(name, over)))
         for (name, over), gain in pairs.items():
             self.speedups.append(Speedup(recipe=name, over=over, mode=self.mode, op=op, speedup=gain))

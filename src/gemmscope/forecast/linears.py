@@ -101,10 +101,10 @@ class Forecaster:
         self._uncertainty = uncertainty_of("quantize", chip)
 
     def costs(self, name: str) -> RecipeCosts:
-        """Of a recipe on this chip."""
+        """What a recipe costs on this chip."""
         if name not in self._costs:
             chosen = recipe(name)
-            formats = {each: gemm_format(chosen, each, self.chip) for each in LAYOUT_OF}
+            formats = {pass_name: gemm_format(chosen, pass_name, self.chip) for pass_name in LAYOUT_OF}
             factor = self.measured.quantize.get(name, 1.0) if self.measured is not None else 1.0
             casts = quantizing(chosen, self.chip).times(factor)
             self._costs[name] = RecipeCosts(formats, chosen.quantizes, casts, recipe_factor(chosen))
@@ -126,11 +126,11 @@ class Forecaster:
     def prepare(self, cases: Iterable[Case], recipes: Sequence[str]) -> None:
         """Compute every GEMM of these linears at once."""
         wanted: dict[str, dict[Key, None]] = {}
-        formats = {each: {self.costs(name).formats[each] for name in recipes} for each in LAYOUT_OF}
+        formats = {pass_name: {self.costs(name).formats[pass_name] for name in recipes} for pass_name in LAYOUT_OF}
         for case in cases:
-            for each in case.passes:
-                key = _key(case, each)
-                for fmt in formats[each]:
+            for pass_name in case.passes:
+                key = _key(case, pass_name)
+                for fmt in formats[pass_name]:
                     if (fmt, key) not in self._known:
                         wanted.setdefault(fmt, {})[key] = None
         for fmt, keys in wanted.items():
@@ -142,7 +142,7 @@ class Forecaster:
             self._known.clear()
 
     def _compute(self, fmt: str, keys: list[Key]) -> None:
-        sizes = [(*gemm_size(tokens, inputs, outputs, each), groups) for tokens, inputs, outputs, groups, each in keys]
+        sizes = [(*gemm_size(tokens, inputs, outputs, pass_name), groups) for tokens, inputs, outputs, groups, pass_name in keys]
         m, k, n, groups = np.array(sizes, dtype=np.float64).T
         passes = np.array([key[4] for key in keys])
         dgrad, wgrad = passes == "dgrad", passes == "wgrad"
@@ -178,10 +178,10 @@ class Forecaster:
     def linear(self, case: Case, name: str) -> LinearTime:
         """One linear in one recipe."""
         costs = self.costs(name)
-        keys = {each: (costs.formats[each], _key(case, each)) for each in case.passes}
+        keys = {pass_name: (costs.formats[pass_name], _key(case, pass_name)) for pass_name in case.passes}
         if any(key not in self._known for key in keys.values()):
             self.prepare([case], [name])
-        gemms = {each: self._known[key][0].times(costs.gemm_factor) for each, key in keys.items()}
+        gemms = {pass_name: self._known[key][0].times(costs.gemm_factor) for pass_name, key in keys.items()}
         elements = {"X": case.tokens * case.inputs, "W": case.weights, "dY": case.tokens * case.outputs}
         if self.cache_weights:
             del elements["W"]
@@ -202,12 +202,12 @@ class Forecaster:
         known, value, squares, shared, least, activations, weights = self._known, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
         for case, count, runs in linears:
             tokens, inputs, outputs, groups = case.tokens, case.inputs, case.outputs, len(case.rows) or 1
-            for each in case.passes:
-                key = (formats[each], (tokens, inputs, outputs, groups, each))
+            for pass_name in case.passes:
+                key = (formats[pass_name], (tokens, inputs, outputs, groups, pass_name))
                 if key not in known:
                     self.prepare([case], [name])
                 (gemm_ms, own_part, shared_part), least_share = known[key]
-                time_ms = gemm_ms * factor * (count * runs if each == "fprop" else count)
+                time_ms = gemm_ms * factor * (count * runs if pass_name == "fprop" else count)
                 value += time_ms
                 squares += (time_ms * own_part) ** 2
                 shared += time_ms * shared_part
@@ -222,7 +222,7 @@ class Forecaster:
     def least_ms(self, case: Case, name: str) -> float:
         """A linear's GEMMs at the clock of a burst."""
         gemms, formats = self.linear(case, name).gemms, self.costs(name).formats
-        return sum(part.value * self._known[formats[each], _key(case, each)][1] for each, part in gemms.items())
+        return sum(part.value * self._known[formats[pass_name], _key(case, pass_name)][1] for pass_name, part in gemms.items())
 
 
 def _key(case: Case, pass_name: Pass) -> Key:

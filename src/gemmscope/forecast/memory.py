@@ -62,6 +62,14 @@ ROWS = (
 )  # fmt: skip
 
 
+def blended(low: RankMemory, high: RankMemory, share: float) -> RankMemory:
+    """Between two recipes: `share` of the way from the first to the second."""
+    if share in (0, 1):
+        return high if share else low
+    between = {row: getattr(low, row) * (1 - share) + getattr(high, row) * share for row in (*ROWS, "least", "most")}
+    return replace(low, **between)
+
+
 def rank_memory(model: ModelSpec, run: RunSpec, recipe_name: str, chip: GpuSpec) -> RankMemory:
     """Memory of the rank that needs most, on any stage of the pipeline.
 
@@ -182,7 +190,7 @@ class Storage(NamedTuple):
 
 @cache
 def storage(recipe_name: str, architecture: str) -> Storage:
-    """On Blackwell one copy of a tensor-scaled value serves both directions."""
+    """What a recipe stores of weights and activations. On Blackwell, one copy of a tensor-scaled value serves both directions."""
     chosen, twice = recipe(recipe_name), facts()["kept_twice"]
     if not chosen.quantizes:
         return Storage(0.0, ELEMENT_BYTES, 0.0, 0.0)
@@ -294,7 +302,7 @@ class _Stage(NamedTuple):
         )  # fmt: skip
 
     def in_recipe(self, run: RunSpec, stored: Storage) -> RankMemory:
-        """With activations and copies of one recipe, and the bounds of what settings that the run leaves open would change."""
+        """The memory with activations and copies of one recipe, and its bounds: what settings that the run leaves open change."""
         known, layers = facts(), self.layers
         weights, gradients, zero, fp32 = self.weights, self.gradients, run.zero_stage, run.state_precision == "fp32"
         all_copies = copies = layers.quantized * stored.copies

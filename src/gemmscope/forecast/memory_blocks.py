@@ -22,6 +22,7 @@ _MLP_INPUT = ("MLP Gate+Up", "MLP Gate", "MLP Up", "Router", "Shared Expert Gate
               "Shared Expert Scale", "Latent Down Proj", "MLP Adapter Down")  # fmt: skip
 _LATENT_INPUT = {"Q Up Proj": "Q Up Proj", "Indexer Q Proj": "Q Up Proj", "KV Up Proj": "KV Up Proj"}
 _EXPERT_INPUT = ("Expert Gate+Up", "Expert Gate", "Expert Up")
+_RECOMPUTABLE = ("attention", "mlp", "activated", "expert activated")  # written by norms and activations
 _GATES = ("Attention Gate", "Mixer Gate")  # the other side is kept by attention and recurrence
 
 
@@ -67,76 +68,126 @@ class Blocks(NamedTuple):
 
 def block_memory(ops: Iterable[Op], run: RunSpec, width: int) -> BlockMemory:
     """What the ops of one layer (or the embedding, or the head) hold. `width`: of all residual streams together."""
-    dense = experts = quantized = quantized_experts = shared = 0
-    kept = context = elements = recomputable_elements = transient = unfused = logits = exchanged = 0.0
-    attended = activated = 0.0
-    inputs: dict[str, float] = {}
-    plain: dict[str, float] = {}
-    sharded = run.tp if run.sequence_parallel else 1
-    first = run.tokens / sharded * width * ELEMENT_BYTES
-    for op in ops:
-        if isinstance(op, GroupedLinear) and op.experts:
-            experts += op.all_parameters
-        else:
-            dense += op.all_parameters
-            shared += op.parameters if op.shares_weights else 0
-        if isinstance(op, Linear):
-            key, size = _input(op, sharded)
-            if op.name == "Attn Out" and "context" in inputs:  # after the groups of compressed attention
-                key = op.name
-            inputs[key] = max(inputs.get(key, 0.0), size * op.count)
-            if not op.quantized or op.section in (EMBEDDING, HEAD):
-                plain[key] = max(plain.get(key, 0.0), size * op.count)
-            else:
-                elements += size * op.count
-                attended += size * op.count if key == "context" else 0.0
-                activated += size * op.count if key.endswith("activated") else 0.0
-                weights = op.groups * op.inputs * op.outputs * op.count
-                quantized += weights
-                if isinstance(op, GroupedLinear) and op.experts:
-                    quantized_experts += weights
-                if key in ("attention", "mlp", "activated", "expert activated"):
-                    recomputable_elements += size * op.count
-            if op.name == "Router":
-                kept += op.tokens * op.outputs * ROUTER_BYTES
-            if op.name == "Expert Down":
-                returned = op.tokens * op.outputs * ELEMENT_BYTES
-                unfused += returned
-                exchanged += 2 * returned if run.ep > 1 else 0.0
-        elif isinstance(op, Attention):
-            rows, dims = op.batch * op.queries, op.head_dim + (0 if op.values_are_keys else op.value_dim)
-            if not op.shares_kv:
-                kept += op.batch * op.keys / run.cp * op.kv_heads * dims * ELEMENT_BYTES
-            kept += rows * op.heads * op.head_dim * ELEMENT_BYTES
-            context = rows * op.heads * op.value_dim * ELEMENT_BYTES
-            kept += context + rows * op.heads * FP32_BYTES
-            exchanged += 2 * rows * op.kv_heads * dims * ELEMENT_BYTES if run.cp > 1 else 0.0
-        elif isinstance(op, StreamMix) and not op.stacked:  # else the norm before it keeps the streams
-            kept += op.rows * op.width * op.streams * ELEMENT_BYTES * op.count
-        elif isinstance(op, (Scan, CausalConv, IndexScores)):
-            kept += op.kept_bytes() * op.count
-        elif isinstance(op, Loss):
-            logits = op.rows * op.width
-        elif isinstance(op, Activation):
-            read = (op.forward_tensors - 1) * op.rows * op.width * ELEMENT_BYTES
-            kept += read * op.count
-            transient = max(transient, read + op.rows * op.width * ELEMENT_BYTES)
-        elif op.name == "Rotary" and isinstance(op, Elementwise):
-            unfused += op.rows * op.width * ELEMENT_BYTES
-        elif op.name.endswith(" Mean") and isinstance(op, Elementwise):  # values and their weights
-            kept += 2 * op.rows * op.width * ELEMENT_BYTES * op.count
-        elif isinstance(op, Elementwise) and (isinstance(op, Norm) or op.name in _GATES):
-            kept += op.rows * op.width * ELEMENT_BYTES * op.count
-    if run.tp > 1:
-        exchanged += 2 * run.tokens * width * ELEMENT_BYTES
+    ops = tuple(ops)
+    held, inputs = [_held(op, run) for op in ops], _inputs(ops, run)
+    quantized = [read for read in inputs if read.quantized]
+    once, plain = _kept_once(inputs), _kept_once([read for read in inputs if not read.quantized])
+    first = run.tokens / _sharded(run) * width * ELEMENT_BYTES
     return BlockMemory(
-        dense, experts, quantized, quantized_experts, kept, context,
-        sum(size * ELEMENT_BYTES for key, size in inputs.items() if key != "context"),
-        sum(size * ELEMENT_BYTES for key, size in plain.items()),
-        elements,
-        sum(size * ELEMENT_BYTES for key, size in inputs.items() if key in ("attention", "mlp", "activated", "expert activated")),
-        recomputable_elements, attended, activated, first, transient + 2 * first, exchanged, unfused, logits, shared,
-    )  # fmt: skip
+        dense=sum(op.all_parameters for op in ops if not _of_experts(op)),
+        experts=sum(op.all_parameters for op in ops if _of_experts(op)),
+        quantized=sum(read.weights for read in quantized),
+        quantized_experts=sum(read.weights for read in quantized if read.of_experts),
+        kept=sum(memory.kept for memory in held),
+        context=next((memory.context for memory in reversed(held) if memory.context), 0.0),
+        inputs=sum(size for tensor, size in once.items() if tensor != "context"),
+        plain=sum(plain.values()),
+        elements=sum(read.elements for read in quantized),
+        recomputable=sum(size for tensor, size in once.items() if tensor in _RECOMPUTABLE),
+        recomputable_elements=sum(read.elements for read in quantized if read.tensor in _RECOMPUTABLE),
+        context_elements=sum(read.elements for read in quantized if read.tensor == "context"),
+        activated_elements=sum(read.elements for read in quantized if read.tensor.endswith("activated")),
+        first=first,
+        transient=max((memory.transient for memory in held), default=0.0) + 2 * first,
+        exchanged=sum(memory.exchanged for memory in held) + (2 * run.tokens * width * ELEMENT_BYTES if run.tp > 1 else 0.0),
+        unfused=sum(memory.unfused for memory in held),
+        logits=next((memory.logits for memory in reversed(held) if memory.logits), 0.0),
+        shared=sum(op.parameters for op in ops if op.shares_weights and not _of_experts(op)),
+    )
+
+
+class _Held(NamedTuple):
+    """What one op holds beside the inputs of linears: fields of `BlockMemory`."""
+
+    kept: float = 0.0
+    context: float = 0.0
+    transient: float = 0.0
+    exchanged: float = 0.0
+    unfused: float = 0.0
+    logits: float = 0.0
+
+
+def _held(op: Op, run: RunSpec) -> _Held:
+    if isinstance(op, Linear):
+        return _held_by_linear(op, run)
+    if isinstance(op, Attention):
+        return _held_by_attention(op, run)
+    if isinstance(op, (Scan, CausalConv, IndexScores)):
+        return _Held(kept=op.kept_bytes() * op.count)
+    if isinstance(op, Loss):
+        return _Held(logits=op.rows * op.width)
+    if isinstance(op, StreamMix) and not op.stacked:  # else the norm before it keeps the streams
+        return _Held(kept=op.rows * op.width * op.streams * ELEMENT_BYTES * op.count)
+    if not isinstance(op, Elementwise):
+        return _Held()
+    size = op.rows * op.width * ELEMENT_BYTES
+    if isinstance(op, Activation):
+        read = (op.forward_tensors - 1) * size
+        return _Held(kept=read * op.count, transient=read + size)
+    if op.name == "Rotary":
+        return _Held(unfused=size)
+    if op.name.endswith(" Mean"):  # values and their weights
+        return _Held(kept=2 * size * op.count)
+    return _Held(kept=size * op.count) if isinstance(op, Norm) or op.name in _GATES else _Held()
+
+
+def _held_by_linear(op: Linear, run: RunSpec) -> _Held:
+    if op.name == "Router":
+        return _Held(kept=op.tokens * op.outputs * ROUTER_BYTES)
+    if op.name == "Expert Down":
+        returned = op.tokens * op.outputs * ELEMENT_BYTES
+        return _Held(unfused=returned, exchanged=2 * returned if run.ep > 1 else 0.0)
+    return _Held()
+
+
+def _held_by_attention(op: Attention, run: RunSpec) -> _Held:
+    """Queries, keys and values, the output, and one number for each row of the softmax."""
+    rows, dims = op.batch * op.queries, op.head_dim + (0 if op.values_are_keys else op.value_dim)
+    queries = rows * op.heads * op.head_dim * ELEMENT_BYTES
+    keys = 0.0 if op.shares_kv else op.batch * op.keys / run.cp * op.kv_heads * dims * ELEMENT_BYTES
+    context = rows * op.heads * op.value_dim * ELEMENT_BYTES
+    received = 2 * rows * op.kv_heads * dims * ELEMENT_BYTES if run.cp > 1 else 0.0
+    return _Held(kept=keys + queries + context + rows * op.heads * FP32_BYTES, context=context, exchanged=received)
+
+
+class _Input(NamedTuple):
+    """What one linear reads: which tensor, and how many of its elements this rank keeps."""
+
+    tensor: str
+    elements: float
+    quantized: bool
+    weights: int
+    of_experts: bool
+
+
+def _inputs(ops: Iterable[Op], run: RunSpec) -> list[_Input]:
+    inputs: list[_Input] = []
+    for op in ops:
+        if isinstance(op, Linear):
+            tensor, size = _input(op, _sharded(run))
+            if op.name == "Attn Out" and any(read.tensor == "context" for read in inputs):  # after groups of compressed attention
+                tensor = op.name
+            quantized = op.quantized and op.section not in (EMBEDDING, HEAD)
+            weights = op.groups * op.inputs * op.outputs * op.count
+            inputs.append(_Input(tensor, size * op.count, quantized, weights, _of_experts(op)))
+    return inputs
+
+
+def _kept_once(inputs: Iterable[_Input]) -> dict[str, float]:
+    """The bytes of each tensor; one that several linears read is kept once."""
+    sizes: dict[str, float] = {}
+    for read in inputs:
+        sizes[read.tensor] = max(sizes.get(read.tensor, 0.0), read.elements * ELEMENT_BYTES)
+    return sizes
+
+
+def _of_experts(op: Op) -> bool:
+    return isinstance(op, GroupedLinear) and op.experts
+
+
+def _sharded(run: RunSpec) -> int:
+    """Over how many ranks tensors outside of the linears are divided."""
+    return run.tp if run.sequence_parallel else 1
 
 
 def _input(op: Linear, sharded: int) -> tuple[str, float]:

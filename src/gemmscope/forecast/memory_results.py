@@ -3,15 +3,10 @@
 from collections.abc import Iterator, Sequence
 
 from gemmscope.findings import Finding, finding
-from gemmscope.forecast.memory import RankMemory, memory_bytes, rank_memory
+from gemmscope.forecast.memory import RankMemory, memory_bytes
 from gemmscope.gpu.specs import GpuSpec
-from gemmscope.model.spec import ModelSpec, RunSpec
+from gemmscope.model.spec import RunSpec
 from gemmscope.results.forecast import RecipeMemory
-
-
-def recipe_memory(model: ModelSpec, run: RunSpec, recipe_name: str, chip: GpuSpec) -> RecipeMemory:
-    """`rank_memory` as part of a result."""
-    return memory_result(rank_memory(model, run, recipe_name, chip), recipe_name, chip)
 
 
 def memory_result(memory: RankMemory, recipe_name: str, chip: GpuSpec) -> RecipeMemory:
@@ -54,22 +49,22 @@ def memory_findings(memory: Sequence[RecipeMemory], run: RunSpec) -> Iterator[Fi
     if not memory:
         return
     available = memory[0].available_bytes
-    unfit = [each for each in memory if each.fit == "does not fit"]
-    unsure = [each for each in memory if each.fit == "may not fit"]
-    tight = [each for each in memory if each.fit == "tight"]
+    unfit = [need for need in memory if need.fit == "does not fit"]
+    unsure = [need for need in memory if need.fit == "may not fit"]
+    tight = [need for need in memory if need.fit == "tight"]
     about = {"memory_gb": available / 1e9}
     if unfit:
         rows = {text: getattr(unfit[0], field) for field, text in NAMES.items()}
         largest = sorted(rows, key=lambda name: -rows[name])[:2]
-        needed = {each.recipe: each.least_bytes / 1e9 for each in unfit}
+        needed = {need.recipe: need.least_bytes / 1e9 for need in unfit}
         yield finding("does-not-fit", **about, needed_gb=needed, largest=largest, remedies=_remedies(unfit[0], run))
     if unsure:
-        needed = {each.recipe: each.total_bytes / 1e9 for each in unsure}
-        least = {each.recipe: each.least_bytes / 1e9 for each in unsure}
+        needed = {need.recipe: need.total_bytes / 1e9 for need in unsure}
+        least = {need.recipe: need.least_bytes / 1e9 for need in unsure}
         yield finding("may-not-fit", **about, needed_gb=needed, least_gb=least, remedies=_remedies(unsure[0], run))
     if tight:
-        needed = {each.recipe: each.total_bytes / 1e9 for each in tight}
-        most = {each.recipe: each.most_bytes / 1e9 for each in tight}
+        needed = {need.recipe: need.total_bytes / 1e9 for need in tight}
+        most = {need.recipe: need.most_bytes / 1e9 for need in tight}
         yield finding("memory-tight", **about, needed_gb=needed, most_gb=most)
 
 
@@ -79,7 +74,7 @@ def _remedies(memory: RecipeMemory, run: RunSpec) -> list[str]:
     kept = memory.activations_bytes + memory.workspace_bytes
     unknown = bool(run.zero) and run.dp is None
     if unknown:
-        sharing = ["‹gpus› or ‹dp›, which say how many ranks share the optimizer"]
+        sharing = ["‹gpus› or ‹dp›, to shard the optimizer across more ranks"]
     else:
         sharing = [] if run.zero_stage == 3 else ["‹zero› 3 with more ‹dp›" if run.zero_stage else "‹dp› and ‹zero› 1 to 3"]
     splitting = ["‹tp› or ‹pp›" if run.pp == 1 else "‹tp›"]

@@ -42,7 +42,7 @@ class Network:
         return max(size for size in range(1, most + 1) if ranks % size == 0)
 
     def describe(self) -> str:
-        """In words: `400 Gb/s per GPU between NVLink domains of 8 GPUs (infiniband-ndr)`."""
+        """The network in words: `400 Gb/s per GPU between NVLink domains of 8 GPUs (infiniband-ndr)`."""
         name = f" ({self.name})" if self.name else ""
         return f"{self.gbps * 8:g} Gb/s per GPU between NVLink domains of {self.domain} GPUs{name}"
 

@@ -45,7 +45,7 @@ class Shapes:
 
     @staticmethod
     def of(m: Any, k: Any, n: Any, groups: Any = 1, split_k: Any = False) -> Shapes:
-        """From numbers or sequences."""
+        """The shapes given by numbers or sequences."""
         parts = np.broadcast_arrays(*(np.atleast_1d(np.asarray(each, dtype=np.float64)) for each in (m, k, n, groups, split_k)))
         return Shapes(parts[0], parts[1], parts[2], parts[3], parts[4].astype(bool))
 

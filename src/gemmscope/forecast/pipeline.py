@@ -19,10 +19,10 @@ def bubble_findings(step: StepTimes, run: RunSpec) -> list[Finding]:
     return [finding("pipeline-bubble", share=max(shares), **facts)]
 
 
-def enough_micro_batches(stages: int, virtual: int = 1) -> int:
+def enough_micro_batches(stages: int, virtual: int) -> int:
     """Micro-batches per step that keep the bubble at a twentieth of the step: a multiple of the stages.
 
-    >>> enough_micro_batches(16), enough_micro_batches(8, virtual=4)
+    >>> enough_micro_batches(16, virtual=1), enough_micro_batches(8, virtual=4)
     (304, 40)
     """
     return ceil((stages - 1) / virtual / GOAL / stages) * stages

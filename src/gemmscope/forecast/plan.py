@@ -22,7 +22,8 @@ from gemmscope.forecast.linears import Forecaster
 from gemmscope.forecast.memory import memory_bytes, rank_memory
 from gemmscope.forecast.network import Network
 from gemmscope.forecast.pool import computed
-from gemmscope.forecast.step import CHANGED, IDLE, WAITING, StepEstimate, StepForecast
+from gemmscope.forecast.step import WAITING, StepForecast
+from gemmscope.forecast.step_estimate import CHANGED, IDLE, StepEstimate
 from gemmscope.interval import Interval
 from gemmscope.model.spec import RunSpec
 from gemmscope.parts import StepPart
@@ -90,13 +91,13 @@ def run_searches(
     recipes: Sequence[str],
     network: Network,
     held: signals.Held,
-    on_layouts: Callable[[int], None] = lambda _: None,
+    on_layouts: Callable[[int], None],
 ) -> bool:
     """Fill in the candidates of every search. Whether all were computed: a signal ends it early.
 
     `on_layouts` is called with the number of layouts that were computed since the last time.
     """
-    places = [(search, first) for search, each in enumerate(searches) for first in range(0, len(each.runs), AT_A_TIME)]
+    places = [(index, first) for index, search in enumerate(searches) for first in range(0, len(search.runs), AT_A_TIME)]
     runs = sum(len(search.runs) for search in searches)
     cores = min(os.cpu_count() or 1, MOST_CORES) if runs >= WORTH_SHARING else 1
     function, done = partial(_share, forecaster, searches, recipes, network), 0
@@ -111,7 +112,7 @@ def run_searches(
 
 
 def _spread(places: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """In an order in which the first ones are from everywhere: a search that is interrupted has seen all kinds of layouts."""
+    """Reorder, so that the first places are from everywhere: a search that is interrupted has then seen all kinds of layouts."""
     strides = 8
     return [place for stride in range(strides) for place in places[stride::strides]]
 
@@ -197,24 +198,26 @@ def ranked(search: Search, forecaster: Forecaster, most: int = MOST_LISTED) -> l
     ordered = sorted(search.candidates, key=order)
     if not ordered:
         return []
-    front, best_of_recipe = _front(ordered), {each.recipe: each for each in reversed(ordered)}
+    front, best_of_recipe = _front(ordered), {candidate.recipe: candidate for candidate in reversed(ordered)}
     whole = derive(task.model, RunSpec(1, task.sequence_length))
     flops = totals(whole, RunSpec(1, task.sequence_length), task.model).model_flops * task.global_batch / task.gpus
     tokens = task.global_batch * task.sequence_length / task.gpus
     best, listed = ordered[0], []
-    for each in ordered[:most]:
-        step_ms, run = each.step.total.interval(), search.runs[each.run]
-        shown = each is best_of_recipe[each.recipe] or id(each) in front
+    for candidate in ordered[:most]:
+        step_ms, run = candidate.step.total.interval(), search.runs[candidate.run]
+        shown = candidate is best_of_recipe[candidate.recipe] or id(candidate) in front
         listed.append(
             PlanLayout(
-                recipe=each.recipe, tp=run.tp, cp=run.cp, pp=run.pp, vp=run.vp, ep=run.ep, etp=run.expert_tp,
+                recipe=candidate.recipe, tp=run.tp, cp=run.cp, pp=run.pp, vp=run.vp, ep=run.ep, etp=run.expert_tp,
                 dp=run.data_parallel, micro_batch_size=run.micro_batch_size, micro_batches=run.gradient_accumulation,
                 recompute=run.recompute, zero=run.zero_stage, offloaded_layers=run.offloaded_layers, pp_layers=run.pp_layers,
                 step_ms=step_ms,
                 tokens_per_s=_rate(step_ms, tokens * 1000),
-                mfu=flops / step_ms.value / 1e9 / forecaster.chip.tflops["bf16"], memory_gb=each.memory_gb, tight=each.tight,
-                slowdown=slowdown(best, each, search.runs, forecaster).interval() if each is not best else None,
-                on_front=id(each) in front, host_bound=each.step.host_bound, parts_ms=each.step.parts_ms if shown else {},
+                mfu=flops / step_ms.value / 1e9 / forecaster.chip.tflops["bf16"],
+                memory_gb=candidate.memory_gb, tight=candidate.tight,
+                slowdown=slowdown(best, candidate, search.runs, forecaster).interval() if candidate is not best else None,
+                on_front=id(candidate) in front, host_bound=candidate.step.host_bound,
+                parts_ms=candidate.step.parts_ms if shown else {},
             )
         )  # fmt: skip
     return listed
@@ -229,10 +232,10 @@ def _rate(step_ms: Interval, amount: float) -> Interval:
 def _front(ordered: Sequence[Candidate]) -> set[int]:
     """Those of which no faster one needs as little memory; `ordered` by time."""
     least, front = float("inf"), set()
-    for each in ordered:
-        if each.memory_gb < least:
-            least = each.memory_gb
-            front.add(id(each))
+    for candidate in ordered:
+        if candidate.memory_gb < least:
+            least = candidate.memory_gb
+            front.add(id(candidate))
     return front
 
 
@@ -277,7 +280,7 @@ def _errors(step: StepEstimate, part: StepPart) -> tuple[float, float]:
 
 def _waits(step: StepEstimate) -> dict[str, float]:
     """How much the error of each exchange moves the step."""
-    return {each.kind: each.unsure_ms / step.total.value for each in step.exchanged}
+    return {exchange.kind: exchange.unsure_ms / step.total.value for exchange in step.exchanged}
 
 
 def pruned(pruning: Pruning) -> tuple[Pruned, ...]:

@@ -4,88 +4,47 @@ GEMMs and their quantization depend on the recipe; the head, attention, norms, a
 dilute the speedup. A model split over several GPUs also waits for collectives, for the pipeline to fill, and for the slowest GPU.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import hypot, inf, log2
 
 from gemmscope.forecast import traced
 from gemmscope.forecast.comm import Exchange, RankShare, exchanges, offload
-from gemmscope.forecast.estimate import Estimate, pairwise, ratio, total, winner_that_fits
+from gemmscope.forecast.estimate import Estimate, pairwise, total, winner_that_fits
 from gemmscope.forecast.host import at_least, launch_ms
-from gemmscope.forecast.linears import Forecaster
+from gemmscope.forecast.linears import Forecaster, in_common
 from gemmscope.forecast.memory import rank_memory, shards
+from gemmscope.forecast.mixed import (
+    Assigned,
+    CountedCase,
+    LinearTimes,
+    alike,
+    assigned,
+    by_recipe,
+    kept_share,
+    without_misaligned,
+)
 from gemmscope.forecast.network import Network, network_of
-from gemmscope.forecast.overlap import Exposed, MicroBatch, cluster, exposed
+from gemmscope.forecast.overlap import MicroBatch, cluster, exposed
+from gemmscope.forecast.step_estimate import IDLE, PROPORTIONAL, StepEstimate, speedup
+from gemmscope.forecast.step_ops import linear_case, part_of, part_of_linear
 from gemmscope.forecast.training import facts, op_ms, uncertainty_of
 from gemmscope.model.spec import ModelSpec, MoeSpec, RunSpec
 from gemmscope.parts import StepPart, in_order
+from gemmscope.recipe.kept import KeptHigher
 from gemmscope.recipe.recipes import BASELINE, recipe
 from gemmscope.results.forecast import RecipeMemory
 from gemmscope.results.linears import Speedup
 from gemmscope.results.step import Exchanged, StepTime, StepTimes
 from gemmscope.step.cost import Budget, cost
 from gemmscope.step.waterfall import levels_of, verdict
-from gemmscope.workload.cases import Case
-from gemmscope.workload.derive import EMBEDDING, HEAD, Workload, derive
-from gemmscope.workload.ops import OPTIMIZER_BYTES_PER_PARAMETER, PASSES, GroupedLinear, Linear, Op, Optimizer
-from gemmscope.workload.recorded import TracedLinear
-from gemmscope.workload.sparse import IndexScores, SparseAttention, TopK
+from gemmscope.workload.derive import Workload, derive
+from gemmscope.workload.ops import OPTIMIZER_BYTES_PER_PARAMETER, GroupedLinear, Linear, Optimizer
 from gemmscope.workload.summary import totals
 
-ROUTING_OPS = ("Token Dispatch", "Token Combine")
-UNQUANTIZED_ROUTING = ("Router", "Shared Expert Scale")
-CHANGED: tuple[StepPart, ...] = ("GEMMs", "quantization")
-PROPORTIONAL: StepPart = "pipeline bubble"
 WAITING: StepPart = "exposed communication"
-IDLE: StepPart = "idle, host-bound"
-CountedCase = tuple[Case, int, int]  # a linear, how often it runs, and how often forward does
-
-
-@dataclass(frozen=True)
-class StepEstimate:
-    """One recipe's step: milliseconds by part, what is exchanged, and what launching it takes the CPU.
-
-    `common` is the uncertainty of the whole step that no other recipe of the same layout changes. What the parts have in common
-    is known at least to `shared_at_most`.
-    """
-
-    parts: dict[StepPart, Estimate]
-    common: float = 0.0
-    shared_at_most: float = inf
-    exchanged: tuple[Exposed, ...] = ()
-    host_ms: float = 0.0
-    host_decides: float = 0.0  # how far the step follows the time of the host: from 0, not at all, to 1
-
-    @cached_property
-    def total(self) -> Estimate:
-        """With all uncertainties."""
-        own = total(self.parts.values())
-        return own._replace(shared=hypot(min(own.shared, self.shared_at_most), self.common))
-
-    @cached_property
-    def changed(self) -> Estimate:
-        """What depends on the recipe."""
-        return total(estimate for part, estimate in self.parts.items() if part in CHANGED)
-
-    @cached_property
-    def constant(self) -> Estimate:
-        """What does not; a pipeline bubble follows the rest of the step."""
-        return total(estimate for part, estimate in self.parts.items() if part not in (*CHANGED, PROPORTIONAL))
-
-    @property
-    def parts_ms(self) -> dict[StepPart, float]:
-        return {part: estimate.value for part, estimate in self.parts.items()}
-
-    @property
-    def busy_ms(self) -> float:
-        """What the GPU is not idle for."""
-        return self.total.value - self.parts_ms.get(IDLE, 0.0)
-
-    @property
-    def host_bound(self) -> bool:
-        """Launching takes longer than running: the GPU waits."""
-        return self.host_ms > self.busy_ms
+NOTHING_TO_QUANTIZE = "it has no linears to quantize: small ones, routers and weights outside of nn.Linear stay in BF16"
 
 
 @dataclass(frozen=True)
@@ -111,14 +70,19 @@ class StepForecast:
         network: Network | None = None,
         *,
         fused: bool = True,
+        layers: int = 0,
     ) -> None:
-        """`model` is None for a traced one. `fused`: a compiler fuses what it runs between GEMMs."""
+        """`model` is None for a traced one. `fused`: a compiler fuses what it runs between GEMMs; `layers`: of so many layers,
+        each compiled by itself (0: as a whole)."""
         self.forecaster, self.model, self.run, self.workload, self.fused = forecaster, model, run, workload, fused
+        self._layers = layers
         self.network = network if network is not None else network_of(forecaster.chip)
         self.linears = [op for op in workload.ops if isinstance(op, Linear)]
-        self.cases = [_case(op) for op in self.linears]
-        quantized = [(op, case) for op, case in zip(self.linears, self.cases, strict=True) if _part_of_linear(op) == "GEMMs"]
+        self.cases = [linear_case(op) for op in self.linears]
+        quantized = [(op, case) for op, case in zip(self.linears, self.cases, strict=True) if part_of_linear(op) == "GEMMs"]
         self.quantized: list[CountedCase] = [(case, op.count, op.forward_runs) for op, case in quantized if op.quantized]
+        self._quantized_ops = [op for op, _ in quantized if op.quantized]
+        self._assigned: dict[str, list[Assigned]] = {}
         self._plain: list[CountedCase] = [(case, op.count, op.forward_runs) for op, case in quantized if not op.quantized]
         self._sizes = [(case.op, case.sizes()) for _, case in quantized]
         runs = sum(op.count * op.forward_runs for op, _ in quantized)
@@ -127,15 +91,51 @@ class StepForecast:
     def why_not(self, name: str) -> str:
         """Why a recipe cannot run this model; empty if it can. A traced one leaves linears in BF16 that do not fit."""
         chosen = recipe(name)
-        if chosen.quantizes and (self.model is not None or not self._linears_that_fit(name)):
-            for op, sizes in self._sizes:
-                if reason := chosen.misaligned(sizes):
-                    return f"{op}: {reason}"
-        return ""
+        if chosen.kept is not None:
+            return self.why_not(chosen.base) or self.why_not(chosen.kept.recipe)
+        if not chosen.quantizes or (self.model is None and self._linears_that_fit(name)):
+            return ""
+        sizes = self._sizes if self.model is not None else [(case.op, case.sizes()) for case, _, _ in self.quantized]
+        reasons = (f"{op}: {reason}" for op, size in sizes if (reason := chosen.misaligned(size)))
+        return next(reasons, "" if self.model is not None else NOTHING_TO_QUANTIZE)
+
+    def assigned(self, name: str) -> list[Assigned]:
+        """How many of every quantized linear run in which recipe."""
+        if name not in self._assigned:
+            chosen = recipe(name)
+            counts: list[Assigned] = [{name: count} for _, count, _ in self.quantized]
+            if chosen.kept is not None:
+                counts = assigned(self.model, self.run, self.workload, self._quantized_ops, chosen.base, chosen.kept)
+            if self.model is None:  # linears that a recipe cannot take stay in BF16
+                counts = [
+                    without_misaligned(each, case.sizes()) for each, (case, _, _) in zip(counts, self.quantized, strict=True)
+                ]
+            self._assigned[name] = counts
+        return self._assigned[name]
+
+    def kept_share(self, name: str) -> float:
+        """The share of its linears that a mix keeps higher."""
+        return kept_share(self.assigned(name), recipe(name).base or name)
+
+    def speedup(self, steps: Mapping[str, StepEstimate], name: str, over: str) -> Estimate:
+        """Of one of these steps over another one."""
+        if recipe(name).kept is None and recipe(over).kept is None:
+            return speedup(steps[over], steps[name], self.forecaster.in_common(name, over))
+        same = alike(self.assigned(name), self.assigned(over))
+        slow, fast = (self._linears_in(steps[each], each, by_recipe(self.quantized, same)) for each in (over, name))
+        shared = sum(sum(each.values()) for each in same) / max(sum(count for _, count, _ in self.quantized), 1)
+        return speedup(steps[over], steps[name], in_common(), slow, fast, differ=1 - shared)
+
+    def _linears_in(self, step: StepEstimate, name: str, linears: Mapping[str, list[CountedCase]]) -> Estimate:
+        """What some of its linears take in a step, casts included, at the clock of that step."""
+        every, some = self._gemms(name), self._in_recipes(linears)
+        clock = step.parts["GEMMs"].value / every.gemms.value if every.gemms.value else 0.0
+        casts = some.casts(self._weight_casts).times(self._slower * self.run.gradient_accumulation)
+        return total([some.gemms.times(clock), casts])
 
     def again(self, run: RunSpec) -> "StepForecast":
         """The same model and chip, run otherwise."""
-        return StepForecast(self.forecaster, self.model, run, self.workload, self.network, fused=self.fused)
+        return StepForecast(self.forecaster, self.model, run, self.workload, self.network, fused=self.fused, layers=self._layers)
 
     def _linears_that_fit(self, name: str) -> list[CountedCase]:
         """The linears that a recipe quantizes."""
@@ -143,7 +143,24 @@ class StepForecast:
         return [each for each in self.quantized if not chosen.quantizes or not chosen.misaligned(each[0].sizes())]
 
     def step(self, name: str) -> StepEstimate:
-        """All parts in one recipe."""
+        """All parts in one recipe. Layers that a mix keeps higher may make the first or last pipeline stage the slowest."""
+        steps = [self._step(name), *(stage._step(name) for stage in self._ends(recipe(name).kept))]
+        return max(steps, key=lambda step: step.total.value)
+
+    def _ends(self, kept: KeptHigher | None) -> list["StepForecast"]:
+        """The first and the last stage of a pipeline, if a mix keeps their layers higher and the run does not choose a stage."""
+        if kept is None or self.model is None or self.run.pp == 1 or self.run.pp_stage is not None:
+            return []
+        layers = {0: kept.first_layers, self.run.pp - 1: kept.last_layers}
+        stages = [stage for stage, count in layers.items() if count and stage != self.workload.stage]
+        runs = [replace(self.run, pp_stage=stage) for stage in stages]
+        return [
+            StepForecast(self.forecaster, self.model, run, derive(self.model, run), self.network, fused=self.fused)
+            for run in runs
+        ]
+
+    def _step(self, name: str) -> StepEstimate:
+        """All parts of this stage."""
         run, fixed, batches = self.run, self.fixed, self.run.gradient_accumulation
         one = self._micro_batch(name)
         computed = total(one.values())
@@ -178,37 +195,58 @@ class StepForecast:
 
     def _micro_batch(self, name: str) -> dict[StepPart, Estimate]:
         """What one micro-batch computes."""
-        fixed, batches = self.fixed, self.run.gradient_accumulation
-        gemms, least_ms, activations, weights = self._gemms(name)
-        # A weight is quantized once per step where that is kept, else wherever forward runs.
-        weight_casts = 1 / batches if batches > 1 or self.forecaster.cache_weights else self._weight_runs
-        quantization = total([activations, weights.times(weight_casts)])
-        every: dict[StepPart, Estimate] = {"GEMMs": gemms, "quantization": quantization, **fixed.per_micro_batch}
+        fixed, linears = self.fixed, self._gemms(name)
+        quantization = linears.casts(self._weight_casts)
+        every: dict[StepPart, Estimate] = {"GEMMs": linears.gemms, "quantization": quantization, **fixed.per_micro_batch}
         known = cluster()["experts"]
-        if self._biased and name not in known["fused_biases"]:
-            unfused = fixed.expert_activation.times(known["biased"] - 1)
-            every["norms and activations"] = total([every["norms and activations"], unfused])
-        least: dict[StepPart, float] = {"GEMMs": least_ms, "head and loss": fixed.head_least_ms}
+        if self._biased and (unfused := self._mean(name, lambda each: float(each not in known["fused_biases"]))):
+            activation = fixed.expert_activation.times((known["biased"] - 1) * unfused)
+            every["norms and activations"] = total([every["norms and activations"], activation])
+        least: dict[StepPart, float] = {"GEMMs": linears.least_ms, "head and loss": fixed.head_least_ms}
         one = self._at_step_clock({part: estimate for part, estimate in every.items() if estimate.value}, least)
         return {part: estimate.times(self._slower) for part, estimate in one.items()}
 
-    def _gemms(self, name: str) -> tuple[Estimate, float, Estimate, Estimate]:
-        """As `Forecaster.in_step`. A traced model has linears that stay in BF16 beside the quantized ones."""
-        if self.model is not None:
-            return self.forecaster.in_step(self.quantized, name)
-        fit = self._linears_that_fit(name)
-        rest = [*self._plain, *(each for each in self.quantized if each not in fit)]
-        gemms, least_ms, activations, weights = self.forecaster.in_step(fit, name)
-        others, least_of_others, _, _ = self.forecaster.in_step(rest, BASELINE)
-        return total([gemms, others]), least_ms + least_of_others, activations, weights
+    @property
+    def _weight_casts(self) -> float:
+        """How often a weight is quantized for one micro-batch: once per step where that is kept, else wherever forward runs."""
+        batches = self.run.gradient_accumulation
+        return 1 / batches if batches > 1 or self.forecaster.cache_weights else self._weight_runs
+
+    def _gemms(self, name: str) -> LinearTimes:
+        """All linears. A traced model has some that stay in BF16 beside the quantized ones."""
+        if self.model is not None and recipe(name).kept is None:
+            return self._in_recipes({name: self.quantized})
+        linears = by_recipe(self.quantized, self.assigned(name))
+        if self.model is None:
+            linears[BASELINE] = [*linears.get(BASELINE, []), *self._plain]
+        return self._in_recipes(linears)
+
+    def _in_recipes(self, linears: Mapping[str, list[CountedCase]]) -> LinearTimes:
+        times = [LinearTimes(*self.forecaster.in_step(each, name)) for name, each in linears.items() if each]
+        if len(times) < 2:
+            return times[0] if times else LinearTimes()
+        gemms, activations, weights = (total(each) for each in zip(*((one[0], one[2], one[3]) for one in times), strict=True))
+        return LinearTimes(gemms, sum(one.least_ms for one in times), activations, weights)
+
+    def _mean(self, name: str, value: Callable[[str], float]) -> float:
+        """What a recipe has; of a mix, the mean of both recipes by how many linears each has."""
+        chosen = recipe(name)
+        if chosen.kept is None:
+            return value(name)
+        share, low, high = self.kept_share(name), value(chosen.base), value(chosen.kept.recipe)
+        return high if share == 1 else low + (high - low) * share
 
     def _host_ms(self, name: str) -> float:
         """What launching one micro-batch takes the CPU."""
+        return self._mean(name, self._launch_ms)
+
+    def _launch_ms(self, name: str) -> float:
         if self.model is not None:
             return launch_ms(name, self.held.dense_layers, self.held.moe_layers, self.run)
         graphs = cluster()["host"]["graphs"] if self.run.cuda_graphs else 1.0
         quantized = sum(count for _, count, _ in self._linears_that_fit(name))
-        return traced.launch_ms(self.workload.ops, name, quantized, fused=self.fused, graphs=graphs)
+        kernels_ms = traced.launch_ms(self.workload.ops, name, quantized, fused=self.fused, graphs=graphs)
+        return max(kernels_ms, launch_ms(name, self._layers, 0, self.run))
 
     @property
     def launches(self) -> int:
@@ -267,19 +305,19 @@ class StepForecast:
         optimizer, activation, saved = Estimate(0.0), Estimate(0.0), 0.0
         for op in self.workload.ops:
             if isinstance(op, Linear):
-                part = _part_of_linear(op)
+                part = part_of_linear(op)
                 if part != "GEMMs":
-                    gemms = self.forecaster.linear(_case(op), BASELINE).all_gemms()
+                    gemms = self.forecaster.linear(linear_case(op), BASELINE).all_gemms()
                     times = op.count * (1 + (op.forward_runs - 1) / len(op.passes))
                     estimates.setdefault(part, []).append(gemms.times(times))
                     if part == "head and loss":
-                        saved += (gemms.value - self.forecaster.least_ms(_case(op), BASELINE)) * times
+                        saved += (gemms.value - self.forecaster.least_ms(linear_case(op), BASELINE)) * times
                 continue
             if isinstance(op, traced.TracedOp):
                 part, unsure = traced.part_of(op), traced.uncertainty_of(op, fused=self.fused)
                 estimates.setdefault(part, []).append(Estimate(traced.traced_ms(op, chip, fused=self.fused), 0.0, unsure))
                 continue
-            part, table = _part_of(op)
+            part, table = part_of(op)
             estimate = self.forecaster.other(op_ms(op, chip), part, uncertainty_of(table, chip))
             if isinstance(op, Optimizer):
                 optimizer = estimate.times(self._optimizer_share)
@@ -327,63 +365,6 @@ class StepForecast:
         return float(bytes_moved * updated / (held.parameters + held.in_experts))
 
 
-def _case(op: Linear) -> Case:
-    rows = op.rows if isinstance(op, GroupedLinear) else ()
-    if isinstance(op, TracedLinear):
-        ran = {gemm.pass_name for gemm in op.seen}
-        rows = tuple((op.tokens + index) // op.groups for index in range(op.groups)) if op.groups > 1 else ()
-        passes = tuple(each for each in PASSES if each in ran)
-        return Case(op.name, op.tokens, op.inputs, op.outputs, op.count, rows, passes, quantized=op.quantized)
-    return Case(op.name, op.tokens, op.inputs, op.outputs, op.count, rows, passes=op.passes, quantized=op.quantized)
-
-
-def _part_of_linear(op: Linear) -> StepPart:
-    if not op.quantized and op.name.startswith(("Stream", "Laurel")):
-        return "norms and activations"
-    if not op.quantized and not isinstance(op, TracedLinear):
-        return "routing" if op.name in UNQUANTIZED_ROUTING else "linear attention" if op.name.startswith("Mixer") else "attention"
-    if op.section in (HEAD, EMBEDDING):  # left in BF16, as frameworks do
-        return "head and loss" if op.section == HEAD else "embedding"
-    return "GEMMs"
-
-
-def _part_of(op: Op) -> tuple[StepPart, str]:
-    """The part of an op that is not a linear, and the table that has its uncertainty."""
-    if op.kind in ("scan", "causal convolution"):
-        return "linear attention", "linear attention"
-    if isinstance(op, (IndexScores, SparseAttention, TopK)):
-        return "attention", "sparse attention"
-    if op.kind in ("attention", "batched GEMM") or op.name in ("Rotary", "Indexer Norm"):
-        return "attention", "attention"
-    if op.kind == "optimizer":
-        return "optimizer", "bandwidth"
-    if op.section == HEAD:
-        return "head and loss", "bandwidth"
-    if op.section == EMBEDDING or op.kind == "embedding":
-        return "embedding", "bandwidth"
-    return ("routing" if op.name in ROUTING_OPS else "norms and activations"), "bandwidth"
-
-
-def speedup(slow: StepEstimate, fast: StepEstimate, in_common: float) -> Estimate:
-    """Of the step. `in_common` is the share of the shared errors of the GEMMs that both sides have alike; parts that both sides
-    run alike have the same error, which hardly moves the ratio."""
-    value = slow.total.value / fast.total.value
-    host = _host_uncertainty(slow, fast)
-    if not fast.changed.value:
-        return Estimate(value, host)
-    share = fast.changed.value / (fast.changed.value + fast.constant.value)  # how much of the step the precision touches
-    gain = ratio(slow.changed, fast.changed, in_common)
-    dilution = fast.constant.shared * (1 - share) * abs(1 - 1 / value)  # a wrong constant dilutes more or less
-    return Estimate(value, hypot(gain.own * share, host), hypot(gain.shared * share, dilution))
-
-
-def _host_uncertainty(slow: StepEstimate, fast: StepEstimate) -> float:
-    """Of a speedup: where the host decides both steps, how much longer launching one takes; where it decides one, all of it."""
-    known = cluster()["host"]
-    both, one = sorted((slow.host_decides, fast.host_decides))
-    return hypot(both * known["uncertainty_of_ratio"], (one - both) * known["uncertainty"])
-
-
 def _model_flops_per_gpu(forecast: StepForecast) -> float:
     """Of one micro-batch: the mean over the GPUs that share it, whichever stage and experts each of them has."""
     run = forecast.run
@@ -404,7 +385,7 @@ def forecast_step(
     unfit = [each.recipe for each in memory if each.fit == "does not fit"]
     failures = {name: reason for name in names if (reason := forecast.why_not(name))}
     steps = {name: forecast.step(name) for name in names if name not in failures}
-    pairs = pairwise(steps, lambda name, over: speedup(steps[over], steps[name], forecast.forecaster.in_common(name, over)))
+    pairs = pairwise(steps, lambda name, over: forecast.speedup(steps, name, over))
     run, flops = forecast.run, _model_flops_per_gpu(forecast) * forecast.run.gradient_accumulation
     recipes = []
     for name, step in steps.items():

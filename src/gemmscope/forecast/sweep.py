@@ -13,12 +13,12 @@ from gemmscope.forecast.memory import memory_bytes, memory_of
 from gemmscope.forecast.network import Network
 from gemmscope.forecast.overlap import cluster
 from gemmscope.forecast.pool import computed
-from gemmscope.forecast.step import StepForecast, speedup
+from gemmscope.forecast.step import StepForecast
 from gemmscope.gpu.specs import GpuSpec
 from gemmscope.interval import Interval
 from gemmscope.model.spec import ModelSpec, RunSpec
 from gemmscope.recipe.recipes import BASELINE
-from gemmscope.results.forecast import BreakEven, GpuSweep, SweepPoint
+from gemmscope.results.sweep import GpuSweep, SweepPoint, break_evens
 from gemmscope.results.winner import winner_among
 from gemmscope.workload.derive import derive
 
@@ -52,17 +52,12 @@ def forecast_sweep(
     points += impossible
     points.sort(key=lambda point: tuple(point.values.values()))
     sizes = tuple(points[0].values)
-    low = [name for name in recipes if name != BASELINE]
-    lines: dict[int | None, list[SweepPoint]] = {}
-    for point in points:
-        lines.setdefault(point.values[sizes[1]] if len(sizes) == 2 else None, []).append(point)
-    begins = (BreakEven(recipe=name, at=second, since=break_even(line, name)) for name in low for second, line in lines.items())
     return GpuSweep(
         gpu=forecaster.chip.name,
         sizes=sizes,
         recipes=tuple(recipes),
         points=tuple(points),
-        break_even=tuple(begins) if complete else (),
+        break_even=break_evens(points, recipes) if complete else (),
         findings=tuple(_findings(points, forecaster.chip)),
     )
 
@@ -100,7 +95,7 @@ def _point(values: dict[str, int], model: ModelSpec, forecast: StepForecast, rec
     steps = {name: forecast.step(name) for name in (BASELINE, *able)}
 
     def ratio(name: str, over: str) -> Interval:
-        return speedup(steps[over], steps[name], forecast.forecaster.in_common(name, over)).interval()
+        return forecast.speedup(steps, name, over).interval()
 
     run, chip, of_model = forecast.run, forecast.forecaster.chip, memory_of(model)
     needed = {name: of_model.rank(run, name, chip) for name in steps}
@@ -155,24 +150,3 @@ def _findings(points: Sequence[SweepPoint], chip: GpuSpec) -> list[Finding]:
         places, reason = [point.place for point in where], where[0].not_possible[names[0]]
         findings.append(finding("sweep-recipe-not-possible", recipes=list(names), places=places, reason=reason))
     return findings
-
-
-def break_even(points: Sequence[SweepPoint], name: str) -> int | None:
-    """The first value of the first size from which a recipe is faster to the end, beyond its error bar; None if it never is.
-
-    A point that is not possible does not count.
-
-    >>> gains = {1: Interval(0.9, 0.8, 1.0), 2: Interval(1.2, 1.1, 1.3)}
-    >>> break_even([SweepPoint(values={"tp": tp}, speedups={"FP8": gain}) for tp, gain in gains.items()], "FP8")
-    2
-    """
-    since: int | None = None
-    for point in points:
-        if point.why_not:
-            continue
-        gain = point.speedups.get(name)
-        if gain is None or not gain.above_one:
-            since = None
-        elif since is None:
-            since = next(iter(point.values.values()))
-    return since

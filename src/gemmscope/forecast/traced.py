@@ -27,7 +27,7 @@ TracedOp = Between | BatchedGemm | Remainder | TracedAttention
 
 @cache
 def coefficients() -> dict[str, Any]:
-    """The table."""
+    """The table of `coefficients/traced.toml`."""
     return load_data("gemmscope.forecast", "coefficients/traced.toml")
 
 

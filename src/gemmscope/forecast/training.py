@@ -21,7 +21,7 @@ from gemmscope.workload.sparse import IndexScores
 
 @cache
 def facts() -> dict[str, Any]:
-    """The table."""
+    """The table of `coefficients/training.toml`."""
     return load_data("gemmscope.forecast", "coefficients/training.toml")
 
 
@@ -103,7 +103,8 @@ class Quantizing(NamedTuple):
     half_at: float = 1.0
 
     def time_ms(self, elements: float) -> float:
-        """
+        """The time to quantize a tensor of so many elements.
+
         >>> Quantizing(0.0, 1e-6, 1.0, excess=0.4, half_at=1e8).time_ms(1e8)
         120.0
         """

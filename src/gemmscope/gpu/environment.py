@@ -2,11 +2,14 @@
 
 import os
 import platform
+import socket
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from gemmscope.gpu.nvml import Gpu, Reading, open_nvml
 
@@ -38,6 +41,7 @@ class GpuFacts:
     processes: tuple[int, ...]
     now: Reading
     uuid: str | None = None
+    pci_bus: str | None = None
 
 
 @dataclass(frozen=True)
@@ -51,21 +55,40 @@ class Environment:
     driver: str | None
     gpus: tuple[GpuFacts, ...]
     visible_devices: str | None
+    node: str = ""
 
 
 def environment() -> Environment:
     """The environment of this process."""
     nvml = open_nvml()
     gpus = [gpu for index in range(nvml.count()) if (gpu := nvml.gpu(index))] if nvml else []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return Environment(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         python=platform.python_version(),
         cpus=os.cpu_count() or 1,
         packages=installed(PACKAGES),
         driver=nvml.driver() if nvml else None,
-        gpus=tuple(_facts(index, gpu, *use) for index, (gpu, use) in enumerate(zip(gpus, _uses(gpus), strict=True))),
-        visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        gpus=tuple(_facts(index, gpu, *use) for index, (gpu, use) in enumerate(zip(gpus, _uses(gpus, visible), strict=True))),
+        visible_devices=visible,
+        node=node_name(),
     )
+
+
+def node_name() -> str:
+    """The name of this machine: the one that Slurm uses; in a container the variable NODE_NAME, if it is set; the host name."""
+    return os.environ.get("SLURMD_NODENAME") or os.environ.get("NODE_NAME") or socket.gethostname() or "localhost"
+
+
+@cache
+def cpu_name() -> str:
+    """The product name of the CPU, as Linux reports it; else the architecture."""
+    try:
+        with Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as lines:
+            names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+            return next(filter(None, names), platform.machine())
+    except OSError:
+        return platform.machine()
 
 
 def installed(names: tuple[str, ...]) -> dict[str, str]:
@@ -97,18 +120,21 @@ def _facts(index: int, gpu: Gpu, utilization: int | None, processes: tuple[int, 
         processes=processes,
         now=gpu.read(),
         uuid=gpu.uuid(),
+        pci_bus=gpu.pci_bus(),
     )
 
 
-def _uses(gpus: Sequence[Gpu]) -> list[Use]:
+def _uses(gpus: Sequence[Gpu], visible: str | None = None) -> list[Use]:
     """Utilization and processes of each GPU.
 
     A busy GPU is checked again, because both figures lag behind: utilization covers about the last second, and a process that was
-    just told to end takes a moment to leave the GPU.
+    just told to end takes a moment to leave the GPU. Where CUDA_VISIBLE_DEVICES (`visible`) is the UUID of one GPU, only that
+    one matters: others may be measured at the same time.
     """
     uses = [_use(gpu) for gpu in gpus]
+    matters = [gpu.uuid() == visible for gpu in gpus]
     for _ in range(RETRIES):
-        if not any(utilization or processes for utilization, processes in uses):
+        if not any(any(use) for use, counts in zip(uses, matters, strict=True) if counts or not any(matters)):
             break
         time.sleep(RETRY_S)
         uses = [_lower(before, _use(gpu)) for before, gpu in zip(uses, gpus, strict=True)]

@@ -5,8 +5,10 @@ Every figure is optional: a machine without a driver, or a virtual one that hide
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pynvml
 
@@ -23,6 +25,11 @@ THROTTLE_REASONS = {
 }
 
 
+# nvmlValueType_t: the member of the union `nvmlValue_t` that holds the value of a field.
+VALUE_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
+MOST_NUMA_NODES = 64  # one word of the bit mask: the kernel's default limit of nodes
+
+
 @dataclass(frozen=True)
 class Reading:
     """The state of a GPU at one moment."""
@@ -32,6 +39,43 @@ class Reading:
     temperature_c: int | None
     throttle: tuple[str, ...]
     energy_j: float | None = None  # used since the driver was loaded
+
+
+class EccErrors(NamedTuple):
+    """Memory errors: of the registers, the caches and the device memory together."""
+
+    corrected: int | None
+    uncorrected: int | None
+
+
+class RemappedRows(NamedTuple):
+    """Rows of the device memory that were replaced by spare ones (Ampere and later)."""
+
+    corrected: int
+    uncorrected: int
+    pending: bool
+    """A row is replaced at the next reset of the GPU."""
+    failed: bool
+    """A row could not be replaced: no spare one is left."""
+
+
+class PcieLink(NamedTuple):
+    """The PCIe link at this moment, and what GPU and slot are capable of. An idle link drops to generation 1."""
+
+    generation: int | None
+    width: int | None
+    max_generation: int | None
+    max_width: int | None
+
+
+class NvLinks(NamedTuple):
+    """How many links the GPU has, how many of them are active, and their error counters, summed."""
+
+    total: int
+    active: int | None
+    replays: int | None
+    recoveries: int | None
+    crc_errors: int | None
 
 
 def _query(function: str, *arguments: Any) -> Any:
@@ -63,7 +107,7 @@ class Nvml:
 
 
 class Gpu:
-    """One GPU."""
+    """One GPU, as the driver reports it."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
@@ -84,6 +128,24 @@ class Gpu:
         uuid: str | None = self._query("nvmlDeviceGetUUID")
         return uuid
 
+    def index(self) -> int | None:
+        """The driver's number of this GPU. CUDA may number GPUs differently."""
+        index: int | None = self._query("nvmlDeviceGetIndex")
+        return index
+
+    def serial(self) -> str | None:
+        """The serial number of the board."""
+        serial: str | None = self._query("nvmlDeviceGetSerial")
+        return serial
+
+    def pci_bus(self) -> str | None:
+        """The address on the PCI bus: domain, bus, device and function."""
+        info = self._query("nvmlDeviceGetPciInfo")
+        if info is None:
+            return None
+        bus = info.busId
+        return str(bus.decode(errors="replace") if isinstance(bus, bytes) else bus).lower() or None
+
     def compute_capability(self) -> tuple[int, int] | None:
         capability = self._query("nvmlDeviceGetCudaComputeCapability")
         return (int(capability[0]), int(capability[1])) if capability is not None else None
@@ -96,7 +158,7 @@ class Gpu:
         return clock
 
     def memory_bytes(self) -> tuple[int, int] | None:
-        """(total, used)."""
+        """The memory in bytes: total and used."""
         memory = self._query("nvmlDeviceGetMemoryInfo")
         return (int(memory.total), int(memory.used)) if memory is not None else None
 
@@ -119,6 +181,112 @@ class Gpu:
             energy_j=self._thousandths("nvmlDeviceGetTotalEnergyConsumption"),
             throttle=tuple(reason for bit, reason in THROTTLE_REASONS.items() if reasons & bit),
         )
+
+    def persistence_mode(self) -> bool | None:
+        return _switch(self._query("nvmlDeviceGetPersistenceMode"))
+
+    def ecc_mode(self) -> bool | None:
+        modes = self._query("nvmlDeviceGetEccMode")  # (now, after the next reset)
+        return _switch(modes[0]) if modes is not None else None
+
+    def mig_mode(self) -> bool | None:
+        """Whether the GPU is divided into instances (MIG)."""
+        modes = self._query("nvmlDeviceGetMigMode")  # (now, after the next reset)
+        return _switch(modes[0]) if modes is not None else None
+
+    def ecc_errors(self, *, lifetime: bool) -> EccErrors:
+        """Memory errors since the driver was loaded, or in the whole life of the GPU."""
+        counter = pynvml.NVML_AGGREGATE_ECC if lifetime else pynvml.NVML_VOLATILE_ECC
+        kinds = (pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED)
+        return EccErrors(*(self._query("nvmlDeviceGetTotalEccErrors", kind, counter) for kind in kinds))
+
+    def remapped_rows(self) -> RemappedRows | None:
+        rows = self._query("nvmlDeviceGetRemappedRows")
+        return RemappedRows(int(rows[0]), int(rows[1]), bool(rows[2]), bool(rows[3])) if rows is not None else None
+
+    def retired_pages(self) -> tuple[int, bool | None] | None:
+        """Pages of the device memory that are no longer used (before Ampere), and whether more follow at the next reset."""
+        causes = (
+            pynvml.NVML_PAGE_RETIREMENT_CAUSE_MULTIPLE_SINGLE_BIT_ECC_ERRORS,
+            pynvml.NVML_PAGE_RETIREMENT_CAUSE_DOUBLE_BIT_ECC_ERROR,
+        )
+        pages = [self._query("nvmlDeviceGetRetiredPages", cause) for cause in causes]
+        if None in pages:
+            return None
+        return sum(map(len, pages)), _switch(self._query("nvmlDeviceGetRetiredPagesPendingStatus"))
+
+    def pcie_link(self) -> PcieLink:
+        names = ("CurrPcieLinkGeneration", "CurrPcieLinkWidth", "MaxPcieLinkGeneration", "MaxPcieLinkWidth")
+        return PcieLink(*(self._query(f"nvmlDeviceGet{name}") for name in names))
+
+    def pcie_replays(self) -> int | None:
+        """How often something was sent again over PCIe, because it had arrived damaged."""
+        replays: int | None = self._query("nvmlDeviceGetPcieReplayCounter")
+        return replays
+
+    def nvlinks(self) -> NvLinks | None:
+        """None for a GPU without NVLink."""
+        (total,) = self._fields([(pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT, 0)])
+        if not total or total > pynvml.NVML_NVLINK_MAX_LINKS:
+            return None
+        states = [self._query("nvmlDeviceGetNvLinkState", link) for link in range(total)]
+        known = [state for state in states if state is not None]
+        recoveries = self._over_links("NVML_FI_DEV_NVLINK_ERROR_DL_RECOVERY", total)
+        if recoveries is None:  # Blackwell has only this counter
+            recoveries = self._over_links("NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS", total)
+        return NvLinks(
+            total=total,
+            active=sum(map(bool, known)) if known else None,
+            replays=self._over_links("NVML_FI_DEV_NVLINK_ERROR_DL_REPLAY", total),
+            recoveries=recoveries,
+            crc_errors=self._over_links("NVML_FI_DEV_NVLINK_ERROR_DL_CRC", total),
+        )
+
+    def _over_links(self, field: str, links: int) -> int | None:
+        """The sum of a counter over all NVLinks; None if no link has it."""
+        number = getattr(pynvml, field, None)  # an older binding does not have every field
+        values = self._fields([(number, link) for link in range(links)]) if number is not None else []
+        known = [value for value in values if value is not None]
+        return sum(known) if known else None
+
+    def _fields(self, fields: Sequence[tuple[int, int]]) -> list[int | None]:
+        """The values of fields, each given by its number and its scope (an NVLink)."""
+        values = self._query("nvmlDeviceGetFieldValues", list(fields))
+        return [_value(field) for field in values] if values is not None else [None] * len(fields)
+
+    def numa_node(self) -> int | None:
+        """The NUMA node that the GPU is attached to. (`nvmlDeviceGetNumaNodeId` is something else: the node that a GPU itself is,
+        on machines where GPUs are NUMA nodes.)"""
+        mask = self._query("nvmlDeviceGetMemoryAffinity", MOST_NUMA_NODES // 64, pynvml.NVML_AFFINITY_SCOPE_NODE)
+        nodes = _bits(mask) if mask is not None else []
+        return nodes[0] if len(nodes) == 1 else None
+
+    def cpu_cores(self) -> list[int]:
+        """The CPU cores near this GPU, whether this process may use them or not; empty where the driver does not say."""
+        words = -(-(os.cpu_count() or 1) // 64)
+        mask = self._query("nvmlDeviceGetCpuAffinity", words)
+        return _bits(mask) if mask is not None else []
+
+
+def _switch(state: int | None) -> bool | None:
+    """nvmlEnableState_t as a truth value."""
+    return state == pynvml.NVML_FEATURE_ENABLED if state is not None else None
+
+
+def _value(field: Any) -> int | None:
+    """The value of a field (nvmlFieldValue_t); None if the driver does not give it as an integer."""
+    if field.nvmlReturn != pynvml.NVML_SUCCESS or not 0 < field.valueType < len(VALUE_MEMBERS):
+        return None
+    return int(getattr(field.value, VALUE_MEMBERS[field.valueType]))
+
+
+def _bits(mask: Iterable[int]) -> list[int]:
+    """The bits that are set in words of 64.
+
+    >>> _bits([0b101, 0b1])
+    [0, 2, 64]
+    """
+    return [64 * index + bit for index, word in enumerate(mask) for bit in range(64) if word >> bit & 1]
 
 
 def open_nvml() -> Nvml | None:

@@ -24,12 +24,8 @@ class GpuSpec:
     title: str
     capability: tuple[int, int]
     sms: int
-    clock_mhz: float
-    l2_mb: float
     memory_gb: float
     bandwidth_tbps: float
-    power_w: float
-    nvlink_gbps: float
     tflops: Mapping[str, float]
     source: str
     disagreements: str = ""

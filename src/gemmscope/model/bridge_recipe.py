@@ -34,6 +34,7 @@ class BridgeRecipe:
     """What a function of the file says, while it is being collected."""
 
     names: dict[str, object] = field(default_factory=dict)  # parameters with their defaults, and constants
+    classes: dict[str, tuple[str, dict[str, object]]] = field(default_factory=dict)  # of the file: the known class, and changes
     models: list[tuple[str, dict[str, object]]] = field(default_factory=list)  # classes that are built, with their arguments
     sections: dict[str, dict[str, object]] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)  # variables that hold a section: model_cfg = ...Provider()
@@ -91,7 +92,7 @@ def _one_model(recipes: list[tuple[str, BridgeRecipe]]) -> BridgeRecipe:
 
 
 def _hub_model(hub_id: str, settings: Mapping[str, object]) -> ModelSource:
-    """The model of a hub id: the preset with that source. Nothing is downloaded that the user did not name."""
+    """The model of a hub ID: the preset with that source. Nothing is downloaded that the user did not name."""
     changed = [name for name in (*REQUIRED, *bridge.SHAPES) if name in settings]
     preset = next((name for name in presets.names() if f"/{hub_id}/" in presets.describe(name).source), None)
     if changed or preset is None:
@@ -130,7 +131,7 @@ def _recipes(text: str) -> list[tuple[str, BridgeRecipe]]:
 
 def _of_function(node: Function, functions: dict[str, Function], module: BridgeRecipe, depth: int = 0) -> BridgeRecipe:
     """What a function says, with what the file's functions that it calls say before it."""
-    recipe = BridgeRecipe(names=dict(module.names))
+    recipe = BridgeRecipe(names=dict(module.names), classes=module.classes)
     recipe.names |= _defaults(node, recipe)
     for call in (part for part in ast.walk(node) if isinstance(part, ast.Call)):
         called = functions.get(_name_of(call.func))
@@ -166,9 +167,29 @@ def _defaults(node: Function, recipe: BridgeRecipe) -> dict[str, object]:
     return {argument.arg: _value(default, recipe) for argument, default in pairs}
 
 
+def _remember_class(node: ast.ClassDef, recipe: BridgeRecipe) -> None:
+    """Remember a provider class of the file's own: a known class with other sizes (`class Tiny(Llama3ModelProvider8B)`)."""
+    base = _name_of(node.bases[0]) if node.bases else ""
+    known = (base, {}) if _is_provider(base) else recipe.classes.get(base)
+    if known is None:
+        return
+    changes = dict(known[1])
+    for line in node.body:
+        target = line.targets[0] if isinstance(line, ast.Assign) else line.target if isinstance(line, ast.AnnAssign) else None
+        if isinstance(target, ast.Name) and isinstance(line, (ast.Assign, ast.AnnAssign)) and line.value is not None:
+            changes[target.id] = _value(line.value, recipe)
+    recipe.classes[node.name] = (known[0], changes)
+
+
+def _is_provider(name: str) -> bool:
+    return name in provider_classes() or name in FACTS["bridge"]["plain_classes"]
+
+
 def _collect(body: list[ast.stmt], recipe: BridgeRecipe, *, in_branch: bool) -> None:
     """Walk through the statements in their order."""
     for node in body:
+        if isinstance(node, ast.ClassDef):
+            _remember_class(node, recipe)
         if isinstance(node, (Function, ast.ClassDef)):
             continue
         for inner in ("body", "orelse", "finalbody"):
@@ -203,8 +224,11 @@ def _built(value: ast.expr, recipe: BridgeRecipe) -> str:
     for call in (part for part in ast.walk(value) if isinstance(part, ast.Call)):
         name = _name_of(call.func)
         arguments = {keyword.arg: _value(keyword.value, recipe) for keyword in call.keywords if keyword.arg}
-        if name in provider_classes() or name in FACTS["bridge"]["plain_classes"]:
+        if _is_provider(name):
             recipe.models.append((name, arguments))
+        elif name in recipe.classes:
+            provider, changes = recipe.classes[name]
+            recipe.models.append((provider, {**changes, **arguments}))
         elif name in CONFIGURATIONS:
             recipe.sections.setdefault(CONFIGURATIONS[name], {}).update(arguments)
         elif name == FROM_HUB and call.args:
@@ -214,8 +238,10 @@ def _built(value: ast.expr, recipe: BridgeRecipe) -> str:
     if not isinstance(value, ast.Call):
         return ""
     name = _name_of(value.func)
-    built = name in provider_classes() or any(
-        _name_of(part.func) == FROM_HUB for part in ast.walk(value) if isinstance(part, ast.Call)
+    built = (
+        name in provider_classes()
+        or name in recipe.classes
+        or any(_name_of(part.func) == FROM_HUB for part in ast.walk(value) if isinstance(part, ast.Call))
     )
     return "model" if built else CONFIGURATIONS.get(name, "")
 

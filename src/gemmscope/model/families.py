@@ -23,6 +23,19 @@ def _facts() -> Mapping[str, Mapping[str, Any]]:
 
 
 @cache
+def _class_sizes() -> Mapping[str, Mapping[str, int]]:
+    return load_data("gemmscope.model", "class_sizes.toml")
+
+
+@cache
+def known_keys() -> frozenset[str]:
+    """Keys of configs that some family reads: none of them is a misspelling."""
+    tables = [*_class_sizes().values(), *(facts.get("defaults", {}) for facts in _facts().values())]
+    named = [value for facts in _facts().values() for value in facts.values() if isinstance(value, str)]
+    return frozenset(named).union(*tables, *ALIASES.values())
+
+
+@cache
 def known_model_types() -> tuple[str, ...]:
     """Every `model_type` that has a closed form."""
     return tuple(sorted(name for name, facts in _facts().items() if name not in _NOT_FAMILIES and "language" not in facts))
@@ -74,7 +87,9 @@ class FamilyConfig:
 
     def value(self, key: str) -> Any:
         """The config's value, else the default of the configuration class, else None. An explicit null stays None."""
-        return self.config[key] if key in self.config else self.facts.get("defaults", {}).get(key)
+        if key in self.config:
+            return self.config[key]
+        return {**_class_sizes().get(self.model_type, {}), **self.facts.get("defaults", {})}.get(key)
 
     def flag(self, fact: str, default: bool = False) -> bool:
         """A fact that is true or false, or that names the key (or the key=value) that decides it."""
@@ -113,11 +128,10 @@ class FamilyConfig:
         raise UserError(f"{next(iter(given))} {problem}", "correct it in the config")
 
     def size(self, name: str) -> int:
-        value = self.optional_size(name)
-        if value is None:
-            names = ALIASES.get(name, (name,))
-            others = [key for key in self.config if key not in self.facts.get("defaults", {})]
-            similar = _misspelled(names, others)
+        """A size that the model needs. Where only the class has it, a key of the config that resembles it is a misspelling."""
+        value, names = self.optional_size(name), ALIASES.get(name, (name,))
+        similar = _misspelled(names, [*self.config]) if value is None or self.config.keys().isdisjoint(names) else ""
+        if value is None or similar:
             raise UserError(
                 f"the config of this {self.model_type} model has no {' or '.join(names)}"
                 + (f"; it has {similar!r}" if similar else ""),
@@ -128,7 +142,6 @@ class FamilyConfig:
 
 def _misspelled(names: Sequence[str], config: Sequence[str]) -> str:
     """A key of the config that is very similar to one of `names`, and not a known key itself."""
-    known = {alias for aliases in ALIASES.values() for alias in aliases}
-    unknown = [key for key in config if key not in known and key not in names]
+    unknown = [key for key in config if key not in known_keys() and key not in names]
     close = (closest(name, unknown, 1, cutoff=0.85) for name in names)
     return next((match[0] for match in close if match), "")

@@ -1,4 +1,4 @@
-"""Reads a Hugging Face `config.json`: a file, its folder, or (through transformers) a hub id.
+"""Reads a Hugging Face `config.json`: a file, its folder, or (through transformers) a hub ID.
 
 The sizes come from the config, everything else from `families.toml`. A model type that is not in that file, or a config with
 parts that have no closed form (linear attention, cross attention), gives a source without a model: its shapes must be traced.

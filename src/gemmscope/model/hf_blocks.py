@@ -6,13 +6,18 @@ from typing import Any, cast
 from gemmscope.errors import UserError, shown
 from gemmscope.model.families import FamilyConfig
 from gemmscope.model.flags import head_size
-from gemmscope.model.limits import check_size
+from gemmscope.model.limits import check_size, divisors_text
 from gemmscope.model.spec import AttentionSpec, LatentSpec, MlpSpec, MoeSpec, QkNorm
 
 
 def attention(family: FamilyConfig, hidden: int) -> AttentionSpec:
     """The attention of every layer, without its window."""
     heads = check_size("num_attention_heads", family.size("num_attention_heads"), "heads")
+    if family.flag("whole_heads") and hidden % heads:
+        raise UserError(
+            f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}",
+            f"numbers of heads that divide {hidden}: {divisors_text(hidden, most=16)}",
+        )
     normed = "qk_norm_if" not in family.facts or family.flag("qk_norm_if")
     bias = family.flag("qkv_bias")
     common = AttentionSpec(
@@ -23,7 +28,7 @@ def attention(family: FamilyConfig, hidden: int) -> AttentionSpec:
         k_bias=bias,
         v_bias=bias,
         out_bias=family.flag("out_bias"),
-        causal=family.flag("causal"),
+        causal=family.flag("causal") and not family.flag("bidirectional_if"),
         qk_norm=cast("QkNorm | None", family.facts.get("qk_norm")) if normed else None,
         qk_norm_bias=family.flag("qk_norm_bias"),
         sinks=family.flag("sinks"),
@@ -32,6 +37,7 @@ def attention(family: FamilyConfig, hidden: int) -> AttentionSpec:
     )
     if family.flag("latent"):
         rope, value_dim = family.size("qk_rope_head_dim"), family.optional_size("v_head_dim")
+        _check_pairs(family, "qk_rope_head_dim", rope)
         return replace(
             common,
             head_dim=family.size("qk_nope_head_dim") + rope,
@@ -47,16 +53,23 @@ def attention(family: FamilyConfig, hidden: int) -> AttentionSpec:
         kv_heads = 1 if family.flag("kv_heads") else None
     else:
         kv_heads = family.optional_size("num_key_value_heads")
-    head_dim = family.optional_size("head_dim")
-    if head_dim is None:
-        head_dim = head_size(hidden, heads) if family.flag("whole_heads") else hidden // heads
+    head_dim = None if family.flag("head_dim_ignored") else family.optional_size("head_dim")
+    head_dim = hidden // heads if head_dim is None else head_dim
+    rotary_dim = _rotary_dim(family, head_dim) if family.flag("partial_rotary") else None
+    if rotary_dim in (None, head_dim) and not family.flag("odd_heads"):
+        _check_pairs(family, "head_dim", head_dim)
     return replace(  # a zero is kept, which the spec then rejects
         common,
         kv_heads=heads if kv_heads is None else kv_heads,
         head_dim=head_dim,
-        rotary_dim=_rotary_dim(family, head_dim) if family.flag("partial_rotary") else None,
+        rotary_dim=rotary_dim,
         gated=family.flag("attention_gate"),
     )
+
+
+def _check_pairs(family: FamilyConfig, name: str, size: int) -> None:
+    if size % 2 and family.flag("rotary"):
+        raise UserError(f"{name} = {size} is odd, but rotary positions rotate pairs of a head", "give heads an even size")
 
 
 def _rotary_dim(family: FamilyConfig, head_dim: int) -> int | None:
@@ -103,13 +116,27 @@ def moe(family: FamilyConfig) -> MoeSpec:
     elif "shared_count" in facts:
         shared_width = width * (family.optional_size(facts["shared_count"]) or 0)
     return MoeSpec(
-        experts=family.size("num_experts"),
+        experts=number_of_experts(family),
         top_k=facts["top_k"] if "top_k" in facts else family.size("num_experts_per_tok"),
         expert=expert(width, family.flag("expert_bias"), fused=True),
         shared=expert(shared_width, family.flag("mlp_bias"), family.flag("shared_fused")) if shared_width else None,
         shared_gate=family.flag("shared_gate"),
         router_bias=family.flag("router_bias"),
     )
+
+
+def number_of_experts(family: FamilyConfig) -> int:
+    """How many experts there are. Where routing chooses groups of them first, these must be equal."""
+    experts, key = family.size("num_experts"), family.facts.get("expert_groups", "")
+    groups, chosen = (family.config.get(name) for name in (key, "topk_group"))
+    if type(groups) is int and groups > 0 and experts % groups:
+        raise UserError(
+            f"{experts} experts cannot be split into {key} = {groups} equal groups",
+            f"numbers of groups that divide {experts}: {divisors_text(experts)}",
+        )
+    if type(groups) is int and type(chosen) is int and chosen > groups > 0:
+        raise UserError(f"topk_group = {chosen} is more than {key} = {groups}", f"routing chooses at most {groups} groups")
+    return experts
 
 
 def moe_layers(family: FamilyConfig, count: int) -> list[bool]:
@@ -144,6 +171,8 @@ def per_layer(family: FamilyConfig, key: str, count: int) -> list[Any] | None:
     given = family.value(key)
     if given is not None and not isinstance(given, list):
         raise UserError(f"{key} must be a list with one entry per layer, not {shown(given)}", "correct it, or remove it")
+    if given is not None and key in family.facts.get("longer_lists", ()):
+        given = given[: max(count, 0)]
     if given is not None and len(given) != count:
         raise UserError(f"{key} has {len(given)} entries, but num_hidden_layers = {count}", f"give it {count} entries")
     return current_kinds(given) if given is not None and key == "layer_types" else given
@@ -172,6 +201,8 @@ def windows(family: FamilyConfig, count: int) -> list[int | None]:
     layer_types = per_layer(family, "layer_types", count)
     if not window:
         return [None] * count
+    if family.flag("bidirectional_if"):
+        window = window // 2 * 2  # as many positions on either side
     if rule == "all":
         return [window] * count
     slides = [kind == "sliding_attention" for kind in layer_types or []] or _sliding_pattern(family, count)

@@ -1,4 +1,4 @@
-"""Resolves a Hugging Face hub id with the user's own transformers, in a separate process.
+"""Resolves a Hugging Face hub ID with the user's own transformers, in a separate process.
 
 gemmscope itself never imports transformers. This file is also what that process runs: ``gemmscope.model.hub NAME`` prints the
 config, or one line with the reason why it cannot.
@@ -27,17 +27,17 @@ def looks_like_hub_id(name: str) -> bool:
 
 
 def resolve(name: str) -> str:
-    """The text of a hub id's config.json, from the local cache or from the hub."""
+    """The text of a hub ID's config.json, from the local cache or from the hub."""
     instead = f"give the path of its config.json instead: {option('config', 'PATH')}"
     if importlib.util.find_spec("transformers") is None:
         raise UserError(
-            f"there is no file or folder {name!r}, and looking it up as a hub id needs transformers, which is not installed",
+            f"there is no file or folder {name!r}, and looking it up as a hub ID needs transformers, which is not installed",
             f"pip install transformers, or {instead}",
         )
     worker = run_worker(__name__, name)
     if worker.code != 0 or worker.cut:
         reason = "its config is too large" if worker.cut else worker.reason
-        raise UserError(f"there is no file or folder {name!r}, and it cannot be resolved as a hub id: {reason}", instead)
+        raise UserError(f"there is no file or folder {name!r}, and it cannot be resolved as a hub ID: {reason}", instead)
     return worker.output
 
 

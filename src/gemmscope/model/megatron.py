@@ -18,9 +18,10 @@ from gemmscope.errors import UserError
 from gemmscope.findings import Finding, finding
 from gemmscope.model.limits import LARGEST
 from gemmscope.model.megatron_args import REQUIRED, model_source, other_model
-from gemmscope.model.megatron_branches import Branches
+from gemmscope.model.megatron_branches import LONG, SHORT, Branches
+from gemmscope.model.megatron_functions import in_order
 from gemmscope.model.megatron_hybrid import HYBRID
-from gemmscope.model.megatron_shell import ASSIGNMENT, Shell, words_of
+from gemmscope.model.megatron_shell import ASSIGNMENT, Shell, Word, words_of
 from gemmscope.model.megatron_values import FACTS, MegatronSettings, Unknown
 from gemmscope.model.source import ModelSource
 
@@ -33,6 +34,7 @@ ONLY_HERE = ("encoder_num_layers", "encoder_seq_length", "padded_vocab_size", "s
 SWITCHES = set(FACTS["switches"])
 VALUED = {*FACTS["same_name"], *OTHER_NAME, *ONLY_HERE}
 KNOWN = VALUED | SWITCHES
+PRINTERS, USAGE = ("echo", "printf"), "usage"
 MOST_UNKNOWN_FLAGS = 300  # with more, the text is not a launch script, and no flag is taken for a misspelling
 TELLTALE = {*REQUIRED, "ffn_hidden_size", "tensor_model_parallel_size", "micro_batch_size", "seq_length"}
 
@@ -85,7 +87,7 @@ def read(text: str, origin: str) -> ModelSource:
     if TELLTALE & printed.values.keys():
         return _source(printed, origin, lambda name: name, "{} ........ {}")
     arguments = Arguments()
-    _collect(text, Shell(), arguments, in_branch=False, depth=0)
+    _collect(in_order(text), Shell(), arguments, in_branch=False, depth=0)
     if not arguments.values:
         raise UserError(
             "there are no Megatron-LM arguments",
@@ -198,18 +200,22 @@ def _read_printed(text: str) -> Arguments:
 
 def _collect(text: str, shell: Shell, arguments: Arguments, *, in_branch: bool, depth: int) -> None:
     """Walk through the words: assignments, flags and the value that follows a flag."""
-    has_branches = re.search(r"(?:^|[\n;])[ \t]*(?:fi|esac)\b", text) is not None
-    branches, waiting, switch = Branches(shell), "", ""
+    has_branches = LONG.search(text) is not None or SHORT.search(text) is not None
+    branches, waiting, switch, printing = Branches(shell), "", "", ""
     for word in words_of(text):
         if has_branches and (branches.consumes(word) or branches.skipped):
             continue
         inside, piece = in_branch or branches.open, word.text
+        printing = piece if piece in PRINTERS and not word.quoted else "" if word.opens else printing
+        if printing and (printing == USAGE or USAGE in piece.lower()):  # flags of the script itself
+            printing = USAGE
+            continue
         arguments.add_scripts(piece)
         shell.assign_defaults(piece, in_branch=inside)
         assigned = None if waiting else ASSIGNMENT.fullmatch(piece)
         if assigned:
             piece = assigned[3]
-            if assigned[2] == "=" and not piece.startswith("("):
+            if assigned[2] == "=" and (not piece.startswith("(") or _is_text(word)):
                 shell.assign(assigned[1], piece, in_branch=inside)
             if piece.startswith("(") and piece.endswith(")"):  # an array of one word
                 piece = piece[1:-1]
@@ -245,6 +251,11 @@ def _collect(text: str, shell: Shell, arguments: Arguments, *, in_branch: bool, 
             switch = ""
     if waiting:
         arguments.put(waiting, Unknown("(none)", "the text ends after it"))
+
+
+def _is_text(word: Word) -> bool:
+    """Whether an assignment in brackets is text, such as `FREQ="([0]*3+[1]*58)"`, and not an array."""
+    return word.quoted and "--" not in word.text and word.text.count("(") == word.text.count(")")
 
 
 def _without_brackets(piece: str) -> str:

@@ -76,7 +76,7 @@ def other_model(evidence: str, what: str) -> UserError:
     """The error for a model that has a GPT's settings but is none. `evidence`: what shows it, as in "pretrain_t5.py trains"."""
     return UserError(
         f"{evidence} {what}; only GPT models and hybrids can be read from Megatron settings",
-        f"trace it with {option('module', 'FILE.py:FACTORY')}, or give its Hugging Face config.json with {option('config')}",
+        f"trace it with {option('module', 'FILE.py:FUNCTION')}, or give its Hugging Face config.json with {option('config')}",
     )
 
 
@@ -86,13 +86,13 @@ def _reject_not_modelled(settings: MegatronSettings) -> None:
         raise UserError(
             f"{settings.spell(VARIANT)} {shown(variant)} is not supported for a file",
             f"supported: {', '.join((*LINEAR_ATTENTION, SPARSE_ATTENTION))}; for others, trace the model with "
-            f"{option('module', 'FILE.py:FACTORY')}",
+            f"{option('module', 'FILE.py:FUNCTION')}",
         )
     for name, meaning in FACTS["not_modelled"].items():
         if settings.values.get(name) not in (None, False, "False", "false", ""):
             raise UserError(
                 f"{settings.spell(name)} {meaning}, which is not supported for a file",
-                f"trace the model instead: {option('module', 'FILE.py:FACTORY')}",
+                f"trace the model instead: {option('module', 'FILE.py:FUNCTION')}",
             )
 
 

@@ -1,7 +1,8 @@
 """Follows the conditions of a launch script: which branch of an `if` or `case` runs, where the script itself decides it.
 
 `case $SIZE in 8B) ... ;; esac` runs one branch if the script sets SIZE. Where it does not, every branch may run, and what they
-set depends on the condition. Nothing is executed here.
+set depends on the condition. `[ $MOE = 1 ] && ARGS+=(...)` is a condition too, which ends with its command. Nothing is executed
+here.
 """
 
 import operator
@@ -15,24 +16,30 @@ from gemmscope.model.megatron_shell import Shell, Word
 
 State = Literal["taken", "skipped", "open"]
 """Of a branch: it runs, it does not run, nobody knows."""
+OTHERWISE: dict[State, State] = {"taken": "skipped", "skipped": "taken", "open": "open"}
+"""Of what follows `||`."""
 
 COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt, "-ge": operator.ge,
 }  # fmt: skip
 NUMBER = re.compile("-?[0-9]{1,15}")
+IN_ARITHMETIC = {"==": "-eq", "!=": "-ne", "<=": "-le", ">=": "-ge", "<": "-lt", ">": "-gt"}
+SHORT = re.compile(r"(?:^|[\n;])[ \t]*\[\[?[ \t][^\n]*\][ \t]*(?:&&|\|\|)")  # a condition without `if`
+LONG = re.compile(r"(?:^|[\n;])[ \t]*(?:fi|esac)\b")
 LONGEST_TEST = 12  # words
 
 
 @dataclass
 class Condition:
-    """One `if` or `case` that is not closed yet."""
+    """One `if`, `case` or `[ ... ] &&` ("and") that is not closed yet."""
 
-    kind: Literal["if", "case"]
+    kind: Literal["if", "case", "and"]
     state: State = "open"
     before: list[State] = field(default_factory=list)  # the branches so far
-    reading: Literal["test", "subject", "pattern", ""] = ""  # what the next words belong to
+    reading: Literal["test", "subject", "pattern", "operator", ""] = ""  # what the next words belong to
     words: list[Word] = field(default_factory=list)
     subject: str | None = None
+    brackets: int = 0  # that its command has opened: an array may go on in the next line
 
     def enter(self, holds: bool | None) -> None:
         """Begin a branch, given whether its own condition holds; None: unknown. At most one branch runs."""
@@ -61,6 +68,8 @@ class Branches:
 
     def consumes(self, word: Word) -> bool:
         """Whether the word belongs to the structure of a condition: keywords, tests and patterns."""
+        while self.stack and self.stack[-1].kind == "and" and self._ends_short(self.stack[-1], word):
+            self.stack.pop()
         top = self.stack[-1] if self.stack else None
         if top is not None and top.kind == "case" and not top.reading and ";;" in word.before:
             top.reading = "pattern"
@@ -71,6 +80,9 @@ class Branches:
             return self._read(top, word)
         if not word.opens or word.quoted:
             return False
+        if word.text in ("[", "[["):
+            self.stack.append(Condition("and", reading="test", words=[word]))
+            return True
         if word.text in ("if", "case"):
             self.stack.append(Condition("if", reading="test") if word.text == "if" else Condition("case", reading="subject"))
             return True
@@ -82,8 +94,27 @@ class Branches:
             return True
         return False
 
-    def _read(self, top: Condition, word: Word) -> bool:
+    def _ends_short(self, top: Condition, word: Word) -> bool:
+        """Whether the word is beyond the command of a condition without `if`. What follows `&&` and `||` belongs to it."""
         if top.reading == "test":
+            return False
+        if word.opens and top.brackets <= 0:
+            if "&&" not in word.before and "||" not in word.before:
+                return True
+            if top.reading == "operator":
+                holds = self._holds(top.words)
+                top.enter(holds if holds is None or "&&" in word.before else not holds)
+            elif "||" in word.before:  # what runs where the command before did not
+                top.state = OTHERWISE[top.state]
+        if not word.quoted:
+            top.brackets += (word.text == "{") - (word.text == "}") + word.text.count("(") - word.text.count(")")
+        return False
+
+    def _read(self, top: Condition, word: Word) -> bool:
+        if top.kind == "and":
+            top.words.append(word)
+            top.reading = "operator" if word.text in ("]", "]]") else top.reading
+        elif top.reading == "test":
             if word.opens and word.text == "then":
                 top.enter(self._holds(top.words))
             else:
@@ -103,7 +134,9 @@ class Branches:
         return True
 
     def _holds(self, words: list[Word]) -> bool | None:
-        """Whether a test holds: `[ $A = b ]`, `[[ -n $A ]]`, `[ $N -gt 2 ]`; None where that is not known."""
+        """Whether a test holds: `[ $A = b ]`, `[[ -n $A ]]`, `[ $N -gt 2 ]`, `(( N > 2 ))`; None where that is not known."""
+        if words and words[0].text.startswith("((") and words[-1].text.endswith("))"):
+            return self._arithmetic_holds("".join(self.shell.fill_in(word.text) for word in words[:LONGEST_TEST])[2:-2])
         if not 3 < len(words) <= LONGEST_TEST or words[0].text not in ("[", "[[") or any(word.opens for word in words[1:]):
             return None
         operands = [self.shell.fill_in(word.text) for word in words[1:-1]]
@@ -120,3 +153,11 @@ class Branches:
         if comparison in COMPARISONS and NUMBER.fullmatch(left) and NUMBER.fullmatch(right):
             return COMPARISONS[comparison](int(left), int(right))
         return None
+
+    def _arithmetic_holds(self, test: str) -> bool | None:
+        """Whether a comparison such as `N>2` holds."""
+        left, comparison, right = [*re.split("(==|!=|<=|>=|<|>)", test, maxsplit=1), "!=", "0"][:3]
+        first, second = self.shell.computed(left), self.shell.computed(right)
+        if not isinstance(first, int) or not isinstance(second, int):
+            return None
+        return COMPARISONS[IN_ARITHMETIC[comparison]](first, second)

@@ -19,8 +19,9 @@ PART = re.compile(
 )
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?=)(.*)", re.DOTALL)
 VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)(?::?[-=]([^{}]*(?:\{[^{}]*\}[^{}]*)*))?\}")
+LENGTH = re.compile(r"\$\{#(\w+)\}")  # how many characters a value has
 DEFAULT = re.compile(r"\$\{([A-Za-z_]\w*):?=([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")  # also sets the variable
-ARITHMETIC = re.compile(r"\$\(\(([^$]*)\)\)")
+ARITHMETIC = re.compile(r"\$\(\(((?:[^$()]|\((?:[^$()]|\([^$()]*\))*\))*)\)\)")
 NAME_IN_ARITHMETIC = re.compile(r"[A-Za-z_]\w*")
 LONGEST_VALUE = 1000  # of a variable: longer ones are lists of flags, never a size
 
@@ -99,6 +100,7 @@ class Shell:
 
     def fill_in(self, text: str) -> str:
         """The text with its known variables and arithmetic replaced; unknown ones keep their $."""
+        text = LENGTH.sub(self._length, text)
         for _ in range(3):  # a default may contain a variable itself
             text = VARIABLE.sub(self._replacement, text)
         return ARITHMETIC.sub(self._result, text)
@@ -109,11 +111,20 @@ class Shell:
             value = _without_quotes(match[3])  # the default of ${NAME:-default}
         return match[0] if value is None else value[:LONGEST_VALUE]
 
+    def _length(self, match: re.Match[str]) -> str:
+        value = self.value(match[1])
+        return match[0] if not value or "$" in value else str(len(value))
+
     def _result(self, match: re.Match[str]) -> str:
+        result = self.computed(match[1])
+        return match[0] if result is None else str(result)
+
+    def computed(self, expression: str) -> int | list[int] | None:
+        """The value of an arithmetic expression, in which variables have no $; None where it is not known."""
         try:
-            return str(evaluate(NAME_IN_ARITHMETIC.sub(lambda name: self.value(name[0]) or name[0], match[1])))
+            return evaluate(NAME_IN_ARITHMETIC.sub(lambda name: self.value(name[0]) or name[0], expression))
         except ValueError:
-            return match[0]
+            return None
 
     def resolve(self, text: str) -> str | Unknown:
         if len(text) > 100 * LONGEST_VALUE:

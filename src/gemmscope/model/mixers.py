@@ -7,13 +7,12 @@ attention a state-space model has keys (B), queries (C) and values (x): `groups`
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from gemmscope.errors import UserError
 from gemmscope.model.limits import check_size, divisors_text
 
 MixerKind = Literal["ssd", "selective scan", "gated delta rule", "kda", "lightning attention", "short convolution"]
-MIXER_KINDS: tuple[MixerKind, ...] = get_args(MixerKind)
 MIXER_NAMES: dict[MixerKind, str] = {
     "ssd": "Mamba-2",
     "selective scan": "Mamba",

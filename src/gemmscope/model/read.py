@@ -27,7 +27,7 @@ START_OF_LOG = 4 * 2**20  # bytes of a training log that are read: Megatron prin
 
 
 def read_config(reference: str) -> ModelSource:
-    """The model of a file, a folder with a config.json, standard input (-), or a hub id."""
+    """The model of a file, a folder with a config.json, standard input (-), or a hub ID."""
     if not reference:
         raise UserError(f"{option('config')} is empty", FORMATS)
     if names_file(reference):
@@ -39,7 +39,7 @@ def read_config(reference: str) -> ModelSource:
         return read_text(_text(str(path)), called(path))
     if hub.looks_like_hub_id(reference):
         return read_text(hub.resolve(reference), reference)
-    raise UserError(f"there is no file or folder {_quoted(reference)}", f"{FORMATS}, or a hub id")
+    raise UserError(f"there is no file or folder {_quoted(reference)}", f"{FORMATS}, or a hub ID")
 
 
 def names_file(reference: str) -> bool:

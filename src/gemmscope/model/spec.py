@@ -283,7 +283,7 @@ class RunSpec:
         if self.zero is not None and (type(self.zero) is not int or self.zero not in ZERO_STAGES):
             raise UserError(
                 f"{option('zero')} must be 0, 1, 2 or 3, not {shown(self.zero)}",
-                "what data-parallel ranks share: 1 the optimizer, 2 also gradients, 3 also weights",
+                "1 shards the optimizer states across data-parallel ranks, 2 also gradients, 3 also weights",
             )
         if self.optimizer_state not in (None, *OPTIMIZER_STATES):
             raise UserError(

@@ -18,7 +18,7 @@ from gemmscope.model.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, 
 from gemmscope.toml import load_data
 
 OTHER_WAYS = f"for any other model give its Hugging Face config.json with {option('config')}, or trace it with " + option(
-    "module", "FILE.py:FACTORY"
+    "module", "FILE.py:FUNCTION"
 )
 
 

@@ -1,13 +1,14 @@
 """The recipes of `recipes.toml` as objects. A recipe is data; every backend runs all of them through one code path."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from gemmscope.errors import UserError, closest, shown
+from gemmscope.recipe.kept import KeptHigher, mixed_name, split_name
 from gemmscope.toml import load_data
 
 BASELINE = "BF16"
@@ -31,6 +32,8 @@ class Recipe:
     same_kernels_as: str | None = None  # the recipe with the same GEMM kernels and another quantization
     seen: str = ""  # the GPU on which these facts were observed
     settings: Mapping[str, Any] = field(default_factory=dict)  # per backend: how it names the recipe
+    kept: KeptHigher | None = None  # what a mix leaves in a higher precision; the rest is as in its `base`
+    base: str = ""  # the recipe of a mix; empty for every other
 
     @property
     def quantizes(self) -> bool:
@@ -45,6 +48,14 @@ class Recipe:
         if set(self.operands[pass_name]) == {"bf16"}:
             return ("none",)
         return (self.scales, *self.also_scaled.get(pass_name, ()))
+
+    def multiple_in(self, backend: str) -> int:
+        """What this backend wants sizes to be a multiple of, where that is more than the hardware does.
+
+        >>> recipe("MXFP8").multiple_in("transformer_engine"), recipe("FP8Current").multiple_in("")
+        (32, 16)
+        """
+        return int(self.settings.get(backend, {}).get("multiple_of", self.multiple_of))
 
     def misaligned(self, sizes: Mapping[str, int]) -> str:
         """Why GEMMs of these sizes do not run in this recipe; empty if they do.
@@ -75,16 +86,29 @@ def recipes() -> Mapping[str, Recipe]:
 
 
 def recipe(name: str) -> Recipe:
-    """The recipe of that name; case does not matter.
+    """The recipe of that name, or the mix (`kept.py`); case does not matter.
 
     >>> recipe("fp8current").operands["dgrad"]
     ('e4m3', 'e5m2')
+    >>> recipe("FP8Current (in BF16: first 1)").kept
+    KeptHigher(recipe='BF16', first_layers=1, last_layers=0, ops=())
     """
     if name in recipes():
         return recipes()[name]
+    if (mixed := split_name(name)) is not None:
+        return _mixed(*mixed)
     by_lower = {known.lower(): known for known in recipes()}
     if name.lower() not in by_lower:
         similar = [by_lower[match] for match in closest(name.lower(), by_lower)]
         hint = f"did you mean {' or '.join(similar)}? " if similar else ""
         raise UserError(f"unknown recipe {shown(name)}", f"{hint}recipes: {', '.join(recipes())}")
     return recipes()[by_lower[name.lower()]]
+
+
+@cache
+def _mixed(name: str, kept: KeptHigher) -> Recipe:
+    """A recipe that keeps something higher."""
+    base, higher = recipe(name), recipe(kept.recipe)
+    kept = replace(kept, recipe=higher.name)
+    title = f"{base.name}, and {higher.name} for what is kept higher"
+    return replace(base, name=mixed_name(base.name, kept), title=title, kept=kept, base=base.name)

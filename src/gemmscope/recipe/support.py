@@ -54,6 +54,16 @@ def support(name: str, capability: tuple[int, int]) -> Support:
     return Support(runs=False, note=facts["otherwise"])
 
 
+def run_together(one: str, other: str) -> bool:
+    """Whether an architecture runs both recipes, neither of them emulated.
+
+    >>> run_together("NVFP4", "MXFP8"), run_together("NVFP4", "FP8Block"), run_together("FP8Block", "BF16")
+    (True, False, True)
+    """
+    listed = [set(_table()[name]["yes"]) for name in (one, other) if name in _table()]
+    return len(listed) < 2 or bool(listed[0] & listed[1])
+
+
 def architectures() -> dict[str, str]:
     """Every architecture of the table: compute capability → name.
 

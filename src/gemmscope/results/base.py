@@ -29,7 +29,7 @@ LONGEST_REPR = 160
 
 
 def shortened(text: str, longest: int) -> str:
-    """At most so many characters."""
+    """The text, cut to at most so many characters."""
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
@@ -60,7 +60,7 @@ def _brief(value: Any) -> str:
 class Part(BaseModel):
     """A part of a result. Unknown keys are refused, so that a typo does not pass for data."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, populate_by_name=True, defer_build=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, defer_build=True)
 
     def __repr__(self) -> str:
         return short_repr(type(self).__name__, {name: getattr(self, name) for name in type(self).model_fields})
@@ -92,7 +92,7 @@ class Result(Part):
         return None
 
     def to_json(self) -> str:
-        """As it is written to a run file."""
+        """The result as it is written to a run file."""
         try:
             text = self.model_dump_json(by_alias=True, indent=1)
         except PydanticSerializationError:  # halves of characters, which JSON cannot hold
@@ -155,8 +155,17 @@ def damage_reported(*results: Result) -> Iterator[None]:
         reason = ascii(in_a_line(error))[1:-1][:120]
         raise UserError(
             f"{' or '.join(files)} is damaged: its values are not valid ({reason})",
-            f"run gemmscope {next(iter(files.values()))} again with --json",
+            f"run {command_of(next(iter(files.values())))} again with --json",
         ) from error
+
+
+def command_of(kind: str) -> str:
+    """The command that makes results of a kind.
+
+    >>> command_of("bench"), command_of("sweep")
+    ('gemmscope bench', 'gemmscope bench or step with --sweep')
+    """
+    return "gemmscope bench or step with --sweep" if kind == "sweep" else f"gemmscope {kind}"
 
 
 def _show() -> ModuleType:
@@ -165,7 +174,7 @@ def _show() -> ModuleType:
 
 
 class ModelSummary(Part):
-    """Which model."""
+    """The model of a result: its name, where it comes from, and its main sizes."""
 
     name: str
     model_type: str = ""
@@ -230,6 +239,11 @@ class Samples:
     @property
     def measured(self) -> bool:
         return bool(self.rounds_ms) and not self.failure
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether it failed because it does not fit in the memory of the GPU."""
+        return self.failure_kind in ("out of memory", "too large")
 
     @property
     def pending(self) -> bool:

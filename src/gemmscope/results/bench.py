@@ -52,7 +52,7 @@ class TaskResult(Samples):
 
 
 class BenchResult(ModelResult):
-    """The whole result."""
+    """The result of `gemmscope bench`: the linears in every recipe and mode, and every sample behind them."""
 
     kind: Literal["bench"] = "bench"
     settings: BenchSettings

@@ -9,7 +9,8 @@ Verdict = Literal["faster", "slower", "too close to call", "missing"]
 
 
 class Change(Part):
-    """From the first run to another. The ratio is new over old: above one is slower. Its interval holds for all rows together."""
+    """The change from the first run to another. The ratio is new over old: above one is slower. Its interval holds for all rows
+    together."""
 
     ratio: Interval | None
     """Null where one of the runs lacks the row."""
@@ -46,7 +47,7 @@ class EnvironmentDifference(Part):
 
 
 class CompareResult(Result):
-    """The whole result."""
+    """The result of `gemmscope compare`: runs compared row by row."""
 
     kind: Literal["compare"] = "compare"
     runs: tuple[str, ...]

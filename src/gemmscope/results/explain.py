@@ -86,7 +86,7 @@ class StepAccount(Part):
         return self.hidden_ms + self.parts_ms.get("exposed communication", 0.0)
 
     def share(self, *parts: StepPart) -> float:
-        """Of the step's time."""
+        """The share of these parts in the time of the step."""
         return sum(self.parts_ms.get(part, 0.0) for part in parts) / self.step_ms if self.step_ms else 0.0
 
 
@@ -166,7 +166,7 @@ class RankTime(Part):
 
 
 class ExplainResult(Result):
-    """The whole result."""
+    """The result of `gemmscope explain`: what a recorded step did, and why it is not faster."""
 
     kind: Literal["explain"] = "explain"
     trace: str

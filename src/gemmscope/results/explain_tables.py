@@ -131,7 +131,7 @@ class MemoryPoint(Part):
 
 
 class ExplainTables(Part):
-    """All of them."""
+    """The tables of a recorded step."""
 
     gemm_shapes: tuple[GemmShapeTotal, ...] = ()
     attention: tuple[AttentionTotal, ...] = ()

@@ -6,10 +6,10 @@ Nothing in it was measured on the GPU it names, and every interval is a 90% erro
 from typing import Literal
 
 from gemmscope.findings import Finding
-from gemmscope.interval import Interval
 from gemmscope.results.base import ModelResult, Part
-from gemmscope.results.linears import Linears, Winner
+from gemmscope.results.linears import Linears
 from gemmscope.results.step import StepTimes
+from gemmscope.results.sweep import GpuSweep
 
 Fit = Literal["fits", "tight", "may not fit", "does not fit"]
 """Tight: fits in the usual case, but not at most. May not fit: too much in the usual case, but not at least."""
@@ -45,7 +45,7 @@ class RecipeMemory(Part):
 
 
 class GpuForecast(Part):
-    """One GPU."""
+    """The forecast for one GPU."""
 
     gpu: str
     title: str
@@ -59,64 +59,8 @@ class GpuForecast(Part):
     findings: tuple[Finding, ...] = ()
 
 
-class SweepPoint(Part):
-    """One configuration of a sweep."""
-
-    values: dict[str, int]
-    baseline_step_ms: float | None = None
-    speedups: dict[str, Interval] = {}
-    winner: Winner | None = None
-    host_bound: tuple[str, ...] = ()
-    """Recipes whose step takes the CPU longer to launch than the GPU to run: their step takes as long as launching it."""
-    not_possible: dict[str, str] = {}
-    """Recipe → why it cannot run this configuration."""
-    unfit: tuple[str, ...] = ()
-    """Recipes that do not fit in the memory of the GPU: they are not ranked. Where none fits there is no winner."""
-    may_not_fit: tuple[str, ...] = ()
-    """Recipes that usually need more memory than the GPU has, but fit at best."""
-    memory_gb: float | None = None
-    """What the best recipe needs on one GPU; where none fits, at least that of the smallest."""
-    gpus: int | None = None
-    """GPUs of the layout."""
-    tokens_per_s: float | None = None
-    """Of one GPU in the best recipe."""
-    why_not: str = ""
-    """Why this configuration is not possible at all."""
-
-    @property
-    def gains(self) -> bool:
-        """Whether the best recipe is faster than BF16 beyond its error bar."""
-        return self.winner is not None and self.winner.beats_baseline
-
-    @property
-    def place(self) -> str:
-        """Its sizes, as a message names it."""
-        return " x ".join(map(str, self.values.values()))
-
-
-class BreakEven(Part):
-    """From where on a recipe is faster than BF16 beyond its error bar, to the end of the sweep."""
-
-    recipe: str
-    at: int | None = None
-    """The value of the second size; null where only one is varied."""
-    since: int | None
-    """The value of the first size; null: nowhere."""
-
-
-class GpuSweep(Part):
-    """One GPU's sweep."""
-
-    gpu: str
-    sizes: tuple[str, ...]
-    recipes: tuple[str, ...]
-    points: tuple[SweepPoint, ...]
-    break_even: tuple[BreakEven, ...] = ()
-    findings: tuple[Finding, ...] = ()
-
-
 class ForecastResult(ModelResult):
-    """The whole result."""
+    """The result of `gemmscope forecast`: linears and the training step on each GPU, or sweeps of the step."""
 
     kind: Literal["forecast"] = "forecast"
     coefficients: str

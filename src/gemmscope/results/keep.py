@@ -5,16 +5,16 @@ other files whose samples are not known: it goes beside them, as `NAME.interrupt
 """
 
 import os
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
 from gemmscope.files import is_special
 from gemmscope.results.base import Result
-from gemmscope.results.read import read_result
 
 
-class Place(NamedTuple):
+class WritePath(NamedTuple):
     """The path to write to, None where the old file is to stay; `note` says so."""
 
     path: str | Path | None
@@ -28,20 +28,20 @@ class Keeper:
         self._count, self._interrupted = result.sample_count, bool(getattr(result, "interrupted", False))
         self._keeps: bool | None = None
 
-    def place(self, path: str | Path, *, run_file: bool = False) -> Place:
+    def place(self, path: str | Path, *, run_file: bool = False) -> WritePath:
         """Where to write what was meant for `path`."""
         if self._count is None or path == "-" or is_special(path) or not _has_content(Path(path)):
-            return Place(path)
+            return WritePath(path)
         if self._count == 0:
-            return Place(None, f"nothing was measured: {path} is left as it was")
+            return WritePath(None, f"nothing was measured, so {path} is left unchanged")
         if not self._interrupted:
-            return Place(path)
+            return WritePath(path)
         if run_file:
             self._keeps = _samples(path) > self._count
         if self._keeps is False:
-            return Place(path)
+            return WritePath(path)
         why = "it has more samples than this interrupted run" if self._keeps else "this run was interrupted"
-        return Place(_beside(Path(path)), f"{path} is left as it was: {why}")
+        return WritePath(_beside(Path(path)), f"{path} is left unchanged: {why}")
 
 
 def _has_content(path: Path) -> bool:
@@ -54,7 +54,8 @@ def _has_content(path: Path) -> bool:
 def _samples(path: str | Path) -> int:
     """The samples of a run file; 0 for anything else."""
     try:
-        return read_result(path).sample_count or 0
+        reading = import_module("gemmscope.results.read")  # loads the types of all kinds, which few commands need
+        return reading.read_result(path).sample_count or 0
     except Exception:  # whatever that file holds, it must not cost the new result
         return 0
 

@@ -1,7 +1,7 @@
 """The linears of a model (or bare GEMMs) in every recipe and mode, measured or forecast.
 
 `BenchResult` and `ForecastResult` are both made of `Linears`. What was not measured is missing here, and a dash in a table; it is
-never a zero. What ran in another precision than requested has a time but no speedup.
+never a zero. What ran in a different precision than requested has a time but no speedup.
 """
 
 from collections.abc import Iterable, Mapping
@@ -178,15 +178,18 @@ class Linears(Part):
 
     @cached_property
     def _ops(self) -> dict[tuple[str, str, str], OpTime]:
-        return {(each.op, each.recipe, each.mode): each for each in self.ops}
+        return {(cell.op, cell.recipe, cell.mode): cell for cell in self.ops}
 
     @cached_property
     def _speedups(self) -> dict[tuple[str, str, str, str, str], Interval]:
-        return {(each.recipe, each.over, each.mode, each.op, each.pass_name): each.speedup for each in self.speedups}
+        return {
+            (speedup.recipe, speedup.over, speedup.mode, speedup.op, speedup.pass_name): speedup.speedup
+            for speedup in self.speedups
+        }
 
     @cached_property
     def _totals(self) -> dict[tuple[str, str], LinearsTotal]:
-        return {(each.recipe, each.mode): each for each in self.totals}
+        return {(total.recipe, total.mode): total for total in self.totals}
 
     def measured_as(self, name: str, mode: Mode) -> str:
         """The recipe whose numbers stand for this one: pre-quantized, some recipes run the same kernels."""
@@ -207,12 +210,12 @@ class Linears(Part):
         return self._totals.get((self.measured_as(name, mode), mode))
 
     def falls_back(self, name: str, mode: Mode, op: str = "") -> bool:
-        """Whether any op (or this one) ran in another precision than requested."""
+        """Whether any op (or this one) ran in a different precision than requested."""
         cells = [self.op_time(case.op, name, mode) for case in self.cases if op in ("", case.op)]
         return any(cell is not None and cell.fallbacks for cell in cells)
 
     def quantization_share(self, name: str) -> float | None:
-        """Of the linears' time in autocast mode; None where it is not known."""
+        """The share of quantization in the linears' time in autocast mode; None where it is not known."""
         cells = [(cell, case.count) for case in self.cases if (cell := self.op_time(case.op, name, "autocast"))]
         known = [(cell, count) for cell, count in cells if cell.quantize_ms]
         spent = sum(cell.quantization_ms * count for cell, count in known)
@@ -235,10 +238,10 @@ def linears_total(
     """A recipe's linears together. `ops`: by name, all of them; sums are of one layer where `layer_counts` says what it runs."""
     counts = layer_counts or {case.op: case.count for case in cases}
     pass_ms = {}
-    for each in PASSES:
-        times = [(ops[op].pass_ms.get(each), count) for op, count in counts.items()]
+    for pass_name in PASSES:
+        times = [(ops[op].pass_ms.get(pass_name), count) for op, count in counts.items()]
         if all(time is not None for time, _ in times):
-            pass_ms[each] = sum(time.value * count for time, count in times if time is not None)
+            pass_ms[pass_name] = sum(time.value * count for time, count in times if time is not None)
     return LinearsTotal(
         recipe=name,
         mode=mode,

@@ -106,7 +106,7 @@ class PlanPoint(Part):
 
 
 class PlanResult(ModelResult):
-    """The whole result."""
+    """The result of `gemmscope plan`: the layouts of a model on so many GPUs, the fastest first."""
 
     kind: Literal["plan"] = "plan"
     coefficients: str
@@ -142,10 +142,10 @@ class PlanResult(ModelResult):
 
     @property
     def layouts(self) -> tuple[PlanLayout, ...]:
-        """Of the first model."""
+        """The layouts of the first model."""
         return self.points[0].layouts if self.points else ()
 
     @property
     def sample_count(self) -> int | None:
-        """The layouts."""
+        """The number of layouts."""
         return sum(len(point.layouts) for point in self.points)

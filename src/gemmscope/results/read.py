@@ -1,36 +1,47 @@
 """Reads run files back, plain or gzipped. Whatever is wrong with one becomes one message."""
 
+import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from gemmscope.errors import UserError, shown
 from gemmscope.reading import called, enough_memory, parse_json, read_bytes
-from gemmscope.results.base import SCHEMA_VERSION, Result
+from gemmscope.results.base import SCHEMA_VERSION, Result, command_of
 from gemmscope.results.bench import BenchResult
 from gemmscope.results.compare import CompareResult
 from gemmscope.results.explain import ExplainResult
+from gemmscope.results.fleet import FleetGpu, FleetResult
 from gemmscope.results.forecast import ForecastResult
+from gemmscope.results.numerics import NumericsResult
 from gemmscope.results.plan import PlanResult
 from gemmscope.results.shapes import ShapesResult
 from gemmscope.results.step import StepResult
+from gemmscope.results.sweep import SweepResult
 
 KINDS: dict[str, type[Result]] = {
     "shapes": ShapesResult,
     "bench": BenchResult,
     "step": StepResult,
+    "sweep": SweepResult,
     "forecast": ForecastResult,
     "plan": PlanResult,
+    "numerics": NumericsResult,
     "explain": ExplainResult,
     "compare": CompareResult,
+    "fleet": FleetResult,
 }
 LARGEST = 64 << 20  # bytes: no run file comes near
 MOST_VALUES = 600_000  # a run file of 6 MB has 200,000; each may be wrong, and then needs a kilobyte to say so
+# A fleet of 10,000 GPUs has 25 MB and 600,000 values. Its GPUs are validated one by one, up to the first that is wrong.
+LARGEST_FLEET, MOST_VALUES_OF_FLEET, MOST_VALUES_OF_GPU = 256 << 20, 6_000_000, 5_000
+FLEET = re.compile(rb'"kind"\s*:\s*"fleet"')
 LARGEST_NUMBER = 1e30  # more than FLOPs or bytes of any training
 DEEPEST = 50  # levels of lists and objects
-EXPECTED = "name a run file, as --json writes it"
+EXPECTED = "give a run file written by --json"
+Validated = TypeVar("Validated")
 
 
 def read_result(path: str | Path, kinds: Collection[str] = tuple(KINDS)) -> Result:
@@ -40,7 +51,7 @@ def read_result(path: str | Path, kinds: Collection[str] = tuple(KINDS)) -> Resu
 
 
 def _result(path: str | Path, kinds: Collection[str]) -> Result:
-    data = _json(Path(path))
+    data, values = _json(Path(path))
     path = called(path)
     kind, version = data.get("kind"), data.get("schema_version")
     if "traceEvents" in data:
@@ -48,29 +59,75 @@ def _result(path: str | Path, kinds: Collection[str]) -> Result:
     if not isinstance(kind, str) or kind not in kinds:
         *most, last = kinds
         given = f"its kind is {shown(kind)}" if kind else "it has no kind"
-        raise UserError(f"{path} is not a run file of {', '.join(most)} or {last}: {given}", "write one with --json PATH")
+        hint = "write one with --json PATH" + "; gemmscope report shows all kinds" * (isinstance(kind, str) and kind in KINDS)
+        raise UserError(f"{path} is not a run file of {', '.join(most)} or {last}: {given}", hint)
     if version != SCHEMA_VERSION:
         older = isinstance(version, int) and version < SCHEMA_VERSION
-        hint = f"run gemmscope {kind} again with --json" if older or version is None else "update gemmscope"
+        hint = f"run {command_of(kind)} again with --json" if older or version is None else "update gemmscope"
         raise UserError(f"{path} has schema version {shown(version)}; this gemmscope reads version {SCHEMA_VERSION}", hint)
-    try:
-        result = TypeAdapter(KINDS[kind]).validate_python(data)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise UserError(f"{path} is damaged: {where}: {first['msg']}", f"run gemmscope {kind} again with --json") from None
+    if kind == "fleet":
+        data["gpus"] = _gpus(data.get("gpus"), path)
+    elif values > MOST_VALUES:
+        raise UserError(f"{path} is too large: it has more than {MOST_VALUES:,} values", EXPECTED)
+    result = _validated(TypeAdapter(KINDS[kind]), data, path, kind)
     result.note_file(path)
     return result
 
 
-def _json(path: Path) -> dict[str, Any]:
-    raw = read_bytes(path, LARGEST, EXPECTED, unpack=True)
-    if raw.count(b",") > MOST_VALUES:
-        raise UserError(f"{called(path)} is too large: it has more than {MOST_VALUES:,} values", EXPECTED)
-    data = parse_json(raw, path, EXPECTED, most_containers=MOST_VALUES // 5)
+def _validated(adapter: TypeAdapter[Validated], data: Any, path: str, kind: str, prefix: str = "") -> Validated:
+    try:
+        return adapter.validate_python(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = prefix + ".".join(str(part) for part in first["loc"])
+        raise UserError(f"{path} is damaged: {where}: {first['msg']}", f"run {command_of(kind)} again with --json") from None
+
+
+def _gpus(gpus: Any, path: str) -> list[FleetGpu]:
+    """The GPUs of a fleet, one by one: all errors of a file with millions of values would need gigabytes."""
+    if not isinstance(gpus, list):
+        raise UserError(f"{path} is damaged: gpus is not a list", "run gemmscope fleet again with --json")
+    adapter = TypeAdapter(FleetGpu)
+    found = []
+    for number, gpu in enumerate(gpus):
+        if _count(gpu, MOST_VALUES_OF_GPU) > MOST_VALUES_OF_GPU:
+            message = f"{path} is too large: gpus.{number} has more than {MOST_VALUES_OF_GPU:,} values"
+            raise UserError(message, EXPECTED)
+        found.append(_validated(adapter, gpu, path, "fleet", f"gpus.{number}."))
+    return found
+
+
+def _count(value: Any, most: int) -> int:
+    """How many values there are in a value; not counted beyond `most`."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    count = 1
+    for item in inside:
+        count += _count(item, most - count)
+        if count > most:
+            break
+    return count
+
+
+def _json(path: Path) -> tuple[dict[str, Any], int]:
+    """The content of a file, and its number of values outside the GPUs of a fleet. What may be a fleet has larger limits."""
+    raw = read_bytes(path, LARGEST_FLEET, EXPECTED, unpack=True)
+    fleet = FLEET.search(raw) is not None
+    if not fleet and len(raw) > LARGEST:
+        raise UserError(f"{called(path)} is too large: it has more than {LARGEST:,} bytes", EXPECTED)
+    most = MOST_VALUES_OF_FLEET if fleet else MOST_VALUES
+    values = raw.count(b",")
+    if values > most:
+        raise UserError(f"{called(path)} is too large: it has more than {most:,} values", EXPECTED)
+    data = parse_json(raw, path, EXPECTED, most_containers=most // 5)
+    del raw
     if not isinstance(data, dict):
         raise UserError(f"{called(path)} is JSON, but not a run file", "write one with --json PATH")
-    return {_plain(key, path): _plain(value, path) for key, value in data.items()}
+    rest = _count({name: value for name, value in data.items() if name != "gpus"}, MOST_VALUES) if fleet else values
+    if rest > MOST_VALUES:
+        raise UserError(f"{called(path)} is too large: it has more than {MOST_VALUES:,} values", EXPECTED)
+    for key in list(data):  # one after the other: two copies of everything would need twice the memory
+        data[_plain(key, path)] = _plain(data.pop(key), path)
+    return data, values
 
 
 def _plain(value: Any, path: Path, depth: int = 1) -> Any:

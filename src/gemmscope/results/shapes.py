@@ -68,7 +68,7 @@ class Check(Part):
 
 
 class ShapesResult(ModelResult):
-    """The whole result."""
+    """The result of `gemmscope shapes`: every GEMM of a training step, and its other work."""
 
     kind: Literal["shapes"] = "shapes"
     derived_by: Literal["closed form", "trace"]

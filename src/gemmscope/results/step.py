@@ -27,7 +27,7 @@ class WaterfallLevel(Part):
 
 
 class Cost(Part):
-    """Of the full training run in one recipe."""
+    """The cost of the full training run in one recipe."""
 
     days: Interval
     gpu_hours: Interval
@@ -160,10 +160,10 @@ class StepTimes(Part):
         return "sample" if self.unit == "samples" else "sequence"
 
     def of(self, name: str) -> StepTime | None:
-        return next((each for each in self.recipes if each.recipe == name), None)
+        return next((time for time in self.recipes if time.recipe == name), None)
 
     def speedup(self, name: str, over: str = BASELINE) -> Interval | None:
-        return next((each.speedup for each in self.speedups if (each.recipe, each.over) == (name, over)), None)
+        return next((ratio.speedup for ratio in self.speedups if (ratio.recipe, ratio.over) == (name, over)), None)
 
 
 class AtBatch(Part):
@@ -255,7 +255,7 @@ class VariantResult(Samples):
 
 
 class StepResult(ModelResult):
-    """The whole result."""
+    """The result of `gemmscope step`: the training step in every recipe, and the recommendation."""
 
     kind: Literal["step"] = "step"
     environment: Environment

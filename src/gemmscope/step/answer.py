@@ -64,7 +64,7 @@ def _explained(name: str, slow: ProfiledStep, fast: ProfiledStep) -> dict[str, A
 
 
 def _compared(times: StepTimes, measurements: StepMeasurements) -> StepTimes:
-    """With the speedups of every recipe over every other one, and the winner; a fallback takes no part in it."""
+    """The times with the speedups of every recipe over every other one, and the winner; a fallback takes no part in it."""
     names = [time.recipe for time in times.recipes if not time.fell_back]
     ratios = {(name, over): measurements.speedup(name, over=over) for name, over in permutations(names, 2)}
     known = {pair: ratio for pair, ratio in ratios.items() if ratio is not None}
@@ -76,7 +76,7 @@ def _compared(times: StepTimes, measurements: StepMeasurements) -> StepTimes:
 
 
 def with_captured(times: StepTimes, captured: StepMeasurements) -> StepTimes:
-    """With the step of every recipe as a CUDA graph beside the launched one, or why it could not be captured."""
+    """The times with the step of every recipe as a CUDA graph beside the launched one, or why it could not be captured."""
     recipes, reasons = [], dict(times.not_captured)
     for time in times.recipes:
         name = time.recipe
@@ -104,8 +104,8 @@ def _busy_ms(measurements: StepMeasurements, result: VariantResult) -> float | N
 
 
 def _peak_bytes(measurements: StepMeasurements, name: str, totals: Totals) -> float | None:
-    """Of the real model: what the step held beyond its own weights, and weights, gradients and moments of all layers. A live
-    module is the real model."""
+    """The peak memory of the real model: what the step held beyond its own weights, and weights, gradients and moments of all
+    layers. A live module is the real model."""
     if any("real_peak_bytes" in result.facts for result in measurements.of(name)):
         return measurements.extrapolated(name, lambda result: result.facts.get("real_peak_bytes"))
     plain = {result.variant.depth: result.facts.get("held_bytes") for result in measurements.of(BASELINE)}

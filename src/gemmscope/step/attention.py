@@ -18,7 +18,7 @@ def attention_of(kit: Kit, spec: AttentionSpec, plan: StackPlan, norm: NormSpec 
 
 
 class SelfAttention(nn.Module):
-    """From the hidden state to what attention adds to it."""
+    """The attention block: from the hidden state to what is added to it."""
 
     def __init__(self, kit: Kit, spec: AttentionSpec, plan: StackPlan, norm: NormSpec | None) -> None:
         super().__init__()

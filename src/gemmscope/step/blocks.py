@@ -39,7 +39,7 @@ class Experts(nn.Module):
             self.into = kit.linear(hidden, width, bias=spec.latent_bias)
             self.back = kit.linear(width, hidden, bias=spec.latent_bias)
         self.experts = kit.experts(width, spec.expert, len(rows))
-        self.shared = kit.experts(hidden, spec.shared, 1) if spec.shared is not None else None
+        self.shared = kit.experts(hidden, spec.shared, 1, "shared expert") if spec.shared is not None else None
         self.shared_gate = nn.Linear(hidden, 1, bias=False, **make) if spec.shared is not None and spec.shared_gate else None
         self.routing = kit.routing(plan.tokens * self.splits // shards.parts, rows)
 
@@ -82,9 +82,10 @@ class Block(nn.Module):
     parallelism, norms stand alone: they run before the tokens of all ranks are gathered.
     """
 
-    def __init__(self, kit: Kit, layer: LayerSpec, plan: StackPlan, shards: Shards) -> None:
+    def __init__(self, kit: Kit, layer: LayerSpec, plan: StackPlan, shards: Shards, *, kept: bool = False) -> None:
+        """`kept`: a mix keeps all of it in a higher precision."""
         super().__init__()
-        self.kit, self.shards, hidden = kit, shards, plan.hidden_size
+        self.kit, self.shards, self.kept, hidden = kit, shards, kept, plan.hidden_size
         sharded = shards.parts > 1
         places = norm_places(layer)
         norm = plan.norm
@@ -107,6 +108,12 @@ class Block(nn.Module):
         self.after_feed_forward = kit.norm(norm, hidden) if places.after and layer.mlp is not None else nn.Identity()
 
     def forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
+        if not self.kept:
+            return self._run(x, **how)
+        with self.kit.kept_layer():
+            return self._run(x, **how)
+
+    def _run(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
         if self.attention is not None or self.mixer is not None:
             x = mark(x, "qkv" if self.attention is not None else "mixer in")
             normed = self.before(x)

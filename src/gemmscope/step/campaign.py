@@ -10,7 +10,7 @@ from typing import Any
 from gemmscope.engine.campaign import Attempt, Campaign
 from gemmscope.engine.journal import fingerprint
 from gemmscope.engine.rule import Uncertainty
-from gemmscope.errors import UserError, option
+from gemmscope.errors import DoesNotFitError, option
 from gemmscope.findings import Finding, finding
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.results.step import StepSettings, Variant
@@ -58,7 +58,7 @@ class StepCampaign(Campaign[StepMeasurements]):
         return StepMeasurements(self._variants(depth), self.plan.depth, self._weights(depth))
 
     def _weights(self, depth: int) -> dict[int, float] | None:
-        """Of a live model that is not run at its whole depth: the depths to run instead."""
+        """The depths to run of a live model that is not run at its whole depth, with their weights in the estimate."""
         return self.plan.weights(depth) if isinstance(self.plan, ModulePlan) else None
 
     def _variants(self, depth: int) -> list[Variant]:
@@ -105,8 +105,8 @@ class StepCampaign(Campaign[StepMeasurements]):
         """The next depth to try, when memory does not suffice for this one."""
         if depth <= LEAST_DEPTH:
             layers = f" even with {depth} of its layers" if depth else ""
-            raise UserError(
-                f"the model does not fit into this GPU's memory{layers}",
+            raise DoesNotFitError(
+                f"the model does not fit in this GPU's memory{layers}",
                 f"use a smaller {option('micro_batch_size')} or {option('sequence_length')}, {option('recompute', 'full')}, "
                 f"or split it with {option('tp')}",
             )
@@ -130,7 +130,7 @@ class StepCampaign(Campaign[StepMeasurements]):
         }
 
     def uncertainties(self, tasks: Sequence[str]) -> list[Uncertainty]:  # noqa: ARG002
-        """Of every speedup; of the baseline alone, of its time."""
+        """The uncertainty of every speedup; if only the baseline is run, that of its time."""
         others = [name for name in self.recipes if name != BASELINE]
         intervals = [self.results.speedup(name, real=self.real) for name in others]
         intervals += [self.results.speedup(plan.recipe, plan.left_out, real=self.real) for plan in self.mixed]
@@ -139,6 +139,6 @@ class StepCampaign(Campaign[StepMeasurements]):
         return [Uncertainty(interval.half_width) for interval in intervals if interval is not None]
 
 
-def fingerprint_of(plan: StackPlan | ModulePlan, settings: StepSettings, what: Any) -> str:
+def fingerprint_of(plan: StackPlan | ModulePlan, settings: StepSettings, what: object) -> str:
     """The same for steps that are measured in the same way; the order of bursts may differ."""
     return fingerprint("step", {**asdict(settings), "seed": 0}, asdict(plan), what)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -19,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from gemmscope.step.kits.plain import Kit
+from gemmscope.workload.layers import output_head, why_not_converted
 from gemmscope.workload.ops import why_high_precision
 
 NOT_CALLED = "never called as a module: its weight is used directly, or not at all"
@@ -31,7 +31,7 @@ class LinearUse:
     inputs: int
     outputs: int
     rows: list[int] = field(default_factory=list)
-    own_forward: bool = False  # a subclass that does more than multiply
+    why_not: str = ""  # it cannot be converted, in any recipe
     last_call: int = 0  # its place among all calls
 
 
@@ -56,8 +56,7 @@ def record_linears(module: nn.Module, forward: Callable[[], object]) -> tuple[di
     hooks, calls = [], count()
     for path, child in module.named_modules():
         if isinstance(child, nn.Linear):
-            own = type(child).forward is not nn.Linear.forward
-            use = uses[path] = LinearUse(child.in_features, child.out_features, own_forward=own)
+            use = uses[path] = LinearUse(child.in_features, child.out_features, why_not=why_not_converted(child))
             hooks.append(child.register_forward_pre_hook(_counting(use, calls)))
     try:
         functional.scaled_dot_product_attention = attention
@@ -80,40 +79,8 @@ def _counting(use: LinearUse, calls: Iterator[int]) -> Callable[[nn.Module, tupl
 
 
 def find_head(module: nn.Module, uses: dict[str, LinearUse], layers: Sequence[str]) -> str | None:
-    """The path of the linear that makes the outputs: what a Hugging Face model calls so, else the last one outside the layers."""
-    declared = getattr(module, "get_output_embeddings", None)
-    with suppress(Exception):  # a module that has something else of that name
-        head = declared() if callable(declared) else None
-        if head is not None:
-            return next((path for path, child in module.named_modules() if child is head), None)
-    called = [path for path, use in uses.items() if use.rows]
-    last = max(called, key=lambda path: uses[path].last_call, default=None)
-    inside = last is None or len(called) == 1 or any(last.startswith(f"{layer}.") for layer in layers)
-    return None if inside else last
-
-
-def find_layers(module: nn.Module) -> list[str]:
-    """The paths of the repeated layers: the elements of every outermost list that has several modules of one class.
-
-    Lists inside of layers (experts) are not looked at. A list of plain layers of PyTorch is an MLP, not a stack of layers.
-    """
-    layers: list[str] = []
-
-    def visit(parent: nn.Module, prefix: str) -> None:
-        stack = isinstance(parent, (nn.ModuleList, nn.Sequential)) and _repeats(parent)
-        for name, child in parent.named_children():
-            if stack:
-                layers.append(prefix + name)
-            else:
-                visit(child, f"{prefix}{name}.")
-
-    visit(module, "")
-    return layers
-
-
-def _repeats(container: nn.Module) -> bool:
-    classes = Counter(type(child) for child in container.children() if next(child.children(), None) is not None)
-    return bool(classes) and max(classes.values()) > 1
+    """The path of the linear that makes the outputs; None if there is none outside the layers."""
+    return output_head(module, {path: use.last_call for path, use in uses.items() if use.rows}, layers)
 
 
 def decide(uses: dict[str, LinearUse], head: str | None, kit: Kit) -> Conversion:
@@ -127,17 +94,10 @@ def _why_not(path: str, use: LinearUse, kit: Kit) -> str:
         return NOT_CALLED
     if reason := why_high_precision(path, use.inputs, use.outputs):
         return reason
-    if use.own_forward:
-        return "a subclass with a forward pass of its own"
+    if use.why_not:
+        return use.why_not
     reasons = (kit.why_not_linear(rows, use.inputs, use.outputs) for rows in dict.fromkeys(use.rows))
     return next((reason for reason in reasons if reason), "")
-
-
-def expert_weights(module: nn.Module) -> int:
-    """Parameters in three dimensions: the weights of experts side by side, which are no `nn.Linear`."""
-    inside = [part for part in module.modules() if not isinstance(part, (nn.Conv1d, nn.ConvTranspose1d))]
-    weights = [parameter for part in inside for parameter in part.parameters(recurse=False)]
-    return sum(parameter.ndim == 3 and min(parameter.shape) > 1 for parameter in weights)
 
 
 def grouped(paths: Sequence[str]) -> Iterator[tuple[str, int]]:

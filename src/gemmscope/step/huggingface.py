@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch import nn
 
 from gemmscope.step.mixer_kernels import CONV, FLA, MAMBA, TRANSFORMERS, WRONG_GRADIENTS, gated_backward_is_wrong
 from gemmscope.step.module_plan import ModulePlan, truncated
-from gemmscope.workload.factory import Built, naming
+from gemmscope.workload.factory import Built
+from gemmscope.workload.failures import naming
 from gemmscope.workload.huggingface import huggingface_model, training_inputs
 
 # Functions of mixers that transformers takes from other packages where they are installed: the first words of their names.
@@ -20,6 +22,11 @@ MIXERS = ("chunk_gated_delta_rule", "fused_recurrent_gated", "causal_conv1d", "m
 DECODING = ("update", "recurrent", "single")  # in the names of those that run one token at a time
 WRAPPED = ("implementation", "func", "fn")  # what wrappers call the function inside
 PACKAGES = {"fla": FLA, "mamba_ssm": MAMBA, "causal_conv1d": CONV, "transformers": TRANSFORMERS}
+NOT_WHEN_EXPORTED = "is_new_implementation"  # in a wrapper (5.17) that takes transformers' own code while a model is exported
+EXPORTED = (
+    "this PyTorch tells compiled code that it is being exported, and transformers then runs its own; use --compile none, "
+    "or PyTorch 2.13 or newer"
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,17 @@ def hide_wrong_kernels() -> None:
         sys.modules["fla"] = None  # type: ignore[assignment]
 
 
-def mixers(model: nn.Module) -> ModelKernels:
+@cache
+def compiled_as_exported() -> bool:
+    """Whether code that is compiled is told that it is being exported: PyTorch 2.11 does so, 2.13 does not."""
+
+    def asked(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if torch.compiler.is_exporting() else x
+
+    return bool(torch.compile(asked, backend="eager")(torch.zeros(1)))
+
+
+def mixers(model: nn.Module, *, compiled: bool = False) -> ModelKernels:
     """Which implementation each function of its mixers has: the package that it comes from, or PyTorch code of transformers.
 
     transformers looks for flash-linear-attention, mamba-ssm and causal-conv1d when it imports a model, and falls back to
@@ -64,7 +81,22 @@ def mixers(model: nn.Module) -> ModelKernels:
         functions |= {name: value for name, value in vars(part).items() if inspect.isfunction(value)}
     sources = {name: _package(function) for name, function in sorted(functions.items()) if _is_mixer(name)}
     hidden = sys.modules.get("fla", sys) is None
-    return ModelKernels(sources, {name: WRONG_GRADIENTS for name in sources if hidden and sources[name] == TRANSFORMERS})
+    refused = {name: WRONG_GRADIENTS for name in sources if hidden and sources[name] == TRANSFORMERS}
+    unused = [name for name, package in sources.items() if compiled and package != TRANSFORMERS and _is_wrapped(functions[name])]
+    if unused and compiled_as_exported():
+        sources |= dict.fromkeys(unused, TRANSFORMERS)
+        refused |= dict.fromkeys(unused, EXPORTED)
+    return ModelKernels(sources, refused)
+
+
+def _is_wrapped(function: Any) -> bool:
+    """Whether transformers decides at every call which implementation runs."""
+    while inspect.isfunction(function):
+        inside = _inside(function)
+        if NOT_WHEN_EXPORTED in inside:
+            return True
+        function = next((value for name, value in inside.items() if name in WRAPPED and value is not function), None)
+    return False
 
 
 def _is_mixer(name: str) -> bool:

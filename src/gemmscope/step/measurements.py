@@ -105,7 +105,7 @@ class StepMeasurements(ResultStore[VariantResult]):
         return [self.pieces[result.variant.name] for result in results[: len(weights)]], weights
 
     def _weights(self, variants: Sequence[Variant]) -> list[float]:
-        """Of the first of these variants, the deepest first; what is beyond them is not needed."""
+        """The weights of the first of these variants, the deepest first; those beyond are not needed."""
         depths = [variant.depth for variant in variants]
         if len(variants) < 2 or variants[0].real or depths[0] == self.layers:
             return [1.0][: len(variants)]

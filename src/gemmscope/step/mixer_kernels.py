@@ -63,7 +63,7 @@ class MixerKernels:
             if what in GATED and any(choice[0] == FLA for choice in usable) and gated_backward_is_wrong():
                 usable = [choice for choice in usable if choice[0] != FLA]
                 self.refused[what] = WRONG_GRADIENTS
-            found = next((one for one in map(_imported, usable) if one is not None), None)
+            found = next((kernel for kernel in map(_imported, usable) if kernel is not None), None)
             if found is None:
                 packages = " or ".join(dict.fromkeys(choice[0] for choice in choices))
                 raise MissingKernelError(f"the {what} needs {packages}: install one of them in this environment")

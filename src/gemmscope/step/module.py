@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemmscope.step.conversion import Conversion, LinearUse, decide, find_head, find_layers, record_linears
+from gemmscope.step.conversion import Conversion, LinearUse, decide, find_head, record_linears
 from gemmscope.step.huggingface import ModelKernels, live_huggingface, mixers
 from gemmscope.step.kits.plain import Kit, compiled_module
 from gemmscope.step.marks import mark_step
 from gemmscope.step.module_plan import ModulePlan
-from gemmscope.workload.factory import Built, TraceError, load_factory, naming
+from gemmscope.workload.factory import Built, load_factory
+from gemmscope.workload.failures import TraceError, naming
+from gemmscope.workload.layers import find_layers
+from gemmscope.workload.nested import tensors_in, with_tensors
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": (torch.optim.AdamW, {"lr": 0.0, "weight_decay": 0.0}),
     "adam": (torch.optim.Adam, {"lr": 0.0}),
     "sgd": (torch.optim.SGD, {"lr": 0.0, "momentum": 0.9}),
 }  # the learning rate is zero: the weights stay as they are, and so does the time of a step
+
+
+HALF = "; optimizers overflow in FP16: return the module in FP32 or BF16, or add --optimizer none"
 
 
 @dataclass
@@ -84,7 +90,7 @@ class LiveModule:
         except Exception as error:
             raise TraceError(
                 f"{type(self.built.module).__name__} cannot be copied: {error}",
-                "each recipe runs a copy of the module: remove what copy.deepcopy cannot copy",
+                "each recipe runs a copy of the module, so copy.deepcopy must be able to copy it",
             ) from error
 
     def held_bytes(self) -> int:
@@ -134,23 +140,15 @@ class Objective(nn.Module):
 
 
 def _squares(output: Any) -> torch.Tensor:
-    floats = [tensor for tensor in _tensors(output) if tensor.is_floating_point()]
+    floats = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
     if torch.is_grad_enabled():
         floats = [tensor for tensor in floats if tensor.requires_grad]
     if not floats:
         raise TraceError(
             "the module returns no float tensor to compute a loss from",
-            "let the factory return (module, inputs, loss), where loss takes what the module returns",
+            "return (module, inputs, loss) from the function, where loss(output) takes the output of the module",
         )
     return torch.stack([tensor.float().square().mean() for tensor in floats]).sum()
-
-
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, (Mapping, tuple, list)):
-        for value in output.values() if isinstance(output, Mapping) else output:
-            yield from _tensors(value)
 
 
 def _in_precision(built: Built, precision: torch.dtype) -> tuple[Built, bool]:
@@ -159,11 +157,11 @@ def _in_precision(built: Built, precision: torch.dtype) -> tuple[Built, bool]:
     if formats != {torch.float32} or precision == torch.float32:
         return built, False
 
-    def cast(value: Any) -> Any:
-        return value.to(precision) if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else value
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(precision) if tensor.dtype == torch.float32 else tensor
 
-    args, kwargs = tuple(map(cast, built.args)), {name: cast(value) for name, value in built.kwargs.items()}
-    return replace(built, module=built.module.to(precision), args=args, kwargs=kwargs), True
+    inputs = {"args": with_tensors(built.args, cast), "kwargs": with_tensors(built.kwargs, cast)}
+    return replace(built, module=built.module.to(precision), **inputs), True
 
 
 def _optimizer(trained: list[nn.Parameter], name: str) -> torch.optim.Optimizer | None:
@@ -194,7 +192,7 @@ class ModuleStep:
     @property
     def mixer_kernels(self) -> ModelKernels | None:
         """Where the functions of its mixers come from; None if it has none."""
-        kernels = mixers(self.live.built.module)
+        kernels = mixers(self.live.built.module, compiled=self.kit.compiled != "none")
         return kernels if kernels.sources else None
 
     def _convert(self, objective: Objective) -> None:
@@ -229,5 +227,6 @@ class ModuleStep:
         """One forward pass, to check that the loss is finite. With gradients: without, it would be compiled again."""
         loss = float(self._forward().detach())
         if not math.isfinite(loss):
-            raise ArithmeticError(f"the loss is {loss}")
+            half = any(parameter.dtype == torch.float16 for parameter in self._parameters)
+            raise ArithmeticError(f"the loss is {loss}" + (HALF if half else ""))
         return loss

@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 
-from gemmscope.step.conversion import expert_weights, summary
+from gemmscope.step.conversion import summary
 from gemmscope.step.module import LiveModule, ModuleStep
+from gemmscope.workload.layers import expert_weights
 
 Note = tuple[str, dict[str, Any]]
 
 
 def built_notes(live: LiveModule, compiled: str) -> Iterator[Note]:
-    """Of the module itself, before any recipe."""
+    """Notes on the module itself, before any recipe."""
     if live.objective.squares:
         yield "loss-of-squares", {}
     if live.cast:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter
 
-from gemmscope.errors import UserError
+from gemmscope.errors import DoesNotFitError, UserError
 from gemmscope.model import hf
 
 DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -29,7 +29,7 @@ Kinds = Counter[Hashable]
 
 @dataclass(frozen=True)
 class ModulePlan:
-    """One rank's step of a live module: the user's (`module`, FILE.py:FACTORY) or a Hugging Face model (`config`).
+    """One rank's step of a live module: the user's (`module`, FILE.py:FUNCTION) or a Hugging Face model (`config`).
 
     `depth` is the number of layers; 0: the module runs as it is.
     """
@@ -151,8 +151,8 @@ def extrapolation(kinds: Callable[[int], Kinds | None], layers: int, most: int) 
         if solved:
             best = min(solved, key=lambda weights: sum(weight**2 for weight in weights.values()))
             return dict(sorted(best.items(), reverse=True))
-    raise UserError(
-        f"the model does not fit into memory, and {most} of its {layers} layers are too few to tell its kinds of layers apart",
+    raise DoesNotFitError(
+        f"the model does not fit in memory, and {most} of its {layers} layers are too few to tell its kinds of layers apart",
         "use a smaller batch, or a GPU with more memory",
     )
 
@@ -163,7 +163,7 @@ def _row(counts: Kinds, whole: Kinds) -> Any:
 
 
 def _spread(depths: list[int], most: int) -> list[int]:
-    """At most so many of them, evenly spread, the deepest included."""
+    """At most so many of the depths, evenly spread, the deepest included."""
     if len(depths) <= most:
         return depths
     return sorted({depths[round(index * (len(depths) - 1) / (most - 1))] for index in range(most)})

@@ -38,7 +38,7 @@ class NormPlaces:
 
 
 def norm_places(layer: LayerSpec) -> NormPlaces:
-    """As many norms as the layer has, where that can be told: before each block; before and after; one for all; none.
+    """Where the norms of a layer are, by their number: before each block; before and after; one for all; none.
 
     >>> mlp = MlpSpec(96, gated=False)
     >>> norm_places(LayerSpec(AttentionSpec(4, 4, 16), mlp, norms=4))
@@ -82,6 +82,8 @@ class StackPlan:
     tp: int = 1
     expert_tp: int = 1
     sequence_parallel: bool = False
+    layers_before: int = 0  # on earlier pipeline stages
+    layers_after: int = 0  # on later ones
 
     @property
     def depth(self) -> int:
@@ -167,7 +169,7 @@ def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[Finding]]
     if run.cp > 1:
         raise UserError(
             "a step under context parallelism cannot be run on one GPU: its queries attend to keys of other ranks",
-            f"leave out {option('cp')}, or use gemmscope forecast, which supports it",
+            f"remove {option('cp')}, or use gemmscope forecast, which supports it",
         )
     stage = derive(model, run).stage
     first, last = sharding.stage_layers(model, run)[stage]
@@ -203,6 +205,8 @@ def plan_step(model: ModelSpec, run: RunSpec) -> tuple[StackPlan, list[Finding]]
         tp=run.tp,
         expert_tp=run.expert_tp,
         sequence_parallel=run.sequence_parallel,
+        layers_before=first,
+        layers_after=len(model.layers) - last,
     )
     padded = plan.padded(16)  # low-precision GEMMs need a multiple of 16 tokens: frameworks pad each expert's
     return padded, _differences(model, run, every)
@@ -223,7 +227,7 @@ def _attention_sizes(spec: AttentionSpec, *, separate: bool) -> dict[str, int]:
 
 
 def projected_widths(spec: AttentionSpec) -> list[int]:
-    """Of queries, keys and values; fewer where keys are values too, or are those of another layer."""
+    """The widths of queries, keys and values; fewer if keys are values too, or are those of another layer."""
     widths = [spec.q_proj_width, spec.k_width, spec.v_width]
     return widths[: 1 if spec.shares_kv else 2 if spec.values_are_keys else 3]
 
@@ -245,7 +249,7 @@ def share_weights(layers: tuple[LayerSpec, ...]) -> tuple[int, ...]:
     kinds = list(dict.fromkeys(layers))
     if len(kinds) > MOST_KINDS:
         raise UserError(
-            f"the model has {len(kinds)} kinds of layers, and a stack holds the weights of {MOST_KINDS} at most",
+            f"the model has {len(kinds)} kinds of layers, but a step can hold the weights of at most {MOST_KINDS}",
             f"choose a pipeline stage with fewer kinds: {option('pp')} and {option('pp_stage')}",
         )
     sizes = dict.fromkeys(kinds, 1)
@@ -316,7 +320,9 @@ def not_run(model: ModelSpec) -> str:
 
 def _check_layers(model: ModelSpec) -> None:
     if special := not_run(model):
-        raise UserError(f"a step of layers with {special} is not yet supported", "use gemmscope forecast, which supports them")
+        problem = f"a step of layers with {special} is not yet supported: step builds the layers itself, and has none of these"
+        own = f"{option('config')} and {option('hugging_face')} run the model's own class"
+        raise UserError(problem, f"{own}; gemmscope forecast supports them too")
 
 
 ACTIVATION_KINDS = {"silu": "silu", "swish": "silu", "relu": "relu", "relu2": "relu2", "quick_gelu": "quick_gelu"}

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from math import inf
 
 from gemmscope.interval import Interval
-from gemmscope.recipe.recipes import BASELINE
+from gemmscope.paste.emit import ready_to_paste
+from gemmscope.paste.mix import mix_to_paste
+from gemmscope.recipe.recipes import BASELINE, recipe
+from gemmscope.results.numerics import Mix
 from gemmscope.results.step import Recommendation, StepTimes
 from gemmscope.results.winner import find_winner
-from gemmscope.step.emit import ready_to_paste
 from gemmscope.step.measurements import StepMeasurements
 from gemmscope.step.waterfall import LINEARS, place
 
@@ -58,7 +60,8 @@ def losing_blocks(measurements: StepMeasurements, recipe: str) -> tuple[str, ...
 
 def candidate(measurements: StepMeasurements, times: StepTimes) -> Plan | None:
     """A mixed plan that could beat every single recipe; None if no block loses, or all do. A fallback is never its recipe."""
-    others = [time for time in times.recipes if time.recipe != BASELINE and not time.fell_back]
+    others = [time for time in times.recipes if recipe(time.recipe).quantizes and not time.fell_back]
+    others = [time for time in others if recipe(time.recipe).kept is None]
     if not others:
         return None
     best = min(others, key=lambda time: time.step_ms.value).recipe  # though BF16 is faster, it may win without blocks that lose
@@ -79,7 +82,24 @@ def recommend(measurements: StepMeasurements, plans: Sequence[Plan]) -> Recommen
     speedups = {name: measurements.speedup(plan.recipe, plan.left_out) for name, plan in by_name.items() if name != BASELINE}
     winner = find_winner({name: speedup for name, speedup in speedups.items() if speedup is not None}, ratio)
     best = by_name.get(winner.best, Plan(winner.best))
-    texts = ready_to_paste(best.recipe, best.left_out)
+    texts = _to_paste(best, measurements.layers)
     return Recommendation(
         recipe=best.recipe, left_out=best.left_out, speedup=winner.speedup, rivals=winner.rivals, ready_to_paste=texts
     )
+
+
+def _to_paste(plan: Plan, layers: int) -> dict[str, str]:
+    """The settings of a plan in every framework that can express it."""
+    chosen = recipe(plan.recipe)
+    if chosen.kept is None:
+        return ready_to_paste(plan.recipe, plan.left_out)
+    kept = chosen.kept
+    mix = Mix(
+        recipe=chosen.base,
+        higher=kept.recipe,
+        first_layers=kept.first_layers,
+        last_layers=kept.last_layers,
+        linears=kept.ops,
+        error=0.0,
+    )
+    return mix_to_paste(mix, kept.ops, layers)

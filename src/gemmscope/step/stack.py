@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from gemmscope.step.blocks import Block, Prediction
+from gemmscope.step.kept import kept_layers
 from gemmscope.step.kits.plain import Kit
 from gemmscope.step.marks import mark, mark_step
 from gemmscope.step.mixer_kernels import MixerKernels
@@ -74,10 +75,10 @@ class Stack(nn.Module):
             tied.weight = self.embedding.weight
         self.shards = Shards(kit, plan.shares)
         blocks, self.inner = [], []
-        for layer, slot in zip(plan.layers, plan.slots, strict=True):
-            block = Block(kit, layer, plan, self.shards)
+        for layer, slot, kept in zip(plan.layers, plan.slots, kept_layers(plan, kit.recipe.kept), strict=True):
+            block = Block(kit, layer, plan, self.shards, kept=kept)
             self.inner += weights.adopt(block, slot)
-            blocks.append(kit.finish(block))
+            blocks.append(kit.finish(block, kept=kept))
         self.blocks = nn.ModuleList(blocks)
         predictions = [
             Prediction(kit, plan, self.shards)

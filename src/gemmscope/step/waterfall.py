@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from gemmscope.bench.evidence import evidence
-from gemmscope.engine.kernels import CAST_SHARE, MATH, attention_backend, classify, is_softmax, work_in_step
+from gemmscope.engine.kernels import CAST_SHARE, MATH, KernelFacts, attention_backend, classify, is_softmax, work_in_step
 from gemmscope.findings import Finding, finding
 from gemmscope.parts import STEP_PARTS, StepPart, in_order
 from gemmscope.recipe.recipes import Recipe
+from gemmscope.recipe.recipes import recipe as recipe_named
 from gemmscope.results.step import ProfiledPart, WaterfallLevel
 from gemmscope.workload.ops import Pass
 
@@ -184,11 +185,14 @@ def fallbacks(recipe: Recipe, placed: Sequence[PlacedKernel]) -> Finding | None:
 
     Forward, a GEMM is wrong if it is not a fprop of the recipe; backward, if it is neither dgrad nor wgrad. Where activations are
     recomputed, backward GEMMs are among forward ones: only BF16 is wrong there. A model whose blocks are not marked has GEMMs
-    that belong in BF16 (the head's): it is wrong if all are.
+    that belong in BF16 (the head's): it is wrong if all are. So it is with a mix, whose layers may be in BF16.
     """
+    if recipe.kept is not None:
+        gemms = [classify(kernel.name) for kernel in placed if kernel.block in LINEARS]
+        return fallbacks(recipe_named(recipe.base), placed) if _all_in_bf16(gemms) else None
     requested: dict[str, list[str]] = {}
     unmarked = [classify(kernel.name) for kernel in placed if kernel.block == "model"]
-    if recipe.quantizes and {facts.operands for facts in unmarked if facts.kernel_class == "gemm"} == {IN_BF16}:
+    if recipe.quantizes and _all_in_bf16(unmarked):
         requested[" x ".join(recipe.operands["fprop"])] = ["every GEMM"]
     for block in LINEARS:
         for direction, passes in PASSES_OF.items():
@@ -199,6 +203,10 @@ def fallbacks(recipe: Recipe, placed: Sequence[PlacedKernel]) -> Finding | None:
         return None
     where = [place for places in requested.values() for place in places]
     return finding("step-fallback", recipe=recipe.name, where=where, ran=" x ".join(IN_BF16), requested=list(requested))
+
+
+def _all_in_bf16(kernels: Sequence[KernelFacts]) -> bool:
+    return {facts.operands for facts in kernels if facts.kernel_class == "gemm"} == {IN_BF16}
 
 
 def _fell_back(recipe: Recipe, passes: Sequence[Pass], name: str) -> bool:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch._dynamo.exc import TorchDynamoException
@@ -23,6 +23,7 @@ from gemmscope.engine.worker import BurstGroup, MeasuringProcess, failure_kind
 from gemmscope.errors import in_a_line
 from gemmscope.recipe.recipes import recipe
 from gemmscope.step.graphs import CapturedStep, GraphMemory
+from gemmscope.step.kept import too_shallow
 from gemmscope.step.kits import KITS
 from gemmscope.step.kits.plain import Kit
 from gemmscope.step.marks import recording
@@ -32,7 +33,7 @@ from gemmscope.step.module_notes import built_notes, linear_notes
 from gemmscope.step.module_plan import ModulePlan
 from gemmscope.step.plan import StackPlan
 from gemmscope.step.stack import Step, Weights
-from gemmscope.workload.factory import TraceError
+from gemmscope.workload.failures import TraceError
 
 PROFILE_AFTER_MS = 1200.0  # of steps: the clock overshoots first, then falls too low, and has settled then
 HOST_BATCH = (1, 128)  # so small that launching takes longer than running
@@ -45,7 +46,7 @@ AnyStep = Step | ModuleStep | CapturedStep
 class StepWorker(MeasuringProcess):
     """One request: a plan and its variants."""
 
-    def __init__(self, request: dict[str, Any], out: Any) -> None:
+    def __init__(self, request: dict[str, Any], out: IO[str]) -> None:
         super().__init__(request, out)
         live = request["live"]
         self.plan: StackPlan | ModulePlan = (ModulePlan if live else StackPlan).from_json(request["plan"])
@@ -118,7 +119,11 @@ class StepWorker(MeasuringProcess):
         kit = self._kit_of(variant)
         if isinstance(plan, ModulePlan):
             return ModuleStep(self._live(plan.with_depth(variant["depth"]), kit.precision), kit, plan.accumulation)
-        plan = plan.with_depth(variant["depth"]).padded(recipe(variant["recipe"]).multiple_of)
+        chosen = recipe(variant["recipe"])
+        multiples = [
+            recipe(name).multiple_of for name in (chosen.base or chosen.name, *([chosen.kept.recipe] if chosen.kept else []))
+        ]
+        plan = plan.with_depth(variant["depth"]).padded(max(multiples))
         if variant["real"]:
             return Step(plan.unrolled(), kit, self.real_weights, self.device, real=True)
         step = Step(plan, kit, self.weights, self.device)
@@ -132,7 +137,9 @@ class StepWorker(MeasuringProcess):
     def _build(self, variant: dict[str, Any]) -> None:
         name = variant["name"]
         self.begin(name, "preparing")
-        why_not = self._kit_of(variant).why_not(self.plan)
+        why_not = self._kit_of(variant).why_not(self.plan) or too_shallow(
+            self.plan, variant["depth"], recipe(variant["recipe"]).kept
+        )
         if why_not:
             self.say(Failed(name, why_not, "unsupported"))
             return

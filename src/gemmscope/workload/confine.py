@@ -1,6 +1,6 @@
 """Limits for a process that builds a model from a config: no network, and no more memory than models on the meta device need.
 
-A config may name a backbone, a kernel or a tokenizer on the hub, which transformers would look up. Only a hub id that the user
+A config may name a backbone, a kernel or a tokenizer on the hub, which transformers would look up. Only a hub ID that the user
 asks for is downloaded, by `model/hub.py`.
 """
 
@@ -43,11 +43,24 @@ def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
         raise NetworkError("the network is not used to build a model from a config")
 
 
-def limit_memory() -> None:
-    """From now on, this process gets a MemoryError where a config describes something enormous. Linux only."""
+@contextmanager
+def limited_memory() -> Iterator[None]:
+    """A MemoryError where something enormous is built. Linux only."""
+    before = _limit_memory(MOST_MEMORY)
+    try:
+        yield
+    finally:
+        if before is not None:
+            _limit_memory(before)
+
+
+def _limit_memory(most: int) -> int | None:
+    """The limit that there was; None where there are no limits."""
     with suppress(ImportError, ValueError, OSError):
         import resource
 
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        limit = MOST_MEMORY if hard == resource.RLIM_INFINITY else min(MOST_MEMORY, hard)
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        limits = [limit for limit in (most, hard) if limit != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_DATA, (min(limits, default=resource.RLIM_INFINITY), hard))
+        return soft
+    return None

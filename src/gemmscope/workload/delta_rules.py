@@ -43,7 +43,7 @@ class DeltaSizes(NamedTuple):
 
 
 def forward_flops(sizes: DeltaSizes) -> float:
-    """Of one position, all heads."""
+    """FLOPs of one position in forward, all heads."""
     c, k, v, block = sizes.chunk, sizes.key, sizes.value, min(BLOCK, sizes.chunk)
     lower = (c + block) * k
     scores = 2 * lower if sizes.rule == "kda" else lower + 2 * c * k
@@ -51,7 +51,7 @@ def forward_flops(sizes: DeltaSizes) -> float:
 
 
 def backward_flops(sizes: DeltaSizes) -> float:
-    """Of one position, all heads; including what is computed again."""
+    """FLOPs of one position in backward, all heads, including what is computed again."""
     c, k, v, block = sizes.chunk, sizes.key, sizes.value, min(BLOCK, sizes.chunk)
     keys = 6 * c * k + 4 * (c + block) * k if sizes.rule == "kda" else 18 * c * k
     return sizes.heads * (16 * k * v + keys + 10 * c * v + 4 * c * c)
@@ -66,7 +66,7 @@ def forward_elements(sizes: DeltaSizes) -> float:
 
 
 def backward_elements(sizes: DeltaSizes) -> float:
-    """Likewise in backward."""
+    """The elements that backward reads and writes, counted as those of forward."""
     c, k, v, state = sizes.chunk, sizes.key, sizes.value, sizes.key * sizes.value / sizes.chunk
     if sizes.rule == "kda":
         return sizes.heads * (42 * k + 15 * v + 11 * c + 4 * state)

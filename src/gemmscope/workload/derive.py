@@ -130,6 +130,16 @@ def _sections(model: ModelSpec, first: int, last: int) -> list[tuple[str, LayerS
     return [(_section(layers, layer), layer, count) for layer, count in groups]
 
 
+def layers_by_section(model: ModelSpec, first: int, last: int) -> dict[str, list[int]]:
+    """The places of these layers in the model, by the section that their ops have."""
+    sections = {layer: section for section, layer, _ in _sections(model, first, last)}
+    by_id = {id(layer): sections[layer] for layer in model.layers[first:last]}  # most models repeat one object: hash it once
+    result: dict[str, list[int]] = {section: [] for section in sections.values()}
+    for place, layer in enumerate(model.layers[first:last], start=first):
+        result[by_id[id(layer)]].append(place)
+    return result
+
+
 def _section(layers: list[LayerSpec], layer: LayerSpec) -> str:
     """A name for this kind of layer that distinguishes it from the others: `MoE layer`, `layer, window 4096`, `Mamba-2 layer`."""
     if all(other.is_plain for other in layers):
@@ -177,8 +187,8 @@ def embedding_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
         yield Embedding(
             name="Layer Inputs", section=EMBEDDING, tokens=run.tokens, vocab=rows, width=inputs, parameters=rows * inputs
         )
-    for one in model.first_linears:
-        yield replace(_beside(one, run), section=EMBEDDING)
+    for extra in model.first_linears:
+        yield replace(_beside(extra, run), section=EMBEDDING)
     if (inputs_norm := first_norm(model, run)) is not None:
         yield replace(inputs_norm, section=EMBEDDING)
 
@@ -213,8 +223,8 @@ def _blocks(model: ModelSpec, layer: LayerSpec, run: RunSpec) -> Iterator[Op]:
     mixed = layer.streams is not None and layer.streams.kind == "hyper-connections"  # which add the outputs of blocks themselves
     if (layer.attention is not None or layer.mixer is not None) and not mixed:
         yield replace(residual(model, run), parameters=layer.extra_parameters)
-    for one in layer.extra:
-        yield _beside(one, run)
+    for extra in layer.extra:
+        yield _beside(extra, run)
     if mlp is not None:
         yield from _moe(model, mlp, run) if isinstance(mlp, MoeSpec) else _feed_forward(model, mlp, run, "MLP", run.tp)
         if not mixed:
@@ -364,8 +374,8 @@ def _moe(model: ModelSpec, spec: MoeSpec, run: RunSpec) -> Iterator[Op]:
 
 def head_ops(model: ModelSpec, run: RunSpec) -> Iterator[Op]:
     """What comes after the last layer: norm, vocabulary, loss."""
-    for one in model.last_linears:
-        yield replace(_beside(one, run), section=HEAD)
+    for extra in model.last_linears:
+        yield replace(_beside(extra, run), section=HEAD)
     if model.final_norm:
         yield norm(model, run, "Final Norm", model.hidden_size, HEAD)
     if model.vocab_size is None or not model.head_output:

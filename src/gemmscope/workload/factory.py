@@ -13,35 +13,33 @@ It may take `micro_batch_size` and `sequence_length`, and gets each one that the
 """
 
 import contextlib
+import importlib.machinery
 import importlib.util
 import inspect
+import re
 import sys
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedParameter
 from torch.overrides import TorchFunctionMode
 
 from gemmscope.errors import option
-from gemmscope.workload.confine import NetworkError
+from gemmscope.workload.failures import TraceError, naming
+from gemmscope.workload.nested import named_tensors, tensors_in, with_tensors
 
 SIZES = ("micro_batch_size", "sequence_length")
 RETURNS = "it must return an nn.Module, (module, inputs) or (module, inputs, loss)"
 EXAMPLE = "for example: return MyModel(), (torch.zeros(8, 3, 224, 224),)"
-LONGEST_REASON = 300
+PACKAGE = "gemmscope_module_folder"  # what the folder of a file with relative imports is imported as
 MOST_INPUTS = 4  # that are written out
 
 
-class TraceError(Exception):
-    """A problem that the user can solve; its text and its hint are shown unchanged."""
-
-    def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(message)
-        self.hint = hint
+_RELATIVE = re.compile(r"^\s*from\s+\.", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -60,9 +58,8 @@ class Built:
 
     @property
     def inputs(self) -> list[tuple[str, torch.Tensor]]:
-        """The input tensors, the first one first, each with its name ("" for positional ones)."""
-        values = [("", value) for value in self.args] + list(self.kwargs.items())
-        return [(name, value) for name, value in values if isinstance(value, torch.Tensor)]
+        """The input tensors, the first one first, each with its name ("" for positional ones), also those inside other inputs."""
+        return [*named_tensors(self.args), *named_tensors(self.kwargs)]
 
     @property
     def samples(self) -> int | None:
@@ -89,15 +86,15 @@ def load_factory(reference: str, micro_batch: int | None, sequence: int | None, 
         callables = ", ".join(sorted(key for key, value in own.items() if callable(value)))
         raise TraceError(f"{path_text} has no function {name!r}; it defines {callables or 'no function'}")
     given = {key: value for key, value in zip(SIZES, (micro_batch, sequence), strict=True) if value is not None}
-    accepted = _accepted(factory, given)
+    accepted = _accepted(factory, name, given)
     stay = _OnMeta() if device == "meta" else contextlib.nullcontext()
     with naming(f"{name}()", folder), torch.device(device), stay:
         result = factory(**accepted)
     module, inputs, loss = _unpacked(result, name)
-    module = _moved(module, device)
-    module.train()
-    if inputs is not None:
+    with naming(f"moving what {name}() returned to the device {device}", folder):
+        module = _moved(module, device).train()
         args, kwargs = _arguments(inputs, device)
+    if inputs is not None:
         return Built(module, args, kwargs, loss, own_inputs=True, taken=frozenset(accepted))
     if micro_batch is None or sequence is None:
         missing = " and ".join(option(key) for key in SIZES if key not in given)
@@ -144,16 +141,10 @@ def outputs_of(output: Any) -> list[torch.Tensor]:
     return targets
 
 
-def _differentiable(output: Any) -> Iterator[torch.Tensor]:
+def _differentiable(output: Any) -> list[torch.Tensor]:
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    if isinstance(logits, torch.Tensor):
-        yield logits
-    elif isinstance(output, torch.Tensor):
-        if output.is_floating_point():
-            yield output
-    elif isinstance(output, (Mapping, tuple, list)):
-        for value in output.values() if isinstance(output, Mapping) else output:
-            yield from _differentiable(value)
+    results = [logits] if isinstance(logits, torch.Tensor) else tensors_in(output)
+    return [tensor for tensor in results if tensor.is_floating_point()]
 
 
 def move_to_meta(module: torch.nn.Module) -> None:
@@ -216,17 +207,37 @@ class _OnMeta(TorchFunctionMode):  # type: ignore[misc]
 
 
 def _import(path: Path) -> ModuleType:
-    """The user's file as a module, which can import what lies beside it."""
+    """The user's file as a module, which can import what lies beside it, by name or relative to it (`from .layers import`)."""
     folder = path.resolve().parent
     sys.path.append(str(folder))  # last, because a file there may have the name of a module that torch imports
     taken = path.stem in sys.modules or path.stem in sys.stdlib_module_names
     module_name = f"{path.stem}_traced" if taken else path.stem
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise TraceError(f"{str(path)!r} is not a Python file")
-    python_module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = python_module
     with naming(f"importing {path}", folder):
+        if _RELATIVE.search(path.read_text(encoding="utf-8", errors="replace")):
+            _import_package(folder)
+            module_name = f"{PACKAGE}.{module_name}"
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        if spec is None or spec.loader is None:
+            raise TraceError(f"{str(path)!r} is not a Python file")
+        return _executed(spec)
+
+
+def _import_package(folder: Path) -> None:
+    """The folder of the user's file as a package, with its `__init__.py` if it has one."""
+    start = folder / "__init__.py"
+    if start.is_file():
+        spec = importlib.util.spec_from_file_location(PACKAGE, start, submodule_search_locations=[str(folder)])
+    else:
+        spec = importlib.machinery.ModuleSpec(PACKAGE, None, is_package=True)
+        spec.submodule_search_locations = [str(folder)]
+    assert spec is not None
+    _executed(spec)
+
+
+def _executed(spec: importlib.machinery.ModuleSpec) -> ModuleType:
+    python_module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = python_module
+    if spec.loader is not None:
         spec.loader.exec_module(python_module)
     return python_module
 
@@ -247,9 +258,12 @@ def _unpacked(result: Any, name: str) -> tuple[torch.nn.Module, Any, Callable[[A
         )
     if not isinstance(module, torch.nn.Module):
         raise TraceError(f"{name}() returned {type(module).__name__}; {RETURNS}", EXAMPLE)
+    if any(isinstance(parameter, UninitializedParameter) for parameter in module.parameters()):
+        problem = f"{name}() returned a module with lazy parameters, whose sizes are not known yet"
+        raise TraceError(problem, "call the module once with its inputs before you return it")
     if loss is not None and not callable(loss):
         problem = f"the loss that {name}() returned is {type(loss).__name__}, not a function"
-        raise TraceError(problem, "it is called as loss(output), with what the module returns")
+        raise TraceError(problem, "it is called as loss(output), with the output of the module")
     return module, inputs, loss
 
 
@@ -263,19 +277,13 @@ def _moved(module: torch.nn.Module, device: str) -> torch.nn.Module:
 
 
 def _arguments(inputs: Any, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def moved(value: Any) -> Any:
+        return with_tensors(value, lambda tensor: tensor.to(device))
+
     if isinstance(inputs, Mapping):
-        return (), {str(key): _on(value, device) for key, value in inputs.items()}
+        return (), {str(key): moved(value) for key, value in inputs.items()}
     positional = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
-    return tuple(_on(value, device) for value in positional), {}
-
-
-def _on(value: Any, device: str) -> Any:
-    """Tensors on this device, also those inside lists and dicts."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, Mapping):
-        return {key: _on(item, device) for key, item in value.items()}
-    return type(value)(_on(item, device) for item in value) if type(value) in (list, tuple) else value
+    return tuple(map(moved, positional)), {}
 
 
 def _token_ids(module: torch.nn.Module, micro_batch: int, sequence: int, device: str) -> torch.Tensor:
@@ -284,83 +292,20 @@ def _token_ids(module: torch.nn.Module, micro_batch: int, sequence: int, device:
     return torch.randint(known, (micro_batch, sequence), device=device)
 
 
-def _accepted(factory: Any, offered: dict[str, int]) -> dict[str, int]:
+def _accepted(factory: Any, name: str, offered: dict[str, int]) -> dict[str, int]:
+    """The sizes that a factory takes. A `TraceError` where it needs an argument that it does not get."""
     try:
         wanted = inspect.signature(factory).parameters
     except (TypeError, ValueError):
         return {}
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in wanted.values()):
-        return offered
-    return {key: value for key, value in offered.items() if key in wanted}
-
-
-@contextlib.contextmanager
-def naming(what: str, folder: Path | None = None) -> Iterator[None]:
-    """Turn any exception into one line that says where it came from: the user's own line, if there is one."""
-    try:
-        yield
-    except TraceError:
-        raise
-    except (Exception, SystemExit) as error:
-        if _needed_network(error):
-            problem = "the config refers to a file of the hub (a backbone, for example), and configs are traced without network"
-            raise TraceError(f"{what}: {problem}") from error
+    kinds = [parameter.kind for parameter in wanted.values()]
+    accepted = {key: value for key, value in offered.items() if key in wanted or inspect.Parameter.VAR_KEYWORD in kinds}
+    optional = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    required = [key for key, of in wanted.items() if of.default is of.empty and of.kind not in optional]
+    if missing := [key for key in required if key not in accepted]:
+        sizes = " ".join(option(key, "N") for key in missing if key in SIZES)
+        others = f"only {' and '.join(SIZES)} are passed: give the others a default value" if {*missing} - {*SIZES} else ""
         raise TraceError(
-            f"{what} raised {type(error).__name__}: {reason(error)}{_place(error, folder)}", advice(error)
-        ) from error
-
-
-# What to do about an error of a module that runs without values: words of its text, and the advice.
-_NEEDS_VALUES = (
-    "meta tensor", "_local_scalar_dense", "nonzero", "register_meta", "aten::equal", "aten::is_nonzero", "aten::masked_select",
-    "aten::unique", "data-dependent", "Could not run 'aten::", "not supported on meta",
-)  # fmt: skip
-
-
-def advice(error: BaseException) -> str:
-    """What to do about an exception of the user's module; empty where there is nothing to say."""
-    if isinstance(error, ImportError) and (missing := getattr(error, "name", None)):
-        return f"pip install {missing.split('.')[0]}, or build the module without it"
-    text = str(error)
-    if isinstance(error, ImportError) or "pip install" in text or "not installed" in text:
-        return "install what it needs in gemmscope's environment, or build the module without it"
-    if any(words in text for words in _NEEDS_VALUES):
-        return (
-            "the module is run without values, on the meta device: this line reads one (.item(), nonzero, a mask as an index, "
-            "an if on a tensor); put what it decides into the module's settings, or skip it with `if tensor.is_meta`"
+            f"{name}() needs {' and '.join(missing)}", "; ".join(filter(None, (others, f"add {sizes}" if sizes else "")))
         )
-    return ""
-
-
-def _needed_network(error: BaseException | None) -> bool:
-    while error is not None:
-        if isinstance(error, NetworkError) or type(error).__name__ == "OfflineModeIsEnabled":
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def _place(error: BaseException, folder: Path | None) -> str:
-    """Where an exception came from: the last line that ran in `folder`, or, if none did, the last line that ran."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f" (line {error.lineno} of {error.filename})"
-    ran = list(traceback.extract_tb(error.__traceback__))
-    frames = [frame for frame in ran if folder is None or _is_in(Path(frame.filename), folder)] or ran
-    return f" (line {frames[-1].lineno} of {frames[-1].filename})" if frames else ""
-
-
-def _is_in(path: Path, folder: Path) -> bool:
-    """Whether a file is in a folder or below it, but not in a Python environment inside it."""
-    try:
-        below = path.resolve().relative_to(folder)
-    except (ValueError, OSError):
-        return False
-    return not {"site-packages", "dist-packages"} & set(below.parts)
-
-
-def reason(error: BaseException) -> str:
-    """The first line of an exception's text, and the next one where the first ends in a colon; never too long."""
-    message = str(error.msg if isinstance(error, SyntaxError) else error)
-    lines = [line.strip() for line in message.splitlines() if line.strip()] or [type(error).__name__]
-    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    return text if len(text) <= LONGEST_REASON else text[: LONGEST_REASON - 1] + "…"
+    return accepted

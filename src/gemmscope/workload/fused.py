@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gemmscope.workload.mixers import SCAN_NAMES
 from gemmscope.workload.scans import CausalConv, Scan
@@ -58,13 +59,22 @@ def _with(stand_in: Callable[..., Any], calls: KernelCalls) -> Callable[..., Any
     return call
 
 
+def blank(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A result that is not computed: without values on the meta device, zeros elsewhere. Nothing records that it is filled."""
+    output = tensor.new_empty(shape)
+    if not output.is_meta:
+        with _disable_current_modes():
+            output.zero_()
+    return output
+
+
 class _Shapes(torch.autograd.Function):  # type: ignore[misc]
     """A function of `tensors` that only produces a tensor of this shape, and gradients of theirs."""
 
     @staticmethod
     def forward(ctx: Any, calls: KernelCalls, shape: tuple[int, ...], *tensors: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(*tensors)
-        ctx.calls, output = calls, tensors[0].new_empty(shape)
+        ctx.calls, output = calls, blank(tensors[0], shape)
         calls.barrier(list(tensors), [output])
         return output
 

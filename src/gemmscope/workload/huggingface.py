@@ -9,7 +9,8 @@ import torch
 
 from gemmscope.errors import option, shown
 from gemmscope.workload.confine import offline
-from gemmscope.workload.factory import Built, TraceError, know_meta_tensors, reason
+from gemmscope.workload.factory import Built, know_meta_tensors
+from gemmscope.workload.failures import TraceError, reason
 
 USUAL_IMAGE = 224  # pixels, where a config says nothing of images
 USUAL_SOUND = 160_000  # samples, where no length is given: ten seconds at 16 kHz
@@ -49,14 +50,14 @@ def _inputs(module: Any, batch: int, sequence: int | None, precision: torch.dtyp
         inputs = {name: _floats((batch, *frames, getattr(vision, "num_channels", 3), height, width), precision)}
     elif name == "input_features" and hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
         inputs = {name: _floats((batch, config.num_mel_bins, 2 * config.max_source_positions), precision)}
-    elif name == "input_values" and hasattr(config, "num_mel_bins"):
+    elif name == "input_values" and hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):
         inputs = {name: _floats((batch, config.max_length, config.num_mel_bins), precision)}
-    elif name == "input_values":  # sound as it was recorded
+    elif name == "input_values" and not hasattr(config, "num_mel_bins"):  # sound as it was recorded
         inputs = {name: _floats((batch, sequence or USUAL_SOUND), precision)}
     elif name in ("input_ids", "decoder_input_ids"):
         inputs = {"input_ids": _ids(batch, _given(sequence))}
     else:
-        raise TraceError(f"{type(module).__name__} reads {shown(name)}, whose sizes do not follow from its config")
+        raise TraceError(f"{type(module).__name__} reads {shown(name)}, whose sizes are not in its config")
     if getattr(config, "is_encoder_decoder", False):
         longest = getattr(config, "max_target_positions", None)
         inputs["decoder_input_ids"] = _ids(batch, longest if sequence is None and longest else _given(sequence))
@@ -88,7 +89,7 @@ def _filled(tensor: torch.Tensor, module: Any, device: str) -> torch.Tensor:
 def _given(sequence: int | None) -> int:
     if sequence is None:
         raise TraceError(
-            f"the model reads sequences, and {option('sequence_length')} is not given", f"add {option('sequence_length', 'N')}"
+            f"the model reads sequences, but {option('sequence_length')} is not given", f"add {option('sequence_length', 'N')}"
         )
     return sequence
 
@@ -127,8 +128,15 @@ def huggingface_model(config_dict: dict[str, Any], device: str, precision: torch
         except (KeyError, ValueError) as error:
             raise TraceError(f"transformers {transformers.__version__} cannot read this config: {reason(error)}") from error
         config.use_cache = config.get_text_config().use_cache = False
+        if device == "meta":  # the loss that balances experts counts tokens, which have no values there
+            config.get_text_config().output_router_logits = False
+        config.architectures = []  # not None: where a type has several classes, transformers looks them up there
         if getattr(config, "apply_spec_augment", False):  # it masks at random places, which have no values on the meta device
             config.apply_spec_augment = False
+        for part in (config, config.get_text_config()):
+            for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):  # it leaves out layers at random
+                if getattr(part, name, 0):
+                    setattr(part, name, 0.0)
         module = _instantiate(transformers, config, device, precision)
     module.train()
     return module
@@ -203,7 +211,7 @@ def windows(config: Any) -> tuple[int | None, ...] | None:
         return None
     window = _declared(config, "local_attention") or _declared(config, "sliding_window") or None
     kinds = _declared(config, "layer_types")
-    if window and getattr(config, "is_causal", True) is False:
+    if window and (getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None) is True):
         window = (window - 1) * 2
     if kinds is None or config.model_type in _WINDOW_WITHOUT_KIND:  # a family with the window in every layer, or in none
         return (window,) * layers

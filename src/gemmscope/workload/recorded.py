@@ -88,51 +88,51 @@ class Between(Op):
 
     @property
     def fused_bytes(self) -> float:
-        """Of all runs in one micro-batch."""
+        """Bytes that all runs in one micro-batch move, if a compiler fuses operators."""
         return self.moved.forward.fused_bytes + self.moved.backward.fused_bytes
 
     @property
     def kernels(self) -> int:
-        """Of all runs in one micro-batch, where a compiler fuses operators."""
+        """Kernels of all runs in one micro-batch, if a compiler fuses operators."""
         return self.moved.forward.kernels + self.moved.backward.kernels
 
     @property
     def launches(self) -> int:
-        """Of all runs in one micro-batch, one by one."""
+        """Kernels of all runs in one micro-batch, if every operator is launched by itself."""
         return self.moved.forward.launches + self.moved.backward.launches
 
 
 @dataclass(frozen=True, kw_only=True)
 class BetweenNorm(Between):
-    """Of a normalization."""
+    """What a normalization runs between GEMMs."""
 
     kind: ClassVar[str] = "norm"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BetweenActivation(Between):
-    """Of an activation function."""
+    """What an activation function runs between GEMMs."""
 
     kind: ClassVar[str] = "activation"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BetweenSoftmax(Between):
-    """Of a softmax outside a fused attention."""
+    """What a softmax outside a fused attention runs between GEMMs."""
 
     kind: ClassVar[str] = "softmax"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BetweenEmbedding(Between):
-    """Of an embedding."""
+    """What an embedding runs between GEMMs."""
 
     kind: ClassVar[str] = "embedding"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BetweenLoss(Between):
-    """Of the loss."""
+    """What the loss runs between GEMMs."""
 
     kind: ClassVar[str] = "loss"
 

@@ -4,7 +4,7 @@ convolutions, and the operators between them.
 How a GEMM is classified (this file imports torch, so only the trace worker imports it):
 
 * **Is it a linear layer?** A GEMM with an operand that comes from parameters alone (a weight, its transpose, its cast, a slice of
-  it) belongs to a linear layer. One without such an operand (attention scores, rotary angles) is a batched GEMM.
+  it, a pruned one) belongs to a linear layer. One without such an operand (attention scores, rotary angles) is a batched GEMM.
 * **Which pass?** GEMMs that run while gradients are recorded are forward. Those that the autograd engine runs belong to the node
   with the sequence number of the forward GEMM: if they read the weight they are dgrad, if they read the activation, wgrad.
 * **Which shape?** `gemm_size` of the tokens, input and output features, whichever side the weight is on.
@@ -28,6 +28,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from gemmscope.workload import fused
+from gemmscope.workload.layers import why_not_converted
 from gemmscope.workload.operators import Operand, flops_of, is_free, is_fusible, operands, storage_of
 from gemmscope.workload.ops import ALL_VISIBLE, BatchedGemm, Direction, Gemm, Pass, Remainder, attention_gemms, gemm_size
 from gemmscope.workload.scans import CausalConv, Scan
@@ -83,12 +84,12 @@ class Recorder:
     masks: Counter[str] = field(default_factory=Counter)  # of the forward attentions: none, causal, explicit
     attentions: dict[AttentionCall, Counter[Direction]] = field(default_factory=dict)
     traffic: Traffic = field(default_factory=Traffic)
-    linear_paths: set[str] = field(default_factory=set)  # of GEMMs that an nn.Linear runs
+    linear_paths: set[str] = field(default_factory=set)  # of GEMMs of every nn.Linear that can be converted
     saved: dict[int, int] = field(default_factory=dict)  # bytes that backward needs, by storage
 
     def __post_init__(self) -> None:
         self._names = {id(module): _LAYER_INDEX.sub("*", name) or ROOT for name, module in self.module.named_modules()}
-        self._running: list[tuple[str, str, bool]] = []  # path, kind of what it runs, whether it is an nn.Linear
+        self._running: list[tuple[str, str, bool]] = []  # path, kind of what it runs, whether it can run in low precision
         self._sections: list[str] = []  # of the running modules: MIXER in a mixer and in all that it calls
         self._by_node: dict[int, list[_Forward]] = {}
         self._groups: dict[int, tuple[str, str]] = {}  # path and kind of the forward operator, by its node's number
@@ -98,6 +99,7 @@ class Recorder:
         self._convolutions: dict[int, tuple[str, str]] = {}
         storages = [parameter.untyped_storage() for parameter in self.module.parameters()]
         self._weights = {storage._cdata: storage for storage in storages}
+        self._buffers = {(storage := buffer.untyped_storage())._cdata: storage for buffer in self.module.buffers()}
         self._kept: dict[int, torch.UntypedStorage] = {}  # alive, so that no other storage gets the same address
         floats = Counter(parameter.dtype for parameter in self.module.parameters() if parameter.is_floating_point())
         self.operand = Operand(floats.most_common(1)[0][0] if floats else None)
@@ -111,7 +113,8 @@ class Recorder:
 
     def enter(self, module: torch.nn.Module) -> None:
         known = self._names.get(id(module)) or self.path()  # one that is registered nowhere belongs to its caller
-        self._running.append((known, _kind_of(type(module)), isinstance(module, torch.nn.Linear)))
+        linear = isinstance(module, torch.nn.Linear) and not why_not_converted(module)
+        self._running.append((known, _kind_of(type(module)), linear))
         self._sections.append(MIXER if fused.is_mixer(module) else self.section())
 
     @contextlib.contextmanager
@@ -147,11 +150,18 @@ class Recorder:
         return tensor.untyped_storage()._cdata in self._weights
 
     def derive_weight(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        """A tensor computed from weights alone is a weight."""
-        if inputs and all(self.is_weight(tensor) for tensor in inputs):
-            for tensor in outputs:
-                storage = tensor.untyped_storage()
-                self._weights[storage._cdata] = storage
+        """A tensor computed from weights alone is a weight. So is a weight that a buffer masks, or that a number scales."""
+        others = [tensor for tensor in inputs if not self.is_weight(tensor)]
+        if len(others) == len(inputs):
+            return
+        if others:
+            shapes = [tensor.shape for tensor in inputs if self.is_weight(tensor)]
+            constant = all(not tensor.dim() or tensor.untyped_storage()._cdata in self._buffers for tensor in others)
+            if not constant or any(tensor.shape not in shapes for tensor in outputs):
+                return
+        for tensor in outputs:
+            storage = tensor.untyped_storage()
+            self._weights[storage._cdata] = storage
 
     def gemm(self, left: torch.Tensor, right: torch.Tensor, output: torch.Tensor) -> None:
         """One GEMM left @ right, forward or backward."""

@@ -5,27 +5,34 @@ shapes, because the operators they dispatch on the meta device are not those tha
 """
 
 import contextlib
+import math
+import time
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gemmscope.workload import fused
 from gemmscope.workload.operators import tensors
 from gemmscope.workload.recorder import AttentionCall, Recorder
+from gemmscope.workload.remembered import RememberedShapes
 
 _FUSED_ATTENTION = torch.nn.functional.scaled_dot_product_attention
+_DETECT_CAUSAL = torch.nn.modules.transformer._detect_is_causal_mask
 _ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _WITH_ADDEND = ("aten::addmm", "aten::baddbmm", "aten::_addmm_activation")
 _GEMMS = ("aten::mm", "aten::bmm", "aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_int_mm", *_WITH_ADDEND)
 
 
 @contextlib.contextmanager
-def record(module: torch.nn.Module, *, between_gemms: bool = True) -> Iterator[Recorder]:
-    """Record every operation that runs inside this context; without `between_gemms`, only GEMMs, attention and convolutions."""
+def record(module: torch.nn.Module, *, between_gemms: bool = True, longest_s: float = math.inf) -> Iterator[Recorder]:
+    """Record every operation that runs inside this context; without `between_gemms`, only GEMMs, attention and convolutions.
+
+    A `TimeoutError` after `longest_s`: with values, a large module would run for hours.
+    """
     recorder, hooks = Recorder(module), torch.nn.modules.module
     handles = [
         hooks.register_module_forward_pre_hook(lambda running, _: recorder.enter(running)),
@@ -35,8 +42,9 @@ def record(module: torch.nn.Module, *, between_gemms: bool = True) -> Iterator[R
         calls = fused.KernelCalls(recorder.scan, recorder.barrier)
         with (
             fused.replaced(module, calls),
-            _Dispatch(recorder, between_gemms),
+            _Dispatch(recorder, between_gemms, longest_s),
             _Functions(recorder),
+            mock.patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", _is_causal),
             contextlib.ExitStack() as stack,
         ):
             if between_gemms:
@@ -47,17 +55,25 @@ def record(module: torch.nn.Module, *, between_gemms: bool = True) -> Iterator[R
             handle.remove()
 
 
+def _is_causal(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """nn.TransformerEncoder compares its mask with a causal one, unless it is told; a meta tensor has no values to compare."""
+    return bool(is_causal) if mask is not None and mask.is_meta else bool(_DETECT_CAUSAL(mask, is_causal, size))
+
+
 class _Dispatch(TorchDispatchMode):  # type: ignore[misc]
     """Sees every operator below autograd, forward and backward."""
 
-    def __init__(self, recorder: Recorder, between_gemms: bool) -> None:
+    def __init__(self, recorder: Recorder, between_gemms: bool, longest_s: float) -> None:
         super().__init__()
-        self._recorder, self._between_gemms = recorder, between_gemms
+        self._recorder, self._between_gemms, self._shapes = recorder, between_gemms, RememberedShapes()
+        self._ends = time.monotonic() + longest_s
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        output = operator(*args, **(kwargs or {}))
+        if time.monotonic() > self._ends:
+            raise TimeoutError("running the module takes too long")
+        output = self._shapes.run(operator, args, kwargs or {})
         recorder, name = self._recorder, operator._schema.name
         inputs, outputs = tensors((*args, *(kwargs or {}).values())), tensors((output,))
         if name in _GEMMS:
@@ -107,11 +123,25 @@ class _Functions(TorchFunctionMode):  # type: ignore[misc]
         explicit = named.get("attn_mask") is not None  # a meta tensor: its values are not known
         mask = "explicit" if explicit else "causal" if named.get("is_causal") else "none"
         operands = (named["query"], named["key"], named["value"], named.get("attn_mask"))
-        return _Attention.apply(self._recorder, mask, *operands)
+        _check_sizes(*operands[:3], grouped=bool(named.get("enable_gqa")))
+        computed = None
+        if not operands[0].is_meta:
+            with torch.no_grad(), _disable_current_modes():
+                computed = _FUSED_ATTENTION(*args, **kwargs)
+        return _Attention.apply(self._recorder, mask, *operands, computed)
+
+
+def _check_sizes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, grouped: bool) -> None:
+    """Raise where the real function would: heads of other sizes, or key/value heads that do not fit the query heads."""
+    heads, kv_heads = (tensor.shape[-3] if tensor.dim() > 2 else 1 for tensor in (query, key))
+    fits = kv_heads in (1, heads) or (grouped and kv_heads > 0 and heads % kv_heads == 0)
+    if query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2] or not fits:
+        sizes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in (("query", query), ("key", key), ("value", value)))
+        raise RuntimeError(f"the sizes of attention do not fit each other: {sizes}")
 
 
 class _Attention(torch.autograd.Function):  # type: ignore[misc]
-    """Attention that only produces shapes.
+    """Attention that only produces shapes, or the values that were computed already.
 
     Query is [.., heads, queries, d], key [.., kv heads, keys, d], value [.., kv heads, keys, dv].
     """
@@ -125,6 +155,7 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
         key: torch.Tensor,
         value: torch.Tensor,
         bias: torch.Tensor | None,
+        computed: torch.Tensor | None,
     ) -> torch.Tensor:
         operands = [query, key, value, *([bias] if bias is not None else [])]
         ctx.save_for_backward(*operands)
@@ -133,7 +164,7 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
         sizes = (tuple(query.shape), kv_heads, key.shape[-2], value.shape[-1])
         ctx.call = AttentionCall(recorder.path(), *sizes, mask, moved, ctx.needs_input_grad[5])
         recorder.attention(ctx.call, "forward")
-        output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        output = query.new_empty((*query.shape[:-1], value.shape[-1])) if computed is None else computed
         recorder.barrier(operands, [output])
         return output
 
@@ -143,7 +174,7 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
         needed = 4 if ctx.call.mask_gradient else 3
         gradients = [torch.empty_like(tensor) for tensor in ctx.saved_tensors[:needed]]
         ctx.recorder.barrier([gradient, *ctx.saved_tensors], gradients)
-        return None, None, *gradients, *([None] * (4 - needed))
+        return None, None, *gradients, *([None] * (5 - needed))
 
 
 class _Grouped(torch.autograd.Function):  # type: ignore[misc]
@@ -157,7 +188,7 @@ class _Grouped(torch.autograd.Function):  # type: ignore[misc]
         ctx.size = (rows.shape[0], inputs, outputs)
         recorder.linear(ctx.path, "fprop", ctx.size, groups)
         recorder.linear_paths.add(ctx.path)
-        output = rows.new_empty((rows.shape[0], outputs))
+        output = fused.blank(rows, (rows.shape[0], outputs))
         recorder.barrier([rows, weights], [output])
         return output
 

@@ -91,7 +91,7 @@ def _check_experts(model: ModelSpec, run: RunSpec) -> None:
         if run.imbalance > spec.experts:
             raise UserError(
                 f"{option('imbalance', f'{run.imbalance:g}')} is too large for {spec.experts} experts",
-                f"at most {spec.experts}: then the busiest expert has all tokens",
+                f"at most {spec.experts}, when the busiest expert has all tokens",
             )
     if run.tokens * moe[0].top_k * run.expert_tp % run.tp:
         raise UserError(
@@ -126,7 +126,7 @@ def _check_virtual_stages(stages: list[tuple[int, int]], run: RunSpec) -> None:
     layers = stages[0][1] - stages[0][0]
     if run.pp == 1:
         raise UserError(
-            f"{option('vp', run.vp)} splits each stage of a pipeline, and there is no pipeline",
+            f"{option('vp', run.vp)} splits each stage of a pipeline, but there is no pipeline",
             f"remove {option('vp')}"
             + (f", or add {option('pp')}: {divisors_text(layers // run.vp)}" if layers % run.vp == 0 and layers > run.vp else ""),
         )
@@ -166,7 +166,7 @@ def check_schedule(run: RunSpec) -> None:
         )
         nearest = "the nearest that work" if len(counts) > 1 else "the nearest that works"
         raise UserError(
-            f"{option('vp', run.vp)} needs micro-batches in multiples of {option('pp', run.pp)}, and a step has "
+            f"{option('vp', run.vp)} needs a multiple of {option('pp', run.pp)} micro-batches, but a step has "
             f"{run.gradient_accumulation} ({option('gradient_accumulation')})",
             f"{nearest}: {accumulation}; as a global batch, {batch}",
         )

@@ -68,7 +68,7 @@ class IndexScores(Op):
         return Work(flops, self._inputs() + self.batch * self.pairs * FP32_BYTES)
 
     def backward(self) -> Work:
-        """Of the chosen pairs: scores and probabilities again, the gradients of queries, keys and weights."""
+        """Work on the chosen pairs: scores and probabilities again, the gradients of queries, keys and weights."""
         if not self.trained:
             return Work()
         flops = self.batch * (2 * self.chosen * self.heads * (3 * self.dim + 2) + self.probabilities)
@@ -133,5 +133,5 @@ def sparse(attention: Attention, spec: AttentionSpec, chosen: float) -> SparseAt
     key, value = attention.head_dim, attention.value_dim
     if spec.latent is not None:
         key, value = spec.latent.kv_rank + spec.latent.rope_dim, spec.latent.kv_rank
-    same = {one.name: getattr(attention, one.name) for one in fields(attention)}
+    same = {part.name: getattr(attention, part.name) for part in fields(attention)}
     return replace(SparseAttention(**same, visible=attention.pairs, latent_key=key, latent_value=value), pairs=chosen)

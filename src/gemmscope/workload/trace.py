@@ -6,6 +6,7 @@ derived one, so that all later stages treat both alike.
 
 import importlib.util
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -40,9 +41,10 @@ class ModuleTrace:
     those without a weight, those inside `attentions` included; `remainder` are convolutions, `scans` and `convolutions` calls of
     mixers' kernels, `others` what runs between all these. `masks` counts the attentions by mask: none, causal, explicit (a mask
     tensor, whose values are not known). `linear_paths` are the modules whose GEMMs a recipe can quantize (nn.Linear, grouped
-    GEMMs), `heads` output heads. `saved_bytes` is what forward keeps for backward. `inputs` are the sizes of inputs that the
-    module brought with it, and `samples` how many a batch has. Of a Hugging Face model, as far as it shows: the sliding `windows`
-    of its layers (None: a layer without one) and whether its attention is `causal`.
+    GEMMs), `heads` output heads, `layers` how many layers can be compiled one by one. `saved_bytes` is what forward keeps for
+    backward. `inputs` are the sizes of inputs that the module brought with it, and `samples` how many a batch has. Of a Hugging
+    Face model, as far as it shows: the sliding `windows` of its layers (None: a layer without one) and whether its attention is
+    `causal`. `with_values`: it reads values, and was run on the CPU. `recurrent` are classes that cuDNN has kernels for.
     """
 
     class_name: str
@@ -60,6 +62,9 @@ class ModuleTrace:
     others: tuple[OtherWork, ...] = ()
     linear_paths: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
+    layers: int = 0
+    with_values: bool = False
+    recurrent: tuple[str, ...] = ()
     trainable: int = 0
     saved_bytes: int = 0
     largest_saved_bytes: int = 0
@@ -78,7 +83,7 @@ def trace_huggingface(
     try:
         return _ask_worker({"config": dict(config), "as_trained": as_trained}, micro_batch, sequence, LONGEST_S)
     except UserError as error:
-        hint = f"to use your own inputs: {option('module', 'FILE.py:FACTORY')}, a function that returns (module, inputs)"
+        hint = f"to use your own inputs: {option('module', 'FILE.py:FUNCTION')}, a function that returns (module, inputs)"
         raise UserError(error.message, error.hint or hint) from error
 
 
@@ -102,7 +107,9 @@ def trace_module(reference: str, micro_batch: int | None, sequence: int | None) 
     path, colon, name = reference.rpartition(":")
     if not colon or not path or not name.isidentifier():
         example = f"for example {option('module', 'my_model.py:build')}"
-        raise UserError(f"{option('module')} must be FILE.py:FACTORY, not {reference!r}", example)
+        raise UserError(f"{option('module')} must be FILE.py:FUNCTION, not {reference!r}", example)
+    if not os.path.isfile(path):  # noqa: PTH113 (no exception for any name); said at once: importing torch takes seconds
+        raise UserError(f"{option('module')}: there is no file {shown(path)}", f"give the file that defines {name}")
     return _ask_worker({"module": reference}, micro_batch, sequence)
 
 
@@ -155,9 +162,11 @@ def as_workload(trace: ModuleTrace) -> Workload:
     ops += [replace(op, section=HEAD) if op.name in trace.heads else op for op in map(between, trace.others)]
     if trace.trainable:
         ops.append(Optimizer(name="Optimizer", section=STEP, updated=trace.trainable))
-    findings = [finding("traced")]
+    findings = [finding("traced-with-values" if trace.with_values else "traced")]
     if trace.remainder:
         findings.append(finding("convolutions", count=sum(op.count for op in trace.remainder)))
+    if trace.recurrent:
+        findings.append(finding("recurrent-steps", names=list(trace.recurrent)))
     if trace.masks.get("explicit"):
         findings.append(finding("explicit-masks"))
     if trace.ignored:

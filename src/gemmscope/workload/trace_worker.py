@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 import logging
+import math
 import os
 import sys
 import warnings
@@ -21,9 +22,11 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
-from gemmscope.workload.confine import limit_memory, offline
-from gemmscope.workload.factory import SIZES, Built, TraceError, load_factory, loss_of, move_to_meta, naming, outputs_of
+from gemmscope.workload.confine import limited_memory, offline
+from gemmscope.workload.factory import SIZES, Built, load_factory, loss_of, move_to_meta, outputs_of
+from gemmscope.workload.failures import TraceError, fails_on_meta, naming
 from gemmscope.workload.huggingface import build_huggingface, built_huggingface, causal, huggingface_model, windows
+from gemmscope.workload.layers import find_layers
 from gemmscope.workload.ops import Direction, with_counts
 from gemmscope.workload.recorded import Moved, OtherWork, TracedAttention
 from gemmscope.workload.recorder import AttentionCall, visible_share
@@ -35,6 +38,8 @@ from gemmscope.workload.traffic import TrafficSum, WorkGroup
 __all__ = ["TraceError", "answer", "build_huggingface", "huggingface_model", "move_to_meta", "trace"]
 
 RUNNING = "running the model on the meta device"
+LARGEST_WITH_VALUES = 2 * 2**30  # bytes of the parameters of a module that is run on the CPU
+LONGEST_WITH_VALUES_S = 120.0
 
 
 def trace(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ModuleTrace:
@@ -42,11 +47,11 @@ def trace(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     return trace_built(Built(module, args, dict(kwargs)))
 
 
-def trace_built(built: Built, *, between_gemms: bool = True) -> ModuleTrace:
+def trace_built(built: Built, *, between_gemms: bool = True, longest_s: float = math.inf) -> ModuleTrace:
     """Run forward, loss and backward, and return what was recorded. Without `between_gemms`: what the closed form is checked
     with."""
     module = built.module
-    with record(module, between_gemms=between_gemms) as recorder:
+    with record(module, between_gemms=between_gemms, longest_s=longest_s) as recorder:
         output = module(*built.args, **built.kwargs)
         with recorder.in_loss():
             loss = loss_of(built, output)
@@ -70,6 +75,8 @@ def trace_built(built: Built, *, between_gemms: bool = True) -> ModuleTrace:
         convolutions=tuple(op for op in with_counts(recorder.scans) if isinstance(op, CausalConv)),
         linear_paths=tuple(sorted(recorder.linear_paths)),
         heads=_heads(module),
+        layers=len(find_layers(module)),
+        recurrent=tuple(sorted({type(part).__name__ for part in module.modules() if isinstance(part, torch.nn.RNNBase)})),
         saved_bytes=sum(recorder.saved.values()),
         largest_saved_bytes=max(recorder.saved.values(), default=0),
         has_loss=loss is not None,
@@ -139,16 +146,34 @@ def _trace_as_trained(request: dict[str, Any]) -> ModuleTrace:
         try:
             with naming(RUNNING):
                 return trace_built(built)
-        except TraceError as error:
-            failure = error
+        except TraceError as error:  # advice on how to change a module does not help with a config
+            failure = TraceError(str(error)) if error.__cause__ is not None and fails_on_meta(error.__cause__) else error
 
 
 def _trace_factory(request: dict[str, Any]) -> ModuleTrace:
     built = load_factory(request["module"], request["micro_batch"], request["sequence"], "meta")
     given = [name for name, key in zip(SIZES, ("micro_batch", "sequence"), strict=True) if request[key] is not None]
     ignored = tuple(name for name in given if built.own_inputs and name not in built.taken)
-    with naming(RUNNING, Path(request["module"].rpartition(":")[0]).resolve().parent):
-        return replace(trace_built(built), ignored=ignored)
+    folder = Path(request["module"].rpartition(":")[0]).resolve().parent
+    try:
+        with naming(RUNNING, folder):
+            return replace(trace_built(built), ignored=ignored)
+    except TraceError as error:
+        size = sum(parameter.nbytes for parameter in built.module.parameters())
+        if error.__cause__ is None or not fails_on_meta(error.__cause__) or size > LARGEST_WITH_VALUES:
+            raise
+        return replace(_trace_with_values(request, folder, error), ignored=ignored)
+
+
+def _trace_with_values(request: dict[str, Any], folder: Path, without: TraceError) -> ModuleTrace:
+    """Runs a module that reads values on the CPU, where its inputs have some. If that fails too, the first error stands."""
+    torch.manual_seed(0)
+    try:
+        with limited_memory(), naming("running the model on the CPU", folder):
+            built = load_factory(request["module"], request["micro_batch"], request["sequence"], "cpu")
+            return replace(trace_built(built, longest_s=LONGEST_WITH_VALUES_S), with_values=True)
+    except TraceError as error:  # one without a cause is about what the module returned
+        raise (error if error.__cause__ is None else without) from None
 
 
 def main() -> None:
@@ -159,10 +184,9 @@ def main() -> None:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     request = json.loads(Path(request_path).read_text(encoding="utf-8"))
-    if "config" in request:
-        limit_memory()
+    limited = limited_memory() if "config" in request else contextlib.nullcontext()
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # output of the user's module must not mix with ours
+        with limited, contextlib.redirect_stdout(io.StringIO()):  # output of the user's module must not mix with ours
             result = TypeAdapter(ModuleTrace).dump_python(answer(request), mode="json", by_alias=True)
     except TraceError as failure:
         result = {"error": str(failure), "hint": failure.hint}

@@ -153,17 +153,17 @@ class Traffic:
     def sums(self) -> dict[WorkGroup, TrafficSum]:
         """All traffic by path, kind and direction. The bytes of a fused kernel are shared out by what its members would move."""
         sums: dict[WorkGroup, TrafficSum] = defaultdict(TrafficSum)
-        for one in self._operators:
-            of_group = sums[one.group]
-            of_group.flops += one.flops
-            of_group.bytes_moved += one.bytes_moved
+        for operator in self._operators:
+            of_group = sums[operator.group]
+            of_group.flops += operator.flops
+            of_group.bytes_moved += operator.bytes_moved
             of_group.launches += 1
         for chain in self._chains():
             members = [self._operators[number] for number in chain.members]
-            alone = sum(one.bytes_moved for one in members)
+            alone = sum(operator.bytes_moved for operator in members)
             moved = sum(region.bytes_moved for region in chain.reads) + sum(chain.writes.values())
-            for one in members:
-                sums[one.group].fused_bytes += min(moved, alone) * one.bytes_moved / alone if alone else 0.0
+            for operator in members:
+                sums[operator.group].fused_bytes += min(moved, alone) * operator.bytes_moved / alone if alone else 0.0
             sums[max(members, key=lambda one: one.bytes_moved).group].kernels += 1
         return dict(sums)
 
@@ -171,18 +171,18 @@ class Traffic:
         heads = self._heads()
         chains: dict[int, _Chain] = defaultdict(_Chain)
         readers: dict[tuple[int, int], set[int]] = defaultdict(set)  # (storage, operator) → chains that read it
-        for number, one in enumerate(self._operators):
+        for number, operator in enumerate(self._operators):
             chain = chains[heads[number]]
             chain.members.append(number)
-            for region, writer in one.reads:
+            for region, writer in operator.reads:
                 readers[region.storage, writer].add(heads[number])
                 if writer == IN_MEMORY or heads[writer] != heads[number]:
                     chain.reads[region] = writer
-        for number, one in enumerate(self._operators):
-            for region in one.writes:
+        for number, operator in enumerate(self._operators):
+            for region in operator.writes:
                 key = (region.storage, number)
                 outside = readers[key] - {heads[number]}
-                if key in self._needed or outside or not readers[key] or not one.fusible:
+                if key in self._needed or outside or not readers[key] or not operator.fusible:
                     chain = chains[heads[number]]
                     chain.writes[key] = chain.writes.get(key, 0) + region.bytes_moved
         self._recompute(chains, readers)
@@ -198,9 +198,9 @@ class Traffic:
                 number = heads[number]
             return number
 
-        for number, one in enumerate(self._operators):
-            for _, writer in one.reads if one.fusible else ():
-                if writer != IN_MEMORY and self._joins(self._operators[writer], one):
+        for number, operator in enumerate(self._operators):
+            for _, writer in operator.reads if operator.fusible else ():
+                if writer != IN_MEMORY and self._joins(self._operators[writer], operator):
                     heads[head(number)] = head(writer)
         return [head(number) for number in range(len(heads))]
 

@@ -7,12 +7,31 @@ from typing import Any
 
 from gemmscope import units
 from gemmscope.document import palette
-from gemmscope.document.charts import Bar, BarChart, Chart, CurveChart, HeatMap, WaterfallChart, axis_ends, legend, time_text
+from gemmscope.document.charts import (
+    Bar,
+    BarChart,
+    Chart,
+    CurveChart,
+    HeatMap,
+    RankChart,
+    ScatterChart,
+    WaterfallChart,
+    axis_ends,
+    legend,
+    time_text,
+)
 from gemmscope.document.model import Document
 from gemmscope.interval import Interval
 
 ChartData = dict[str, Any]
-TYPES: dict[type, str] = {BarChart: "bars", WaterfallChart: "waterfall", CurveChart: "curve", HeatMap: "heat"}
+TYPES: dict[type, str] = {
+    BarChart: "bars",
+    WaterfallChart: "waterfall",
+    CurveChart: "curve",
+    HeatMap: "heat",
+    ScatterChart: "scatter",
+    RankChart: "ranks",
+}
 
 
 @dataclass(frozen=True)
@@ -24,7 +43,7 @@ class Axes:
 
 
 def axes_of(documents: Sequence[Document]) -> Axes:
-    """Around everything that the documents show."""
+    """The ranges that hold everything the documents show."""
     tops: dict[str, float] = {}
     values = [1.0]
     for chart in (chart for document in documents for chart in document.charts()):
@@ -55,9 +74,18 @@ def chart_data(chart: Chart, axes: Axes) -> ChartData:
         low, high = axes.speedups if chart.unit == "x" else (0.0, highest * 1.05)
         data |= {"places": chart.places, "low": low, "high": high, "colors": {name: chart.color(name) for name in chart.series}}
         data["shapes"] = palette.shapes(list(data["colors"].values()))
+    elif isinstance(chart, HeatMap):
+        low, high = chart.ends
+        data |= {"low": low, "high": high, "stops": palette.heat_stops(), "best": chart.best}
+    elif isinstance(chart, RankChart):
+        low, high, step = chart.ends
+        data |= {"low": low, "high": high, "step": step}
     else:
-        data["high"] = max([1.05, *(cell.value for row in chart.cells for cell in row if cell.value is not None)])
-        data |= {"stops": palette.heat_stops(), "best": chart.best}
+        every = [*chart.dots, *chart.mixes, *([chart.chosen] if chart.chosen is not None else [])]
+        low, high = axis_ends([end for dot in every for end in _ends(dot.speedup)])
+        data |= {"low": low, "high": high, "top": max([chart.bound or 0.0, *(dot.error for dot in every)]) * 1.08 or 1.0}
+        data["colors"] = {dot.name: chart.color(dot.name) for dot in chart.dots}
+        data["shapes"] = palette.shapes(list(data["colors"].values()))
     return data
 
 

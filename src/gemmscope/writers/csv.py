@@ -14,7 +14,7 @@ from gemmscope.text import csv_cell
 
 
 def csv_text(document: Document) -> str:
-    """The whole file."""
+    """The CSV file of a document."""
     tables = document.tables()
     names = dict.fromkeys(name for table in tables for name in _columns(table))
     out = io.StringIO()

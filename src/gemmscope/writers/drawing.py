@@ -5,7 +5,10 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.colors import to_rgb
+from matplotlib.figure import FigureBase
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from gemmscope.document.palette import Style, styles
@@ -25,10 +28,10 @@ def style(key: str) -> Style:
     return styles()[key]
 
 
-def lighter(color: str, share: float = 0.5) -> tuple[float, float, float]:
-    """Part of the way to white."""
+def lighter(color: str) -> tuple[float, float, float]:
+    """Half of the way to white."""
     red, green, blue = to_rgb(color)
-    return 1 - (1 - red) * share, 1 - (1 - green) * share, 1 - (1 - blue) * share
+    return (1 + red) / 2, (1 + green) / 2, (1 + blue) / 2
 
 
 def is_dark(color: Any) -> bool:
@@ -81,19 +84,25 @@ def plain(value: float, _: object = None) -> str:
     return "0" if text in ("-0", "") else text
 
 
-def numbers(axis: Any, most: int = 6) -> None:
+def numbers(axis: Axis, most: int = 6) -> None:
     """Round numbers along an axis, written out."""
     axis.set_major_locator(MaxNLocator(most, steps=[1, 2, 2.5, 5, 10]))
     axis.set_major_formatter(FuncFormatter(plain))
 
 
-def speedup_axis(axis: Any, most: int = 6) -> None:
+def speedup_axis(axis: Axis, most: int = 6) -> None:
     """Speedups along an axis: 1.5x."""
     axis.set_major_locator(MaxNLocator(most, steps=[1, 2, 2.5, 5, 10]))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{plain(value)}x"))
 
 
-def grid(axes: Any, along: str = "y") -> None:
+def share_axis(axis: Axis, most: int = 6) -> None:
+    """Shares along an axis: 5%."""
+    axis.set_major_locator(MaxNLocator(most, steps=[1, 2, 2.5, 5, 10]))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{plain(round(100 * value, 6))}%"))
+
+
+def grid(axes: Axes, along: str = "y") -> None:
     """Hairlines behind everything, and no marks at the names."""
     getattr(axes, f"{along}axis").grid(visible=True, color=GRID, linewidth=0.6)
     axes.set_axisbelow(True)
@@ -111,12 +120,12 @@ def short(text: str, longest: int = LONGEST_LABEL) -> str:
     return text if len(text) <= longest else f"{text[: longest - 1 - half]}…{text[-half:]}"
 
 
-def title(axes: Any, text: str, width_in: float) -> None:
+def title(axes: Axes, text: str, width_in: float) -> None:
     """The title of a panel, in as many lines as it needs."""
     axes.set_title(textwrap.fill(text, max(12, int(width_in * 14.8))), fontsize=LARGE, loc="left")
 
 
-def legend(figure: Any, handles: Sequence[Any], width_in: float) -> None:
+def legend(figure: FigureBase, handles: Sequence[Any], width_in: float) -> None:
     """Below the panels, in as many columns as have room."""
     if handles:
         look: dict[str, Any] = {"frameon": False, "fontsize": NORMAL, "handlelength": 1.6}

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, FigureBase
 
-from gemmscope.document.charts import BarChart, Chart, CurveChart, HeatMap, WaterfallChart
+from gemmscope.document.charts import BarChart, Chart, CurveChart, HeatMap, RankChart, ScatterChart, WaterfallChart
 from gemmscope.document.combine import common_baselines, label, letter, sources, speedup_rows
 from gemmscope.document.model import Document, visible
 from gemmscope.errors import UserError
@@ -25,7 +25,7 @@ from gemmscope.files import replacing
 from gemmscope.interval import Interval
 from gemmscope.recipe.recipes import BASELINE
 from gemmscope.units import slug
-from gemmscope.writers import drawing, panels, plots
+from gemmscope.writers import drawing, panels, plots, ranks, scatter
 
 FORMATS = ("png", "svg")
 DPI = 300
@@ -82,7 +82,7 @@ def png(document: Document) -> bytes:
 
 @contextmanager
 def _drawing() -> Iterator[None]:
-    """In our style. What a font lacks is drawn as a box, without a warning."""
+    """Draw in our style. Characters that a font lacks are drawn as boxes, without a warning."""
     with mpl.rc_context(STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -113,7 +113,7 @@ def save_figures(documents: Sequence[Document], folder: Path) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         message = f"figures cannot be written to {folder}: {error.strerror}"
-        raise UserError(message, "name a folder that can be written") from error
+        raise UserError(message, "give a folder that can be written") from error
     with _drawing():
         for name, figure in _figures([visible(document, longest=LONGEST) for document in documents]):
             for ending in FORMATS:
@@ -194,14 +194,24 @@ def _block(group: Sequence[Chart]) -> PanelGroup:
         return PanelGroup("waterfall", height_in, lambda part: panels.waterfalls(part, falls, WIDTH_IN))
     lines = [chart for chart in group if isinstance(chart, CurveChart)]
     if lines:
-        name = "speedup" if lines[0].unit == "x" else "rate"
+        name = "speedup" if lines[0].unit == "x" else "error" if lines[0].unit.startswith("%") else "rate"
         return PanelGroup(name, plots.curves_size(lines)[1], lambda part: plots.curves(part, lines, WIDTH_IN))
+    dots = [chart for chart in group if isinstance(chart, ScatterChart)]
+    if dots:
+        return PanelGroup("speed-and-error", scatter.scatter_size(dots), lambda part: scatter.scatters(part, dots, WIDTH_IN))
+    ranked = [chart for chart in group if isinstance(chart, RankChart)]
+    if ranked:
+        return PanelGroup("ranks", ranks.ranks_size(ranked), lambda part: ranks.ranks(part, ranked, WIDTH_IN))
     planes = [chart for chart in group if isinstance(chart, HeatMap)]
-    return PanelGroup("speedup", plots.heat_size(planes, WIDTH_IN)[1], lambda part: plots.heat(part, planes, WIDTH_IN))
+    return PanelGroup(
+        "speedup" if planes[0].unit == "x" else slug(planes[0].measure),
+        plots.heat_size(planes, WIDTH_IN)[1],
+        lambda part: plots.heat(part, planes, WIDTH_IN),
+    )
 
 
 def _several(documents: Sequence[Document]) -> list[PanelGroup]:
-    """Of several GPUs or runs: tokens/s against one common baseline, then the speedups over BF16 on the same GPU."""
+    """The panels that compare several GPUs or runs: tokens/s, then the speedups over BF16 on the same GPU."""
     common = next(iter(common_baselines(documents)), None)
     if common is None:
         return []
@@ -224,7 +234,7 @@ def _several(documents: Sequence[Document]) -> list[PanelGroup]:
     beside = f"Speedup over {BASELINE} on the same GPU and in the same run"
     named = {run: name.removesuffix(", FORECAST") for run, name in sources(documents).items()}
 
-    def draw(part: Any) -> None:
+    def draw(part: FigureBase) -> None:
         above, below = part.subplots(2, 1)
         plots.grouped_bars(above, list(rates.items()), unit, title, WIDTH_IN, labels, named)
         plots.grouped_bars(below, list(gains.items()), "x", beside, WIDTH_IN, own, named)
@@ -244,7 +254,7 @@ def _side_by_side(documents: Sequence[Document]) -> PanelGroup:
     rows = speedup_rows(documents)
     labels = {run: name for run, name in sources(documents).items() if any(run in by_run for _, _, by_run in rows)}
 
-    def draw(part: Any) -> None:
+    def draw(part: FigureBase) -> None:
         drawing.legend(part, plots.side_by_side(part.subplots(), rows, labels), WIDTH_IN)
 
     height_in = min(0.6 + len(rows) * max(0.22, 0.11 * len(labels) + 0.06), 40.0)
@@ -256,7 +266,7 @@ def _save(figure: Figure, out: Any, ending: str) -> None:
     figure.savefig(out, format=ending, dpi=DPI, metadata=UNDATED.get(ending), **packing)
 
 
-def _write(figure: Any, path: Path) -> None:
+def _write(figure: Figure, path: Path) -> None:
     ending = path.suffix.lower().removeprefix(".")
     try:
         with replacing(path, HINT) as out:

@@ -1,7 +1,8 @@
 """Documents as one HTML page that needs nothing else: for screens wide and narrow, light and dark, and for paper.
 
-`assets/page.html.j2` is the page and `parts.html.j2` its pieces, `page.css` its style; `charts.js` draws the charts with ECharts,
-`page.js` does the rest. All text is escaped by jinja2, or is text inside JSON; scripts are allowed by their hashes alone.
+`assets/page.html.j2` is the page and `parts.html.j2` its pieces, `page.css` its style; `charts.js` and `ranks.js` draw the charts
+with ECharts, `page.js` does the rest. All text is escaped by jinja2, or is text inside JSON; scripts are allowed by their hashes
+alone.
 """
 
 import base64
@@ -9,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -19,18 +21,19 @@ from gemmscope import __version__
 from gemmscope.document.combine import common_baselines, label, side_by_side_table, sources, speedup_rows
 from gemmscope.document.model import Block, Document, Message
 from gemmscope.document.palette import css
-from gemmscope.document.table import Facts, Table
+from gemmscope.document.table import Facts, Table, first_rows
 from gemmscope.units import slug
 from gemmscope.writers.chart_data import ChartData, axes_of, chart_data, rounded, side_by_side_data
 from gemmscope.writers.page_view import View, is_small, rates_data, views, without
 
 SPEEDUP = re.compile(r"(\d+\.\d+x)( \[[^\]]*\])")
 LONG, LONG_ALONE = 8, 60  # rows of a table that is shown at once; longer ones are opened by a click
+MOST_ROWS = 1000  # of a table: thousands make a page slow
 
 
-def page(documents: Sequence[Document], messages: Sequence[Message] = ()) -> str:
-    """The whole file; `messages` are about all runs together."""
-    scripts = [asset("echarts.min.js"), asset("charts.js") + asset("page.js")]
+def page(documents: Sequence[Document], messages: Sequence[Message] = (), *, refresh_s: int | None = None) -> str:
+    """The whole file; `messages` are about all runs together. `refresh_s`: browsers load it again after so many seconds."""
+    scripts = [asset("echarts.min.js"), asset("charts.js") + asset("ranks.js") + asset("page.js")]
     charts = _Charts(documents)
     shown = views(documents)
     html = (
@@ -38,6 +41,7 @@ def page(documents: Sequence[Document], messages: Sequence[Message] = ()) -> str
         .get_template("page.html.j2")
         .render(
             version=__version__,
+            refresh_s=refresh_s,
             policy=" ".join(f"'sha256-{_hash(script)}'" for script in scripts),
             style=Markup(css() + asset("page.css")),
             views=shown,
@@ -63,15 +67,23 @@ def notebook_html(document: Document, png: bytes = b"") -> str:
     return _templates().get_template("notebook.html.j2").render(document=document, png=base64.b64encode(png).decode())
 
 
+@cache
 def _templates() -> Environment:
+    """The templates, compiled once: that takes longer than to fill them in."""
     templates = Environment(
         loader=FunctionLoader(asset), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    templates.filters |= {"slug": slug, "emphasize": emphasize, "without": without}
+    templates.filters |= {
+        "slug": slug,
+        "emphasize": emphasize,
+        "without": without,
+        "first_rows": lambda table: first_rows(table, MOST_ROWS),
+    }
     templates.tests["table"] = lambda block: isinstance(block, Table)
     return templates
 
 
+@cache
 def asset(name: str) -> str:
     """A file that ships with the package."""
     return (files("gemmscope.writers") / "assets" / name).read_text(encoding="utf-8")

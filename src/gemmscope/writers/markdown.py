@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 
 from gemmscope.document.combine import common_baselines, label, side_by_side_table
 from gemmscope.document.model import Document, Message
-from gemmscope.document.table import Facts, Table
+from gemmscope.document.table import Facts, Table, first_rows
 
+MOST_ROWS = 1000  # of a table: nobody reads more in Markdown
 SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\`*_<>|#&~$"})
 LINK = re.compile(r"\](?=[(\[:])|^\[|!\[|:(?=//)|\.(?<=www\.)|@", re.IGNORECASE)
 """Where a link, an image, an address or a mention begins."""
@@ -58,13 +59,14 @@ def _one(document: Document) -> Iterator[str]:
 
 
 def titled(table: Table) -> str:
-    """A table below its title."""
+    """A table below its title; of a long one, the first rows."""
+    table = first_rows(table, MOST_ROWS)
     note = f"\n\n{_paragraph(table.note)}" if table.note else ""
     return f"**{_plain(table.title)}**{note}\n\n{pipe_table(table)}"
 
 
 def pipe_table(table: Table) -> str:
-    """Without its title."""
+    """A Markdown table, without the title."""
     heads = f"| {' | '.join(_plain(column.name) for column in table.columns)} |"
     rule = "|" + "|".join(" ---: " if column.numeric else " --- " for column in table.columns) + "|"
     rows = [f"| {' | '.join(_plain(cell.text) for cell in row)} |" for row in table.rows]
@@ -82,7 +84,7 @@ def _facts(facts: Facts) -> str:
 
 
 def _plain(text: str) -> str:
-    """On one line, and nothing in it is markup; brackets of intervals stay, those of links do not."""
+    """The text on one line, with nothing in it that is markup; brackets of intervals stay, those of links do not."""
     return LINK.sub(lambda found: "\\" + found[0], " ".join(text.split()).translate(SPECIAL))
 
 

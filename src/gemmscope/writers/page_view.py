@@ -47,7 +47,7 @@ class View:
 
 
 def views(documents: Sequence[Document]) -> list[View]:
-    """Every document, arranged."""
+    """The documents as the page arranges them."""
     return [_view(documents, document) for document in documents]
 
 

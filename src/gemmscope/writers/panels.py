@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from matplotlib.axes import Axes
+from matplotlib.figure import FigureBase
 from matplotlib.patches import Patch
 
 from gemmscope import units
@@ -35,7 +37,7 @@ class Layout:
 
 
 def layout(charts: Sequence[BarChart], width_in: float) -> Layout:
-    """As many columns as have room for the labels of the bars."""
+    """The panels in as many columns as have room for the labels of the bars."""
     most = max((len(chart.bars) for chart in charts), default=1)
     columns = int((width_in - SIDE_IN) / (SLOT_IN * max(most, 2) + 0.25))
     columns = max(1, min(columns, MOST_COLUMNS, len(charts)))
@@ -52,7 +54,7 @@ def layout(charts: Sequence[BarChart], width_in: float) -> Layout:
     return Layout(rows, bars, bar_in, turned, height_in)
 
 
-def bars(figure: Any, charts: Sequence[BarChart], width_in: float) -> None:
+def bars(figure: FigureBase, charts: Sequence[BarChart], width_in: float) -> None:
     """Stacked bars, a panel for each chart, all with the same scale."""
     plan = layout(charts, width_in)
     columns = len(plan.bars)
@@ -114,7 +116,7 @@ def _with_shares(bar: Bar) -> list[Patch]:
     ]
 
 
-def _stacks(panel: Any, stacks: Sequence[Bar]) -> None:
+def _stacks(panel: Axes, stacks: Sequence[Bar]) -> None:
     """The segments of all bars, lines between them, and the intervals of the totals."""
     heights = [0.0] * len(stacks)
     drawn: dict[tuple[str, str, str], list[tuple[int, float, float]]] = {}
@@ -141,7 +143,7 @@ def _stacks(panel: Any, stacks: Sequence[Bar]) -> None:
         panel.errorbar(places, tops, yerr=[below, above], **WHISKER)
 
 
-def _labels(panel: Any, x: int, bar: Bar, slot_in: float) -> None:
+def _labels(panel: Axes, x: int, bar: Bar, slot_in: float) -> None:
     """Speedup, interval and time above a bar; why it is not there instead of it."""
     above: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "bottom", "annotation_clip": False}
     if not bar.segments:
@@ -188,8 +190,8 @@ def _parts(charts: Sequence[WaterfallChart]) -> list[str]:
     return sorted(places, key=lambda part: places[part])
 
 
-def waterfalls(figure: Any, charts: Sequence[WaterfallChart], width_in: float) -> None:
-    """From the speedup of the GEMMs to that of the step, a panel for each recipe, all with the same scale."""
+def waterfalls(figure: FigureBase, charts: Sequence[WaterfallChart], width_in: float) -> None:
+    """What lies between the speedup of the GEMMs and that of the step, a panel for each recipe, all with the same scale."""
     ends = [end for chart in charts if chart.total for end in (chart.total.low, chart.total.high) if end is not None]
     low, high = axis_ends([1.0, *(fall.speedup for chart in charts for fall in chart.falls), *ends])
     columns, _ = waterfalls_size(charts)
@@ -217,7 +219,7 @@ def waterfalls(figure: Any, charts: Sequence[WaterfallChart], width_in: float) -
             panel.set_xlabel(f"speedup over {drawing.short(chart.baseline)}", fontsize=NORMAL)
 
 
-def _falls(panel: Any, chart: WaterfallChart, parts: Sequence[str]) -> None:
+def _falls(panel: Axes, chart: WaterfallChart, parts: Sequence[str]) -> None:
     """A part that this recipe does not have is a gap."""
     before, last = 1.0, len(parts)
     places = [*(parts.index(fall.part) for fall in chart.falls), last]
@@ -236,7 +238,7 @@ def _falls(panel: Any, chart: WaterfallChart, parts: Sequence[str]) -> None:
     _value(panel, end, last, before, bold=True)
 
 
-def _value(panel: Any, x: float, y: int, speedup: float, *, bold: bool = False) -> None:
+def _value(panel: Axes, x: float, y: int, speedup: float, *, bold: bool = False) -> None:
     weight = "bold" if bold else "normal"
     panel.annotate(f"{speedup:.2f}x", (x, y), (4, 0), textcoords="offset points", va="center", fontsize=SMALL + 0.5,
                    color=INK, fontweight=weight, bbox=CLEAR)  # fmt: skip

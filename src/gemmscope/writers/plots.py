@@ -8,7 +8,9 @@ from statistics import mean, pstdev
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, Normalize
+from matplotlib.figure import FigureBase
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
@@ -22,7 +24,6 @@ CURVE_IN = 2.3  # height of a panel of curves
 SIDE_IN = 0.6
 LETTER_IN = 0.062  # width of a letter along an axis
 MOST_MARKERS = 14  # points of a curve that are drawn with markers
-LEAST_CELL_IN = 0.36  # of a heat map, to have room for text
 Groups = Sequence[tuple[str, Sequence[tuple[str, Interval]]]]
 """GPU or run → recipe → value."""
 
@@ -37,7 +38,7 @@ def curves_size(charts: Sequence[CurveChart]) -> tuple[int, float]:
     return columns, rows * (CURVE_IN + 0.75 + (0.5 if turned else 0.0)) + 0.35
 
 
-def curves(figure: Any, charts: Sequence[CurveChart], width_in: float) -> None:
+def curves(figure: FigureBase, charts: Sequence[CurveChart], width_in: float) -> None:
     """Values with their intervals against a size, a panel for each chart."""
     columns, _ = curves_size(charts)
     axes = figure.subplots(-(-len(charts) // columns), columns, squeeze=False)
@@ -90,7 +91,7 @@ def _unevenness(places: Sequence[float]) -> float:
     return pstdev(gaps) / mean(gaps) if gaps else 0.0
 
 
-def _curve(panel: Any, chart: CurveChart, panel_in: float) -> None:
+def _curve(panel: Axes, chart: CurveChart, panel_in: float) -> None:
     places = chart.places
     where, numeric = positions(places)
     at = dict(zip(places, where, strict=True))
@@ -116,8 +117,8 @@ def _curve(panel: Any, chart: CurveChart, panel_in: float) -> None:
     panel.set_xlim(min(where, default=0.0) - margin, max(where, default=0.0) + margin)
 
 
-def _intervals(panel: Any, x: Sequence[float], points: Sequence[Point], color: str, *, band: bool) -> None:
-    """As a band along a curve, as bars where there is none."""
+def _intervals(panel: Axes, x: Sequence[float], points: Sequence[Point], color: str, *, band: bool) -> None:
+    """Draw the intervals: a band along a curve, bars where there is none."""
     known = [(here, *drawing.reach(point.value), point.value.value) for here, point in zip(x, points, strict=True)]
     known = [each for each in known if all(map(math.isfinite, each))]
     if not known or not any(below or above for _, below, above, _ in known):
@@ -162,13 +163,12 @@ def heat_size(charts: Sequence[HeatMap], width_in: float) -> tuple[int, float]:
     return columns, -(-len(charts) // columns) * (height + 0.85) + 0.35
 
 
-def heat(figure: Any, charts: Sequence[HeatMap], width_in: float) -> None:
-    """The best speedup as color, the best recipe in each field, the best point, and the break-even line along the fields."""
+def heat(figure: FigureBase, charts: Sequence[HeatMap], width_in: float) -> None:
+    """Speedups or errors as color, the label of each field, the best point, and the line along the fields."""
     columns, height_in = heat_size(charts, width_in)
     rows = -(-len(charts) // columns)
     axes = figure.subplots(rows, columns, squeeze=False)
-    values = [cell.value for chart in charts for row in chart.cells for cell in row if cell.value is not None]
-    scale = Normalize(1.0, max(1.05, *map(finite, values), 1.05))
+    scale = Normalize(charts[0].ends[0], max(chart.ends[1] for chart in charts))
     colors = LinearSegmentedColormap.from_list("speedup", heat_stops())
     panel_in = (width_in - 1.4) / columns - 0.3 * (columns - 1), (height_in - 0.35) / rows - 0.85
     handles: list[Any] = []
@@ -179,14 +179,14 @@ def heat(figure: Any, charts: Sequence[HeatMap], width_in: float) -> None:
         handles += _plane(panel, charts[place], scale, colors, panel_in)
     image: Any = axes.flat[0].images[0]
     bar = figure.colorbar(image, ax=axes, fraction=0.04, pad=0.02, aspect=26)
-    bar.set_label("speedup over BF16, best recipe", fontsize=NORMAL)
+    bar.set_label(charts[0].measure, fontsize=NORMAL)
     bar.outline.set_visible(False)
-    drawing.speedup_axis(bar.ax.yaxis)
+    (drawing.speedup_axis if charts[0].unit == "x" else drawing.share_axis)(bar.ax.yaxis)
     bar.ax.tick_params(labelsize=NORMAL)
     drawing.legend(figure, list({handle.get_label(): handle for handle in handles}.values()), width_in)
 
 
-def _plane(panel: Any, chart: HeatMap, scale: Normalize, colors: Any, panel_in: tuple[float, float]) -> list[Any]:
+def _plane(panel: Axes, chart: HeatMap, scale: Normalize, colors: Any, panel_in: tuple[float, float]) -> list[Any]:
     values = np.array([[math.nan if cell.value is None else finite(cell.value) for cell in row] for row in chart.cells])
     panel.imshow(values, origin="lower", aspect="auto", cmap=colors, norm=scale)
     handles: list[Any] = []
@@ -195,7 +195,7 @@ def _plane(panel: Any, chart: HeatMap, scale: Normalize, colors: Any, panel_in: 
         look: dict[str, Any] = {"facecolor": "#f4f4f4", "edgecolor": "#b5b5b5", "hatch": "////", "linewidth": 0}
         for x, y in missing:
             panel.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, **look))
-        handles.append(Patch(**look, label="not possible, or does not fit"))
+        handles.append(Patch(**look, label=chart.blank))
     cell_in = panel_in[0] / max(len(chart.columns), 1), panel_in[1] / max(len(chart.rows), 1)
     _cell_texts(panel, chart, scale, colors, cell_in)
     handles += _break_even(panel, chart)
@@ -225,7 +225,7 @@ def _plane(panel: Any, chart: HeatMap, scale: Normalize, colors: Any, panel_in: 
     return handles
 
 
-def _cell_texts(panel: Any, chart: HeatMap, scale: Normalize, colors: Any, cell_in: tuple[float, float]) -> None:
+def _cell_texts(panel: Axes, chart: HeatMap, scale: Normalize, colors: Any, cell_in: tuple[float, float]) -> None:
     """Where there is room for them; smaller in small fields."""
     lines = [line for row in chart.cells for cell in row for line in cell.label.split("\n")]
     longest, most = (
@@ -242,9 +242,9 @@ def _cell_texts(panel: Any, chart: HeatMap, scale: Normalize, colors: Any, cell_
                 panel.text(x, y, cell.label, color=color, ha="center", va="center", fontsize=size, linespacing=1.05)
 
 
-def _break_even(panel: Any, chart: HeatMap) -> list[Line2D]:
-    """A line along the fields between those with a certain speedup and those without."""
-    certain = [[cell.certain and cell.value is not None for cell in row] for row in chart.cells]
+def _break_even(panel: Axes, chart: HeatMap) -> list[Line2D]:
+    """A line along the fields between those with a certain speedup, or a share below its limit, and those without."""
+    certain = [[cell.certain and (cell.value is not None or chart.unit == "%") for cell in row] for row in chart.cells]
     across, up = [], []
     for y, row in enumerate(certain):
         for x, here in enumerate(row):
@@ -257,7 +257,7 @@ def _break_even(panel: Any, chart: HeatMap) -> list[Line2D]:
         panel.vlines(*zip(*up, strict=True), **look, zorder=4)
     if across:
         panel.hlines(*zip(*across, strict=True), **look, zorder=4)
-    return [Line2D([], [], **look, label="break-even line")] if up or across else []
+    return [Line2D([], [], **look, label=chart.line)] if up or across else []
 
 
 # --- several GPUs or runs -------------------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ def group_handles(groups: Groups) -> list[Patch]:
 
 
 def grouped_bars(
-    panel: Any,
+    panel: Axes,
     groups: Groups,
     unit: str,
     title: str,
@@ -278,7 +278,7 @@ def grouped_bars(
     labels: Mapping[tuple[str, str], str],
     named: Mapping[str, str],
 ) -> None:
-    """For each GPU or run a group of bars, one for each recipe, with their intervals.
+    """Draw a group of bars for each GPU or run, one for each recipe, with their intervals.
 
     `labels` stand above the bars, the names of `named` below the groups.
     """
@@ -327,7 +327,7 @@ def _lines(name: str, letters: int) -> list[str]:
     return [drawing.short(line, max(letters, 8)) for line in lines[:4]]
 
 
-def side_by_side(panel: Any, rows: Sequence[tuple[str, str, dict[str, Interval]]], labels: Mapping[str, str]) -> list[Line2D]:
+def side_by_side(panel: Axes, rows: Sequence[tuple[str, str, dict[str, Interval]]], labels: Mapping[str, str]) -> list[Line2D]:
     """All runs' speedups below one another: dots with their intervals. Returns what the legend shows."""
     for place in range(0, len(rows), 2):
         panel.axhspan(place - 0.5, place + 0.5, color="#f3f3f3", linewidth=0, zorder=0)
@@ -346,7 +346,7 @@ def side_by_side(panel: Any, rows: Sequence[tuple[str, str, dict[str, Interval]]
     panel.set_ylim(len(rows) - 0.5, -0.5)
     drawing.speedup_axis(panel.xaxis)
     drawing.grid(panel, "x")
-    panel.set_xlabel("speedup over BF16 of the same GPU and run", fontsize=NORMAL)
+    panel.set_xlabel("speedup over BF16 on the same GPU and in the same run", fontsize=NORMAL)
     return [
         Line2D([], [], **{**dot(series_key(place), 4.5), "linestyle": "none"}, label=drawing.short(label, 60))
         for place, label in enumerate(labels.values())

@@ -68,7 +68,7 @@ def _screen(document: Document, width: int) -> list[Text]:
 
 
 def _messages(document: Document, width: int, room: int) -> list[Text]:
-    """As many as there is room for; then how many more there are."""
+    """The messages that there is room for; then how many more there are."""
     lines, messages = list[Text](), decisive(document)
     for place, message in enumerate(messages):
         these = wrapped(Text(LABELS[message.level] + message.text, STYLES[message.level]), width)
@@ -99,7 +99,7 @@ def _next(document: Document) -> Iterator[str]:
 
 
 def _detail(document: Document, width: int) -> Iterator[Text]:
-    """Everything."""
+    """The whole document."""
 
     def lines(text: str, style: str = "") -> list[Text]:
         return wrapped(Text(text, style), width)
@@ -154,9 +154,9 @@ def _pasteable(command: str, width: int) -> list[str]:
     return [*(f"{line} \\" for line in lines[:-1]), *lines[-1:]]
 
 
-def show_table(table: Table, console: Console | None = None) -> None:
+def show_table(table: Table) -> None:
     """One table with its title."""
-    console = console or Screen()
+    console = Screen()
     _print([Text(), *_table(visible(table), console.width)], console)  # it may come without a Document
 
 

@@ -54,7 +54,7 @@ class Operands:
         self.weights = [torch.randn(case.outputs, case.inputs, **make) * scale for _ in range(max(len(case.rows), 1))]
 
     def tensors(self, expert: int = 0) -> dict[str, torch.Tensor]:
-        """By the names that recipes use; for experts, all tokens and the weight of one expert."""
+        """The operands by the names that recipes use; for experts, all tokens and the weight of one expert."""
         return {"X": self.x, "W": self.weights[expert], "dY": self.grad}
 
     def factors(self, pass_name: str, expert: int = 0) -> list[Factor]:

@@ -14,12 +14,16 @@ from gemmscope.model.streams import CompressedSpec, StreamsSpec
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 KINDS = {0: SLIDING, 4: SPARSE, 128: HEAVY}
 """By the entries of `compress_ratios`, which published configs have instead of layer_types."""
+ROUTERS = ("hash_moe", "moe")
 RATES = {SPARSE: "compress_rate_csa", HEAVY: "compress_rate_hca"}
 
 
 def deepseek_v4(family: FamilyConfig, _: int, count: int) -> list[LayerSpec]:
     """Hash routers choose the experts of the first layers by token; they compute what the others do."""
     kinds = _kinds(family, count)
+    routers = blocks.per_layer(family, "mlp_layer_types", count) or []
+    if unknown := [kind for kind in routers if kind not in ROUTERS]:
+        raise UserError(f"mlp_layer_types cannot contain {shown(unknown[0])}", f"write {' or '.join(ROUTERS)} for each layer")
     layers = {kind: _layer(family, kind) for kind in dict.fromkeys(kinds)}
     return [layers[kind] for kind in kinds]
 
@@ -65,6 +69,10 @@ def _attention(family: FamilyConfig, kind: str) -> AttentionSpec:
     heads = check_size("num_attention_heads", family.size("num_attention_heads"), "heads")
     head_dim = family.size("head_dim")
     indexer = IndexerSpec(family.size("index_n_heads"), family.size("index_head_dim")) if kind == SPARSE else None
+    rope = _rope_dim(family, head_dim)
+    for name, size in (("head_dim", head_dim), ("index_head_dim", indexer.dim if indexer else head_dim)):
+        if size < rope:
+            raise UserError(f"{name} = {size} is smaller than the part that is rotated, {rope}", "correct one of them")
     return AttentionSpec(
         heads=heads,
         kv_heads=1,
@@ -73,7 +81,7 @@ def _attention(family: FamilyConfig, kind: str) -> AttentionSpec:
         sinks=True,
         compressed=CompressedSpec(
             q_rank=family.size("q_lora_rank"),
-            rope_dim=_rope_dim(family, head_dim),
+            rope_dim=rope,
             out_groups=family.size("o_groups"),
             out_rank=family.size("o_lora_rank"),
             rate=_rate(family, kind) if kind != SLIDING else 0,

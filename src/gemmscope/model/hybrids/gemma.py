@@ -19,6 +19,7 @@ def gemma4(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
     kinds = _kinds(family, count)
     kinds[-1] = FULL  # as the configuration class has it
     shared = _shared(family, kinds)
+    _check_numbers(family, count)
     inputs, norms = family.number("input_width") or 0, family.facts["norms"]
     mlp, wide = blocks.mlp(family, hidden), family.flag("double_wide")
     moe = _experts_beside(family) if family.flag("experts_if") else None
@@ -37,6 +38,14 @@ def gemma4(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
             )
         )
     return layers
+
+
+def _check_numbers(family: FamilyConfig, count: int) -> None:
+    """`per_layer_config` numbers layers that the model has."""
+    listed = family.value("per_layer_config")
+    numbers = [str(key) for key in listed] if isinstance(listed, Mapping) else []
+    if unknown := [number for number in numbers if not number.isdecimal() or int(number[:9]) >= count]:
+        raise UserError(f"per_layer_config must number layers from 0 to {count - 1}, not {shown(unknown[0])}", "correct it")
 
 
 def _gemma4_attention(family: FamilyConfig, hidden: int, kind: str, index: int) -> AttentionSpec:

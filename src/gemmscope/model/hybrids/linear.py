@@ -29,6 +29,10 @@ def olmo_hybrid(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec
         kinds = [FULL if index % 4 == 3 else LINEAR for index in range(count)]
         if FULL not in kinds:
             kinds[-1] = FULL
+    if missing := [kind for kind in (FULL, LINEAR) if kind not in kinds]:
+        raise UserError(
+            f"layer_types of {family.model_type} must contain {missing[0]}", f"give it layers of {FULL} and of {LINEAR}"
+        )
     heads = family.size("num_attention_heads")
     sizes = {
         "linear_num_key_heads": heads,

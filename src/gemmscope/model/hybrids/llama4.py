@@ -5,7 +5,7 @@ from dataclasses import replace
 from gemmscope.errors import UserError, shown
 from gemmscope.model import hf_blocks as blocks
 from gemmscope.model.families import FamilyConfig
-from gemmscope.model.limits import check_size
+from gemmscope.model.limits import LARGEST, check_size
 from gemmscope.model.spec import LayerSpec, MlpSpec, MoeSpec
 
 CHUNKED, FULL = "chunked_attention", "full_attention"
@@ -18,7 +18,9 @@ def llama4(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
     if unknown := [kind for kind in kinds if kind not in (CHUNKED, FULL)]:
         known = f"layer_types may contain {CHUNKED} and {FULL}"
         raise UserError(f"a layer of {family.model_type} cannot be {shown(unknown[0])}", known)
-    chunk = family.optional_size("attention_chunk_size")
+    chunk = (
+        check_size("attention_chunk_size", family.size("attention_chunk_size"), "sequence_length") if CHUNKED in kinds else None
+    )
     plain = blocks.attention(family, hidden)
     tuned = family.flag("temperature")
     sparse = _moe_layers(family, count)
@@ -58,7 +60,8 @@ def _rotary(family: FamilyConfig, count: int) -> list[bool]:
     if not listed:
         step = check_size("no_rope_layer_interval", family.size("no_rope_layer_interval"), "layers")
         return [(index + 1) % step != 0 for index in range(count)]
-    if not isinstance(listed, list) or len(listed) < count:
+    longest = count if family.value("layer_types") is None else LARGEST["layers"]  # without that list, its length is compared
+    if not isinstance(listed, list) or not count <= len(listed) <= longest:
         raise UserError(
             f"no_rope_layers must be a list with one entry per layer, not {shown(listed)}",
             f"give it {count} entries: 1 for layers with rotary positions, 0 for layers without",

@@ -24,6 +24,8 @@ def mamba_or_attention(family: FamilyConfig, hidden: int, count: int) -> list[La
     attends, sparse = _attention_layers(family, count), _expert_layers(family, count)
     attention = blocks.attention(family, hidden) if any(attends) else None
     mixer = _mixer(family, hidden) if not all(attends) else None
+    if family.facts["mixer"] == "ssd":
+        _heads(family, hidden)  # the class compares them, also where no layer has them
     moe = blocks.moe(family) if any(sparse) else None
     dense = _dense(family, hidden) if not all(sparse) else None
     kinds = {
@@ -66,6 +68,12 @@ def zamba2(family: FamilyConfig, hidden: int, count: int) -> list[LayerSpec]:
     )  # fmt: skip
     extra = [LinearSpec("MLP Adapter Down", hidden, rank), LinearSpec("MLP Adapter Up", rank, 2 * mlp.intermediate_size)]
     if family.value("use_shared_attention_adapter"):
+        if attention.k_width != wide or attention.q_width != wide:
+            raise UserError(
+                f"with use_shared_attention_adapter, queries and keys must be twice the hidden size wide, {wide}; they are "
+                f"{attention.q_width} and {attention.k_width}",
+                f"give it as many key/value heads as heads ({heads}), of {wide // heads} each",
+            )
         extra += [LinearSpec("QKV Adapter Down", wide, rank, count=3), LinearSpec("QKV Adapter Up", rank, wide, count=3)]
     adapters = sum(one.inputs * one.outputs * one.count for one in extra)
     extra.append(LinearSpec("Shared Block Out", hidden, hidden))
@@ -132,7 +140,7 @@ def _nemotron_experts(family: FamilyConfig, hidden: int) -> MoeSpec:
     activation, bias = blocks.activation(family), family.flag("mlp_bias")
     shared = family.optional_size("moe_shared_expert_intermediate_size") or blocks.mlp(family, hidden).intermediate_size
     return MoeSpec(
-        experts=family.size("num_experts"),
+        experts=blocks.number_of_experts(family),
         top_k=family.size("num_experts_per_tok"),
         expert=MlpSpec(family.size("moe_intermediate_size"), gated=False, activation=activation),
         shared=MlpSpec(shared, gated=False, activation=activation, up_bias=bias, down_bias=bias),

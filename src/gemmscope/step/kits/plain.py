@@ -12,6 +12,7 @@ from torch.utils import checkpoint
 
 from gemmscope.model.spec import AttentionSpec, MlpSpec, NormSpec
 from gemmscope.recipe.recipes import Recipe
+from gemmscope.step.kept import kept_parts
 from gemmscope.step.kits.flex import FlexAttention
 from gemmscope.step.mixer_kernels import MixerKernels
 from gemmscope.step.module_plan import ModulePlan
@@ -38,14 +39,15 @@ def activation_of(spec: MlpSpec) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 class Kit:
-    """One framework's layers in one recipe: here PyTorch's own, in BF16 or FP32. `left_out` parts run in BF16."""
+    """One framework's layers in one recipe: here PyTorch's own, in BF16 or FP32. `left_out` parts run in BF16, or in the
+    precision that a mix keeps them in."""
 
     name = "cpu"
 
     def __init__(
         self, recipe: Recipe, left_out: frozenset[str] = frozenset(), device: str = "cpu", compiled: str = "none"
     ) -> None:
-        self.recipe, self.left_out, self.device, self.compiled = recipe, left_out, device, compiled
+        self.recipe, self.left_out, self.device, self.compiled = recipe, left_out | kept_parts(recipe.kept), device, compiled
         self.kernels = MixerKernels(device)  # of mixers
         if compiled != "none":
             torch._dynamo.config.recompile_limit = MOST_GRAPHS
@@ -86,22 +88,35 @@ class Kit:
 
     def _separate_feed_forward(self, hidden: int, spec: MlpSpec) -> nn.Module:
         gate, up = (self.linear(hidden, spec.intermediate_size, bias=spec.up_bias) for _ in range(2))
-        return FeedForward(spec, up, self.linear(spec.intermediate_size, hidden, bias=spec.down_bias), gate)
+        down = self.linear(spec.intermediate_size, hidden, bias=spec.down_bias)
+        return FeedForward(spec, self.part("mlp up", up), self.part("mlp down", down), self.part("mlp up", gate))
 
-    def _feed_forward(self, hidden: int, spec: MlpSpec) -> nn.Module:
-        up = self.linear(hidden, spec.intermediate_size * (1 + spec.gated), bias=spec.up_bias)
-        return FeedForward(spec, up, self.linear(spec.intermediate_size, hidden, bias=spec.down_bias))
+    def _feed_forward(self, hidden: int, spec: MlpSpec, name: str = "mlp", norm: NormSpec | None = None) -> nn.Module:
+        """A feed-forward block of two linears, each in its own precision; `norm`: before the first."""
+        wide = spec.intermediate_size * (1 + spec.gated)
+        up = (
+            self.linear(hidden, wide, bias=spec.up_bias)
+            if norm is None
+            else self.norm_linear(norm, hidden, wide, bias=spec.up_bias)
+        )
+        down = self.linear(spec.intermediate_size, hidden, bias=spec.down_bias)
+        return FeedForward(spec, self.part(f"{name} up", up), self.part(f"{name} down", down))
 
-    def experts(self, hidden: int, spec: MlpSpec, count: int) -> nn.Module:
+    def part(self, name: str, module: nn.Module) -> nn.Module:
+        """A part of a layer, in a higher precision if it is kept so."""
+        return HigherPart(self, name, module) if name in self.left_out else module
+
+    def experts(self, hidden: int, spec: MlpSpec, count: int, name: str = "experts") -> nn.Module:
         """Feed-forward blocks side by side: called with tokens and how many of them each gets."""
-        return PlainExperts([self._feed_forward(hidden, spec) for _ in range(count)])
+        return PlainExperts([self._feed_forward(hidden, spec, name) for _ in range(count)])
 
     def routing(self, tokens: int, rows: tuple[int, ...]) -> "Routing":
         """The way of tokens to experts and back: `rows` of them to each."""
         return Routing(tokens, rows, self.device)
 
-    def finish(self, block: nn.Module) -> nn.Module:
-        """Convert a layer of the stack, where the framework does, and compile it, if layers are compiled one by one."""
+    def finish(self, block: nn.Module, *, kept: bool = False) -> nn.Module:  # noqa: ARG002
+        """Convert a layer of the stack, where the framework does, and compile it, if layers are compiled one by one. `kept`: a
+        mix keeps all of it in a higher precision."""
         return self.compile_layer(block)
 
     def compile_layer(self, layer: nn.Module) -> nn.Module:
@@ -131,11 +146,15 @@ class Kit:
         return plain
 
     def low_precision(self) -> AbstractContextManager[Any]:
-        """Around all layers."""
+        """The context in which all layers run."""
         return nullcontext()
 
     def high_precision(self, part: str) -> AbstractContextManager[Any]:  # noqa: ARG002
-        """Around a part that may be left out of low precision."""
+        """The context of a part that may be left out of low precision."""
+        return nullcontext()
+
+    def kept_layer(self) -> AbstractContextManager[Any]:
+        """The context of a layer that a mix keeps in a higher precision."""
         return nullcontext()
 
     def arguments(self, *, first: bool | None) -> dict[str, Any]:  # noqa: ARG002
@@ -172,6 +191,18 @@ class PlainLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
         return functional.linear(x, self.weight, self.bias)
+
+
+class HigherPart(nn.Module):
+    """A part of a layer that runs in a higher precision."""
+
+    def __init__(self, kit: Kit, name: str, module: nn.Module) -> None:
+        super().__init__()
+        self.kit, self.name, self.module = kit, name, module
+
+    def forward(self, x: torch.Tensor, *rows: list[int], **how: Any) -> torch.Tensor:
+        with self.kit.high_precision(self.name):
+            return self.module(x, *rows, **how)
 
 
 class Chain(nn.Module):

@@ -9,15 +9,15 @@ from torch import nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from gemmscope.recipe.recipes import Recipe
+from gemmscope.recipe.recipes import recipe as recipe_named
+from gemmscope.step.kept import parts_of
 from gemmscope.step.kits.plain import Kit
 from gemmscope.step.module_plan import ModulePlan
 from gemmscope.step.plan import StackPlan
 
-MODULES = {"qkv": "attention.projections", "attn out": "attention.out", "mlp": "feed_forward"}  # part -> its module in a layer
-
 
 class TorchaoKit(Kit):
-    """BF16 is compiled too, unconverted. `left_out` parts are not converted."""
+    """BF16 is compiled too, unconverted. `left_out` parts are not converted, or to the precision that a mix keeps them in."""
 
     name = "torchao"
 
@@ -27,18 +27,23 @@ class TorchaoKit(Kit):
         super().__init__(recipe, left_out, device, compiled)
 
     def why_not(self, plan: StackPlan | ModulePlan) -> str:
-        if self.recipe.quantizes and "float8" not in self.recipe.settings.get(self.name, {}):
-            return f"{self.recipe.name} is not yet supported in steps with torchao"
+        for chosen in (self.recipe, *([recipe_named(self.recipe.kept.recipe)] if self.recipe.kept is not None else [])):
+            if chosen.quantizes and "float8" not in chosen.settings.get(self.name, {}):
+                return f"{chosen.name} is not yet supported in steps with torchao"
         if isinstance(plan, ModulePlan):  # it is decided linear by linear
             return ""
         if "bf16" in self.recipe.operands["wgrad"]:  # the GEMM that sums over tokens
             return ""
         return self.recipe.misaligned({"tokens": plan.tokens})
 
-    def finish(self, block: nn.Module) -> nn.Module:
-        if self.recipe.quantizes:
-            spared = [MODULES[part] for part in sorted(self.left_out)]
-            self._convert(block, lambda module, name: _fits(module, name) and not name.startswith(tuple(spared)))
+    def finish(self, block: nn.Module, *, kept: bool = False) -> nn.Module:
+        higher = recipe_named(self.recipe.kept.recipe) if self.recipe.kept is not None else None
+        if self.recipe.quantizes and not kept:
+            self._convert(block, lambda module, name: _fits(module, name) and not parts_of(name) & self.left_out)
+        if higher is not None and higher.quantizes:
+            self._convert(
+                block, lambda module, name: _fits(module, name) and (kept or bool(parts_of(name) & self.left_out)), higher
+            )
         return self.compile_layer(block)
 
     def why_not_linear(self, rows: int, inputs: int, outputs: int) -> str:
@@ -50,9 +55,14 @@ class TorchaoKit(Kit):
         chosen = frozenset(paths)
         self._convert(module, lambda _, name: name in chosen)
 
-    def _convert(self, module: nn.Module, chosen: Callable[[Any, str], bool]) -> None:
-        config = Float8LinearConfig.from_recipe_name(self.recipe.settings[self.name]["float8"])
-        convert_to_float8_training(module, config=config, module_filter_fn=chosen)
+    def _convert(self, module: nn.Module, chosen: Callable[[Any, str], bool], recipe: Recipe | None = None) -> None:
+        config = Float8LinearConfig.from_recipe_name((recipe or self.recipe).settings[self.name]["float8"])
+        convert_to_float8_training(module, config=config, module_filter_fn=lambda part, name: _plain(part) and chosen(part, name))
+
+
+def _plain(module: Any) -> bool:
+    """A linear that is not converted yet."""
+    return type(module).__name__ != "Float8Linear"
 
 
 def _fits(module: Any, name: str) -> bool:

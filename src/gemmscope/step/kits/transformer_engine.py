@@ -19,6 +19,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalState, FP8GlobalSta
 
 from gemmscope.model.spec import AttentionSpec, MlpSpec, NormSpec
 from gemmscope.recipe.recipes import Recipe
+from gemmscope.recipe.recipes import recipe as recipe_named
 from gemmscope.step.kits.plain import EPS, FeedForward, Kit, Routing
 from gemmscope.step.module_plan import ModulePlan
 from gemmscope.step.plan import StackPlan, activation_kind
@@ -32,7 +33,7 @@ NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
 
 
 class TransformerEngineKit(Kit):
-    """Its modules in one recipe; `left_out` parts run in BF16."""
+    """Its modules in one recipe; `left_out` parts run in BF16, or in the precision that a mix keeps them in."""
 
     name = "transformer_engine"
 
@@ -43,7 +44,8 @@ class TransformerEngineKit(Kit):
         self.precision = torch.bfloat16
         self._make: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": device}
         self._state = FP8GlobalState()  # of its own: delayed scaling's bookkeeping would else run in every other recipe's steps
-        self._precision = getattr(te_recipes, recipe.settings[self.name]["class"])() if recipe.quantizes else None
+        self._precision = _recipe_of(recipe)
+        self._higher = _recipe_of(recipe_named(recipe.kept.recipe)) if recipe.kept is not None else None
 
     def why_not(self, plan: StackPlan | ModulePlan) -> str:
         return "" if isinstance(plan, ModulePlan) else self.recipe.misaligned(plan.low_precision_sizes())
@@ -75,7 +77,9 @@ class TransformerEngineKit(Kit):
         return te.LayerNormLinear(inputs, outputs, eps=EPS, bias=bias, normalization=NORMS[norm.kind], **self._make)
 
     def norm_mlp(self, norm: NormSpec, hidden: int, spec: MlpSpec) -> nn.Module:
-        return te.LayerNormMLP(
+        if len(self.left_out & {"mlp up", "mlp down"}) == 1:  # LayerNormMLP has one precision for both
+            return self._feed_forward(hidden, spec, norm=norm)
+        whole = te.LayerNormMLP(
             hidden,
             spec.intermediate_size,
             eps=EPS,
@@ -84,11 +88,12 @@ class TransformerEngineKit(Kit):
             activation=_activation(spec),
             **self._make,
         )
+        return self.part("mlp up", whole)
 
-    def experts(self, hidden: int, spec: MlpSpec, count: int) -> nn.Module:
+    def experts(self, hidden: int, spec: MlpSpec, count: int, name: str = "experts") -> nn.Module:
         up = te.GroupedLinear(count, hidden, spec.intermediate_size * (1 + spec.gated), bias=spec.up_bias, **self._make)
         down = te.GroupedLinear(count, spec.intermediate_size, hidden, bias=spec.down_bias, **self._make)
-        return FeedForward(spec, up, down)
+        return FeedForward(spec, self.part(f"{name} up", up), self.part(f"{name} down", down))
 
     def routing(self, tokens: int, rows: tuple[int, ...]) -> Routing:
         return FusedRouting(tokens, rows, self.device) if hasattr(te, "moe_permute") else super().routing(tokens, rows)
@@ -101,9 +106,12 @@ class TransformerEngineKit(Kit):
         return entered
 
     def high_precision(self, part: str) -> AbstractContextManager[Any]:
-        if part not in self.left_out or self._precision is None:
+        return self.kept_layer() if part in self.left_out else nullcontext()
+
+    def kept_layer(self) -> AbstractContextManager[Any]:
+        if self._precision is None:
             return nullcontext()
-        left: AbstractContextManager[Any] = te.autocast(enabled=False)
+        left: AbstractContextManager[Any] = te.autocast(enabled=self._higher is not None, recipe=self._higher)
         return left
 
     def arguments(self, *, first: bool | None) -> dict[str, Any]:
@@ -111,6 +119,11 @@ class TransformerEngineKit(Kit):
 
     def checkpoint(self, function: Any, *x: torch.Tensor) -> torch.Tensor:
         return te.checkpoint(function, *x, use_reentrant=False)
+
+
+def _recipe_of(recipe: Recipe) -> Any:
+    """Its recipe; None if nothing is quantized."""
+    return getattr(te_recipes, recipe.settings["transformer_engine"]["class"])() if recipe.quantizes else None
 
 
 def _activation(spec: MlpSpec) -> str:

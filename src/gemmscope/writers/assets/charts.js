@@ -110,7 +110,7 @@ const CHARTS = (() => {
   /* A dashed line: nothing is gained and nothing lost, or the baseline. */
   const dashed = (look, side = "xAxis", at = 1) => ({
     type: "line", data: [], silent: true,
-    markLine: { silent: true, symbol: "none", label: { show: false }, lineStyle: { color: look.soft, type: [4, 3], width: 1 }, data: [{ [side]: at }] },
+    markLine: { silent: true, precision: 9, symbol: "none", label: { show: false }, lineStyle: { color: look.soft, type: [4, 3], width: 1 }, data: [{ [side]: at }] },
   });
 
   /* An interval, lying or standing. */
@@ -348,20 +348,52 @@ const CHARTS = (() => {
     };
   }
 
+  /* Speed against error: a dot for each recipe, the mixes between them, the bound, and the one to use. */
+  function scatter(spec, look, width, plot) {
+    const share = (value) => `${plain(Math.round(value * 1e6) / 1e4)}%`;
+    const point = (dot) => ({ value: [dot.speedup.value, dot.error, dot.speedup.low, dot.speedup.high], title: dot.name, facts: dot.facts });
+    const made = spec.dots.flatMap((dot) => {
+      const own = colour(spec.colors[dot.name]);
+      const shape = spec.shapes[spec.colors[dot.name]] || {};
+      const data = [point(dot)];
+      return [
+        { name: dot.name, type: "scatter", data, symbol: SYMBOLS[shape.marker] || "circle", symbolSize: 12, color: own, z: 5 },
+        {
+          type: "custom", silent: true, z: 4, data: dot.speedup.low === null ? [] : data,
+          renderItem: (_, api) => { const at = (x) => api.coord([x, api.value(1)]); return whisker(at(api.value(2)), at(api.value(3)), at(api.value(0)), own, false); },
+        },
+      ];
+    });
+    const grey = colour("mark-total");
+    if (spec.mixes.length) made.unshift({ name: "mixes", type: "line", data: spec.mixes.map(point), symbol: "circle", symbolSize: 5, color: grey, lineStyle: { width: 1, color: grey }, z: 3 });
+    if (spec.chosen) made.push({ name: "to use", type: "scatter", data: [point(spec.chosen)], symbol: SYMBOLS["*"], symbolSize: 20, color: colour("mark-break-even"), itemStyle: { borderColor: look.ink, borderWidth: 0.8 }, z: 6 });
+    if (spec.bound !== null) made.push({ ...dashed(look, "yAxis", spec.bound), name: "bound" });
+    const shown = [...(spec.mixes.length ? ["mixes"] : []), ...spec.dots.map((dot) => dot.name), ...(spec.chosen ? ["to use"] : [])];
+    return {
+      ...base(look, plot),
+      legend: { data: shown, top: 0, left: 0, itemWidth: 18, itemGap: 12, textStyle: { color: look.ink, fontSize: 12 }, selectedMode: false },
+      grid: { left: 52, right: 16, top: width < 560 ? 92 : 64, bottom: 46 },
+      xAxis: { ...speedups(spec, look, width - 70), name: "speedup over BF16", nameLocation: "middle", nameGap: 28 },
+      yAxis: { type: "value", min: 0, ...rounded(spec.top), ...axis(look), name: "error", nameGap: 10, nameTextStyle: { color: look.soft, fontSize: 11.5, align: "left", padding: [0, 0, 0, -40] }, axisLabel: { color: look.soft, fontSize: 11, formatter: share } },
+      series: made,
+    };
+  }
+
   // --- heat maps ----------------------------------------------------------------------------------------------------------
 
-  /* The fields with their places; what has no speedup is on the uncertain side of the line. */
-  const fields = (spec) => spec.cells.flatMap((row, y) => row.map((cell, x) => ({ ...cell, at: [x, y], certain: cell.certain && cell.value !== null })));
+  /* The fields with their places; what has no speedup is on the uncertain side of the line, a share that is not known is not. */
+  const fields = (spec) => spec.cells.flatMap((row, y) => row.map((cell, x) => ({ ...cell, at: [x, y], certain: cell.certain && (cell.value !== null || spec.unit === "%") })));
 
   /* The best recipe over a plane of two sizes: its speedup as color, its name in the field. */
   function heat(spec, look, width, plot) {
     const left = 34 + 7 * Math.max(...spec.rows.map((name) => name.length));
     const crowded = spec.columns.length * 72 > width - left;
     const all = fields(spec);
-    const text = (value) => { const at = (value - 1) / (spec.high - 1) * (spec.stops.length - 1); return onTop(spec.stops[Math.max(0, Math.min(spec.stops.length - 1, Math.round(at)))]); };
+    const shown = (value) => (spec.unit === "x" ? `${value.toFixed(2)}x` : `${plain(Math.round(value * 1e4) / 1e2)}%`);
+    const text = (value) => { const at = (value - spec.low) / (spec.high - spec.low) * (spec.stops.length - 1); return onTop(spec.stops[Math.max(0, Math.min(spec.stops.length - 1, Math.round(at)))]); };
     const data = all.map((cell) => ({
       value: [...cell.at, cell.value === null ? "-" : cell.value], title: `${spec.row_name} ${spec.rows[cell.at[1]]}, ${spec.column_name} ${spec.columns[cell.at[0]]}`,
-      facts: cell.text ? [["best", cell.text]] : [], name: cell.label, label: { color: text(cell.value || 1) },
+      facts: cell.text ? [[spec.unit === "x" ? "best" : spec.measure, cell.text]] : [], name: cell.label, label: { color: text(cell.value === null ? spec.low : cell.value) },
     }));
     const sizes = (list, name, gap, side) => ({ ...names(look, list, { fontSize: 11, interval: "auto" }), name, nameLocation: "middle", nameGap: gap, ...(side || {}) });
     return {
@@ -369,7 +401,7 @@ const CHARTS = (() => {
       grid: { left, right: 8, top: 8, bottom: 92 },
       xAxis: sizes(spec.columns, spec.column_name, 26),
       yAxis: sizes(spec.rows, spec.row_name, left - 18),
-      visualMap: { min: 1, max: spec.high, calculable: false, orient: "horizontal", left: "center", bottom: 4, precision: 2, text: [`${spec.high.toFixed(2)}x`, "1.00x"], textStyle: { color: look.soft }, inRange: { color: spec.stops } },
+      visualMap: { min: spec.low, max: spec.high, calculable: false, orient: "horizontal", left: "center", bottom: 4, precision: 2, text: [shown(spec.high), shown(spec.low)], textStyle: { color: look.soft }, inRange: { color: spec.stops } },
       series: [
         { type: "heatmap", data, label: { show: !crowded, fontSize: 10.5, lineHeight: 13, formatter: (at) => at.data.name }, itemStyle: { borderColor: look.paper, borderWidth: 1 }, emphasis: { itemStyle: { borderColor: look.ink, borderWidth: 1.4 } } },
         { type: "custom", silent: true, z: 5, data: all.map((cell) => cell.at), renderItem: (at, api) => ({ type: "group", children: over(spec, all, look, at.dataIndex, api, crowded) }) },
@@ -403,11 +435,11 @@ const CHARTS = (() => {
   const HEIGHTS = {
     bars: (spec) => (few(spec) ? 34 + 62 * spec.bars.length : 380),
     rates: (spec) => 46 + 21 * rateRows(spec).length,
-    heat: (spec) => Math.max(400, 110 + spec.rows.length * (12 + 13 * lines(spec))),
+    heat: (spec) => Math.max(spec.unit === "x" ? 400 : 240, 110 + spec.rows.length * (12 + 13 * lines(spec))),
     waterfall: (spec) => 30 + 27 * (spec.falls.length + 1),
     gains: (spec) => 34 + spec.rows.length * Math.max(38, 13 * spec.runs.length + 14),
   };
   const height = (spec) => (HEIGHTS[spec.type] || (() => 380))(spec);
 
-  return { colour, looks, face, fields, few, total, ms, height, options: { bars, rates, waterfall, curve, gains, heat } };
+  return { colour, looks, face, fields, few, total, ms, height, base, axis, dashed, whisker, names, options: { bars, rates, waterfall, curve, gains, scatter, heat } };
 })();

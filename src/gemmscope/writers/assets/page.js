@@ -46,7 +46,7 @@
       const cell = spec.cells[spec.best[1]][spec.best[0]];
       add(`\u2605 best: ${cell.text} at ${spec.row_name} ${spec.rows[spec.best[1]]}, ${spec.column_name} ${spec.columns[spec.best[0]]}`);
     }
-    if (new Set(fields(spec).map((cell) => cell.certain)).size > 1) add("break-even line: the speedup is certain beyond it", make("i"));
+    if (new Set(fields(spec).map((cell) => cell.certain)).size > 1) add(`${spec.line}: ${spec.line_meaning}`, make("i"));
     for (const [mark, meaning] of spec.legend) add(`${mark}: ${meaning}`);
   }
 

@@ -1,0 +1,8 @@
+"""The exit codes that commands end with by themselves; `commands.toml` has their sentences. Every command has 0 and 2, too."""
+
+NOTHING_MEASURED = 1
+CHECK_FAILED = 1  # of `shapes --check` and `compare --fail-if-slower`
+FALLBACK = 3  # with --strict, another precision than requested
+OUTLIERS = 3  # with --fail-if-outlier
+POINTS_LOST = 4  # of a sweep: GPUs were lost before all points were measured
+TOO_NOISY = 4  # to tell whether a run is slower

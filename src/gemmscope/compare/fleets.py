@@ -1,0 +1,174 @@
+"""Compares fleets: the same measurement on the same GPUs, before and after a change.
+
+GPUs are matched by their UUID, else by their place. The change of a fleet is the median of the changes of its GPUs, so the spread
+from chip to chip cancels. A GPU has its own row if it changed more than the others by more than chance allows: the rule that
+calls outliers in a fleet, applied to the changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import exp
+
+import numpy as np
+
+from gemmscope.errors import UserError
+from gemmscope.findings import Finding, finding
+from gemmscope.fleet.rule import NORMAL_95, RuleOutcome, Sample, apply_rule, rule_data
+from gemmscope.fleet.spread import median_interval
+from gemmscope.interval import Interval
+from gemmscope.results.compare import Change, ComparedRow, CompareResult, EnvironmentDifference, Verdict
+from gemmscope.results.fleet import FleetFigure, FleetGpu, FleetResult
+
+MOST_ROWS = 200  # GPUs that have a row of their own, those that changed most
+MOST_NAMED = 20
+
+
+def compare_fleets(
+    fleets: Sequence[FleetResult], names: Sequence[str], *, limit: float | None = None, command: str = ""
+) -> CompareResult:
+    """Compare the first fleet with each of the others. They must have measured the same."""
+    first = fleets[0]
+    for fleet, name in zip(fleets[1:], names[1:], strict=True):
+        if (fleet.of, fleet.fingerprint) != (first.of, first.fingerprint):
+            raise UserError(
+                f"{names[0]} and {name} did not measure the same: {_what(first)} and {_what(fleet)}",
+                "compare fleets of the same model, batch and settings",
+            )
+    pairs = [_Pair(first, fleet) for fleet in fleets[1:]]
+    if not any(pair.matched for pair in pairs):
+        raise UserError(f"{names[0]} and {names[-1]} have no GPU in common", "compare the same GPUs before and after a change")
+    rows = [row for figure in _figures(first, pairs) for row in _rows(figure, pairs)]
+    findings = [each for pair, name in zip(pairs, names[1:], strict=True) for each in pair.findings(name)]
+    result = CompareResult(
+        command=command, runs=tuple(names), rows=tuple(rows), differences=tuple(_differences(fleets)), limit=limit
+    )
+    return result.model_copy(update={"findings": tuple(findings)})
+
+
+def _what(fleet: FleetResult) -> str:
+    batch = f", batch {fleet.run.micro_batch_size}x{fleet.run.sequence_length}" if fleet.run is not None else ""
+    return f"{fleet.of} of {fleet.name}{batch}"
+
+
+def _figures(first: FleetResult, pairs: Sequence[_Pair]) -> list[FleetFigure]:
+    """The times that all fleets have; speedups follow from them. One group after the other."""
+    return [
+        figure
+        for figure in first.figures
+        if figure.unit == "ms" and all(pair.after.figure(figure.name, figure.group) is not None for pair in pairs)
+    ]
+
+
+class _Pair:
+    """The first fleet and another one, GPU by GPU."""
+
+    def __init__(self, before: FleetResult, after: FleetResult) -> None:
+        self.before, self.after = before, after
+        self.by_key = {_key(gpu): gpu for gpu in after.measured}
+        self.matched = [(gpu, self.by_key[_key(gpu)]) for gpu in before.measured if _key(gpu) in self.by_key]
+
+    def changes(self, figure: FleetFigure) -> tuple[list[FleetGpu], Sample]:
+        """The GPUs of a group that both fleets measured, and the logarithms of new over old time."""
+        gpus, values, errors = [], [], []
+        for old, new in self.matched:
+            times = old.figures.get(figure.name), new.figures.get(figure.name)
+            if old.group == new.group == figure.group and times[0] is not None and times[1] is not None:
+                if min(times[0].value, times[1].value) <= 0:
+                    continue
+                gpus.append(old)
+                values.append(times[1].value / times[0].value)
+                errors.append(np.hypot(times[0].half_width, times[1].half_width) / NORMAL_95)
+        own = np.array(errors, dtype=float)
+        return gpus, Sample(figure.name, np.log(np.array(values, dtype=float)), np.where(np.isfinite(own), own, np.nan))
+
+    def findings(self, name: str) -> Iterator[Finding]:
+        """What became of the GPUs."""
+        old, new = {_key(gpu): gpu.place for gpu in self.before.measured}, {_key(gpu): gpu.place for gpu in self.after.measured}
+        slow = [{outlier.where for outlier in fleet.outliers if outlier.side == "slow"} for fleet in (self.before, self.after)]
+        yield finding("fleets-compared", gpus=len(self.matched), name=name)
+        for code, places in (
+            ("fleets-became-slow", sorted(slow[1] - slow[0])),
+            ("fleets-no-longer-slow", sorted(slow[0] - slow[1])),
+            ("fleets-missing", [place for key, place in old.items() if key not in new]),
+            ("fleets-new", [place for key, place in new.items() if key not in old]),
+        ):
+            if places:
+                yield finding(code, gpus=len(places), places=places[:MOST_NAMED], name=name)
+
+
+def _key(gpu: FleetGpu) -> str:
+    return gpu.uuid or gpu.place
+
+
+def _rows(figure: FleetFigure, pairs: Sequence[_Pair]) -> Iterator[ComparedRow]:
+    """All GPUs of a group in one figure, then those that changed differently."""
+    kept = [(pair, *pair.changes(figure)) for pair in pairs]
+    medians = [pair.after.figure(figure.name, figure.group) for pair in pairs]
+    times = (figure.center.value, *(each.center.value if each is not None else None for each in medians))
+    changes = tuple(_fleet_change(sample) for _, _, sample in kept)
+    yield ComparedRow(what=f"{figure.group}, all GPUs", recipe=figure.recipe, mode=figure.mode, times_ms=times, changes=changes)
+    tests = [_test(sample) for _, _, sample in kept]
+    outside: dict[str, float] = {}
+    for (_, gpus, _), test in zip(kept, tests, strict=True):
+        if test is not None:
+            for row in np.flatnonzero(test.outside).tolist():
+                outside[gpus[row].place] = max(abs(float(test.deviations[row])), outside.get(gpus[row].place, 0.0))
+    for place in sorted(outside, key=lambda each: -outside[each])[:MOST_ROWS]:
+        yield _gpu_row(place, figure, [(gpus, sample, test) for (_, gpus, sample), test in zip(kept, tests, strict=True)])
+
+
+def _fleet_change(sample: Sample) -> Change:
+    """The median change of all GPUs."""
+    if not len(sample.speeds):
+        return Change(ratio=None, verdict="missing")
+    ends = median_interval(sample.speeds)
+    if ends is None:
+        return Change(ratio=Interval(exp(float(np.median(sample.speeds)))), verdict="too close to call")
+    ratio = Interval(exp(float(np.median(sample.speeds))), exp(ends[0]), exp(ends[1]))
+    verdict: Verdict = "slower" if ratio.above_one else "faster" if ratio.below_one else "too close to call"
+    return Change(ratio=ratio, verdict=verdict)
+
+
+def _test(sample: Sample) -> RuleOutcome | None:
+    """Which GPUs changed differently from the others; None for too few GPUs."""
+    rule = rule_data()
+    return apply_rule(sample, rule["false_alarms"], rule["tolerance"]) if len(sample.speeds) >= rule["least_gpus"] else None
+
+
+def _gpu_row(place: str, figure: FleetFigure, kept: Sequence[tuple[list[FleetGpu], Sample, RuleOutcome | None]]) -> ComparedRow:
+    """One GPU that changed differently from the others in at least one of the fleets."""
+    times: list[float | None] = [None]
+    changes = []
+    for gpus, sample, test in kept:
+        row = next((number for number, gpu in enumerate(gpus) if gpu.place == place), None)
+        if row is None:
+            times.append(None)
+            changes.append(Change(ratio=None, verdict="missing"))
+            continue
+        old = gpus[row].figures[figure.name].value
+        change = float(sample.speeds[row])
+        times[0] = old
+        times.append(old * exp(change))
+        reach = test.critical * test.scale if test is not None else 0.0
+        called = test is not None and bool(test.outside[row])
+        verdict: Verdict = ("slower" if change > 0 else "faster") if called else "too close to call"
+        changes.append(Change(ratio=Interval(exp(change), exp(change - reach), exp(change + reach)), verdict=verdict))
+    return ComparedRow(what=place, recipe=figure.recipe, mode=figure.mode, times_ms=tuple(times), changes=tuple(changes))
+
+
+def _differences(fleets: Sequence[FleetResult]) -> list[EnvironmentDifference]:
+    """What most GPUs of one fleet have, and those of another do not; and how many GPUs differ within a fleet."""
+    names = dict.fromkeys(name for fleet in fleets for name in fleet.versions)
+    values = {name: tuple(fleet.versions.get(name, "") for fleet in fleets) for name in names}
+    rows = [EnvironmentDifference(name=name, values=texts) for name, texts in values.items() if len(set(texts)) > 1]
+    inside = dict.fromkeys(each.name for fleet in fleets for each in fleet.differences)
+    for name in inside:
+        texts = tuple("; ".join(each.values) for fleet in fleets for each in [_difference(fleet, name)])
+        if any(texts) and len(set(texts)) > 1:
+            rows.append(EnvironmentDifference(name=f"{name}, by GPU", values=texts))
+    return rows
+
+
+def _difference(fleet: FleetResult, name: str) -> EnvironmentDifference:
+    return next((each for each in fleet.differences if each.name == name), EnvironmentDifference(name=name, values=()))

@@ -1,0 +1,236 @@
+"""The actor that Ray runs on a node, one for each GPU: it starts a site there and passes lines on.
+
+Nodes need Ray and the frameworks, and not gemmscope: this class travels by value, so it uses the standard library alone, and the
+site runs from a bundle (`bundle.py`) that all actors of a node share.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import zipfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+FOLDER = "gemmscope-bundle-"
+SIGNS_OF_LIFE = ("alive", "progress")  # types of lines that can wait, and of which only the last one counts
+ENDING_S = 3.0  # how long a process that is killed may take to leave
+
+
+class SiteRelay:
+    """One site and the lines to and from it. Its methods are called at the same time, by different threads."""
+
+    def __init__(self, bundle: bytes, digest: str, code: Sequence[str], begin: str) -> None:
+        """`code`: what Python runs, and the module of the site; `begin`: the first line for it."""
+        self._changed = threading.Condition()
+        self._lines: list[str] = []
+        self._sign_of_life = ""
+        self._ended: str | None = None
+        self._folder, self._lock = unpack(bundle, digest)
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        start, module = code
+        self._site = subprocess.Popen(
+            [sys.executable, "-c", start, str(self._folder / "code"), str(os.getpid()), module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=site_environment(self._folder),
+            cwd=tempfile.gettempdir(),
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self._own = self._folder / "sites" / str(os.getpid())  # what a site that is killed leaves there goes with the bundle
+        self.send(json.dumps({**json.loads(begin), "folder": str(self._own)}))
+
+    def send(self, line: str) -> None:
+        """Pass a line to the site."""
+        assert self._site.stdin is not None
+        with suppress(OSError, ValueError):  # it has ended, which `poll` tells
+            self._site.stdin.write(line.encode().rstrip(b"\n") + b"\n")
+            self._site.stdin.flush()
+
+    def poll(self, wait_s: float) -> tuple[list[str], str | None]:
+        """The lines of the site since the last call, and how it ended, None as long as it runs.
+
+        Waits for a line that matters, at most `wait_s`. Signs of life do not end the waiting, and only the last one is returned.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._lines or self._ended is not None, wait_s)
+            lines = [*self._lines, self._sign_of_life] if self._sign_of_life else self._lines
+            self._lines, self._sign_of_life = [], ""
+            return lines, self._ended
+
+    def stop(self) -> None:
+        """End the site and what it started; remove the bundle, if no other actor uses it."""
+        assert self._site.stdin is not None
+        if self._site.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._site.pid, signal.SIGSTOP)  # so that it starts nothing more, and its children keep their numbers
+            for pid in (*descendants(self._site.pid), self._site.pid):
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):
+                self._site.wait(ENDING_S)
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            self._reader.join(ENDING_S)
+            with suppress(OSError):
+                self._site.stdin.close()
+            shutil.rmtree(self._own, ignore_errors=True)
+            remove_unused(self._folder, lock)
+
+    def _read(self) -> None:
+        """Take in what the site sends, until it ends."""
+        assert self._site.stdout is not None
+        for line in self._site.stdout:
+            text = line.decode(errors="replace").strip()
+            with self._changed:
+                if type_of(text) in SIGNS_OF_LIFE:
+                    self._sign_of_life = text
+                else:
+                    self._lines.append(text)
+                    self._changed.notify_all()
+        self._site.stdout.close()
+        code = self._site.wait()
+        with self._changed, self._errors:
+            self._ended = f"signal {-code}" if code < 0 else f"exit code {code}"
+            if last := self._last_error():
+                self._ended += f": {last}"
+            self._changed.notify_all()
+
+    def _last_error(self) -> str:
+        size = self._errors.seek(0, os.SEEK_END)
+        self._errors.seek(max(0, size - (1 << 16)))
+        lines = [line.strip() for line in self._errors.read().decode(errors="replace").splitlines() if line.strip()]
+        return lines[-1][:300] if lines else ""
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that a process has started, and those that they have started; none where the system does not tell."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in map(int, task.read_text().split()):
+                found += [child, *descendants(child)]
+    return found
+
+
+def type_of(line: str) -> str:
+    """The type of a line; empty if it is not a line of a site, which the driver will say."""
+    try:
+        return str(json.loads(line)["type"])
+    except (ValueError, TypeError, KeyError):
+        return ""
+
+
+def site_environment(folder: Path) -> dict[str, str]:
+    """The environment of the site: the node's own, without what Ray sets for its actors, and with the bundle.
+
+    Ray limits OpenMP to the CPUs that an actor asks for, which would slow down what is measured.
+    """
+    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    if "OMP_NUM_THREADS" not in parent_environment():
+        own.pop("OMP_NUM_THREADS", None)
+    gpus = visible_gpus()
+    if gpus:
+        own["CUDA_VISIBLE_DEVICES"] = gpus[0]
+        own.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as the driver counts
+    before = own.get("PYTHONPATH")
+    own["PYTHONPATH"] = os.pathsep.join([str(folder / "code"), *([before] if before else [])])
+    own["GEMMSCOPE_PACKAGES"] = str(folder / "packages")
+    return own
+
+
+def parent_environment() -> set[str]:
+    """The names of the variables with which this node's Ray was started; nothing where they cannot be read."""
+    try:
+        content = Path(f"/proc/{os.getppid()}/environ").read_bytes()
+    except OSError:
+        return set()
+    return {entry.partition(b"=")[0].decode(errors="replace") for entry in content.split(b"\0")}
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that Ray gave to this actor, as CUDA_VISIBLE_DEVICES names them."""
+    ray: Any = sys.modules.get("ray")
+    return [str(gpu) for gpu in ray.get_gpu_ids()] if ray is not None and ray.is_initialized() else []
+
+
+def unpack(bundle: bytes, digest: str) -> tuple[Path, int]:
+    """The folder with the unpacked bundle, which the first actor of a node makes, and a shared lock on it.
+
+    Only a folder that this user owns, and nobody else can write to, is used: code is run from it.
+    """
+    parent = Path(tempfile.gettempdir())
+    remove_abandoned(parent, digest)
+    folder = parent / f"{FOLDER}{os.getuid()}-{digest}"
+    while True:
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            continue
+        facts = os.fstat(lock)
+        if facts.st_uid != os.getuid() or stat.S_IMODE(facts.st_mode) & 0o022:
+            os.close(lock)
+            raise PermissionError(f"{folder} belongs to another user, or others can write to it")
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        complete = folder / "complete"
+        if same_folder(folder, facts) and not complete.exists():
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if same_folder(folder, facts) and not complete.exists():
+                with zipfile.ZipFile(io.BytesIO(bundle)) as archive:
+                    archive.extractall(folder)
+                complete.touch()
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        if same_folder(folder, facts):
+            break
+        os.close(lock)  # it was removed before it could be locked
+    return folder, lock
+
+
+def same_folder(folder: Path, facts: os.stat_result) -> bool:
+    """Whether a path still leads to the folder that was opened."""
+    with suppress(FileNotFoundError):
+        return folder.lstat().st_ino == facts.st_ino
+    return False
+
+
+def remove_unused(folder: Path, lock: int) -> None:
+    """Release the lock; remove the folder if nobody else has one."""
+    with suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)
+
+
+def remove_abandoned(parent: Path, digest: str) -> None:
+    """Remove other bundles that actors of this user have left: those that nobody has locked."""
+    for path in parent.glob(f"{FOLDER}{os.getuid()}-*"):
+        if path.name.endswith(digest) or not re.fullmatch(rf"{FOLDER}\d+-[0-9a-f]{{16}}", path.name):
+            continue
+        with suppress(OSError):
+            remove_unused(path, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW))
+
+
+def free_gpus() -> dict[str, float] | None:
+    """How many GPUs of each node no job of Ray holds, by the node's id; None where this Ray does not tell."""
+    try:
+        from ray._private.state import available_resources_per_node  # Ray has no public function for it
+    except ImportError:
+        return None
+    return {node: float(resources.get("GPU", 0.0)) for node, resources in available_resources_per_node().items()}

@@ -1,0 +1,194 @@
+"""The GPUs of a fleet with their runs, and their figures as columns of numbers: repeats combined, noise estimated."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf, nan, pi, sqrt
+from statistics import median
+from typing import Literal
+
+import numpy as np
+
+from gemmscope.fleet.robust import Floats
+from gemmscope.fleet.rule import Sample
+from gemmscope.fleet.summaries import RunSummary, SummaryFigure, rounded
+from gemmscope.interval import Interval
+from gemmscope.results.fleet import GpuCondition
+
+NORMAL_95 = 1.959964
+LEAST_FREEDOM = 5  # degrees of freedom from repeats, below which the intervals of the runs say more
+LEAST_ROBUST = 5  # repeated GPUs, from which one unstable GPU does not spoil the noise of all
+ROBUST_EFFICIENCY = 0.37  # of a median of variances
+UNSTABLE = 3.09  # normal quantile of 99.9%: a GPU that varies more than that allows has its own noise
+# The variance of the median of so many normal values, over that of one.
+MEDIAN_VARIANCE = {1: 1.0, 2: 0.5, 3: 0.4487, 4: 0.2982, 5: 0.2868, 6: 0.2147, 7: 0.2104, 8: 0.1682, 9: 0.1661}
+
+
+@dataclass
+class Chip:
+    """One GPU, and what was measured on it; several runs are repeats."""
+
+    place: str
+    node: str = ""
+    index: int | None = None
+    uuid: str = ""
+    file: str = ""
+    runs: list[RunSummary] = field(default_factory=list)
+    group: str = ""
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Of its last run."""
+        return self.runs[-1].versions
+
+    @property
+    def product(self) -> str:
+        device = self.runs[-1].device
+        return f"CPU ({device['cpu']})" if device.get("cpu") and device.get("name") == "CPU" else device.get("name", "")
+
+    @property
+    def order(self) -> tuple[object, ...]:
+        """Sorts as people count: node9 before node10."""
+        return (*natural(self.node), -1 if self.index is None else self.index, *natural(self.place))
+
+    def condition(self) -> GpuCondition:
+        """Its condition: medians over the repeats, health as it was last."""
+        conditions = [run.condition for run in self.runs]
+        if len(conditions) == 1:
+            return conditions[0]
+        names = ("sm_mhz", "power_w", "power_limit_w", "temperature_c")
+        known = {name: [value for each in conditions if (value := getattr(each, name)) is not None] for name in names}
+        reasons = {reason for each in conditions for reason in each.throttled}
+        return GpuCondition(
+            **{name: median(values) for name, values in known.items() if values},
+            throttled={
+                reason: round(sum(each.throttled.get(reason, 0.0) for each in conditions) / len(conditions), 3)
+                for reason in sorted(reasons)
+            },
+            health=conditions[-1].health,
+        )
+
+
+def natural(text: str) -> tuple[str, ...]:
+    """A sort key that counts numbers as numbers.
+
+    >>> sorted(["node10", "node9"], key=natural)
+    ['node9', 'node10']
+    """
+    return tuple(part.zfill(12) if part.isdigit() else part for part in re.split(r"([0-9]+)", text))
+
+
+def label_groups(chips: Sequence[Chip]) -> None:
+    """Name the group of every chip: its product, and its power limit where a product has several."""
+    limits: dict[str, Counter[int | None]] = {}
+    for chip in chips:
+        limits.setdefault(chip.product, Counter())[_limit(chip)] += 1
+    for chip in chips:
+        limit = _limit(chip)
+        several = f", {limit} W" if limit is not None else ", power limit unknown"
+        chip.group = chip.product + several * (len(limits[chip.product]) > 1)
+
+
+def _limit(chip: Chip) -> int | None:
+    """The power limit in whole watts."""
+    limit = chip.runs[-1].condition.power_limit_w
+    return round(limit) if limit is not None else None
+
+
+@dataclass(frozen=True)
+class FigureColumn:
+    """One figure over the chips of a group. `errors` are relative standard errors. NaN: not measured, or not known."""
+
+    figure: SummaryFigure
+    values: Floats
+    errors: Floats
+    repeated: Sequence[int]
+    ends: Sequence[Interval | None]
+    """As its single run gave it; None for repeats."""
+    noise_from: Literal["repeats", "runs"] = "runs"
+    freedom: float = inf
+    """The degrees of freedom of the noise."""
+
+    @property
+    def sample(self) -> Sample:
+        """As the rule takes it: logarithms of speeds."""
+        return Sample(self.figure.name, np.log(self.values) * (1 if self.figure.unit == "x" else -1), self.errors)
+
+    def interval(self, chip: int) -> Interval | None:
+        """The figure of one chip, with its interval; None where it has none."""
+        value, error, own = float(self.values[chip]), float(self.errors[chip]), self.ends[chip]
+        if not np.isfinite(value):
+            return None
+        if own is not None and self.noise_from == "runs":
+            return own
+        if not np.isfinite(error):
+            return rounded(Interval(value))
+        return rounded(Interval(value, value * (1 - NORMAL_95 * error), value * (1 + NORMAL_95 * error)))
+
+
+def columns(chips: Sequence[Chip]) -> list[FigureColumn]:
+    """Every figure of a group of chips, in the order of the first run that has it."""
+    first: dict[str, SummaryFigure] = {}
+    cells: dict[str, list[list[Interval]]] = {}
+    for row, chip in enumerate(chips):
+        for run in chip.runs:
+            for figure in run.figures:
+                if figure.name not in first:
+                    first[figure.name] = figure
+                    cells[figure.name] = [[] for _ in chips]
+                cells[figure.name][row].append(figure.value)
+    return [_column(figure, cells[name]) for name, figure in first.items()]
+
+
+def _column(figure: SummaryFigure, cells: Sequence[Sequence[Interval]]) -> FigureColumn:
+    values = np.array([median([each.value for each in cell]) if cell else np.nan for cell in cells])
+    repeated = [len(cell) for cell in cells]
+    ends = [cell[0] if len(cell) == 1 else None for cell in cells]
+    noise = _repeat_noise(cells)
+    if noise is not None:
+        return FigureColumn(figure, values, noise[0], repeated, ends, "repeats", noise[1])
+    errors = np.array([_run_error(cell) for cell in cells])
+    return FigureColumn(figure, values, errors, repeated, ends)
+
+
+def _run_error(cell: Sequence[Interval]) -> float:
+    """The relative standard error of a figure by the intervals of its runs."""
+    known = [each.half_width / NORMAL_95 for each in cell if each.half_width < inf]
+    return median(known) * sqrt(median_variance(len(cell))) if known else nan
+
+
+def median_variance(count: int) -> float:
+    """The variance of the median of so many normal values, over that of one."""
+    return MEDIAN_VARIANCE.get(count, pi / 2 / max(count, 1))
+
+
+def _repeat_noise(cells: Sequence[Sequence[Interval]]) -> tuple[Floats, float] | None:
+    """The standard error of every chip's figure by the variation between repeats, and its degrees of freedom; None if there are
+    too few repeats."""
+    variances = {row: (_variance(cell), len(cell) - 1) for row, cell in enumerate(cells) if len(cell) > 1}
+    freedom: float = sum(own for _, own in variances.values())
+    if freedom < LEAST_FREEDOM:
+        return None
+    if len(variances) < LEAST_ROBUST:
+        pooled = sum(variance * own for variance, own in variances.values()) / freedom
+    else:
+        pooled = median([variance / _chi_squared(own, 0.0) for variance, own in variances.values()])
+        freedom *= ROBUST_EFFICIENCY
+    errors = np.array([np.sqrt(pooled * median_variance(len(cell))) if cell else np.nan for cell in cells])
+    for row, (variance, own) in variances.items():
+        if variance > pooled * _chi_squared(own, UNSTABLE):
+            errors[row] = np.sqrt(variance * median_variance(own + 1))
+    return errors, freedom
+
+
+def _variance(cell: Sequence[Interval]) -> float:
+    return float(np.var(np.log([each.value for each in cell]), ddof=1))
+
+
+def _chi_squared(freedom: float, quantile: float) -> float:
+    """A quantile of chi-squared over its degrees of freedom (Wilson and Hilferty), given as one of the normal distribution."""
+    step = 2 / (9 * freedom)
+    return float((1 - step + quantile * np.sqrt(step)) ** 3)

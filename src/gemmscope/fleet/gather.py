@@ -1,0 +1,378 @@
+"""From the runs of many GPUs to the fleet's result."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import exp
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+from gemmscope.errors import UserError, shown
+from gemmscope.findings import Finding, finding, sentence
+from gemmscope.fleet.chips import Chip, FigureColumn, columns, label_groups
+from gemmscope.fleet.differences import common, different, fleet_differences
+from gemmscope.fleet.evidence import Facts, Reference, evidence
+from gemmscope.fleet.rule import GroupCalls, OutlierCall, RuleOutcome, call_group, rule_data, typical_error
+from gemmscope.fleet.spread import another_gpu, chip_spread, median_interval
+from gemmscope.fleet.summaries import RunSummary, digest, rounded, summary
+from gemmscope.interval import Interval
+from gemmscope.recipe.recipes import BASELINE
+from gemmscope.results.fleet import FleetFigure, FleetGpu, FleetNode, FleetResult, Outlier, OutlierRule
+
+__all__ = ["Run", "fleet_result", "summary"]
+
+MOST_DIFFERENCES_NAMED = 4
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run on one GPU: its summary (or its plain data), and where it ran, as far as that is known beside it."""
+
+    summary: RunSummary | Mapping[str, Any]
+    place: str = ""
+    node: str = ""
+    index: int | None = None
+    uuid: str = ""
+    file: str = ""
+
+
+def fleet_result(
+    runs: Iterable[Run],
+    *,
+    failed: Sequence[FleetGpu] = (),
+    tolerance: float | None = None,
+    command: str = "",
+    interrupted: bool = False,
+    findings: Sequence[Finding] = (),
+    of: Literal["bench", "step"] = "bench",
+    origin: str = "",
+) -> FleetResult:
+    """Everything that follows from these runs. Runs of the same GPU are repeats. `of` and `origin` count only if there is no run.
+
+    A `UserError` if the runs did not measure the same.
+    """
+    tolerance = rule_data()["tolerance"] if tolerance is None else tolerance
+    chips, first, unreadable = _chips(runs)
+    measured = [chip for chip in chips if any(not run.failure for run in chip.runs)]
+    unmeasured = [_failed(chip) for chip in chips if all(run.failure for run in chip.runs)]
+    label_groups(measured)
+    versions, health = common([chip.versions for chip in measured]), _usual_health(measured)
+    groups = _groups(measured, tolerance)
+    about: dict[str, Any] = {"of": of, "origin": origin}
+    if first is not None:
+        about = {"of": first.of, "origin": first.origin, "model": first.model, "run": first.run, "stage": first.stage}
+        about["fingerprint"] = digest(sorted(first.measured.items()))
+    gpus = [gpu for group in groups for gpu in group.gpus(versions, health)]
+    everywhere, gpus = _findings_of_all(gpus)
+    places = {gpu.place for gpu in gpus}
+    gpus += [*unreadable, *unmeasured, *(gpu for gpu in failed if gpu.place not in places)]
+    gpus.sort(key=lambda gpu: Chip(gpu.place, gpu.node, gpu.index).order)
+    outliers = [outlier for group in groups for outlier in group.outliers()]
+    tested = dict.fromkeys(name for group in groups for name in group.calls.figures)
+    return FleetResult(
+        command=command,
+        **about,
+        versions=versions,
+        health=health,
+        differences=tuple(fleet_differences(measured)),
+        outliers=tuple(sorted(outliers, key=lambda outlier: outlier.ratio.value)),
+        rule=OutlierRule(
+            false_alarms=rule_data()["false_alarms"],
+            tolerance=tolerance,
+            least_gpus=rule_data()["least_gpus"],
+            figures=tuple(tested),
+        ),
+        figures=tuple(figure for group in groups for figure in group.figures()),
+        nodes=tuple(_nodes(gpus, groups, list(tested))),
+        gpus=tuple(gpus),
+        interrupted=interrupted,
+        findings=(*findings, *everywhere, *_notes(groups)),
+    )
+
+
+def _chips(runs: Iterable[Run]) -> tuple[list[Chip], RunSummary | None, list[FleetGpu]]:
+    """The GPUs with their runs; the first run; and places whose data cannot be read."""
+    chips: dict[str, Chip] = {}
+    first: RunSummary | None = None
+    first_name, unreadable = "", []
+    for run in runs:
+        try:
+            own = run.summary if isinstance(run.summary, RunSummary) else RunSummary.model_validate(run.summary)
+        except ValidationError as error:
+            where = ".".join(str(part) for part in error.errors(include_url=False, include_context=False)[0]["loc"])
+            place = run.place or run.file or "?"
+            failure = f"its result cannot be read ({shown(where)})"
+            unreadable.append(FleetGpu(place=place, node=run.node, index=run.index, uuid=run.uuid, failure=failure))
+            continue
+        chip = _chip(run, own)
+        name = run.file or chip.place
+        if first is None:
+            first, first_name = own, name
+        elif own.measured != first.measured:
+            _refuse_mixture(first_name, first.measured, name, own.measured)
+        known = chips.setdefault(chip.uuid or chip.place, chip)
+        known.runs.append(own)
+        known.file = known.file or run.file
+    _tell_apart(list(chips.values()))
+    return list(chips.values()), first, unreadable
+
+
+def _tell_apart(chips: Sequence[Chip]) -> None:
+    """Give every GPU a place of its own: processes that see only their own GPU all call it number 0."""
+    for name in ("pci_bus", "uuid"):
+        counts = Counter(chip.place for chip in chips)
+        for chip in chips:
+            if counts[chip.place] > 1 and (mark := chip.runs[0].device.get(name) or chip.uuid):
+                chip.place += f" ({mark})"
+
+
+def _chip(run: Run, own: RunSummary) -> Chip:
+    """The GPU of a run, by what its driver said and by what is in its data."""
+    device = own.device
+    node, uuid = run.node or device.get("node", ""), run.uuid or device.get("uuid", "")
+    index = run.index if run.index is not None else int(device["index"]) if device.get("index", "").isdecimal() else None
+    place = run.place or (f"{node} GPU {index}" if index is not None else f"{node} CPU" if device.get("name") == "CPU" else "")
+    if not node and not run.place:  # a run file of an older version does not say where it was measured
+        place = run.file or uuid or "this machine"
+    return Chip(place or f"{node} {uuid}", node, index, uuid)
+
+
+def _refuse_mixture(first: str, before: Mapping[str, str], name: str, after: Mapping[str, str]) -> None:
+    names = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+    texts = [
+        f"{key} is {before.get(key, 'not given')} and {after.get(key, 'not given')}" for key in names[:MOST_DIFFERENCES_NAMED]
+    ]
+    more = f" and {len(names) - len(texts)} more differences" if len(names) > len(texts) else ""
+    raise UserError(
+        f"{first} and {name} did not measure the same: {'; '.join(texts)}{more}",
+        "gather the run files of one measurement, with the same model, batch and options on every GPU",
+    )
+
+
+def _failed(chip: Chip) -> FleetGpu:
+    failure = chip.runs[-1].failure
+    return FleetGpu(place=chip.place, node=chip.node, index=chip.index, uuid=chip.uuid, failure=failure, file=chip.file)
+
+
+def _usual_health(chips: Sequence[Chip]) -> dict[str, int | str]:
+    tables = [chip.runs[-1].condition.health for chip in chips]
+    usual: dict[str, int | str] = common(tables)  # type: ignore[arg-type, assignment]
+    return usual
+
+
+class _Group:
+    """The GPUs of one product at one power limit."""
+
+    def __init__(self, name: str, chips: Sequence[Chip]) -> None:
+        self.name, self.chips = name, chips
+        self.columns = columns(chips)
+        self.conditions = [chip.condition() for chip in chips]
+        self.calls = GroupCalls({}, {}, ())
+        self.samples = {column.figure.name: column.sample for column in self.columns}
+        self._on_node = np.array([chip.node for chip in chips])
+
+    def tested_columns(self) -> list[FigureColumn]:
+        """The times of every recipe, and the speedups, in the first mode: the same chip is slow in the other mode, too."""
+        mode = next((column.figure.mode for column in self.columns), "")
+        return [column for column in self.columns if column.figure.mode == mode]
+
+    @property
+    def baseline(self) -> str:
+        times = [column.figure.name for column in self.columns if column.figure.unit == "ms"]
+        own = [column.figure.name for column in self.columns if column.figure.unit == "ms" and column.figure.recipe == BASELINE]
+        return next(iter((*own, *times)), "")
+
+    @property
+    def testable(self) -> bool:
+        least = rule_data()["least_gpus"]
+        return any(np.isfinite(column.values).sum() >= least for column in self.tested_columns())
+
+    def call(self, alarms: float, tolerance: float) -> None:
+        """Apply the rule."""
+        samples = [self.samples[column.figure.name] for column in self.tested_columns()]
+        nodes = [chip.node for chip in self.chips]
+        least = rule_data()["least_gpus"]
+        self.calls = call_group(samples, self.baseline, nodes, alarms=alarms, tolerance=tolerance, least=least)
+
+    def outside(self, name: str) -> NDArray[np.bool_]:
+        """The chips that the rule calls in this figure, alone or with their node; for untested figures, in any figure."""
+        called = np.zeros(len(self.chips), dtype=bool)
+        tests = self.calls.figures
+        for call in self.calls.calls:
+            if name in tests and name != call.figure and name not in call.also:
+                continue
+            if call.gpu >= 0:
+                called[call.gpu] = True
+            else:
+                called |= self._on_node == call.node
+        return called
+
+    def figures(self) -> Iterable[FleetFigure]:
+        """Every figure of the group."""
+        for column in self.columns:
+            figure, sample = column.figure, self.samples[column.figure.name]
+            known = np.isfinite(sample.speeds)
+            outside = self.outside(figure.name)[known]
+            speeds, errors = sample.speeds[known], sample.errors[known]
+            healthy = errors[~outside & np.isfinite(errors)]
+            noise = float(np.sqrt(np.mean(healthy**2))) if len(healthy) else 0.0
+            spread = chip_spread(speeds[~outside], noise, column.freedom)
+            test: RuleOutcome | None = self.calls.figures.get(figure.name)
+            center = self._center(column, speeds)
+            yield FleetFigure(
+                name=figure.name,
+                unit=figure.unit,
+                group=self.name,
+                recipe=figure.recipe,
+                mode=figure.mode,
+                flops=figure.flops,
+                gpus=int(known.sum()),
+                center=center,
+                lowest=float(column.values[known].min()),
+                highest=float(column.values[known].max()),
+                spread=rounded(spread) if spread is not None else None,
+                another=self._another(column, speeds, outside, center),
+                noise=float(f"{typical_error(errors):.4g}") if np.isfinite(errors).any() else None,
+                noise_from=column.noise_from,
+                limit=float(f"{test.limit:.4g}") if test is not None else None,
+            )
+
+    def _center(self, column: FigureColumn, speeds: NDArray[np.float64]) -> Interval:
+        """The median; with fewer than six GPUs without an interval, and for a single GPU with its own."""
+        sign = 1 if column.figure.unit == "x" else -1
+        if len(speeds) == 1:
+            own = column.interval(int(np.flatnonzero(np.isfinite(column.values))[0]))
+            if own is not None:
+                return own
+        ends = median_interval(speeds)
+        low, high = sorted(exp(sign * end) for end in ends) if ends is not None else (None, None)
+        return rounded(Interval(exp(sign * float(np.median(speeds))), low, high))
+
+    def _another(
+        self,
+        column: FigureColumn,
+        speeds: NDArray[np.float64],
+        outside: NDArray[np.bool_],
+        center: Interval,
+    ) -> Interval | None:
+        found = another_gpu(speeds, outside)
+        if found is None:
+            return None
+        sign = 1 if column.figure.unit == "x" else -1
+        low, high = sorted(exp(sign * end) for end in found)
+        return rounded(Interval(center.value, low, high))
+
+    def gpus(self, versions: Mapping[str, str], health: Mapping[str, int | str]) -> Iterable[FleetGpu]:
+        """Every GPU, with what differs from the usual."""
+        for row, (chip, condition) in enumerate(zip(self.chips, self.conditions, strict=True)):
+            figures = {column.figure.name: own for column in self.columns if (own := column.interval(row)) is not None}
+            own_health: dict[str, int | str] = different(condition.health, health)  # type: ignore[arg-type, assignment]
+            findings = {repr((each.code, each.facts)): each for run in chip.runs for each in run.findings}
+            yield FleetGpu(
+                place=chip.place,
+                node=chip.node,
+                index=chip.index,
+                uuid=chip.uuid,
+                group=self.name,
+                versions=different(chip.versions, versions),
+                figures=figures,
+                repeats=len(chip.runs),
+                condition=condition.model_copy(update={"health": own_health}),
+                findings=tuple(findings.values()),
+                file=chip.file,
+            )
+
+    def outliers(self) -> Iterable[Outlier]:
+        """What the rule calls, with what else differs there."""
+        facts = [Facts(condition, chip.versions) for chip, condition in zip(self.chips, self.conditions, strict=True)]
+        rows: dict[str, list[int]] = {}
+        for row, chip in enumerate(self.chips):
+            rows.setdefault(chip.node, []).append(row)
+        called = {row for call in self.calls.calls for row in ([call.gpu] if call.gpu >= 0 else rows[call.node])}
+        others = Reference([own for row, own in enumerate(facts) if row not in called])
+        for call in self.calls.calls:
+            own = [facts[row] for row in ([call.gpu] if call.gpu >= 0 else rows[call.node])]
+            yield self._outlier(call, evidence(own, others))
+
+    def _outlier(self, call: OutlierCall, differs: tuple[Finding, ...]) -> Outlier:
+        whole = call.gpu < 0
+        return Outlier(
+            where=call.node if whole else self.chips[call.gpu].place,
+            node=call.node,
+            whole_node=whole,
+            gpus=tuple(self.chips[row].place for row in call.members),
+            group=self.name,
+            figure=call.figure,
+            side="slow" if call.ratio.value < 1 else "fast",
+            ratio=rounded(call.ratio),
+            score=round(call.score, 2),
+            also={name: float(f"{ratio:.6g}") for name, ratio in call.also.items()},
+            evidence=differs,
+        )
+
+
+def _groups(chips: Sequence[Chip], tolerance: float) -> list[_Group]:
+    """The groups, each with its outliers: the allowed false alarms are divided among those that can be tested."""
+    members: dict[str, list[Chip]] = {}
+    for chip in chips:
+        members.setdefault(chip.group, []).append(chip)
+    groups = [_Group(name, own) for name, own in members.items()]
+    testable = [group for group in groups if group.testable]
+    for group in testable:
+        group.call(rule_data()["false_alarms"] / len(testable), tolerance)
+    return groups
+
+
+def _findings_of_all(gpus: list[FleetGpu]) -> tuple[list[Finding], list[FleetGpu]]:
+    """Findings that every GPU has, once; and the GPUs without them."""
+    if len(gpus) < 2:
+        return [], gpus
+    codes = set.intersection(*({each.code for each in gpu.findings} for gpu in gpus))
+    if not codes:
+        return [], gpus
+    shared = [
+        finding("fleet-everywhere", place=gpus[0].place, text=sentence(each)) for each in gpus[0].findings if each.code in codes
+    ]
+    kept = [gpu.model_copy(update={"findings": tuple(each for each in gpu.findings if each.code not in codes)}) for gpu in gpus]
+    return shared, kept
+
+
+def _nodes(gpus: Sequence[FleetGpu], groups: Sequence[_Group], tested: Sequence[str]) -> Iterable[FleetNode]:
+    """Every machine, with the median speed of its GPUs relative to their groups' centers."""
+    members: dict[str, list[FleetGpu]] = {}
+    for gpu in gpus:
+        members.setdefault(gpu.node, []).append(gpu)
+    speeds: dict[str, dict[str, list[float]]] = {}
+    names = tested or [column.figure.name for group in groups for column in group.tested_columns()]
+    for group in groups:
+        for name in dict.fromkeys(names):
+            if name in group.samples:
+                values = group.samples[name].speeds
+                relative = np.exp(values - np.nanmedian(values))
+                for chip, speed in zip(group.chips, relative, strict=True):
+                    if np.isfinite(speed):
+                        speeds.setdefault(chip.node, {}).setdefault(name, []).append(float(speed))
+    for node, own in members.items():
+        if node:
+            medians = {name: float(f"{np.median(values):.6g}") for name, values in speeds.get(node, {}).items()}
+            yield FleetNode(node=node, gpus=len(own), measured=sum(not gpu.failure for gpu in own), speed=medians)
+
+
+def _notes(groups: Sequence[_Group]) -> Iterable[Finding]:
+    """What could not be compared."""
+    least = rule_data()["least_gpus"]
+    for group in groups:
+        if not group.testable:
+            yield finding("fleet-too-few", group=group.name, gpus=len(group.chips), least=least)
+        for column in group.columns:
+            missing = [chip.place for chip, value in zip(group.chips, column.values, strict=True) if not np.isfinite(value)]
+            if missing:
+                yield finding("fleet-figure-missing", figure=column.figure.name, gpus=len(missing), places=missing[:20])
+        unknown = sum(not chip.node for chip in group.chips)
+        if unknown:
+            yield finding("fleet-place-unknown", runs=unknown)

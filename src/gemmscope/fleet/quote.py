@@ -1,0 +1,71 @@
+"""What the answer of a single GPU can say about another one, from the spread that a fleet measured."""
+
+from __future__ import annotations
+
+from math import exp, sqrt
+
+from gemmscope.errors import UserError
+from gemmscope.findings import Finding, finding
+from gemmscope.fleet.summaries import RunSummary, RunView, SummaryFigure, digest, summary_of
+from gemmscope.interval import Interval
+from gemmscope.results.bench import BenchResult
+from gemmscope.results.fleet import FleetFigure, FleetResult
+from gemmscope.results.step import StepResult
+
+PREDICTED = 1.645  # standard deviations on either side of 90%
+
+
+def quoted_spread(fleet: FleetResult, result: BenchResult | StepResult) -> list[Finding]:
+    """Where the speedups of this result would be on another GPU of the same kind, with a probability of 90%.
+
+    If the fleet measured the same model and batch, its own range is quoted. Else the relative spread is applied to this result,
+    twice: this GPU is one of its kind, too, and the other one differs from it.
+    """
+    own = summary_of(RunView.model_validate(result))
+    group = _group(fleet, own)
+    same = fleet.fingerprint == digest(sorted(own.measured.items()))
+    speedups = [figure for figure in own.figures if figure.unit == "x"]
+    ranges = [text for figure in speedups if (text := _range(figure, fleet.figure(figure.name, group), same=same))]
+    if not ranges:
+        names = ", ".join(figure.name for figure in speedups)
+        raise UserError(
+            f"the fleet has no spread of {names} for {group}" if names else "this result has no speedup",
+            f"measure the same recipes on 3 GPUs or more: gemmscope fleet{' --step' * (own.of == 'step')}",
+        )
+    gpus = max(figure.gpus for figure in fleet.figures if figure.group == group)
+    code = "fleet-another-gpu" if same else "fleet-another-gpu-about"
+    return [finding(code, ranges=ranges, gpus=gpus, group=group)]
+
+
+def _group(fleet: FleetResult, own: RunSummary) -> str:
+    """The group of the fleet that this GPU belongs to."""
+    if fleet.of != own.of:
+        raise UserError(
+            f"the fleet measured {fleet.of}, but this is {own.of}: their spreads differ",
+            f"gemmscope fleet{' --step' * (own.of == 'step')} measures the spread of {own.of}",
+        )
+    groups = list(dict.fromkeys(figure.group for figure in fleet.figures))
+    product, limit = own.device.get("name", ""), own.condition.power_limit_w
+    if product == "CPU" and "cpu" in own.device:
+        product = f"CPU ({own.device['cpu']})"
+    names = [product] + ([f"{product}, {limit:.0f} W"] if limit is not None else [])
+    found = next((name for name in names if name in groups), None)
+    if found is None:
+        has = ", ".join(groups) or "no measured GPU"
+        raise UserError(f"the fleet has {has}, but this is {names[-1]}", "use a fleet of the same GPU and power limit")
+    return found
+
+
+def _range(own: SummaryFigure, figure: FleetFigure | None, *, same: bool) -> str:
+    """The range of one speedup, as text; empty where the fleet does not have it."""
+    if figure is None:
+        return ""
+    found: Interval | None = figure.another
+    if not same:
+        if figure.spread is None:
+            return ""
+        reach = PREDICTED * sqrt(2) * (figure.spread.high or figure.spread.value)
+        found = Interval(own.value.value, own.value.value * exp(-reach), own.value.value * exp(reach))
+    if found is None or found.low is None or found.high is None:
+        return ""
+    return f"{own.recipe}{' (pre-quantized)' * (own.mode == 'pre-quantized')} {found.low:.2f}x to {found.high:.2f}x"

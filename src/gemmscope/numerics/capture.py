@@ -1,0 +1,280 @@
+"""Takes X, W and dY of a linear while the user's training runs, without changing it.
+
+X is what the module is called with, dY the gradient of its output, taken by a hook on that tensor. Hooks exist only in recorded
+steps. Nothing is copied until both are there: X is held by reference, as autograd itself holds it. Where activations are
+recomputed, X comes from the recomputation, and each linear is taken once. No hook returns anything, nothing is changed in place,
+no random number of the training is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gemmscope.errors import in_a_line
+from gemmscope.numerics.measure import measure_linear
+from gemmscope.numerics.recording import OPERANDS, StepFacts, TensorFacts
+from gemmscope.numerics.sample import amax_of, random_for
+from gemmscope.results.numerics import Pass, TensorName
+from gemmscope.workload.nested import tensors_in
+
+Guard = Callable[[Callable[..., None]], Callable[..., None]]
+"""Makes a function safe to call in the training: it does not raise."""
+
+
+@dataclass(frozen=True)
+class LinearPlace:
+    """A linear that is recorded. `key` is its path, of one expert with its number."""
+
+    key: str
+    inputs: int
+    outputs: int
+    expert: int | None = None
+    tp: tuple[int, int] = (0, 1)
+    """Rank and size of its tensor-parallel group."""
+
+
+@dataclass
+class Taken:
+    """What is known of a linear in the running step."""
+
+    place: LinearPlace
+    dtype: torch.dtype
+    weight: Callable[[], Tensor]
+    passes: tuple[Pass, ...] = tuple(OPERANDS)
+    x: Tensor | None = None
+    version: int = 0
+    dy: Tensor | None = None
+    waits: bool = False
+    """X comes when the layer is recomputed."""
+    amax: dict[TensorName, Tensor] = field(default_factory=dict)
+    tokens: int | None = None
+    facts: StepFacts | None = None
+    kept: dict[str, Tensor] = field(default_factory=dict)
+
+
+class StepCapture:
+    """One recorded step: every linear once, from the first forward pass that gets a gradient."""
+
+    def __init__(self, step: int, budgets: dict[str, int] | None, seed: int, guarded: Guard = lambda action: action) -> None:
+        self.step, self.guarded = step, guarded
+        self.budgets = budgets
+        """Bytes for the samples of each linear; None where only maxima are recorded."""
+        self.seed = seed
+        self.histories: Mapping[str, Sequence[StepFacts]] = {}
+        """Of every linear, the largest maxima of the steps before."""
+        self.linears: dict[str, Taken] = {}
+        self.problems: dict[str, str] = {}
+
+    def entered(self, place: LinearPlace, x: Tensor) -> None:
+        """Before the module runs: here X arrives where it is recomputed, even if the module's last output is not needed again."""
+        taken = self.linears.get(place.key)
+        if taken is not None and taken.waits and _recomputes():
+            taken.waits = False
+            self._hold(taken, x)
+            if taken.dy is not None:
+                self._complete(taken)
+
+    def left(
+        self,
+        place: LinearPlace,
+        x: Tensor,
+        output: Tensor,
+        weight: Callable[[], Tensor],
+        rows: slice | None = None,
+        *,
+        passes: tuple[Pass, ...] = tuple(OPERANDS),
+        hold: bool = False,
+    ) -> None:
+        """After the module ran: `x` [M, K]; of `output`, `rows` belong to this linear. `passes`: those that run.
+        `hold`: X will not come again.
+
+        A later call takes the place of one that has no gradient yet: it may never get one.
+        """
+        if self.is_done(place) or not output.requires_grad or not len(x) or _recomputes() or captures_graph():
+            return
+        taken = Taken(place, gemm_dtype(x), weight, passes, tokens=len(x))
+        self.linears[place.key] = taken
+        if self.budgets is None:
+            with self._one_linear(place):
+                taken.amax = {"X": amax_of(x, taken.dtype), "W": amax_of(_usable(weight(), place), taken.dtype)}
+        elif _will_recompute() and not hold:
+            taken.waits = True
+        else:
+            self._hold(taken, x)
+        width = output.shape[-1]
+
+        def arrived(gradient: Tensor) -> None:
+            dy = local(gradient.detach()).reshape(-1, width)
+            self.got_gradient(taken, dy[rows] if rows is not None else dy)
+
+        unchanged(output).register_hook(self.guarded(arrived))
+
+    def is_done(self, place: LinearPlace) -> bool:
+        """Whether a gradient of this linear has arrived."""
+        taken = self.linears.get(place.key)
+        return taken is not None and (taken.facts is not None or taken.dy is not None or "dY" in taken.amax)
+
+    def got_gradient(self, taken: Taken, dy: Tensor) -> None:
+        """dY [M, N] of one linear: the first one, if there are several losses or calls."""
+        if self.linears[taken.place.key] is not taken or self.is_done(taken.place):
+            return
+        if self.budgets is None:
+            taken.amax["dY"] = amax_of(dy, taken.dtype)
+        else:
+            taken.dy = dy
+            if not taken.waits:
+                self._complete(taken)
+
+    def _hold(self, taken: Taken, x: Tensor) -> None:
+        taken.x, taken.version = x.detach(), x._version
+
+    def _complete(self, taken: Taken) -> None:
+        """Draw the sample, and let go of the tensors."""
+        x, dy, key = taken.x, taken.dy, taken.place.key
+        taken.x = taken.dy = None
+        if x is not None and x._version != taken.version:
+            self.problems[key] = "its input was changed in place before the backward pass"
+            x = None
+        budget = self.budgets[key] if self.budgets else 0
+        with plain_torch(), self._one_linear(taken.place):
+            weight = _usable(taken.weight(), taken.place)
+            x, dy = _same_tokens(x, dy, *taken.place.tp)
+            taken.facts, taken.kept = measure_linear(
+                x, weight, dy, dtype=taken.dtype, budget=budget, random=random_for(self.seed, self.step, key), step=self.step,
+                history=self.histories.get(key, ()), passes=taken.passes,
+            )  # fmt: skip
+
+    @contextmanager
+    def _one_linear(self, place: LinearPlace) -> Iterator[None]:
+        """What fails with one linear is said in the file, and the others are recorded."""
+        try:
+            yield
+        except Exception as error:
+            self.problems[place.key] = in_a_line(error)
+
+    def finish(self) -> dict[str, tuple[StepFacts, dict[str, Tensor]]]:
+        """What was recorded of every linear. Where no gradient arrived, what is known without it."""
+        maxima = [amax for taken in self.linears.values() for amax in taken.amax.values()]
+        values = iter(_numbers(maxima))
+        found = {}
+        for key, taken in self.linears.items():
+            if self.budgets is None:
+                tensors = {name: TensorFacts(amax=next(values)) for name in taken.amax}
+                taken.facts = StepFacts(step=self.step, tokens=taken.tokens, tensors=tensors)
+            elif taken.facts is None and taken.x is not None:
+                self._complete(taken)
+            if taken.facts is not None:
+                found[key] = (taken.facts, taken.kept)
+        return found
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """Compute outside of the training's autocast and autograd."""
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        if torch.cuda.is_available():
+            with torch.autocast("cuda", enabled=False):
+                yield
+        else:
+            yield
+
+
+def captures_graph() -> bool:
+    """Whether a CUDA graph is being captured: nothing may wait for the GPU then."""
+    return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
+def gemm_dtype(x: Tensor) -> torch.dtype:
+    """The type in which the GEMM reads its operands without quantization."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+        dtype: torch.dtype = torch.get_autocast_dtype(kind)
+        return dtype
+    return x.dtype if x.dtype in (torch.bfloat16, torch.float16) else torch.float32
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a distributed tensor, and the values of a quantized one."""
+    for method in ("to_local", "dequantize"):
+        if type(tensor) not in (Tensor, nn.Parameter) and hasattr(type(tensor), method) and not tensor.is_quantized:
+            tensor = getattr(tensor, method)()
+    inner = getattr(tensor, "_tensor", None)  # torchao's weights that FSDP gathers in FP8
+    return inner if isinstance(inner, Tensor) else tensor
+
+
+def running_passes(*, dgrad: bool, wgrad: bool) -> tuple[Pass, ...]:
+    """The GEMMs that run: dgrad where X needs a gradient, wgrad where the weight is not frozen."""
+    runs = {"fprop": True, "dgrad": dgrad, "wgrad": wgrad}
+    return tuple(name for name in OPERANDS if runs[name])
+
+
+def unchanged(output: Tensor) -> Tensor:
+    """Where the gradient of an output arrives even if it is changed in place, as by an activation.
+
+    That is the tensor that it is a view of, if it shows all of it.
+    """
+    base = output._base
+    whole = base is not None and base.numel() == output.numel() and base.is_contiguous() and output.is_contiguous()
+    return base if whole and base.requires_grad else output
+
+
+def _usable(weight: Tensor, place: LinearPlace) -> Tensor:
+    """W, if its values are there: FSDP frees them between uses."""
+    weight = local(weight.detach())
+    if tuple(weight.shape) != (place.outputs, place.inputs):
+        raise RuntimeError(f"the weight of {place.key} is {tuple(weight.shape)}, not {(place.outputs, place.inputs)}")
+    if weight.untyped_storage().nbytes() < weight.numel() * weight.element_size():
+        raise RuntimeError(f"the weight of {place.key} is not in memory")
+    return weight
+
+
+def _same_tokens(x: Tensor | None, dy: Tensor | None, rank: int, size: int) -> tuple[Tensor | None, Tensor | None]:
+    """The tokens that both have: with sequence parallelism, one of them has only those of this rank."""
+    if x is None or dy is None or len(x) == len(dy):
+        return x, dy
+    if len(x) * size == len(dy):
+        return x, dy[rank * len(x) : (rank + 1) * len(x)]
+    if len(dy) * size == len(x):
+        return x[rank * len(dy) : (rank + 1) * len(dy)], dy
+    return x, None
+
+
+def _saving_hook() -> str:
+    """The name of what packs the tensors that autograd saves; empty where they are saved as they are."""
+    try:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(*(True,))
+    except (AttributeError, TypeError):  # an older torch
+        return ""
+    return str(getattr(hooks[0], "__qualname__", "")) if hooks else ""
+
+
+def _will_recompute() -> bool:
+    """Whether this forward pass is one of `torch.utils.checkpoint` that runs again in the backward pass."""
+    return "_checkpoint_hook" in _saving_hook()
+
+
+def _recomputes() -> bool:
+    return "_recomputation_hook" in _saving_hook()
+
+
+def _numbers(maxima: Sequence[Tensor]) -> list[float]:
+    """All at once: the GPU is waited for once per device."""
+    by_device: dict[torch.device, list[int]] = {}
+    for index, one in enumerate(maxima):
+        by_device.setdefault(one.device, []).append(index)
+    values = [0.0] * len(maxima)
+    for indices in by_device.values():
+        for index, value in zip(indices, torch.stack([maxima[index] for index in indices]).tolist(), strict=True):
+            values[index] = value
+    return values
+
+
+def first_tensor(*groups: Any) -> Tensor | None:
+    """The first tensor among arguments or outputs."""
+    return next(iter(tensors_in(groups)), None)

@@ -1,0 +1,101 @@
+"""The errors of a model as a table of cells: one for each linear of each layer.
+
+A cell is what counts once in the error of a recipe. Experts of one layer that share a name are one cell. Linears outside of the
+layers (the head) stay in BF16 and do not count, unless the model has no layers at all. A cell without numbers in some recipe
+stays in BF16 there; one that has none in any recipe is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import sqrt
+
+import numpy as np
+import numpy.typing as npt
+
+from gemmscope.recipe.recipes import BASELINE
+from gemmscope.results.numerics import LinearError, RecipeError, counted_linears
+
+Values = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Cells:
+    """`squares[recipe]`: the squared relative error of every layer (rows) and linear (columns), as its share of the mean over all
+    cells: they add up to the square of the recipe's error. Zero where a layer does not have a linear."""
+
+    layers: tuple[int, ...]
+    linears: tuple[str, ...]
+    squares: Mapping[str, Values]
+    flops: Values
+    """Each cell's share of the FLOPs; they add up to 1."""
+    ops: tuple[str, ...]
+    """Of every linear, as `shapes` calls it; empty where that is not known."""
+    missing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Recipe → linears that it has no numbers for, somewhere."""
+    skipped: Mapping[str, Values] = field(default_factory=dict)
+    """Recipe → 1 for the cells that stay in BF16 because of that, else 0; those with none are not here."""
+
+    @property
+    def recipes(self) -> list[str]:
+        """The smallest error first."""
+        return sorted(self.squares, key=lambda name: (self.error(name), name != BASELINE))
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether all layers are there from the first one on, so that first and last layers can be named."""
+        return self.layers == tuple(range(len(self.layers)))
+
+    def error(self, recipe: str) -> float:
+        """Root mean square of the cells' errors, with this recipe in all of them."""
+        return sqrt(self.squares[recipe].sum())
+
+
+def cells_of(linears: Sequence[LinearError]) -> Cells | None:
+    """The table of all linears; None if there is not one number in it."""
+    known: dict[tuple[int, str], dict[str, list[float]]] = {}
+    sizes: dict[tuple[int, str], int] = {}
+    ops: dict[str, str] = {}
+    recipes = dict.fromkeys([BASELINE, *(linear.recipe for linear in linears)])
+    for linear in counted_linears(linears):
+        if linear.error is None:
+            continue
+        cell = linear.layer or 0, linear.linear
+        squares = known.setdefault(cell, {}).setdefault(linear.recipe, [])
+        squares.append(linear.error**2)
+        sizes[cell] = max(sizes.get(cell, 0), linear.inputs * linear.outputs * max(linear.experts, len(squares)))
+        ops.setdefault(linear.linear, linear.op)
+    if not known:
+        return None
+    layers, names = sorted({layer for layer, _ in known}), list(dict.fromkeys(name for _, name in known))
+    shape, count = (len(layers), len(names)), len(known)
+    tables = {name: np.zeros(shape) for name in recipes}
+    flops, missing, skipped = np.zeros(shape), dict[str, list[str]](), dict[str, Values]()
+    for (layer, name), by_recipe in known.items():
+        place = layers.index(layer), names.index(name)
+        flops[place] = sizes[layer, name]
+        baseline = by_recipe.get(BASELINE, [0.0])  # tensors that were recorded in BF16 lose nothing in it
+        for recipe in recipes:
+            squares = by_recipe.get(recipe, baseline)
+            tables[recipe][place] = sum(squares) / len(squares) / count
+            if recipe not in by_recipe and recipe != BASELINE:
+                missing.setdefault(recipe, []).append(name)
+                skipped.setdefault(recipe, np.zeros(shape))[place] = 1.0
+    if not flops.all() and any(not sizes[cell] for cell in known):  # a size is not known: all alike
+        flops = np.where([[(layer, name) in known for name in names] for layer in layers], 1.0, 0.0)
+    absent = {name: tuple(dict.fromkeys(linears)) for name, linears in missing.items()}
+    whole = {name: table for name, table in tables.items() if name == BASELINE or len(missing.get(name, ())) < count}
+    own_ops = tuple(ops[name] for name in names)
+    return Cells(tuple(layers), tuple(names), whole, flops / flops.sum(), own_ops, absent, skipped)
+
+
+def recipe_errors(linears: Sequence[LinearError], cells: Cells) -> list[RecipeError]:
+    """Every recipe in all linears, the smallest error first; BF16 only where it has an error."""
+    rows = []
+    for name in cells.recipes:
+        own = [linear for linear in counted_linears(linears) if linear.recipe == name and linear.error is not None]
+        worst = max(own, key=lambda linear: linear.error or 0.0, default=None)
+        if worst is not None:
+            rows.append(RecipeError(recipe=name, error=cells.error(name), worst=worst.name, worst_error=worst.error or 0.0))
+    return rows

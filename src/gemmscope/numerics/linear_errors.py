@@ -1,0 +1,122 @@
+"""The errors of one recorded linear in any recipe: `LinearErrors(linear).of("MXFP8")`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import isfinite, sqrt
+
+from gemmscope.numerics.errors import GemmNoise, SampledGemm, octaves, operand_error, relative_error, sampled_error
+from gemmscope.numerics.operands import GemmOperand, operands
+from gemmscope.numerics.recording import LinearStep, RecordedLinear, scale_maxima
+from gemmscope.recipe.recipes import Recipe
+from gemmscope.recipe.recipes import recipe as recipe_named
+from gemmscope.results.numerics import LinearError, OperandError, Pass, PassError
+
+
+class LinearErrors:
+    """One linear, its samples loaded once for all recipes."""
+
+    def __init__(self, linear: RecordedLinear, device: str = "cpu", seed: int = 0) -> None:
+        self.linear, self._seed = linear, seed
+        self._steps = [_on_device(step, device) for step in linear.sampled_steps]
+        self._gemms: dict[tuple[int, Pass], SampledGemm] = {}
+
+    def of(self, recipe: str, backend: str = "") -> LinearError:
+        """Its errors in a recipe, or why there are none."""
+        facts = self.linear.facts
+        found = recipe_named(recipe)
+        about = LinearError(
+            name=facts.name, linear=facts.linear, layer=facts.layer, op=facts.op, inputs=facts.inputs, outputs=facts.outputs,
+            recipe=found.name,
+        )  # fmt: skip
+        if failure := self._failure(found, backend):
+            return about.model_copy(update={"failure": failure})
+        if not self._has_gemms():
+            return about.model_copy(update={"weight": self._weight(operands(found.name, "fprop", backend)[0])})
+        passes = tuple(self._pass(name, operands(found.name, name, backend)) for name in self._measurable())
+        if not passes:
+            return about.model_copy(update={"failure": "the exact outputs of its GEMMs are zero, so there is no relative error"})
+        return about.model_copy(update={"passes": passes})
+
+    def _failure(self, recipe: Recipe, backend: str) -> str:
+        facts = self.linear.facts
+        if facts.failure or not self._steps:
+            return facts.failure or "no step of it was sampled"
+        for step in self._steps:
+            for tensor, values in step.facts.tensors.items():
+                if values.nonfinite:
+                    which = "value that is" if values.nonfinite == 1 else "values that are"
+                    return f"{tensor} has {values.nonfinite} {which} NaN or Inf in step {step.facts.step}"
+        sizes = {"input features": facts.inputs, "output features": facts.outputs}  # tokens can be padded: zeros have no error
+        multiple = recipe.multiple_in(backend)
+        if misaligned := next(((name, size) for name, size in sizes.items() if size % multiple), None):
+            name, size = misaligned
+            padded = -(-size // multiple) * multiple
+            return f"{name} = {size} is not a multiple of {multiple}: pad it to {padded}"
+        return ""
+
+    def _has_gemms(self) -> bool:
+        """Whether both operands of some GEMM are known; of a checkpoint only the weight is."""
+        return any(len(step.facts.tensors) > 1 for step in self._steps)
+
+    def _measurable(self) -> Iterator[Pass]:
+        """Passes of every sampled step whose exact output is known and not zero."""
+        for name in self._steps[0].passes:
+            facts = [step.facts.passes.get(name) for step in self._steps]
+            if all(one is not None and one.norm and one.product and isfinite(one.norm) for one in facts):
+                yield name
+
+    def _pass(self, name: Pass, pair: tuple[GemmOperand, GemmOperand]) -> PassError:
+        noises: list[GemmNoise] = []
+        errors: list[tuple[OperandError, OperandError]] = []
+        for index, step in enumerate(self._steps):
+            gemm = self._gemm(index, name)
+            noise, quantized = gemm.noise(pair, scale_maxima(self.linear.facts.steps, step.facts))
+            first, second = (
+                operand_error(sample, operand, values, gemm.sample.column_weights, octaves(step, operand.tensor))
+                for sample, operand, values in zip(gemm.sides, pair, quantized, strict=True)
+            )
+            noises.append(noise)
+            errors.append((first, second))
+        count = len(noises)
+        return PassError.model_validate(
+            {
+                "pass": name,
+                "relative": relative_error(noises),
+                "first_share": sum(one.first_share for one in noises) / count,
+                "cosine": sum(one.cosine for one in noises) / count,
+                "operands": (averaged([first for first, _ in errors]), averaged([second for _, second in errors])),
+            }
+        )
+
+    def _gemm(self, index: int, name: Pass) -> SampledGemm:
+        if (index, name) not in self._gemms:
+            step = self._steps[index]
+            maxima = {tensor: facts.amax for tensor, facts in step.facts.tensors.items()}
+            self._gemms[index, name] = SampledGemm(step.sample(name), step.facts.probes, maxima, self._seed)
+        return self._gemms[index, name]
+
+    def _weight(self, operand: GemmOperand) -> OperandError:
+        step = self._steps[0]
+        sample = step.sample("fprop")
+        assert sample.first is not None
+        return sampled_error(step, sample.first, operand, sample.column_weights, self._seed)
+
+
+def averaged(errors: Sequence[OperandError]) -> OperandError:
+    """One operand in several steps."""
+    count = len(errors)
+    spans = [one.octaves for one in errors if one.octaves is not None]
+    return errors[0].model_copy(
+        update={
+            "relative": sqrt(sum(one.relative**2 for one in errors) / count),
+            "underflow": sum(one.underflow for one in errors) / count,
+            "saturated": sum(one.saturated for one in errors) / count,
+            "octaves": max(spans) if spans else None,
+        }
+    )
+
+
+def _on_device(step: LinearStep, device: str) -> LinearStep:
+    return step if device == "cpu" else replace(step, load=lambda name: step.load(name).to(device))

@@ -1,0 +1,136 @@
+"""Where a linear is in a model, from its module's path: the layer, its name without the layer, and the op that `shapes` lists.
+
+The names of frameworks are facts in `names.toml`. A path that is not known keeps its name, without an op.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from gemmscope.toml import load_data
+
+CHUNK = "pipeline_part_"  # before the number of a part, where a rank has several parts of a pipeline
+HIGH_PRECISION_OPS = ("Router", "Shared Expert Scale", "Indexer Weights")  # that no recipe quantizes
+
+
+@dataclass(frozen=True)
+class LinearName:
+    """A linear's place in the model."""
+
+    path: str
+    """Without wrappers: model.layers.3.mlp.down_proj."""
+    linear: str
+    """Without layer and expert: mlp.down_proj."""
+    layer: int | None = None
+    expert: int | None = None
+    op: str = ""
+
+
+@cache
+def _facts() -> dict[str, Any]:
+    return load_data("gemmscope.numerics", "names.toml")
+
+
+@cache
+def _endings() -> dict[tuple[str, ...], str]:
+    return {tuple(ending.split(".")): op for op, endings in _facts()["ops"].items() for ending in endings}
+
+
+def unwrapped(path: str) -> str:
+    """A path without what wrappers add to it.
+
+    >>> unwrapped("module._orig_mod.model.layers.0._checkpoint_wrapped_module.mlp.up_proj")
+    'model.layers.0.mlp.up_proj'
+    """
+    parts = path.split(".")
+    if parts[0].removeprefix(CHUNK).isdigit() and parts[0].startswith(CHUNK):
+        parts = parts[1:]
+    return ".".join(part for part in parts if part not in _facts()["wrappers"])
+
+
+def name_linears(sizes: Mapping[str, tuple[int, int]]) -> dict[str, LinearName]:
+    """The linears of one model: path → (inputs, outputs) in, path → name out. Paths may have wrappers.
+
+    >>> names = name_linears({"layers.7.mlp.gate_proj": (64, 96), "layers.7.mlp.down_proj": (48, 64), "lm_head": (64, 99)})
+    >>> [(name.layer, name.linear, name.op) for name in names.values()]
+    [(7, 'mlp.gate_proj', 'MLP Gate+Up'), (7, 'mlp.down_proj', 'MLP Down'), (None, 'lm_head', 'LM Head')]
+    """
+    split = {path: _split(path) for path in sizes}
+    stacks = Counter(stack for stack, layer, _, _ in split.values() if layer is not None)
+    trunk = max(stacks, key=lambda stack: (stacks[stack], -len(stack)), default="")
+    names = {}
+    for path, (stack, layer, expert, rest) in split.items():
+        inside = layer is not None
+        linear = rest if not inside or stack == trunk else f"{stack}.{rest}"
+        op = _op(rest, routed=expert is not None) if stack == trunk or not inside else ""
+        names[path] = LinearName(unwrapped(path), linear, layer, expert, op)
+    return _latent_queries(_with_gates(names, sizes))
+
+
+def _split(path: str) -> tuple[str, int | None, int | None, str]:
+    """The stack of layers, the layer, the expert, and the rest of the path.
+
+    >>> _split("model.layers.3.mlp.experts.17.up_proj"), _split("lm_head")
+    (('model.layers', 3, 17, 'mlp.experts.up_proj'), ('', None, None, 'lm_head'))
+    """
+    facts = _facts()
+    parts = unwrapped(path).split(".")
+    stack, layer, expert, rest = "", None, None, list[str]()
+    for index, part in enumerate(parts):
+        number = int(part) if part.isascii() and part.isdigit() and len(part) < 8 else None
+        of_expert = parts[max(index - 1, 0)] in facts["experts"] or (
+            index + 1 == len(parts) and set(parts) & set(facts["experts"])
+        )
+        if number is not None and of_expert:
+            expert = number
+        elif (
+            number is not None and layer is None and index + 1 < len(parts) and not set(parts[:index]) & set(facts["prediction"])
+        ):
+            stack, layer, rest = ".".join(parts[:index]), number, []
+        else:
+            rest.append(part)
+    return stack, layer, expert, ".".join(rest)
+
+
+def _op(rest: str, *, routed: bool) -> str:
+    """The op of a path without layer and expert, by its longest known ending."""
+    facts, parts = _facts(), tuple(rest.split("."))
+    op = next((_endings()[parts[start:]] for start in range(len(parts)) if parts[start:] in _endings()), "")
+    if op.startswith("MLP "):
+        if set(parts) & set(facts["shared"]):
+            return op.replace("MLP", "Shared Expert")
+        if routed or set(parts) & set(facts["routed"]):
+            return op.replace("MLP", "Expert")
+    return op
+
+
+def _with_gates(names: Mapping[str, LinearName], sizes: Mapping[str, tuple[int, int]]) -> dict[str, LinearName]:
+    """`Up` instead of `Gate+Up` where an MLP has no gate: its first linears are together as wide as the input of its last one."""
+    wide: Counter[tuple[int | None, int | None, str]] = Counter()
+    narrow: dict[tuple[int | None, int | None, str], int] = {}
+    for path, name in names.items():
+        block = (name.layer, name.expert, name.op.rpartition(" ")[0])
+        if name.op.endswith(" Gate+Up"):
+            wide[block] += sizes[path][1]
+        elif name.op.endswith(" Down"):
+            narrow[block] = max(narrow.get(block, 0), sizes[path][0])
+    found = dict(names)
+    for path, name in names.items():
+        block = (name.layer, name.expert, name.op.rpartition(" ")[0])
+        gated = "gate" in name.linear.rpartition(".")[2]
+        if name.op.endswith(" Gate+Up") and not gated and wide[block] == narrow.get(block):
+            found[path] = replace(name, op=name.op.replace("Gate+Up", "Up"))
+    return found
+
+
+def _latent_queries(names: Mapping[str, LinearName]) -> dict[str, LinearName]:
+    """Beside latent keys and values, the queries are a linear of their own, as in DeepSeek-V2-Lite."""
+    latent = {name.layer for name in names.values() if name.op == "KV Down Proj"}
+    return {
+        path: replace(name, op="Q Proj") if name.op == "QKV Proj" and name.layer in latent else name
+        for path, name in names.items()
+    }

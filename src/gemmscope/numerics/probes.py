@@ -1,0 +1,302 @@
+"""Measures GEMM errors of reference quantizers with the whole tensors of one linear at hand: the recorder does it once per step.
+
+From a sample of a few rows, the error of a GEMM can only be estimated as if the errors of different values were uncorrelated.
+Mostly they are. They are not where values repeat: equal tokens have equal rounding errors, which add up in wgrad, and may double
+the error in the first layer of a language model. The outputs of a few rows and a few columns are too few to show it. So the
+recorder measures it: it quantizes up to 512 rows of an operand and multiplies their error with the whole other operand.
+
+There is one probe for every way of rounding: recipes that round alike have alike errors, whatever the sizes of their blocks.
+errors.py takes the difference between a recipe and its probe from the sample.
+
+What is recorded, with A·Bᵀ = Y, ΔA·Bᵀ = α·Y + EA, and EA orthogonal to Y:
+
+* `fprop/W/e4m3` → ‖EA‖²/‖Y‖² and α, each with its standard error, and the maximum that the scale came from,
+* `fprop/e4m3+e4m3` → the correlation of EA and EB, with its standard error, and what ΔA·ΔBᵀ adds to the squared error,
+  relative to ‖Y‖²: summed over the reduced dimension, in the domain in which values are rounded. Not for delayed scaling.
+
+Errors of stochastic rounding are uncorrelated, except for their mean: values that exceed the largest one of the format are cut
+off, because block scales are rounded too. Probes are expectations, without the chance of one rounding: the mean of several
+roundings is multiplied with the whole other operand, what they differ by counts as uncorrelated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import isfinite, sqrt
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from gemmscope.numerics.hadamard import SIZE, rotate
+from gemmscope.numerics.operands import operands
+from gemmscope.numerics.quantizers import HIGH_PRECISION, Quantizer
+from gemmscope.numerics.recording import COLUMNWISE, OPERANDS
+from gemmscope.numerics.sample import Random, draw
+from gemmscope.recipe.recipes import recipes
+from gemmscope.results.numerics import Pass, TensorName
+
+ROWS = 512
+DRAWS = 16  # of stochastic rounding, spread evenly: one alone varies by several percent where few values dominate
+PIECE = 4096  # rows that are converted to float32 at a time
+Probes = Mapping[str, tuple[float, ...]]
+
+
+def rounding_of(quantizer: Quantizer) -> str:
+    """What makes errors alike: the format, whether scales are powers of two, and what randomizes rounding.
+
+    >>> rounding_of(Quantizer("e4m3", "mx_te", 32)), rounding_of(Quantizer("e2m1", "nvfp4_te", 16, stochastic=True))
+    ('e4m3-power-of-two', 'e2m1-stochastic')
+    """
+    powers = "-power-of-two" if quantizer.rule.startswith("mx") or quantizer.rule.endswith("power_of_two") else ""
+    flags = (("hadamard", quantizer.signs), ("stochastic", quantizer.stochastic), ("delayed", quantizer.delayed))
+    return f"{quantizer.format}{powers}" + "".join(f"-{name}" for name, present in flags if present)
+
+
+def probe_key(pass_name: Pass, tensor: TensorName, quantizer: Quantizer) -> str:
+    """The name of an operand's probe."""
+    return f"{pass_name}/{tensor}/{rounding_of(quantizer)}"
+
+
+def pair_key(pass_name: Pass, first: Quantizer, second: Quantizer) -> str:
+    """The name of a correlation."""
+    return f"{pass_name}/{rounding_of(first)}+{rounding_of(second)}"
+
+
+@cache
+def reference_quantizers(pass_name: Pass, tensor: TensorName) -> Mapping[str, Quantizer]:
+    """One quantizer for every way of rounding that a recipe uses for this operand, by the name of its probe."""
+    found: dict[str, Quantizer] = {}
+    for first, second in _pairs(pass_name):
+        quantizer = first if OPERANDS[pass_name][0] == tensor else second
+        found.setdefault(probe_key(pass_name, tensor, quantizer), quantizer)
+    return found
+
+
+@cache
+def _pairs(pass_name: Pass) -> tuple[tuple[Quantizer, Quantizer], ...]:
+    """The quantizers of both operands, of every recipe that quantizes this pass."""
+    quantizers = [
+        tuple(one.quantizer for one in operands(name, pass_name)) for name, recipe in recipes().items() if recipe.quantizes
+    ]
+    return tuple((first, second) for first, second in quantizers if first.format not in HIGH_PRECISION)
+
+
+def measure_probes(
+    x: Tensor | None,
+    w: Tensor | None,
+    dy: Tensor | None,
+    *,
+    random: Random,
+    history: Mapping[TensorName, float] | None = None,
+    passes: Sequence[Pass] = tuple(OPERANDS),
+) -> dict[str, tuple[float, ...]]:
+    """The probes of every pass whose operands are given: X [M, K], W [N, K] and dY [M, N] of one micro-batch.
+
+    Tensors with NaN or Inf count as missing. `random` draws rows; PyTorch's own generators are not used. `history`: maxima of
+    earlier steps, that delayed scaling takes; a tensor without one takes its own. `passes`: the GEMMs that run.
+    """
+    names: tuple[TensorName, ...] = ("X", "W", "dY")
+    measured: dict[str, tuple[float, ...]] = {}
+    with torch.no_grad():
+        whole = {name: tensor for name, tensor in zip(names, (x, w, dy), strict=True) if tensor is not None and _usable(tensor)}
+        for pass_name in passes:
+            pair = OPERANDS[pass_name]
+            if all(name in whole for name in pair):
+                first, second = (whole[name].T if (name, pass_name) in COLUMNWISE else whole[name] for name in pair)
+                sides = (
+                    _side(pass_name, pair[0], first, second, random, (history or {}).get(pair[0])),
+                    _side(pass_name, pair[1], second, first, random, (history or {}).get(pair[1])),
+                )
+                measured |= _measure_pass(pass_name, *sides)
+    return {key: values for key, values in measured.items() if all(map(isfinite, values))}
+
+
+def _usable(tensor: Tensor) -> bool:
+    return tensor.numel() > 0 and bool(torch.isfinite(tensor).all())
+
+
+@dataclass(frozen=True)
+class ProbedRows:
+    """Rows of one operand, quantized in every way, and what becomes of them in the GEMM with the whole other operand."""
+
+    rows: Tensor
+    """[s, R] float32, in units that keep squares within range."""
+    weights: Tensor
+    errors: Mapping[str, Tensor]
+    """Probe → [s, R]; of stochastic rounding, their mean."""
+    outputs: Mapping[str, tuple[Tensor, Tensor]]
+    """Probe → of every row, the squared norm of its output's error, and that error times the exact output; of stochastic rounding
+    in every draw."""
+    means: Mapping[str, tuple[Tensor, Tensor]]
+    """The same of `errors`."""
+    columns: Mapping[str, tuple[Tensor, Tensor]]
+    """Probe → [R], where values are rounded: weighted sums over rows of the squared error, and of the error times the value."""
+    exact: Tensor
+    """[s]: squared norms of the exact outputs."""
+    maxima: Mapping[str, float]
+    """Probe → the maximum that the scale of the whole tensor comes from."""
+
+
+def _side(
+    pass_name: Pass, tensor: TensorName, operand: Tensor, other: Tensor, random: Random, earlier: float | None
+) -> ProbedRows:
+    largest = [one.abs().amax().float().clamp(min=1e-30) for one in (operand, other)]
+    energy = torch.stack([(piece.float() / largest[1]).square().sum(0) for piece in other.split(PIECE)]).sum(0)
+    importance = torch.cat([(piece.float() / largest[0]).square() @ energy for piece in operand.split(PIECE)])
+    chosen, weights = draw(importance.double().cpu().numpy(), ROWS, random)
+    index = torch.from_numpy(chosen).to(operand.device)
+    rows = operand[index].float()
+    generator, seed = torch.Generator(operand.device), int(random.integers(2**31))
+    errors: dict[str, Tensor] = {}
+    columns: dict[str, tuple[Tensor, Tensor]] = {}
+    weight = torch.from_numpy(weights).to(operand.device, torch.float32)
+    expected: dict[str, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+    used: dict[str, float] = {}
+    for key, quantizer in reference_quantizers(pass_name, tensor).items():
+        maxima = _block_maxima(operand, index, quantizer) if quantizer.block_rows > 1 else None
+        padded = pad(rows, (0, -rows.shape[1] % SIZE))
+        amax = largest[0].new_tensor(earlier) if quantizer.delayed and earlier else largest[0]
+        if quantizer.signs:
+            amax = torch.stack([_rotated(piece, quantizer.signs).abs().amax() for piece in operand.split(PIECE)]).amax()
+        used[key] = float(amax)
+        drawn = [
+            (quantizer(padded, amax=amax, block_amax=maxima, generator=generator.manual_seed(seed), turn=turn).values - padded)
+            / largest[0]
+            for turn in (range(0, 256, 256 // DRAWS) if quantizer.stochastic else (0,))
+        ]
+        columns[key] = _columns(drawn, padded / largest[0], weight, quantizer.signs)
+        if quantizer.stochastic:
+            expected[key] = _expected(drawn, padded / largest[0], other, largest[1], quantizer.signs)
+        errors[key] = _mean(drawn)[:, : rows.shape[1]]
+    rows = rows / largest[0]
+    squares, across = _outputs(torch.cat([rows, *errors.values()]), other, largest[1], len(rows))
+    means = dict(zip(errors, zip(squares.split(len(rows))[1:], across.split(len(rows))[1:], strict=True), strict=True))
+    outputs = means | {
+        key: (drawn_squares + means[key][0] - of_mean, drawn_across + means[key][1] - across_mean)
+        for key, (drawn_squares, drawn_across, of_mean, across_mean) in expected.items()
+    }
+    return ProbedRows(rows, weight, errors, outputs, means, columns, squares[: len(rows)], used)
+
+
+def _columns(drawn: list[Tensor], rows: Tensor, weights: Tensor, signs: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    exact, squares, across = _rotated(rows, signs), 0.0, 0.0
+    for error in (_rotated(each, signs) for each in drawn):
+        squares = squares + weights @ error.square()
+        across = across + weights @ (error * exact)
+    return squares / len(drawn), across / len(drawn)
+
+
+def _outputs(stacked: Tensor, other: Tensor, scale: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Of every row: the squared norm of its output, and that output times the one of its exact row, the first `count` rows."""
+    squares, across = (torch.zeros(len(stacked), device=stacked.device) for _ in range(2))
+    for piece in other.split(PIECE):
+        dtype = other.dtype if other.is_cuda else torch.float32  # bfloat16 is slow on CPUs
+        output = (stacked.to(dtype) @ (piece / scale).to(dtype).T).float()
+        squares += output.square().sum(1)
+        across += (output.unflatten(0, (-1, count)) * output[:count]).sum(2).flatten()
+    return squares, across
+
+
+def _expected(
+    drawn: list[Tensor], rows: Tensor, other: Tensor, scale: Tensor, signs: tuple[int, ...]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same for stochastic rounding, for errors that are uncorrelated in the domain in which values are rounded: of every draw
+    [draws, s], and of their mean [s]."""
+    energy = torch.zeros(rows.shape[1], device=rows.device)
+    for piece in other.split(PIECE):
+        energy += _rotated(piece.float() / scale, signs).square().sum(0)
+    exact, errors = _rotated(rows, signs), [_rotated(error, signs) for error in drawn]
+    errors.append(_mean(errors))
+    *squares, of_mean = (error.square() @ energy for error in errors)
+    *across, across_mean = ((error * exact) @ energy for error in errors)
+    return torch.stack(squares), torch.stack(across), of_mean, across_mean
+
+
+def _mean(errors: list[Tensor]) -> Tensor:
+    total = errors[0].clone()
+    for error in errors[1:]:
+        total += error
+    return total / len(errors)
+
+
+def _rotated(values: Tensor, signs: tuple[int, ...]) -> Tensor:
+    """The values in the domain in which they are rounded, padded to whole blocks."""
+    values = pad(values, (0, -values.shape[1] % SIZE))
+    return rotate(values, signs) if signs else values
+
+
+def _block_maxima(operand: Tensor, index: Tensor, quantizer: Quantizer) -> Tensor:
+    """The maxima of the square blocks that the rows lie in."""
+    size = quantizer.block_rows
+    groups, places = torch.unique(index // size, return_inverse=True)
+    maxima = torch.stack([operand[start : start + size].abs().amax(0) for start in (groups * size).tolist()]).float()
+    return pad(maxima, (0, -maxima.shape[1] % quantizer.block)).unflatten(1, (-1, quantizer.block)).amax(2)[places]
+
+
+def _measure_pass(pass_name: Pass, first: ProbedRows, second: ProbedRows) -> dict[str, tuple[float, ...]]:
+    measured: dict[str, tuple[float, ...]] = {}
+    for side in (first, second):
+        for key, (squares, across) in side.outputs.items():
+            parallel, parallel_sd = weighted_ratio(across, side.exact, side.weights)
+            rest = squares - 2 * parallel * across + parallel**2 * side.exact
+            measured[key] = (*weighted_ratio(rest, side.exact, side.weights), parallel, parallel_sd, side.maxima[key])
+    for one, other in _pairs(pass_name):
+        names = [
+            probe_key(pass_name, tensor, quantizer) for tensor, quantizer in zip(OPERANDS[pass_name], (one, other), strict=True)
+        ]
+        key = pair_key(pass_name, one, other)
+        if key not in measured and names[0] in first.errors and names[1] in second.errors:
+            alpha, beta = measured[names[0]][2], measured[names[1]][2]
+            errors = (first.errors[names[0]] - alpha * first.rows, second.errors[names[1]] - beta * second.rows)
+            found = _correlation(errors[0] @ second.rows.T, first.rows @ errors[1].T, first.weights, second.weights)
+            share = _share_of_mean(first, names[0], measured) * _share_of_mean(second, names[1], measured)
+            measured[key] = (found[0] * share, found[1] * share)
+            if not (one.delayed or other.delayed):  # there, values that saturate make the product of errors add up, too
+                measured[key] += (_second_order(first, names[0], second, names[1]),)
+    return measured
+
+
+def _second_order(first: ProbedRows, key: str, second: ProbedRows, other: str) -> float:
+    """What ΔA·ΔBᵀ adds: its own square, and its products with ΔA·Bᵀ and A·ΔBᵀ."""
+    (squares, across), (other_squares, other_across) = first.columns[key], second.columns[other]
+    added = squares @ other_squares + 2 * squares @ other_across + 2 * across @ other_squares
+    total = float(first.weights @ first.exact)
+    return float(added) / total if total else 0.0
+
+
+def _share_of_mean(side: ProbedRows, key: str, measured: Probes) -> float:
+    """Of the error's norm: all of it, except for stochastic rounding, only whose mean is correlated with anything."""
+    rest, parallel = measured[key][0], measured[key][2]
+    squares, across = side.means[key]
+    of_mean, _ = weighted_ratio(squares - 2 * parallel * across + parallel**2 * side.exact, side.exact, side.weights)
+    return min(sqrt(max(of_mean, 0.0) / rest), 1.0) if rest > 0 else 1.0
+
+
+def _correlation(one: Tensor, other: Tensor, rows: Tensor, columns: Tensor) -> tuple[float, float]:
+    """Of two errors of the same outputs, each [s, t], with its standard error from both draws."""
+    product = one * other
+    scale = sqrt(float(rows @ one.square() @ columns) * float(rows @ other.square() @ columns))
+    variance = 0.0
+    for weights, sums in ((rows, product @ columns), (columns, rows @ product)):
+        variance += float(((1 - 1 / weights) * (weights * sums).square()).sum())
+    return (float(rows @ product @ columns) / scale, sqrt(variance) / scale) if scale else (0.0, 0.0)
+
+
+def weighted_ratio(numerators: Tensor, denominators: Tensor, weights: Tensor) -> tuple[float, float]:
+    """The ratio of two weighted sums over drawn rows, with its standard error. Numerators [draws, s] are averaged over draws of
+    stochastic rounding, whose variance counts too."""
+    total = float(weights @ denominators)
+    if not total > 0:
+        return 0.0, 0.0
+    draws = numerators.reshape(-1, len(weights))
+    ratios = draws @ weights / total
+    ratio = float(ratios.mean())
+    residuals = weights * (draws.mean(0) - ratio * denominators)
+    count = max(len(weights), 2)
+    variance = float(((1 - 1 / weights) * residuals.square()).sum()) * count / (count - 1) / total**2
+    if len(draws) > 1:
+        variance += float(ratios.var()) / len(draws)
+    return ratio, sqrt(max(variance, 0.0))

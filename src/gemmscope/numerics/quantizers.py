@@ -1,0 +1,141 @@
+"""Quantizes one operand of a GEMM as Transformer Engine or torchao does it, in plain PyTorch, on any device.
+
+The reduced dimension is the last one: what a library calls the columnwise copy is the quantized transpose. Python never looks at
+a value, so that torch.compile sees one graph.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from gemmscope.errors import UserError
+from gemmscope.numerics.formats import FORMATS, OVERFLOW, encode, round_nearest, round_stochastic
+from gemmscope.numerics.hadamard import SIZE, rotate, rotate_back
+from gemmscope.numerics.scaling import IGNORES_NAN, RULES
+
+HIGH_PRECISION = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class QuantizedOperand:
+    """A quantized tensor, as the GEMM reads it."""
+
+    values: Tensor
+    """float32, dequantized, of the input's shape; with a Hadamard transform, rotated back."""
+    saturated: Tensor
+    """bool: where |x| * scale is above the format's largest value by more than half a step."""
+    scales: Tensor
+    """Decode scales as the library stores them: [rows, blocks], [rows, 1] with a scale per row, 0-dim with one per tensor."""
+    tensor_scale: Tensor
+    """float32, 0-dim: the factor of the whole tensor in `values`. Without it (and without a Hadamard transform) they are exact in
+    bfloat16."""
+    rounded: Tensor
+    """float32: the values in the low-precision format, before decode scales (and before rotating back)."""
+    format: str
+
+    @cached_property
+    def codes(self) -> Tensor:
+        """The low-precision values as libraries store them: float8 dtypes; E2M1 as codes 0 to 15, one per byte."""
+        if self.format in HIGH_PRECISION:
+            return self.rounded.to(HIGH_PRECISION[self.format])
+        return encode(self.rounded, FORMATS[self.format])
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """How one operand is quantized. Call it with a 2-D tensor whose last dimension is the reduced one."""
+
+    format: str
+    """e4m3, e5m2, e2m1, bf16 or fp32."""
+    rule: str = ""
+    """How a maximum becomes a scale (scaling.py); empty for bf16 and fp32."""
+    block: int = 0
+    """Values of a row that share a scale; 0: all of them."""
+    block_rows: int = 1
+    """Rows that share a scale; 0: all of them."""
+    delayed: bool = False
+    """The maximum is that of earlier steps, so values may saturate."""
+    stochastic: bool = False
+    signs: tuple[int, ...] = ()
+    """Of the random Hadamard transform before quantization; empty: there is none."""
+
+    @property
+    def per_tensor(self) -> bool:
+        return self.block == 0 and self.block_rows == 0
+
+    @property
+    def two_levels(self) -> bool:
+        """Blocks are scaled, and the whole tensor too."""
+        return self.rule.startswith("nvfp4")
+
+    def __call__(
+        self,
+        x: Tensor,
+        *,
+        amax: Tensor | None = None,
+        block_amax: Tensor | None = None,
+        generator: torch.Generator | None = None,
+        turn: int = 0,
+    ) -> QuantizedOperand:
+        """Quantize x, the tensor or a sample of its rows.
+
+        `amax`: the maximum of the whole tensor where x is a sample of it, or of the history with delayed scaling; None: x's own.
+        With a Hadamard transform the maximum of the rotated tensor counts: the larger one of `amax` and x's own is taken.
+        `block_amax` [rows, blocks]: the maxima of the blocks that the values belong to, where several rows share a scale and x is
+        a sample of rows; None: x's own. `generator` and `turn`: of stochastic rounding; None: PyTorch's default one.
+        """
+        if x.dim() != 2:
+            raise UserError(f"a tensor of shape {tuple(x.shape)} cannot be quantized", "pass a 2-D tensor: tensor.flatten(0, -2)")
+        if self.format in HIGH_PRECISION or x.numel() == 0:  # an expert without tokens
+            return self._cast(x)
+        if self.signs and x.shape[1] % SIZE:
+            size = f"{x.shape[1]} values along the reduced dimension are not a multiple of {SIZE}"
+            raise UserError(size, f"the Hadamard transform needs blocks of {SIZE}: pad it to {-(-x.shape[1] // SIZE) * SIZE}")
+        values = rotate(x, self.signs) if self.signs else x.float()
+        target, (rows, columns) = FORMATS[self.format], values.shape
+        width = self.block or columns
+        if columns % width:
+            values = pad(values, (0, -columns % width))
+        blocks = values.reshape(rows, -1, width)
+        maxima, tensor_amax = self._maxima(blocks, amax, block_amax)
+        scales = RULES[self.rule](maxima, target, tensor_amax)
+        encode_scales, decode_scales = scales.encode, scales.decode
+        if not self.per_tensor:
+            encode_scales, decode_scales = encode_scales.unsqueeze(-1), decode_scales.unsqueeze(-1)
+        scaled = blocks * encode_scales
+        rounded = round_stochastic(scaled, target, generator, turn) if self.stochastic else round_nearest(scaled, target)
+        decoded = rounded * decode_scales * scales.tensor
+        saturated = (scaled.abs() > OVERFLOW[self.format]) & (decode_scales != 0)  # with a scale of 0 it is underflow
+        decoded, saturated, rounded = (part.reshape(rows, -1)[:, :columns] for part in (decoded, saturated, rounded))
+        if self.signs:
+            decoded = rotate_back(decoded, self.signs)
+        return QuantizedOperand(decoded, saturated, scales.stored, scales.tensor, rounded, self.format)
+
+    def _maxima(self, blocks: Tensor, amax: Tensor | None, block_amax: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The maxima that share a scale, and the maximum of the whole tensor where the rule needs it."""
+        if self.per_tensor and amax is not None:
+            return amax.float().reshape(()), amax
+        magnitudes = blocks.abs()
+        if self.rule in IGNORES_NAN:
+            magnitudes = magnitudes.nan_to_num(nan=0.0, posinf=torch.inf)
+        if self.per_tensor:
+            own = magnitudes.amax()
+            return own, own
+        maxima = magnitudes.amax(-1)
+        tensor_amax = maxima.amax() if amax is None else amax.float().reshape(())
+        if self.signs:
+            tensor_amax = torch.maximum(tensor_amax, maxima.amax())
+        if self.block_rows > 1 and block_amax is not None:
+            maxima = block_amax.float()
+        elif self.block_rows > 1:
+            rows = len(maxima)
+            groups = pad(maxima, (0, 0, 0, -rows % self.block_rows)).reshape(-1, self.block_rows, maxima.shape[1])
+            maxima = groups.amax(1).repeat_interleave(self.block_rows, 0)[:rows]
+        return maxima, tensor_amax
+
+    def _cast(self, x: Tensor) -> QuantizedOperand:
+        rounded, one = x.to(HIGH_PRECISION.get(self.format, x.dtype)).float(), torch.ones((), device=x.device)
+        return QuantizedOperand(rounded, rounded.isinf() & x.isfinite(), one, one, rounded, self.format)

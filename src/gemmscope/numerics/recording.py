@@ -1,0 +1,410 @@
+"""A recording: samples of the tensors of every linear, in one safetensors file, with the facts as JSON in its metadata.
+
+Every pass of a linear is a GEMM of two operands, both stored with the reduced dimension last:
+
+| pass | first operand | second operand | reduced dimension |
+| --- | --- | --- | --- |
+| fprop | rows of W [s, K] | rows of X [s, K] | K, input features |
+| dgrad | columns of W [s, N] | rows of dY [s, N] | N, output features |
+| wgrad | columns of X [s, M] | columns of dY [s, M] | M, tokens |
+
+Of each operand, some rows are kept, drawn without replacement, each with its weight (1 / probability of being drawn). Of the
+reduced dimension, some aligned blocks of 128 are kept, the same for both operands, each with its weight. What depends on values
+that are not kept is recorded from the whole tensor: maxima of the tensor, of the sampled rows and of the blocks of W, energies
+(sums of squares), and the norm of the exact output.
+
+The facts can be read without torch; tensors are loaded when they are used, one linear at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, ValidationError
+
+from gemmscope.errors import UserError, shown
+from gemmscope.numerics.safetensors import TensorFile, read_header, write_tensors
+from gemmscope.reading import called, parse_json
+from gemmscope.results.base import Part
+from gemmscope.results.numerics import Pass, Source, TensorName
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+VERSION = 1
+METADATA = "gemmscope"
+BLOCK = 128  # values of the reduced dimension: a multiple of the blocks of every recipe
+WEIGHT_BLOCKS = (128, 16)  # square blocks of W that recipes scale together
+HISTORY = 1024  # steps: Transformer Engine's default
+EXPONENTS = 256  # biased exponents of float32: 0 holds zeros and subnormals, 255 Inf and NaN
+OPERANDS: dict[Pass, tuple[TensorName, TensorName]] = {"fprop": ("W", "X"), "dgrad": ("W", "dY"), "wgrad": ("X", "dY")}
+COLUMNWISE = {("W", "dgrad"), ("X", "wgrad"), ("dY", "wgrad")}  # stored transposed: columns of the tensor are rows of the operand
+HINT = "give a file that gemmscope.record_tensors wrote, or a checkpoint with --checkpoint"
+
+
+class TensorFacts(Part):
+    """A whole tensor in one step."""
+
+    amax: float
+    norm: float | None = None
+    """Square root of the sum of squares."""
+    zeros: float = 0.0
+    """Share of the values that are zero."""
+    nonfinite: int = 0
+    """Values that are NaN or Inf. They are left out of norms and energies."""
+
+
+class PassFacts(Part):
+    """The GEMM of one pass: what is kept of the reduced dimension, and the exact output."""
+
+    reduced: int
+    """Length of the reduced dimension."""
+    blocks: tuple[int, ...] = ()
+    """Where the kept blocks begin, ascending multiples of 128."""
+    weights: tuple[float, ...] = ()
+    """Of every block: 1 / probability of being drawn."""
+    product: float | None = None
+    """Sum over the reduced dimension of the operands' energies: the squared norm of the output if its terms were uncorrelated."""
+    norm: float | None = None
+    """Of the exact output."""
+
+
+class StepFacts(Part):
+    """A linear in one training step."""
+
+    step: int
+    tokens: int | None = None
+    """M: of the micro-batch on this rank."""
+    tensors: dict[TensorName, TensorFacts] = Field(default_factory=dict)
+    passes: dict[Pass, PassFacts] = Field(default_factory=dict)
+    """Of sampled steps; in others only the maxima of the tensors are known."""
+    probes: dict[str, tuple[float, ...]] = Field(default_factory=dict)
+    """GEMM errors of reference quantizers, measured with the whole tensors (probes.py)."""
+
+
+class LinearFacts(Part):
+    """One linear: W is [outputs, inputs]."""
+
+    name: str
+    """The module's path: model.layers.3.mlp.down_proj; of one expert with its number at the end."""
+    linear: str
+    """The path without the layer: mlp.down_proj."""
+    layer: int | None = None
+    op: str = ""
+    """The op of the model that it belongs to, as `shapes` calls it; empty where that is not known."""
+    kind: str = ""
+    """Class of the module."""
+    inputs: int = Field(gt=0)
+    outputs: int = Field(gt=0)
+    dtype: str = ""
+    """As the GEMM reads its operands without quantization: bfloat16, float16 or float32."""
+    expert: int | None = None
+    experts: int = 1
+    """Of the layer, on this rank."""
+    steps: tuple[StepFacts, ...] = ()
+    failure: str = ""
+    """Why nothing was recorded."""
+
+
+class RecordingFacts(Part):
+    """All that a recording says of itself."""
+
+    version: int = VERSION
+    source: Source
+    origin: str = ""
+    """The checkpoint, or the kind of synthetic tensors."""
+    model: str = ""
+    """Class of the model, or its name."""
+    steps: tuple[int, ...] = ()
+    """Recorded training steps, counted from 0."""
+    seed: int = 0
+    rank: int = 0
+    packages: dict[str, str] = Field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    """What could not be recorded."""
+    linears: tuple[LinearFacts, ...] = ()
+
+
+@dataclass(frozen=True)
+class OperandSample:
+    """Sampled rows of one operand of one pass. The reduced dimension is the last one."""
+
+    tensor: TensorName
+    columnwise: bool
+    """The rows are columns of the tensor."""
+    rows: Tensor
+    """[s, R]: R is the kept part of the reduced dimension."""
+    weights: Tensor
+    """[s] float32: 1 / probability of being drawn; their sum is about `row_count`."""
+    row_count: int
+    """Rows of the whole operand."""
+    row_amax: Tensor
+    """[s] float32: maximum of each sampled row over the whole reduced dimension."""
+    energy: Tensor
+    """[R] float32: sum of squares over all rows of the operand at every kept index, in units of the square of the largest finite
+    value: only their ratios count, and they never leave the range of float32."""
+    amax: float
+    """Of the whole tensor."""
+    block_amax: Mapping[int, Tensor] = field(default_factory=dict)
+    """Of W: size of square blocks (128, 16) → [s, R / size], the maximum of the block that each value lies in."""
+
+
+@dataclass(frozen=True)
+class PassSample:
+    """Samples of both operands of one pass, in the order of `OPERANDS`. From a checkpoint only W is known."""
+
+    pass_name: Pass
+    facts: PassFacts
+    first: OperandSample | None
+    second: OperandSample | None
+    column_weights: Tensor
+    """[R] float32: weight of every kept index of the reduced dimension, that of its block."""
+
+
+@dataclass(frozen=True)
+class LinearStep:
+    """A linear in one step. `load` gives a tensor by its name."""
+
+    facts: StepFacts
+    linear: LinearFacts
+    load: Callable[[str], Tensor]
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """The passes that samples exist of."""
+        return tuple(self.facts.passes)
+
+    @property
+    def sampled(self) -> bool:
+        return bool(self.facts.passes)
+
+    def sample(self, pass_name: Pass) -> PassSample:
+        """The operands of one pass."""
+        facts = self.facts.passes[pass_name]
+        first, second = (
+            self._operand(tensor, pass_name) if tensor in self.facts.tensors else None for tensor in OPERANDS[pass_name]
+        )
+        weights = self.load(f"{pass_name}.first.energy" if first else f"{pass_name}.second.energy").new_tensor(facts.weights)
+        widths = [min(BLOCK, facts.reduced - start) for start in facts.blocks]
+        return PassSample(pass_name, facts, first, second, weights.repeat_interleave(weights.new_tensor(widths).long()))
+
+    def exponents(self, tensor: TensorName) -> Tensor:
+        """[256] float32: how many values of the whole tensor have each biased exponent (floor(log2 |x|) + 127)."""
+        return self.load(f"{tensor}.exponents")
+
+    def _operand(self, tensor: TensorName, pass_name: Pass) -> OperandSample:
+        prefix = f"{pass_name}.{'first' if OPERANDS[pass_name][0] == tensor else 'second'}"
+        return OperandSample(
+            tensor=tensor,
+            columnwise=(tensor, pass_name) in COLUMNWISE,
+            rows=self.load(f"{prefix}.rows"),
+            weights=self.load(f"{prefix}.weights"),
+            row_count=self._row_count(tensor, pass_name),
+            row_amax=self.load(f"{prefix}.row_amax"),
+            energy=self.load(f"{prefix}.energy"),
+            amax=self.facts.tensors[tensor].amax,
+            block_amax={size: self.load(f"{prefix}.amax{size}") for size in WEIGHT_BLOCKS} if tensor == "W" else {},
+        )
+
+    def _row_count(self, tensor: TensorName, pass_name: Pass) -> int:
+        tokens = self.facts.tokens or 0
+        if pass_name == "fprop":
+            return self.linear.outputs if tensor == "W" else tokens
+        if pass_name == "dgrad":
+            return self.linear.inputs if tensor == "W" else tokens
+        return self.linear.inputs if tensor == "X" else self.linear.outputs
+
+
+@dataclass(frozen=True)
+class RecordedLinear:
+    """One linear, with the steps that it was recorded in."""
+
+    facts: LinearFacts
+    steps: tuple[LinearStep, ...]
+
+    @property
+    def name(self) -> str:
+        return self.facts.name
+
+    @property
+    def sampled_steps(self) -> tuple[LinearStep, ...]:
+        return tuple(step for step in self.steps if step.sampled)
+
+
+@dataclass(frozen=True)
+class TensorRecording:
+    """Samples of the tensors of all linears: from training, from a checkpoint (W alone), or synthetic."""
+
+    facts: RecordingFacts
+    linears: tuple[RecordedLinear, ...]
+    origin: str
+    """The file, or what the tensors were made for."""
+    sampled_bytes: int
+
+    @property
+    def source(self) -> Source:
+        return self.facts.source
+
+    @property
+    def layers(self) -> int:
+        """How many layers have recorded linears."""
+        return len({linear.facts.layer for linear in self.linears if linear.facts.layer is not None})
+
+    def write(self, path: str | Path) -> None:
+        """All of it to one file."""
+        tensors = {
+            tensor_key(linear.name, step.facts.step, name): step.load(name)
+            for linear in self.linears
+            for step in linear.steps
+            for name in tensor_names(step.facts)
+        }
+        write_recording(path, self.facts, tensors)
+
+
+def earlier_maxima(steps: Iterable[StepFacts], step: int) -> dict[TensorName, float]:
+    """The largest maximum of every tensor in the recorded steps before this one. Without any, nothing."""
+    history: dict[TensorName, float] = {}
+    for one in steps:
+        if step - HISTORY <= one.step < step:
+            for tensor, facts in one.tensors.items():
+                if isfinite(facts.amax) and facts.amax > 0:
+                    history[tensor] = max(history.get(tensor, 0.0), facts.amax)
+    return history
+
+
+def scale_maxima(steps: Sequence[StepFacts], own: StepFacts) -> dict[TensorName, float]:
+    """What the scales of delayed scaling come from in the step `own`: the maxima of earlier steps, as far as they are known.
+
+    The maximum of a few recorded steps is often exceeded by the next step, that of a history of 1024 hardly ever. So where fewer
+    steps were recorded, the history is taken to hold a maximum as large as the step's own: nothing saturates.
+    """
+    earlier = earlier_maxima(steps, own.step)
+    if sum(one.step < own.step for one in steps) >= HISTORY:
+        return earlier
+    known = {tensor: facts.amax for tensor, facts in own.tensors.items() if isfinite(facts.amax)}
+    return {tensor: max(amax, known.get(tensor, 0.0)) for tensor, amax in earlier.items()}
+
+
+Loader = Callable[[str, int, str], Any]
+
+
+def assembled(facts: RecordingFacts, origin: str, sampled_bytes: int, load: Loader) -> TensorRecording:
+    """A recording of these facts; `load(linear, step, tensor)` gives its tensors."""
+
+    def loader(linear: str, step: int) -> Callable[[str], Any]:
+        return lambda name: load(linear, step, name)
+
+    linears = tuple(
+        RecordedLinear(linear, tuple(LinearStep(step, linear, loader(linear.name, step.step)) for step in linear.steps))
+        for linear in facts.linears
+    )
+    return TensorRecording(facts, linears, origin, sampled_bytes)
+
+
+def tensor_key(linear: str, step: int, name: str) -> str:
+    """The name of a tensor in the file.
+
+    >>> tensor_key("model.layers.0.mlp.up_proj", 12, "fprop.first.rows")
+    'model.layers.0.mlp.up_proj/12/fprop.first.rows'
+    """
+    return f"{linear}/{step}/{name}"
+
+
+def tensor_names(facts: StepFacts) -> Iterator[str]:
+    """The tensors that a step has."""
+    if not facts.passes:
+        return
+    for tensor in facts.tensors:
+        yield f"{tensor}.exponents"
+    for pass_name in facts.passes:
+        for place, tensor in zip(("first", "second"), OPERANDS[pass_name], strict=True):
+            if tensor in facts.tensors:
+                blocks = [f"amax{size}" for size in WEIGHT_BLOCKS] if tensor == "W" else []
+                yield from (f"{pass_name}.{place}.{name}" for name in ("rows", "weights", "row_amax", "energy", *blocks))
+
+
+def write_recording(path: str | Path, facts: RecordingFacts, tensors: Mapping[str, Tensor]) -> None:
+    """One safetensors file, replaced as a whole."""
+    text = json.dumps(
+        facts.model_dump(exclude_defaults=True), separators=(",", ":")
+    )  # maxima may be NaN, which pydantic would drop
+    write_tensors(path, tensors, {METADATA: text})
+
+
+def read_recording(path: str | Path) -> TensorRecording:
+    """Open a recording: its facts at once, its tensors when they are used. A `UserError` for anything else."""
+    file = read_header(path, HINT)
+    facts = _facts(file, path)
+    problem = next(_problems(facts, file), "")
+    if problem:
+        raise UserError(f"{called(path)} is damaged: {problem}", "record it again")
+
+    def load(linear: str, step: int, name: str) -> Any:
+        return file.load(tensor_key(linear, step, name))
+
+    return assembled(facts, called(path), file.data_bytes, load)
+
+
+def _facts(file: TensorFile, path: str | Path) -> RecordingFacts:
+    text = file.metadata.get(METADATA)
+    if text is None:
+        raise UserError(f"{called(path)} is a safetensors file, but not a recording", HINT)
+    data = parse_json(text, path, HINT)
+    version = data.get("version", VERSION) if isinstance(data, dict) else None
+    if not isinstance(data, dict) or version != VERSION:
+        raise UserError(
+            f"{called(path)} is a recording of version {shown(version)}; this gemmscope reads version {VERSION}",
+            "record it again, or install the gemmscope version that wrote it",
+        )
+    try:
+        return RecordingFacts.model_validate(data)
+    except ValidationError as error:
+        place = ".".join(str(part) for part in error.errors()[0]["loc"])
+        raise UserError(f"{called(path)} is damaged: {place}: {error.errors()[0]['msg']}", "record it again") from None
+
+
+def _problems(facts: RecordingFacts, file: TensorFile) -> Iterator[str]:
+    """What would fail later: names that occur twice, tensors that are missing or of another shape."""
+    names = [linear.name for linear in facts.linears]
+    if len(set(names)) < len(names):
+        yield "a linear occurs twice"
+    for linear in facts.linears:
+        if len({step.step for step in linear.steps}) < len(linear.steps):
+            yield f"{linear.name} has a step twice"
+        for step in linear.steps:
+            for pass_name, facts_of_pass in step.passes.items():
+                yield from _pass_problems(linear, step, pass_name, facts_of_pass, file)
+            for tensor in step.tensors if step.passes else ():
+                yield from _shape_problems(file, tensor_key(linear.name, step.step, f"{tensor}.exponents"), [EXPONENTS])
+
+
+def _pass_problems(linear: LinearFacts, step: StepFacts, pass_name: Pass, facts: PassFacts, file: TensorFile) -> Iterator[str]:
+    reduced = {"fprop": linear.inputs, "dgrad": linear.outputs, "wgrad": step.tokens}[pass_name]
+    valid = [start for start in facts.blocks if start % BLOCK == 0 and 0 <= start < facts.reduced]
+    if facts.reduced != reduced or not valid or valid != sorted(set(facts.blocks)) or len(valid) != len(facts.weights):
+        yield f"the blocks of {linear.name}, {pass_name}, are invalid"
+        return
+    width = sum(min(BLOCK, facts.reduced - start) for start in valid)
+    for place, tensor in zip(("first", "second"), OPERANDS[pass_name], strict=True):
+        if tensor not in step.tensors:
+            continue
+        prefix = tensor_key(linear.name, step.step, f"{pass_name}.{place}.")
+        rows = file.shapes.get(f"{prefix}rows", ())
+        count = rows[0] if len(rows) == 2 else 0
+        yield from _shape_problems(file, f"{prefix}rows", [max(count, 1), width])
+        yield from _shape_problems(file, f"{prefix}weights", [count])
+        yield from _shape_problems(file, f"{prefix}row_amax", [count])
+        yield from _shape_problems(file, f"{prefix}energy", [width])
+        for size in WEIGHT_BLOCKS if tensor == "W" else ():
+            blocks = sum(-(-min(BLOCK, facts.reduced - start) // size) for start in valid)
+            yield from _shape_problems(file, f"{prefix}amax{size}", [count, blocks])
+
+
+def _shape_problems(file: TensorFile, key: str, shape: Sequence[int]) -> Iterator[str]:
+    if file.shapes.get(key) != tuple(shape):
+        yield f"{key} is {'missing' if key not in file.shapes else f'of shape {file.shapes[key]}, not {tuple(shape)}'}"

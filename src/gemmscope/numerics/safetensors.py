@@ -1,0 +1,191 @@
+"""Reads and writes safetensors files: a length, a header in JSON, then the tensors' bytes. The header is read without torch.
+
+Everything in a header is checked before it is used, so that a damaged or hostile file is a `UserError` and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gemmscope.errors import UserError, shown
+from gemmscope.files import replacing
+from gemmscope.reading import called, open_input, parse_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LARGEST_HEADER = 100_000_000  # bytes, as in the safetensors library
+ITEM_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1,
+    "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+}  # fmt: skip
+TORCH_NAMES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32", "I16": "int16",
+    "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
+}  # fmt: skip
+ALIGNMENT = 8  # bytes, that the header is padded to
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies in its file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    """From the start of the file."""
+    end: int
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """The header of a safetensors file."""
+
+    path: str
+    tensors: Mapping[str, StoredTensor]
+    metadata: Mapping[str, str]
+    data_bytes: int
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return _TensorShapes(self.tensors)
+
+    def load(self, name: str) -> Tensor:
+        """A whole tensor, in memory of its own."""
+        tensor = self.tensors[name]
+        return self._read(tensor, tensor.begin, tensor.end, tensor.shape)
+
+    def load_rows(self, name: str, first: int, last: int) -> Tensor:
+        """Rows `first` to `last` (exclusive) of a tensor."""
+        tensor = self.tensors[name]
+        row = (tensor.end - tensor.begin) // tensor.shape[0]
+        return self._read(tensor, tensor.begin + first * row, tensor.begin + last * row, (last - first, *tensor.shape[1:]))
+
+    def _read(self, tensor: StoredTensor, begin: int, end: int, shape: tuple[int, ...]) -> Tensor:
+        import torch
+
+        dtype: Any = getattr(torch, TORCH_NAMES[tensor.dtype])
+        if begin == end:
+            return torch.empty(shape, dtype=dtype)
+        data = bytearray(end - begin)
+        try:
+            with Path(self.path).open("rb", buffering=0) as stream:
+                stream.seek(begin)
+                view, size = memoryview(data), 0
+                while size < len(data) and (count := stream.readinto(view[size:])):
+                    size += count
+        except OSError as error:
+            raise UserError(f"{called(self.path)} cannot be read: {error.strerror or error}") from None
+        if size < len(data):
+            raise UserError(f"{called(self.path)} became shorter while it was read", "copy it again")
+        return torch.frombuffer(data, dtype=dtype).reshape(shape)
+
+
+class _TensorShapes(Mapping[str, tuple[int, ...]]):
+    """Tensor → shape."""
+
+    def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name].shape
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def read_header(path: str | Path, hint: str = "") -> TensorFile:
+    """The header of a safetensors file. A `UserError` if it is none, truncated or damaged."""
+    name = called(path)
+    with open_input(path, hint) as stream:
+        start = stream.read(8)
+        length = int.from_bytes(start, "little")
+        opening = stream.peek(1)[:1] if len(start) == 8 else b""
+        if opening != b"{" or length < 2:
+            raise UserError(f"{name} is not a safetensors file", hint)
+        if length > LARGEST_HEADER:
+            raise UserError(f"{name} is damaged: its header claims {length:,} bytes", hint)
+        text = stream.read(length)
+    size = _file_size(path, name)
+    if len(text) < length:
+        raise UserError(f"{name} is truncated: its header is not complete", "copy it again")
+    header = parse_json(text, path, hint)
+    if not isinstance(header, dict):
+        raise UserError(f"{name} is not a safetensors file", hint)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise UserError(f"{name} is damaged: its metadata are not texts", hint)
+    offset = 8 + length
+    tensors = {key: _stored(key, value, offset, name, hint) for key, value in header.items()}
+    end = max((tensor.end for tensor in tensors.values()), default=offset)
+    if end > size:
+        raise UserError(f"{name} is truncated: it has {size:,} bytes of {end:,}", "copy it again")
+    return TensorFile(str(path), tensors, metadata, end - offset)
+
+
+def _file_size(path: str | Path, name: str) -> int:
+    """Of a regular file: tensors are loaded from their places in it, which a pipe does not have."""
+    try:
+        status = Path(path).stat()
+    except (OSError, ValueError):  # standard input
+        status = None
+    if status is None or not stat.S_ISREG(status.st_mode):
+        raise UserError(f"{name} is a pipe, and tensors are not read in order", "write it to a file first")
+    return status.st_size
+
+
+def _stored(key: str, value: Any, offset: int, name: str, hint: str) -> StoredTensor:
+    try:
+        dtype, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
+        valid = dtype in ITEM_BYTES and all(type(size) is int and 0 <= size < 1 << 48 for size in (*shape, begin, end))
+        valid = valid and len(shape) <= 8 and end - begin == prod(shape) * ITEM_BYTES[dtype]
+    except (KeyError, TypeError, ValueError):
+        valid = False
+    if not valid:
+        raise UserError(f"{name} is damaged: its entry for {shown(key)} is invalid", hint)
+    return StoredTensor(dtype, tuple(shape), offset + begin, offset + end)
+
+
+def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """All tensors in one file, which takes the place of an old one as a whole. A `UserError` if that fails."""
+    names = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    # as the safetensors library does: wide types first, so that every tensor is aligned
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    begin = 0
+    for name in order:
+        tensor = tensors[name]
+        end = begin + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": names[str(tensor.dtype).removeprefix("torch.")],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+        begin = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=True).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    with replacing(path) as out:
+        out.write(len(text).to_bytes(8, "little"))
+        out.write(text)
+        for name in order:
+            out.write(tensor_bytes(tensors[name]))
+
+
+def tensor_bytes(tensor: Tensor) -> bytes:
+    """The values of a tensor as they are stored."""
+    import torch
+
+    if not tensor.numel():
+        return b""
+    data: bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return data

@@ -1,0 +1,157 @@
+"""What each linear saves in each recipe: a part of the time of the step, or of all linears, in BF16.
+
+What a recipe saves in total comes from its measured or forecast speedup. It is divided among the linears as their own times say,
+where those are known op by op (`bench`, `forecast`); otherwise by their FLOPs (`step`). The time of a mix is then a sum over
+linears: 1 in BF16, less what every linear saves in its own recipe.
+
+Without speeds, bits stand for time: tensor cores run FP8 at twice the rate of BF16, and FP4 at twice the rate of FP8. That is
+enough to prefer one mix to another, and no speedup is claimed for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from gemmscope.findings import Finding, finding
+from gemmscope.interval import Interval
+from gemmscope.numerics.cells import Cells, Values
+from gemmscope.recipe.recipes import BASELINE, recipe
+from gemmscope.results.base import Origin
+from gemmscope.results.bench import BenchResult
+from gemmscope.results.forecast import ForecastResult, GpuForecast
+from gemmscope.results.linears import Linears
+from gemmscope.results.step import StepResult, StepTimes
+
+SpeedResult = BenchResult | StepResult | ForecastResult
+MOST_SAVED = 0.9  # of the time in BF16, by the linears that gain
+BITS = {"fp32": 32, "bf16": 16, "e4m3": 8, "e5m2": 8, "e2m1": 4}
+
+
+@dataclass(frozen=True)
+class Savings:
+    """Of one recipe in all linears: `total`, the share of the time in BF16 that it saves, and each cell's share of that.
+
+    `low`, `high`: the ends of the total's interval.
+    """
+
+    total: float
+    low: float
+    high: float
+    shares: Values
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Every recipe whose speed is known. Without a speed file (`of` None), times are bits and there are no speedups."""
+
+    savings: Mapping[str, Savings]
+    speedups: Mapping[str, Interval] = field(default_factory=dict)
+    origin: Origin | None = None
+    of: Literal["step", "linears"] | None = None
+    gpu: str = ""
+    findings: tuple[Finding, ...] = ()
+
+    def time(self, parts: Mapping[str, Values]) -> float:
+        """Of a mix: recipe → 1 for the cells that run in it, else 0. BF16 in all cells is 1."""
+        return 1 - sum(
+            self.savings[name].total * float((self.savings[name].shares * cells).sum()) for name, cells in parts.items()
+        )
+
+    def speedup(self, parts: Mapping[str, Values]) -> Interval | None:
+        """Of a mix over BF16. The errors of the recipes' speedups go together: the ends belong to both ends of each."""
+        if self.of is None:
+            return None
+        value = low = high = 1.0
+        for name, cells in parts.items():
+            own = self.savings[name]
+            share = float((own.shares * cells).sum())
+            value, low, high = value - own.total * share, low - own.low * share, high - own.high * share
+        known = all(self.speedups[name].known for name in parts if name != BASELINE)
+        return Interval(1 / value, 1 / low, 1 / high) if known else Interval(1 / value)
+
+
+def nominal_speeds(cells: Cells) -> Speeds:
+    """By bits, for every recipe of the table."""
+    savings = {}
+    for name in cells.squares:
+        passes = recipe(name).operands.values()
+        saved = 1 - sum(max(BITS[each] for each in formats) for formats in passes) / 16 / len(passes)
+        savings[name] = Savings(saved, saved, saved, cells.flops * (1 - cells.skipped.get(name, 0.0)))
+    return Speeds(savings)
+
+
+def speeds_of(result: SpeedResult, cells: Cells, gpu: str = "") -> Speeds:
+    """The speeds of a measured or forecast result, for the recipes that it shares with the table. `gpu`: of a forecast."""
+    linears: Linears | None = None
+    step: StepTimes | None = None
+    if isinstance(result, ForecastResult):
+        chosen = gpu_of(result, gpu)
+        linears, step, where = chosen.linears, chosen.step, chosen.title
+    elif isinstance(result, StepResult):
+        step, where = result.step, result.where
+    else:
+        linears, where = result.linears, result.where
+    speedups = _step_speedups(step) if step is not None else _linears_speedups(linears)
+    speedups = {name: speedup for name, speedup in speedups.items() if name in cells.squares}
+    findings = []
+    if missing := [name for name in cells.squares if name not in speedups and name != BASELINE]:
+        findings.append(finding("numerics-no-speed", recipes=missing, where=where))
+    savings = {BASELINE: Savings(0.0, 0.0, 0.0, cells.flops)}
+    by_flops = []
+    for name, speedup in speedups.items():
+        shares = _shares(linears, cells, name, 1 - 1 / speedup.value) if linears is not None else None
+        by_flops += [name] if shares is None else []
+        total, low, high = (1 - 1 / (end or speedup.value) for end in (speedup.value, speedup.low, speedup.high))
+        divided = shares if shares is not None else cells.flops
+        savings[name] = Savings(total, low, high, divided * (1 - cells.skipped.get(name, 0.0)))
+    if by_flops:
+        findings.append(finding("numerics-speed-by-flops", recipes=by_flops))
+    origin: Origin = "forecast" if isinstance(result, ForecastResult) else "measured"
+    return Speeds(savings, speedups, origin, "step" if step is not None else "linears", where, tuple(findings))
+
+
+def gpu_of(result: ForecastResult, gpu: str = "") -> GpuForecast:
+    """The GPU of this name, or the first one."""
+    return next((each for each in result.gpus if each.gpu == gpu), result.gpus[0])
+
+
+def _step_speedups(step: StepTimes) -> dict[str, Interval]:
+    return {
+        time.recipe: time.speedup
+        for time in step.recipes
+        if time.speedup is not None and time.speedup.value > 0 and not time.fell_back
+    }
+
+
+def _mode(linears: Linears) -> Literal["autocast", "pre-quantized"]:
+    return "autocast" if "autocast" in linears.modes else "pre-quantized"
+
+
+def _linears_speedups(linears: Linears | None) -> dict[str, Interval]:
+    if linears is None:
+        return {}
+    mode = _mode(linears)
+    found = {name: linears.speedup(name, mode) for name in linears.recipes if not linears.falls_back(name, mode)}
+    return {name: speedup for name, speedup in found.items() if speedup is not None and speedup.value > 0}
+
+
+def _shares(linears: Linears, cells: Cells, name: str, total: float) -> Values | None:
+    """What each cell contributes to the recipe's savings, `total`, from the times of its op; None where they cannot tell."""
+    mode, columns = _mode(linears), []
+    for place, op in enumerate(cells.ops):
+        low, high = linears.op_time(op, name, mode), linears.op_time(op, BASELINE, mode)
+        if not op or low is None or high is None:
+            return None
+        together = sum(cells.flops[:, other].sum() for other, own in enumerate(cells.ops) if own == op)  # one fused GEMM
+        part = cells.flops[:, place].sum() / together
+        present = (cells.flops[:, place] > 0).astype(float)
+        columns.append((high.total_ms.value - low.total_ms.value) * part * present)
+    saved = np.stack(columns, axis=1)
+    whole, gained = float(saved.sum()), float(saved[saved > 0].sum())
+    if whole * total <= 0 or total * gained / whole > MOST_SAVED:  # the linears say otherwise, or nearly cancel: shares are noise
+        return None
+    return saved / whole

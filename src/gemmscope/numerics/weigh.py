@@ -1,0 +1,64 @@
+"""Errors beside speeds: the table of recipes, and the mix to use."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from gemmscope.findings import Finding, finding
+from gemmscope.numerics.cells import cells_of, recipe_errors
+from gemmscope.numerics.mixes import recommend_mix
+from gemmscope.numerics.speeds import SpeedResult, nominal_speeds, speeds_of
+from gemmscope.paste.mix import mix_to_paste
+from gemmscope.recipe.recipes import BASELINE
+from gemmscope.results.base import Origin
+from gemmscope.results.numerics import LinearError, MixedPrecision, RecipeError
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """What a `NumericsResult` says of all linears together."""
+
+    recipes: tuple[RecipeError, ...] = ()
+    mixed: MixedPrecision | None = None
+    findings: tuple[Finding, ...] = ()
+    speed_origin: Origin | None = None
+    speed_of: Literal["step", "linears"] | None = None
+    speed_gpu: str = ""
+
+
+def weigh(linears: Sequence[LinearError], speed: SpeedResult | None = None, bound: float | None = None, gpu: str = "") -> Weighed:
+    """The recipes, the smallest error first, and what to keep higher. `speed`: a result with times; `gpu`: which one of it."""
+    cells = cells_of(linears)
+    if cells is None:
+        return Weighed()
+    findings = [
+        finding("numerics-stays-in-baseline", recipe=name, linears=list(names), baseline=BASELINE)
+        for name, names in cells.missing.items()
+    ]
+    speeds = nominal_speeds(cells) if speed is None else speeds_of(speed, cells, gpu)
+    findings += [*speeds.findings, *_other_model(linears, speed)]
+    mixed = recommend_mix(cells, speeds, bound)
+    if bound is not None and mixed.chosen is None:
+        findings.append(finding("numerics-no-mix", bound=bound, baseline=BASELINE))
+    if mixed.chosen is not None:
+        mixed = mixed.model_copy(
+            update={
+                "settings": mix_to_paste(
+                    mixed.chosen, cells.linears, len(cells.layers), in_layers=any(each.layer is not None for each in linears)
+                )
+            }
+        )
+    recipes = tuple(
+        each.model_copy(update={"speedup": speeds.speedups.get(each.recipe)}) for each in recipe_errors(linears, cells)
+    )
+    return Weighed(recipes, mixed, tuple(findings), speeds.origin, speeds.of, speeds.gpu)
+
+
+def _other_model(linears: Sequence[LinearError], speed: SpeedResult | None) -> list[Finding]:
+    """A warning if the speeds seem to be those of another model: no linear reads or writes its hidden size."""
+    width = speed.model.hidden_size if speed is not None and speed.model is not None else None
+    recorded = [linear for linear in linears if linear.layer is not None]  # SYNTHETIC ones have smaller sizes, and no layers
+    sizes = {size for linear in recorded for size in (linear.inputs, linear.outputs) if size}
+    if speed is None or speed.model is None or width is None or not sizes or width in sizes:
+        return []
+    return [finding("numerics-other-model", model=speed.model.name, width=width)]

@@ -1,0 +1,1 @@
+"""Recipes, mixes of precisions and layouts as settings that training frameworks take: ready to paste."""

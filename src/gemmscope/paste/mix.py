@@ -1,0 +1,121 @@
+"""A mix of precisions ready to paste: what is kept higher, as each framework can be told it.
+
+`modules.toml` has the names of the frameworks, with their sources. Transformer Engine and torchao work on the user's own modules
+and take the names as they were recorded. Where a framework cannot express a mix, a comment says what its settings do instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gemmscope.paste.emit import megatron_text, modules, ready_to_paste, templates
+from gemmscope.recipe.recipes import BASELINE, recipe
+from gemmscope.results.numerics import Mix
+
+PER_LAYER = "layers are numbered within their pipeline stage: with pipeline parallelism, use other numbers on each stage"
+
+
+def mix_to_paste(mix: Mix, linears: Sequence[str], layers: int, *, in_layers: bool = True) -> dict[str, str]:
+    """Framework → text. `linears`, `layers`: all of the model; `in_layers`: False for a model that has no layers.
+
+    >>> keep = Mix(recipe="MXFP8", higher="BF16", last_layers=2, error=0.03)
+    >>> mix_to_paste(keep, ["mlp.down_proj"], 32)["Megatron-LM"].partition("mxfp8 ")[2]
+    '--first-last-layers-bf16 --num-layers-at-start-in-bf16 0 --num-layers-at-end-in-bf16 2'
+    """
+    if not mix.is_mixed:
+        return ready_to_paste(mix.recipe)
+    if any(_op(name) in modules()["ops"] for name in linears):  # there were no modules: their usual names
+        mix, linears, in_layers = mix.model_copy(update={"linears": tuple(_of_ops(mix.linears))}), _of_ops(linears), True
+    settings, higher = recipe(mix.recipe).settings, recipe(mix.higher).settings
+    common = {
+        "mix": mix,
+        "first": mix.first_layers,
+        "last": mix.last_layers,
+        "layers": layers,
+        "in_layers": in_layers,
+        "linears": tuple(f".{_as_recorded(name)}" for name in mix.linears),
+        "left_out": (),
+    }
+    texts = {}
+    for framework, template, backend, name in (
+        ("Transformer Engine", "mix_transformer_engine.j2", "transformer_engine", "class"),
+        ("torchao", "torchao.j2", "torchao", "float8"),
+    ):
+        own, other = settings.get(backend, {}).get(name), higher.get(backend, {}).get(name, "")
+        if own is not None and (other or mix.higher == BASELINE):
+            texts[framework] = _rendered(template, {**common, "name": own, "higher": other})
+    if (titan := settings.get("torchtitan")) is not None:
+        texts["torchtitan"] = _torchtitan(mix, layers, titan)
+    if "megatron" in settings:
+        texts["Megatron-LM"] = _megatron(mix, linears, layers)
+    return texts
+
+
+def _of_ops(names: Sequence[str]) -> list[str]:
+    """Ops as the linears that they consist of."""
+    return list(dict.fromkeys(linear for name in names for linear in modules()["ops"].get(_op(name), [name])))
+
+
+def _op(name: str) -> str:
+    """An op without the kind of layer that may stand behind it."""
+    return name.partition(",")[0]
+
+
+def _rendered(template: str, values: Mapping[str, Any]) -> str:
+    return templates().get_template(template).render(**values).rstrip()
+
+
+def _as_recorded(name: str) -> str:
+    """The end of a module's name once numbers are left out: experts are counted."""
+    return ".".join(part for part in name.split(".") if not part.isdigit() and part != "*")
+
+
+def _torchtitan(mix: Mix, layers: int, titan: Mapping[str, Any]) -> str:
+    """Names to leave out; they stay in BF16 whatever the mix says."""
+    ends = [f"layers.{layer}." for layer in (*range(mix.first_layers), *range(layers - mix.last_layers, layers))]
+    names = [_name_in("torchtitan", name) or _as_recorded(name) for name in mix.linears]
+    notes = [] if mix.higher == BASELINE else [f"torchtitan keeps these in {BASELINE}: one converter has one recipe"]
+    if any("experts" in name for name in names):
+        notes.append("experts are converted only by quantize.grouped_mm: remove them from its fqns")
+    values = {"converter": titan["converter"], "name": titan["recipe"], "nearest": titan["nearest"], "notes": notes}
+    return _rendered("torchtitan.j2", {**values, "left_out": list(dict.fromkeys([*ends, *names]))})
+
+
+def _megatron(mix: Mix, linears: Sequence[str], layers: int) -> str:
+    """Flags for the first and last layers, a file for linears; delayed scaling takes neither."""
+    patterns, notes = list[str](), list[str]()
+    first, last = mix.first_layers, mix.last_layers
+    if (first or last) and mix.higher != BASELINE:  # the flags know BF16 alone
+        first = last = 0
+        places = (*range(mix.first_layers), *range(layers - mix.last_layers, layers))
+        patterns += [f"*layers.{layer}.*" for layer in places]
+        notes.append(PER_LAYER)
+    for linear in mix.linears:
+        known_as = _name_in("megatron", linear)
+        patterns.append(f"*.{known_as or _as_recorded(linear)}")
+        if known_as is None:
+            notes.append(f"{linear} is the recorded name: use its name in your Megatron-LM model")
+        elif others := [each for each in linears if _name_in("megatron", each) == known_as and each not in mix.linears]:
+            notes.append(
+                f"{known_as} of Megatron-LM also holds {' and '.join(others)}, which stay in the higher precision with {linear}"
+            )
+    return megatron_text(mix.recipe, mix.higher, first=first, last=last, patterns=list(dict.fromkeys(patterns)), notes=notes)
+
+
+def _name_in(framework: str, linear: str) -> str | None:
+    """What a framework calls a linear; None where that is not known.
+
+    >>> _name_in("megatron", "mlp.experts.down_proj"), _name_in("torchtitan", "self_attn.q_proj"), _name_in("megatron", "x.y")
+    ('experts.*linear_fc2', 'attention.wq', None)
+    """
+    *path, last = _as_recorded(linear).split(".")
+    name = modules()["linears"].get(last, {}).get(framework)
+    if name is None:
+        return None
+    kind = "shared" if any("shared_expert" in part for part in path) else "routed" if "experts" in path else ""
+    if not kind:
+        return str(name)
+    place = modules()["experts"][kind][framework]
+    module, _, own = str(name).rpartition(".")
+    return f"{place}{own}" if framework == "megatron" else str(place) if module == "feed_forward" else str(name)

@@ -1,0 +1,212 @@
+"""The result of `gemmscope numerics`: what every recipe loses in accuracy, linear by linear, beside what it gains in speed."""
+
+from collections.abc import Sequence
+from math import log10
+from typing import Literal
+
+from pydantic import Field
+
+from gemmscope.interval import Interval
+from gemmscope.results.base import Origin, Part, Result
+
+Source = Literal["recording", "checkpoint", "synthetic"]
+TensorName = Literal["X", "W", "dY"]
+Pass = Literal["fprop", "dgrad", "wgrad"]
+
+
+def decibels(relative: float) -> float | None:
+    """Signal to quantization noise (SQNR) of a relative error, in dB; None where there is no error.
+
+    >>> decibels(0.1)
+    20.0
+    """
+    return -20 * log10(relative) if relative > 0 else None
+
+
+class OperandError(Part):
+    """One operand of one pass: the tensor as the GEMM reads it, compared with the tensor before quantization."""
+
+    tensor: TensorName
+    format: str
+    """e4m3, e5m2, e2m1 or bf16."""
+    relative: float
+    """Norm of the error over the norm of the tensor."""
+    underflow: float = 0.0
+    """Share of the values other than zero that become zero."""
+    saturated: float = 0.0
+    """Share of the values that are larger than what the format can hold with their scale."""
+    octaves: float | None = None
+    """Powers of two between the largest and the smallest value of the tensor, zeros left out."""
+
+    @property
+    def sqnr_db(self) -> float | None:
+        return decibels(self.relative)
+
+
+class PassError(Part):
+    """One GEMM: its output with quantized operands, compared with the output without."""
+
+    pass_name: Pass = Field(alias="pass")
+    relative: Interval
+    """Norm of the output's error over the norm of the output, in float32; the interval is that of the sample (95%)."""
+    first_share: float
+    """Share of the squared error that comes from the first operand: W in fprop and dgrad, X in wgrad."""
+    cosine: float | None = None
+    """Of the output with the exact output."""
+    operands: tuple[OperandError, OperandError]
+
+    @property
+    def sqnr_db(self) -> float | None:
+        return decibels(self.relative.value)
+
+
+class LinearError(Part):
+    """One linear of one layer in one recipe."""
+
+    name: str
+    """The module's name: model.layers.3.mlp.down_proj."""
+    linear: str
+    """Its name without the layer: mlp.down_proj."""
+    layer: int | None = None
+    """Counted from 0; null outside of the layers."""
+    op: str = ""
+    """The op of the model that it belongs to, as `shapes` calls it; empty where that is not known."""
+    inputs: int = 0
+    """Input features; 0 where the size is not known."""
+    outputs: int = 0
+    experts: int = 1
+    """Experts of the layer that this stands for, all of this size."""
+    recipe: str
+    passes: tuple[PassError, ...] = ()
+    weight: OperandError | None = None
+    """Where only the weight is known."""
+    failure: str = ""
+    """Why there are no numbers."""
+
+    @property
+    def error(self) -> float | None:
+        """Root mean square of the relative errors of its GEMMs, or the weight's; None where there is none."""
+        errors = [one.relative.value for one in self.passes] or ([self.weight.relative] if self.weight is not None else [])
+        return (sum(error**2 for error in errors) / len(errors)) ** 0.5 if errors else None
+
+
+def counted_linears(linears: Sequence[LinearError]) -> list[LinearError]:
+    """Those that count in the error of a recipe: of layers, or all if there are no layers. A head stays in BF16."""
+    inside = [linear for linear in linears if linear.layer is not None]
+    return inside or list(linears)
+
+
+class RecipeError(Part):
+    """One recipe in all linears."""
+
+    recipe: str
+    error: float
+    """Root mean square of the linears' errors: every linear of every layer counts once, experts of a layer together."""
+    worst: str
+    """The linear with the largest error."""
+    worst_error: float
+    speedup: Interval | None = None
+    """Of the step, or of all linears, over BF16."""
+
+
+class StaleScale(Part):
+    """Delayed scaling on recorded steps: what scales of earlier steps do, beside scales of the step itself."""
+
+    name: str
+    tensor: TensorName
+    growth: float
+    """The tensor's maximum over that of the history: above 1, values saturate."""
+    saturated: float
+    relative: float
+    """Error with the scale of earlier steps."""
+    fresh_relative: float
+    """Error with the step's own scale."""
+
+
+class DepthError(Part):
+    """A recipe in all linears at once: the error of what leaves a layer, forward and backward."""
+
+    recipe: str
+    forward: tuple[float, ...]
+    """Relative error of the output of every layer."""
+    backward: tuple[float, ...] = ()
+    """Relative error of the gradient that reaches every layer's input."""
+    loss: float | None = None
+    """With the recipe minus without."""
+
+
+class Mix(Part):
+    """A recipe for most linears, and what stays in a higher precision."""
+
+    recipe: str
+    higher: str
+    """The recipe of what is kept higher, BF16 or one with a smaller error."""
+    first_layers: int = 0
+    last_layers: int = 0
+    linears: tuple[str, ...] = ()
+    """Kept higher in every layer: names without the layer."""
+    error: float
+    """Root mean square of the linears' errors."""
+    kept_share: float = 0.0
+    """Share of the linears' FLOPs that are kept higher."""
+    speedup: Interval | None = None
+    """Over BF16: of the step or of all linears, as for the recipes; each linear's time added up."""
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether anything is kept higher."""
+        return bool(self.first_layers or self.last_layers or self.linears)
+
+
+class MixedPrecision(Part):
+    """What to keep higher, so that the error stays below a bound at the least cost in speed."""
+
+    bound: float | None = None
+    """Null where none was given: then nothing is chosen."""
+    cost: Literal["time", "bits"] = "bits"
+    """What counts: the time, or, without speeds, FLOPs times the bits of their operands."""
+    chosen: Mix | None = None
+    """Null where no mix is below the bound, or none was given."""
+    frontier: tuple[Mix, ...] = ()
+    """Mixes that no other beats in both error and cost, the fastest first. Each part of a mix costs 0.5% of the time."""
+    settings: dict[str, str] = {}
+    """Framework → lines to paste for the chosen mix."""
+
+
+class NumericsResult(Result):
+    """Quantization error of every linear, pass and recipe."""
+
+    kind: Literal["numerics"] = "numerics"
+    source: Source
+    origin: str
+    """The file, or the model of synthetic tensors."""
+    model_name: str = ""
+    steps: tuple[int, ...] = ()
+    """Recorded training steps."""
+    tokens: int | None = None
+    """Of one micro-batch on one rank."""
+    sampled_bytes: int | None = None
+    layers: int = 0
+    recipes: tuple[RecipeError, ...] = ()
+    """The smallest error first."""
+    linears: tuple[LinearError, ...] = ()
+    stale: tuple[StaleScale, ...] = ()
+    depth: tuple[DepthError, ...] = ()
+    speed_origin: Origin | None = None
+    speed_of: Literal["step", "linears"] | None = None
+    speed_gpu: str = ""
+    speed_file: str = ""
+    """The run file with the speeds; empty where they were forecast for this result."""
+    mixed: MixedPrecision | None = None
+    device: str = ""
+    versions: dict[str, str] = {}
+    seconds: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return self.model_name or self.origin
+
+    @property
+    def counted(self) -> list[LinearError]:
+        """The linears that count."""
+        return counted_linears(self.linears)

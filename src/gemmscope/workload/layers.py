@@ -1,0 +1,62 @@
+"""Which parts of a live module are its layers, its head, its linears that can be converted. Imports torch: for workers only."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+
+def find_layers(module: nn.Module) -> list[str]:
+    """The paths of the repeated layers: the elements of every outermost list that has several modules of one class.
+
+    Lists inside of layers (experts) are not looked at. A list of plain layers of PyTorch is an MLP, not a stack of layers.
+    """
+    layers: list[str] = []
+
+    def visit(parent: nn.Module, prefix: str) -> None:
+        stack = isinstance(parent, (nn.ModuleList, nn.Sequential)) and _repeats(parent)
+        for name, child in parent.named_children():
+            if stack:
+                layers.append(prefix + name)
+            else:
+                visit(child, f"{prefix}{name}.")
+
+    visit(module, "")
+    return layers
+
+
+def _repeats(container: nn.Module) -> bool:
+    classes = Counter(type(child) for child in container.children() if next(child.children(), None) is not None)
+    return bool(classes) and max(classes.values()) > 1
+
+
+def output_head(module: nn.Module, last_calls: Mapping[str, int], layers: Sequence[str]) -> str | None:
+    """The path of the linear that makes the outputs: what a Hugging Face model calls so, else the last one outside the layers.
+
+    `last_calls`: every linear that was called, with the place of its last call among all calls.
+    """
+    declared = getattr(module, "get_output_embeddings", None)
+    with suppress(Exception):  # a module that has something else of that name
+        head = declared() if callable(declared) else None
+        if head is not None:
+            return next((path for path, child in module.named_modules() if child is head), None)
+    last = max(last_calls, key=lambda path: last_calls[path], default=None)
+    inside = last is None or len(last_calls) == 1 or any(last.startswith(f"{layer}.") for layer in layers)
+    return None if inside else last
+
+
+def why_not_converted(linear: nn.Linear) -> str:
+    """Why frameworks cannot swap this linear for one in low precision; empty if they can."""
+    if "weight" not in linear._parameters:
+        return "its weight is computed in every step: a parametrization, or pruning"
+    return "a subclass with its own forward pass" if type(linear).forward is not nn.Linear.forward else ""
+
+
+def expert_weights(module: nn.Module) -> int:
+    """Parameters in three dimensions: the weights of experts side by side, which are no `nn.Linear`."""
+    others = (nn.Conv1d, nn.ConvTranspose1d, nn.Bilinear, ParametrizationList)
+    inside = [part for part in module.modules() if not isinstance(part, others)]
+    weights = [parameter for part in inside for parameter in part.parameters(recurse=False)]
+    return sum(parameter.ndim == 3 and min(parameter.shape) > 1 for parameter in weights)

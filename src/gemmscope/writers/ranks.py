@@ -1,0 +1,101 @@
+"""Many values in their order: a dot for each GPU of a fleet, the limit of outliers, and the outliers by name."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import FigureBase
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, MultipleLocator
+
+from gemmscope.document.charts import RankChart, Ranked
+from gemmscope.units import difference
+from gemmscope.writers import drawing
+from gemmscope.writers.drawing import NORMAL, SMALL, SOFT, WHISKER, finite, style
+
+PANEL_IN = 2.4  # height of a panel
+MOST_INTERVALS = 100  # points that are drawn with their intervals
+MOST_NAMES = 16  # points whose names stand along the axis
+MOST_LABELS = 8  # outliers with their names beside them
+LABEL_IN = 0.13  # height of such a name
+
+
+def ranks_size(charts: Sequence[RankChart]) -> float:
+    """The height of all panels, one below the other."""
+    named = sum(len(chart.points) <= MOST_NAMES for chart in charts)
+    return len(charts) * (PANEL_IN + 0.6) + named * 0.5 + 0.3
+
+
+def ranks(figure: FigureBase, charts: Sequence[RankChart], width_in: float) -> None:
+    """Panels one below the other: the lowest value of each is at the left."""
+    axes = figure.subplots(len(charts), 1, squeeze=False)
+    for panel, chart in zip(axes.flat, charts, strict=True):
+        _ranks(panel, chart)
+        drawing.title(panel, chart.title, width_in - 0.6)
+    drawing.legend(figure, _handles(charts), width_in)
+
+
+def _look(*, called: bool) -> dict[str, Any]:
+    key = "mark-loss" if called else "mark-total"
+    return {
+        "color": style(key).light,
+        "marker": "D" if called else "o",
+        "markersize": 4.2 if called else 2.8,
+        "linestyle": "none",
+    }
+
+
+def _handles(charts: Sequence[RankChart]) -> list[Line2D]:
+    handles = [Line2D([], [], **_look(called=False), label="GPU")]
+    if any(point.label for chart in charts for point in chart.points):
+        handles.append(Line2D([], [], **_look(called=True), label="outlier"))
+    if any(chart.limit is not None for chart in charts):
+        handles.append(Line2D([], [], color=SOFT, linewidth=0.9, linestyle="--", label="limit of an outlier"))
+    return handles
+
+
+def _ranks(panel: Axes, chart: RankChart) -> None:
+    low, high, step = chart.ends
+    panel.set_ylim(low, high)
+    panel.axhline(1, color=SOFT, linewidth=0.8, zorder=0.9)
+    for side in (-1, 1) if chart.limit is not None else ():
+        panel.axhline(1 + side * (chart.limit or 0.0), color=SOFT, linewidth=0.9, linestyle="--", zorder=0.9)
+    for called in (False, True):
+        points = [point for point in chart.points if bool(point.label) is called]
+        look = _look(called=called)
+        x, y = [point.rank for point in points], [finite(point.value.value, 1.0) for point in points]
+        if len(chart.points) <= MOST_INTERVALS and points:
+            reach = [drawing.reach(point.value) for point in points]
+            known = {**WHISKER, "ecolor": look["color"], "capsize": 0}
+            panel.errorbar(x, y, yerr=[[below for below, _ in reach], [above for _, above in reach]], **known, zorder=2)
+        panel.plot(x, y, **look, zorder=3 + called)
+    margin = max(0.5, 0.02 * chart.count)
+    panel.set_xlim(1 - margin, chart.count + margin)
+    if len(chart.points) <= MOST_NAMES:
+        labels = [drawing.short(point.name) for point in chart.points]
+        panel.set_xticks([point.rank for point in chart.points], labels, rotation=30, ha="right", rotation_mode="anchor")
+    else:
+        drawing.numbers(panel.xaxis)
+        panel.set_xlabel(f"{chart.axis}s in the order of their speed", fontsize=NORMAL)
+        _names(panel, chart, (high - low) * LABEL_IN / PANEL_IN)
+    panel.yaxis.set_major_locator(MultipleLocator(step, offset=1 % step))
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: difference(value)))
+    drawing.grid(panel)
+    panel.set_ylabel("from the median", fontsize=NORMAL)
+
+
+def _names(panel: Axes, chart: RankChart, height: float) -> None:
+    """The outliers furthest from the median by name, one above the other where they are close."""
+    called = sorted((point for point in chart.points if point.label), key=lambda point: -abs(point.value.value - 1))
+    taken: list[float] = []
+    for point in called[:MOST_LABELS]:
+        at = finite(point.value.value, 1.0)
+        while any(abs(at - other) < height for other in taken):
+            at += height * 0.25
+        taken.append(at)
+        _name(panel, point, at, left=point.rank > chart.count / 2)
+
+
+def _name(panel: Axes, point: Ranked, at: float, *, left: bool) -> None:
+    where: dict[str, Any] = {"ha": "right" if left else "left", "va": "center", "fontsize": SMALL, "color": drawing.INK}
+    panel.annotate(drawing.short(point.label), (point.rank, at), (-6 if left else 6, 0), textcoords="offset points", **where)

@@ -1,0 +1,181 @@
+"""What is said of a fleet: the answer first, every outlier in tables and charts, and a size that stays readable."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gemmscope.app.compare import compare
+from gemmscope.document.build import document
+from gemmscope.document.charts import HeatMap, RankChart
+from gemmscope.document.fleet_charts import MOST_POINTS, rank_chart, thinned
+from gemmscope.document.fleet_view import FleetView
+from gemmscope.document.model import Document
+from gemmscope.errors import UserError
+from gemmscope.fleet.gather import fleet_result
+from gemmscope.results.fleet import FleetResult, GpuCondition
+from gemmscope.writers import html, terminal
+from support.fleet_files import runs, shown_fleet
+from support.fleets import HEALTH, run_of
+from support.run_files import recorded_bench
+
+
+@cache
+def fleet(count: int = 64, *slow: int) -> FleetResult:
+    return shown_fleet(count, dict.fromkeys(slow, 0.1), failed=0)
+
+
+def table(found: Document, title: str) -> dict[str, tuple[str, ...]]:
+    """A table's rows by their first cell."""
+    [own] = [each for each in found.tables() if title in each.title]
+    return {row[0].text: tuple(cell.text for cell in row[1:]) for row in own.rows}
+
+
+@pytest.mark.parametrize(
+    ("count", "slow", "words"),
+    [
+        (1, (), "There is no other GPU to compare it with"),
+        (3, (), "too few to detect outliers"),
+        (16, (), "None of the 16 GPUs is slower than the others by more than"),
+        (64, (13,), "1 of 64 GPUs is slow: node0001 GPU 5 by"),
+        (64, (13, 37), "2 of 64 GPUs are slow: "),
+    ],
+)
+def test_the_answer_names_the_slow_gpus_or_the_limit(count: int, slow: tuple[int, ...], words: str) -> None:
+    assert words in document(fleet(count, *slow)).answer
+
+
+def test_many_outliers_are_counted_not_listed() -> None:
+    answer = document(fleet(256, *range(0, 256, 20))).answer
+    assert answer.startswith("13 of 256 GPUs are slow: ")
+    assert answer.endswith("and 9 more.")
+
+
+def test_a_fast_gpu_is_not_called_slow() -> None:
+    found = document(shown_fleet(64, {13: -0.1}, failed=0))
+    assert "None of the 64 GPUs is slower" in found.answer
+    assert "1 is faster: node0001 GPU 5" in found.answer
+
+
+def test_a_whole_node_is_named_once() -> None:
+    found = document(fleet(128, *range(24, 32)))
+    assert "whole node" in found.answer
+    assert found.answer.count("node0003") == 1
+    assert "node0003 (whole node)" in table(found, "Outliers")
+
+
+def test_other_versions_come_right_after_the_answer() -> None:
+    found = document(fleet())
+    assert "driver" in found.because[0]
+    assert "node0003" in found.because[0]
+    assert "the same on all GPUs" in document(fleet(16)).because[0]
+
+
+def test_what_else_differs_is_said_of_the_worst_and_in_the_table() -> None:
+    found = document(fleet(64, 13))
+    [evidence] = [message.text for message in found.messages if message.code == "fleet-evidence"]
+    assert "HW thermal slowdown" in evidence
+    assert "HW thermal slowdown" in " ".join(table(found, "Outliers")["node0001 GPU 5"])
+
+
+def test_gpus_that_were_not_measured_are_listed() -> None:
+    found = document(shown_fleet(16, {}, failed=2))
+    [message] = [message for message in found.messages if message.code == "fleet-not-measured"]
+    assert message.level == "warning"
+    assert "2 GPUs not measured" in message.text
+    assert "in use" in " ".join(table(found, "Every GPU")["node9000 GPU 7"])
+
+
+def test_unhealthy_memory_is_reported_also_of_a_gpu_that_is_not_slow() -> None:
+    sick = GpuCondition(health={**HEALTH, "remap_failed": 1})
+    made = [*runs(8, {})[:-1], run_of(7, {}, condition=sick)]
+    messages = [message for message in document(fleet_result(made)).messages if message.code == "fleet-health-problem"]
+    assert [message.level for message in messages] == ["warning"]
+    assert "node0000 GPU 7" in messages[0].text
+
+
+def test_every_gpu_is_in_the_table_and_slow_ones_are_first() -> None:
+    found = document(fleet(64, 13, 37))
+    places = list(table(found, "Every GPU"))
+    assert len(places) == 64
+    assert set(places[:2]) == {"node0001 GPU 5", "node0004 GPU 5"}
+    assert found.summary is not None
+    assert [row[0].text for row in found.summary.rows] == places[: len(found.summary.rows)]
+
+
+def test_figures_have_center_spread_noise_and_limit() -> None:
+    found = document(fleet())
+    [own] = [each for each in found.tables() if each.title.startswith("Metrics")]
+    names = [column.name for column in own.columns]
+    row = dict(zip(names, own.rows[0], strict=True))
+    figure = fleet().figures[0]
+    assert row["Median"].value == figure.center.value
+    assert row["Outlier limit"].value == figure.limit
+    assert row["Chip-to-chip spread"].value == (figure.spread.value if figure.spread else None)
+
+
+def test_the_map_has_nodes_and_gpus_with_outliers_beyond_the_line() -> None:
+    found = document(fleet(64, 13))
+    [plane] = [chart for chart in found.charts() if isinstance(chart, HeatMap)]
+    assert plane.rows[-1] == "node0001"  # on top
+    uncertain = [(y, x) for y, row in enumerate(plane.cells) for x, cell in enumerate(row) if not cell.certain]
+    assert uncertain == [(7, 5)]
+    assert not [chart for chart in document(fleet(8)).charts() if isinstance(chart, HeatMap)]
+
+
+def test_a_chart_of_many_gpus_is_thinned_and_keeps_every_outlier() -> None:
+    slow = dict.fromkeys(range(0, 2000, 50), 0.1)
+    view = FleetView(shown_fleet(2000, slow, failed=0))
+    chart = rank_chart(view, view.result.figures[0], main=True)
+    assert isinstance(chart, RankChart)
+    assert len(chart.points) <= MOST_POINTS + len(slow)
+    assert sum(bool(point.label) for point in chart.points) == len(view.slow) == len(slow)
+    assert chart.count == 2000
+
+
+@given(st.lists(st.booleans(), max_size=400), st.integers(10, 200), st.integers(0, 4))
+@settings(max_examples=60, deadline=None)
+def test_thinning_keeps_what_is_called_and_both_ends(called: list[bool], most: int, ends: int) -> None:
+    kept = thinned(called, most, ends)
+    assert kept == sorted(set(kept))
+    assert {place for place, is_called in enumerate(called) if is_called} <= set(kept)
+    assert set(range(min(ends, len(called)))) <= set(kept)
+    assert len(kept) <= most + sum(called) + 2
+
+
+def test_a_large_fleet_stays_readable() -> None:
+    found = document(fleet(1500, 13))
+    assert len(terminal.text(found, detail=False, width=100).splitlines()) <= 30
+    page = html.page([found])
+    assert len(page) < 5_000_000
+    assert "The first 1,000 of 1,500 rows" in page
+
+
+def test_kinds_of_gpus_are_told_apart() -> None:
+    made = [run_of(place, {}) for place in range(8)]
+    made += [run_of(place, {}, product="NVIDIA H100") for place in range(8, 16)]
+    found = document(fleet_result(made))
+    assert "8 x NVIDIA H200" in " ".join(found.context)
+    [own] = [each for each in found.tables() if each.title.startswith("Metrics")]
+    assert {row[1].text for row in own.rows} == {"NVIDIA H200", "NVIDIA H100"}
+
+
+def test_two_fleets_are_compared_by_their_own_method() -> None:
+    result = compare([shown_fleet(24, {5: 0.05}, failed=0), shown_fleet(24, failed=0)], fail_if_slower=0.03)
+    found = document(result)
+    assert found.title == "Comparison of 2 fleets"
+    assert found.answer.startswith("Failed --fail-if-slower 3%")
+    assert found.summary is not None
+    assert "node0001 GPU 5" in found.summary.rows[0][0].text
+    assert "chip-to-chip differences cancel" in " ".join(value for _, value in found.facts["Method"])
+    same = compare([shown_fleet(24, failed=0)] * 2, fail_if_slower=0.03)
+    assert not same.failing()
+    assert document(same).answer.startswith("Passed --fail-if-slower 3%")
+
+
+def test_a_fleet_is_not_compared_with_a_single_gpu() -> None:
+    with pytest.raises(UserError, match="cannot be compared"):
+        compare([shown_fleet(8, {}, failed=0), recorded_bench("first")])

@@ -1,0 +1,198 @@
+"""What a result of numerics says: the answer in each situation, marks of what is not real, tables and charts that agree."""
+
+from __future__ import annotations
+
+from math import sqrt
+from pathlib import Path
+
+import pytest
+
+from gemmscope.app.compare import compare
+from gemmscope.document.build import document
+from gemmscope.document.charts import CurveChart, HeatMap, ScatterChart
+from gemmscope.document.model import Document, decisive
+from gemmscope.errors import UserError
+from gemmscope.interval import Interval
+from gemmscope.results.numerics import Mix, NumericsResult
+from gemmscope.writers import csv, figure, html, markdown, terminal
+from support.numerics_files import numerics_result
+
+
+def told(result: NumericsResult, *, detail: bool = False, width: int = 100) -> str:
+    return terminal.text(document(result), detail=detail, width=width)
+
+
+def chart(shown: Document, kind: type) -> list:
+    return [block for block in shown.charts() if isinstance(block, kind)]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("bound", [None, 0.001, 0.05, 0.12])
+def test_the_answer_is_on_one_screen(bound: float | None, width: int) -> None:
+    lines = told(numerics_result(bound=bound), width=width).splitlines()
+    assert len(lines) <= 36
+    assert max(map(len, lines)) <= width
+
+
+def test_the_answer_names_the_mix_its_error_and_its_speedup() -> None:
+    result = numerics_result(bound=0.12)
+    shown = document(result)
+    assert result.mixed is not None
+    mix = result.mixed.chosen
+    assert mix is not None
+    assert mix.is_mixed
+    assert shown.answer.startswith("Fastest with an error of at most 12.0%: NVFP4 with ")
+    assert f"error {100 * mix.error:.1f}%" in shown.answer
+    assert "(FORECAST)" in shown.answer
+    assert any("NVFP4 in all linears: error 17.8%" in line for line in shown.because)
+    assert any("model.layers.0.mlp.down_proj 40.3%" in line for line in shown.because)
+    assert any("loss curve" in line for line in shown.because)
+    assert "--mix" in shown.next_purpose
+    assert shown.advice is not None
+    assert set(shown.advice.ready_to_paste) == {"Transformer Engine", "Megatron-LM"}
+
+
+def test_every_other_answer() -> None:
+    assert document(numerics_result(bound=0.08)).answer.startswith(
+        "Fastest with an error of at most 8.0%: FP8Delayed in all linears"
+    )
+    none = document(numerics_result(bound=0.001)).answer
+    assert none == "Only BF16 in all linears stays below 0.1%: the smallest error of a low-precision recipe is 5.1% in FP8Block."
+    slow = numerics_result(4, bound=0.3)
+    assert slow.mixed is not None
+    baseline = Mix(recipe="BF16", higher="BF16", error=0.0)
+    slow = slow.model_copy(update={"mixed": slow.mixed.model_copy(update={"chosen": baseline})})
+    assert document(slow).answer == "Use BF16: no recipe and no mix with an error of at most 30.0% is faster."
+
+
+def test_a_mix_within_its_interval_of_bf16_is_not_called_faster() -> None:
+    result = numerics_result(bound=0.12)
+    assert result.mixed is not None
+    assert result.mixed.chosen is not None
+    assert document(result).advice is not None
+    unsure = result.mixed.chosen.model_copy(update={"speedup": Interval(1.01, 0.76, 1.36)})
+    shown = document(result.model_copy(update={"mixed": result.mixed.model_copy(update={"chosen": unsure})}))
+    assert shown.answer == "Stay with BF16: nothing with an error of at most 12.0% is faster by more than its interval."
+    assert shown.because[0].startswith("The fastest is NVFP4 with ")
+    assert shown.advice is None
+    open_ended = document(numerics_result(bound=None))
+    assert open_ended.answer.startswith("FP8Block has the smallest error, 5.1%, 1.32x")
+    assert open_ended.because[0].startswith("The fastest is NVFP4: error 17.8%, 1.55x")
+    assert "--bound" in open_ended.next_purpose
+    no_speeds = document(numerics_result(gpu="", bound=0.12))
+    assert no_speeds.answer.startswith("Fewest bits with an error of at most 12.0%: NVFP4 with ")
+    assert "over BF16" not in no_speeds.answer
+    assert "--speed" in no_speeds.next_purpose
+    empty = numerics_result().model_copy(update={"recipes": (), "linears": (), "mixed": None, "depth": (), "stale": ()})
+    assert "nothing could be computed" in document(empty).answer
+    assert terminal.text(document(empty), width=80)
+
+
+@pytest.mark.parametrize("bound", [None, 0.12])
+def test_synthetic_is_marked_wherever_a_number_stands(bound: float | None) -> None:
+    """Title, answer, every section's charts and tables, the page, the figure, Markdown."""
+    shown = document(numerics_result(source="synthetic", bound=bound))
+    assert shown.title.startswith("SYNTHETIC")
+    assert shown.answer.startswith("SYNTHETIC: ")
+    assert any("SYNTHETIC" in line for line in shown.because)
+    assert all(table.title.startswith("SYNTHETIC: ") for table in shown.tables())
+    assert shown.summary is not None
+    assert shown.summary.title.startswith("SYNTHETIC: ")
+    page = html.page([shown])
+    assert '<span class="tag">SYNTHETIC tensors; speeds are a FORECAST</span>' in page
+    assert markdown.markdown([shown]).startswith("# SYNTHETIC")
+    assert "SYNTHETIC" not in told(numerics_result(bound=bound), detail=True)
+
+
+def test_a_checkpoint_says_that_weights_are_all_it_knows() -> None:
+    linears = tuple(
+        each.model_copy(update={"passes": (), "weight": each.passes[0].operands[0]}) for each in numerics_result().linears
+    )
+    shown = document(
+        numerics_result(source="checkpoint", bound=None).model_copy(update={"linears": linears, "stale": (), "depth": ()})
+    )
+    assert "the weights of" in shown.title
+    assert any("weights only" in line for line in shown.because)
+    [operands] = [table for table in shown.tables() if "Operands" in table.title]
+    assert {row[1].text for row in operands.rows} == {"W"}
+    assert "Share of error" not in [column.name for column in operands.columns]
+
+
+def test_tables_agree_with_the_errors() -> None:
+    result = numerics_result(bound=0.12)
+    shown = document(result)
+    heat = chart(shown, HeatMap)[0]
+    values = [cell.value for row in heat.cells for cell in row]
+    nvfp4 = next(each for each in result.recipes if each.recipe == "NVFP4")
+    assert sqrt(sum(value**2 for value in values) / len(values)) == pytest.approx(nvfp4.error)
+    assert max(values) == pytest.approx(nvfp4.worst_error)
+    table = heat.table()
+    assert [column.name.removesuffix(" *") for column in table.columns][1:4] == [
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+    ]
+    assert table.rows[0][-1].value == pytest.approx(nvfp4.worst_error)
+    [scatter] = chart(shown, ScatterChart)
+    assert {dot.name: dot.error for dot in scatter.dots} == {
+        each.recipe: each.error for each in result.recipes if each.recipe != "BF16"
+    }
+    assert [dot.error for dot in scatter.mixes] == sorted((dot.error for dot in scatter.mixes), reverse=True)
+    assert scatter.chosen is not None
+    assert scatter.bound == 0.12
+    forward, backward = chart(shown, CurveChart)
+    assert forward.series["NVFP4"][0].value.value == pytest.approx(100 * result.depth[-1].forward[0])
+    assert backward.series["NVFP4"][0].value.value == pytest.approx(100 * result.depth[-1].backward[-1])  # the last layer first
+
+
+def test_what_is_kept_is_marked_in_the_heat_map_of_its_recipe_alone() -> None:
+    result = numerics_result(bound=0.12)
+    first, *others = chart(document(result), HeatMap)
+    assert others.pop().columns == ("FP8Block", "MXFP8", "FP8Current", "FP8Delayed", "NVFP4")
+    assert result.mixed is not None
+    assert result.mixed.chosen is not None
+    kept = set(result.mixed.chosen.linears)
+    assert {row.removesuffix(" *") for row in first.rows if row.endswith(" *")} == kept
+    certain = {name.removesuffix(" *"): {cell.certain for cell in row} for name, row in zip(first.rows, first.cells, strict=True)}
+    assert {name for name, states in certain.items() if states == {False}} == kept
+    assert all(cell.certain for other in others for row in other.cells for cell in row)
+    assert first.best is None
+
+
+def test_every_writer_shows_it() -> None:
+    """Recorded and without speeds, with layers that have no numbers, and with one layer alone."""
+    shown = document(numerics_result(bound=0.12))
+    for text in (csv.csv_text(shown), markdown.markdown([shown]), told(numerics_result(bound=0.12), detail=True)):
+        assert "Mixes: what to keep in a higher precision" in text
+        assert "Delayed scaling on recorded steps" in text
+    assert figure.png(document(numerics_result(2, gpu="", bound=None))).startswith(b"\x89PNG")
+    assert figure.png(document(numerics_result(1, bound=None, detailed=False))).startswith(b"\x89PNG")
+    assert "Along depth" in html.page([shown])
+
+
+def test_a_model_without_layers_has_its_chart() -> None:
+    """As SYNTHETIC tensors have none: linears and recipes are left."""
+    result = numerics_result(1, source="synthetic", gpu="", bound=None, detailed=False)
+    linears = tuple(one.model_copy(update={"layer": None}) for one in result.linears)
+    shown = document(result.model_copy(update={"linears": linears, "layers": 0}))
+    [heat] = chart(shown, HeatMap)
+    assert heat.main
+    assert heat.cells[-1][0].value == next(one.error for one in linears if one.recipe == heat.columns[0])
+    assert figure.png(shown).startswith(b"\x89PNG")
+
+
+def test_recipes_without_a_speed_are_named() -> None:
+    shown = document(numerics_result(gpu="h200", bound=0.12))
+    [message] = [message for message in decisive(shown) if message.code == "numerics-no-speed"]
+    assert "MXFP8, NVFP4" in message.text
+    assert shown.answer.startswith("Fastest with an error of at most 12.0%: FP8Delayed in all linears")
+
+
+def test_errors_are_not_compared_with_times(tmp_path: Path) -> None:
+    result = numerics_result(2, gpu="", bound=None)
+    result.save(tmp_path / "errors.json")
+    with pytest.raises(UserError, match="not a run file of bench, step, sweep or fleet: its kind is 'numerics'") as raised:
+        compare([tmp_path / "errors.json", tmp_path / "errors.json"])
+    assert "gemmscope report" in raised.value.hint
+    with pytest.raises(UserError, match="run 1 is a result of gemmscope numerics"):
+        compare([result, result])  # type: ignore[list-item]

@@ -1,0 +1,164 @@
+"""Weights of a checkpoint: one file, several with an index, a folder; in BF16, FP8 with scales; of another model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from gemmscope.errors import UserError  # noqa: E402
+from gemmscope.model.flags import from_hyperparameters  # noqa: E402
+from gemmscope.numerics.checkpoint import read_checkpoint  # noqa: E402
+from gemmscope.numerics.recording import read_recording  # noqa: E402
+from gemmscope.numerics.safetensors import write_tensors  # noqa: E402
+
+SIZES = {
+    "self_attn.q_proj": (256, 256), "self_attn.k_proj": (256, 256), "self_attn.v_proj": (256, 256),
+    "self_attn.o_proj": (256, 256), "mlp.up_proj": (512, 256), "mlp.down_proj": (256, 512),
+}  # fmt: skip
+
+
+def weights(layers: int = 2) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    found = {"model.embed_tokens.weight": torch.zeros(1000, 256), "model.norm.weight": torch.ones(256)}
+    for layer in range(layers):
+        for name, size in SIZES.items():
+            found[f"model.layers.{layer}.{name}.weight"] = torch.randn(size, generator=generator).bfloat16()
+    return found
+
+
+def model(**changes: int):  # type: ignore[no-untyped-def]
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2, "num_hidden_layers": 2} | changes
+    return from_hyperparameters(**sizes)
+
+
+def test_one_file(tmp_path: Path) -> None:
+    stored = weights()
+    write_tensors(tmp_path / "model.safetensors", stored, {})
+    recording = read_checkpoint(tmp_path / "model.safetensors", model=model())
+    assert recording.source == "checkpoint"
+    assert recording.layers == 2
+    assert [linear.facts.linear for linear in recording.linears[:6]] == sorted(SIZES), "as the file has them"
+    linear = next(one for one in recording.linears if one.name == "model.layers.1.mlp.up_proj")
+    weight = stored["model.layers.1.mlp.up_proj.weight"]
+    assert (linear.facts.inputs, linear.facts.outputs, linear.facts.op, linear.facts.dtype) == (256, 512, "MLP Up", "bfloat16")
+    (step,) = linear.sampled_steps
+    assert step.passes == ("fprop", "dgrad")
+    assert step.facts.tensors["W"].amax == float(weight.abs().max())
+    sample = step.sample("dgrad")
+    assert sample.first is not None
+    assert sample.second is None
+    assert torch.equal(sample.first.rows, weight.T), "all of it: it is small"
+    recording.write(tmp_path / "recording")
+    assert read_recording(tmp_path / "recording").facts == recording.facts
+
+
+def test_shards_with_an_index_and_folders(tmp_path: Path) -> None:
+    whole = weights()
+    names = sorted(whole)
+    for number in range(2):
+        write_tensors(tmp_path / f"model-{number}.safetensors", {name: whole[name] for name in names[number::2]}, {})
+    places = {name: f"model-{number}.safetensors" for number in range(2) for name in names[number::2]}
+    found = [read_checkpoint(tmp_path)]
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    found += [read_checkpoint(tmp_path), read_checkpoint(index)]
+    assert all(
+        sorted(linear.name for linear in one.linears) == sorted(linear.name for linear in found[0].linears) for one in found
+    )
+    assert len(found[0].linears) == 12
+
+
+def test_a_checkpoint_of_another_model_is_one_message(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "model.safetensors", weights(), {})
+    for changes, message in (
+        ({"num_hidden_layers": 3}, "it has 2 layers, the model 3"),
+        ({"intermediate_size": 768}, "MLP Down is 512 to 256 in it, 768 to 256 in the model"),
+    ):
+        with pytest.raises(UserError, match=f"is a checkpoint of another model: {message}"):
+            read_checkpoint(tmp_path / "model.safetensors", model=model(**changes))
+
+
+def test_fp8_weights_are_dequantized_and_that_is_said(tmp_path: Path) -> None:
+    exact = torch.randn(256, 384, generator=torch.Generator().manual_seed(0))
+    scales = torch.rand(2, 3, generator=torch.Generator().manual_seed(1)) + 0.5
+    wide = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    stored = (exact / wide).to(torch.float8_e4m3fn)
+    key = "model.layers.0.mlp.down_proj.weight"
+    write_tensors(tmp_path / "a.safetensors", {key: stored, f"{key}_scale_inv": scales}, {})
+    recording = read_checkpoint(tmp_path / "a.safetensors")
+    sample = recording.linears[0].steps[0].sample("fprop").first
+    assert sample is not None
+    assert torch.equal(sample.rows, (stored.float() * wide).bfloat16())
+    assert "dequantized" in recording.facts.notes[0]
+    write_tensors(tmp_path / "b.safetensors", {key: stored}, {})
+    with pytest.raises(UserError, match="is FP8 without scales"):
+        read_checkpoint(tmp_path / "b.safetensors")
+
+
+def test_of_many_experts_some_are_sampled(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    apart = {
+        f"model.layers.0.mlp.experts.{n}.{name}.weight": torch.randn(32, 32, generator=generator)
+        for n in range(8)
+        for name in ("up_proj", "down_proj")
+    }
+    write_tensors(tmp_path / "a.safetensors", apart, {})
+    linears = read_checkpoint(tmp_path / "a.safetensors").linears
+    assert len(linears) == 4
+    assert len({linear.facts.expert for linear in linears}) == 2, "the same for all linears of a layer"
+    assert {linear.facts.experts for linear in linears} == {8}
+    together = {
+        "layers.0.experts.gate_up_proj": torch.randn(8, 32, 128, generator=generator),
+        "layers.0.experts.down_proj": torch.randn(8, 64, 32),
+    }
+    write_tensors(tmp_path / "b.safetensors", together, {})
+    linears = read_checkpoint(tmp_path / "b.safetensors").linears
+    assert {(linear.facts.op, linear.facts.inputs, linear.facts.outputs) for linear in linears} == {
+        ("Expert Gate+Up", 32, 128),
+        ("Expert Down", 64, 32),
+    }
+    number = linears[-1].facts.expert
+    sample = linears[-1].steps[0].sample("fprop").first
+    assert sample is not None
+    assert torch.equal(
+        sample.rows,
+        together["layers.0.experts.gate_up_proj"][number].T
+        if linears[-1].facts.outputs == 128
+        else together["layers.0.experts.down_proj"][number].T,
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"weight_map": {"a": "../elsewhere.safetensors"}}, "which is not a file beside it"),
+        ({"weight_map": {"a": "gone.safetensors"}}, "names 1 files that are missing"),
+        ({"weight_map": {"a": 1}}, "it has no weight_map"),
+        ([], "it has no weight_map"),
+    ],
+)
+def test_a_strange_index_is_one_message(content: object, message: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=message):
+        read_checkpoint(tmp_path)
+
+
+def test_nothing_to_sample_is_one_message(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is a folder without safetensors files"):
+        read_checkpoint(tmp_path)
+    write_tensors(tmp_path / "a.safetensors", {"model.norm.weight": torch.ones(4)}, {})
+    with pytest.raises(UserError, match="has no weights of linears"):
+        read_checkpoint(tmp_path)
+    (tmp_path / "b.safetensors").write_bytes(b"not one")
+    with pytest.raises(UserError, match="is not a safetensors file"):
+        read_checkpoint(tmp_path / "b.safetensors")
+
+
+def test_a_recording_is_no_checkpoint(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "a.safetensors", {"l/0/X.exponents": torch.ones(4)}, {"gemmscope": "{}"})
+    with pytest.raises(UserError, match="is a recording, not a checkpoint"):
+        read_checkpoint(tmp_path / "a.safetensors")

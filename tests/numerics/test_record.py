@@ -1,0 +1,439 @@
+"""`record_tensors` in somebody's training: what it records is right, and the training stays the same bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+import gemmscope  # noqa: E402
+from gemmscope.numerics.measure import measure_linear  # noqa: E402
+from gemmscope.numerics.recording import TensorRecording, read_recording  # noqa: E402
+from support.recorded import LINEARS, Network, prepared, te_class, trained  # noqa: E402
+
+KINDS = ["eager", "reentrant", "non-reentrant", "layers", "wrapped layers", "whole", "ddp", "fsdp"]
+
+
+@pytest.fixture(autouse=True)
+def quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probes have tests of their own: only one test here takes the time for them."""
+    if "autocast" not in request.node.name:
+        monkeypatch.setattr("gemmscope.numerics.measure.measure_probes", lambda *_, **__: {})
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def recorded(path: Path) -> TensorRecording:
+    return read_recording(path / "t.safetensors")
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch itself
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_training_is_the_same_bit_for_bit(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if kind in ("ddp", "fsdp"):
+        request.getfixturevalue("process_group")
+    without = trained(prepared(kind), None, micro_batches=2)
+    within = trained(prepared(kind), tmp_path / "t.safetensors", micro_batches=2)
+    assert all(torch.equal(one, other) for one, other in zip(without, within, strict=True))
+    recording = recorded(tmp_path)
+    assert [linear.name for linear in recording.linears] == LINEARS
+    for linear in recording.linears:
+        assert [step.facts.step for step in linear.steps] == [5, 6, 7, 8]
+        assert [step.facts.step for step in linear.sampled_steps] == [8]
+        assert linear.sampled_steps[0].passes == ("fprop", "dgrad", "wgrad")
+        assert linear.sampled_steps[0].facts.tokens == 64, "of one micro-batch"
+
+
+def test_autocast_decides_the_type(tmp_path: Path) -> None:
+    without = trained(prepared("eager"), None, bf16=True, loop=8)  # with probes: they draw random numbers, too
+    within = trained(prepared("eager"), tmp_path / "t.safetensors", bf16=True, loop=8, after=2)
+    assert all(torch.equal(one, other) for one, other in zip(without, within, strict=True))
+    linear = recorded(tmp_path).linears[0]
+    first = linear.sampled_steps[0].sample("fprop").first
+    assert linear.facts.dtype == "bfloat16"
+    assert linear.sampled_steps[0].facts.probes
+    assert first is not None
+    assert first.rows.dtype == torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch itself
+@pytest.mark.parametrize("kind", ["eager", "non-reentrant", "whole"])
+def test_what_is_recorded_is_what_the_linear_saw(kind: str, tmp_path: Path) -> None:
+    """Compared with X, W and dY that hooks see in a plain copy of the network, which runs the same step."""
+    functional_dropout, functional.dropout = functional.dropout, lambda x, *_: x  # compiled code draws other masks
+    try:
+        torch.manual_seed(0)
+        model, plain = prepared(kind), Network()
+        plain.load_state_dict({key.removeprefix("_orig_mod."): value for key, value in model.state_dict().items()})
+        seen: dict[str, list[Any]] = {}
+        for name in LINEARS:
+            module = plain.get_submodule(name)
+            module.register_forward_hook(
+                lambda m, args, out, name=name: seen.update({name: [args[0].detach(), m.weight.detach().clone()]})
+            )
+            module.register_forward_hook(lambda m, _, out, name=name: out.register_hook(seen[name].append) and None)
+        x = torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(1))
+        (plain(x) - x.flip(-1)).square().mean().backward()
+        trained(model, tmp_path / "t.safetensors", loop=1, steps=1, after=0)
+    finally:
+        functional.dropout = functional_dropout
+    for linear in recorded(tmp_path).linears:
+        x, w, dy = (tensor.reshape(-1, tensor.shape[-1]) for tensor in seen[linear.name])
+        (step,) = linear.sampled_steps
+        for name, tensor in {"X": x, "W": w, "dY": dy}.items():
+            assert step.facts.tensors[name].amax == pytest.approx(float(tensor.abs().max()), rel=1e-4)
+            assert step.facts.tensors[name].norm == pytest.approx(float(tensor.norm()), rel=1e-4)
+        for pass_name, output in {"fprop": x @ w.T, "dgrad": dy @ w, "wgrad": dy.T @ x}.items():
+            assert step.facts.passes[pass_name].norm == pytest.approx(float(output.norm()), rel=1e-4)
+        sample = step.sample("wgrad")
+        assert sample.first is not None, "all columns: they fit in the file"
+        torch.testing.assert_close(sample.first.rows, x.T, rtol=1e-4, atol=1e-5)
+
+
+class WithLoss(nn.Module):
+    """Two outputs of one compiled node, of which only the loss gets a gradient, as in Hugging Face's models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(x)
+        return {"logits": logits, "loss": logits.square().mean()}
+
+
+def test_a_compiled_model_with_an_output_that_gets_no_gradient(tmp_path: Path) -> None:
+    model = torch.compile(WithLoss(), backend="aot_eager")
+    with gemmscope.record_tensors(model, tmp_path / "t.safetensors", steps=1, after=0) as recording:
+        model(torch.randn(4, 32, requires_grad=True))["loss"].backward()
+        recording.step()
+    assert recorded(tmp_path).linears[0].sampled_steps[0].passes == ("fprop", "dgrad", "wgrad")
+
+
+def test_a_model_whose_forward_is_compiled(tmp_path: Path) -> None:
+    model = prepared("eager")
+    model.forward = torch.compile(model.forward, backend="aot_eager")  # type: ignore[method-assign]
+    compiled = model.forward
+    trained(model, tmp_path / "t.safetensors", loop=2, steps=1, after=0)
+    assert all(linear.sampled_steps[0].passes == ("fprop", "dgrad", "wgrad") for linear in recorded(tmp_path).linears)
+    assert model.forward is compiled
+
+
+def test_parts_of_a_pipeline_stage(tmp_path: Path) -> None:
+    """As in Megatron: a list of modules, whose layers know their numbers in the whole model."""
+    parts = [Network(), Network()]
+    for first, part in zip((3, 7), parts, strict=True):
+        for number, layer in enumerate(part.layers):
+            layer.layer_number = first + number
+    with gemmscope.record_tensors(parts, tmp_path / "t.safetensors", steps=1, after=0) as recording:
+        parts[1](parts[0](torch.randn(4, 32))).sum().backward()
+        recording.step()
+    linears = recorded(tmp_path).linears
+    assert [linear.facts.layer for linear in linears if linear.facts.linear == "up_proj"] == [2, 3, 6, 7]
+    assert len({linear.name for linear in linears}) == 12
+    assert {linear.facts.op for linear in linears if linear.facts.linear == "up_proj"} == {"MLP Up"}
+
+
+def test_maxima_of_every_step_and_samples_of_the_last_ones(tmp_path: Path) -> None:
+    trained(prepared("eager"), tmp_path / "t.safetensors", loop=8, after=1, samples=2)
+    for linear in recorded(tmp_path).linears:
+        assert [step.facts.step for step in linear.steps] == [1, 2, 3, 4]
+        assert [step.facts.step for step in linear.sampled_steps] == [3, 4]
+        assert all(set(step.facts.tensors) == {"X", "W", "dY"} for step in linear.steps)
+
+
+def test_probes_know_the_maxima_of_earlier_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+    monkeypatch.setattr("gemmscope.numerics.measure.measure_probes", lambda *_, history, **__: given.append(history) or {})
+    trained(prepared("eager"), tmp_path / "t.safetensors", loop=4, steps=3, after=0)
+    head = recorded(tmp_path).linears[-1]
+    assert given[0] == {}
+    known = [step.facts.tensors for step in head.steps]
+    assert given[len(LINEARS)] == {name: max(one[name].amax for one in known) for name in ("X", "W", "dY")}, "the head is first"
+
+
+def test_the_same_seed_gives_the_same_file(tmp_path: Path) -> None:
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 600), nn.Linear(600, 32))
+        trained(model, tmp_path / name, loop=2, steps=1, after=0, seed=seed, megabytes=1)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() != (tmp_path / "c").read_bytes()
+
+
+@pytest.mark.parametrize("megabytes", [1, 3])
+def test_the_file_is_smaller_than_asked(megabytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    probes = {f"fprop/W/e4m3-{number}": (0.0006972316768951714,) * 4 for number in range(25)}
+    monkeypatch.setattr("gemmscope.numerics.measure.measure_probes", lambda *_, **__: probes)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256)) for _ in range(8)))
+    with gemmscope.record_tensors(
+        model, tmp_path / "t.safetensors", steps=3, samples=2, after=0, megabytes=megabytes
+    ) as recording:
+        for _ in range(3):
+            model(torch.randn(128, 256)).sum().backward()
+            recording.step()
+    assert 0.6e6 * megabytes < (tmp_path / "t.safetensors").stat().st_size <= 1e6 * megabytes
+    assert len(recorded(tmp_path).linears) == 8
+
+
+def test_too_many_linears_for_the_file_are_thinned_out_by_layer(tmp_path: Path) -> None:
+    forward = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(100)))
+    with gemmscope.record_tensors(forward, tmp_path / "t.safetensors", steps=1, after=0, megabytes=1) as recording:
+        forward(torch.randn(4, 8)).sum().backward()
+        recording.step()
+    found = recorded(tmp_path)
+    layers = sorted({linear.facts.layer for linear in found.linears})
+    assert len(found.linears) == 2 * len(layers) < 60
+    assert (layers[0], layers[-1]) == (0, 99)
+    assert "of 200 linears are recorded" in found.facts.notes[0]
+
+
+def test_an_interrupted_training_writes_what_there_is(tmp_path: Path) -> None:
+    model = prepared("eager")
+
+    def train() -> None:
+        with gemmscope.record_tensors(model, tmp_path / "t.safetensors", steps=9, after=0) as recording:
+            for step in range(3):
+                loss = model(torch.randn(4, 32)).sum()
+                if step == 2:
+                    raise KeyboardInterrupt
+                loss.backward()
+                recording.step()
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
+    for linear in recorded(tmp_path).linears:
+        assert [step.facts.step for step in linear.sampled_steps] == [0]
+        assert [step.facts.step for step in linear.steps][:2] == [0, 1]
+
+
+def test_hooks_exist_only_in_recorded_steps(tmp_path: Path) -> None:
+    model = prepared("eager")
+    hooks = []
+    with gemmscope.record_tensors(model, tmp_path / "t.safetensors", steps=2, after=2) as recording:
+        for _ in range(6):
+            model(torch.randn(4, 32)).sum().backward()
+            hooks.append(sum(len(module._forward_hooks) for module in model.modules()))
+            recording.step()
+    assert [count > 0 for count in hooks] == [False, False, True, True, False, False]
+    assert recording.recorded
+
+
+def test_failures_are_said_and_the_training_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = prepared("eager")
+
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("out of memory\nsomewhere")
+
+    monkeypatch.setattr("gemmscope.numerics.capture.measure_linear", fails)
+    trained(model, tmp_path / "t.safetensors", loop=3, steps=2, after=0)
+    assert capsys.readouterr().err == "gemmscope: no tensors were recorded: RuntimeError: out of memory\n"
+    assert all(not module._forward_hooks for module in model.modules())
+    assert not (tmp_path / "t.safetensors").exists()
+
+
+def test_what_fails_with_one_linear_is_said_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = measure_linear
+
+    def fails(x: Any, w: torch.Tensor, *rest: Any, **settings: Any) -> Any:
+        if w.shape == (64, 32):
+            raise RuntimeError("no memory")
+        return real(x, w, *rest, **settings)
+
+    monkeypatch.setattr("gemmscope.numerics.capture.measure_linear", fails)
+    trained(prepared("eager"), tmp_path / "t.safetensors", loop=2, steps=1, after=0)
+    failures = {linear.name: linear.facts.failure for linear in recorded(tmp_path).linears}
+    assert failures == {name: "RuntimeError: no memory" if "up_proj" in name else "" for name in LINEARS}
+
+
+def test_without_memory_for_probes_the_sample_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("gemmscope.numerics.measure.measure_probes", fails)
+    trained(prepared("eager"), tmp_path / "t.safetensors", loop=2, steps=1, after=0)
+    for linear in recorded(tmp_path).linears:
+        assert linear.facts.failure == ""
+        assert linear.sampled_steps[0].facts.probes == {}
+
+
+def test_a_failure_outside_of_a_linear_ends_the_recording(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gemmscope.numerics.linears.first_tensor", lambda *_: 1 / 0)
+    without = trained(prepared("eager"), None, loop=3)
+    model = prepared("eager")
+    within = trained(model, tmp_path / "t.safetensors", loop=3, steps=2, after=0)
+    assert all(torch.equal(one, other) for one, other in zip(without, within, strict=True))
+    assert "no tensors are recorded, the training goes on: ZeroDivisionError" in capsys.readouterr().err
+    assert all(not module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("model", "loop", "message"),
+    [
+        (nn.Sequential(nn.Identity()), 3, "the model has no linears that are known"),
+        (nn.Sequential(nn.Linear(32, 32)), 1, "nothing was recorded: the loop ran 1 steps, 4 are needed"),
+    ],
+)
+def test_nothing_to_record_is_said(
+    model: nn.Module, loop: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with gemmscope.record_tensors(model, tmp_path / "t", steps=2, after=2 if loop == 1 else 0) as recording:
+        for _ in range(loop):
+            recording.step()
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "t").exists()
+
+
+def test_a_compiled_function_around_a_plain_model_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = prepared("eager")
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(torch.randn(4, 32)).sum().backward()
+    with gemmscope.record_tensors(model, tmp_path / "t", steps=1, after=0) as recording:
+        compiled(torch.randn(4, 32)).sum().backward()
+        recording.step()
+    assert "give what torch.compile returned" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"steps": 0}, {"after": -1}, {"megabytes": 0.5}, {"samples": 9}, {"seed": -1}, {"megabytes": float("nan")}]
+)
+def test_wrong_arguments_are_said_at_once(wrong: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        gemmscope.record_tensors(nn.Linear(2, 2), tmp_path / "t", **wrong)
+
+
+def test_other_ranks_record_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    trained(prepared("eager"), tmp_path / "t.safetensors", loop=6, after=0)
+    assert list(tmp_path.iterdir()) == []
+    trained(prepared("eager"), tmp_path / "t.safetensors", loop=6, after=0, ranks=(0, 1))
+    assert [path.name for path in tmp_path.iterdir()] == ["t.rank1.safetensors"]
+
+
+class Experts(nn.Module):
+    """As Hugging Face keeps experts: one parameter for all."""
+
+    def __init__(self, *, transposed: bool) -> None:
+        super().__init__()
+        self.is_transposed, self.calls = transposed, 0
+        self.gate_up_proj = nn.Parameter(torch.randn(3, 32, 96) if transposed else torch.randn(3, 96, 32))
+        self.down_proj = nn.Parameter(torch.randn(3, 48, 32) if transposed else torch.randn(3, 32, 48))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        outputs = []
+        for number, rows in enumerate(x.chunk(3)):
+            up, down = self.gate_up_proj[number], self.down_proj[number]
+            gate, up = (rows @ up if self.is_transposed else functional.linear(rows, up)).chunk(2, dim=-1)
+            hidden = functional.silu(gate) * up
+            outputs.append(hidden @ down if self.is_transposed else functional.linear(hidden, down))
+        return torch.cat(outputs)
+
+
+class Mixture(nn.Module):
+    def __init__(self, *, transposed: bool) -> None:
+        super().__init__()
+        self.router = nn.Linear(32, 3)
+        self.experts = Experts(transposed=transposed)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, 32)
+        return (self.experts(flat) * 0.01 * self.router(flat).softmax(-1).amax(-1, keepdim=True)).reshape(x.shape)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_with_one_weight_for_all(transposed: bool, tmp_path: Path) -> None:
+    found = []
+    for path in (None, tmp_path / "t.safetensors"):
+        torch.manual_seed(0)
+        model = nn.Sequential(Mixture(transposed=transposed))
+        found.append(trained(model, path, loop=4, steps=2, after=1))
+        assert model[0].experts.calls == 4, "attributes are as if the second run had not been"
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    linears = recorded(tmp_path).linears
+    assert [linear.facts.op for linear in linears] == ["Expert Gate+Up"] * 2 + ["Expert Down"] * 2
+    assert all(linear.facts.experts == 3 and linear.facts.expert in range(3) for linear in linears)
+    assert {(linear.facts.inputs, linear.facts.outputs) for linear in linears} == {(32, 96), (48, 32)}
+    assert all(linear.sampled_steps[0].passes == ("fprop", "dgrad", "wgrad") for linear in linears)
+    assert {linear.sampled_steps[0].facts.tokens for linear in linears} <= {21, 22}
+
+
+def test_transformer_engine_modules(tmp_path: Path) -> None:
+    """Stand-ins for its classes: recording reads the norm, the split of the experts, and the two linears of an MLP."""
+
+    def norm(module: Any, x: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(x, (32,), module.layer_norm_weight, module.eps)
+
+    def norm_linear(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return functional.linear(norm(self, x), torch.cat([self.query_weight, self.key_weight])), None
+
+    def grouped(self: Any, x: torch.Tensor, m_splits: list[int]) -> torch.Tensor:
+        return torch.cat(
+            [functional.linear(rows, getattr(self, f"weight{number}")) for number, rows in enumerate(x.split(m_splits))]
+        )
+
+    def norm_mlp(self: Any, x: torch.Tensor) -> torch.Tensor:
+        gate, up = functional.linear(norm(self, x), self.fc1_weight, self.fc1_bias).chunk(2, dim=-1)
+        return functional.linear(functional.silu(gate) * up, self.fc2_weight)
+
+    def made(name: str, forward: Any, weights: dict[str, tuple[int, ...]], **attributes: Any) -> nn.Module:
+        module = te_class(name, forward)()
+        for key, shape in weights.items():
+            setattr(module, key, nn.Parameter(torch.randn(shape) * 0.1 + ("norm" in key)))
+        for key, value in attributes.items():
+            setattr(module, key, value)
+        return module
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            rms = {"eps": 1e-5, "normalization": "RMSNorm"}
+            weights = {"layer_norm_weight": (32,), "query_weight": (32, 32), "key_weight": (16, 32)}
+            self.qkv = made("LayerNormLinear", norm_linear, weights, weight_names=["query_weight", "key_weight"], **rms)
+            self.experts = made("GroupedLinear", grouped, {"weight0": (32, 48), "weight1": (32, 48)}, num_gemms=2)
+            weights = {"layer_norm_weight": (32,), "fc1_weight": (80, 32), "fc1_bias": (80,), "fc2_weight": (32, 40)}
+            self.mlp = made("LayerNormMLP", norm_mlp, weights, activation="swiglu", fc2_bias=torch.Tensor(), **rms)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            flat = x.reshape(-1, 32)
+            flat = self.experts(self.qkv(flat)[0], m_splits=[20, 44])
+            return self.mlp(flat).reshape(x.shape)
+
+    found = []
+    for path in (None, tmp_path / "t.safetensors"):
+        torch.manual_seed(0)
+        model = nn.Sequential(Layer())
+        first = [parameter.detach().clone() for parameter in model.parameters()]
+        found.append(trained(model, path, loop=2, steps=1, after=0))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    linears = {linear.name: linear.sampled_steps[0] for linear in recorded(tmp_path).linears}
+    assert [step.facts.tokens for step in linears.values()] == [64, 20, 44, 64, 64]
+    assert list(linears) == ["0.qkv", "0.experts.0", "0.experts.1", "0.mlp.fc1", "0.mlp.fc2"]
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), first, strict=True):
+            parameter.copy_(value)
+        x = torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(1)).reshape(-1, 32)
+        layer = model[0]
+        qkv = layer.qkv(x)[0]
+        experts = layer.experts(qkv, m_splits=[20, 44])
+        outputs = {"0.qkv": qkv, "0.experts.1": experts[20:], "0.mlp.fc2": layer.mlp(experts)}
+        outputs["0.mlp.fc1"] = functional.linear(norm(layer.mlp, experts), layer.mlp.fc1_weight)
+    for name, output in outputs.items():
+        assert linears[name].facts.passes["fprop"].norm == pytest.approx(float(output.norm()), rel=1e-4)
+        assert linears[name].passes == ("fprop", "dgrad", "wgrad")

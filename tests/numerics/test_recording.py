@@ -1,0 +1,144 @@
+"""The file of a recording: what is written is read back; anything else is one message."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from gemmscope.errors import UserError  # noqa: E402
+from gemmscope.numerics.recording import (  # noqa: E402
+    LinearFacts,
+    PassFacts,
+    RecordingFacts,
+    StepFacts,
+    TensorFacts,
+    read_recording,
+    tensor_key,
+    tensor_names,
+    write_recording,
+)
+from gemmscope.numerics.safetensors import read_header, write_tensors  # noqa: E402
+
+STEP = StepFacts(
+    step=7,
+    tokens=512,
+    tensors={"X": TensorFacts(amax=3.0), "W": TensorFacts(amax=0.5), "dY": TensorFacts(amax=math.nan, nonfinite=1)},
+    passes={"fprop": PassFacts(reduced=200, blocks=(0, 128), weights=(1.0, 2.0), product=2.0, norm=1.5)},
+)
+LINEAR = LinearFacts(name="layers.0.up", linear="up", layer=0, inputs=200, outputs=64, dtype="bfloat16", steps=(STEP,))
+FACTS = RecordingFacts(source="recording", model="Net", steps=(6, 7), linears=(LINEAR,))
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    shapes = {"rows": (4, 200), "weights": (4,), "row_amax": (4,), "energy": (200,), "amax128": (4, 2), "amax16": (4, 13)}
+    shape = {name: (256,) if "exponents" in name else shapes[name.rpartition(".")[2]] for name in tensor_names(STEP)}
+    return {tensor_key("layers.0.up", 7, name): torch.randn(size, dtype=torch.bfloat16) for name, size in shape.items()}
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    stored = tensors()
+    write_recording(tmp_path / "a.safetensors", FACTS, stored)
+    recording = read_recording(tmp_path / "a.safetensors")
+    (linear,) = recording.linears
+    (step,) = linear.sampled_steps
+    assert math.isnan(step.facts.tensors["dY"].amax)
+    assert step.facts.passes == STEP.passes
+    assert (recording.source, recording.layers, linear.name) == ("recording", 1, "layers.0.up")
+    sample = step.sample("fprop")
+    assert sample.first is not None
+    assert sample.second is not None
+    assert (sample.first.tensor, sample.second.tensor, sample.first.row_count, sample.second.row_count) == ("W", "X", 64, 512)
+    assert torch.equal(sample.second.rows, stored[tensor_key("layers.0.up", 7, "fprop.second.rows")])
+    assert sample.column_weights.tolist() == [1.0] * 128 + [2.0] * 72
+    recording.write(tmp_path / "b.safetensors")
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+
+
+def test_the_file_is_one_that_the_safetensors_library_reads_and_writes(tmp_path: Path) -> None:
+    mixed = {"a": torch.arange(3), "b": torch.randn(2, 3).bfloat16(), "empty": torch.empty(0, 4), "c": torch.tensor(2.0)}
+    write_tensors(tmp_path / "ours", mixed, {"key": "value"})
+    theirs = load_file(tmp_path / "ours")
+    assert all(torch.equal(theirs[name], tensor) for name, tensor in mixed.items())
+    save_file(mixed, tmp_path / "theirs", {"key": "value"})
+    file = read_header(tmp_path / "theirs")
+    assert file.metadata == {"key": "value"}
+    assert all(torch.equal(file.load(name), tensor) for name, tensor in mixed.items())
+    assert torch.equal(file.load_rows("b", 1, 2), mixed["b"][1:2])
+
+
+def container(header: object, data: bytes = b"") -> bytes:
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def entry(**changes: object) -> dict[str, object]:
+    return {"t": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is not a safetensors file"),
+        (b"PK\x03\x04 something else", "is not a safetensors file"),
+        ((1 << 60).to_bytes(8, "little") + b"{", "its header claims"),
+        ((50).to_bytes(8, "little") + b'{"a":', "its header is not complete"),
+        ((7).to_bytes(8, "little") + b"{broken", "is not valid JSON"),
+        (container(entry(), b"1234"), "is truncated"),
+        (container(entry(shape=[3]), b"12345678"), "its entry for 't' is invalid"),
+        (container(entry(shape=[-2]), b"12345678"), "its entry for 't' is invalid"),
+        (container(entry(shape=["2"]), b"12345678"), "its entry for 't' is invalid"),
+        (container(entry(dtype="F7"), b"12345678"), "its entry for 't' is invalid"),
+        (container(entry(dtype=["F32"]), b"12345678"), "its entry for 't' is invalid"),
+        (container(entry(data_offsets=[-8, 0]), b"12345678"), "its entry for 't' is invalid"),
+        (container(entry(data_offsets=[0, 8, 9]), b"12345678"), "its entry for 't' is invalid"),
+        (container({"t": 1}), "its entry for 't' is invalid"),
+        (container({"__metadata__": {"gemmscope": 1}}), "its metadata are not texts"),
+        (container(entry(), b"12345678"), "is a safetensors file, but not a recording"),
+        (container({"__metadata__": {"gemmscope": "["}}), "is not valid JSON"),
+        (container({"__metadata__": {"gemmscope": "[]"}}), "version None"),
+        (container({"__metadata__": {"gemmscope": '{"version": 99}'}}), "version 99"),
+        (container({"__metadata__": {"gemmscope": '{"version": 1, "source": "elsewhere"}'}}), "is damaged: source"),
+    ],
+)
+def test_any_other_file_is_one_message(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_recording(tmp_path / "file")
+
+
+def test_missing_files_and_folders_are_one_message(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        read_recording(tmp_path / "none")
+    with pytest.raises(UserError, match="is a folder"):
+        read_recording(tmp_path)
+
+
+@pytest.mark.parametrize("lost", ["rows", "weights", "energy", "amax16"])
+def test_a_recording_with_a_missing_tensor_is_damaged(tmp_path: Path, lost: str) -> None:
+    stored = tensors()
+    del stored[tensor_key("layers.0.up", 7, f"fprop.first.{lost}")]
+    write_recording(tmp_path / "a", FACTS, stored)
+    with pytest.raises(UserError, match=r"is damaged: layers\.0\.up/7/fprop\.first\."):
+        read_recording(tmp_path / "a")
+
+
+def test_invalid_blocks_are_damage(tmp_path: Path) -> None:
+    for change in (
+        {"blocks": (0, 64)},
+        {"blocks": (128, 0)},
+        {"reduced": 100},
+        {"weights": (1.0,)},
+        {"blocks": (), "weights": ()},
+    ):
+        facts = STEP.passes["fprop"].model_copy(update=change)
+        linear = LINEAR.model_copy(update={"steps": (STEP.model_copy(update={"passes": {"fprop": facts}}),)})
+        write_recording(tmp_path / "a", FACTS.model_copy(update={"linears": (linear,)}), tensors())
+        with pytest.raises(UserError, match="the blocks of"):
+            read_recording(tmp_path / "a")

@@ -1,0 +1,104 @@
+"""The report of the training check: paired gaps, their intervals, the noise of BF16 and rank orders."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from train_report import Comparison, gap_of, ranks, spearman, summary_of
+
+SETTINGS = {"size": "toy", "steps": 10}
+
+
+def write(folder: Path, recipe: str, seed: int, loss: float, finished: bool = True, **changes: Any) -> None:
+    losses = dict.fromkeys(("train_loss", "validation_loss", "validation_loss_bf16"), loss)
+    facts = {"parameters": 1, "tokens": 1, "text": {}, "device": "CPU", "versions": {}, "ms_per_step": 1.0, "settings": SETTINGS}
+    name = recipe.replace(":", "-").replace("+", "-")
+    run = {**facts, **losses, "recipe": recipe, "seed": seed, "finished": finished, **changes}
+    (folder / f"{name}-seed{seed}.json").write_text(json.dumps(run))
+
+
+@pytest.fixture
+def comparison(tmp_path: Path) -> Comparison:
+    base = [2.0, 1.5, 1.8]
+    gaps = {
+        "FP8Current": [0.010, 0.011, 0.012],
+        "emulated:FP8Current": [0.009, 0.012, 0.012],
+        "emulated:MXFP8": [0.003, 0.004, 0.005],
+        "emulated:NVFP4": [0.030, 0.036, 0.033],
+        "BF16+bit": [0.001, -0.001, 0.001],
+        "BF16+order": [-0.001, 0.001, -0.001],
+    }
+    for seed, loss in enumerate(base):
+        write(tmp_path, "BF16", seed, loss)
+        for recipe, differences in gaps.items():
+            write(tmp_path, recipe, seed, loss + differences[seed])
+    write(tmp_path, "emulated:MXFP8", 7, 9.0)  # there is no BF16 run of this seed
+    write(tmp_path, "FP8Block", 0, float("nan"), finished=False)
+    numerics = tmp_path / "numerics.json"
+    errors = {"FP8Current": 0.05, "MXFP8": 0.037, "NVFP4": 0.14}
+    numerics.write_text(json.dumps({"recipes": [{"recipe": name, "error": error} for name, error in errors.items()]}))
+    return Comparison.read(json.loads(json.dumps(summary_of(tmp_path, [numerics]))))
+
+
+def test_gaps_are_paired_by_seed(comparison: Comparison) -> None:
+    gap = comparison.gap("FP8Current", "validation_loss")
+    assert gap.mean == pytest.approx(0.011)
+    assert gap.half_width == pytest.approx(4.303 * 0.001 / 3**0.5, rel=1e-3)
+    assert gap.separated
+    assert comparison.gap("emulated:MXFP8", "train_loss").seeds == 3
+
+
+def test_order_of_recipes(comparison: Comparison) -> None:
+    assert comparison.recipes[0] == "emulated:MXFP8"
+    assert comparison.recipes[-1] == "emulated:NVFP4"
+    assert comparison.rank_correlation("validation_loss") == pytest.approx(0.949, abs=0.01)  # two recipes share a predicted error
+    assert comparison.ordered_pairs("validation_loss") == (5, 5)
+
+
+def test_pairs_ordered_otherwise_are_counted(comparison: Comparison) -> None:
+    swapped = Comparison(comparison.settings, comparison.losses, {**comparison.predicted, "MXFP8": 0.2})
+    assert swapped.ordered_pairs("train_loss") == (2, 5)
+    assert (swapped.rank_correlation("train_loss") or 0) < 0.5
+
+
+def test_noise_of_bf16(comparison: Comparison) -> None:
+    assert comparison.noise("train_loss") == pytest.approx(0.001, rel=1e-3)
+    alone = Comparison(comparison.settings, {"BF16": comparison.losses["BF16"]}, {})
+    assert alone.noise("train_loss") is None
+
+
+def test_the_baseline_is_the_mean_of_all_bf16_runs(comparison: Comparison) -> None:
+    lucky = {seed: {name: loss - 0.004 for name, loss in run.items()} for seed, run in comparison.losses["BF16"].items()}
+    changed = Comparison(comparison.settings, {**comparison.losses, "BF16+bits": lucky}, {})
+    difference = changed.gap("FP8Current", "train_loss").mean - comparison.gap("FP8Current", "train_loss").mean
+    assert difference == pytest.approx(0.001)  # a quarter: three other BF16 runs have no such luck
+
+
+def test_table(comparison: Comparison) -> None:
+    rows = comparison.table().splitlines()
+    assert rows[2].startswith("| MXFP8 (emulated) | 3.70% | **+0.0040 ± 0.0025** |")
+    assert rows[-1] == "| BF16, spread of the runs of a seed | | 0.0010 | 0.0010 | 0.0010 | 3 |"
+    assert "FP8Block" not in comparison.table()  # its loss is not finite
+    assert "5 of 5 separated pairs" in comparison.rank_sentences()
+
+
+def test_runs_with_other_settings_are_not_mixed(tmp_path: Path) -> None:
+    write(tmp_path, "BF16", 0, 2.0)
+    write(tmp_path, "BF16", 1, 2.0, settings={"size": "toy", "steps": 20})
+    with pytest.raises(SystemExit, match="other settings"):
+        summary_of(tmp_path, [])
+
+
+def test_one_seed_separates_nothing() -> None:
+    assert gap_of([0.5]).half_width is None
+    assert not gap_of([0.5]).separated
+
+
+def test_ranks() -> None:
+    assert ranks([0.3, 0.1, 0.1]) == [3.0, 1.5, 1.5]
+    assert spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
+    assert spearman([1, 1, 1], [1, 2, 3]) is None

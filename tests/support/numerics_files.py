@@ -1,0 +1,119 @@
+"""Results of `gemmscope numerics`, made by hand: errors of a Llama-like model whose first layer and down_proj are hard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from math import hypot
+
+from gemmscope.interval import Interval
+from gemmscope.numerics.weigh import weigh
+from gemmscope.recipe.recipes import recipe
+from gemmscope.results.numerics import (
+    DepthError,
+    LinearError,
+    NumericsResult,
+    OperandError,
+    PassError,
+    Source,
+    StaleScale,
+)
+from support.forecast_files import several_gpus
+
+SIZES = {
+    "self_attn.q_proj": ("QKV Proj", 4096, 4096),
+    "self_attn.k_proj": ("QKV Proj", 4096, 1024),
+    "self_attn.v_proj": ("QKV Proj", 4096, 1024),
+    "self_attn.o_proj": ("Attn Out", 4096, 4096),
+    "mlp.gate_proj": ("MLP Gate+Up", 4096, 14336),
+    "mlp.up_proj": ("MLP Gate+Up", 4096, 14336),
+    "mlp.down_proj": ("MLP Down", 14336, 4096),
+}
+ROUNDING = {"bf16": 0.0, "e4m3": 0.0262, "e5m2": 0.0525, "e2m1": 0.095}
+SPREAD = {"FP8Current": 1.10, "FP8Delayed": 1.14, "FP8Block": 1.03, "MXFP8": 1.06, "NVFP4": 1.0, "BF16": 1.0}
+TENSORS = {"fprop": ("W", "X"), "dgrad": ("W", "dY"), "wgrad": ("X", "dY")}
+RECIPES = ("BF16", "FP8Current", "FP8Delayed", "FP8Block", "MXFP8", "NVFP4")
+
+
+def hardness(name: str, layer: int, layers: int) -> float:
+    """How much larger than rounding its error is: outliers in down_proj, the first layer and the last one."""
+    return 1 + (1.1 if name == "mlp.down_proj" else 0.0) + (0.9 if layer == 0 else 0.5 if layer == layers - 1 else 0.004 * layer)
+
+
+def linear_error(name: str, layer: int, layers: int, recipe_name: str) -> LinearError:
+    """All three passes of one linear."""
+    op, inputs, outputs = SIZES[name]
+    passes = []
+    for pass_name, formats in recipe(recipe_name).operands.items():
+        sizes = [ROUNDING[each] * SPREAD[recipe_name] * hardness(name, layer, layers) for each in formats]
+        operands = [
+            OperandError(
+                tensor=tensor, format=each, relative=size, underflow=0.02 * size, saturated=0.0, octaves=18.0 + layer % 5
+            )
+            for tensor, each, size in zip(TENSORS[pass_name], formats, sizes, strict=True)
+        ]
+        total = hypot(*sizes)
+        passes.append(
+            PassError(
+                pass_name=pass_name,
+                relative=Interval(total, total * 0.97, total * 1.03),
+                first_share=sizes[0] ** 2 / total**2 if total else 0.5,
+                cosine=1 - total**2 / 2,
+                operands=(operands[0], operands[1]),
+            )
+        )
+    full = f"model.layers.{layer}.{name}"
+    return LinearError(
+        name=full, linear=name, layer=layer, op=op, inputs=inputs, outputs=outputs, recipe=recipe_name, passes=tuple(passes)
+    )
+
+
+@cache
+def linear_errors(layers: int = 32, recipes: Sequence[str] = RECIPES) -> tuple[LinearError, ...]:
+    """Every linear of every layer in every recipe."""
+    return tuple(linear_error(name, layer, layers, each) for each in recipes for layer in range(layers) for name in SIZES)
+
+
+@cache
+def numerics_result(
+    layers: int = 32, *, source: Source = "recording", gpu: str = "b300", bound: float | None = 0.08, detailed: bool = True
+) -> NumericsResult:
+    """With the speeds of a forecast for Llama 3.1 8B (without, if `gpu` is empty)."""
+    linears = linear_errors(layers)
+    weighed = weigh(linears, several_gpus() if gpu else None, bound, gpu)
+    stale = StaleScale(
+        name="model.layers.0.mlp.down_proj", tensor="dY", growth=1.8, saturated=0.0004, relative=0.061, fresh_relative=0.052
+    )
+    depth = tuple(
+        DepthError(
+            recipe=each.recipe,
+            forward=tuple(each.error * (0.6 + 0.02 * layer) for layer in range(layers)),
+            backward=tuple(each.error * (1.5 - 0.02 * layer) for layer in range(layers)),
+            loss=each.error**2 / 10,
+        )
+        for each in weighed.recipes
+        if each.recipe != "BF16"
+    )
+    origin = {"recording": "recording.safetensors", "checkpoint": "checkpoints/step-1000", "synthetic": "outliers"}[source]
+    return NumericsResult(
+        command=f"gemmscope numerics {origin}",
+        source=source,
+        origin=origin,
+        model_name="llama-3.1-8b",
+        steps=(100, 101) if source == "recording" else (),
+        tokens=8192,
+        sampled_bytes=61_000_000 if source == "recording" else None,
+        layers=layers,
+        recipes=weighed.recipes,
+        linears=linears,
+        stale=(stale,) if detailed else (),
+        depth=depth if detailed else (),
+        speed_origin=weighed.speed_origin,
+        speed_of=weighed.speed_of,
+        speed_gpu=weighed.speed_gpu,
+        mixed=weighed.mixed,
+        findings=weighed.findings,
+        device="cpu",
+        versions={"torch": "2.13.0"},
+        seconds=41.0,
+    )

@@ -1,0 +1,9 @@
+"""The package's own sources, parsed once for all tests that look at them."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent.parent / "src" / "gemmscope"
+TREES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}

@@ -1,0 +1,24 @@
+"""Signals where they could get lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+
+import pytest
+
+from gemmscope.signals import Interrupted, held, raised
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_was_swallowed_ends_the_command_later(number: int) -> None:
+    """As an extension module does that ignores the exceptions of what it calls."""
+    with raised():
+        with suppress(BaseException):
+            os.kill(os.getpid(), number)
+        with pytest.raises(Interrupted) as ended, held() as signals:
+            assert signals.first == number
+        assert ended.value.number == number
+    with raised(), held() as signals:  # another command is none of its business
+        assert signals.first is None

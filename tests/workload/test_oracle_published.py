@@ -1,0 +1,124 @@
+"""Configs as they are published, against the live classes: keys left out, keys that the class does not read, odd sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from gemmscope.errors import UserError
+from gemmscope.model import hf
+from gemmscope.model.families import ALIASES, family, known_model_types
+from gemmscope.model.spec import RunSpec
+from gemmscope.toml import load_data
+from gemmscope.workload.check import differences
+from support.oracle import live, model_of
+
+transformers = pytest.importorskip("transformers", reason="the oracle needs torch and transformers")
+trace_worker = pytest.importorskip("gemmscope.workload.trace_worker", reason="the oracle needs torch and transformers")
+pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]  # warnings of torch and transformers
+
+SIZES = {
+    key for name, keys in ALIASES.items() if name not in ("num_key_value_heads", "head_dim", "n_positions") for key in keys
+} | {
+    *("moe_intermediate_size", "shared_expert_intermediate_size", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim"),
+}
+SMALL = {"hidden_size": 96, "num_attention_heads": 6, "num_hidden_layers": 2, "vocab_size": 100, "intermediate_size": 64}
+SMALL |= {"pad_token_id": 0}  # inside of the vocabulary
+ADAPTERS = {"layer_types": ["hybrid"] * 2, "use_shared_attention_adapter": True}
+BOTH_SIDES = {"use_bidirectional_attention": True, "num_key_value_heads": 2}
+
+
+def test_class_sizes_are_those_of_the_classes() -> None:
+    """`class_sizes.toml` beside the defaults of `families.toml`: every size that a class assumes, and no other."""
+    listed = load_data("gemmscope.model", "class_sizes.toml")
+    for model_type in known_model_types():
+        if model_type in transformers.CONFIG_MAPPING:
+            defaults = family(model_type).get("defaults", {})
+            fields = dataclasses.fields(transformers.CONFIG_MAPPING[model_type])
+            assumed = {each.name: each.default for each in fields if each.name in SIZES and type(each.default) is int}
+            left = {key: value for key, value in assumed.items() if key not in defaults}
+            assert listed.get(model_type, {}) == left, model_type
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "llama", "num_hidden_layers": 2},
+        {"model_type": "gpt2", "n_layer": 2, "n_embd": 96},
+        {"model_type": "gpt2", "n_layer": 2, "max_position_embeddings": 64},
+        {"model_type": "gemma3", "text_config": {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 3}},
+        {"model_type": "llava", "text_config": {"model_type": "llama", "vocab_size": 32064, "num_hidden_layers": 1}},
+        {"model_type": "deepseek_v2", "num_hidden_layers": 2, "num_experts_per_tok": 2, "num_key_value_heads": 32},
+        {"model_type": "mixtral", "num_hidden_layers": 1, "output_router_logits": True},
+        {"model_type": "glm4_moe_lite", **SMALL, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+        {"model_type": "smollm3", **SMALL, "num_key_value_heads": 2, "no_rope_layers": [1, 0, 1]},
+        {"model_type": "biogpt", **SMALL, "layerdrop": 1.0},
+        {"model_type": "bert", **SMALL, "head_dim": 8},
+        {"model_type": "gpt_neox", **SMALL, "head_dim": 8},
+        {"model_type": "glm", **SMALL, "head_dim": 15, "num_key_value_heads": 2},
+        {"model_type": "gemma", **SMALL, "num_key_value_heads": 2, "use_bidirectional_attention": True},
+        {
+            "model_type": "gemma3_text",
+            **SMALL,
+            "num_key_value_heads": 2,
+            "use_bidirectional_attention": True,
+            "sliding_window": 9,
+        },
+    ],
+    ids=lambda config: " ".join([config["model_type"], *list(config)[-1:]]),
+)
+def test_configs_as_published(config: dict[str, Any]) -> None:
+    source, run = hf.from_config(config, "config.json"), RunSpec(1, 16)
+    assert source.model is not None
+    assert differences(source.model, run, live(dict(source.config or {}), run)) == []
+
+
+def test_attention_to_both_sides() -> None:
+    attention = model_of({"model_type": "gemma3_text", **SMALL, **BOTH_SIDES, "sliding_window": 513}).layers[0].attention
+    assert attention is not None
+    assert (attention.causal, attention.window) == (False, 512)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "llama", "head_dim": 15}, "head_dim = 15 is odd"),
+        ({"model_type": "qwen2", "hidden_size": 90, "num_key_value_heads": 2}, "head_dim = 15 is odd"),
+        (
+            {"model_type": "deepseek_v32", "qk_rope_head_dim": 5, "n_routed_experts": 8, "n_group": 1},
+            "qk_rope_head_dim = 5 is odd",
+        ),
+        ({"model_type": "llama", "hidden_size": 100, "head_dim": 16}, "not a multiple of num_attention_heads"),
+        ({"model_type": "gemma2", "hidden_size": 100, "num_key_value_heads": 2}, "not a multiple of num_attention_heads"),
+        ({"model_type": "llama4_text", "attention_chunk_size": None, "num_key_value_heads": 2}, "no attention_chunk_size"),
+        ({"model_type": "llama4_text", "no_rope_layers": [1, 1, 1], "num_key_value_heads": 2}, "one entry per layer"),
+        (
+            {
+                "model_type": "zamba2",
+                "layer_types": ["hybrid"] * 2,
+                "num_key_value_heads": 3,
+                "use_shared_attention_adapter": True,
+            },
+            "twice the hidden size wide",
+        ),
+        ({"model_type": "granitemoehybrid", "layer_types": ["attention"] * 2, "mamba_n_heads": 7}, "do not add up"),
+        ({"model_type": "zamba2", "layer_types": ["mamba"] * 2, "mamba_headdim": 32}, "do not add up"),
+        ({"model_type": "glm4_moe", "num_key_value_heads": 2, "n_group": 3}, "cannot be split into n_group = 3"),
+        (
+            {"model_type": "deepseek_v3", "first_k_dense_replace": 0, "n_group": 2, "topk_group": 4},
+            "topk_group = 4 is more than n_group = 2",
+        ),
+        ({"model_type": "olmo_hybrid", "layer_types": ["full_attention"] * 2}, "must contain linear_attention"),
+        ({"model_type": "deepseek_v4", "index_head_dim": 16, "layer_types": ["compressed_sparse_attention"] * 2}, "is smaller"),
+        ({"model_type": "deepseek_v4", "mlp_layer_types": ["moe", "sparse"]}, "cannot contain 'sparse'"),
+        ({"model_type": "gemma4_text", "num_key_value_heads": 2, "per_layer_config": {"2": {"head_dim": 64}}}, "from 0 to 1"),
+    ],
+)
+def test_what_the_class_refuses_is_refused(config: dict[str, Any], message: str) -> None:
+    config = {**SMALL, **config}
+    with pytest.raises(UserError, match=message):
+        model_of(config)
+    with pytest.raises(Exception, match=r"^(?!.*Padding_idx)"):  # each class with a message of its own
+        trace_worker.answer({"config": config, "micro_batch": 1, "sequence": 16})
